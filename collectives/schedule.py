@@ -1,0 +1,132 @@
+"""What a reduction over ranks looks like, as plain data.
+
+A `Schedule` says for all ranks at once who sends which chunks to whom in which round, and whether
+the receiver merges or overwrites. It holds no communicator, no array and no callback, so the same
+object can be proved right (`check`), executed (`executors`), priced (`clusters`) and drawn (`draw`).
+
+The idea of an algorithm as rounds of plain sends, composed by re-labelling ranks, is the one of
+MSCCLang (Cowan et al., ASPLOS 2023) and of GOAL (Hoefler et al., 2009).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Literal, NamedTuple
+
+from treeattn.errors import ScheduleError
+
+__all__ = [
+    "Round",
+    "Schedule",
+    "Transfer",
+    "on_ranks",
+    "reversed_as_copies",
+    "side_by_side",
+    "then",
+    "with_chunks",
+]
+
+
+class Transfer(NamedTuple):
+    """One message: rank `src` sends its value of `chunks` to rank `dst`.
+
+    ``merge=True`` folds it into what `dst` holds; ``merge=False`` overwrites (broadcast phases).
+    """
+
+    src: int
+    dst: int
+    chunks: range = range(1)
+    merge: bool = True
+
+
+# The transfers of one round all read the state that stood when the round began. Several merges into
+# one (dst, chunk) are allowed; at most one copy, and never beside a merge. Rounds order the data of
+# each rank; they are not barriers.
+Round = tuple[Transfer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A reduction over `size` ranks of records that are cut into `chunks` equal ranges.
+
+    `result` says what the last round leaves behind: ``"replicated"`` (every rank holds every
+    chunk complete) or ``"scattered"`` (``chunks == size`` and rank r holds chunk r complete).
+    """
+
+    name: str
+    size: int
+    chunks: int
+    rounds: tuple[Round, ...]
+    result: Literal["replicated", "scattered"] = "replicated"
+
+    @property
+    def messages(self) -> int:
+        """Transfers in all rounds together (a chunk without records is not sent)."""
+        return sum(map(len, self.rounds))
+
+    def chunk_slice(self, chunks: range, records: int) -> slice:
+        """The records of `chunks` when there are `records` in all; it may be empty."""
+        return slice(chunks.start * records // self.chunks, chunks.stop * records // self.chunks)
+
+    def to_json(self) -> str:
+        """One line of JSON; `from_json` gives an equal schedule back."""
+        rounds = [
+            [[t.src, t.dst, t.chunks.start, t.chunks.stop, int(t.merge)] for t in round_]
+            for round_ in self.rounds
+        ]
+        return json.dumps(
+            {
+                "name": self.name,
+                "size": self.size,
+                "chunks": self.chunks,
+                "result": self.result,
+                "transfer": ["src", "dst", "first_chunk", "end_chunk", "merge"],
+                "rounds": rounds,
+            }
+        )
+
+    @staticmethod
+    def from_json(text: str) -> Schedule:
+        """Read what `to_json` wrote. Raises `ScheduleError` for anything else."""
+        try:
+            data = json.loads(text)
+            rounds = tuple(
+                tuple(Transfer(s, d, range(lo, hi), bool(m)) for s, d, lo, hi, m in round_)
+                for round_ in data["rounds"]
+            )
+            return Schedule(data["name"], data["size"], data["chunks"], rounds, data["result"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ScheduleError(f"not the JSON of a schedule: {error!r}") from error
+
+
+def then(*phases: Iterable[Round]) -> tuple[Round, ...]:
+    """One phase after the other."""
+    return tuple(round_ for phase in phases for round_ in phase)
+
+
+def side_by_side(*phases: Sequence[Round]) -> tuple[Round, ...]:
+    """Phases of disjoint ranks or chunks, run at the same time: round i of all of them is one round."""
+    return tuple(tuple(t for part in parts for t in part) for parts in zip_longest(*phases, fillvalue=()))
+
+
+def on_ranks(rounds: Iterable[Round], ranks: Sequence[int]) -> tuple[Round, ...]:
+    """The same rounds with rank i replaced by ``ranks[i]``."""
+    return tuple(
+        tuple(Transfer(ranks[t.src], ranks[t.dst], t.chunks, t.merge) for t in round_) for round_ in rounds
+    )
+
+
+def with_chunks(rounds: Iterable[Round], count: int, first: int = 0) -> tuple[Round, ...]:
+    """Rounds of one chunk, made to move the chunks ``first .. first + count - 1`` instead."""
+    moved = range(first, first + count)
+    return tuple(tuple(t._replace(chunks=moved) for t in round_) for round_ in rounds)
+
+
+def reversed_as_copies(rounds: Sequence[Round]) -> tuple[Round, ...]:
+    """The way back: what was gathered up a tree is copied down the same tree."""
+    return tuple(
+        tuple(Transfer(t.dst, t.src, t.chunks, False) for t in round_) for round_ in reversed(rounds)
+    )

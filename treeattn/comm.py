@@ -1,0 +1,99 @@
+"""What this package needs of MPI besides moving records: starting it, agreeing, and dying together."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from treeattn.errors import ArgumentError, BackendError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["abort", "agree", "launched_as", "mpi", "node_groups", "world"]
+
+# (rank, size) as the launchers that we know put them into the environment of each process.
+_LAUNCHERS = (
+    ("PMI_RANK", "PMI_SIZE"),  # MPICH's and Intel's mpiexec, srun --mpi=pmi2
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # Open MPI's mpirun
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # srun with any plug-in
+)
+
+
+def launched_as() -> tuple[int, int]:
+    """(rank, size) that a launcher announced, or (0, 1): known without starting MPI."""
+    for rank, size in _LAUNCHERS:
+        if rank in os.environ and size in os.environ:
+            return int(os.environ[rank]), int(os.environ[size])
+    return 0, 1
+
+
+def mpi() -> Any:
+    """The `mpi4py.MPI` module. Raises `BackendError` where no MPI library can be loaded."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise BackendError(
+            f"no MPI library could be loaded ({reason}): install one with `pip install mpich`, "
+            "or load your site's MPI module"
+        ) from error
+    return MPI
+
+
+def world() -> Intracomm:
+    """COMM_WORLD, after making sure that the job did not come up as so many singletons."""
+    comm: Intracomm = mpi().COMM_WORLD
+    _, announced = launched_as()
+    if comm.size == 1 and announced > 1:
+        raise BackendError(
+            f"the launcher started {announced} processes but MPI sees one: the launcher belongs to another "
+            "MPI than the one mpi4py loaded; use the mpiexec of the same installation (treeattn doctor names it)"
+        )
+    return comm
+
+
+def agree(comm: Intracomm, mine: Mapping[str, object], error: Exception | None = None) -> None:
+    """Collective: return only if no rank brought an `error` and all ranks brought equal values.
+
+    Otherwise every rank raises the same exception, so that none is left waiting in a later call.
+    """
+    views: list[tuple[Mapping[str, object], Exception | None]] = comm.allgather((mine, error))
+    for rank, (_, problem) in enumerate(views):
+        if problem is not None:
+            if comm.size == 1:
+                raise problem
+            raise type(problem)(f"rank {rank}: {problem}")
+    for name in mine:
+        values = [values.get(name) for values, _ in views]
+        different = [rank for rank, value in enumerate(values) if value != values[0]]
+        if different:
+            raise ArgumentError(
+                f"{name} differs between ranks: {values[0]!r} on rank 0, {values[different[0]]!r} on rank "
+                f"{different[0]}; every rank must pass the same"
+            )
+
+
+def node_groups(comm: Intracomm) -> tuple[tuple[int, ...], ...]:
+    """Ranks of `comm` by node (shared memory domain), nodes in order of their lowest rank. Collective."""
+    shared = comm.Split_type(mpi().COMM_TYPE_SHARED, key=comm.rank)
+    leaders = comm.allgather(shared.bcast(comm.rank, root=0))
+    shared.Free()
+    groups: dict[int, list[int]] = {}
+    for rank, leader in enumerate(leaders):
+        groups.setdefault(leader, []).append(rank)
+    return tuple(tuple(groups[leader]) for leader in sorted(groups))
+
+
+def abort(error: BaseException) -> NoReturn:
+    """End the whole job because this rank failed: the others may be waiting for it."""
+    comm = mpi().COMM_WORLD
+    sys.stdout.flush()
+    print(f"treeattn: rank {comm.rank} of {comm.size} failed, ending the job", file=sys.stderr)
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    comm.Abort(1)
+    raise SystemExit(1)  # not reached: Abort does not return

@@ -1,0 +1,39 @@
+"""Every exception that this package raises on purpose, on one screen.
+
+A message says what is wrong, where (scheme, size, round, rank) and what to do about it.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ArgumentError",
+    "BackendError",
+    "RestrictionError",
+    "ScheduleError",
+    "TransportError",
+    "TreeattnError",
+]
+
+
+class TreeattnError(Exception):
+    """The base of every error below: ``except treeattn.TreeattnError`` catches them all."""
+
+
+class ArgumentError(TreeattnError, ValueError):
+    """An argument or an input file that cannot be used, or that differs between ranks."""
+
+
+class ScheduleError(TreeattnError, ValueError):
+    """A schedule that is not a correct reduction, or a scheme name that does not parse."""
+
+
+class RestrictionError(ScheduleError):
+    """A scheme that exists but does not serve this size, these nodes or these parameters."""
+
+
+class BackendError(TreeattnError, RuntimeError):
+    """A device, compiler or library that the chosen backend needs is missing or failed."""
+
+
+class TransportError(TreeattnError, RuntimeError):
+    """Records cannot travel the way that was asked for."""

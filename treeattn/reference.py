@@ -1,0 +1,92 @@
+"""The oracle: attention in float64, written to be obviously right, with no concern for speed.
+
+softmax(scale * q k^T) v, one query at a time, after Vaswani et al. 2017, equation 1. `attention` sees the
+whole cache. `partial` and `combine` give the same answer from shards, so that a check of a sharded run
+never needs the whole cache in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["Partial", "attention", "combine", "error_bounds", "partial"]
+
+
+class Partial(NamedTuple):
+    """One shard's float64 partials and what the error bound needs.
+
+    max, denominator [batch, heads, queries]; numerator [batch, heads, queries, head_dim];
+    score_scale: the largest scale * sum_i |q_i k_i| over all rows and keys; largest_value: max |v|.
+    """
+
+    max: Any
+    denominator: Any
+    numerator: Any
+    score_scale: float
+    largest_value: float
+
+
+def attention(q: Any, k: Any, v: Any, *, scale: float, lengths: Any = None) -> tuple[Any, Any]:
+    """Attention of q [batch, queries, heads, head_dim] over k, v [batch, tokens, kv_heads, head_dim].
+
+    Returns out [batch, queries, heads, head_dim] and the natural-log lse [batch, heads, queries], float64.
+    Rows without any key give out 0 and lse -inf.
+    """
+    return combine([partial(q, k, v, scale=scale, lengths=lengths)])
+
+
+def partial(q: Any, k: Any, v: Any, *, scale: float, lengths: Any = None) -> Partial:
+    """The float64 partials of one shard; arguments as for `attention`."""
+    batch, queries, heads, head_dim = q.shape
+    group = heads // k.shape[2]
+    result = Partial(
+        np.full((batch, heads, queries), -np.inf),
+        np.zeros((batch, heads, queries)),
+        np.zeros((batch, heads, queries, head_dim)),
+        0.0,
+        0.0,
+    )
+    score_scale = largest_value = 0.0
+    for b in range(batch):
+        valid = k.shape[1] if lengths is None else int(lengths[b])
+        for h in range(heads if valid else 0):
+            keys = np.asarray(k[b, :valid, h // group], np.float64)
+            values = np.asarray(v[b, :valid, h // group], np.float64)
+            largest_value = max(largest_value, float(np.abs(values).max()))
+            for i in range(queries):
+                query = np.asarray(q[b, i, h], np.float64)
+                scores = scale * (keys @ query)
+                score_scale = max(score_scale, float(abs(scale) * (np.abs(keys) @ np.abs(query)).max()))
+                top = scores.max()
+                with np.errstate(invalid="ignore"):  # NaN and infinite inputs give NaN, as they should
+                    weights = np.zeros_like(scores) if top == -np.inf else np.exp(scores - top)
+                    result.max[b, h, i] = top
+                    result.denominator[b, h, i] = weights.sum()
+                    result.numerator[b, h, i] = weights @ values
+    return result._replace(score_scale=score_scale, largest_value=largest_value)
+
+
+def combine(partials: Sequence[Partial]) -> tuple[Any, Any]:
+    """(out, lse), as `attention` returns them, from the partials of all shards."""
+    top = np.max([p.max for p in partials], axis=0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        weights = [np.where(p.max == -np.inf, 0.0, np.exp(p.max - top)) for p in partials]
+        denominator = sum(w * p.denominator for w, p in zip(weights, partials, strict=True))
+        numerator = sum(w[..., None] * p.numerator for w, p in zip(weights, partials, strict=True))
+        empty = denominator == 0
+        out = np.where(empty[..., None], 0.0, numerator / denominator[..., None])
+        lse = np.where(empty, -np.inf, top + np.log(denominator))
+    return np.ascontiguousarray(out.transpose(0, 2, 1, 3)), lse
+
+
+def error_bounds(partials: Sequence[Partial]) -> tuple[float, float]:
+    """What "exact" means in float32: the largest allowed |out - reference| and |lse - reference|.
+
+    With S = scale * max over keys of sum |q_i k_i|: (2e-6 + 1e-6 S) * max|v|, and 1e-5 + 1e-6 S.
+    """
+    score = max(p.score_scale for p in partials)
+    value = max(p.largest_value for p in partials)
+    return (2e-6 + 1e-6 * score) * value, 1e-5 + 1e-6 * score
