@@ -14,20 +14,27 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from treeattn.errors import ScheduleError
+from treeattn.errors import RestrictionError, ScheduleError
 
 __all__ = [
+    "TRANSFER_LIMIT",
     "Round",
     "Schedule",
     "Transfer",
+    "on_chunks",
     "on_ranks",
+    "refuse_above_limit",
     "reversed_as_copies",
     "side_by_side",
     "then",
     "with_chunks",
 ]
+
+# A plan of p * p transfers at thousands of ranks would fill the memory of every rank before the first
+# message leaves. 2**19 transfers (about 100 MB, a second to check) is a ring over 512 ranks.
+TRANSFER_LIMIT = 1 << 19
 
 
 class Transfer(NamedTuple):
@@ -40,6 +47,11 @@ class Transfer(NamedTuple):
     dst: int
     chunks: range = range(1)
     merge: bool = True
+
+    @property
+    def arrow(self) -> str:
+        """``3->1`` for a merge, ``3=>1`` for a copy."""
+        return f"{self.src}{'->' if self.merge else '=>'}{self.dst}"
 
 
 # The transfers of one round all read the state that stood when the round began. Several merges into
@@ -93,13 +105,29 @@ class Schedule:
         """Read what `to_json` wrote. Raises `ScheduleError` for anything else."""
         try:
             data = json.loads(text)
-            rounds = tuple(
-                tuple(Transfer(s, d, range(lo, hi), bool(m)) for s, d, lo, hi, m in round_)
-                for round_ in data["rounds"]
-            )
-            return Schedule(data["name"], data["size"], data["chunks"], rounds, data["result"])
+            rounds = tuple(tuple(map(_transfer_from_json, round_)) for round_ in data["rounds"])
+            name, size, chunks, result = (data[key] for key in ("name", "size", "chunks", "result"))
         except (KeyError, TypeError, ValueError) as error:
             raise ScheduleError(f"not the JSON of a schedule: {error!r}") from error
+        if not isinstance(name, str) or type(size) is not int or type(chunks) is not int:
+            raise ScheduleError(f"not the JSON of a schedule: {name=}, {size=}, {chunks=}")
+        return Schedule(name, size, chunks, rounds, result)
+
+
+def _transfer_from_json(row: Any) -> Transfer:
+    src, dst, first, end, merge = row
+    if not all(type(number) is int for number in row):
+        raise ValueError(f"transfer {row} must hold five integers")
+    return Transfer(src, dst, range(first, end), bool(merge))
+
+
+def refuse_above_limit(scheme: str, size: int, transfers: int) -> None:
+    """Raise `RestrictionError` before a generator makes a plan of too many `transfers` to hold."""
+    if transfers > TRANSFER_LIMIT:
+        raise RestrictionError(
+            f"{scheme} on {size} ranks needs {transfers} transfers, the limit is {TRANSFER_LIMIT}: "
+            "take a scheme with fewer messages, such as recursive_doubling or hierarchical"
+        )
 
 
 def then(*phases: Iterable[Round]) -> tuple[Round, ...]:
@@ -116,6 +144,14 @@ def on_ranks(rounds: Iterable[Round], ranks: Sequence[int]) -> tuple[Round, ...]
     """The same rounds with rank i replaced by ``ranks[i]``."""
     return tuple(
         tuple(Transfer(ranks[t.src], ranks[t.dst], t.chunks, t.merge) for t in round_) for round_ in rounds
+    )
+
+
+def on_chunks(rounds: Iterable[Round], first: int) -> tuple[Round, ...]:
+    """The same rounds with chunk i replaced by chunk ``first + i``."""
+    return tuple(
+        tuple(t._replace(chunks=range(first + t.chunks.start, first + t.chunks.stop)) for t in round_)
+        for round_ in rounds
     )
 
 

@@ -1,0 +1,46 @@
+"""Reductions over ranks as plain data: schedules, the catalogue of schemes, and the proof of each one.
+
+Nothing here knows of attention. Executors move and merge records through an `operator.Operator`.
+"""
+
+from __future__ import annotations
+
+if __name__ != "treeattn.collectives":
+    # A second copy under another name would have its own Schedule and error classes, and
+    # `except ScheduleError` would silently stop catching.
+    raise ImportError(f"this package is imported as treeattn.collectives, not as {__name__}")
+
+from treeattn.collectives.catalog import build, canonical, names, needs_nodes, parse
+from treeattn.collectives.check import Certificate, Fold, Proof, check, fold_orders, prove
+from treeattn.collectives.schedule import (
+    Schedule,
+    Transfer,
+    on_chunks,
+    on_ranks,
+    reversed_as_copies,
+    side_by_side,
+    then,
+    with_chunks,
+)
+
+__all__ = [
+    "Certificate",
+    "Fold",
+    "Proof",
+    "Schedule",
+    "Transfer",
+    "build",
+    "canonical",
+    "check",
+    "fold_orders",
+    "names",
+    "needs_nodes",
+    "on_chunks",
+    "on_ranks",
+    "parse",
+    "prove",
+    "reversed_as_copies",
+    "side_by_side",
+    "then",
+    "with_chunks",
+]

@@ -1,0 +1,199 @@
+"""THE list of schemes. Commands, tests, docs and `treeattn.schemes()` all derive from it.
+
+A scheme is one file in `schemes/` with a pure function ``size, **parameters -> Schedule`` of the same
+name, and one row here. A scheme string is ``name:key=value:key=value``; lists are ``4+4+2``; a scheme
+inside a scheme stands in parentheses: ``hierarchical:inner=(k_nomial_tree:radix=4):outer=ring``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import partial
+from typing import Any, Literal
+
+from treeattn.collectives import parameters
+from treeattn.collectives.parameters import Parameter
+from treeattn.collectives.schedule import Schedule
+from treeattn.collectives.schemes.binary_tree import binary_tree
+from treeattn.collectives.schemes.chain import chain
+from treeattn.collectives.schemes.hierarchical import hierarchical
+from treeattn.collectives.schemes.k_ary_tree import k_ary_tree
+from treeattn.collectives.schemes.recursive_doubling import recursive_doubling
+from treeattn.errors import ScheduleError
+
+__all__ = ["CATALOG", "Scheme", "build", "canonical", "find", "names", "needs_nodes", "parse"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """One row of the catalogue.
+
+    cost: time of a reduction of n bytes over p ranks; alpha is the latency of a message, beta the time
+    per byte. rooted: gathers at rank 0, then copies back down, so it can be the inner scheme of another.
+    A row of kind ``"library"`` has no generator: the library decides what it does.
+    """
+
+    name: str
+    generator: Callable[..., Schedule] | None
+    cost: str
+    parameters: tuple[Parameter, ...] = ()
+    restriction: str = "none"
+    rooted: bool = False
+    kind: Literal["schedule", "library"] = "schedule"
+
+    @property
+    def summary(self) -> str:
+        """One line: what the scheme is."""
+        if self.generator is None:
+            return "whatever the library chooses for this size and machine"
+        return (self.generator.__doc__ or "").strip().partition("\n")[0]
+
+    def parameter(self, name: str) -> Parameter | None:
+        """The parameter of that name, or None."""
+        return next((parameter for parameter in self.parameters if parameter.name == name), None)
+
+
+_RADIX = Parameter("radix", "integer", 2, "children that a rank merges at once", low=2)
+_NODES = Parameter("nodes", "nodes", None, "ranks that share a node; without it one node holds all ranks")
+
+CATALOG: dict[str, Scheme] = {
+    row.name: row
+    for row in (
+        Scheme("chain", chain, "2 (p-1) (alpha + n beta)", rooted=True),
+        Scheme("binary_tree", binary_tree, "about 4 log2(p) (alpha + n beta)", rooted=True),
+        Scheme("k_ary_tree", k_ary_tree, "about 2 k log_k(p) (alpha + n beta)", (_RADIX,), rooted=True),
+        Scheme("recursive_doubling", recursive_doubling, "log2(p) (alpha + n beta)"),
+        Scheme(
+            "hierarchical",
+            hierarchical,
+            "inner tree up and down within a node + outer over the leaders",
+            (
+                Parameter("inner", "tree", "binary_tree", "rooted scheme within each node"),
+                Parameter("outer", "scheme", "recursive_doubling", "scheme across the leaders"),
+                _NODES,
+            ),
+            restriction="outer must leave its result on every rank",
+        ),
+        Scheme("mpi_allreduce", None, "the library's", kind="library"),
+        Scheme("nccl_allreduce", None, "the library's", kind="library"),
+    )
+}
+
+
+def names(kind: Literal["schedule", "library"] | None = None) -> list[str]:
+    """All names, or those of one kind, in the order of the catalogue."""
+    return [row.name for row in CATALOG.values() if kind in (None, row.kind)]
+
+
+def find(name: str) -> Scheme:
+    """The row of a bare name. Raises `ScheduleError` that lists the names."""
+    if name in CATALOG:
+        return CATALOG[name]
+    raise ScheduleError(f"there is no scheme {name!r}; {_meant(name, list(CATALOG))}")
+
+
+def parse(text: str) -> tuple[str, dict[str, Any]]:
+    """``"k_nomial_tree:radix=4"`` -> ``("k_nomial_tree", {"radix": 4})``: only what the text gives.
+
+    Inner schemes come out as canonical text. Raises `ScheduleError` for an unknown name or parameter,
+    a bad value, or parentheses that do not match; the message names the remedy.
+    """
+    name, *assignments = parameters.split(text)
+    row = find(name.strip())
+    given: dict[str, Any] = {}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals:
+            raise ScheduleError(f"{text!r}: {assignment!r} is not of the form key=value")
+        if key.strip() in given:
+            raise ScheduleError(f"{text!r} gives {key.strip()} twice")
+        given[key.strip()] = _read(row, key.strip(), value)
+    return row.name, given
+
+
+def canonical(text: str) -> str:
+    """The one spelling of a scheme: parameters in the order of the catalogue, defaults left out."""
+    name, given = parse(text)
+    return _spell(find(name), given)
+
+
+def needs_nodes(text: str) -> bool:
+    """Whether the scheme is shaped by node groups that `text` does not give."""
+    name, given = parse(text)
+    return find(name).parameter("nodes") is not None and "nodes" not in given
+
+
+def build(scheme: str, size: int, **params: Any) -> Schedule:
+    """The schedule of `scheme` (a name or scheme string) over `size` ranks.
+
+    Parameters come from the text or as keywords: ``build("k_nomial_tree", 16, radix=4)``. `nodes` may be
+    a sequence of node sizes or of the ranks of each node. Raises `ScheduleError` for what cannot be read
+    and for library reducers, `RestrictionError` for what the scheme does not serve.
+    """
+    name, given = parse(scheme)
+    row = find(name)
+    for key, value in params.items():
+        if key in given:
+            raise ScheduleError(f"{key} is given twice: in {scheme!r} and as an argument")
+        given[key] = _read(row, key, value)
+    if row.generator is None:
+        raise ScheduleError(
+            f"{name} is a reducer of a library and has no schedule; schedules: {', '.join(names('schedule'))}"
+        )
+    if not isinstance(size, int) or size < 1:
+        raise ScheduleError(
+            f"{name}: size={size!r} is not a number of ranks: it must be an integer from 1 up"
+        )
+    arguments = {p.name: _argument(row, p, given.get(p.name, p.default), size) for p in row.parameters}
+    return replace(row.generator(size, **arguments), name=_spell(row, given))
+
+
+def _read(row: Scheme, key: str, value: Any) -> Any:
+    parameter = row.parameter(key)
+    if parameter is None:
+        raise ScheduleError(f"{row.name} has no parameter {key!r}; {_unknown_parameter(row, key)}")
+    read = parameters.read(row.name, parameter, value)
+    if parameter.kind not in ("scheme", "tree"):
+        return read
+    inner = find(parse(read)[0])
+    if parameter.kind == "tree" and not inner.rooted:
+        rooted = ", ".join(other.name for other in CATALOG.values() if other.rooted)
+        raise ScheduleError(f"{row.name}: {key}={inner.name} gathers at no root; take one of {rooted}")
+    if inner.kind != "schedule":
+        raise ScheduleError(f"{row.name}: {key}={inner.name} is a reducer of a library and has no schedule")
+    return canonical(read)
+
+
+def _argument(row: Scheme, parameter: Parameter, value: Any, size: int) -> Any:
+    """What the generator is called with: schemes become functions of a size, nodes become ranks."""
+    if parameter.kind in ("scheme", "tree"):
+        return partial(build, value)
+    if parameter.kind == "nodes":
+        return parameters.groups(row.name, value, size)
+    return value
+
+
+def _spell(row: Scheme, given: Mapping[str, Any]) -> str:
+    text = row.name
+    for parameter in row.parameters:
+        value = given.get(parameter.name, parameter.default)
+        written = None if value == parameter.default else parameters.write(parameter, value)
+        if written is not None:
+            text += f":{parameter.name}={written}"
+    return text
+
+
+def _unknown_parameter(row: Scheme, key: str) -> str:
+    if any(parameter.kind in ("scheme", "tree") for parameter in row.parameters):
+        hint = ", and parameters of an inner scheme go in parentheses: inner=(k_ary_tree:radix=4)"
+    else:
+        hint = ""
+    return _meant(key, [parameter.name for parameter in row.parameters]) + hint
+
+
+def _meant(word: str, known: list[str]) -> str:
+    close = get_close_matches(word, known, n=1)
+    guess = f"did you mean {close[0]}? " if close else ""
+    return guess + (f"known: {', '.join(known)}" if known else "it takes none")

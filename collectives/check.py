@@ -1,0 +1,270 @@
+"""The proof that a schedule counts every rank exactly once on every rank, or the error that says where not.
+
+The check runs the schedule on expressions instead of numbers (`provenance`). A set of contributors
+would not do: a rank that is merged twice leaves the set as it is and the softmax wrong. MSCCLang's
+checker (Cowan et al., ASPLOS 2023) compares multisets; expressions also show the order of the merges,
+which decides whether all ranks end with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple, NoReturn
+
+from treeattn.collectives.provenance import ChunkMap, Expressions, Piece, aligned
+from treeattn.collectives.schedule import Round, Schedule, Transfer
+from treeattn.errors import ScheduleError
+
+__all__ = ["Certificate", "Fold", "Proof", "check", "fold_orders", "prove"]
+
+Determinism = Literal["A", "C", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What is known of a schedule that reduces exactly once.
+
+    determinism: ``"A"``: all ranks end with identical bits whenever the pairwise merge is commutative
+    to the bit; ``"C"``: they do when merges of three or more values are also folded in ascending order
+    of the lowest contributing rank; ``"none"``: every rank is counted once, but bits may differ.
+    """
+
+    determinism: Determinism
+    rounds: int
+    depth: int  # longest chain of merges
+    messages: int
+    fan_in: int  # most messages that reach one rank in one round
+    volume: float  # sent by all ranks together, in multiples of one rank's records
+    one_order: bool  # every chunk is merged in the same order: permuting the records permutes the result
+
+
+class Fold(NamedTuple):
+    """One merge of `chunks` at a receiver: what the ranks in `sources` held, folded in this order.
+
+    The receiver is one of the sources and stands for its own value.
+    """
+
+    chunks: range
+    sources: tuple[int, ...]
+
+
+# Per round: receiver -> its folds, ascending by chunk.
+FoldOrders = tuple[dict[int, tuple[Fold, ...]], ...]
+
+
+class Proof(NamedTuple):
+    """The certificate, and the order in which each receiver folds."""
+
+    certificate: Certificate
+    folds: FoldOrders
+
+
+def check(schedule: Schedule) -> Certificate:
+    """Prove that `schedule` is an exactly-once reduction.
+
+    Raises `ScheduleError`, naming scheme, size, round, transfer and rank, for a rank counted twice or
+    not at all, conflicting writes of one round, and transfers of ranks or chunks that do not exist.
+    """
+    return prove(schedule).certificate
+
+
+def fold_orders(schedule: Schedule) -> FoldOrders:
+    """For each round, what each merging receiver folds in which order. Raises as `check` does."""
+    return prove(schedule).folds
+
+
+def prove(schedule: Schedule) -> Proof:
+    """`check` and `fold_orders` in one pass, for executors that need both."""
+    return _Prover(schedule).run()
+
+
+class _Prover:
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._check_shape()
+        self.expressions = Expressions(schedule.size)
+        self.held = [ChunkMap(schedule.chunks, rank) for rank in range(schedule.size)]
+
+    def run(self) -> Proof:
+        rounds = self.schedule.rounds
+        folds = tuple(self._apply(number, round_) for number, round_ in enumerate(rounds, 1))
+        return Proof(self._certificate(), folds)
+
+    # One round
+
+    def _apply(self, number: int, round_: Round) -> dict[int, tuple[Fold, ...]]:
+        incoming: dict[int, list[Transfer]] = {}
+        for transfer in round_:
+            self._check_transfer(number, transfer)
+            incoming.setdefault(transfer.dst, []).append(transfer)
+        # Every transfer reads the state before the round: nothing is written until all is read.
+        written: list[tuple[int, list[list[Piece]]]] = []
+        folds: dict[int, tuple[Fold, ...]] = {}
+        for dst, transfers in incoming.items():
+            done: list[Fold] = []
+            written.append((dst, [self._receive(number, dst, *part, done) for part in _parts(transfers)]))
+            if done:
+                folds[dst] = tuple(_joined(done))
+        for dst, parts in written:
+            for pieces in parts:
+                self.held[dst].write(pieces)
+        return folds
+
+    def _receive(
+        self, number: int, dst: int, first: int, end: int, transfers: list[Transfer], done: list[Fold]
+    ) -> list[Piece]:
+        """The new pieces of chunks first .. end - 1 at `dst`, all of them touched by all `transfers`."""
+        if not all(t.merge for t in transfers):
+            if len(transfers) > 1:
+                self._conflict(number, dst, first, transfers)
+            return self.held[transfers[0].src].read(first, end)
+        columns = [self.held[rank].read(first, end) for rank in (dst, *(t.src for t in transfers))]
+        lowest = self.expressions.lowest
+        pieces = []
+        for start, stop, values in aligned(columns):
+            self._check_once(number, start, transfers, values)
+            order = sorted(range(len(values)), key=lambda i: lowest[values[i]])
+            done.append(Fold(range(start, stop), tuple(transfers[i - 1].src if i else dst for i in order)))
+            pieces.append((start, stop, self.expressions.fold([values[i] for i in order], dst, number)))
+        return pieces
+
+    def _check_once(
+        self, number: int, chunk: int, transfers: list[Transfer], values: tuple[int, ...]
+    ) -> None:
+        masks = self.expressions.mask
+        counted = masks[values[0]]
+        for transfer, value in zip(transfers, values[1:], strict=True):
+            twice = counted & masks[value]
+            if twice:
+                ranks = _some(self.expressions.ranks(twice))
+                self._fail(number, transfer, f"counts {ranks} twice in chunk {chunk} of rank {transfer.dst}")
+            counted |= masks[value]
+
+    # The end state
+
+    def _certificate(self) -> Certificate:
+        schedule, final = self.schedule, self._final()
+        self._check_complete(final)
+        ordered = self.expressions.ordered
+        orders = {ordered[value] for pieces in final for _, _, value in pieces}
+        reach = [_fan_in(round_) for round_ in schedule.rounds]
+        sent = sum(len(t.chunks) for round_ in schedule.rounds for t in round_)
+        return Certificate(
+            determinism=self._determinism(final),
+            rounds=len(schedule.rounds),
+            depth=max(self.expressions.depth[value] for value in orders),
+            messages=schedule.messages,
+            fan_in=max(reach, default=0),
+            volume=sent / schedule.chunks,
+            one_order=len(orders) == 1,
+        )
+
+    def _final(self) -> list[list[Piece]]:
+        """Per rank, the pieces that the schedule promises."""
+        if self.schedule.result == "scattered":
+            return [held.read(rank, rank + 1) for rank, held in enumerate(self.held)]
+        return [held.pieces() for held in self.held]
+
+    def _check_complete(self, final: list[list[Piece]]) -> None:
+        everyone = (1 << self.schedule.size) - 1
+        for rank, pieces in enumerate(final):
+            for first, end, value in pieces:
+                missing = everyone & ~self.expressions.mask[value]
+                if missing:
+                    lacks = _some(self.expressions.ranks(missing))
+                    where = f"chunk {first}" if end == first + 1 else f"chunks {first} to {end - 1}"
+                    self._refuse(f"after the last round rank {rank} lacks {lacks} in {where}")
+
+    def _determinism(self, final: list[list[Piece]]) -> Determinism:
+        if self.schedule.result == "scattered":
+            return "A"  # each result exists on one rank only: there is nobody to differ from
+        if all(pieces == final[0] for pieces in final):
+            return "A"
+        ordered = [list(_relabelled(pieces, self.expressions.ordered)) for pieces in final]
+        return "C" if all(pieces == ordered[0] for pieces in ordered) else "none"
+
+    # Shape and messages
+
+    def _check_shape(self) -> None:
+        size, chunks, result = self.schedule.size, self.schedule.chunks, self.schedule.result
+        if size < 1 or chunks < 1:
+            self._refuse(f"needs at least one rank and one chunk, not {size} and {chunks}")
+        if result not in ("replicated", "scattered"):
+            self._refuse(f"result {result!r} is neither 'replicated' nor 'scattered'")
+        if result == "scattered" and chunks != size:
+            self._refuse(f"a scattered result needs as many chunks as ranks, not {chunks}")
+
+    def _check_transfer(self, number: int, transfer: Transfer) -> None:
+        src, dst, chunks, _ = transfer
+        size = self.schedule.size
+        if not (0 <= src < size and 0 <= dst < size):
+            self._fail(number, transfer, f"names a rank outside 0 to {size - 1}")
+        if src == dst:
+            self._fail(number, transfer, f"sends from rank {src} to itself")
+        if not chunks or chunks.step != 1:
+            self._fail(number, transfer, "moves no chunk, or not a contiguous range of them")
+        if chunks.start < 0 or chunks.stop > self.schedule.chunks:
+            self._fail(number, transfer, f"names a chunk outside 0 to {self.schedule.chunks - 1}")
+
+    def _conflict(self, number: int, dst: int, chunk: int, transfers: list[Transfer]) -> NoReturn:
+        copies = [t for t in transfers if not t.merge]
+        other = next(t for t in transfers if t is not copies[0])
+        what = "another copy" if len(copies) > 1 else "a merge"
+        other = copies[1] if len(copies) > 1 else other
+        self._fail(
+            number, copies[0], f"overwrites chunk {chunk} of rank {dst} beside {what} into it ({other.arrow})"
+        )
+
+    def _fail(self, number: int, transfer: Transfer, problem: str) -> NoReturn:
+        chunks = f" of chunks {transfer.chunks.start}:{transfer.chunks.stop}" if transfer.chunks else ""
+        self._refuse(f"round {number}: transfer {transfer.arrow}{chunks} {problem}")
+
+    def _refuse(self, problem: str) -> NoReturn:
+        raise ScheduleError(f"{self.schedule.name} on {self.schedule.size} ranks: {problem}")
+
+
+def _parts(transfers: list[Transfer]) -> Iterator[tuple[int, int, list[Transfer]]]:
+    """Cut what reaches one rank into chunk ranges that are each touched by a fixed set of transfers."""
+    if all(t.chunks == transfers[0].chunks for t in transfers):
+        yield transfers[0].chunks.start, transfers[0].chunks.stop, transfers
+        return
+    bounds = sorted({bound for t in transfers for bound in (t.chunks.start, t.chunks.stop)})
+    for first, end in pairwise(bounds):
+        touching = [t for t in transfers if t.chunks.start <= first and end <= t.chunks.stop]
+        if touching:
+            yield first, end, touching
+
+
+def _joined(folds: list[Fold]) -> Iterator[Fold]:
+    """Neighbouring folds of the same sources in the same order are one fold."""
+    last = folds[0]
+    for fold in folds[1:]:
+        if fold.sources == last.sources and fold.chunks.start == last.chunks.stop:
+            last = Fold(range(last.chunks.start, fold.chunks.stop), last.sources)
+        else:
+            yield last
+            last = fold
+    yield last
+
+
+def _relabelled(pieces: list[Piece], names: list[int]) -> Iterator[tuple[int, int]]:
+    """Starts and new expressions of the runs that are left when expressions are renamed."""
+    last = -1
+    for first, _, value in pieces:
+        if names[value] != last:
+            last = names[value]
+            yield first, last
+
+
+def _fan_in(round_: Round) -> int:
+    counts: dict[int, int] = {}
+    for transfer in round_:
+        counts[transfer.dst] = counts.get(transfer.dst, 0) + 1
+    return max(counts.values(), default=0)
+
+
+def _some(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
