@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -13,7 +14,7 @@ from treeattn.errors import ArgumentError, BackendError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["abort", "agree", "launched_as", "mpi", "node_groups", "world"]
+__all__ = ["abort", "agree", "launched_as", "leave", "mpi", "node_groups", "started", "world"]
 
 # (rank, size) as the launchers that we know put them into the environment of each process.
 _LAUNCHERS = (
@@ -86,6 +87,31 @@ def node_groups(comm: Intracomm) -> tuple[tuple[int, ...], ...]:
     for rank, leader in enumerate(leaders):
         groups.setdefault(leader, []).append(rank)
     return tuple(tuple(groups[leader]) for leader in sorted(groups))
+
+
+def started() -> bool:
+    """Whether this process takes part in MPI already."""
+    module = sys.modules.get("mpi4py.MPI")
+    return module is not None and module.Is_initialized() and not module.Is_finalized()
+
+
+def leave(code: int, reason: str, patience: float = 5.0) -> int:
+    """Return `code` if all ranks leave alike; if this rank failed alone, end the job.
+
+    Errors that were agreed on reach every rank. One that did not would leave the others waiting for
+    this rank until the end of the job's time limit. `patience` in seconds.
+    """
+    if not started() or mpi().COMM_WORLD.size == 1:
+        return code
+    comm = mpi().COMM_WORLD
+    everyone = comm.Ibarrier()
+    deadline = time.monotonic() + patience
+    while not everyone.Test():
+        if time.monotonic() > deadline:
+            print(f"treeattn: rank {comm.rank} failed alone, ending the job: {reason}", file=sys.stderr, flush=True)
+            comm.Abort(code)
+        time.sleep(0.001)
+    return code
 
 
 def abort(error: BaseException) -> NoReturn:

@@ -1,0 +1,85 @@
+# Two commands on a fresh machine: `make demo` runs the main job, `make test` passes the tests.
+#
+# Variables: PY the Python to build on; EXTRAS the MPI runtime to install (empty where the site has its
+# own); MPIEXEC the launcher; NP the ranks of the demo; SIZES the communicator sizes of the MPI tests.
+
+PY      ?= python3
+EXTRAS  ?= mpich
+MPIEXEC ?= .venv/bin/mpiexec
+NP      ?= 4
+SIZES   ?= 1 2 3 4 5 7 8
+SCHEMES ?= binary_tree,recursive_doubling,hierarchical
+
+BIN    := .venv/bin
+comma  := ,
+CACHES := tests/data/smollm2_layer03_4096 tests/data/smollm2_layer17_4096
+SOURCES := setup.cfg pyproject.toml
+
+.PHONY: demo test test-unit test-mpi venv lint wheel-test docs clean help
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
+
+demo: .venv/.installed
+	@for cache in $(CACHES); do \
+	    $(MPIEXEC) -n $(NP) $(BIN)/treeattn decode $$cache.safetensors --scheme $(SCHEMES) \
+	        --check --expect $$cache.expected.safetensors || exit 1; \
+	done
+	@$(BIN)/treeattn schedule binary_tree --ranks $(NP)
+
+test: test-unit test-mpi
+
+test-unit: .venv/.tests
+	$(BIN)/python -m pytest -q
+
+# One job per size; `timeout` ends a job that hangs in a way no test can see.
+test-mpi: .venv/.tests
+	@for n in $(SIZES); do \
+	    echo "== $$n ranks"; \
+	    timeout -k 10 600 $(MPIEXEC) -n $$n $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi || exit 1; \
+	done
+
+venv: .venv/.tests
+
+lint: .venv/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p treeattn
+	$(BIN)/codespell
+	$(BIN)/clang-format --dry-run --Werror kernels/cpu/*.c kernels/cpu/*.h
+	$(BIN)/shellcheck .ci/run
+
+# The package from a wheel, in its own environment, away from the checkout.
+wheel-test: .venv/.tests
+	$(BIN)/python -m pytest -q tests/install
+
+docs: .venv/.docs
+	$(BIN)/python -m sphinx -W -n -q docs docs/_build
+
+# A plain `python3 -m venv` needs Debian's python3-venv; say so instead of leaving half an environment.
+.venv/bin/python:
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "treeattn needs Python 3.10 or newer: make PY=/path/to/python3"; exit 1; }
+	@$(PY) -c 'import ensurepip, venv' 2>/dev/null || \
+	    { echo "this Python cannot make virtual environments: on Debian and Ubuntu, apt install python3-venv"; exit 1; }
+	$(PY) -m venv .venv
+
+.venv/.installed: .venv/bin/python $(SOURCES)
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)]'
+	@touch $@
+
+.venv/.tests: .venv/.installed
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)$(if $(EXTRAS),$(comma))test]'
+	@touch $@
+
+.venv/.lint: .venv/.tests
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)$(if $(EXTRAS),$(comma))test,lint]'
+	@touch $@
+
+.venv/.docs: .venv/.tests
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)$(if $(EXTRAS),$(comma))docs]'
+	@touch $@
+
+clean:
+	rm -rf .venv build dist docs/_build treeattn.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

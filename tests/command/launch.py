@@ -1,0 +1,47 @@
+"""Starts the real command as real processes, with a deadline that ends all of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def mpiexec() -> str | None:
+    """The launcher beside this Python, else the one on the path."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    return str(beside) if beside.exists() else shutil.which("mpiexec")
+
+
+def run(*words: object, ranks: int | None = None, timeout: float = 120, cwd: Path = ROOT, **environment: str):
+    """`python *words`, under mpiexec if `ranks` is given. Returns the completed process, text captured."""
+    command = [sys.executable, *map(str, words)]
+    if ranks is not None:
+        command = [str(mpiexec()), "-n", str(ranks), *command]
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(f"still running after {timeout} s: {command}\n{out}\n{err}") from None
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def treeattn(*words: object, **options):
+    """The ``treeattn`` command."""
+    return run("-m", "treeattn", *words, **options)

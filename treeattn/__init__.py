@@ -1,0 +1,37 @@
+"""Exact attention decode over a KV cache that is sharded across MPI ranks.
+
+>>> import treeattn                                                    # doctest: +SKIP
+>>> out, lse = treeattn.decode(q, k, v, comm=comm, scheme="binary_tree")  # doctest: +SKIP
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from treeattn import collectives
+from treeattn.decode import Decoder, decode, schemes
+from treeattn.errors import (
+    ArgumentError,
+    BackendError,
+    RestrictionError,
+    ScheduleError,
+    TransportError,
+    TreeattnError,
+)
+
+try:
+    __version__ = version("treeattn")
+except PackageNotFoundError:  # a bare checkout
+    __version__ = "0+checkout"
+
+__all__ = [
+    "ArgumentError",
+    "BackendError",
+    "Decoder",
+    "RestrictionError",
+    "ScheduleError",
+    "TransportError",
+    "TreeattnError",
+    "__version__",
+    "collectives",
+    "decode",
+    "schemes",
+]

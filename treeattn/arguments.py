@@ -1,0 +1,146 @@
+"""What the verbs accept: shapes, dtypes and arrays, checked before anything is sent."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from treeattn.errors import ArgumentError
+
+__all__ = ["DTYPES", "Shape", "as_tensor", "dtype_name"]
+
+# Input dtypes by name. 16-bit inputs are widened inside the kernels; float64 keeps float64 throughout.
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float64": np.dtype(np.float64),
+}
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Everything about q, k and v that must be the same on every rank."""
+
+    batch: int
+    queries: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "queries", "heads", "kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+                raise ArgumentError(f"{name} must be a positive whole number, not {value!r}")
+        if self.heads % self.kv_heads:
+            raise ArgumentError(
+                f"{self.heads} query heads cannot be grouped over {self.kv_heads} KV heads: "
+                "heads must be a multiple of kv_heads"
+            )
+        if self.head_dim % 8 or self.head_dim > MAX_HEAD_DIM:
+            raise ArgumentError(
+                f"head_dim {self.head_dim} is not supported: use a multiple of 8 up to {MAX_HEAD_DIM}"
+            )
+        if self.dtype not in DTYPES:
+            raise ArgumentError(f"dtype {self.dtype!r} is not supported: use one of {', '.join(DTYPES)}")
+
+    @property
+    def record_dtype(self) -> np.dtype[Any]:
+        """Records, out and lse: float64 for float64 inputs, else float32."""
+        return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
+
+    @property
+    def q_shape(self) -> tuple[int, ...]:
+        """[batch, queries, heads, head_dim]"""
+        return (self.batch, self.queries, self.heads, self.head_dim)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """[batch, heads, queries]"""
+        return (self.batch, self.heads, self.queries)
+
+    def default_scale(self) -> float:
+        """1 / sqrt(head_dim)"""
+        return 1.0 / math.sqrt(self.head_dim)
+
+    def check_query(self, q: Any) -> None:
+        """Raise `ArgumentError` unless q is [batch, queries, heads, head_dim] of the right dtype."""
+        if q.shape != self.q_shape:
+            raise ArgumentError(
+                f"q has shape {list(q.shape)}, expected [batch, queries, heads, head_dim] = {list(self.q_shape)}"
+            )
+        self._check_elements("q", q)
+
+    def check_cache(self, k: Any, v: Any) -> None:
+        """Raise `ArgumentError` unless k and v are [batch, tokens, kv_heads, head_dim] and alike."""
+        if k.shape != v.shape:
+            raise ArgumentError(f"k has shape {list(k.shape)} and v {list(v.shape)}: they must be the same")
+        if len(k.shape) != 4 or (k.shape[0], *k.shape[2:]) != (self.batch, self.kv_heads, self.head_dim):
+            raise ArgumentError(
+                f"k and v have shape {list(k.shape)}, expected [batch, tokens, kv_heads, head_dim] = "
+                f"[{self.batch}, any, {self.kv_heads}, {self.head_dim}]"
+            )
+        self._check_elements("k", k)
+        self._check_elements("v", v)
+
+    def check_lengths(self, lengths: Any, tokens: int) -> Any:
+        """`lengths` as int64 [batch], each between 0 and `tokens`. Raises `ArgumentError`."""
+        lengths = np.asarray(lengths)
+        if lengths.shape != (self.batch,) or lengths.dtype.kind not in "iu":
+            raise ArgumentError(
+                f"lengths must be whole numbers of shape [{self.batch}] (one per sequence), "
+                f"not {lengths.dtype} of shape {list(lengths.shape)}"
+            )
+        if (lengths < 0).any() or (lengths > tokens).any():
+            raise ArgumentError(f"lengths {lengths.tolist()} must lie between 0 and the shard's {tokens} tokens")
+        return np.ascontiguousarray(lengths, np.int64)
+
+    def _check_elements(self, name: str, array: Any) -> None:
+        if array.dtype is not DTYPES[self.dtype] and array.dtype != DTYPES[self.dtype]:
+            raise ArgumentError(f"{name} is {array.dtype}, expected {self.dtype}")
+        if array.strides[3] != array.itemsize and array.size:
+            raise ArgumentError(
+                f"{name} is not contiguous in its last axis (head_dim): pass numpy.ascontiguousarray({name})"
+            )
+
+
+def dtype_name(array: Any, dtype: str | None = None) -> str:
+    """Name of an array's dtype as in `DTYPES`; `dtype` tells what uint16 carries.
+
+    Raises `ArgumentError` for integer and other unsupported dtypes, and where `dtype` contradicts the array.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ArgumentError(f"dtype {dtype!r} is not supported: use one of {', '.join(DTYPES)}")
+    name = str(array.dtype)
+    if name == "uint16":
+        if dtype == "bfloat16":
+            return "bfloat16"
+        raise ArgumentError("uint16 arrays carry bfloat16 bits: say so with dtype='bfloat16'")
+    if name not in DTYPES:
+        raise ArgumentError(f"arrays of {name} are not supported: use one of {', '.join(DTYPES)}")
+    if dtype is not None and dtype != name:
+        raise ArgumentError(f"dtype={dtype!r} was asked for, but the array is {name}")
+    return name
+
+
+def as_tensor(name: str, array: Any, dtype: str | None = None) -> Any:
+    """`array` as a 4-dimensional NumPy array whose dtype is one of `DTYPES`, without copying.
+
+    Raises `ArgumentError` for arrays of another library, dtype or number of axes.
+    """
+    if not isinstance(array, np.ndarray):
+        kind = f"{type(array).__module__}.{type(array).__name__}"
+        raise ArgumentError(f"{name} is a {kind}: device='cpu' takes NumPy arrays")
+    if dtype_name(array, dtype) == "bfloat16" and array.dtype == np.uint16:
+        array = array.view(ml_dtypes.bfloat16)
+    if array.ndim != 4:
+        axes = "[batch, queries, heads, head_dim]" if name == "q" else "[batch, tokens, kv_heads, head_dim]"
+        raise ArgumentError(f"{name} has shape {list(array.shape)}, expected four axes {axes}")
+    return array

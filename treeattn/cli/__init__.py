@@ -1,0 +1,70 @@
+"""The ``treeattn`` command. Under MPI only rank 0 prints, and every rank exits with the same code.
+
+Exit codes: 0 done; 2 bad arguments or input (message on stderr, nothing written); 1 anything else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any, NoReturn
+
+import click
+
+from treeattn import comm
+from treeattn.errors import ArgumentError, ScheduleError, TreeattnError
+
+__all__ = ["main"]
+
+# command -> the module below this package that holds it, loaded only when it is used
+_COMMANDS = ("decode", "schemes", "schedule", "doctor")
+
+
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in _COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"treeattn.cli.{name}").command
+        return command
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="treeattn")
+def commands() -> None:
+    """Exact attention decode over a KV cache sharded across MPI ranks."""
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run one command and exit the process."""
+    rank, _ = comm.launched_as()
+    if rank:
+        # Ranks other than 0 keep their errors (stderr) but have nothing to say that rank 0 does not.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it stays open until the process ends
+    try:
+        code = _run(arguments)
+    except (click.ClickException, TreeattnError) as error:
+        message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        if rank == 0:
+            print(f"treeattn: {message}", file=sys.stderr)
+        bad_input = isinstance(error, click.ClickException | ArgumentError | ScheduleError)
+        code = comm.leave(2 if bad_input else 1, message)
+    except (click.Abort, KeyboardInterrupt):
+        code = 1
+    except BrokenPipeError:  # the reader of our output has seen enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        code = 0
+    except Exception as error:
+        if not comm.started():
+            raise
+        comm.abort(error)
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def _run(arguments: list[str] | None) -> int:
+    result: Any = commands.main(args=arguments, prog_name="treeattn", standalone_mode=False)
+    return result if isinstance(result, int) else 0

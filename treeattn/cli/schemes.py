@@ -1,0 +1,51 @@
+"""``treeattn schemes``: the catalogue."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from treeattn import files
+from treeattn.collectives.catalog import CATALOG, Scheme
+
+__all__ = ["command"]
+
+
+@click.command("schemes")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the catalogue here.")
+def command(json_path: Path | None) -> None:
+    """List every scheme: what it is, what it costs, its parameters and restrictions."""
+    with files.pending_output(json_path) as write:
+        write((json.dumps([_row(scheme) for scheme in CATALOG.values()], indent=1) + "\n").encode())
+    table = Table(box=None, pad_edge=False)
+    for heading in ("scheme", "what it is", "time (p ranks, n bytes)", "parameters"):
+        table.add_column(heading, overflow="fold")
+    for scheme in CATALOG.values():
+        table.add_row(scheme.name, scheme.summary, scheme.cost, _parameters(scheme))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    print("\nscheme strings: name:key=value:key=value, lists as 4+4+2, nested schemes in parentheses")
+
+
+def _parameters(scheme: Scheme) -> str:
+    rows = [f"{p.name}={'from the machine' if p.kind == 'nodes' else p.default}" for p in scheme.parameters]
+    return "\n".join(rows)
+
+
+def _row(scheme: Scheme) -> dict[str, Any]:
+    return {
+        "name": scheme.name,
+        "kind": scheme.kind,
+        "summary": scheme.summary,
+        "cost": scheme.cost,
+        "restriction": scheme.restriction,
+        "rooted": scheme.rooted,
+        "parameters": [
+            {"name": p.name, "default": p.default, "allowed": p.allowed, "doc": p.doc} for p in scheme.parameters
+        ],
+    }

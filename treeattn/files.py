@@ -1,0 +1,147 @@
+"""KV caches in safetensors files: mapped, so that a rank touches only its own tokens, and written whole.
+
+The safetensors library checks a file; the mapping is ours because the library cannot map a strided
+slice, and copies bfloat16 through PyTorch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from treeattn.errors import ArgumentError
+
+__all__ = ["CacheFile", "load_runs", "open_cache", "pending_output", "save_tensors"]
+
+_DTYPES: dict[str, Any] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
+    "U8": np.uint8,
+}
+
+
+class CacheFile(NamedTuple):
+    """The tensors of a file, memory-mapped and read-only, and its metadata strings."""
+
+    path: Path
+    tensors: dict[str, Any]
+    metadata: dict[str, str]
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self.tensors[name]
+        except KeyError:
+            raise ArgumentError(
+                f"{self.path}: no tensor {name!r} in the file; it holds {', '.join(sorted(self.tensors)) or 'none'}"
+            ) from None
+
+    def scale(self) -> float | None:
+        """The softmax scale that the file's metadata states, if any. Raises `ArgumentError`."""
+        text = self.metadata.get("scale")
+        try:
+            return None if text is None else float(text)
+        except ValueError:
+            raise ArgumentError(f"{self.path}: metadata 'scale' is {text!r}, not a number") from None
+
+
+def open_cache(path: str | Path) -> CacheFile:
+    """Map a safetensors file. Raises `ArgumentError` if it is missing, truncated or of another format."""
+    path = Path(path)
+    try:
+        with safe_open(path, framework="numpy"):
+            pass  # the library checks the header against the file's length
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        data = np.memmap(path, np.uint8, "r", offset=8 + length) if path.stat().st_size > 8 + length else None
+    except (OSError, SafetensorError, ValueError, struct.error) as error:
+        reason = getattr(error, "strerror", None) or str(error).strip().split("\n")[0] or type(error).__name__
+        raise ArgumentError(f"{path}: not a readable safetensors file ({reason})") from None
+    metadata = header.pop("__metadata__", {})
+    tensors = {}
+    for name, entry in header.items():
+        if entry["dtype"] in _DTYPES:
+            start, stop = entry["data_offsets"]
+            raw = np.empty(0, np.uint8) if data is None else data[start:stop]
+            tensors[name] = raw.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return CacheFile(path, tensors, metadata)
+
+
+def load_runs(
+    tensor: Any, runs: Sequence[slice], progress: Callable[[int], object] = lambda _: None, block: int = 1 << 14
+) -> Any:
+    """Copy the tokens of `runs` out of a mapped [batch, tokens, ...] tensor, and nothing else.
+
+    `progress` is told the bytes after every block of tokens.
+    """
+    counts = [len(range(*run.indices(tensor.shape[1]))) for run in runs]
+    shard = np.empty((tensor.shape[0], sum(counts), *tensor.shape[2:]), tensor.dtype)
+    done = 0
+    for run, count in zip(runs, counts, strict=True):
+        mine = tensor[:, run]
+        for start in range(0, count, block):
+            stop = min(start + block, count)
+            shard[:, done + start : done + stop] = mine[:, start:stop]
+            progress(shard[:, done + start : done + stop].nbytes)
+        done += count
+    return shard
+
+
+@contextmanager
+def pending_output(path: str | Path | None) -> Iterator[Callable[[bytes], None]]:
+    """Write a file whole or not at all: under a temporary name first, renamed when the bytes are there.
+
+    Yields the function that takes the bytes. Raises `ArgumentError` at once if the place cannot be
+    written, before any work is done. With no path, the bytes go nowhere.
+    """
+    if path is None:
+        yield lambda _: None
+        return
+    path = Path(path)
+    if path.is_dir():
+        raise ArgumentError(f"{path}: is a folder; name a file to write")
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    except OSError as error:
+        raise ArgumentError(f"{path}: cannot be written ({error.strerror}); name another place") from None
+
+    def write(content: bytes) -> None:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)  # mkstemp is stricter than an ordinary new file
+        os.replace(temporary, path)
+
+    try:
+        yield write
+    finally:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+
+
+def save_tensors(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
+    """The bytes of a safetensors file."""
+    return save({name: np.ascontiguousarray(array) for name, array in tensors.items()}, metadata=dict(metadata))

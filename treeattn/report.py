@@ -1,0 +1,91 @@
+"""What ran where: the facts that every result carries along."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from treeattn import comm as comm_
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["cpu_name", "node_load", "placement", "software"]
+
+
+def cpu_name() -> str:
+    """The processor's name as the system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def software() -> dict[str, Any]:
+    """Versions of everything that can change a result or a time."""
+    names = ("treeattn", "numpy", "mpi4py", "ml_dtypes", "safetensors")
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in names},
+        "mpi": comm_.mpi().Get_library_version().split("\n")[0].strip(" \t\x00"),
+        "git": _git_revision(),
+        "command": sys.argv,
+    }
+
+
+def placement(comm: Intracomm) -> list[dict[str, Any]]:
+    """One entry per rank: host, node, CPU and usable cores. Collective; the same list on every rank."""
+    groups = comm_.node_groups(comm)
+    node = next(index for index, ranks in enumerate(groups) if comm.rank in ranks)
+    mine = {
+        "rank": comm.rank,
+        "host": socket.gethostname(),
+        "node": node,
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    return list(comm.allgather(mine))
+
+
+def node_load(ranks: list[dict[str, Any]]) -> str | None:
+    """A warning where a node has more ranks than cores: waiting ranks spin, so times mean little there."""
+    by_node: dict[int, list[dict[str, Any]]] = {}
+    for entry in ranks:
+        by_node.setdefault(entry["node"], []).append(entry)
+    crowded = [group for group in by_node.values() if len(group) > max(entry["cores"] for entry in group)]
+    if not crowded:
+        return None
+    worst = max(crowded, key=len)
+    cores = max(entry["cores"] for entry in worst)
+    return f"{len(worst)} ranks share {cores} cores of {worst[0]['host']}: times show waiting, not the scheme"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _git_revision() -> str | None:
+    """Commit of the checkout that this runs from, with ``+dirty`` if it was changed; None elsewhere."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        run = lambda *words: subprocess.run(  # noqa: E731
+            ["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+        return run("rev-parse", "HEAD") + ("+dirty" if run("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
