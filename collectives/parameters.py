@@ -126,7 +126,7 @@ def _choice(parameter: Parameter, value: Any) -> str:
     return str(value)
 
 
-def _scheme(parameter: Parameter, value: Any) -> str:
+def _scheme(_: Parameter, value: Any) -> str:
     text: str = value.strip()
     return text[1:-1] if text.startswith("(") and text.endswith(")") else text
 
