@@ -1,0 +1,39 @@
+/* Records to attention output. Basic operations only, so that the bits are the same on every processor. */
+#include "records.h"
+
+/* Natural logarithm: treeattn/partial.py has the same steps. */
+static double logarithm(double x) {
+  if (!isfinite(x)) return x;
+  int exponent;
+  double mantissa = frexp(x, &exponent);
+  if (mantissa < 0.70710678118654752) {
+    mantissa += mantissa;
+    exponent -= 1;
+  }
+  double ratio = (mantissa - 1.0) / (mantissa + 1.0); /* ln(m) = 2 atanh((m - 1) / (m + 1)) */
+  double square = ratio * ratio, series = 1.0 / 21.0;
+  for (int odd = 19; odd > 0; odd -= 2) series = series * square + 1.0 / odd;
+  return exponent * 0.6931471805599453 + (ratio + ratio) * series;
+}
+
+static void finish_record(const float *record, float *out, float *lse, int64_t head_dim) {
+  const float denominator = record[RECORD_DENOMINATOR], *numerator = record + RECORD_NUMERATOR;
+  if (denominator == 0.0f) {
+    for (int64_t i = 0; i < head_dim; ++i) out[i] = 0.0f;
+    *lse = -INFINITY;
+    return;
+  }
+  for (int64_t i = 0; i < head_dim; ++i) out[i] = canonical(numerator[i] / denominator);
+  *lse = canonical((float)((double)record[RECORD_MAX] + logarithm(denominator)));
+}
+
+void finish(const float *records, float *out, float *lse, int64_t batch, int64_t heads, int64_t queries,
+            int64_t width) {
+  const int64_t head_dim = width - RECORD_NUMERATOR;
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t h = 0; h < heads; ++h)
+      for (int64_t i = 0; i < queries; ++i) {
+        int64_t row = (b * heads + h) * queries + i;
+        finish_record(records + row * width, out + ((b * queries + i) * heads + h) * head_dim, lse + row, head_dim);
+      }
+}

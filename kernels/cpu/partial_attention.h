@@ -1,0 +1,29 @@
+/* What treeattn/backends/cpu.py passes to the attention kernel. Strides are in bytes. */
+#ifndef TREEATTN_PARTIAL_ATTENTION_H
+#define TREEATTN_PARTIAL_ATTENTION_H
+
+#include <stdint.h>
+
+struct attention {
+  const char *q;          /* [batch, queries, heads, head_dim] */
+  const char *k, *v;      /* [batch, tokens, kv_heads, head_dim] */
+  float *records;         /* [batch, heads, queries, head_dim + 2], written */
+  const int64_t *lengths; /* [batch]: valid tokens, or NULL: all are */
+  void *workspace;        /* attention_workspace() bytes, aligned to 64 */
+  int64_t batch, queries, heads, kv_heads, head_dim, tokens;
+  int64_t q_batch_stride, q_query_stride, q_head_stride;
+  int64_t k_batch_stride, k_token_stride, k_head_stride;
+  int64_t v_batch_stride, v_token_stride, v_head_stride;
+  float scale;
+  int32_t q_type, kv_type; /* enum element_type */
+  int32_t threads;
+};
+
+/* Bytes of workspace for these shapes; pointers and strides are not looked at. */
+int64_t attention_workspace(const struct attention *a);
+
+/* Attention of every query head over the first lengths[b] tokens. Returns 0, or b + 1 for the first b
+ * whose length is not in 0..tokens: nothing is written then. */
+int64_t partial_attention(const struct attention *a);
+
+#endif

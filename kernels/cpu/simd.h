@@ -1,0 +1,179 @@
+/* One vector type and the few operations that the attention kernel needs, for each instruction set.
+ *
+ * Arithmetic is written with the vector extensions of GCC and Clang, so the portable build needs
+ * nothing else. Instruction sets differ in the width, in the loads of 16-bit numbers and in fma.
+ * Which one is used follows from the -m flags of the build (treeattn/backends/compile.py). */
+#ifndef TREEATTN_SIMD_H
+#define TREEATTN_SIMD_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "exponential.h"
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+#include <immintrin.h>
+#define SIMD_AVX512 1
+#define WIDTH 16
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include <immintrin.h>
+#define SIMD_AVX2 1
+#define WIDTH 8
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+#include <arm_neon.h>
+#define SIMD_NEON 1
+#define WIDTH 4
+#else
+#define WIDTH 4
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vector __attribute__((vector_size(WIDTH * 4), may_alias));
+typedef int32_t vector_int __attribute__((vector_size(WIDTH * 4), may_alias));
+typedef uint32_t vector_bits __attribute__((vector_size(WIDTH * 4), may_alias));
+typedef uint16_t vector_half __attribute__((vector_size(WIDTH * 2), may_alias));
+
+/* Element types of q, k and v: the numbers that treeattn/backends/cpu.py passes. */
+enum element_type { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
+
+INLINE size_t element_size(enum element_type type) { return type == FLOAT32 ? 4 : 2; }
+
+INLINE vector splat(float value) { return value - (vector){0}; }
+
+INLINE vector load(const float *from) {
+  vector result;
+  memcpy(&result, from, sizeof result);
+  return result;
+}
+
+INLINE void store(float *to, vector value) { memcpy(to, &value, sizeof value); }
+
+/* a * b + c; fused where the instruction set can. */
+INLINE vector multiply_add(vector a, vector b, vector c) {
+#if SIMD_AVX512
+  return _mm512_fmadd_ps(a, b, c);
+#elif SIMD_AVX2
+  return _mm256_fmadd_ps(a, b, c);
+#elif SIMD_NEON
+  return vfmaq_f32(c, a, b);
+#else
+  return a * b + c;
+#endif
+}
+
+/* The larger of two numbers; b where one of them is NaN. */
+INLINE vector larger(vector a, vector b) {
+#if SIMD_AVX512
+  return _mm512_max_ps(a, b);
+#elif SIMD_AVX2
+  return _mm256_max_ps(a, b);
+#else
+  vector_int greater = a > b;
+  return (vector)(((vector_int)a & greater) | ((vector_int)b & ~greater));
+#endif
+}
+
+/* Sums and maxima over lanes always pair lanes at a distance of half the width, then a quarter, .. */
+INLINE float sum_lanes(vector value) {
+  float lane[WIDTH];
+  store(lane, value);
+  for (int half = WIDTH / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
+  return lane[0];
+}
+
+INLINE float largest_lane(vector value) {
+  float lane[WIDTH];
+  store(lane, value);
+  for (int half = WIDTH / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
+  return lane[0];
+}
+
+/* Two vectors of consecutive elements are a *unit*: what one load of 16-bit elements brings.
+ * bfloat16 comes apart most cheaply as even and odd elements, so that is the order of a unit's
+ * lanes where SPLIT_BFLOAT16 is 1; a dot product does not mind, and lane_of() undoes it at the end. */
+enum { UNIT = 2 * WIDTH };
+typedef struct {
+  vector first, second;
+} unit;
+
+#if SIMD_AVX512 || SIMD_AVX2
+#define SPLIT_BFLOAT16 1
+#else
+#define SPLIT_BFLOAT16 0
+#endif
+
+/* Where element `index` of a row lies once the row is stored in unit order. */
+INLINE int64_t lane_of(enum element_type type, int64_t index) {
+  if (type != BFLOAT16 || !SPLIT_BFLOAT16) return index;
+  int64_t within = index % UNIT;
+  return index - within + (within % 2) * WIDTH + within / 2;
+}
+
+/* float16 to float32 with integer arithmetic, subnormal numbers, infinities and NaN included. */
+INLINE vector widen_half_portably(vector_half half) {
+  vector_bits wide = __builtin_convertvector(half, vector_bits);
+  vector_bits sign = (wide & 0x8000u) << 16, magnitude = (wide & 0x7fffu) << 13;
+  vector_bits subnormal = (vector_bits)(magnitude < (1u << 23)), special = (vector_bits)(magnitude >= (31u << 23));
+  vector_bits normal = magnitude + (112u << 23) + (special & (112u << 23));
+  vector scaled = (vector)(magnitude + (113u << 23)) - 0x1p-14f;
+  return (vector)(sign | (normal & ~subnormal) | ((vector_bits)scaled & subnormal));
+}
+
+INLINE vector widen_half(const void *from) {
+#if SIMD_AVX512
+  return _mm512_cvtph_ps(_mm256_loadu_si256(from));
+#elif SIMD_AVX2
+  return _mm256_cvtph_ps(_mm_loadu_si128(from));
+#elif SIMD_NEON
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
+#else
+  vector_half half;
+  memcpy(&half, from, sizeof half);
+  return widen_half_portably(half);
+#endif
+}
+
+INLINE unit load_bfloat16(const void *from) {
+#if SPLIT_BFLOAT16
+  vector_bits both;
+  memcpy(&both, from, sizeof both);
+  return (unit){(vector)(both << 16), (vector)(both & 0xffff0000u)};
+#else
+  vector_half half[2];
+  memcpy(half, from, sizeof half);
+  return (unit){(vector)(__builtin_convertvector(half[0], vector_bits) << 16),
+                (vector)(__builtin_convertvector(half[1], vector_bits) << 16)};
+#endif
+}
+
+INLINE unit load_unit(enum element_type type, const char *from) {
+  if (type == BFLOAT16) return load_bfloat16(from);
+  if (type == FLOAT16) return (unit){widen_half(from), widen_half(from + 2 * WIDTH)};
+  return (unit){load((const float *)from), load((const float *)from + WIDTH)};
+}
+
+/* The first `count` elements of a unit, 0 for the rest; reads nothing beyond them. */
+INLINE unit load_part(enum element_type type, const char *from, int count) {
+  char padded[UNIT * 4] = {0};
+  memcpy(padded, from, (size_t)count * element_size(type));
+  return load_unit(type, padded);
+}
+
+/* exp for lanes <= 0; 0 far down, NaN for NaN. The scalar twin is in exponential.h. */
+INLINE vector exponential_lanes(vector x) {
+  vector shifted = multiply_add(x, splat(EXP_LOG2_E), splat(EXP_ROUND_TO_INTEGER));
+  vector power = shifted - EXP_ROUND_TO_INTEGER;
+  vector fraction = multiply_add(power, splat(-EXP_LN2_HIGH), x);
+  fraction = multiply_add(power, splat(-EXP_LN2_LOW), fraction);
+  vector value = splat(exp_polynomial[0]);
+  for (int i = 1; i <= EXP_DEGREE; ++i) value = multiply_add(value, fraction, splat(exp_polynomial[i]));
+  value *= (vector)(((vector_bits)shifted + 127u) << 23);
+  vector_int vanishes = x < EXP_LOWEST; /* false for NaN, which stays */
+  return (vector)((vector_int)value & ~vanishes);
+}
+
+#endif

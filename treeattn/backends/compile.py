@@ -1,0 +1,205 @@
+"""Compiles the C kernels with the system's compiler for the processor that runs them, and keeps the result.
+
+The instruction set is part of a compiled file's name and comes from explicit flags, never from
+``-march=native``: machines of different kinds can share a home directory.
+
+Environment, each read here and nowhere else:
+
+- ``CC``: the compiler, with arguments if need be; default ``cc``.
+- ``TREEATTN_CACHE``: where compiled kernels are kept; default ``$XDG_CACHE_HOME/treeattn``, else
+  ``~/.cache/treeattn``, else a private folder among the temporary files.
+- ``TREEATTN_ISA``: use this instruction set, one of `ISA_FLAGS` that the processor has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+
+from treeattn.errors import ArgumentError, BackendError
+
+__all__ = ["ISA_FLAGS", "available_isas", "chosen_isa", "library", "library_path"]
+
+#: Compiler flags of each instruction set, the fastest first.
+ISA_FLAGS: dict[str, tuple[str, ...]] = {
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "neon": (),
+    "portable": (),
+}
+
+# Contraction is off so that only the explicit fmaf of the sources are fused: see the merge.
+_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
+_SUFFIXES = (".c", ".h")
+
+
+def available_isas() -> tuple[str, ...]:
+    """Names from `ISA_FLAGS` that this processor can run, the fastest first."""
+    machine = platform.machine().lower()
+    if machine in ("aarch64", "arm64"):
+        return ("neon", "portable")
+    if machine not in ("x86_64", "amd64"):
+        return ("portable",)
+    features = _x86_features()
+    names = {name: {flag.removeprefix("-m") for flag in flags} for name, flags in ISA_FLAGS.items()}
+    return tuple(name for name in ("avx512", "avx2", "portable") if names[name] <= features)
+
+
+def chosen_isa() -> str:
+    """The instruction set in use: ``TREEATTN_ISA``, else the fastest that the processor has.
+
+    Raises:
+        ArgumentError: ``TREEATTN_ISA`` names none, or one that this processor lacks.
+    """
+    available = available_isas()
+    wanted = os.environ.get("TREEATTN_ISA", "")
+    if not wanted:
+        return available[0]
+    if wanted not in available:
+        raise ArgumentError(f"TREEATTN_ISA={wanted}: this processor can run {', '.join(available)}")
+    return wanted
+
+
+def library(isa: str | None = None) -> ctypes.CDLL:
+    """The compiled kernels, compiled now if they never were. `isa` defaults to `chosen_isa()`.
+
+    Raises:
+        BackendError: there is no compiler, or it refuses the sources.
+        ArgumentError: see `chosen_isa`.
+    """
+    return _library(isa or chosen_isa())
+
+
+@functools.cache
+def _library(isa: str) -> ctypes.CDLL:
+    path = library_path(isa)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BackendError(
+            f"the compiled kernels {path} cannot be loaded: {error}; delete the file"
+        ) from error
+
+
+def library_path(isa: str) -> Path:
+    """The file with the kernels for one instruction set, compiled now if it is not there.
+
+    One process of a machine compiles while the others wait. The file appears whole or not at all.
+    """
+    compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    command = [*compiler, *_FLAGS, *ISA_FLAGS[isa]]
+    version = _run([*compiler, "--version"])
+    sources = _sources()
+    folder = _cache_folder()
+    path = folder / f"kernels-{isa}-{_key(command, version, sources)}.so"
+    if not path.exists():
+        with _locked(folder):
+            if not path.exists():
+                _compile(command, sources, path)
+    return path
+
+
+def _sources() -> dict[str, bytes]:
+    """Name and content of every C source and header, sorted by name."""
+    folder = resources.files("treeattn").joinpath("kernels", "cpu")
+    files = [file for file in folder.iterdir() if file.name.endswith(_SUFFIXES)]
+    return {file.name: file.read_bytes() for file in sorted(files, key=lambda file: file.name)}
+
+
+def _key(command: list[str], version: str, sources: dict[str, bytes]) -> str:
+    digest = hashlib.sha256("\0".join((platform.machine(), platform.system(), version, *command)).encode())
+    for name, content in sources.items():
+        digest.update(f"\0{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()[:20]
+
+
+def _compile(command: list[str], sources: dict[str, bytes], path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="treeattn-build-") as build:
+        for name, content in sources.items():
+            (Path(build) / name).write_bytes(content)
+        inputs = [str(Path(build) / name) for name in sources if name.endswith(".c")]
+        # The unfinished file lies beside the finished one: a rename within a file system is atomic.
+        descriptor, unfinished = tempfile.mkstemp(prefix=path.stem + "-", suffix=".tmp", dir=path.parent)
+        try:
+            _run([*command, "-o", unfinished, *inputs, "-lm"])
+            os.fsync(descriptor)
+            os.chmod(unfinished, 0o755)
+            os.replace(unfinished, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished)
+            raise
+        finally:
+            os.close(descriptor)
+
+
+def _run(command: list[str]) -> str:
+    """Standard output of a compiler command; BackendError with its first complaint if it fails."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        raise BackendError(f"no C compiler: {command[0]}: {error.strerror or error}") from error
+    if result.returncode == 0:
+        return result.stdout
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    complaint = next((line for line in lines if "error" in line), lines[0] if lines else "it said nothing")
+    raise BackendError(f"{command[0]} failed with status {result.returncode}: {complaint.strip()}")
+
+
+def _cache_folder() -> Path:
+    """A folder of this user's that can be written, created if need be."""
+    chosen = os.environ.get("TREEATTN_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        folder = Path(chosen) if chosen else (Path(base) if base else Path.home() / ".cache") / "treeattn"
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except (OSError, RuntimeError):  # RuntimeError: no home directory
+        return _private_temporary_folder()
+
+
+def _private_temporary_folder() -> Path:
+    """A folder that nobody else can write: code is loaded from it."""
+    folder = Path(tempfile.gettempdir()) / f"treeattn-{os.getuid()}"
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        status = folder.lstat()
+        private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+        return folder if private else Path(tempfile.mkdtemp(prefix="treeattn-"))
+    except OSError as error:
+        raise BackendError(f"no place for compiled kernels: {error}; set TREEATTN_CACHE") from error
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold this machine's lock on a cache folder. Without working locks several may compile: harmless."""
+    with (folder / f"compiling-on-{platform.node()}.lock").open("a") as lock:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield  # closing the file gives the lock back
+
+
+def _x86_features() -> set[str]:
+    """Processor features as the -m flags name them, from Linux; empty where it cannot be read."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return set()
+    for line in text.splitlines():
+        if line.startswith("flags"):
+            return set(line.partition(":")[2].split())
+    return set()
