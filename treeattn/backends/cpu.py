@@ -94,7 +94,10 @@ class PlannedAttention:
     """
 
     def __init__(self, records: Array, *, scale: float, threads: int | None = None) -> None:
-        """Plan for `records` and `scale` as in `partial_attention`; `threads` defaults to ``TREEATTN_THREADS``."""
+        """Plan for `records` and `scale` as in `partial_attention`.
+
+        threads: how many of this process compute; default ``TREEATTN_THREADS``.
+        """
         _check_records(records)
         self._records = records
         self._scale = float(scale)
@@ -207,7 +210,7 @@ class MergeOperator:
     def __init__(self, head_dim: int, dtype: Any = np.float32) -> None:
         """For records of `head_dim` + 2 elements of `dtype`, float32 or float64."""
         self._width = head_dim + partial.EXTRA
-        self._dtype = np.dtype(dtype)
+        self._dtype: np.dtype[Any] = np.dtype(dtype)
         if self._dtype not in (np.float32, np.float64):
             raise ArgumentError(f"records are float32 or float64, not {self._dtype}")
 

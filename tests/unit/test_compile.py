@@ -1,0 +1,210 @@
+"""Compiling at first use: once per machine, whole or not at all, and a reason where it cannot be."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from treeattn.backends import compile
+from treeattn.errors import ArgumentError, BackendError
+
+COMPILER = shutil.which("cc")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler `cc`")
+
+LOAD = "from treeattn.backends import compile; print(compile.library_path(compile.chosen_isa()))"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("TREEATTN_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def counting_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A `cc` that notes each compilation in a file and takes its time; returns that file."""
+    log = tmp_path / "compilations"
+    log.touch()
+    script = tmp_path / "counting-cc"
+    script.write_text(
+        f'#!/bin/sh\ncase "$*" in *--version*) ;; *) echo once >> {log}; sleep 0.5;; esac\n'
+        f'exec {COMPILER} "$@"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    return log
+
+
+def python(code: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, **environment},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+
+
+@needs_compiler
+def test_processes_that_start_together_compile_once(cache: Path, counting_compiler: Path) -> None:
+    processes = [python(LOAD) for _ in range(4)]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, outputs
+    assert len({out for out, _ in outputs}) == 1
+    assert counting_compiler.read_text().count("once") == 1
+    assert Path(outputs[0][0].strip()).parent == cache
+
+
+@needs_compiler
+def test_the_file_is_found_again(cache: Path, counting_compiler: Path) -> None:
+    first = compile.library_path("portable")
+    assert compile.library_path("portable") == first
+    assert counting_compiler.read_text().count("once") == 1
+    assert [file.name for file in cache.glob("*.so")] == [first.name]
+    assert not list(cache.glob("*.tmp"))
+
+
+@needs_compiler
+def test_a_compiler_that_dies_half_way_leaves_nothing(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "dying-cc"
+    # Writes half a file to what follows -o, then fails: the disc is full, or a signal came.
+    script.write_text(
+        f'#!/bin/sh\ncase "$*" in *--version*) exec {COMPILER} --version;; esac\n'
+        'while [ $# -gt 0 ]; do [ "$1" = -o ] && printf "\\177ELF half" > "$2"; shift; done\n'
+        'echo "kernels.c:1: error: no space left" >&2\nexit 3\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    with pytest.raises(BackendError, match="no space left"):
+        compile.library_path("portable")
+    assert not list(cache.glob("*.so"))
+    assert not list(cache.glob("*.tmp"))
+
+
+@needs_compiler
+def test_a_killed_process_leaves_no_file_that_is_used(cache: Path, counting_compiler: Path) -> None:
+    die = "compile.os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)\n"
+    process = python(f"import os, signal\nfrom treeattn.backends import compile\n{die}{LOAD}")
+    process.communicate(timeout=60)
+    assert process.returncode == -9
+    assert len(list(cache.glob("*.tmp"))) == 1
+    assert not list(cache.glob("*.so"))
+    again = python(LOAD)
+    out, error = again.communicate(timeout=60)
+    assert again.returncode == 0, error
+    assert Path(out.strip()).stat().st_size > 10000
+    assert counting_compiler.read_text().count("once") == 2
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(
+    "compiler", ["/nonexistent/cc", "false", "sh -c 'echo x.c:1: error: bad >&2; exit 1'"]
+)
+def test_without_a_compiler_numpy_serves(compiler: str) -> None:
+    code = (
+        "import numpy as np\nfrom treeattn.backends import cpu\n"
+        "print(cpu.compiled_kernels_problem())\n"
+        "q = np.ones((1, 1, 1, 8), np.float32); k = np.zeros((1, 3, 1, 8), np.float32)\n"
+        "v = np.arange(24, dtype=np.float32).reshape(1, 3, 1, 8)\n"
+        "r = np.empty((1, 1, 1, 10), np.float32); out = np.empty_like(q)\n"
+        "lse = np.empty((1, 1, 1), np.float32)\n"
+        "cpu.partial_attention(q, k, v, r, scale=1.0); cpu.merge(r, r.copy()); cpu.finish(r, out, lse)\n"
+        "print(*out.ravel())"
+    )
+    process = python(code, CC=compiler)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert error == ""
+    problem, values = out.splitlines()
+    assert problem != "None"
+    assert "compiler" in problem or "failed" in problem
+    assert ("bad" in compiler) == ("x.c:1: error: bad" in problem)
+    assert values == "8.0 9.0 10.0 11.0 12.0 13.0 14.0 15.0"
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocker = tmp_path / "file"
+    blocker.touch()
+    monkeypatch.setenv("TREEATTN_CACHE", str(blocker / "cache"))  # below a file: not even root can
+    monkeypatch.setattr(compile.tempfile, "gettempdir", lambda: str(tmp_path))
+    path = compile.library_path("portable")
+    assert path.parent == tmp_path / f"treeattn-{os.getuid()}"
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert compile.library_path("portable") == path
+
+
+def test_a_temporary_folder_of_someone_else_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile.tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"treeattn-{os.getuid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert compile._private_temporary_folder() != folder
+    folder.rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert compile._private_temporary_folder() != folder
+
+
+def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TREEATTN_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert compile._cache_folder() == tmp_path / "home" / ".cache" / "treeattn"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert compile._cache_folder() == tmp_path / "xdg" / "treeattn"
+    monkeypatch.setenv("TREEATTN_CACHE", str(tmp_path / "own"))
+    assert compile._cache_folder() == tmp_path / "own"
+
+
+@needs_compiler
+@pytest.mark.usefixtures("cache")
+def test_builds_differ_by_isa_compiler_and_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = {compile.library_path(isa) for isa in compile.available_isas()}
+    monkeypatch.setenv("CC", "cc -DOTHER")
+    paths.add(compile.library_path("portable"))
+    monkeypatch.delenv("CC")
+    sources = {**compile._sources(), "more.c": b"int more_to_link;\n"}
+    monkeypatch.setattr(compile, "_sources", lambda: sources)
+    paths.add(compile.library_path("portable"))
+    assert len(paths) == len(compile.available_isas()) + 2
+
+
+@pytest.mark.parametrize(
+    ("machine", "features", "expected"),
+    [
+        ("x86_64", {"sse2"}, ("portable",)),
+        ("x86_64", {"avx2", "fma"}, ("portable",)),
+        ("x86_64", {"avx2", "fma", "f16c", "avx512f"}, ("avx2", "portable")),
+        (
+            "x86_64",
+            {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"},
+            ("avx512", "avx2", "portable"),
+        ),
+        ("aarch64", set(), ("neon", "portable")),
+        ("riscv64", set(), ("portable",)),
+    ],
+)
+def test_the_instruction_set_is_one_that_the_processor_has(
+    monkeypatch: pytest.MonkeyPatch, machine: str, features: set[str], expected: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(compile, "_x86_features", lambda: features)
+    monkeypatch.delenv("TREEATTN_ISA", raising=False)
+    assert compile.available_isas() == expected
+    assert compile.chosen_isa() == expected[0]
+    monkeypatch.setenv("TREEATTN_ISA", "portable")
+    assert compile.chosen_isa() == "portable"
+    for refused in {"neon", "avx512", "fast"} - set(expected):
+        monkeypatch.setenv("TREEATTN_ISA", refused)
+        with pytest.raises(ArgumentError, match=f"{refused}.*portable"):
+            compile.chosen_isa()

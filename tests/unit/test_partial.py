@@ -1,0 +1,269 @@
+"""The monoid: its laws to the bit, its exactness, and one set of bits from NumPy and every build."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from treeattn import partial
+from treeattn.backends import compile
+from treeattn.errors import BackendError
+
+HEAD_DIM = 21  # not a multiple of any vector width: remainders are merged too
+
+
+def bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return array.view({4: np.uint32, 8: np.uint64}[array.itemsize])
+
+
+def same_bits(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+    return bool((bits(a) == bits(b)).all())
+
+
+def merged(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    result = a.copy()
+    partial.merge(result, b)
+    return result
+
+
+@pytest.fixture(params=compile.ISA_FLAGS)
+def kernels(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    if request.param not in compile.available_isas():
+        pytest.skip(f"this processor has no {request.param}")
+    try:
+        return compile.library(request.param)
+    except BackendError as error:
+        pytest.skip(str(error))
+
+
+def compiled_merge(
+    kernels: ctypes.CDLL, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
+    result, other = a.copy(), b.copy()
+    width = a.shape[-1]
+    kernels.merge_partials(
+        ctypes.c_void_p(result.ctypes.data), ctypes.c_void_p(other.ctypes.data),
+        ctypes.c_int64(a.size // width), ctypes.c_int64(width),
+    )  # fmt: skip
+    return result
+
+
+def random_records(
+    rng: np.random.Generator, count: int, spread: float, head_dim: int = HEAD_DIM
+) -> np.ndarray[Any, Any]:
+    """Random bit patterns of every magnitude, with maxima near each other."""
+    exponent = rng.uniform(-spread, spread, (count, head_dim + 2))
+    records = (rng.standard_normal(exponent.shape) * np.exp2(exponent)).astype(np.float32)
+    records[:, 0] = rng.standard_normal(count) * rng.choice([1e-3, 1, 30, 1e4], count)
+    return records
+
+
+SPECIALS = np.array(
+    [np.inf, -np.inf, np.nan, 0.0, -0.0, 1e-45, -1e-45, 3.4e38, 1.0, -87.0, -87.00001, 1e4], np.float32
+)
+#: A quiet and a signalling NaN with payloads, either sign.
+ODD_NANS = np.array([0xFFC12345, 0x7F800001, 0xFF800001, 0x7FFFFFFF], np.uint32).view(np.float32)
+
+
+def special_records() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """All pairs of special maxima; numerators run through all pairs of special values."""
+    values = np.concatenate((SPECIALS, ODD_NANS))
+    pairs = np.array(list(itertools.product(values, values)), np.float32)
+    a = np.empty((len(pairs), HEAD_DIM + 2), np.float32)
+    b = np.empty_like(a)
+    a[:, 0], b[:, 0] = pairs[:, 0], pairs[:, 1]
+    for i in range(1, a.shape[1]):
+        turned = np.roll(pairs, 7 * i, axis=0)
+        a[:, i], b[:, i] = turned[:, 0], turned[:, 1]
+    return a, b
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_identity_changes_nothing(dtype: Any) -> None:
+    records = random_records(np.random.default_rng(1), 100, 20).astype(dtype)
+    nothing = partial.identity((100,), HEAD_DIM, dtype)
+    assert nothing.shape == records.shape
+    assert nothing.dtype == dtype
+    assert same_bits(merged(records, nothing), records)
+    assert same_bits(merged(nothing, records), records)
+    assert same_bits(merged(nothing, nothing), nothing)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_commutes_to_the_bit(dtype: Any) -> None:
+    rng = np.random.default_rng(2)
+    a, b = random_records(rng, 5000, 60).astype(dtype), random_records(rng, 5000, 60).astype(dtype)
+    b[::5, 0] = a[::5, 0]
+    assert same_bits(merged(a, b), merged(b, a))
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        a, b = (records.astype(dtype) for records in special_records())
+    assert same_bits(merged(a, b), merged(b, a))
+
+
+def test_nan_stays_in_its_record_and_is_canonical() -> None:
+    rng = np.random.default_rng(3)
+    a, b = random_records(rng, 4, 2), random_records(rng, 4, 2)
+    untouched = merged(a, b)
+    a[1, 0] = ODD_NANS[0]
+    a[2, 5] = ODD_NANS[1]
+    result = merged(a, b)
+    assert (bits(result[1]) == 0x7FC00000).all()
+    assert bits(result[2, 5]) == 0x7FC00000
+    rest = np.ones(result.shape, bool)
+    rest[1] = rest[2, 5] = False
+    assert (bits(result)[rest] == bits(untouched)[rest]).all()
+
+
+def test_merge_by_hand() -> None:
+    a = np.array([2, 1, 4], np.float32)
+    b = np.array([0, 3, 3], np.float32)
+    c = np.exp(-2)
+    np.testing.assert_allclose(merged(a, b), [2, 1 + 3 * c, 4 + 3 * c], rtol=2e-7)
+
+
+def test_factor_is_accurate_and_vanishes_below_87() -> None:
+    x = -np.concatenate((np.geomspace(1e-30, 87, 20000), np.linspace(0, 87, 20000))).astype(np.float32)
+    a = np.zeros((len(x), 3), np.float32)
+    b = np.stack((x, np.ones_like(x), np.ones_like(x)), axis=1)
+    factor = merged(a, b)[:, 1]
+    np.testing.assert_allclose(factor, np.exp(x.astype(np.float64)), rtol=1.3e-7)
+    b[:, 0] = np.nextafter(np.float32(-87), np.float32(-np.inf))
+    assert (merged(a, b)[:, 1] == 0).all()
+
+
+def test_long_chain_keeps_the_softmax() -> None:
+    rng = np.random.default_rng(4)
+    logits = rng.uniform(-50, 50, 3000).astype(np.float32)
+    values = rng.standard_normal((3000, 4)).astype(np.float32)
+    total = partial.identity((1,), 4)
+    for logit, value in zip(logits, values, strict=True):
+        partial.merge(total, np.concatenate(([logit, 1], value)).astype(np.float32)[None])
+    weights = np.exp(logits.astype(np.float64) - logits.max())
+    np.testing.assert_allclose(total[0, 2:] / total[0, 1], weights @ values / weights.sum(), atol=1e-6)
+    assert total[0, 0] == logits.max()
+
+
+LARGEST = 3e38
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def exact_fma(a: float, b: float, c: float) -> np.float32:
+    """Rational arithmetic, then one rounding to nearest even, done by comparing neighbours."""
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    if abs(exact) > LARGEST:
+        return np.float32(np.inf if exact > 0 else -np.inf)
+    near = np.float32(float(exact))
+    candidates = {near, np.nextafter(near, np.float32(-LARGEST)), np.nextafter(near, np.float32(LARGEST))}
+
+    def key(value: np.float32) -> tuple[Fraction, int]:
+        return abs(Fraction(float(value)) - exact), int(value.view(np.uint32)) & 1
+
+    return min(candidates, key=key)
+
+
+@settings(max_examples=500, deadline=None)
+@given(finite, finite, finite)
+def test_emulated_fma_is_the_exact_one(a: float, b: float, c: float) -> None:
+    with np.errstate(all="ignore"):
+        got = partial._fused_multiply_add(np.float32(a), np.float32(b), np.float32(c))
+    expected = exact_fma(a, b, c)
+    if np.isfinite(expected):
+        assert got == expected
+
+
+def test_emulated_fma_rounds_once() -> None:
+    # The float64 sum lies on a tie of float32 that the discarded part decides, both ways.
+    a, b = np.float32(1 + 2**-12), np.float32(1 + 2**-12)
+    for c in (np.float32(2**-60), np.float32(-(2**-60))):
+        assert partial._fused_multiply_add(a, b, c) == exact_fma(float(a), float(b), float(c))
+    tiny = np.float32(2**-80)
+    assert partial._fused_multiply_add(tiny, tiny, np.float32(1 + 2**-23)) == np.float32(1 + 2**-23)
+
+
+def test_bits_of_every_build(kernels: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(5)
+    for spread in (1, 20, 120):
+        a, b = random_records(rng, 3000, spread), random_records(rng, 3000, spread)
+        b[::7, 0] = a[::7, 0]
+        expected = merged(a, b)
+        assert same_bits(compiled_merge(kernels, a, b), expected)
+        assert same_bits(compiled_merge(kernels, b, a), expected)
+    a, b = special_records()
+    assert same_bits(compiled_merge(kernels, a, b), merged(a, b))
+    assert same_bits(compiled_merge(kernels, b, a), merged(a, b))
+
+
+raw_bits = hnp.arrays(np.uint32, (2, 5, 4), elements=st.integers(0, 2**32 - 1))
+
+
+@settings(max_examples=300, deadline=None)
+@given(raw_bits)
+def test_bits_of_any_input(raw: np.ndarray[Any, Any]) -> None:
+    a, b = raw.view(np.float32)
+    expected = merged(a, b)
+    assert same_bits(merged(b, a), expected)
+    for isa in compile.available_isas():
+        try:
+            kernels = compile.library(isa)
+        except BackendError as error:
+            pytest.skip(str(error))
+        assert same_bits(compiled_merge(kernels, a, b), expected)
+        assert same_bits(compiled_merge(kernels, b, a), expected)
+
+
+def compiled_finish(
+    kernels: ctypes.CDLL, records: np.ndarray[Any, Any]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    batch, heads, queries, width = records.shape
+    out = np.empty((batch, queries, heads, width - 2), np.float32)
+    lse = np.empty((batch, heads, queries), np.float32)
+    pointers = (ctypes.c_void_p(array.ctypes.data) for array in (records, out, lse))
+    kernels.finish(*pointers, *(ctypes.c_int64(size) for size in records.shape))
+    return out, lse
+
+
+def numpy_finish(records: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    batch, heads, queries, width = records.shape
+    out = np.empty((batch, queries, heads, width - 2), records.dtype)
+    lse = np.empty((batch, heads, queries), records.dtype)
+    partial.finish(records, out, lse)
+    return out, lse
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_finish(dtype: Any) -> None:
+    rng = np.random.default_rng(6)
+    records = random_records(rng, 2 * 6 * 5, 2).reshape(2, 6, 5, -1).astype(dtype)
+    records[..., 1] = np.exp(rng.uniform(0, 16, records.shape[:-1]))
+    partial.set_identity(records[1, 2])
+    out, lse = numpy_finish(records)
+    with np.errstate(all="ignore"):
+        expected = np.where(records[..., 1:2] == 0, 0, records[..., 2:] / records[..., 1:2]).swapaxes(1, 2)
+        expected_lse = records[..., 0].astype(np.float64) + np.log(records[..., 1].astype(np.float64))
+    assert same_bits(out, expected.astype(dtype))
+    np.testing.assert_allclose(lse, expected_lse, rtol=np.finfo(dtype).eps * 2, atol=np.finfo(dtype).eps * 4)
+    assert (out[1, :, 2] == 0).all()
+    assert (lse[1, 2] == -np.inf).all()
+
+
+def test_finish_has_the_same_bits_in_every_build(kernels: ctypes.CDLL) -> None:
+    rng = np.random.default_rng(7)
+    ordinary = random_records(rng, 3 * 4 * 500, 8)
+    ordinary[:, 1] = np.exp(rng.uniform(-3, 30, len(ordinary)))
+    a, b = special_records()
+    for records in (
+        ordinary.reshape(3, 4, 500, -1),
+        a.reshape(2, 16, -1, HEAD_DIM + 2),
+        merged(a, b).reshape(4, 8, -1, HEAD_DIM + 2),
+    ):
+        records = np.ascontiguousarray(np.where(records[..., 1:2] < 0, np.float32(0), records))
+        for ours, theirs in zip(compiled_finish(kernels, records), numpy_finish(records), strict=True):
+            assert same_bits(ours, theirs)
