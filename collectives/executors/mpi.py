@@ -58,9 +58,9 @@ class Reducer:
             )
         self.schedule = schedule
         self._proof = prove(schedule)
+        if not buffer.flags.c_contiguous or buffer.dtype != operator.dtype:
+            raise ScheduleError(f"{schedule.name}: the buffer must be C-contiguous {operator.dtype}")
         self._records = buffer.reshape(-1, operator.width)
-        if not np.shares_memory(self._records, buffer):
-            raise ScheduleError(f"{schedule.name}: the buffer must be C-contiguous")
         self._operator = operator
         self._comm = comm.Dup()
         self._steps = list(self._plan())

@@ -200,14 +200,14 @@ def test_unwritable_folder(tmp_path):
 
 
 RAISES_ON_ONE_RANK = """
-import sys, treeattn.decode
+import sys, treeattn
 from treeattn import comm
-finish = treeattn.decode.Decoder.{method}
+finish = treeattn.Decoder.{method}
 def broken(self, *arguments):
     if comm.world().rank == 1:
         raise {error}
     return finish(self, *arguments)
-treeattn.decode.Decoder.{method} = broken
+treeattn.Decoder.{method} = broken
 from treeattn.cli import main
 main(sys.argv[1:])
 """
