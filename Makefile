@@ -47,7 +47,7 @@ lint: .venv/.lint
 	$(BIN)/mypy -p treeattn
 	$(BIN)/codespell
 	$(BIN)/clang-format --dry-run --Werror kernels/cpu/*.c kernels/cpu/*.h
-	$(BIN)/shellcheck .ci/run
+	$(BIN)/shellcheck .ci/run jobs/*.sh jobs/*.sbatch
 
 # The package from a wheel, in its own environment, away from the checkout.
 wheel-test: .venv/.tests
