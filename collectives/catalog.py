@@ -15,12 +15,20 @@ from typing import Any, Literal
 
 from treeattn.collectives import parameters
 from treeattn.collectives.parameters import Parameter
-from treeattn.collectives.schedule import Schedule
+from treeattn.collectives.schedule import TRANSFER_LIMIT, Schedule
+from treeattn.collectives.schemes.all_gather_merge import all_gather_merge
 from treeattn.collectives.schemes.binary_tree import binary_tree
 from treeattn.collectives.schemes.chain import chain
+from treeattn.collectives.schemes.double_binary_tree import double_binary_tree
+from treeattn.collectives.schemes.head_scatter import head_scatter
 from treeattn.collectives.schemes.hierarchical import hierarchical
 from treeattn.collectives.schemes.k_ary_tree import k_ary_tree
+from treeattn.collectives.schemes.k_nomial_tree import k_nomial_tree
 from treeattn.collectives.schemes.recursive_doubling import recursive_doubling
+from treeattn.collectives.schemes.recursive_multiplying import recursive_multiplying
+from treeattn.collectives.schemes.reduce_scatter_gather import reduce_scatter_gather
+from treeattn.collectives.schemes.ring import ring
+from treeattn.collectives.schemes.split_rail import split_rail
 from treeattn.errors import ScheduleError
 
 __all__ = ["CATALOG", "Scheme", "build", "canonical", "find", "names", "needs_nodes", "parse"]
@@ -55,8 +63,9 @@ class Scheme:
         return next((parameter for parameter in self.parameters if parameter.name == name), None)
 
 
-_RADIX = Parameter("radix", "integer", 2, "children that a rank merges at once", low=2)
+_RADIX = Parameter("radix", "integer", 2, "branches of the tree", low=2)
 _NODES = Parameter("nodes", "nodes", None, "ranks that share a node; without it one node holds all ranks")
+_SQUARE = f"refused above {TRANSFER_LIMIT} transfers: at most {{}} ranks"
 
 CATALOG: dict[str, Scheme] = {
     row.name: row
@@ -64,7 +73,35 @@ CATALOG: dict[str, Scheme] = {
         Scheme("chain", chain, "2 (p-1) (alpha + n beta)", rooted=True),
         Scheme("binary_tree", binary_tree, "about 4 log2(p) (alpha + n beta)", rooted=True),
         Scheme("k_ary_tree", k_ary_tree, "about 2 k log_k(p) (alpha + n beta)", (_RADIX,), rooted=True),
-        Scheme("recursive_doubling", recursive_doubling, "log2(p) (alpha + n beta)"),
+        Scheme(
+            "k_nomial_tree", k_nomial_tree, "2 ceil(log_k p) (alpha + (k-1) n beta)", (_RADIX,), rooted=True
+        ),
+        Scheme(
+            "double_binary_tree",
+            double_binary_tree,
+            "about 4 (log2(p) + c) (alpha + n beta / (2 c)) with c chunks per tree",
+            (Parameter("chunks", "integer", 1, "pieces that each tree's half is pipelined in"),),
+            restriction=f"refused above {TRANSFER_LIMIT} transfers: 4 chunks (p-1)",
+        ),
+        Scheme(
+            "recursive_doubling",
+            recursive_doubling,
+            "log2(p) (alpha + n beta), and 2 (alpha + n beta) more if p is not a power of two",
+        ),
+        Scheme(
+            "recursive_multiplying",
+            recursive_multiplying,
+            "sum over factors k of (alpha + (k-1) n beta), and 2 (alpha + n beta) more if ranks fold",
+            (Parameter("factors", "integers", None, "group size of each round, near first", low=2),),
+            restriction="the product of the factors is at most the number of ranks",
+        ),
+        Scheme("ring", ring, "2 (p-1) (alpha + n beta / p)", restriction=_SQUARE.format(512)),
+        Scheme(
+            "reduce_scatter_gather",
+            reduce_scatter_gather,
+            "2 log2(p) alpha + 2 n (p-1)/p beta, and 2 (alpha + n beta) more if p is not a power of two",
+            (Parameter("order", "choice", "far", "distance of the first partner", choices=("far", "near")),),
+        ),
         Scheme(
             "hierarchical",
             hierarchical,
@@ -76,6 +113,17 @@ CATALOG: dict[str, Scheme] = {
             ),
             restriction="outer must leave its result on every rank",
         ),
+        Scheme(
+            "split_rail",
+            split_rail,
+            "2 (alpha + n beta) within a node of g ranks + the rail scheme over the nodes on n/g bytes",
+            (Parameter("rail", "scheme", "recursive_doubling", "scheme along each rail"), _NODES),
+            restriction="rail must leave its result on every rank; "
+            + _SQUARE.format("about 512")
+            + " per node",
+        ),
+        Scheme("head_scatter", head_scatter, "ceil(log2 p) alpha + n (p-1)/p beta"),
+        Scheme("all_gather_merge", all_gather_merge, "alpha + (p-1) n beta", restriction=_SQUARE.format(724)),
         Scheme("mpi_allreduce", None, "the library's", kind="library"),
         Scheme("nccl_allreduce", None, "the library's", kind="library"),
     )

@@ -104,7 +104,7 @@ class _Prover:
         folds: dict[int, tuple[Fold, ...]] = {}
         for dst, transfers in incoming.items():
             done: list[Fold] = []
-            written.append((dst, [self._receive(number, dst, *part, done) for part in _parts(transfers)]))
+            written.append((dst, self._receive(number, dst, transfers, done)))
             if done:
                 folds[dst] = tuple(_joined(done))
         for dst, parts in written:
@@ -113,6 +113,31 @@ class _Prover:
         return folds
 
     def _receive(
+        self, number: int, dst: int, transfers: list[Transfer], done: list[Fold]
+    ) -> list[list[Piece]]:
+        """What `dst` holds after the round, one list per range of chunks; its folds go to `done`."""
+        alone = self._receive_alone(transfers[0], done) if len(transfers) == 1 else None
+        if alone:
+            return [alone]
+        return [self._receive_part(number, dst, *part, done) for part in _parts(transfers)]
+
+    def _receive_alone(self, transfer: Transfer, done: list[Fold]) -> list[Piece] | None:
+        """One transfer of uniform value: the commonest case, done fast. None if it is another case."""
+        src, dst, chunks, merge = transfer
+        theirs = self.held[src].read(chunks.start, chunks.stop)
+        if not merge:
+            return theirs
+        own = self.held[dst].read(chunks.start, chunks.stop)
+        if len(theirs) > 1 or len(own) > 1:
+            return None
+        a, b = own[0][2], theirs[0][2]
+        expressions = self.expressions
+        if expressions.mask[a] & expressions.mask[b]:
+            return None
+        done.append(Fold(chunks, (dst, src) if expressions.lowest[a] < expressions.lowest[b] else (src, dst)))
+        return [(chunks.start, chunks.stop, expressions.pair(a, b))]
+
+    def _receive_part(
         self, number: int, dst: int, first: int, end: int, transfers: list[Transfer], done: list[Fold]
     ) -> list[Piece]:
         """The new pieces of chunks first .. end - 1 at `dst`, all of them touched by all `transfers`."""

@@ -100,12 +100,15 @@ class ChunkMap:
             return [(first, end, values[low])]
         high = bisect_right(starts, end - 1, low)
         bounds = [first, *starts[low + 1 : high], end]
-        return list(zip(bounds, bounds[1:], values[low:high], strict=True))
+        return [(*cut, value) for cut, value in zip(pairwise(bounds), values[low:high], strict=True)]
 
     def write(self, pieces: Sequence[Piece]) -> None:
         """Replace adjoining pieces; equal neighbours become one run."""
         starts, values = self._starts, self._values
         first, end = pieces[0][0], pieces[-1][1]
+        if len(pieces) == 1 and first == 0 and end == self._chunks:
+            self._starts, self._values = [0], [pieces[0][2]]
+            return
         low = bisect_right(starts, first) - 1
         high = bisect_right(starts, end - 1, low) - 1
         left = [(starts[low], values[low])] if starts[low] < first else []

@@ -23,6 +23,7 @@ __all__ = [
     "Round",
     "Schedule",
     "Transfer",
+    "fold_onto",
     "on_chunks",
     "on_ranks",
     "refuse_above_limit",
@@ -128,6 +129,21 @@ def refuse_above_limit(scheme: str, size: int, transfers: int) -> None:
             f"{scheme} on {size} ranks needs {transfers} transfers, the limit is {TRANSFER_LIMIT}: "
             "take a scheme with fewer messages, such as recursive_doubling or hierarchical"
         )
+
+
+def fold_onto(core_size: int, size: int) -> tuple[list[int], tuple[Round, ...]]:
+    """Gather `size` ranks at `core_size` of them: (the ranks of the core, at most one round of merges).
+
+    For algorithms that need a certain number of ranks. Runs of neighbours, which most likely share a
+    node, gather at their first rank; the longer runs come first.
+    """
+    length, longer = divmod(size, core_size)
+    core = [place * length + min(place, longer) for place in range(core_size)]
+    ends = [*core[1:], size]
+    fold = tuple(
+        Transfer(rank, first) for first, end in zip(core, ends, strict=True) for rank in range(first + 1, end)
+    )
+    return core, (fold,) if fold else ()
 
 
 def then(*phases: Iterable[Round]) -> tuple[Round, ...]:

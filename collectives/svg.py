@@ -110,7 +110,8 @@ def svg(schedule: Schedule, nodes: Sequence[Any] | None = None) -> str:
     return "\n".join(
         [
             '<svg xmlns="http://www.w3.org/2000/svg" class="schedule" '
-            f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" role="img" aria-label="{escape(title)}">',
+            f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" '
+            f'role="img" aria-label="{escape(title)}">',
             f"<style>{STYLE}</style>",
             *heads(),
             f'<rect class="paper" width="{width:.0f}" height="{height:.0f}"/>',
