@@ -57,6 +57,8 @@ def decode(
 
     Returns ``out`` like q and the natural-log ``lse`` [batch, heads, queries], float32 (float64 for
     float64 inputs), with the same bits on every rank. A query without any key gives out 0 and lse -inf.
+    With ``output="heads"`` (scheme ``head_scatter``) each rank gets its slice of the heads only: rank r of
+    p heads r*heads//p up to (r+1)*heads//p.
 
     Plans, runs one step and tears down: in a loop keep a `Decoder`. Raises, on every rank alike,
     `ArgumentError` (shapes, dtypes, values that differ between ranks), `ScheduleError` (unknown scheme),
@@ -109,7 +111,8 @@ class Decoder:
     call (a growing cache is passed as a longer array, or as the same array with larger `lengths`).
     A call returns (out, lse) in the decoder's own buffers, which hold until its next call.
 
-    `schedule` and `certificate` tell what was planned; `local`, `reduce` and `finish` are the three parts
+    `schedule` and `certificate` tell what was planned (None for a library's reduction); `heads` is the slice
+    of query heads that out and lse cover, all of them unless ``output="heads"``. `local`, `reduce` and `finish` are the three parts
     of a call, for those who overlap or time them.
     """
 
@@ -151,15 +154,33 @@ class Decoder:
         self.shape, self.scale, self.scheme = shape, scale, scheme
         self.schedule = _planned(scheme, comm)
         _check_output(scheme, self.schedule, output)
-        self.records = np.empty((*shape.lse_shape, head_dim + 2), shape.record_dtype)
-        self.out = np.empty(shape.q_shape, shape.record_dtype)
-        self.lse = np.empty(shape.lse_shape, shape.record_dtype)
-        self._checked: tuple[Any, Any, Any] = (None, None, None)
-        self._attention = cpu.PlannedAttention(self.records, scale=scale)
-        self._finish = cpu.planned_finish(self.records, self.out, self.lse)
+        self.heads = slice(0, heads)
+        if self.schedule is not None and output == "heads":
+            self.heads = self.schedule.chunk_slice(range(comm.rank, comm.rank + 1), heads)
+        self._plan_buffers()
         operator = cpu.MergeOperator(head_dim, shape.record_dtype)
-        self._reducer = _reducer(comm, self.schedule, operator, self.records)
-        self.certificate = self._reducer.certificate
+        self._reducer = _reducer(comm, self.schedule, operator, self._reduced, batch * queries)
+        self.certificate = None if self.schedule is None else self._reducer.certificate
+
+    def _plan_buffers(self) -> None:
+        """Records as the kernel writes them, as the reducer cuts them, and this rank's part of the result.
+
+        A scattered schedule cuts the records by heads, so they must be head-major on the wire: for one
+        sequence they are; for several, `reduce` reorders into a second buffer.
+        """
+        batch, heads, queries = self.shape.lse_shape
+        width, dtype = self.shape.head_dim + 2, self.shape.record_dtype
+        own = self.heads.stop - self.heads.start
+        self.records = np.empty((batch, heads, queries, width), dtype)
+        whole = own == heads
+        self._reordered = batch > 1 and not whole
+        self._reduced = np.empty((heads, batch, queries, width), dtype) if self._reordered else self.records
+        self._own = self.records if whole else np.empty((batch, own, queries, width), dtype)
+        self.out = np.empty((batch, queries, own, self.shape.head_dim), dtype)
+        self.lse = np.empty((batch, own, queries), dtype)
+        self._checked: tuple[Any, Any, Any] = (None, None, None)
+        self._attention = cpu.PlannedAttention(self.records, scale=self.scale)
+        self._finish = cpu.planned_finish(self._own, self.out, self.lse)
 
     def __call__(self, q: Any, k: Any, v: Any, lengths: Any = None) -> tuple[Any, Any]:
         """One step: (out, lse), valid until the next call. Every rank must call.
@@ -188,7 +209,12 @@ class Decoder:
 
     def reduce(self) -> None:
         """Fold the partials of all ranks. Collective."""
+        if self._reordered:
+            np.copyto(self._reduced, self.records.transpose(1, 0, 2, 3))
         self._reducer()
+        if self._own is not self.records:
+            head_major = self._reduced if self._reordered else self._reduced.transpose(1, 0, 2, 3)
+            np.copyto(self._own, head_major[self.heads].transpose(1, 0, 2, 3))
 
     def finish(self) -> tuple[Any, Any]:
         """(out, lse) from the folded records."""
@@ -211,16 +237,31 @@ def _built(scheme: str, size: int, nodes: tuple[tuple[int, ...], ...] | None) ->
     return collectives.build(scheme, size, **({} if nodes is None else {"nodes": nodes}))
 
 
-def _planned(scheme: str, comm: Intracomm) -> Schedule:
-    """The schedule of `scheme` for `comm`; node groups come from the machine where they are not given."""
+def _planned(scheme: str, comm: Intracomm) -> Schedule | None:
+    """The schedule of `scheme` for `comm`; node groups come from the machine where they are not given.
+
+    None for a reduction that is a library's own.
+    """
+    if scheme in collectives.names("library"):
+        return None
     nodes = comm_.node_groups(comm) if collectives.needs_nodes(scheme) else None
     return _built(scheme, comm.size, nodes)
 
 
-def _reducer(comm: Intracomm, schedule: Schedule, operator: Any, records: Any) -> Any:
+def _reducer(comm: Intracomm, schedule: Schedule | None, operator: Any, buffer: Any, group: int) -> Any:
+    if schedule is None:
+        from treeattn.collectives.libraries.mpi_allreduce import MpiAllreduce
+
+        error: TreeattnError | None = None
+        try:
+            operator.mpi_function()
+        except TreeattnError as problem:
+            error = problem
+        comm_.agree(comm, {}, error)
+        return MpiAllreduce(comm, operator, buffer)
     from treeattn.collectives.executors.mpi import Reducer
 
-    return Reducer(comm, schedule, operator, records)
+    return Reducer(comm, schedule, operator, buffer, group)
 
 
 def _checked_scale(scale: float) -> float:
@@ -244,11 +285,12 @@ def _check_choices(device: str, transport: str | None, output: str) -> None:
         raise ArgumentError(f"output {output!r} is unknown: use 'replicated' or 'heads'")
 
 
-def _check_output(scheme: str, schedule: Schedule, output: str) -> None:
-    if (schedule.result == "scattered") != (output == "heads"):
-        raise RestrictionError(
-            f"scheme {scheme} leaves the result {schedule.result}, which output={output!r} does not fit"
-        )
+def _check_output(scheme: str, schedule: Schedule | None, output: str) -> None:
+    scattered = schedule is not None and schedule.result == "scattered"
+    if scattered and output == "replicated":
+        raise RestrictionError(f"{scheme} leaves each rank its slice of heads: say so with output='heads'")
+    if not scattered and output == "heads":
+        raise RestrictionError(f"{scheme} leaves every rank all heads: output='heads' takes scheme='head_scatter'")
 
 
 def _warn_once_without_compiler(comm: Intracomm) -> None:

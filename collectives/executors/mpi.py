@@ -44,13 +44,13 @@ class Reducer:
 
     buffer: C-contiguous array that views as [records, operator.width] of operator.dtype. A call folds
     the records of all ranks as `schedule` says; afterwards the buffer holds the result (all of it, or
-    this rank's chunk of a scattered schedule). ``start()`` posts the first round and returns, ``wait()``
+    this rank's chunk of a scattered schedule). Chunks are cut between groups of `group` records. ``start()`` posts the first round and returns, ``wait()``
     does the rest, a call is both. Creating and closing are collective; so is a step.
 
     Raises `ScheduleError` if the schedule is for another number of ranks or is not a correct reduction.
     """
 
-    def __init__(self, comm: MPI.Intracomm, schedule: Schedule, operator: Operator, buffer: Any) -> None:
+    def __init__(self, comm: MPI.Intracomm, schedule: Schedule, operator: Operator, buffer: Any, group: int = 1) -> None:
         if schedule.size != comm.size:
             raise ScheduleError(
                 f"{schedule.name}: made for {schedule.size} ranks, the communicator has {comm.size}; "
@@ -60,7 +60,7 @@ class Reducer:
         self._proof = prove(schedule)
         if not buffer.flags.c_contiguous or buffer.dtype != operator.dtype:
             raise ScheduleError(f"{schedule.name}: the buffer must be C-contiguous {operator.dtype}")
-        self._records = buffer.reshape(-1, operator.width)
+        self._records = buffer.reshape(-1, group * operator.width)  # one row is what a chunk never cuts
         self._operator = operator
         self._comm = comm.Dup()
         self._steps = list(self._plan())
@@ -172,7 +172,8 @@ class Reducer:
         for value in values[1:]:
             # The merge is commutative to the bit, so the fold may move into the buffer when it meets it.
             into, other = (own, folded) if value is own else (folded, value)
-            yield self._operator.planned_merge(into, other)
+            width = self._operator.width
+            yield self._operator.planned_merge(into.reshape(-1, width), other.reshape(-1, width))
             folded = into
 
     def _arrived(self, messages: list[tuple[range, Any]], chunks: range) -> Any:

@@ -258,3 +258,47 @@ def test_private_communicator_keeps_user_messages_apart(comm):
     comm.Send(np.array([comm.rank]), (comm.rank + 1) % comm.size, tag=0)
     pending.Wait()
     assert received[0] == (comm.rank - 1) % comm.size
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("heads", [1, 6, 16])
+def test_scattered_output_is_this_ranks_slice_of_heads(comm, heads, batch):
+    q, k, v, run = made_up(comm, tokens=40, batch=batch, queries=2, heads=heads, kv_heads=1)
+    options = {"comm": comm, "scheme": "head_scatter"}
+    out, lse = treeattn.decode(q, k[:, run], v[:, run], output="heads", **options)
+    own = slice(comm.rank * heads // comm.size, (comm.rank + 1) * heads // comm.size)
+    assert out.shape == (batch, 2, own.stop - own.start, 64)
+    if own.stop > own.start:
+        assert_exact(q[:, :, own], k, v, 1 / 8, out, lse)
+    with pytest.raises(treeattn.RestrictionError, match="output='heads'"):
+        treeattn.decode(q, k[:, run], v[:, run], **options)
+    with pytest.raises(treeattn.RestrictionError, match="head_scatter"):
+        treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme="chain", output="heads")
+
+
+def test_library_allreduce_with_the_compiled_operator(comm):
+    """The library picks the order; the merge keeps bits equal where the library's order is one for all."""
+    q, k, v, scale, out, lse = real_shard("layer17", "contiguous", comm)
+    got_out, got_lse = treeattn.decode(q, k, v, comm=comm, scheme="mpi_allreduce", scale=scale)
+    np.testing.assert_allclose(got_out, out, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(got_lse, lse, rtol=0, atol=2e-5)
+    with pytest.raises(treeattn.BackendError, match="float64"):
+        treeattn.decode(
+            *(a.astype(np.float64) for a in (q, k, v)), comm=comm, scheme="mpi_allreduce", scale=scale
+        )
+
+
+def test_library_allreduce_starts_and_waits(comm):
+    from treeattn.backends.cpu import MergeOperator
+    from treeattn.collectives.libraries.mpi_allreduce import MpiAllreduce
+
+    operator = MergeOperator(64)
+    mine = np.full((3, 66), comm.rank, np.float32)
+    once, twice = mine.copy(), mine.copy()
+    with MpiAllreduce(comm, operator, once) as one, MpiAllreduce(comm, operator, twice) as other:
+        one()
+        other.start()
+        other.wait()
+        with pytest.raises(treeattn.ScheduleError, match="without start"):
+            other.wait()
+    np.testing.assert_allclose(once, twice, rtol=1e-6)

@@ -241,6 +241,20 @@ class MergeOperator:
             other,
         )
 
+    def mpi_function(self) -> int:
+        """Address of the merge as an MPI_User_function; it lives as long as the process.
+
+        Raises:
+            BackendError: there is no compiled merge for these records (float64, or no compiler).
+        """
+        kernels, problem = _kernels()
+        if kernels is None or self._dtype != np.float32:
+            raise BackendError(f"no compiled merge of {self._dtype} records: {problem or 'only float32 has one'}")
+        address: int | None = kernels.mpi_operator(ctypes.c_int64(self._width - partial.EXTRA))
+        if address is None:
+            raise BackendError(f"no compiled MPI operator for head_dim {self._width - partial.EXTRA}")
+        return address
+
 
 def _kernels() -> tuple[ctypes.CDLL | None, str | None]:
     """The compiled kernels, or why there are none."""
@@ -257,6 +271,7 @@ def _load(isa: str) -> tuple[ctypes.CDLL | None, str | None]:
     kernels.attention_workspace.restype = ctypes.c_int64
     kernels.merge_partials.restype = None
     kernels.finish.restype = None
+    kernels.mpi_operator.restype = ctypes.c_void_p
     return kernels, None
 
 
