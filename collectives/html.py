@@ -63,10 +63,10 @@ function show(step) {
   byId("at").value = at;
   byId("where").textContent = at ? `round ${at} of ${steps.length - 1}` : "before the first round";
   byId("transfers").textContent = steps[at].transfers.join("  ");
-  document.querySelectorAll(".round").forEach(group => {
-    const round = Number(group.dataset.round);
-    group.classList.toggle("past", round < at);
-    group.classList.toggle("future", round > at);
+  document.querySelectorAll("[data-round]").forEach(drawn => {
+    const round = Number(drawn.dataset.round);
+    drawn.classList.toggle("past", round < at && drawn.classList.contains("round"));
+    drawn.classList.toggle("future", round > at);
   });
   rows.forEach((row, rank) => {
     const held = steps[at].held[rank];

@@ -104,7 +104,8 @@ def svg(schedule: Schedule, nodes: Sequence[Any] | None = None) -> str:
     layout = Layout.of(schedule, nodes)
     title, facts = headline(schedule, layout.nodes)
     items = _legend_items(layout)
-    width = max(layout.right + 8, 24 + 9 * len(title), 24 + sum(item_width for *_, item_width in items))
+    needed = [24 + 9 * len(title), 24 + 6 * len(facts), 24 + sum(item_width for *_, item_width in items)]
+    width = max(layout.right + 8, *needed)
     height = layout.bottom + 40
     body = [*draw_lanes(layout), *draw_rounds(layout), *_legend(items, layout.bottom + 22)]
     return "\n".join(
@@ -178,15 +179,16 @@ def draw_lanes(layout: Layout) -> Iterator[str]:
     for rank, y in layout.lanes.items():
         stands = layout.ends[final[rank] - 1] if final[rank] else float(_LEFT)
         yield f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{rank}</text>'
-        yield f'<line class="lane" x1="{_LEFT}" x2="{stands:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield f'<line class="done" x1="{stands:.1f}" x2="{layout.right - 6:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        end = f"{y:.1f} H{layout.right - 6:.1f}"
+        yield f'<path class="lane" d="M{_LEFT},{end}"/>'
+        yield f'<path class="done" data-round="{final[rank]}" d="M{stands:.1f},{end}"/>'
 
 
 def draw_rounds(layout: Layout) -> Iterator[str]:
     """One group of arrows per round."""
     node = layout.node_of()
     for index, round_ in enumerate(layout.schedule.rounds):
-        dense = "" if len(round_) <= 4 * layout.schedule.size else ' opacity="0.45"'
+        dense = "" if len(round_) <= 8 * layout.schedule.size else ' opacity="0.45"'
         yield f'<g class="round" data-round="{index + 1}"{dense}>'
         for transfer in round_:
             yield _arrow(layout, index, transfer, node[transfer.src] != node[transfer.dst])
@@ -244,9 +246,10 @@ def _lanes(nodes: Groups, height: float) -> Iterator[tuple[int, float]]:
 
 
 def _column_width(round_: Round, lanes: dict[int, float]) -> float:
-    """Wider for rounds that reach further, so that crossing arrows stay apart."""
+    """Wider for rounds that reach further or hold more, so that crossing arrows stay apart."""
     reach = sum(abs(lanes[t.src] - lanes[t.dst]) for t in round_) / max(1, len(round_))
-    return min(170.0, 34 + 0.38 * reach)
+    crowd = 8 * max(0.0, len(round_) / len(lanes) - 1)
+    return min(170.0, 34 + 0.38 * reach) + min(150.0, crowd)
 
 
 def _legend_items(layout: Layout) -> list[tuple[str, str, int]]:
@@ -257,8 +260,13 @@ def _legend_items(layout: Layout) -> list[tuple[str, str, int]]:
         (False in kinds, "transfer copy", "copy"),
         (len(layout.nodes) > 1 and bool(kinds), "transfer merge far", "heavy: between nodes"),
         (True, "done", "result stands"),
+        (
+            any(_label_length(layout.schedule, r) for r in layout.schedule.rounds),
+            "",
+            "small figures: chunks sent",
+        ),
     ]
-    return [(line, words, 52 + 7 * len(words)) for shown, line, words in wanted if shown]
+    return [(line, words, 50 + 6 * len(words)) for shown, line, words in wanted if shown]
 
 
 def _legend(items: list[tuple[str, str, int]], y: float) -> Iterator[str]:
@@ -266,8 +274,9 @@ def _legend(items: list[tuple[str, str, int]], y: float) -> Iterator[str]:
     for line, words, width in items:
         kind = next((kind for kind in ("merge", "copy") if kind in line), None)
         head = f' marker-end="url(#{kind}-head)"' if kind else ""
-        yield f'<path class="{line}"{head} d="M{x:.0f},{y:.1f} h{22 if kind else 28}"/>'
-        yield f'<text class="faint" x="{x + 35:.0f}" y="{y + 4:.1f}">{words}</text>'
+        if line:
+            yield f'<path class="{line}"{head} d="M{x:.0f},{y:.1f} h{22 if kind else 28}"/>'
+        yield f'<text class="faint" x="{x + (35 if line else 0):.0f}" y="{y + 4:.1f}">{words}</text>'
         x += width
 
 
