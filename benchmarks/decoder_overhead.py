@@ -1,0 +1,66 @@
+"""What a planned Decoder adds to kernel and reduction at one rank: python benchmarks/decoder_overhead.py
+
+Goal: under 15 microseconds of Python. A step of the decoder is timed against the bare C calls that it makes
+(attention and finish through ctypes, everything bound), interleaved: with the same arrays every step,
+and with new array objects every step, as slicing a growing cache gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+
+import treeattn
+from treeattn import comm, report
+from treeattn.backends import cpu
+
+
+def microseconds(run, iterations: int = 2000) -> float:
+    began = time.perf_counter()
+    for _ in range(iterations):
+        run()
+    return (time.perf_counter() - began) / iterations * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    draw = np.random.default_rng(0)
+    q, k, v = (draw.random((1, n, 16, 128), np.float32) for n in (1, 8, 8))
+    lengths = np.array([1])
+    rows: dict[str, list[float]] = {
+        name: [] for name in ("bare kernels", "same arrays", "new arrays and lengths")
+    }
+    with treeattn.Decoder(
+        comm.world(), heads=16, kv_heads=16, head_dim=128, dtype="float32", scheme="recursive_doubling"
+    ) as decoder:
+        attention = cpu.PlannedAttention(decoder.records, scale=decoder.scale)
+        attention(q, k, v, lengths)
+        bare = attention._kernels.partial_attention
+        finish = cpu.planned_finish(decoder.records, decoder.out, decoder.lse)
+        steps = {
+            "bare kernels": lambda: (bare(attention._pointer), finish()),
+            "same arrays": lambda: decoder(q, k, v, lengths),
+            "new arrays and lengths": lambda: decoder(q, k[:, :4], v[:, :4], np.array([1])),
+        }
+        for _ in range(50):
+            for name, run in steps.items():
+                rows[name].append(microseconds(run))
+    medians = {name: statistics.median(values) for name, values in rows.items()}
+    for name, value in medians.items():
+        print(
+            f"{name:24s} {value:7.2f} us, {value - medians['bare kernels']:6.2f} more than the bare kernels"
+        )
+    if options.json:
+        facts = {"software": report.software(), "cpu": report.cpu_name(), "median_us": medians}
+        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""What the documents show is what happens: their Python runs, their commands print what they say."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from treeattn.collectives.catalog import CATALOG
+
+ROOT = Path(__file__).resolve().parents[2]
+# adding-a-scheme.md is a walk that changes the catalogue: its own test runs it.
+PAGES = [
+    ROOT / "README.md",
+    *sorted(p for p in (ROOT / "docs").glob("*.md") if p.name != "adding-a-scheme.md"),
+]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda page: page.name)
+def test_python_blocks_run_in_order(page, capsys):
+    namespace: dict = {}
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), namespace)
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "console")], ids=lambda page: page.name)
+def test_console_blocks_print_what_they_show(page):
+    for block in blocks(page, "console"):
+        first, _, wanted = block.partition("\n")
+        words = shlex.split(first.removeprefix("$ "))
+        assert words[0] == "treeattn"
+        done = subprocess.run(
+            [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.rstrip() == wanted.rstrip()
+
+
+def test_readme_lists_every_scheme():
+    text = (ROOT / "README.md").read_text()
+    for scheme in CATALOG.values():
+        assert f"| `{scheme.name}` | {scheme.summary} |" in text
+
+
+def test_links_point_to_files():
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "jobs/README.md"]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
