@@ -125,7 +125,6 @@ CATALOG: dict[str, Scheme] = {
         Scheme("head_scatter", head_scatter, "ceil(log2 p) alpha + n (p-1)/p beta"),
         Scheme("all_gather_merge", all_gather_merge, "alpha + (p-1) n beta", restriction=_SQUARE.format(724)),
         Scheme("mpi_allreduce", None, "the library's", kind="library"),
-        Scheme("nccl_allreduce", None, "the library's", kind="library"),
     )
 }
 

@@ -74,7 +74,8 @@ class Shape:
         """Raise `ArgumentError` unless q is [batch, queries, heads, head_dim] of the right dtype."""
         if q.shape != self.q_shape:
             raise ArgumentError(
-                f"q has shape {list(q.shape)}, expected [batch, queries, heads, head_dim] = {list(self.q_shape)}"
+                f"q has shape {list(q.shape)}, expected [batch, queries, heads, head_dim] = "
+                f"{list(self.q_shape)}"
             )
         self._check_elements("q", q)
 
@@ -99,7 +100,9 @@ class Shape:
                 f"not {lengths.dtype} of shape {list(lengths.shape)}"
             )
         if (lengths < 0).any() or (lengths > tokens).any():
-            raise ArgumentError(f"lengths {lengths.tolist()} must lie between 0 and the shard's {tokens} tokens")
+            raise ArgumentError(
+                f"lengths {lengths.tolist()} must lie between 0 and the shard's {tokens} tokens"
+            )
         return np.ascontiguousarray(lengths, np.int64)
 
     def _check_elements(self, name: str, array: Any) -> None:

@@ -51,8 +51,8 @@ def world() -> Intracomm:
     _, announced = launched_as()
     if comm.size == 1 and announced > 1:
         raise BackendError(
-            f"the launcher started {announced} processes but MPI sees one: the launcher belongs to another "
-            "MPI than the one mpi4py loaded; use the mpiexec of the same installation (treeattn doctor names it)"
+            f"the launcher started {announced} processes but MPI sees one: the launcher belongs to "
+            "another MPI than the one mpi4py loaded; use the mpiexec of that one (treeattn doctor names it)"
         )
     return comm
 
@@ -108,7 +108,11 @@ def leave(code: int, reason: str, patience: float = 5.0) -> int:
     deadline = time.monotonic() + patience
     while not everyone.Test():
         if time.monotonic() > deadline:
-            print(f"treeattn: rank {comm.rank} failed alone, ending the job: {reason}", file=sys.stderr, flush=True)
+            print(
+                f"treeattn: rank {comm.rank} failed alone, ending the job: {reason}",
+                file=sys.stderr,
+                flush=True,
+            )
             comm.Abort(code)
         time.sleep(0.001)
     return code

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treeattn import collectives, comm as comm_
+from treeattn import collectives
+from treeattn import comm as comm_
 from treeattn.arguments import DTYPES, Shape, as_tensor, dtype_name
 from treeattn.backends import cpu
 from treeattn.collectives.schedule import Schedule
@@ -112,8 +113,8 @@ class Decoder:
     A call returns (out, lse) in the decoder's own buffers, which hold until its next call.
 
     `schedule` and `certificate` tell what was planned (None for a library's reduction); `heads` is the slice
-    of query heads that out and lse cover, all of them unless ``output="heads"``. `local`, `reduce` and `finish` are the three parts
-    of a call, for those who overlap or time them.
+    of query heads that out and lse cover, all of them unless ``output="heads"``. `local`, `reduce` and
+    `finish` are the three parts of a call, for those who overlap or time them.
     """
 
     def __init__(
@@ -137,12 +138,12 @@ class Decoder:
         settings: dict[str, object] = {}
         try:
             shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype)
-            scale = _checked_scale(shape.default_scale() if scale is None else scale)
+            self.scale = _checked_scale(shape.default_scale() if scale is None else scale)
             scheme = collectives.canonical(scheme)
             _check_choices(device, transport, output)
             settings = {
                 "the shape or dtype of q, k, v": shape,
-                "scale": scale,
+                "scale": self.scale,
                 "scheme": scheme,
                 "device": device,
                 "output": output,
@@ -151,7 +152,7 @@ class Decoder:
             error = problem
         comm_.agree(comm, settings, error)
         _warn_once_without_compiler(comm)
-        self.shape, self.scale, self.scheme = shape, scale, scheme
+        self.shape, self.scheme = shape, scheme
         self.schedule = _planned(scheme, comm)
         _check_output(scheme, self.schedule, output)
         self.heads = slice(0, heads)
@@ -290,7 +291,9 @@ def _check_output(scheme: str, schedule: Schedule | None, output: str) -> None:
     if scattered and output == "replicated":
         raise RestrictionError(f"{scheme} leaves each rank its slice of heads: say so with output='heads'")
     if not scattered and output == "heads":
-        raise RestrictionError(f"{scheme} leaves every rank all heads: output='heads' takes scheme='head_scatter'")
+        raise RestrictionError(
+            f"{scheme} leaves every rank all heads; scheme='head_scatter' serves output='heads'"
+        )
 
 
 def _warn_once_without_compiler(comm: Intracomm) -> None:

@@ -12,8 +12,9 @@ import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -40,7 +41,8 @@ _DTYPES: dict[str, Any] = {
 }
 
 
-class CacheFile(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CacheFile:
     """The tensors of a file, memory-mapped and read-only, and its metadata strings."""
 
     path: Path
@@ -51,9 +53,8 @@ class CacheFile(NamedTuple):
         try:
             return self.tensors[name]
         except KeyError:
-            raise ArgumentError(
-                f"{self.path}: no tensor {name!r} in the file; it holds {', '.join(sorted(self.tensors)) or 'none'}"
-            ) from None
+            held = ", ".join(sorted(self.tensors)) or "none"
+            raise ArgumentError(f"{self.path}: no tensor {name!r} in the file; it holds {held}") from None
 
     def scale(self) -> float | None:
         """The softmax scale that the file's metadata states, if any. Raises `ArgumentError`."""
@@ -88,7 +89,10 @@ def open_cache(path: str | Path) -> CacheFile:
 
 
 def load_runs(
-    tensor: Any, runs: Sequence[slice], progress: Callable[[int], object] = lambda _: None, block: int = 1 << 14
+    tensor: Any,
+    runs: Sequence[slice],
+    progress: Callable[[int], object] = lambda _: None,
+    block: int = 1 << 14,
 ) -> Any:
     """Copy the tokens of `runs` out of a mapped [batch, tokens, ...] tensor, and nothing else.
 
@@ -144,4 +148,6 @@ def pending_output(path: str | Path | None) -> Iterator[Callable[[bytes], None]]
 
 def save_tensors(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
     """The bytes of a safetensors file."""
-    return save({name: np.ascontiguousarray(array) for name, array in tensors.items()}, metadata=dict(metadata))
+    return save(
+        {name: np.ascontiguousarray(array) for name, array in tensors.items()}, metadata=dict(metadata)
+    )

@@ -83,9 +83,12 @@ def _git_revision() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        run = lambda *words: subprocess.run(  # noqa: E731
-            ["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
-        return run("rev-parse", "HEAD") + ("+dirty" if run("status", "--porcelain", "-uno") else "")
+        revision = _git(root, "rev-parse", "HEAD")
+        return revision + ("+dirty" if _git(root, "status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _git(root: Path, *words: str) -> str:
+    command = ["git", "-C", str(root), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

@@ -44,13 +44,16 @@ class Reducer:
 
     buffer: C-contiguous array that views as [records, operator.width] of operator.dtype. A call folds
     the records of all ranks as `schedule` says; afterwards the buffer holds the result (all of it, or
-    this rank's chunk of a scattered schedule). Chunks are cut between groups of `group` records. ``start()`` posts the first round and returns, ``wait()``
-    does the rest, a call is both. Creating and closing are collective; so is a step.
+    this rank's chunk of a scattered schedule). Chunks are cut between groups of `group` records.
+    ``start()`` posts the first round and returns, ``wait()`` does the rest, a call is both. Creating and
+    closing are collective; so is a step.
 
     Raises `ScheduleError` if the schedule is for another number of ranks or is not a correct reduction.
     """
 
-    def __init__(self, comm: MPI.Intracomm, schedule: Schedule, operator: Operator, buffer: Any, group: int = 1) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, schedule: Schedule, operator: Operator, buffer: Any, group: int = 1
+    ) -> None:
         if schedule.size != comm.size:
             raise ScheduleError(
                 f"{schedule.name}: made for {schedule.size} ranks, the communicator has {comm.size}; "
@@ -76,7 +79,9 @@ class Reducer:
     def start(self) -> None:
         """Begin a step: post the first round, then return so that other work can overlap."""
         if self._closed or self._started:
-            raise ScheduleError(f"{self.schedule.name}: start() on a reducer that is closed or already running")
+            raise ScheduleError(
+                f"{self.schedule.name}: start() on a reducer that is closed or already running"
+            )
         self._started = True
         if self._steps:
             MPI.Prequest.Startall(self._steps[0].requests)

@@ -85,7 +85,9 @@ def _operator(function: int) -> MPI.Op:
     if function not in _operators:
         create = ctypes.CDLL(MPI.__file__).MPI_Op_create
         # A handle is an int in MPICH and a pointer in Open MPI and in the MPI 5 ABI.
-        handle = (ctypes.c_void_p if MPI._sizeof(MPI.Op) == ctypes.sizeof(ctypes.c_void_p) else ctypes.c_uint)(0)
+        handle = (
+            ctypes.c_void_p if MPI._sizeof(MPI.Op) == ctypes.sizeof(ctypes.c_void_p) else ctypes.c_uint
+        )(0)
         code = create(ctypes.c_void_p(function), ctypes.c_int(1), ctypes.byref(handle))
         if code != MPI.SUCCESS or not handle.value:
             raise BackendError(f"mpi_allreduce: MPI_Op_create failed with code {code}")

@@ -217,7 +217,9 @@ main(sys.argv[1:])
 @pytest.mark.parametrize("error", ["MemoryError('planted')", "treeattn.ArgumentError('planted')"])
 def test_one_rank_raising_ends_the_job(method, error):
     began = time.monotonic()
-    done = run("-c", RAISES_ON_ONE_RANK.format(method=method, error=error), "decode", CACHE, ranks=3, timeout=60)
+    done = run(
+        "-c", RAISES_ON_ONE_RANK.format(method=method, error=error), "decode", CACHE, ranks=3, timeout=60
+    )
     assert done.returncode != 0
     assert "planted" in done.stderr
     assert "rank 1" in done.stderr

@@ -14,11 +14,21 @@ ROOT = Path(__file__).resolve().parents[2]
 # Read from the source tree: what a wheel must hold, no more and no less.
 PYTHON = sorted(
     [f"treeattn/{p.relative_to(ROOT / 'treeattn')}" for p in (ROOT / "treeattn").rglob("*.py")]
-    + [f"treeattn/collectives/{p.relative_to(ROOT / 'collectives')}" for p in (ROOT / "collectives").rglob("*.py")]
+    + [
+        f"treeattn/collectives/{p.relative_to(ROOT / 'collectives')}"
+        for p in (ROOT / "collectives").rglob("*.py")
+    ]
 )
 DATA = sorted(
-    [f"treeattn/kernels/{p.relative_to(ROOT / 'kernels')}" for p in (ROOT / "kernels").rglob("*.*") if p.is_file()]
-    + [f"treeattn/collectives/{p.relative_to(ROOT / 'collectives')}" for p in (ROOT / "collectives").rglob("*.toml")]
+    [
+        f"treeattn/kernels/{p.relative_to(ROOT / 'kernels')}"
+        for p in (ROOT / "kernels").rglob("*.*")
+        if p.is_file()
+    ]
+    + [
+        f"treeattn/collectives/{p.relative_to(ROOT / 'collectives')}"
+        for p in (ROOT / "collectives").rglob("*.toml")
+    ]
     + ["treeattn/py.typed"]
 )
 

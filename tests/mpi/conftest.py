@@ -33,7 +33,7 @@ def pytest_configure(config):
     if WORLD.rank:
         reporter = config.pluginmanager.get_plugin("terminalreporter")
         if reporter:
-            reporter._tw._file = open(os.devnull, "w")
+            reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115 - for the session
 
 
 def pytest_report_header():
@@ -63,7 +63,9 @@ def _exchange(test: str, failure: str) -> list[str]:
     while not request.Test():
         if time.monotonic() > deadline:
             print(
-                f"\nrank {WORLD.rank}: other ranks did not finish {test}\n{failure}", file=sys.__stderr__, flush=True
+                f"\nrank {WORLD.rank}: other ranks did not finish {test}\n{failure}",
+                file=sys.__stderr__,
+                flush=True,
             )
             WORLD.Abort(124)
         time.sleep(0.0002)

@@ -101,7 +101,9 @@ def test_hostile_values_keep_bits_equal(comm, scheme):
     out, lse = treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=scheme, lengths=shard_lengths)
     assert np.isnan(out[0, 0, 2]).any()
     whole = [0, 1, 3]
-    assert_exact(q[:, :, whole], k[:, :, whole], v[:, :, whole], 1 / 8, out[:, :, whole], lse[:, whole], lengths)
+    assert_exact(
+        q[:, :, whole], k[:, :, whole], v[:, :, whole], 1 / 8, out[:, :, whole], lse[:, whole], lengths
+    )
     assert not out[1].any()
     assert (lse[1] == -np.inf).all()
     assert_same_bits(comm, out, lse)
@@ -174,7 +176,10 @@ def test_sub_communicators_work_side_by_side(comm):
 def test_every_run_gives_the_same_bits(comm):
     q, k, v, run = made_up(comm, tokens=300, heads=8, kv_heads=2)
     results = {
-        tuple(a.tobytes() for a in treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme="recursive_doubling"))
+        tuple(
+            a.tobytes()
+            for a in treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme="recursive_doubling")
+        )
         for _ in range(20)
     }
     assert len(results) == 1
@@ -207,7 +212,10 @@ BAD = {
     "output": lambda q, k, v, c: ((q, k, v), {"output": "scattered"}),
     "q_root": lambda q, k, v, c: ((q, k, v), {"q_root": c.size}),
     "one rank: shape": lambda q, k, v, c: ((different(c, q, q[:, :, :2]), k, v), {}),
-    "one rank: dtype": lambda q, k, v, c: (different(c, (q, k, v), tuple(a.astype("f2") for a in (q, k, v))), {}),
+    "one rank: dtype": lambda q, k, v, c: (
+        different(c, (q, k, v), tuple(a.astype("f2") for a in (q, k, v))),
+        {},
+    ),
     "one rank: broken": lambda q, k, v, c: ((q, k, different(c, v, v[:, :, :1])), {}),
     "one rank: scheme": lambda q, k, v, c: ((q, k, v), {"scheme": different(c, "chain", "binary_tree")}),
     "one rank: scale": lambda q, k, v, c: ((q, k, v), {"scale": different(c, 1.0, 2.0)}),

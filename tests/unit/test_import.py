@@ -12,7 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def python(program: str, cwd: Path = ROOT):
-    return subprocess.run([sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, timeout=60
+    )
 
 
 def test_links_resolve_in_the_checkout():

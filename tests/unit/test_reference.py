@@ -14,7 +14,11 @@ DATA = Path(__file__).parent.parent / "data"
 
 def test_equals_softmax_written_out():
     draw = np.random.default_rng(0)
-    q, k, v = draw.standard_normal((2, 3, 4, 8)), draw.standard_normal((2, 5, 2, 8)), draw.standard_normal((2, 5, 2, 8))
+    q, k, v = (
+        draw.standard_normal((2, 3, 4, 8)),
+        draw.standard_normal((2, 5, 2, 8)),
+        draw.standard_normal((2, 5, 2, 8)),
+    )
     out, lse = reference.attention(q, k, v, scale=0.3)
     for b in range(2):
         for i in range(3):

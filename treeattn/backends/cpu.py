@@ -249,7 +249,9 @@ class MergeOperator:
         """
         kernels, problem = _kernels()
         if kernels is None or self._dtype != np.float32:
-            raise BackendError(f"no compiled merge of {self._dtype} records: {problem or 'only float32 has one'}")
+            raise BackendError(
+                f"no compiled merge of {self._dtype} records: {problem or 'only float32 has one'}"
+            )
         address: int | None = kernels.mpi_operator(ctypes.c_int64(self._width - partial.EXTRA))
         if address is None:
             raise BackendError(f"no compiled MPI operator for head_dim {self._width - partial.EXTRA}")

@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from treeattn import collectives, comm as comm_, files, reference, report
+from treeattn import collectives, files, reference, report
+from treeattn import comm as comm_
 from treeattn.arguments import Shape, dtype_name
 from treeattn.decode import Decoder
 from treeattn.errors import ArgumentError, TreeattnError
@@ -102,7 +103,9 @@ class _Problem:
         q, k, v = (self.file[name] for name in "qkv")
         for name, tensor in zip("qkv", (q, k, v), strict=True):
             if tensor.ndim != 4:
-                raise ArgumentError(f"{self.source}: {name} has shape {list(tensor.shape)}, expected four axes")
+                raise ArgumentError(
+                    f"{self.source}: {name} has shape {list(tensor.shape)}, expected four axes"
+                )
         self.shape = Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], dtype_name(q))
         self.shape.check_query(q)
         self.shape.check_cache(k, v)
@@ -133,7 +136,8 @@ class _Problem:
         with bar:
             task = bar.add_task("", total=nbytes // max(self.tokens, 1))
             self.k, self.v = (
-                files.load_runs(self.file[name], self.runs, lambda done: bar.advance(task, done)) for name in "kv"
+                files.load_runs(self.file[name], self.runs, lambda done: bar.advance(task, done))
+                for name in "kv"
             )
 
 
@@ -298,7 +302,8 @@ def _print_table(
     shape = problem.shape
     nodes = len({entry["node"] for entry in placement})
     table = Table(
-        title=f"{problem.source.name}: {problem.tokens} tokens, {shape.heads} query and {shape.kv_heads} KV heads "
+        title=f"{problem.source.name}: {problem.tokens} tokens, "
+        f"{shape.heads} query and {shape.kv_heads} KV heads "
         f"x {shape.head_dim}, {shape.dtype}\n{_plural(len(placement), 'rank')} on {_plural(nodes, 'node')}, "
         f"{problem.layout} shards; times: median step, slowest rank",
         title_justify="left",

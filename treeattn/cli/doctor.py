@@ -17,7 +17,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from treeattn import comm as comm_, files, report
+from treeattn import comm as comm_
+from treeattn import files, report
 from treeattn.backends import compile, cpu
 from treeattn.errors import TreeattnError
 
@@ -80,7 +81,9 @@ def _launched(launcher: str) -> Finding:
     """Start two ranks and see whether they find each other."""
     program = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
     # A job of its own: the variables of a job that we may be part of must not leak into it.
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "PMIX", "OMPI_", "HYDI", "MPI_"))}
+    clean = {
+        k: v for k, v in os.environ.items() if not k.startswith(("PMI", "PMIX", "OMPI_", "HYDI", "MPI_"))
+    }
     try:
         done = subprocess.run(
             [launcher, "-n", "2", sys.executable, "-c", program],
@@ -91,13 +94,17 @@ def _launched(launcher: str) -> Finding:
     if done.stdout.split() == ["2", "2"]:
         return Finding("launcher", "ok", f"{launcher} starts two ranks that find each other")
     complaint = (done.stderr.strip().splitlines() or [f"printed {done.stdout.split()}"])[0]
-    return Finding("launcher", "broken", f"{launcher}: {complaint}", "use the mpiexec of the same MPI as mpi4py")
+    return Finding(
+        "launcher", "broken", f"{launcher}: {complaint}", "use the mpiexec of the same MPI as mpi4py"
+    )
 
 
 def _kernels() -> Iterator[Finding]:
     problem = cpu.compiled_kernels_problem()
     if problem is not None:
-        yield Finding("CPU kernels", "slow", f"NumPy: {problem}", "install a C compiler (apt install gcc), or set CC")
+        yield Finding(
+            "CPU kernels", "slow", f"NumPy: {problem}", "install a C compiler (apt install gcc), or set CC"
+        )
         return
     isa = compile.chosen_isa()
     yield Finding("CPU kernels", "ok", f"{isa} (this processor runs {', '.join(compile.available_isas())})")

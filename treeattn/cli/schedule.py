@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,18 @@ from typing import Any
 import click
 
 from treeattn import collectives, files
-from treeattn.collectives import draw
+from treeattn.collectives import Schedule, draw
 from treeattn.errors import ArgumentError
 
 __all__ = ["command"]
 
-_FORMATS = {
+# Each takes a schedule and the ranks of each node, which exports have no use for.
+_FORMATS: dict[str, Callable[[Schedule, Any], str]] = {
     "text": draw.text,
     "svg": draw.svg,
     "html": draw.html,
-    "json": lambda schedule, nodes: schedule.to_json(),  # noqa: ARG005 - one signature for all
-    "goal": lambda schedule, nodes: draw.goal(schedule),  # noqa: ARG005
+    "json": lambda schedule, _: schedule.to_json(),
+    "goal": lambda schedule, _: draw.goal(schedule),
 }
 
 
@@ -30,7 +32,9 @@ _FORMATS = {
 @click.option("--nodes", default=None, metavar="M|a+b+..",
               help="Number of nodes (balanced blocks of ranks), or the ranks of each.")  # fmt: skip
 @click.option("--format", "form", type=click.Choice(list(_FORMATS)), default="text", show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), help="Write the drawing here instead of to the screen.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Write the drawing here instead of to the screen."
+)
 @click.option("--json", "json_path", type=click.Path(path_type=Path),
               help="Write the schedule and its certificate here.")  # fmt: skip
 def command(
@@ -54,7 +58,9 @@ def _node_sizes(text: str, ranks: int) -> tuple[int, ...]:
     try:
         numbers = tuple(int(part) for part in text.split("+"))
     except ValueError:
-        raise ArgumentError(f"--nodes {text}: give a number of nodes, or the ranks of each as 4+4+2") from None
+        raise ArgumentError(
+            f"--nodes {text}: give a number of nodes, or the ranks of each as 4+4+2"
+        ) from None
     if min(numbers) < 1:
         raise ArgumentError(f"--nodes {text}: every number must be at least 1")
     if len(numbers) == 1:

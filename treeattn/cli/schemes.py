@@ -46,6 +46,7 @@ def _row(scheme: Scheme) -> dict[str, Any]:
         "restriction": scheme.restriction,
         "rooted": scheme.rooted,
         "parameters": [
-            {"name": p.name, "default": p.default, "allowed": p.allowed, "doc": p.doc} for p in scheme.parameters
+            {"name": p.name, "default": p.default, "allowed": p.allowed, "doc": p.doc}
+            for p in scheme.parameters
         ],
     }
