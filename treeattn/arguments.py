@@ -70,6 +70,20 @@ class Shape:
         """1 / sqrt(head_dim)"""
         return 1.0 / math.sqrt(self.head_dim)
 
+    def accepts(self, q: Any, k: Any, v: Any) -> bool:
+        """Whether q, k and v pass the checks below: a few comparisons, for the step."""
+        dtype = DTYPES[self.dtype]
+        return (
+            type(q) is type(k) is type(v) is np.ndarray
+            and q.dtype == k.dtype == v.dtype == dtype
+            and q.shape == self.q_shape
+            and k.shape == v.shape
+            and k.ndim == 4
+            and k.shape[0] == self.batch
+            and k.shape[2:] == (self.kv_heads, self.head_dim)
+            and q.strides[3] == k.strides[3] == v.strides[3] == dtype.itemsize
+        )
+
     def check_query(self, q: Any) -> None:
         """Raise `ArgumentError` unless q is [batch, queries, heads, head_dim] of the right dtype."""
         if q.shape != self.q_shape:

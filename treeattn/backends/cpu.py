@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from treeattn import partial
@@ -34,7 +35,12 @@ __all__ = [
 Array = np.ndarray[Any, np.dtype[Any]]
 
 # enum element_type of kernels/cpu/simd.h. uint16 stands for the bits of bfloat16.
-_ELEMENT_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "uint16": 2}
+_ELEMENT_TYPES = {
+    np.dtype(np.float32): 0,
+    np.dtype(np.float16): 1,
+    np.dtype(ml_dtypes.bfloat16): 2,
+    np.dtype(np.uint16): 2,
+}
 
 
 class _Arguments(ctypes.Structure):
@@ -349,7 +355,7 @@ def _check_inputs(q: Array, k: Array, v: Array, records: Array) -> tuple[int, in
     if records.dtype == np.float64:
         return 0, 0
     try:
-        types = _ELEMENT_TYPES[q.dtype.name], _ELEMENT_TYPES[k.dtype.name]
+        types = _ELEMENT_TYPES[q.dtype], _ELEMENT_TYPES[k.dtype]
     except KeyError as error:
         raise ArgumentError(
             f"q {q.dtype}, k {k.dtype}: with float32 records they are float32, float16 or bfloat16"
