@@ -60,7 +60,7 @@ def identity(shape_prefix: tuple[int, ...], head_dim: int, dtype: Any = np.float
         dtype: float32 or float64.
 
     Returns:
-        A new array [*shape_prefix, head_dim + 2].
+        A new array, shape_prefix followed by head_dim + 2.
     """
     records = np.empty((*shape_prefix, head_dim + EXTRA), dtype)
     set_identity(records)

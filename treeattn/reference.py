@@ -83,9 +83,9 @@ def combine(partials: Sequence[Partial]) -> tuple[Any, Any]:
 
 
 def error_bounds(partials: Sequence[Partial]) -> tuple[float, float]:
-    """What "exact" means in float32: the largest allowed |out - reference| and |lse - reference|.
+    """What "exact" means in float32: the largest allowed differences of out and lse from the reference.
 
-    With S = scale * max over keys of sum |q_i k_i|: (2e-6 + 1e-6 S) * max|v|, and 1e-5 + 1e-6 S.
+    ``(2e-6 + 1e-6 S) * max|v|`` and ``1e-5 + 1e-6 S``, with ``S = scale * max over keys of sum |q_i k_i|``.
     """
     score = max(p.score_scale for p in partials)
     value = max(p.largest_value for p in partials)
