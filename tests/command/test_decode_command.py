@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install t
 DATA = Path(__file__).parent.parent / "data"
 CACHE = DATA / "smollm2_layer17_4096.safetensors"
 EXPECTED = DATA / "smollm2_layer17_4096.expected.safetensors"
+MPI_LIBRARY = run("-c", "from mpi4py import MPI; print(MPI.Get_library_version())").stdout
 ALL = ",".join(n for n in collectives.names("schedule") if collectives.build(n, 4).result == "replicated")
 
 
@@ -224,6 +225,24 @@ def test_one_rank_raising_ends_the_job(method, error):
     assert "planted" in done.stderr
     assert "rank 1" in done.stderr
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.skipif("MPICH" not in MPI_LIBRARY, reason="only MPICH can pretend to be several nodes")
+def test_nodes_come_from_the_machine(tmp_path):
+    """MPICH splits one machine into two make-believe nodes, ranks placed in turn."""
+    done = treeattn(
+        "decode", CACHE, "--scheme", "hierarchical,split_rail", "--check", "--json", tmp_path / "facts.json",
+        ranks=4, MPIR_CVAR_NUM_CLIQUES="2",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 ranks on 2 nodes" in done.stdout
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    nodes = {}
+    for rank in facts["ranks"]:
+        nodes.setdefault(rank["node"], []).append(rank["rank"])
+    assert sorted(map(len, nodes.values())) == [2, 2]
+    messages = {row["scheme"]: row["messages"] for row in facts["results"]}
+    assert messages["hierarchical"] == 2 + 2 + 2  # up within nodes, leaders exchange, back down
 
 
 def test_singletons_are_noticed():

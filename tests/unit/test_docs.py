@@ -55,3 +55,13 @@ def test_links_point_to_files():
     for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "jobs/README.md"]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_pictures_are_current(tmp_path):
+    """Drawn again by the command that the README names: python -m treeattn schedule .. --out docs/images/.."""
+    command = ["schedule", "hierarchical", "--ranks", "16", "--nodes", "4", "--format", "svg"]
+    target = tmp_path / "hierarchical.svg"
+    subprocess.run(
+        [sys.executable, "-m", "treeattn", *command, "--out", target], cwd=ROOT, check=True, timeout=60
+    )
+    assert target.read_text() == (ROOT / "docs/images/hierarchical.svg").read_text()
