@@ -14,8 +14,14 @@
 #define EXP_LN2_LOW (-2.12194440e-4f)
 #define EXP_DEGREE 7
 static const float exp_polynomial[EXP_DEGREE + 1] = {
-    1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
-    1.6666665459e-1f, 5.0000001201e-1f, 1.0f,             1.0f,
+    1.9875691500e-4f,
+    1.3981999507e-3f,
+    8.3334519073e-3f,
+    4.1665795894e-2f,
+    1.6666665459e-1f,
+    5.0000001201e-1f,
+    1.0f,
+    1.0f,
 };
 
 static inline float float_from_bits(uint32_t bits) {

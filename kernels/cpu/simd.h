@@ -16,16 +16,20 @@
 #include <immintrin.h>
 #define SIMD_AVX512 1
 #define WIDTH 16
+#define REGISTERS 32
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
 #define SIMD_AVX2 1
 #define WIDTH 8
+#define REGISTERS 16
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 #include <arm_neon.h>
 #define SIMD_NEON 1
 #define WIDTH 4
+#define REGISTERS 32
 #else
 #define WIDTH 4
+#define REGISTERS 16
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -75,15 +79,7 @@ INLINE vector larger(vector a, vector b) {
 #endif
 }
 
-/* Sums and maxima over lanes always pair lanes at a distance of half the width, then a quarter, .. */
-INLINE float sum_lanes(vector value) {
-  float lane[WIDTH];
-  store(lane, value);
-  for (int half = WIDTH / 2; half; half /= 2)
-    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
-  return lane[0];
-}
-
+/* The largest lane, NaN aside. */
 INLINE float largest_lane(vector value) {
   float lane[WIDTH];
   store(lane, value);
@@ -92,9 +88,82 @@ INLINE float largest_lane(vector value) {
   return lane[0];
 }
 
+INLINE float sum_lanes(vector value) {
+  float lane[WIDTH];
+  store(lane, value);
+  for (int half = WIDTH / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
+  return lane[0];
+}
+
+/* Whether a[i] > b[i] for any lane; NaN is not greater. */
+INLINE int any_greater(vector a, vector b) {
+#if SIMD_AVX512
+  return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0;
+#elif SIMD_AVX2
+  return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0;
+#elif SIMD_NEON
+  return vmaxvq_u32(vcgtq_f32(a, b)) != 0;
+#else
+  int any = 0;
+  for (int i = 0; i < WIDTH; ++i) any |= a[i] > b[i];
+  return any;
+#endif
+}
+
+/* One step of sum_each: lanes whose index has the bit `distance` clear take a[i] + a[i + distance],
+ * the others b[i] + b[i - distance]. */
+#if SIMD_AVX512
+INLINE vector fold_lanes(vector a, vector b, int distance) {
+  __m512 crossed, straight;
+  if (distance == 8) {
+    crossed = _mm512_shuffle_f32x4(a, b, 0x4e);
+    straight = _mm512_mask_blend_ps(0xff00, a, b);
+  } else if (distance == 4) {
+    const __m512i index = _mm512_setr_epi32(4, 5, 6, 7, 16, 17, 18, 19, 12, 13, 14, 15, 24, 25, 26, 27);
+    crossed = _mm512_permutex2var_ps(a, index, b);
+    straight = _mm512_mask_blend_ps(0xf0f0, a, b);
+  } else if (distance == 2) {
+    crossed = _mm512_shuffle_ps(a, b, 0x4e);
+    straight = _mm512_mask_blend_ps(0xcccc, a, b);
+  } else {
+    crossed = _mm512_permute_ps(_mm512_mask_blend_ps(0xaaaa, b, a), 0xb1);
+    straight = _mm512_mask_blend_ps(0xaaaa, a, b);
+  }
+  return crossed + straight;
+}
+#elif SIMD_AVX2
+INLINE vector fold_lanes(vector a, vector b, int distance) {
+  if (distance == 4) return _mm256_permute2f128_ps(a, b, 0x21) + _mm256_blend_ps(a, b, 0xf0);
+  if (distance == 2) return _mm256_shuffle_ps(a, b, 0x4e) + _mm256_blend_ps(a, b, 0xcc);
+  return _mm256_permute_ps(_mm256_blend_ps(b, a, 0xaa), 0xb1) + _mm256_blend_ps(a, b, 0xaa);
+}
+#else
+INLINE vector fold_lanes(vector a, vector b, int distance) {
+  vector result;
+  for (int i = 0; i < WIDTH; ++i) result[i] = i & distance ? b[i] + b[i - distance] : a[i] + a[i + distance];
+  return result;
+}
+#endif
+
+/* Lane i of the result is the sum of the lanes of value[i]. Overwrites value[WIDTH]. */
+INLINE vector sum_each(vector *value) {
+#if SIMD_NEON
+  return vpaddq_f32(vpaddq_f32(value[0], value[1]), vpaddq_f32(value[2], value[3]));
+#else
+  /* Written out: compilers do not unroll a loop over the distance, and then keep no sum in a register. */
+  if (WIDTH >= 16)
+    for (int i = 0; i < 8; ++i) value[i] = fold_lanes(value[i], value[i + 8], 8);
+  if (WIDTH >= 8)
+    for (int i = 0; i < 4; ++i) value[i] = fold_lanes(value[i], value[i + 4], 4);
+  for (int i = 0; i < 2; ++i) value[i] = fold_lanes(value[i], value[i + 2], 2);
+  return fold_lanes(value[0], value[1], 1);
+#endif
+}
+
 /* Two vectors of consecutive elements are a *unit*: what one load of 16-bit elements brings.
  * bfloat16 comes apart most cheaply as even and odd elements, so that is the order of a unit's
- * lanes where SPLIT_BFLOAT16 is 1; a dot product does not mind, and lane_of() undoes it at the end. */
+ * lanes where SPLIT_BFLOAT16 is 1; a dot product does not mind, and interleave() undoes it at the end. */
 enum { UNIT = 2 * WIDTH };
 typedef struct {
   vector first, second;
@@ -106,11 +175,29 @@ typedef struct {
 #define SPLIT_BFLOAT16 0
 #endif
 
-/* Where element `index` of a row lies once the row is stored in unit order. */
-INLINE int64_t lane_of(enum element_type type, int64_t index) {
-  if (type != BFLOAT16 || !SPLIT_BFLOAT16) return index;
-  int64_t within = index % UNIT;
-  return index - within + (within % 2) * WIDTH + within / 2;
+INLINE int is_split(enum element_type type) { return type == BFLOAT16 && SPLIT_BFLOAT16; }
+
+/* A split unit to memory order, and back. */
+INLINE unit interleave(unit u) {
+  float from[UNIT], to[UNIT];
+  store(from, u.first);
+  store(from + WIDTH, u.second);
+  for (int i = 0; i < WIDTH; ++i) {
+    to[2 * i] = from[i];
+    to[2 * i + 1] = from[WIDTH + i];
+  }
+  return (unit){load(to), load(to + WIDTH)};
+}
+
+INLINE unit split(unit u) {
+  float from[UNIT], to[UNIT];
+  store(from, u.first);
+  store(from + WIDTH, u.second);
+  for (int i = 0; i < WIDTH; ++i) {
+    to[i] = from[2 * i];
+    to[WIDTH + i] = from[2 * i + 1];
+  }
+  return (unit){load(to), load(to + WIDTH)};
 }
 
 /* float16 to float32 with integer arithmetic, subnormal numbers, infinities and NaN included. */
@@ -137,11 +224,13 @@ INLINE vector widen_half(const void *from) {
 #endif
 }
 
+INLINE unit split_bfloat16(vector_bits both) { return (unit){(vector)(both << 16), (vector)(both & 0xffff0000u)}; }
+
 INLINE unit load_bfloat16(const void *from) {
 #if SPLIT_BFLOAT16
   vector_bits both;
   memcpy(&both, from, sizeof both);
-  return (unit){(vector)(both << 16), (vector)(both & 0xffff0000u)};
+  return split_bfloat16(both);
 #else
   vector_half half[2];
   memcpy(half, from, sizeof half);
@@ -158,9 +247,17 @@ INLINE unit load_unit(enum element_type type, const char *from) {
 
 /* The first `count` elements of a unit, 0 for the rest; reads nothing beyond them. */
 INLINE unit load_part(enum element_type type, const char *from, int count) {
+#if SIMD_AVX512
+  const uint32_t mask = (1u << count) - 1;
+  if (type == FLOAT32) return (unit){_mm512_maskz_loadu_ps(mask, from), _mm512_maskz_loadu_ps(mask >> 16, from + 64)};
+  const __m512i bits = _mm512_maskz_loadu_epi16(mask, from);
+  if (type == BFLOAT16) return split_bfloat16((vector_bits)bits);
+  return (unit){_mm512_cvtph_ps(_mm512_castsi512_si256(bits)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1))};
+#else
   char padded[UNIT * 4] = {0};
   memcpy(padded, from, (size_t)count * element_size(type));
   return load_unit(type, padded);
+#endif
 }
 
 /* exp for lanes <= 0; 0 far down, NaN for NaN. The scalar twin is in exponential.h. */

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ml_dtypes
@@ -397,3 +400,60 @@ def test_blocked_is_the_same_verb() -> None:
     partial.finish(records, out, lse)
     assert_exact((out[:1], lse[:1]), q[:1], k[:1], v[:1], 0.2)
     assert_exact((out[1:], lse[1:]), q[1:], k[1:, :5], v[1:, :5], 0.2)
+
+
+@pytest.mark.parametrize(
+    "shape", [(3, 2, 6, 3, 40, 2500), (1, 1, 8, 8, 16, 100), (1, 1, 2, 1, 8, 30_000), (2, 1, 2, 2, 8, 1)]
+)
+def test_threads_do_not_change_a_bit(build: str, shape: tuple[int, int, int, int, int, int]) -> None:
+    if build == "numpy":
+        pytest.skip("NumPy has no threads here")
+    q, k, v = inputs(shape, np.float16, seed=13)
+    lengths = np.arange(shape[0]) * shape[5] // shape[0] + shape[5] // (2 * shape[0])
+    expected = attend(q, k, v, 0.3, lengths, threads=1)
+    for threads in (2, 3, 7, 1000):
+        for _ in range(5):
+            for ours, theirs in zip(attend(q, k, v, 0.3, lengths, threads=threads), expected, strict=True):
+                assert np.array_equal(ours, theirs)
+
+
+def test_a_row_does_not_depend_on_its_batch(build: str) -> None:
+    q, k, v = inputs((3, 1, 2, 2, 16, 4000), np.float32, seed=14)
+    lengths = np.array([4000, 1234, 0])
+    out, lse = attend(q, k, v, 0.3, lengths)
+    for b in range(3):
+        alone = attend(q[b : b + 1], k[b : b + 1, : lengths[b]], v[b : b + 1, : lengths[b]], 0.3)
+        assert np.array_equal(alone[0][0], out[b])
+        assert np.array_equal(alone[1][0], lse[b])
+
+
+@pytest.mark.usefixtures("build")
+def test_callers_in_several_threads_at_once() -> None:
+    cases = [inputs((1, 1, 4, 2, 32, 3000), np.float32, seed=seed) for seed in range(4)]
+    expected = [attend(*case, 0.3) for case in cases]
+    with ThreadPoolExecutor(4) as executor:
+        for _ in range(10):
+            results = executor.map(lambda case: attend(*case, 0.3, threads=2), cases)
+            for ours, theirs in zip(results, expected, strict=True):
+                assert np.array_equal(ours[0], theirs[0])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.usefixtures("build")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_threads_start_anew_after_a_fork() -> None:
+    case = inputs((1, 1, 4, 2, 32, 3000), np.float32)
+    expected = attend(*case, 0.3, threads=2)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # a pool that waits for threads of the parent would wait for ever
+        same = np.array_equal(attend(*case, 0.3, threads=2)[0], expected[0])
+        os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", ""])
+def test_impossible_number_of_threads(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("TREEATTN_THREADS", text)
+    with pytest.raises(ArgumentError, match="TREEATTN_THREADS"):
+        cpu.PlannedAttention(partial.identity((1, 1, 1), 8), scale=1.0)

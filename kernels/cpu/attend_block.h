@@ -1,0 +1,171 @@
+/* A few query rows attend to one block of tokens: scores, online softmax, weighted sum of values, all in registers.
+ *
+ * Rows that share a KV head go through together, so that each key and value is loaded once for up to MAX_ROWS of
+ * them. A block is summed on its own before it is added to what was summed before: short sums are accurate. */
+#ifndef TREEATTN_ATTEND_BLOCK_H
+#define TREEATTN_ATTEND_BLOCK_H
+
+#include "simd.h"
+
+enum { BLOCK = 16, MAX_ROWS = 4, MAX_UNITS = 4 };
+
+/* Rows that attend to one block of tokens of one KV head. */
+struct block {
+  const char *k, *v;          /* the first token's row */
+  int64_t k_stride, v_stride; /* bytes to the next token */
+  int64_t next_k, next_v;     /* bytes to the block that comes after this one: prefetched meanwhile */
+  int tokens;                 /* 1..BLOCK */
+  int head_dim, row_floats;   /* row_floats: head_dim rounded up to whole units */
+  const float *q;             /* [rows][row_floats], scaled, in unit order */
+  float *numerator;           /* [rows][row_floats], in unit order */
+  float *maximum;             /* [rows] */
+  float *denominator;         /* [rows][WIDTH]: sums by lane */
+};
+
+/* Called wherever a unit is read, for the same place in a block that comes later. One by one: a core can wait for few
+ * lines of memory at a time, and stands still when more are asked for at once. */
+INLINE void prefetch_unit(enum element_type type, const char *at) {
+  for (size_t i = 0; i < UNIT * element_size(type); i += 64) __builtin_prefetch(at + i);
+}
+
+/* Keys scored together: as many rows x tokens as fill one sum_each(), or two where vectors are short. */
+INLINE int tokens_together(int rows) {
+  const int sums = WIDTH < 8 ? 2 * WIDTH : WIDTH;
+  return rows == 1 ? sums : rows == 2 ? sums / 2 : sums / 4;
+}
+
+INLINE void add_products(int rows, int tokens, const float *q, int64_t q_stride, const unit *key,
+                         vector (*sum)[BLOCK]) {
+  for (int r = 0; r < rows; ++r) {
+    const vector first = load(q + r * q_stride), second = load(q + r * q_stride + WIDTH);
+    for (int t = 0; t < tokens; ++t) sum[r][t] = multiply_add(key[t].first, first, sum[r][t]);
+    for (int t = 0; t < tokens; ++t) sum[r][t] = multiply_add(key[t].second, second, sum[r][t]);
+  }
+}
+
+/* scores[row][t] = q[row] . key[t] for a few tokens. */
+INLINE void score_tokens(enum element_type type, int rows, const struct block *b, const char *const *keys,
+                         float (*scores)[BLOCK]) {
+  const int tokens = tokens_together(rows), size = (int)element_size(type);
+  vector sum[MAX_ROWS][BLOCK];
+  unit key[BLOCK];
+  for (int r = 0; r < rows; ++r)
+    for (int t = 0; t < tokens; ++t) sum[r][t] = splat(0.0f);
+  int d = 0;
+  for (; d + UNIT <= b->head_dim; d += UNIT) {
+    for (int t = 0; t < tokens; ++t) {
+      key[t] = load_unit(type, keys[t] + d * size);
+      prefetch_unit(type, keys[t] + b->next_k + d * size);
+    }
+    add_products(rows, tokens, b->q + d, b->row_floats, key, sum);
+  }
+  if (d < b->head_dim) {
+    for (int t = 0; t < tokens; ++t) key[t] = load_part(type, keys[t] + d * size, b->head_dim - d);
+    add_products(rows, tokens, b->q + d, b->row_floats, key, sum);
+  }
+  vector flat[MAX_ROWS * BLOCK];
+  const int count = rows * tokens, whole = (count + WIDTH - 1) / WIDTH * WIDTH;
+  for (int i = 0; i < whole; ++i) flat[i] = i < count ? sum[i / tokens][i % tokens] : splat(0.0f);
+  float result[MAX_ROWS * BLOCK];
+  for (int i = 0; i < whole; i += WIDTH) store(result + i, sum_each(flat + i));
+  for (int r = 0; r < rows; ++r) memcpy(scores[r], result + r * tokens, (size_t)tokens * sizeof(float));
+}
+
+/* Whole groups of tokens always: a short block repeats its last key, then drops those scores. */
+INLINE void score_block(enum element_type type, int rows, const struct block *b, float (*scores)[BLOCK]) {
+  const int tokens = tokens_together(rows);
+  for (int begin = 0; begin < BLOCK; begin += tokens) {
+    const char *keys[BLOCK];
+    for (int t = 0; t < tokens; ++t) keys[t] = b->k + (begin + t < b->tokens ? begin + t : b->tokens - 1) * b->k_stride;
+    score_tokens(type, rows, b, keys, (float (*)[BLOCK])(scores[0] + begin));
+  }
+  for (int r = 0; r < rows; ++r)
+    for (int i = b->tokens; i < BLOCK; ++i) scores[r][i] = -INFINITY;
+}
+
+/* The maximum rises to the largest of the block's scores, if that is larger. Returns the factor for what was summed
+ * before. Seldom needed, hence the test first: after n blocks of random scores the chance is 1 / n. */
+INLINE float raise_maximum(const vector *score, float *maximum) {
+  vector highest = score[0];
+  for (int i = 1; i < BLOCK / WIDTH; ++i) highest = larger(score[i], highest);
+  if (!any_greater(highest, splat(*maximum))) return 1.0f;
+  const float before = *maximum;
+  *maximum = largest_lane(highest);
+  return exponential(before - *maximum);
+}
+
+/* Scores to weights exp(score - maximum), in place; their sums by lane go to the denominator. */
+INLINE float weigh_block(float *scores, float *maximum, float *denominator) {
+  vector score[BLOCK / WIDTH], sum = splat(0.0f);
+  for (int i = 0; i < BLOCK / WIDTH; ++i) score[i] = load(scores + i * WIDTH);
+  const float factor = raise_maximum(score, maximum);
+  const vector base = splat(*maximum == -INFINITY ? 0.0f : *maximum); /* -inf - -inf would be NaN */
+  for (int i = 0; i < BLOCK / WIDTH; ++i) {
+    const vector weight = exponential_lanes(score[i] - base);
+    store(scores + i * WIDTH, weight);
+    sum += weight;
+  }
+  store(denominator, multiply_add(load(denominator), splat(factor), sum));
+  return factor;
+}
+
+/* numerator = factor * numerator + weights . v, for `units` units from element d on. */
+INLINE void add_values(enum element_type type, int rows, int units, int part, const struct block *b, int d,
+                       float (*weights)[BLOCK], const float *factor) {
+  vector sum[MAX_ROWS][2 * MAX_UNITS];
+  for (int r = 0; r < rows; ++r)
+    for (int u = 0; u < 2 * units; ++u) sum[r][u] = splat(0.0f);
+  for (int t = 0; t < b->tokens; ++t) {
+    const char *from = b->v + t * b->v_stride + (size_t)d * element_size(type);
+    unit value[MAX_UNITS];
+    for (int u = 0; u < units; ++u) prefetch_unit(type, from + b->next_v + u * UNIT * element_size(type));
+    for (int u = 0; u < units; ++u)
+      value[u] = part ? load_part(type, from, part) : load_unit(type, from + u * UNIT * element_size(type));
+    for (int r = 0; r < rows; ++r) {
+      const vector weight = splat(weights[r][t]);
+      for (int u = 0; u < units; ++u) {
+        sum[r][2 * u] = multiply_add(value[u].first, weight, sum[r][2 * u]);
+        sum[r][2 * u + 1] = multiply_add(value[u].second, weight, sum[r][2 * u + 1]);
+      }
+    }
+  }
+  for (int r = 0; r < rows; ++r)
+    for (int u = 0; u < 2 * units; ++u) {
+      float *to = b->numerator + (size_t)r * b->row_floats + d + u * WIDTH;
+      store(to, multiply_add(load(to), splat(factor[r]), sum[r][u]));
+    }
+}
+
+/* Units summed together: as many sums as registers hold beside a unit and a weight, the half of them. */
+INLINE int units_together(int rows) {
+  const int sums = REGISTERS / 2;
+  return rows == 1 ? MAX_UNITS : rows == 2 ? sums / 4 : sums / 8;
+}
+
+INLINE void attend(enum element_type type, int rows, const struct block *b) {
+  _Alignas(64) float scores[MAX_ROWS][BLOCK];
+  float factor[MAX_ROWS];
+  score_block(type, rows, b, scores);
+  for (int r = 0; r < rows; ++r) factor[r] = weigh_block(scores[r], b->maximum + r, b->denominator + r * WIDTH);
+  const int together = units_together(rows);
+  int d = 0;
+  if (together >= 4)
+    for (; d + 4 * UNIT <= b->head_dim; d += 4 * UNIT) add_values(type, rows, 4, 0, b, d, scores, factor);
+  if (together >= 2)
+    for (; d + 2 * UNIT <= b->head_dim; d += 2 * UNIT) add_values(type, rows, 2, 0, b, d, scores, factor);
+  for (; d + UNIT <= b->head_dim; d += UNIT) add_values(type, rows, 1, 0, b, d, scores, factor);
+  if (d < b->head_dim) add_values(type, rows, 1, b->head_dim - d, b, d, scores, factor);
+}
+
+/* One compiled function for each type and number of rows: the compiler unrolls and keeps sums in registers. */
+typedef void attend_function(const struct block *b);
+#define ATTEND(TYPE, ROWS)                                                                                             \
+  static void attend_##TYPE##_##ROWS(const struct block *b) { attend(TYPE, ROWS, b); }
+#define ATTEND_ROWS(TYPE) ATTEND(TYPE, 1) ATTEND(TYPE, 2) ATTEND(TYPE, 3) ATTEND(TYPE, 4)
+ATTEND_ROWS(FLOAT32)
+ATTEND_ROWS(FLOAT16)
+ATTEND_ROWS(BFLOAT16)
+#define NAMES(TYPE) {attend_##TYPE##_1, attend_##TYPE##_2, attend_##TYPE##_3, attend_##TYPE##_4}
+static attend_function *const attend_rows[3][MAX_ROWS] = {NAMES(FLOAT32), NAMES(FLOAT16), NAMES(BFLOAT16)};
+
+#endif
