@@ -48,11 +48,16 @@ class CacheFile:
     path: Path
     tensors: dict[str, Any]
     metadata: dict[str, str]
+    unsupported: dict[str, str]  # name -> dtype, of tensors that NumPy has no type for
 
     def __getitem__(self, name: str) -> Any:
         try:
             return self.tensors[name]
         except KeyError:
+            if name in self.unsupported:
+                raise ArgumentError(
+                    f"{self.path}: tensor {name!r} is {self.unsupported[name]}, which is not supported"
+                ) from None
             held = ", ".join(sorted(self.tensors)) or "none"
             raise ArgumentError(f"{self.path}: no tensor {name!r} in the file; it holds {held}") from None
 
@@ -79,13 +84,15 @@ def open_cache(path: str | Path) -> CacheFile:
         reason = getattr(error, "strerror", None) or str(error).strip().split("\n")[0] or type(error).__name__
         raise ArgumentError(f"{path}: not a readable safetensors file ({reason})") from None
     metadata = header.pop("__metadata__", {})
-    tensors = {}
+    tensors, unsupported = {}, {}
     for name, entry in header.items():
-        if entry["dtype"] in _DTYPES:
-            start, stop = entry["data_offsets"]
-            raw = np.empty(0, np.uint8) if data is None else data[start:stop]
-            tensors[name] = raw.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    return CacheFile(path, tensors, metadata)
+        if entry["dtype"] not in _DTYPES:
+            unsupported[name] = entry["dtype"]
+            continue
+        start, stop = entry["data_offsets"]
+        raw = np.empty(0, np.uint8) if data is None else data[start:stop]
+        tensors[name] = raw.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return CacheFile(path, tensors, metadata, unsupported)
 
 
 def load_runs(

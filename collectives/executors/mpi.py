@@ -104,9 +104,11 @@ class Reducer:
         self.wait()
 
     def close(self) -> None:
-        """Free requests and communicator. Collective; a second call does nothing."""
+        """Free requests and communicator, after the step in flight. Collective; a second call does nothing."""
         if self._closed:
             return
+        if self._started:
+            self.wait()
         self._free_requests()
         self._comm.Free()
         self._closed = True

@@ -8,7 +8,7 @@ import struct
 import time
 from pathlib import Path
 
-import ml_dtypes  # noqa: F401 - lets the safetensors library read bfloat16
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -91,6 +91,17 @@ def test_lengths_scale_and_uneven_sizes(tmp_path):
         assert (got["lse"][1] == -np.inf).all()
 
 
+def test_a_cache_without_tokens(tmp_path):
+    """No rank has a key: out 0, lse -inf, and the oracle agrees."""
+    none = np.ones((1, 0, 2, 16), np.float32)
+    source = cache_with(tmp_path / "in.safetensors", k=none, v=none)
+    done = treeattn("decode", source, "--check", "--out", tmp_path / "out.safetensors", ranks=3)
+    assert done.returncode == 0, done.stdout + done.stderr
+    got = load_file(tmp_path / "out.safetensors")
+    assert not got["out"].any()
+    assert (got["lse"] == -np.inf).all()
+
+
 def cache_with(path, **changes):
     """A small good file with some tensors replaced; None leaves one out."""
     tensors = {
@@ -137,6 +148,7 @@ BAD_FILES = {
     "a folder": lambda path: path.mkdir() or path,
     "no k": lambda path: cache_with(path, k=None),
     "k and v disagree": lambda path: cache_with(path, v=np.ones((1, 5, 2, 16), np.float32)),
+    "float8": lambda path: cache_with(path, k=np.ones((1, 6, 2, 16), ml_dtypes.float8_e4m3fn)),
     "integers": lambda path: cache_with(path, k=np.ones((1, 6, 2, 16), np.int32)),
     "mixed dtypes": lambda path: cache_with(path, k=np.ones((1, 6, 2, 16), np.float16)),
     "heads": lambda path: cache_with(path, q=np.ones((1, 1, 3, 16), np.float32)),

@@ -87,6 +87,16 @@ def test_start_and_wait_leave_room_for_other_work(comm):
     np.testing.assert_array_equal(buffer, loopback.run(schedule, values, OPERATOR)[comm.rank])
 
 
+def test_close_finishes_a_step_in_flight(comm):
+    schedule = collectives.build("recursive_doubling", comm.size)
+    values = partials(comm.size, 4, seed=6)
+    buffer = values[comm.rank].copy()
+    reducer = Reducer(comm, schedule, OPERATOR, buffer)
+    reducer.start()
+    reducer.close()
+    np.testing.assert_array_equal(buffer, loopback.run(schedule, values, OPERATOR)[comm.rank])
+
+
 def test_two_reducers_in_flight_do_not_mix(comm):
     schedule = collectives.build("binary_tree", comm.size)
     first, second = partials(comm.size, 2, seed=4), partials(comm.size, 2, seed=5)
