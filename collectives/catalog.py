@@ -176,12 +176,15 @@ def build(scheme: str, size: int, **params: Any) -> Schedule:
     """The schedule of `scheme` (a name or scheme string) over `size` ranks.
 
     Parameters come from the text or as keywords: ``build("k_nomial_tree", 16, radix=4)``. `nodes` may be
-    a sequence of node sizes or of the ranks of each node. Raises `ScheduleError` for what cannot be read
-    and for library reducers, `RestrictionError` for what the scheme does not serve.
+    a sequence of node sizes or of the ranks of each node; None stands for the default. Raises
+    `ScheduleError` for what cannot be read and for library reducers, `RestrictionError` for what the
+    scheme does not serve.
     """
     name, given = parse(scheme)
     row = find(name)
     for key, value in params.items():
+        if value is None:
+            continue
         if key in given:
             raise ScheduleError(f"{key} is given twice: in {scheme!r} and as an argument")
         given[key] = _read(row, key, value)

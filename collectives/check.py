@@ -235,9 +235,8 @@ class _Prover:
 
     def _conflict(self, number: int, dst: int, chunk: int, transfers: list[Transfer]) -> NoReturn:
         copies = [t for t in transfers if not t.merge]
-        other = next(t for t in transfers if t is not copies[0])
-        what = "another copy" if len(copies) > 1 else "a merge"
-        other = copies[1] if len(copies) > 1 else other
+        merges = [t for t in transfers if t.merge]
+        other, what = (copies[1], "another copy") if len(copies) > 1 else (merges[0], "a merge")
         self._fail(
             number, copies[0], f"overwrites chunk {chunk} of rank {dst} beside {what} into it ({other.arrow})"
         )

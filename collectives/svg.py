@@ -35,6 +35,7 @@ _SHAPES = """
 .schedule .title { font-size: 15px; font-weight: 600; } .schedule .chunk { font-size: 8.5px; }
 .schedule .lane { stroke-width: 1; } .schedule .done { stroke-width: 2.2; }
 .schedule .transfer { fill: none; stroke-width: 1.3; } .schedule .far { stroke-width: 2.5; }
+.schedule .dense .transfer { stroke-width: 0.5; } .schedule .dense .far { stroke-width: 0.9; }
 .schedule .copy { stroke-dasharray: 5 3; } .schedule .copy.far { stroke-dasharray: 7 3.5; }
 """
 
@@ -179,17 +180,17 @@ def draw_lanes(layout: Layout) -> Iterator[str]:
     for rank, y in layout.lanes.items():
         stands = layout.ends[final[rank] - 1] if final[rank] else float(_LEFT)
         yield f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{rank}</text>'
-        end = f"{y:.1f} H{layout.right - 6:.1f}"
-        yield f'<path class="lane" d="M{_LEFT},{end}"/>'
-        yield f'<path class="done" data-round="{final[rank]}" d="M{stands:.1f},{end}"/>'
+        lane = f"{y:.1f} H{layout.right - 6:.1f}"
+        yield f'<path class="lane" d="M{_LEFT},{lane}"/>'
+        yield f'<path class="done" data-round="{final[rank]}" d="M{stands:.1f},{lane}"/>'
 
 
 def draw_rounds(layout: Layout) -> Iterator[str]:
     """One group of arrows per round."""
     node = layout.node_of()
     for index, round_ in enumerate(layout.schedule.rounds):
-        dense = "" if len(round_) <= 8 * layout.schedule.size else ' opacity="0.45"'
-        yield f'<g class="round" data-round="{index + 1}"{dense}>'
+        dense = " dense" if len(round_) > 6 * layout.schedule.size else ""
+        yield f'<g class="round{dense}" data-round="{index + 1}">'
         for transfer in round_:
             yield _arrow(layout, index, transfer, node[transfer.src] != node[transfer.dst])
         for src in sorted({transfer.src for transfer in round_}):

@@ -1,0 +1,451 @@
+"""The catalogue: every scheme at every size, scheme strings, and what each algorithm promises."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import Counter
+from itertools import takewhile
+from math import ceil, log, log2
+
+import pytest
+from catalog_variants import SIZES, VARIANTS, at_size, blocks, cyclic, label
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treeattn import collectives
+from treeattn.collectives import build, canonical, check, names, needs_nodes, parse
+from treeattn.collectives.catalog import CATALOG
+from treeattn.collectives.schedule import TRANSFER_LIMIT
+from treeattn.errors import RestrictionError, ScheduleError
+
+SCHEDULES = names("schedule")
+ROOTED = [row.name for row in CATALOG.values() if row.rooted]
+
+
+# Every scheme, every size
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("variant", VARIANTS, ids=label)
+def test_every_scheme_is_an_exact_reduction_at_every_size(variant, size):
+    name, params = variant
+    try:
+        schedule = build(name, size, **at_size(params, size))
+    except RestrictionError:
+        assert CATALOG[name].restriction != "none", f"{name} refuses {size} ranks and declares no restriction"
+        return
+    certificate = check(schedule)
+    assert certificate.determinism in ("A", "C")
+    assert schedule.size == size
+    assert schedule.name.split(":")[0] == name
+    assert certificate.messages == schedule.messages
+    assert all(schedule.rounds), "a round without transfers"
+    if size == 1:
+        assert schedule.rounds == ()
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=label)
+def test_every_variant_serves_some_size(variant):
+    """Or the test above would pass on refusals alone."""
+    name, params = variant
+    inner = [CATALOG[value] for value in params.values() if value in CATALOG]
+    served = []
+    for size in SIZES:
+        try:
+            served.append(build(name, size, **at_size(params, size)))
+        except RestrictionError:
+            continue
+    scattered = any(build(row.name, 2).result == "scattered" for row in inner)
+    assert bool(served) != scattered
+
+
+@given(st.sampled_from(["hierarchical", "split_rail"]), st.integers(1, 24), st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=150)
+def test_nodes_may_hold_any_ranks_in_any_number(name, size, rng):
+    ranks = rng.sample(range(size), size)
+    cuts = sorted(rng.sample(range(1, size), rng.randint(0, size - 1)))
+    nodes = [ranks[a:b] for a, b in zip([0, *cuts], [*cuts, size], strict=True)]
+    assert check(build(name, size, nodes=nodes)).determinism == "A"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_default_parameters_need_no_argument(name):
+    assert build(name, 6) == build(name, size=6)
+
+
+# Rows
+
+
+def test_names_are_the_names_of_files_and_functions():
+    for name in SCHEDULES:
+        generator = CATALOG[name].generator
+        assert generator is not None
+        assert generator.__name__ == name
+        assert generator.__module__ == f"treeattn.collectives.schemes.{name}"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_file_head_states_cost_and_source(name):
+    head = sys.modules[CATALOG[name].generator.__module__].__doc__
+    assert f"\nCost: {CATALOG[name].cost}\n" in head
+    assert "\nSource: " in head
+    assert CATALOG[name].summary
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_parameters_are_those_of_the_generator(name):
+    row = CATALOG[name]
+    signature = inspect.signature(row.generator).parameters
+    assert list(signature) == ["size", *(parameter.name for parameter in row.parameters)]
+    for parameter in row.parameters:
+        default = signature[parameter.name].default
+        if default is not inspect.Parameter.empty:
+            assert default == parameter.default
+
+
+@pytest.mark.parametrize("name", ROOTED)
+@pytest.mark.parametrize("size", [1, 2, 5, 8, 13])
+def test_rooted_schemes_gather_at_rank_0_then_copy_back(name, size):
+    schedule = build(name, size)
+    up = tuple(takewhile(lambda round_: round_[0].merge, schedule.rounds))
+    assert schedule.chunks == 1
+    assert all(t.merge for round_ in up for t in round_)
+    assert schedule.rounds == collectives.then(up, collectives.reversed_as_copies(up))
+    senders = [t.src for round_ in up for t in round_]
+    assert sorted(senders) == list(range(1, size)), "every rank but 0 sends once"
+
+
+def test_names_lists_schedules_and_libraries():
+    assert names() == list(CATALOG)
+    assert set(names("schedule")) | set(names("library")) == set(names())
+    assert all(isinstance(name, str) for name in names())
+    assert {"binary_tree", "ring", "head_scatter"} <= set(names("schedule"))
+    assert "mpi_allreduce" in names("library")
+
+
+# Scheme strings
+
+
+def test_parse_reads_values_by_kind():
+    assert parse("chain") == ("chain", {})
+    assert parse("k_nomial_tree:radix=4") == ("k_nomial_tree", {"radix": 4})
+    assert parse("recursive_multiplying:factors=4+4+2")[1] == {"factors": (4, 4, 2)}
+    assert parse("hierarchical:nodes=4+4+2")[1] == {"nodes": (4, 4, 2)}
+    assert parse("hierarchical:nodes=3x8+2")[1] == {"nodes": (8, 8, 8, 2)}
+    assert parse("reduce_scatter_gather:order=near")[1] == {"order": "near"}
+
+
+def test_parse_nests_in_parentheses():
+    text = "hierarchical:inner=(k_nomial_tree:radix=4):outer=(recursive_multiplying:factors=2+3):nodes=4+2"
+    assert parse(text)[1] == {
+        "inner": "k_nomial_tree:radix=4",
+        "outer": "recursive_multiplying:factors=2+3",
+        "nodes": (4, 2),
+    }
+    nested = "hierarchical:outer=(split_rail:rail=(k_nomial_tree:radix=3))"
+    assert canonical(nested) == nested
+    assert check(build(nested, 7, nodes=(3, 3, 1))).determinism == "A"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("k_nomial_tree:radix=2", "k_nomial_tree"),
+        (" chain ", "chain"),
+        ("hierarchical:outer=(recursive_doubling):inner=(k_ary_tree:radix=4)",
+         "hierarchical:inner=(k_ary_tree:radix=4)"),
+        ("hierarchical:inner=(binary_tree)", "hierarchical"),
+        ("hierarchical:nodes=8+8+8+8+8", "hierarchical:nodes=5x8"),
+        ("hierarchical:nodes=4+4+2", "hierarchical:nodes=4+4+2"),
+        ("mpi_allreduce", "mpi_allreduce"),
+    ],
+)  # fmt: skip
+def test_canonical_is_the_one_spelling(text, expected):
+    assert canonical(text) == expected
+    assert canonical(expected) == expected
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=label)
+def test_the_name_of_a_schedule_builds_it_again(variant):
+    name, params = variant
+    for size in (4, 9):
+        try:
+            schedule = build(name, size, **at_size(params, size))
+        except RestrictionError:
+            continue
+        if params.get("nodes") != "cyclic over 3":  # scattered nodes have no text
+            assert build(schedule.name, size) == schedule
+
+
+def test_python_values_equal_text():
+    assert build("k_nomial_tree", 16, radix=4) == build("k_nomial_tree:radix=4", 16)
+    assert build("hierarchical", 10, nodes=(4, 4, 2)) == build("hierarchical:nodes=4+4+2", 10)
+    assert build("hierarchical", 10, nodes="4+4+2") == build("hierarchical:nodes=4+4+2", 10)
+    assert build("hierarchical", 10, nodes=blocks(4, 10)) == build("hierarchical:nodes=4+4+2", 10)
+    assert build("recursive_multiplying", 12, factors=[3, 4]) == build(
+        "recursive_multiplying:factors=3+4", 12
+    )
+    assert build("hierarchical", 4, inner="chain", nodes=None) == build("hierarchical:inner=chain", 4)
+
+
+def test_needs_nodes_where_the_text_gives_none():
+    assert needs_nodes("hierarchical")
+    assert needs_nodes("split_rail:rail=ring")
+    assert not needs_nodes("hierarchical:nodes=4+4")
+    assert not needs_nodes("ring")
+    assert not needs_nodes("mpi_allreduce")
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("binary_tre", "there is no scheme 'binary_tre'; did you mean binary_tree? known: chain, "),
+        ("", "there is no scheme ''; known: chain, "),
+        ("k_nomial_tree:radix=0", "radix=0 is not allowed; radix (branches of the tree) takes an integer of"),
+        ("k_nomial_tree:radix=1", "takes an integer of at least 2"),
+        ("k_nomial_tree:radix=two", "radix=two is not allowed"),
+        ("k_nomial_tree:radix=", "radix= is not allowed"),
+        ("k_nomial_tree:radix", "'radix' is not of the form key=value"),
+        ("k_nomial_tree:radix=2:radix=4", "gives radix twice"),
+        ("k_nomial_tree:radx=4", "has no parameter 'radx'; did you mean radix? known: radix"),
+        ("chain:radix=4", "chain has no parameter 'radix'; it takes none"),
+        ("recursive_multiplying:factors=4+1", "takes integers of at least 2 joined by +"),
+        ("recursive_multiplying:factors=", "takes integers of at least 2 joined by +"),
+        ("reduce_scatter_gather:order=middle", "takes far or near"),
+        ("hierarchical:nodes=4+0", "takes node sizes such as 4+4+2"),
+        ("hierarchical:nodes=4+", "takes node sizes such as 4+4+2"),
+        ("hierarchical:inner=k_ary_tree:radix=4", "parameters of an inner scheme go in parentheses"),
+        ("hierarchical:inner=(k_ary_tree:radix=4", "the parentheses do not match"),
+        ("hierarchical:inner=k_ary_tree)", "the parentheses do not match"),
+        ("hierarchical:inner=ring", "inner=ring gathers at no root; take one of chain, binary_tree"),
+        ("hierarchical:inner=(k_ary_tree:radix=0)", "k_ary_tree: radix=0 is not allowed"),
+        ("hierarchical:outer=rung", "there is no scheme 'rung'; did you mean ring?"),
+        ("hierarchical:outer=mpi_allreduce", "outer=mpi_allreduce is a reducer of a library"),
+    ],
+)  # fmt: skip
+def test_a_bad_string_is_one_line_that_names_the_remedy(text, remedy):
+    with pytest.raises(ScheduleError) as caught:
+        parse(text)
+    assert remedy in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        ({"radix": 2.5}, "radix=2.5 is not allowed"),
+        ({"radix": 1}, "radix=1 is not allowed"),
+        ({"radius": 1}, "has no parameter 'radius'; did you mean radix?"),
+    ],
+)
+def test_bad_arguments_read_like_bad_strings(params, problem):
+    with pytest.raises(ScheduleError, match=problem):
+        build("k_nomial_tree", 4, **params)
+
+
+def test_a_parameter_is_given_once():
+    with pytest.raises(
+        ScheduleError, match="radix is given twice: in 'k_nomial_tree:radix=4' and as an argument"
+    ):
+        build("k_nomial_tree:radix=4", 4, radix=4)
+
+
+@pytest.mark.parametrize("size", [0, -3, 2.0, "4", None])
+def test_size_must_be_a_number_of_ranks(size):
+    with pytest.raises(ScheduleError, match="is not a number of ranks"):
+        build("chain", size)
+
+
+def test_library_reducers_have_no_schedule():
+    with pytest.raises(ScheduleError, match="reducer of a library and has no schedule; schedules: chain"):
+        build("mpi_allreduce", 4)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "problem"),
+    [
+        ("4+4", "nodes=4\\+4 hold 8 ranks, but there are 10"),
+        (((1, 0), (2, 3)), "must hold each of the ranks 0 to 9 once"),
+        ((tuple(range(10)), (3,)), "must hold each of the ranks 0 to 9 once"),
+    ],
+)
+@pytest.mark.parametrize("name", ["hierarchical", "split_rail"])
+def test_nodes_that_do_not_fit_are_a_restriction(name, nodes, problem):
+    with pytest.raises(RestrictionError, match=f"{name}: .*{problem}"):
+        build(name, 10, nodes=nodes)
+
+
+@pytest.mark.parametrize("text", ["hierarchical:outer=head_scatter", "split_rail:rail=head_scatter"])
+def test_a_scattered_result_cannot_be_passed_on(text):
+    with pytest.raises(RestrictionError, match="leaves its result scattered"):
+        build(text, 8, nodes=(4, 4))
+
+
+def test_factors_may_not_multiply_beyond_the_ranks():
+    with pytest.raises(RestrictionError, match=r"factors=3\+3 multiply to 9, more than the 8 ranks; leave"):
+        build("recursive_multiplying:factors=3+3", 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("ring", 513),
+        ("all_gather_merge", 725),
+        ("recursive_multiplying:factors=4096", 4096),
+        ("split_rail", 4096),
+        ("double_binary_tree:chunks=100000", 64),
+        ("hierarchical:inner=chain:outer=ring:nodes=4096x1", 4096),
+    ],
+)
+def test_plans_too_large_to_hold_are_refused_before_they_are_made(text, size):
+    with pytest.raises(RestrictionError, match=f"the limit is {TRANSFER_LIMIT}"):
+        build(text, size)
+    assert "none" not in {CATALOG[name].restriction for name in ("ring", "all_gather_merge")}
+
+
+# What each algorithm promises
+
+
+def rounds_of(schedule):
+    return [[t.arrow for t in round_] for round_ in schedule.rounds]
+
+
+def test_binary_tree_on_5_ranks_is_the_one_of_the_docs():
+    assert rounds_of(build("binary_tree", 5)) == [
+        ["3->1", "4->1"],
+        ["1->0", "2->0"],
+        ["0=>1", "0=>2"],
+        ["1=>3", "1=>4"],
+    ]
+
+
+def test_trees_send_every_record_up_and_down_once():
+    for name in ROOTED:
+        assert check(build(name, 21)).volume == 2 * 20
+
+
+def test_k_ary_tree_trades_depth_for_fan_in():
+    for radix, levels in ((2, 5), (4, 3), (8, 2), (62, 1)):
+        known = check(build("k_ary_tree", 63, radix=radix))
+        assert known.rounds == 2 * levels
+        assert known.fan_in == radix
+
+
+def test_k_nomial_tree_has_logarithmic_rounds_and_one_message_per_node():
+    for radix in (2, 3, 4, 8):
+        for size in (2, 27, 64):
+            assert check(build("k_nomial_tree", size, radix=radix)).rounds == 2 * ceil(
+                log(size, radix) - 1e-9
+            )
+    up = [t for round_ in build("k_nomial_tree", 64, radix=4).rounds for t in round_ if t.merge]
+    crossing = [t for t in up if t.src // 16 != t.dst // 16]
+    assert len(crossing) == 3
+
+
+def test_recursive_doubling_rounds():
+    for size in SIZES:
+        known = check(build("recursive_doubling", size))
+        assert known.rounds == int(log2(size)) + 2 * (size & (size - 1) != 0)
+        assert known.depth == ceil(log2(size))
+    assert rounds_of(build("recursive_doubling", 3)) == [["1->0"], ["0->2", "2->0"], ["0=>1"]]
+
+
+def test_recursive_doubling_keeps_early_rounds_on_nodes_of_a_power_of_two():
+    schedule = build("recursive_doubling", 12)
+    crossing = [sum(t.src // 4 != t.dst // 4 for t in round_) for round_ in schedule.rounds]
+    assert crossing[0] == crossing[-1] == 0, "folding pairs are neighbours on one node"
+
+
+def test_recursive_multiplying_takes_one_round_per_factor():
+    assert check(build("recursive_multiplying", 24, factors=(4, 3, 2))).rounds == 3
+    assert check(build("recursive_multiplying", 27, factors=(4, 3, 2))).rounds == 5
+    assert check(build("recursive_multiplying", 64)).rounds == 3  # 4 * 4 * 4
+    assert check(build("recursive_multiplying", 7)).rounds == 1
+    assert check(build("recursive_multiplying", 13)).rounds == 4  # 3 * 4 and a fold
+    first = build("recursive_multiplying", 24, factors=(4, 3, 2)).rounds[0]
+    assert all(t.src // 4 == t.dst // 4 for t in first), "the first factor is the nearest"
+
+
+def test_ring_and_rabenseifner_send_the_least_bytes():
+    for name in ("ring", "reduce_scatter_gather"):
+        assert check(build(name, 16)).volume == pytest.approx(2 * 15)
+    sent = Counter(t.src for round_ in build("ring", 9).rounds for t in round_)
+    assert set(sent.values()) == {16}
+
+
+def test_reduce_scatter_gather_near_sends_small_messages_far():
+    def crossing_volume(order):
+        schedule = build("reduce_scatter_gather", 16, order=order)
+        crossing = [t for round_ in schedule.rounds for t in round_ if t.src // 4 != t.dst // 4]
+        return sum(len(t.chunks) for t in crossing) / schedule.chunks
+
+    assert check(build("reduce_scatter_gather", 16, order="near")).rounds == 8
+    assert crossing_volume("near") == crossing_volume("far") / 4
+
+
+def test_double_binary_tree_loads_every_rank_with_one_message_each_way():
+    for size in (*SIZES, 64, 100):
+        for chunks in (1, 4):
+            for round_ in build("double_binary_tree", size, chunks=chunks).rounds:
+                assert max(Counter(t.src for t in round_).values()) == 1
+                assert max(Counter(t.dst for t in round_).values()) == 1
+
+
+def test_double_binary_tree_makes_no_rank_inner_twice():
+    for size in (*SIZES, 64, 100):
+        rounds = build("double_binary_tree", size).rounds
+        inner = [
+            {t.dst for round_ in rounds for t in round_ if t.merge and tree in t.chunks} for tree in (0, 1)
+        ]
+        assert not inner[0] & inner[1]
+        children = Counter((t.dst, t.chunks) for round_ in rounds for t in round_ if t.merge)
+        assert max(children.values(), default=0) <= 2
+
+
+def test_double_binary_tree_pipelines_in_twice_the_depth():
+    rounds = [check(build("double_binary_tree", 64, chunks=chunks)).rounds for chunks in (1, 2, 8)]
+    assert [rounds[1] - rounds[0], rounds[2] - rounds[0]] == [4, 28], "four rounds per further chunk"
+    assert rounds[0] <= 4 * 7
+
+
+def test_hierarchical_sends_between_leaders_only():
+    nodes = cyclic(3, 10)
+    node = {rank: index for index, ranks in enumerate(nodes) for rank in ranks}
+    schedule = build("hierarchical:inner=(k_nomial_tree:radix=4):outer=ring", 10, nodes=nodes)
+    crossing = [t for round_ in schedule.rounds for t in round_ if node[t.src] != node[t.dst]]
+    assert {rank for t in crossing for rank in (t.src, t.dst)} == {0, 1, 2}
+    assert len(crossing) == build("ring", 3).messages
+    assert schedule.chunks == 3
+
+
+def test_split_rail_spreads_what_crosses_over_the_rails():
+    schedule = build("split_rail", 16, nodes=(4, 4, 4, 4))
+    crossing = [t for round_ in schedule.rounds for t in round_ if t.src // 4 != t.dst // 4]
+    assert all(t.src % 4 == t.dst % 4 for t in crossing)
+    assert all(len(t.chunks) / schedule.chunks == 1 / 4 for t in crossing)
+    assert check(schedule).rounds == 2 + 2
+
+
+def test_split_rail_has_as_many_rails_as_the_smallest_node():
+    assert build("split_rail", 9, nodes=(4, 2, 3)).chunks == 2
+
+
+def test_head_scatter_is_optimal_in_rounds_and_bytes():
+    for size in (*SIZES, 100):
+        schedule = build("head_scatter", size)
+        known = check(schedule)
+        assert schedule.result == "scattered"
+        assert known.rounds == ceil(log2(size))
+        assert known.volume == pytest.approx(size - 1)
+
+
+def test_all_gather_merge_is_one_round():
+    known = check(build("all_gather_merge", 9))
+    assert (known.rounds, known.messages, known.fan_in) == (1, 72, 8)
+
+
+def test_the_package_goes_by_one_name_only():
+    source = inspect.getsource(collectives)
+    with pytest.raises(ImportError, match="imported as treeattn.collectives, not as collectives"):
+        exec(compile(source, "collectives", "exec"), {"__name__": "collectives"})

@@ -1,0 +1,142 @@
+"""Schedules as data: combinators, chunks and JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treeattn.collectives import (
+    Schedule,
+    Transfer,
+    on_chunks,
+    on_ranks,
+    reversed_as_copies,
+    side_by_side,
+    then,
+    with_chunks,
+)
+from treeattn.collectives.schedule import TRANSFER_LIMIT, fold_onto, refuse_above_limit
+from treeattn.errors import RestrictionError, ScheduleError
+
+PAIR = ((Transfer(1, 0),),)
+
+
+@st.composite
+def schedules(draw):
+    """Anything of the right types: JSON does not care whether it is a correct reduction."""
+    size, chunks = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    ranks = st.integers(0, size - 1)
+    bounds = st.tuples(st.integers(0, chunks), st.integers(0, chunks)).map(lambda b: range(min(b), max(b)))
+    rounds = st.lists(
+        st.lists(st.builds(Transfer, ranks, ranks, bounds, st.booleans()), max_size=5).map(tuple)
+    )
+    return Schedule(
+        draw(st.text()), size, chunks, tuple(draw(rounds)), draw(st.sampled_from(["replicated", "scattered"]))
+    )
+
+
+@given(schedules())
+@settings(deadline=None)
+def test_json_round_trip(schedule):
+    again = Schedule.from_json(schedule.to_json())
+    # Empty ranges are equal wherever they lie, so compare the text as well.
+    assert again == schedule
+    assert again.to_json() == schedule.to_json()
+    assert hash(again) == hash(schedule)
+    assert "\n" not in schedule.to_json()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"size": "4"},
+        {"size": True},
+        {"chunks": 1.0},
+        {"name": 3},
+        {"rounds": 7},
+        {"rounds": [[[0, 1, 0, 1]]]},
+        {"rounds": [[[0, 1, 0, "1", 1]]]},
+        {"rounds": [[[0, 1.5, 0, 1, 1]]]},
+        {"rounds": [[3]]},
+    ],
+    ids=str,
+)
+def test_json_of_something_else_is_refused(change):
+    data = json.loads(Schedule("pair", 2, 1, PAIR).to_json()) | change
+    with pytest.raises(ScheduleError, match="not the JSON of a schedule"):
+        Schedule.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "null", "{"])
+def test_text_that_is_not_a_schedule_is_refused(text):
+    with pytest.raises(ScheduleError, match="not the JSON of a schedule"):
+        Schedule.from_json(text)
+
+
+@given(st.integers(1, 40), st.integers(0, 200))
+def test_chunks_cut_the_records_without_gap_or_overlap(chunks, records):
+    schedule = Schedule("cut", 1, chunks, ())
+    cut = [schedule.chunk_slice(range(chunk, chunk + 1), records) for chunk in range(chunks)]
+    assert [index for part in cut for index in range(part.start, part.stop)] == list(range(records))
+    sizes = {part.stop - part.start for part in cut}
+    assert max(sizes) - min(sizes) <= 1
+    assert schedule.chunk_slice(range(chunks), records) == slice(0, records)
+
+
+def test_messages_counts_all_rounds():
+    assert Schedule("three", 3, 1, ((Transfer(1, 0), Transfer(2, 0)), (Transfer(0, 1),))).messages == 3
+
+
+def test_then_keeps_the_order():
+    assert then(PAIR, reversed_as_copies(PAIR)) == ((Transfer(1, 0),), (Transfer(0, 1, range(1), False),))
+
+
+def test_side_by_side_pairs_rounds_and_lets_the_longer_phase_finish():
+    long = ((Transfer(3, 2),), (Transfer(2, 1),))
+    assert side_by_side(PAIR, long) == ((Transfer(1, 0), Transfer(3, 2)), (Transfer(2, 1),))
+    assert side_by_side() == ()
+
+
+def test_on_ranks_relabels_both_ends():
+    assert on_ranks(PAIR, [7, 5]) == ((Transfer(5, 7),),)
+
+
+def test_chunk_combinators():
+    assert with_chunks(PAIR, 3, first=2) == ((Transfer(1, 0, range(2, 5)),),)
+    assert on_chunks(with_chunks(PAIR, 3), 4) == ((Transfer(1, 0, range(4, 7)),),)
+
+
+def test_reversed_as_copies_turns_order_and_direction():
+    rounds = ((Transfer(2, 1, range(2, 3)),), (Transfer(1, 0),))
+    assert reversed_as_copies(rounds) == (
+        (Transfer(0, 1, range(1), False),),
+        (Transfer(1, 2, range(2, 3), False),),
+    )
+
+
+@given(st.integers(1, 60), st.data())
+def test_fold_onto_gathers_runs_of_neighbours(size, data):
+    core_size = data.draw(st.integers(1, size))
+    core, rounds = fold_onto(core_size, size)
+    merged = {rank: [rank] for rank in core}
+    for transfer in rounds[0] if rounds else ():
+        merged[transfer.dst].append(transfer.src)
+    assert len(core) == core_size
+    assert [rank for run in merged.values() for rank in run] == list(range(size))
+    lengths = [len(run) for run in merged.values()]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] - lengths[-1] <= 1
+
+
+def test_arrows_show_direction_and_kind():
+    assert Transfer(3, 1).arrow == "3->1"
+    assert Transfer(0, 1, range(1), False).arrow == "0=>1"
+
+
+def test_plans_above_the_limit_are_refused_with_a_remedy():
+    refuse_above_limit("ring", 4, TRANSFER_LIMIT)
+    with pytest.raises(RestrictionError, match=r"ring on 9999 ranks needs 524289 transfers.*take a scheme"):
+        refuse_above_limit("ring", 9999, TRANSFER_LIMIT + 1)
