@@ -1,0 +1,73 @@
+/* Runs one kernel on what it reads from standard input: for processors and sanitizers that Python cannot be run on.
+ * First comes a line: a verb and its numbers; then the arrays, each in memory of exactly its size. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "partial_attention.h"
+#include "records.h"
+
+static void *take(int64_t bytes) {
+  void *memory = malloc((size_t)bytes);
+  if (fread(memory, 1, (size_t)bytes, stdin) != (size_t)bytes) exit(3);
+  return memory;
+}
+
+static void give(const void *memory, int64_t bytes) { fwrite(memory, 1, (size_t)bytes, stdout); }
+
+static void attend(void) {
+  long n[9];
+  struct attention a = {0};
+  if (scanf("%ld %ld %ld %ld %ld %ld %ld %ld %ld %f", n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, n + 8,
+            &a.scale) != 10)
+    exit(2);
+  getchar();
+  a.batch = n[0], a.queries = n[1], a.heads = n[2], a.kv_heads = n[3], a.head_dim = n[4], a.tokens = n[5];
+  a.q_type = (int32_t)n[6], a.kv_type = (int32_t)n[7], a.threads = (int32_t)n[8];
+  const int64_t q_size = a.q_type ? 2 : 4, size = a.kv_type ? 2 : 4;
+  a.q_head_stride = a.head_dim * q_size;
+  a.q_query_stride = a.heads * a.q_head_stride;
+  a.q_batch_stride = a.queries * a.q_query_stride;
+  a.k_head_stride = a.v_head_stride = a.head_dim * size;
+  a.k_token_stride = a.v_token_stride = a.kv_heads * a.k_head_stride;
+  a.k_batch_stride = a.v_batch_stride = a.tokens * a.k_token_stride;
+  a.q = take(a.batch * a.q_batch_stride);
+  a.k = take(a.batch * a.k_batch_stride);
+  a.v = take(a.batch * a.v_batch_stride);
+  const int64_t bytes = a.batch * a.heads * a.queries * (a.head_dim + RECORD_NUMERATOR) * (int64_t)sizeof(float);
+  a.records = malloc((size_t)bytes);
+  a.workspace = aligned_alloc(64, (size_t)(attention_workspace(&a) + 63) / 64 * 64);
+  if (partial_attention(&a)) exit(4);
+  give(a.records, bytes);
+}
+
+static void merge(void) {
+  long records, width;
+  if (scanf("%ld %ld", &records, &width) != 2) exit(2);
+  getchar();
+  const int64_t bytes = records * width * (int64_t)sizeof(float);
+  float *into = take(bytes), *other = take(bytes);
+  merge_partials(into, other, records, width);
+  give(into, bytes);
+}
+
+static void finish_all(void) {
+  long rows, width;
+  if (scanf("%ld %ld", &rows, &width) != 2) exit(2);
+  getchar();
+  const int64_t head_dim = width - RECORD_NUMERATOR;
+  float *records = take(rows * width * (int64_t)sizeof(float));
+  float *out = malloc((size_t)(rows * head_dim) * sizeof(float)), *lse = malloc((size_t)rows * sizeof(float));
+  finish(records, out, lse, 1, rows, 1, width);
+  give(out, rows * head_dim * (int64_t)sizeof(float));
+  give(lse, rows * (int64_t)sizeof(float));
+}
+
+int main(void) {
+  char verb[16];
+  if (scanf("%15s", verb) != 1) return 2;
+  if (!strcmp(verb, "attend")) attend();
+  if (!strcmp(verb, "merge")) merge();
+  if (!strcmp(verb, "finish")) finish_all();
+  return 0;
+}

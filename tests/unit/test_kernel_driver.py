@@ -1,0 +1,139 @@
+"""The C kernels where Python does not reach: on 64-bit ARM under qemu, and under sanitizers.
+
+The same definitions hold: float64 attention, and NumPy's merge and finish to the bit.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from treeattn import partial
+from treeattn.backends import compile
+
+Array = np.ndarray[Any, Any]
+Driver = list[str]
+KERNELS = Path(__file__).parents[2] / "kernels" / "cpu"
+TYPES = {"float32": (np.float32, 0), "float16": (np.float16, 1), "bfloat16": (ml_dtypes.bfloat16, 2)}
+
+SANITIZE = ["-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+
+# Name: instruction set, compiler, flags, what runs the result.
+BUILDS: dict[str, tuple[str, str, list[str], list[str]]] = {
+    "neon": ("neon", "aarch64-linux-gnu-gcc", ["-O2", "-static"], ["qemu-aarch64"]),
+    **{f"{isa}-sanitized": (isa, "cc", SANITIZE, []) for isa in compile.available_isas()},
+    # Without random addresses, which the thread sanitizer of older compilers cannot bear.
+    "threads-sanitized": ("portable", "cc", ["-O0", "-g", "-fsanitize=thread"], ["setarch", "-R"]),
+}
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Driver:
+    isa, compiler, flags, runner = BUILDS[request.param]
+    for tool in (compiler, *runner[:1]):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not installed")
+    program = tmp_path_factory.mktemp(request.param) / "driver"
+    sources = [
+        str(path) for path in (Path(__file__).with_name("kernel_driver.c"), *sorted(KERNELS.glob("*.c")))
+    ]
+    shared = [flag for flag in compile._FLAGS if flag not in ("-O3", "-fPIC", "-shared")]
+    command = [
+        compiler,
+        *shared,
+        *compile.ISA_FLAGS[isa],
+        *flags,
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        f"-I{KERNELS}",
+    ]
+    built = subprocess.run(
+        [*command, "-o", str(program), *sources, "-lm"], capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr
+    return [*runner, str(program)]
+
+
+def run(driver: Driver, head: str, *arrays: Array) -> Array:
+    result = subprocess.run(
+        driver,
+        input=head.encode() + b"\n" + b"".join(array.tobytes() for array in arrays),
+        capture_output=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"},  # the driver ends without freeing
+    )
+    assert result.returncode == 0, result.stderr.decode()
+    return np.frombuffer(result.stdout, np.float32)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 1, 4, 4, 128, 70), (2, 3, 6, 2, 80, 33), (1, 1, 7, 1, 72, 1100), (1, 1, 2, 2, 8, 1),
+        (1, 1, 2, 2, 8, 0), (1, 1, 3, 1, 64, 300), (1, 2, 1, 1, 256, 17), (1, 1, 1, 1, 24, 2050),
+    ],
+)  # fmt: skip
+def test_attention(driver: Driver, dtype: str, shape: tuple[int, int, int, int, int, int]) -> None:
+    batch, queries, heads, kv_heads, head_dim, tokens = shape
+    numpy_type, number = TYPES[dtype]
+    rng = np.random.default_rng(sum(shape))
+    q = rng.standard_normal((batch, queries, heads, head_dim)).astype(numpy_type)
+    k, v = (rng.standard_normal((batch, tokens, kv_heads, head_dim)).astype(numpy_type) for _ in "kv")
+    if dtype == "float16" and tokens:
+        v.reshape(-1)[: min(v.size, 1024)] = np.arange(1, 1025, dtype=np.uint16).view(np.float16)[: v.size]
+    scale = head_dim**-0.5
+    for threads in (1, 3):
+        head = " ".join(map(str, ("attend", *shape, number, number, threads, scale)))
+        records = run(driver, head, q, k, v).reshape(batch, heads, queries, head_dim + 2)
+        exact = reference(q, k, v, scale)
+        empty = exact[..., 1] == 0
+        assert (records[empty] == exact[empty]).all()
+        np.testing.assert_allclose(records[~empty][:, 0], exact[~empty][:, 0], atol=1e-5)
+        ours, theirs = (array[~empty] / array[~empty][:, 1:2] for array in (records, exact))
+        np.testing.assert_allclose(ours[:, 2:], theirs[:, 2:], atol=4e-6)
+        np.testing.assert_allclose(records[~empty][:, 1], exact[~empty][:, 1], rtol=2e-6)
+
+
+def reference(q: Array, k: Array, v: Array, scale: float) -> Array:
+    q, k, v = (array.astype(np.float64) for array in (q, k, v))
+    k, v = (np.repeat(array, q.shape[2] // k.shape[2], axis=2) for array in (k, v))
+    records = partial.identity((q.shape[0], q.shape[2], q.shape[1]), q.shape[3], np.float64)
+    if k.shape[1]:
+        scores = scale * np.einsum("bqhd,bthd->bhqt", q, k)
+        records[..., 0] = scores.max(-1)
+        weights = np.exp(scores - records[..., :1])
+        records[..., 1] = weights.sum(-1)
+        records[..., 2:] = np.einsum("bhqt,bthd->bhqd", weights, v)
+    return records
+
+
+@pytest.mark.parametrize("width", [3, 10, 23, 130])
+def test_merge_and_finish_have_the_defined_bits(driver: Driver, width: int) -> None:
+    rng = np.random.default_rng(width)
+    a, b = rng.integers(0, 2**32, (2, 500, width), np.uint32).view(np.float32)
+    near = np.exp2(rng.uniform(-60, 60, a.shape)).astype(np.float32)
+    for first, second in ((a, b), (near, near[::-1].copy())):
+        first[:, 0], second[:, 0] = rng.standard_normal((2, 500)) * 40
+        second[::9, 0] = first[::9, 0]
+        first[::31, 0] = second[::17, 0] = -np.inf
+        expected = first.copy()
+        partial.merge(expected, second)
+        for pair in ((first, second), (second, first)):
+            merged = run(driver, f"merge 500 {width}", *pair)
+            assert (merged.view(np.uint32) == expected.reshape(-1).view(np.uint32)).all()
+        records = expected.reshape(1, 500, 1, width)
+        records[..., 1] = np.where(records[..., 1] < 0, 1, records[..., 1])
+        out, lse = np.empty((1, 1, 500, width - 2), np.float32), np.empty((1, 500, 1), np.float32)
+        partial.finish(records, out, lse)
+        finished = run(driver, f"finish 500 {width}", records)
+        assert (finished.view(np.uint32) == np.concatenate((out.ravel(), lse.ravel())).view(np.uint32)).all()
