@@ -1,0 +1,34 @@
+"""Draw every scheme on 7 ranks of 3 nodes anew: ``python tests/golden/regenerate.py``.
+
+The tests compare with these files; look at the difference before committing it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+NODES = (3, 2, 2)
+
+
+def drawings() -> dict[str, str]:
+    """File name -> content, of every schedule in the catalogue."""
+    from treeattn.collectives import build, draw, names, needs_nodes
+
+    made = {}
+    for name in names("schedule"):
+        schedule = build(name, 7, nodes=NODES) if needs_nodes(name) else build(name, 7)
+        made[f"{name}.txt"] = draw.text(schedule, NODES)
+        made[f"{name}.svg"] = draw.svg(schedule, NODES)
+        made[f"{name}.goal"] = draw.goal(schedule, merge_nanoseconds=10)
+    return made
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(HERE.parents[1]))
+    for old in [path for path in HERE.iterdir() if path.suffix in (".txt", ".svg", ".goal")]:
+        old.unlink()
+    for file_name, content in drawings().items():
+        (HERE / file_name).write_text(content)
+    print(f"wrote {len(list(HERE.iterdir())) - 1} files to {HERE}")
