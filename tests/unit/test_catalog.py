@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib.util
 import inspect
+import re
 import sys
 from collections import Counter
 from itertools import takewhile
 from math import ceil, log, log2
+from pathlib import Path
 
 import pytest
 from catalog_variants import SIZES, VARIANTS, at_size, blocks, cyclic, label
@@ -15,7 +19,7 @@ from hypothesis import strategies as st
 
 from treeattn import collectives
 from treeattn.collectives import build, canonical, check, names, needs_nodes, parse
-from treeattn.collectives.catalog import CATALOG
+from treeattn.collectives.catalog import CATALOG, Scheme
 from treeattn.collectives.schedule import TRANSFER_LIMIT
 from treeattn.errors import RestrictionError, ScheduleError
 
@@ -449,3 +453,34 @@ def test_the_package_goes_by_one_name_only():
     source = inspect.getsource(collectives)
     with pytest.raises(ImportError, match="imported as treeattn.collectives, not as collectives"):
         exec(compile(source, "collectives", "exec"), {"__name__": "collectives"})
+
+
+# The walk of the contributing guide
+
+
+def test_the_walk_of_adding_a_scheme_works(tmp_path, monkeypatch):
+    page = Path(__file__).resolve().parents[2] / "docs" / "adding-a-scheme.md"
+    text = page.read_text()
+    source, imports, row = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "star.py").write_text(source)
+    name = "treeattn.collectives.schemes.star"
+    spec = importlib.util.spec_from_file_location(name, tmp_path / "star.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    namespace = {"Scheme": Scheme}
+    exec(imports, namespace)
+    monkeypatch.setitem(CATALOG, "star", eval(row.strip().rstrip(","), namespace))
+
+    example = "".join(re.findall(r"^```pycon\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    runner = doctest.DocTestRunner()
+    runner.run(doctest.DocTestParser().get_doctest(example, {}, page.name, str(page), 0))
+    assert runner.tries == 6
+    assert runner.failures == 0
+
+    # What the tests above demand of every row.
+    test_each_file_head_states_cost_and_source("star")
+    test_parameters_are_those_of_the_generator("star")
+    for size in SIZES:
+        test_every_scheme_is_an_exact_reduction_at_every_size(("star", {}), size)
+        test_rooted_schemes_gather_at_rank_0_then_copy_back("star", size)
