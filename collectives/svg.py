@@ -17,7 +17,9 @@ from treeattn.errors import RestrictionError
 
 __all__ = ["Layout", "last_arrivals", "svg"]
 
-RANK_LIMIT = 256  # beyond it neither arrows nor labels can be told apart
+# Beyond these neither arrows nor labels can be told apart.
+RANK_LIMIT = 256
+MESSAGE_LIMIT = 20_000
 
 # Blue, vermilion, sky blue and orange of Okabe and Ito, "Color Universal Design" (2008): told apart by
 # people who see colours differently; merges are also solid and copies dashed, for print in grey.
@@ -75,10 +77,11 @@ class Layout:
     @staticmethod
     def of(schedule: Schedule, nodes: Sequence[Any] | None) -> Layout:
         """Lay out `schedule`; `nodes` are node sizes or the ranks of each node, by default one node."""
-        if schedule.size > RANK_LIMIT:
+        if schedule.size > RANK_LIMIT or schedule.messages > MESSAGE_LIMIT:
             raise RestrictionError(
-                f"{schedule.name} on {schedule.size} ranks is too large to draw (limit {RANK_LIMIT}): "
-                "draw fewer ranks, or take the formats json or goal"
+                f"{schedule.name} on {schedule.size} ranks ({schedule.messages} messages) is too large to "
+                f"draw: at most {RANK_LIMIT} ranks and {MESSAGE_LIMIT} messages; "
+                "take the formats text, json or goal"
             )
         grouped = parameters.groups(schedule.name, nodes, schedule.size)
         lanes = dict(_lanes(grouped, 24 if schedule.size <= 16 else 19 if schedule.size <= 64 else 11))

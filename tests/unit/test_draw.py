@@ -223,8 +223,11 @@ def test_svg_knows_dark_screens_and_print():
 
 
 def test_svg_of_too_many_ranks_is_refused_with_a_remedy():
-    with pytest.raises(RestrictionError, match="too large to draw \\(limit 256\\).*formats json or goal"):
-        draw.svg(build("binary_tree", 257))
+    for name, size in (("binary_tree", 257), ("ring", 128)):
+        with pytest.raises(
+            RestrictionError, match="too large to draw: at most 256 ranks.*formats text, json or goal"
+        ):
+            draw.svg(build(name, size))
 
 
 def test_names_are_escaped():
