@@ -291,6 +291,9 @@ def test_planned_attention_follows_its_arrays() -> None:
         cpu.partial_attention(q, k, v, expected, scale=0.2, lengths=small)
         assert np.array_equal(records, expected)
         small += 5
+    plan(q, k, v)
+    cpu.partial_attention(q, k, v, expected, scale=0.2)
+    assert np.array_equal(records, expected)
 
 
 @pytest.mark.parametrize("lengths", [[0, -1], [31, 0], [1], [[1, 1]]])

@@ -15,11 +15,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from treeattn import partial
-from treeattn.backends import blocked, compile
+from treeattn.backends import arguments, blocked, compile
 from treeattn.errors import ArgumentError, BackendError
 
 __all__ = [
@@ -33,14 +32,6 @@ __all__ = [
 ]
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-# enum element_type of kernels/cpu/simd.h. uint16 stands for the bits of bfloat16.
-_ELEMENT_TYPES = {
-    np.dtype(np.float32): 0,
-    np.dtype(np.float16): 1,
-    np.dtype(ml_dtypes.bfloat16): 2,
-    np.dtype(np.uint16): 2,
-}
 
 
 class _Arguments(ctypes.Structure):
@@ -104,7 +95,7 @@ class PlannedAttention:
 
         threads: how many of this process compute; default ``TREEATTN_THREADS``.
         """
-        _check_records(records)
+        arguments.check_records(records)
         self._records = records
         self._scale = float(scale)
         self._bound: tuple[Array, Array, Array] | None = None
@@ -125,14 +116,14 @@ class PlannedAttention:
         if lengths is not self._lengths:
             lengths = self._bind_lengths(lengths, k)
         if self._kernels is None:
-            _check_range(lengths, k.shape[1])
+            arguments.check_lengths(lengths, k.shape[1])
             blocked.partial_attention(q, k, v, self._records, scale=self._scale, lengths=lengths)
         elif self._kernels.partial_attention(self._pointer):
-            _check_range(lengths, k.shape[1])
+            arguments.check_lengths(lengths, k.shape[1])
 
     def _bind(self, q: Array, k: Array, v: Array) -> None:
         self._bound = None
-        types = _check_inputs(q, k, v, self._records)
+        types = arguments.check_inputs(q, k, v, self._records)
         if self._kernels is not None:
             a = self._arguments
             a.q, a.k, a.v = _address(q), _address(k), _address(v)
@@ -150,12 +141,12 @@ class PlannedAttention:
         self._arguments.lengths = None
         if lengths is None:
             return None
-        given, lengths = lengths, np.ascontiguousarray(lengths, np.int64)
+        lengths = np.ascontiguousarray(lengths, np.int64)
         if lengths.shape != k.shape[:1]:
             raise ArgumentError(f"lengths has shape {lengths.shape}: one for each of {k.shape[0]} batch rows")
         self._arguments.lengths = _address(lengths)
-        # A converted copy is not remembered: the caller may change the original in place.
-        self._lengths = lengths if lengths is given else None
+        # Perhaps a converted copy, which no argument ever is: it is made anew in the next call.
+        self._lengths = lengths
         return lengths
 
     def _reserve(self, size: int) -> None:
@@ -174,7 +165,7 @@ def merge(into: Array, other: Array) -> None:
     Raises:
         ArgumentError: they differ in shape or type, or are not C-contiguous.
     """
-    _check_merge(into, other)
+    arguments.check_merge(into, other)
     MergeOperator(into.shape[-1] - partial.EXTRA, into.dtype).planned_merge(into, other)()
 
 
@@ -194,10 +185,10 @@ def finish(records: Array, out: Array, lse: Array) -> None:
 
 def planned_finish(records: Array, out: Array, lse: Array) -> Callable[[], object]:
     """`finish` for arrays that never move: a call without arguments and without checks."""
-    _check_records(records)
+    arguments.check_records(records)
     batch, heads, queries, width = records.shape
-    _check_output("out", out, (batch, queries, heads, width - partial.EXTRA), records)
-    _check_output("lse", lse, (batch, heads, queries), records)
+    arguments.check_output("out", out, (batch, queries, heads, width - partial.EXTRA), records)
+    arguments.check_output("lse", lse, (batch, heads, queries), records)
     kernels = _kernels()[0]
     if kernels is None or records.dtype != np.float32:
         return functools.partial(partial.finish, records, out, lse)
@@ -232,7 +223,7 @@ class MergeOperator:
 
     def merge(self, into: Array, other: Array) -> None:
         """Fold `other` into `into`, in place; both C-contiguous [records, width]."""
-        _check_merge(into, other)
+        arguments.check_merge(into, other)
         self.planned_merge(into, other)()
 
     def planned_merge(self, into: Array, other: Array) -> Callable[[], object]:
@@ -303,63 +294,3 @@ def _keep(call: functools.partial[Any], *arrays: Array) -> functools.partial[Any
     """`call` with the arrays whose addresses it holds tied to its life."""
     call.arrays = arrays  # type: ignore[attr-defined]
     return call
-
-
-def _check_records(records: Array) -> None:
-    if records.ndim != 4 or records.shape[3] <= partial.EXTRA:
-        raise ArgumentError(
-            f"records have shape {records.shape}: [batch, heads, queries, head_dim + 2] is needed"
-        )
-    if records.dtype not in (np.float32, np.float64) or not records.flags.c_contiguous:
-        raise ArgumentError("records must be C-contiguous, float32 or float64")
-
-
-def _check_output(name: str, array: Array, shape: tuple[int, ...], records: Array) -> None:
-    if array.shape != shape or array.dtype != records.dtype or not array.flags.c_contiguous:
-        raise ArgumentError(
-            f"{name} must be C-contiguous {records.dtype} of shape {shape}, not {array.dtype} {array.shape}"
-        )
-
-
-def _check_merge(into: Array, other: Array) -> None:
-    if into.shape != other.shape or into.dtype != other.dtype:
-        raise ArgumentError(f"records {into.dtype} {into.shape} and {other.dtype} {other.shape} cannot merge")
-    if not (into.flags.c_contiguous and other.flags.c_contiguous):
-        raise ArgumentError("records to merge must be C-contiguous")
-
-
-def _check_range(lengths: Array | None, tokens: int) -> None:
-    for b, length in enumerate(() if lengths is None else lengths):
-        if not 0 <= length <= tokens:
-            raise ArgumentError(f"lengths[{b}] = {length} is not in 0..{tokens}, the tokens of this shard")
-
-
-def _check_inputs(q: Array, k: Array, v: Array, records: Array) -> tuple[int, int]:
-    """Element types of q and of k, v for the kernel; ArgumentError if anything does not fit."""
-    batch, heads, queries, width = records.shape
-    head_dim = width - partial.EXTRA
-    if q.shape != (batch, queries, heads, head_dim):
-        raise ArgumentError(
-            f"q has shape {q.shape}: [batch, queries, heads, head_dim] is {(batch, queries, heads, head_dim)}"
-        )
-    if k.ndim != 4 or k.shape != v.shape or (k.shape[0], k.shape[3]) != (batch, head_dim):
-        raise ArgumentError(
-            f"k {k.shape} and v {v.shape}: both must be [batch, tokens, kv_heads, head_dim] = "
-            f"[{batch}, any, any, {head_dim}]"
-        )
-    if k.shape[2] == 0 or heads % k.shape[2]:
-        raise ArgumentError(f"{heads} query heads cannot share {k.shape[2]} KV heads: it must be a multiple")
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        if array.strides[3] != array.itemsize and head_dim > 1 and array.size:
-            raise ArgumentError(f"the last axis of {name} must be contiguous")
-    if records.dtype == np.float64:
-        return 0, 0
-    try:
-        types = _ELEMENT_TYPES[q.dtype], _ELEMENT_TYPES[k.dtype]
-    except KeyError as error:
-        raise ArgumentError(
-            f"q {q.dtype}, k {k.dtype}: with float32 records they are float32, float16 or bfloat16"
-        ) from error
-    if k.dtype != v.dtype:
-        raise ArgumentError(f"k is {k.dtype} but v is {v.dtype}")
-    return types

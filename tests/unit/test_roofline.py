@@ -1,0 +1,72 @@
+"""The roofline's numbers are real: they follow the work, and nothing is measured without kernels."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from treeattn import roofline
+from treeattn.backends import compile, cpu
+from treeattn.errors import ArgumentError, BackendError
+
+
+@pytest.fixture(autouse=True)
+def _kernels_needed() -> None:
+    problem = cpu.compiled_kernels_problem()
+    if problem:
+        pytest.skip(problem)
+
+
+def test_rows_and_rates() -> None:
+    lines: list[str] = []
+    result = roofline.measure(2048, ["bfloat16", "float32"], [1, 3], [1, 2], repeats=2, progress=lines.append)
+    cases = [(row["dtype"], row["group"], row["threads"]) for row in result["rows"]]
+    assert cases == [(d, g, t) for d in ("bfloat16", "float32") for g in (1, 3) for t in (1, 2)]
+    assert len(lines) == 8
+    assert 0.1 < result["read_rate_gb_s"] < 10_000
+    assert 0.1 < result["multiply_add_rate_g_s"] < 10_000
+    for row in result["rows"]:
+        size = {"bfloat16": 2, "float32": 4}[row["dtype"]] * 2 * 2048 * 8 * 128
+        assert row["tokens"] == 2048
+        assert row["gb_s"] == pytest.approx(size / row["microseconds"] / 1e3)
+        assert row["percent_of_read_rate"] > 0
+        assert row["percent_of_bound"] > 0
+        assert row["gb_s"] <= result["read_rate_gb_s"] * row["percent_of_read_rate"] / 100 * 1.001
+
+
+def test_unusable_arguments() -> None:
+    with pytest.raises(ArgumentError, match=r"float8.*float32"):
+        roofline.measure(16, ["float8"])
+    for bad in ({"tokens": 0}, {"groups": [0]}, {"threads": [0]}, {"repeats": 0}):
+        with pytest.raises(ArgumentError, match="positive"):
+            roofline.measure(**{"tokens": 16, **bad})  # type: ignore[arg-type]
+
+
+def test_nothing_is_measured_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_kernels", lambda: (None, "no C compiler: cc"))
+    with pytest.raises(BackendError, match="no C compiler: cc"):
+        roofline.measure(16)
+
+
+@pytest.mark.parametrize("isa", compile.available_isas())
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_reader_reads_all(isa: str, threads: int) -> None:
+    """Each changed byte changes the xor, but for the documented ends; and each byte counts once."""
+    kernels = compile.library(isa)
+    kernels.read_memory.restype = ctypes.c_uint32
+    size = 3 * 32 * 127 * 512 + 5000
+    memory = np.zeros(size + 64, np.uint8)
+    memory = memory[-memory.ctypes.data % 64 :][:size]
+
+    def read() -> int:
+        address = ctypes.c_void_p(memory.ctypes.data)
+        return int(kernels.read_memory(address, ctypes.c_int64(size), ctypes.c_int32(threads)))
+
+    assert read() == 0
+    rng = np.random.default_rng(0)
+    for place in (0, size - 512 - 4000, *rng.integers(0, size - 512, 40)):
+        memory[place] = 1
+        assert bin(read()).count("1") == 1
+        memory[place] = 0

@@ -1,0 +1,83 @@
+"""Checks of the arrays that a backend on the processor is given; each failure is an `ArgumentError`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from treeattn import partial
+from treeattn.errors import ArgumentError
+
+__all__ = ["check_inputs", "check_lengths", "check_merge", "check_output", "check_records"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+# enum element_type of kernels/cpu/simd.h. uint16 stands for the bits of bfloat16.
+_ELEMENT_TYPES = {
+    np.dtype(np.float32): 0,
+    np.dtype(np.float16): 1,
+    np.dtype(ml_dtypes.bfloat16): 2,
+    np.dtype(np.uint16): 2,
+}
+
+
+def check_records(records: Array) -> None:
+    if records.ndim != 4 or records.shape[3] <= partial.EXTRA:
+        raise ArgumentError(
+            f"records have shape {records.shape}: [batch, heads, queries, head_dim + 2] is needed"
+        )
+    if records.dtype not in (np.float32, np.float64) or not records.flags.c_contiguous:
+        raise ArgumentError("records must be C-contiguous, float32 or float64")
+
+
+def check_output(name: str, array: Array, shape: tuple[int, ...], records: Array) -> None:
+    if array.shape != shape or array.dtype != records.dtype or not array.flags.c_contiguous:
+        raise ArgumentError(
+            f"{name} must be C-contiguous {records.dtype} of shape {shape}, not {array.dtype} {array.shape}"
+        )
+
+
+def check_merge(into: Array, other: Array) -> None:
+    if into.shape != other.shape or into.dtype != other.dtype:
+        raise ArgumentError(f"records {into.dtype} {into.shape} and {other.dtype} {other.shape} cannot merge")
+    if not (into.flags.c_contiguous and other.flags.c_contiguous):
+        raise ArgumentError("records to merge must be C-contiguous")
+
+
+def check_lengths(lengths: Array | None, tokens: int) -> None:
+    for b, length in enumerate(() if lengths is None else lengths):
+        if not 0 <= length <= tokens:
+            raise ArgumentError(f"lengths[{b}] = {length} is not in 0..{tokens}, the tokens of this shard")
+
+
+def check_inputs(q: Array, k: Array, v: Array, records: Array) -> tuple[int, int]:
+    """Element types of q and of k, v for the kernel; ArgumentError if anything does not fit."""
+    batch, heads, queries, width = records.shape
+    head_dim = width - partial.EXTRA
+    if q.shape != (batch, queries, heads, head_dim):
+        raise ArgumentError(
+            f"q has shape {q.shape}: [batch, queries, heads, head_dim] is {(batch, queries, heads, head_dim)}"
+        )
+    if k.ndim != 4 or k.shape != v.shape or (k.shape[0], k.shape[3]) != (batch, head_dim):
+        raise ArgumentError(
+            f"k {k.shape} and v {v.shape}: both must be [batch, tokens, kv_heads, head_dim] = "
+            f"[{batch}, any, any, {head_dim}]"
+        )
+    if k.shape[2] == 0 or heads % k.shape[2]:
+        raise ArgumentError(f"{heads} query heads cannot share {k.shape[2]} KV heads: it must be a multiple")
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if array.strides[3] != array.itemsize and head_dim > 1 and array.size:
+            raise ArgumentError(f"the last axis of {name} must be contiguous")
+    if records.dtype == np.float64:
+        return 0, 0
+    try:
+        types = _ELEMENT_TYPES[q.dtype], _ELEMENT_TYPES[k.dtype]
+    except KeyError as error:
+        raise ArgumentError(
+            f"q {q.dtype}, k {k.dtype}: with float32 records they are float32, float16 or bfloat16"
+        ) from error
+    if k.dtype != v.dtype:
+        raise ArgumentError(f"k is {k.dtype} but v is {v.dtype}")
+    return types

@@ -1,0 +1,153 @@
+"""How close attention on the processor comes to what the processor can do.
+
+Decoding reads the whole cache for a few multiplications with each number, so memory is the limit,
+or arithmetic where many query heads share a KV head (Williams, Waterman and Patterson, "Roofline",
+Communications of the ACM 52(4), 2009). Both limits are measured here, in turn with the attention:
+on a machine that others use too, a limit measured at another time says little.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from treeattn import partial
+from treeattn.backends import compile, cpu
+from treeattn.errors import ArgumentError, BackendError
+
+__all__ = ["DTYPES", "measure"]
+
+#: Types of the cache, by name.
+DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+_KV_HEADS = 8
+_HEAD_DIM = 128
+
+
+def measure(
+    tokens: int = 65536,
+    dtypes: Sequence[str] = tuple(DTYPES),
+    groups: Sequence[int] = (1, 4),
+    threads: Sequence[int] = (1,),
+    repeats: int = 7,
+    progress: Callable[[str], object] = lambda _: None,
+) -> dict[str, Any]:
+    """Measure a decoding step: one query, 8 KV heads, head_dim 128, cache as [1, tokens, heads, head_dim].
+
+    Args:
+        tokens: length of the context.
+        dtypes: names from `DTYPES`.
+        groups: numbers of query heads per KV head.
+        threads: numbers of threads.
+        repeats: how often limits and attention are run in turn; the best of each counts.
+        progress: called with a line of text for each row.
+
+    Returns:
+        A dictionary for JSON. ``read_rate_gb_s``: what one core reads at best, in 10^9 bytes per
+        second. ``rows``: for each case ``dtype``, ``group``, ``tokens``, ``threads``; ``gb_s``: bytes
+        of the cache per second; ``percent_of_read_rate``: of one core's read rate beside this case;
+        ``percent_of_bound``: of the slower of reading and arithmetic with that many threads;
+        ``microseconds``. Also the ``isa`` in use and ``multiply_add_rate_g_s``, 10^9 per second.
+
+    Raises:
+        ArgumentError: an unknown type, or a number that is not positive.
+        BackendError: there are no compiled kernels here, and why.
+    """
+    problem = cpu.compiled_kernels_problem()
+    if problem:
+        raise BackendError(f"nothing to measure without compiled kernels: {problem}")
+    unknown = set(dtypes) - set(DTYPES)
+    if unknown:
+        raise ArgumentError(f"dtype {', '.join(sorted(unknown))}: choose from {', '.join(DTYPES)}")
+    if min(tokens, repeats, *groups, *threads) < 1:
+        raise ArgumentError("tokens, groups, threads and repeats must be positive")
+    limits = _Limits(compile.library())
+    rows = []
+    for dtype in dtypes:
+        k, v = (_cache(tokens, DTYPES[dtype], seed) for seed in (1, 2))
+        for group in groups:
+            for count in threads:
+                rows.append(_row(limits, k, v, group, count, repeats) | {"dtype": dtype})
+                progress("{dtype} group {group} threads {threads}: {gb_s:.1f} GB/s".format(**rows[-1]))
+    return {
+        "read_rate_gb_s": max((row.pop("read_rate_gb_s") for row in rows), default=math.nan),
+        "multiply_add_rate_g_s": limits.multiply_add_rate / 1e9,
+        "isa": compile.chosen_isa(),
+        "rows": rows,
+    }
+
+
+def _row(limits: _Limits, k: Any, v: Any, group: int, threads: int, repeats: int) -> dict[str, Any]:
+    tokens, heads = k.shape[1], group * k.shape[2]
+    q = np.random.default_rng(0).standard_normal((1, 1, heads, _HEAD_DIM)).astype(k.dtype)
+    records = partial.identity((1, heads, 1), _HEAD_DIM)
+    attention = cpu.PlannedAttention(records, scale=_HEAD_DIM**-0.5, threads=threads)
+    attention(q, k, v)  # allocates, and starts threads
+    alone, together, step = (math.inf,) * 3
+    for _ in range(repeats):
+        alone = min(alone, limits.read_time(k, 1) + limits.read_time(v, 1))
+        if threads > 1:
+            together = min(together, limits.read_time(k, threads) + limits.read_time(v, threads))
+        limits.run_arithmetic()
+        step = min(step, _seconds(lambda: attention(q, k, v)))
+    size = k.nbytes + v.nbytes
+    arithmetic = 2 * tokens * heads * _HEAD_DIM / limits.multiply_add_rate / threads
+    return {
+        "dtype": "",
+        "group": group,
+        "tokens": tokens,
+        "threads": threads,
+        "gb_s": size / step / 1e9,
+        "percent_of_read_rate": 100 * alone / step,
+        "percent_of_bound": 100 * max(min(alone, together), arithmetic) / step,
+        "microseconds": step * 1e6,
+        "read_rate_gb_s": size / alone / 1e9,
+    }
+
+
+class _Limits:
+    """The yardsticks of kernels/cpu/roofline.c."""
+
+    multiply_add_rate = 0.0
+
+    def __init__(self, kernels: ctypes.CDLL) -> None:
+        self._kernels = kernels
+        kernels.multiply_and_add.restype = ctypes.c_int64
+
+    def read_time(self, array: Any, threads: int) -> float:
+        """Seconds to read an array once."""
+        address, size = ctypes.c_void_p(array.ctypes.data), ctypes.c_int64(array.nbytes)
+        return _seconds(lambda: self._kernels.read_memory(address, size, ctypes.c_int32(threads)))
+
+    def run_arithmetic(self) -> None:
+        """Multiply and add for about a millisecond, and remember the best rate."""
+        done = 0
+        result = ctypes.c_float(0.5)
+
+        def run() -> None:
+            nonlocal done
+            done = self._kernels.multiply_and_add(ctypes.c_int64(200_000), ctypes.byref(result))
+
+        seconds = _seconds(run)
+        self.multiply_add_rate = max(self.multiply_add_rate, done / seconds)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _cache(tokens: int, dtype: Any, seed: int) -> Any:
+    """Keys or values [1, tokens, kv_heads, head_dim]: random, but the same 1024 tokens again and again."""
+    block = np.random.default_rng(seed).standard_normal((1024, _KV_HEADS, _HEAD_DIM)).astype(dtype)
+    cache = np.empty((1, tokens, _KV_HEADS, _HEAD_DIM), dtype)
+    for begin in range(0, tokens, 1024):
+        cache[0, begin : begin + 1024] = block[: tokens - begin]
+    return cache
