@@ -18,7 +18,7 @@ from treeattn.errors import ArgumentError, ScheduleError, TreeattnError
 __all__ = ["main"]
 
 # command -> the module below this package that holds it, loaded only when it is used
-_COMMANDS = ("decode", "schemes", "schedule", "doctor")
+_COMMANDS = ("decode", "schemes", "schedule", "roofline", "doctor")
 
 
 class _Commands(click.Group):

