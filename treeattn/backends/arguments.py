@@ -1,7 +1,8 @@
-"""Checks of the arrays that a backend on the processor is given; each failure is an `ArgumentError`."""
+"""Addresses and checks of the arrays that a backend on the processor is given."""
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import ml_dtypes
@@ -10,7 +11,7 @@ import numpy as np
 from treeattn import partial
 from treeattn.errors import ArgumentError
 
-__all__ = ["check_inputs", "check_lengths", "check_merge", "check_output", "check_records"]
+__all__ = ["address", "check_inputs", "check_lengths", "check_merge", "check_output", "check_records"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -21,6 +22,33 @@ _ELEMENT_TYPES = {
     np.dtype(ml_dtypes.bfloat16): 2,
     np.dtype(np.uint16): 2,
 }
+
+
+class _ArrayInterface(ctypes.Structure):
+    """PyArrayInterface, the C structure of NumPy's array interface protocol."""
+
+    _fields_ = [
+        ("two", ctypes.c_int),
+        ("nd", ctypes.c_int),
+        ("typekind", ctypes.c_char),
+        ("itemsize", ctypes.c_int),
+        ("flags", ctypes.c_int),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("data", ctypes.c_void_p),
+    ]
+
+
+_interface = ctypes.PYFUNCTYPE(ctypes.POINTER(_ArrayInterface), ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+def address(array: Array) -> int:
+    """Where an array's first element lies: `array.ctypes.data` in half the time, for a decoder's step."""
+    capsule = array.__array_struct__  # owns what the pointer leads to
+    data: int = _interface(capsule, None).contents.data
+    return data
 
 
 def check_records(records: Array) -> None:

@@ -104,7 +104,7 @@ class PlannedAttention:
         kernels = _kernels()[0]
         self._kernels = kernels if records.dtype == np.float32 else None
         self._arguments = _Arguments(
-            records=_address(records), scale=self._scale, threads=threads or _threads()
+            records=arguments.address(records), scale=self._scale, threads=threads or _threads()
         )
         self._pointer = ctypes.byref(self._arguments)
 
@@ -126,7 +126,7 @@ class PlannedAttention:
         types = arguments.check_inputs(q, k, v, self._records)
         if self._kernels is not None:
             a = self._arguments
-            a.q, a.k, a.v = _address(q), _address(k), _address(v)
+            a.q, a.k, a.v = arguments.address(q), arguments.address(k), arguments.address(v)
             a.batch, a.queries, a.heads, a.head_dim = q.shape
             a.tokens, a.kv_heads = k.shape[1:3]
             a.q_batch_stride, a.q_query_stride, a.q_head_stride = q.strides[:3]
@@ -144,7 +144,7 @@ class PlannedAttention:
         lengths = np.ascontiguousarray(lengths, np.int64)
         if lengths.shape != k.shape[:1]:
             raise ArgumentError(f"lengths has shape {lengths.shape}: one for each of {k.shape[0]} batch rows")
-        self._arguments.lengths = _address(lengths)
+        self._arguments.lengths = arguments.address(lengths)
         # Perhaps a converted copy, which no argument ever is: it is made anew in the next call.
         self._lengths = lengths
         return lengths
@@ -152,7 +152,7 @@ class PlannedAttention:
     def _reserve(self, size: int) -> None:
         if self._workspace.nbytes < size + _ALIGNMENT:
             self._workspace = np.empty(size + size // 8 + _ALIGNMENT, np.uint8)
-            start = _address(self._workspace)
+            start = arguments.address(self._workspace)
             self._arguments.workspace = start + -start % _ALIGNMENT
 
 
@@ -281,13 +281,8 @@ def _threads() -> int:
     return int(text)
 
 
-def _address(array: Array) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
-
-
 def _pointer(array: Array) -> ctypes.c_void_p:
-    return ctypes.c_void_p(_address(array))
+    return ctypes.c_void_p(arguments.address(array))
 
 
 def _keep(call: functools.partial[Any], *arrays: Array) -> functools.partial[Any]:

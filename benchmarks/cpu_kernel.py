@@ -1,0 +1,107 @@
+"""The processor's kernels against its limits: python benchmarks/cpu_kernel.py [--json FILE]
+
+Goals, one thread, head_dim 128, 65536 tokens, every type of cache: 90 percent of what one core reads
+at one query head per KV head, 60 percent at four. Two partials of 16 heads merge within 1 microsecond,
+call included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from treeattn import partial, report, roofline
+from treeattn.backends import compile, cpu
+
+
+def best_microseconds(run: Any, calls: int, repeats: int = 500) -> float:
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        best = min(best, (time.perf_counter() - start) / calls)
+    return best * 1e6
+
+
+def small_calls() -> dict[str, float]:
+    """Microseconds of calls where overhead counts: 16 heads, head_dim 128, one query, bfloat16."""
+    records = partial.identity((1, 16, 1), 128)
+    out, lse = np.empty((1, 1, 16, 128), np.float32), np.empty((1, 16, 1), np.float32)
+    q, k, v = (np.ones((1, n, 16, 128), np.uint16) for n in (1, 64, 64))
+    attention = cpu.PlannedAttention(records, scale=0.1)
+    attention(q, k, v)
+    other = records.reshape(16, 130).copy()
+    other[:, 0] -= 1
+    merge = cpu.MergeOperator(128).planned_merge(records.reshape(16, 130), other)
+    none = k[:, :0]
+    return {
+        "merge of 16 x 128": best_microseconds(merge, 100),
+        "finish of 16 x 128": best_microseconds(cpu.planned_finish(records, out, lse), 100),
+        "attention over 0 tokens, same arrays": best_microseconds(lambda: attention(q, none, none), 100),
+        "attention over 64 tokens, same arrays": best_microseconds(lambda: attention(q, k, v), 10),
+        "attention over 64 tokens, new views": best_microseconds(lambda: attention(q, k[:, :], v[:, :]), 10),
+    }
+
+
+def one_isa(repeats: int) -> dict[str, Any]:
+    cores = len(os.sched_getaffinity(0))
+    return {
+        "isa": compile.chosen_isa(),
+        "roofline": roofline.measure(repeats=repeats, threads=(1, 2) if cores > 1 else (1,)),
+        "microseconds": small_calls(),
+    }
+
+
+def every_isa(repeats: int) -> list[dict[str, Any]]:
+    """`one_isa` in a process for each instruction set that runs here."""
+    results = []
+    for isa in compile.available_isas():
+        command = [sys.executable, __file__, "--one", "--repeats", str(repeats)]
+        output = subprocess.run(
+            command, env={**os.environ, "TREEATTN_ISA": isa}, capture_output=True, text=True, check=True
+        )
+        results.append(json.loads(output.stdout))
+        show(results[-1])
+    return results
+
+
+def show(result: dict[str, Any]) -> None:
+    print(f"{result['isa']}: one core reads {result['roofline']['read_rate_gb_s']:.1f} GB/s")
+    for row in result["roofline"]["rows"]:
+        print(
+            "  {dtype:9s} {group} query heads per KV head, {threads} threads: {gb_s:5.1f} GB/s, "
+            "{percent_of_read_rate:4.0f} % of one core's reading, "
+            "{percent_of_bound:4.0f} % of the bound".format(**row)
+        )
+    for name, value in result["microseconds"].items():
+        print(f"  {name}: {value:.2f} us")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--one", action="store_true", help="this process's instruction set only, as JSON")
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(one_isa(options.repeats)))
+        return
+    software = report.software()
+    results = every_isa(options.repeats)
+    if options.json:
+        machine = {"cpu": report.cpu_name(), "cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()}
+        text = json.dumps({"software": software, "machine": machine, "results": results}, indent=1)
+        options.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
