@@ -29,6 +29,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source that compiles at once, for tests that load nothing."""
+    monkeypatch.setattr(compile, "_sources", lambda: {"tiny.c": b"int tiny;\n", "tiny.h": b""})
+
+
+@pytest.fixture
 def counting_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A `cc` that notes each compilation in a file and takes its time; returns that file."""
     log = tmp_path / "compilations"
@@ -36,7 +42,7 @@ def counting_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "counting-cc"
     script.write_text(
         f'#!/bin/sh\ncase "$*" in *--version*) ;; *) echo once >> {log}; sleep 0.5;; esac\n'
-        f'exec {COMPILER} "$@"\n'
+        f'exec {COMPILER} "$@" -O0\n'
     )
     script.chmod(0o755)
     monkeypatch.setenv("CC", str(script))
@@ -61,6 +67,7 @@ def test_processes_that_start_together_compile_once(cache: Path, counting_compil
 
 
 @needs_compiler
+@pytest.mark.usefixtures("tiny")
 def test_the_file_is_found_again(cache: Path, counting_compiler: Path) -> None:
     first = compile.library_path("portable")
     assert compile.library_path("portable") == first
@@ -130,6 +137,7 @@ def test_without_a_compiler_numpy_serves(compiler: str) -> None:
 
 
 @needs_compiler
+@pytest.mark.usefixtures("tiny")
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocker = tmp_path / "file"
     blocker.touch()
@@ -139,6 +147,35 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     assert path.parent == tmp_path / f"treeattn-{os.getuid()}"
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert compile.library_path("portable") == path
+
+
+@needs_compiler
+@pytest.mark.usefixtures("tiny")
+def test_machines_without_a_compiler_use_what_others_compiled(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = compile.library_path("portable")
+    monkeypatch.setenv("CC", "/nonexistent/cc")
+    assert compile.library_path("portable") == path
+    monkeypatch.setattr(compile, "_sources", lambda: {"other.c": b"int other;"})
+    with pytest.raises(BackendError, match="no C compiler: /nonexistent/cc"):
+        compile.library_path("portable")
+    assert list(cache.glob("*.so")) == [path]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("tiny")
+def test_a_full_cache_need_not_be_writable(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = compile.library_path("portable")
+
+    def refuse(**_: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(compile.tempfile, "TemporaryFile", refuse)
+    version = compile.subprocess.run(["cc", "--version"], capture_output=True, text=True, check=True).stdout
+    monkeypatch.setattr(compile, "_run", lambda command: version if "--version" in command else 1 / 0)
+    assert compile.library_path("portable") == path
+    assert path.parent == cache
 
 
 def test_a_temporary_folder_of_someone_else_is_not_trusted(
@@ -159,15 +196,15 @@ def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: p
     monkeypatch.delenv("TREEATTN_CACHE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert compile._cache_folder() == tmp_path / "home" / ".cache" / "treeattn"
+    assert compile._writable_folder() == tmp_path / "home" / ".cache" / "treeattn"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert compile._cache_folder() == tmp_path / "xdg" / "treeattn"
+    assert compile._writable_folder() == tmp_path / "xdg" / "treeattn"
     monkeypatch.setenv("TREEATTN_CACHE", str(tmp_path / "own"))
-    assert compile._cache_folder() == tmp_path / "own"
+    assert compile._writable_folder() == tmp_path / "own"
 
 
 @needs_compiler
-@pytest.mark.usefixtures("cache")
+@pytest.mark.usefixtures("cache", "tiny")
 def test_builds_differ_by_isa_compiler_and_source(monkeypatch: pytest.MonkeyPatch) -> None:
     paths = {compile.library_path(isa) for isa in compile.available_isas()}
     monkeypatch.setenv("CC", "cc -DOTHER")

@@ -89,7 +89,8 @@ def _library(isa: str) -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise BackendError(
-            f"the compiled kernels {path} cannot be loaded: {error}; delete the file"
+            f"the compiled kernels {path} cannot be loaded: {error}; delete the file, "
+            "or set TREEATTN_CACHE to a folder from which programs may run"
         ) from error
 
 
@@ -97,17 +98,30 @@ def library_path(isa: str) -> Path:
     """The file with the kernels for one instruction set, compiled now if it is not there.
 
     One process of a machine compiles while the others wait. The file appears whole or not at all.
+    Where there is no compiler, as on the compute nodes of some clusters, what another machine with
+    the same cache folder compiled from the same sources serves too.
     """
     compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
-    command = [*compiler, *_FLAGS, *ISA_FLAGS[isa]]
-    version = _run([*compiler, "--version"])
     sources = _sources()
-    folder = _cache_folder()
-    path = folder / f"kernels-{isa}-{_key(command, version, sources)}.so"
+    stem = (
+        f"kernels-{isa}-{_digest(platform.machine(), platform.system(), *_FLAGS, *ISA_FLAGS[isa], sources)}"
+    )
+    try:
+        version = _run([*compiler, "--version"])
+    except BackendError:
+        built = sorted(_chosen_folder().glob(f"{stem}-*.so"))
+        if not built:
+            raise
+        return built[0]
+    name = f"{stem}-{_digest(*compiler, version)}.so"
+    path = _chosen_folder() / name
+    if path.exists():
+        return path
+    path = _writable_folder() / name
     if not path.exists():
-        with _locked(folder):
+        with _locked(path.parent):
             if not path.exists():
-                _compile(command, sources, path)
+                _compile([*compiler, *_FLAGS, *ISA_FLAGS[isa]], sources, path)
     return path
 
 
@@ -118,11 +132,12 @@ def _sources() -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(files, key=lambda file: file.name)}
 
 
-def _key(command: list[str], version: str, sources: dict[str, bytes]) -> str:
-    digest = hashlib.sha256("\0".join((platform.machine(), platform.system(), version, *command)).encode())
-    for name, content in sources.items():
-        digest.update(f"\0{name}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()[:20]
+def _digest(*parts: str | dict[str, bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        for name, content in part.items() if isinstance(part, dict) else [(part, b"")]:
+            digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()[:16]
 
 
 def _compile(command: list[str], sources: dict[str, bytes], path: Path) -> None:
@@ -158,16 +173,26 @@ def _run(command: list[str]) -> str:
     raise BackendError(f"{command[0]} failed with status {result.returncode}: {complaint.strip()}")
 
 
-def _cache_folder() -> Path:
-    """A folder of this user's that can be written, created if need be."""
+def _chosen_folder() -> Path:
+    """Where the environment wants compiled kernels; it need not exist."""
     chosen = os.environ.get("TREEATTN_CACHE")
+    if chosen:
+        return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
     try:
-        folder = Path(chosen) if chosen else (Path(base) if base else Path.home() / ".cache") / "treeattn"
+        return (Path(base) if base else Path.home() / ".cache") / "treeattn"
+    except RuntimeError:  # no home directory
+        return _private_temporary_folder()
+
+
+def _writable_folder() -> Path:
+    """The chosen folder, created if need be, or a private one if it cannot be written."""
+    folder = _chosen_folder()
+    try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
-    except (OSError, RuntimeError):  # RuntimeError: no home directory
+    except OSError:
         return _private_temporary_folder()
 
 
