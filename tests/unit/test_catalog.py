@@ -160,7 +160,8 @@ def test_parse_nests_in_parentheses():
         ("hierarchical:outer=(recursive_doubling):inner=(k_ary_tree:radix=4)",
          "hierarchical:inner=(k_ary_tree:radix=4)"),
         ("hierarchical:inner=(binary_tree)", "hierarchical"),
-        ("hierarchical:nodes=8+8+8+8+8", "hierarchical:nodes=5x8"),
+        ("hierarchical:nodes=8+8+8+8+2", "hierarchical:nodes=4x8+2"),
+        ("hierarchical:nodes=3x8", "hierarchical:nodes=8+8+8"),
         ("hierarchical:nodes=4+4+2", "hierarchical:nodes=4+4+2"),
         ("mpi_allreduce", "mpi_allreduce"),
     ],
@@ -278,6 +279,14 @@ def test_library_reducers_have_no_schedule():
 def test_nodes_that_do_not_fit_are_a_restriction(name, nodes, problem):
     with pytest.raises(RestrictionError, match=f"{name}: .*{problem}"):
         build(name, 10, nodes=nodes)
+
+
+@pytest.mark.parametrize(
+    "nodes", [(), ((0, 1), ()), ((),), 4, "", ((0, 1), (2.0, 3)), (2, 0, 2), (2, "x"), ((0, 1), 2)]
+)
+def test_nodes_that_cannot_be_read_are_refused(nodes):
+    with pytest.raises(ScheduleError, match="takes node sizes such as"):
+        build("hierarchical", 4, nodes=nodes)
 
 
 @pytest.mark.parametrize("text", ["hierarchical:outer=head_scatter", "split_rail:rail=head_scatter"])
