@@ -37,7 +37,6 @@
 typedef float vector __attribute__((vector_size(WIDTH * 4), may_alias));
 typedef int32_t vector_int __attribute__((vector_size(WIDTH * 4), may_alias));
 typedef uint32_t vector_bits __attribute__((vector_size(WIDTH * 4), may_alias));
-typedef uint16_t vector_half __attribute__((vector_size(WIDTH * 2), may_alias));
 
 /* Element types of q, k and v: the numbers that treeattn/backends/cpu.py passes. */
 enum element_type { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
@@ -161,21 +160,21 @@ INLINE vector sum_each(vector *value) {
 #endif
 }
 
-/* Two vectors of consecutive elements are a *unit*: what one load of 16-bit elements brings.
- * bfloat16 comes apart most cheaply as even and odd elements, so that is the order of a unit's
- * lanes where SPLIT_BFLOAT16 is 1; a dot product does not mind, and interleave() undoes it at the end. */
+/* Two vectors of consecutive elements are a *unit*: what one load of 16-bit elements brings. It comes apart most
+ * cheaply as elements with even and with odd index, unless an instruction widens neighbours. That is then the order
+ * of a unit's lanes: a dot product does not mind, and interleave() undoes it at the end. */
 enum { UNIT = 2 * WIDTH };
 typedef struct {
   vector first, second;
 } unit;
 
-#if SIMD_AVX512 || SIMD_AVX2
-#define SPLIT_BFLOAT16 1
+#if SIMD_AVX512 || SIMD_AVX2 || SIMD_NEON
+enum { CAN_WIDEN_HALF = 1 };
 #else
-#define SPLIT_BFLOAT16 0
+enum { CAN_WIDEN_HALF = 0 };
 #endif
 
-INLINE int is_split(enum element_type type) { return type == BFLOAT16 && SPLIT_BFLOAT16; }
+INLINE int is_split(enum element_type type) { return type == BFLOAT16 || (type == FLOAT16 && !CAN_WIDEN_HALF); }
 
 /* A split unit to memory order, and back. */
 INLINE unit interleave(unit u) {
@@ -200,48 +199,66 @@ INLINE unit split(unit u) {
   return (unit){load(to), load(to + WIDTH)};
 }
 
-/* float16 to float32 with integer arithmetic, subnormal numbers, infinities and NaN included. */
-INLINE vector widen_half_portably(vector_half half) {
-  vector_bits wide = __builtin_convertvector(half, vector_bits);
-  vector_bits sign = (wide & 0x8000u) << 16, magnitude = (wide & 0x7fffu) << 13;
-  vector_bits subnormal = (vector_bits)(magnitude < (1u << 23)), special = (vector_bits)(magnitude >= (31u << 23));
-  vector_bits normal = magnitude + (112u << 23) + (special & (112u << 23));
-  vector scaled = (vector)(magnitude + (113u << 23)) - 0x1p-14f;
+typedef struct {
+  vector_bits even, odd;
+} halves;
+
+/* 32-bit words of two 16-bit patterns each: every pattern in the upper half of a lane, something below it. */
+INLINE halves split_words(vector_bits words) {
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+  return (halves){words << 16, words};
+#else
+  return (halves){words, words << 16};
+#endif
+}
+
+INLINE unit split_bfloat16(vector_bits words) {
+  const halves h = split_words(words);
+  return (unit){(vector)(h.even & 0xffff0000u), (vector)(h.odd & 0xffff0000u)};
+}
+
+/* float16 in the upper half of each lane to float32, subnormal numbers, infinities and NaN included. */
+INLINE vector widen_half(vector_bits upper) {
+  const vector_bits sign = upper & 0x80000000u, magnitude = (upper & 0x7fff0000u) >> 3;
+  const vector_bits subnormal = (vector_bits)((vector_int)magnitude < (1 << 23));
+  const vector_bits special = (vector_bits)((vector_int)magnitude > (31 << 23) - 1);
+  const vector_bits normal = magnitude + (112u << 23) + (special & (112u << 23));
+  const vector scaled = (vector)(magnitude + (113u << 23)) - 0x1p-14f;
   return (vector)(sign | (normal & ~subnormal) | ((vector_bits)scaled & subnormal));
 }
 
-INLINE vector widen_half(const void *from) {
+INLINE unit split_float16(vector_bits words) {
+  const halves h = split_words(words);
+  return (unit){widen_half(h.even), widen_half(h.odd)};
+}
+
+INLINE unit load_float16(const char *from) {
 #if SIMD_AVX512
-  return _mm512_cvtph_ps(_mm256_loadu_si256(from));
+  return (unit){_mm512_cvtph_ps(_mm256_loadu_si256((const void *)from)),
+                _mm512_cvtph_ps(_mm256_loadu_si256((const void *)(from + 2 * WIDTH)))};
 #elif SIMD_AVX2
-  return _mm256_cvtph_ps(_mm_loadu_si128(from));
+  return (unit){_mm256_cvtph_ps(_mm_loadu_si128((const void *)from)),
+                _mm256_cvtph_ps(_mm_loadu_si128((const void *)(from + 2 * WIDTH)))};
 #elif SIMD_NEON
-  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
+  const uint16x8_t both = vreinterpretq_u16_u8(vld1q_u8((const uint8_t *)from));
+  return (unit){vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(both))),
+                vcvt_f32_f16(vreinterpret_f16_u16(vget_high_u16(both)))};
 #else
-  vector_half half;
-  memcpy(&half, from, sizeof half);
-  return widen_half_portably(half);
+  vector_bits words;
+  memcpy(&words, from, sizeof words);
+  return split_float16(words);
 #endif
 }
 
-INLINE unit split_bfloat16(vector_bits both) { return (unit){(vector)(both << 16), (vector)(both & 0xffff0000u)}; }
-
-INLINE unit load_bfloat16(const void *from) {
-#if SPLIT_BFLOAT16
-  vector_bits both;
-  memcpy(&both, from, sizeof both);
-  return split_bfloat16(both);
-#else
-  vector_half half[2];
-  memcpy(half, from, sizeof half);
-  return (unit){(vector)(__builtin_convertvector(half[0], vector_bits) << 16),
-                (vector)(__builtin_convertvector(half[1], vector_bits) << 16)};
-#endif
+INLINE unit load_bfloat16(const char *from) {
+  vector_bits words;
+  memcpy(&words, from, sizeof words);
+  return split_bfloat16(words);
 }
 
 INLINE unit load_unit(enum element_type type, const char *from) {
   if (type == BFLOAT16) return load_bfloat16(from);
-  if (type == FLOAT16) return (unit){widen_half(from), widen_half(from + 2 * WIDTH)};
+  if (type == FLOAT16) return load_float16(from);
   return (unit){load((const float *)from), load((const float *)from + WIDTH)};
 }
 
