@@ -1,0 +1,118 @@
+"""A decode problem that lies in a file: its shards, and the judge of its results."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from treeattn import comm as comm_
+from treeattn import files, reference
+from treeattn.arguments import Shape, dtype_name
+from treeattn.errors import ArgumentError, TreeattnError
+from treeattn.shards import Layout
+
+__all__ = ["Judge", "Problem"]
+
+
+class Problem:
+    """The input: q whole, k and v as this rank's shard. Raises the same `ArgumentError` on every rank."""
+
+    def __init__(self, world: Any, source: Path, layout: Layout, expect: Path | None) -> None:
+        self.source, self.layout = source, layout
+        error: TreeattnError | None = None
+        try:
+            self._open(world, expect)
+        except TreeattnError as found:
+            error = found
+        comm_.agree(world, {} if error else {"the input file": self.identity}, error)
+        self._load(world)
+
+    def _open(self, world: Any, expect: Path | None) -> None:
+        self.file = files.open_cache(self.source)
+        q, k, v = (self.file[name] for name in "qkv")
+        for name, tensor in zip("qkv", (q, k, v), strict=True):
+            if tensor.ndim != 4:
+                raise ArgumentError(
+                    f"{self.source}: {name} has shape {list(tensor.shape)}, expected four axes"
+                )
+        self.shape = Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], dtype_name(q))
+        self.shape.check_query(q)
+        self.shape.check_cache(k, v)
+        self.tokens = k.shape[1]
+        stated = self.file.scale()
+        self.scale = self.shape.default_scale() if stated is None else stated
+        self.runs = self.layout.runs(self.tokens, world.rank, world.size)
+        self.lengths = None
+        if "lengths" in self.file.tensors:
+            lengths = self.shape.check_lengths(self.file["lengths"], self.tokens)
+            self.lengths = self.layout.shard_lengths(lengths, self.tokens, world.rank, world.size)
+        self.expected = None
+        if expect is not None:
+            wanted = files.open_cache(expect)
+            self.expected = (np.array(wanted["out"]), np.array(wanted["lse"]))
+            if self.expected[0].shape != q.shape or self.expected[1].shape != self.shape.lse_shape:
+                raise ArgumentError(f"{expect}: out and lse do not have the shapes that {self.source} gives")
+        self.identity = (self.shape, self.tokens, self.scale, self.source.stat().st_size)
+
+    def _load(self, world: Any) -> None:
+        self.q = np.array(self.file["q"])
+        nbytes = 2 * self.file["k"].nbytes * sum(len(range(*r.indices(self.tokens))) for r in self.runs)
+        bar = Progress(
+            TextColumn("reading the shard of rank 0"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+            console=Console(stderr=True), transient=True,
+            disable=world.rank != 0 or not sys.stderr.isatty(),
+        )  # fmt: skip
+        with bar:
+            task = bar.add_task("", total=nbytes // max(self.tokens, 1))
+            self.k, self.v = (
+                files.load_runs(self.file[name], self.runs, lambda done: bar.advance(task, done))
+                for name in "kv"
+            )
+
+
+class Judge:
+    """Says how far a result is from the oracle and from the expected tensors."""
+
+    def __init__(self, world: Any, problem: Problem, check: bool) -> None:
+        self.world = world
+        self.against: dict[str, tuple[Any, Any]] = {}
+        self.bounds: tuple[float, float] | None = None
+        if check or problem.expected is not None:
+            if check:
+                comm_.agree(world, {"q": hashlib.sha256(problem.q.tobytes()).hexdigest()})
+            mine = reference.partial(
+                problem.q, problem.k, problem.v, scale=problem.scale, lengths=problem.lengths
+            )
+            partials = world.gather(mine, root=0)
+            if world.rank == 0:
+                self.bounds = reference.error_bounds(partials)
+                if check:
+                    self.against["oracle"] = reference.combine(partials)
+                if problem.expected is not None:
+                    self.against["expected"] = problem.expected
+
+    def errors(self, out: Any, lse: Any) -> dict[str, tuple[float, float]]:
+        """Largest |out - reference| and |lse - reference| for each reference, on rank 0."""
+        return {
+            name: (_largest_difference(out, wanted[0]), _largest_difference(lse, wanted[1]))
+            for name, wanted in self.against.items()
+        }
+
+    def passes(self, errors: dict[str, tuple[float, float]]) -> bool:
+        bounds = self.bounds
+        return bounds is None or all(o <= bounds[0] and s <= bounds[1] for o, s in errors.values())
+
+
+def _largest_difference(mine: Any, wanted: Any) -> float:
+    """max |mine - wanted|; equal infinities and NaN in both places differ by nothing."""
+    mine, wanted = np.asarray(mine, np.float64), np.asarray(wanted, np.float64)
+    same = (mine == wanted) | (np.isnan(mine) & np.isnan(wanted))
+    with np.errstate(invalid="ignore"):
+        difference = np.where(same, 0.0, np.abs(mine - wanted))
+    return float(np.nan_to_num(difference, nan=np.inf).max(initial=0.0))
