@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from treeattn import partial, report, roofline
@@ -36,7 +37,8 @@ def small_calls() -> dict[str, float]:
     """Microseconds of calls where overhead counts: 16 heads, head_dim 128, one query, bfloat16."""
     records = partial.identity((1, 16, 1), 128)
     out, lse = np.empty((1, 1, 16, 128), np.float32), np.empty((1, 16, 1), np.float32)
-    q, k, v = (np.ones((1, n, 16, 128), np.uint16) for n in (1, 64, 64))
+    draw = np.random.default_rng(0)
+    q, k, v = (draw.standard_normal((1, n, 16, 128)).astype(ml_dtypes.bfloat16) for n in (1, 64, 64))
     attention = cpu.PlannedAttention(records, scale=0.1)
     attention(q, k, v)
     other = records.reshape(16, 130).copy()

@@ -104,7 +104,7 @@ class Reducer:
         self.wait()
 
     def close(self) -> None:
-        """Free requests and communicator, after the step in flight. Collective; a second call does nothing."""
+        """Free requests and communicator, after a step in flight. Collective; twice does nothing more."""
         if self._closed:
             return
         if self._started:

@@ -6,16 +6,17 @@
 
 #include "records.h"
 
-#define EACH_HEAD_DIM(RECORD) \
-    RECORD(8) RECORD(16) RECORD(24) RECORD(32) RECORD(40) RECORD(48) RECORD(56) RECORD(64) \
-    RECORD(72) RECORD(80) RECORD(88) RECORD(96) RECORD(104) RECORD(112) RECORD(120) RECORD(128) \
-    RECORD(136) RECORD(144) RECORD(152) RECORD(160) RECORD(168) RECORD(176) RECORD(184) RECORD(192) \
-    RECORD(200) RECORD(208) RECORD(216) RECORD(224) RECORD(232) RECORD(240) RECORD(248) RECORD(256)
+#define EACH_HEAD_DIM(RECORD)                                                                                          \
+  RECORD(8)                                                                                                            \
+  RECORD(16) RECORD(24) RECORD(32) RECORD(40) RECORD(48) RECORD(56) RECORD(64) RECORD(72) RECORD(80) RECORD(88)        \
+      RECORD(96) RECORD(104) RECORD(112) RECORD(120) RECORD(128) RECORD(136) RECORD(144) RECORD(152) RECORD(160)       \
+          RECORD(168) RECORD(176) RECORD(184) RECORD(192) RECORD(200) RECORD(208) RECORD(216) RECORD(224) RECORD(232)  \
+              RECORD(240) RECORD(248) RECORD(256)
 
-#define RECORD(head_dim)                                                                                             \
-  static void merge_##head_dim(void *in, void *inout, int *count, void *datatype) {                                  \
-    (void)datatype;                                                                                                  \
-    merge_partials(inout, in, *count, head_dim + RECORD_NUMERATOR);                                                  \
+#define RECORD(head_dim)                                                                                               \
+  static void merge_##head_dim(void *in, void *inout, int *count, void *datatype) {                                    \
+    (void)datatype;                                                                                                    \
+    merge_partials(inout, in, *count, head_dim + RECORD_NUMERATOR);                                                    \
   }
 EACH_HEAD_DIM(RECORD)
 #undef RECORD
@@ -25,8 +26,8 @@ typedef void mpi_user_function(void *, void *, int *, void *);
 /* The operator for records of `head_dim` + 2 floats, or NULL where there is none. */
 mpi_user_function *mpi_operator(int64_t head_dim) {
   switch (head_dim) {
-#define RECORD(head_dim)                                                                                             \
-  case head_dim:                                                                                                     \
+#define RECORD(head_dim)                                                                                               \
+  case head_dim:                                                                                                       \
     return merge_##head_dim;
     EACH_HEAD_DIM(RECORD)
 #undef RECORD

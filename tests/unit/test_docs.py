@@ -58,7 +58,7 @@ def test_links_point_to_files():
 
 
 def test_pictures_are_current(tmp_path):
-    """Drawn again by the command that the README names: python -m treeattn schedule .. --out docs/images/.."""
+    """Drawn again by the command that the README names."""
     command = ["schedule", "hierarchical", "--ranks", "16", "--nodes", "4", "--format", "svg"]
     target = tmp_path / "hierarchical.svg"
     subprocess.run(
