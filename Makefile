@@ -46,7 +46,7 @@ lint: .venv/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p treeattn
 	$(BIN)/codespell
-	$(BIN)/clang-format --dry-run --Werror kernels/cpu/*.c kernels/cpu/*.h
+	$(BIN)/clang-format --dry-run --Werror kernels/cpu/*.c kernels/cpu/*.h kernels/cuda/*.cu* tests/emulator/*/*.h
 	$(BIN)/shellcheck .ci/run jobs/*.sh jobs/*.sbatch
 
 # The package from a wheel, in its own environment, away from the checkout.
