@@ -74,8 +74,11 @@ template <int HELD> __device__ __forceinline__ void take_scores(RowState<HELD> &
   }
 }
 
+// Blocks that a multiprocessor should hold. Without it the compiler spills a few registers to make room for a fifth.
+constexpr int resident_blocks(int rows) { return rows == 4 ? 2 : 4; }
+
 template <typename T, int HEAD_DIM, int ROWS>
-__global__ void __launch_bounds__(THREADS) partial_attention(const AttentionArguments a) {
+__global__ void __launch_bounds__(THREADS, resident_blocks(ROWS)) partial_attention(const AttentionArguments a) {
   using L = Layout<T, HEAD_DIM>;
   __shared__ float numerators[L::GROUPS * ROWS * HEAD_DIM];
   __shared__ float maxima[L::GROUPS * ROWS], denominators[L::GROUPS * ROWS];
@@ -164,7 +167,7 @@ __global__ void __launch_bounds__(THREADS) partial_attention(const AttentionArgu
       denominators[group * ROWS + r] = state[r].denominator;
     }
   }
-  __syncthreads();
+  __syncthreads(); // the groups' states are there
   merge_block<HEAD_DIM, ROWS, L::GROUPS>(a, w, numerators, maxima, denominators);
   combine_splits<HEAD_DIM, ROWS>(a, w, numerators);
 }

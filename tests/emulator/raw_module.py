@@ -31,6 +31,8 @@ _FLAGS = (
         "-shared",
         "-pthread",
     ),
+    # Modules in one process must not share each other's variables, shared memory above all.
+    *("-fvisibility=hidden", "-fno-gnu-unique"),
     *("-Wall", "-Wno-unknown-pragmas", "-Werror", "-DTREEATTN_EMULATOR"),
 )
 _SANITIZERS = {

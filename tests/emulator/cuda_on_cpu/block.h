@@ -19,6 +19,7 @@ struct uint3 {
 
 namespace emulator {
 
+constexpr int MAX_WORKERS = 256;
 constexpr int WARP = 32, MAX_COPIES = 512, MAX_MASKS = 16, SLOT_BYTES = 32;
 
 enum class Operation { shuffle, ballot, sync_warp, load_matrices, multiply_matrices };
@@ -73,6 +74,8 @@ struct Launch {
   std::atomic<long> next_block{0};
   std::atomic<bool> failed{false};
   char message[512] = "";
+  std::atomic<int> mapped{0};
+  char *stacks[MAX_WORKERS];
 };
 
 struct Block {
@@ -267,11 +270,11 @@ UNCHECKED inline void start_fiber() {
   __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
 #endif
 #if EMULATOR_TSAN
-  __tsan_acquire(block);
+  __tsan_acquire(&block->threads); // not what ending threads release: one's end orders nothing for another
 #endif
   block->launch->call(block->launch->kernel, block->launch->arguments);
 #if EMULATOR_TSAN
-  __tsan_release(block);
+  __tsan_release(&block->live);
 #endif
   current->done = true;
   block->live--;
@@ -357,13 +360,13 @@ UNCHECKED inline void reset_block(Block &block, long number, char *stacks, Copy 
 UNCHECKED inline void run_block(Block &block) {
   Fiber *first = &block.fibers[block.random ? pick_lane(block.warps[0].ready, WARP, block.random) : 0];
 #if EMULATOR_TSAN
-  __tsan_release(&block);
+  __tsan_release(&block.threads);
 #endif
   current = first;
   switch_context(block.scheduler, first->context, false);
   current = nullptr;
 #if EMULATOR_TSAN
-  __tsan_acquire(&block);
+  __tsan_acquire(&block.live);
 #endif
   if (block.stopped) report_deadlock(block);
 }
@@ -395,6 +398,7 @@ inline void work(Launch *launch) {
   const uintptr_t start = (reinterpret_cast<uintptr_t>(shared.data()) + 127) & ~uintptr_t{127};
   block.dynamic_shared = reinterpret_cast<unsigned char *>(start);
   char *stacks = map_stacks(block.threads);
+  launch->stacks[launch->mapped.fetch_add(1, std::memory_order_relaxed)] = stacks;
   find_own_stack(block.scheduler);
 #if EMULATOR_TSAN
   block.scheduler.tsan = __tsan_get_current_fiber();
@@ -404,17 +408,20 @@ inline void work(Launch *launch) {
   ASAN_POISON_MEMORY_REGION(shared.data(), shared.size());
   ASAN_UNPOISON_MEMORY_REGION(block.dynamic_shared, launch->shared_bytes);
 #endif
-  current = nullptr; // also makes this thread's thread-local memory exist
+  // Thread-local memory exists from its first use on; the compiler must not drop this one.
+  *const_cast<Fiber *volatile *>(&current) = nullptr;
   Range locals{nullptr, 0};
   dl_iterate_phdr(find_thread_locals, &locals);
   while (!launch->failed) {
     const long next = launch->next_block.fetch_add(1, std::memory_order_relaxed);
     if (next >= blocks) break;
     reset_block(block, launch->seed % 2 ? blocks - 1 - next : next, stacks, copies.data());
-    if (locals.start) poison(locals.start, locals.bytes);
+    if (!locals.start) abort(); // static shared memory would not be poisoned
+    poison(locals.start, locals.bytes);
     current = nullptr;
     poison(block.dynamic_shared, launch->shared_bytes);
     run_block(block);
+    if (EMULATOR_TSAN) break;
   }
 #if EMULATOR_TSAN
   for (Fiber &fiber : fibers) __tsan_destroy_fiber(fiber.context.tsan);
@@ -422,7 +429,6 @@ inline void work(Launch *launch) {
 #if EMULATOR_ASAN
   ASAN_UNPOISON_MEMORY_REGION(shared.data(), shared.size());
 #endif
-  unmap_stacks(stacks, block.threads);
 }
 
 template <class... A, size_t... I> void apply(void (*kernel)(A...), void **arguments, std::index_sequence<I...>) {
@@ -432,8 +438,8 @@ template <class... A> void call(void *kernel, void **arguments) {
   apply(reinterpret_cast<void (*)(A...)>(kernel), arguments, std::index_sequence_for<A...>{});
 }
 
-// Runs a grid. Returns 0, or 1 with a message. Seeds: 0 takes blocks and threads in order, odd ones take blocks
-// backwards, 2 and above take threads in a random order.
+// Runs a grid on `workers` threads. Returns 0, or 1 with a message. Seeds: 0 takes blocks and threads in order, odd
+// ones take blocks backwards, 2 and above take threads in a random order.
 template <class... A>
 int launch(void (*kernel)(A...), const unsigned *grid, const unsigned *block, size_t shared_bytes, void **arguments,
            unsigned seed, int workers, char *message, size_t message_bytes) {
@@ -445,9 +451,17 @@ int launch(void (*kernel)(A...), const unsigned *grid, const unsigned *block, si
   l.kernel = reinterpret_cast<void *>(kernel);
   l.arguments = arguments;
   l.seed = seed;
+  // To ThreadSanitizer one block after the other on a thread would look ordered: each has a thread of its own there.
+  if (EMULATOR_TSAN) workers = static_cast<int>(long{grid[0]} * grid[1] * grid[2]);
+  if (workers > MAX_WORKERS) {
+    snprintf(message, message_bytes, "at most %d blocks can run under ThreadSanitizer", MAX_WORKERS);
+    return 1;
+  }
   std::vector<std::thread> threads;
   for (int i = 0; i < workers; ++i) threads.emplace_back(work, &l);
   for (std::thread &thread : threads) thread.join();
+  // Only now: ThreadSanitizer would take one worker's use of another's old stack for a race.
+  for (int i = 0; i < l.mapped; ++i) unmap_stacks(l.stacks[i], block[0] * block[1] * block[2]);
   snprintf(message, message_bytes, "%s", l.message);
   return l.failed;
 }

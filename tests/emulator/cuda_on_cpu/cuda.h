@@ -76,9 +76,10 @@ inline int __all_sync(unsigned mask, int predicate, LINE) { return __ballot_sync
 inline void __threadfence() { emulator::current->fenced = true; }
 
 namespace emulator {
-inline std::atomic_flag atomics = ATOMIC_FLAG_INIT;
+// Plain builtins: sanitizers must not take this lock for synchronisation of the kernel's.
+inline bool atomics_locked = false;
 template <class T, class F> UNCHECKED T update(T *at, F change) {
-  while (atomics.test_and_set(std::memory_order_acquire)) {
+  while (__atomic_test_and_set(&atomics_locked, __ATOMIC_ACQUIRE)) {
   }
   T before;
   __atomic_load(at, &before, __ATOMIC_RELAXED);
@@ -88,7 +89,7 @@ template <class T, class F> UNCHECKED T update(T *at, F change) {
   __tsan_acquire(at);
   if (current->fenced) __tsan_release(at);
 #endif
-  atomics.clear(std::memory_order_release);
+  __atomic_clear(&atomics_locked, __ATOMIC_RELEASE);
   return before;
 }
 } // namespace emulator
@@ -117,7 +118,8 @@ template <class T> T __ldcg(const T *at) { return *at; }
 
 // A kernel as a C function that ctypes can call.
 #define EXPORT_KERNEL(SYMBOL, ...)                                                                                     \
-  extern "C" int SYMBOL(const unsigned *grid, const unsigned *block, size_t shared_bytes, void **arguments,            \
-                        unsigned seed, int workers, char *message, size_t message_bytes) {                             \
+  extern "C" __attribute__((visibility("default"))) int SYMBOL(const unsigned *grid, const unsigned *block,            \
+                                                               size_t shared_bytes, void **arguments, unsigned seed,   \
+                                                               int workers, char *message, size_t message_bytes) {     \
     return emulator::launch(__VA_ARGS__, grid, block, shared_bytes, arguments, seed, workers, message, message_bytes); \
   }
