@@ -38,6 +38,7 @@ class EmulatorRuntime:
         self._edit = edit
         self.shared_bytes = shared_bytes
         self.launches = 0
+        self.allocations = 0
 
     def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Callable[..., object]:
         """A kernel of kernels/cuda, compiled by g++ if it never was."""
@@ -55,6 +56,7 @@ class EmulatorRuntime:
 
     def zeros(self, size: int, dtype: Any) -> Any:
         """A NumPy array [size] of zeros."""
+        self.allocations += 1
         return np.zeros(size, dtype)
 
     def address(self, array: Any) -> int:

@@ -91,15 +91,15 @@ def test_a_plan_launches_again_and_follows_growing_lengths(case: Case) -> None:
     lengths = np.zeros(case.batch, np.int64)
     records = records_for(case)
     planned = cuda.PlannedAttention(records, scale=case.scale, num_splits=case.splits, runtime=runtime)
+    planned(q, k, v, lengths)
+    allocations = runtime.allocations
     for length in (0, 3, 64, 150):
         lengths[:] = length  # in place: the kernel reads it, the plan does not look
         planned(q, k, v, lengths)
-        want = records_for(case)
-        cuda.partial_attention(
-            *(q, k, v, want), scale=case.scale, lengths=lengths, num_splits=case.splits, runtime=runtime
-        )
-        assert (bits(records) == bits(want)).all()
-    assert runtime.launches == 8
+        fresh = Inputs(q, k, v, lengths, None)
+        assert (bits(records) == bits(attend(case, EmulatorRuntime(), fresh))).all()
+    assert runtime.launches == 5
+    assert runtime.allocations == allocations
 
 
 @needs_emulator
@@ -192,6 +192,7 @@ def test_split_choice_fills_the_device_but_no_more() -> None:
         ({"lengths": [9]}, ArgumentError, "list"),
         ({"records": np.zeros((1, 2, 1, 66), np.float64)}, ArgumentError, "float32"),
         ({"num_splits": 0}, ArgumentError, "num_splits"),
+        ({"q": np.zeros((1, 1, 2, 64), np.int8)}, ArgumentError, "q is int8"),
         ({"mask": np.zeros((1, 1, 1), np.uint8), "mask_tokens": 1}, ArgumentError, "uint64"),
         ({"mask": np.zeros((1, 1, 1), np.uint64), "mask_tokens": 65}, ArgumentError, "mask_tokens"),
         ({"records": np.zeros((1, 2, 1, 74), np.float32)}, BackendError, "head_dim 72: there are 64, 80"),

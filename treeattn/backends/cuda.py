@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -43,6 +44,7 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_SPLITS = 256
 
 _THREADS = 128  # of a block, in every kernel
+_MAX_GRID = 65535  # blocks along the second and third axis of a grid
 _TILE = 64  # tokens that a block of the tensor-core kernel takes at a time
 _MMA_ROWS = 16
 _MMA_FROM_ROWS = 4  # below it the tensor cores would multiply mostly padding
@@ -221,15 +223,16 @@ class PlannedAttention:
         self._split_records = runtime.zeros(0, np.float32)
         self._counters = runtime.zeros(0, np.uint32)
         self._bound: tuple[Any, ...] = ()
+        self._mask_tokens = 0
         self._launch: Callable[[], object]
 
     def __call__(
         self, q: Any, k: Any, v: Any, lengths: Any = None, *, mask: Any = None, mask_tokens: int = 0
     ) -> None:
         """As `partial_attention`."""
-        given = (q, k, v, lengths, mask, mask_tokens)
-        if len(self._bound) != len(given) or any(a is not b for a, b in zip(self._bound, given, strict=True)):
-            self._bind(*given)
+        bound, given = self._bound, (q, k, v, lengths, mask)
+        if not bound or any(map(operator.is_not, bound, given)) or mask_tokens != self._mask_tokens:
+            self._bind(*given, mask_tokens)
         self._launch()
 
     def _bind(self, q: Any, k: Any, v: Any, lengths: Any, mask: Any, mask_tokens: int) -> None:
@@ -247,7 +250,7 @@ class PlannedAttention:
         self._bind_lengths(lengths, k)
         self._bind_mask(mask, mask_tokens, q)
         self._choose_kernel(q, k, q_type, kv_type)
-        self._bound = (q, k, v, lengths, mask, mask_tokens)
+        self._bound, self._mask_tokens = (q, k, v, lengths, mask), mask_tokens
 
     def _bind_lengths(self, lengths: Any, k: Any) -> None:
         self._arguments["lengths"] = 0
@@ -290,6 +293,8 @@ class PlannedAttention:
         kernel = self._runtime.kernel(module, expression, shared)
         tile = _MMA_ROWS if wanted else min(4, 1 << (rows - 1).bit_length())
         tiles = kv_heads * math.ceil(rows / tile)
+        if tiles > _MAX_GRID:
+            raise ArgumentError(f"{queries} queries of {heads} heads are too many for one launch: split them")
         splits = self._num_splits
         if splits is None:
             resident = self._runtime.resident_blocks(kernel, _THREADS, shared)
@@ -471,7 +476,7 @@ def _check_inputs(q: Any, k: Any, v: Any, records: Any, runtime: Runtime) -> tup
         raise ArgumentError(f"{heads} query heads cannot share {k.shape[2]} KV heads: it must be a multiple")
     if k.dtype != v.dtype:
         raise ArgumentError(f"k is {k.dtype} but v is {v.dtype}")
-    if max(k.shape[1], batch) >= 2**31 - _TILE or batch > 65535:
+    if k.shape[1] >= 2**31 - _TILE or batch > _MAX_GRID:
         raise ArgumentError(f"batch {batch}, tokens {k.shape[1]}: at most 65535 and 2^31 fit one launch")
     for name, array in (("q", q), ("k", k), ("v", v)):
         _check_rows(name, array, runtime)
