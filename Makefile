@@ -69,7 +69,7 @@ docs: .venv/.docs
 	@touch $@
 
 .venv/.tests: .venv/.installed
-	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)$(if $(EXTRAS),$(comma))test]'
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)$(if $(EXTRAS),$(comma))test,nvrtc]'
 	@touch $@
 
 .venv/.lint: .venv/.tests

@@ -19,7 +19,7 @@ _FORMAT_SIZED = 4  # EIFMT_SVAL: a size and as many bytes follow
 
 #: Classes of instructions, as regular expressions over SASS.
 _INSTRUCTIONS = {
-    "load_16_bytes": r"\bLDG\.\S*128\b|\bLDG\.E\.128|\bLDG\S*\.128",
+    "load_16_bytes": r"\bLDG\.(\S+\.)?128\b",
     "copy_16_bytes": r"\bLDGSTS\S*\.128",
     "matrix_multiply": r"\bHMMA\.16816",
     "matrix_load": r"\bLDSM\.",
