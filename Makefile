@@ -63,7 +63,7 @@ lint: .venv/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p treeattn
 	$(BIN)/codespell
-	$(BIN)/clang-format --dry-run --Werror kernels/cpu/*.c kernels/cpu/*.h
+	$(BIN)/clang-format --dry-run --Werror kernels/cpu/*.c kernels/cpu/*.h kernels/cuda/*.cu* tests/emulator/*/*.h
 	$(BIN)/shellcheck .ci/run jobs/*.sh jobs/*.sbatch
 
 # The package from a wheel, in its own environment, away from the checkout.
@@ -86,7 +86,7 @@ docs: .venv/.docs
 	@touch $@
 
 .venv/.tests: .venv/.installed
-	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)$(if $(EXTRAS),$(comma))test]'
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)$(if $(EXTRAS),$(comma))test,nvrtc]'
 	@touch $@
 
 .venv/.lint: .venv/.tests

@@ -1,0 +1,277 @@
+// Everything that CUDA C++ cannot say portably: the only file with inline assembly, each piece beside a plain C++
+// twin that the emulator (tests/emulator) runs. No header is included: NVRTC needs none to be installed.
+//
+// 16-bit numbers are carried as their bits. The operations called `exact` keep subnormal numbers whatever the
+// -ftz flag says (CuPy always sets it), and are never contracted: the merge of records is defined to the bit.
+#pragma once
+
+#ifdef TREEATTN_EMULATOR
+#define DYNAMIC_SHARED(T, name) T *name = reinterpret_cast<T *>(emulator::dynamic_shared())
+#else
+#define DYNAMIC_SHARED(T, name)                                                                                        \
+  extern __shared__ __align__(128) unsigned char dynamic_shared_bytes[];                                               \
+  T *name = reinterpret_cast<T *>(dynamic_shared_bytes)
+#endif
+
+struct float16 {
+  unsigned short bits;
+};
+struct bfloat16 {
+  unsigned short bits;
+};
+
+// What one load instruction brings: 16 bytes.
+struct alignas(16) Vector {
+  unsigned word[4];
+};
+
+// ---- arithmetic with IEEE results
+
+__device__ __forceinline__ float fma_exact(float a, float b, float c) {
+#ifdef TREEATTN_EMULATOR
+  return fmaf(a, b, c);
+#else
+  float result;
+  asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(a), "f"(b), "f"(c));
+  return result;
+#endif
+}
+
+__device__ __forceinline__ float add_exact(float a, float b) {
+#ifdef TREEATTN_EMULATOR
+  return a + b;
+#else
+  float result;
+  asm("add.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#endif
+}
+
+__device__ __forceinline__ float multiply_exact(float a, float b) {
+#ifdef TREEATTN_EMULATOR
+  return a * b;
+#else
+  float result;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#endif
+}
+
+__device__ __forceinline__ float divide_exact(float a, float b) {
+#ifdef TREEATTN_EMULATOR
+  return a / b;
+#else
+  float result;
+  asm("div.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#endif
+}
+
+// a > b; false where one of them is NaN.
+__device__ __forceinline__ bool greater_exact(float a, float b) {
+#ifdef TREEATTN_EMULATOR
+  return a > b;
+#else
+  int result;
+  asm("{ .reg .pred p; setp.gt.f32 p, %1, %2; selp.s32 %0, 1, 0, p; }" : "=r"(result) : "f"(a), "f"(b));
+  return result != 0;
+#endif
+}
+
+__device__ __forceinline__ double widen_exact(float a) {
+#ifdef TREEATTN_EMULATOR
+  return a;
+#else
+  double result;
+  asm("cvt.f64.f32 %0, %1;" : "=d"(result) : "f"(a));
+  return result;
+#endif
+}
+
+// The nearest float32, subnormal numbers included.
+__device__ __forceinline__ float narrow_exact(double a) {
+#ifdef TREEATTN_EMULATOR
+  return static_cast<float>(a);
+#else
+  float result;
+  asm("cvt.rn.f32.f64 %0, %1;" : "=f"(result) : "d"(a));
+  return result;
+#endif
+}
+
+// 2^x to about two units in the last place; 0 for -inf, NaN for NaN.
+__device__ __forceinline__ float exp2_fast(float x) {
+#ifdef TREEATTN_EMULATOR
+  return exp2f(x);
+#else
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#endif
+}
+
+// ---- 16-bit numbers
+
+__device__ __forceinline__ float to_float(bfloat16 x) { return __uint_as_float((unsigned)x.bits << 16); }
+
+__device__ __forceinline__ float to_float(float16 x) {
+#ifdef TREEATTN_EMULATOR
+  const unsigned sign = (x.bits & 0x8000u) << 16, magnitude = (x.bits & 0x7fffu) << 13;
+  if (magnitude < (1u << 23)) { // zero or subnormal: count in units of 2^-24
+    const float value = static_cast<float>(magnitude >> 13) * 0x1p-24f;
+    return sign ? -value : value;
+  }
+  const unsigned special = magnitude >= (31u << 23) ? 112u << 23 : 0u; // infinity and NaN
+  return __uint_as_float(sign | (magnitude + (112u << 23) + special));
+#else
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x.bits));
+  return result;
+#endif
+}
+
+#ifdef TREEATTN_EMULATOR
+// Round to nearest, ties to even.
+inline unsigned short narrow(float value, bfloat16) {
+  const unsigned bits = __float_as_uint(value);
+  if (value != value) return 0x7fff;
+  return static_cast<unsigned short>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+inline unsigned short narrow(float value, float16) {
+  const unsigned bits = __float_as_uint(value), sign = bits >> 16 & 0x8000u;
+  const float magnitude = fabsf(value);
+  if (value != value) return 0x7fff;
+  if (magnitude >= 65520.0f) return static_cast<unsigned short>(sign | 0x7c00u);
+  if (magnitude < 0x1p-14f) return static_cast<unsigned short>(sign | (unsigned)nearbyintf(magnitude * 0x1p24f));
+  const unsigned rebiased = (bits & 0x7fffffffu) - (112u << 23);
+  return static_cast<unsigned short>(sign | ((rebiased + 0xfffu + (rebiased >> 13 & 1u)) >> 13));
+}
+#endif
+
+// Two numbers of 16 bits in a word, `low` in the lower half, rounded to nearest.
+__device__ __forceinline__ unsigned pack(float low, float high, float16 type) {
+#ifdef TREEATTN_EMULATOR
+  return narrow(low, type) | (unsigned)narrow(high, type) << 16;
+#else
+  // cvt.rn.f16x2.f32 needs sm_80; two conversions serve every architecture and cost nothing beside the products.
+  unsigned short a, b;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(a) : "f"(low));
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(b) : "f"(high));
+  return a | (unsigned)b << 16;
+#endif
+}
+
+__device__ __forceinline__ unsigned pack(float low, float high, bfloat16 type) {
+#ifdef TREEATTN_EMULATOR
+  return narrow(low, type) | (unsigned)narrow(high, type) << 16;
+#else
+  unsigned result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+#endif
+}
+
+// ---- memory
+
+// 16 bytes that are read once: they should not push anything else out of the first-level cache.
+__device__ __forceinline__ Vector load_once(const void *from) {
+#ifdef TREEATTN_EMULATOR
+  return *static_cast<const Vector *>(from);
+#else
+  Vector v;
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+      : "l"(from));
+  return v;
+#endif
+}
+
+// Asynchronous copy of 16 bytes to shared memory; zeros land there when `valid` is false, and nothing is read.
+__device__ __forceinline__ void copy_async(void *to, const void *from, bool valid) {
+#ifdef TREEATTN_EMULATOR
+  emulator::copy_async(to, from, 16, valid ? 16 : 0);
+#else
+  const unsigned address = (unsigned)__cvta_generic_to_shared(to), bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(bytes)
+               : "memory");
+#endif
+}
+
+// Closes this thread's group of copies. A group may be empty.
+__device__ __forceinline__ void copy_async_commit() {
+#ifdef TREEATTN_EMULATOR
+  emulator::copy_async_commit();
+#else
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until at most PENDING of this thread's groups are unfinished.
+template <int PENDING> __device__ __forceinline__ void copy_async_wait() {
+#ifdef TREEATTN_EMULATOR
+  emulator::copy_async_wait(PENDING);
+#else
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+
+// ---- tensor cores; the fragment layouts are those of the PTX manual, "Warp-level matrix instructions"
+
+// Four 8 x 8 matrices of 16-bit numbers. Lane i gives the address of row i % 8 of matrix i / 8 and receives, of each
+// matrix, elements [i / 4][2 (i % 4) + 0, 1], or the same of its transpose.
+template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(unsigned (&to)[4], const void *row) {
+#ifdef TREEATTN_EMULATOR
+  const auto rows = emulator::exchange_addresses(row, 16);
+  const int lane = threadIdx.x % 32;
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    unsigned short element[2];
+    for (int j = 0; j < 2; ++j) {
+      const int r = TRANSPOSED ? lane % 4 * 2 + j : lane / 4, c = TRANSPOSED ? lane / 4 : lane % 4 * 2 + j;
+      element[j] = static_cast<const unsigned short *>(rows[matrix * 8 + r])[c];
+    }
+    to[matrix] = element[0] | (unsigned)element[1] << 16;
+  }
+#else
+  const unsigned address = (unsigned)__cvta_generic_to_shared(row);
+  if constexpr (TRANSPOSED)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
+#endif
+}
+
+#ifdef TREEATTN_EMULATOR
+// d += a b, a [16, 16] by rows, b [16, 8] by columns, d [16, 8] in float32.
+template <typename T> inline void multiply_matrices(float (&d)[4], const unsigned (&a)[4], const unsigned *b, T) {
+  const unsigned mine[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
+  const auto all = emulator::exchange_words(mine);
+  const int lane = threadIdx.x % 32;
+  const auto half = [](unsigned word, int upper) { return to_float(T{(unsigned short)(word >> 16 * upper)}); };
+  for (int e = 0; e < 4; ++e) {
+    const int row = lane / 4 + e / 2 * 8, column = lane % 4 * 2 + e % 2;
+    for (int k = 0; k < 16; ++k) {
+      const unsigned left = all[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2],
+                     right = all[column * 4 + k % 8 / 2][4 + k / 8];
+      d[e] = fmaf(half(left, k % 2), half(right, k % 2), d[e]);
+    }
+  }
+}
+#else
+#define MULTIPLY_MATRICES(TYPE, NAME)                                                                                  \
+  __device__ __forceinline__ void multiply_matrices(float (&d)[4], const unsigned (&a)[4], const unsigned *b, TYPE) {  \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME ".f32 "                                        \
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                     \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                      \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                                  \
+  }
+MULTIPLY_MATRICES(float16, "f16")
+MULTIPLY_MATRICES(bfloat16, "bf16")
+#undef MULTIPLY_MATRICES
+#endif

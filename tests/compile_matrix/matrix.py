@@ -1,0 +1,187 @@
+"""Every kernel that the backend can ask for, compiled for every architecture that it may meet.
+
+``python tests/compile_matrix/matrix.py`` writes docs/compile-matrix.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+
+from compile_matrix import compilers, cubin  # noqa: E402
+from treeattn.backends import cuda  # noqa: E402
+from treeattn.backends.cuda_source import source  # noqa: E402
+
+__all__ = ["ARCHITECTURES", "Row", "compiled", "expressions", "spill_exceptions"]
+
+#: Architecture and the shared memory that a block can have there, in bytes (CUDA programming guide, table
+#: of technical specifications).
+ARCHITECTURES = {
+    "75": 64 << 10,
+    "80": 163 << 10,
+    "86": 99 << 10,
+    "89": 99 << 10,
+    "90": 227 << 10,
+    "100": 227 << 10,
+}
+# Part of the static shared memory that cubins state for these, and taken by the system.
+_RESERVED = {"90": 1024, "100": 1024}
+_TYPES_16 = ("float16", "bfloat16")
+
+#: Kernels that may use local memory, each with its reason: (module, expression, architecture).
+spill_exceptions: dict[tuple[str, str, str], str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kernel on one architecture. `dynamic`: bytes of dynamic shared memory at launch.
+    `instructions`: counts by class, empty without nvdisasm."""
+
+    expression: str
+    arch: str
+    registers: int
+    stack: int
+    shared: int
+    dynamic: int
+    instructions: dict[str, int]
+
+    def resident_blocks(self) -> int:
+        """Blocks of 128 threads that the registers and the shared memory of a multiprocessor allow."""
+        by_registers = 65536 // (-(-self.registers * 32 // 256) * 256 * 4)
+        by_shared = (ARCHITECTURES[self.arch] + 1024) // (self.shared + self.dynamic + 1024)
+        return min(by_registers, by_shared, 16)
+
+
+def expressions(module: str, arch: str, whole: bool = True) -> dict[str, int]:
+    """Kernels of a module that the backend can ask for on an architecture, with their dynamic shared memory.
+
+    whole=False: a choice of them that compiles in seconds, the narrow and the demanding ones.
+    """
+    if module == "partial_attention":
+        kernels = {
+            cuda.fma_kernel(kind, head_dim, rows): 0
+            for kind in ("float", *_TYPES_16)
+            for head_dim in cuda.HEAD_DIMS
+            for rows in (1, 2, 4)
+        }
+        return kernels if whole else {name: kernels[name] for name in _CHOICE}
+    if module == "partial_attention_mma":
+        types, head_dims = (_TYPES_16, cuda.HEAD_DIMS) if whole else (("bfloat16",), (80, 128, 256))
+        wanted = (cuda.mma_kernel(t, d, ARCHITECTURES[arch]) for t in types for d in head_dims)
+        return dict(kernel for kernel in wanted if kernel) if int(arch) >= 80 else {}
+    return {module: 0}
+
+
+_CHOICE = tuple(
+    cuda.fma_kernel(*kernel)
+    for kernel in (
+        *(("float", 80, 2), ("float", 128, 1), ("float", 256, 4)),
+        *(("float16", 96, 2), ("bfloat16", 64, 1), ("bfloat16", 128, 1), ("bfloat16", 128, 4)),
+    )
+)
+
+
+def compiled(module: str, arch: str, whole: bool = True) -> list[Row]:
+    """What became of each kernel of `expressions`. Kept among the temporary files by compiler and source."""
+    wanted = expressions(module, arch, whole)
+    if not wanted:
+        return []
+    nvdisasm = compilers.find_tool("nvdisasm")
+    key = json.dumps(
+        [compilers.compiler_name(), compilers.FLAGS, arch, source(module), wanted, bool(nvdisasm)]
+    )
+    folder = Path(tempfile.gettempdir()) / f"treeattn-compile-matrix-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    kept = (
+        folder / f"{hashlib.sha256(key.encode() + Path(cubin.__file__).read_bytes()).hexdigest()[:20]}.json"
+    )
+    if not kept.exists():
+        binary = compilers.compile_cubin(source(module), list(wanted), arch)
+        counts = cubin.instruction_counts(binary, nvdisasm) if nvdisasm else {}
+        rows = [
+            asdict(
+                Row(
+                    _plain(name),
+                    arch,
+                    r.registers,
+                    r.stack,
+                    r.shared,
+                    wanted[_plain(name)],
+                    counts.get(name, {}),
+                )
+            )
+            for name, r in cubin.read_resources(binary).items()
+        ]
+        unfinished = kept.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps(rows), encoding="utf-8")
+        unfinished.replace(kept)
+    order = list(wanted)
+    rows = [Row(**row) for row in json.loads(kept.read_text(encoding="utf-8"))]
+    rows = [replace(row, shared=max(0, row.shared - _RESERVED.get(arch, 0))) for row in rows]
+    return sorted(rows, key=lambda row: order.index(row.expression))
+
+
+@functools.cache
+def _plain(mangled: str) -> str:
+    """The C++ expression of a mangled kernel name."""
+    result = subprocess.run(["c++filt", mangled], capture_output=True, text=True, check=True).stdout.strip()
+    return result.removeprefix("void ").partition("(")[0]
+
+
+MODULES = ("partial_attention", "partial_attention_mma", "merge_partials", "finish")
+
+
+def page() -> str:
+    """The page for the docs."""
+    lines = [
+        "# Compile matrix",
+        "",
+        f"Written by `python tests/compile_matrix/matrix.py` with {compilers.compiler_name()}, no GPU:",
+        "registers of a thread (r), blocks of 128 threads that fit on a multiprocessor by registers and",
+        "shared memory (b), and bytes of stack where there are any. No figure here is a speed,",
+        "and none of these kernels has run on a GPU yet.",
+        "",
+    ]
+    for module in MODULES:
+        table: dict[str, dict[str, Row]] = {e: {} for a in ARCHITECTURES for e in expressions(module, a)}
+        for arch in ARCHITECTURES:
+            for row in compiled(module, arch):
+                table[row.expression][arch] = row
+        lines += [
+            f"## {module}",
+            "",
+            "| kernel | shared, bytes | " + " | ".join(f"sm_{a}" for a in ARCHITECTURES) + " |",
+        ]
+        lines += ["|---|---|" + "---|" * len(ARCHITECTURES)]
+        for expression, cells in table.items():
+            shared = sorted({row.shared + row.dynamic for row in cells.values()})
+            numbers = [_cell(cells.get(arch)) for arch in ARCHITECTURES]
+            lines.append(f"| `{expression}` | {', '.join(map(str, shared))} | " + " | ".join(numbers) + " |")
+        lines.append("")
+    lines += ["A dash: the backend does not ask for this kernel there.", ""]
+    if spill_exceptions:
+        lines += ["Kernels that may use local memory:", ""]
+        lines += [f"- `{e}` on sm_{a}: {why}" for (_, e, a), why in spill_exceptions.items()] + [""]
+    return "\n".join(lines)
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    stack = f", stack {row.stack}" if row.stack else ""
+    return f"{row.registers} r, {row.resident_blocks()} b{stack}"
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "compile-matrix.md").write_text(page(), encoding="utf-8")

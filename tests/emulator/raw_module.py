@@ -1,0 +1,168 @@
+"""`RawModule`, a look-alike of ``cupy.RawModule`` that executes CUDA C++ on the processor.
+
+The text is compiled by g++ with `cuda_on_cpu/cuda.h` in front of it; NumPy arrays stand for device
+arrays. Compiled modules are kept among the temporary files, by the content of everything in them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["EmulatorError", "RawModule", "compiler_problem"]
+
+_HEADERS = Path(__file__).parent / "cuda_on_cpu"
+_FLAGS = (
+    *(
+        "-std=c++17",
+        "-O2",
+        "-g1",
+        "-ffp-contract=off",
+        "-fno-strict-aliasing",
+        "-fPIC",
+        "-shared",
+        "-pthread",
+    ),
+    # Modules in one process must not share each other's variables, shared memory above all.
+    *("-fvisibility=hidden", "-fno-gnu-unique"),
+    *("-Wall", "-Wno-unknown-pragmas", "-Werror", "-DTREEATTN_EMULATOR"),
+)
+_SANITIZERS = {
+    "": (),
+    "thread": ("-fsanitize=thread",),
+    "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
+}
+_WORKERS = min(2, os.cpu_count() or 1)
+
+
+class EmulatorError(RuntimeError):
+    """What the emulator has to say about a launch: a deadlock, a wrong mask, a misaligned copy."""
+
+
+def compiler_problem() -> str | None:
+    """Why the emulator cannot run here, or None."""
+    if shutil.which("g++") is None:
+        return "no g++ to compile the emulator with"
+    if os.uname().machine not in ("x86_64", "aarch64"):
+        return f"the emulator switches fibers on x86-64 and aarch64 only, not on {os.uname().machine}"
+    return None
+
+
+class RawModule:
+    """Kernels from one text.
+
+    Args:
+        code: the text, or `path`, a file.
+        options: compiler options; only -D counts here.
+        name_expressions: the kernels, as C++ expressions: ``merge_partials``, ``kernel<float, 64>``.
+        sanitizer: "", "thread" or "address".
+    """
+
+    def __init__(
+        self,
+        code: str,
+        *,
+        options: tuple[str, ...] = (),
+        name_expressions: tuple[str, ...],
+        sanitizer: str = "",
+    ) -> None:
+        exports = "".join(f"EXPORT_KERNEL(kernel_{i}, {n})\n" for i, n in enumerate(name_expressions))
+        text = f'#include "cuda.h"\n{code}\n{exports}'
+        defines = tuple(option for option in options if option.startswith("-D"))
+        self._library = ctypes.CDLL(str(_compiled(text, (*_flags(), *_SANITIZERS[sanitizer], *defines))))
+        self._names = {name: f"kernel_{i}" for i, name in enumerate(name_expressions)}
+
+    def get_function(self, name: str) -> Kernel:
+        """The kernel of one of the name expressions."""
+        return Kernel(name, getattr(self._library, self._names[name]))
+
+
+class Kernel:
+    """One kernel: called like a ``cupy.RawKernel``. Seeds choose the order of threads and blocks."""
+
+    #: As CuPy has it; the emulator has no such limit.
+    max_dynamic_shared_size_bytes = 0
+
+    def __init__(self, name: str, function: Any) -> None:
+        self.name = name
+        self._function = function
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: tuple[Any, ...],
+        *,
+        shared_mem: int = 0,
+        seed: int = 0,
+        workers: int = _WORKERS,
+    ) -> None:
+        """Run a grid to its end. An argument is a NumPy array (its address is passed) or one void
+        scalar or 0-d structured array (its bytes are).
+
+        Raises:
+            EmulatorError: what no GPU would tell.
+        """
+        values = [_argument(value) for value in args]
+        pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+        message = ctypes.create_string_buffer(512)
+        sizes = [(ctypes.c_uint * 3)(*shape, *(1,) * (3 - len(shape))) for shape in (grid, block)]
+        failed = self._function(
+            *sizes,
+            ctypes.c_size_t(shared_mem),
+            pointers,
+            ctypes.c_uint(seed),
+            ctypes.c_int(workers),
+            message,
+            ctypes.c_size_t(len(message)),
+        )
+        if failed:
+            raise EmulatorError(f"{self.name}: {message.value.decode()}")
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, np.void) or (
+        isinstance(value, np.ndarray) and value.dtype.names and value.size == 1
+    ):
+        return ctypes.create_string_buffer(value.tobytes(), value.dtype.itemsize)
+    if isinstance(value, np.ndarray):
+        return ctypes.c_void_p(value.ctypes.data)
+    if isinstance(value, int | np.int32):
+        return ctypes.c_int(int(value))
+    raise TypeError(f"a kernel argument of type {type(value).__name__}")
+
+
+def _flags() -> tuple[str, ...]:
+    """Hardware fma, where there is one, for speed: fmaf gives the same bits without."""
+    try:
+        has_fma = " fma " in Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        has_fma = False
+    return (*_FLAGS, "-mfma") if has_fma else _FLAGS
+
+
+def _compiled(text: str, flags: tuple[str, ...]) -> Path:
+    digest = hashlib.sha256("\0".join((text, *flags)).encode())
+    for header in sorted(_HEADERS.iterdir()):
+        digest.update(header.read_bytes())
+    folder = Path(tempfile.gettempdir()) / f"treeattn-emulator-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    library = folder / f"{digest.hexdigest()[:20]}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as build:
+            unit, unfinished = Path(build) / "module.cpp", Path(build) / "module.so"
+            unit.write_text(text, encoding="utf-8")
+            command = ["g++", *flags, f"-I{_HEADERS}", str(unit), "-o", str(unfinished)]
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            if result.returncode:
+                raise EmulatorError(f"g++ refused the kernel:\n{result.stderr[:4000]}")
+            unfinished.replace(library)
+    return library

@@ -1,0 +1,62 @@
+"""One run under a sanitizer, in a process of its own: see `test_sanitizers.py`, which starts it.
+
+Usage: python sanitized.py SANITIZER WHAT, where WHAT is a kernel of faults.cu or, with a planted
+fault or "clean", one of the real kernels: fma:clean, mma:no_barrier, ...
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT.parent)]
+
+from emulator.faults import FAULTS, faults_source, planted  # noqa: E402
+from emulator.raw_module import RawModule  # noqa: E402
+from emulator.runtime import EmulatorRuntime  # noqa: E402
+from treeattn.backends import cuda  # noqa: E402
+from treeattn.backends.cuda_source import source  # noqa: E402
+
+
+def run_attention(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
+    """A tiny shape, two splits, so that every barrier and the fence have their work to do."""
+    runtime = EmulatorRuntime(seed=3, sanitizer=sanitizer, edit=edit)
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((1, 1, 4, 64)).astype(np.float16)
+    k, v = (rng.standard_normal((1, 200, 1, 64)).astype(np.float16) for _ in "kv")
+    records = np.empty((1, 4, 1, 66), np.float32)
+    cuda.partial_attention(
+        *(q, k, v, records), scale=0.125, num_splits=2, tensor_cores=name == "mma", runtime=runtime
+    )
+    other = records.copy()
+    cuda.merge(records, other, runtime=runtime)
+    out, lse = np.empty((1, 1, 4, 64), np.float32), np.empty((1, 4, 1), np.float32)
+    cuda.finish(records, out, lse, runtime=runtime)
+    print("NaN" if np.isnan(out).any() else "finite")
+
+
+def run_fault(sanitizer: str, name: str) -> None:
+    """A kernel of faults.cu with 64 threads and room for as many floats."""
+    code = source("partial_attention") + faults_source()
+    x = np.zeros(64, np.float32)
+    module = RawModule(code, name_expressions=(name,), sanitizer=sanitizer)
+    module.get_function(name)((1,), (64,), (x,), shared_mem=256, workers=1)
+
+
+def main() -> None:
+    sanitizer, what = sys.argv[1:]
+    kernel, _, fault = what.partition(":")
+    if not fault:
+        run_fault(sanitizer, what)
+    elif fault == "clean":
+        run_attention(sanitizer, kernel, str)
+    else:
+        run_attention(sanitizer, kernel, planted(FAULTS[fault]))
+
+
+if __name__ == "__main__":
+    main()

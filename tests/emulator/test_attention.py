@@ -1,0 +1,211 @@
+"""The attention kernels on the emulator, and the CPU backend, through the one table of cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from treeattn.backends import cpu, cuda
+from treeattn.errors import ArgumentError, BackendError
+
+from .cases import CASES, Case, Inputs, is_tensor_core_case
+from .raw_module import compiler_problem
+from .runtime import EmulatorRuntime
+
+Array = np.ndarray[Any, Any]
+needs_emulator = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+
+
+def records_for(case: Case) -> Array:
+    return np.full((case.batch, case.heads, case.queries, case.head_dim + 2), 77, np.float32)
+
+
+def attend(case: Case, runtime: EmulatorRuntime, inputs: Inputs | None = None, **options: Any) -> Array:
+    """The records of a case."""
+    q, k, v, lengths, mask = inputs or case.inputs()
+    records = records_for(case)
+    options = {"num_splits": case.splits, "tensor_cores": case.tensor_cores, **options}
+    cuda.partial_attention(
+        *(q, k, v, records),
+        scale=case.scale,
+        lengths=lengths,
+        mask=mask,
+        mask_tokens=case.mask_tokens,
+        runtime=runtime,
+        **options,
+    )
+    return records
+
+
+def finished(records: Array, finish: Any) -> tuple[Array, Array]:
+    batch, heads, queries, width = records.shape
+    out = np.full((batch, queries, heads, width - 2), 77, np.float32)
+    lse = np.full((batch, heads, queries), 77, np.float32)
+    finish(records, out, lse)
+    return out, lse
+
+
+def bits(array: Array) -> Array:
+    return array.view(np.uint32)
+
+
+@needs_emulator
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_emulator_is_exact(case: Case) -> None:
+    runtime = EmulatorRuntime(seed=1)
+    records = attend(case, runtime)
+    out, lse = finished(records, lambda *arrays: cuda.finish(*arrays, runtime=runtime))
+    case.check(out, lse, is_tensor_core_case(case))
+    assert runtime.launches == 2
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.mask_tokens], ids=str)
+def test_cpu_backend_is_exact(case: Case) -> None:
+    q, k, v, lengths, _ = case.inputs()
+    records = records_for(case)
+    cpu.partial_attention(q, k, v, records, scale=case.scale, lengths=lengths)
+    case.check(*finished(records, cpu.finish), tensor_cores=False)
+
+
+TWO = [
+    Case("float32", 64, group=2, batch=2, splits=4),
+    Case("bfloat16", 64, group=4, splits=2),
+]
+
+
+@needs_emulator
+@pytest.mark.parametrize("case", TWO, ids=str)
+def test_bits_do_not_depend_on_the_order_of_threads_and_blocks(case: Case) -> None:
+    first = attend(case, EmulatorRuntime())
+    for seed in range(1, 6):
+        assert (bits(attend(case, EmulatorRuntime(seed=seed))) == bits(first)).all()
+
+
+@needs_emulator
+@pytest.mark.parametrize("case", TWO, ids=str)
+def test_a_plan_launches_again_and_follows_growing_lengths(case: Case) -> None:
+    runtime = EmulatorRuntime()
+    q, k, v, _, _ = case.inputs()
+    lengths = np.zeros(case.batch, np.int64)
+    records = records_for(case)
+    planned = cuda.PlannedAttention(records, scale=case.scale, num_splits=case.splits, runtime=runtime)
+    planned(q, k, v, lengths)
+    allocations = runtime.allocations
+    for length in (0, 3, 64, 150):
+        lengths[:] = length  # in place: the kernel reads it, the plan does not look
+        planned(q, k, v, lengths)
+        fresh = Inputs(q, k, v, lengths, None)
+        assert (bits(records) == bits(attend(case, EmulatorRuntime(), fresh))).all()
+    assert runtime.launches == 5
+    assert runtime.allocations == allocations
+
+
+@needs_emulator
+@pytest.mark.parametrize("case", TWO, ids=str)
+def test_nan_stays_in_its_head(case: Case) -> None:
+    runtime = EmulatorRuntime()
+    inputs = case.inputs()
+    clean = attend(case, runtime, inputs)
+    inputs.q[0, 0, 1, 5] = np.nan
+    records = attend(case, runtime, inputs)
+    assert (bits(records[0, 1, 0]) == 0x7FC00000).all()
+    records[0, 1, 0] = clean[0, 1, 0]
+    assert (bits(records) == bits(clean)).all()
+
+
+@needs_emulator
+@pytest.mark.parametrize("case", TWO, ids=str)
+def test_nan_in_a_value_is_nan_in_that_element(case: Case) -> None:
+    runtime = EmulatorRuntime()
+    inputs = case.inputs()
+    clean = attend(case, runtime, inputs)
+    inputs.v[0, 100, 1, 7] = np.nan
+    records = attend(case, runtime, inputs)
+    invalid = np.isnan(records)
+    assert invalid[0, case.group :, :, 2 + 7].all()
+    assert invalid.sum() == case.group
+    assert (records[~invalid] == clean[~invalid]).all()
+
+
+@needs_emulator
+@pytest.mark.parametrize("case", TWO, ids=str)
+def test_scores_of_minus_infinity(case: Case) -> None:
+    runtime = EmulatorRuntime()
+    q, k, v, _, _ = case.inputs()
+    q[..., 0] = np.abs(q[..., 0]) + q.dtype.type(1)
+    k[:, 10:, 0, 0] = -np.inf  # only ten tokens are left to the first KV head, and none to the second
+    k[:, :, 1, 0] = -np.inf
+    records = attend(case, runtime, Inputs(q, k, v, None, None))
+    few = attend(case, runtime, Inputs(q, k, v, np.full(case.batch, 10, np.int64), None))
+    first, second = records[:, : case.group], records[:, case.group :]
+    np.testing.assert_allclose(first, few[:, : case.group], rtol=2e-2, atol=2e-3)
+    assert (second[..., 0] == -np.inf).all()
+    assert (second[..., 1:] == 0).all()
+
+
+@needs_emulator
+def test_a_row_whose_mask_hides_everything_is_the_identity() -> None:
+    for dtype in ("float32", "bfloat16"):
+        case = Case(dtype, 64, queries=4, kv_heads=1, tokens=20, mask_tokens=20, splits=2)
+        inputs = case.inputs()
+        assert inputs.mask is not None
+        inputs.mask[0, 2] = 0
+        records = attend(case, EmulatorRuntime(), inputs)
+        assert records[0, 0, 2, 0] == -np.inf
+        assert (records[0, 0, 2, 1:] == 0).all()
+        assert np.isfinite(records[0, 0, [0, 1, 3]]).all()
+
+
+@needs_emulator
+def test_a_device_with_little_shared_memory_takes_the_multiply_add_kernel() -> None:
+    case = Case("bfloat16", 64, group=4, splits=2)
+    small = attend(case, EmulatorRuntime(shared_bytes=30 << 10))
+    assert (bits(small) == bits(attend(case, EmulatorRuntime(), tensor_cores=False))).all()
+
+
+def test_split_choice_fills_the_device_but_no_more() -> None:
+    assert cuda.choose_splits(8, 0, 264) == 1
+    assert cuda.choose_splits(8, 64, 264) == 1
+    assert 20 <= cuda.choose_splits(8, 65536, 264) <= 33  # one wave of 264 blocks
+    assert cuda.choose_splits(1000, 65536, 264) <= 8  # many blocks as it is
+    for blocks in (1, 7, 64):
+        for tokens in (1, 1000, 10**6):
+            assert 1 <= cuda.choose_splits(blocks, tokens, 264) <= cuda.MAX_SPLITS
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": np.zeros((1, 1, 2, 72), np.float32)}, ArgumentError, "q has shape"),
+        ({"k": np.zeros((1, 9, 2, 64), np.float16)}, ArgumentError, "k is float16 but v is float32"),
+        ({"k": np.zeros((1, 9, 2, 64), np.float64)}, ArgumentError, "device='cpu'"),
+        ({"k": np.zeros((1, 9, 2, 128), np.float32)[..., ::2]}, ArgumentError, "last axis of k"),
+        ({"v": np.zeros((1, 9, 2, 66), np.float32)[..., :64]}, ArgumentError, "multiples of 16 bytes"),
+        (
+            {"k": np.zeros((1, 9, 3, 64), np.float32), "v": np.zeros((1, 9, 3, 64), np.float32)},
+            ArgumentError,
+            "share",
+        ),
+        ({"lengths": np.zeros(1, np.int32)}, ArgumentError, "int64"),
+        ({"lengths": [9]}, ArgumentError, "list"),
+        ({"records": np.zeros((1, 2, 1, 66), np.float64)}, ArgumentError, "float32"),
+        ({"num_splits": 0}, ArgumentError, "num_splits"),
+        ({"q": np.zeros((1, 1, 2, 64), np.int8)}, ArgumentError, "q is int8"),
+        ({"mask": np.zeros((1, 1, 1), np.uint8), "mask_tokens": 1}, ArgumentError, "uint64"),
+        ({"mask": np.zeros((1, 1, 1), np.uint64), "mask_tokens": 65}, ArgumentError, "mask_tokens"),
+        ({"records": np.zeros((1, 2, 1, 74), np.float32)}, BackendError, "head_dim 72: there are 64, 80"),
+    ],
+)
+def test_what_cannot_be_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "q": np.zeros((1, 1, 2, 64), np.float32),
+        "k": np.zeros((1, 9, 2, 64), np.float32),
+        "v": np.zeros((1, 9, 2, 64), np.float32),
+        "records": np.zeros((1, 2, 1, 66), np.float32),
+        "scale": 1.0,
+        "runtime": EmulatorRuntime(),
+    }
+    with pytest.raises(error, match=message):
+        cuda.partial_attention(**{**arguments, **change})

@@ -1,0 +1,69 @@
+"""What the emulator catches by itself: planted faults change values or are reported with their place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from treeattn.backends import cuda
+from treeattn.backends.cuda_source import source
+
+from .faults import FAULTS, faults_source, planted
+from .raw_module import EmulatorError, RawModule, compiler_problem
+from .runtime import EmulatorRuntime
+
+pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+
+
+@pytest.fixture(scope="module")
+def faults() -> RawModule:
+    EmulatorRuntime().kernel("finish", "finish")  # another module is there before: they must not mix
+    code = source("partial_attention") + faults_source()
+    names = (
+        *("divergent_barrier", "mask_names_absent_lanes", "caller_not_in_mask", "different_operations"),
+        *("uninitialised_shared", "shared_race"),
+    )
+    return RawModule(code, name_expressions=names)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("divergent_barrier", r"deadlock in block \(0, 0, 0\): thread 0 waits at a block barrier, line \d+"),
+        ("mask_names_absent_lanes", r"deadlock .* waits at a warp operation"),
+        ("caller_not_in_mask", r"not in the warp mask: line \d+, block \(0, 0, 0\), thread 8"),
+        ("different_operations", "different warp operations"),
+    ],
+)
+def test_faults_of_control_flow_are_reported(faults: RawModule, name: str, message: str) -> None:
+    with pytest.raises(EmulatorError, match=message):
+        faults.get_function(name)((1,), (64,), (np.zeros(64, np.float32),))
+
+
+@pytest.mark.parametrize("name", ["uninitialised_shared", "shared_race"])
+def test_shared_memory_starts_as_nan(faults: RawModule, name: str) -> None:
+    x = np.zeros(64, np.float32)
+    faults.get_function(name)((1,), (64,), (x,))
+    assert np.isnan(x).any()
+
+
+def records_of(kernel: str, seed: int, fault: str | None) -> np.ndarray:
+    edit = planted(FAULTS[fault]) if fault else str
+    runtime = EmulatorRuntime(seed=seed, edit=edit)
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((1, 1, 4, 64)).astype(np.float16)
+    k, v = (rng.standard_normal((1, 500, 1, 64)).astype(np.float16) for _ in "kv")
+    records = np.empty((1, 4, 1, 66), np.float32)
+    cuda.partial_attention(
+        *(q, k, v, records), scale=0.125, num_splits=2, tensor_cores=kernel == "mma", runtime=runtime
+    )
+    return records
+
+
+# A missing fence changes no value here: see test_sanitizers.py.
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name != "no_fence"])
+def test_faults_of_synchronisation_change_values(fault: str) -> None:
+    kernel = FAULTS[fault].kernel
+    good = records_of(kernel, 0, None)
+    assert np.isfinite(good).all()
+    assert any((records_of(kernel, seed, fault) != good).any() for seed in range(8))

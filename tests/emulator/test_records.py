@@ -1,0 +1,105 @@
+"""Merge and finish on the emulator: the bits that treeattn/partial.py defines, as on every processor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from treeattn import partial
+from treeattn.backends import cuda
+from treeattn.collectives.operator import Operator
+from treeattn.errors import ArgumentError
+
+from .raw_module import compiler_problem
+from .runtime import EmulatorRuntime
+
+Array = np.ndarray[Any, Any]
+pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+
+SPECIAL = (-np.inf, np.inf, np.nan, 0.0, -0.0, 1e-42, -3e-45, 1e4, -1e4, 87.1, 3.0)
+
+
+def random_records(count: int, head_dim: int, seed: int) -> Array:
+    """Records of every kind: all pairs of special maxima meet when two seeds are merged."""
+    rng = np.random.default_rng(seed)
+    records = (rng.standard_normal((count, head_dim + 2)) * 8).astype(np.float32)
+    records[:, 1] = np.abs(records[:, 1]) + 0.5
+    n = len(SPECIAL)
+    for i in range(n * n):
+        records[i, 0] = SPECIAL[i % n if seed % 2 else i // n]
+        records[i, 1] = SPECIAL[i % n] if i % 7 == 0 else records[i, 1]
+    records[n * n : n * n + 20] *= np.float32(1e-41)  # subnormal
+    records[n * n + 20 : n * n + 60, 0] *= 10
+    records[records[:, 0] == -np.inf, 1:] = 0
+    return records
+
+
+def bits(array: Array) -> Array:
+    return array.view(np.uint32)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+def test_merge_has_the_defined_bits_and_is_commutative(head_dim: int) -> None:
+    runtime = EmulatorRuntime(seed=2)
+    first, second = (random_records(200, head_dim, seed) for seed in (0, 1))
+    want, got, turned = first.copy(), first.copy(), second.copy()
+    partial.merge(want, second)
+    cuda.merge(got, second, runtime=runtime)
+    cuda.merge(turned, first, runtime=runtime)
+    assert (bits(got) == bits(want)).all()
+    assert (bits(turned) == bits(want)).all()
+
+
+def test_merge_of_many_folds_in_the_given_order() -> None:
+    runtime = EmulatorRuntime()
+    operator = cuda.MergeOperator(64, runtime=runtime)
+    into, *others = (random_records(150, 64, seed) for seed in range(6))
+    want = into.copy()
+    for other in others:
+        partial.merge(want, other)
+    operator.planned_merge_many(into, np.stack(others))()
+    assert (bits(into) == bits(want)).all()
+    assert runtime.launches == 1
+
+
+def test_operator_is_what_executors_ask_for() -> None:
+    operator: Operator = cuda.MergeOperator(64, runtime=EmulatorRuntime())
+    assert operator.width == 66
+    assert operator.dtype == np.float32
+    into, other = random_records(200, 64, 0), random_records(200, 64, 1)
+    want = into.copy()
+    partial.merge(want, other)
+    operator.merge(into, other)
+    assert (bits(into) == bits(want)).all()
+    operator.merge(into[:0], other[:0])  # a chunk may be empty
+
+
+def test_finish_has_the_defined_bits() -> None:
+    batch, heads, queries, head_dim = 2, 10, 10, 64
+    records = random_records(200, head_dim, 3).reshape(batch, heads, queries, head_dim + 2)
+    shapes = (batch, queries, heads, head_dim), (batch, heads, queries)
+    want, got = ([np.full(shape, 77, np.float32) for shape in shapes] for _ in range(2))
+    partial.finish(records, *want)
+    cuda.finish(records, *got, runtime=EmulatorRuntime())
+    assert (bits(got[0]) == bits(want[0])).all()
+    assert (bits(got[1]) == bits(want[1])).all()
+
+
+def test_what_cannot_merge_is_refused() -> None:
+    runtime = EmulatorRuntime()
+    records = np.zeros((3, 66), np.float32)
+    with pytest.raises(ArgumentError, match="cannot merge"):
+        cuda.merge(records, records[:2].copy(), runtime=runtime)
+    with pytest.raises(ArgumentError, match="C-contiguous float32"):
+        cuda.merge(records, records.astype(np.float64), runtime=runtime)
+    with pytest.raises(ArgumentError, match="device='cpu'"):
+        cuda.MergeOperator(64, np.float64, runtime=runtime)
+    with pytest.raises(ArgumentError, match="out must be"):
+        cuda.finish(
+            np.zeros((1, 1, 1, 66), np.float32),
+            np.zeros((1, 1, 1, 65), np.float32),
+            np.zeros((1, 1, 1), np.float32),
+            runtime=runtime,
+        )

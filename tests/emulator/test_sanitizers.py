@@ -1,0 +1,100 @@
+"""The kernels under ThreadSanitizer, to which each CUDA thread is a thread, and AddressSanitizer.
+
+Tiny shapes, each in a process of its own that starts with the sanitizer's library.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .raw_module import compiler_problem
+
+pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+
+
+@functools.cache
+def library(sanitizer: str) -> str:
+    name = {"thread": "libtsan.so", "address": "libasan.so"}[sanitizer]
+    return subprocess.run(
+        ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+@functools.cache
+def problem(sanitizer: str) -> str | None:
+    """Why a sanitizer cannot run here, or None."""
+    path = library(sanitizer)
+    if not os.path.isabs(path) or not os.path.exists(path):
+        return f"g++ has no {sanitizer} sanitizer's library: install libtsan and libasan"
+    if shutil.which("setarch") is None:
+        return "no setarch (util-linux) to switch address randomisation off"
+    probe = _start(sanitizer, ["-c", "print(1)"])
+    return None if probe.stdout.strip() == "1" else f"the sanitizer does not start: {probe.stderr[-200:]}"
+
+
+def _start(sanitizer: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": library(sanitizer),
+        # Looking up thread-local memory is intercepted wrongly for libraries that are loaded late.
+        "TSAN_OPTIONS": "intercept_tls_get_addr=0:exitcode=66",
+        "ASAN_OPTIONS": "detect_leaks=0:exitcode=67",
+        "UBSAN_OPTIONS": "print_stacktrace=0",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONMALLOC": "malloc",
+    }
+    command = ["setarch", "-R", sys.executable, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def run(sanitizer: str, what: str) -> subprocess.CompletedProcess[str]:
+    reason = problem(sanitizer)
+    if reason:
+        pytest.skip(reason)
+    return _start(sanitizer, [str(Path(__file__).parent / "sanitized.py"), sanitizer, what])
+
+
+@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+@pytest.mark.parametrize("kernel", ["fma", "mma"])
+def test_kernels_are_clean(sanitizer: str, kernel: str) -> None:
+    result = run(sanitizer, f"{kernel}:clean")
+    assert (result.returncode, result.stdout.strip()) == (0, "finite"), result.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("what", "file"),
+    [
+        ("fma:no_barrier", "partial_attention.cu"),
+        ("fma:no_fence", "attention.cuh"),
+        ("mma:no_pipeline_barrier", "partial_attention_mma.cu"),
+        ("mma:stages_reused_early", "partial_attention_mma.cu"),
+        ("shared_race", "faults.cu"),
+    ],
+)
+def test_thread_sanitizer_sees_missing_synchronisation(what: str, file: str) -> None:
+    result = run("thread", what)
+    assert result.returncode == 66
+    assert "data race" in result.stderr
+    assert file in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("beyond_shared", "use-after-poison"),
+        ("beyond_global", "heap-buffer-overflow"),
+        ("misaligned_load", "misaligned address"),
+    ],
+)
+def test_address_sanitizer_sees_wrong_addresses(what: str, message: str) -> None:
+    result = run("address", what)
+    assert result.returncode != 0
+    assert message in result.stderr
+    assert "faults.cu" in result.stderr

@@ -1,0 +1,125 @@
+"""The kernels on a GPU, through the same table of cases as the emulator; skipped where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from emulator.cases import CASES, Case, is_tensor_core_case
+from emulator.test_records import bits, random_records
+
+from treeattn import partial
+from treeattn.backends import cuda, cupy_runtime
+from treeattn.errors import ArgumentError
+
+_PROBLEM = cupy_runtime.problem()
+pytestmark = pytest.mark.skipif(_PROBLEM is not None, reason=str(_PROBLEM))
+
+Array = np.ndarray[Any, Any]
+
+
+def to_device(array: Array | None) -> Any:
+    """A device array with the strides of `array`; bfloat16 as its bits."""
+    import cupy
+
+    if array is None:
+        return None
+    if array.dtype.name == "bfloat16":
+        array = array.view(np.uint16)
+    order = np.argsort([-stride for stride in array.strides], kind="stable")
+    return cupy.asarray(np.ascontiguousarray(array.transpose(order))).transpose(np.argsort(order))
+
+
+def device_inputs(case: Case) -> list[Any]:
+    inputs = case.inputs()
+    if case.layout != "gaps":
+        return [to_device(array) for array in inputs]
+    q, k, v, lengths, mask = inputs
+    return [
+        to_device(q),
+        *(to_device(x.base)[x_view(x)] for x in (k, v)),
+        to_device(lengths),
+        to_device(mask),
+    ]
+
+
+def x_view(view: Array) -> tuple[slice, ...]:
+    """Where `Case` puts the rows of the layout "gaps"."""
+    _, tokens, heads, head_dim = view.shape
+    return (slice(None), slice(1, tokens + 1), slice(heads), slice(head_dim))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gpu_is_exact(case: Case) -> None:
+    import cupy
+
+    q, k, v, lengths, mask = device_inputs(case)
+    records = cupy.full((case.batch, case.heads, case.queries, case.head_dim + 2), 77, cupy.float32)
+    planned = cuda.PlannedAttention(
+        records, scale=case.scale, num_splits=case.splits, tensor_cores=case.tensor_cores
+    )
+    planned(q, k, v, lengths, mask=mask, mask_tokens=case.mask_tokens)
+    first = records.get()
+    out = cupy.full((case.batch, case.queries, case.heads, case.head_dim), 77, cupy.float32)
+    lse = cupy.full((case.batch, case.heads, case.queries), 77, cupy.float32)
+    cuda.finish(records, out, lse)
+    case.check(out.get(), lse.get(), is_tensor_core_case(case) and cupy_runtime.current().tensor_cores)
+    for _ in range(20):
+        planned(q, k, v, lengths, mask=mask, mask_tokens=case.mask_tokens)
+    assert (bits(records.get()) == bits(first)).all()
+
+
+def test_merge_and_finish_have_the_defined_bits() -> None:
+    import cupy
+
+    first, second = random_records(200, 64, 0), random_records(200, 64, 1)
+    want = first.copy()
+    partial.merge(want, second)
+    got = cupy.asarray(first)
+    cuda.merge(got, cupy.asarray(second))
+    assert (bits(got.get()) == bits(want)).all()
+    shapes = (2, 10, 10, 64), (2, 10, 10)
+    outputs = [np.empty(shape, np.float32) for shape in shapes]
+    on_device = [cupy.empty(shape, cupy.float32) for shape in shapes]
+    partial.finish(want.reshape(2, 10, 10, 66), *outputs)
+    cuda.finish(got.reshape(2, 10, 10, 66), *on_device)
+    for wanted, array in zip(outputs, on_device, strict=True):
+        assert (bits(array.get()) == bits(wanted)).all()
+
+
+def test_a_captured_step_follows_growing_lengths() -> None:
+    import cupy
+
+    case = Case("bfloat16", 128, group=4, batch=2, tokens=300, splits=3)
+    q, k, v, _, _ = device_inputs(case)
+    lengths = cupy.zeros(2, cupy.int64)
+    records = cupy.empty((2, case.heads, 1, 130), cupy.float32)
+    out = cupy.empty((2, 1, case.heads, 128), cupy.float32)
+    lse = cupy.empty((2, case.heads, 1), cupy.float32)
+    planned = cuda.PlannedAttention(records, scale=case.scale, num_splits=3)
+    finish = cuda.planned_finish(records, out, lse)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        planned(q, k, v, lengths)  # compiles and allocates outside the capture
+        finish()
+        stream.begin_capture()
+        planned(q, k, v, lengths)
+        finish()
+        graph = stream.end_capture()
+        for length in (300, 0, 17):
+            lengths[:] = length
+            graph.launch(stream)
+            stream.synchronize()
+            grown = Case("bfloat16", 128, group=4, batch=2, tokens=300, lengths=(length, length), splits=3)
+            grown.check(out.get(), lse.get(), tensor_cores=True)
+
+
+def test_arrays_of_the_host_are_refused() -> None:
+    import cupy
+
+    records = cupy.empty((1, 2, 1, 66), cupy.float32)
+    q = np.zeros((1, 1, 2, 64), np.float32)
+    with pytest.raises(ArgumentError, match="cupy.asarray"):
+        cuda.partial_attention(q, q, q, records, scale=1.0)

@@ -1,0 +1,151 @@
+"""What is said where the GPU path cannot work, and that it is looked for only when asked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from treeattn.backends import cuda, cupy_runtime
+from treeattn.errors import ArgumentError, BackendError
+
+
+class CUDARuntimeError(RuntimeError):
+    """As in cupy.cuda.runtime."""
+
+
+class CompileException(Exception):
+    """As in cupy.cuda.compiler."""
+
+
+class OutOfMemoryError(MemoryError):
+    """As in cupy.cuda.memory."""
+
+
+def fake_cupy(**changes: Any) -> ModuleType:
+    """A module with what the runtime uses of CuPy, on a machine with one GPU unless changed."""
+
+    class Device:
+        id = 0
+        attributes = {  # noqa: RUF012
+            "MultiProcessorCount": 132,
+            "MaxSharedMemoryPerBlockOptin": 227 << 10,
+            "ComputeCapabilityMajor": 9,
+        }
+
+        def __init__(self, index: int = 0) -> None:
+            self.index = index
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *error: object) -> None: ...
+
+    def device_count() -> int:
+        if changes.get("driver") == 0 or changes.get("too_old"):
+            raise CUDARuntimeError("cudaErrorInsufficientDriver")
+        return 0 if changes.get("no_gpu") else 1
+
+    def raw_module(**arguments: Any) -> Any:
+        raise changes["compile_error"]
+
+    def zeros(size: int, dtype: Any) -> Any:
+        raise OutOfMemoryError("Out of memory allocating 1,024 bytes")
+
+    module = ModuleType("cupy")
+    module.ndarray = type("ndarray", (), {})  # type: ignore[attr-defined]
+    module.RawModule = raw_module  # type: ignore[attr-defined]
+    module.zeros = zeros  # type: ignore[attr-defined]
+    module.cuda = SimpleNamespace(  # type: ignore[attr-defined]
+        Device=Device,
+        is_available=lambda: not changes.keys() & {"driver", "too_old", "no_gpu"},
+        runtime=SimpleNamespace(
+            CUDARuntimeError=CUDARuntimeError,
+            driverGetVersion=lambda: changes.get("driver", 12040),
+            runtimeGetVersion=lambda: 13000,
+            getDeviceCount=device_count,
+        ),
+        compiler=SimpleNamespace(CompileException=CompileException),
+        memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+    )
+    return module
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    """What was found out about CuPy is kept for good: not in these tests."""
+    for cached in (cupy_runtime._cupy, cupy_runtime._device):
+        cached.cache_clear()
+    yield
+    for cached in (cupy_runtime._cupy, cupy_runtime._device):
+        cached.cache_clear()
+
+
+def use(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(**changes))
+
+
+def test_cpu_work_never_imports_cupy() -> None:
+    code = (
+        "import sys, treeattn, treeattn.backends.cpu, treeattn.backends.cuda, treeattn.backends.cupy_runtime;"
+        "assert 'cupy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"driver": 0}, "no NVIDIA driver.*device='cpu'"),
+        ({"too_old": True}, r"built for CUDA 13, the driver offers 12\.4.*treeattn\[cuda12\]"),
+        ({"no_gpu": True}, "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_what_lacks_is_named_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    use(monkeypatch, **changes)
+    with pytest.raises(BackendError, match=message):
+        cuda.MergeOperator(64)
+    assert cupy_runtime.problem() is not None
+
+
+def test_no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(BackendError, match=r"treeattn\[cuda12\]"):
+        cuda.MergeOperator(64)
+
+
+class DynamicLibNotFoundError(RuntimeError):
+    """What the search for a library of the toolkit raises."""
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (DynamicLibNotFoundError("Failure finding libnvrtc.so"), "no NVRTC"),
+        (CompileException("kernels/cuda/finish.cu(3): error"), r"NVRTC refuses finish.*finish.cu\(3\)"),
+    ],
+)
+def test_compiler_trouble(monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
+    use(monkeypatch, compile_error=error)
+    with pytest.raises(BackendError, match=message):
+        cupy_runtime.current().kernel("finish", "finish")
+
+
+def test_out_of_memory_and_foreign_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch)
+    runtime = cupy_runtime.current()
+    assert (runtime.multiprocessors, runtime.shared_bytes, runtime.tensor_cores) == (132, 227 << 10, True)
+    with pytest.raises(BackendError, match="num_splits="):
+        runtime.zeros(10, np.float32)
+    with pytest.raises(ArgumentError, match=r"k is a numpy\.ndarray.*cupy\.asarray"):
+        runtime.check("k", np.zeros(1))
+    elsewhere = sys.modules["cupy"].ndarray()
+    elsewhere.device = SimpleNamespace(id=1)
+    with pytest.raises(ArgumentError, match="k lies on GPU 1, but GPU 0 is current"):
+        runtime.check("k", elsewhere)

@@ -1,0 +1,496 @@
+"""Attention on an NVIDIA GPU, by the kernels in ``kernels/cuda``.
+
+The same names as in `treeattn.backends.cpu`: `partial_attention`, `merge` and `finish` check their
+arguments on every call; `PlannedAttention`, `planned_finish` and `MergeOperator.planned_merge` check
+once and only launch afterwards, without allocating, so that a CUDA graph can capture them. Work goes
+to CuPy's current stream and is not waited for. Records are float32, as in `treeattn.partial`; merge
+and finish give its bits.
+
+Modules are loaded through a `Runtime`: CuPy's where a GPU is, any other that behaves like it in tests.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from treeattn import partial
+from treeattn.errors import ArgumentError, BackendError
+
+__all__ = [
+    "HEAD_DIMS",
+    "MAX_SPLITS",
+    "MergeOperator",
+    "PlannedAttention",
+    "Runtime",
+    "choose_splits",
+    "finish",
+    "fma_kernel",
+    "merge",
+    "mma_kernel",
+    "mma_shared_bytes",
+    "partial_attention",
+    "planned_finish",
+]
+
+#: Head dimensions that the attention kernels are built for.
+HEAD_DIMS = (64, 80, 96, 128, 256)
+#: MAX_SPLITS of kernels/cuda/attention.cuh.
+MAX_SPLITS = 256
+
+_THREADS = 128  # of a block, in every kernel
+_MAX_GRID = 65535  # blocks along the second and third axis of a grid
+_TILE = 64  # tokens that a block of the tensor-core kernel takes at a time
+_MMA_ROWS = 16
+_MMA_FROM_ROWS = 4  # below it the tensor cores would multiply mostly padding
+# C++ type and ElementType of kernels/cuda/attention.cuh. uint16 stands for the bits of bfloat16.
+_TYPES = {
+    "float32": ("float", 0),
+    "float16": ("float16", 1),
+    "bfloat16": ("bfloat16", 2),
+    "uint16": ("bfloat16", 2),
+}
+
+
+def _structure(pointers: str, longs: str, integers: str, floats: str = "") -> np.dtype[Any]:
+    fields = {"u8": pointers, "i8": longs, "i4": integers, "f4": floats}
+    return np.dtype([(name, kind) for kind, names in fields.items() for name in names.split()], align=True)
+
+
+# The argument structures of the kernels: same fields, same order, C layout.
+_ATTENTION = _structure(
+    "q k v lengths mask records split_records counters",
+    "q_batch_stride q_query_stride q_head_stride k_batch_stride k_token_stride k_head_stride "
+    "v_batch_stride v_token_stride v_head_stride mask_batch_stride",
+    "tokens queries heads kv_heads mask_words mask_tokens q_type",
+    "scale",
+)
+_MERGE = _structure("into others", "others_stride", "records width count")
+_FINISH = _structure("records out lse", "", "heads queries head_dim")
+
+
+class Runtime(Protocol):
+    """What this backend needs of a device, and of the library that reaches it.
+
+    Arrays have NumPy's ``shape``, ``dtype``, ``strides`` and ``flags``.
+    """
+
+    @property
+    def multiprocessors(self) -> int:
+        """How many the device has."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """The most shared memory that a block can have, opted in."""
+
+    @property
+    def tensor_cores(self) -> bool:
+        """Whether mma.m16n8k16 and cp.async exist: compute capability 8.0 and above."""
+
+    def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Callable[..., object]:
+        """The kernel `expression` of kernels/cuda/<module>.cu, compiled at its first use, allowed
+        `shared_bytes` of dynamic shared memory: called with (grid, block, arguments, shared_mem=)."""
+
+    def resident_blocks(self, kernel: Any, threads: int, shared_bytes: int) -> int:
+        """How many blocks of a kernel one multiprocessor holds at once, at least 1."""
+
+    def zeros(self, size: int, dtype: Any) -> Any:
+        """A new device array [size] of zeros."""
+
+    def address(self, array: Any) -> int:
+        """Where the array begins, for the device."""
+
+    def check(self, name: str, array: Any) -> None:
+        """ArgumentError unless `array` is a device array of this device."""
+
+
+def fma_kernel(kv_type: str, head_dim: int, rows: int) -> str:
+    """C++ name of the multiply-add kernel; `rows`: query rows that share a KV head."""
+    return f"partial_attention<{kv_type}, {head_dim}, {1 if rows == 1 else 2 if rows == 2 else 4}>"
+
+
+def mma_shared_bytes(head_dim: int, stages: int) -> int:
+    """Dynamic shared memory of the tensor-core kernel: stages of keys and values, rows padded by 16 bytes."""
+    return 2 * stages * _TILE * (head_dim + 8) * 2
+
+
+def mma_kernel(kv_type: str, head_dim: int, shared_limit: int) -> tuple[str, int] | None:
+    """C++ name and dynamic shared memory of the tensor-core kernel; None where it needs too much.
+
+    Three stages if two blocks of them fit beside each other, else two.
+    """
+    stages = 3 if 2 * mma_shared_bytes(head_dim, 3) <= shared_limit else 2
+    size = mma_shared_bytes(head_dim, stages)
+    return (f"partial_attention_mma<{kv_type}, {head_dim}, {stages}>", size) if size <= shared_limit else None
+
+
+@functools.lru_cache(maxsize=256)
+def choose_splits(blocks: int, tokens: int, slots: int) -> int:
+    """Into how many splits a shard is best cut.
+
+    Minimises waves * (tiles per split + 10) + 0.22 * splits, in units of the time that a block takes for
+    a tile of 64 tokens: a wave has a fixed cost of about ten tiles, each split adds to the final merge.
+
+    Args:
+        blocks: of one split (batch * KV heads * tiles of rows).
+        tokens: of the shard.
+        slots: blocks that the device holds at once.
+    """
+    tiles = max(1, math.ceil(tokens / _TILE))
+
+    def cost(splits: int) -> float:
+        return math.ceil(blocks * splits / slots) * (math.ceil(tiles / splits) + 10) + 0.22 * splits
+
+    return min(range(1, min(MAX_SPLITS, tiles) + 1), key=cost)
+
+
+def partial_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    records: Any,
+    *,
+    scale: float,
+    lengths: Any = None,
+    mask: Any = None,
+    mask_tokens: int = 0,
+    num_splits: int | None = None,
+    tensor_cores: bool = True,
+    runtime: Runtime | None = None,
+) -> None:
+    """Write the records of every query head attending to this device's tokens.
+
+    Args:
+        q: [batch, queries, heads, head_dim].
+        k, v: [batch, tokens, kv_heads, head_dim], any strides that keep rows aligned to 16 bytes, the
+            last axis contiguous; tokens may be 0.
+        records: written, C-contiguous [batch, heads, queries, head_dim + 2], float32.
+        scale: factor of the logits, usually 1 / sqrt(head_dim).
+        lengths: [batch] int64 on the device, the valid tokens, read at launch and clamped to
+            0..tokens (the host cannot look without waiting); None means all.
+        mask: [batch, queries, words] uint64 on the device: bit j % 64 of word j // 64 says whether a query
+            sees the j-th of the last `mask_tokens` valid tokens; earlier ones are seen. None: all are.
+        mask_tokens: how many tokens the mask speaks of.
+        num_splits: in how many splits to cut the tokens, 1..MAX_SPLITS; None chooses by `choose_splits`.
+        tensor_cores: may probabilities be held in 16 bits, for speed? Then |out - exact| can reach
+            4e-3 * max|v|. Only used with 16-bit inputs of one type and 4 or more rows for each KV head.
+        runtime: the device; None is CuPy's current one.
+
+    Inputs are float32, float16, bfloat16 or uint16 (the bits of bfloat16).
+
+    Raises:
+        ArgumentError: shapes, types, strides or devices that cannot be.
+        BackendError: no GPU or no CuPy, a head_dim without a kernel.
+    """
+    planned = PlannedAttention(
+        records, scale=scale, num_splits=num_splits, tensor_cores=tensor_cores, runtime=runtime
+    )
+    planned(q, k, v, lengths, mask=mask, mask_tokens=mask_tokens)
+
+
+class PlannedAttention:
+    """`partial_attention` into records that stay where they are.
+
+    Calling it with the arrays of the last call (the same objects) is one launch: nothing is derived,
+    allocated or waited for. It keeps references to them and to its workspace until the next call.
+    """
+
+    def __init__(
+        self,
+        records: Any,
+        *,
+        scale: float,
+        num_splits: int | None = None,
+        tensor_cores: bool = True,
+        runtime: Runtime | None = None,
+    ) -> None:
+        """Plan for `records` and the options as in `partial_attention`."""
+        self._runtime = runtime = runtime or _default_runtime()
+        _check_records(records, runtime)
+        if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
+            raise ArgumentError(f"num_splits = {num_splits}: it must be 1..{MAX_SPLITS}")
+        self._records = records
+        self._num_splits = num_splits
+        self._tensor_cores = tensor_cores and runtime.tensor_cores
+        self._arguments = np.zeros(1, _ATTENTION)
+        self._arguments["scale"] = scale
+        self._arguments["records"] = runtime.address(records)
+        self._split_records = runtime.zeros(0, np.float32)
+        self._counters = runtime.zeros(0, np.uint32)
+        self._bound: tuple[Any, ...] = ()
+        self._mask_tokens = 0
+        self._launch: Callable[[], object]
+
+    def __call__(
+        self, q: Any, k: Any, v: Any, lengths: Any = None, *, mask: Any = None, mask_tokens: int = 0
+    ) -> None:
+        """As `partial_attention`."""
+        bound, given = self._bound, (q, k, v, lengths, mask)
+        if not bound or any(map(operator.is_not, bound, given)) or mask_tokens != self._mask_tokens:
+            self._bind(*given, mask_tokens)
+        self._launch()
+
+    def _bind(self, q: Any, k: Any, v: Any, lengths: Any, mask: Any, mask_tokens: int) -> None:
+        self._bound = ()
+        runtime, a = self._runtime, self._arguments
+        q_type, kv_type = _check_inputs(q, k, v, self._records, runtime)
+        for name, array in (("q", q), ("k", k), ("v", v)):
+            a[name] = runtime.address(array)
+            axes = ("batch", "query" if name == "q" else "token", "head")
+            for axis, stride in zip(axes, array.strides[:3], strict=True):
+                a[f"{name}_{axis}_stride"] = stride // array.dtype.itemsize
+        a["queries"], a["heads"] = q.shape[1:3]
+        a["tokens"], a["kv_heads"] = k.shape[1:3]
+        a["q_type"] = _TYPES[q.dtype.name][1]
+        self._bind_lengths(lengths, k)
+        self._bind_mask(mask, mask_tokens, q)
+        self._choose_kernel(q, k, q_type, kv_type)
+        self._bound, self._mask_tokens = (q, k, v, lengths, mask), mask_tokens
+
+    def _bind_lengths(self, lengths: Any, k: Any) -> None:
+        self._arguments["lengths"] = 0
+        if lengths is None:
+            return
+        self._runtime.check("lengths", lengths)
+        if lengths.shape != k.shape[:1] or lengths.dtype != np.int64 or not lengths.flags.c_contiguous:
+            raise ArgumentError(
+                f"lengths are {lengths.dtype} {lengths.shape}: contiguous int64 [{k.shape[0]}] is needed"
+            )
+        self._arguments["lengths"] = self._runtime.address(lengths)
+
+    def _bind_mask(self, mask: Any, mask_tokens: int, q: Any) -> None:
+        a = self._arguments
+        a["mask"] = a["mask_words"] = a["mask_tokens"] = a["mask_batch_stride"] = 0
+        if mask is None:
+            return
+        self._runtime.check("mask", mask)
+        if mask.ndim != 3 or mask.shape[:2] != q.shape[:2] or mask.dtype != np.uint64:
+            raise ArgumentError(
+                f"the mask is {mask.dtype} {mask.shape}: uint64 [batch, queries, words] = "
+                f"[{q.shape[0]}, {q.shape[1]}, any] is needed"
+            )
+        if not mask.flags.c_contiguous or not 0 <= mask_tokens <= 64 * mask.shape[2]:
+            raise ArgumentError(
+                f"mask_tokens = {mask_tokens}: a C-contiguous mask of {mask.shape[2]} words holds 64 each"
+            )
+        a["mask"] = self._runtime.address(mask)
+        a["mask_words"], a["mask_tokens"] = mask.shape[2], mask_tokens
+        a["mask_batch_stride"] = mask.shape[1] * mask.shape[2]
+
+    def _choose_kernel(self, q: Any, k: Any, q_type: str, kv_type: str) -> None:
+        batch, queries, heads, head_dim = q.shape
+        kv_heads, rows = k.shape[2], queries * (heads // k.shape[2])
+        wanted = None
+        if self._tensor_cores and rows >= _MMA_FROM_ROWS and q_type == kv_type != "float":
+            wanted = mma_kernel(kv_type, head_dim, self._runtime.shared_bytes)
+        module = "partial_attention_mma" if wanted else "partial_attention"
+        expression, shared = wanted or (fma_kernel(kv_type, head_dim, rows), 0)
+        kernel = self._runtime.kernel(module, expression, shared)
+        tile = _MMA_ROWS if wanted else min(4, 1 << (rows - 1).bit_length())
+        tiles = kv_heads * math.ceil(rows / tile)
+        if tiles > _MAX_GRID:
+            raise ArgumentError(f"{queries} queries of {heads} heads are too many for one launch: split them")
+        splits = self._num_splits
+        if splits is None:
+            resident = self._runtime.resident_blocks(kernel, _THREADS, shared)
+            splits = choose_splits(batch * tiles, k.shape[1], resident * self._runtime.multiprocessors)
+        self._reserve(splits, batch * tiles)
+        grid, block = (splits, tiles, batch), (_THREADS,)
+        self._launch = functools.partial(kernel, grid, block, (self._arguments,), shared_mem=shared)
+
+    def _reserve(self, splits: int, counters: int) -> None:
+        """Workspace for the splits; it only ever grows, and with room, so that steps do not allocate."""
+        size = self._records.size * splits if splits > 1 else 0
+        if self._split_records.size < size:
+            self._split_records = self._runtime.zeros(size + size // 2, np.float32)
+        if self._counters.size < counters:
+            self._counters = self._runtime.zeros(2 * counters, np.uint32)
+        self._arguments["split_records"] = self._runtime.address(self._split_records)
+        self._arguments["counters"] = self._runtime.address(self._counters)
+
+
+def merge(into: Any, other: Any, *, runtime: Runtime | None = None) -> None:
+    """Fold `other` into `into`, in place: float32 records [..., head_dim + 2] of one shape.
+
+    Raises:
+        ArgumentError: they differ in shape or type, or are not C-contiguous.
+    """
+    MergeOperator(into.shape[-1] - partial.EXTRA, runtime=runtime).planned_merge(into, other)()
+
+
+def finish(records: Any, out: Any, lse: Any, *, runtime: Runtime | None = None) -> None:
+    """Turn records into attention output, as `treeattn.partial.finish` defines it, to the bit.
+
+    Args:
+        records: [batch, heads, queries, head_dim + 2].
+        out: written, [batch, queries, heads, head_dim].
+        lse: written, [batch, heads, queries]. All C-contiguous float32.
+        runtime: the device; None is CuPy's current one.
+
+    Raises:
+        ArgumentError: shapes, types or strides that do not fit.
+    """
+    planned_finish(records, out, lse, runtime=runtime)()
+
+
+def planned_finish(
+    records: Any, out: Any, lse: Any, *, runtime: Runtime | None = None
+) -> Callable[[], object]:
+    """`finish` for arrays that never move: one launch, without checks."""
+    runtime = runtime or _default_runtime()
+    _check_records(records, runtime)
+    batch, heads, queries, width = records.shape
+    head_dim = width - partial.EXTRA
+    for name, array, shape in (
+        ("out", out, (batch, queries, heads, head_dim)),
+        ("lse", lse, (batch, heads, queries)),
+    ):
+        runtime.check(name, array)
+        if array.shape != shape or array.dtype != np.float32 or not array.flags.c_contiguous:
+            raise ArgumentError(
+                f"{name} must be C-contiguous float32 of shape {shape}, not {array.dtype} {array.shape}"
+            )
+    arguments = np.zeros(1, _FINISH)
+    arguments["records"], arguments["out"], arguments["lse"] = map(runtime.address, (records, out, lse))
+    arguments["heads"], arguments["queries"], arguments["head_dim"] = heads, queries, head_dim
+    kernel = runtime.kernel("finish", "finish")
+    return _launch(kernel, batch * heads * queries, arguments, (records, out, lse))
+
+
+class MergeOperator:
+    """How float32 records of one head dimension merge on the device: an `operator.Operator`."""
+
+    def __init__(self, head_dim: int, dtype: Any = np.float32, *, runtime: Runtime | None = None) -> None:
+        """For records of `head_dim` + 2 elements."""
+        if np.dtype(dtype) != np.float32:
+            raise ArgumentError(f"records on the GPU are float32, not {np.dtype(dtype)}: use device='cpu'")
+        self._width = head_dim + partial.EXTRA
+        self._runtime = runtime or _default_runtime()
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Element type of a record."""
+        return np.dtype(np.float32)
+
+    @property
+    def width(self) -> int:
+        """Elements of one record: head_dim + 2."""
+        return self._width
+
+    def merge(self, into: Any, other: Any) -> None:
+        """Fold `other` into `into`, in place; both C-contiguous [records, width]."""
+        self.planned_merge(into, other)()
+
+    def planned_merge(self, into: Any, other: Any) -> Callable[[], object]:
+        """`merge` for two arrays that never move: one launch, without checks."""
+        self._check(into, other, into.shape)
+        return self._plan(into, other, 1)
+
+    def planned_merge_many(self, into: Any, others: Any) -> Callable[[], object]:
+        """Fold others[0], others[1], .. into `into`, in this order, in one launch.
+
+        into: C-contiguous [records, width]; others: [count, records, width]. Neither may ever move.
+        """
+        self._check(into, others, (others.shape[0], *into.shape))
+        return self._plan(into, others, others.shape[0])
+
+    def _check(self, into: Any, others: Any, shape: tuple[int, ...]) -> None:
+        self._runtime.check("into", into)
+        self._runtime.check("other", others)
+        if others.shape != shape or into.shape[-1] != self._width:
+            raise ArgumentError(
+                f"records {into.shape} and {others.shape} of width {self._width} cannot merge"
+            )
+        for array in (into, others):
+            if array.dtype != np.float32 or not array.flags.c_contiguous:
+                raise ArgumentError(f"records to merge must be C-contiguous float32, not {array.dtype}")
+
+    def _plan(self, into: Any, others: Any, count: int) -> Callable[[], object]:
+        arguments = np.zeros(1, _MERGE)
+        records = into.size // self._width
+        arguments["into"], arguments["others"] = self._runtime.address(into), self._runtime.address(others)
+        arguments["others_stride"], arguments["count"] = into.size, count
+        arguments["records"], arguments["width"] = records, self._width
+        kernel = self._runtime.kernel("merge_partials", "merge_partials")
+        return _launch(kernel, records, arguments, (into, others))
+
+
+def _launch(
+    kernel: Callable[..., object], blocks: int, arguments: Any, arrays: tuple[Any, ...]
+) -> Callable[[], object]:
+    """A launch with its argument structure, and the arrays that it points into tied to its life."""
+    if blocks == 0:
+        return lambda: None
+    launch = functools.partial(kernel, (blocks,), (_THREADS,), (arguments,))
+    launch.arrays = arrays  # type: ignore[attr-defined]
+    return launch
+
+
+def _default_runtime() -> Runtime:
+    from treeattn.backends import cupy_runtime  # CuPy is only looked for when a GPU is asked for
+
+    return cupy_runtime.current()
+
+
+def _check_records(records: Any, runtime: Runtime) -> None:
+    runtime.check("records", records)
+    if records.ndim != 4 or records.shape[3] <= partial.EXTRA:
+        raise ArgumentError(
+            f"records have shape {records.shape}: [batch, heads, queries, head_dim + 2] is needed"
+        )
+    if records.dtype != np.float32 or not records.flags.c_contiguous:
+        raise ArgumentError(f"records on the GPU must be C-contiguous float32, not {records.dtype}")
+
+
+def _check_inputs(q: Any, k: Any, v: Any, records: Any, runtime: Runtime) -> tuple[str, str]:
+    """C++ types of q and of k, v; an error if anything does not fit."""
+    batch, heads, queries, width = records.shape
+    head_dim = width - partial.EXTRA
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        runtime.check(name, array)
+        if array.dtype.name not in _TYPES:
+            raise ArgumentError(
+                f"{name} is {array.dtype}: on the GPU it must be float32, float16 or bfloat16 "
+                "(as uint16 bits); float64 is for device='cpu'"
+            )
+    if head_dim not in HEAD_DIMS:
+        raise BackendError(
+            f"no CUDA kernel for head_dim {head_dim}: there are {', '.join(map(str, HEAD_DIMS))}; "
+            "pad it with zeros, or use device='cpu'"
+        )
+    if q.shape != (batch, queries, heads, head_dim):
+        raise ArgumentError(
+            f"q has shape {q.shape}: [batch, queries, heads, head_dim] is {(batch, queries, heads, head_dim)}"
+        )
+    if k.ndim != 4 or k.shape != v.shape or (k.shape[0], k.shape[3]) != (batch, head_dim):
+        raise ArgumentError(
+            f"k {k.shape} and v {v.shape}: both must be [batch, tokens, kv_heads, head_dim] = "
+            f"[{batch}, any, any, {head_dim}]"
+        )
+    if k.shape[2] == 0 or heads % k.shape[2]:
+        raise ArgumentError(f"{heads} query heads cannot share {k.shape[2]} KV heads: it must be a multiple")
+    if k.dtype != v.dtype:
+        raise ArgumentError(f"k is {k.dtype} but v is {v.dtype}")
+    if k.shape[1] >= 2**31 - _TILE or batch > _MAX_GRID:
+        raise ArgumentError(f"batch {batch}, tokens {k.shape[1]}: at most 65535 and 2^31 fit one launch")
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        _check_rows(name, array, runtime)
+    return _TYPES[q.dtype.name][0], _TYPES[k.dtype.name][0]
+
+
+def _check_rows(name: str, array: Any, runtime: Runtime) -> None:
+    if array.size == 0:
+        return
+    if array.strides[3] != array.dtype.itemsize:
+        raise ArgumentError(f"the last axis of {name} must be contiguous: copy it with ascontiguousarray")
+    strides = [stride for stride, size in zip(array.strides[:3], array.shape[:3], strict=True) if size > 1]
+    if name != "q" and any(at % 16 for at in (runtime.address(array), *strides)):
+        raise ArgumentError(
+            f"rows of {name} must begin at multiples of 16 bytes: strides are {array.strides} bytes; "
+            "copy it with ascontiguousarray"
+        )

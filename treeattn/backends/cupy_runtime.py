@@ -1,0 +1,161 @@
+"""The NVIDIA GPU through CuPy: compiling, launching, allocating, and clear words where something lacks.
+
+CuPy is imported when this is first asked for a device, never before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from treeattn.backends import cuda_source
+from treeattn.errors import ArgumentError, BackendError
+
+__all__ = ["CupyRuntime", "current", "problem"]
+
+_INSTALL = "install treeattn[cuda12] or treeattn[cuda13], whichever CUDA version the driver has (nvidia-smi)"
+
+
+def problem() -> str | None:
+    """Why no GPU can be used here, in one line with the remedy; None where one can."""
+    try:
+        current()
+    except BackendError as error:
+        return str(error)
+    return None
+
+
+def current() -> CupyRuntime:
+    """CuPy's current device.
+
+    Raises:
+        BackendError: no CuPy, a CuPy for another CUDA, no driver or no GPU.
+    """
+    return _device(int(_cupy().cuda.Device().id))
+
+
+@functools.cache
+def _device(index: int) -> CupyRuntime:
+    return CupyRuntime(_cupy(), index)
+
+
+@functools.cache
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        missing = error.name == "cupy"
+        raise BackendError(
+            f"no CuPy: {_INSTALL}" if missing else f"CuPy does not load: {error}; {_INSTALL}"
+        ) from error
+    if cupy.cuda.is_available():
+        return cupy
+    version = 0
+    try:
+        version = cupy.cuda.runtime.driverGetVersion()
+        cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        if version == 0:
+            raise BackendError("no NVIDIA driver on this machine: use device='cpu'") from error
+        built = cupy.cuda.runtime.runtimeGetVersion()
+        raise BackendError(
+            f"CuPy is built for CUDA {built // 1000}, the driver offers "
+            f"{version // 1000}.{version % 1000 // 10} ({error}): {_INSTALL}"
+        ) from error
+    raise BackendError("the NVIDIA driver shows no GPU: check CUDA_VISIBLE_DEVICES, or use device='cpu'")
+
+
+class CupyRuntime:
+    """A `treeattn.backends.cuda.Runtime` on one device of this process."""
+
+    def __init__(self, cupy: Any, index: int) -> None:
+        """Device `index` of those that CuPy sees."""
+        self._cupy = cupy
+        self._index = index
+        self._kernels: dict[tuple[str, str, int], Any] = {}
+        attributes = cupy.cuda.Device(index).attributes
+        self._multiprocessors = int(attributes["MultiProcessorCount"])
+        self._shared_bytes = int(attributes["MaxSharedMemoryPerBlockOptin"])
+        self._capability = int(attributes["ComputeCapabilityMajor"])
+
+    @property
+    def multiprocessors(self) -> int:
+        """How many the device has."""
+        return self._multiprocessors
+
+    @property
+    def shared_bytes(self) -> int:
+        """The most shared memory that a block can have, opted in."""
+        return self._shared_bytes
+
+    @property
+    def tensor_cores(self) -> bool:
+        """Whether the tensor-core kernel can run."""
+        return self._capability >= 8
+
+    def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Callable[..., object]:
+        """A kernel, compiled by NVRTC at its first use (CuPy keeps it on disk)."""
+        key = (module, expression, shared_bytes)
+        if key not in self._kernels:
+            self._kernels[key] = self._load(module, expression, shared_bytes)
+        kernel: Callable[..., object] = self._kernels[key]
+        return kernel
+
+    def _load(self, module: str, expression: str, shared_bytes: int) -> Any:
+        cupy = self._cupy
+        try:
+            with cupy.cuda.Device(self._index):
+                code = cupy.RawModule(
+                    code=cuda_source.source(module),
+                    options=cuda_source.OPTIONS,
+                    name_expressions=(expression,),
+                )
+                kernel = code.get_function(expression)
+                if shared_bytes:
+                    kernel.max_dynamic_shared_size_bytes = shared_bytes
+        except cupy.cuda.compiler.CompileException as error:
+            raise BackendError(f"NVRTC refuses {expression} of {module}.cu: {error}") from error
+        except Exception as error:  # a missing NVRTC raises a type of the library that looks for it
+            if (
+                "nvrtc" not in f"{type(error).__module__} {error}".lower()
+                and "DynamicLib" not in type(error).__name__
+            ):
+                raise
+            raise BackendError(f"no NVRTC to compile CUDA kernels with: {error}; {_INSTALL}") from error
+        return kernel
+
+    def resident_blocks(self, kernel: Any, threads: int, shared_bytes: int) -> int:
+        """How many blocks one multiprocessor holds at once, as the driver says."""
+        blocks = self._cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
+            kernel.kernel.ptr, threads, shared_bytes
+        )
+        return max(1, int(blocks))
+
+    def zeros(self, size: int, dtype: Any) -> Any:
+        """A new device array [size] of zeros."""
+        try:
+            with self._cupy.cuda.Device(self._index):
+                return self._cupy.zeros(size, dtype)
+        except self._cupy.cuda.memory.OutOfMemoryError as error:
+            raise BackendError(
+                f"out of GPU memory for the workspace: {error}; use fewer splits (num_splits=) "
+                "or a smaller cache"
+            ) from error
+
+    def address(self, array: Any) -> int:
+        """Where the array begins, for the device."""
+        return int(array.data.ptr)
+
+    def check(self, name: str, array: Any) -> None:
+        """ArgumentError unless `array` is a CuPy array of this device."""
+        if not isinstance(array, self._cupy.ndarray):
+            raise ArgumentError(
+                f"{name} is a {type(array).__module__}.{type(array).__name__}: the GPU needs cupy.ndarray "
+                "(cupy.asarray makes one)"
+            )
+        if array.device.id != self._index:
+            raise ArgumentError(
+                f"{name} lies on GPU {array.device.id}, but GPU {self._index} is current: move it, or make "
+                f"the other current (with cupy.cuda.Device({array.device.id}))"
+            )
