@@ -277,7 +277,7 @@ def _check_choices(device: str, transport: str | None, output: str) -> None:
     if device not in ("cpu", "cuda"):
         raise ArgumentError(f"device {device!r} is unknown: use 'cpu' or 'cuda'")
     if device == "cuda":
-        raise BackendError("device='cuda' is not part of this version: use device='cpu'")
+        raise BackendError("device='cuda' has kernels but no transport in this version: use device='cpu'")
     if transport not in (None, "mpi"):
         raise TransportError(f"transport {transport!r} does not serve device='cpu': use 'mpi' or None")
     if output not in ("replicated", "heads"):

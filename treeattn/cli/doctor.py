@@ -112,7 +112,7 @@ def _kernels() -> Iterator[Finding]:
 
 
 def _gpu() -> Iterator[Finding]:
-    """Only told, never needed: nothing in this version runs on a GPU."""
+    """Only told, never needed: no command of this version runs on a GPU."""
     present = importlib.util.find_spec("cupy") is not None
     found = "CuPy is installed" if present else "CuPy is not installed"
-    yield Finding("GPU", "missing", f"{found}; this version computes on CPUs only")
+    yield Finding("GPU", "missing", f"{found}; the commands of this version compute on CPUs")
