@@ -54,20 +54,20 @@ def small_calls() -> dict[str, float]:
     }
 
 
-def one_isa(repeats: int) -> dict[str, Any]:
-    cores = len(os.sched_getaffinity(0))
+def one_isa(repeats: int, threads: list[int]) -> dict[str, Any]:
     return {
         "isa": compile.chosen_isa(),
-        "roofline": roofline.measure(repeats=repeats, threads=(1, 2) if cores > 1 else (1,)),
+        "roofline": roofline.measure(repeats=repeats, threads=threads),
         "microseconds": small_calls(),
     }
 
 
-def every_isa(repeats: int) -> list[dict[str, Any]]:
+def every_isa(repeats: int, threads: list[int]) -> list[dict[str, Any]]:
     """`one_isa` in a process for each instruction set that runs here."""
     results = []
     for isa in compile.available_isas():
         command = [sys.executable, __file__, "--one", "--repeats", str(repeats)]
+        command += ["--threads", *map(str, threads)]
         output = subprocess.run(
             command, env={**os.environ, "TREEATTN_ISA": isa}, capture_output=True, text=True, check=True
         )
@@ -92,13 +92,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1], help="more needs an idle machine")
     parser.add_argument("--one", action="store_true", help="this process's instruction set only, as JSON")
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(one_isa(options.repeats)))
+        print(json.dumps(one_isa(options.repeats, options.threads)))
         return
     software = report.software()
-    results = every_isa(options.repeats)
+    results = every_isa(options.repeats, options.threads)
     if options.json:
         machine = {"cpu": report.cpu_name(), "cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()}
         text = json.dumps({"software": software, "machine": machine, "results": results}, indent=1)

@@ -95,7 +95,7 @@ def _row(limits: _Limits, k: Any, v: Any, group: int, threads: int, repeats: int
         if threads > 1:
             together = min(together, limits.read_time(k, threads) + limits.read_time(v, threads))
         limits.run_arithmetic()
-        step = min(step, _seconds(lambda: attention(q, k, v)))
+        step = min(step, _seconds(lambda: attention(q, k, v), threads))
     size = k.nbytes + v.nbytes
     arithmetic = 2 * tokens * heads * _HEAD_DIM / limits.multiply_add_rate / threads
     return {
@@ -123,7 +123,7 @@ class _Limits:
     def read_time(self, array: Any, threads: int) -> float:
         """Seconds to read an array once."""
         address, size = ctypes.c_void_p(array.ctypes.data), ctypes.c_int64(array.nbytes)
-        return _seconds(lambda: self._kernels.read_memory(address, size, ctypes.c_int32(threads)))
+        return _seconds(lambda: self._kernels.read_memory(address, size, ctypes.c_int32(threads)), threads)
 
     def run_arithmetic(self) -> None:
         """Multiply and add for about a millisecond, and remember the best rate."""
@@ -138,10 +138,12 @@ class _Limits:
         self.multiply_add_rate = max(self.multiply_add_rate, done / seconds)
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def _seconds(run: Callable[[], object], threads: int = 1) -> float:
+    """Time of a call; of one thread its processor time, lest others on the machine count as slowness."""
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    start = clock()
     run()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def _cache(tokens: int, dtype: Any, seed: int) -> Any:
