@@ -29,7 +29,7 @@ from treeattn.collectives.schemes.recursive_multiplying import recursive_multipl
 from treeattn.collectives.schemes.reduce_scatter_gather import reduce_scatter_gather
 from treeattn.collectives.schemes.ring import ring
 from treeattn.collectives.schemes.split_rail import split_rail
-from treeattn.errors import ScheduleError
+from treeattn.errors import RestrictionError, ScheduleError
 
 __all__ = ["CATALOG", "Scheme", "build", "canonical", "find", "names", "needs_nodes", "parse"]
 
@@ -147,6 +147,8 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
     Inner schemes come out as canonical text. Raises `ScheduleError` for an unknown name or parameter,
     a bad value, or parentheses that do not match; the message names the remedy.
     """
+    if not isinstance(text, str):
+        raise ScheduleError(f"{text!r} is not the name of a scheme; {_meant('', list(CATALOG))}")
     name, *assignments = parameters.split(text)
     row = find(name.strip())
     given: dict[str, Any] = {}
@@ -192,6 +194,8 @@ def build(scheme: str, size: int, **params: Any) -> Schedule:
         raise ScheduleError(
             f"{name} is a reducer of a library and has no schedule; schedules: {', '.join(names('schedule'))}"
         )
+    if isinstance(size, int) and size > parameters.RANK_LIMIT:
+        raise RestrictionError(f"{name}: {size} ranks are more than the {parameters.RANK_LIMIT} of a plan")
     if not isinstance(size, int) or size < 1:
         raise ScheduleError(
             f"{name}: size={size!r} is not a number of ranks: it must be an integer from 1 up"
@@ -207,13 +211,14 @@ def _read(row: Scheme, key: str, value: Any) -> Any:
     read = parameters.read(row.name, parameter, value)
     if parameter.kind not in ("scheme", "tree"):
         return read
-    inner = find(parse(read)[0])
+    inner_name, inner_given = parse(read)
+    inner = find(inner_name)
     if parameter.kind == "tree" and not inner.rooted:
         rooted = ", ".join(other.name for other in CATALOG.values() if other.rooted)
         raise ScheduleError(f"{row.name}: {key}={inner.name} gathers at no root; take one of {rooted}")
     if inner.kind != "schedule":
         raise ScheduleError(f"{row.name}: {key}={inner.name} is a reducer of a library and has no schedule")
-    return canonical(read)
+    return _spell(inner, inner_given)
 
 
 def _argument(row: Scheme, parameter: Parameter, value: Any, size: int) -> Any:

@@ -15,6 +15,10 @@ __all__ = ["Groups", "Parameter", "groups", "read", "split", "write"]
 
 Kind = Literal["integer", "integers", "choice", "scheme", "tree", "nodes"]
 
+# A plan is an object with an entry per transfer; nesting deeper than any machine has tiers is a mistake.
+RANK_LIMIT = 2**18
+NESTING_LIMIT = 8
+
 # The ranks of each node.
 Groups = tuple[tuple[int, ...], ...]
 
@@ -93,6 +97,8 @@ def groups(scheme: str, nodes: Sequence[Any] | None, size: int) -> Groups:
 def split(scheme: str) -> list[str]:
     """``a:b=(c:d=1)`` -> ``["a", "b=(c:d=1)"]``: cut at the colons outside parentheses."""
     parts, depth = [""], 0
+    if scheme.count("(") > NESTING_LIMIT:
+        raise ScheduleError(f"{scheme[:40]!r}..: more than {NESTING_LIMIT} schemes inside one another")
     for character in scheme.strip():
         depth += (character == "(") - (character == ")")
         if depth < 0:

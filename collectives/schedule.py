@@ -2,7 +2,7 @@
 
 A `Schedule` says for all ranks at once who sends which chunks to whom in which round, and whether
 the receiver merges or overwrites. It holds no communicator, no array and no callback, so the same
-object can be proved right (`check`), executed (`executors`), priced (`clusters`) and drawn (`draw`).
+object can be proved right (`check`), executed (`executors`) and drawn (`draw`).
 
 The idea of an algorithm as rounds of plain sends, composed by re-labelling ranks, is the one of
 MSCCLang (Cowan et al., ASPLOS 2023) and of GOAL (Hoefler et al., 2009).

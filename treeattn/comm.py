@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from treeattn.errors import ArgumentError, BackendError
+from treeattn.errors import ArgumentError, BackendError, TreeattnError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -62,12 +62,12 @@ def agree(comm: Intracomm, mine: Mapping[str, object], error: Exception | None =
 
     Otherwise every rank raises the same exception, so that none is left waiting in a later call.
     """
+    if error is not None and not isinstance(error, TreeattnError):
+        error = ArgumentError(f"{type(error).__name__}: {error}")
     views: list[tuple[Mapping[str, object], Exception | None]] = comm.allgather((mine, error))
     for rank, (_, problem) in enumerate(views):
         if problem is not None:
-            if comm.size == 1:
-                raise problem
-            raise type(problem)(f"rank {rank}: {problem}")
+            raise type(problem)(str(problem) if comm.size == 1 else f"rank {rank}: {problem}")
     for name in mine:
         values = [values.get(name) for values, _ in views]
         different = [rank for rank, value in enumerate(values) if value != values[0]]
@@ -122,8 +122,10 @@ def abort(error: BaseException) -> NoReturn:
     """End the whole job because this rank failed: the others may be waiting for it."""
     comm = mpi().COMM_WORLD
     sys.stdout.flush()
-    print(f"treeattn: rank {comm.rank} of {comm.size} failed, ending the job", file=sys.stderr)
+    what = "".join(traceback.format_exception_only(error)).strip()
+    print(f"treeattn: rank {comm.rank} of {comm.size} failed, ending the job: {what}", file=sys.stderr)
     traceback.print_exception(error)
     sys.stderr.flush()
+    time.sleep(0.2)  # launchers drop what is still under way when a job is aborted
     comm.Abort(1)
     raise SystemExit(1)  # not reached: Abort does not return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -66,16 +67,18 @@ def decode(
     `RestrictionError`, `BackendError` or `TransportError`.
     """
     comm = comm_.world() if comm is None else comm
-    error: TreeattnError | None = None
+    error: Exception | None = None
     shape = None
     try:
         _check_choices(device, transport, output)
         k, v = as_tensor("k", k, dtype), as_tensor("v", v, dtype)
         if q_root is None:
             q = as_tensor("q", q, dtype)
-    except TreeattnError as problem:
+        else:
+            q_root = operator.index(q_root)
+    except Exception as problem:  # whatever it is, the other ranks must not be left waiting
         error = problem
-    comm_.agree(comm, {"q_root": q_root}, error)
+    comm_.agree(comm, {} if error else {"q_root": q_root}, error)
     if q_root is not None:
         q = _broadcast_query(comm, q, dtype, q_root)
     try:
@@ -84,7 +87,7 @@ def decode(
         shape.check_cache(k, v)
         if lengths is not None:
             lengths = shape.check_lengths(lengths, k.shape[1])
-    except TreeattnError as problem:
+    except Exception as problem:
         error = problem
     comm_.agree(comm, {"the shape or dtype of q, k, v": shape}, error)
     assert shape is not None
@@ -134,9 +137,12 @@ class Decoder:
         output: str = "replicated",
     ) -> None:
         comm = comm_.world() if comm is None else comm
-        error: TreeattnError | None = None
+        error: Exception | None = None
         settings: dict[str, object] = {}
+        slow = None
         try:
+            slow = cpu.compiled_kernels_problem()
+            cpu.check_environment()
             shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype)
             self.scale = _checked_scale(shape.default_scale() if scale is None else scale)
             scheme = collectives.canonical(scheme)
@@ -148,10 +154,10 @@ class Decoder:
                 "device": device,
                 "output": output,
             }
-        except TreeattnError as problem:
+        except Exception as problem:  # whatever it is, the other ranks must not be left waiting
             error = problem
         comm_.agree(comm, settings, error)
-        _warn_once_without_compiler(comm)
+        _warn_once_without_compiler(comm, slow)
         self.shape, self.scheme = shape, scheme
         self.schedule = _planned(scheme, comm)
         _check_output(scheme, self.schedule, output)
@@ -159,8 +165,8 @@ class Decoder:
         if self.schedule is not None and output == "heads":
             self.heads = self.schedule.chunk_slice(range(comm.rank, comm.rank + 1), heads)
         self._plan_buffers()
-        operator = cpu.MergeOperator(head_dim, shape.record_dtype)
-        self._reducer = _reducer(comm, self.schedule, operator, self._reduced, batch * queries)
+        merge = cpu.MergeOperator(head_dim, shape.record_dtype)
+        self._reducer = _reducer(comm, self.schedule, merge, self._reduced, batch * queries)
         self.certificate = None if self.schedule is None else self._reducer.certificate
 
     def _plan_buffers(self) -> None:
@@ -247,26 +253,26 @@ def _planned(scheme: str, comm: Intracomm) -> Schedule | None:
     return _built(scheme, comm.size, nodes)
 
 
-def _reducer(comm: Intracomm, schedule: Schedule | None, operator: Any, buffer: Any, group: int) -> Any:
+def _reducer(comm: Intracomm, schedule: Schedule | None, merge: Any, buffer: Any, group: int) -> Any:
     if schedule is None:
         from treeattn.collectives.libraries.mpi_allreduce import MpiAllreduce
 
         error: TreeattnError | None = None
         try:
-            operator.mpi_function()
+            merge.mpi_function()
         except TreeattnError as problem:
             error = problem
         comm_.agree(comm, {}, error)
-        return MpiAllreduce(comm, operator, buffer)
+        return MpiAllreduce(comm, merge, buffer)
     from treeattn.collectives.executors.mpi import Reducer
 
-    return Reducer(comm, schedule, operator, buffer, group)
+    return Reducer(comm, schedule, merge, buffer, group)
 
 
 def _checked_scale(scale: float) -> float:
     try:
         value = float(scale)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not math.isfinite(value):
         raise ArgumentError(f"scale must be a finite number, not {scale!r}")
@@ -287,16 +293,18 @@ def _check_choices(device: str, transport: str | None, output: str) -> None:
 def _check_output(scheme: str, schedule: Schedule | None, output: str) -> None:
     scattered = schedule is not None and schedule.result == "scattered"
     if scattered and output == "replicated":
-        raise RestrictionError(f"{scheme} leaves each rank its slice of heads: say so with output='heads'")
+        raise RestrictionError(
+            f"{scheme} leaves each rank its slice of heads: from Python, with output='heads'"
+        )
     if not scattered and output == "heads":
         raise RestrictionError(
             f"{scheme} leaves every rank all heads; scheme='head_scatter' serves output='heads'"
         )
 
 
-def _warn_once_without_compiler(comm: Intracomm) -> None:
+def _warn_once_without_compiler(comm: Intracomm, problem: str | None) -> None:
     """The merge has the same bits with and without the compiled kernels, so ranks may differ here."""
-    problems = comm.allgather(cpu.compiled_kernels_problem())
+    problems = comm.allgather(problem)
     lacking = [rank for rank, problem in enumerate(problems) if problem]
     if lacking and comm.rank == 0:
         warnings.warn(
@@ -309,7 +317,7 @@ def _warn_once_without_compiler(comm: Intracomm) -> None:
 
 def _broadcast_query(comm: Intracomm, q: Any, dtype: str | None, root: int) -> Any:
     """The query of rank `root`, on every rank; its problems too."""
-    if not isinstance(root, int) or not 0 <= root < comm.size:
+    if not 0 <= root < comm.size:
         raise ArgumentError(f"q_root {root!r} is not a rank of this communicator: use 0 to {comm.size - 1}")
     outcome: Any = None
     if comm.rank == root:

@@ -7,6 +7,7 @@ slice, and copies bfloat16 through PyTorch.
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import tempfile
@@ -65,14 +66,19 @@ class CacheFile:
         """The softmax scale that the file's metadata states, if any. Raises `ArgumentError`."""
         text = self.metadata.get("scale")
         try:
-            return None if text is None else float(text)
+            value = None if text is None else float(text)
         except ValueError:
-            raise ArgumentError(f"{self.path}: metadata 'scale' is {text!r}, not a number") from None
+            value = math.nan
+        if value is not None and not math.isfinite(value):
+            raise ArgumentError(f"{self.path}: metadata 'scale' is {text!r}, not a finite number")
+        return value
 
 
 def open_cache(path: str | Path) -> CacheFile:
     """Map a safetensors file. Raises `ArgumentError` if it is missing, truncated or of another format."""
     path = Path(path)
+    if not path.is_file():
+        raise ArgumentError(f"{path}: {'is not an ordinary file' if path.exists() else 'no such file'}")
     try:
         with safe_open(path, framework="numpy"):
             pass  # the library checks the header against the file's length
@@ -122,35 +128,52 @@ def load_runs(
 def pending_output(path: str | Path | None) -> Iterator[Callable[[bytes], None]]:
     """Write a file whole or not at all: under a temporary name first, renamed when the bytes are there.
 
-    Yields the function that takes the bytes. Raises `ArgumentError` at once if the place cannot be
-    written, before any work is done. With no path, the bytes go nowhere.
+    Yields the function that takes the bytes; nothing lies on disk before it is called. Raises
+    `ArgumentError` at once if the place cannot be written, before any work is done. With no path, the
+    bytes go nowhere.
     """
     if path is None:
         yield lambda _: None
         return
-    path = Path(path)
-    if path.is_dir():
-        raise ArgumentError(f"{path}: is a folder; name a file to write")
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    except OSError as error:
-        raise ArgumentError(f"{path}: cannot be written ({error.strerror}); name another place") from None
+    target = Path(path).resolve()  # what a link points to is replaced, not the link
+    if target.exists() and not target.is_file():
+        raise ArgumentError(f"{path}: is not an ordinary file; name a file to write")
+    os.unlink(_temporary_beside(target))  # found out now whether it can be written
+    yield lambda content: _replace(target, content)
 
-    def write(content: bytes) -> None:
-        with os.fdopen(handle, "wb") as file:
+
+def check_distinct(outputs: Sequence[Path | None], inputs: Sequence[Path | None] = ()) -> None:
+    """Raise `ArgumentError` if two outputs, or an output and an input, are one file."""
+    taken = {path.resolve() for path in inputs if path is not None}
+    for path in outputs:
+        if path is not None and path.resolve() in taken:
+            raise ArgumentError(f"{path}: is named twice on this command line; write to another file")
+        taken |= {path.resolve()} if path is not None else set()
+
+
+def _replace(target: Path, content: bytes) -> None:
+    temporary = _temporary_beside(target)
+    try:
+        with open(temporary, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(temporary, 0o666 & ~mask)  # mkstemp is stricter than an ordinary new file
-        os.replace(temporary, path)
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
+
+def _temporary_beside(target: Path) -> str:
     try:
-        yield write
-    finally:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
+    except OSError as error:
+        raise ArgumentError(f"{target}: cannot be written ({error.strerror}); name another place") from None
+    os.close(handle)
+    return temporary
 
 
 def save_tensors(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:

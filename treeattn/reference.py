@@ -55,11 +55,12 @@ def partial(q: Any, k: Any, v: Any, *, scale: float, lengths: Any = None) -> Par
         for h in range(heads if valid else 0):
             keys = np.asarray(k[b, :valid, h // group], np.float64)
             values = np.asarray(v[b, :valid, h // group], np.float64)
-            largest_value = max(largest_value, float(np.abs(values).max()))
+            largest_value = max(largest_value, _largest_finite(values))
             for i in range(queries):
                 query = np.asarray(q[b, i, h], np.float64)
-                scores = scale * (keys @ query)
-                score_scale = max(score_scale, float(abs(scale) * (np.abs(keys) @ np.abs(query)).max()))
+                with np.errstate(invalid="ignore"):
+                    scores = scale * (keys @ query)
+                score_scale = max(score_scale, abs(scale) * _largest_finite(np.abs(keys) @ np.abs(query)))
                 top = scores.max()
                 with np.errstate(invalid="ignore"):  # NaN and infinite inputs give NaN, as they should
                     weights = np.zeros_like(scores) if top == -np.inf else np.exp(scores - top)
@@ -67,6 +68,12 @@ def partial(q: Any, k: Any, v: Any, *, scale: float, lengths: Any = None) -> Par
                     result.denominator[b, h, i] = weights.sum()
                     result.numerator[b, h, i] = weights @ values
     return result._replace(score_scale=score_scale, largest_value=largest_value)
+
+
+def _largest_finite(values: Any) -> float:
+    """Largest magnitude of what is finite: an infinite score or value must not make every error pass."""
+    magnitudes = np.abs(values)
+    return float(magnitudes.max(initial=0.0, where=np.isfinite(magnitudes)))
 
 
 def combine(partials: Sequence[Partial]) -> tuple[Any, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import platform
 import socket
@@ -16,7 +18,20 @@ from treeattn import comm as comm_
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["cpu_name", "node_load", "placement", "software"]
+__all__ = ["as_json", "cpu_name", "node_load", "placement", "software"]
+
+
+def as_json(facts: Any) -> bytes:
+    """Strict JSON, one fact per line; numbers that JSON has no words for become strings ("inf", "nan")."""
+    return (json.dumps(_spelled(facts), indent=1, allow_nan=False) + "\n").encode()
+
+
+def _spelled(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _spelled(item) for key, item in value.items()}
+    return [_spelled(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def cpu_name() -> str:

@@ -51,10 +51,6 @@ class Layout:
         start = sum(self.sizes[:rank])
         return (slice(start, start + self.sizes[rank]),)
 
-    def shard_tokens(self, tokens: int, rank: int, size: int) -> int:
-        """How many tokens `rank` owns."""
-        return sum(len(range(*run.indices(tokens))) for run in self.runs(tokens, rank, size))
-
     def shard_lengths(self, lengths: Any, tokens: int, rank: int, size: int) -> Any:
         """Valid tokens [batch] of this rank's shard, from global `lengths` [batch].
 

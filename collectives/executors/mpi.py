@@ -122,6 +122,7 @@ class Reducer:
             self.close()
         else:
             self._free_requests()
+            self._closed = True
 
     def _free_requests(self) -> None:
         if self._started:

@@ -46,6 +46,8 @@ class MpiAllreduce:
 
     def __call__(self) -> None:
         """One whole step."""
+        if self._closed or self._request is not None:
+            raise ScheduleError("mpi_allreduce: a step on a reducer that is closed or already running")
         self._comm.Allreduce(MPI.IN_PLACE, self._buffer, self._op)
 
     def start(self) -> None:
@@ -74,6 +76,7 @@ class MpiAllreduce:
     def __exit__(self, *exception: object) -> None:
         if exception[0] is None:
             self.close()
+        self._closed = True
 
 
 # One operator per function, made once and kept: it must outlive every reduction that uses it.

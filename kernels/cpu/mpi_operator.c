@@ -6,12 +6,13 @@
 
 #include "records.h"
 
-#define EACH_HEAD_DIM(RECORD)                                                                                          \
-  RECORD(8)                                                                                                            \
-  RECORD(16) RECORD(24) RECORD(32) RECORD(40) RECORD(48) RECORD(56) RECORD(64) RECORD(72) RECORD(80) RECORD(88)        \
-      RECORD(96) RECORD(104) RECORD(112) RECORD(120) RECORD(128) RECORD(136) RECORD(144) RECORD(152) RECORD(160)       \
-          RECORD(168) RECORD(176) RECORD(184) RECORD(192) RECORD(200) RECORD(208) RECORD(216) RECORD(224) RECORD(232)  \
-              RECORD(240) RECORD(248) RECORD(256)
+/* clang-format off */
+#define EACH_HEAD_DIM(RECORD) \
+    RECORD(8) RECORD(16) RECORD(24) RECORD(32) RECORD(40) RECORD(48) RECORD(56) RECORD(64) \
+    RECORD(72) RECORD(80) RECORD(88) RECORD(96) RECORD(104) RECORD(112) RECORD(120) RECORD(128) \
+    RECORD(136) RECORD(144) RECORD(152) RECORD(160) RECORD(168) RECORD(176) RECORD(184) RECORD(192) \
+    RECORD(200) RECORD(208) RECORD(216) RECORD(224) RECORD(232) RECORD(240) RECORD(248) RECORD(256)
+/* clang-format on */
 
 #define RECORD(head_dim)                                                                                               \
   static void merge_##head_dim(void *in, void *inout, int *count, void *datatype) {                                    \

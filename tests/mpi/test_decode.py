@@ -219,6 +219,12 @@ BAD = {
     "one rank: broken": lambda q, k, v, c: ((q, k, different(c, v, v[:, :, :1])), {}),
     "one rank: scheme": lambda q, k, v, c: ((q, k, v), {"scheme": different(c, "chain", "binary_tree")}),
     "one rank: scale": lambda q, k, v, c: ((q, k, v), {"scale": different(c, 1.0, 2.0)}),
+    "scheme is no text": lambda q, k, v, c: ((q, k, v), {"scheme": 5}),
+    "one rank: ragged lengths": lambda q, k, v, c: ((q, k, v), {"lengths": different(c, [1], [[1], [2, 3]])}),
+    "one rank: huge scale": lambda q, k, v, c: ((q, k, v), {"scale": different(c, 1.0, 10**400)}),
+    "one rank: dtype is a list": lambda q, k, v, c: ((q, k, v), {"dtype": different(c, "float32", ["x"])}),
+    "one rank: q_root is no number": lambda q, k, v, c: ((q, k, v), {"q_root": different(c, 0, print)}),
+    "one rank: output": lambda q, k, v, c: ((q, k, v), {"output": different(c, "replicated", "heads")}),
     "one rank: q_root": lambda q, k, v, c: ((q, k, v), {"q_root": different(c, 0, None)}),
 }
 
@@ -234,6 +240,17 @@ def test_bad_arguments_raise_alike_on_every_rank(comm, case):
     message = str(caught.value)
     assert "\n" not in message
     assert comm.allgather(message) == [message] * comm.size
+
+
+@pytest.mark.parametrize("scheme", ["recursive_doubling", "mpi_allreduce"])
+def test_a_decoder_that_was_left_by_an_error_is_closed(comm, scheme):
+    """Its next step must not return this rank's own part as if it were the whole."""
+    q, k, v, run = made_up(comm, tokens=9)
+    options = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": "float32", "scheme": scheme}
+    with pytest.raises(KeyError), treeattn.Decoder(comm, **options) as decoder:
+        raise KeyError
+    with pytest.raises(treeattn.ScheduleError, match="closed"):
+        decoder(q, k[:, run], v[:, run])
 
 
 def test_reducer_refuses_misuse(comm):

@@ -61,15 +61,19 @@ def test_unlike_nodes(comm):
     np.testing.assert_array_equal(buffer, loopback.run(schedule, values, OPERATOR)[comm.rank])
 
 
-def test_swap_in_one_round_reads_the_state_before_it(comm):
-    """Neighbours copy to each other in the same round: neither may see the other's new value."""
+@pytest.mark.parametrize("records", [4, 40_000])
+def test_swap_in_one_round_reads_the_state_before_it(comm, records):
+    """Neighbours copy to each other in the same round: neither may see the other's new value.
+
+    Large messages leave the buffer late: that is where a copy that lands too early shows.
+    """
     from treeattn.collectives import Schedule, Transfer
 
     pairs = [(a, a + 1) for a in range(0, comm.size - 1, 2)]
     swap = tuple(Transfer(*ends, range(1), False) for a, b in pairs for ends in ((a, b), (b, a)))
     total = collectives.build("recursive_doubling", comm.size)
     schedule = Schedule("swap first", comm.size, 1, ((swap,) if swap else ()) + total.rounds)
-    values = partials(comm.size, 4, seed=2)
+    values = partials(comm.size, records, seed=2)
     buffer = values[comm.rank].copy()
     with Reducer(comm, schedule, OPERATOR, buffer) as reducer:
         reducer()

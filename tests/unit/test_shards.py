@@ -22,7 +22,6 @@ def test_tokens_are_partitioned(name, tokens, size):
     layout = parse_layout(name)
     shards = [owned(layout, tokens, rank, size) for rank in range(size)]
     assert sorted(np.concatenate(shards)) == list(range(tokens))
-    assert [len(shard) for shard in shards] == [layout.shard_tokens(tokens, r, size) for r in range(size)]
     assert all((np.diff(shard) > 0).all() for shard in shards)
 
 

@@ -101,7 +101,10 @@ def library_path(isa: str) -> Path:
     Where there is no compiler, as on the compute nodes of some clusters, what another machine with
     the same cache folder compiled from the same sources serves too.
     """
-    compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    try:
+        compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    except ValueError as error:
+        raise BackendError(f"CC={os.environ['CC']} cannot be read as a command: {error}") from None
     sources = _sources()
     stem = (
         f"kernels-{isa}-{_digest(platform.machine(), platform.system(), *_FLAGS, *ISA_FLAGS[isa], sources)}"

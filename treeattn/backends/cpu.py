@@ -24,6 +24,7 @@ from treeattn.errors import ArgumentError, BackendError
 __all__ = [
     "MergeOperator",
     "PlannedAttention",
+    "check_environment",
     "compiled_kernels_problem",
     "finish",
     "merge",
@@ -272,6 +273,11 @@ def _load(isa: str) -> tuple[ctypes.CDLL | None, str | None]:
     kernels.finish.restype = None
     kernels.mpi_operator.restype = ctypes.c_void_p
     return kernels, None
+
+
+def check_environment() -> None:
+    """Raise `ArgumentError` for settings that cannot be used, before anything is planned with them."""
+    _threads()
 
 
 def _threads() -> int:

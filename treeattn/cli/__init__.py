@@ -6,14 +6,16 @@ Exit codes: 0 done; 2 bad arguments or input (message on stderr, nothing written
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
+import warnings
 from typing import Any, NoReturn
 
 import click
 
 from treeattn import comm
-from treeattn.errors import ArgumentError, ScheduleError, TreeattnError
+from treeattn.errors import ArgumentError, ScheduleError, TransportError, TreeattnError
 
 __all__ = ["main"]
 
@@ -40,29 +42,48 @@ def commands() -> None:
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run one command and exit the process."""
-    rank, _ = comm.launched_as()
+    rank, size = comm.launched_as()
+    warnings.showwarning = _show_warning  # type: ignore[assignment]
+    if sys.stdout is None:  # closed by whoever started us
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # tables have characters that not every terminal knows
     if rank:
         # Ranks other than 0 keep their errors (stderr) but have nothing to say that rank 0 does not.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it stays open until the process ends
     try:
+        if size > 1:
+            comm.mpi()  # first, so that a rank that fails alone can end the job
         code = _run(arguments)
+        sys.stdout.flush()
     except (click.ClickException, TreeattnError) as error:
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
         if rank == 0:
             print(f"treeattn: {message}", file=sys.stderr)
-        bad_input = isinstance(error, click.ClickException | ArgumentError | ScheduleError)
+        bad_input = isinstance(error, click.ClickException | ArgumentError | ScheduleError | TransportError)
         code = comm.leave(2 if bad_input else 1, message)
-    except (click.Abort, KeyboardInterrupt):
-        code = 1
+    except (click.Abort, KeyboardInterrupt) as error:
+        code = comm.abort(error) if comm.started() else 1
     except BrokenPipeError:  # the reader of our output has seen enough
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        code = 0
+        code = _discard_output(0)
     except Exception as error:
-        if not comm.started():
+        if comm.started():
+            comm.abort(error)
+        if not isinstance(error, OSError):
             raise
-        comm.abort(error)
-    sys.stdout.flush()
+        print(f"treeattn: {error}", file=sys.stderr)
+        code = _discard_output(1)
     sys.exit(code)
+
+
+def _discard_output(code: int) -> int:
+    """Leave nothing behind in a stream that cannot be written: Python would complain at exit."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    return code
+
+
+def _show_warning(message: Warning | str, *_: Any) -> None:
+    print(f"treeattn: warning: {message}", file=sys.stderr)
 
 
 def _run(arguments: list[str] | None) -> int:

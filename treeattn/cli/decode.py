@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import statistics
 import sys
 from contextlib import ExitStack
@@ -62,8 +61,10 @@ def command(
     if out is not None and len(names) > 1:
         raise ArgumentError("--out takes the result of one scheme: name one with --scheme")
     world = comm_.world()
+    options = (names, str(chosen), repeat, check, device, transport, str(source), str(expect))
+    comm_.agree(world, {"the command line": options})
     with ExitStack() as outputs:
-        write_out, write_json = _outputs(world, outputs, out, json_path)
+        write_out, write_json = _outputs(world, outputs, [source, expect], [out, json_path])
         problem = Problem(world, source, chosen, expect)
         judge = Judge(world, problem, check)
         rows = [_measure(world, problem, judge, name, device, transport, repeat) for name in names]
@@ -74,9 +75,9 @@ def command(
                 {"scale": repr(problem.scale), "scheme": names[-1]},
             ))  # fmt: skip
         placement = report.placement(world)
-        summary = _summary(problem, names, rows, placement)
-        write_json((json.dumps(summary, indent=1) + "\n").encode())
         if world.rank == 0:
+            if json_path is not None:
+                write_json(report.as_json(_summary(problem, names, rows, placement)))
             _print_table(problem, names, rows, placement)
             if out is not None:
                 print(f"out and lse are in {out}")
@@ -158,12 +159,15 @@ def _wire(decoder: Decoder) -> dict[str, Any]:
     }
 
 
-def _outputs(world: Any, outputs: ExitStack, *paths: Path | None) -> list[Any]:
+def _outputs(
+    world: Any, outputs: ExitStack, inputs: list[Path | None], paths: list[Path | None]
+) -> list[Any]:
     """One writer per path, opened on rank 0 before any work; the others get writers that do nothing."""
     error: TreeattnError | None = None
     writers: list[Any] = [lambda _: None for _ in paths]
     if world.rank == 0:
         try:
+            files.check_distinct(paths, inputs)
             writers = [outputs.enter_context(files.pending_output(path)) for path in paths]
         except TreeattnError as found:
             error = found
@@ -225,8 +229,8 @@ def _print_table(
         table.add_row(label, *(_count(row[key]) for row in rows))
     for part in ("local", "reduce", "finish"):
         table.add_row(f"{part}, µs", *(f"{row['step_s'][part] * 1e6:.1f}" for row in rows))
-    table.add_row("verdict", *("pass" if row["passed"] else "[bold]FAIL[/bold]" for row in rows))
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    table.add_row("verdict", *("pass" if row["passed"] else "FAIL" for row in rows))
+    console = Console(width=None if sys.stdout.isatty() else 120, markup=False)
     console.print(table)
     warning = report.node_load(placement)
     if warning:

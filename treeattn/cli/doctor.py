@@ -49,7 +49,7 @@ def command(json_path: Path | None) -> int:
         table.add_column(heading, overflow="fold")
     for finding in findings:
         table.add_row(*finding)
-    Console(width=None if sys.stdout.isatty() else 150).print(table)
+    Console(width=None if sys.stdout.isatty() else 150, markup=False).print(table)
     return int(any(finding.verdict == "broken" for finding in findings))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -41,7 +40,7 @@ def command(tokens: str, dtypes: str, groups: str, threads: str, repeat: int, js
             progress=console.print if sys.stderr.isatty() else lambda _: None,
         )
         measured |= {"cpu": report.cpu_name(), "software": report.software()}
-        write((json.dumps(measured, indent=1) + "\n").encode())
+        write(report.as_json(measured))
     table = Table(title=f"{measured['cpu']}, {measured['isa']}", title_justify="left")
     headings = ("dtype", "query heads per KV head", "threads", "µs", "GB/s", "% of read rate", "% of bound")
     for heading in headings:

@@ -47,6 +47,7 @@ def command(
     certificate = collectives.check(schedule)
     drawing = _FORMATS[form](schedule, sizes)
     facts: dict[str, Any] = {"certificate": asdict(certificate), "schedule": json.loads(schedule.to_json())}
+    files.check_distinct([json_path, out])
     with files.pending_output(json_path) as write_json, files.pending_output(out) as write:
         write_json((json.dumps(facts) + "\n").encode())
         write((drawing.rstrip("\n") + "\n").encode())

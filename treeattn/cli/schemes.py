@@ -28,7 +28,7 @@ def command(json_path: Path | None) -> None:
         table.add_column(heading, overflow="fold")
     for scheme in CATALOG.values():
         table.add_row(scheme.name, scheme.summary, scheme.cost, _parameters(scheme))
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    Console(width=None if sys.stdout.isatty() else 160, markup=False).print(table)
     print("\nscheme strings: name:key=value:key=value, lists as 4+4+2, nested schemes in parentheses")
 
 
