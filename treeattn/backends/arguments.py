@@ -11,7 +11,15 @@ import numpy as np
 from treeattn import partial
 from treeattn.errors import ArgumentError
 
-__all__ = ["address", "check_inputs", "check_lengths", "check_merge", "check_output", "check_records"]
+__all__ = [
+    "address",
+    "check_inputs",
+    "check_lengths",
+    "check_merge",
+    "check_output",
+    "check_records",
+    "check_shapes",
+]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -80,8 +88,8 @@ def check_lengths(lengths: Array | None, tokens: int) -> None:
             raise ArgumentError(f"lengths[{b}] = {length} is not in 0..{tokens}, the tokens of this shard")
 
 
-def check_inputs(q: Array, k: Array, v: Array, records: Array) -> tuple[int, int]:
-    """Element types of q and of k, v for the kernel; ArgumentError if anything does not fit."""
+def check_shapes(q: Any, k: Any, v: Any, records: Any) -> None:
+    """Raise `ArgumentError` unless q, k and v belong together and to the records, on whatever device."""
     batch, heads, queries, width = records.shape
     head_dim = width - partial.EXTRA
     if q.shape != (batch, queries, heads, head_dim):
@@ -95,8 +103,15 @@ def check_inputs(q: Array, k: Array, v: Array, records: Array) -> tuple[int, int
         )
     if k.shape[2] == 0 or heads % k.shape[2]:
         raise ArgumentError(f"{heads} query heads cannot share {k.shape[2]} KV heads: it must be a multiple")
+    if k.dtype != v.dtype:
+        raise ArgumentError(f"k is {k.dtype} but v is {v.dtype}")
+
+
+def check_inputs(q: Array, k: Array, v: Array, records: Array) -> tuple[int, int]:
+    """Element types of q and of k, v for the kernel; ArgumentError if anything does not fit."""
+    check_shapes(q, k, v, records)
     for name, array in (("q", q), ("k", k), ("v", v)):
-        if array.strides[3] != array.itemsize and head_dim > 1 and array.size:
+        if array.strides[3] != array.itemsize and array.shape[3] > 1 and array.size:
             raise ArgumentError(f"the last axis of {name} must be contiguous")
     if records.dtype == np.float64:
         return 0, 0
@@ -106,6 +121,4 @@ def check_inputs(q: Array, k: Array, v: Array, records: Array) -> tuple[int, int
         raise ArgumentError(
             f"q {q.dtype}, k {k.dtype}: with float32 records they are float32, float16 or bfloat16"
         ) from error
-    if k.dtype != v.dtype:
-        raise ArgumentError(f"k is {k.dtype} but v is {v.dtype}")
     return types

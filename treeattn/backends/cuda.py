@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from treeattn import partial
+from treeattn.backends.arguments import check_shapes
 from treeattn.errors import ArgumentError, BackendError
 
 __all__ = [
@@ -449,8 +450,7 @@ def _check_records(records: Any, runtime: Runtime) -> None:
 
 def _check_inputs(q: Any, k: Any, v: Any, records: Any, runtime: Runtime) -> tuple[str, str]:
     """C++ types of q and of k, v; an error if anything does not fit."""
-    batch, heads, queries, width = records.shape
-    head_dim = width - partial.EXTRA
+    batch, head_dim = records.shape[0], records.shape[3] - partial.EXTRA
     for name, array in (("q", q), ("k", k), ("v", v)):
         runtime.check(name, array)
         if array.dtype.name not in _TYPES:
@@ -463,19 +463,7 @@ def _check_inputs(q: Any, k: Any, v: Any, records: Any, runtime: Runtime) -> tup
             f"no CUDA kernel for head_dim {head_dim}: there are {', '.join(map(str, HEAD_DIMS))}; "
             "pad it with zeros, or use device='cpu'"
         )
-    if q.shape != (batch, queries, heads, head_dim):
-        raise ArgumentError(
-            f"q has shape {q.shape}: [batch, queries, heads, head_dim] is {(batch, queries, heads, head_dim)}"
-        )
-    if k.ndim != 4 or k.shape != v.shape or (k.shape[0], k.shape[3]) != (batch, head_dim):
-        raise ArgumentError(
-            f"k {k.shape} and v {v.shape}: both must be [batch, tokens, kv_heads, head_dim] = "
-            f"[{batch}, any, any, {head_dim}]"
-        )
-    if k.shape[2] == 0 or heads % k.shape[2]:
-        raise ArgumentError(f"{heads} query heads cannot share {k.shape[2]} KV heads: it must be a multiple")
-    if k.dtype != v.dtype:
-        raise ArgumentError(f"k is {k.dtype} but v is {v.dtype}")
+    check_shapes(q, k, v, records)
     if k.shape[1] >= 2**31 - _TILE or batch > _MAX_GRID:
         raise ArgumentError(f"batch {batch}, tokens {k.shape[1]}: at most 65535 and 2^31 fit one launch")
     for name, array in (("q", q), ("k", k), ("v", v)):
