@@ -12,6 +12,7 @@ import functools
 import math
 import operator
 import warnings
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,12 +94,7 @@ def decode(
     assert shape is not None
     with Decoder(
         comm,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        batch=shape.batch,
-        queries=shape.queries,
-        dtype=shape.dtype,
+        **asdict(shape),
         scheme=scheme,
         scale=scale,
         device=device,

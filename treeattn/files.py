@@ -11,8 +11,7 @@ import math
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from safetensors.numpy import save
 
 from treeattn.errors import ArgumentError
 
-__all__ = ["CacheFile", "load_runs", "open_cache", "pending_output", "save_tensors"]
+__all__ = ["CacheFile", "load_runs", "open_cache", "output_writer", "save_tensors"]
 
 _DTYPES: dict[str, Any] = {
     "F64": np.float64,
@@ -124,22 +123,19 @@ def load_runs(
     return shard
 
 
-@contextmanager
-def pending_output(path: str | Path | None) -> Iterator[Callable[[bytes], None]]:
-    """Write a file whole or not at all: under a temporary name first, renamed when the bytes are there.
+def output_writer(path: str | Path | None) -> Callable[[bytes], None]:
+    """A function that writes a file whole or not at all: under a temporary name first, then renamed.
 
-    Yields the function that takes the bytes; nothing lies on disk before it is called. Raises
-    `ArgumentError` at once if the place cannot be written, before any work is done. With no path, the
-    bytes go nowhere.
+    Nothing lies on disk before it is called. Raises `ArgumentError` at once if the place cannot be
+    written, before any work is done. With no path, the bytes go nowhere.
     """
     if path is None:
-        yield lambda _: None
-        return
+        return lambda _: None
     target = Path(path).resolve()  # what a link points to is replaced, not the link
     if target.exists() and not target.is_file():
         raise ArgumentError(f"{path}: is not an ordinary file; name a file to write")
     os.unlink(_temporary_beside(target))  # found out now whether it can be written
-    yield lambda content: _replace(target, content)
+    return lambda content: _replace(target, content)
 
 
 def check_distinct(outputs: Sequence[Path | None], inputs: Sequence[Path | None] = ()) -> None:

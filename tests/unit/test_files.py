@@ -42,14 +42,20 @@ def test_missing_tensor_lists_what_is_there(tmp_path):
         files.open_cache(tmp_path / "a.safetensors")["q"]
 
 
-def test_pending_output_is_whole_or_absent(tmp_path):
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+def test_output_is_whole_or_absent(tmp_path, monkeypatch):
     target = tmp_path / "result"
-    with pytest.raises(KeyboardInterrupt), files.pending_output(target):
-        raise KeyboardInterrupt
+    write = files.output_writer(target)
     assert list(tmp_path.iterdir()) == []
-    with files.pending_output(target) as write:
-        assert not target.exists()
-        write(b"content")
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "fsync", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write(b"cont")
+    assert list(tmp_path.iterdir()) == []  # interrupted half way
+    write(b"content")
     assert target.read_bytes() == b"content"
     assert list(tmp_path.iterdir()) == [target]
     assert target.stat().st_mode & 0o600 == 0o600

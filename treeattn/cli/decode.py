@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 import sys
-from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -63,24 +63,23 @@ def command(
     world = comm_.world()
     options = (names, str(chosen), repeat, check, device, transport, str(source), str(expect))
     comm_.agree(world, {"the command line": options})
-    with ExitStack() as outputs:
-        write_out, write_json = _outputs(world, outputs, [source, expect], [out, json_path])
-        problem = Problem(world, source, chosen, expect)
-        judge = Judge(world, problem, check)
-        rows = [_measure(world, problem, judge, name, device, transport, repeat) for name in names]
-        if world.rank == 0:
-            last = rows[-1]
-            write_out(files.save_tensors(
-                {"out": last["arrays"][0], "lse": last["arrays"][1]},
-                {"scale": repr(problem.scale), "scheme": names[-1]},
-            ))  # fmt: skip
-        placement = report.placement(world)
-        if world.rank == 0:
-            if json_path is not None:
-                write_json(report.as_json(_summary(problem, names, rows, placement)))
-            _print_table(problem, names, rows, placement)
-            if out is not None:
-                print(f"out and lse are in {out}")
+    write_out, write_json = _outputs(world, [source, expect], [out, json_path])
+    problem = Problem(world, source, chosen, expect)
+    judge = Judge(world, problem, check)
+    rows = [_measure(world, problem, judge, name, device, transport, repeat) for name in names]
+    if world.rank == 0:
+        last = rows[-1]
+        write_out(files.save_tensors(
+            {"out": last["arrays"][0], "lse": last["arrays"][1]},
+            {"scale": repr(problem.scale), "scheme": names[-1]},
+        ))  # fmt: skip
+    placement = report.placement(world)
+    if world.rank == 0:
+        if json_path is not None:
+            write_json(report.as_json(_summary(problem, names, rows, placement)))
+        _print_table(problem, names, rows, placement)
+        if out is not None:
+            print(f"out and lse are in {out}")
     return 0 if all(row["passed"] for row in rows) else 1
 
 
@@ -88,15 +87,9 @@ def _measure(
     world: Any, problem: Problem, judge: Judge, scheme: str, device: str, transport: str | None, repeat: int
 ) -> dict[str, Any]:
     """One scheme: plan, first step, timed steps, verdicts. Collective."""
-    shape = problem.shape
     with Decoder(
         world,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        batch=shape.batch,
-        queries=shape.queries,
-        dtype=shape.dtype,
+        **asdict(problem.shape),
         scheme=scheme,
         scale=problem.scale,
         device=device,
@@ -159,16 +152,14 @@ def _wire(decoder: Decoder) -> dict[str, Any]:
     }
 
 
-def _outputs(
-    world: Any, outputs: ExitStack, inputs: list[Path | None], paths: list[Path | None]
-) -> list[Any]:
+def _outputs(world: Any, inputs: list[Path | None], paths: list[Path | None]) -> list[Any]:
     """One writer per path, opened on rank 0 before any work; the others get writers that do nothing."""
     error: TreeattnError | None = None
     writers: list[Any] = [lambda _: None for _ in paths]
     if world.rank == 0:
         try:
             files.check_distinct(paths, inputs)
-            writers = [outputs.enter_context(files.pending_output(path)) for path in paths]
+            writers = [files.output_writer(path) for path in paths]
         except TreeattnError as found:
             error = found
     comm_.agree(world, {}, error)
@@ -183,7 +174,7 @@ def _summary(
         "tokens": problem.tokens,
         "layout": str(problem.layout),
         "scale": problem.scale,
-        "shape": {name: getattr(problem.shape, name) for name in problem.shape.__dataclass_fields__},
+        "shape": asdict(problem.shape),
         "schemes": names,
         "results": [{key: value for key, value in row.items() if key != "arrays"} for row in rows],
         "ranks": placement,

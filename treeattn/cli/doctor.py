@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import platform
 import shutil
@@ -42,8 +41,7 @@ def command(json_path: Path | None) -> int:
     Exit code 1 if something is broken that every use needs.
     """
     findings = list(_findings())
-    with files.pending_output(json_path) as write:
-        write((json.dumps([finding._asdict() for finding in findings], indent=1) + "\n").encode())
+    files.output_writer(json_path)(report.as_json([finding._asdict() for finding in findings]))
     table = Table(box=None, pad_edge=False)
     for heading in ("", "verdict", "found", "remedy"):
         table.add_column(heading, overflow="fold")

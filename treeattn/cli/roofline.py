@@ -30,17 +30,17 @@ def command(tokens: str, dtypes: str, groups: str, threads: str, repeat: int, js
     The read rate is measured in the same loop as the attention, so that both see the same machine.
     """
     console = Console(stderr=True)
-    with files.pending_output(json_path) as write:
-        measured = roofline.measure(
-            _number("--tokens", tokens),
-            dtypes.split(","),
-            [_number("--groups", part) for part in groups.split(",")],
-            [_number("--threads", part) for part in threads.split(",")],
-            repeat,
-            progress=console.print if sys.stderr.isatty() else lambda _: None,
-        )
-        measured |= {"cpu": report.cpu_name(), "software": report.software()}
-        write(report.as_json(measured))
+    write = files.output_writer(json_path)
+    measured = roofline.measure(
+        _number("--tokens", tokens),
+        dtypes.split(","),
+        [_number("--groups", part) for part in groups.split(",")],
+        [_number("--threads", part) for part in threads.split(",")],
+        repeat,
+        progress=console.print if sys.stderr.isatty() else lambda _: None,
+    )
+    measured |= {"cpu": report.cpu_name(), "software": report.software()}
+    write(report.as_json(measured))
     table = Table(title=f"{measured['cpu']}, {measured['isa']}", title_justify="left")
     headings = ("dtype", "query heads per KV head", "threads", "µs", "GB/s", "% of read rate", "% of bound")
     for heading in headings:

@@ -48,9 +48,9 @@ def command(
     drawing = _FORMATS[form](schedule, sizes)
     facts: dict[str, Any] = {"certificate": asdict(certificate), "schedule": json.loads(schedule.to_json())}
     files.check_distinct([json_path, out])
-    with files.pending_output(json_path) as write_json, files.pending_output(out) as write:
-        write_json((json.dumps(facts) + "\n").encode())
-        write((drawing.rstrip("\n") + "\n").encode())
+    write_json, write = files.output_writer(json_path), files.output_writer(out)
+    write_json((json.dumps(facts) + "\n").encode())
+    write((drawing.rstrip("\n") + "\n").encode())
     print(f"{schedule.name} on {ranks} ranks is in {out}" if out else drawing.rstrip("\n"))
 
 

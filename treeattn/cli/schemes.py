@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from treeattn import files
+from treeattn import files, report
 from treeattn.collectives.catalog import CATALOG, Scheme
 
 __all__ = ["command"]
@@ -21,8 +20,7 @@ __all__ = ["command"]
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the catalogue here.")
 def command(json_path: Path | None) -> None:
     """List every scheme: what it is, what it costs, its parameters and restrictions."""
-    with files.pending_output(json_path) as write:
-        write((json.dumps([_row(scheme) for scheme in CATALOG.values()], indent=1) + "\n").encode())
+    files.output_writer(json_path)(report.as_json([_row(scheme) for scheme in CATALOG.values()]))
     table = Table(box=None, pad_edge=False)
     for heading in ("scheme", "what it is", "time (p ranks, n bytes)", "parameters"):
         table.add_column(heading, overflow="fold")
