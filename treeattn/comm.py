@@ -113,7 +113,7 @@ def leave(code: int, reason: str, patience: float = 5.0) -> int:
                 file=sys.stderr,
                 flush=True,
             )
-            comm.Abort(code)
+            _end_job(code)
         time.sleep(0.001)
     return code
 
@@ -125,7 +125,12 @@ def abort(error: BaseException) -> NoReturn:
     what = "".join(traceback.format_exception_only(error)).strip()
     print(f"treeattn: rank {comm.rank} of {comm.size} failed, ending the job: {what}", file=sys.stderr)
     traceback.print_exception(error)
+    _end_job(1)
+
+
+def _end_job(code: int) -> NoReturn:
+    """MPI_Abort, after giving what was printed the time to arrive: launchers drop what is under way."""
     sys.stderr.flush()
-    time.sleep(0.2)  # launchers drop what is still under way when a job is aborted
-    comm.Abort(1)
-    raise SystemExit(1)  # not reached: Abort does not return
+    time.sleep(0.5)
+    mpi().COMM_WORLD.Abort(code)
+    raise SystemExit(code)  # not reached: Abort does not return
