@@ -40,16 +40,19 @@ class Scheme:
 
     cost: time of a reduction of n bytes over p ranks; alpha is the latency of a message, beta the time
     per byte. rooted: gathers at rank 0, then copies back down, so it can be the inner scheme of another.
-    A row of kind ``"library"`` has no generator: the library decides what it does.
+    scattered: leaves rank r of p only the r-th of p slices of the result.
+    A row of kind ``"library"`` has no generator: the library decides what it does. Rows of kind
+    ``"baseline"`` stand in a list of their own, `treeattn.baselines`: their generator makes no schedule.
     """
 
     name: str
-    generator: Callable[..., Schedule] | None
+    generator: Callable[..., Any] | None
     cost: str
     parameters: tuple[Parameter, ...] = ()
     restriction: str = "none"
     rooted: bool = False
-    kind: Literal["schedule", "library"] = "schedule"
+    scattered: bool = False
+    kind: Literal["schedule", "library", "baseline"] = "schedule"
 
     @property
     def summary(self) -> str:
@@ -122,7 +125,7 @@ CATALOG: dict[str, Scheme] = {
             + _SQUARE.format("about 512")
             + " per node",
         ),
-        Scheme("head_scatter", head_scatter, "ceil(log2 p) alpha + n (p-1)/p beta"),
+        Scheme("head_scatter", head_scatter, "ceil(log2 p) alpha + n (p-1)/p beta", scattered=True),
         Scheme("all_gather_merge", all_gather_merge, "alpha + (p-1) n beta", restriction=_SQUARE.format(724)),
         Scheme("mpi_allreduce", None, "the library's", kind="library"),
     )
@@ -134,23 +137,24 @@ def names(kind: Literal["schedule", "library"] | None = None) -> list[str]:
     return [row.name for row in CATALOG.values() if kind in (None, row.kind)]
 
 
-def find(name: str) -> Scheme:
+def find(name: str, catalog: Mapping[str, Scheme] = CATALOG) -> Scheme:
     """The row of a bare name. Raises `ScheduleError` that lists the names."""
-    if name in CATALOG:
-        return CATALOG[name]
-    raise ScheduleError(f"there is no scheme {name!r}; {_meant(name, list(CATALOG))}")
+    if name in catalog:
+        return catalog[name]
+    raise ScheduleError(f"there is no scheme {name!r}; {_meant(name, list(catalog))}")
 
 
-def parse(text: str) -> tuple[str, dict[str, Any]]:
+def parse(text: str, catalog: Mapping[str, Scheme] = CATALOG) -> tuple[str, dict[str, Any]]:
     """``"k_nomial_tree:radix=4"`` -> ``("k_nomial_tree", {"radix": 4})``: only what the text gives.
 
-    Inner schemes come out as canonical text. Raises `ScheduleError` for an unknown name or parameter,
-    a bad value, or parentheses that do not match; the message names the remedy.
+    Inner schemes come out as canonical text. The name is looked for in `catalog`. Raises `ScheduleError`
+    for an unknown name or parameter, a bad value, or parentheses that do not match; the message names the
+    remedy.
     """
     if not isinstance(text, str):
-        raise ScheduleError(f"{text!r} is not the name of a scheme; {_meant('', list(CATALOG))}")
+        raise ScheduleError(f"{text!r} is not the name of a scheme; {_meant('', list(catalog))}")
     name, *assignments = parameters.split(text)
-    row = find(name.strip())
+    row = find(name.strip(), catalog)
     given: dict[str, Any] = {}
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
@@ -162,10 +166,10 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
     return row.name, given
 
 
-def canonical(text: str) -> str:
+def canonical(text: str, catalog: Mapping[str, Scheme] = CATALOG) -> str:
     """The one spelling of a scheme: parameters in the order of the catalogue, defaults left out."""
-    name, given = parse(text)
-    return _spell(find(name), given)
+    name, given = parse(text, catalog)
+    return _spell(catalog[name], given)
 
 
 def needs_nodes(text: str) -> bool:
@@ -201,7 +205,8 @@ def build(scheme: str, size: int, **params: Any) -> Schedule:
             f"{name}: size={size!r} is not a number of ranks: it must be an integer from 1 up"
         )
     arguments = {p.name: _argument(row, p, given.get(p.name, p.default), size) for p in row.parameters}
-    return replace(row.generator(size, **arguments), name=_spell(row, given))
+    schedule: Schedule = row.generator(size, **arguments)
+    return replace(schedule, name=_spell(row, given))
 
 
 def _read(row: Scheme, key: str, value: Any) -> Any:

@@ -8,7 +8,6 @@ chosen schedule, and every rank divides. Exact whatever the schedule, the shardi
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 import warnings
@@ -17,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treeattn import collectives
 from treeattn import comm as comm_
+from treeattn import routes
 from treeattn.arguments import DTYPES, Shape, as_tensor, dtype_name
 from treeattn.backends import cpu
-from treeattn.collectives.schedule import Schedule
-from treeattn.errors import ArgumentError, BackendError, RestrictionError, TransportError, TreeattnError
+from treeattn.errors import ArgumentError, BackendError, TransportError, TreeattnError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -32,7 +30,7 @@ __all__ = ["Decoder", "decode", "schemes"]
 
 def schemes() -> list[str]:
     """Every name that ``scheme=`` takes."""
-    return collectives.names()
+    return list(routes.CATALOG)
 
 
 def decode(
@@ -111,7 +109,7 @@ class Decoder:
     call (a growing cache is passed as a longer array, or as the same array with larger `lengths`).
     A call returns (out, lse) in the decoder's own buffers, which hold until its next call.
 
-    `schedule` and `certificate` tell what was planned (None for a library's reduction); `heads` is the slice
+    `schedule` and `certificate` tell what was planned (None where no schedule is run); `heads` is the slice
     of query heads that out and lse cover, all of them unless ``output="heads"``. `local`, `reduce` and
     `finish` are the three parts of a call, for those who overlap or time them.
     """
@@ -141,7 +139,7 @@ class Decoder:
             cpu.check_environment()
             shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype)
             self.scale = _checked_scale(shape.default_scale() if scale is None else scale)
-            scheme = collectives.canonical(scheme)
+            scheme = routes.canonical(scheme)
             _check_choices(device, transport, output)
             settings = {
                 "the shape or dtype of q, k, v": shape,
@@ -155,14 +153,16 @@ class Decoder:
         comm_.agree(comm, settings, error)
         _warn_once_without_compiler(comm, slow)
         self.shape, self.scheme = shape, scheme
-        self.schedule = _planned(scheme, comm)
-        _check_output(scheme, self.schedule, output)
+        self.schedule = routes.schedule(scheme, comm)
+        routes.check_output(scheme, output)
         self.heads = slice(0, heads)
-        if self.schedule is not None and output == "heads":
-            self.heads = self.schedule.chunk_slice(range(comm.rank, comm.rank + 1), heads)
+        if output == "heads":
+            self.heads = slice(comm.rank * heads // comm.size, (comm.rank + 1) * heads // comm.size)
         self._plan_buffers()
-        merge = cpu.MergeOperator(head_dim, shape.record_dtype)
-        self._reducer = _reducer(comm, self.schedule, merge, self._reduced, batch * queries)
+        self._attention, self._reducer = routes.plan(
+            comm, scheme, self.schedule, shape, self.scale, self.records, self._reduced
+        )
+        self._finish = cpu.planned_finish(self._own, self.out, self.lse)
         self.certificate = None if self.schedule is None else self._reducer.certificate
 
     def _plan_buffers(self) -> None:
@@ -181,8 +181,6 @@ class Decoder:
         self._own = self.records if whole else np.empty((batch, own, queries, width), dtype)
         self.out = np.empty((batch, queries, own, self.shape.head_dim), dtype)
         self.lse = np.empty((batch, own, queries), dtype)
-        self._attention = cpu.PlannedAttention(self.records, scale=self.scale)
-        self._finish = cpu.planned_finish(self._own, self.out, self.lse)
 
     def __call__(self, q: Any, k: Any, v: Any, lengths: Any = None) -> tuple[Any, Any]:
         """One step: (out, lse), valid until the next call. Every rank must call.
@@ -233,38 +231,6 @@ class Decoder:
         self._reducer.__exit__(*exception)
 
 
-@functools.lru_cache(maxsize=32)
-def _built(scheme: str, size: int, nodes: tuple[tuple[int, ...], ...] | None) -> Schedule:
-    return collectives.build(scheme, size, **({} if nodes is None else {"nodes": nodes}))
-
-
-def _planned(scheme: str, comm: Intracomm) -> Schedule | None:
-    """The schedule of `scheme` for `comm`; node groups come from the machine where they are not given.
-
-    None for a reduction that is a library's own.
-    """
-    if scheme in collectives.names("library"):
-        return None
-    nodes = comm_.node_groups(comm) if collectives.needs_nodes(scheme) else None
-    return _built(scheme, comm.size, nodes)
-
-
-def _reducer(comm: Intracomm, schedule: Schedule | None, merge: Any, buffer: Any, group: int) -> Any:
-    if schedule is None:
-        from treeattn.collectives.libraries.mpi_allreduce import MpiAllreduce
-
-        error: TreeattnError | None = None
-        try:
-            merge.mpi_function()
-        except TreeattnError as problem:
-            error = problem
-        comm_.agree(comm, {}, error)
-        return MpiAllreduce(comm, merge, buffer)
-    from treeattn.collectives.executors.mpi import Reducer
-
-    return Reducer(comm, schedule, merge, buffer, group)
-
-
 def _checked_scale(scale: float) -> float:
     try:
         value = float(scale)
@@ -284,18 +250,6 @@ def _check_choices(device: str, transport: str | None, output: str) -> None:
         raise TransportError(f"transport {transport!r} does not serve device='cpu': use 'mpi' or None")
     if output not in ("replicated", "heads"):
         raise ArgumentError(f"output {output!r} is unknown: use 'replicated' or 'heads'")
-
-
-def _check_output(scheme: str, schedule: Schedule | None, output: str) -> None:
-    scattered = schedule is not None and schedule.result == "scattered"
-    if scattered and output == "replicated":
-        raise RestrictionError(
-            f"{scheme} leaves each rank its slice of heads: from Python, with output='heads'"
-        )
-    if not scattered and output == "heads":
-        raise RestrictionError(
-            f"{scheme} leaves every rank all heads; scheme='head_scatter' serves output='heads'"
-        )
 
 
 def _warn_once_without_compiler(comm: Intracomm, problem: str | None) -> None:

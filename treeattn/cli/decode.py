@@ -13,8 +13,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from treeattn import collectives, files, report
 from treeattn import comm as comm_
+from treeattn import files, report, routes
 from treeattn.cli.problem import Judge, Problem
 from treeattn.decode import Decoder
 from treeattn.errors import ArgumentError, TreeattnError
@@ -56,7 +56,7 @@ def command(
     hold lengths [batch] (valid tokens). The softmax scale comes from the metadata entry "scale", else it
     is 1/sqrt(head_dim). Exit code 1 means that a result missed its bound or differed between ranks.
     """
-    names = [collectives.canonical(name) for name in schemes.split(",")]
+    names = [routes.canonical(name) for name in schemes.split(",")]
     chosen = parse_layout(layout)
     if out is not None and len(names) > 1:
         raise ArgumentError("--out takes the result of one scheme: name one with --scheme")

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from treeattn import files, report
-from treeattn.collectives.catalog import CATALOG, Scheme
+from treeattn.collectives.catalog import Scheme
+from treeattn.routes import CATALOG
 
 __all__ = ["command"]
 

@@ -1,0 +1,1 @@
+"""Measuring reductions: the harness, its results, figures, and the paper's experiments."""
