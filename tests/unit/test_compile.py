@@ -142,6 +142,10 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     blocker = tmp_path / "file"
     blocker.touch()
     monkeypatch.setenv("TREEATTN_CACHE", str(blocker / "cache"))  # below a file: not even root can
+    with pytest.raises(ArgumentError, match="TREEATTN_CACHE=.*cannot be written"):
+        compile.library_path("portable")
+    monkeypatch.delenv("TREEATTN_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocker))
     monkeypatch.setattr(compile.tempfile, "gettempdir", lambda: str(tmp_path))
     path = compile.library_path("portable")
     assert path.parent == tmp_path / f"treeattn-{os.getuid()}"

@@ -77,7 +77,7 @@ def library(isa: str | None = None) -> ctypes.CDLL:
 
     Raises:
         BackendError: there is no compiler, or it refuses the sources.
-        ArgumentError: see `chosen_isa`.
+        ArgumentError: see `chosen_isa`; or ``TREEATTN_CACHE`` cannot be written.
     """
     return _library(isa or chosen_isa())
 
@@ -189,13 +189,15 @@ def _chosen_folder() -> Path:
 
 
 def _writable_folder() -> Path:
-    """The chosen folder, created if need be, or a private one if it cannot be written."""
+    """The chosen folder, created if need be; a private one if the default cannot be written."""
     folder = _chosen_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
-    except OSError:
+    except OSError as error:
+        if os.environ.get("TREEATTN_CACHE"):  # a wish that cannot be met is an error, not a hint
+            raise ArgumentError(f"TREEATTN_CACHE={folder} cannot be written: {error}") from error
         return _private_temporary_folder()
 
 

@@ -56,7 +56,8 @@ def compiled_kernels_problem() -> str | None:
     knows whether to say so, and once for all ranks.
 
     Raises:
-        ArgumentError: ``TREEATTN_ISA`` asks for what this processor lacks.
+        ArgumentError: ``TREEATTN_ISA`` asks for what this processor lacks, or ``TREEATTN_CACHE`` cannot
+            be written.
     """
     return _kernels()[1]
 
