@@ -1,0 +1,276 @@
+"""Our step, another package's, and bare reading: mpiexec -n 2 python -m mpi4py benchmarks/side_by_side.py
+
+The other is `tree_attn_decode` of ring-attention-pytorch (Algorithm 3 of arXiv 2408.04093) in the same
+processes, over torch.distributed with gloo. Goals at 2 ranks, 16 heads x 128, 65536 tokens, one query:
+our step is at least 2 times faster in float32 and 2.5 times in bfloat16; it takes at most 1.2 times as long
+as reading the shard once while all ranks read; its error against the float64 oracle is the smaller one.
+
+To be fair to the other:
+- It computes on the same numbers, copied beforehand into the layout that it documents, [batch, heads, tokens,
+  head_dim] contiguous, in memory of the same kind (NumPy's, with huge pages where the system gives them).
+  A cache that lies as ours does, which it takes as a strided view, is a case of its own without a goal.
+- It is given its shard (`shard_kv_seq=False`) and the query, as ours is: nothing else is cut or moved.
+- Ours uses one thread per rank, so torch does; where torch's default is another, that is a case of its own.
+- Every round runs all cases in random order, each as a step that is not timed, a barrier and a timed step. A
+  time is that of the slowest rank, a ratio that of two times of one round. Read the medians over all rounds.
+- No step is faster than reading: the other's time over that of reading is the most that any step could reach.
+- Its output has the type of the cache, so our error is also given after rounding to that type.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import treeattn
+from treeattn import comm, files, reference, report
+from treeattn.arguments import DTYPES
+from treeattn.backends import compile, cpu
+
+try:
+    import ring_attention_pytorch
+    import torch
+    import torch.distributed
+except ImportError as error:
+    MISSING: str | None = (
+        f"{error}; this benchmark compares with packages that treeattn does not need: "
+        "pip install torch==2.13.0 ring-attention-pytorch==0.5.20 (torch's CPU build will do)"
+    )
+else:
+    MISSING = None
+    DEFAULT_THREADS = torch.get_num_threads()
+
+OURS, OTHER, READING = "treeattn", "tree_attn_decode", "reading the shard"
+GOALS = {"float32": 2.0, "bfloat16": 2.5}  # the other's time over ours, at least
+READING_GOAL = 1.2  # our time over that of reading, at most
+
+
+class Problem:
+    """One query and this rank's shard of the cache, random; the query is the same on every rank."""
+
+    def __init__(self, world: MPI.Intracomm, tokens: int, heads: int, head_dim: int, dtype: str) -> None:
+        self.world, self.dtype = world, dtype
+        own = (world.rank + 1) * tokens // world.size - world.rank * tokens // world.size
+        self.q = self._draw(0, 1, heads, head_dim)
+        self.k, self.v = (self._draw((seed, world.rank), own, heads, head_dim) for seed in (1, 2))
+
+    def _draw(self, seed: Any, tokens: int, heads: int, head_dim: int) -> Any:
+        numbers = np.random.default_rng(seed).standard_normal((1, tokens, heads, head_dim), np.float32)
+        return numbers.astype(DTYPES[self.dtype])
+
+    def oracle(self) -> tuple[Any, float]:
+        """The float64 result, and how much of a difference float32 arithmetic may make."""
+        mine = reference.partial(self.q, self.k, self.v, scale=self.q.shape[-1] ** -0.5)
+        everyone = self.world.allgather(mine)
+        return reference.combine(everyone)[0], reference.error_bounds(everyone)[0]
+
+
+class Treeattn:
+    """A planned decoder's step, which notes how long its parts take: seconds, one list per part."""
+
+    def __init__(self, problem: Problem, scheme: str) -> None:
+        _, _, heads, head_dim = problem.q.shape
+        self.world, self.inputs = problem.world, (problem.q, problem.k, problem.v)
+        self.decoder = treeattn.Decoder(
+            problem.world, heads=heads, kv_heads=heads, head_dim=head_dim, dtype=problem.dtype, scheme=scheme
+        )
+        self.parts: list[tuple[float, float, float]] = []
+
+    def __call__(self) -> Any:
+        """What calling the decoder does."""
+        began = time.perf_counter()
+        self.decoder.local(*self.inputs)
+        computed = time.perf_counter()
+        self.decoder.reduce()
+        reduced = time.perf_counter()
+        out, _ = self.decoder.finish()
+        self.parts.append((computed - began, reduced - computed, time.perf_counter() - reduced))
+        return out
+
+    def part_milliseconds(self, rounds: int) -> dict[str, dict[str, float]]:
+        """Of the timed steps. Reducing is that of the rank which came last: the other one's is waiting."""
+        timed = np.array(self.world.allgather(self.parts[-2 * rounds :]))[:, 1::2] * 1e3  # [ranks, rounds, 3]
+        local, finish = timed[..., 0].max(0), timed[..., 2].max(0)
+        return {"local": spread(local), "reduce": spread(timed[..., 1].min(0)), "finish": spread(finish)}
+
+
+def as_torch(array: Any) -> Any:
+    """The same memory as a tensor; NumPy's bfloat16 is not one of those that torch knows."""
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def planned_other(problem: Problem) -> dict[str, Callable[[], Any]]:
+    """The other package's step: name -> a callable. The first is the one that the goals are about."""
+    arrays = problem.q, problem.k, problem.v
+    copies = [as_torch(np.ascontiguousarray(array.transpose(0, 2, 1, 3))) for array in arrays]
+    views = [as_torch(array).transpose(1, 2) for array in arrays]
+    cases = {OTHER: planned_step(copies, 1), f"{OTHER}, arrays as ours": planned_step(views, 1)}
+    if DEFAULT_THREADS > 1:
+        cases[f"{OTHER}, {DEFAULT_THREADS} threads"] = planned_step(copies, DEFAULT_THREADS)
+    return cases
+
+
+def planned_step(tensors: list[Any], threads: int) -> Callable[[], Any]:
+    def step() -> Any:
+        torch.set_num_threads(threads)
+        return ring_attention_pytorch.tree_attn_decode(*tensors, shard_kv_seq=False)
+
+    return step
+
+
+def planned_reading(*arrays: Any) -> Callable[[], Any]:
+    """Reads each array once, on one thread, as fast as one core can (kernels/cpu/roofline.c)."""
+    read = compile.library().read_memory
+    calls = [(ctypes.c_void_p(a.ctypes.data), ctypes.c_int64(a.nbytes), ctypes.c_int32(1)) for a in arrays]
+    return lambda: [read(*call) for call in calls]
+
+
+def measure(world: MPI.Intracomm, cases: dict[str, Any], rounds: int, warmup: int = 2) -> dict[str, Any]:
+    """Seconds per step on the slowest rank: name -> [rounds]."""
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(-warmup, rounds):
+        for name in np.random.default_rng(turn + warmup).permutation(list(cases)):  # alike on every rank
+            cases[name]()
+            world.Barrier()
+            began = time.perf_counter()
+            cases[name]()
+            seconds = world.allreduce(time.perf_counter() - began, MPI.MAX)
+            if turn >= 0:
+                times[name].append(seconds)
+    return {name: np.array(values) for name, values in times.items()}
+
+
+def errors(problem: Problem, cases: dict[str, Any]) -> dict[str, Any]:
+    """Largest and root-mean-square difference from the oracle over all elements, of the worst rank."""
+    expected, bound = problem.oracle()
+    results = {OURS: cases[OURS]().copy()}
+    results[f"{OURS}, rounded to {problem.dtype}"] = results[OURS].astype(problem.q.dtype)
+    for name, run in cases.items():
+        if name not in (OURS, READING):
+            results[name] = run().double().numpy().transpose(0, 2, 1, 3)
+    worst: dict[str, Any] = {"largest |out|": float(np.abs(expected).max()), "bound of ours": bound}
+    for name, result in results.items():
+        difference = np.abs(result.astype(np.float64) - expected)
+        own = {"max": difference.max(), "rms": np.sqrt((difference**2).mean())}
+        worst[name] = {key: float(problem.world.allreduce(value, MPI.MAX)) for key, value in own.items()}
+    return worst
+
+
+def spread(values: Any) -> dict[str, float]:
+    low, middle, high = np.percentile(values, (5, 50, 95))
+    return {"median": float(middle), "p5": float(low), "p95": float(high)}
+
+
+def compare(problem: Problem, scheme: str, rounds: int) -> dict[str, Any]:
+    """Everything about one type of cache, for JSON."""
+    ours = Treeattn(problem, scheme)
+    others = planned_other(problem)
+    cases = {OURS: ours, READING: planned_reading(problem.k, problem.v), **others}
+    found = errors(problem, cases)
+    times = measure(problem.world, cases, rounds)
+    size = problem.world.allreduce(problem.k.nbytes + problem.v.nbytes)
+    facts = {
+        "dtype": problem.dtype,
+        "cache_bytes": size,
+        "milliseconds": {name: spread(values * 1e3) for name, values in times.items()},
+        "part_milliseconds": ours.part_milliseconds(rounds),
+        "read_rate_gb_s": spread(size / times[READING] / 1e9),
+        "times_faster": {name: spread(times[name] / times[OURS]) for name in others},
+        "times_faster_goal": GOALS[problem.dtype],
+        "times_faster_limit": spread(times[OTHER] / times[READING]),
+        "times_reading": spread(times[OURS] / times[READING]),
+        "times_reading_goal": READING_GOAL,
+        "errors": found,
+    }
+    ours.decoder.close()
+    return facts
+
+
+def show(result: dict[str, Any]) -> None:
+    def line(name: str, row: dict[str, float], goal: str = "") -> None:
+        print(f"  {name:44s} {row['median']:9.3f}  ({row['p5']:.3f} to {row['p95']:.3f}){goal}")
+
+    print(f"{result['dtype']}, a cache of {result['cache_bytes'] / 1e6:.0f} MB: median (p5 to p95)")
+    for name, row in result["milliseconds"].items():
+        line(f"{name}, ms", row)
+    for name, row in result["part_milliseconds"].items():
+        line(f"  {OURS}: {name}, ms", row)
+    line("all ranks read, GB/s", result["read_rate_gb_s"])
+    for name, row in result["times_faster"].items():
+        goal = f"  goal: at least {result['times_faster_goal']}" if name == OTHER else ""
+        line(f"{name} / {OURS}", row, goal)
+    line("  any step's limit, by reading", result["times_faster_limit"])
+    goal = f"  goal: at most {result['times_reading_goal']}"
+    line(f"{OURS} / {READING}", result["times_reading"], goal)
+    for name, row in result["errors"].items():
+        text = f"error max {row['max']:.2e}, rms {row['rms']:.2e}" if isinstance(row, dict) else f"{row:.2e}"
+        print(f"  {name:44s} {text}")
+
+
+def start_gloo(world: MPI.Intracomm) -> None:
+    """torch's process group over the ranks of this job."""
+    dist, host = torch.distributed, "127.0.0.1"
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if world.rank == 0 else None
+    port = world.bcast(store.port if store else None)
+    dist.init_process_group(
+        "gloo", store=store or dist.TCPStore(host, port), rank=world.rank, world_size=world.size
+    )
+
+
+def check(world: MPI.Intracomm) -> None:
+    """Ends the job with one line where there is nothing to measure."""
+    problem = MISSING or cpu.compiled_kernels_problem()
+    if len(comm.node_groups(world)) > 1:
+        problem = "this benchmark is for the ranks of one machine"
+    problem = next(filter(None, world.allgather(problem)), None)
+    if problem:
+        sys.exit(problem if world.rank == 0 else 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=65536, help="of all ranks together")
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtypes", nargs="+", default=list(GOALS), choices=list(GOALS))
+    parser.add_argument("--scheme", default="recursive_doubling")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    world = comm.world()
+    check(world)
+    write = files.output_writer(options.json if world.rank == 0 else None)
+    start_gloo(world)
+    machine = {"ranks": report.placement(world), "load": os.getloadavg(), "isa": compile.chosen_isa()}
+    results = []
+    for dtype in options.dtypes:
+        problem = Problem(world, options.tokens, options.heads, options.head_dim, dtype)
+        results.append(compare(problem, options.scheme, options.rounds))
+        if world.rank == 0:
+            show(results[-1])
+    torch.distributed.destroy_process_group()
+    options.json, options.torch_default_threads = str(options.json), DEFAULT_THREADS
+    facts = {"machine": machine, "software": software(), "options": vars(options), "results": results}
+    write(report.as_json(facts))
+
+
+def software() -> dict[str, Any]:
+    peers = {name: version(name) for name in ("torch", "ring-attention-pytorch")}
+    facts = report.software()
+    return facts | {"packages": facts["packages"] | peers}
+
+
+if __name__ == "__main__":
+    main()
