@@ -1,0 +1,90 @@
+"""The paper's laws: how memory, traffic and steps of a decoding step grow, to hold measurements against.
+
+Shyam et al., "Tree Attention", arXiv 2408.04093v4, sections 5.1, 6.2 and 6.3. One query per sequence. The
+paper's b, t, d, n_h and p are here `batch`, `tokens` of one rank's shard (t = N / p), heads * head_dim,
+`heads` and `ranks`. As there, volumes and memory are numbers of tensor elements: multiply by the bytes
+of one, which are 4 for our records, and 2 or 4 for a cache.
+
+The paper has as many KV heads as query heads. `kv_heads` is for caches that have fewer: only keys and values
+shrink, and None gives the paper's formula. Nothing here was measured. What a program sends or holds may
+differ from its law; the unit tests show where our schedules do.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from treeattn.errors import ArgumentError
+
+__all__ = [
+    "allreduce_volume",
+    "reduction_steps",
+    "ring_peak_memory",
+    "ring_volume",
+    "shard_elements",
+    "tree_peak_memory",
+    "tree_volume",
+]
+
+
+def shard_elements(batch: int, tokens: int, kv_heads: int, head_dim: int) -> int:
+    """Elements of one rank's keys and values, 2 b t d: equation 11."""
+    return 2 * batch * tokens * kv_heads * head_dim
+
+
+def ring_peak_memory(batch: int, tokens: int, heads: int, head_dim: int, kv_heads: int | None = None) -> int:
+    """Elements that one rank of a ring of keys and values holds at most, 4 b t d + 2 b d: equation 8.
+
+    Its own keys and values and its neighbour's, the query and the result.
+    """
+    shard = shard_elements(batch, tokens, kv_heads or heads, head_dim)
+    return 2 * shard + 2 * batch * heads * head_dim
+
+
+def tree_peak_memory(batch: int, tokens: int, heads: int, head_dim: int, kv_heads: int | None = None) -> int:
+    """Elements that one rank of a tree reduction holds at most, 2 b t d + 2 b d + 2 b n_h: equation 9.
+
+    Its own keys and values, the query, and a partial (numerator, denominator, maximum).
+    """
+    shard = shard_elements(batch, tokens, kv_heads or heads, head_dim)
+    return shard + 2 * batch * heads * head_dim + 2 * batch * heads
+
+
+def ring_volume(batch: int, tokens: int, kv_heads: int, head_dim: int, hops: int) -> int:
+    """Elements that one rank sends while the shards travel around a ring, 2 b t d for each hop: equation 10.
+
+    The paper has p hops; p - 1 are enough to show every shard to every rank. It calls this the volume
+    "between devices": of all ranks together it is p times as much.
+    """
+    return hops * shard_elements(batch, tokens, kv_heads, head_dim)
+
+
+def allreduce_volume(elements: int, ranks: int) -> Fraction:
+    """Elements that each rank sends in an allreduce of `elements`, 2 (p - 1) / p of them: equation 12.
+
+    On average over the ranks: trees send as much, unevenly, and schedules of few rounds send more.
+    A fraction, since it is exact.
+    """
+    if ranks < 1:
+        raise ArgumentError(f"ranks {ranks}: there is at least one")
+    return Fraction(2 * (ranks - 1) * elements, ranks)
+
+
+def tree_volume(batch: int, heads: int, head_dim: int, ranks: int) -> Fraction:
+    """Elements that each rank sends to reduce its partials, 2 (p - 1) / p (b d + 2 b n_h): equation 14.
+
+    Numerator, denominator and maximum of a head (equation 13) are one record of head_dim + 2 elements. The
+    paper sends them in three allreduces, which changes the number of messages, not the volume.
+    """
+    return allreduce_volume(batch * heads * (head_dim + 2), ranks)
+
+
+def reduction_steps(tokens: int, ranks: int) -> int:
+    """Merges one after the other that fold `tokens` values on `ranks` ranks: Theorem 1, O(N / p + log p).
+
+    `tokens` of all ranks together. Each rank folds its own, ceil(N / p) - 1 merges, then the ranks' values
+    meet in pairs, ceil(log2 p) merges. With as many ranks as tokens only the logarithm is left.
+    """
+    if not 1 <= ranks <= tokens:
+        raise ArgumentError(f"{ranks} ranks for {tokens} tokens: at least one rank, and a token for each")
+    return -(-tokens // ranks) - 1 + (ranks - 1).bit_length()
