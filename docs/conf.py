@@ -7,6 +7,7 @@ source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 html_theme = "furo"
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True  # CATALOG, not everything that stands in it
 autodoc_typehints = "none"
 myst_heading_anchors = 3
 # Docstrings name arguments and results in `single quotes` that are not always objects.
