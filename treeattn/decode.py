@@ -20,6 +20,7 @@ from treeattn import comm as comm_
 from treeattn import routes
 from treeattn.arguments import DTYPES, Shape, as_tensor, dtype_name
 from treeattn.backends import cpu
+from treeattn.baselines import Sent
 from treeattn.errors import ArgumentError, BackendError, TransportError, TreeattnError
 
 if TYPE_CHECKING:
@@ -219,6 +220,12 @@ class Decoder:
         """(out, lse) from the folded records."""
         self._finish()
         return self.out, self.lse
+
+    @property
+    def sent(self) -> Sent | None:
+        """What this rank handed to MPI in its last step; None where no baseline ran."""
+        sent: Sent | None = getattr(self._reducer, "sent", None)
+        return sent
 
     def close(self) -> None:
         """Release communicator and requests. Collective."""

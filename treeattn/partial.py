@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["EXTRA", "finish", "identity", "merge", "set_identity"]
+__all__ = ["EXTRA", "exponential", "finish", "identity", "merge", "set_identity"]
 
 #: Elements of a record beside the numerator: the maximum and the denominator.
 EXTRA = 2
@@ -89,7 +89,7 @@ def merge(into: Array, other: Array) -> None:
             factor = np.where(high == low, 1.0, np.exp(low - high))
             merged = factor * smaller + larger
         else:
-            factor = np.where(high == low, np.float32(1), _exponential(low - high))
+            factor = np.where(high == low, np.float32(1), exponential(low - high))
             merged = _fused_multiply_add(factor, smaller, larger)
         merged[..., :1] = high + merged.dtype.type(0)  # -0 and +0 are equal maxima: always +0
         np.copyto(merged[..., 1:], larger[..., 1:], where=low == -np.inf)
@@ -122,7 +122,7 @@ def finish(records: Array, out: Array, lse: Array) -> None:
     lse[...] = total
 
 
-def _exponential(x: Array) -> Array:
+def exponential(x: Array) -> Array:
     """exp of float32 values <= 0, to the bit what kernels/cpu/exponential.h computes."""
     bounded = np.fmax(x, _LOWEST_EXPONENT)
     shifted = _fused_multiply_add(bounded, _LOG2_E, _ROUND_TO_INTEGER)

@@ -25,6 +25,7 @@ __all__ = [
     "MergeOperator",
     "PlannedAttention",
     "check_environment",
+    "compiled_kernels",
     "compiled_kernels_problem",
     "finish",
     "merge",
@@ -60,6 +61,11 @@ def compiled_kernels_problem() -> str | None:
             be written.
     """
     return _kernels()[1]
+
+
+def compiled_kernels() -> ctypes.CDLL | None:
+    """The compiled kernels; None where they cannot be used."""
+    return _kernels()[0]
 
 
 def partial_attention(
@@ -272,6 +278,7 @@ def _load(isa: str) -> tuple[ctypes.CDLL | None, str | None]:
     kernels.attention_workspace.restype = ctypes.c_int64
     kernels.merge_partials.restype = None
     kernels.finish.restype = None
+    kernels.rescale_records.restype = None
     kernels.mpi_operator.restype = ctypes.c_void_p
     return kernels, None
 

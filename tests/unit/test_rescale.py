@@ -1,0 +1,63 @@
+"""Rescaling to a shared maximum: the compiled form, NumPy's, and what both mean."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from treeattn import partial
+from treeattn.backends import compile, cpu
+from treeattn.backends.rescale import planned_rescale, rescale_records
+
+HEAD_DIM = 24
+NAN, INF = float("nan"), float("inf")
+# (own maximum, shared maximum): ordinary, equal, far apart, nothing seen here or anywhere, not a number
+CASES = [(1.5, 2.25), (3.0, 3.0), (-1e4, 1e4), (-INF, 1.0), (-INF, -INF), (NAN, 1.0), (NAN, -INF), (INF, INF),
+         (0.0, -0.0), (-86.9, 0.0), (-87.1, 0.0)]  # fmt: skip
+
+
+def records(dtype):
+    draw = np.random.default_rng(1)
+    made = draw.standard_normal((len(CASES), HEAD_DIM + 2)).astype(dtype)
+    made[:, 0] = [own for own, _ in CASES]
+    made[3, 5] = NAN  # nothing seen counts for nothing, whatever it holds
+    made[1, 7] = NAN
+    return made, np.array([shared for _, shared in CASES], dtype)
+
+
+def rescaled(run, made, shared, packed):
+    sums = np.full((len(made), HEAD_DIM + 1), 7, made.dtype)
+    apart = np.full(len(made), 7, made.dtype), np.full((len(made), HEAD_DIM), 7, made.dtype)
+    denominators, numerators = (sums[:, 0], sums[:, 1:]) if packed else apart
+    run(made, shared, denominators, numerators)
+    return np.concatenate((denominators[:, None], numerators), axis=1)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("isa", compile.available_isas())
+def test_compiled_and_numpy_give_the_same_bits(monkeypatch, isa, packed):
+    monkeypatch.setenv("TREEATTN_ISA", isa)
+    if cpu.compiled_kernels() is None:
+        pytest.skip("no C compiler")
+    made, shared = records(np.float32)
+    compiled = rescaled(lambda *arrays: planned_rescale(*arrays)(), made, shared, packed)
+    plain = rescaled(rescale_records, made, shared, packed)
+    np.testing.assert_array_equal(compiled, plain)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_sums_of_rescaled_records_are_the_merge(dtype):
+    draw = np.random.default_rng(2)
+    ranks = draw.standard_normal((5, 6, HEAD_DIM + 2)).astype(dtype)
+    ranks[..., 0] *= 20
+    ranks[..., 1] = np.abs(ranks[..., 1]) + 1
+    partial.set_identity(ranks[2])
+    partial.set_identity(ranks[:, 4])
+    ranks[3, 1] = NAN
+    shared = np.fmax.reduce(ranks[..., 0]).astype(dtype)
+    total = sum(rescaled(lambda *a: planned_rescale(*a)(), made, shared, True) for made in ranks)
+    merged = ranks[0].copy()
+    for other in ranks[1:]:
+        partial.merge(merged, other)
+    np.testing.assert_allclose(total, merged[:, 1:], rtol=1e-5 if dtype is np.float32 else 1e-13, atol=1e-6)
+    assert not total[4].any()

@@ -1,0 +1,68 @@
+"""The middle of a reduction by built-in operators: records over a maximum that all ranks share.
+
+Where only MAX and SUM are at hand, the maxima are reduced first; then each rank rescales its records to the
+common maximum, and denominators and numerators are plain sums (Shyam et al., arXiv 2408.04093, Algorithm 3).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from treeattn import partial
+from treeattn.backends import arguments, cpu
+
+__all__ = ["planned_rescale", "rescale_records"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def planned_rescale(
+    records: Array, shared: Array, denominators: Array, numerators: Array
+) -> Callable[[], object]:
+    """`rescale_records` for arrays that never move: a call without arguments and without checks.
+
+    Compiled for float32 where there is a compiler, else NumPy; the bits are the same.
+    """
+    kernels = cpu.compiled_kernels()
+    if kernels is None or records.dtype != np.float32:
+        return functools.partial(rescale_records, records, shared, denominators, numerators)
+    count, width = records.shape
+    call = functools.partial(
+        kernels.rescale_records,
+        *(ctypes.c_void_p(arguments.address(array)) for array in (records, shared, denominators)),
+        ctypes.c_int64(denominators.strides[0] // denominators.itemsize),
+        ctypes.c_void_p(arguments.address(numerators)),
+        ctypes.c_int64(numerators.strides[0] // numerators.itemsize),
+        ctypes.c_int64(count),
+        ctypes.c_int64(width),
+    )
+    call.arrays = records, shared, denominators, numerators  # type: ignore[attr-defined]
+    return call
+
+
+def rescale_records(records: Array, shared: Array, denominators: Array, numerators: Array) -> None:
+    """Write the sums of `records` over the maximum `shared`, which is at least their own.
+
+    Args:
+        records: [count, head_dim + 2], float32 or float64.
+        shared: [count], the largest maximum of all ranks, NaN aside.
+        denominators: written, [count], any stride.
+        numerators: written, [count, head_dim], rows of any stride.
+
+    A record of nothing gives zeros, also where no rank saw anything; a maximum of NaN gives NaN.
+    """
+    own = records[:, 0]
+    with np.errstate(all="ignore"):
+        lower = np.where(own == shared, 0, own - shared)
+        factor = np.exp(lower) if records.dtype == np.float64 else partial.exponential(lower)
+        factor = np.where(np.isnan(own), np.nan, factor).astype(records.dtype, copy=False)
+        np.multiply(records[:, 1], factor, out=denominators)
+        np.multiply(records[:, partial.EXTRA :], factor[:, None], out=numerators)
+    empty = own == -np.inf
+    denominators[empty] = 0
+    numerators[empty] = 0
