@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import treeattn
 from treeattn import files, reference
+from treeattn.backends.cpu import MergeOperator
 from treeattn.baselines import BASELINES
+from treeattn.baselines.head_all_to_all import HeadAllToAll
+from treeattn.baselines.three_allreduce import ThreeAllreduce
+from treeattn.baselines.two_allreduce import TwoAllreduce
 from treeattn.shards import parse_layout
 
 pytestmark = pytest.mark.mpi
 
 DATA = Path(__file__).parent.parent / "data"
 REPLICATED = [name for name, row in BASELINES.items() if not row.scattered]
-DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.float64]
+VARIANTS = [*BASELINES, "kv_ring:expanded=yes:rotation=full"]
+BFLOAT16 = ml_dtypes.bfloat16
+ORDINARY = [(0, np.float32), (0, np.float64), (1, BFLOAT16), (3, np.float16), (3, np.float64)]
+ORDINARY += [(257, dtype) for dtype in (np.float32, np.float16, BFLOAT16, np.float64)]
 
 
 def made_up(*, tokens, batch=1, queries=1, heads=4, kv_heads=2, head_dim=64, dtype=np.float32, seed=0):
@@ -44,6 +53,16 @@ def run(comm, scheme, q, k, v, lengths=None, **options):
         options["output"] = "heads"
     out, lse = treeattn.decode(q, k, v, comm=comm, scheme=scheme, lengths=lengths, **options)
     return out, lse, heads
+
+
+@contextlib.contextmanager
+def planned(comm, scheme, **shape):
+    """The decoder of a scheme, with the output that it offers."""
+    output = "heads" if BASELINES[scheme.partition(":")[0]].scattered else "replicated"
+    with treeattn.Decoder(
+        comm, **shape, head_dim=64, dtype="float32", scheme=scheme, output=output
+    ) as decoder:
+        yield decoder
 
 
 def assert_same_bits(comm, *arrays):
@@ -73,14 +92,15 @@ def test_real_cache_matches_independent_expectation(comm, scheme):
     assert_same_bits(comm, out, lse)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [0, 1, 3, 257])
-@pytest.mark.parametrize("scheme", BASELINES)
+@pytest.mark.parametrize(("tokens", "dtype"), ORDINARY)
+@pytest.mark.parametrize("scheme", VARIANTS)
 def test_ranks_without_tokens_are_ordinary(comm, scheme, tokens, dtype):
     q, k, v = made_up(tokens=tokens, batch=2, queries=3, heads=6, kv_heads=3, dtype=dtype)
     own = shard(comm, tokens)
     out, lse, heads = run(comm, scheme, q, k[:, own], v[:, own])
     assert out.dtype == lse.dtype == (np.float64 if dtype is np.float64 else np.float32)
+    if heads == slice(None):
+        assert_same_bits(comm, out, lse)
     k, v = (np.repeat(a, 2, axis=2) for a in (k, v))
     if out.size:
         assert_exact(q[:, :, heads], k[:, :, heads], v[:, :, heads], out, lse)
@@ -89,7 +109,7 @@ def test_ranks_without_tokens_are_ordinary(comm, scheme, tokens, dtype):
         assert (lse == -np.inf).all()
 
 
-@pytest.mark.parametrize("scheme", BASELINES)
+@pytest.mark.parametrize("scheme", VARIANTS)
 def test_hostile_values(comm, scheme):
     """Scores of +-1e4, a fully masked row, NaN in one value: exact where defined, spoiled only there."""
     q, k, v = made_up(tokens=61, batch=2, heads=4, kv_heads=4, seed=3)
@@ -108,8 +128,8 @@ def test_hostile_values(comm, scheme):
         else:
             arrays = q[:, :, there], k[:, :, there], v[:, :, there]
             assert_exact(*arrays, out[:, :, here], lse[:, here], lengths)
-    if scheme in REPLICATED:
-        np.testing.assert_array_equal(*(np.isnan(a) for a in (out, comm.bcast(out))))
+    if heads == slice(None):
+        assert_same_bits(comm, out, lse)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -136,3 +156,164 @@ def test_a_step_out_of_order_is_refused(comm, scheme):
     decoder.close()
     with pytest.raises(treeattn.ScheduleError, match="closed"):
         decoder.reduce()
+
+
+@pytest.mark.parametrize("scheme", VARIANTS)
+def test_decoder_follows_a_growing_cache(comm, scheme):
+    """One preallocated array per rank, interleaved tokens, `lengths` grows and differs between sequences."""
+    tokens = 6 * comm.size
+    q, k, v = made_up(tokens=tokens, batch=2, heads=4, kv_heads=2)
+    layout, mine = parse_layout("interleaved"), slice(comm.rank, None, comm.size)
+    own_k, own_v = np.full_like(k[:, mine], np.nan), np.full_like(v[:, mine], np.nan)
+    with planned(comm, scheme, heads=4, kv_heads=2, batch=2) as decoder:
+        for length in [*range(1, tokens + 1, 4), 2, 2]:
+            lengths = np.array([length, max(length - 2, 0)])
+            own = layout.shard_lengths(lengths, tokens, comm.rank, comm.size)
+            own_k[:, : own.max()] = k[:, mine][:, : own.max()]
+            own_v[:, : own.max()] = v[:, mine][:, : own.max()]
+            out, lse = decoder(q, own_k, own_v, lengths=own)
+            wide_k, wide_v = (np.repeat(a, 2, axis=2)[:, :, decoder.heads] for a in (k, v))
+            if out.size:
+                assert_exact(q[:, :, decoder.heads], wide_k, wide_v, out, lse, lengths)
+
+
+@pytest.mark.parametrize("scheme", VARIANTS)
+def test_new_values_in_the_same_arrays_count(comm, scheme):
+    """Strided views that every step must read again, also where a ring packs them."""
+    q, k, v = made_up(tokens=30, batch=2, queries=2, heads=4, kv_heads=4)
+    own = shard(comm, 30)
+    k_view = np.ascontiguousarray(k[:, own].transpose(1, 0, 2, 3)).transpose(1, 0, 2, 3)
+    v_view = np.ascontiguousarray(v[:, own].transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+    with planned(comm, scheme, heads=4, kv_heads=4, batch=2, queries=2) as decoder:
+        for _ in range(2):
+            out, lse = decoder(q, k_view, v_view)
+            if out.size:
+                assert_exact(q[:, :, decoder.heads], k[:, :, decoder.heads], v[:, :, decoder.heads], out, lse)
+            for array in (k, v, k_view, v_view):
+                array *= -0.5
+
+
+@pytest.mark.parametrize("scheme", VARIANTS)
+def test_every_run_gives_the_same_bits_on_sub_communicators(comm, scheme):
+    half = comm.Split(comm.rank % 2)
+    q, k, v = made_up(tokens=50, heads=8, kv_heads=2, seed=comm.rank % 2)
+    own = shard(half, 50)
+    results = set()
+    for _ in range(5):
+        out, lse, _ = run(half, scheme, q, k[:, own], v[:, own])
+        results.add((out.tobytes(), lse.tobytes()))
+    assert len(results) == 1
+    half.Free()
+
+
+@pytest.mark.parametrize("scheme", VARIANTS)
+def test_steps_of_several_decoders_stay_apart(comm, scheme):
+    """Two decoders whose steps alternate, and a pending receive of the user on the same communicator."""
+    received = np.full(1, -1)
+    pending = comm.Irecv(received, MPI.ANY_SOURCE, MPI.ANY_TAG)
+    q, k, v = made_up(tokens=20, heads=4, kv_heads=4)
+    own = shard(comm, 20)
+    shape = {"heads": 4, "kv_heads": 4}
+    with planned(comm, scheme, **shape) as first, planned(comm, scheme, **shape) as second:
+        first.local(q, k[:, own], v[:, own])
+        second.local(-q, k[:, own], v[:, own])
+        second.reduce()
+        first.reduce()
+        for decoder, sign in ((first, 1), (second, -1)):
+            out, lse = decoder.finish()
+            if out.size:
+                heads = decoder.heads
+                assert_exact(sign * q[:, :, heads], k[:, :, heads], v[:, :, heads], out, lse)
+    assert not pending.Test()
+    comm.Barrier()  # nobody sends before everybody has looked
+    comm.Send(np.array([comm.rank]), (comm.rank + 1) % comm.size, tag=0)
+    pending.Wait()
+
+
+@pytest.mark.parametrize("expanded", ["no", "yes"])
+@pytest.mark.parametrize("rotation", ["partial", "full"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kv_ring_sends_what_equation_10_says(comm, rotation, expanded, dtype):
+    """2 b t d elements per hop, with the hops and the KV heads of the variant."""
+    batch, tokens, heads, kv_heads, head_dim = 3, 5, 6, 2, 64
+    hops = comm.size if rotation == "full" else comm.size - 1
+    d = head_dim * (heads if expanded == "yes" else kv_heads)
+    scheme = f"kv_ring:expanded={expanded}:rotation={rotation}"
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "batch": batch, "dtype": dtype}
+    element = np.dtype(treeattn.arguments.DTYPES[dtype])
+    q = np.ones((batch, 1, heads, head_dim), element)
+    k = np.ones((batch, tokens, kv_heads, head_dim), element)
+    with treeattn.Decoder(comm, **shape, scheme=scheme) as decoder:
+        decoder(q, k, k)
+        assert decoder.sent == (2 * hops, 2 * batch * tokens * d * hops * element.itemsize)
+        decoder(q, k[:, :0], k[:, :0])
+        assert decoder.sent == (0, 0)
+
+
+def test_other_baselines_say_what_they_send(comm):
+    p, heads = comm.size, 2 * comm.size
+    q, k, v = made_up(tokens=10, heads=heads, kv_heads=heads, batch=3)
+    sent = {}
+    for scheme in BASELINES:
+        with planned(comm, scheme, heads=heads, kv_heads=heads, batch=3) as decoder:
+            decoder(q, k, v)
+            sent[scheme] = decoder.sent
+    records = 3 * heads * (64 + 2) * 4
+    assert sent["query_ring"] == (2 * (p - 1), 2 * (p - 1) * records // p)  # equation 14
+    assert sent["three_allreduce"] == sent["two_allreduce"] == (None, records)
+    assert sent["head_all_to_all"] == (None, records * (p - 1) // p)
+
+
+def test_slices_without_heads_are_not_sent(comm):
+    """More ranks than KV heads: as many slices travel as there are heads."""
+    q, k, v = made_up(tokens=10, heads=2, kv_heads=1)
+    with planned(comm, "query_ring", heads=2, kv_heads=1) as decoder:
+        decoder(q, k, v)
+        messages, size = decoder.sent
+        assert size == messages * 2 * (64 + 2) * 4
+        assert comm.allreduce(messages) == 2 * (comm.size - 1)
+
+
+@pytest.mark.parametrize("scheme", ["kv_ring", "query_ring"])
+def test_a_ring_refuses_half_steps(comm, scheme):
+    q, k, v = made_up(tokens=10)
+    with planned(comm, scheme, heads=4, kv_heads=2) as decoder:
+        with pytest.raises(treeattn.ScheduleError, match="without local"):
+            decoder.reduce()
+        decoder.local(q, k, v)
+        with pytest.raises(treeattn.ScheduleError, match="without reduce"):
+            decoder.local(q, k, v)
+        decoder.reduce()
+        with pytest.raises(treeattn.ArgumentError, match="lengths"):
+            decoder.local(q, k, v, lengths=np.array([11]))
+
+
+@pytest.mark.parametrize("scheme", [*BASELINES])
+def test_closing_ends_a_step_in_flight(comm, scheme):
+    q, k, v = made_up(tokens=10)
+    with planned(comm, scheme, heads=4, kv_heads=2) as decoder:
+        decoder.local(q, k, v)
+        if "ring" not in scheme:
+            decoder._reducer.start()
+
+
+@pytest.mark.parametrize("name", ["three_allreduce", "two_allreduce", "head_all_to_all"])
+def test_collectives_start_and_wait(comm, name):
+    reducer_of = {
+        "three_allreduce": lambda buffer: ThreeAllreduce(comm, MergeOperator(64), buffer),
+        "two_allreduce": lambda buffer: TwoAllreduce(comm, MergeOperator(64), buffer),
+        "head_all_to_all": lambda buffer: HeadAllToAll(comm, MergeOperator(64), buffer, 1),
+    }[name]
+    mine = np.full((comm.size, 66), comm.rank, np.float32)
+    once, twice = mine.copy(), mine.copy()
+    with reducer_of(once) as one, reducer_of(twice) as other:
+        one()
+        other.start()
+        with pytest.raises(treeattn.ScheduleError, match="already running"):
+            other()
+        other.wait()
+        with pytest.raises(treeattn.ScheduleError, match="without start"):
+            other.wait()
+    np.testing.assert_allclose(once, twice, rtol=1e-6)
+    with pytest.raises(treeattn.ScheduleError, match="C-contiguous"):
+        reducer_of(mine.astype(np.float64))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from treeattn.arguments import Shape
 from treeattn.baselines.sent import Sent
 from treeattn.collectives.catalog import Scheme, parse
+from treeattn.collectives.parameters import Parameter
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -48,9 +49,62 @@ def _two_allreduce(job: Job) -> tuple[Any, Any]:
     return job.attention, TwoAllreduce(job.comm, job.merge, job.reduced)
 
 
+def _head_all_to_all(job: Job) -> tuple[Any, Any]:
+    """One packed exchange: each rank merges its slice of heads; what serving engines do."""
+    from treeattn.baselines.head_all_to_all import HeadAllToAll
+
+    group = job.shape.batch * job.shape.queries
+    return job.attention, HeadAllToAll(job.comm, job.merge, job.reduced, group)
+
+
+def _kv_ring(job: Job, expanded: str, rotation: str) -> tuple[Any, Any]:
+    """Ring Attention: keys and values travel, and every rank attends to all of them."""
+    from treeattn.baselines.kv_ring import KvRing
+
+    ring = KvRing(
+        *(job.comm, job.shape, job.scale, job.merge, job.records),
+        expanded=expanded == "yes",
+        full_rotation=rotation == "full",
+    )
+    return ring.begin, ring
+
+
+def _query_ring(job: Job) -> tuple[Any, Any]:
+    """Slices of the query heads pass by the shards and collect each one's contribution (pass-Q)."""
+    from treeattn.baselines.query_ring import QueryRing
+
+    ring = QueryRing(job.comm, job.shape, job.scale, job.merge, job.records)
+    return ring.begin, ring
+
+
 BASELINES: dict[str, Scheme] = {
     row.name: row
     for row in (
+        Scheme(
+            "kv_ring",
+            _kv_ring,
+            "h (alpha + 2 S beta), S bytes of one shard's keys or values; h = p-1 hops, or p",
+            (
+                Parameter(
+                    "expanded",
+                    "choice",
+                    "no",
+                    "send keys and values repeated for every query head, as published code does",
+                    choices=("no", "yes"),
+                ),
+                Parameter(
+                    "rotation",
+                    "choice",
+                    "partial",
+                    "p-1 hops, or p with the own shard travelling home again, as published code does",
+                    choices=("partial", "full"),
+                ),
+            ),
+            kind="baseline",
+        ),
+        Scheme(
+            "query_ring", _query_ring, "(p-1) (alpha + n/p beta) + alpha + (p-1) n/p beta", kind="baseline"
+        ),
         Scheme(
             "three_allreduce",
             _three_allreduce,
@@ -61,6 +115,13 @@ BASELINES: dict[str, Scheme] = {
             "two_allreduce",
             _two_allreduce,
             "two library all-reductions of n/(d+2) and n (d+1)/(d+2) bytes (head_dim d)",
+            kind="baseline",
+        ),
+        Scheme(
+            "head_all_to_all",
+            _head_all_to_all,
+            "one library all-to-all of n (p-1)/p bytes per rank",
+            scattered=True,
             kind="baseline",
         ),
     )

@@ -1,0 +1,206 @@
+"""Ring Attention for decode: the keys and values travel (Liu et al., arXiv 2310.01889)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from treeattn.arguments import DTYPES, Shape
+from treeattn.backends import cpu
+from treeattn.baselines.sent import Sent
+from treeattn.collectives.operator import Operator
+from treeattn.errors import ScheduleError
+
+__all__ = ["KvRing"]
+
+
+class KvRing:
+    """Every rank attends to every shard: its own first, then those that arrive from its left neighbour.
+
+    While a rank computes on the block that it holds, this block is on its way to the right and the next one
+    on its way in, into the other of two buffers; how much of that happens at once is up to the MPI library.
+    A hop is two messages, keys and values; none for a shard without tokens. There are p-1 hops; with
+    `full_rotation` p, the own shard travelling home again, as in published code. With `expanded` the KV
+    heads travel repeated for every query head, likewise.
+
+    Per hop a rank sends 2 b t d elements (b sequences, t tokens per shard, d = KV heads * head_dim). Equation
+    10 of arXiv 2408.04093, V = 2 b t d p, is that with p hops; here it is 2 b t d (p-1) by default.
+
+    A shard travels as [batch, t, KV heads, head_dim] with t the longest of its lengths, straight from the
+    caller's arrays where the first t tokens lie in one piece, else packed. The lengths of all shards are
+    agreed in every step by one all-gather of `batch` 8-byte integers per rank, which `sent` does not count.
+
+    Each rank keeps one partial per shard and merges them in ascending order of owners. Since
+    every rank computes every partial, all end with the same bits only if they compute alike: with the same
+    instruction set, and with or without compiled kernels.
+
+    `begin` is the first part of a step and a call the rest: both compute and both communicate.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        shape: Shape,
+        scale: float,
+        merge: Operator,
+        records: Any,
+        *,
+        expanded: bool = False,
+        full_rotation: bool = False,
+    ) -> None:
+        self._comm = comm.Dup()
+        self._rank, self._size = comm.rank, comm.size
+        self._hops = self._size if full_rotation else self._size - 1
+        self._shape, self._expanded = shape, expanded
+        self._partials = [records, *(np.empty_like(records) for _ in range(1, self._size))]
+        self._attention = [cpu.PlannedAttention(partial, scale=scale) for partial in self._partials]
+        into, *others = (partial.reshape(-1, merge.width) for partial in self._partials)
+        self._merges = [merge.planned_merge(into, other) for other in others]
+        self._own_lengths = np.zeros(shape.batch, np.int64)
+        self._lengths = np.zeros((self._size, shape.batch), np.int64)
+        self._lengths_of = list(self._lengths)  # one and the same view in every step
+        self._tokens: list[int] | None = None  # of each rank's shard
+        self._source: tuple[Any, Any] | None = None
+        self._buffers = [np.empty(0, DTYPES[shape.dtype]) for _ in range(3)]
+        self._requests: list[MPI.Request] = []
+        self._q: Any = None
+        self._running = self._closed = False
+        self._messages = self._payload = 0
+
+    @property
+    def sent(self) -> Sent:
+        """Messages and bytes of the last step, without the agreement on lengths."""
+        return Sent(self._messages, self._payload)
+
+    def begin(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
+        """Agree on lengths, send the own shard on its way and attend to it. Collective."""
+        if self._closed or self._running:
+            raise ScheduleError("kv_ring: a step on a decoder that is closed, or local() without reduce()")
+        if lengths is None:
+            self._own_lengths[:] = k.shape[1]
+        else:
+            self._own_lengths[:] = self._shape.check_lengths(lengths, k.shape[1])
+        self._running = True
+        self._comm.Allgather(self._own_lengths, self._lengths)
+        self._plan(self._lengths.max(axis=1).tolist())
+        self._take(k, v)
+        self._q, self._messages, self._payload = q, 0, 0
+        self._visit(0)
+
+    def __call__(self) -> None:
+        """Attend to all other shards, then merge. Collective."""
+        if self._closed or not self._running:
+            raise ScheduleError("kv_ring: reduce() on a decoder that is closed, or without local()")
+        for hop in range(1, self._size):
+            self._arrive()
+            self._visit(hop)
+        self._arrive()
+        for merge in self._merges:
+            merge()
+        self._running = False
+
+    def _owner(self, hop: int) -> int:
+        return (self._rank - hop) % self._size
+
+    def _visit(self, hop: int) -> None:
+        """Pass on the block of this hop and attend to it meanwhile."""
+        if hop < self._hops:
+            self._requests = self._receive(hop + 1) + self._send(hop)
+        owner = self._owner(hop)
+        self._attention[owner](self._q, *self._blocks[hop], self._lengths_of[owner])
+
+    def _receive(self, hop: int) -> list[MPI.Request]:
+        left = (self._rank - 1) % self._size
+        return [self._comm.Irecv(part, left, tag) for tag, part in enumerate(self._bytes[hop]) if part.size]
+
+    def _send(self, hop: int) -> list[MPI.Request]:
+        right = (self._rank + 1) % self._size
+        parts = [(tag, part) for tag, part in enumerate(self._bytes[hop]) if part.size]
+        self._messages += len(parts)
+        self._payload += sum(part.size for _, part in parts)
+        return [self._comm.Isend(part, right, tag) for tag, part in parts]
+
+    def _arrive(self) -> None:
+        MPI.Request.Waitall(self._requests)
+        self._requests = []
+
+    # -- where blocks lie ------------------------------------------------------------------------
+
+    def _plan(self, tokens: list[int]) -> None:
+        """Blocks by hop: 0 is the own shard, later ones alternate between two buffers."""
+        if tokens == self._tokens:
+            return
+        coming = [tokens[self._owner(hop)] for hop in range(1, self._hops + 1)]
+        for buffer in range(2):
+            self._reserve(buffer, max(coming[buffer::2], default=0))
+        self._packed: tuple[Any, Any] | None = None
+        self._source = None
+        own = (self._buffers[2][:0],) * 2  # comes with the arrays, in _take
+        self._blocks = [own, *(self._block(hop % 2, t) for hop, t in enumerate(coming))]
+        self._bytes = [_as_bytes(block) for block in self._blocks]
+        self._tokens = tokens
+
+    def _reserve(self, buffer: int, tokens: int) -> None:
+        """Make room for a block; a cache that grows token by token shall not allocate at each of them."""
+        held, needed = self._buffers[buffer].size, 2 * self._elements(tokens)
+        if held < needed:
+            self._buffers[buffer] = np.empty(
+                needed + (needed // 8 if held else 0), self._buffers[buffer].dtype
+            )
+
+    def _elements(self, tokens: int) -> int:
+        return self._shape.batch * tokens * self._heads * self._shape.head_dim
+
+    @property
+    def _heads(self) -> int:
+        """Heads of the keys and values that travel."""
+        return self._shape.heads if self._expanded else self._shape.kv_heads
+
+    def _block(self, buffer: int, tokens: int) -> tuple[Any, Any]:
+        k, v = self._buffers[buffer][: 2 * self._elements(tokens)].reshape(2, -1)
+        shape = self._shape.batch, tokens, self._heads, self._shape.head_dim
+        return k.reshape(shape), v.reshape(shape)
+
+    def _take(self, k: Any, v: Any) -> None:
+        """The own shard's valid tokens as the block of hop 0, packed where they are not in one piece."""
+        assert self._tokens is not None
+        tokens = self._tokens[self._rank]
+        if self._source is None or self._source[0] is not k or self._source[1] is not v:
+            self._source = k, v
+            block = k[:, :tokens], v[:, :tokens]
+            self._packed = None
+            if self._expanded or not all(part.flags.c_contiguous for part in block):
+                self._reserve(2, tokens)
+                self._packed = block = self._block(2, tokens)
+            self._blocks[0], self._bytes[0] = block, _as_bytes(block)
+        if self._packed:
+            shape = self._shape
+            group = self._heads // shape.kv_heads
+            for into, part in zip(self._packed, (k, v), strict=True):
+                split = into.reshape(shape.batch, tokens, shape.kv_heads, group, shape.head_dim)
+                np.copyto(split, part[:, :tokens, :, None])
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free the communicator, after messages in flight. Collective; a second call does nothing."""
+        if not self._closed:
+            self._arrive()
+            self._comm.Free()
+            self._closed = True
+
+    def __enter__(self) -> KvRing:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        # Freeing a communicator is collective: a rank that fails alone must not wait for the others.
+        if exception[0] is None:
+            self.close()
+        self._closed = True
+
+
+def _as_bytes(block: tuple[Any, Any]) -> tuple[Any, ...]:
+    """Flat views for MPI, which has no 16-bit floating point type."""
+    return tuple(part.reshape(-1).view(np.uint8) for part in block)
