@@ -59,8 +59,8 @@ def decode(
 
     Returns ``out`` like q and the natural-log ``lse`` [batch, heads, queries], float32 (float64 for
     float64 inputs), with the same bits on every rank. A query without any key gives out 0 and lse -inf.
-    With ``output="heads"`` (scheme ``head_scatter``) each rank gets its slice of the heads only: rank r of
-    p heads r*heads//p up to (r+1)*heads//p.
+    With ``output="heads"`` (schemes ``head_scatter``, ``head_all_to_all``) each rank gets its slice of the
+    heads only: rank r of p heads r*heads//p up to (r+1)*heads//p.
 
     Plans, runs one step and tears down: in a loop keep a `Decoder`. Raises, on every rank alike,
     `ArgumentError` (shapes, dtypes, values that differ between ranks), `ScheduleError` (unknown scheme),
@@ -112,7 +112,8 @@ class Decoder:
 
     `schedule` and `certificate` tell what was planned (None where no schedule is run); `heads` is the slice
     of query heads that out and lse cover, all of them unless ``output="heads"``. `local`, `reduce` and
-    `finish` are the three parts of a call, for those who overlap or time them.
+    `finish` are the three parts of a call, for those who overlap or time them; where a ring computes while it
+    communicates (`kv_ring`, `query_ring`), the first two are halves of one thing.
     """
 
     def __init__(

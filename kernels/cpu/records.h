@@ -20,6 +20,11 @@ static inline void set_identity(float *record, int64_t width) {
 /* Fold `other` into `into`: `records` records of `width` floats each. */
 void merge_partials(float *into, const float *other, int64_t records, int64_t width);
 
+/* Denominator and numerator of each record, rescaled from its own maximum to `shared`, which is at least that. They may
+ * lie apart or packed: strides count elements from one record to the next. */
+void rescale_records(const float *records, const float *shared, float *denominators, int64_t denominator_stride,
+                     float *numerators, int64_t numerator_stride, int64_t count, int64_t width);
+
 /* Records [batch, heads, queries, width] to out [batch, queries, heads, width - 2] and
  * lse [batch, heads, queries]. */
 void finish(const float *records, float *out, float *lse, int64_t batch, int64_t heads, int64_t queries, int64_t width);

@@ -10,7 +10,6 @@ static float factor_of(float own, float shared) {
   return own == shared ? 1.0f : exponential(own - shared);
 }
 
-/* Denominators and numerators may lie apart or packed: strides count elements from one record to the next. */
 void rescale_records(const float *records, const float *shared, float *denominators, int64_t denominator_stride,
                      float *numerators, int64_t numerator_stride, int64_t count, int64_t width) {
   for (int64_t i = 0; i < count; ++i) {

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from treeattn import collectives
+from treeattn import collectives, schemes
 
 from .launch import mpiexec, treeattn
 
@@ -16,8 +16,8 @@ def test_schemes_lists_the_catalogue(tmp_path):
     done = treeattn("schemes", "--json", tmp_path / "catalogue.json")
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "catalogue.json").read_text())
-    assert [row["name"] for row in rows] == collectives.names()
-    for name in collectives.names():
+    assert [row["name"] for row in rows] == schemes()
+    for name in schemes():
         assert name in done.stdout
 
 

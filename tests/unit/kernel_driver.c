@@ -51,6 +51,18 @@ static void merge(void) {
   give(into, bytes);
 }
 
+/* The sums of each record in one piece, as they are packed for one sum. */
+static void rescale(void) {
+  long records, width;
+  if (scanf("%ld %ld", &records, &width) != 2) exit(2);
+  getchar();
+  float *from = take(records * width * (int64_t)sizeof(float)), *shared = take(records * (int64_t)sizeof(float));
+  const int64_t bytes = records * (width - 1) * (int64_t)sizeof(float);
+  float *sums = malloc((size_t)bytes);
+  rescale_records(from, shared, sums, width - 1, sums + 1, width - 1, records, width);
+  give(sums, bytes);
+}
+
 static void finish_all(void) {
   long rows, width;
   if (scanf("%ld %ld", &rows, &width) != 2) exit(2);
@@ -68,6 +80,7 @@ int main(void) {
   if (scanf("%15s", verb) != 1) return 2;
   if (!strcmp(verb, "attend")) attend();
   if (!strcmp(verb, "merge")) merge();
+  if (!strcmp(verb, "rescale")) rescale();
   if (!strcmp(verb, "finish")) finish_all();
   return 0;
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from treeattn.collectives.catalog import CATALOG
+from treeattn.routes import CATALOG
 
 ROOT = Path(__file__).resolve().parents[2]
 # adding-a-scheme.md is a walk that changes the catalogue: its own test runs it.

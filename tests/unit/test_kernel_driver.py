@@ -17,6 +17,7 @@ import pytest
 
 from treeattn import partial
 from treeattn.backends import compile
+from treeattn.backends.rescale import rescale_records
 
 Array = np.ndarray[Any, Any]
 Driver = list[str]
@@ -137,3 +138,18 @@ def test_merge_and_finish_have_the_defined_bits(driver: Driver, width: int) -> N
         partial.finish(records, out, lse)
         finished = run(driver, f"finish 500 {width}", records)
         assert (finished.view(np.uint32) == np.concatenate((out.ravel(), lse.ravel())).view(np.uint32)).all()
+
+
+@pytest.mark.parametrize("width", [10, 130])
+def test_rescale_has_the_bits_of_numpy(driver: Driver, width: int) -> None:
+    rng = np.random.default_rng(width)
+    records = rng.standard_normal((300, width)).astype(np.float32)
+    records[:, 0] *= 40
+    shared = records[:, 0] + np.maximum(0, rng.standard_normal(300) * 40).astype(np.float32)
+    records[::7, 0] = shared[::13] = -np.inf
+    shared = np.maximum(shared, records[:, 0])
+    records[5, 0] = np.nan
+    expected = np.empty((300, width - 1), np.float32)
+    rescale_records(records, shared, expected[:, 0], expected[:, 1:])
+    rescaled = run(driver, f"rescale 300 {width}", records, shared)
+    np.testing.assert_array_equal(rescaled.reshape(expected.shape), expected)

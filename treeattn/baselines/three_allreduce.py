@@ -19,9 +19,10 @@ class ThreeAllreduce(CollectiveReducer):
     """All-reductions of the maxima (MAX), then of denominators and of numerators (SUM).
 
     Of n records of head_dim + 2 elements, n, n and n * head_dim elements are handed in: one after the other,
-    three times the latency of one. After the first, each rank rescales its records to the common maximum.
-    float32 and float64. The library chooses the order of the sums: equal bits on all ranks are measured,
-    not promised.
+    three times the latency of one. (The paper's ranks hold lse and out in place of max, denominator and
+    numerator; collectives and bytes are the same.) After the first, each rank rescales its records to the
+    common maximum. float32 and float64. The library chooses the order of the sums: equal bits on all ranks
+    are measured, not promised.
     """
 
     name = "three_allreduce"

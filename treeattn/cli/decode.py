@@ -112,7 +112,7 @@ def _measure(
             "step_s": {part: statistics.median(step[part] for step in steps) for part in first},
             "sha256": digest,
             "arrays": (out, lse),
-            **_wire(decoder),
+            **_wire(world, decoder),
         }
 
 
@@ -134,12 +134,12 @@ def _timed_step(world: Any, decoder: Decoder, problem: Problem) -> dict[str, flo
     return {part: max(rank[part] for rank in slowest) for part in parts}
 
 
-def _wire(decoder: Decoder) -> dict[str, Any]:
-    """What the schedule sends in one step, all ranks together; unknown where a library decides."""
+def _wire(world: Any, decoder: Decoder) -> dict[str, Any]:
+    """What is sent in one step, all ranks together; unknown where a library decides. Collective."""
     schedule, certificate = decoder.schedule, decoder.certificate
     if schedule is None or certificate is None:
         unknown = dict.fromkeys(("rounds", "depth", "messages", "bytes"))
-        return {"determinism": "measured", **unknown}
+        return {"determinism": "measured", **unknown, **_counted(world, decoder)}
     count = decoder.records.size // decoder.records.shape[-1]
     parts = [schedule.chunk_slice(t.chunks, count) for round_ in schedule.rounds for t in round_]
     sent = [part.stop - part.start for part in parts if part.stop > part.start]
@@ -150,6 +150,16 @@ def _wire(decoder: Decoder) -> dict[str, Any]:
         "messages": len(sent),
         "bytes": sum(sent) * decoder.records.shape[-1] * decoder.records.itemsize,
     }
+
+
+def _counted(world: Any, decoder: Decoder) -> dict[str, int]:
+    """What a baseline counted; "payload" was handed to a library, which may send it more than once."""
+    if decoder.sent is None:
+        return {}
+    messages, sizes = zip(*world.allgather(decoder.sent), strict=True)
+    if messages[0] is None:
+        return {"payload": sum(sizes)}
+    return {"messages": sum(messages), "bytes": sum(sizes)}
 
 
 def _outputs(world: Any, inputs: list[Path | None], paths: list[Path | None]) -> list[Any]:
@@ -183,8 +193,10 @@ def _summary(
     }
 
 
-def _count(number: int | None) -> str:
-    return "library" if number is None else f"{number:,}"
+def _count(row: dict[str, Any], key: str) -> str:
+    if row[key] is not None:
+        return f"{row[key]:,}"
+    return "library" if row["messages"] is None else "–"  # a baseline has no rounds that were proved
 
 
 def _plural(count: int, noun: str) -> str:
@@ -217,7 +229,7 @@ def _print_table(
     table.add_row("determinism class", *(row["determinism"] for row in rows))
     for key, label in (("rounds", "rounds"), ("depth", "merge depth"), ("messages", "messages, all ranks"),
                        ("bytes", "bytes, all ranks")):  # fmt: skip
-        table.add_row(label, *(_count(row[key]) for row in rows))
+        table.add_row(label, *(_count(row, key) for row in rows))
     for part in ("local", "reduce", "finish"):
         table.add_row(f"{part}, µs", *(f"{row['step_s'][part] * 1e6:.1f}" for row in rows))
     table.add_row("verdict", *("pass" if row["passed"] else "FAIL" for row in rows))
