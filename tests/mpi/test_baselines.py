@@ -317,3 +317,21 @@ def test_collectives_start_and_wait(comm, name):
     np.testing.assert_allclose(once, twice, rtol=1e-6)
     with pytest.raises(treeattn.ScheduleError, match="C-contiguous"):
         reducer_of(mine.astype(np.float64))
+
+
+@pytest.mark.parametrize("half_way", [False, True])
+@pytest.mark.parametrize("scheme", BASELINES)
+def test_a_decoder_that_was_left_by_an_error_is_closed(comm, scheme, half_way):
+    q, k, v = made_up(tokens=10)
+
+    def fail(decoder):
+        if half_way:
+            decoder.local(q, k, v)
+        raise KeyError
+
+    with pytest.raises(KeyError), planned(comm, scheme, heads=4, kv_heads=2) as decoder:
+        fail(decoder)
+    with pytest.raises(treeattn.ScheduleError, match="closed"):
+        decoder.reduce()
+    with pytest.raises(treeattn.ScheduleError, match="closed"):
+        decoder(q, k, v)

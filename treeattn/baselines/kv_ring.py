@@ -198,7 +198,12 @@ class KvRing:
         # Freeing a communicator is collective: a rank that fails alone must not wait for the others.
         if exception[0] is None:
             self.close()
+        _abandoned.extend(self._requests)
         self._closed = True
+
+
+# Messages that an error left in flight: they may still arrive, so their memory outlives the ring.
+_abandoned: list[MPI.Request] = []
 
 
 def _as_bytes(block: tuple[Any, Any]) -> tuple[Any, ...]:

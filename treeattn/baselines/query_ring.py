@@ -161,6 +161,8 @@ class QueryRing:
         if exception[0] is None:
             self.close()
         elif not self._closed:
+            if self._running:
+                _abandoned.append(self)
             self._free_requests()
             self._closed = True
 
@@ -174,6 +176,8 @@ class QueryRing:
 
 # Persistent requests must be gone before MPI_Finalize, also when nobody closed their ring.
 _open: weakref.WeakSet[QueryRing] = weakref.WeakSet()
+# Rings that an error left in the middle of a step: messages may still arrive in their memory.
+_abandoned: list[QueryRing] = []
 
 
 @atexit.register
