@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
@@ -14,7 +15,7 @@ from treeattn.errors import ArgumentError, BackendError, TreeattnError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["abort", "agree", "launched_as", "leave", "mpi", "node_groups", "started", "world"]
+__all__ = ["abort", "agree", "cuda_aware", "launched_as", "leave", "mpi", "node_groups", "started", "world"]
 
 # (rank, size) as the launchers that we know put them into the environment of each process.
 _LAUNCHERS = (
@@ -87,6 +88,22 @@ def node_groups(comm: Intracomm) -> tuple[tuple[int, ...], ...]:
     for rank, leader in enumerate(leaders):
         groups.setdefault(leader, []).append(rank)
     return tuple(tuple(groups[leader]) for leader in sorted(groups))
+
+
+def cuda_aware() -> bool | None:
+    """Whether the MPI library says that it takes CUDA device pointers; None: it has no way of telling.
+
+    Asked of the library that mpi4py has loaded: MPIX_Query_cuda_support (Open MPI, MPICH) or
+    MPIX_GPU_query_support (MPICH and its descendants), neither of them in the standard. It is what the
+    library was built and started for: whether device pointers really arrive, only a trial can tell.
+    """
+    library = ctypes.CDLL(mpi().__file__)
+    if hasattr(library, "MPIX_Query_cuda_support"):
+        return bool(library.MPIX_Query_cuda_support())
+    if hasattr(library, "MPIX_GPU_query_support"):
+        cuda, answer = ctypes.c_int(0), ctypes.c_int(0)  # MPIX_GPU_SUPPORT_CUDA is 0
+        return library.MPIX_GPU_query_support(cuda, ctypes.byref(answer)) == 0 and bool(answer.value)
+    return None
 
 
 def started() -> bool:

@@ -1,0 +1,38 @@
+"""What the MPI library says of device pointers, asked of libraries that answer in each known way."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from treeattn import comm
+
+OPEN_MPI = "int MPIX_Query_cuda_support(void) {{ return {}; }}"
+# The type asked for must be 0, MPIX_GPU_SUPPORT_CUDA; the function gives its answer through a pointer.
+MPICH = "int MPIX_GPU_query_support(int type, int *yes) {{ *yes = type == 0 && {}; return {}; }}"
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler to build a pretended MPI library with")
+@pytest.mark.parametrize(
+    ("source", "answer"),
+    [
+        (OPEN_MPI.format(1), True),
+        (OPEN_MPI.format(0), False),
+        (MPICH.format(1, 0), True),
+        (MPICH.format(0, 0), False),
+        (MPICH.format(1, 13), False),  # an error is not a yes
+        ("int MPI_Init(void) { return 0; }", None),
+    ],
+)
+def test_cuda_aware(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, answer: bool | None
+) -> None:
+    library = tmp_path / "libmpi.so"
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
+    subprocess.run(command, input=source, text=True, check=True, timeout=60)
+    monkeypatch.setattr(comm, "mpi", lambda: SimpleNamespace(__file__=str(library)))
+    assert comm.cuda_aware() is answer
