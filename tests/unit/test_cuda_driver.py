@@ -1,0 +1,82 @@
+"""What the NVIDIA driver is asked, against libraries that pretend to be one."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from treeattn.backends import cuda_driver
+from treeattn.errors import BackendError
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler to pretend a driver with")
+
+# Signatures as in cuda.h; what differs from case to case comes from -D.
+SOURCE = """
+#include <stddef.h>
+#include <string.h>
+int cuInit(unsigned flags) { return flags ? 1 : INIT; }
+int cuDriverGetVersion(int *version) { *version = 12040; return 0; }
+int cuDeviceGetCount(int *count) { *count = 2; return INIT; }
+int cuDeviceGet(int *device, int ordinal) { *device = 70 + ordinal; return BROKEN; }
+int cuDeviceGetName(char *name, int length, int device) {
+    strncpy(name, device == 70 ? "First" : "Second", length);
+    return 0;
+}
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = (size_t)device << 30; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    *value = attribute == 75 ? 9 : attribute == 76 ? device - 70 : -1;
+    return 0;
+}
+int cuGetErrorName(int code, const char **name) {
+    *name = code == 803 ? "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" : 0;
+    return 0;
+}
+"""
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path, init: int = 0, broken: int = 0) -> None:
+    library, version = folder / "libcuda.so.1", folder / "version"
+    command = ["cc", "-shared", "-fPIC", f"-DINIT={init}", f"-DBROKEN={broken}"]
+    command += ["-x", "c", "-", "-o", str(library)]
+    subprocess.run(command, input=SOURCE, text=True, check=True, timeout=60)
+    version.write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n"
+    )
+    monkeypatch.setattr(cuda_driver, "_LIBRARY", str(library))
+    monkeypatch.setattr(cuda_driver, "_MODULE_VERSION", version)
+
+
+def test_two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, tmp_path)
+    gpus = (cuda_driver.Gpu("First", "9.0", 70 << 30), cuda_driver.Gpu("Second", "9.1", 71 << 30))
+    assert cuda_driver.driver() == cuda_driver.Driver("550.54.15", (12, 4), gpus)
+
+
+def test_a_driver_without_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, tmp_path, init=100)
+    monkeypatch.setattr(cuda_driver, "_MODULE_VERSION", tmp_path / "none")
+    assert cuda_driver.driver() == cuda_driver.Driver(None, (12, 4), ())
+
+
+@pytest.mark.parametrize(
+    ("codes", "message"),
+    [
+        ({"init": 803}, "does not start: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"),
+        ({"init": 999}, "does not start: error 999"),
+        ({"broken": 101}, "cuDeviceGet says error 101"),
+    ],
+)
+def test_its_errors_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, codes: dict[str, int], message: str
+) -> None:
+    pretend(monkeypatch, tmp_path, **codes)
+    with pytest.raises(BackendError, match=message):
+        cuda_driver.driver()
+
+
+def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "_LIBRARY", "/nowhere/libcuda.so.1")
+    assert cuda_driver.driver() is None

@@ -1,0 +1,188 @@
+"""The doctor's findings about GPUs: driver, CuPy, NVRTC, NCCL, kernels, CUDA-aware MPI.
+
+None of it is needed for work on the processor, so that nothing here is ever "broken"; and each question may
+meet half an installation, whose errors have no common type.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+import warnings
+from collections import Counter
+from collections.abc import Generator, Iterator
+from typing import Any
+
+from treeattn import comm
+from treeattn.backends import cuda_driver, cupy_runtime
+from treeattn.backends.cuda_driver import Driver
+from treeattn.cli import probe
+from treeattn.cli.probe import Finding
+from treeattn.errors import TreeattnError
+
+__all__ = ["findings"]
+
+_CUPY = re.compile(r"cupy(-cuda\d+x|-rocm.*)?")
+_NO_CUPY = "not asked: it is reached through CuPy"
+
+# Each rank sends device memory to the other and looks at what arrived.
+_DEVICE_POINTERS = """
+import cupy, numpy
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+with cupy.cuda.Device(world.rank % cupy.cuda.runtime.getDeviceCount()):
+    numbers = numpy.arange(70000, dtype="f4")
+    sent, got = cupy.asarray(numbers + world.rank), cupy.zeros(70000, "f4")
+    cupy.cuda.Device().synchronize()
+    world.Sendrecv([sent, MPI.FLOAT], 1 - world.rank, recvbuf=[got, MPI.FLOAT], source=1 - world.rank)
+    print("right" if (got.get() == numbers + 1 - world.rank).all() else "wrong")
+"""
+
+
+def findings() -> Iterator[Finding]:
+    """What a GPU would need here. Never raises over what is missing."""
+    driver = yield from _driver()
+    cupy = yield from _cupy(driver)
+    yield _nvrtc(cupy, driver)
+    yield _nccl(cupy)
+    usable = driver is not None and bool(driver.gpus) and cupy is not None
+    if usable:
+        yield _kernels()
+    yield _mpi(usable)
+
+
+def _driver() -> Generator[Finding, None, Driver | None]:
+    subject = "NVIDIA driver"
+    try:
+        driver = cuda_driver.driver()
+    except TreeattnError as error:
+        yield Finding(
+            subject, "missing", str(error), "after an update of the driver reboot, else reinstall it"
+        )
+        return None
+    if driver is None:
+        yield Finding(subject, "missing", "no libcuda.so.1", "to compute on a GPU: install NVIDIA's driver")
+        return None
+    known = "{}, CUDA up to {}.{}".format(driver.release or "release unknown", *driver.cuda)
+    yield Finding(subject, "ok", known)
+    if not driver.gpus:
+        remedy = "check CUDA_VISIBLE_DEVICES, and that the job asked for GPUs"
+        yield Finding("GPU", "missing", "the driver shows none", remedy)
+    for gpu, count in Counter(driver.gpus).items():
+        what = f"{count} x {gpu.name}, compute capability {gpu.capability}, {gpu.memory / 2**30:.0f} GiB"
+        yield Finding("GPU", "ok", what)
+    return driver
+
+
+def _cupy(driver: Driver | None) -> Generator[Finding, None, Any]:
+    """Returns CuPy if it can serve this driver, else None."""
+    builds = _builds()
+    named = ", ".join(f"{name} {version}" for name, version in builds.items()) or "CuPy"
+    afresh = " and ".join([f"pip uninstall {' '.join(builds)}"] * bool(builds) + [_install(driver)])
+    if len(builds) > 1:
+        yield Finding("CuPy", "missing", f"builds that overwrite one another: {named}", afresh)
+        return None
+    try:
+        cupy = _imported("cupy")
+        built = cupy.cuda.runtime.runtimeGetVersion()
+    except Exception as error:
+        absent = isinstance(error, ImportError) and error.name == "cupy"
+        what = "not installed" if absent else f"{named} does not load: {_first_line(error)}"
+        yield Finding("CuPy", "missing", what, afresh)
+        return None
+    what = f"{named}, built for CUDA {built // 1000}.{built % 1000 // 10}"
+    if driver is not None and built // 1000 > driver.cuda[0]:
+        yield Finding("CuPy", "missing", f"{what}; the driver serves less", f"{afresh}, or update the driver")
+        return None
+    yield Finding("CuPy", "ok", what)
+    return cupy
+
+
+def _nvrtc(cupy: Any, driver: Driver | None) -> Finding:
+    if cupy is None:
+        return Finding("NVRTC", "missing", _NO_CUPY)
+    major = cupy.cuda.runtime.runtimeGetVersion() // 1000
+    wheel = f"pip install 'nvidia-cuda-nvrtc{'-cu12' if major == 12 else ''}=={major}.*'"
+    try:
+        version = cupy.cuda.nvrtc.getVersion()
+    except Exception as error:
+        return Finding("NVRTC", "missing", f"does not load: {_first_line(error)}", wheel)
+    what = "version {}.{}".format(*version)
+    if driver is not None and version[0] > driver.cuda[0]:
+        return Finding("NVRTC", "missing", f"{what} compiles for newer drivers than this one", wheel)
+    return Finding("NVRTC", "ok", what)
+
+
+def _nccl(cupy: Any) -> Finding:
+    if cupy is None:
+        return Finding("NCCL", "missing", _NO_CUPY)
+    remedy = (
+        f"for transport='nccl': pip install 'treeattn[nccl{cupy.cuda.runtime.runtimeGetVersion() // 1000}]'"
+    )
+    try:
+        nccl = _imported("cupy.cuda.nccl")
+        if not nccl.available:
+            return Finding("NCCL", "missing", "libnccl.so.2 does not load", remedy)
+        version = nccl.get_version()
+    except Exception as error:
+        return Finding("NCCL", "missing", f"does not load: {_first_line(error)}", remedy)
+    return Finding("NCCL", "ok", f"version {version // 10000}.{version // 100 % 100}.{version % 100}")
+
+
+def _kernels() -> Finding:
+    """Compile one kernel and load it on the GPU."""
+    try:
+        cupy_runtime.current().kernel("finish", "finish")
+    except Exception as error:
+        return Finding("CUDA kernels", "missing", _first_line(error))
+    return Finding("CUDA kernels", "ok", "one was compiled and loaded")
+
+
+def _mpi(gpu: bool) -> Finding:
+    """What the MPI library says of device pointers, and where it says yes, a trial."""
+    subject, launcher = "CUDA-aware MPI", probe.launcher()
+    remedy = "not needed for transport='host' or 'nccl'; else load an MPI library that is built with CUDA"
+    try:
+        aware = comm.cuda_aware()
+    except TreeattnError as error:
+        return Finding(subject, "missing", _first_line(error))
+    if not aware:
+        return Finding(
+            subject, "missing", "the library cannot tell" if aware is None else "it is not", remedy
+        )
+    if not gpu or launcher is None:
+        lacking = "launcher" if gpu else "usable GPU"
+        return Finding(subject, "missing", f"the library says that it is; not tried: no {lacking}")
+    printed, problem = probe.in_two_ranks(launcher, _DEVICE_POINTERS)
+    if printed == "rightright":
+        return Finding(subject, "ok", "two ranks exchanged device memory")
+    return Finding(
+        subject, "missing", f"the library says that it is, a trial fails: {problem or printed}", remedy
+    )
+
+
+def _builds() -> dict[str, str]:
+    """Version of each build of CuPy that is installed: they share one folder, so that only one may be."""
+    installed = importlib.metadata.distributions()
+    named = ((distribution.metadata["Name"] or "", distribution.version) for distribution in installed)
+    return {name: version for name, version in sorted(named) if _CUPY.fullmatch(name.lower())}
+
+
+def _install(driver: Driver | None) -> str:
+    if driver is None:
+        return "pip install 'treeattn[cuda12]' or 'treeattn[cuda13]', whichever CUDA the driver will have"
+    if driver.cuda[0] < 12:
+        return "update the driver to one for CUDA 12 or newer"
+    return f"pip install 'treeattn[cuda{min(driver.cuda[0], 13)}]'"
+
+
+def _imported(name: str) -> Any:
+    """A module; what it warns of is among the findings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(name)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]
