@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from treeattn import collectives, schemes
+from treeattn.backends import cupy_runtime
 
 from .launch import mpiexec, treeattn
 
@@ -61,6 +62,8 @@ def test_schedule_facts(tmp_path):
         ["roofline", "--tokens", "many"],
         ["roofline", "--dtypes", "int8"],
         ["roofline", "--groups", "0"],
+        ["roofline", "--device", "abacus"],
+        ["roofline", "--device", "cuda", "--threads", "2"],
         ["nonsense"],
     ],
     ids=" ".join,
@@ -87,12 +90,22 @@ def test_roofline_reports_what_programs_read(tmp_path):
     assert row["percent_of_read_rate"] > 0
 
 
+@pytest.mark.skipif(cupy_runtime.problem() is None, reason="there is a GPU here")
+def test_roofline_without_a_gpu(tmp_path):
+    done = treeattn("roofline", "--device", "cuda", "--json", tmp_path / "r.json")
+    assert done.returncode == 1
+    assert done.stderr == f"treeattn: {cupy_runtime.problem()}\n"
+    assert done.stdout == ""
+    assert not list(tmp_path.iterdir())
+
+
 def test_doctor_finds_a_working_machine(tmp_path):
     done = treeattn("doctor", "--json", tmp_path / "findings.json")
     findings = {
         finding["subject"]: finding for finding in json.loads((tmp_path / "findings.json").read_text())
     }
     assert findings["MPI library"]["verdict"] == "ok"
+    assert {"NVIDIA driver", "CuPy", "NVRTC", "NCCL", "CUDA-aware MPI"} <= findings.keys()
     if mpiexec():
         assert done.returncode == 0, done.stdout
         assert findings["launcher"]["verdict"] == "ok"

@@ -3,56 +3,102 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from treeattn import files, report, roofline
+from treeattn import files, report, roofline, roofline_cuda
 from treeattn.errors import ArgumentError
 
 __all__ = ["command"]
 
 
 @click.command("roofline")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--tokens", default="65536", show_default=True, help="Context length; Ki = 1024.")
 @click.option("--dtypes", default=",".join(roofline.DTYPES), show_default=True, metavar="D[,D..]")
 @click.option("--groups", default="1,4", show_default=True, metavar="N[,N..]",
               help="Query heads per KV head.")  # fmt: skip
-@click.option("--threads", default="1", show_default=True, metavar="N[,N..]")
-@click.option("--repeat", type=click.IntRange(1), default=7, show_default=True,
-              help="How often limits and attention are run in turn; the best counts.")  # fmt: skip
+@click.option("--threads", default=None, metavar="N[,N..]", help="On the processor only; default 1.")
+@click.option("--repeat", type=click.IntRange(1), default=None,
+              help="How often limits and attention are run in turn: default 7, of which the best counts; "
+                   "with cuda 21, of which the median counts.")  # fmt: skip
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write what was measured here.")
-def command(tokens: str, dtypes: str, groups: str, threads: str, repeat: int, json_path: Path | None) -> None:
+def command(
+    device: str,
+    tokens: str,
+    dtypes: str,
+    groups: str,
+    threads: str | None,
+    repeat: int | None,
+    json_path: Path | None,
+) -> None:
     """Measure decoding steps (one query, 8 KV heads x 128) against what this machine's memory delivers.
 
-    The read rate is measured in the same loop as the attention, so that both see the same machine.
+    The limit is measured in the same loop as the attention, so that both see the same machine. On the
+    processor it is the read rate. With --device cuda it is the device-to-device copy rate, where a copy
+    of n bytes counts as 2n: "% of copy rate" is the bytes of the cache that attention reads per second,
+    from a cold L2 cache, against 2n over the time of the copy.
     """
+    if device == "cuda" and threads is not None:
+        raise ArgumentError("--threads is about the processor: leave it out with --device cuda")
     console = Console(stderr=True)
+    progress = console.print if sys.stderr.isatty() else lambda _: None
     write = files.output_writer(json_path)
-    measured = roofline.measure(
+    what = (
         _number("--tokens", tokens),
         dtypes.split(","),
         [_number("--groups", part) for part in groups.split(",")],
-        [_number("--threads", part) for part in threads.split(",")],
-        repeat,
-        progress=console.print if sys.stderr.isatty() else lambda _: None,
     )
+    if device == "cuda":
+        measured = roofline_cuda.measure(*what, repeat or 21, progress=progress)
+    else:
+        counts = [_number("--threads", part) for part in (threads or "1").split(",")]
+        measured = roofline.measure(*what, counts, repeat or 7, progress=progress)
     measured |= {"cpu": report.cpu_name(), "software": report.software()}
     write(report.as_json(measured))
-    table = Table(title=f"{measured['cpu']}, {measured['isa']}", title_justify="left")
+    (_show_cuda if device == "cuda" else _show_cpu)(measured)
+
+
+def _show_cpu(measured: dict[str, Any]) -> None:
     headings = ("dtype", "query heads per KV head", "threads", "µs", "GB/s", "% of read rate", "% of bound")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "dtype" else "right")
-    for row in measured["rows"]:
-        table.add_row(
+    rows = [
+        (
             row["dtype"], str(row["group"]), str(row["threads"]), f"{row['microseconds']:.0f}",
             f"{row['gb_s']:.1f}", f"{row['percent_of_read_rate']:.0f}", f"{row['percent_of_bound']:.0f}",
-        )  # fmt: skip
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+        )
+        for row in measured["rows"]
+    ]  # fmt: skip
+    _print_table(f"{measured['cpu']}, {measured['isa']}", headings, rows)
     print(f"read rate of one core: {measured['read_rate_gb_s']:.1f} GB/s, measured between the steps;")
     print("bound: the slower of reading and multiplying, with as many threads")
+
+
+def _show_cuda(measured: dict[str, Any]) -> None:
+    headings = ("dtype", "query heads per KV head", "tokens", "µs", "host µs", "GB/s", "% of copy rate")
+    rows = [
+        (
+            row["dtype"], str(row["group"]), str(row["tokens"]), f"{row['microseconds']:.1f}",
+            f"{row['host_microseconds']:.1f}", f"{row['gb_s']:.0f}", f"{row['percent_of_copy_rate']:.0f}",
+        )
+        for row in measured["rows"]
+    ]  # fmt: skip
+    _print_table("{name}, driver {driver}".format(**measured["device"]), headings, rows)
+    print(f"copy rate: {measured['copy_rate_gb_s']:.0f} GB/s, read and written, measured between the steps;")
+    print("µs: on the device, with a cold L2 cache; host µs: to launch a planned step")
+
+
+def _print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "dtype" else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 120, markup=False).print(table)
 
 
 def _number(option: str, text: str) -> int:

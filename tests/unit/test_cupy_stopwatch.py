@@ -1,0 +1,130 @@
+"""In which order the stopwatch speaks to CuPy, on a pretended GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from treeattn.backends import cuda_driver, cupy_runtime, cupy_stopwatch
+from treeattn.backends.cupy_stopwatch import CupyStopwatch
+
+Log = list[str]
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
+    """A CuPy that logs what happens to the stream; an event's time is its place in the log, in ms."""
+
+    class Stream:
+        ptr = 5
+        capturing = False
+
+        def __enter__(self) -> Stream:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def synchronize(self) -> None:
+            log.append("wait")
+
+        def begin_capture(self) -> None:
+            log.append("begin capture")
+
+        def end_capture(self) -> Any:
+            log.append("end capture")
+            return SimpleNamespace(launch=lambda stream: log.append(f"graph on {stream.ptr}"))
+
+    class Event:
+        at = -1
+
+        def record(self, stream: Stream) -> None:
+            log.append("event")
+            self.at = len(log)
+
+        def synchronize(self) -> None:
+            log.append("wait for event")
+
+    def copy(into: int, source: int, size: int, kind: int, stream: int) -> None:
+        log.append(f"copy {size} bytes from {source} to {into}, kind {kind}, on {stream}")
+
+    properties = {"name": b"Pretended", "major": 9, "minor": 0, "totalGlobalMem": 80 << 30}
+    device = SimpleNamespace(id=0, pci_bus_id="0000:3B:00.0", attributes={"L2CacheSize": 50 << 20})
+    cupy = ModuleType("cupy")
+    vars(cupy).update(
+        __version__="14.2.0",
+        asarray=np.array,
+        cuda=SimpleNamespace(
+            Device=lambda: device,
+            Stream=Stream,
+            Event=Event,
+            get_elapsed_time=lambda first, second: float(second.at - first.at),
+            nvrtc=SimpleNamespace(getVersion=lambda: (12, 9)),
+            runtime=SimpleNamespace(
+                memcpyAsync=copy,
+                getDeviceProperties=lambda index: properties,
+                driverGetVersion=lambda: 12040,
+                runtimeGetVersion=lambda: 12090,
+            ),
+        ),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(cupy_runtime, "current", lambda: SimpleNamespace(multiprocessors=132))
+    monkeypatch.setattr(cuda_driver, "driver", lambda: cuda_driver.Driver("550.54.15", (12, 4), ()))
+
+
+def test_laps_lie_between_events_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: Log = []
+    pretend(monkeypatch, log)
+    times = CupyStopwatch().laps([lambda: log.append("a"), lambda: log.extend("bc")])
+    assert log == ["wait", "event", "a", "event", "b", "c", "event", "wait for event"]
+    assert times == pytest.approx([2e-3, 3e-3])
+
+
+def test_a_graph_is_captured_after_a_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: Log = []
+    pretend(monkeypatch, log)
+    launch = CupyStopwatch().captured([lambda: log.append("a"), lambda: log.append("b")])
+    assert log == ["a", "b", "wait", "begin capture", "a", "b", "end capture"]
+    launch()
+    assert log[-1] == "graph on 5"
+    assert log.count("a") == 2
+
+
+def test_copies_and_host_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: Log = []
+    pretend(monkeypatch, log)
+    into, source = (SimpleNamespace(data=SimpleNamespace(ptr=at), nbytes=64) for at in (1000, 2000))
+    stopwatch = CupyStopwatch()
+    stopwatch.copy(into, source)
+    assert log == ["copy 64 bytes from 2000 to 1000, kind 3, on 5"]
+    clock = iter([10.0, 14.0])
+    monkeypatch.setattr(cupy_stopwatch.time, "perf_counter", lambda: next(clock))
+    del log[:]
+    assert stopwatch.host_seconds(lambda: log.append("call"), 4) == 1.0
+    assert log == ["call", "wait", *["call"] * 4, "wait"]
+
+
+def test_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, [])
+
+    def smi(command: list[str], **options: Any) -> Any:
+        assert command[:3] == ["nvidia-smi", "-i", "0000:3B:00.0"]
+        return SimpleNamespace(stdout="1980, 2619, 1980, 2619, [N/A], 700.00, 31\n")
+
+    monkeypatch.setattr(subprocess, "run", smi)
+    facts = CupyStopwatch().facts()
+    assert (facts["name"], facts["driver"], facts["nvrtc"]) == ("Pretended", "550.54.15", "12.9")
+    assert facts["l2_bytes"] == 50 << 20
+    assert facts["readings"]["sm_clock_mhz"] == 1980
+    assert facts["readings"]["power_w"] == "[N/A]"
+    assert facts["readings"]["temperature_c"] == 31
+
+
+def test_no_nvidia_smi_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, [])
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert CupyStopwatch().facts()["readings"] is None

@@ -1,0 +1,150 @@
+"""Timing on an NVIDIA GPU through CuPy: CUDA events, captured graphs, and what the device says of itself."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from treeattn.backends import cuda_driver, cupy_runtime
+
+__all__ = ["CupyStopwatch"]
+
+_MEMCPY_DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
+# Name in the results -> what nvidia-smi calls it. MHz, W, degrees Celsius.
+_READINGS = {
+    "sm_clock_mhz": "clocks.sm",
+    "memory_clock_mhz": "clocks.mem",
+    "max_sm_clock_mhz": "clocks.max.sm",
+    "max_memory_clock_mhz": "clocks.max.mem",
+    "power_w": "power.draw",
+    "power_limit_w": "power.limit",
+    "temperature_c": "temperature.gpu",
+}
+
+
+class CupyStopwatch:
+    """A `treeattn.roofline_cuda.Stopwatch` on CuPy's current device.
+
+    Raises:
+        BackendError: no CuPy, no driver or no GPU.
+    """
+
+    def __init__(self) -> None:
+        """On the device that is current now."""
+        self._runtime = cupy_runtime.current()
+        import cupy
+
+        self._cupy = cupy
+        self._device = cupy.cuda.Device()
+        # Not "non-blocking": arrays are made on the default stream, and work here has to wait for that.
+        self._stream = cupy.cuda.Stream()
+
+    @property
+    def runtime(self) -> cupy_runtime.CupyRuntime:
+        """The device, for the kernels."""
+        return self._runtime
+
+    @property
+    def stream(self) -> Any:
+        """The CuPy stream that everything is timed on."""
+        return self._stream
+
+    @property
+    def l2_bytes(self) -> int:
+        """Size of the L2 cache."""
+        return int(self._device.attributes["L2CacheSize"])
+
+    def upload(self, array: Any) -> Any:
+        """A CuPy array of what a NumPy array holds."""
+        return self._cupy.asarray(array)
+
+    def copy(self, into: Any, source: Any) -> None:
+        """Enqueue the copy of a contiguous array into another of its size."""
+        self._cupy.cuda.runtime.memcpyAsync(
+            into.data.ptr, source.data.ptr, source.nbytes, _MEMCPY_DEVICE_TO_DEVICE, self._stream.ptr
+        )
+
+    def captured(self, calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+        """Run the calls (they compile and allocate), then capture them: returns what launches the graph."""
+        stream, kept = self._stream, list(calls)
+        with stream:
+            for call in kept:
+                call()
+            stream.synchronize()
+            stream.begin_capture()
+            for call in kept:
+                call()
+            graph = stream.end_capture()
+
+        def launch(_: object = kept) -> None:  # the graph points into arrays that the calls hold
+            graph.launch(stream)
+
+        return launch
+
+    def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
+        """Seconds on the device between CUDA events around each run."""
+        events = [self._cupy.cuda.Event() for _ in range(len(runs) + 1)]
+        with self._stream as stream:
+            stream.synchronize()
+            events[0].record(stream)
+            for run, event in zip(runs, events[1:], strict=True):
+                run()
+                event.record(stream)
+            events[-1].synchronize()
+        elapsed = self._cupy.cuda.get_elapsed_time
+        return [elapsed(*pair) / 1e3 for pair in itertools.pairwise(events)]
+
+    def host_seconds(self, run: Callable[[], object], calls: int) -> float:
+        """Seconds of the host for one call, the device not waited for."""
+        with self._stream as stream:
+            run()
+            stream.synchronize()
+            began = time.perf_counter()
+            for _ in range(calls):
+                run()
+            taken = time.perf_counter() - began
+            stream.synchronize()
+        return taken / calls
+
+    def facts(self) -> dict[str, Any]:
+        """Device, driver, CUDA, and what nvidia-smi reads now, or None where it cannot be asked."""
+        cuda = self._cupy.cuda
+        driver = cuda_driver.driver()
+        properties = cuda.runtime.getDeviceProperties(self._device.id)
+        return {
+            "name": properties["name"].decode(),
+            "compute_capability": f"{properties['major']}.{properties['minor']}",
+            "multiprocessors": self._runtime.multiprocessors,
+            "memory_bytes": int(properties["totalGlobalMem"]),
+            "l2_bytes": self.l2_bytes,
+            "driver": driver.release if driver else None,
+            "driver_cuda": cuda.runtime.driverGetVersion(),
+            "cuda_runtime": cuda.runtime.runtimeGetVersion(),
+            "nvrtc": ".".join(map(str, cuda.nvrtc.getVersion())),
+            "cupy": self._cupy.__version__,
+            "readings": _readings(self._device.pci_bus_id),
+        }
+
+
+def _readings(bus: str) -> dict[str, float | str] | None:
+    """Clocks and power of the GPU at a PCI address, by nvidia-smi."""
+    command = ["nvidia-smi", "-i", bus, "--format=csv,noheader,nounits"]
+    command.append(f"--query-gpu={','.join(_READINGS.values())}")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {
+        name: _number(text.strip()) for name, text in zip(_READINGS, done.stdout.split(","), strict=False)
+    }
+
+
+def _number(text: str) -> float | str:
+    """A reading, or the words that stand for one that there is not, such as "[N/A]"."""
+    try:
+        return float(text)
+    except ValueError:
+        return text

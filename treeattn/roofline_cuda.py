@@ -1,0 +1,203 @@
+"""How close attention on a GPU comes to what the GPU's memory delivers.
+
+The mark is the device-to-device copy rate, measured in turn with the attention in the same run. A copy of
+n bytes moves 2n: n are read and n are written. **Percent of copy rate** is the bytes of the cache that
+attention reads per second, against 2n over the time of the copy. Reading alone can be a little faster than
+copying, so that more than 100 is possible.
+
+The L2 cache is cold: steps go around among caches of keys and values so that more than twice its size is
+read between two uses of one. A lap is one launch of a CUDA graph that holds a step for each of them; laps
+are enqueued one behind the other after a copy that nobody times, so that the device never waits for the
+host, and CUDA events lie between them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from treeattn.backends import cuda
+from treeattn.errors import ArgumentError
+from treeattn.roofline import DTYPES
+
+__all__ = ["HEAD_DIM", "Stopwatch", "cold_caches", "copy_lap", "measure", "median_laps", "upload_random"]
+
+HEAD_DIM = 128
+
+_BLOCK = 1024  # tokens of random numbers, repeated along a cache
+_HOST_CALLS = 20
+
+
+class Stopwatch(Protocol):
+    """A device, and how to time what it does."""
+
+    @property
+    def runtime(self) -> cuda.Runtime:
+        """What the kernels need of the device."""
+
+    @property
+    def l2_bytes(self) -> int:
+        """Size of its L2 cache."""
+
+    def upload(self, array: Any) -> Any:
+        """A device array that holds what a NumPy array does."""
+
+    def copy(self, into: Any, source: Any) -> None:
+        """Enqueue the copy of a contiguous device array into another of its size."""
+
+    def captured(self, calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+        """Run the calls once, then put them into one graph: what is returned launches it."""
+
+    def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
+        """Seconds that the device takes for each run, all enqueued at once."""
+
+    def host_seconds(self, run: Callable[[], object], calls: int) -> float:
+        """Seconds of the host for one call that only enqueues, over so many in a row."""
+
+    def facts(self) -> dict[str, Any]:
+        """The device, its software, and its clocks and power at this moment, for JSON."""
+
+
+def measure(
+    tokens: int = 65536,
+    dtypes: Sequence[str] = tuple(DTYPES),
+    groups: Sequence[int] = (1, 4),
+    repeats: int = 21,
+    progress: Callable[[str], object] = lambda _: None,
+    *,
+    kv_heads: int = 8,
+    stopwatch: Stopwatch | None = None,
+) -> dict[str, Any]:
+    """Measure a decoding step: one query, head_dim 128, cache as [1, tokens, kv_heads, head_dim].
+
+    Args:
+        tokens: length of the context.
+        dtypes: names from `treeattn.roofline.DTYPES`.
+        groups: numbers of query heads per KV head.
+        repeats: how often copy and attention are run in turn; the median of each counts.
+        progress: called with a line of text for each row.
+        kv_heads: KV heads.
+        stopwatch: the device; None is CuPy's current one.
+
+    Returns:
+        A dictionary for JSON. ``copy_rate_gb_s``: 10^9 bytes per second, read and written, the median
+        over the rows. ``rows``: for each case ``dtype``, ``group``, ``tokens``, ``kv_heads``;
+        ``microseconds`` of a step on the device; ``gb_s``: bytes of the cache per second;
+        ``copy_rate_gb_s`` beside this row and ``percent_of_copy_rate``; ``host_microseconds``: of the
+        host for a planned step; ``caches``: among how many steps went around. ``device``: its name,
+        driver, CUDA, clocks and power.
+
+    Raises:
+        ArgumentError: an unknown type, or a number that is not positive.
+        BackendError: no GPU, no CuPy or no NVRTC; not enough memory on the GPU.
+    """
+    unknown = set(dtypes) - set(DTYPES)
+    if unknown:
+        raise ArgumentError(f"dtype {', '.join(sorted(unknown))}: choose from {', '.join(DTYPES)}")
+    if min(tokens, repeats, kv_heads, *groups) < 1:
+        raise ArgumentError("tokens, groups, KV heads and repeats must be positive")
+    stopwatch = stopwatch or _default_stopwatch()
+    copy, moved = copy_lap(stopwatch)
+    rows: list[dict[str, Any]] = []
+    for dtype in dtypes:
+        caches = cold_caches(stopwatch, tokens, kv_heads, dtype)
+        for group in groups:
+            seconds = _steps(stopwatch, caches, group, copy, repeats)
+            rows.append({"dtype": dtype, "group": group} | _row(caches, moved, *seconds))
+            progress(
+                "{dtype} group {group}: {percent_of_copy_rate:.0f} % of the copy rate".format(**rows[-1])
+            )
+        del caches  # before the next ones are made: they may fill the memory
+    return {
+        "copy_rate_gb_s": statistics.median(row["copy_rate_gb_s"] for row in rows),
+        "device": stopwatch.facts(),
+        "rows": rows,
+    }
+
+
+def _steps(
+    stopwatch: Stopwatch, caches: Any, group: int, copy: Callable[[], object], repeats: int
+) -> tuple[float, float, float]:
+    """Seconds of a copy, of a step on the device, and of a step on the host."""
+    heads = group * caches[0][0].shape[2]
+    q = upload_random(stopwatch, (1, 1, heads, HEAD_DIM), caches[0][0].dtype)
+    records = stopwatch.runtime.zeros(heads * (HEAD_DIM + 2), np.float32).reshape(1, heads, 1, HEAD_DIM + 2)
+    attention = cuda.PlannedAttention(records, scale=HEAD_DIM**-0.5, runtime=stopwatch.runtime)
+    lap = stopwatch.captured([functools.partial(attention, q, k, v) for k, v in caches])
+    copying, around = median_laps(stopwatch, [copy, lap], copy, repeats)
+    host = stopwatch.host_seconds(functools.partial(attention, q, *caches[-1]), _HOST_CALLS)
+    return copying, around / len(caches), host
+
+
+def _row(caches: Any, moved: int, copying: float, step: float, host: float) -> dict[str, Any]:
+    k, v = caches[0]
+    size, rate = k.nbytes + v.nbytes, moved / copying
+    return {
+        "tokens": k.shape[1],
+        "kv_heads": k.shape[2],
+        "microseconds": step * 1e6,
+        "gb_s": size / step / 1e9,
+        "percent_of_copy_rate": 100 * size / step / rate,
+        "copy_rate_gb_s": rate / 1e9,
+        "host_microseconds": host * 1e6,
+        "caches": len(caches),
+    }
+
+
+def median_laps(
+    stopwatch: Stopwatch, runs: Sequence[Callable[[], object]], lead: Callable[[], object], repeats: int
+) -> list[float]:
+    """Median seconds of each of `runs`, run in turn; `lead` goes first each time and is not timed."""
+    laps = [stopwatch.laps([lead, *runs])[1:] for _ in range(repeats)]
+    return [statistics.median(times) for times in zip(*laps, strict=True)]
+
+
+def copy_lap(stopwatch: Stopwatch) -> tuple[Callable[[], object], int]:
+    """A copy on the device of eight times its L2 cache, and how many bytes it moves: read and written."""
+    size = 8 * stopwatch.l2_bytes
+    into, source = (stopwatch.runtime.zeros(size, np.uint8) for _ in range(2))
+    block = stopwatch.upload(np.random.default_rng(0).integers(0, 256, min(size, 1 << 20), np.uint8))
+    for begin in range(0, size, block.size):
+        part = source[begin : begin + block.size]
+        stopwatch.copy(part, block[: part.size])
+    return functools.partial(stopwatch.copy, into, source), 2 * size
+
+
+def cold_caches(stopwatch: Stopwatch, tokens: int, kv_heads: int, dtype: str) -> list[tuple[Any, Any]]:
+    """Pairs of keys and values [1, tokens, kv_heads, HEAD_DIM] on the device, for steps to go around among.
+
+    So many that more than twice the L2 cache is read between two uses of one pair; two at least. bfloat16
+    is held as uint16.
+    """
+    element = np.dtype(np.uint16 if dtype == "bfloat16" else DTYPES[dtype])
+    row = kv_heads * HEAD_DIM
+    count = 1 + max(1, math.ceil(2 * stopwatch.l2_bytes / (2 * tokens * row * element.itemsize)))
+    blocks = [upload_random(stopwatch, (_BLOCK, kv_heads, HEAD_DIM), element, seed) for seed in (1, 2)]
+
+    def cache(block: Any) -> Any:
+        array = stopwatch.runtime.zeros(tokens * row, element).reshape(1, tokens, kv_heads, HEAD_DIM)
+        for begin in range(0, tokens, _BLOCK):
+            part = array[0, begin : begin + _BLOCK]
+            stopwatch.copy(part, block[: len(part)])
+        return array
+
+    return [(cache(blocks[0]), cache(blocks[1])) for _ in range(count)]
+
+
+def upload_random(stopwatch: Stopwatch, shape: tuple[int, ...], element: Any, seed: int = 0) -> Any:
+    """Random numbers on the device; of type uint16 the bits of bfloat16."""
+    numbers = np.random.default_rng(seed).standard_normal(shape)
+    if element == np.uint16:
+        return stopwatch.upload(numbers.astype(DTYPES["bfloat16"]).view(np.uint16))
+    return stopwatch.upload(numbers.astype(element))
+
+
+def _default_stopwatch() -> Stopwatch:
+    from treeattn.backends import cupy_stopwatch  # CuPy is only looked for when a GPU is asked for
+
+    return cupy_stopwatch.CupyStopwatch()
