@@ -1,0 +1,105 @@
+"""The GPU benchmark from end to end on the emulator, and what it says where it cannot run."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from command.launch import ROOT, run
+
+from .raw_module import compiler_problem
+from .stopwatch import EmulatorStopwatch
+
+Array = np.ndarray[Any, Any]
+SCRIPT = ROOT / "benchmarks" / "gpu_kernel.py"
+
+
+@pytest.fixture
+def benchmark() -> Any:
+    if compiler_problem():
+        pytest.skip(str(compiler_problem()))
+    specification = importlib.util.spec_from_file_location("gpu_kernel", SCRIPT)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    vars(module)["CALLS"] = 1  # the emulator takes its time over 256 splits
+    return module
+
+
+def widened(bits: Array) -> Array:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def plain_attention(error: float, stopwatch: Any, q: Array, caches: list[tuple[Array, Array]]) -> Any:
+    """Another's attention: NumPy's, off by `error`; a lap of it is a copy."""
+    k, v = (widened(array)[0].repeat(q.shape[2] // array.shape[2], axis=1) for array in caches[0])
+    scores = np.einsum("hd,thd->ht", widened(q)[0, 0], k) * k.shape[2] ** -0.5
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    answer = np.einsum("ht,thd->hd", weights / weights.sum(1, keepdims=True), v) + error
+    scratch = np.zeros(10_000_000, np.uint8)
+    return partial(stopwatch.copy, scratch, scratch), answer
+
+
+def refuses(*_: object) -> Any:
+    raise RuntimeError("no kernel image\nand more")
+
+
+def test_every_number_is_there(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    stopwatch = EmulatorStopwatch(l2_bytes=20_000)
+    others = {"torch": partial(plain_attention, 0.0), "flashinfer": refuses}
+    results = benchmark.run(stopwatch, others, 2, tokens=(40,))
+    assert [(row["heads"], row["kv_heads"]) for row in results["rows"]] == [(16, 16), (32, 8)]
+    for row in results["rows"]:
+        size = 2 * 40 * row["kv_heads"] * 128 * 2
+        assert row["floor_microseconds"] == pytest.approx(size / 2e12 * 1e6)
+        assert row["microseconds"]["attention"] == pytest.approx(5)
+        assert row["microseconds"]["attention and finish"] == pytest.approx(10)
+        assert row["microseconds"]["torch"] == pytest.approx(10 / row["caches"])
+        assert row["percent_of_copy_rate"]["attention"] == pytest.approx(100 * size / 2e12 / 5e-6)
+        assert row["problems"] == {"flashinfer": "RuntimeError: no kernel image"}
+        assert row["goals"] == {"6 us over the floor": True}
+    assert list(results["small_steps_microseconds"].values()) == pytest.approx([5] * 4)
+    assert results["combine_and_finish_microseconds"] == pytest.approx(5)
+    assert results["captured_step"]["one launch gives the result"] is True
+    assert results["captured_step"]["microseconds"] == pytest.approx(10)
+    assert "flashinfer: RuntimeError: no kernel image" in capsys.readouterr().out
+
+
+def test_one_that_computes_something_else_ends_it(benchmark: Any) -> None:
+    with pytest.raises(SystemExit, match="torch computes something else"):
+        benchmark.run(EmulatorStopwatch(20_000), {"torch": partial(plain_attention, 0.1)}, 1, tokens=(40,))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "microseconds", "met"),
+    [
+        (4096, 16.1, {"6 us over the floor": False}),
+        (16384, 99.0, {}),
+        (32768, 20.0, {"ahead of torch": True}),
+        (65536, 11.7, {"85 percent of the copy rate": True, "ahead of torch": True}),
+        (65536, 40.0, {"85 percent of the copy rate": False, "ahead of torch": False}),
+        (262144, 11.0, {"92 percent of the copy rate": False, "ahead of torch": True}),
+    ],
+)
+def test_goals(benchmark: Any, tokens: int, microseconds: float, met: dict[str, bool]) -> None:
+    """Beside a floor of 10 microseconds, and torch with 30."""
+    seconds = {"attention": microseconds * 1e-6, "attention and finish": microseconds * 1e-6, "torch": 30e-6}
+    assert benchmark.goals(tokens, 10e-6, seconds) == met
+
+
+@pytest.mark.parametrize("words", [[], ["--alone"]])
+def test_what_is_missing_is_named(tmp_path: Any, words: list[str]) -> None:
+    """Without CuPy and torch: two modules of these names that cannot be imported stand before them."""
+    for name in ("cupy", "torch"):
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError('none here', name='{name}')\n")
+    done = run(SCRIPT, *words, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    cupy, *torch = done.stderr.splitlines()
+    assert cupy.startswith("gpu_kernel.py: no CuPy: install treeattn[cuda12]")
+    said = ["gpu_kernel.py: no torch to compare with (none here): pip install torch, or give --alone"]
+    assert torch == ([] if words else said)
