@@ -175,13 +175,34 @@ def test_split_choice_fills_the_device_but_no_more() -> None:
             assert 1 <= cuda.choose_splits(blocks, tokens, 264) <= cuda.MAX_SPLITS
 
 
+UNALIGNED = np.zeros(1 + 9 * 2 * 64, np.float32)[1:].reshape(1, 9, 2, 64)
+assert UNALIGNED.ctypes.data % 16
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         ({"q": np.zeros((1, 1, 2, 72), np.float32)}, ArgumentError, "q has shape"),
         ({"k": np.zeros((1, 9, 2, 64), np.float16)}, ArgumentError, "k is float16 but v is float32"),
         ({"k": np.zeros((1, 9, 2, 64), np.float64)}, ArgumentError, "device='cpu'"),
-        ({"k": np.zeros((1, 9, 2, 128), np.float32)[..., ::2]}, ArgumentError, "last axis of k"),
+        (
+            {"k": np.zeros((1, 9, 2, 128), np.float32)[..., ::2]},
+            ArgumentError,
+            "last axis of k.*ascontiguous",
+        ),
+        (
+            {"v": np.zeros((1, 9, 2, 128), np.float32)[..., ::2]},
+            ArgumentError,
+            "last axis of v.*ascontiguous",
+        ),
+        (
+            {"q": np.zeros((1, 1, 2, 128), np.float32)[..., ::2]},
+            ArgumentError,
+            "last axis of q.*ascontiguous",
+        ),
+        ({"k": UNALIGNED}, ArgumentError, "rows of k must begin at multiples of 16 bytes"),
+        ({"records": np.zeros((1, 2, 1, 132), np.float32)[..., ::2]}, ArgumentError, "C-contiguous"),
+        ({"records": np.zeros((2, 1, 66), np.float32)}, ArgumentError, r"head_dim \+ 2\] is needed"),
         ({"v": np.zeros((1, 9, 2, 66), np.float32)[..., :64]}, ArgumentError, "multiples of 16 bytes"),
         (
             {"k": np.zeros((1, 9, 3, 64), np.float32), "v": np.zeros((1, 9, 3, 64), np.float32)},
@@ -209,3 +230,30 @@ def test_what_cannot_be_is_refused(change: dict[str, Any], error: type[Exception
     }
     with pytest.raises(error, match=message):
         cuda.partial_attention(**{**arguments, **change})
+
+
+class FullDevice(EmulatorRuntime):
+    """Out of memory as long as `full`."""
+
+    full = False
+
+    def zeros(self, size: int, dtype: Any) -> Any:
+        if self.full and size:
+            raise BackendError("out of GPU memory")
+        return super().zeros(size, dtype)
+
+
+@needs_emulator
+def test_a_plan_outlives_a_lack_of_memory() -> None:
+    case, runtime = TWO[0], FullDevice()
+    q, k, v, _, _ = case.inputs()
+    records = records_for(case)
+    planned = cuda.PlannedAttention(records, scale=case.scale, num_splits=case.splits, runtime=runtime)
+    runtime.full = True
+    for _ in range(2):
+        with pytest.raises(BackendError, match="out of GPU memory"):
+            planned(q, k, v)
+    assert (records == 77).all()
+    runtime.full = False
+    planned(q, k, v)
+    case.check(*finished(records, lambda *arrays: cuda.finish(*arrays, runtime=runtime)), tensor_cores=False)

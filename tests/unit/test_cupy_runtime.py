@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,8 @@ def fake_cupy(**changes: Any) -> ModuleType:
     def device_count() -> int:
         if changes.get("driver") == 0 or changes.get("too_old"):
             raise CUDARuntimeError("cudaErrorInsufficientDriver")
+        if "device_error" in changes:
+            raise CUDARuntimeError(changes["device_error"])
         return 0 if changes.get("no_gpu") else 1
 
     def raw_module(**arguments: Any) -> Any:
@@ -62,10 +65,10 @@ def fake_cupy(**changes: Any) -> ModuleType:
     module.zeros = zeros  # type: ignore[attr-defined]
     module.cuda = SimpleNamespace(  # type: ignore[attr-defined]
         Device=Device,
-        is_available=lambda: not changes.keys() & {"driver", "too_old", "no_gpu"},
+        is_available=lambda: not changes.keys() & {"driver", "too_old", "no_gpu", "device_error"},
         runtime=SimpleNamespace(
             CUDARuntimeError=CUDARuntimeError,
-            driverGetVersion=lambda: changes.get("driver", 12040),
+            driverGetVersion=lambda: changes.get("driver", 12040 if "too_old" in changes else 13000),
             runtimeGetVersion=lambda: 13000,
             getDeviceCount=device_count,
         ),
@@ -102,7 +105,15 @@ def test_cpu_work_never_imports_cupy() -> None:
     [
         ({"driver": 0}, "no NVIDIA driver.*device='cpu'"),
         ({"too_old": True}, r"built for CUDA 13, the driver offers 12\.4.*treeattn\[cuda12\]"),
-        ({"no_gpu": True}, "CUDA_VISIBLE_DEVICES"),
+        ({"no_gpu": True}, "shows no GPU: check CUDA_VISIBLE_DEVICES"),
+        (
+            {"device_error": "cudaErrorNoDevice: no CUDA-capable device"},
+            "shows no GPU: check CUDA_VISIBLE_DEVICES",
+        ),
+        (
+            {"device_error": "cudaErrorSystemDriverMismatch: ..."},
+            "does not start: cudaErrorSystemDriverM.*doctor",
+        ),
     ],
 )
 def test_what_lacks_is_named_with_its_remedy(
@@ -120,6 +131,19 @@ def test_no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
         cuda.MergeOperator(64)
 
 
+def test_cupy_that_lacks_a_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The package is there, what it loads is not."""
+    (tmp_path / "cupy.py").write_text("raise ImportError('libcudart.so.12: no such file', name='cupy._core')")
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(BackendError, match=r"does not load: libcudart.*treeattn\[cuda12\]"):
+        cuda.MergeOperator(64)
+
+
+class CUDADriverError(RuntimeError):
+    """As in cupy_backends.cuda.api.driver."""
+
+
 class DynamicLibNotFoundError(RuntimeError):
     """What the search for a library of the toolkit raises."""
 
@@ -128,12 +152,22 @@ class DynamicLibNotFoundError(RuntimeError):
     ("error", "message"),
     [
         (DynamicLibNotFoundError("Failure finding libnvrtc.so"), "no NVRTC"),
+        (
+            CUDADriverError("CUDA_ERROR_INVALID_IMAGE: ..."),
+            "does not load finish: CUDA_ERROR_INVALID.*doctor",
+        ),
         (CompileException("kernels/cuda/finish.cu(3): error"), r"NVRTC refuses finish.*finish.cu\(3\)"),
     ],
 )
 def test_compiler_trouble(monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
     use(monkeypatch, compile_error=error)
     with pytest.raises(BackendError, match=message):
+        cupy_runtime.current().kernel("finish", "finish")
+
+
+def test_errors_of_other_kinds_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, compile_error=KeyError("a fault of ours"))
+    with pytest.raises(KeyError, match="a fault of ours"):
         cupy_runtime.current().kernel("finish", "finish")
 
 

@@ -157,6 +157,17 @@ def test_cupy_that_does_not_load(machine: Machine, error: Exception) -> None:
     assert found["CuPy"].remedy.startswith("pip uninstall cupy-cuda12x and pip install")
 
 
+def test_what_uninstalling_one_of_two_builds_leaves(machine: Machine) -> None:
+    """The other is still listed, but its files are gone."""
+    machine.patch.setitem(sys.modules, "cupy", None)
+    machine.patch.setattr(
+        doctor_gpu, "_imported", raiser(ModuleNotFoundError("No module named 'cupy'", name="cupy"))
+    )
+    found = machine.findings()["CuPy"]
+    assert found.what == "cupy-cuda12x 14.2.0 does not load: No module named 'cupy'"
+    assert found.remedy == "pip uninstall cupy-cuda12x and pip install 'treeattn[cuda12]'"
+
+
 def test_no_nvrtc(machine: Machine) -> None:
     machine.nvrtc.getVersion = raiser(
         DynamicLibNotFoundError('Failure finding "libnvrtc.so.12": No such file')

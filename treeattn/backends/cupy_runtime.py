@@ -59,10 +59,13 @@ def _cupy() -> Any:
         if version == 0:
             raise BackendError("no NVIDIA driver on this machine: use device='cpu'") from error
         built = cupy.cuda.runtime.runtimeGetVersion()
-        raise BackendError(
-            f"CuPy is built for CUDA {built // 1000}, the driver offers "
-            f"{version // 1000}.{version % 1000 // 10} ({error}): {_INSTALL}"
-        ) from error
+        if built // 1000 > version // 1000:
+            raise BackendError(
+                f"CuPy is built for CUDA {built // 1000}, the driver offers "
+                f"{version // 1000}.{version % 1000 // 10} ({error}): {_INSTALL}"
+            ) from error
+        if "cudaErrorNoDevice" not in str(error):
+            raise BackendError(f"CUDA does not start: {error}; treeattn doctor may say more") from error
     raise BackendError("the NVIDIA driver shows no GPU: check CUDA_VISIBLE_DEVICES, or use device='cpu'")
 
 
@@ -117,6 +120,11 @@ class CupyRuntime:
         except cupy.cuda.compiler.CompileException as error:
             raise BackendError(f"NVRTC refuses {expression} of {module}.cu: {error}") from error
         except Exception as error:  # a missing NVRTC raises a type of the library that looks for it
+            if type(error).__name__ == "CUDADriverError":
+                raise BackendError(
+                    f"the driver does not load {expression}: {error}; is NVRTC newer than the driver? "
+                    "treeattn doctor names both"
+                ) from error
             if (
                 "nvrtc" not in f"{type(error).__module__} {error}".lower()
                 and "DynamicLib" not in type(error).__name__

@@ -87,7 +87,7 @@ def _cupy(driver: Driver | None) -> Generator[Finding, None, Any]:
         cupy = _imported("cupy")
         built = cupy.cuda.runtime.runtimeGetVersion()
     except Exception as error:
-        absent = isinstance(error, ImportError) and error.name == "cupy"
+        absent = not builds and isinstance(error, ImportError) and error.name == "cupy"
         what = "not installed" if absent else f"{named} does not load: {_first_line(error)}"
         yield Finding("CuPy", "missing", what, afresh)
         return None
