@@ -34,7 +34,9 @@ def in_two_ranks(launcher: str, program: str) -> tuple[str, str | None]:
     not leak into it. Ranks may print into one another's lines.
     """
     clean = {
-        k: v for k, v in os.environ.items() if not k.startswith(("PMI", "PMIX", "OMPI_", "HYDI", "MPI_"))
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("OMPI_ALLOW_") or not name.startswith(("PMI", "PMIX", "OMPI_", "HYDI", "MPI_"))
     }
     command = [launcher, "-n", "2", sys.executable, "-c", program]
     try:
@@ -47,5 +49,5 @@ def in_two_ranks(launcher: str, program: str) -> tuple[str, str | None]:
     printed = "".join(done.stdout.split())
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return printed, next((line for line in said if "Error" in line), said[0])
+        return printed, next((line for line in said if "Error" in line or "Signal:" in line), said[0])
     return printed, None
