@@ -1,0 +1,110 @@
+"""What was asked for: the arguments of `jobs/emulated_cluster`, checked."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+__all__ = ["Plan", "parse"]
+
+USAGE = """jobs/emulated_cluster [options] -- command ...
+
+Run a command on an emulated cluster: several nodes on this one Linux machine. Needs root.
+
+  jobs/emulated_cluster --nodes 4 --ranks-per-node 2 --delay 0.1ms -- mpiexec -n 8 treeattn doctor"""
+
+MAX_NODES = 64
+BITS_PER_SECOND = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+NANOSECONDS = {"us": 10**3, "ms": 10**6, "s": 10**9}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A cluster to be. `bandwidth` in bit/s each way, None for unlimited; `delay` one way in nanoseconds."""
+
+    nodes: int
+    ranks_per_node: int
+    placement: str
+    bandwidth: int | None
+    delay: int
+    yield_cores: bool
+    measure: bool
+    command: tuple[str, ...]
+
+
+class _OneLine(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        print(f"emulated_cluster: {message}; --help lists the options", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _quantity(text: str, units: dict[str, int], example: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]+)", text)
+    if found is None or found[2] not in units:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number with a unit of {', '.join(units)}: {example}"
+        )
+    return round(float(found[1]) * units[found[2]])
+
+
+def bandwidth(text: str) -> int | None:
+    """Bits per second of `1gbit`, `100mbit`, ..., or None for `none`."""
+    if text == "none":
+        return None
+    rate = _quantity(text, BITS_PER_SECOND, "write for instance 1gbit, or none for no limit")
+    if rate < 1000:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} lets nothing through: at least 1kbit, or none for no limit"
+        )
+    return rate
+
+
+def delay(text: str) -> int:
+    """Nanoseconds of `0.1ms`, `50us`, `1s`; `0ms` for none added."""
+    duration = _quantity(text, NANOSECONDS, "write for instance 0.1ms")
+    if duration > 10 * NANOSECONDS["s"]:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than the 10s that connections survive")
+    return duration
+
+
+def _count(most: int) -> Callable[[str], int]:
+    def count(text: str) -> int:
+        if not text.isdecimal() or not 1 <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {most}")
+        return int(text)
+
+    return count
+
+
+def parse(words: list[str]) -> Plan:
+    """The plan that the command line asks for. Bad arguments: one line on stderr and exit code 2."""
+    split = words.index("--") if "--" in words else len(words)
+    options, command = words[:split], words[split + 1 :]
+    parser = _OneLine(usage=USAGE, allow_abbrev=False)
+    add = parser.add_argument
+    add("--nodes", type=_count(MAX_NODES), default=4, metavar="N", help="default 4")
+    add("--ranks-per-node", type=_count(1024), default=1, metavar="R",
+        help="ranks that mpiexec puts on a node before it turns to the next; default 1")  # fmt: skip
+    add("--placement", choices=("block", "cyclic"), default="block",
+        help="block: a node's ranks are neighbours (default); cyclic: rank r is on node r mod N")  # fmt: skip
+    add("--bandwidth", type=bandwidth, default="1gbit", metavar="RATE",
+        help="of each node's link, each way: 100mbit, 1gbit, ..., none; default 1gbit")  # fmt: skip
+    add("--delay", type=delay, default="0ms", metavar="TIME",
+        help="added to every packet between nodes, one way: 50us, 0.1ms, ...; default none")  # fmt: skip
+    add("--yield", dest="yield_cores", action="store_true",
+        help="MPICH's waiting ranks sleep instead of spin: for more ranks than cores")  # fmt: skip
+    add("--measure", action="store_true",
+        help="print the round trip and bandwidth really found between node0 and node1 first")  # fmt: skip
+    given, rest = parser.parse_known_args(options)
+    if rest:
+        where = "" if command else ", and put -- before the command"
+        parser.error(f"unknown argument {rest[0]!r}: see the options{where}")
+    if not command and not given.measure:
+        parser.error("no command: write it after --, for instance -- mpiexec -n 8 treeattn doctor")
+    if given.measure and given.nodes < 2:
+        parser.error("--measure needs two nodes to measure between: --nodes 2")
+    return Plan(**vars(given), command=tuple(command))
