@@ -29,9 +29,11 @@ MEMORY = "/dev/shm"  # each node's own; the cluster's files are in `SHARED` on e
 SHARED = f"{MEMORY}/cluster"
 SCRATCH = f"{MEMORY}/tmp"
 CONTROL_GROUPS = "/sys/fs/cgroup"
+SLEEPER = "sleep_when_yielding"
 SUBNET = "10.213.77"
-# A burst that a whole 64 KiB TCP segment fits in twice, and a millisecond of traffic where that is more.
-LEAST_BURST = 128 * 1024
+# What goes at once is sent without shaping. TCP hands a device up to 64 KiB at once, half a millisecond of
+# 1 Gbit/s: devices are told to take less. A shaper's timer needs some 100 microseconds of traffic at least.
+LEAST_SEGMENT, MOST_SEGMENT, TIMER = 8 * 1024, 62 * 1024, 100e-6
 NO_BRIDGE = "this kernel makes no bridges or veth pairs: `modprobe bridge veth`, or a kernel with both"
 NO_SHAPING = "this kernel shapes no traffic: `modprobe sch_tbf`, or --bandwidth none"
 NO_QUEUE = (
@@ -101,16 +103,18 @@ def _build_and_run(plan: Plan) -> int:
         _measure(nodes["node0"], nodes["node1"])
     if not plan.command:
         return 0
-    environment = launchers.environment(plan, SHARED, caller)
-    environment["TMPDIR"] = SCRATCH
-    if plan.yield_cores:
-        environment["LD_PRELOAD"] = " ".join(
-            [f"{SHARED}/sleep_when_yielding.so", caller.get("LD_PRELOAD", "")]
-        )
-    # The shell goes where the caller is, since entering a node's mounts leads to the root folder.
-    shell = ("sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", folder)
-    command = subprocess.Popen(_on_node(nodes["node0"], *shell, *plan.command), env=environment)
+    environment = {**launchers.environment(plan, SHARED, caller), "TMPDIR": SCRATCH}
+    command = subprocess.Popen(_on_node(nodes["node0"], *_words(plan, folder)), env=environment)
     return _wait(command.pid, vital)
+
+
+def _words(plan: Plan, folder: str) -> list[str]:
+    """The command, from the caller's folder: entering a node's mounts leads to the root folder."""
+    go = ["sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", folder]
+    if plan.yield_cores:
+        libraries = f"{SHARED}/{SLEEPER}.so {os.environ.get('LD_PRELOAD', '')}"
+        go += ["env", f"LD_PRELOAD={libraries.strip()}"]
+    return [*go, *plan.command]
 
 
 def _write_files(plan: Plan, names: list[str]) -> None:
@@ -120,8 +124,7 @@ def _write_files(plan: Plan, names: list[str]) -> None:
         Path(MEMORY, name).write_text(text)
     kernel.bind(f"{MEMORY}/hosts", "/etc/hosts")
     if plan.yield_cores:
-        library = f"{MEMORY}/sleep_when_yielding.so"
-        source = HERE / "sleep_when_yielding.c"
+        library, source = f"{MEMORY}/{SLEEPER}.so", HERE / f"{SLEEPER}.c"
         tools.run(
             "cc", "-O2", "-shared", "-fPIC", "-o", library, source, otherwise="--yield could not be compiled"
         )
@@ -204,22 +207,22 @@ def _connect(plan: Plan, nodes: list[int]) -> None:
         ):
             tools.run(*_on_node(pid, "ip", *words), otherwise=NO_BRIDGE)
         if plan.bandwidth is not None:
-            shaped = (
-                "root",
-                "tbf",
-                "rate",
-                f"{plan.bandwidth}bit",
-                "burst",
-                _burst(plan.bandwidth),
-                "limit",
-                "16mb",
-            )
-            tools.run("tc", "qdisc", "add", "dev", port, *shaped, otherwise=NO_SHAPING)
-            tools.run(*_on_node(pid, "tc", "qdisc", "add", "dev", "eth0", *shaped), otherwise=NO_SHAPING)
+            _shape(plan.bandwidth, port, pid)
 
 
-def _burst(bandwidth: int) -> str:
-    return f"{max(LEAST_BURST, bandwidth // 8 // 1000)}b"
+def _shape(bandwidth: int, port: str, pid: int) -> None:
+    """Limit both directions of a node's link to `bandwidth` in bit/s."""
+    at_once = round(bandwidth / 8 * TIMER)
+    segment = min(max(LEAST_SEGMENT, at_once // 2), MOST_SEGMENT)
+    # The shaper counts the headers of every packet that a segment becomes: below a sixteenth of it.
+    burst = max(at_once, segment + segment // 16 + 2048)
+    limits = ("tbf", "rate", f"{bandwidth}bit", "burst", f"{burst}b", "limit", "16mb")
+    tools.run("tc", "qdisc", "add", "dev", port, "root", *limits, otherwise=NO_SHAPING)
+    for words in (
+        ("ip", "link", "set", "eth0", "gso_max_size", segment),
+        ("tc", "qdisc", "add", "dev", "eth0", "root", *limits),
+    ):
+        tools.run(*_on_node(pid, *words), otherwise=NO_SHAPING)
 
 
 def _start_delay(delay: int, nodes: Iterable[int]) -> int:

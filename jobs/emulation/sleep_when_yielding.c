@@ -5,7 +5,7 @@
 #include <time.h>
 
 int sched_yield(void) {
-    struct timespec shortest = {0, 1};
-    nanosleep(&shortest, NULL);
-    return 0;
+  struct timespec shortest = {0, 1};
+  nanosleep(&shortest, NULL);
+  return 0;
 }
