@@ -50,7 +50,7 @@ def missing_for_delays() -> str | None:
 
 def pytest_collection_modifyitems(items):
     lacking, lacking_for_delays = missing(), missing_for_delays()
-    for item in items:
+    for item in (item for item in items if item.path.parent == Path(__file__).parent):
         if lacking:
             item.add_marker(pytest.mark.skip(reason=lacking))
         elif lacking_for_delays and "delays" in item.fixturenames:

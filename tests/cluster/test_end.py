@@ -123,8 +123,8 @@ def test_remote_shell_names_a_missing_node(cluster):
 
 def test_losing_the_delay_ends_the_cluster_with_the_reason(cluster, delays):
     """Rather than going on without a delay, or without a network."""
-    script = "for p in /proc/[0-9]*; do grep -q [p]acket_delay.py $p/cmdline && kill -KILL ${p#/proc/}; done; "
-    script += "sleep 300"
+    script = "for process in /proc/[0-9]*; do grep -q [p]acket_delay.py $process/cmdline"
+    script += " && kill -KILL ${process#/proc/}; done; sleep 300"
     before = outside()
     done = cluster.run("--nodes", 2, "--delay", "1ms", "--", "sh", "-c", script)
     assert done.returncode == 1
