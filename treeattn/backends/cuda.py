@@ -29,7 +29,9 @@ __all__ = [
     "MergeOperator",
     "PlannedAttention",
     "Runtime",
+    "check_head_dim",
     "choose_splits",
+    "default_runtime",
     "finish",
     "fma_kernel",
     "merge",
@@ -101,13 +103,43 @@ class Runtime(Protocol):
         """How many blocks of a kernel one multiprocessor holds at once, at least 1."""
 
     def zeros(self, size: int, dtype: Any) -> Any:
-        """A new device array [size] of zeros."""
+        """A new device array [size] of zeros. BackendError where memory is out."""
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A new device array. BackendError where memory is out."""
+
+    def pinned(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A new NumPy array in page-locked memory, for copies that are not waited for."""
+
+    def copy(self, into: Any, source: Any) -> None:
+        """Queue a copy between two arrays of one shape and type: any strides on the device; a NumPy array
+        on either side is C-contiguous, and so is then the device array."""
 
     def address(self, array: Any) -> int:
         """Where the array begins, for the device."""
 
+    def holds(self, array: Any) -> bool:
+        """Whether `array` is a device array."""
+
     def check(self, name: str, array: Any) -> None:
         """ArgumentError unless `array` is a device array of this device."""
+
+    def synchronize(self) -> None:
+        """Wait for the work queued to the current stream."""
+
+    def capturing(self) -> bool:
+        """Whether what is queued now is recorded instead of run."""
+
+    def capture(self, run: Callable[[], object]) -> Callable[[], object]:
+        """Record what `run` queues; the result queues it again, in one launch of a CUDA graph."""
+
+    @property
+    def identity(self) -> str:
+        """What tells this GPU from the others of its host."""
+
+    @property
+    def stream(self) -> int:
+        """The current stream, as libraries take it."""
 
 
 def fma_kernel(kv_type: str, head_dim: int, rows: int) -> str:
@@ -211,7 +243,7 @@ class PlannedAttention:
         runtime: Runtime | None = None,
     ) -> None:
         """Plan for `records` and the options as in `partial_attention`."""
-        self._runtime = runtime = runtime or _default_runtime()
+        self._runtime = runtime = runtime or default_runtime()
         _check_records(records, runtime)
         if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
             raise ArgumentError(f"num_splits = {num_splits}: it must be 1..{MAX_SPLITS}")
@@ -343,7 +375,7 @@ def planned_finish(
     records: Any, out: Any, lse: Any, *, runtime: Runtime | None = None
 ) -> Callable[[], object]:
     """`finish` for arrays that never move: one launch, without checks."""
-    runtime = runtime or _default_runtime()
+    runtime = runtime or default_runtime()
     _check_records(records, runtime)
     batch, heads, queries, width = records.shape
     head_dim = width - partial.EXTRA
@@ -371,7 +403,7 @@ class MergeOperator:
         if np.dtype(dtype) != np.float32:
             raise ArgumentError(f"records on the GPU are float32, not {np.dtype(dtype)}: use device='cpu'")
         self._width = head_dim + partial.EXTRA
-        self._runtime = runtime or _default_runtime()
+        self._runtime = runtime or default_runtime()
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -432,7 +464,8 @@ def _launch(
     return launch
 
 
-def _default_runtime() -> Runtime:
+def default_runtime() -> Runtime:
+    """CuPy's current device. Raises `BackendError` where there is none, or no CuPy."""
     from treeattn.backends import cupy_runtime  # CuPy is only looked for when a GPU is asked for
 
     return cupy_runtime.current()
@@ -448,6 +481,15 @@ def _check_records(records: Any, runtime: Runtime) -> None:
         raise ArgumentError(f"records on the GPU must be C-contiguous float32, not {records.dtype}")
 
 
+def check_head_dim(head_dim: int) -> None:
+    """Raise `BackendError` where there is no kernel for it."""
+    if head_dim not in HEAD_DIMS:
+        raise BackendError(
+            f"no CUDA kernel for head_dim {head_dim}: there are {', '.join(map(str, HEAD_DIMS))}; "
+            "pad it with zeros, or use device='cpu'"
+        )
+
+
 def _check_inputs(q: Any, k: Any, v: Any, records: Any, runtime: Runtime) -> tuple[str, str]:
     """C++ types of q and of k, v; an error if anything does not fit."""
     batch, head_dim = records.shape[0], records.shape[3] - partial.EXTRA
@@ -458,11 +500,7 @@ def _check_inputs(q: Any, k: Any, v: Any, records: Any, runtime: Runtime) -> tup
                 f"{name} is {array.dtype}: on the GPU it must be float32, float16 or bfloat16 "
                 "(as uint16 bits); float64 is for device='cpu'"
             )
-    if head_dim not in HEAD_DIMS:
-        raise BackendError(
-            f"no CUDA kernel for head_dim {head_dim}: there are {', '.join(map(str, HEAD_DIMS))}; "
-            "pad it with zeros, or use device='cpu'"
-        )
+    check_head_dim(head_dim)
     check_shapes(q, k, v, records)
     if k.shape[1] >= 2**31 - _TILE or batch > _MAX_GRID:
         raise ArgumentError(f"batch {batch}, tokens {k.shape[1]}: at most 65535 and 2^31 fit one launch")

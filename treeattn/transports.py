@@ -1,0 +1,134 @@
+"""How records travel between ranks, and who folds them on the way.
+
+From the host there is one way, MPI. From GPUs there are three, each taken only when it is named:
+
+- ``"nccl"``: NCCL, from GPU to GPU: grouped sends and receives with merge kernels between, as one CUDA graph.
+- ``"cuda-mpi"``: an MPI library that takes GPU buffers; the host starts every round.
+- ``"host"``: any MPI library: down through page-locked memory, folded on the processor, and up again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from treeattn import comm as comm_
+from treeattn import partial
+from treeattn.backends import cpu
+from treeattn.collectives.catalog import Scheme
+from treeattn.collectives.check import Certificate
+from treeattn.collectives.schedule import Schedule
+from treeattn.devices import Cuda, Device
+from treeattn.errors import RestrictionError, TransportError, TreeattnError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["Reduction", "choose", "reducer"]
+
+_CHOICES = (
+    "transport='nccl' (every rank has a GPU of its own), 'cuda-mpi' (the MPI library takes GPU buffers) or "
+    "'host' (any MPI, through page-locked memory)"
+)
+
+
+class Reduction(NamedTuple):
+    """What is to be reduced: `buffer` [..., head_dim + 2], cut between groups of `group` records."""
+
+    scheme: str
+    schedule: Schedule | None
+    merge: Any
+    buffer: Any
+    group: int
+
+
+def choose(device: str, transport: str | None, scheme: Scheme, size: int) -> str:
+    """The transport of a scheme over `size` ranks: the one that is named if it serves, or the only one.
+
+    Raises `TransportError`, which lists what would serve; `RestrictionError` where the scheme is not for
+    the device.
+    """
+    if device not in scheme.devices:
+        raise RestrictionError(f"{scheme.name} is for device='{scheme.devices[0]}': {scheme.elsewhere}")
+    if device == "cpu":
+        if transport not in (None, "mpi"):
+            raise TransportError(f"transport {transport!r} does not serve device='cpu': use 'mpi' or None")
+        return "mpi"
+    if transport not in (None, "nccl", "cuda-mpi", "host"):
+        raise TransportError(f"transport {transport!r} does not serve device='cuda': use {_CHOICES}")
+    if scheme.kind == "library":
+        return _of_library(scheme, transport)
+    if transport is None and size > 1:
+        raise TransportError(f"device='cuda' on {size} ranks needs a transport: {_CHOICES}")
+    return transport or "mpi"  # one rank sends nothing
+
+
+def _of_library(scheme: Scheme, transport: str | None) -> str:
+    if scheme.name == "nccl_allreduce" and transport in (None, "nccl"):
+        return "nccl"
+    if scheme.name == "mpi_allreduce" and transport == "host":
+        return "host"
+    wanted = "nccl" if scheme.name == "nccl_allreduce" else "host"
+    raise TransportError(f"{scheme.name} on device='cuda' is for transport={wanted!r}, not {transport!r}")
+
+
+def reducer(comm: Intracomm, transport: str, device: Device, reduction: Reduction) -> Any:
+    """A planned `treeattn.routes.Reduction` of the buffer. Collective; raises on every rank alike."""
+    if transport == "host":
+        assert isinstance(device, Cuda)
+        return Staged(comm, device, reduction)
+    return _over_mpi(comm, reduction)
+
+
+def _over_mpi(comm: Intracomm, reduction: Reduction) -> Any:
+    """Buffers that MPI can reach as they are."""
+    if reduction.schedule is None:
+        from treeattn.collectives.libraries.mpi_allreduce import MpiAllreduce
+
+        error: TreeattnError | None = None
+        try:
+            reduction.merge.mpi_function()
+        except TreeattnError as problem:
+            error = problem
+        comm_.agree(comm, {}, error)
+        return MpiAllreduce(comm, reduction.merge, reduction.buffer)
+    from treeattn.collectives.executors.mpi import Reducer
+
+    return Reducer(comm, reduction.schedule, reduction.merge, reduction.buffer, reduction.group)
+
+
+class Staged:
+    """A reduction on the processor, between two copies through page-locked memory."""
+
+    def __init__(self, comm: Intracomm, device: Cuda, reduction: Reduction) -> None:
+        """Arguments as for `reducer`. Collective."""
+        self._runtime, self._buffer = device.runtime, reduction.buffer
+        error: Exception | None = None
+        try:
+            self._host = self._runtime.pinned(self._buffer.shape, self._buffer.dtype)
+            merge = cpu.MergeOperator(reduction.merge.width - partial.EXTRA, reduction.merge.dtype)
+        except Exception as problem:  # whatever it is, the other ranks must not be left waiting
+            error = problem
+        comm_.agree(comm, {}, error)
+        self._reducer = _over_mpi(comm, reduction._replace(merge=merge, buffer=self._host))
+
+    @property
+    def certificate(self) -> Certificate:
+        """What the check proved of the schedule."""
+        certificate: Certificate = self._reducer.certificate
+        return certificate
+
+    def __call__(self) -> None:
+        """One step: the host waits for the partials, the GPU is not waited for afterwards."""
+        self._runtime.copy(self._host, self._buffer)
+        self._runtime.synchronize()
+        self._reducer()
+        self._runtime.copy(self._buffer, self._host)
+
+    def close(self) -> None:
+        """Collective; after the last copy, whose memory then goes back."""
+        self._runtime.synchronize()
+        self._reducer.close()
+
+    def __exit__(self, *exception: object) -> None:
+        self._runtime.synchronize()
+        self._reducer.__exit__(*exception)
