@@ -32,6 +32,13 @@ class Stream(Memory, Protocol):
     def capture(self, run: Callable[[], object]) -> Callable[[], object]:
         """Record what `run` queues; the result queues it again, in one launch."""
 
+    def address(self, array: Any) -> int:
+        """Where an array begins."""
+
+    @property
+    def stream(self) -> int:
+        """The stream that work is queued to now, as libraries take it."""
+
 
 class Host:
     """Memory of this process: nothing is queued."""
