@@ -138,6 +138,21 @@ CATALOG: dict[str, Scheme] = {
             kind="library",
             description="whatever the library chooses for this size and machine",
         ),
+        Scheme(
+            "nccl_allreduce",
+            None,
+            "the library's, of n/(d+2) bytes and then of n",
+            (
+                Parameter(
+                    "calls", "choice", "2", "all-reduces in a step; 3 as in the paper", choices=("2", "3")
+                ),
+            ),
+            restriction="device='cuda' only",
+            kind="library",
+            description="NCCL's all-reduce of the maxima, then of the rescaled records: sums, not merges",
+            devices=("cuda",),
+            elsewhere="on the CPU take mpi_allreduce",
+        ),
     )
 }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from treeattn import comm as comm_
 from treeattn import devices, routes
 from treeattn.arguments import DTYPES, Shape, dtype_name
 from treeattn.baselines import Sent
-from treeattn.errors import ArgumentError, TreeattnError
+from treeattn.errors import ArgumentError, BackendError, TransportError, TreeattnError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -113,10 +114,11 @@ class Decoder:
     call (a growing cache is passed as a longer array, or as the same array with larger `lengths`).
     A call returns (out, lse) in the decoder's own buffers, which hold until its next call.
 
-    `schedule` and `certificate` tell what was planned (None where no schedule is run); `heads` is the slice
-    of query heads that out and lse cover, all of them unless ``output="heads"``. `local`, `reduce` and
-    `finish` are the three parts of a call, for those who overlap or time them; where a ring computes while it
-    communicates (`kv_ring`, `query_ring`), the first two are halves of one thing.
+    `schedule` and `certificate` tell what was planned (None where no schedule is run), `transport` how its
+    records travel; `heads` is the slice of query heads that out and lse cover, all of them unless
+    ``output="heads"``. `local`, `reduce` and `finish` are the three parts of a call, for those who overlap or
+    time them; where a ring computes while it communicates (`kv_ring`, `query_ring`), the first two are halves
+    of one thing.
     """
 
     def __init__(
@@ -163,7 +165,7 @@ class Decoder:
         _warn_once_without_compiler(comm, slow)
         self.schedule = routes.schedule(self.scheme, comm)
         routes.check_output(self.scheme, output)
-        self._attention, self._reducer = routes.plan(
+        self._attention, self._reducer, self.transport = routes.plan(
             comm,
             self._device,
             transport,
@@ -176,6 +178,8 @@ class Decoder:
             self._reduced,
         )
         self.certificate = None if self.schedule is None else self._reducer.certificate
+        self._comm = comm
+        self._captured: list[CapturedStep] = []
 
     def _plan_memory(self, heads: slice) -> None:
         """Records as the kernel writes them, as the reducer cuts them, and this rank's part of the result.
@@ -229,15 +233,70 @@ class Decoder:
         sent: Sent | None = getattr(self._reducer, "sent", None)
         return sent
 
+    def capture(self, q: Any, k: Any, v: Any, lengths: Any = None) -> CapturedStep:
+        """The whole step over arrays that stay where they are, as one CUDA graph. Collective.
+
+        Runs one step, then records one. Calling the result is one launch on the current stream and gives
+        (out, lse) as a call of the decoder does; it reads what q, k, v and lengths (an int64 device array,
+        or None for all) hold then, so a cache may grow within them. Every rank must call it in the same step:
+        NCCL allows a captured step on all ranks or on none. It ends with the decoder.
+
+        Raises `BackendError` unless ``device="cuda"``, `TransportError` where the host moves the records.
+        """
+        if not self._device.queues:
+            raise BackendError("a captured step is a CUDA graph: it needs device='cuda'")
+        if self.transport not in (("nccl", "mpi") if self._comm.size == 1 else ("nccl",)):
+            raise TransportError(
+                f"transport={self.transport!r} moves records by the host, which a CUDA graph cannot: "
+                "a captured step needs transport='nccl', or one rank without a transport"
+            )
+        error: Exception | None = None
+        try:
+            if lengths is not self._device.admit(self.shape, q, k, v, lengths):
+                raise ArgumentError("lengths of a captured step must be an int64 device array")
+        except Exception as problem:  # whatever it is, the other ranks must not be left waiting
+            error = problem
+        comm_.agree(self._comm, {}, error)
+        self(q, k, v, lengths)
+        step = CapturedStep(self._device.capture(lambda: self(q, k, v, lengths)), (self.out, self.lse))
+        self._captured.append(step)
+        return step
+
     def close(self) -> None:
         """Release communicator and requests. Collective."""
+        self._drop_captured()
         self._reducer.close()
 
     def __enter__(self) -> Decoder:
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self._drop_captured()
         self._reducer.__exit__(*exception)
+
+    def _drop_captured(self) -> None:
+        """Graphs go before the communicator that they use."""
+        while self._captured:
+            self._captured.pop().drop()
+
+
+class CapturedStep:
+    """What `Decoder.capture` makes."""
+
+    def __init__(self, launch: Callable[[], object], results: tuple[Any, Any]) -> None:
+        self._launch: Callable[[], object] | None = launch
+        self._results = results
+
+    def __call__(self) -> tuple[Any, Any]:
+        """One launch: (out, lse), valid until the decoder's next step."""
+        if self._launch is None:
+            raise ArgumentError("the decoder of this captured step is closed")
+        self._launch()
+        return self._results
+
+    def drop(self) -> None:
+        """Give the graph back."""
+        self._launch = None
 
 
 def _checked_scale(scale: float) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 
 from treeattn.arguments import Shape, as_tensor, check_axes, dtype_name
 from treeattn.backends import cpu, cuda
-from treeattn.errors import ArgumentError
+from treeattn.errors import ArgumentError, BackendError
 
 __all__ = ["Cpu", "Cuda", "Device", "find"]
 
@@ -28,6 +28,10 @@ class Device(Protocol):
     @property
     def name(self) -> str:
         """What ``device=`` calls it."""
+
+    @property
+    def queues(self) -> bool:
+        """Whether work is queued, and can be recorded."""
 
     def check_shape(self, shape: Shape) -> None:
         """Raise `ArgumentError` or `BackendError` where this device cannot serve the shape."""
@@ -60,6 +64,9 @@ class Device(Protocol):
     def synchronize(self) -> None:
         """Wait for the work that was queued so far."""
 
+    def capture(self, run: Callable[[], object]) -> Callable[[], object]:
+        """Record what `run` queues, to be launched as one. Raises `BackendError` where nothing is queued."""
+
     def attention(self, shape: Shape, records: Any, scale: float) -> Attention:
         """Called with q, k, v and lengths: writes `records`."""
 
@@ -83,6 +90,7 @@ class Cpu:
     """The processor: NumPy arrays, the kernels of `treeattn.backends.cpu`."""
 
     name = "cpu"
+    queues = False
 
     def check_shape(self, shape: Shape) -> None:
         """Every shape is served; settings of the environment may be wrong."""
@@ -130,6 +138,10 @@ class Cpu:
     def synchronize(self) -> None:
         """Nothing is ever queued."""
 
+    def capture(self, run: Callable[[], object]) -> Callable[[], object]:
+        """There is nothing to record."""
+        raise BackendError("device='cpu' queues nothing that could be recorded")
+
     def attention(self, shape: Shape, records: Any, scale: float) -> Attention:
         """The compiled kernel, or NumPy."""
         return cpu.PlannedAttention(records, scale=scale)
@@ -150,6 +162,7 @@ class Cuda:
     """
 
     name = "cuda"
+    queues = True
 
     def __init__(self, runtime: cuda.Runtime | None = None) -> None:
         """`runtime` None: CuPy's current device. Raises `BackendError` where there is none."""
@@ -226,6 +239,10 @@ class Cuda:
     def synchronize(self) -> None:
         """Wait for the current stream."""
         self.runtime.synchronize()
+
+    def capture(self, run: Callable[[], object]) -> Callable[[], object]:
+        """A CUDA graph."""
+        return self.runtime.capture(run)
 
     def attention(self, shape: Shape, records: Any, scale: float) -> Attention:
         """One launch."""

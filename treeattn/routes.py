@@ -47,6 +47,8 @@ class Route(NamedTuple):
     """Called with q, k, v and lengths: writes the partials, or begins to."""
     reducer: Any
     """A `Reduction`."""
+    transport: str = "mpi"
+    """How the reducer's records travel."""
 
 
 def canonical(scheme: str) -> str:
@@ -110,4 +112,4 @@ def plan(
     if row.kind == "baseline":
         return Route(*baselines.plan(comm, scheme, shape, attention, scale, merge, records, reduced))
     reduction = transports.Reduction(scheme, schedule, merge, reduced, shape.batch * shape.queries)
-    return Route(attention, transports.reducer(comm, chosen, device, reduction))
+    return Route(attention, transports.reducer(comm, chosen, device, reduction), chosen)

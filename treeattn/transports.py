@@ -9,12 +9,14 @@ From the host there is one way, MPI. From GPUs there are three, each taken only 
 
 from __future__ import annotations
 
+import socket
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from treeattn import comm as comm_
 from treeattn import partial
 from treeattn.backends import cpu
-from treeattn.collectives.catalog import Scheme
+from treeattn.backends.cuda import Runtime
+from treeattn.collectives.catalog import Scheme, parse
 from treeattn.collectives.check import Certificate
 from treeattn.collectives.schedule import Schedule
 from treeattn.devices import Cuda, Device
@@ -47,6 +49,8 @@ def choose(device: str, transport: str | None, scheme: Scheme, size: int) -> str
     Raises `TransportError`, which lists what would serve; `RestrictionError` where the scheme is not for
     the device.
     """
+    if scheme.kind == "baseline" and device != "cpu":
+        raise RestrictionError(f"{scheme.name} is a baseline for device='cpu'")
     if device not in scheme.devices:
         raise RestrictionError(f"{scheme.name} is for device='{scheme.devices[0]}': {scheme.elsewhere}")
     if device == "cpu":
@@ -73,10 +77,56 @@ def _of_library(scheme: Scheme, transport: str | None) -> str:
 
 def reducer(comm: Intracomm, transport: str, device: Device, reduction: Reduction) -> Any:
     """A planned `treeattn.routes.Reduction` of the buffer. Collective; raises on every rank alike."""
-    if transport == "host":
-        assert isinstance(device, Cuda)
-        return Staged(comm, device, reduction)
-    return _over_mpi(comm, reduction)
+    if transport == "mpi":
+        return _over_mpi(comm, reduction)
+    assert isinstance(device, Cuda)
+    return _OF_GPUS[transport](comm, device.runtime, reduction)
+
+
+def _over_nccl(comm: Intracomm, runtime: Runtime, reduction: Reduction) -> Any:
+    from treeattn.collectives.executors.nccl import Reducer
+    from treeattn.collectives.libraries import nccl
+    from treeattn.collectives.libraries.nccl_allreduce import NcclAllreduce
+
+    problem = nccl.problem()
+    comm_.agree(comm, {}, None if problem is None else TransportError(problem))
+    _check_one_gpu_each(comm, runtime)
+    _, schedule, merge, buffer, group = reduction
+    communicator = nccl.connect(comm, runtime)
+    if schedule is None:
+        calls = int(parse(reduction.scheme)[1].get("calls", "2"))
+        return NcclAllreduce(communicator, merge, buffer, runtime, calls)
+    return Reducer(communicator, schedule, merge, buffer, runtime, group)
+
+
+def _check_one_gpu_each(comm: Intracomm, runtime: Runtime) -> None:
+    """NCCL hangs or fails in its own words where two ranks share a GPU."""
+    users: dict[tuple[str, str], list[int]] = {}
+    for rank, gpu in enumerate(comm.allgather((socket.gethostname(), runtime.identity))):
+        users.setdefault(gpu, []).append(rank)
+    shared = {gpu: ranks for gpu, ranks in users.items() if len(ranks) > 1}
+    if shared:
+        (host, identity), ranks = next(iter(shared.items()))
+        raise TransportError(
+            f"ranks {', '.join(map(str, ranks))} share GPU {identity} of {host}, and NCCL needs one for "
+            "each: start fewer ranks per node, make another device current on each of them "
+            "(cupy.cuda.Device(n).use()), or take transport='host'"
+        )
+
+
+def _over_cuda_mpi(comm: Intracomm, runtime: Runtime, reduction: Reduction) -> Any:
+    from treeattn.collectives.executors.mpi import Reducer
+
+    problem = None
+    if not comm_.cuda_aware():
+        problem = TransportError(
+            "this MPI library does not say that it takes GPU buffers (treeattn doctor names it): load a "
+            "CUDA-aware one, or take transport='nccl' or 'host'"
+        )
+    comm_.agree(comm, {}, problem)
+    _, schedule, merge, buffer, group = reduction
+    assert schedule is not None
+    return Reducer(comm, schedule, merge, buffer, group, runtime)
 
 
 def _over_mpi(comm: Intracomm, reduction: Reduction) -> Any:
@@ -99,9 +149,9 @@ def _over_mpi(comm: Intracomm, reduction: Reduction) -> Any:
 class Staged:
     """A reduction on the processor, between two copies through page-locked memory."""
 
-    def __init__(self, comm: Intracomm, device: Cuda, reduction: Reduction) -> None:
-        """Arguments as for `reducer`. Collective."""
-        self._runtime, self._buffer = device.runtime, reduction.buffer
+    def __init__(self, comm: Intracomm, runtime: Runtime, reduction: Reduction) -> None:
+        """Collective."""
+        self._runtime, self._buffer = runtime, reduction.buffer
         error: Exception | None = None
         try:
             self._host = self._runtime.pinned(self._buffer.shape, self._buffer.dtype)
@@ -132,3 +182,6 @@ class Staged:
     def __exit__(self, *exception: object) -> None:
         self._runtime.synchronize()
         self._reducer.__exit__(*exception)
+
+
+_OF_GPUS = {"nccl": _over_nccl, "cuda-mpi": _over_cuda_mpi, "host": Staged}

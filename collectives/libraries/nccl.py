@@ -71,8 +71,8 @@ def _library() -> Any:
             raise TransportError(f"NCCL is reached through CuPy, which does not load: {error}") from error
     if not nccl.available:
         raise TransportError(
-            "no NCCL: install treeattn[nccl12] or treeattn[nccl13], whichever CUDA CuPy is built for, or take "
-            "transport='host'"
+            "no NCCL: install treeattn[nccl12] or treeattn[nccl13], whichever CUDA CuPy is built for, "
+            "or take transport='host'"
         )
     return nccl
 

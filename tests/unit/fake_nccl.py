@@ -64,10 +64,9 @@ class Fabric:
         out, into = sender.first("send", receiver.rank), receiver.first("receive", sender.rank)
         if out is None or into is None:
             return False
-        if out.array.shape != into.array.shape and out.array.size != into.array.size:
-            raise Hang(
-                f"rank {sender.rank} sends {out.array.size} elements, rank {receiver.rank} takes {into.array.size}"
-            )
+        if out.array.size != into.array.size:
+            sizes = f"sends {out.array.size} elements, rank {receiver.rank} takes {into.array.size}"
+            raise Hang(f"rank {sender.rank} {sizes}")
         if sender.group.captured != receiver.group.captured:
             raise Hang(f"captured on one side only: {sender.rank} to {receiver.rank}")
         into.array[...] = out.array.reshape(into.array.shape)
@@ -208,7 +207,9 @@ class Stream:
     def waits_for(self) -> str | None:
         if not self.queued:
             return None
-        return ", ".join(f"rank {self.rank} waits: {post.kind}, rank {post.peer}" for post in self.group.waiting)
+        return ", ".join(
+            f"rank {self.rank} waits: {post.kind}, rank {post.peer}" for post in self.group.waiting
+        )
 
 
 class QueuedOperator:

@@ -79,7 +79,9 @@ def test_swap_in_one_round_reads_the_state_before_it():
         np.testing.assert_array_equal(buffers[0], loopback.run(schedule, values, OPERATOR)[0])
 
 
-@pytest.mark.parametrize(("scheme", "launches"), [("all_gather_merge", 2), ("recursive_multiplying:factors=7", 2)])
+@pytest.mark.parametrize(
+    ("scheme", "launches"), [("all_gather_merge", 2), ("recursive_multiplying:factors=7", 2)]
+)
 def test_arrivals_of_a_round_fold_in_at_most_two_launches(scheme, launches):
     schedule = build(scheme, 7)
     fabric = Fabric(7)

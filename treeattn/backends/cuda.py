@@ -74,6 +74,7 @@ _ATTENTION = _structure(
     "scale",
 )
 _MERGE = _structure("into others", "others_stride", "records width count")
+_RESCALE = _structure("records maxima", "", "width keep_maximum")
 _FINISH = _structure("records out lse", "", "heads queries head_dim")
 
 
@@ -431,6 +432,22 @@ class MergeOperator:
         """
         self._check(into, others, (others.shape[0], *into.shape))
         return self._plan(into, others, others.shape[0])
+
+    def planned_rescale(self, records: Any, maxima: Any, keep_maximum: bool) -> Callable[[], object]:
+        """Multiply each of records [records, width] by exp(its maximum - maxima[record]), in one launch.
+
+        keep_maximum: leave that of `maxima` [records] in its place, otherwise 0. A record of nothing seen
+        becomes zeros. For reductions that can only add. Neither array may ever move.
+        """
+        for name, array, shape in (("records", records, (records.shape[0], self._width)),
+                                   ("maxima", maxima, records.shape[:1])):  # fmt: skip
+            self._runtime.check(name, array)
+            if array.shape != shape or array.dtype != np.float32 or not array.flags.c_contiguous:
+                raise ArgumentError(f"{name} must be C-contiguous float32 {shape}, not {array.dtype}")
+        arguments = np.zeros(1, _RESCALE)
+        arguments["records"], arguments["maxima"] = map(self._runtime.address, (records, maxima))
+        arguments["width"], arguments["keep_maximum"] = self._width, keep_maximum
+        return _launch(self._runtime.kernel("rescale", "rescale"), len(records), arguments, (records, maxima))
 
     def _check(self, into: Any, others: Any, shape: tuple[int, ...]) -> None:
         self._runtime.check("into", into)
