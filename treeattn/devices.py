@@ -39,6 +39,9 @@ class Device(Protocol):
     def slow_because(self) -> str | None:
         """Why it is several times slower here than it could be, in one line; None where it is not."""
 
+    def rounds_weights(self, shape: Shape) -> bool:
+        """Whether softmax weights may be rounded to 16 bits: then |out - exact| can reach 4e-3 * max|v|."""
+
     def tensor(self, name: str, array: Any, dtype: str | None) -> Any:
         """`array` if it is one of this device with four axes and a dtype that is served, perhaps viewed
         as another dtype. Raises `ArgumentError`."""
@@ -99,6 +102,10 @@ class Cpu:
     def slow_because(self) -> str | None:
         """Why there are no compiled kernels."""
         return cpu.compiled_kernels_problem()
+
+    def rounds_weights(self, shape: Shape) -> bool:
+        """Never."""
+        return False
 
     def tensor(self, name: str, array: Any, dtype: str | None) -> Any:
         """A NumPy array; uint16 becomes bfloat16 if `dtype` says so."""
@@ -179,6 +186,12 @@ class Cuda:
     def slow_because(self) -> str | None:
         """Kernels are always compiled here."""
         return None
+
+    def rounds_weights(self, shape: Shape) -> bool:
+        """Where tensor cores are used."""
+        rows = shape.queries * (shape.heads // shape.kv_heads)
+        wide = shape.dtype == "float32" or rows < cuda.TENSOR_CORES_FROM_ROWS
+        return self.runtime.tensor_cores and not wide
 
     def tensor(self, name: str, array: Any, dtype: str | None) -> Any:
         """A device array as it is: the bits of bfloat16 stay uint16."""

@@ -26,6 +26,7 @@ from treeattn.errors import ArgumentError, BackendError
 __all__ = [
     "HEAD_DIMS",
     "MAX_SPLITS",
+    "TENSOR_CORES_FROM_ROWS",
     "MergeOperator",
     "PlannedAttention",
     "Runtime",
@@ -45,12 +46,13 @@ __all__ = [
 HEAD_DIMS = (64, 80, 96, 128, 256)
 #: MAX_SPLITS of kernels/cuda/attention.cuh.
 MAX_SPLITS = 256
+#: Query rows of a KV head from which tensor cores are used: fewer would make them multiply mostly padding.
+TENSOR_CORES_FROM_ROWS = 4
 
 _THREADS = 128  # of a block, in every kernel
 _MAX_GRID = 65535  # blocks along the second and third axis of a grid
 _TILE = 64  # tokens that a block of the tensor-core kernel takes at a time
 _MMA_ROWS = 16
-_MMA_FROM_ROWS = 4  # below it the tensor cores would multiply mostly padding
 # C++ type and ElementType of kernels/cuda/attention.cuh. uint16 stands for the bits of bfloat16.
 _TYPES = {
     "float32": ("float", 0),
@@ -320,7 +322,7 @@ class PlannedAttention:
         batch, queries, heads, head_dim = q.shape
         kv_heads, rows = k.shape[2], queries * (heads // k.shape[2])
         wanted = None
-        if self._tensor_cores and rows >= _MMA_FROM_ROWS and q_type == kv_type != "float":
+        if self._tensor_cores and rows >= TENSOR_CORES_FROM_ROWS and q_type == kv_type != "float":
             wanted = mma_kernel(kv_type, head_dim, self._runtime.shared_bytes)
         module = "partial_attention_mma" if wanted else "partial_attention"
         expression, shared = wanted or (fma_kernel(kv_type, head_dim, rows), 0)
