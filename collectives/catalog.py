@@ -149,7 +149,7 @@ CATALOG: dict[str, Scheme] = {
             ),
             restriction="device='cuda' only",
             kind="library",
-            description="NCCL's all-reduce of the maxima, then of the rescaled records: sums, not merges",
+            description="NCCL's all-reduce of maxima, then of rescaled records: GPUs only; sums, not merges",
             devices=("cuda",),
             elsewhere="on the CPU take mpi_allreduce",
         ),

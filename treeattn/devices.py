@@ -198,6 +198,7 @@ class Cuda:
         self.runtime.check(name, array)
         dtype_name(array, dtype)
         check_axes(name, array)
+        cuda.check_rows(name, array, self.runtime)
         return array
 
     def admit(self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any) -> Any:
@@ -214,7 +215,12 @@ class Cuda:
     def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
         """Lengths of the host are copied into one buffer of the device, without allocating after the first
         time; those of the device are used as they are, unread: kernels clamp them."""
-        if lengths is None or self.runtime.holds(lengths):
+        if lengths is None:
+            return None
+        if self.runtime.holds(lengths):
+            if lengths.dtype != np.int64 or lengths.shape != (shape.batch,):
+                got = f"{lengths.dtype} {list(lengths.shape)}"
+                raise ArgumentError(f"lengths on the GPU are {got}: int64 [{shape.batch}] is needed")
             return lengths
         if self.runtime.capturing():
             raise ArgumentError(

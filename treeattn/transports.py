@@ -10,6 +10,7 @@ From the host there is one way, MPI. From GPUs there are three, each taken only 
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from treeattn import comm as comm_
@@ -91,12 +92,30 @@ def _over_nccl(comm: Intracomm, runtime: Runtime, reduction: Reduction) -> Any:
     problem = nccl.problem()
     comm_.agree(comm, {}, None if problem is None else TransportError(problem))
     _check_one_gpu_each(comm, runtime)
-    _, schedule, merge, buffer, group = reduction
-    communicator = nccl.connect(comm, runtime)
-    if schedule is None:
-        calls = int(parse(reduction.scheme)[1].get("calls", "2"))
-        return NcclAllreduce(communicator, merge, buffer, runtime, calls)
-    return Reducer(communicator, schedule, merge, buffer, runtime, group)
+    scheme, schedule, merge, buffer, group = reduction
+    communicator = _together(comm, lambda: nccl.connect(comm, runtime))
+
+    def planned() -> Any:
+        if schedule is not None:
+            return Reducer(communicator, schedule, merge, buffer, runtime, group)
+        return NcclAllreduce(communicator, merge, buffer, runtime, int(parse(scheme)[1].get("calls", "2")))
+
+    try:
+        return _together(comm, planned)
+    except TreeattnError:
+        communicator.abort()
+        raise
+
+
+def _together(comm: Intracomm, make: Callable[[], Any]) -> Any:
+    """What `make` makes; where it fails on one rank, every rank raises the same. Collective."""
+    made, error = None, None
+    try:
+        made = make()
+    except Exception as problem:  # whatever it is, the other ranks must not be left waiting
+        error = problem
+    comm_.agree(comm, {}, error)
+    return made
 
 
 def _check_one_gpu_each(comm: Intracomm, runtime: Runtime) -> None:
@@ -126,7 +145,7 @@ def _over_cuda_mpi(comm: Intracomm, runtime: Runtime, reduction: Reduction) -> A
     comm_.agree(comm, {}, problem)
     _, schedule, merge, buffer, group = reduction
     assert schedule is not None
-    return Reducer(comm, schedule, merge, buffer, group, runtime)
+    return _together(comm, lambda: Reducer(comm, schedule, merge, buffer, group, runtime))
 
 
 def _over_mpi(comm: Intracomm, reduction: Reduction) -> Any:
@@ -134,12 +153,7 @@ def _over_mpi(comm: Intracomm, reduction: Reduction) -> Any:
     if reduction.schedule is None:
         from treeattn.collectives.libraries.mpi_allreduce import MpiAllreduce
 
-        error: TreeattnError | None = None
-        try:
-            reduction.merge.mpi_function()
-        except TreeattnError as problem:
-            error = problem
-        comm_.agree(comm, {}, error)
+        _together(comm, reduction.merge.mpi_function)
         return MpiAllreduce(comm, reduction.merge, reduction.buffer)
     from treeattn.collectives.executors.mpi import Reducer
 
@@ -152,13 +166,8 @@ class Staged:
     def __init__(self, comm: Intracomm, runtime: Runtime, reduction: Reduction) -> None:
         """Collective."""
         self._runtime, self._buffer = runtime, reduction.buffer
-        error: Exception | None = None
-        try:
-            self._host = self._runtime.pinned(self._buffer.shape, self._buffer.dtype)
-            merge = cpu.MergeOperator(reduction.merge.width - partial.EXTRA, reduction.merge.dtype)
-        except Exception as problem:  # whatever it is, the other ranks must not be left waiting
-            error = problem
-        comm_.agree(comm, {}, error)
+        self._host = _together(comm, lambda: runtime.pinned(self._buffer.shape, self._buffer.dtype))
+        merge = cpu.MergeOperator(reduction.merge.width - partial.EXTRA, reduction.merge.dtype)
         self._reducer = _over_mpi(comm, reduction._replace(merge=merge, buffer=self._host))
 
     @property

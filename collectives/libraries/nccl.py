@@ -91,10 +91,18 @@ class _Communicator:
         self._nccl = nccl = _library()
         self._stream = stream
         self._operations = {"max": nccl.NCCL_MAX, "sum": nccl.NCCL_SUM}
-        identity = comm.bcast(nccl.get_unique_id() if comm.rank == 0 else None, root=0)
+        identity: Any = None
+        if comm.rank == 0:
+            try:
+                identity = nccl.get_unique_id()
+            except RuntimeError as error:  # NcclError; the others wait for the broadcast
+                identity = TransportError(f"NCCL does not start: {error}; NCCL_DEBUG=INFO tells more")
+        identity = comm.bcast(identity, root=0)
+        if isinstance(identity, TransportError):
+            raise identity
         try:
             self._communicator = nccl.NcclCommunicator(comm.size, identity, comm.rank)
-        except RuntimeError as error:  # NcclError
+        except RuntimeError as error:
             raise TransportError(
                 f"NCCL cannot connect {comm.size} ranks: {error}; NCCL_DEBUG=INFO tells more"
             ) from error

@@ -97,11 +97,17 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "head_dim": ({x: good()[x][..., :40] for x in "qkv"}, BackendError, "head_dim 40: there are 64"),
     "lengths": ({"lengths": [151]}, ArgumentError, "between 0 and the shard's 150"),
     "length of two": ({"lengths": [1, 2]}, ArgumentError, r"of shape \[1\]"),
+    "rows between 16 bytes": (
+        {x: np.zeros((1, 9, 2, 66), np.float32)[..., :64] for x in "kv"},
+        ArgumentError,
+        "multiples of 16 bytes",
+    ),
+    "a baseline": ({"scheme": "kv_ring"}, RestrictionError, "baseline for device='cpu'"),
     "lengths of int32": ({"lengths": np.zeros(1, np.int32)}, ArgumentError, "int64"),
     "last axis": (
         {x: np.repeat(good()[x], 2, axis=3)[..., ::2] for x in "kv"},
         ArgumentError,
-        r"contiguous in its last axis.*ascontiguousarray\(k\)",
+        "the last axis of k must be contiguous.*ascontiguousarray",
     ),
     "records of the host": ({"transport": "mpi"}, TransportError, "'nccl'.*'cuda-mpi'.*'host'"),
     "transport": ({"transport": "pigeon"}, TransportError, "'nccl'.*'cuda-mpi'.*'host'"),

@@ -195,6 +195,24 @@ def test_nccl_that_lacks_on_one_rank_is_refused_by_all(comm, runtime, monkeypatc
         treeattn.Decoder(comm, **options(), transport="nccl")
 
 
+def test_no_room_for_messages_on_one_rank_is_told_by_all(comm, runtime, communicators, monkeypatch):
+    """What is allocated while the reduction is planned, after NCCL has connected."""
+    if comm.size == 1:
+        return
+    sizes = []
+
+    def full(shape, dtype):
+        sizes.append(shape)
+        if len(sizes) > 3 and comm.rank == 0:  # records, out and lse fit
+            raise treeattn.BackendError("out of GPU memory")
+        return np.empty(shape, dtype)
+
+    monkeypatch.setattr(runtime, "empty", full)
+    with pytest.raises(treeattn.BackendError, match="rank 0: out of GPU memory"):
+        treeattn.Decoder(comm, **options(), scheme="recursive_doubling", transport="nccl")
+    assert [communicator.ended for communicator in communicators] == ["aborted"]
+
+
 @pytest.mark.parametrize("scheme", SCHEDULES)
 def test_cuda_aware_mpi(comm, runtime, monkeypatch, scheme):
     """The stream is waited for before every round, and nothing else is done by the host."""

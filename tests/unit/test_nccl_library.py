@@ -22,6 +22,11 @@ def fake(**changes: Any) -> tuple[dict[str, ModuleType], list[Any]]:
     """Modules cupy, cupy.cuda and cupy.cuda.nccl, and the list of what is called."""
     calls: list[Any] = []
 
+    def get_unique_id() -> bytes:
+        if "no_id" in changes:
+            raise changes["no_id"]
+        return b"id"
+
     class NcclCommunicator:
         def __init__(self, *arguments: Any) -> None:
             if "error" in changes:
@@ -37,7 +42,7 @@ def fake(**changes: Any) -> tuple[dict[str, ModuleType], list[Any]]:
     vars(modules["cupy.cuda.nccl"]).update(
         available=changes.get("available", True),
         NCCL_FLOAT32=7, NCCL_SUM=0, NCCL_MAX=2,
-        get_unique_id=lambda: b"id",
+        get_unique_id=get_unique_id,
         groupStart=lambda: calls.append(("groupStart",)),
         groupEnd=lambda: calls.append(("groupEnd",)),
         NcclCommunicator=NcclCommunicator,
@@ -104,6 +109,10 @@ def test_a_cupy_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_refusal_says_where_to_learn_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, no_id=NcclError("NCCL_ERROR_SYSTEM_ERROR"))
+    with pytest.raises(TransportError, match="does not start: NCCL_ERROR_SYSTEM_ERROR.*NCCL_DEBUG"):
+        nccl.connect(ONE, STREAM)
     use(monkeypatch, error=NcclError("NCCL_ERROR_INVALID_USAGE"))
+    nccl._library.cache_clear()
     with pytest.raises(TransportError, match="cannot connect 1 ranks: NCCL_ERROR_INVALID_USAGE.*NCCL_DEBUG"):
         nccl.connect(ONE, STREAM)

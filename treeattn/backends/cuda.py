@@ -31,6 +31,7 @@ __all__ = [
     "PlannedAttention",
     "Runtime",
     "check_head_dim",
+    "check_rows",
     "choose_splits",
     "default_runtime",
     "finish",
@@ -524,11 +525,12 @@ def _check_inputs(q: Any, k: Any, v: Any, records: Any, runtime: Runtime) -> tup
     if k.shape[1] >= 2**31 - _TILE or batch > _MAX_GRID:
         raise ArgumentError(f"batch {batch}, tokens {k.shape[1]}: at most 65535 and 2^31 fit one launch")
     for name, array in (("q", q), ("k", k), ("v", v)):
-        _check_rows(name, array, runtime)
+        check_rows(name, array, runtime)
     return _TYPES[q.dtype.name][0], _TYPES[k.dtype.name][0]
 
 
-def _check_rows(name: str, array: Any, runtime: Runtime) -> None:
+def check_rows(name: str, array: Any, runtime: Runtime) -> None:
+    """Raise `ArgumentError` unless rows of head_dim elements can be loaded 16 bytes at a time."""
     if array.size == 0:
         return
     if array.strides[3] != array.dtype.itemsize:
