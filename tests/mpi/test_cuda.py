@@ -235,10 +235,6 @@ def test_cuda_aware_mpi(comm, runtime, monkeypatch, scheme):
         assert len(waits) == rounds
 
 
-def test_this_library_is_asked(comm):
-    assert comm_.cuda_aware() is False  # those of the tests are built without CUDA
-
-
 def test_ranks_of_a_node_count_from_zero(comm):
     local = comm.allgather(comm_.node_local_rank(comm))
     for node in comm_.node_groups(comm):
