@@ -41,8 +41,9 @@ class Scheme:
     cost: time of a reduction of n bytes over p ranks; alpha is the latency of a message, beta the time
     per byte. rooted: gathers at rank 0, then copies back down, so it can be the inner scheme of another.
     scattered: leaves rank r of p only the r-th of p slices of the result.
-    A row of kind ``"library"`` has no generator: the library decides what it does. Rows of kind
-    ``"baseline"`` stand in a list of their own, `treeattn.baselines`: their generator makes no schedule.
+    A row of kind ``"library"`` has no generator: the library decides what it does, `description` says what
+    is known. Rows of kind ``"baseline"`` stand in a list of their own, `treeattn.baselines`: their generator
+    makes no schedule. devices: where it runs; elsewhere: what to take on the others.
     """
 
     name: str
@@ -53,12 +54,15 @@ class Scheme:
     rooted: bool = False
     scattered: bool = False
     kind: Literal["schedule", "library", "baseline"] = "schedule"
+    description: str = ""
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    elsewhere: str = ""
 
     @property
     def summary(self) -> str:
         """One line: what the scheme is."""
         if self.generator is None:
-            return "whatever the library chooses for this size and machine"
+            return self.description
         return (self.generator.__doc__ or "").strip().partition("\n")[0]
 
     def parameter(self, name: str) -> Parameter | None:
@@ -127,7 +131,28 @@ CATALOG: dict[str, Scheme] = {
         ),
         Scheme("head_scatter", head_scatter, "ceil(log2 p) alpha + n (p-1)/p beta", scattered=True),
         Scheme("all_gather_merge", all_gather_merge, "alpha + (p-1) n beta", restriction=_SQUARE.format(724)),
-        Scheme("mpi_allreduce", None, "the library's", kind="library"),
+        Scheme(
+            "mpi_allreduce",
+            None,
+            "the library's",
+            kind="library",
+            description="whatever the library chooses for this size and machine",
+        ),
+        Scheme(
+            "nccl_allreduce",
+            None,
+            "the library's, of n/(d+2) bytes and then of n",
+            (
+                Parameter(
+                    "calls", "choice", "2", "all-reduces in a step; 3 as in the paper", choices=("2", "3")
+                ),
+            ),
+            restriction="device='cuda' only",
+            kind="library",
+            description="NCCL's all-reduce of maxima, then of rescaled records: GPUs only; sums, not merges",
+            devices=("cuda",),
+            elsewhere="on the CPU take mpi_allreduce",
+        ),
     )
 }
 

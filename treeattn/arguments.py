@@ -11,7 +11,7 @@ import numpy as np
 
 from treeattn.errors import ArgumentError
 
-__all__ = ["DTYPES", "Shape", "as_tensor", "dtype_name"]
+__all__ = ["DTYPES", "Shape", "as_tensor", "check_axes", "dtype_name"]
 
 # Input dtypes by name. 16-bit inputs are widened inside the kernels; float64 keeps float64 throughout.
 DTYPES = {
@@ -120,11 +120,12 @@ class Shape:
         return np.ascontiguousarray(lengths, np.int64)
 
     def _check_elements(self, name: str, array: Any) -> None:
-        if array.dtype is not DTYPES[self.dtype] and array.dtype != DTYPES[self.dtype]:
+        bits = self.dtype == "bfloat16" and array.dtype == np.uint16
+        if array.dtype != DTYPES[self.dtype] and not bits:
             raise ArgumentError(f"{name} is {array.dtype}, expected {self.dtype}")
-        if array.strides[3] != array.itemsize and array.size:
+        if array.strides[3] != array.dtype.itemsize and array.size:
             raise ArgumentError(
-                f"{name} is not contiguous in its last axis (head_dim): pass numpy.ascontiguousarray({name})"
+                f"{name} is not contiguous in its last axis (head_dim): pass ascontiguousarray({name})"
             )
 
 
@@ -157,7 +158,12 @@ def as_tensor(name: str, array: Any, dtype: str | None = None) -> Any:
         raise ArgumentError(f"{name} is a {kind}: device='cpu' takes NumPy arrays")
     if dtype_name(array, dtype) == "bfloat16" and array.dtype == np.uint16:
         array = array.view(ml_dtypes.bfloat16)
+    check_axes(name, array)
+    return array
+
+
+def check_axes(name: str, array: Any) -> None:
+    """Raise `ArgumentError` unless the array has four axes."""
     if array.ndim != 4:
         axes = "[batch, queries, heads, head_dim]" if name == "q" else "[batch, tokens, kv_heads, head_dim]"
         raise ArgumentError(f"{name} has shape {list(array.shape)}, expected four axes {axes}")
-    return array

@@ -15,7 +15,18 @@ from treeattn.errors import ArgumentError, BackendError, TreeattnError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["abort", "agree", "cuda_aware", "launched_as", "leave", "mpi", "node_groups", "started", "world"]
+__all__ = [
+    "abort",
+    "agree",
+    "cuda_aware",
+    "launched_as",
+    "leave",
+    "mpi",
+    "node_groups",
+    "node_local_rank",
+    "started",
+    "world",
+]
 
 # (rank, size) as the launchers that we know put them into the environment of each process.
 _LAUNCHERS = (
@@ -88,6 +99,14 @@ def node_groups(comm: Intracomm) -> tuple[tuple[int, ...], ...]:
     for rank, leader in enumerate(leaders):
         groups.setdefault(leader, []).append(rank)
     return tuple(tuple(groups[leader]) for leader in sorted(groups))
+
+
+def node_local_rank(comm: Intracomm) -> int:
+    """Which of the ranks on this node (shared memory domain) this one is, from 0. Collective."""
+    shared = comm.Split_type(mpi().COMM_TYPE_SHARED, key=comm.rank)
+    rank: int = shared.rank
+    shared.Free()
+    return rank
 
 
 def cuda_aware() -> bool | None:

@@ -11,15 +11,15 @@ from __future__ import annotations
 import math
 import operator
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from treeattn import comm as comm_
-from treeattn import routes
-from treeattn.arguments import DTYPES, Shape, as_tensor, dtype_name
-from treeattn.backends import cpu
+from treeattn import devices, routes
+from treeattn.arguments import DTYPES, Shape, dtype_name
 from treeattn.baselines import Sent
 from treeattn.errors import ArgumentError, BackendError, TransportError, TreeattnError
 
@@ -57,6 +57,10 @@ def decode(
     ``dtype="bfloat16"``) or float64. lengths: valid tokens [batch] of this shard, default all.
     scale: default 1 / sqrt(head_dim). comm: default COMM_WORLD.
 
+    device: ``"cpu"`` takes and returns NumPy arrays, ``"cuda"`` CuPy arrays of the current GPU (no float64).
+    transport: how records travel: ``"mpi"`` from the host; from GPUs ``"nccl"``, ``"cuda-mpi"`` or ``"host"``
+    (see `treeattn.transports`). None is the only sensible one, or an error that lists the choices.
+
     Returns ``out`` like q and the natural-log ``lse`` [batch, heads, queries], float32 (float64 for
     float64 inputs), with the same bits on every rank. A query without any key gives out 0 and lse -inf.
     With ``output="heads"`` (schemes ``head_scatter``, ``head_all_to_all``) each rank gets its slice of the
@@ -70,23 +74,23 @@ def decode(
     error: Exception | None = None
     shape = None
     try:
-        _check_choices(device, transport, output)
-        k, v = as_tensor("k", k, dtype), as_tensor("v", v, dtype)
+        where = devices.find(device)
+        k, v = where.tensor("k", k, dtype), where.tensor("v", v, dtype)
         if q_root is None:
-            q = as_tensor("q", q, dtype)
+            q = where.tensor("q", q, dtype)
         else:
             q_root = operator.index(q_root)
     except Exception as problem:  # whatever it is, the other ranks must not be left waiting
         error = problem
     comm_.agree(comm, {} if error else {"q_root": q_root}, error)
     if q_root is not None:
-        q = _broadcast_query(comm, q, dtype, q_root)
+        q = _broadcast_query(comm, where, q, dtype, q_root)
     try:
-        shape = Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], dtype_name(q))
+        raw = "bfloat16" if q.dtype == np.uint16 else None
+        shape = Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], dtype_name(q, raw))
         shape.check_query(q)
         shape.check_cache(k, v)
-        if lengths is not None:
-            lengths = shape.check_lengths(lengths, k.shape[1])
+        lengths = where.lengths(shape, lengths, k.shape[1])
     except Exception as problem:
         error = problem
     comm_.agree(comm, {"the shape or dtype of q, k, v": shape}, error)
@@ -110,10 +114,11 @@ class Decoder:
     call (a growing cache is passed as a longer array, or as the same array with larger `lengths`).
     A call returns (out, lse) in the decoder's own buffers, which hold until its next call.
 
-    `schedule` and `certificate` tell what was planned (None where no schedule is run); `heads` is the slice
-    of query heads that out and lse cover, all of them unless ``output="heads"``. `local`, `reduce` and
-    `finish` are the three parts of a call, for those who overlap or time them; where a ring computes while it
-    communicates (`kv_ring`, `query_ring`), the first two are halves of one thing.
+    `schedule` and `certificate` tell what was planned (None where no schedule is run), `transport` how its
+    records travel; `heads` is the slice of query heads that out and lse cover, all of them unless
+    ``output="heads"``. `local`, `reduce` and `finish` are the three parts of a call, for those who overlap or
+    time them; where a ring computes while it communicates (`kv_ring`, `query_ring`), the first two are halves
+    of one thing.
     """
 
     def __init__(
@@ -137,52 +142,62 @@ class Decoder:
         settings: dict[str, object] = {}
         slow = None
         try:
-            slow = cpu.compiled_kernels_problem()
-            cpu.check_environment()
-            shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype)
-            self.scale = _checked_scale(shape.default_scale() if scale is None else scale)
-            scheme = routes.canonical(scheme)
-            _check_choices(device, transport, output)
+            self._device = devices.find(device)
+            slow = self._device.slow_because()
+            self.shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype)
+            self._device.check_shape(self.shape)
+            self.scale = _checked_scale(self.shape.default_scale() if scale is None else scale)
+            self.scheme = routes.canonical(scheme)
+            self._plan_memory(_own_heads(heads, output, comm))
+            self._attention = self._device.attention(self.shape, self.records, self.scale)
+            self._finish = self._device.finish(self._own, self.out, self.lse)
             settings = {
-                "the shape or dtype of q, k, v": shape,
+                "the shape or dtype of q, k, v": self.shape,
                 "scale": self.scale,
-                "scheme": scheme,
+                "scheme": self.scheme,
                 "device": device,
+                "transport": transport,
                 "output": output,
             }
         except Exception as problem:  # whatever it is, the other ranks must not be left waiting
             error = problem
         comm_.agree(comm, settings, error)
         _warn_once_without_compiler(comm, slow)
-        self.shape, self.scheme = shape, scheme
-        self.schedule = routes.schedule(scheme, comm)
-        routes.check_output(scheme, output)
-        self.heads = slice(0, heads)
-        if output == "heads":
-            self.heads = slice(comm.rank * heads // comm.size, (comm.rank + 1) * heads // comm.size)
-        self._plan_buffers()
-        self._attention, self._reducer = routes.plan(
-            comm, scheme, self.schedule, shape, self.scale, self.records, self._reduced
+        self.schedule = routes.schedule(self.scheme, comm)
+        routes.check_output(self.scheme, output)
+        self._attention, self._reducer, self.transport = routes.plan(
+            comm,
+            self._device,
+            transport,
+            self.scheme,
+            self.schedule,
+            self.shape,
+            self.scale,
+            self._attention,
+            self.records,
+            self._reduced,
         )
-        self._finish = cpu.planned_finish(self._own, self.out, self.lse)
         self.certificate = None if self.schedule is None else self._reducer.certificate
+        self._comm = comm
+        self._captured: list[CapturedStep] = []
 
-    def _plan_buffers(self) -> None:
+    def _plan_memory(self, heads: slice) -> None:
         """Records as the kernel writes them, as the reducer cuts them, and this rank's part of the result.
 
         A scattered schedule cuts the records by heads, so they must be head-major on the wire: for one
         sequence they are; for several, `reduce` reorders into a second buffer.
         """
-        batch, heads, queries = self.shape.lse_shape
-        width, dtype = self.shape.head_dim + 2, self.shape.record_dtype
-        own = self.heads.stop - self.heads.start
-        self.records = np.empty((batch, heads, queries, width), dtype)
-        whole = own == heads
+        batch, all_heads, queries = self.shape.lse_shape
+        width, dtype, empty = self.shape.head_dim + 2, self.shape.record_dtype, self._device.empty
+        self.heads = heads
+        own = heads.stop - heads.start
+        self.records = empty((batch, all_heads, queries, width), dtype)
+        whole = own == all_heads
         self._reordered = batch > 1 and not whole
-        self._reduced = np.empty((heads, batch, queries, width), dtype) if self._reordered else self.records
-        self._own = self.records if whole else np.empty((batch, own, queries, width), dtype)
-        self.out = np.empty((batch, queries, own, self.shape.head_dim), dtype)
-        self.lse = np.empty((batch, own, queries), dtype)
+        self._reduced = empty((all_heads, batch, queries, width), dtype) if self._reordered else self.records
+        self._own = self.records if whole else empty((batch, own, queries, width), dtype)
+        self.out = empty((batch, queries, own, self.shape.head_dim), dtype)
+        self.lse = empty((batch, own, queries), dtype)
 
     def __call__(self, q: Any, k: Any, v: Any, lengths: Any = None) -> tuple[Any, Any]:
         """One step: (out, lse), valid until the next call. Every rank must call.
@@ -196,26 +211,16 @@ class Decoder:
 
     def local(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
         """This rank's partials, from its own tokens, into the records buffer."""
-        if not self.shape.accepts(q, k, v):
-            self._check(q, k, v)
-        if lengths is not None and not (type(lengths) is np.ndarray and lengths.dtype == np.int64):
-            lengths = self.shape.check_lengths(lengths, k.shape[1])
-        self._attention(q, k, v, lengths)  # checks shape and range of the lengths itself
-
-    def _check(self, q: Any, k: Any, v: Any) -> None:
-        """Say what is wrong; what passes here is rare but right (bfloat16 as uint16, no tokens)."""
-        raw = "bfloat16" if self.shape.dtype == "bfloat16" else None
-        self.shape.check_query(as_tensor("q", q, raw))
-        self.shape.check_cache(as_tensor("k", k, raw), as_tensor("v", v, raw))
+        self._attention(q, k, v, self._device.admit(self.shape, q, k, v, lengths))
 
     def reduce(self) -> None:
         """Fold the partials of all ranks. Collective."""
         if self._reordered:
-            np.copyto(self._reduced, self.records.transpose(1, 0, 2, 3))
+            self._device.copy(self._reduced, self.records.transpose(1, 0, 2, 3))
         self._reducer()
         if self._own is not self.records:
             head_major = self._reduced if self._reordered else self._reduced.transpose(1, 0, 2, 3)
-            np.copyto(self._own, head_major[self.heads].transpose(1, 0, 2, 3))
+            self._device.copy(self._own, head_major[self.heads].transpose(1, 0, 2, 3))
 
     def finish(self) -> tuple[Any, Any]:
         """(out, lse) from the folded records."""
@@ -228,15 +233,70 @@ class Decoder:
         sent: Sent | None = getattr(self._reducer, "sent", None)
         return sent
 
+    def capture(self, q: Any, k: Any, v: Any, lengths: Any = None) -> CapturedStep:
+        """The whole step over arrays that stay where they are, as one CUDA graph. Collective.
+
+        Runs one step, then records one. Calling the result is one launch on the current stream and gives
+        (out, lse) as a call of the decoder does; it reads what q, k, v and lengths (an int64 device array,
+        or None for all) hold then, so a cache may grow within them. Every rank must call it in the same step:
+        NCCL allows a captured step on all ranks or on none. It ends with the decoder.
+
+        Raises `BackendError` unless ``device="cuda"``, `TransportError` where the host moves the records.
+        """
+        if not self._device.queues:
+            raise BackendError("a captured step is a CUDA graph: it needs device='cuda'")
+        if self.transport not in (("nccl", "mpi") if self._comm.size == 1 else ("nccl",)):
+            raise TransportError(
+                f"transport={self.transport!r} moves records by the host, which a CUDA graph cannot: "
+                "a captured step needs transport='nccl', or one rank without a transport"
+            )
+        error: Exception | None = None
+        try:
+            if lengths is not self._device.admit(self.shape, q, k, v, lengths):
+                raise ArgumentError("lengths of a captured step must be an int64 device array")
+        except Exception as problem:  # whatever it is, the other ranks must not be left waiting
+            error = problem
+        comm_.agree(self._comm, {}, error)
+        self(q, k, v, lengths)
+        step = CapturedStep(self._device.capture(lambda: self(q, k, v, lengths)), (self.out, self.lse))
+        self._captured.append(step)
+        return step
+
     def close(self) -> None:
         """Release communicator and requests. Collective."""
+        self._drop_captured()
         self._reducer.close()
 
     def __enter__(self) -> Decoder:
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self._drop_captured()
         self._reducer.__exit__(*exception)
+
+    def _drop_captured(self) -> None:
+        """Graphs go before the communicator that they use."""
+        while self._captured:
+            self._captured.pop().drop()
+
+
+class CapturedStep:
+    """What `Decoder.capture` makes."""
+
+    def __init__(self, launch: Callable[[], object], results: tuple[Any, Any]) -> None:
+        self._launch: Callable[[], object] | None = launch
+        self._results = results
+
+    def __call__(self) -> tuple[Any, Any]:
+        """One launch: (out, lse), valid until the decoder's next step."""
+        if self._launch is None:
+            raise ArgumentError("the decoder of this captured step is closed")
+        self._launch()
+        return self._results
+
+    def drop(self) -> None:
+        """Give the graph back."""
+        self._launch = None
 
 
 def _checked_scale(scale: float) -> float:
@@ -249,15 +309,13 @@ def _checked_scale(scale: float) -> float:
     return value
 
 
-def _check_choices(device: str, transport: str | None, output: str) -> None:
-    if device not in ("cpu", "cuda"):
-        raise ArgumentError(f"device {device!r} is unknown: use 'cpu' or 'cuda'")
-    if device == "cuda":
-        raise BackendError("device='cuda' has kernels but no transport in this version: use device='cpu'")
-    if transport not in (None, "mpi"):
-        raise TransportError(f"transport {transport!r} does not serve device='cpu': use 'mpi' or None")
-    if output not in ("replicated", "heads"):
-        raise ArgumentError(f"output {output!r} is unknown: use 'replicated' or 'heads'")
+def _own_heads(heads: int, output: str, comm: Intracomm) -> slice:
+    """The heads that this rank's result covers."""
+    if output == "replicated":
+        return slice(0, heads)
+    if output == "heads":
+        return slice(comm.rank * heads // comm.size, (comm.rank + 1) * heads // comm.size)
+    raise ArgumentError(f"output {output!r} is unknown: use 'replicated' or 'heads'")
 
 
 def _warn_once_without_compiler(comm: Intracomm, problem: str | None) -> None:
@@ -273,21 +331,24 @@ def _warn_once_without_compiler(comm: Intracomm, problem: str | None) -> None:
         )
 
 
-def _broadcast_query(comm: Intracomm, q: Any, dtype: str | None, root: int) -> Any:
-    """The query of rank `root`, on every rank; its problems too."""
+def _broadcast_query(comm: Intracomm, device: devices.Device, q: Any, dtype: str | None, root: int) -> Any:
+    """The query of rank `root`, on every rank, by way of the host; its problems too."""
     if not 0 <= root < comm.size:
         raise ArgumentError(f"q_root {root!r} is not a rank of this communicator: use 0 to {comm.size - 1}")
     outcome: Any = None
+    host: Any = None
     if comm.rank == root:
         try:
-            q = np.ascontiguousarray(as_tensor("q", q, dtype))
-            outcome = (q.shape, dtype_name(q))
+            q = device.tensor("q", q, dtype)
+            name = dtype_name(q, "bfloat16" if q.dtype == np.uint16 else None)
+            host = np.ascontiguousarray(device.to_host(q)).view(DTYPES[name])
+            outcome = (host.shape, name)
         except TreeattnError as problem:
             outcome = problem
     outcome = comm.bcast(outcome, root=root)
     if isinstance(outcome, TreeattnError):
         raise type(outcome)(f"rank {root}: {outcome}")
     if comm.rank != root:
-        q = np.empty(outcome[0], DTYPES[outcome[1]])
-    comm.Bcast(q.view(np.uint8), root=root)
-    return q
+        host = np.empty(outcome[0], DTYPES[outcome[1]])
+    comm.Bcast(host.view(np.uint8), root=root)
+    return device.from_host(host)

@@ -10,13 +10,13 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from treeattn import baselines, collectives
+from treeattn import baselines, collectives, transports
 from treeattn import comm as comm_
 from treeattn.arguments import Shape
-from treeattn.backends import cpu
 from treeattn.collectives import catalog
 from treeattn.collectives.schedule import Schedule
-from treeattn.errors import RestrictionError, TreeattnError
+from treeattn.devices import Device
+from treeattn.errors import RestrictionError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -47,6 +47,8 @@ class Route(NamedTuple):
     """Called with q, k, v and lengths: writes the partials, or begins to."""
     reducer: Any
     """A `Reduction`."""
+    transport: str = "mpi"
+    """How the reducer's records travel."""
 
 
 def canonical(scheme: str) -> str:
@@ -88,36 +90,26 @@ def check_output(scheme: str, output: str) -> None:
 
 def plan(
     comm: Intracomm,
+    device: Device,
+    transport: str | None,
     scheme: str,
     schedule: Schedule | None,
     shape: Shape,
     scale: float,
+    attention: Any,
     records: Any,
     reduced: Any,
 ) -> Route:
     """The attention that writes `records` and the reduction of `reduced`. Collective.
 
+    attention: what writes `records` where nothing is communicated meanwhile.
     records: [batch, heads, queries, head_dim + 2]. reduced: the same array, or one that is cut by heads
     [heads, batch, queries, head_dim + 2], into which the caller reorders between the two.
     """
-    merge = cpu.MergeOperator(shape.head_dim, shape.record_dtype)
-    attention = cpu.PlannedAttention(records, scale=scale)
-    if _row(scheme).kind == "baseline":
+    row = _row(scheme)
+    chosen = transports.choose(device.name, transport, row, comm.size)
+    merge = device.merge_operator(shape)
+    if row.kind == "baseline":
         return Route(*baselines.plan(comm, scheme, shape, attention, scale, merge, records, reduced))
-    return Route(attention, _reducer(comm, schedule, merge, reduced, shape.batch * shape.queries))
-
-
-def _reducer(comm: Intracomm, schedule: Schedule | None, merge: Any, buffer: Any, group: int) -> Any:
-    if schedule is None:
-        from treeattn.collectives.libraries.mpi_allreduce import MpiAllreduce
-
-        error: TreeattnError | None = None
-        try:
-            merge.mpi_function()
-        except TreeattnError as problem:
-            error = problem
-        comm_.agree(comm, {}, error)
-        return MpiAllreduce(comm, merge, buffer)
-    from treeattn.collectives.executors.mpi import Reducer
-
-    return Reducer(comm, schedule, merge, buffer, group)
+    reduction = transports.Reduction(scheme, schedule, merge, reduced, shape.batch * shape.queries)
+    return Route(attention, transports.reducer(comm, chosen, device, reduction), chosen)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 from mpi4py import MPI
 
-from treeattn.collectives.check import Certificate, Fold, prove
+from treeattn.collectives.check import Certificate, prove
+from treeattn.collectives.executors import rounds
+from treeattn.collectives.memory import HOST, Memory
 from treeattn.collectives.operator import Operator
-from treeattn.collectives.schedule import Round, Schedule
+from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ScheduleError
 
 __all__ = ["Reducer"]
@@ -46,13 +47,20 @@ class Reducer:
     the records of all ranks as `schedule` says; afterwards the buffer holds the result (all of it, or
     this rank's chunk of a scattered schedule). Chunks are cut between groups of `group` records.
     ``start()`` posts the first round and returns, ``wait()`` does the rest, a call is both. Creating and
-    closing are collective; so is a step.
+    closing are collective; so is a step. `memory`: where the buffer lies; that of a GPU needs an MPI library
+    that takes its addresses, and is waited for before anything leaves it.
 
     Raises `ScheduleError` if the schedule is for another number of ranks or is not a correct reduction.
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, schedule: Schedule, operator: Operator, buffer: Any, group: int = 1
+        self,
+        comm: MPI.Intracomm,
+        schedule: Schedule,
+        operator: Operator,
+        buffer: Any,
+        group: int = 1,
+        memory: Memory = HOST,
     ) -> None:
         if schedule.size != comm.size:
             raise ScheduleError(
@@ -63,10 +71,11 @@ class Reducer:
         self._proof = prove(schedule)
         if not buffer.flags.c_contiguous or buffer.dtype != operator.dtype:
             raise ScheduleError(f"{schedule.name}: the buffer must be C-contiguous {operator.dtype}")
-        self._records = buffer.reshape(-1, group * operator.width)  # one row is what a chunk never cuts
-        self._operator = operator
+        records = buffer.reshape(-1, group * operator.width)  # one row is what a chunk never cuts
         self._comm = comm.Dup()
-        self._steps = list(self._plan())
+        self._ready = memory.synchronize
+        planned = rounds.plan(schedule, self._proof, comm.rank, records, operator, memory)
+        self._steps = [self._requests(round_) for round_ in planned]
         self._started = False
         self._closed = False
         _open.add(self)
@@ -84,6 +93,7 @@ class Reducer:
             )
         self._started = True
         if self._steps:
+            self._ready()
             MPI.Prequest.Startall(self._steps[0].requests)
 
     def wait(self) -> None:
@@ -92,6 +102,7 @@ class Reducer:
             raise ScheduleError(f"{self.schedule.name}: wait() without start()")
         for index, step in enumerate(self._steps):
             if index:
+                self._ready()
                 MPI.Prequest.Startall(step.requests)
             MPI.Prequest.Waitall(step.requests)
             for action in step.actions:
@@ -132,70 +143,9 @@ class Reducer:
                 request.Free()
         self._steps = []
 
-    # -- planning: everything below runs once ----------------------------------------------------
-
-    def _plan(self) -> Iterator[_PlannedRound]:
-        for index, round_ in enumerate(self.schedule.rounds):
-            step = self._plan_round(index, round_, self._proof.folds[index].get(self._comm.rank, ()))
-            if step.requests:
-                yield step
-
-    def _plan_round(self, index: int, round_: Round, folds: tuple[Fold, ...]) -> _PlannedRound:
-        """Requests and actions of this rank in one round. Tag = round: a fast neighbour may be ahead."""
-        rank, comm = self._comm.rank, self._comm
-        mine = [t for t in round_ if rank in (t.src, t.dst) and self._slice(t.chunks) is not None]
-        leaving = {chunk for t in mine if t.src == rank for chunk in t.chunks}
-        receives: list[MPI.Prequest] = []
-        sends: list[MPI.Prequest] = []
-        actions: list[Callable[[], object]] = []
-        arrivals: dict[int, list[tuple[range, Any]]] = {}
-        for t in mine:
-            part = self._records[self._slice(t.chunks)]
-            if t.src == rank:
-                sends.append(comm.Send_init(part, t.dst, index))
-                continue
-            # A copy may land in place unless the old value is still being sent in this very round.
-            direct = not t.merge and leaving.isdisjoint(t.chunks)
-            target = part if direct else np.empty_like(part)
-            receives.append(comm.Recv_init(target, t.src, index))
-            if t.merge:
-                arrivals.setdefault(t.src, []).append((t.chunks, target))
-            elif not direct:
-                actions.append(_copy(part, target))
-        for fold in folds:
-            actions.extend(self._merges(fold, arrivals))
-        return _PlannedRound(receives + sends, actions)
-
-    def _merges(self, fold: Fold, arrivals: Any) -> Iterator[Callable[[], object]]:
-        """Pairwise merges, left to right in the stated order; the last one lands in the buffer."""
-        where = self._slice(fold.chunks)
-        if where is None:
-            return
-        own = self._records[where]
-        values = [
-            own if source == self._comm.rank else self._arrived(arrivals[source], fold.chunks)
-            for source in fold.sources
-        ]
-        folded = values[0]
-        for value in values[1:]:
-            # The merge is commutative to the bit, so the fold may move into the buffer when it meets it.
-            into, other = (own, folded) if value is own else (folded, value)
-            width = self._operator.width
-            yield self._operator.planned_merge(into.reshape(-1, width), other.reshape(-1, width))
-            folded = into
-
-    def _arrived(self, messages: list[tuple[range, Any]], chunks: range) -> Any:
-        for carried, scratch in messages:
-            if carried.start <= chunks.start and chunks.stop <= carried.stop:
-                first = self.schedule.chunk_slice(carried, len(self._records)).start
-                where = self.schedule.chunk_slice(chunks, len(self._records))
-                return scratch[where.start - first : where.stop - first]
-        raise ScheduleError(f"{self.schedule.name}: no message of the round carries chunks {chunks}")
-
-    def _slice(self, chunks: range) -> slice | None:
-        where = self.schedule.chunk_slice(chunks, len(self._records))
-        return where if where.stop > where.start else None
-
-
-def _copy(into: Any, arrived: Any) -> Callable[[], object]:
-    return lambda: np.copyto(into, arrived)
+    def _requests(self, planned: rounds.RankRound) -> _PlannedRound:
+        """Tag = round: a fast neighbour may be ahead."""
+        comm, tag = self._comm, planned.number
+        receives = [comm.Recv_init(array, peer, tag) for array, peer in planned.receives]
+        sends = [comm.Send_init(array, peer, tag) for array, peer in planned.sends]
+        return _PlannedRound(receives + sends, planned.actions)

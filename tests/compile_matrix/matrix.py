@@ -139,7 +139,7 @@ def _plain(mangled: str) -> str:
     return result.removeprefix("void ").partition("(")[0]
 
 
-MODULES = ("partial_attention", "partial_attention_mma", "merge_partials", "finish")
+MODULES = ("partial_attention", "partial_attention_mma", "merge_partials", "rescale", "finish")
 
 
 def page() -> str:

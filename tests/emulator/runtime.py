@@ -17,10 +17,16 @@ __all__ = ["EmulatorRuntime"]
 
 
 class EmulatorRuntime:
-    """NumPy arrays stand for device arrays. A small device: 3 multiprocessors of 2 blocks each."""
+    """NumPy arrays stand for device arrays. A small device: 3 multiprocessors of 2 blocks each.
+
+    Its one stream runs what is queued at once, except while it is captured: then it is written down, with
+    the values that arguments have at that time, as a CUDA graph has them.
+    """
 
     multiprocessors = 3
     tensor_cores = True
+    identity = "emulated GPU 0"
+    stream = 0
 
     def __init__(
         self,
@@ -39,16 +45,26 @@ class EmulatorRuntime:
         self.shared_bytes = shared_bytes
         self.launches = 0
         self.allocations = 0
+        self.graph_launches = 0
+        self._captured: list[Callable[[], object]] | None = None
 
     def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Callable[..., object]:
         """A kernel of kernels/cuda, compiled by g++ if it never was."""
         kernel = _kernel(self._edit(source(module)), expression, self._options, self._sanitizer)
 
-        def launch(*args: Any, **options: Any) -> None:
+        def launch(grid: Any, block: Any, arguments: tuple[Any, ...], **options: Any) -> None:
             self.launches += 1
-            kernel(*args, seed=self._seed, **options)
+            values = tuple(value.copy() if value.dtype.names else value for value in arguments)
+            self.queue(lambda: kernel(grid, block, values, seed=self._seed, **options))
 
         return launch
+
+    def queue(self, work: Callable[[], object]) -> None:
+        """Run `work`, or write it down while the stream is captured."""
+        if self._captured is None:
+            work()
+        else:
+            self._captured.append(work)
 
     def resident_blocks(self, kernel: Any, threads: int, shared_bytes: int) -> int:
         """Always 2."""
@@ -58,6 +74,51 @@ class EmulatorRuntime:
         """A NumPy array [size] of zeros."""
         self.allocations += 1
         return np.zeros(size, dtype)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A NumPy array of what nobody should read."""
+        self.allocations += 1
+        array = np.empty(shape, dtype)
+        array.view(np.uint8).fill(0x7B)
+        return array
+
+    def pinned(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A NumPy array."""
+        return np.empty(shape, dtype)
+
+    def copy(self, into: Any, source: Any) -> None:
+        """Queued like a kernel."""
+        assert into.shape == source.shape
+        assert into.dtype == source.dtype
+        self.queue(lambda: np.copyto(into, source))
+
+    def holds(self, array: Any) -> bool:
+        """Any NumPy array: only lists and the like lie on the host here."""
+        return isinstance(array, np.ndarray)
+
+    def synchronize(self) -> None:
+        """A captured stream cannot be waited for."""
+        assert self._captured is None, "waiting for a stream that is captured"
+
+    def capturing(self) -> bool:
+        """Whether `capture` is under way."""
+        return self._captured is not None
+
+    def capture(self, run: Callable[[], object]) -> Callable[[], object]:
+        """The work that `run` queues, to be queued again."""
+        assert self._captured is None, "a stream is captured once at a time"
+        self._captured = graph = []
+        try:
+            run()
+        finally:
+            self._captured = None
+
+        def launch() -> None:
+            self.graph_launches += 1
+            for work in graph:
+                self.queue(work)
+
+        return launch
 
     def address(self, array: Any) -> int:
         """Where the array begins."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,47 @@ def test_operator_is_what_executors_ask_for() -> None:
     operator.merge(into[:0], other[:0])  # a chunk may be empty
 
 
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+def test_sums_of_rescaled_records_are_the_merge(head_dim: int, keep: bool) -> None:
+    """What rescaled records add up to is their merge, up to a rounding; `keep`: both keep the maximum."""
+    runtime = EmulatorRuntime(seed=1)
+    operator = cuda.MergeOperator(head_dim, runtime=runtime)
+    first, second = (random_records(200, head_dim, seed) for seed in (0, 1))
+    want = first.copy()
+    partial.merge(want, second)
+    maxima = np.fmax(first[:, 0], second[:, 0])  # NCCL's maximum may drop a NaN
+    operator.planned_rescale(first, maxima, True)()
+    operator.planned_rescale(second, maxima, keep)()
+    with np.errstate(all="ignore"):
+        total = first + second
+    if keep:
+        valid = ~np.isnan(want[:, 0])
+        np.testing.assert_array_equal(first[valid, 0], second[valid, 0])
+        total[valid, 0] = first[valid, 0]
+    np.testing.assert_array_equal(np.isnan(total), np.isnan(want))
+    same = (total == want) | np.isnan(want)
+    with np.errstate(all="ignore"):  # a merge rounds once, at the sum: here the product is rounded before
+        assert (same | (np.abs(total - want) <= 2e-7 * (np.abs(first) + np.abs(second)))).all()
+    assert (total[want[:, 0] == -np.inf, 1:] == 0).all()
+
+
+def test_a_rescale_without_its_barrier_changes_values() -> None:
+    def edit(text: str) -> str:
+        barrier = "__syncthreads(); // everyone has read the maximum"
+        return text.replace(barrier, "// ") if "rescale.cu" in text else text
+
+    def rescaled(seed: int, edit: Callable[[str], str]) -> Array:
+        records = random_records(200, 64, 0)
+        operator = cuda.MergeOperator(64, runtime=EmulatorRuntime(seed=seed, edit=edit))
+        operator.planned_rescale(records, np.full(200, 300, np.float32), False)()
+        return records
+
+    good = rescaled(0, str)
+    assert (bits(rescaled(1, str)) == bits(good)).all()
+    assert any((bits(rescaled(seed, edit)) != bits(good)).any() for seed in range(4))
+
+
 def test_finish_has_the_defined_bits() -> None:
     batch, heads, queries, head_dim = 2, 10, 10, 64
     records = random_records(200, head_dim, 3).reshape(batch, heads, queries, head_dim + 2)
@@ -96,6 +138,9 @@ def test_what_cannot_merge_is_refused() -> None:
         cuda.merge(records, records.astype(np.float64), runtime=runtime)
     with pytest.raises(ArgumentError, match="device='cpu'"):
         cuda.MergeOperator(64, np.float64, runtime=runtime)
+    operator = cuda.MergeOperator(64, runtime=runtime)
+    with pytest.raises(ArgumentError, match="maxima must be"):
+        operator.planned_rescale(records, np.zeros(2, np.float32), True)
     with pytest.raises(ArgumentError, match="out must be"):
         cuda.finish(
             np.zeros((1, 1, 1, 66), np.float32),

@@ -33,6 +33,8 @@ def fake_cupy(**changes: Any) -> ModuleType:
 
     class Device:
         id = 0
+        used: list[int] = []  # noqa: RUF012
+        pci_bus_id = "0000:3B:00.0"
         attributes = {  # noqa: RUF012
             "MultiProcessorCount": 132,
             "MaxSharedMemoryPerBlockOptin": 227 << 10,
@@ -42,29 +44,66 @@ def fake_cupy(**changes: Any) -> ModuleType:
         def __init__(self, index: int = 0) -> None:
             self.index = index
 
+        def use(self) -> None:
+            self.used.append(self.index)
+
         def __enter__(self) -> None: ...
 
         def __exit__(self, *error: object) -> None: ...
+
+    class Stream:
+        """Says what was done to it."""
+
+        ptr = 77
+        log: list[str] = []  # noqa: RUF012
+        capturing = False
+
+        def __init__(self, non_blocking: bool = False) -> None:
+            assert non_blocking, "the default stream would wait for a blocking one, which no capture allows"
+
+        def __enter__(self) -> Stream:
+            self.log.append("current")
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.log.append("left")
+
+        def synchronize(self) -> None:
+            self.log.append("waited for")
+
+        def is_capturing(self) -> bool:
+            return self.capturing
+
+        def begin_capture(self) -> None:
+            self.log.append("begin")
+
+        def end_capture(self) -> Any:
+            self.log.append("end")
+            return SimpleNamespace(launch=lambda: self.log.append("launch"))
 
     def device_count() -> int:
         if changes.get("driver") == 0 or changes.get("too_old"):
             raise CUDARuntimeError("cudaErrorInsufficientDriver")
         if "device_error" in changes:
             raise CUDARuntimeError(changes["device_error"])
-        return 0 if changes.get("no_gpu") else 1
+        return 0 if changes.get("no_gpu") else changes.get("gpus", 1)
 
     def raw_module(**arguments: Any) -> Any:
         raise changes["compile_error"]
 
-    def zeros(size: int, dtype: Any) -> Any:
+    def zeros(shape: Any, dtype: Any) -> Any:
         raise OutOfMemoryError("Out of memory allocating 1,024 bytes")
 
     module = ModuleType("cupy")
     module.ndarray = type("ndarray", (), {})  # type: ignore[attr-defined]
     module.RawModule = raw_module  # type: ignore[attr-defined]
-    module.zeros = zeros  # type: ignore[attr-defined]
+    module.zeros = module.empty = zeros  # type: ignore[attr-defined]
+    module.copyto = lambda into, source: Stream.log.append("copy")  # type: ignore[attr-defined]
     module.cuda = SimpleNamespace(  # type: ignore[attr-defined]
         Device=Device,
+        Stream=Stream,
+        get_current_stream=lambda: Stream(non_blocking=True),
+        alloc_pinned_memory=lambda size: bytearray(size + 100),  # a pool gives more than was asked for
         is_available=lambda: not changes.keys() & {"driver", "too_old", "no_gpu", "device_error"},
         runtime=SimpleNamespace(
             CUDARuntimeError=CUDARuntimeError,
@@ -183,3 +222,47 @@ def test_out_of_memory_and_foreign_arrays(monkeypatch: pytest.MonkeyPatch) -> No
     elsewhere.device = SimpleNamespace(id=1)
     with pytest.raises(ArgumentError, match="k lies on GPU 1, but GPU 0 is current"):
         runtime.check("k", elsewhere)
+
+
+def test_every_allocation_says_when_memory_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch)
+    with pytest.raises(BackendError, match="out of GPU memory.*smaller cache, more ranks"):
+        cupy_runtime.current().empty((2, 3), np.float32)
+
+
+def test_ranks_take_the_visible_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, gpus=4)
+    assert cupy_runtime.choose(6) == 4
+    assert sys.modules["cupy"].cuda.Device.used == [2]
+
+
+def test_copies_go_by_address_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch)
+    runtime = cupy_runtime.current()
+    done: list[tuple[str, int, int]] = []
+    array = SimpleNamespace(
+        data=SimpleNamespace(
+            copy_from_host_async=lambda at, size: done.append(("up", at, size)),
+            copy_to_host_async=lambda at, size: done.append(("down", at, size)),
+        )
+    )
+    host = runtime.pinned((3, 5), np.float32)
+    assert host.shape == (3, 5)
+    assert host.flags.c_contiguous
+    runtime.copy(array, host)
+    runtime.copy(host, array)
+    assert done == [("up", host.ctypes.data, 60), ("down", host.ctypes.data, 60)]
+    runtime.copy(array, array)
+    assert sys.modules["cupy"].cuda.Stream.log == ["copy"]
+
+
+def test_a_capture_has_a_stream_of_its_own_and_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch)
+    runtime, log = cupy_runtime.current(), sys.modules["cupy"].cuda.Stream.log
+    launch = runtime.capture(lambda: log.append("run"))
+    launch()
+    assert log == ["current", "begin", "run", "end", "left", "launch"]
+    with pytest.raises(ZeroDivisionError):
+        runtime.capture(lambda: 1 / 0)
+    assert log[6:] == ["current", "begin", "end", "left"]
+    assert (runtime.stream, runtime.identity, runtime.capturing()) == (77, "0000:3B:00.0", False)

@@ -26,10 +26,14 @@ from treeattn.errors import ArgumentError, BackendError
 __all__ = [
     "HEAD_DIMS",
     "MAX_SPLITS",
+    "TENSOR_CORES_FROM_ROWS",
     "MergeOperator",
     "PlannedAttention",
     "Runtime",
+    "check_head_dim",
+    "check_rows",
     "choose_splits",
+    "default_runtime",
     "finish",
     "fma_kernel",
     "merge",
@@ -43,12 +47,13 @@ __all__ = [
 HEAD_DIMS = (64, 80, 96, 128, 256)
 #: MAX_SPLITS of kernels/cuda/attention.cuh.
 MAX_SPLITS = 256
+#: Query rows of a KV head from which tensor cores are used: fewer would make them multiply mostly padding.
+TENSOR_CORES_FROM_ROWS = 4
 
 _THREADS = 128  # of a block, in every kernel
 _MAX_GRID = 65535  # blocks along the second and third axis of a grid
 _TILE = 64  # tokens that a block of the tensor-core kernel takes at a time
 _MMA_ROWS = 16
-_MMA_FROM_ROWS = 4  # below it the tensor cores would multiply mostly padding
 # C++ type and ElementType of kernels/cuda/attention.cuh. uint16 stands for the bits of bfloat16.
 _TYPES = {
     "float32": ("float", 0),
@@ -72,6 +77,7 @@ _ATTENTION = _structure(
     "scale",
 )
 _MERGE = _structure("into others", "others_stride", "records width count")
+_RESCALE = _structure("records maxima", "", "width keep_maximum")
 _FINISH = _structure("records out lse", "", "heads queries head_dim")
 
 
@@ -101,13 +107,43 @@ class Runtime(Protocol):
         """How many blocks of a kernel one multiprocessor holds at once, at least 1."""
 
     def zeros(self, size: int, dtype: Any) -> Any:
-        """A new device array [size] of zeros."""
+        """A new device array [size] of zeros. BackendError where memory is out."""
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A new device array. BackendError where memory is out."""
+
+    def pinned(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A new NumPy array in page-locked memory, for copies that are not waited for."""
+
+    def copy(self, into: Any, source: Any) -> None:
+        """Queue a copy between two arrays of one shape and type: any strides on the device; a NumPy array
+        on either side is C-contiguous, and so is then the device array."""
 
     def address(self, array: Any) -> int:
         """Where the array begins, for the device."""
 
+    def holds(self, array: Any) -> bool:
+        """Whether `array` is a device array."""
+
     def check(self, name: str, array: Any) -> None:
         """ArgumentError unless `array` is a device array of this device."""
+
+    def synchronize(self) -> None:
+        """Wait for the work queued to the current stream."""
+
+    def capturing(self) -> bool:
+        """Whether what is queued now is recorded instead of run."""
+
+    def capture(self, run: Callable[[], object]) -> Callable[[], object]:
+        """Record what `run` queues; the result queues it again, in one launch of a CUDA graph."""
+
+    @property
+    def identity(self) -> str:
+        """What tells this GPU from the others of its host."""
+
+    @property
+    def stream(self) -> int:
+        """The current stream, as libraries take it."""
 
 
 def fma_kernel(kv_type: str, head_dim: int, rows: int) -> str:
@@ -211,7 +247,7 @@ class PlannedAttention:
         runtime: Runtime | None = None,
     ) -> None:
         """Plan for `records` and the options as in `partial_attention`."""
-        self._runtime = runtime = runtime or _default_runtime()
+        self._runtime = runtime = runtime or default_runtime()
         _check_records(records, runtime)
         if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
             raise ArgumentError(f"num_splits = {num_splits}: it must be 1..{MAX_SPLITS}")
@@ -287,7 +323,7 @@ class PlannedAttention:
         batch, queries, heads, head_dim = q.shape
         kv_heads, rows = k.shape[2], queries * (heads // k.shape[2])
         wanted = None
-        if self._tensor_cores and rows >= _MMA_FROM_ROWS and q_type == kv_type != "float":
+        if self._tensor_cores and rows >= TENSOR_CORES_FROM_ROWS and q_type == kv_type != "float":
             wanted = mma_kernel(kv_type, head_dim, self._runtime.shared_bytes)
         module = "partial_attention_mma" if wanted else "partial_attention"
         expression, shared = wanted or (fma_kernel(kv_type, head_dim, rows), 0)
@@ -343,7 +379,7 @@ def planned_finish(
     records: Any, out: Any, lse: Any, *, runtime: Runtime | None = None
 ) -> Callable[[], object]:
     """`finish` for arrays that never move: one launch, without checks."""
-    runtime = runtime or _default_runtime()
+    runtime = runtime or default_runtime()
     _check_records(records, runtime)
     batch, heads, queries, width = records.shape
     head_dim = width - partial.EXTRA
@@ -371,7 +407,7 @@ class MergeOperator:
         if np.dtype(dtype) != np.float32:
             raise ArgumentError(f"records on the GPU are float32, not {np.dtype(dtype)}: use device='cpu'")
         self._width = head_dim + partial.EXTRA
-        self._runtime = runtime or _default_runtime()
+        self._runtime = runtime or default_runtime()
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -399,6 +435,22 @@ class MergeOperator:
         """
         self._check(into, others, (others.shape[0], *into.shape))
         return self._plan(into, others, others.shape[0])
+
+    def planned_rescale(self, records: Any, maxima: Any, keep_maximum: bool) -> Callable[[], object]:
+        """Multiply each of records [records, width] by exp(its maximum - maxima[record]), in one launch.
+
+        keep_maximum: leave that of `maxima` [records] in its place, otherwise 0. A record of nothing seen
+        becomes zeros. For reductions that can only add. Neither array may ever move.
+        """
+        for name, array, shape in (("records", records, (records.shape[0], self._width)),
+                                   ("maxima", maxima, records.shape[:1])):  # fmt: skip
+            self._runtime.check(name, array)
+            if array.shape != shape or array.dtype != np.float32 or not array.flags.c_contiguous:
+                raise ArgumentError(f"{name} must be C-contiguous float32 {shape}, not {array.dtype}")
+        arguments = np.zeros(1, _RESCALE)
+        arguments["records"], arguments["maxima"] = map(self._runtime.address, (records, maxima))
+        arguments["width"], arguments["keep_maximum"] = self._width, keep_maximum
+        return _launch(self._runtime.kernel("rescale", "rescale"), len(records), arguments, (records, maxima))
 
     def _check(self, into: Any, others: Any, shape: tuple[int, ...]) -> None:
         self._runtime.check("into", into)
@@ -432,7 +484,8 @@ def _launch(
     return launch
 
 
-def _default_runtime() -> Runtime:
+def default_runtime() -> Runtime:
+    """CuPy's current device. Raises `BackendError` where there is none, or no CuPy."""
     from treeattn.backends import cupy_runtime  # CuPy is only looked for when a GPU is asked for
 
     return cupy_runtime.current()
@@ -448,6 +501,15 @@ def _check_records(records: Any, runtime: Runtime) -> None:
         raise ArgumentError(f"records on the GPU must be C-contiguous float32, not {records.dtype}")
 
 
+def check_head_dim(head_dim: int) -> None:
+    """Raise `BackendError` where there is no kernel for it."""
+    if head_dim not in HEAD_DIMS:
+        raise BackendError(
+            f"no CUDA kernel for head_dim {head_dim}: there are {', '.join(map(str, HEAD_DIMS))}; "
+            "pad it with zeros, or use device='cpu'"
+        )
+
+
 def _check_inputs(q: Any, k: Any, v: Any, records: Any, runtime: Runtime) -> tuple[str, str]:
     """C++ types of q and of k, v; an error if anything does not fit."""
     batch, head_dim = records.shape[0], records.shape[3] - partial.EXTRA
@@ -458,20 +520,17 @@ def _check_inputs(q: Any, k: Any, v: Any, records: Any, runtime: Runtime) -> tup
                 f"{name} is {array.dtype}: on the GPU it must be float32, float16 or bfloat16 "
                 "(as uint16 bits); float64 is for device='cpu'"
             )
-    if head_dim not in HEAD_DIMS:
-        raise BackendError(
-            f"no CUDA kernel for head_dim {head_dim}: there are {', '.join(map(str, HEAD_DIMS))}; "
-            "pad it with zeros, or use device='cpu'"
-        )
+    check_head_dim(head_dim)
     check_shapes(q, k, v, records)
     if k.shape[1] >= 2**31 - _TILE or batch > _MAX_GRID:
         raise ArgumentError(f"batch {batch}, tokens {k.shape[1]}: at most 65535 and 2^31 fit one launch")
     for name, array in (("q", q), ("k", k), ("v", v)):
-        _check_rows(name, array, runtime)
+        check_rows(name, array, runtime)
     return _TYPES[q.dtype.name][0], _TYPES[k.dtype.name][0]
 
 
-def _check_rows(name: str, array: Any, runtime: Runtime) -> None:
+def check_rows(name: str, array: Any, runtime: Runtime) -> None:
+    """Raise `ArgumentError` unless rows of head_dim elements can be loaded 16 bytes at a time."""
     if array.size == 0:
         return
     if array.strides[3] != array.dtype.itemsize:

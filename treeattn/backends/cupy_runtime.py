@@ -6,13 +6,16 @@ CuPy is imported when this is first asked for a device, never before.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from treeattn.backends import cuda_source
 from treeattn.errors import ArgumentError, BackendError
 
-__all__ = ["CupyRuntime", "current", "problem"]
+__all__ = ["CupyRuntime", "choose", "current", "problem"]
 
 _INSTALL = "install treeattn[cuda12] or treeattn[cuda13], whichever CUDA version the driver has (nvidia-smi)"
 
@@ -24,6 +27,17 @@ def problem() -> str | None:
     except BackendError as error:
         return str(error)
     return None
+
+
+def choose(index: int) -> int:
+    """Make GPU `index`, modulo those that are visible, CuPy's current device; returns how many there are.
+
+    CUDA_VISIBLE_DEVICES is respected: it decides which GPUs there are, and their order. Raises as `current`.
+    """
+    cupy = _cupy()
+    count = int(cupy.cuda.runtime.getDeviceCount())
+    cupy.cuda.Device(index % count).use()
+    return count
 
 
 def current() -> CupyRuntime:
@@ -142,18 +156,72 @@ class CupyRuntime:
 
     def zeros(self, size: int, dtype: Any) -> Any:
         """A new device array [size] of zeros."""
+        return self._allocate(self._cupy.zeros, size, dtype)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A new device array."""
+        return self._allocate(self._cupy.empty, shape, dtype)
+
+    def _allocate(self, new: Callable[..., Any], shape: Any, dtype: Any) -> Any:
         try:
             with self._cupy.cuda.Device(self._index):
-                return self._cupy.zeros(size, dtype)
+                return new(shape, dtype)
         except self._cupy.cuda.memory.OutOfMemoryError as error:
             raise BackendError(
-                f"out of GPU memory for the workspace: {error}; use fewer splits (num_splits=) "
-                "or a smaller cache"
+                f"out of GPU memory: {error}; use a smaller cache, more ranks, or fewer splits (num_splits=)"
             ) from error
+
+    def pinned(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Page-locked memory of the host, which goes back to CuPy's pool with the array."""
+        count = math.prod(shape)
+        memory = self._cupy.cuda.alloc_pinned_memory(count * np.dtype(dtype).itemsize)
+        return np.frombuffer(memory, dtype, count).reshape(shape)
+
+    def copy(self, into: Any, source: Any) -> None:
+        """On the current stream; from or to page-locked memory the host does not wait."""
+        if isinstance(source, np.ndarray):
+            into.data.copy_from_host_async(source.ctypes.data, source.nbytes)
+        elif isinstance(into, np.ndarray):
+            source.data.copy_to_host_async(into.ctypes.data, into.nbytes)
+        else:
+            self._cupy.copyto(into, source)
 
     def address(self, array: Any) -> int:
         """Where the array begins, for the device."""
         return int(array.data.ptr)
+
+    def holds(self, array: Any) -> bool:
+        """Whether `array` is CuPy's."""
+        return isinstance(array, self._cupy.ndarray)
+
+    def synchronize(self) -> None:
+        """Wait for CuPy's current stream."""
+        self._cupy.cuda.get_current_stream().synchronize()
+
+    def capturing(self) -> bool:
+        """Whether CuPy's current stream is being captured."""
+        return bool(self._cupy.cuda.get_current_stream().is_capturing())
+
+    def capture(self, run: Callable[[], object]) -> Callable[[], object]:
+        """Record `run` on a stream of its own: the default stream cannot be captured."""
+        with self._cupy.cuda.Device(self._index), self._cupy.cuda.Stream(non_blocking=True) as stream:
+            stream.begin_capture()
+            try:
+                run()
+            finally:
+                graph = stream.end_capture()
+        launch: Callable[[], object] = graph.launch  # on the stream that is current then
+        return launch
+
+    @property
+    def identity(self) -> str:
+        """The PCI bus address, by which NCCL tells GPUs apart too."""
+        return str(self._cupy.cuda.Device(self._index).pci_bus_id)
+
+    @property
+    def stream(self) -> int:
+        """CuPy's current stream."""
+        return int(self._cupy.cuda.get_current_stream().ptr)
 
     def check(self, name: str, array: Any) -> None:
         """ArgumentError unless `array` is a CuPy array of this device."""

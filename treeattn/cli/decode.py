@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 import sys
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from treeattn import comm as comm_
-from treeattn import files, report, routes
+from treeattn import devices, files, report, routes
+from treeattn.backends import cupy_runtime
 from treeattn.cli.problem import Judge, Problem
 from treeattn.decode import Decoder
+from treeattn.devices import Device
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.shards import LAYOUTS, parse_layout
 
@@ -31,7 +34,8 @@ __all__ = ["command"]
 @click.option("--layout", default="contiguous", show_default=True, metavar="|".join(LAYOUTS),
               help="Which tokens go to which rank.")  # fmt: skip
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option("--transport", default=None, help="How records travel; default the only sensible one.")
+@click.option("--transport", default=None,
+              help="How records travel: mpi; from GPUs nccl, cuda-mpi or host.")  # fmt: skip
 @click.option("--repeat", type=click.IntRange(1), default=10, show_default=True,
               help="Timed steps after the first one.")  # fmt: skip
 @click.option("--check", is_flag=True, help="Compare with the float64 oracle, and q between ranks.")
@@ -65,8 +69,9 @@ def command(
     comm_.agree(world, {"the command line": options})
     write_out, write_json = _outputs(world, [source, expect], [out, json_path])
     problem = Problem(world, source, chosen, expect)
-    judge = Judge(world, problem, check)
-    rows = [_measure(world, problem, judge, name, device, transport, repeat) for name in names]
+    where, inputs = _placed(world, problem, device)
+    judge = Judge(world, problem, check, where.rounds_weights(problem.shape))
+    rows = [_measure(world, problem, judge, where, inputs, name, transport, repeat) for name in names]
     if world.rank == 0:
         last = rows[-1]
         write_out(files.save_tensors(
@@ -83,8 +88,33 @@ def command(
     return 0 if all(row["passed"] for row in rows) else 1
 
 
+def _placed(world: Any, problem: Problem, name: str) -> tuple[Device, tuple[Any, ...]]:
+    """The device of this rank, and q, k, v and lengths on it. Ranks of a node take GPUs in turn."""
+    local, sharing = comm_.node_local_rank(world), False
+    error: Exception | None = None
+    try:
+        if name == "cuda":
+            sharing = local >= cupy_runtime.choose(local)
+        device = devices.find(name)
+        arrays = (problem.q, problem.k, problem.v, problem.lengths)
+        inputs = tuple(None if array is None else device.from_host(array) for array in arrays)
+    except Exception as problem_here:  # whatever it is, the other ranks must not be left waiting
+        error = problem_here
+    comm_.agree(world, {}, error)
+    if any(world.allgather(sharing)) and world.rank == 0:
+        warnings.warn("a node has more ranks than GPUs: some share one", RuntimeWarning, stacklevel=2)
+    return device, inputs
+
+
 def _measure(
-    world: Any, problem: Problem, judge: Judge, scheme: str, device: str, transport: str | None, repeat: int
+    world: Any,
+    problem: Problem,
+    judge: Judge,
+    device: Device,
+    inputs: tuple[Any, ...],
+    scheme: str,
+    transport: str | None,
+    repeat: int,
 ) -> dict[str, Any]:
     """One scheme: plan, first step, timed steps, verdicts. Collective."""
     with Decoder(
@@ -92,18 +122,20 @@ def _measure(
         **asdict(problem.shape),
         scheme=scheme,
         scale=problem.scale,
-        device=device,
+        device=device.name,
         transport=transport,
     ) as decoder:
-        first = _timed_step(world, decoder, problem)
-        steps = [_timed_step(world, decoder, problem) for _ in range(repeat)]
-        out, lse = decoder.out.copy(), decoder.lse.copy()
+        first = _timed_step(world, decoder, device, inputs)
+        steps = [_timed_step(world, decoder, device, inputs) for _ in range(repeat)]
+        out, lse = device.to_host(decoder.out), device.to_host(decoder.lse)
         digest = hashlib.sha256(out.tobytes() + lse.tobytes()).hexdigest()
         same_bits = len(set(world.allgather(digest))) == 1
         errors = judge.errors(out, lse)
         passed = world.bcast(judge.passes(errors) and same_bits)
         return {
             "scheme": scheme,
+            "device": device.name,
+            "transport": decoder.transport,
             "same_bits": same_bits,
             "errors": errors,
             "bounds": judge.bounds,
@@ -116,12 +148,13 @@ def _measure(
         }
 
 
-def _timed_step(world: Any, decoder: Decoder, problem: Problem) -> dict[str, float]:
-    """Seconds of each part on the slowest rank; a barrier before each part keeps waiting out of the next."""
+def _timed_step(world: Any, decoder: Decoder, device: Device, inputs: tuple[Any, ...]) -> dict[str, float]:
+    """Seconds of each part on the slowest rank; a barrier before each part keeps waiting out of the next.
+    What a GPU was given to do is waited for."""
     clock = comm_.mpi().Wtime
     seconds = {}
     parts = {
-        "local": lambda: decoder.local(problem.q, problem.k, problem.v, problem.lengths),
+        "local": lambda: decoder.local(*inputs),
         "reduce": decoder.reduce,
         "finish": decoder.finish,
     }
@@ -129,6 +162,7 @@ def _timed_step(world: Any, decoder: Decoder, problem: Problem) -> dict[str, flo
         world.Barrier()
         began = clock()
         run()
+        device.synchronize()
         seconds[part] = clock() - began
     slowest = world.allgather(seconds)
     return {part: max(rank[part] for rank in slowest) for part in parts}

@@ -1,0 +1,97 @@
+"""Runs one schedule over NCCL: grouped sends and receives for each round, merge kernels between them.
+
+Everything goes to one stream, in order, without the host: the messages of a round are one group (NCCL runs
+them at the same time, and needs that: two ranks that each send first would wait for each other for ever).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from treeattn.collectives.check import Certificate, prove
+from treeattn.collectives.executors import rounds
+from treeattn.collectives.executors.captured import Captured
+from treeattn.collectives.libraries.nccl import Communicator
+from treeattn.collectives.memory import Stream
+from treeattn.collectives.operator import Operator
+from treeattn.collectives.schedule import Schedule
+from treeattn.errors import ScheduleError
+
+__all__ = ["Reducer"]
+
+
+class Reducer:
+    """A planned reduction of `buffer` in place over all ranks of `communicator`, which it then owns.
+
+    buffer, group and results: as for `executors.mpi.Reducer`, but in the memory of a GPU. A call queues one
+    step and does not wait; from the second one on it is one launch of a CUDA graph. Collective.
+
+    Raises `ScheduleError` if the schedule is for another number of ranks or is not a correct reduction.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        schedule: Schedule,
+        operator: Operator,
+        buffer: Any,
+        stream: Stream,
+        group: int = 1,
+    ) -> None:
+        if schedule.size != communicator.size:
+            raise ScheduleError(
+                f"{schedule.name}: made for {schedule.size} ranks, the communicator has {communicator.size}; "
+                f"build it with size={communicator.size}"
+            )
+        proof = prove(schedule)
+        records = buffer.reshape(-1, group * operator.width)
+        self.schedule = schedule
+        self.certificate: Certificate = proof.certificate
+        self._communicator = communicator
+        self._stream = stream
+        self._rounds = list(rounds.plan(schedule, proof, communicator.rank, records, operator, stream))
+        self._step = Captured(stream, self._queue) if self._rounds else None
+        self._closed = False
+
+    def __call__(self) -> None:
+        """Queue one whole step."""
+        if self._closed:
+            raise ScheduleError(f"{self.schedule.name}: a step on a reducer that is closed")
+        if self._step is not None:
+            self._step()
+
+    def _queue(self) -> None:
+        communicator = self._communicator
+        for round_ in self._rounds:
+            communicator.group_start()
+            for array, peer in round_.receives:
+                communicator.receive(array, peer)
+            for array, peer in round_.sends:
+                communicator.send(array, peer)
+            communicator.group_end()
+            for action in round_.actions:
+                action()
+
+    def close(self) -> None:
+        """After the work that was queued: give graph and communicator back. Collective."""
+        if not self._closed:
+            self._closed = True
+            self._stream.synchronize()
+            self._forget()
+            self._communicator.close()
+
+    def __enter__(self) -> Reducer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        # Closing is collective: where this rank fails alone, nobody can be waited for.
+        if exception[0] is None:
+            self.close()
+        elif not self._closed:
+            self._closed = True
+            self._forget()
+            self._communicator.abort()
+
+    def _forget(self) -> None:
+        if self._step is not None:
+            self._step.drop()

@@ -1,0 +1,159 @@
+"""What one rank does in each round of a schedule: the part that every executor over real ranks shares.
+
+Planned once over buffers that never move: messages that leave and arrive, and the merges and copies that
+follow them. Several arrivals that fold into the same records lie side by side, in the order in which they
+fold, so that an operator that can takes them all in one go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from treeattn.collectives.check import Fold, Proof
+from treeattn.collectives.memory import Memory
+from treeattn.collectives.operator import Operator
+from treeattn.collectives.schedule import Round, Schedule, Transfer
+from treeattn.errors import ScheduleError
+
+__all__ = ["Message", "RankRound", "plan"]
+
+
+class Message(NamedTuple):
+    """Records that leave for, or arrive from, the rank `peer`."""
+
+    array: Any
+    peer: int
+
+
+class RankRound(NamedTuple):
+    """One rank's part of round `number`: all messages at once, then `actions` in order.
+
+    Messages between two ranks match in the order in which they are listed on both.
+    """
+
+    number: int
+    receives: list[Message]
+    sends: list[Message]
+    actions: list[Callable[[], object]]
+
+
+@runtime_checkable
+class ManyOperator(Protocol):
+    """An `Operator` that folds several arrays in one go."""
+
+    def planned_merge_many(self, into: Any, others: Any) -> Callable[[], object]:
+        """Fold others[0], others[1], .. into `into`: [count, records, width] into [records, width]."""
+
+
+def plan(
+    schedule: Schedule, proof: Proof, rank: int, records: Any, operator: Operator, memory: Memory
+) -> Iterator[RankRound]:
+    """The rounds in which `rank` sends or receives something. records: [groups, group * operator.width]."""
+    planner = _Planner(schedule, rank, records, operator, memory)
+    for index, round_ in enumerate(schedule.rounds):
+        planned = planner.round(index, round_, proof.folds[index].get(rank, ()))
+        if planned.receives or planned.sends:
+            yield planned
+
+
+class _Landing(NamedTuple):
+    """Where messages land that will be merged: (src, chunks) -> scratch, and chunks -> the block of a fold
+    whose messages carry nothing else, in the order of `_Planner._order`."""
+
+    messages: dict[tuple[int, range], Any]
+    blocks: dict[range, Any]
+
+
+class _Planner:
+    def __init__(
+        self, schedule: Schedule, rank: int, records: Any, operator: Operator, memory: Memory
+    ) -> None:
+        self._schedule = schedule
+        self._rank = rank
+        self._records = records
+        self._operator = operator
+        self._memory = memory
+
+    def round(self, index: int, round_: Round, folds: tuple[Fold, ...]) -> RankRound:
+        rank = self._rank
+        mine = [t for t in round_ if rank in (t.src, t.dst) and self._slice(t.chunks) is not None]
+        leaving = {chunk for t in mine if t.src == rank for chunk in t.chunks}
+        planned = RankRound(index, [], [], [])
+        landing = self._landing([t for t in mine if t.dst == rank and t.merge], folds)
+        for t in mine:
+            part = self._records[self._slice(t.chunks)]
+            if t.src == rank:
+                planned.sends.append(Message(part, t.dst))
+            elif t.merge:
+                planned.receives.append(Message(landing.messages[t.src, t.chunks], t.src))
+            elif leaving.isdisjoint(t.chunks):
+                planned.receives.append(Message(part, t.src))
+            else:  # a copy must not land where the old value is still being sent in this very round
+                scratch = self._memory.empty(part.shape, part.dtype)
+                planned.receives.append(Message(scratch, t.src))
+                planned.actions.append(partial(self._memory.copy, part, scratch))
+        for fold in folds:
+            planned.actions.extend(self._merges(fold, landing))
+        return planned
+
+    def _landing(self, merged: list[Transfer], folds: tuple[Fold, ...]) -> _Landing:
+        """Room for the messages that will be merged."""
+        landing = _Landing({}, {})
+        carried = {(t.src, t.chunks) for t in merged}
+        for fold in folds:
+            keys = [(source, fold.chunks) for source in self._order(fold)]
+            if self._slice(fold.chunks) is not None and carried.issuperset(keys):
+                block = landing.blocks[fold.chunks] = self._scratch(fold.chunks, len(keys))
+                landing.messages.update((key, block[i]) for i, key in enumerate(keys))
+        for t in merged:
+            if (t.src, t.chunks) not in landing.messages:
+                landing.messages[t.src, t.chunks] = self._scratch(t.chunks, 1)[0]
+        return landing
+
+    def _scratch(self, chunks: range, count: int) -> Any:
+        part = self._records[self._slice(chunks)]
+        return self._memory.empty((count, *part.shape), part.dtype)
+
+    def _order(self, fold: Fold) -> list[int]:
+        """The other sources as they lie in a block. What folds before the own value folds into the first
+        of them, which therefore stands last of these, beside what folds after: v1 v2 v0 | v4 v5."""
+        own = fold.sources.index(self._rank)
+        return [*fold.sources[1:own], *fold.sources[: min(own, 1)], *fold.sources[own + 1 :]]
+
+    def _merges(self, fold: Fold, landing: _Landing) -> Iterator[Callable[[], object]]:
+        """The fold, left to right in the stated order; the result is in the buffer.
+
+        The merge is commutative to the bit, so what folds before the own value may then fold into it.
+        """
+        where = self._slice(fold.chunks)
+        if where is None:
+            return
+        operator, width = self._operator, self._operator.width
+        own, before = self._records[where].reshape(-1, width), fold.sources.index(self._rank)
+        if fold.chunks in landing.blocks and isinstance(operator, ManyOperator):
+            block = landing.blocks[fold.chunks].reshape(len(fold.sources) - 1, -1, width)
+            first = max(before - 1, 0)
+            if first:
+                yield operator.planned_merge_many(block[first], block[:first])
+            yield operator.planned_merge_many(own, block[first:])
+            return
+        others = [self._arrived(landing, s, fold.chunks) for s in fold.sources if s != self._rank]
+        for other in others[1:before]:
+            yield operator.planned_merge(others[0], other)
+        for other in others[:1] * bool(before) + others[before:]:
+            yield operator.planned_merge(own, other)
+
+    def _arrived(self, landing: _Landing, source: int, chunks: range) -> Any:
+        """The records of `chunks` in the message from `source` that carries them, perhaps among others."""
+        for (sender, carried), array in landing.messages.items():
+            if sender == source and carried.start <= chunks.start and chunks.stop <= carried.stop:
+                first = self._schedule.chunk_slice(carried, len(self._records)).start
+                where = self._schedule.chunk_slice(chunks, len(self._records))
+                return array[where.start - first : where.stop - first].reshape(-1, self._operator.width)
+        raise ScheduleError(f"{self._schedule.name}: no message of the round carries chunks {chunks}")
+
+    def _slice(self, chunks: range) -> slice | None:
+        where = self._schedule.chunk_slice(chunks, len(self._records))
+        return where if where.stop > where.start else None

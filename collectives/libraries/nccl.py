@@ -1,0 +1,140 @@
+"""NCCL by way of CuPy: messages and sums from GPU to GPU, queued to a stream.
+
+CuPy is imported when this is first used. NCCL itself comes with treeattn[nccl12] or treeattn[nccl13].
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from treeattn.collectives.memory import Stream
+from treeattn.errors import TransportError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["Communicator", "connect", "problem"]
+
+
+class Communicator(Protocol):
+    """Ranks that exchange float32 arrays. All calls but the last two are queued, not waited for."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    def group_start(self) -> None:
+        """What follows, up to `group_end`, happens at the same time."""
+
+    def group_end(self) -> None:
+        """Queue the group."""
+
+    def send(self, array: Any, peer: int) -> None:
+        """To the next `receive` of `peer` from this rank; waits for it, unless in a group."""
+
+    def receive(self, array: Any, peer: int) -> None:
+        """As much as `array` holds, from `peer`."""
+
+    def all_reduce(self, array: Any, operation: Literal["max", "sum"]) -> None:
+        """Every element over all ranks, in place."""
+
+    def close(self) -> None:
+        """Collective."""
+
+    def abort(self) -> None:
+        """Leave without the others."""
+
+
+@functools.cache
+def problem() -> str | None:
+    """Why NCCL cannot be used here, in one line with the remedy; None where it can."""
+    try:
+        _library()
+    except TransportError as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def _library() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # CuPy warns of what is reported here
+        try:
+            from cupy.cuda import nccl
+        except ImportError as error:
+            raise TransportError(f"NCCL is reached through CuPy, which does not load: {error}") from error
+    if not nccl.available:
+        raise TransportError(
+            "no NCCL: install treeattn[nccl12] or treeattn[nccl13], whichever CUDA CuPy is built for, "
+            "or take transport='host'"
+        )
+    return nccl
+
+
+def connect(comm: Intracomm, stream: Stream) -> Communicator:
+    """The ranks of `comm`, each with the GPU that is current: each needs one of its own. Collective.
+
+    Raises `TransportError` where NCCL refuses; it may refuse one rank and leave the others waiting.
+    """
+    return _Communicator(comm, stream)
+
+
+class _Communicator:
+    def __init__(self, comm: Intracomm, stream: Stream) -> None:
+        self.rank, self.size = comm.rank, comm.size
+        self._nccl = nccl = _library()
+        self._stream = stream
+        self._operations = {"max": nccl.NCCL_MAX, "sum": nccl.NCCL_SUM}
+        identity: Any = None
+        if comm.rank == 0:
+            try:
+                identity = nccl.get_unique_id()
+            except RuntimeError as error:  # NcclError; the others wait for the broadcast
+                identity = TransportError(f"NCCL does not start: {error}; NCCL_DEBUG=INFO tells more")
+        identity = comm.bcast(identity, root=0)
+        if isinstance(identity, TransportError):
+            raise identity
+        try:
+            self._communicator = nccl.NcclCommunicator(comm.size, identity, comm.rank)
+        except RuntimeError as error:
+            raise TransportError(
+                f"NCCL cannot connect {comm.size} ranks: {error}; NCCL_DEBUG=INFO tells more"
+            ) from error
+
+    def group_start(self) -> None:
+        self._nccl.groupStart()
+
+    def group_end(self) -> None:
+        self._nccl.groupEnd()
+
+    def send(self, array: Any, peer: int) -> None:
+        stream = self._stream
+        self._communicator.send(
+            stream.address(array), array.size, self._nccl.NCCL_FLOAT32, peer, stream.stream
+        )
+
+    def receive(self, array: Any, peer: int) -> None:
+        stream = self._stream
+        self._communicator.recv(
+            stream.address(array), array.size, self._nccl.NCCL_FLOAT32, peer, stream.stream
+        )
+
+    def all_reduce(self, array: Any, operation: Literal["max", "sum"]) -> None:
+        stream, address = self._stream, self._stream.address(array)
+        self._communicator.allReduce(
+            *(address, address, array.size, self._nccl.NCCL_FLOAT32),
+            self._operations[operation],
+            stream.stream,
+        )
+
+    def close(self) -> None:
+        self._communicator.destroy()
+
+    def abort(self) -> None:
+        self._communicator.abort()

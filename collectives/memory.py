@@ -1,0 +1,58 @@
+"""What executors need of the memory that holds the records, and of the stream of work on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+__all__ = ["HOST", "Host", "Memory", "Stream"]
+
+
+class Memory(Protocol):
+    """Where records lie. Work on them may be queued: it runs in order."""
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A new C-contiguous array."""
+
+    def copy(self, into: Any, source: Any) -> None:
+        """Queue a copy between arrays of one shape and type."""
+
+    def synchronize(self) -> None:
+        """Wait for what was queued."""
+
+
+class Stream(Memory, Protocol):
+    """Memory of a GPU, whose queued work can be recorded as one CUDA graph."""
+
+    def capturing(self) -> bool:
+        """Whether what is queued now is recorded instead of run."""
+
+    def capture(self, run: Callable[[], object]) -> Callable[[], object]:
+        """Record what `run` queues; the result queues it again, in one launch."""
+
+    def address(self, array: Any) -> int:
+        """Where an array begins."""
+
+    @property
+    def stream(self) -> int:
+        """The stream that work is queued to now, as libraries take it."""
+
+
+class Host:
+    """Memory of this process: nothing is queued."""
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A NumPy array."""
+        return np.empty(shape, dtype)
+
+    def copy(self, into: Any, source: Any) -> None:
+        """At once."""
+        np.copyto(into, source)
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+HOST = Host()

@@ -1,0 +1,147 @@
+"""`treeattn.decode` and `Decoder` with device="cuda", one rank, on the emulator: the same table of cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import treeattn
+from treeattn.backends import cupy_runtime
+from treeattn.errors import ArgumentError, BackendError, RestrictionError, TransportError
+
+from .cases import CASES, Case, is_tensor_core_case
+from .raw_module import compiler_problem
+from .runtime import EmulatorRuntime
+
+pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> EmulatorRuntime:
+    """What device="cuda" finds."""
+    emulator = EmulatorRuntime()
+    monkeypatch.setattr(cupy_runtime, "current", lambda: emulator)
+    return emulator
+
+
+def decoder_for(case: Case, **options: Any) -> treeattn.Decoder:
+    return treeattn.Decoder(
+        heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, batch=case.batch,
+        queries=case.queries, dtype=case.dtype, device="cuda", **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.mask_tokens], ids=str)
+def test_decode_is_exact(runtime: EmulatorRuntime, case: Case) -> None:
+    q, k, v, lengths, _ = case.inputs()
+    host_lengths = None if lengths is None else lengths.tolist()
+    out, lse = treeattn.decode(q, k, v, lengths=host_lengths, scale=case.scale, device="cuda")
+    case.check(out, lse, is_tensor_core_case(case) or not case.tensor_cores)
+    assert runtime.launches == 2  # attention and finish: one rank has nothing to merge
+
+
+@pytest.mark.parametrize("scheme", ["binary_tree", "ring", "hierarchical"])
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_decoder_follows_a_growing_cache(runtime: EmulatorRuntime, where: str, scheme: str) -> None:
+    case = Case("bfloat16", 64, group=4, batch=2)
+    q, k, v, _, _ = case.inputs()
+    lengths = np.zeros(2, np.int64)
+    with decoder_for(case, scheme=scheme) as decoder:
+        decoder(q, k, v, lengths=lengths if where == "device" else [0, 0])
+        allocations = runtime.allocations
+        for length in (3, 150, 64):
+            lengths[:] = length, length - 1
+            out, lse = decoder(q, k, v, lengths=lengths if where == "device" else lengths.tolist())
+            grown = Case("bfloat16", 64, group=4, batch=2, lengths=(length, length - 1))
+            grown.check(out, lse, tensor_cores=True)
+        assert runtime.allocations == allocations
+        assert decoder.certificate is not None
+        assert decoder.certificate.determinism == "A"
+
+
+def test_bfloat16_comes_as_bits_or_as_a_type_of_its_own(runtime: EmulatorRuntime) -> None:
+    case = Case("bfloat16", 64)
+    q, k, v, _, _ = case.inputs()
+    bits = [x.view(np.uint16) for x in (q, k, v)]
+    named = treeattn.decode(q, k, v, device="cuda")
+    raw = treeattn.decode(*bits, device="cuda", dtype="bfloat16")
+    rooted = treeattn.decode(*bits, device="cuda", dtype="bfloat16", q_root=0)
+    for results in (raw, rooted):
+        for one, other in zip(named, results, strict=True):
+            np.testing.assert_array_equal(one, other)
+    with decoder_for(case) as decoder:
+        np.testing.assert_array_equal(decoder(*bits)[0], named[0])
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_output_by_heads(runtime: EmulatorRuntime, batch: int) -> None:
+    case = Case("float32", 64, batch=batch)
+    q, k, v, _, _ = case.inputs()
+    case.check(*treeattn.decode(q, k, v, device="cuda", scheme="head_scatter", output="heads"), False)
+
+
+def good() -> dict[str, Any]:
+    q, k, v, _, _ = Case("float32", 64).inputs()
+    return {"q": q, "k": k, "v": v, "device": "cuda"}
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "float64": ({x: good()[x].astype(np.float64) for x in "qkv"}, ArgumentError, "device='cpu'"),
+    "a list": ({"q": [1.0]}, ArgumentError, "q is a list"),
+    "k of another type": ({"k": good()["k"].astype(np.float16)}, ArgumentError, "k is float16"),
+    "bits of what": ({"q": good()["q"].astype(np.uint16)}, ArgumentError, "dtype='bfloat16'"),
+    "three axes": ({"q": good()["q"][0]}, ArgumentError, "four axes"),
+    "head_dim": ({x: good()[x][..., :40] for x in "qkv"}, BackendError, "head_dim 40: there are 64"),
+    "lengths": ({"lengths": [151]}, ArgumentError, "between 0 and the shard's 150"),
+    "length of two": ({"lengths": [1, 2]}, ArgumentError, r"of shape \[1\]"),
+    "rows between 16 bytes": (
+        {x: np.zeros((1, 9, 2, 66), np.float32)[..., :64] for x in "kv"},
+        ArgumentError,
+        "multiples of 16 bytes",
+    ),
+    "a baseline": ({"scheme": "kv_ring"}, RestrictionError, "baseline for device='cpu'"),
+    "lengths of int32": ({"lengths": np.zeros(1, np.int32)}, ArgumentError, "int64"),
+    "last axis": (
+        {x: np.repeat(good()[x], 2, axis=3)[..., ::2] for x in "kv"},
+        ArgumentError,
+        "the last axis of k must be contiguous.*ascontiguousarray",
+    ),
+    "records of the host": ({"transport": "mpi"}, TransportError, "'nccl'.*'cuda-mpi'.*'host'"),
+    "transport": ({"transport": "pigeon"}, TransportError, "'nccl'.*'cuda-mpi'.*'host'"),
+    "library": ({"scheme": "mpi_allreduce"}, TransportError, "'host'"),
+    "nccl_allreduce on a CPU": (
+        {"scheme": "nccl_allreduce", "device": "cpu"}, RestrictionError, "mpi_allreduce",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_has_one_clear_message(runtime: EmulatorRuntime, name: str) -> None:
+    change, error, message = BAD[name]
+    with pytest.raises(error, match=message) as caught:
+        treeattn.decode(**{**good(), **change})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_step_is_checked_against_the_plan(runtime: EmulatorRuntime) -> None:
+    case = Case("float16", 64)
+    q, k, v, _, _ = case.inputs()
+    with decoder_for(case) as decoder:
+        decoder(q, k, v)
+        with pytest.raises(ArgumentError, match="q is bfloat16, expected float16"):
+            decoder(*(x.astype(ml_dtypes.bfloat16) for x in (q, k, v)))
+        with pytest.raises(ArgumentError, match="q has shape"):
+            decoder(q[:, :, :1], k, v)
+        case.check(*decoder(q, k, v), False)
+
+
+def test_out_of_memory_is_one_message(runtime: EmulatorRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Any:
+        raise BackendError("out of GPU memory: 1 byte; use a smaller cache")
+
+    monkeypatch.setattr(runtime, "empty", full)
+    with pytest.raises(BackendError, match="out of GPU memory"):
+        decoder_for(Case("float32", 64))

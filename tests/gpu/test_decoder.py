@@ -1,0 +1,129 @@
+"""`treeattn.decode` and `Decoder` on a GPU, one rank; skipped where there is none.
+
+Two ranks need two GPUs with NCCL: nothing here says anything of that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from emulator.cases import CASES, Case, is_tensor_core_case
+
+import treeattn
+from treeattn.backends import cupy_runtime
+from treeattn.collectives.libraries import nccl
+from treeattn.errors import BackendError
+
+from .test_attention import device_inputs
+
+_PROBLEM = cupy_runtime.problem()
+pytestmark = pytest.mark.skipif(_PROBLEM is not None, reason=str(_PROBLEM))
+needs_nccl = pytest.mark.skipif(
+    _PROBLEM is None and nccl.problem() is not None, reason=str(_PROBLEM or nccl.problem())
+)
+
+CASE = Case("bfloat16", 128, group=4, batch=2, tokens=300)
+
+
+def decoder_for(case: Case, **options: Any) -> treeattn.Decoder:
+    return treeattn.Decoder(
+        heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, batch=case.batch,
+        queries=case.queries, dtype=case.dtype, device="cuda", **options,
+    )  # fmt: skip
+
+
+def check(case: Case, results: tuple[Any, Any]) -> None:
+    tensor_cores = is_tensor_core_case(case) or not case.tensor_cores
+    case.check(*(array.get() for array in results), tensor_cores)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.mask_tokens], ids=str)
+def test_decode_is_exact(case: Case) -> None:
+    q, k, v, _, _ = device_inputs(case)
+    lengths = None if case.lengths is None else list(case.lengths)
+    check(case, treeattn.decode(q, k, v, lengths=lengths, scale=case.scale, device="cuda", dtype=case.dtype))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "transport"),
+    [
+        ("binary_tree", None),
+        ("ring", "host"),
+        ("mpi_allreduce", "host"),
+        pytest.param("recursive_doubling", "nccl", marks=needs_nccl),
+        pytest.param("nccl_allreduce", "nccl", marks=needs_nccl),
+        pytest.param("nccl_allreduce:calls=3", "nccl", marks=needs_nccl),
+    ],
+)
+def test_every_transport_follows_a_growing_cache(scheme: str, transport: str | None) -> None:
+    import cupy
+
+    q, k, v, _, _ = device_inputs(CASE)
+    lengths = cupy.zeros(2, cupy.int64)
+    with decoder_for(CASE, scheme=scheme, transport=transport) as decoder:
+        for length in (300, 0, 17, 300):
+            lengths[:] = length
+            grown = Case("bfloat16", 128, group=4, batch=2, tokens=300, lengths=(length, length))
+            check(grown, decoder(q, k, v, lengths=lengths))
+            check(grown, decoder(q, k, v, lengths=[length, length]))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "transport"),
+    [
+        ("binary_tree", None),
+        pytest.param("recursive_doubling", "nccl", marks=needs_nccl),
+        pytest.param("nccl_allreduce", "nccl", marks=needs_nccl),
+    ],
+)
+def test_a_captured_step_follows_growing_lengths(scheme: str, transport: str | None) -> None:
+    import cupy
+
+    q, k, v, _, _ = device_inputs(CASE)
+    lengths = cupy.zeros(2, cupy.int64)
+    with decoder_for(CASE, scheme=scheme, transport=transport) as decoder:
+        step = decoder.capture(q, k, v, lengths)
+        for length in (300, 0, 17):
+            lengths[:] = length
+            grown = Case("bfloat16", 128, group=4, batch=2, tokens=300, lengths=(length, length))
+            check(grown, step())
+
+
+def test_a_step_can_be_part_of_a_graph_of_the_callers() -> None:
+    import cupy
+
+    q, k, v, _, _ = device_inputs(CASE)
+    with decoder_for(CASE) as decoder, cupy.cuda.Stream(non_blocking=True) as stream:
+        decoder(q, k, v)  # compiles and allocates outside the capture
+        stream.begin_capture()
+        results = decoder(q, k, v)
+        graph = stream.end_capture()
+        for array in results:
+            array.fill(77)
+        graph.launch(stream)
+        stream.synchronize()
+        check(CASE, results)
+
+
+def test_out_of_memory_is_one_message() -> None:
+    with pytest.raises(BackendError, match="out of GPU memory"):
+        treeattn.Decoder(
+            heads=2**20, kv_heads=1, head_dim=256, batch=2**12, dtype="bfloat16", device="cuda"
+        )  # 4 TiB of records
+
+
+def test_a_query_of_one_rank_comes_by_way_of_the_host() -> None:
+    q, k, v, _, _ = device_inputs(CASE)
+    check(CASE, treeattn.decode(q, k, v, device="cuda", dtype="bfloat16", q_root=0))
+
+
+def test_results_match_the_processor_through_float32() -> None:
+    """The same inputs on both devices: far closer than either is to the oracle's bound."""
+    case = Case("float32", 64, group=2, tokens=500)
+    q, k, v, _, _ = case.inputs()
+    on_cpu = treeattn.decode(q, k, v)
+    on_gpu = treeattn.decode(*device_inputs(case)[:3], device="cuda")
+    for mine, other in zip(on_cpu, on_gpu, strict=True):
+        np.testing.assert_allclose(mine, other.get(), rtol=1e-5, atol=1e-6)

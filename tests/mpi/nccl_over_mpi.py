@@ -1,0 +1,43 @@
+"""What `collectives.libraries.nccl.connect` gives, made of MPI messages between emulated GPUs."""
+
+from __future__ import annotations
+
+from mpi4py import MPI
+
+__all__ = ["NcclOverMpi"]
+
+OPERATIONS = {"max": MPI.MAX, "sum": MPI.SUM}
+
+
+class NcclOverMpi:
+    """A `Communicator` whose groups are queued to an `EmulatorRuntime`, which runs or records them."""
+
+    def __init__(self, comm, runtime):
+        self.rank, self.size = comm.rank, comm.size
+        self._comm, self._runtime = comm.Dup(), runtime
+        self._posts = None
+        self.ended = None
+
+    def group_start(self):
+        assert self._posts is None
+        self._posts = []
+
+    def group_end(self):
+        posts, self._posts = self._posts, None
+        self._runtime.queue(lambda: MPI.Request.Waitall([start(array, peer) for start, array, peer in posts]))
+
+    def send(self, array, peer):
+        self._posts.append((self._comm.Isend, array, peer))  # only ever in a group
+
+    def receive(self, array, peer):
+        self._posts.append((self._comm.Irecv, array, peer))
+
+    def all_reduce(self, array, operation):
+        self._runtime.queue(lambda: self._comm.Allreduce(MPI.IN_PLACE, array, OPERATIONS[operation]))
+
+    def close(self):
+        self._comm.Free()
+        self.ended = "closed"
+
+    def abort(self):
+        self.ended = "aborted"

@@ -1,0 +1,241 @@
+"""device="cuda" over real ranks: every rank has an emulated GPU, whose arrays are NumPy's."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+from nccl_over_mpi import NcclOverMpi
+
+import treeattn
+from tests.emulator.cases import Case
+from tests.emulator.raw_module import compiler_problem
+from tests.emulator.runtime import EmulatorRuntime
+from treeattn import collectives
+from treeattn import comm as comm_
+from treeattn.backends import cupy_runtime
+from treeattn.collectives.libraries import nccl
+from treeattn.shards import parse_layout
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem())),
+]
+
+CASE = Case("float32", 64, group=2, batch=2, queries=2, tokens=33)
+SCHEDULES = collectives.names("schedule")
+REPLICATED = [name for name in SCHEDULES if collectives.build(name, 4).result == "replicated"]
+
+
+@pytest.fixture
+def runtime(comm, monkeypatch):
+    """What device="cuda" finds on this rank."""
+    emulator = EmulatorRuntime()
+    emulator.identity = f"emulated GPU {comm.rank}"
+    monkeypatch.setattr(cupy_runtime, "current", lambda: emulator)
+    return emulator
+
+
+def shard(comm, case=CASE):
+    """q and this rank's part of k and v."""
+    q, k, v, _, _ = case.inputs()
+    (run,) = parse_layout("contiguous").runs(case.tokens, comm.rank, comm.size)
+    return q, np.ascontiguousarray(k[:, run]), np.ascontiguousarray(v[:, run])
+
+
+def assert_same_bits(comm, *arrays):
+    digest = hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
+    assert comm.allgather(digest) == [digest] * comm.size
+
+
+def options(case=CASE):
+    """Of a `Decoder`."""
+    return {
+        "heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.head_dim, "batch": case.batch,
+        "queries": case.queries, "dtype": case.dtype, "device": "cuda",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", [*REPLICATED, "mpi_allreduce"])
+def test_staged_through_the_host(comm, runtime, scheme):
+    """Attention and finish on the GPU, the merges on the processor: they have the same bits."""
+    q, k, v = shard(comm)
+    with treeattn.Decoder(comm, **options(), scheme=scheme, transport="host") as decoder:
+        for _ in range(2):
+            out, lse = decoder(q, k, v)
+            CASE.check(out, lse, tensor_cores=False)
+            assert_same_bits(comm, out, lse)
+        assert (decoder.certificate is None) == (scheme == "mpi_allreduce")
+
+
+def test_ranks_share_what_is_wrong(comm, runtime, monkeypatch):
+    """One rank without memory, or without a GPU: every rank raises the same."""
+
+    def full(*_):
+        raise treeattn.BackendError("out of GPU memory")
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(runtime, "empty", full)
+    with pytest.raises(treeattn.BackendError, match="out of GPU memory"):
+        treeattn.Decoder(comm, **options(), transport="host")
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(cupy_runtime, "current", full)
+    with pytest.raises(treeattn.BackendError, match="out of GPU memory"):
+        treeattn.decode(*shard(comm), comm=comm, device="cuda", transport="host")
+
+
+def test_a_transport_is_chosen_never_guessed(comm, runtime):
+    if comm.size == 1:
+        return
+    with pytest.raises(treeattn.TransportError, match="'nccl'.*'cuda-mpi'.*'host'"):
+        treeattn.decode(*shard(comm), comm=comm, device="cuda")
+    mine = "host" if comm.rank else "nccl"
+    with pytest.raises(treeattn.ArgumentError, match="transport differs"):
+        treeattn.decode(*shard(comm), comm=comm, device="cuda", transport=mine)
+
+
+@pytest.fixture
+def communicators(monkeypatch):
+    """NCCL is there, and made of MPI; the list of what was connected."""
+    made = []
+    monkeypatch.setattr(nccl, "problem", lambda: None)
+    monkeypatch.setattr(nccl, "connect", lambda *given: made.append(NcclOverMpi(*given)) or made[-1])
+    return made
+
+
+@pytest.mark.parametrize("scheme", REPLICATED)
+def test_nccl_gives_the_bits_of_the_cpu(comm, runtime, communicators, scheme):
+    """Through a step as it is, a captured reduction and a launched one."""
+    q, k, v = shard(comm)
+    with treeattn.Decoder(comm, **options(), scheme=scheme, transport="host") as staged:
+        wanted = [array.copy() for array in staged(q, k, v)]
+    with treeattn.Decoder(comm, **options(), scheme=scheme, transport="nccl") as decoder:
+        for _ in range(3):
+            results = decoder(q, k, v)
+            for got, want in zip(results, wanted, strict=True):
+                np.testing.assert_array_equal(got, want)
+        assert decoder.transport == "nccl"
+    assert runtime.graph_launches == (2 if comm.size > 1 else 0)
+    assert [communicator.ended for communicator in communicators] == ["closed"]
+
+
+@pytest.mark.parametrize("scheme", ["nccl_allreduce", "nccl_allreduce:calls=3"])
+def test_nccl_allreduce_is_exact(comm, runtime, communicators, scheme):
+    """Sums in the library's order; ranks without tokens add nothing."""
+    for tokens in (33, 1, 0):
+        case = Case("float32", 64, group=2, batch=2, tokens=tokens)
+        with treeattn.Decoder(comm, **options(case), scheme=scheme) as decoder:
+            for _ in range(3):
+                case.check(*decoder(*shard(comm, case)), tensor_cores=False)
+            assert decoder.transport == "nccl"
+            assert decoder.certificate is None
+    assert runtime.graph_launches == 6
+
+
+def test_nan_and_hostile_scores_through_nccl_allreduce(comm, runtime, communicators):
+    case = Case("float32", 64, tokens=40, scores=1e4)
+    q, k, v = shard(comm, case)
+    with treeattn.Decoder(comm, **options(case), scheme="nccl_allreduce") as decoder:
+        case.check(*decoder(q, k, v), tensor_cores=False)
+        if comm.rank == comm.size - 1:
+            k[0, 0, 1, 3] = np.nan
+        out, lse = decoder(q, k, v)
+    assert np.isnan(out[:, :, 1]).all()
+    assert np.isnan(lse[:, 1]).all()
+    assert np.isfinite(out[:, :, 0]).all()
+
+
+@pytest.mark.parametrize("scheme", ["recursive_doubling", "nccl_allreduce", "ring"])
+def test_a_captured_step_is_one_launch(comm, runtime, communicators, scheme):
+    case = Case("float32", 64, group=2, tokens=33)
+    q, k, v = shard(comm, case)
+    lengths = np.zeros(1, np.int64)
+    with treeattn.Decoder(comm, **options(case), scheme=scheme, transport="nccl") as decoder:
+        step = decoder.capture(q, k, v, lengths)
+        launches = runtime.graph_launches
+        for fraction in (1, 2):  # a growing cache
+            lengths[0] = k.shape[1] * fraction // 2
+            captured = [array.copy() for array in step()]
+            assert runtime.graph_launches == launches + fraction
+            assert_same_bits(comm, *captured)
+        case.check(*captured, tensor_cores=False)
+        with pytest.raises(treeattn.ArgumentError, match="int64 device array"):
+            decoder.capture(q, k, v, [1] if comm.rank == comm.size - 1 else lengths)
+    with pytest.raises(treeattn.ArgumentError, match="closed"):
+        step()
+
+
+def test_what_cannot_be_captured_is_refused(comm, runtime):
+    q, k, v = shard(comm)
+    with (
+        treeattn.Decoder(comm, **options(), transport="host") as decoder,
+        pytest.raises(treeattn.TransportError, match="'nccl'"),
+    ):
+        decoder.capture(q, k, v)
+    with (
+        treeattn.Decoder(comm, **{**options(), "device": "cpu"}) as decoder,
+        pytest.raises(treeattn.BackendError, match="device='cuda'"),
+    ):
+        decoder.capture(q, k, v)
+
+
+def test_two_ranks_on_one_gpu_are_refused_by_all(comm, runtime, communicators):
+    runtime.identity = "0000:3b:00.0"
+    if comm.size == 1:
+        return
+    with pytest.raises(treeattn.TransportError, match=r"ranks 0, 1.* share GPU 0000:3b:00.0 .*'host'"):
+        treeattn.Decoder(comm, **options(), transport="nccl")
+    assert not communicators
+
+
+def test_nccl_that_lacks_on_one_rank_is_refused_by_all(comm, runtime, monkeypatch):
+    monkeypatch.setattr(nccl, "problem", lambda: "no NCCL" if comm.rank == comm.size - 1 else None)
+    with pytest.raises(treeattn.TransportError, match="no NCCL"):
+        treeattn.Decoder(comm, **options(), transport="nccl")
+
+
+def test_no_room_for_messages_on_one_rank_is_told_by_all(comm, runtime, communicators, monkeypatch):
+    """What is allocated while the reduction is planned, after NCCL has connected."""
+    if comm.size == 1:
+        return
+    sizes = []
+
+    def full(shape, dtype):
+        sizes.append(shape)
+        if len(sizes) > 3 and comm.rank == 0:  # records, out and lse fit
+            raise treeattn.BackendError("out of GPU memory")
+        return np.empty(shape, dtype)
+
+    monkeypatch.setattr(runtime, "empty", full)
+    with pytest.raises(treeattn.BackendError, match="rank 0: out of GPU memory"):
+        treeattn.Decoder(comm, **options(), scheme="recursive_doubling", transport="nccl")
+    assert [communicator.ended for communicator in communicators] == ["aborted"]
+
+
+@pytest.mark.parametrize("scheme", SCHEDULES)
+def test_cuda_aware_mpi(comm, runtime, monkeypatch, scheme):
+    """The stream is waited for before every round, and nothing else is done by the host."""
+    q, k, v = shard(comm)
+    output = "replicated" if scheme in REPLICATED else "heads"
+    planned = {**options(), "scheme": scheme, "output": output}
+    with treeattn.Decoder(comm, **{**planned, "device": "cpu"}) as on_cpu:
+        rounds = len(on_cpu._reducer._steps)
+    monkeypatch.setattr(comm_, "cuda_aware", lambda: False)
+    with pytest.raises(treeattn.TransportError, match="'nccl' or 'host'"):
+        treeattn.Decoder(comm, **planned, transport="cuda-mpi")
+    monkeypatch.setattr(comm_, "cuda_aware", lambda: True)
+    with treeattn.Decoder(comm, **planned, transport="host") as staged:
+        wanted = [array.copy() for array in staged(q, k, v)]
+    waits = []
+    monkeypatch.setattr(runtime, "synchronize", lambda: waits.append(1))
+    with treeattn.Decoder(comm, **planned, transport="cuda-mpi") as decoder:
+        for got, want in zip(decoder(q, k, v), wanted, strict=True):
+            np.testing.assert_array_equal(got, want)
+        assert len(waits) == rounds
+
+
+def test_ranks_of_a_node_count_from_zero(comm):
+    local = comm.allgather(comm_.node_local_rank(comm))
+    for node in comm_.node_groups(comm):
+        assert [local[rank] for rank in node] == list(range(len(node)))

@@ -1,0 +1,172 @@
+"""The NCCL executor, all ranks in one process: the bits of the loopback definition, and nothing hangs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from catalog_variants import VARIANTS, label
+from fake_nccl import Fabric, Hang, QueuedOperator
+from test_loopback import built
+
+from treeattn.backends.cpu import MergeOperator
+from treeattn.collectives import Schedule, Transfer, build
+from treeattn.collectives.executors import loopback
+from treeattn.collectives.executors.nccl import Reducer
+from treeattn.errors import ScheduleError, TransportError
+
+OPERATOR = MergeOperator(8)
+
+
+def partials(size, records, seed=0):
+    """One rank's partials per entry; some are empty."""
+    draw = np.random.default_rng(seed)
+    arrays = draw.standard_normal((size, records, 10)).astype(np.float32)
+    arrays[..., 0] *= 20
+    arrays[..., 1] = np.abs(arrays[..., 1]) + 1
+    empty = draw.random((size, records)) < 0.2
+    arrays[empty] = 0
+    arrays[empty, 0] = -np.inf
+    return list(arrays)
+
+
+def reducers(fabric, schedule, buffers):
+    return [
+        Reducer(stream, schedule, QueuedOperator(OPERATOR, stream), buffer, stream)
+        for stream, buffer in zip(fabric.streams, buffers, strict=True)
+    ]
+
+
+def own_part(schedule, rank, buffer):
+    if schedule.result == "replicated":
+        return buffer
+    return buffer[schedule.chunk_slice(range(rank, rank + 1), len(buffer))]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=label)
+def test_same_bits_as_loopback(variant):
+    """The first step as it is, the second captured, the third launched again."""
+    for size in range(1, 10):
+        schedule = built(variant, size)
+        values = partials(size, 7, seed=size)
+        wanted = loopback.run(schedule, values, OPERATOR)
+        fabric = Fabric(size, seed=size)
+        buffers = [value.copy() for value in values]
+        steps = reducers(fabric, schedule, buffers)
+        for _ in range(3):
+            for buffer, value, step in zip(buffers, values, steps, strict=True):
+                buffer[:] = value
+                step()
+            fabric.run()
+            for rank, buffer in enumerate(buffers):
+                np.testing.assert_array_equal(own_part(schedule, rank, buffer), wanted[rank])
+        if size > 1:
+            assert [stream.graph_launches for stream in fabric.streams] == [2] * size
+        for step in steps:
+            step.close()
+        assert {stream.closed for stream in fabric.streams} == {"closed"}
+
+
+def test_swap_in_one_round_reads_the_state_before_it():
+    swap = (Transfer(0, 1, range(1), False), Transfer(1, 0, range(1), False))
+    schedule = Schedule("swap first", 2, 1, (swap, *build("recursive_doubling", 2).rounds))
+    for seed in range(4):  # messages move in either order
+        values = partials(2, 5)
+        buffers = [value.copy() for value in values]
+        fabric = Fabric(2, seed)
+        for step in reducers(fabric, schedule, buffers):
+            step()
+        fabric.run()
+        np.testing.assert_array_equal(buffers[0], loopback.run(schedule, values, OPERATOR)[0])
+
+
+@pytest.mark.parametrize(
+    ("scheme", "launches"), [("all_gather_merge", 2), ("recursive_multiplying:factors=7", 2)]
+)
+def test_arrivals_of_a_round_fold_in_at_most_two_launches(scheme, launches):
+    schedule = build(scheme, 7)
+    fabric = Fabric(7)
+    for rank, stream in enumerate(fabric.streams):
+        operator = QueuedOperator(OPERATOR, stream)
+        Reducer(stream, schedule, operator, np.zeros((7, 10), np.float32), stream)
+        assert operator.planned == (1 if rank < 2 else launches)
+
+
+def test_whole_groups_of_records_travel():
+    """A chunk is never cut within a group: two groups over four chunks leave two of them empty."""
+    schedule = build("ring", 4)
+    fabric = Fabric(4)
+    values = partials(4, 6)
+    buffers = [value.copy() for value in values]
+    for stream, buffer in zip(fabric.streams, buffers, strict=True):
+        Reducer(stream, schedule, QueuedOperator(OPERATOR, stream), buffer, stream, group=3)()
+    fabric.run()
+    for buffer in buffers[1:]:
+        np.testing.assert_array_equal(buffer, buffers[0])
+
+
+def test_misuse_is_refused():
+    fabric = Fabric(2)
+    stream = fabric.streams[0]
+    schedule, buffer = build("chain", 2), np.zeros((2, 10), np.float32)
+    operator = QueuedOperator(OPERATOR, stream)
+    with pytest.raises(ScheduleError, match="the communicator has 2"):
+        Reducer(stream, build("chain", 3), operator, buffer, stream)
+    with Reducer(stream, schedule, operator, buffer, stream) as reducer:
+        with pytest.raises(TransportError, match="run one before capturing one"):
+            stream.capture(reducer)
+        stream._recorded = None
+    with pytest.raises(ScheduleError, match="closed"):
+        reducer()
+    with pytest.raises(KeyError), Reducer(stream, schedule, operator, buffer, stream):
+        raise KeyError
+    assert stream.closed == "aborted"
+
+
+# What the fake would say of a wrong executor: it can fail.
+
+
+def post(fabric, rank, *posts, grouped=True):
+    stream = fabric.streams[rank]
+    if grouped:
+        stream.group_start()
+    for kind, peer, size in posts:
+        getattr(stream, kind)(np.zeros(size, np.float32), peer)
+    if grouped:
+        stream.group_end()
+
+
+@pytest.mark.parametrize(
+    ("posts", "message"),
+    [
+        ({0: [("send", 1, 4)]}, "rank 0 waits: send, rank 1"),
+        ({1: [("receive", 0, 4)]}, "rank 1 waits: receive, rank 0"),
+        ({0: [("send", 1, 4)], 1: [("receive", 0, 3)]}, "sends 4 elements, rank 1 takes 3"),
+        ({0: [("send", 1, 4)], 1: [("receive", 2, 4)]}, "rank 1 waits: receive, rank 2"),
+    ],
+)
+def test_the_fake_sees_what_hangs(posts, message):
+    fabric = Fabric(3)
+    for rank, its_posts in posts.items():
+        post(fabric, rank, *its_posts)
+    with pytest.raises(Hang, match=message):
+        fabric.run()
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_the_fake_sees_an_exchange_outside_a_group(grouped):
+    fabric = Fabric(2)
+    for rank in (0, 1):
+        post(fabric, rank, ("send", 1 - rank, 4), ("receive", 1 - rank, 4), grouped=grouped)
+    if grouped:
+        fabric.run()
+    else:
+        with pytest.raises(Hang, match="rank 0 waits: send, rank 1; rank 1 waits: send, rank 0"):
+            fabric.run()
+
+
+def test_the_fake_sees_a_capture_on_one_side_only():
+    fabric = Fabric(2)
+    fabric.streams[0].capture(lambda: post(fabric, 0, ("send", 1, 4)))()
+    post(fabric, 1, ("receive", 0, 4))
+    with pytest.raises(Hang, match="captured on one side"):
+        fabric.run()

@@ -1,0 +1,118 @@
+"""What is asked of NCCL, with a module in its place that writes it down."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from treeattn.collectives.libraries import nccl
+from treeattn.errors import TransportError
+
+
+class NcclError(RuntimeError):
+    """As in cupy.cuda.nccl."""
+
+
+def fake(**changes: Any) -> tuple[dict[str, ModuleType], list[Any]]:
+    """Modules cupy, cupy.cuda and cupy.cuda.nccl, and the list of what is called."""
+    calls: list[Any] = []
+
+    def get_unique_id() -> bytes:
+        if "no_id" in changes:
+            raise changes["no_id"]
+        return b"id"
+
+    class NcclCommunicator:
+        def __init__(self, *arguments: Any) -> None:
+            if "error" in changes:
+                raise changes["error"]
+            calls.append(("connect", *arguments))
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *arguments: calls.append((name, *arguments))
+
+    modules = {name: ModuleType(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl")}
+    modules["cupy"].cuda = modules["cupy.cuda"]  # type: ignore[attr-defined]
+    modules["cupy.cuda"].nccl = modules["cupy.cuda.nccl"]  # type: ignore[attr-defined]
+    vars(modules["cupy.cuda.nccl"]).update(
+        available=changes.get("available", True),
+        NCCL_FLOAT32=7, NCCL_SUM=0, NCCL_MAX=2,
+        get_unique_id=get_unique_id,
+        groupStart=lambda: calls.append(("groupStart",)),
+        groupEnd=lambda: calls.append(("groupEnd",)),
+        NcclCommunicator=NcclCommunicator,
+    )  # fmt: skip
+    return modules, calls
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    for cached in (nccl._library, nccl.problem):
+        cached.cache_clear()
+    yield
+    for cached in (nccl._library, nccl.problem):
+        cached.cache_clear()
+
+
+def use(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[Any]:
+    modules, calls = fake(**changes)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return calls
+
+
+ONE: Any = SimpleNamespace(rank=0, size=1, bcast=lambda value, root: value)
+STREAM: Any = SimpleNamespace(stream=99, address=lambda array: array.ctypes.data)
+
+
+def test_arrays_become_addresses_counts_and_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = use(monkeypatch)
+    array = np.zeros((2, 3), np.float32)
+    at = array.ctypes.data
+    assert nccl.problem() is None
+    communicator = nccl.connect(ONE, STREAM)
+    communicator.group_start()
+    communicator.send(array, 1)
+    communicator.receive(array, 2)
+    communicator.group_end()
+    communicator.all_reduce(array, "max")
+    communicator.all_reduce(array, "sum")
+    communicator.close()
+    communicator.abort()
+    assert calls == [
+        ("connect", 1, b"id", 0),
+        ("groupStart",),
+        ("send", at, 6, 7, 1, 99),
+        ("recv", at, 6, 7, 2, 99),
+        ("groupEnd",),
+        ("allReduce", at, at, 6, 7, 2, 99),
+        ("allReduce", at, at, 6, 7, 0, 99),
+        ("destroy",),
+        ("abort",),
+    ]
+
+
+def test_what_lacks_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, available=False)
+    assert "treeattn[nccl12]" in str(nccl.problem())
+
+
+def test_a_cupy_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+    assert "does not load" in str(nccl.problem())
+
+
+def test_a_refusal_says_where_to_learn_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, no_id=NcclError("NCCL_ERROR_SYSTEM_ERROR"))
+    with pytest.raises(TransportError, match="does not start: NCCL_ERROR_SYSTEM_ERROR.*NCCL_DEBUG"):
+        nccl.connect(ONE, STREAM)
+    use(monkeypatch, error=NcclError("NCCL_ERROR_INVALID_USAGE"))
+    nccl._library.cache_clear()
+    with pytest.raises(TransportError, match="cannot connect 1 ranks: NCCL_ERROR_INVALID_USAGE.*NCCL_DEBUG"):
+        nccl.connect(ONE, STREAM)

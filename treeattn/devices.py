@@ -1,0 +1,276 @@
+"""Where a step computes: one object for each kind of device, with the same names.
+
+The verbs in `treeattn.decode` ask their device for memory, kernels and checks, and never which one it is.
+A GPU is looked for, and CuPy imported, only when ``device="cuda"`` is asked for.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from treeattn.arguments import Shape, as_tensor, check_axes, dtype_name
+from treeattn.backends import cpu, cuda
+from treeattn.errors import ArgumentError, BackendError
+
+__all__ = ["Cpu", "Cuda", "Device", "find"]
+
+Attention = Callable[[Any, Any, Any, Any], None]
+
+
+class Device(Protocol):
+    """What a decoder needs of the place where it computes."""
+
+    @property
+    def name(self) -> str:
+        """What ``device=`` calls it."""
+
+    @property
+    def queues(self) -> bool:
+        """Whether work is queued, and can be recorded."""
+
+    def check_shape(self, shape: Shape) -> None:
+        """Raise `ArgumentError` or `BackendError` where this device cannot serve the shape."""
+
+    def slow_because(self) -> str | None:
+        """Why it is several times slower here than it could be, in one line; None where it is not."""
+
+    def rounds_weights(self, shape: Shape) -> bool:
+        """Whether softmax weights may be rounded to 16 bits: then |out - exact| can reach 4e-3 * max|v|."""
+
+    def tensor(self, name: str, array: Any, dtype: str | None) -> Any:
+        """`array` if it is one of this device with four axes and a dtype that is served, perhaps viewed
+        as another dtype. Raises `ArgumentError`."""
+
+    def admit(self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any) -> Any:
+        """Check the arrays of a step; the lengths as attention takes them. Raises `ArgumentError`."""
+
+    def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
+        """The lengths of a shard of `tokens` tokens as attention takes them. Raises `ArgumentError`."""
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A new C-contiguous array on the device."""
+
+    def copy(self, into: Any, source: Any) -> None:
+        """Copy between two arrays of the device, of one shape and any strides."""
+
+    def from_host(self, array: Any) -> Any:
+        """A NumPy array as one of the device."""
+
+    def to_host(self, array: Any) -> Any:
+        """An array of the device as a NumPy array of its own."""
+
+    def synchronize(self) -> None:
+        """Wait for the work that was queued so far."""
+
+    def capture(self, run: Callable[[], object]) -> Callable[[], object]:
+        """Record what `run` queues, to be launched as one. Raises `BackendError` where nothing is queued."""
+
+    def attention(self, shape: Shape, records: Any, scale: float) -> Attention:
+        """Called with q, k, v and lengths: writes `records`."""
+
+    def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:
+        """Writes out and lse from the folded records."""
+
+    def merge_operator(self, shape: Shape) -> Any:
+        """How the records merge: a `treeattn.collectives.operator.Operator`."""
+
+
+def find(name: str) -> Device:
+    """The device that ``device=`` names. Raises `ArgumentError`; `BackendError` where it is not there."""
+    if name == "cpu":
+        return Cpu()
+    if name == "cuda":
+        return Cuda()
+    raise ArgumentError(f"device {name!r} is unknown: use 'cpu' or 'cuda'")
+
+
+class Cpu:
+    """The processor: NumPy arrays, the kernels of `treeattn.backends.cpu`."""
+
+    name = "cpu"
+    queues = False
+
+    def check_shape(self, shape: Shape) -> None:
+        """Every shape is served; settings of the environment may be wrong."""
+        cpu.check_environment()
+
+    def slow_because(self) -> str | None:
+        """Why there are no compiled kernels."""
+        return cpu.compiled_kernels_problem()
+
+    def rounds_weights(self, shape: Shape) -> bool:
+        """Never."""
+        return False
+
+    def tensor(self, name: str, array: Any, dtype: str | None) -> Any:
+        """A NumPy array; uint16 becomes bfloat16 if `dtype` says so."""
+        return as_tensor(name, array, dtype)
+
+    def admit(self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any) -> Any:
+        """A few comparisons; attention checks shape and range of the lengths itself."""
+        if not shape.accepts(q, k, v):
+            # Say what is wrong; what passes is rare but right (bfloat16 as uint16, no tokens).
+            raw = "bfloat16" if shape.dtype == "bfloat16" else None
+            shape.check_query(as_tensor("q", q, raw))
+            shape.check_cache(as_tensor("k", k, raw), as_tensor("v", v, raw))
+        if lengths is None or (type(lengths) is np.ndarray and lengths.dtype == np.int64):
+            return lengths
+        return self.lengths(shape, lengths, k.shape[1])
+
+    def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
+        """int64, looked at."""
+        return None if lengths is None else shape.check_lengths(lengths, tokens)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A NumPy array."""
+        return np.empty(shape, dtype)
+
+    def copy(self, into: Any, source: Any) -> None:
+        """At once."""
+        np.copyto(into, source)
+
+    def from_host(self, array: Any) -> Any:
+        """The array itself."""
+        return array
+
+    def to_host(self, array: Any) -> Any:
+        """A copy."""
+        return array.copy()
+
+    def synchronize(self) -> None:
+        """Nothing is ever queued."""
+
+    def capture(self, run: Callable[[], object]) -> Callable[[], object]:
+        """There is nothing to record."""
+        raise BackendError("device='cpu' queues nothing that could be recorded")
+
+    def attention(self, shape: Shape, records: Any, scale: float) -> Attention:
+        """The compiled kernel, or NumPy."""
+        return cpu.PlannedAttention(records, scale=scale)
+
+    def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:
+        """The compiled kernel, or NumPy."""
+        return cpu.planned_finish(records, out, lse)
+
+    def merge_operator(self, shape: Shape) -> cpu.MergeOperator:
+        """The compiled merge, or NumPy's: the same bits."""
+        return cpu.MergeOperator(shape.head_dim, shape.record_dtype)
+
+
+class Cuda:
+    """The GPU that is CuPy's current device: CuPy arrays, the kernels of `treeattn.backends.cuda`.
+
+    Work goes to the current stream and is not waited for.
+    """
+
+    name = "cuda"
+    queues = True
+
+    def __init__(self, runtime: cuda.Runtime | None = None) -> None:
+        """`runtime` None: CuPy's current device. Raises `BackendError` where there is none."""
+        self.runtime = cuda.default_runtime() if runtime is None else runtime
+        self._admitted: tuple[Any, ...] = (None,) * 3
+        self._lengths: Any = None
+
+    def check_shape(self, shape: Shape) -> None:
+        """float64 has no kernels here, nor has every head_dim."""
+        if shape.dtype == "float64":
+            raise ArgumentError("float64 is for device='cpu': on the GPU use float32, float16 or bfloat16")
+        cuda.check_head_dim(shape.head_dim)
+
+    def slow_because(self) -> str | None:
+        """Kernels are always compiled here."""
+        return None
+
+    def rounds_weights(self, shape: Shape) -> bool:
+        """Where tensor cores are used."""
+        rows = shape.queries * (shape.heads // shape.kv_heads)
+        wide = shape.dtype == "float32" or rows < cuda.TENSOR_CORES_FROM_ROWS
+        return self.runtime.tensor_cores and not wide
+
+    def tensor(self, name: str, array: Any, dtype: str | None) -> Any:
+        """A device array as it is: the bits of bfloat16 stay uint16."""
+        self.runtime.check(name, array)
+        dtype_name(array, dtype)
+        check_axes(name, array)
+        cuda.check_rows(name, array, self.runtime)
+        return array
+
+    def admit(self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any) -> Any:
+        """Arrays that passed the last time are not looked at again."""
+        given = (q, k, v)
+        if any(map(operator.is_not, given, self._admitted)):
+            for name, array in zip("qkv", given, strict=True):
+                self.runtime.check(name, array)
+            shape.check_query(q)
+            shape.check_cache(k, v)
+            self._admitted = given
+        return self.lengths(shape, lengths, k.shape[1])
+
+    def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
+        """Lengths of the host are copied into one buffer of the device, without allocating after the first
+        time; those of the device are used as they are, unread: kernels clamp them."""
+        if lengths is None:
+            return None
+        if self.runtime.holds(lengths):
+            if lengths.dtype != np.int64 or lengths.shape != (shape.batch,):
+                got = f"{lengths.dtype} {list(lengths.shape)}"
+                raise ArgumentError(f"lengths on the GPU are {got}: int64 [{shape.batch}] is needed")
+            return lengths
+        if self.runtime.capturing():
+            raise ArgumentError(
+                "a captured step reads lengths from the GPU: pass them as an int64 device array"
+            )
+        host = shape.check_lengths(lengths, tokens)
+        if self._lengths is None:
+            self._lengths = self.runtime.zeros(shape.batch, np.int64)
+        self.runtime.copy(self._lengths, host)
+        return self._lengths
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A device array. Raises `BackendError` where memory is out."""
+        return self.runtime.empty(shape, dtype)
+
+    def copy(self, into: Any, source: Any) -> None:
+        """Queued."""
+        self.runtime.copy(into, source)
+
+    def from_host(self, array: Any) -> Any:
+        """A new device array, there when this returns; bfloat16 as its bits, which CuPy lacks a type for."""
+        array = np.ascontiguousarray(array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array)
+        moved = self.runtime.empty(array.shape, array.dtype)
+        self.runtime.copy(moved, array)
+        self.runtime.synchronize()
+        return moved
+
+    def to_host(self, array: Any) -> Any:
+        """Waits for what was queued before."""
+        moved = np.empty(array.shape, array.dtype)
+        self.runtime.copy(moved, array)
+        self.runtime.synchronize()
+        return moved
+
+    def synchronize(self) -> None:
+        """Wait for the current stream."""
+        self.runtime.synchronize()
+
+    def capture(self, run: Callable[[], object]) -> Callable[[], object]:
+        """A CUDA graph."""
+        return self.runtime.capture(run)
+
+    def attention(self, shape: Shape, records: Any, scale: float) -> Attention:
+        """One launch."""
+        return cuda.PlannedAttention(records, scale=scale, runtime=self.runtime)
+
+    def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:
+        """One launch."""
+        return cuda.planned_finish(records, out, lse, runtime=self.runtime)
+
+    def merge_operator(self, shape: Shape) -> cuda.MergeOperator:
+        """One launch for any number of records."""
+        return cuda.MergeOperator(shape.head_dim, shape.record_dtype, runtime=self.runtime)
