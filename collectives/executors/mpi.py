@@ -45,6 +45,7 @@ class Reducer:
     buffer: C-contiguous array that views as [records, operator.width] of operator.dtype. A call folds
     the records of all ranks as `schedule` says; afterwards the buffer holds the result (all of it, or
     this rank's chunk of a scattered schedule). Chunks are cut between groups of `group` records.
+    `sent` lists (destination, bytes) of every message of this rank in one step, as they were handed to MPI.
     ``start()`` posts the first round and returns, ``wait()`` does the rest, a call is both. Creating and
     closing are collective; so is a step.
 
@@ -66,6 +67,7 @@ class Reducer:
         self._records = buffer.reshape(-1, group * operator.width)  # one row is what a chunk never cuts
         self._operator = operator
         self._comm = comm.Dup()
+        self.sent: list[tuple[int, int]] = []
         self._steps = list(self._plan())
         self._started = False
         self._closed = False
@@ -153,6 +155,7 @@ class Reducer:
             part = self._records[self._slice(t.chunks)]
             if t.src == rank:
                 sends.append(comm.Send_init(part, t.dst, index))
+                self.sent.append((t.dst, part.nbytes))
                 continue
             # A copy may land in place unless the old value is still being sent in this very round.
             direct = not t.merge and leaving.isdisjoint(t.chunks)

@@ -1,0 +1,121 @@
+"""The tables of `treeattn compare`; docs/measuring.md derives every column."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from treeattn.study.results import FLOOR, NULL, Key, Summary
+
+__all__ = ["show"]
+
+
+def show(console: Console, run: dict[str, Any], summaries: Sequence[Summary], errors: dict[Key, str]) -> bool:
+    """Print everything; whether every result is within its bound and equal on all ranks."""
+    passed = True
+    ordered = sorted(summaries, key=lambda summary: str(summary.key.case))
+    for _, group in itertools.groupby(ordered, lambda summary: summary.key.case):
+        rows = list(group)
+        _show_times(console, rows)
+        passed &= _show_results(console, rows)
+    for key, message in errors.items():
+        console.print(f"could not run: {key.scheme} ({_case(key)}): {message}", style="red")
+    _show_notes(console, run, summaries)
+    return passed
+
+
+def _case(key: Key) -> str:
+    text = f"{key.what}, {key.ranks} ranks, "
+    if key.what == "decode":
+        text += f"{key.tokens:,} tokens, "
+    text += f"batch {key.batch}, {key.queries} queries, " if key.batch * key.queries > 1 else ""
+    text += f"{key.heads} heads ({key.kv_heads} KV) x {key.head_dim}, {key.dtype}"
+    text += f", records as {key.wire}" if key.wire != "float32" else ""
+    return text + (f", arrival skew {key.skew:g} µs" if key.skew else "")
+
+
+def _show_times(console: Console, rows: Sequence[Summary]) -> None:
+    key = rows[0].key
+    parts = ("local", "reduce") if key.what == "decode" else ("null_merge",)
+    table = Table(title=f"{_case(key)}: times in µs", title_justify="left")
+    table.add_column("scheme", no_wrap=True)
+    for heading in ("plan", "first", "median", "95 % interval", "p5", "p95", "p99", "slowest rank",
+                    *(["from last entry"] if key.skew else []),
+                    *(name.replace("_", " ") for name in parts), "x floor", "n", "late"):  # fmt: skip
+        table.add_column(heading, justify="right")
+    floor = next((row.times["completion"].median for row in rows if row.key.scheme == FLOOR), None)
+    for row in sorted(rows, key=lambda row: row.times["completion"].median):
+        time = row.times["completion"]
+        interval = "-" if time.low is None or time.high is None else f"{_us(time.low)} to {_us(time.high)}"
+        cells = [_us(row.times[name].median) for name in ("plan", "first")]
+        cells += [_us(time.median), interval, _us(time.p5), _us(time.p95), _us(time.p99)]
+        cells.append(_us(row.times["slowest"].median))
+        if key.skew:
+            cells.append(_us(row.times["after_last_entry"].median))
+        cells += [_us(row.times[name].median) if name in row.times else "-" for name in parts]
+        cells.append("-" if floor is None or row.key.scheme == NULL else f"{time.median / floor:.2f}")
+        table.add_row(row.key.scheme, *cells, str(time.count), str(row.facts["late"]))
+    console.print(table)
+
+
+def _show_results(console: Console, rows: Sequence[Summary]) -> bool:
+    table = Table(title=f"{_case(rows[0].key)}: results, payload of one step, memory", title_justify="left")
+    table.add_column("scheme", no_wrap=True)
+    for heading in ("class", "rounds", "depth", "bits equal", "error of out", "bound", "error of lse",
+                    "bound", "messages intra", "inter", "bytes intra", "inter", "held",
+                    "step peak"):  # fmt: skip
+        table.add_column(heading, justify="right")
+    passed = True
+    for row in rows:
+        if row.key.scheme in (FLOOR, NULL):
+            continue
+        facts = row.facts
+        verdict = _verdict(row)
+        passed &= verdict
+        sent = facts["sent"] or {"intra": ("library", "library"), "inter": ("library", "library")}
+        table.add_row(
+            row.key.scheme, facts["determinism"], _count(facts["rounds"]), _count(facts["depth"]),
+            {True: "yes", False: "NO", None: "one each"}[facts["same_bits"]],
+            f"{facts['error_out']:.1e}", f"{facts['bound_out']:.1e}",
+            f"{facts['error_lse']:.1e}", f"{facts['bound_lse']:.1e}",
+            *(_count(sent[tier][index]) for index in (0, 1) for tier in ("intra", "inter")),
+            _count(facts["held"]), _count(facts["step_peak"]),
+            style=None if verdict else "red",
+        )  # fmt: skip
+    console.print(table)
+    return passed
+
+
+def _verdict(row: Summary) -> bool:
+    """Equal bits, payload as the schedule says, and for float32 records an error within the bound."""
+    facts = row.facts
+    if facts["same_bits"] is False or (facts["scheduled"] and facts["sent"] != facts["scheduled"]):
+        return False
+    if row.key.wire != "float32":
+        return True
+    return bool(facts["error_out"] <= facts["bound_out"] and facts["error_lse"] <= facts["bound_lse"])
+
+
+def _show_notes(console: Console, run: dict[str, Any], summaries: Sequence[Summary]) -> None:
+    clock = run["clock"]
+    nulls = [summary for summary in summaries if summary.key.scheme == NULL and summary.key.what == "reduce"]
+    for null in nulls:
+        console.print(
+            f"harness: an iteration that does nothing takes {null.times['slowest'].median:.2f} µs "
+            f"on the slowest of {null.key.ranks} ranks"
+        )
+    console.print(f"clock: {clock['source']}, {clock['method']}; error at most {clock['error']:.2f} µs")
+    if run["warning"]:
+        console.print(f"note: {run['warning']}", style="yellow")
+
+
+def _us(value: float) -> str:
+    return f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def _count(value: Any) -> str:
+    return "-" if value is None else value if isinstance(value, str) else f"{value:,.0f}"
