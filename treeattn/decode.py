@@ -223,9 +223,10 @@ class Decoder:
         return self.out, self.lse
 
     @property
-    def sent(self) -> Sent | None:
-        """What this rank handed to MPI in its last step; None where no baseline ran."""
-        sent: Sent | None = getattr(self._reducer, "sent", None)
+    def sent(self) -> list[tuple[int, int]] | Sent | None:
+        """What this rank hands to MPI in a step: of a schedule (destination, bytes) of every message, of a
+        baseline the sums of its last step; None where only the library knows."""
+        sent: list[tuple[int, int]] | Sent | None = getattr(self._reducer, "sent", None)
         return sent
 
     def close(self) -> None:

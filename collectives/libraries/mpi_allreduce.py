@@ -31,11 +31,8 @@ class MpiAllreduce:
     """A reducer (see `executors.mpi.Reducer`) over the library's own allreduce. Creating it is collective.
 
     A call is one blocking MPI_Allreduce; ``start()`` and ``wait()`` are MPI_Iallreduce, which may choose
-    another algorithm. `sent` is None: the library does not say. Raises `BackendError` without compiled
-    kernels.
+    another algorithm. Raises `BackendError` without compiled kernels.
     """
-
-    sent = None
 
     def __init__(self, comm: MPI.Intracomm, operator: MpiOperator, buffer: Any) -> None:
         if not buffer.flags.c_contiguous or buffer.dtype != operator.dtype:

@@ -124,14 +124,12 @@ class _Session:
                 if out is not None:
                     self._writer = results.Writer(out)
                     self._held = results.read(out)
-                for problem in self._held.problems:
-                    click.echo(f"treeattn: warning: {problem}", err=True)
             except TreeattnError as problem_:
                 error = problem_
         comm_.agree(world, {}, error)
         self.done = world.bcast(self._done(line))
-        self._problems = list(self._held.problems)
         self._line = {"kind": "run", "format": results.FORMAT, "run": run, **line}
+        self._problems = self._named_problems()
         self._held.runs[run] = self._line
         self._errors: dict[Key, str] = {}
         blocks = len(plan) * effort.repetitions
@@ -139,6 +137,15 @@ class _Session:
         if self._writer is not None and skipped < blocks:
             self._writer.append("run", run, **line)
         self._live = Live(plan, blocks, skipped, enabled=world.rank == 0)
+
+    def _named_problems(self) -> list[str]:
+        """What is wrong with the file, said at once."""
+        held, known = self._held, results.mixed_versions(self._held.runs.values())
+        mixed = results.mixed_versions([*held.runs.values(), self._line])
+        problems = held.problems + ([mixed] if mixed and mixed != known else [])
+        for problem in problems:
+            click.echo(f"treeattn: warning: {problem}", err=True)
+        return problems
 
     def _done(self, line: dict[str, Any]) -> set[Block]:
         """Blocks of this launch that the file holds from runs of the same version."""

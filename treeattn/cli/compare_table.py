@@ -38,15 +38,21 @@ def _case(key: Key) -> str:
     return text + (f", arrival skew {key.skew:g} µs" if key.skew else "")
 
 
+def _table(title: str, headings: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("scheme", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
 def _show_times(console: Console, rows: Sequence[Summary]) -> None:
     key = rows[0].key
     parts = ("local", "reduce") if key.what == "decode" else ("null_merge",)
-    table = Table(title=f"{_case(key)}: times in µs", title_justify="left")
-    table.add_column("scheme", no_wrap=True)
-    for heading in ("plan", "first", "median", "95 % interval", "p5", "p95", "p99", "slowest rank",
-                    *(["from last entry"] if key.skew else []),
-                    *(name.replace("_", " ") for name in parts), "x floor", "n", "late"):  # fmt: skip
-        table.add_column(heading, justify="right")
+    headings = ["plan", "first", "median", "95 % interval", "p5", "p95", "p99", "slowest\nrank"]
+    headings += ["from last\nentry"] if key.skew else []
+    headings += [name.replace("_", "\n") for name in parts]
+    table = _table(f"{_case(key)}: times in µs", [*headings, "x floor", "n", "late"])
     floor = next((row.times["completion"].median for row in rows if row.key.scheme == FLOOR), None)
     for row in sorted(rows, key=lambda row: row.times["completion"].median):
         time = row.times["completion"]
@@ -63,31 +69,43 @@ def _show_times(console: Console, rows: Sequence[Summary]) -> None:
 
 
 def _show_results(console: Console, rows: Sequence[Summary]) -> bool:
-    table = Table(title=f"{_case(rows[0].key)}: results, payload of one step, memory", title_justify="left")
-    table.add_column("scheme", no_wrap=True)
-    for heading in ("class", "rounds", "depth", "bits equal", "error of out", "bound", "error of lse",
-                    "bound", "messages intra", "inter", "bytes intra", "inter", "held",
-                    "step peak"):  # fmt: skip
-        table.add_column(heading, justify="right")
+    """Print what does not depend on time; whether all of it is right."""
+    headings = ["class", "rounds", "depth", "bits\nequal", "error of out\n(bound)", "error of lse\n(bound)"]
+    headings += ["messages\nintra", "\ninter", "bytes\nintra", "\ninter", "bytes\nheld", "step\npeak"]
+    table = _table(f"{_case(rows[0].key)}: results, payload of one step, memory of a rank", headings)
     passed = True
     for row in rows:
         if row.key.scheme in (FLOOR, NULL):
             continue
-        facts = row.facts
-        verdict = _verdict(row)
+        facts, verdict = row.facts, _verdict(row)
         passed &= verdict
-        sent = facts["sent"] or {"intra": ("library", "library"), "inter": ("library", "library")}
         table.add_row(
             row.key.scheme, facts["determinism"], _count(facts["rounds"]), _count(facts["depth"]),
-            {True: "yes", False: "NO", None: "one each"}[facts["same_bits"]],
-            f"{facts['error_out']:.1e}", f"{facts['bound_out']:.1e}",
-            f"{facts['error_lse']:.1e}", f"{facts['bound_lse']:.1e}",
-            *(_count(sent[tier][index]) for index in (0, 1) for tier in ("intra", "inter")),
-            _count(facts["held"]), _count(facts["step_peak"]),
+            _bits(facts),
+            f"{facts['error_out']:.1e} ({facts['bound_out']:.0e})",
+            f"{facts['error_lse']:.1e} ({facts['bound_lse']:.0e})",
+            *_payload(facts["sent"]), _count(facts["held"]), _count(facts["step_peak"]),
             style=None if verdict else "red",
         )  # fmt: skip
     console.print(table)
     return passed
+
+
+def _bits(facts: dict[str, Any]) -> str:
+    """Whether all ranks held one result, and all blocks."""
+    equal = {True: "yes", False: "NO", None: "-"}[facts["same_bits"]]
+    return equal if len(facts["digests"]) == 1 else f"{equal}, {len(facts['digests'])} results"
+
+
+def _payload(sent: dict[str, list[Any]] | None) -> list[str]:
+    """Messages, then bytes, by tier; a library does not tell, some reducers tell the sum alone."""
+    if sent is None:
+        return ["library"] * 4
+    if "unknown" in sent:
+        messages, size = sent["unknown"]
+        return [*("library" if messages is None else f"{messages} in all", ""), f"{size:,} in all", ""]
+    counts = [sent[tier][index] for index in (0, 1) for tier in ("intra", "inter")]
+    return ["library" if count is None else _count(count) for count in counts]
 
 
 def _verdict(row: Summary) -> bool:

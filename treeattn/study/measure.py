@@ -62,9 +62,8 @@ class Bench:
     def block(self, key: Key, problem: problems.Problem, memory: bool) -> dict[str, Any] | None:
         """The fields of a point (see `treeattn.study.results`) on rank 0, None elsewhere.
 
-        memory: also run a step under tracemalloc, before anything is timed. Raises what planning raises.
+        memory: also run two steps under tracemalloc, after what is timed. Raises what planning raises.
         """
-        allocated = self._memory(key, problem) if memory else {"held": None, "step_peak": None}
         began = time.perf_counter()
         step = steps.plan(self.comm, key)
         planning = self.loop.agree_on_slowest(time.perf_counter() - began)
@@ -77,6 +76,7 @@ class Bench:
         finally:
             step.close()
         without_merge = self._null_merge(key, problem, count) if _has_null_merge(key, step) else None
+        allocated = self._memory(key, problem) if memory else {"held": None, "step_peak": None}
         if timed is None or cold is None:
             return None
         samples = timed.samples(PARTS[key.what])

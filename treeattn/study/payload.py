@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["handed_over", "scheduled"]
 
 Groups = tuple[tuple[int, ...], ...]
-Tiers = dict[str, list[int]]
+Tiers = dict[str, list[Any]]
 
 
 def scheduled(schedule: Schedule, rows: int, row_bytes: int, groups: Groups) -> Tiers:
@@ -27,28 +27,36 @@ def scheduled(schedule: Schedule, rows: int, row_bytes: int, groups: Groups) -> 
         for transfer in round_:
             part = schedule.chunk_slice(transfer.chunks, rows)
             if part.stop > part.start:
-                tier = tiers["intra" if node[transfer.src] == node[transfer.dst] else "inter"]
-                tier[0] += 1
-                tier[1] += (part.stop - part.start) * row_bytes
+                tier = "intra" if node[transfer.src] == node[transfer.dst] else "inter"
+                _add(tiers, tier, 1, (part.stop - part.start) * row_bytes)
     return tiers
 
 
-def handed_over(comm: Intracomm, sent: list[tuple[int, int]] | None, groups: Groups) -> Tiers | None:
-    """The same from what each rank's planned step hands to MPI: (destination, bytes) of each message.
+def handed_over(comm: Intracomm, sent: Any, groups: Groups) -> Tiers | None:
+    """The same from what each rank handed to MPI: a list of (destination, bytes), one for each message.
 
-    None where a library decides. Collective.
+    A reducer that does not list destinations gives (messages, bytes): they count as ``unknown`` tier unless
+    there is but one node; messages are None where a library cuts them. None where only the library knows.
+    Collective.
     """
     everyone: list[Any] = comm.allgather(sent)
-    if any(messages is None for messages in everyone):
+    if any(mine is None for mine in everyone):
         return None
     tiers: Tiers = {"intra": [0, 0], "inter": [0, 0]}
     node = _nodes(groups)
-    for source, messages in enumerate(everyone):
-        for destination, size in messages:
-            tier = tiers["intra" if node[source] == node[destination] else "inter"]
-            tier[0] += 1
-            tier[1] += size
+    for source, mine in enumerate(everyone):
+        if isinstance(mine, tuple):
+            _add(tiers, "intra" if len(groups) == 1 else "unknown", *mine)
+            continue
+        for destination, size in mine:
+            _add(tiers, "intra" if node[source] == node[destination] else "inter", 1, size)
     return tiers
+
+
+def _add(tiers: Tiers, tier: str, messages: int | None, size: int) -> None:
+    count = tiers.setdefault(tier, [0, 0])
+    count[0] = None if messages is None or count[0] is None else count[0] + messages
+    count[1] += size
 
 
 def _nodes(groups: Groups) -> dict[int, int]:

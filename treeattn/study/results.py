@@ -16,7 +16,8 @@ job that wrote it. Times are microseconds, sizes bytes. Numbers that JSON has no
   with merges that do nothing.
 * ``plan``, ``first``: the cold values, slowest rank: planning, and the first call after it.
 * ``late``: iterations which some rank entered after the agreed instant. ``warmup``: untimed calls before.
-* ``clock_error``: half the best round trip of the clocks' comparison plus the drift seen since, worst rank.
+* ``clock_error``: half the fastest round trip of the clocks' comparison, worst rank; 0 where all ranks read
+  one clock.
 * ``determinism``, ``rounds``, ``depth``: of the certificate; "measured" and None where there is none.
 * ``same_bits``: whether all ranks held equal results; None where each holds other heads, or there is nothing
   to compare. ``digest``: of the whole result: more than one for a key means other bits in another block.
@@ -36,6 +37,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -44,7 +46,19 @@ from treeattn import report
 from treeattn.errors import ArgumentError
 from treeattn.study.statistics import Statistics, describe
 
-__all__ = ["FLOOR", "FORMAT", "NULL", "Key", "Results", "Summary", "Writer", "read", "summarise", "version"]
+__all__ = [
+    "FLOOR",
+    "FORMAT",
+    "NULL",
+    "Key",
+    "Results",
+    "Summary",
+    "Writer",
+    "mixed_versions",
+    "read",
+    "summarise",
+    "version",
+]
 
 #: Of the lines; a reader leaves lines of another format alone and names them.
 FORMAT = 1
@@ -96,7 +110,8 @@ class Results:
 @dataclass(frozen=True, slots=True)
 class Summary:
     """All blocks of one key and one version. times: series -> statistics, with ``plan`` and ``first`` among
-    them; facts: the other fields of a point, for errors, sizes and late starts the worst of all blocks."""
+    them; facts: the other fields of a point: of errors and sizes the worst of all blocks, the sum of late
+    starts, and ``digests``, every result that some block had."""
 
     key: Key
     version: str
@@ -125,10 +140,15 @@ def read(*paths: str | Path) -> Results:
     if lost:
         found.problems.append(f"{lost} points of a run whose line is missing: left out")
     found.points = known
-    versions = sorted({version(run) for run in found.runs.values()})
-    if len(versions) > 1:
-        found.problems.append("runs of different versions, kept apart: " + "; ".join(versions))
+    mixed = mixed_versions(found.runs.values())
+    found.problems += [mixed] if mixed else []
     return found
+
+
+def mixed_versions(runs: Iterable[dict[str, Any]]) -> str | None:
+    """The versions of these run lines in words if there are several: their points are kept apart."""
+    versions = sorted({version(run) for run in runs})
+    return "runs of different versions, kept apart: " + "; ".join(versions) if len(versions) > 1 else None
 
 
 def _take(found: Results, where: str, line: bytes) -> None:
@@ -150,7 +170,7 @@ def _take(found: Results, where: str, line: bytes) -> None:
 
 
 def _check_point(entry: dict[str, Any]) -> None:
-    for name in ("run", "launch", "repetition", "plan", "first", "same_bits"):
+    for name in ("run", "launch", "repetition", "plan", "first", "late", "same_bits", "digest", "samples"):
         entry[name]
     for series in entry["samples"].values():
         if not series or not all(isinstance(value, int | float) for value in series):
@@ -172,6 +192,7 @@ def version(run: dict[str, Any]) -> str:
     return f"treeattn {package} ({revision}), {mpi}, {processors}, ranks {nodes}"
 
 
+_OF_A_BLOCK = ("kind", "format", "run", "key", "launch", "repetition", "plan", "first", "samples", "digest")
 _WORST = ("error_out", "error_lse", "clock_error", "held", "step_peak")
 
 
@@ -187,7 +208,7 @@ def _summary(key: Key, name: str, points: list[dict[str, Any]]) -> Summary:
     series = {name: None for point in points for name in point["samples"]}
     times = {name: describe([point["samples"].get(name, []) for point in points]) for name in series}
     times |= {name: describe([[point[name]] for point in points]) for name in ("plan", "first")}
-    facts = {name: value for name, value in points[-1].items() if name not in ("kind", "key", "samples")}
+    facts = {name: value for name, value in points[-1].items() if name not in _OF_A_BLOCK}
     for worst in _WORST:
         known = [float(point[worst]) for point in points if point.get(worst) is not None]
         facts[worst] = max(known) if known else None

@@ -57,7 +57,7 @@ class Around:
         self.local, self.finish = self._alone.local, self._alone.finish
         self.schedule: Any = None
         self.certificate: Any = None
-        self.sent: list[tuple[int, int]] | None = None
+        self.sent: Any = None
         self._reducer: Reducer | None = None
         self.reduce: Callable[[], object] = plan_reduction(self, key)
 
@@ -87,9 +87,11 @@ class _NullOperator(MergeOperator):
 
 
 def _sum(step: Around, key: Key) -> Callable[[], object]:
-    total = np.empty_like(step.records)
+    """As many bytes as the records have under way, in elements of the records' own type."""
+    elements = step.records.size // (2 if key.wire == "bfloat16" else 1)
+    mine, total = step.records.reshape(-1)[:elements], np.empty(elements, step.records.dtype)
     allreduce, operation = step._comm.Allreduce, comm_.mpi().SUM
-    return lambda: allreduce(step.records, total, operation)
+    return lambda: allreduce(mine, total, operation)
 
 
 def _nothing(step: Around, key: Key) -> Callable[[], object]:
@@ -106,8 +108,8 @@ def _bfloat16(step: Around, key: Key) -> Callable[[], object]:
     schedule = routes.schedule(key.scheme, step._comm)
     if schedule is None or schedule.result == "scattered" or step.records.dtype != np.float32:
         raise RestrictionError(
-            f"{key.scheme}: bfloat16 on the wire is for float32 records and schedules that leave every rank "
-            "all heads"
+            f"{key.scheme} cannot send bfloat16: that takes a schedule which leaves every rank all heads, "
+            "and inputs other than float64"
         )
     buffer = np.zeros(step.records.shape, np.uint16)
     reducer = step.reducer(schedule, wire_.Bfloat16Operator(key.head_dim), buffer, key.batch * key.queries)

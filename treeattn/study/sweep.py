@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Block", "Sweep", "keys"]
 
+#: Schemes that attend and communicate at once, so that only their whole step can be timed.
+COMPUTE_WHILE_COMMUNICATING = ("kv_ring", "query_ring")
+
 
 class Block(NamedTuple):
     """One entry of the plan: repetition `repetition` of `key`."""
@@ -36,7 +39,7 @@ def keys(schemes: Sequence[str], **lists: Sequence[Any]) -> list[Key]:
     """The product of all lists (fields of `Key`), schemes last: neighbours differ in the scheme alone.
 
     kv_heads 0 stands for as many as heads. A reduction has no tokens, so of its keys those that differ in
-    nothing else are one.
+    nothing else are one; and the rings have no reduction apart from the step.
     """
     names, values = list(lists), lists.values()
     found = []
@@ -47,8 +50,12 @@ def keys(schemes: Sequence[str], **lists: Sequence[Any]) -> list[Key]:
             fields["tokens"] = 0
         if fields["dtype"] == "float64" and fields["wire"] == "float32":
             fields["wire"] = "float64"  # the records of float64 inputs
-        found += [Key(scheme=scheme, **fields) for scheme in schemes]
+        found += [Key(scheme=scheme, **fields) for scheme in schemes if _exists(scheme, fields["what"])]
     return list(dict.fromkeys(found))
+
+
+def _exists(scheme: str, what: str) -> bool:
+    return what == "decode" or scheme.partition(":")[0] not in COMPUTE_WHILE_COMMUNICATING
 
 
 @dataclass(slots=True)
