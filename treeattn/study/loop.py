@@ -3,14 +3,13 @@
 A barrier would let ranks leave one after another, and that imbalance would be measured as the scheme's
 (Hunold and Carpen-Amarie, "Reproducible MPI benchmarking is still not as easy as you think", TPDS 27(12),
 2016). So before each iteration the ranks agree on an instant a little ahead, by one MPI_Allreduce(MAX), and
-each waits for it on its own clock.
+each waits for it on its own clock. Each rank asks for as much time ahead as it lately needed to learn of the instant.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +22,9 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 __all__ = ["Loop", "Times"]
+
+# Nanoseconds. Above the most it is no longer the agreement that takes time, but others on the machine.
+_LEAST_LEAD, _MOST_LEAD = 20_000, 2_000_000
 
 
 class Times(NamedTuple):
@@ -59,22 +61,18 @@ class Loop:
         self._give_way: Callable[[], object] = os.sched_yield if crowded else tuple
         self._draw = np.random.default_rng([seed, comm.rank])
         self._mine, self._agreed = np.empty(1, np.int64), np.empty(1, np.int64)
-        self._lead = self._measured_lead()
+        self._lead = _LEAST_LEAD
 
     @property
     def lead(self) -> float:
-        """Microseconds between the agreement on an instant and the instant."""
+        """Microseconds between the agreement on an instant and the instant that this rank asks for."""
         return self._lead / 1000
 
-    def _measured_lead(self) -> int:
-        """Long enough for every rank to learn of the instant in time: twice the agreement itself."""
-        durations = []
-        for _ in range(20):
-            began = self._clock.now()
-            self._agree(0)
-            durations.append(self._clock.now() - began)
-        slowest = max(self._comm.allgather(statistics.median(durations)))
-        return int(min(max(2 * slowest, 20_000), 2_000_000))
+    def _adapt_lead(self, late_by: int) -> None:
+        if late_by > 0:
+            self._lead = min(self._lead + late_by, _MOST_LEAD)
+        else:
+            self._lead = max(self._lead - self._lead // 64, _LEAST_LEAD)
 
     def _agree(self, mine: int) -> int:
         self._mine[0] = mine
@@ -122,7 +120,9 @@ class Loop:
         for delay in delays:
             prepare()
             start = self._agree(now() + offset + self._lead) - offset + delay
-            late.append(now() > start)
+            late_by = now() - start
+            late.append(late_by > 0)
+            self._adapt_lead(late_by)
             while now() < start:
                 give_way()
             note(now())

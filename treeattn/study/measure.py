@@ -102,7 +102,7 @@ class Bench:
                 part()
             spent = time.perf_counter() - began
         overhead = 2 * self.loop.lead / 1e6 + key.skew / 1e6
-        return self.effort.count(self.loop.agree_on_slowest(spent) + overhead)
+        return self.effort.count(self.loop.agree_on_slowest(spent + overhead))
 
     def _null_merge(self, key: Key, problem: problems.Problem, count: int) -> Any:
         step = steps.plan_null_merge(self.comm, key)
