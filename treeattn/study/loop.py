@@ -3,7 +3,8 @@
 A barrier would let ranks leave one after another, and that imbalance would be measured as the scheme's
 (Hunold and Carpen-Amarie, "Reproducible MPI benchmarking is still not as easy as you think", TPDS 27(12),
 2016). So before each iteration the ranks agree on an instant a little ahead, by one MPI_Allreduce(MAX), and
-each waits for it on its own clock. Each rank asks for as much time ahead as it lately needed to learn of the instant.
+each waits for it on its own clock. Each rank asks for as much time ahead as it lately needed to learn of the
+instant.
 """
 
 from __future__ import annotations
