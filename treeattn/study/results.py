@@ -93,7 +93,7 @@ class Key:
 
     @property
     def case(self) -> tuple[Any, ...]:
-        """Everything but the scheme: points of one case are compared with one another."""
+        """All of it but the scheme; points of one case are compared with one another."""
         return tuple(value for name, value in asdict(self).items() if name != "scheme")
 
 
