@@ -56,6 +56,8 @@ __all__ = ["command"]
               help="Most iterations of a block.")  # fmt: skip
 @click.option("--seconds", type=click.FloatRange(0, min_open=True), default=0.5, show_default=True,
               help="About so long for all blocks of a point; at least 3 iterations each.")  # fmt: skip
+@click.option("--patience", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True,
+              help="Seconds after which a point gets no further block.")  # fmt: skip
 @click.option("--launch", type=click.IntRange(1), default=1, show_default=True,
               help="Number of this job; jobs of different numbers add up in one file.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
@@ -71,6 +73,7 @@ def command(
     repetitions: int,
     iterations: int,
     seconds: float,
+    patience: float,
     launch: int,
     seed: int,
     **lists: str | None,
@@ -78,8 +81,9 @@ def command(
     """Measure schemes against each other: cold and warm, with intervals, errors, payload and memory.
 
     Lists make every combination. Beside the schemes, each case has MPI_Allreduce(SUM) of the same bytes (the
-    floor) and a reduction that does nothing (the harness's own cost). Exit code 1: a scheme could not run
-    somewhere, or a result missed its bound.
+    floor) and a reduction that does nothing (the harness's own cost). Every column is derived in
+    docs/measuring.md. Exit code 1: a scheme could not run somewhere, a result missed its bound or differed between
+    ranks, or the file holds lines that cannot be used.
     """
     world = comm_.world()
     plan, error = [], None
@@ -87,7 +91,7 @@ def command(
         plan = _keys(world.size, schemes, lists)
     except TreeattnError as problem:
         error = problem
-    effort = Effort(repetitions, iterations, seconds)
+    effort = Effort(repetitions, iterations, seconds, patience)
     options = {"schemes": schemes, **lists, **asdict(effort), "launch": launch, "seed": seed}
     comm_.agree(world, {"the command line": (options, str(out))}, error)
     run = provenance.run_id()
@@ -175,12 +179,13 @@ class _Session:
     def report(self) -> int:
         """Print the tables, write the summaries; the exit code."""
         self._live.stop()
-        same = results.version(self._line)
+        same, place = results.version(self._line), {key: index for index, key in enumerate(self._plan)}
         summaries = [
             summary
             for summary in results.summarise(self._held)
-            if summary.key in set(self._plan) and summary.version == same
+            if summary.key in place and summary.version == same
         ]
+        summaries.sort(key=lambda summary: place[summary.key])
         facts = {
             "run": self._line,
             "summaries": [asdict(summary) for summary in summaries],
@@ -188,7 +193,7 @@ class _Session:
             "problems": self._problems,
         }
         self._write_json(report.as_json(facts))
-        console = Console(width=None if sys.stdout.isatty() else 150, markup=False, highlight=False)
+        console = Console(width=None if sys.stdout.isatty() else 220, markup=False, highlight=False)
         passed = compare_table.show(console, self._line, summaries, self._errors)
         return 0 if passed and not self._errors and not self._problems else 1
 
@@ -224,7 +229,15 @@ def _keys(size: int, schemes: str, lists: dict[str, str | None]) -> list[Key]:
     )
     for key in found:
         shape_of(key)
-    return found
+    return [key for key in found if schemes != "all" or _may_run(key)]
+
+
+def _may_run(key: Key) -> bool:
+    """Whether ``all`` includes a scheme: a library's calls and scattered schedules have no bfloat16 records."""
+    if key.wire != "bfloat16" or key.scheme in (FLOOR, NULL):
+        return True
+    row = routes.CATALOG[key.scheme.partition(":")[0]]
+    return row.kind == "schedule" and not row.scattered
 
 
 def _words(option: str, text: str | None, known: Sequence[str]) -> list[str]:

@@ -15,10 +15,10 @@ __all__ = ["show"]
 
 
 def show(console: Console, run: dict[str, Any], summaries: Sequence[Summary], errors: dict[Key, str]) -> bool:
-    """Print everything; whether every result is within its bound and equal on all ranks."""
+    """Print everything, case by case as `summaries` come; whether every result is within its bound and equal
+    on all ranks."""
     passed = True
-    ordered = sorted(summaries, key=lambda summary: str(summary.key.case))
-    for _, group in itertools.groupby(ordered, lambda summary: summary.key.case):
+    for _, group in itertools.groupby(summaries, lambda summary: summary.key.case):
         rows = list(group)
         _show_times(console, rows)
         passed &= _show_results(console, rows)
@@ -42,7 +42,7 @@ def _table(title: str, headings: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("scheme", no_wrap=True)
     for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", overflow="fold")
     return table
 
 
@@ -52,7 +52,7 @@ def _show_times(console: Console, rows: Sequence[Summary]) -> None:
     headings = ["plan", "first", "median", "95 % interval", "p5", "p95", "p99", "slowest\nrank"]
     headings += ["from last\nentry"] if key.skew else []
     headings += [name.replace("_", "\n") for name in parts]
-    table = _table(f"{_case(key)}: times in µs", [*headings, "x floor", "n", "late"])
+    table = _table(f"{_case(key)}: times in µs", [*headings, "x floor", "blocks", "n", "late"])
     floor = next((row.times["completion"].median for row in rows if row.key.scheme == FLOOR), None)
     for row in sorted(rows, key=lambda row: row.times["completion"].median):
         time = row.times["completion"]
@@ -64,7 +64,7 @@ def _show_times(console: Console, rows: Sequence[Summary]) -> None:
             cells.append(_us(row.times["after_last_entry"].median))
         cells += [_us(row.times[name].median) if name in row.times else "-" for name in parts]
         cells.append("-" if floor is None or row.key.scheme == NULL else f"{time.median / floor:.2f}")
-        table.add_row(row.key.scheme, *cells, str(time.count), str(row.facts["late"]))
+        table.add_row(row.key.scheme, *cells, str(time.blocks), str(time.count), str(row.facts["late"]))
     console.print(table)
 
 

@@ -6,6 +6,7 @@ Everything here is collective over the communicator of the block; what was found
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -33,11 +34,13 @@ PARTS = {"reduce": (), "decode": ("local", "reduce", "finish")}
 @dataclass(frozen=True, slots=True)
 class Effort:
     """How much is measured: blocks of a key, at most so many iterations in each, at most about so many
-    seconds for all blocks of a key (but never fewer than 3 iterations in a block)."""
+    seconds of iterations for all blocks of a key (but never fewer than 3 in a block); and no further block
+    of a key that took `patience` seconds in all, planning and cold calls included."""
 
     repetitions: int = 10
     iterations: int = 200
     seconds: float = 1.0
+    patience: float = math.inf
 
     def count(self, slowest: float) -> int:
         """Iterations of a block when one takes so many seconds."""

@@ -8,6 +8,7 @@ run goes on where it ended.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -101,21 +102,22 @@ class Sweep:
 
     def _run_case(self, bench: Bench, blocks: list[Block]) -> None:
         problem = bench.problem(blocks[0].key)
-        measured: set[Key] = set()
-        impossible: set[Key] = set()
+        spent: dict[Key, float] = {}
         for block in blocks:
-            if block.key in impossible:
+            taken = spent.get(block.key, 0.0)
+            if taken > self.effort.patience or taken == math.inf:
                 continue
+            began = time.perf_counter()
             if bench.comm.rank == 0:
                 self.began(block)
             try:
-                point = bench.block(block.key, problem, memory=block.key not in measured)
+                point = bench.block(block.key, problem, memory=block.key not in spent)
             except TreeattnError as error:  # raised by planning, on every rank alike
-                impossible.add(block.key)
+                spent[block.key] = math.inf
                 if bench.comm.rank == 0:
                     self.failed(block.key, error)
                 continue
-            measured.add(block.key)
+            spent[block.key] = taken + bench.loop.agree_on_slowest(time.perf_counter() - began)
             if point is not None:
                 self.point(block, point)
 
