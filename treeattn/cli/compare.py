@@ -82,8 +82,8 @@ def command(
 
     Lists make every combination. Beside the schemes, each case has MPI_Allreduce(SUM) of the same bytes (the
     floor) and a reduction that does nothing (the harness's own cost). Every column is derived in
-    docs/measuring.md. Exit code 1: a scheme could not run somewhere, a result missed its bound or differed between
-    ranks, or the file holds lines that cannot be used.
+    docs/measuring.md. Exit code 1: a scheme could not run somewhere, a result missed its bound or differed
+    between ranks, or the file holds lines that cannot be used.
     """
     world = comm_.world()
     plan, error = [], None
@@ -233,7 +233,7 @@ def _keys(size: int, schemes: str, lists: dict[str, str | None]) -> list[Key]:
 
 
 def _may_run(key: Key) -> bool:
-    """Whether ``all`` includes a scheme: a library's calls and scattered schedules have no bfloat16 records."""
+    """Whether ``all`` has a scheme: library calls and scattered schedules have no bfloat16 records."""
     if key.wire != "bfloat16" or key.scheme in (FLOOR, NULL):
         return True
     row = routes.CATALOG[key.scheme.partition(":")[0]]
