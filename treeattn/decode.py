@@ -224,8 +224,8 @@ class Decoder:
 
     @property
     def sent(self) -> list[tuple[int, int]] | Sent | None:
-        """What this rank hands to MPI in a step: of a schedule (destination, bytes) of every message, of a
-        baseline the sums of its last step; None where only the library knows."""
+        """What this rank hands to MPI in a step: (destination, bytes) of every message; of a library's
+        collectives the payload; None where only the library knows."""
         sent: list[tuple[int, int]] | Sent | None = getattr(self._reducer, "sent", None)
         return sent
 

@@ -100,12 +100,11 @@ def _bits(facts: dict[str, Any]) -> str:
 
 
 def _payload(sent: dict[str, list[Any]] | None) -> list[str]:
-    """Messages, then bytes, by tier; a library does not tell, some reducers tell the sum alone."""
+    """Messages, then bytes, by tier; a library tells nothing, or what it was given to send."""
     if sent is None:
         return ["library"] * 4
     if "unknown" in sent:
-        messages, size = sent["unknown"]
-        return [*("library" if messages is None else f"{messages} in all", ""), f"{size:,} in all", ""]
+        return ["library", "library", f"{sent['unknown'][1]:,}", "given"]
     counts = [sent[tier][index] for index in (0, 1) for tier in ("intra", "inter")]
     return ["library" if count is None else _count(count) for count in counts]
 

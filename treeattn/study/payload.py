@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from treeattn.baselines import Sent
 from treeattn.collectives.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -35,9 +36,8 @@ def scheduled(schedule: Schedule, rows: int, row_bytes: int, groups: Groups) -> 
 def handed_over(comm: Intracomm, sent: Any, groups: Groups) -> Tiers | None:
     """The same from what each rank handed to MPI: a list of (destination, bytes), one for each message.
 
-    A reducer that does not list destinations gives (messages, bytes): they count as ``unknown`` tier unless
-    there is but one node; messages are None where a library cuts them. None where only the library knows.
-    Collective.
+    Of a library's collective only the payload is known: its messages are None, its tier is ``unknown``
+    unless there is but one node. None where not even that is. Collective.
     """
     everyone: list[Any] = comm.allgather(sent)
     if any(mine is None for mine in everyone):
@@ -45,7 +45,7 @@ def handed_over(comm: Intracomm, sent: Any, groups: Groups) -> Tiers | None:
     tiers: Tiers = {"intra": [0, 0], "inter": [0, 0]}
     node = _nodes(groups)
     for source, mine in enumerate(everyone):
-        if isinstance(mine, tuple):
+        if isinstance(mine, Sent):
             _add(tiers, "intra" if len(groups) == 1 else "unknown", *mine)
             continue
         for destination, size in mine:
