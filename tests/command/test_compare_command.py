@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,6 +117,18 @@ def test_two_runs_at_once(tmp_path):
     assert "another run is appending to it" in second.stderr
     assert second.stdout == ""
     assert results.read(out).problems == []
+
+
+def test_another_version_in_the_file_is_kept_apart_and_named(tmp_path):
+    out = tmp_path / "r.jsonl"
+    shutil.copy(ROOT / "tests/data/compare.jsonl", out)
+    before = results.summarise(results.read(out))
+    done = treeattn(*REDUCE, "--out", out, ranks=2)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "runs of different versions, kept apart" in done.stderr
+    after = results.read(out)
+    assert results.summarise(after)[: len(before)] == before
+    assert len({row.version for row in results.summarise(after)}) == 2
 
 
 def test_a_scheme_that_cannot_run_is_named_and_the_others_go_on(tmp_path):

@@ -54,9 +54,9 @@ __all__ = ["command"]
               help="Blocks of each point: planned anew, in a new random order.")  # fmt: skip
 @click.option("--iterations", type=click.IntRange(3), default=200, show_default=True,
               help="Most iterations of a block.")  # fmt: skip
-@click.option("--seconds", type=click.FloatRange(0, min_open=True), default=0.5, show_default=True,
+@click.option("--seconds", type=click.FloatRange(0, min_open=True), default=0.3, show_default=True,
               help="About so long for all blocks of a point; at least 3 iterations each.")  # fmt: skip
-@click.option("--patience", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True,
+@click.option("--patience", type=click.FloatRange(0, min_open=True), default=6.0, show_default=True,
               help="Seconds after which a point gets no further block.")  # fmt: skip
 @click.option("--launch", type=click.IntRange(1), default=1, show_default=True,
               help="Number of this job; jobs of different numbers add up in one file.")  # fmt: skip
