@@ -228,9 +228,10 @@ class Decoder:
         return self.out, self.lse
 
     @property
-    def sent(self) -> Sent | None:
-        """What this rank handed to MPI in its last step; None where no baseline ran."""
-        sent: Sent | None = getattr(self._reducer, "sent", None)
+    def sent(self) -> list[tuple[int, int]] | Sent | None:
+        """What this rank hands to MPI in a step: (destination, bytes) of every message; of a library's
+        collectives the payload; None where only the library knows."""
+        sent: list[tuple[int, int]] | Sent | None = getattr(self._reducer, "sent", None)
         return sent
 
     def capture(self, q: Any, k: Any, v: Any, lengths: Any = None) -> CapturedStep:

@@ -18,12 +18,17 @@ from treeattn import comm as comm_
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["as_json", "cpu_name", "node_load", "placement", "software"]
+__all__ = ["as_json", "as_json_line", "cpu_name", "node_load", "placement", "software"]
 
 
 def as_json(facts: Any) -> bytes:
     """Strict JSON, one fact per line; numbers that JSON has no words for become strings ("inf", "nan")."""
     return (json.dumps(_spelled(facts), indent=1, allow_nan=False) + "\n").encode()
+
+
+def as_json_line(facts: Any) -> bytes:
+    """The same in one line."""
+    return (json.dumps(_spelled(facts), separators=(",", ":"), allow_nan=False) + "\n").encode()
 
 
 def _spelled(value: Any) -> Any:

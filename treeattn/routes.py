@@ -21,7 +21,7 @@ from treeattn.errors import RestrictionError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["CATALOG", "Reduction", "Route", "canonical", "check_output", "plan", "schedule"]
+__all__ = ["CATALOG", "Reduction", "Route", "canonical", "check_output", "plan", "scattered", "schedule"]
 
 #: Every scheme that ``scheme=`` takes: schedules, library reductions, baselines.
 CATALOG = catalog.CATALOG | baselines.BASELINES
@@ -76,14 +76,19 @@ def _built(scheme: str, size: int, nodes: tuple[tuple[int, ...], ...] | None) ->
     return collectives.build(scheme, size, **({} if nodes is None else {"nodes": nodes}))
 
 
+def scattered(scheme: str) -> bool:
+    """Whether the scheme leaves each rank its slice of heads only."""
+    return _row(scheme).scattered
+
+
 def check_output(scheme: str, output: str) -> None:
     """Raise `RestrictionError` unless the scheme leaves its result where `output` wants it."""
-    scattered = _row(scheme).scattered
-    if scattered and output == "replicated":
+    slices = scattered(scheme)
+    if slices and output == "replicated":
         raise RestrictionError(
             f"{scheme} leaves each rank its slice of heads: from Python, with output='heads'"
         )
-    if not scattered and output == "heads":
+    if not slices and output == "heads":
         offer = " or ".join(f"scheme='{row.name}'" for row in CATALOG.values() if row.scattered)
         raise RestrictionError(f"{scheme} leaves every rank all heads; {offer} serves output='heads'")
 

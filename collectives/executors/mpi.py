@@ -46,6 +46,7 @@ class Reducer:
     buffer: C-contiguous array that views as [records, operator.width] of operator.dtype. A call folds
     the records of all ranks as `schedule` says; afterwards the buffer holds the result (all of it, or
     this rank's chunk of a scattered schedule). Chunks are cut between groups of `group` records.
+    `sent` lists (destination, bytes) of every message of this rank in one step, as they were handed to MPI.
     ``start()`` posts the first round and returns, ``wait()`` does the rest, a call is both. Creating and
     closing are collective; so is a step. `memory`: where the buffer lies; that of a GPU needs an MPI library
     that takes its addresses, and is waited for before anything leaves it.
@@ -75,6 +76,7 @@ class Reducer:
         self._comm = comm.Dup()
         self._ready = memory.synchronize
         planned = rounds.plan(schedule, self._proof, comm.rank, records, operator, memory)
+        self.sent: list[tuple[int, int]] = []
         self._steps = [self._requests(round_) for round_ in planned]
         self._started = False
         self._closed = False
@@ -148,4 +150,5 @@ class Reducer:
         comm, tag = self._comm, planned.number
         receives = [comm.Recv_init(array, peer, tag) for array, peer in planned.receives]
         sends = [comm.Send_init(array, peer, tag) for array, peer in planned.sends]
+        self.sent += [(peer, array.nbytes) for array, peer in planned.sends]
         return _PlannedRound(receives + sends, planned.actions)

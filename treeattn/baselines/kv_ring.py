@@ -9,7 +9,6 @@ from mpi4py import MPI
 
 from treeattn.arguments import DTYPES, Shape
 from treeattn.backends import cpu
-from treeattn.baselines.sent import Sent
 from treeattn.collectives.operator import Operator
 from treeattn.errors import ScheduleError
 
@@ -67,12 +66,12 @@ class KvRing:
         self._requests: list[MPI.Request] = []
         self._q: Any = None
         self._running = self._closed = False
-        self._messages = self._payload = 0
+        self._sent: list[tuple[int, int]] = []
 
     @property
-    def sent(self) -> Sent:
-        """Messages and bytes of the last step, without the agreement on lengths."""
-        return Sent(self._messages, self._payload)
+    def sent(self) -> list[tuple[int, int]]:
+        """(destination, bytes) of every message of the last step, without the agreement on lengths."""
+        return self._sent
 
     def begin(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
         """Agree on lengths, send the own shard on its way and attend to it. Collective."""
@@ -86,7 +85,7 @@ class KvRing:
         self._comm.Allgather(self._own_lengths, self._lengths)
         self._plan(self._lengths.max(axis=1).tolist())
         self._take(k, v)
-        self._q, self._messages, self._payload = q, 0, 0
+        self._q, self._sent = q, []
         self._visit(0)
 
     def __call__(self) -> None:
@@ -118,8 +117,7 @@ class KvRing:
     def _send(self, hop: int) -> list[MPI.Request]:
         right = (self._rank + 1) % self._size
         parts = [(tag, part) for tag, part in enumerate(self._bytes[hop]) if part.size]
-        self._messages += len(parts)
-        self._payload += sum(part.size for _, part in parts)
+        self._sent += [(right, part.size) for _, part in parts]
         return [self._comm.Isend(part, right, tag) for tag, part in parts]
 
     def _arrive(self) -> None:

@@ -11,7 +11,6 @@ from mpi4py import MPI
 
 from treeattn.arguments import Shape
 from treeattn.backends import cpu
-from treeattn.baselines.sent import Sent
 from treeattn.collectives.operator import Operator
 from treeattn.errors import ScheduleError
 
@@ -52,13 +51,12 @@ class QueryRing:
         self._lengths: Any = None
         self._plan_hops(merge)
         self._plan_gathering()
-        self._sent = Sent(len(self._sends), sum(self._sizes))
         self._running = self._closed = False
         _open.add(self)
 
     @property
-    def sent(self) -> Sent:
-        """Messages and bytes of one step; what does not exist (a slice of no heads) is not sent."""
+    def sent(self) -> list[tuple[int, int]]:
+        """(destination, bytes) of every message of one step; a slice of no heads is not sent."""
         return self._sent
 
     def _plan_hops(self, merge: Operator) -> None:
@@ -67,7 +65,7 @@ class QueryRing:
         self._incoming: list[MPI.Prequest | None] = [None] * size
         self._outgoing: list[MPI.Prequest | None] = [None] * size
         self._merges: list[Any] = [None] * size
-        self._sizes: list[int] = []
+        self._sent: list[tuple[int, int]] = []
         for hop, part in enumerate(self._parts):
             if not part.size:
                 continue
@@ -79,7 +77,7 @@ class QueryRing:
                 )
             if hop < size - 1:
                 self._outgoing[hop] = self._comm.Send_init(part, right, hop)
-                self._sizes.append(part.nbytes)
+                self._sent.append((right, part.nbytes))
 
     def _plan_gathering(self) -> None:
         """The last slice of the order is whole on this rank; slice s comes whole from rank s - 1."""
@@ -87,7 +85,7 @@ class QueryRing:
         whole = self._parts[-1]
         others = [r for r in range(size) if r != rank] if whole.size else []
         self._gives = [self._comm.Send_init(whole, r, size) for r in others]
-        self._sizes += [whole.nbytes] * len(others)
+        self._sent += [(r, whole.nbytes) for r in others]
         self._takes: list[MPI.Prequest] = []
         self._copies = [(self._records[:, self._heads[-1]], whole)]
         for s, heads in zip(self._order[:-1], self._heads, strict=False):

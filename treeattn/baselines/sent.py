@@ -1,4 +1,8 @@
-"""What a step hands to MPI, counted where it is handed over."""
+"""What a step hands to MPI, counted where it is handed over.
+
+A reducer that sends messages lists (destination, bytes) of each; one that calls a library's collective has a
+`Sent`.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,10 @@ __all__ = ["Sent"]
 
 
 class Sent(NamedTuple):
-    """Messages and payload bytes that one rank sends in one step.
+    """The payload that one rank hands to a library's collectives in one step.
 
-    messages is None for a library's collective: `bytes` is then the payload that was handed in, and how
-    often it travels is the library's business.
+    messages is None: how often the bytes travel, and where to, is the library's business.
     """
 
-    messages: int | None
+    messages: None
     bytes: int

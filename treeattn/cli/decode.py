@@ -17,6 +17,7 @@ from rich.table import Table
 from treeattn import comm as comm_
 from treeattn import devices, files, report, routes
 from treeattn.backends import cupy_runtime
+from treeattn.baselines import Sent
 from treeattn.cli.problem import Judge, Problem
 from treeattn.decode import Decoder
 from treeattn.devices import Device
@@ -188,12 +189,13 @@ def _wire(world: Any, decoder: Decoder) -> dict[str, Any]:
 
 def _counted(world: Any, decoder: Decoder) -> dict[str, int]:
     """What a baseline counted; "payload" was handed to a library, which may send it more than once."""
-    if decoder.sent is None:
+    everyone = world.allgather(decoder.sent)
+    if everyone[0] is None:
         return {}
-    messages, sizes = zip(*world.allgather(decoder.sent), strict=True)
-    if messages[0] is None:
-        return {"payload": sum(sizes)}
-    return {"messages": sum(messages), "bytes": sum(sizes)}
+    if isinstance(everyone[0], Sent):
+        return {"payload": sum(sent.bytes for sent in everyone)}
+    sizes = [size for sent in everyone for _, size in sent]
+    return {"messages": len(sizes), "bytes": sum(sizes)}
 
 
 def _outputs(world: Any, inputs: list[Path | None], paths: list[Path | None]) -> list[Any]:

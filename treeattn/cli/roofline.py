@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from treeattn import files, report, roofline, roofline_cuda
+from treeattn.cli.numbers import number
 from treeattn.errors import ArgumentError
 
 __all__ = ["command"]
@@ -50,14 +51,14 @@ def command(
     progress = console.print if sys.stderr.isatty() else lambda _: None
     write = files.output_writer(json_path)
     what = (
-        _number("--tokens", tokens),
+        number("--tokens", tokens),
         dtypes.split(","),
-        [_number("--groups", part) for part in groups.split(",")],
+        [number("--groups", part) for part in groups.split(",")],
     )
     if device == "cuda":
         measured = roofline_cuda.measure(*what, repeat or 21, progress=progress)
     else:
-        counts = [_number("--threads", part) for part in (threads or "1").split(",")]
+        counts = [number("--threads", part) for part in (threads or "1").split(",")]
         measured = roofline.measure(*what, counts, repeat or 7, progress=progress)
     measured |= {"cpu": report.cpu_name(), "software": report.software()}
     write(report.as_json(measured))
@@ -99,17 +100,3 @@ def _print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[st
     for row in rows:
         table.add_row(*row)
     Console(width=None if sys.stdout.isatty() else 120, markup=False).print(table)
-
-
-def _number(option: str, text: str) -> int:
-    """A whole number; k = 1000, Ki = 1024, M and Mi likewise."""
-    units = {"Ki": 1024, "Mi": 1024**2, "k": 1000, "M": 1000**2}
-    for unit, factor in units.items():
-        if text.endswith(unit):
-            text, times = text.removesuffix(unit), factor
-            break
-    else:
-        times = 1
-    if not text.strip().isdecimal():
-        raise ArgumentError(f"{option} {text!r}: give a whole number, such as 65536 or 64Ki")
-    return int(text) * times

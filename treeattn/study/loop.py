@@ -1,0 +1,144 @@
+"""The timed loop: all ranks enter at one agreed instant, and note the instants that they leave each part.
+
+A barrier would let ranks leave one after another, and that imbalance would be measured as the scheme's
+(Hunold and Carpen-Amarie, "Reproducible MPI benchmarking is still not as easy as you think", TPDS 27(12),
+2016). So before each iteration the ranks agree on an instant a little ahead, by one MPI_Allreduce(MAX), and
+each waits for it on its own clock. Each rank asks for as much time ahead as it lately needed to learn of the
+instant.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from treeattn import comm as comm_
+from treeattn.study.clock import Clock, Offset, on_common_clock
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["Loop", "Times"]
+
+# Nanoseconds. Above the most it is no longer the agreement that takes time, but others on the machine.
+_LEAST_LEAD, _MOST_LEAD = 20_000, 2_000_000
+
+
+class Times(NamedTuple):
+    """What a loop gives on rank 0. instants: nanoseconds on rank 0's clock, [ranks, iterations, parts +
+    1]."""
+
+    instants: Any
+    late: int
+    clock_error: float
+
+    def samples(self, parts: Sequence[str] = ()) -> dict[str, list[float]]:
+        """Series of microseconds, one value for each iteration; `parts` names the parts of more than one."""
+        entry, leave = self.instants[:, :, 0], self.instants[:, :, -1]
+        series = {
+            "completion": leave.max(0) - entry.min(0),
+            "after_last_entry": leave.max(0) - entry.max(0),
+            "slowest": (leave - entry).max(0),
+        }
+        lengths = np.diff(self.instants, axis=2).max(0)
+        series |= {name: lengths[:, index] for index, name in enumerate(parts)}
+        return {
+            name: [round(value / 1000, 3) for value in values.tolist()] for name, values in series.items()
+        }
+
+
+class Loop:
+    """Timed loops on `comm`. Creating it is collective.
+
+    crowded: ranks outnumber cores, so whoever waits gives its core away. seed: of the delays of a skew.
+    """
+
+    def __init__(self, comm: Intracomm, clock: Clock, crowded: bool, seed: int) -> None:
+        self._comm, self._clock = comm, clock
+        self._give_way: Callable[[], object] = os.sched_yield if crowded else tuple
+        self._draw = np.random.default_rng([seed, comm.rank])
+        self._mine, self._agreed = np.empty(1, np.int64), np.empty(1, np.int64)
+        self._lead = _LEAST_LEAD
+
+    @property
+    def lead(self) -> float:
+        """Microseconds between the agreement on an instant and the instant that this rank asks for."""
+        return self._lead / 1000
+
+    def _adapt_lead(self, late_by: int) -> None:
+        if late_by > 0:
+            self._lead = min(self._lead + late_by, _MOST_LEAD)
+        else:
+            self._lead = max(self._lead - self._lead // 64, _LEAST_LEAD)
+
+    def _agree(self, mine: int) -> int:
+        self._mine[0] = mine
+        self._comm.Allreduce(self._mine, self._agreed, comm_.mpi().MAX)
+        return int(self._agreed[0])
+
+    def agree_on_slowest(self, mine: float) -> float:
+        """The largest value of all ranks. Collective."""
+        return float(self._comm.allreduce(mine, comm_.mpi().MAX))
+
+    def run(
+        self,
+        parts: Sequence[Callable[[], object]],
+        prepare: Callable[[], object],
+        iterations: int,
+        skew: float = 0.0,
+    ) -> Times | None:
+        """Time `parts`, called in order after `prepare`; the times on rank 0. Collective.
+
+        skew: each rank enters up to so many microseconds after the agreed instant, at random.
+        """
+        delays = self._draw.integers(0, int(1000 * skew) + 1, iterations).tolist()
+        before = self._clock.compare()
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            instants, late = self._timed(parts, prepare, before.offset, delays)
+        finally:
+            if collecting:
+                gc.enable()
+        return self._gathered(instants, late, before, self._clock.compare())
+
+    def _timed(
+        self,
+        parts: Sequence[Callable[[], object]],
+        prepare: Callable[[], object],
+        offset: int,
+        delays: list[int],
+    ) -> tuple[list[int], list[bool]]:
+        """Instants of this rank's clock, parts + 1 for each iteration, and whether it came too late."""
+        now, give_way = self._clock.now, self._give_way
+        instants: list[int] = []
+        note = instants.append
+        late = []
+        for delay in delays:
+            prepare()
+            start = self._agree(now() + offset + self._lead) - offset + delay
+            late_by = now() - start
+            late.append(late_by > 0)
+            self._adapt_lead(late_by)
+            while now() < start:
+                give_way()
+            note(now())
+            for part in parts:
+                part()
+                note(now())
+        return instants, late
+
+    def _gathered(self, instants: list[int], late: list[bool], before: Offset, after: Offset) -> Times | None:
+        mine = on_common_clock(np.array(instants, np.int64), before, after)
+        everyone = self._comm.gather((mine, late, max(before.error, after.error)), root=0)
+        if everyone is None:
+            return None
+        return Times(
+            np.array([of_rank[0] for of_rank in everyone]).reshape(len(everyone), len(late), -1),
+            int(np.any([of_rank[1] for of_rank in everyone], axis=0).sum()),
+            max(of_rank[2] for of_rank in everyone) / 1000,
+        )

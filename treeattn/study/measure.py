@@ -1,0 +1,198 @@
+"""One block of one scheme: planned anew, called cold, warmed, timed, and its result checked.
+
+Everything here is collective over the communicator of the block; what was found is on rank 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from treeattn import comm as comm_
+from treeattn.study import payload, problems, steps
+from treeattn.study.clock import Clock
+from treeattn.study.loop import Loop
+from treeattn.study.results import FLOOR, NULL, Key
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["Bench", "Effort"]
+
+WARMUP = {"reduce": 5, "decode": 1}
+FEWEST = 3
+PARTS = {"reduce": (), "decode": ("local", "reduce", "finish")}
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured: blocks of a key, at most so many iterations in each, at most about so many
+    seconds of iterations for all blocks of a key (but never fewer than 3 in a block); and no further block
+    of a key that took `patience` seconds in all, planning and cold calls included."""
+
+    repetitions: int = 10
+    iterations: int = 200
+    seconds: float = 1.0
+    patience: float = math.inf
+
+    def count(self, slowest: float) -> int:
+        """Iterations of a block when one takes so many seconds."""
+        affordable = self.seconds / self.repetitions / max(slowest, 1e-9)
+        return int(max(FEWEST, min(self.iterations, affordable)))
+
+
+class Bench:
+    """Measures blocks on one communicator. Creating it is collective."""
+
+    def __init__(self, comm: Intracomm, effort: Effort, crowded: bool, seed: int) -> None:
+        self.comm, self.effort, self.seed = comm, effort, seed
+        self.groups = comm_.node_groups(comm)
+        self.clock = Clock(comm)
+        self.loop = Loop(comm, self.clock, crowded, seed)
+
+    def problem(self, key: Key) -> problems.Problem:
+        """Inputs for every scheme of the key's case."""
+        make = problems.decode_problem if key.what == "decode" else problems.reduce_problem
+        return make(self.comm, key, self.seed)
+
+    def block(self, key: Key, problem: problems.Problem, memory: bool) -> dict[str, Any] | None:
+        """The fields of a point (see `treeattn.study.results`) on rank 0, None elsewhere.
+
+        memory: also run two steps under tracemalloc, after what is timed. Raises what planning raises.
+        """
+        began = time.perf_counter()
+        step = steps.plan(self.comm, key)
+        planning = self.loop.agree_on_slowest(time.perf_counter() - began)
+        try:
+            prepare, parts = _calls(key, problem, step)
+            cold = self.loop.run(parts, prepare, 1)
+            facts = self._facts(key, problem, step)
+            count = self._warm(key, prepare, parts)
+            timed = self.loop.run(parts, prepare, count, key.skew)
+        finally:
+            step.close()
+        without_merge = self._null_merge(key, problem, count) if _has_null_merge(key, step) else None
+        allocated = self._memory(key, problem) if memory else {"held": None, "step_peak": None}
+        if timed is None or cold is None:
+            return None
+        samples = timed.samples(PARTS[key.what])
+        if without_merge is not None:
+            samples["null_merge"] = without_merge.samples()["completion"]
+        return {
+            "plan": round(planning * 1e6, 3),
+            "first": cold.samples()["completion"][0],
+            "late": timed.late,
+            "warmup": WARMUP[key.what],
+            "clock_error": timed.clock_error,
+            **facts,
+            **allocated,
+            "samples": samples,
+        }
+
+    def _warm(self, key: Key, prepare: Callable[[], object], parts: Any) -> int:
+        """Untimed calls; then how many iterations the slowest rank can afford."""
+        for _ in range(WARMUP[key.what]):
+            prepare()
+            began = time.perf_counter()
+            for part in parts:
+                part()
+            spent = time.perf_counter() - began
+        overhead = 2 * self.loop.lead / 1e6 + key.skew / 1e6
+        return self.effort.count(self.loop.agree_on_slowest(spent + overhead))
+
+    def _null_merge(self, key: Key, problem: problems.Problem, count: int) -> Any:
+        step = steps.plan_null_merge(self.comm, key)
+        try:
+            prepare, parts = _calls(key, problem, step)
+            self._warm(key, prepare, parts)
+            return self.loop.run(parts, prepare, count, key.skew)
+        finally:
+            step.close()
+
+    def _memory(self, key: Key, problem: problems.Problem) -> dict[str, int]:
+        """Bytes that a plan holds after its first step, and that a second step adds at its peak."""
+        tracemalloc.start()
+        try:
+            step = steps.plan(self.comm, key)
+            prepare, parts = _calls(key, problem, step)
+            for turn in range(2):
+                prepare()
+                if turn:
+                    tracemalloc.reset_peak()
+                    held = tracemalloc.get_traced_memory()[0]
+                for part in parts:
+                    part()
+            peak = tracemalloc.get_traced_memory()[1]
+            step.close()
+        finally:
+            tracemalloc.stop()
+        everyone = self.comm.allgather((held, max(peak - held, 0)))
+        return {"held": max(h for h, _ in everyone), "step_peak": max(p for _, p in everyone)}
+
+    def _facts(self, key: Key, problem: problems.Problem, step: Any) -> dict[str, Any]:
+        """What does not depend on time: the result's error and bits, and what was sent."""
+        certificate = step.certificate
+        facts: dict[str, Any] = {
+            "determinism": "measured" if certificate is None else certificate.determinism,
+            "rounds": None if certificate is None else certificate.rounds,
+            "depth": None if certificate is None else certificate.depth,
+            "sent": payload.handed_over(self.comm, step.sent, self.groups),
+            "scheduled": self._scheduled(key, step),
+        }
+        if key.scheme in (FLOOR, NULL):
+            return facts | dict.fromkeys(
+                ("same_bits", "digest", "error_out", "error_lse", "bound_out", "bound_lse")
+            )
+        return facts | self._judged(problem, step)
+
+    def _scheduled(self, key: Key, step: Any) -> Any:
+        if step.schedule is None:
+            return None
+        size = 2 if key.wire == "bfloat16" else step.records.itemsize
+        row = key.batch * key.queries * (key.head_dim + 2) * size
+        return payload.scheduled(step.schedule, key.heads, row, self.groups)
+
+    def _judged(self, problem: problems.Problem, step: Any) -> dict[str, Any]:
+        out, lse = step.finish()
+        everyone = self.comm.gather((out, lse), root=0)
+        if everyone is None:
+            return {}
+        assert problem.expected is not None
+        assert problem.bounds is not None
+        replicated = step.heads == slice(0, problem.expected[0].shape[2])
+        digests = {_digest(*result) for result in everyone}
+        if not replicated:
+            out = np.concatenate([heads for heads, _ in everyone], axis=2)
+            lse = np.concatenate([heads for _, heads in everyone], axis=1)
+        return {
+            "same_bits": len(digests) == 1 if replicated else None,
+            "digest": _digest(out, lse),
+            "error_out": float(np.abs(out - problem.expected[0]).max()),
+            "error_lse": float(np.abs(lse - problem.expected[1]).max()),
+            "bound_out": problem.bounds[0],
+            "bound_lse": problem.bounds[1],
+        }
+
+
+def _calls(key: Key, problem: problems.Problem, step: Any) -> tuple[Callable[[], object], Any]:
+    """What precedes an iteration untimed, and the timed parts of one."""
+    if key.what == "decode":
+        q, k, v = problem.q, problem.k, problem.v
+        return tuple, (lambda: step.local(q, k, v), step.reduce, step.finish)
+    # A reduction works in place: fold fresh records each time, not the results of the last one.
+    return lambda: np.copyto(step.records, problem.records), (step.reduce,)
+
+
+def _digest(out: Any, lse: Any) -> str:
+    return hashlib.sha256(out.tobytes() + lse.tobytes()).hexdigest()[:16]
+
+
+def _has_null_merge(key: Key, step: Any) -> bool:
+    return key.what == "reduce" and step.schedule is not None and key.wire == "float32"

@@ -1,0 +1,89 @@
+"""What is decoded in a measurement: random inputs of any length, and their float64 reference.
+
+Each rank makes its own shard and nothing else. Shards repeat a period of random tokens: the kernels do the
+same work for it, and since a token that occurs n times counts n times in denominator and numerator, the
+float64 reference of any length costs no more than that of one period.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from treeattn import reference
+from treeattn.arguments import DTYPES
+from treeattn.shards import Layout
+from treeattn.study.results import Key
+from treeattn.study.steps import shape_of
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["PERIOD", "Problem", "decode_problem", "reduce_problem"]
+
+#: Tokens of a shard that differ from each other.
+PERIOD = 2048
+
+
+class Problem(NamedTuple):
+    """Inputs of this rank and, on rank 0, what must come out: (out, lse) and the bounds of "exact"."""
+
+    q: Any
+    k: Any
+    v: Any
+    records: Any
+    expected: tuple[Any, Any] | None
+    bounds: tuple[float, float] | None
+
+
+def decode_problem(comm: Intracomm, key: Key, seed: int) -> Problem:
+    """A query, equal on all ranks, and this rank's contiguous shard. Collective."""
+    shape = shape_of(key)
+    dtype = DTYPES[key.dtype]
+    q = np.random.default_rng(seed).standard_normal(shape.q_shape).astype(dtype)
+    (run,) = Layout("contiguous").runs(key.tokens, comm.rank, comm.size)
+    tokens = run.stop - run.start
+    draw = np.random.default_rng([seed, comm.rank])
+    period = (key.batch, min(tokens, PERIOD), key.kv_heads, key.head_dim)
+    k, v = (draw.standard_normal(period, np.float32).astype(dtype) for _ in "kv")
+    partials = comm.gather(_repeated_partials(q, k, v, tokens, shape.default_scale()), root=0)
+    return Problem(q, _repeat(k, tokens), _repeat(v, tokens), None, *_judged(partials))
+
+
+def _repeat(period: Any, tokens: int) -> Any:
+    shard = np.empty((period.shape[0], tokens, *period.shape[2:]), period.dtype)
+    for begin in range(0, tokens, PERIOD):
+        shard[:, begin : begin + PERIOD] = period[:, : tokens - begin]
+    return shard
+
+
+def _repeated_partials(q: Any, k: Any, v: Any, tokens: int, scale: float) -> list[reference.Partial]:
+    """Float64 partials of the period as often as it occurs, and of what is left over."""
+    whole, rest = divmod(tokens, max(k.shape[1], 1))
+    once = reference.partial(q, k, v, scale=scale)
+    many = once._replace(denominator=whole * once.denominator, numerator=whole * once.numerator)
+    return [many, reference.partial(q, k[:, :rest], v[:, :rest], scale=scale)]
+
+
+def reduce_problem(comm: Intracomm, key: Key, seed: int) -> Problem:
+    """This rank's random records, as a shard of some hundred tokens might give. Collective."""
+    shape = shape_of(key)
+    draw = np.random.default_rng([seed, comm.rank])
+    records = np.empty((*shape.lse_shape, key.head_dim + 2), shape.record_dtype)
+    records[..., 0] = draw.normal(3.0, 1.0, shape.lse_shape)
+    records[..., 1] = draw.uniform(1.0, 300.0, shape.lse_shape)
+    records[..., 2:] = records[..., 1:2] * draw.standard_normal((*shape.lse_shape, key.head_dim)) / 4
+    exact = records.astype(np.float64)
+    largest = float(np.abs(exact[..., 2:] / exact[..., 1:2]).max())
+    mine = reference.Partial(exact[..., 0], exact[..., 1], exact[..., 2:], 0.0, largest)
+    gathered = comm.gather([mine], root=0)
+    return Problem(None, None, None, records, *_judged(gathered))
+
+
+def _judged(gathered: list[list[reference.Partial]] | None) -> tuple[Any, Any]:
+    """(expected, bounds) on rank 0, from the float64 partials of all ranks."""
+    if gathered is None:
+        return None, None
+    partials = [partial for of_rank in gathered for partial in of_rank]
+    return reference.combine(partials), reference.error_bounds(partials)

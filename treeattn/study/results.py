@@ -1,0 +1,268 @@
+"""Results of measurements: JSON lines, appended one at a time, so that a killed run loses one point at most.
+
+A file holds lines of three kinds; every line has ``kind``, ``format`` (`FORMAT`) and ``run``, the id of the
+job that wrote it. Times are microseconds, sizes bytes. Numbers that JSON has no words for are strings.
+
+``run``: once per job, before its points: ``software`` and ``ranks`` (see `treeattn.report`), ``started``,
+``environment`` (variables that change times), ``options``, ``clock`` and ``warning`` (ranks share cores).
+
+``point``: one block of iterations of one scheme:
+
+* ``key``: every parameter, the fields of `Key`. ``launch``, ``repetition``: which block of this key it is.
+* ``samples``: name of a series -> one value for each iteration. ``completion``: last exit minus first entry
+  on the synchronised clock; ``after_last_entry``: last exit minus last entry; ``slowest``: the longest time
+  between a rank's own entry and exit. For ``what="decode"`` also ``local``, ``reduce`` and ``finish``: the
+  longest time of each part on any rank. For schedules with ``what="reduce"`` also ``null_merge``: completion
+  with merges that do nothing.
+* ``plan``, ``first``: the cold values, slowest rank: planning, and the first call after it.
+* ``late``: iterations which some rank entered after the agreed instant. ``warmup``: untimed calls before.
+* ``clock_error``: half the fastest round trip of the clocks' comparison, worst rank; 0 where all ranks read
+  one clock.
+* ``determinism``, ``rounds``, ``depth``: of the certificate; "measured" and None where there is none.
+* ``same_bits``: whether all ranks held equal results; None where each holds other heads, or there is nothing
+  to compare. ``digest``: of the whole result: more than one for a key means other bits in another block.
+  ``error_out``, ``error_lse``: largest difference from the float64 reference; ``bound_out``, ``bound_lse``:
+  what "exact" allows.
+* ``sent``: tier -> [messages, bytes] of all ranks in one step, as handed to MPI; tiers are ``intra`` (within
+  a node) and ``inter``. ``scheduled``: the same as the schedule says. None where the library decides.
+* ``held``, ``step_peak``: bytes that planning and a first step leave allocated, and that a further step
+  adds at its peak, worst rank, as tracemalloc sees them (NumPy's buffers, not the MPI library's); None for
+  blocks after the first of a key in a run.
+
+``error``: ``key``, ``launch`` and ``message``: a scheme that could not run there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from treeattn import report
+from treeattn.errors import ArgumentError
+from treeattn.study.statistics import Statistics, describe
+
+__all__ = [
+    "FLOOR",
+    "FORMAT",
+    "NULL",
+    "Key",
+    "Results",
+    "Summary",
+    "Writer",
+    "mixed_versions",
+    "read",
+    "summarise",
+    "version",
+]
+
+#: Of the lines; a reader leaves lines of another format alone and names them.
+FORMAT = 1
+
+#: What stands among the schemes in results without being one.
+FLOOR, NULL = "MPI_Allreduce(SUM)", "null"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Every parameter of a point; two points with one key may be combined.
+
+    what: ``"reduce"``, the reduction alone, or ``"decode"``, the whole step. scheme: as ``scheme=`` takes it,
+    or ``"MPI_Allreduce(SUM)"``, the floor: the same bytes through the library's own sum; or ``"null"``:
+    nothing, which is the harness's own cost. tokens: context length over all ranks, 0 where it has no part
+    (reduce). wire: type of the records under way. skew: each rank enters up to so many microseconds late, at
+    random.
+    """
+
+    what: str
+    scheme: str
+    ranks: int
+    tokens: int
+    batch: int
+    queries: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    wire: str = "float32"
+    skew: float = 0.0
+
+    @property
+    def case(self) -> tuple[Any, ...]:
+        """All of it but the scheme; points of one case are compared with one another."""
+        return tuple(value for name, value in asdict(self).items() if name != "scheme")
+
+
+@dataclass(slots=True)
+class Results:
+    """What `read` found: run id -> run line; point and error lines with a `Key` as key; what is wrong."""
+
+    runs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    points: list[dict[str, Any]] = field(default_factory=list)
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """All blocks of one key and one version. times: series -> statistics, with ``plan`` and ``first`` among
+    them; facts: the other fields of a point: of errors and sizes the worst of all blocks, the sum of late
+    starts, and ``digests``, every result that some block had."""
+
+    key: Key
+    version: str
+    launches: int
+    times: dict[str, Statistics]
+    facts: dict[str, Any]
+
+
+def read(*paths: str | Path) -> Results:
+    """Everything readable in these files. Lines that are not are named in `problems`, and nothing else is
+    lost.
+
+    Raises `ArgumentError` for a file that cannot be opened.
+    """
+    found = Results()
+    for path in map(Path, paths):
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ArgumentError(f"{path}: cannot be read ({error.strerror})") from None
+        for number, line in enumerate(content.split(b"\n"), 1):
+            if line.strip():
+                _take(found, f"{path}:{number}", line)
+    known = [point for point in found.points if point["run"] in found.runs]
+    lost = len(found.points) - len(known)
+    if lost:
+        found.problems.append(f"{lost} points of a run whose line is missing: left out")
+    found.points = known
+    mixed = mixed_versions(found.runs.values())
+    found.problems += [mixed] if mixed else []
+    return found
+
+
+def mixed_versions(runs: Iterable[dict[str, Any]]) -> str | None:
+    """The versions of these run lines in words if there are several: their points are kept apart."""
+    versions = sorted({version(run) for run in runs})
+    return "runs of different versions, kept apart: " + "; ".join(versions) if len(versions) > 1 else None
+
+
+def _take(found: Results, where: str, line: bytes) -> None:
+    try:
+        entry = json.loads(line)
+        if entry["format"] != FORMAT:
+            found.problems.append(f"{where}: format {entry['format']}, this version reads {FORMAT}; left out")
+            return
+        if entry["kind"] == "run":
+            version(entry)
+            found.runs[entry["run"]] = entry
+            return
+        entry["key"] = Key(**entry["key"])
+        if entry["kind"] == "point":
+            _check_point(entry)
+        {"point": found.points, "error": found.errors}[entry["kind"]].append(entry)
+    except (ValueError, KeyError, TypeError) as error:
+        found.problems.append(f"{where}: not a result line ({type(error).__name__}: {error}); left out")
+
+
+def _check_point(entry: dict[str, Any]) -> None:
+    for name in ("run", "launch", "repetition", "plan", "first", "late", "same_bits", "digest", "samples"):
+        entry[name]
+    for series in entry["samples"].values():
+        if not series or not all(isinstance(value, int | float) for value in series):
+            raise ValueError("samples are lists of numbers")
+
+
+def version(run: dict[str, Any]) -> str:
+    """What must be equal for points of two runs to be combined: software, processors, ranks on nodes."""
+    software = run["software"]
+    layout: dict[int, int] = {}
+    for rank in run["ranks"]:
+        layout[rank["node"]] = layout.get(rank["node"], 0) + 1
+    order = [rank["node"] for rank in run["ranks"]]
+    nodes = "+".join(map(str, layout.values())) + ("" if order == sorted(order) else " cyclic")
+    processors = " and ".join(sorted({rank["cpu"] for rank in run["ranks"]}))
+    revision = (software["git"] or "no git")[:12] + ("+dirty" if "+dirty" in (software["git"] or "") else "")
+    package = software["packages"]["treeattn"]
+    mpi = " ".join(software["mpi"].split())
+    return f"treeattn {package} ({revision}), {mpi}, {processors}, ranks {nodes}"
+
+
+_OF_A_BLOCK = ("kind", "format", "run", "key", "launch", "repetition", "plan", "first", "samples", "digest")
+_WORST = ("error_out", "error_lse", "clock_error", "held", "step_peak")
+
+
+def summarise(results: Results) -> list[Summary]:
+    """One summary for each key and version, in the order of their first points."""
+    groups: dict[tuple[Key, str], list[dict[str, Any]]] = {}
+    for point in results.points:
+        groups.setdefault((point["key"], version(results.runs[point["run"]])), []).append(point)
+    return [_summary(key, name, points) for (key, name), points in groups.items()]
+
+
+def _summary(key: Key, name: str, points: list[dict[str, Any]]) -> Summary:
+    series = {name: None for point in points for name in point["samples"]}
+    times = {name: describe([point["samples"].get(name, []) for point in points]) for name in series}
+    times |= {name: describe([[point[name]] for point in points]) for name in ("plan", "first")}
+    facts = {name: value for name, value in points[-1].items() if name not in _OF_A_BLOCK}
+    for worst in _WORST:
+        known = [float(point[worst]) for point in points if point.get(worst) is not None]
+        facts[worst] = max(known) if known else None
+    held = {point["same_bits"] for point in points}
+    facts["same_bits"] = None if held == {None} else False not in held
+    facts["digests"] = sorted({point["digest"] for point in points if point["digest"]})
+    facts["late"] = sum(point["late"] for point in points)
+    return Summary(key, name, len({point["launch"] for point in points}), times, facts)
+
+
+class Writer:
+    """Appends lines to a results file, each on disk before `append` returns. One writer at a time.
+
+    Raises `ArgumentError` if the file cannot be opened, or if another run is appending to it.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            self._file: IO[bytes] = open(path, "a+b")  # noqa: SIM115 - held until close
+        except OSError as error:
+            raise ArgumentError(f"{path}: cannot be written ({error.strerror}); name another place") from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise ArgumentError(
+                f"{path}: another run is appending to it; wait for its end or name another file"
+            ) from None
+        self._end_cut_line()
+
+    def _end_cut_line(self) -> None:
+        """A line that a killed run left unfinished must not swallow the next one."""
+        if self._file.seek(0, os.SEEK_END):
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":
+                self._write(b"\n")
+
+    def append(self, kind: str, run: str, **entry: Any) -> None:
+        """Write one line."""
+        if isinstance(entry.get("key"), Key):
+            entry["key"] = asdict(entry["key"])
+        self._write(report.as_json_line({"kind": kind, "format": FORMAT, "run": run, **entry}))
+
+    def _write(self, line: bytes) -> None:
+        self._file.write(line)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Give the file free for others."""
+        self._file.close()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,129 @@
+"""Many blocks in a fair order: case by case, repetition by repetition, schemes in a new random order each
+time.
+
+A case is everything but the scheme. What the results file holds already is not measured again, so a killed
+run goes on where it ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from treeattn import report
+from treeattn.errors import TreeattnError
+from treeattn.study.measure import Bench, Effort
+from treeattn.study.results import Key
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["Block", "Sweep", "keys"]
+
+#: Schemes that attend and communicate at once, so that only their whole step can be timed.
+COMPUTE_WHILE_COMMUNICATING = ("kv_ring", "query_ring")
+
+
+class Block(NamedTuple):
+    """One entry of the plan: repetition `repetition` of `key`."""
+
+    key: Key
+    repetition: int
+
+
+def keys(schemes: Sequence[str], **lists: Sequence[Any]) -> list[Key]:
+    """The product of all lists (fields of `Key`), schemes last: neighbours differ in the scheme alone.
+
+    kv_heads 0 stands for as many as heads. A reduction has no tokens, so of its keys those that differ in
+    nothing else are one; and the rings have no reduction apart from the step.
+    """
+    names, values = list(lists), lists.values()
+    found = []
+    for combination in itertools.product(*values):
+        fields = dict(zip(names, combination, strict=True))
+        fields["kv_heads"] = fields["kv_heads"] or fields["heads"]
+        if fields["what"] == "reduce":
+            fields["tokens"] = 0
+        if fields["dtype"] == "float64" and fields["wire"] == "float32":
+            fields["wire"] = "float64"  # the records of float64 inputs
+        found += [Key(scheme=scheme, **fields) for scheme in schemes if _exists(scheme, fields["what"])]
+    return list(dict.fromkeys(found))
+
+
+def _exists(scheme: str, what: str) -> bool:
+    return what == "decode" or scheme.partition(":")[0] not in COMPUTE_WHILE_COMMUNICATING
+
+
+@dataclass(slots=True)
+class Sweep:
+    """What `run` does. done: blocks that need not be measured again; point, failed, began: called on rank 0
+    with each point's fields, with each scheme's error, and with each block before it starts."""
+
+    keys: Sequence[Key]
+    effort: Effort
+    launch: int
+    seed: int
+    done: set[Block]
+    point: Callable[[Block, dict[str, Any]], None]
+    failed: Callable[[Key, TreeattnError], None]
+    began: Callable[[Block], None]
+
+    def blocks(self, case: Iterable[Key]) -> list[Block]:
+        """What is left to do of a case, in the order of doing; the same on every rank."""
+        members = list(case)
+        plan = []
+        for repetition in range(self.effort.repetitions):
+            order = random.Random(f"{self.seed} {self.launch} {repetition} {members[0].case}")
+            plan += [Block(key, repetition) for key in order.sample(members, len(members))]
+        return [block for block in plan if block not in self.done]
+
+    def run(self, world: Intracomm) -> None:
+        """Measure everything. Collective; ranks that a case does not use sleep meanwhile."""
+        placement = report.placement(world)
+        for size, of_size in itertools.groupby(self.keys, lambda key: key.ranks):
+            mine = list(of_size)
+            members: Any = world.Split(0 if world.rank < size else 1, world.rank)
+            if world.rank < size:
+                self._run_on(members, mine, report.node_load(placement[:size]) is not None)
+            _meet_asleep(world)
+            members.Free()
+
+    def _run_on(self, comm: Intracomm, mine: Sequence[Key], crowded: bool) -> None:
+        bench = Bench(comm, self.effort, crowded, self.seed)
+        for _, case in itertools.groupby(mine, lambda key: key.case):
+            blocks = self.blocks(case)
+            if blocks:
+                self._run_case(bench, blocks)
+
+    def _run_case(self, bench: Bench, blocks: list[Block]) -> None:
+        problem = bench.problem(blocks[0].key)
+        spent: dict[Key, float] = {}
+        for block in blocks:
+            taken = spent.get(block.key, 0.0)
+            if taken > self.effort.patience or taken == math.inf:
+                continue
+            began = time.perf_counter()
+            if bench.comm.rank == 0:
+                self.began(block)
+            try:
+                point = bench.block(block.key, problem, memory=block.key not in spent)
+            except TreeattnError as error:  # raised by planning, on every rank alike
+                spent[block.key] = math.inf
+                if bench.comm.rank == 0:
+                    self.failed(block.key, error)
+                continue
+            spent[block.key] = taken + bench.loop.agree_on_slowest(time.perf_counter() - began)
+            if point is not None:
+                self.point(block, point)
+
+
+def _meet_asleep(world: Intracomm) -> None:
+    """A barrier in which waiting costs no processor time: the others may be measuring."""
+    everyone = world.Ibarrier()
+    while not everyone.Test():
+        time.sleep(0.002)
