@@ -229,8 +229,11 @@ class Decoder:
 
     @property
     def sent(self) -> list[tuple[int, int]] | Sent | None:
-        """What this rank hands to MPI in a step: (destination, bytes) of every message; of a library's
-        collectives the payload; None where only the library knows."""
+        """What this rank hands to MPI in a step.
+
+        (destination, bytes) of every message; the payload of a library's collectives; None where only the
+        library knows.
+        """
         sent: list[tuple[int, int]] | Sent | None = getattr(self._reducer, "sent", None)
         return sent
 

@@ -250,7 +250,8 @@ def _words(option: str, text: str | None, known: Sequence[str]) -> list[str]:
 
 def _expanded(schemes: str, radix: str | None, chunks: str | None) -> list[str]:
     """Canonical schemes, one for each radix and chunks where they take such; floor and null first."""
-    chosen = list(routes.CATALOG) if schemes == "all" else schemes.split(",")
+    here = [name for name, row in routes.CATALOG.items() if "cpu" in row.devices]
+    chosen = here if schemes == "all" else schemes.split(",")
     chosen = [routes.canonical(name) for name in chosen]
     for parameter, text in (("radix", radix), ("chunks", chunks)):
         if text is not None:
