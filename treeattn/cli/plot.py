@@ -44,6 +44,7 @@ def command(
     Each case has its own file; versions are never mixed. Exit code 1: a line could not be read, or a figure
     that was asked for by name is not in these results; the rest is drawn.
     """
+    os.environ["MPLBACKEND"] = "agg"  # no screen is used, and a name unknown to matplotlib would stop it
     names, formats = plot.choose_figures(figures), _formats(forms)
     why = draw.problem()
     if why is not None:
@@ -79,7 +80,6 @@ def _write(out: Path, charts: list[Chart], study: Study, formats: tuple[str, ...
         out.mkdir(exist_ok=True)
     except OSError as error:
         raise ArgumentError(f"--out {out}: no folder can be made there ({error.strerror})") from None
-    os.environ.setdefault("MPLBACKEND", "agg")
     others = [name for chart in charts if not hasattr(chart, "series") for name in chart.styles]
     chosen = styles([*study.schemes(), *others])
     targets = [(chart, form, out / f"{chart.name}.{form}") for chart in charts for form in formats]

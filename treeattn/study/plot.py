@@ -74,11 +74,12 @@ def read(paths: Sequence[Path]) -> tuple[Study, list[str]]:
     tables = []
     for path in dict.fromkeys(path.resolve() for path in paths):
         try:
-            start = path.open("rb").readline().strip()
+            with path.open("rb") as file:
+                start = file.readline().strip()
         except OSError as error:
             raise ArgumentError(f"{path}: cannot be read ({error.strerror})") from None
-        if not start:
-            problems.append(f"{path}: empty, or does not begin with a result")
+        if not path.stat().st_size:
+            problems.append(f"{path}: is empty")
         if start == b"{":  # results have one object in a line, the others one in a file
             problems += _take_roofline(study, path)
         else:

@@ -14,7 +14,7 @@ _ROW = {"dtype": str, "group": int, "threads": int, "tokens": int,
 
 _NOTE = (
     "Read rate: of one core, measured in turn with the attention. Bound: the slower of reading and "
-    "multiplying, with as many threads. Group: query heads per KV head; in large groups multiplying is slower."
+    "multiplying, with as many threads. Group: query heads per KV head; with many, multiplying is slower."
 )
 
 
