@@ -133,6 +133,27 @@ def test_memory_and_traffic_are_what_the_points_say():
     assert {12672.0, 24.0, 0.0} <= widths
 
 
+def test_payload_that_is_known_in_part(tmp_path):
+    """Sums without tiers, and messages that a library cuts as it likes."""
+    path = tmp_path / "sums.jsonl"
+    sent = (
+        {"intra": [3, 30], "inter": [4, 40]},
+        {"intra": [0, 0], "inter": [0, 0], "unknown": [None, 70]},
+        None,
+    )
+    keys = made_results.keys(["chain", "two_allreduce", "mpi_allreduce"], [4096])
+    lines = [made_results.point_line(key, sent=told) for key, told in zip(keys, sent, strict=True)]
+    path.write_text("\n".join(map(json.dumps, [made_results.run_line(), *lines])))
+    (chart,) = charts("traffic", study(path)).values()
+    rows = {name: row for row, name in enumerate(chart.labels)}
+    bytes_, messages = chart.panels
+    values = {s.label: {int(p.x): p.value for p in s.points} for s in bytes_.series}
+    chain, unknown = rows["chain"], rows["two_allreduce"]
+    assert values == {"intra": {chain: 30}, "inter": {chain: 40}, "both together": {unknown: 70}}
+    assert {row for row, _ in bytes_.absent} == {rows["mpi_allreduce"]}
+    assert {row for row, _ in messages.absent} == {rows["mpi_allreduce"], unknown}
+
+
 def test_predictions_are_drawn_only_where_points_carry_them(made, tmp_path):
     assert charts("predicted", made) == {}
     path = tmp_path / "predicted.jsonl"

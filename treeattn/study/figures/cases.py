@@ -7,12 +7,18 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from treeattn.errors import ArgumentError
 from treeattn.study.figures.style import in_order
 from treeattn.study.results import Key, Results, Summary, version
 
 __all__ = ["PAYLOAD", "RANKS", "SKEW", "TOKENS", "Axis", "Case", "Study", "cases"]
 
-_WIRE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+def _wire_bytes(wire: str) -> int:
+    sizes = {"bfloat16": 2, "float32": 4, "float64": 8}
+    if wire not in sizes:
+        raise ArgumentError(f"results have records of type {wire!r}, which this version does not know")
+    return sizes[wire]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +36,7 @@ RANKS = Axis("ranks", lambda key: key.ranks, (("ranks", "layout"), ("ranks",)))
 SKEW = Axis("ranks enter up to so much late, µs", lambda key: key.skew, (("skew",),))
 PAYLOAD = Axis(
     "records of a rank, bytes",
-    lambda key: key.batch * key.queries * key.heads * (key.head_dim + 2) * _WIRE_BYTES[key.wire],
+    lambda key: key.batch * key.queries * key.heads * (key.head_dim + 2) * _wire_bytes(key.wire),
     (("batch", "queries", "heads", "kv_heads", "head_dim"),),
 )
 

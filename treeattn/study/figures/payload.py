@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from treeattn.study.figures.cases import PAYLOAD, TOKENS, Case, Study, cases
@@ -79,21 +78,29 @@ def traffic(study: Study) -> list[Chart]:
 
 
 def _traffic_rows(case: Case, what: str, name: str, members: list[Summary]) -> Chart:
-    absent = tuple((row, "the library decides") for row, m in enumerate(members) if not m.facts.get("sent"))
-
-    def panel(label: str, amount: Callable[[Any], float]) -> Panel:
-        series = tuple(
-            Series(tier, tuple(
-                Point(row, float(amount(m.facts["sent"][tier])))
-                for row, m in enumerate(members) if m.facts.get("sent")
-            ))
-            for tier in ("intra", "inter")
-        )  # fmt: skip
-        return Panel(label, series, absent=absent)
-
     names = tuple(member.key.scheme for member in members)
-    panels = (panel("bytes", lambda pair: pair[1]), panel("messages", lambda pair: pair[0]))
+    sent = [_told(member.facts.get("sent")) for member in members]
     return Rows(
         f"traffic-{what}{case.suffix}", f"What a {name} sends", case.title(members[0].key),
-        (_SENT, *case.notes()), names, names, panels, "bars",
+        (_SENT, *case.notes()), names, names, (_tiers("bytes", 1, sent), _tiers("messages", 0, sent)), "bars",
     )  # fmt: skip
+
+
+def _told(sent: dict[str, Any] | None) -> dict[str, Any]:
+    """Tier -> [messages, bytes] as far as it is known: of some baselines that is the sum alone."""
+    if not sent:
+        return {}
+    return {"unknown": sent["unknown"]} if "unknown" in sent else sent
+
+
+def _tiers(label: str, index: int, sent: list[dict[str, Any]]) -> Panel:
+    """index: into the pairs of `sent`, one for each row; None in them is for the library alone to know."""
+    present = {tier for of_row in sent for tier in of_row}
+    series = []
+    for tier, words in (("intra", "intra"), ("inter", "inter"), ("unknown", "both together")):
+        known = [(row, of_row[tier][index]) for row, of_row in enumerate(sent) if tier in of_row]
+        points = tuple(Point(row, float(amount)) for row, amount in known if amount is not None)
+        series += [Series(words, points)] if tier in present else []
+    marked = {point.x for one in series for point in one.points}
+    absent = tuple((row, "the library decides") for row in range(len(sent)) if row not in marked)
+    return Panel(label, tuple(series), absent=absent)
