@@ -189,6 +189,23 @@ def test_scaling_joins_jobs_of_several_sizes_but_no_two_placements(tmp_path):
     assert "nodes of 2+2 cyclic" in times["time-decode-ranks4-layout2+2_cyclic"].case
 
 
+@pytest.mark.parametrize(
+    ("nodes", "words", "suffix"),
+    [
+        ([0] * 4, "4 ranks on one node", "4"),
+        ([0, 1, 0, 1], "4 ranks on nodes of 2+2 cyclic", "2+2_cyclic"),
+        ([n // 8 for n in range(1024)], "the first 4 of 1024 ranks on nodes of 128x8", "128x8"),
+        ([0, 0, 1, 1, 2, 2, 3], "the first 4 of 7 ranks on nodes of 3x2+1", "3x2+1"),
+    ],
+)
+def test_layouts_have_short_names(tmp_path, nodes, words, suffix):
+    path = made_results.write(tmp_path / "a.jsonl", made_results.keys())
+    made_results.write(path, made_results.keys(), run="other", nodes=nodes)
+    made = charts("time", plot.read([path])[0])
+    assert set(made) == {"time-decode-layout2+2", f"time-decode-layout{suffix}"}
+    assert made[f"time-decode-layout{suffix}"].case.startswith(words + " · ")
+
+
 def test_versions_are_never_mixed(tmp_path):
     path = tmp_path / "two.jsonl"
     made_results.write(path, made_results.keys())

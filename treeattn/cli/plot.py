@@ -13,7 +13,7 @@ from treeattn.errors import ArgumentError, BackendError
 from treeattn.study import plot
 from treeattn.study.figures import draw
 from treeattn.study.figures.cases import Study
-from treeattn.study.figures.chart import Chart
+from treeattn.study.figures.chart import Chart, Rows
 from treeattn.study.figures.style import styles
 
 __all__ = ["command"]
@@ -80,12 +80,12 @@ def _write(out: Path, charts: list[Chart], study: Study, formats: tuple[str, ...
         out.mkdir(exist_ok=True)
     except OSError as error:
         raise ArgumentError(f"--out {out}: no folder can be made there ({error.strerror})") from None
-    others = [name for chart in charts if not hasattr(chart, "series") for name in chart.styles]
+    others = [name for chart in charts if isinstance(chart, Rows) for name in chart.styles]
     chosen = styles([*study.schemes(), *others])
-    targets = [(chart, form, out / f"{chart.name}.{form}") for chart in charts for form in formats]
-    writers = {target: files.output_writer(target) for *_, target in targets}
+    names = [f"{chart.name}.{form}" for chart in charts for form in formats]
+    writers = {name: files.output_writer(out / name) for name in names}
     for chart in charts:
         for form, content in draw.render(chart, chosen, formats).items():
-            target = out / f"{chart.name}.{form}"
-            writers[target](content)
-            click.echo(str(target))
+            name = f"{chart.name}.{form}"
+            writers[name](content)
+            click.echo(str(out / name))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -138,7 +140,7 @@ def _split(
     groups: dict[tuple[Any, ...], list[Summary]] = {}
     for summary in summaries:
         build, _, layout = summary.version.rpartition(", ranks ")  # as `results.version` puts them together
-        fields = _fields(summary.key) | {"layout": layout, "build": build}
+        fields = _fields(summary.key) | {"layout": _brief(layout), "build": build}
         fixed = tuple((name, value) for name, value in fields.items() if name not in joined)
         groups.setdefault(fixed, []).append(summary)
     for fixed, members in groups.items():
@@ -146,6 +148,14 @@ def _split(
             yield from _split(members, axis, joins[1:])
         else:
             yield dict(fixed), members
+
+
+def _brief(layout: str) -> str:
+    """Ranks on each node, 4+4+4+2 as 3x4+2: names of files have an end."""
+    nodes, *order = layout.split()
+    runs = [(size, len(list(run))) for size, run in itertools.groupby(nodes.split("+"))]
+    parts = [f"{count}x{size}" if count > 2 else "+".join([size] * count) for size, count in runs]
+    return " ".join(["+".join(parts), *order])
 
 
 def _fields(key: Key) -> dict[str, Any]:
@@ -189,9 +199,10 @@ def _words(fields: dict[str, Any]) -> str:
 
 
 def _where(ranks: int, layout: str) -> str:
-    """layout: ranks on each node of the whole job, as 4+4 or 2+2 cyclic."""
+    """layout: ranks on each node of the whole job, as 4+4, 16x8 or 2+2 cyclic."""
     if not layout:
         return f"{ranks} ranks"
-    total = sum(int(part) for part in layout.split()[0].split("+"))
-    nodes = f"nodes of {layout}" if "+" in layout else "one node"
+    parts = layout.split()[0].split("+")
+    total = sum(math.prod(map(int, part.split("x"))) for part in parts)
+    nodes = "one node" if layout.isdecimal() else f"nodes of {layout}"
     return f"{ranks} ranks on {nodes}" if ranks == total else f"the first {ranks} of {total} ranks on {nodes}"
