@@ -140,8 +140,9 @@ def test_payload_that_is_known_in_part(tmp_path):
         {"intra": [3, 30], "inter": [4, 40]},
         {"intra": [0, 0], "inter": [0, 0], "unknown": [None, 70]},
         None,
+        {"intra": [None, 80], "inter": [0, 0]},  # a library's messages, on one node
     )
-    keys = made_results.keys(["chain", "two_allreduce", "mpi_allreduce"], [4096])
+    keys = made_results.keys(["chain", "two_allreduce", "mpi_allreduce", "three_allreduce"], [4096])
     lines = [made_results.point_line(key, sent=told) for key, told in zip(keys, sent, strict=True)]
     path.write_text("\n".join(map(json.dumps, [made_results.run_line(), *lines])))
     (chart,) = charts("traffic", study(path)).values()
@@ -149,9 +150,13 @@ def test_payload_that_is_known_in_part(tmp_path):
     bytes_, messages = chart.panels
     values = {s.label: {int(p.x): p.value for p in s.points} for s in bytes_.series}
     chain, unknown = rows["chain"], rows["two_allreduce"]
-    assert values == {"intra": {chain: 30}, "inter": {chain: 40}, "both together": {unknown: 70}}
+    cut = rows["three_allreduce"]
+    assert values == {
+        "intra": {chain: 30, cut: 80}, "inter": {chain: 40, cut: 0}, "both together": {unknown: 70},
+    }  # fmt: skip
     assert {row for row, _ in bytes_.absent} == {rows["mpi_allreduce"]}
-    assert {row for row, _ in messages.absent} == {rows["mpi_allreduce"], unknown}
+    assert {row for row, _ in messages.absent} == {rows["mpi_allreduce"], unknown, cut}
+    assert [(p.x, p.value) for s in messages.series for p in s.points] == [(chain, 3), (chain, 4)]
 
 
 def test_predictions_are_drawn_only_where_points_carry_them(made, tmp_path):

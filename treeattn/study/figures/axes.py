@@ -40,7 +40,7 @@ def value_axis(axis: Any, log: bool, low: float, high: float, room: int) -> None
 
 def _short(value: float) -> str:
     """10000 as 10k: ticks of logarithmic axes are round."""
-    for unit, size in (("M", 10**6), ("k", 10**3)):
+    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
         if value >= 10_000 and value >= size:
             return f"{value / size:,g}{unit}"
     return plain(value)

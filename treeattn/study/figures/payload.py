@@ -96,11 +96,14 @@ def _told(sent: dict[str, Any] | None) -> dict[str, Any]:
 def _tiers(label: str, index: int, sent: list[dict[str, Any]]) -> Panel:
     """index: into the pairs of `sent`, one for each row; None in them is for the library alone to know."""
     present = {tier for of_row in sent for tier in of_row}
+    hidden = [not of_row or any(pair[index] is None for pair in of_row.values()) for of_row in sent]
     series = []
     for tier, words in (("intra", "intra"), ("inter", "inter"), ("unknown", "both together")):
-        known = [(row, of_row[tier][index]) for row, of_row in enumerate(sent) if tier in of_row]
-        points = tuple(Point(row, float(amount)) for row, amount in known if amount is not None)
+        points = tuple(
+            Point(row, float(of_row[tier][index]))
+            for row, of_row in enumerate(sent)
+            if tier in of_row and not hidden[row]
+        )
         series += [Series(words, points)] if tier in present else []
-    marked = {point.x for one in series for point in one.points}
-    absent = tuple((row, "the library decides") for row in range(len(sent)) if row not in marked)
+    absent = tuple((row, "the library decides") for row, hides in enumerate(hidden) if hides)
     return Panel(label, tuple(series), absent=absent)

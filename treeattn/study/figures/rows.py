@@ -65,8 +65,9 @@ def _draw_bars(axes: Any, panel: Panel, chart: Rows, styles: Mapping[str, Style]
     for row, why in panel.absent:
         axes.text(0.01, row, why, transform=axes.get_yaxis_transform(), va="center", color=_GREY, fontsize=7)
     top = max(positive, default=1.0)
-    axes.set_xlim((low / 2, top * 6) if panel.log else (0, top * 1.15))
-    ticks.value_axis(axes.xaxis, panel.log, low / 2, top * 6, 8 // len(chart.panels))
+    room = max(4.0, (2 * top / low) ** (0.2 * len(chart.panels)))  # for the number beside the longest bar
+    axes.set_xlim((low / 2, top * room) if panel.log else (0, top * 1.15))
+    ticks.value_axis(axes.xaxis, panel.log, low / 2, top * room, 8 // len(chart.panels))
 
 
 def _write_value(axes: Any, point: Point, y: float, start: float) -> None:
