@@ -250,6 +250,17 @@ def test_roofline_shows_both_percentages():
     assert [bar.get_width() for bar in axes.patches] == [50.0, 90.0]
 
 
+def test_roofline_of_a_gpu_shows_percent_of_its_copy_rate():
+    row = {"dtype": "float32", "group": 4, "tokens": 1000, "percent_of_copy_rate": 80.0}
+    measured = {"copy_rate_gb_s": 3000.0, "rows": [row], "device": {"name": "No GPU", "driver": "1"}}
+    assert roofline_.is_roofline(measured)
+    (chart,) = charts("roofline", plot.Study(rooflines={"file": measured})).values()
+    assert chart.notes[1].startswith("No GPU, driver 1")
+    (axes,) = draw.draw(chart, style.styles(["float32"])).axes
+    assert axes.get_xlabel() == "% of the copy rate"
+    assert [bar.get_width() for bar in axes.patches] == [80.0]
+
+
 def test_cold_and_warm_are_three_marks_a_scheme(made):
     (chart,) = charts("cold", made).values()
     assert [series.label for series in chart.panels[0].series] == ["planning", "first call", "warm step"]
