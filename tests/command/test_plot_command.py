@@ -1,0 +1,124 @@
+"""``treeattn plot`` as a user runs it, on what a real run of ``treeattn compare`` wrote."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from .launch import ROOT, run, treeattn
+
+RESULTS = ROOT / "tests" / "data" / "compare.jsonl"
+
+
+def test_files_of_every_figure(tmp_path):
+    done = treeattn("plot", RESULTS, "--out", tmp_path / "out", "--json", tmp_path / "numbers.json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    made = sorted(path.name for path in (tmp_path / "out").iterdir())
+    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    assert made == sorted(f"{chart['name']}.{form}" for chart in numbers for form in ("png", "svg"))
+    assert {"time-decode.png", "relative-reduce.svg", "memory-decode.svg", "traffic-decode.png"} <= set(made)
+    for path in (tmp_path / "out").iterdir():
+        if path.suffix == ".svg":
+            assert ElementTree.parse(path).getroot().tag.endswith("svg")
+        else:
+            assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+            assert path.read_bytes().endswith(b"IEND\xaeB`\x82")
+    assert "left out predicted: no point carries a prediction" in done.stdout
+    assert "left out speedup: no kv_ring among the schemes of decode" in done.stdout
+
+
+def test_the_same_bytes_whatever_the_user_set(tmp_path):
+    """No screen, no place for caches, another style: the files do not change."""
+    (tmp_path / "matplotlibrc").write_text("font.size: 30\nsavefig.dpi: 10\n")
+    settings = {
+        "DISPLAY": "",
+        "MPLBACKEND": "no-such-backend",
+        "MPLCONFIGDIR": "/proc/none",
+        "HOME": "/proc/none",
+    }
+    words = ("plot", RESULTS, "--figures", "time")
+    first = treeattn(*words, "--out", tmp_path / "a", cwd=ROOT)
+    python = {"PYTHONPATH": str(ROOT)}
+    second = treeattn(*words, "--out", tmp_path / "b", cwd=tmp_path, **settings, **python)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert second.stderr == ""
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+def test_no_mpi_is_started(tmp_path):
+    program = (
+        "import sys\nfrom treeattn.cli import main\n"
+        f"try: main(['plot', {str(RESULTS)!r}, '--out', {str(tmp_path)!r}, '--figures', 'time'])\n"
+        "finally: print('mpi4py.MPI' in sys.modules)"
+    )
+    done = run("-c", program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("False\n")
+
+
+def test_a_file_cut_off_in_mid_line(tmp_path):
+    cut = tmp_path / "cut.jsonl"
+    cut.write_bytes(RESULTS.read_bytes()[:-200])
+    done = treeattn("plot", cut, "--figures", "time", "--format", "svg", "--out", tmp_path)
+    assert done.returncode == 1
+    assert f"{cut}:109: not a result line" in done.stderr
+    assert (tmp_path / "time-decode.svg").exists()
+
+
+def test_a_figure_asked_for_by_name_is_missed(tmp_path):
+    done = treeattn("plot", RESULTS, "--figures", "cold,predicted", "--format", "svg", "--out", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == "left out predicted: no point carries a prediction\n"
+    assert (tmp_path / "cold-decode.svg").exists()
+
+
+def test_an_empty_file_among_good_ones(tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    done = treeattn("plot", RESULTS, empty, "--figures", "time", "--format", "svg", "--out", tmp_path)
+    assert done.returncode == 1
+    assert f"{empty}: is empty" in done.stderr
+    assert (tmp_path / "time-decode.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "Missing argument"),
+        (["no-such-file.jsonl"], "cannot be read (No such file or directory)"),
+        (["EMPTY"], "nothing to plot"),
+        (["CUT"], "nothing to plot"),
+        (["TEXT"], "nothing to plot"),
+        ([RESULTS, "--figures", "pie"], "choose from all, time"),
+        ([RESULTS, "--figures", "predicted"], "no point carries a prediction"),
+        ([RESULTS, "--format", "pdf"], "choose from png, svg"),
+        ([RESULTS, "--baseline", "chian"], "not among these results"),
+        ([RESULTS, "--out", "/nowhere/at/all"], "no folder can be made there"),
+        ([RESULTS, "--out", RESULTS], "no folder can be made there"),
+        ([RESULTS, "--json", "/nowhere/at/all.json"], "cannot be written"),
+    ],
+)
+def test_bad_input(words, message, tmp_path):
+    made = {"EMPTY": b"", "CUT": b'{\n "read_rate_gb_s": 1.0, "rows', "TEXT": b"hello\n"}
+    for name, content in made.items():
+        (tmp_path / name).write_bytes(content)
+    words = [tmp_path / word if word in made else word for word in words]
+    out = [] if "--out" in words else ["--out", tmp_path / "out"]
+    done = treeattn("plot", *words, *out)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert message in done.stderr.replace("\n", " ")
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_matplotlib(tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')\n")
+    done = treeattn("plot", RESULTS, "--out", tmp_path / "out", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert done.returncode == 1
+    assert done.stderr == ("treeattn: figures need matplotlib (not here): pip install 'treeattn[plot]'\n")
+    assert not (tmp_path / "out").exists()

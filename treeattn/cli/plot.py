@@ -1,0 +1,91 @@
+"""``treeattn plot``: figures of what was measured."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from treeattn import files, report
+from treeattn.errors import ArgumentError, BackendError
+from treeattn.study import plot
+from treeattn.study.figures import draw
+from treeattn.study.figures.cases import Study
+from treeattn.study.figures.chart import Chart, Rows
+from treeattn.study.figures.style import styles
+
+__all__ = ["command"]
+
+
+@click.command("plot")
+@click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), default=Path("figures"), show_default=True,
+              help="The folder for the figures; made if its parent is there.")  # fmt: skip
+@click.option("--format", "forms", default=",".join(draw.FORMATS), show_default=True, metavar="F[,F]")
+@click.option("--figures", default="all", show_default=True, metavar="F[,F..]|all",
+              help="Of " + ", ".join(plot.FIGURES) + ".")  # fmt: skip
+@click.option("--baseline", default=None, metavar="S",
+              help="The scheme of relative times; default MPI_Allreduce(SUM), the floor.")  # fmt: skip
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path), help="Write the numbers in the figures."
+)
+def command(
+    results: tuple[Path, ...],
+    out: Path,
+    forms: str,
+    figures: str,
+    baseline: str | None,
+    json_path: Path | None,
+) -> int:
+    """Draw figures from files of `treeattn compare --out` and `treeattn roofline --json`. Needs no MPI.
+
+    Each case has its own file; versions are never mixed. Exit code 1: a line could not be read, or a figure
+    that was asked for by name is not in these results; the rest is drawn.
+    """
+    os.environ["MPLBACKEND"] = "agg"  # no screen is used, and a name unknown to matplotlib would stop it
+    names, formats = plot.choose_figures(figures), _formats(forms)
+    why = draw.problem()
+    if why is not None:
+        raise BackendError(why)
+    write_json = files.output_writer(json_path)
+    files.check_distinct([json_path], list(results))
+    study, problems = plot.read(results)
+    study.baseline = plot.choose_baseline(study, baseline)
+    for problem in problems:
+        click.echo(f"treeattn: warning: {problem}", err=True)
+    charts = {name: plot.FIGURES[name].charts(study) for name in names}
+    missing = [name for name in names if not charts[name]]
+    if len(missing) == len(names):
+        reasons = "; ".join(f"{name}: {plot.FIGURES[name].needs}" for name in missing)
+        raise ArgumentError(f"nothing to plot in {', '.join(map(str, results))} ({reasons})")
+    _write(out, [chart for name in names for chart in charts[name]], study, formats)
+    write_json(report.as_json([asdict(chart) for name in names for chart in charts[name]]))
+    for name in missing:
+        click.echo(f"left out {name}: {plot.FIGURES[name].needs}", err=figures != "all")
+    return 1 if problems or (missing and figures != "all") else 0
+
+
+def _formats(text: str) -> tuple[str, ...]:
+    forms = tuple(dict.fromkeys(form.strip() for form in text.split(",")))
+    for form in forms:
+        if form not in draw.FORMATS:
+            raise ArgumentError(f"--format {form!r} is unknown: choose from {', '.join(draw.FORMATS)}")
+    return forms
+
+
+def _write(out: Path, charts: list[Chart], study: Study, formats: tuple[str, ...]) -> None:
+    try:
+        out.mkdir(exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(f"--out {out}: no folder can be made there ({error.strerror})") from None
+    others = [name for chart in charts if isinstance(chart, Rows) for name in chart.styles]
+    chosen = styles([*study.schemes(), *others])
+    names = [f"{chart.name}.{form}" for chart in charts for form in formats]
+    writers = {name: files.output_writer(out / name) for name in names}
+    for chart in charts:
+        for form, content in draw.render(chart, chosen, formats).items():
+            name = f"{chart.name}.{form}"
+            writers[name](content)
+            click.echo(str(out / name))

@@ -1,0 +1,208 @@
+"""Which points share a figure: equal in everything but the scheme and what the axis shows."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from treeattn.errors import ArgumentError
+from treeattn.study.figures.style import in_order
+from treeattn.study.results import Key, Results, Summary, version
+
+__all__ = ["PAYLOAD", "RANKS", "SKEW", "TOKENS", "Axis", "Case", "Study", "cases"]
+
+
+def _wire_bytes(wire: str) -> int:
+    sizes = {"bfloat16": 2, "float32": 4, "float64": 8}
+    if wire not in sizes:
+        raise ArgumentError(f"results have records of type {wire!r}, which this version does not know")
+    return sizes[wire]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A quantity on the x axis. joins: fields in which points of one line may differ, the widest choice
+    first: a narrower one is taken where a scheme would have two points in one place."""
+
+    label: str
+    value: Callable[[Key], float]
+    joins: tuple[tuple[str, ...], ...]
+
+
+TOKENS = Axis("context length over all ranks, tokens", lambda key: key.tokens, (("tokens",),))
+RANKS = Axis("ranks", lambda key: key.ranks, (("ranks", "layout"), ("ranks",)))
+SKEW = Axis("ranks enter up to so much late, µs", lambda key: key.skew, (("skew",),))
+PAYLOAD = Axis(
+    "records of a rank, bytes",
+    lambda key: key.batch * key.queries * key.heads * (key.head_dim + 2) * _wire_bytes(key.wire),
+    (("batch", "queries", "heads", "kv_heads", "head_dim"),),
+)
+
+
+@dataclass
+class Study:
+    """What figures are made of. rooflines: file name -> what ``treeattn roofline --json`` wrote there.
+    baseline: the scheme of relative times."""
+
+    results: Results = field(default_factory=Results)
+    summaries: list[Summary] = field(default_factory=list)
+    rooflines: dict[str, dict[str, Any]] = field(default_factory=dict)
+    baseline: str = ""
+
+    def schemes(self) -> list[str]:
+        """Every scheme in these results, in the order of all legends."""
+        return in_order(summary.key.scheme for summary in self.summaries)
+
+    @functools.cached_property
+    def blocks(self) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+        """(case, version) -> its points, which were measured beside each other."""
+        found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for point in self.results.points:
+            found.setdefault((point["key"].case, version(self.results.runs[point["run"]])), []).append(point)
+        return found
+
+    def of(self, what: str) -> list[Summary]:
+        """The summaries of reductions alone, or of whole decoding steps."""
+        return [summary for summary in self.summaries if summary.key.what == what]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The points of one figure. fixed: what they have in common. suffix: of the file's name, from what
+    differs between the cases of one kind; "" where there is only one."""
+
+    axis: Axis
+    fixed: dict[str, Any]
+    members: tuple[Summary, ...]
+    study: Study
+    suffix: str = ""
+
+    def by_scheme(self) -> Iterator[tuple[str, list[Summary]]]:
+        """(scheme, its points from left to right), in the order of all legends."""
+        for scheme in in_order(summary.key.scheme for summary in self.members):
+            mine = [summary for summary in self.members if summary.key.scheme == scheme]
+            yield scheme, sorted(mine, key=lambda summary: self.axis.value(summary.key))
+
+    def places(self) -> list[float]:
+        """Where on the axis there are points."""
+        return sorted({self.axis.value(summary.key) for summary in self.members})
+
+    def at_end(self) -> list[Summary]:
+        """The points farthest right, such as those of the longest context; one for each scheme."""
+        last = self.places()[-1]
+        mine = [summary for summary in self.members if self.axis.value(summary.key) == last]
+        order = in_order(summary.key.scheme for summary in mine)
+        return sorted(mine, key=lambda summary: order.index(summary.key.scheme))
+
+    def title(self, key: Key | None = None) -> str:
+        """The case in words; with what stands on the axis if a `key` is given."""
+        return _words(self.fixed if key is None else self.fixed | _fields(key))
+
+    def notes(self) -> tuple[str, ...]:
+        """Where the points come from: versions and machine, warnings of the runs, schemes that failed."""
+        results, compared = self.study.results, {summary.key.case for summary in self.members}
+        mine = {summary.version: list[dict[str, Any]]() for summary in self.members}
+        for run in dict.fromkeys(point["run"] for point in results.points if point["key"].case in compared):
+            line = results.runs[run]
+            if version(line) in mine:
+                mine[version(line)].append(line)
+        notes = [f"{name}; started {_dates(lines)}." for name, lines in mine.items()]
+        lines = [line for of_version in mine.values() for line in of_version]
+        notes += [
+            f"Warning: {text}." for text in dict.fromkeys(line.get("warning") for line in lines) if text
+        ]
+        failed = [entry["key"].scheme for entry in results.errors if entry["key"].case in compared]
+        notes += [f"Could not run here: {', '.join(in_order(failed))}."] if failed else []
+        return tuple(notes)
+
+
+def _dates(lines: list[dict[str, Any]]) -> str:
+    return ", ".join(sorted({str(line.get("started", "at an unknown time"))[:10] for line in lines}))
+
+
+def cases(study: Study, what: str, axis: Axis) -> list[Case]:
+    """The points of `what`, split into figures over `axis`."""
+    found = list(_split(study.of(what), axis, axis.joins))
+    varying = _varying(fixed for fixed, _ in found)
+    return [
+        Case(axis, fixed, tuple(members), study, _suffix(fixed, varying, study)) for fixed, members in found
+    ]
+
+
+def _split(
+    summaries: Iterable[Summary], axis: Axis, joins: tuple[tuple[str, ...], ...]
+) -> Iterator[tuple[dict[str, Any], list[Summary]]]:
+    joined = joins[0] if joins else ()
+    groups: dict[tuple[Any, ...], list[Summary]] = {}
+    for summary in summaries:
+        build, _, layout = summary.version.rpartition(", ranks ")  # as `results.version` puts them together
+        fields = _fields(summary.key) | {"layout": _brief(layout), "build": build}
+        fixed = tuple((name, value) for name, value in fields.items() if name not in joined)
+        groups.setdefault(fixed, []).append(summary)
+    for fixed, members in groups.items():
+        if joins and len({(axis.value(m.key), m.key.scheme) for m in members}) < len(members):
+            yield from _split(members, axis, joins[1:])
+        else:
+            yield dict(fixed), members
+
+
+def _brief(layout: str) -> str:
+    """Ranks on each node, 4+4+4+2 as 3x4+2: names of files have an end."""
+    nodes, *order = layout.split()
+    runs = [(size, len(list(run))) for size, run in itertools.groupby(nodes.split("+"))]
+    parts = [f"{count}x{size}" if count > 2 else "+".join([size] * count) for size, count in runs]
+    return " ".join(["+".join(parts), *order])
+
+
+def _fields(key: Key) -> dict[str, Any]:
+    fields = asdict(key)
+    del fields["scheme"]
+    if key.what == "reduce":
+        del fields["tokens"]
+    return fields
+
+
+def _varying(fixed: Iterable[dict[str, Any]]) -> list[str]:
+    values: dict[str, set[Any]] = {}
+    for fields in fixed:
+        for name, value in fields.items():
+            values.setdefault(name, set()).add(value)
+    return [name for name, found in values.items() if len(found) > 1]
+
+
+def _suffix(fixed: dict[str, Any], varying: list[str], study: Study) -> str:
+    builds = list(dict.fromkeys(summary.version.rpartition(", ranks ")[0] for summary in study.summaries))
+    parts = []
+    for name in varying:
+        if name == "build":
+            parts.append(f"build{builds.index(fixed[name]) + 1}")
+        elif name in fixed:
+            value = fixed[name]
+            parts.append(f"{name}{value:g}" if name == "skew" else f"{name}{value}".replace(" ", "_"))
+    return "".join(f"-{part}" for part in parts)
+
+
+def _words(fields: dict[str, Any]) -> str:
+    known = {"layout": "", **fields}
+    parts = [_where(known["ranks"], known["layout"])] if "ranks" in known else []
+    parts += [f"{known['tokens']:,} tokens"] if "tokens" in known else []
+    if "heads" in known:
+        parts.append("{heads} query and {kv_heads} KV heads × {head_dim}".format(**known))
+        parts.append("batch {batch}, queries {queries}".format(**known))
+    parts.append("{dtype}, {wire} records".format(**known))
+    parts += [f"entering up to {known['skew']:g} µs late"] if known.get("skew") else []
+    return " · ".join(parts)
+
+
+def _where(ranks: int, layout: str) -> str:
+    """layout: ranks on each node of the whole job, as 4+4, 16x8 or 2+2 cyclic."""
+    if not layout:
+        return f"{ranks} ranks"
+    parts = layout.split()[0].split("+")
+    total = sum(math.prod(map(int, part.split("x"))) for part in parts)
+    nodes = "one node" if layout.isdecimal() else f"nodes of {layout}"
+    return f"{ranks} ranks on {nodes}" if ranks == total else f"the first {ranks} of {total} ranks on {nodes}"

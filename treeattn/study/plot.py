@@ -1,0 +1,130 @@
+"""Reads results and says which figures they give; drawing is in `treeattn.study.figures.draw`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from treeattn import routes
+from treeattn.errors import ArgumentError, TreeattnError
+from treeattn.study import results
+from treeattn.study.figures import payload, times
+from treeattn.study.figures.cases import Study
+from treeattn.study.figures.chart import Chart
+from treeattn.study.figures.roofline import is_roofline, roofline
+from treeattn.study.results import FLOOR, Results
+
+__all__ = ["FIGURES", "Figure", "choose_baseline", "choose_figures", "read"]
+
+
+class Figure(NamedTuple):
+    """charts: makes what the results give, perhaps nothing. needs: what they lack then."""
+
+    charts: Callable[[Study], list[Chart]]
+    needs: str
+
+
+#: Name on the command line -> figure.
+FIGURES = {
+    "time": Figure(times.time, "no points of decode or reduce"),
+    "relative": Figure(times.relative, "no blocks of the baseline beside other schemes"),
+    "speedup": Figure(times.speedup, "no kv_ring among the schemes of decode"),
+    "scaling": Figure(times.scaling, "no case was measured on several numbers of ranks"),
+    "skew": Figure(times.skew, "no case was measured with several skews"),
+    "cold": Figure(times.cold, "no points of schemes"),
+    "memory": Figure(payload.memory, "no point tells its allocations"),
+    "traffic": Figure(payload.traffic, "no point tells what was sent"),
+    "predicted": Figure(times.predicted, "no point carries a prediction"),
+    "roofline": Figure(roofline, "no file of `treeattn roofline --json`"),
+}
+
+
+def choose_figures(text: str) -> list[str]:
+    """Names of figures, from "all" or a list. Raises `ArgumentError`."""
+    names = list(FIGURES) if text == "all" else [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in FIGURES:
+            raise ArgumentError(f"--figures {name!r} is unknown: choose from all, {', '.join(FIGURES)}")
+    return list(dict.fromkeys(names))
+
+
+def choose_baseline(study: Study, text: str | None) -> str:
+    """The scheme of relative times, by default the floor. Raises `ArgumentError` if it was not measured."""
+    if text is None:
+        return FLOOR
+    known = study.schemes()
+    try:
+        spelled = text if text in known else routes.canonical(text)
+    except TreeattnError:
+        spelled = text
+    if spelled not in known:
+        raise ArgumentError(f"--baseline {text}: not among these results; choose from {', '.join(known)}")
+    return spelled
+
+
+def read(paths: Sequence[Path]) -> tuple[Study, list[str]]:
+    """What the files hold, and what is wrong with them: lines cut off, other formats, points twice.
+
+    Raises `ArgumentError` for a file that cannot be opened.
+    """
+    study, problems = Study(), []
+    tables = []
+    for path in dict.fromkeys(path.resolve() for path in paths):
+        try:
+            with path.open("rb") as file:
+                start = file.readline().strip()
+        except OSError as error:
+            raise ArgumentError(f"{path}: cannot be read ({error.strerror})") from None
+        if not path.stat().st_size:
+            problems.append(f"{path}: is empty")
+        if start == b"{":  # results have one object in a line, the others one in a file
+            problems += _take_roofline(study, path)
+        else:
+            tables.append(path)
+    study.results = results.read(*tables)
+    problems += study.results.problems
+    problems += _drop(study.results, "measured twice", _repeated(study.results.points))
+    problems += _drop(study.results, "without a finite completion", _timeless(study.results.points))
+    study.summaries = results.summarise(study.results)
+    return study, problems
+
+
+def _take_roofline(study: Study, path: Path) -> list[str]:
+    try:
+        measured = json.loads(path.read_bytes())
+    except ValueError as error:
+        return [f"{path}: not what `treeattn roofline --json` writes ({error}); left out"]
+    if not is_roofline(measured):
+        return [f"{path}: neither results of compare nor what `treeattn roofline --json` writes; left out"]
+    study.rooflines[str(path)] = measured
+    return []
+
+
+def _repeated(points: Iterable[dict[str, Any]]) -> list[int]:
+    """Copies of a block would make its interval narrower than it is."""
+    seen, found = set(), []
+    for place, point in enumerate(points):
+        block = (point["run"], point["key"], point["launch"], point["repetition"])
+        if block in seen:
+            found.append(place)
+        seen.add(block)
+    return found
+
+
+def _timeless(points: Iterable[dict[str, Any]]) -> list[int]:
+    def timed(point: dict[str, Any]) -> bool:
+        series = point["samples"].get("completion")
+        return bool(series) and all(math.isfinite(value) and value > 0 for value in series)
+
+    return [place for place, point in enumerate(points) if not timed(point)]
+
+
+def _drop(found: Results, why: str, places: list[int]) -> list[str]:
+    if not places:
+        return []
+    gone = set(places)
+    found.points = [point for place, point in enumerate(found.points) if place not in gone]
+    return [f"{len(gone)} points {why}: left out"]
