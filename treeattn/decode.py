@@ -249,7 +249,8 @@ class Decoder:
         """
         if not self._device.queues:
             raise BackendError("a captured step is a CUDA graph: it needs device='cuda'")
-        if self.transport not in (("nccl", "mpi") if self._comm.size == 1 else ("nccl",)):
+        sends_nothing = self._comm.size == 1 and self.transport == "mpi"
+        if self.transport != "nccl" and not sends_nothing:
             raise TransportError(
                 f"transport={self.transport!r} moves records by the host, which a CUDA graph cannot: "
                 "a captured step needs transport='nccl', or one rank without a transport"
