@@ -145,3 +145,20 @@ def test_out_of_memory_is_one_message(runtime: EmulatorRuntime, monkeypatch: pyt
     monkeypatch.setattr(runtime, "empty", full)
     with pytest.raises(BackendError, match="out of GPU memory"):
         decoder_for(Case("float32", 64))
+
+
+def test_a_captured_step_of_one_rank_follows_growing_lengths(runtime: EmulatorRuntime) -> None:
+    case = Case("bfloat16", 64, group=4, batch=2)
+    q, k, v, _, _ = case.inputs()
+    lengths = np.zeros(2, np.int64)
+    with decoder_for(case) as decoder:
+        with pytest.raises(ArgumentError, match="int64 device array"):
+            decoder.capture(q, k, v, [0, 0])
+        step = decoder.capture(q, k, v, lengths)
+        launches, allocations = runtime.launches, runtime.allocations
+        for length in (150, 0, 17):
+            lengths[:] = length
+            Case("bfloat16", 64, group=4, batch=2, lengths=(length, length)).check(*step(), tensor_cores=True)
+        assert (runtime.graph_launches, runtime.launches, runtime.allocations) == (3, launches, allocations)
+    with pytest.raises(ArgumentError, match="closed"):
+        step()
