@@ -7,6 +7,7 @@ A GPU is looked for, and CuPy imported, only when ``device="cuda"`` is asked for
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -165,15 +166,21 @@ class Cpu:
 class Cuda:
     """The GPU that is CuPy's current device: CuPy arrays, the kernels of `treeattn.backends.cuda`.
 
-    Work goes to the current stream and is not waited for.
+    Work goes to the current stream and is not waited for. ``TREEATTN_TENSOR_CORES=0`` in the environment
+    keeps to the kernel that holds softmax weights in float32.
     """
 
     name = "cuda"
     queues = True
 
     def __init__(self, runtime: cuda.Runtime | None = None) -> None:
-        """`runtime` None: CuPy's current device. Raises `BackendError` where there is none."""
+        """`runtime` None: CuPy's current device. Raises `BackendError` where there is none, `ArgumentError`
+        for a setting of the environment that cannot be read."""
+        wanted = os.environ.get("TREEATTN_TENSOR_CORES", "1")
+        if wanted not in ("0", "1"):
+            raise ArgumentError(f"TREEATTN_TENSOR_CORES={wanted}: use 0 or 1")
         self.runtime = cuda.default_runtime() if runtime is None else runtime
+        self._tensor_cores = wanted == "1" and self.runtime.tensor_cores
         self._admitted: tuple[Any, ...] = (None,) * 3
         self._lengths: Any = None
 
@@ -191,7 +198,7 @@ class Cuda:
         """Where tensor cores are used."""
         rows = shape.queries * (shape.heads // shape.kv_heads)
         wide = shape.dtype == "float32" or rows < cuda.TENSOR_CORES_FROM_ROWS
-        return self.runtime.tensor_cores and not wide
+        return self._tensor_cores and not wide
 
     def tensor(self, name: str, array: Any, dtype: str | None) -> Any:
         """A device array as it is: the bits of bfloat16 stay uint16."""
@@ -265,7 +272,9 @@ class Cuda:
 
     def attention(self, shape: Shape, records: Any, scale: float) -> Attention:
         """One launch."""
-        return cuda.PlannedAttention(records, scale=scale, runtime=self.runtime)
+        return cuda.PlannedAttention(
+            records, scale=scale, tensor_cores=self._tensor_cores, runtime=self.runtime
+        )
 
     def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:
         """One launch."""

@@ -43,6 +43,19 @@ def test_decode_is_exact(runtime: EmulatorRuntime, case: Case) -> None:
     assert runtime.launches == 2  # attention and finish: one rank has nothing to merge
 
 
+def test_tensor_cores_can_be_switched_off(runtime: EmulatorRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("bfloat16", 64, group=8, kv_heads=1)
+    q, k, v, _, _ = case.inputs()
+    rounded, _ = treeattn.decode(q, k, v, scale=case.scale, device="cuda")
+    monkeypatch.setenv("TREEATTN_TENSOR_CORES", "0")
+    out, lse = treeattn.decode(q, k, v, scale=case.scale, device="cuda")
+    case.check(out, lse, tensor_cores=False)
+    assert (out != rounded).any()
+    monkeypatch.setenv("TREEATTN_TENSOR_CORES", "off")
+    with pytest.raises(treeattn.ArgumentError, match="TREEATTN_TENSOR_CORES=off: use 0 or 1"):
+        treeattn.decode(q, k, v, device="cuda")
+
+
 @pytest.mark.parametrize("scheme", ["binary_tree", "ring", "hierarchical"])
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_a_decoder_follows_a_growing_cache(runtime: EmulatorRuntime, where: str, scheme: str) -> None:
