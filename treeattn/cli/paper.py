@@ -17,7 +17,7 @@ from treeattn import comm as comm_
 from treeattn import files, report
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.study import provenance
-from treeattn.study.paper import EXPERIMENTS, Cell, Experiment, Table
+from treeattn.study.paper import EXPERIMENTS, Experiment, Table, shown
 
 __all__ = ["command"]
 
@@ -131,21 +131,8 @@ def _drawn(table: Table) -> RichTable:
         words = any(isinstance(row[index], str) for row in table.rows)
         drawn.add_column(heading, justify="left" if words else "right")
     for row in table.rows:
-        drawn.add_row(*map(_cell, row))
+        drawn.add_row(*map(shown, row))
     return drawn
-
-
-def _cell(value: Cell) -> str:
-    """Whole numbers in full, others to 4 significant digits."""
-    if value is None:
-        return "-"
-    if isinstance(value, str):
-        return value
-    if float(value).is_integer() and abs(value) >= 1:
-        return f"{value:,.0f}"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.4g}"
 
 
 def _why_nothing(run: Any) -> str:

@@ -7,14 +7,14 @@ settings wait for a simulator: `NO_SIMULATOR` stands in their place.
 from __future__ import annotations
 
 from treeattn.study.paper.bandwidth import Bandwidth
-from treeattn.study.paper.experiment import NO_SIMULATOR, Cell, Claim, Experiment, Table
+from treeattn.study.paper.experiment import NO_SIMULATOR, Cell, Claim, Experiment, Table, shown
 from treeattn.study.paper.latency import Latency
 from treeattn.study.paper.llama import Llama
 from treeattn.study.paper.memory import Memory
 from treeattn.study.paper.steps import Steps
 from treeattn.study.paper.volume import Volume
 
-__all__ = ["EXPERIMENTS", "NO_SIMULATOR", "Cell", "Claim", "Experiment", "Table"]
+__all__ = ["EXPERIMENTS", "NO_SIMULATOR", "Cell", "Claim", "Experiment", "Table", "shown"]
 
 #: Name -> experiment, in the order of the paper.
 EXPERIMENTS: dict[str, Experiment] = {

@@ -9,13 +9,24 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["NO_SIMULATOR", "Cell", "Claim", "Experiment", "Table"]
+__all__ = ["NO_SIMULATOR", "Cell", "Claim", "Experiment", "Table", "shown"]
 
 #: What stands where a prediction of a simulated cluster belongs.
 NO_SIMULATOR = "no simulator in this version"
 
 #: A number, words in place of one, or nothing: not measured, or not said.
 Cell = float | str | None
+
+
+def shown(value: Cell) -> str:
+    """A cell as text: whole numbers in full, others to 4 significant digits."""
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    if float(value).is_integer() or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.2e}" if abs(value) < 1e-3 else f"{value:.4g}"
 
 
 @dataclass(frozen=True, slots=True)
