@@ -52,9 +52,9 @@ class Steps(Experiment):
         "the other: up to twice the logarithm, O(log p) all the same. chain has p - 1",
         "bringing the result back to every rank, which the theorem leaves out, doubles the rounds of a tree; "
         "recursive_doubling needs none for it",
-        "what the paper timed is not log p steps: NCCL's tree is a chain within a node, 22 messages one "
-        "after the other on 128 GPUs (NCCL 2.30.7, src/graph/tuning.cc), and that for each of three "
-        "all-reductions",
+        "the paper's all-reductions are NCCL's and need not have log p steps: its tree is a chain "
+        "within a node, 22 messages one after the other on 128 GPUs (NCCL 2.30.7, src/graph/tuning.cc), and "
+        "that for each of three all-reductions",
     )
 
     paper: StepsSetting = StepsSetting(
@@ -75,7 +75,7 @@ class Steps(Experiment):
                 proved = certified(scheme, ranks)
                 log = f"O(log p), log2 p = {ranks.bit_length() - 1}"
                 rows.append((ranks, scheme, proved.depth, proved.rounds, log, least))
-            rows.append((ranks, "NCCL's tree", None, None, "used", DGX_H100.allreduce_hops(ranks)))
+            rows.append((ranks, "NCCL's tree", None, None, None, DGX_H100.allreduce_hops(ranks)))
         headings = (
             "ranks", "scheme", "depth: here, proved", "rounds: here, proved", "steps: paper",
             "steps: model (NCCL: hops up and down)",
