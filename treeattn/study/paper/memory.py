@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from treeattn.study import laws
 from treeattn.study.measure import Effort
 from treeattn.study.paper import measured
 from treeattn.study.paper.experiment import Cell, Claim, Experiment, Table
+from treeattn.study.results import Key
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -127,34 +128,33 @@ class Memory(Experiment):
             for scheme in (RING, TREE)
         ]
         points = measured.run(comm, keys, self.effort)
-        totals: dict[tuple[str, int, int], float] = {}
-        rows: list[tuple[Cell, ...]] = []
-        for key, (first, *_) in points.items():
-            shape = small.shard, key.heads, key.head_dim
-            ours = buffers(key.scheme, key.ranks, *shape)
-            arguments = sum(buffer.size for buffer in ours if "caller's" in buffer.what)
-            total = arguments + first["held"] + first["step_peak"]
-            accounted, equation = sum(buffer.size for buffer in ours), law(key.scheme, *shape)
-            totals[key.scheme, key.ranks, key.heads] = total
-            sizes = (arguments, first["held"], first["step_peak"], total, equation, accounted)
-            megabytes = (size / MB for size in sizes)
-            hidden = key.heads * key.head_dim
-            rows.append((key.ranks, hidden, key.scheme, *megabytes, (total - accounted) / 1e3))
         if not points:
             return []
+        rows = [self._row(key, points[key][0]) for key in keys]
         headings = (
             "ranks", "hidden size", "scheme", "q, k, v, MB", "plan and step hold, MB: here",
             "a step adds, MB: here", "together, MB: here", "eq. 8, 9, MB: model", "our buffers, MB: counted",
             "rest, kB",
         )  # fmt: skip
         title = f"run here, {small.shard} tokens on a rank, bfloat16, worst rank"
-        return [Table(title, headings, tuple(rows)), self._gaps(cases, totals), self._terms()]
+        together = {(key.scheme, key.ranks, key.heads): row[6] for key, row in zip(keys, rows, strict=True)}
+        return [Table(title, headings, tuple(rows)), self._gaps(cases, together), self._terms()]
 
-    def _gaps(self, cases: list[tuple[int, int]], totals: dict[tuple[str, int, int], float]) -> Table:
+    def _row(self, key: Key, point: dict[str, Any]) -> tuple[Cell, ...]:
+        shape = self.small.shard, key.heads, key.head_dim
+        ours = buffers(key.scheme, key.ranks, *shape)
+        arguments = sum(buffer.size for buffer in ours if "caller's" in buffer.what)
+        total = arguments + point["held"] + point["step_peak"]
+        counted = sum(buffer.size for buffer in ours)
+        sizes = (arguments, point["held"], point["step_peak"], total, law(key.scheme, *shape), counted)
+        hidden = key.heads * key.head_dim
+        return key.ranks, hidden, key.scheme, *(size / MB for size in sizes), (total - counted) / 1e3
+
+    def _gaps(self, cases: list[tuple[int, int]], together: dict[Any, Any]) -> Table:
         rows: list[tuple[Cell, ...]] = []
         for ranks, heads in cases:
             shape = self.small.shard, heads, self.small.head_dim
-            here = (totals[RING, ranks, heads] - totals[TREE, ranks, heads]) / MB
+            here = together[RING, ranks, heads] - together[TREE, ranks, heads]
             model = (law(RING, *shape) - law(TREE, *shape)) / MB
             rows.append((ranks, heads * self.small.head_dim, here, model, here / model))
         headings = ("ranks", "hidden size", "gap, MB: here", "gap, MB: model", "here / model")
