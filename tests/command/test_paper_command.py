@@ -52,6 +52,8 @@ def test_on_ranks(tmp_path):
     assert done.stdout.count("run here") == 2
     facts = json.loads(path.read_text())
     assert len(facts["run"]["ranks"]) == 2
+    command = facts["run"]["software"]["command"]
+    assert command == ["treeattn", "paper", "volume", "bandwidth", "--json", str(path)]
     bandwidth, volume = facts["experiments"]
     assert (bandwidth["name"], volume["name"]) == ("bandwidth", "volume")
     (table,) = volume["measured"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from treeattn.errors import TreeattnError
+from treeattn.study import provenance
 from treeattn.study.measure import Effort
 from treeattn.study.paper import measured
 from treeattn.study.paper.bandwidth import Bandwidth, BandwidthSetting, ping_pong
@@ -107,3 +108,11 @@ def test_a_wrong_result_is_not_shown(comm, monkeypatch):
     key = measured.decode_key("chain", comm.size, 100, 4, 16, "bfloat16")
     with pytest.raises(TreeattnError, match="chain on .* ranks: error"):
         measured.run(comm, [key], EFFORT)
+
+
+def test_files_of_this_machine_are_not_recorded(comm, monkeypatch):
+    monkeypatch.setenv("OMPI_MCA_plm_rsh_agent", "/somewhere/remote_shell")
+    monkeypatch.setenv("MPICH_ANY", "1")
+    environment = provenance.provenance(comm, {})["environment"]
+    assert environment["MPICH_ANY"] == "1"
+    assert "OMPI_MCA_plm_rsh_agent" not in environment
