@@ -59,7 +59,7 @@ def software() -> dict[str, Any]:
         "packages": {name: _version(name) for name in names},
         "mpi": comm_.mpi().Get_library_version().split("\n")[0].strip(" \t\x00"),
         "git": _git_revision(),
-        "command": sys.argv,
+        "command": [_program(sys.argv[0]), *sys.argv[1:]],
     }
 
 
@@ -88,6 +88,11 @@ def node_load(ranks: list[dict[str, Any]]) -> str | None:
     worst = max(crowded, key=len)
     cores = max(entry["cores"] for entry in worst)
     return f"{len(worst)} ranks share {cores} cores of {worst[0]['host']}: times show waiting, not the scheme"
+
+
+def _program(path: str) -> str:
+    """The command's own name, wherever it is installed; a script's path as it was given."""
+    return "treeattn" if Path(path).name in ("treeattn", "__main__.py") else path
 
 
 def _version(name: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -65,3 +66,13 @@ def test_pictures_are_current(tmp_path):
         [sys.executable, "-m", "treeattn", *command, "--out", target], cwd=ROOT, check=True, timeout=60
     )
     assert target.read_text() == (ROOT / "docs/images/hierarchical.svg").read_text()
+
+
+def test_tables_of_results_are_those_of_the_results():
+    """After new results: python docs/fill_tables.py"""
+    spec = importlib.util.spec_from_file_location("fill_tables", ROOT / "docs/fill_tables.py")
+    fill_tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fill_tables)
+    page = (ROOT / "docs/paper.md").read_text()
+    assert len(fill_tables.BLOCK.findall(page)) == page.count("<!-- table ") == page.count("<!-- end -->") > 0
+    assert fill_tables.filled(page) == page

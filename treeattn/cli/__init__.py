@@ -20,7 +20,7 @@ from treeattn.errors import ArgumentError, ScheduleError, TransportError, Treeat
 __all__ = ["main"]
 
 # command -> the module below this package that holds it, loaded only when it is used
-_COMMANDS = ("decode", "compare", "plot", "schemes", "schedule", "roofline", "doctor")
+_COMMANDS = ("decode", "compare", "plot", "paper", "schemes", "schedule", "roofline", "doctor")
 
 
 class _Commands(click.Group):

@@ -23,6 +23,8 @@ _PREFIXES = (
     "TREEATTN_", "MPICH_", "MPIR_", "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "I_MPI_", "UCX_", "FI_", "OMP_",
     "SLURM_JOB_", "SLURM_STEP_", "NCCL_", "CUDA_VISIBLE", "MALLOC_", "OPENBLAS_NUM", "MKL_NUM",
 )  # fmt: skip
+# Of those, what names files of this machine alone.
+_PLACES = ("_agent", "_hostfile")
 
 
 def provenance(world: Intracomm, options: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +38,9 @@ def provenance(world: Intracomm, options: dict[str, Any]) -> dict[str, Any]:
         "ranks": ranks,
         "gpu": _gpus() if world.rank == 0 else None,
         "environment": {
-            name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_PREFIXES) and not name.endswith(_PLACES)
         },
         "clock": {
             "source": "CLOCK_MONOTONIC of each machine",

@@ -23,7 +23,7 @@ from treeattn.study.results import Key
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["Block", "Sweep", "keys"]
+__all__ = ["Block", "Sweep", "keys", "meet_asleep"]
 
 #: Schemes that attend and communicate at once, so that only their whole step can be timed.
 COMPUTE_WHILE_COMMUNICATING = ("kv_ring", "query_ring")
@@ -90,7 +90,7 @@ class Sweep:
             members: Any = world.Split(0 if world.rank < size else 1, world.rank)
             if world.rank < size:
                 self._run_on(members, mine, report.node_load(placement[:size]) is not None)
-            _meet_asleep(world)
+            meet_asleep(world)
             members.Free()
 
     def _run_on(self, comm: Intracomm, mine: Sequence[Key], crowded: bool) -> None:
@@ -122,7 +122,7 @@ class Sweep:
                 self.point(block, point)
 
 
-def _meet_asleep(world: Intracomm) -> None:
+def meet_asleep(world: Intracomm) -> None:
     """A barrier in which waiting costs no processor time: the others may be measuring."""
     everyone = world.Ibarrier()
     while not everyone.Test():

