@@ -18,9 +18,8 @@ GPUS = int(os.environ.get("EMULATED_GPUS", "8"))
 runtime = EmulatorRuntime()
 
 
-def choose(index: int) -> int:
+def choose(index: int) -> None:
     runtime.identity = f"GPU {index % GPUS}"
-    return GPUS
 
 
 cupy_runtime.current = lambda: runtime  # type: ignore[assignment,return-value]

@@ -92,6 +92,12 @@ class EmulatorRuntime:
         assert into.dtype == source.dtype
         self.queue(lambda: np.copyto(into, source))
 
+    def upload(self, into: Any, source: Any) -> None:
+        """The values that `source` has now."""
+        assert into.flags.c_contiguous
+        assert source.flags.c_contiguous
+        self.copy(into, source.copy())
+
     def holds(self, array: Any) -> bool:
         """Any NumPy array: only lists and the like lie on the host here."""
         return isinstance(array, np.ndarray)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -230,6 +231,39 @@ def test_what_cannot_be_is_refused(change: dict[str, Any], error: type[Exception
     }
     with pytest.raises(error, match=message):
         cuda.partial_attention(**{**arguments, **change})
+
+
+class Allocating(EmulatorRuntime):
+    """A larger device, which remembers what it allocated for as long as someone else does."""
+
+    multiprocessors = 40
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated: list[weakref.ref[Array]] = []
+
+    def zeros(self, size: int, dtype: Any) -> Any:
+        array = super().zeros(size, dtype)
+        self.allocated += [weakref.ref(array)] * bool(size)
+        return array
+
+
+@needs_emulator
+def test_workspace_of_a_captured_graph_outlives_a_larger_cache() -> None:
+    """The graph goes on to write where the splits were when it was captured."""
+    runtime, small, large = Allocating(), Case("float32", 64, tokens=70), Case("float32", 64, tokens=900)
+    records = records_for(small)
+    planned = cuda.PlannedAttention(records, scale=small.scale, runtime=runtime)
+    q, k, v, _, _ = small.inputs()
+    planned(q, k, v)
+    first = records.copy()
+    graph = runtime.capture(lambda: planned(q, k, v))
+    planned(*large.inputs()[:3])
+    assert len(runtime.allocated) == 3  # splits and counters, then larger splits
+    assert [array() for array in runtime.allocated if array() is None] == []
+    records[:] = 77
+    graph()
+    assert (bits(records) == bits(first)).all()
 
 
 class FullDevice(EmulatorRuntime):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import ml_dtypes
@@ -87,6 +89,24 @@ def test_bfloat16_comes_as_bits_or_as_a_type_of_its_own(runtime: EmulatorRuntime
             np.testing.assert_array_equal(one, other)
     with decoder_for(case) as decoder:
         np.testing.assert_array_equal(decoder(*bits)[0], named[0])
+
+
+def test_a_query_of_any_strides_comes_by_way_of_the_host(
+    runtime: EmulatorRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies between host and device are of contiguous memory: the query is packed on the device first."""
+    case = Case("float32", 64, queries=3)
+    q, k, v, _, _ = case.inputs()
+    spread = np.repeat(q, 2, axis=1)[:, ::2]
+    copies: list[tuple[bool, bool]] = []
+
+    def copy(into: Any, source: Any) -> None:
+        copies.append((into.flags.c_contiguous, source.flags.c_contiguous))
+        EmulatorRuntime.copy(runtime, into, source)
+
+    monkeypatch.setattr(runtime, "copy", copy)
+    case.check(*treeattn.decode(spread, k, v, device="cuda", q_root=0), tensor_cores=False)
+    assert copies == [(True, False), (True, True), (True, True)]  # on the device, down, up
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -175,3 +195,19 @@ def test_a_captured_step_of_one_rank_follows_growing_lengths(runtime: EmulatorRu
         assert (runtime.graph_launches, runtime.launches, runtime.allocations) == (3, launches, allocations)
     with pytest.raises(ArgumentError, match="closed"):
         step()
+
+
+def test_a_captured_step_keeps_what_it_works_on(runtime: EmulatorRuntime) -> None:
+    """A graph holds addresses: neither its inputs nor its decoder may go before it."""
+    case = Case("float32", 64)
+    arrays = [array.copy() for array in case.inputs()[:3]]
+    kept = [weakref.ref(array) for array in arrays]
+    decoder = decoder_for(case)
+    step = decoder.capture(*arrays)
+    decoder(*case.inputs()[:3])  # it holds the arrays of its last step only
+    arrays.clear()
+    kept.append(weakref.ref(decoder))
+    del decoder
+    gc.collect()
+    assert [thing for thing in kept if thing() is None] == []
+    case.check(*step(), tensor_cores=False)

@@ -12,7 +12,7 @@ import treeattn
 from tests.emulator.cases import Case
 from tests.emulator.raw_module import compiler_problem
 from tests.emulator.runtime import EmulatorRuntime
-from treeattn import collectives
+from treeattn import collectives, devices
 from treeattn import comm as comm_
 from treeattn.backends import cupy_runtime
 from treeattn.collectives.libraries import nccl
@@ -83,6 +83,26 @@ def test_ranks_share_what_is_wrong(comm, runtime, monkeypatch):
         monkeypatch.setattr(cupy_runtime, "current", full)
     with pytest.raises(treeattn.BackendError, match="out of GPU memory"):
         treeattn.decode(*shard(comm), comm=comm, device="cuda", transport="host")
+
+
+def test_trouble_with_the_query_of_one_rank_is_told_by_all(comm, runtime, monkeypatch):
+    """Where it is read, by an error that is not ours, and where it arrives."""
+    q, k, v = shard(comm)
+    given = {"comm": comm, "device": "cuda", "transport": "host", "q_root": 0}
+
+    def broken(*_):
+        raise RuntimeError("cudaErrorIllegalAddress")
+
+    with monkeypatch.context() as patch:
+        if comm.rank == 0:
+            patch.setattr(devices.Cuda, "to_host", broken)
+        with pytest.raises(treeattn.ArgumentError, match="rank 0: RuntimeError: cudaErrorIllegalAddress"):
+            treeattn.decode(q, k, v, **given)
+    with monkeypatch.context() as patch:
+        if comm.rank == comm.size - 1:
+            patch.setattr(devices.Cuda, "from_host", broken)
+        with pytest.raises(treeattn.ArgumentError, match="RuntimeError: cudaErrorIllegalAddress"):
+            treeattn.decode(q, k, v, **given)
 
 
 def test_a_transport_is_chosen_never_guessed(comm, runtime):

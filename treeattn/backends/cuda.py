@@ -119,6 +119,9 @@ class Runtime(Protocol):
         """Queue a copy between two arrays of one shape and type: any strides on the device; a NumPy array
         on either side is C-contiguous, and so is then the device array."""
 
+    def upload(self, into: Any, source: Any) -> None:
+        """Queue a copy from a NumPy array, which may change as soon as this returns. Both C-contiguous."""
+
     def address(self, array: Any) -> int:
         """Where the array begins, for the device."""
 
@@ -259,6 +262,7 @@ class PlannedAttention:
         self._arguments["records"] = runtime.address(records)
         self._split_records = runtime.zeros(0, np.float32)
         self._counters = runtime.zeros(0, np.uint32)
+        self._workspaces: list[Any] = []
         self._bound: tuple[Any, ...] = ()
         self._mask_tokens = 0
         self._launch: Callable[[], object]
@@ -341,12 +345,17 @@ class PlannedAttention:
         self._launch = functools.partial(kernel, grid, block, (self._arguments,), shared_mem=shared)
 
     def _reserve(self, splits: int, counters: int) -> None:
-        """Workspace for the splits; it only ever grows, and with room, so that steps do not allocate."""
+        """Workspace for the splits; it only ever grows, and with room, so that steps do not allocate.
+
+        What was outgrown stays: a graph that was captured before still writes there.
+        """
         size = self._records.size * splits if splits > 1 else 0
         if self._split_records.size < size:
             self._split_records = self._runtime.zeros(size + size // 2, np.float32)
+            self._workspaces.append(self._split_records)
         if self._counters.size < counters:
             self._counters = self._runtime.zeros(2 * counters, np.uint32)
+            self._workspaces.append(self._counters)
         self._arguments["split_records"] = self._runtime.address(self._split_records)
         self._arguments["counters"] = self._runtime.address(self._counters)
 
