@@ -46,6 +46,7 @@ class EmulatorRuntime:
         self.launches = 0
         self.allocations = 0
         self.graph_launches = 0
+        self.waited = True
         self._captured: list[Callable[[], object]] | None = None
 
     def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Callable[..., object]:
@@ -61,6 +62,7 @@ class EmulatorRuntime:
 
     def queue(self, work: Callable[[], object]) -> None:
         """Run `work`, or write it down while the stream is captured."""
+        self.waited = False
         if self._captured is None:
             work()
         else:
@@ -105,6 +107,7 @@ class EmulatorRuntime:
     def synchronize(self) -> None:
         """A captured stream cannot be waited for."""
         assert self._captured is None, "waiting for a stream that is captured"
+        self.waited = True
 
     def capturing(self) -> bool:
         """Whether `capture` is under way."""

@@ -233,6 +233,28 @@ def test_what_cannot_be_is_refused(change: dict[str, Any], error: type[Exception
         cuda.partial_attention(**{**arguments, **change})
 
 
+@needs_emulator
+def test_a_plan_forgets_arrays_when_others_are_refused() -> None:
+    case, runtime = TWO[0], EmulatorRuntime()
+    q, k, v, _, _ = case.inputs()
+    records = records_for(case)
+    planned = cuda.PlannedAttention(records, scale=case.scale, num_splits=case.splits, runtime=runtime)
+    planned(q, k, v)
+    first = records.copy()
+    with pytest.raises(ArgumentError, match="lengths are int32"):
+        planned(q, k[:, :3], v[:, :3], np.zeros(case.batch, np.int32))
+    planned(q, k, v)
+    assert (bits(records) == bits(first)).all()
+
+
+@needs_emulator
+def test_a_query_of_another_type_than_the_cache_takes_the_multiply_add_kernel() -> None:
+    case = Case("bfloat16", 64, group=4, splits=2)
+    q, k, v, _, _ = case.inputs()
+    records = attend(case, EmulatorRuntime(), Inputs(q.astype(np.float32), k, v, None, None))
+    assert (bits(records) == bits(attend(case, EmulatorRuntime(), tensor_cores=False))).all()
+
+
 class Allocating(EmulatorRuntime):
     """A larger device, which remembers what it allocated for as long as someone else does."""
 

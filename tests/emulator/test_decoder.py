@@ -197,6 +197,40 @@ def test_a_captured_step_of_one_rank_follows_growing_lengths(runtime: EmulatorRu
         step()
 
 
+def test_lengths_of_the_host_cannot_be_captured(runtime: EmulatorRuntime) -> None:
+    q, k, v, _, _ = Case("float32", 64).inputs()
+    with decoder_for(Case("float32", 64)) as decoder:
+        decoder(q, k, v, [3])
+        with pytest.raises(ArgumentError, match="pass them as an int64 device array"):
+            runtime.capture(lambda: decoder(q, k, v, [4]))
+
+
+def test_staging_waits_before_it_folds_and_before_it_ends(
+    runtime: EmulatorRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(runtime, "copy", lambda into, source: log.append("copy"))
+    monkeypatch.setattr(runtime, "synchronize", lambda: log.append("wait"))
+    with decoder_for(Case("float32", 64), transport="host") as decoder:
+        monkeypatch.setattr(decoder._reducer, "_reducer", Logged(log))
+        decoder.reduce()
+        assert log == ["copy", "wait", "fold", "copy"]
+    assert log[4:] == ["wait", "end"]
+
+
+class Logged:
+    """A reducer that does nothing."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def __call__(self) -> None:
+        self._log.append("fold")
+
+    def __exit__(self, *_: object) -> None:
+        self._log.append("end")
+
+
 def test_a_captured_step_keeps_what_it_works_on(runtime: EmulatorRuntime) -> None:
     """A graph holds addresses: neither its inputs nor its decoder may go before it."""
     case = Case("float32", 64)

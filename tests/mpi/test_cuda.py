@@ -14,7 +14,7 @@ from tests.emulator.raw_module import compiler_problem
 from tests.emulator.runtime import EmulatorRuntime
 from treeattn import collectives, devices
 from treeattn import comm as comm_
-from treeattn.backends import cupy_runtime
+from treeattn.backends import cpu, cupy_runtime
 from treeattn.collectives.libraries import nccl
 from treeattn.shards import parse_layout
 
@@ -215,8 +215,12 @@ def test_nccl_that_lacks_on_one_rank_is_refused_by_all(comm, runtime, monkeypatc
         treeattn.Decoder(comm, **options(), transport="nccl")
 
 
-def test_no_room_for_messages_on_one_rank_is_told_by_all(comm, runtime, communicators, monkeypatch):
+@pytest.mark.parametrize("transport", ["nccl", "cuda-mpi"])
+def test_no_room_for_messages_on_one_rank_is_told_by_all(
+    comm, runtime, communicators, monkeypatch, transport
+):
     """What is allocated while the reduction is planned, after NCCL has connected."""
+    monkeypatch.setattr(comm_, "cuda_aware", lambda: True)
     if comm.size == 1:
         return
     sizes = []
@@ -229,8 +233,18 @@ def test_no_room_for_messages_on_one_rank_is_told_by_all(comm, runtime, communic
 
     monkeypatch.setattr(runtime, "empty", full)
     with pytest.raises(treeattn.BackendError, match="rank 0: out of GPU memory"):
-        treeattn.Decoder(comm, **options(), scheme="recursive_doubling", transport="nccl")
-    assert [communicator.ended for communicator in communicators] == ["aborted"]
+        treeattn.Decoder(comm, **options(), scheme="recursive_doubling", transport=transport)
+    assert [communicator.ended for communicator in communicators] == ["aborted"] * (transport == "nccl")
+
+
+def test_no_compiled_operator_on_one_rank_is_told_by_all(comm, runtime, monkeypatch):
+    def none(*_):
+        raise treeattn.BackendError("no C compiler")
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(cpu.MergeOperator, "mpi_function", none)
+    with pytest.raises(treeattn.BackendError, match="no C compiler"):
+        treeattn.Decoder(comm, **options(), scheme="mpi_allreduce", transport="host")
 
 
 @pytest.mark.parametrize("scheme", SCHEDULES)

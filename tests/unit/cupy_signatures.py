@@ -76,7 +76,7 @@ ATTRIBUTES = ("L2CacheSize", "MaxSharedMemoryPerBlockOptin", "MultiProcessorCoun
 
 
 def strict(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which gets what is given to CuPy's function of this name, in CuPy's order, without defaults.
+    """`function`, which gets what is given to the function of this name, in CuPy's order, without defaults.
 
     Raises `TypeError` for what CuPy does not take.
     """

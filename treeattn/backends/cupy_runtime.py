@@ -196,8 +196,8 @@ class CupyRuntime:
             self._cupy.copyto(into, source)
 
     def upload(self, into: Any, source: Any) -> None:
-        """By way of page-locked memory. From other memory CUDA might read later, or make the host wait: which is
-        not promised (CUDA Runtime API, "API synchronization behavior")."""
+        """By way of page-locked memory. Whether CUDA reads other memory later, or makes the host wait, is not
+        promised (CUDA Runtime API, "API synchronization behavior")."""
         while self._uploads and self._uploads[0][0].done:
             self._uploads.popleft()
         staged = self.pinned(source.shape, source.dtype)
