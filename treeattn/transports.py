@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from treeattn import comm as comm_
 from treeattn import partial
 from treeattn.backends import cpu
-from treeattn.backends.cuda import Runtime
+from treeattn.backends.cuda_runtime import Runtime
 from treeattn.collectives.catalog import Scheme, parse
 from treeattn.collectives.check import Certificate
 from treeattn.collectives.schedule import Schedule

@@ -1,4 +1,4 @@
-"""A `treeattn.backends.cuda.Runtime` that executes the CUDA sources on the processor."""
+"""A `treeattn.backends.cuda_runtime.Runtime` that executes the CUDA sources on the processor."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def _cupy() -> Any:
 
 
 class CupyRuntime:
-    """A `treeattn.backends.cuda.Runtime` on one device of this process."""
+    """A `treeattn.backends.cuda_runtime.Runtime` on one device of this process."""
 
     def __init__(self, cupy: Any, index: int) -> None:
         """Device `index` of those that CuPy sees."""
