@@ -176,6 +176,11 @@ def test_split_choice_fills_the_device_but_no_more() -> None:
             assert 1 <= cuda.choose_splits(blocks, tokens, 264) <= cuda.MAX_SPLITS
 
 
+def of_shape(*shape: int) -> Array:
+    """An array of any size in the memory of one row."""
+    return np.broadcast_to(np.zeros(shape[3], np.float32), shape)
+
+
 UNALIGNED = np.zeros(1 + 9 * 2 * 64, np.float32)[1:].reshape(1, 9, 2, 64)
 assert UNALIGNED.ctypes.data % 16
 
@@ -217,6 +222,27 @@ assert UNALIGNED.ctypes.data % 16
         ({"q": np.zeros((1, 1, 2, 64), np.int8)}, ArgumentError, "q is int8"),
         ({"mask": np.zeros((1, 1, 1), np.uint8), "mask_tokens": 1}, ArgumentError, "uint64"),
         ({"mask": np.zeros((1, 1, 1), np.uint64), "mask_tokens": 65}, ArgumentError, "mask_tokens"),
+        (
+            {x: of_shape(2, 1, 2, 64) for x in "qkv"}
+            | {"records": np.zeros((2, 2, 1, 66), np.float32), "lengths": np.zeros(4, np.int64)[::2]},
+            ArgumentError,
+            "contiguous int64",
+        ),
+        ({"mask": [[[1]]], "mask_tokens": 1}, ArgumentError, "mask is a list"),
+        ({"mask": np.zeros((1, 1, 4), np.uint64)[..., ::2], "mask_tokens": 1}, ArgumentError, "C-contiguous"),
+        (dict.fromkeys("kv", of_shape(1, 2**31 - 64, 2, 64)), ArgumentError, "at most 65535 and 2.31"),
+        (
+            {x: of_shape(65536, 1, 2, 64) for x in "qkv"}
+            | {"records": np.zeros((65536, 2, 1, 66), np.float32)},
+            ArgumentError,
+            "batch 65536.*at most 65535",
+        ),
+        (
+            {x: of_shape(1, 1, 65536, 64) for x in "qkv"}
+            | {"records": np.zeros((1, 65536, 1, 66), np.float32)},
+            ArgumentError,
+            "65536 heads are too many for one launch",
+        ),
         ({"records": np.zeros((1, 2, 1, 74), np.float32)}, BackendError, "head_dim 72: there are 64, 80"),
     ],
 )

@@ -168,6 +168,8 @@ def test_a_step_is_checked_against_the_plan(runtime: EmulatorRuntime) -> None:
             decoder(*(x.astype(ml_dtypes.bfloat16) for x in (q, k, v)))
         with pytest.raises(ArgumentError, match="q has shape"):
             decoder(q[:, :, :1], k, v)
+        with pytest.raises(ArgumentError, match="k is a list"):
+            decoder(q, [k], v)
         case.check(*decoder(q, k, v), False)
 
 
