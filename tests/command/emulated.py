@@ -19,7 +19,7 @@ runtime = EmulatorRuntime()
 
 
 def choose(index: int) -> None:
-    runtime.identity = f"GPU {index % GPUS}"
+    runtime.identity = f"0000:{index % GPUS:02X}:00.0"
 
 
 cupy_runtime.current = lambda: runtime  # type: ignore[assignment,return-value]
