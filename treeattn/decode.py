@@ -86,6 +86,8 @@ def decode(
     if q_root is not None:
         q = _broadcast_query(comm, where, q, dtype, q_root)
     try:
+        if q_root is not None:
+            q = where.from_host(q)
         raw = "bfloat16" if q.dtype == np.uint16 else None
         shape = Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], dtype_name(q, raw))
         shape.check_query(q)
@@ -263,7 +265,8 @@ class Decoder:
             error = problem
         comm_.agree(self._comm, {}, error)
         self(q, k, v, lengths)
-        step = CapturedStep(self._device.capture(lambda: self(q, k, v, lengths)), (self.out, self.lse))
+        launch = self._device.capture(lambda: self(q, k, v, lengths))
+        step = CapturedStep(launch, (self.out, self.lse), (self, q, k, v, lengths))
         self._captured.append(step)
         return step
 
@@ -288,9 +291,12 @@ class Decoder:
 class CapturedStep:
     """What `Decoder.capture` makes."""
 
-    def __init__(self, launch: Callable[[], object], results: tuple[Any, Any]) -> None:
+    def __init__(
+        self, launch: Callable[[], object], results: tuple[Any, Any], owners: tuple[Any, ...]
+    ) -> None:
         self._launch: Callable[[], object] | None = launch
         self._results = results
+        self._owners = owners  # of the memory that the graph works on: it knows addresses only
 
     def __call__(self) -> tuple[Any, Any]:
         """One launch: (out, lse), valid until the decoder's next step."""
@@ -301,7 +307,7 @@ class CapturedStep:
 
     def drop(self) -> None:
         """Give the graph back."""
-        self._launch = None
+        self._launch, self._owners = None, ()
 
 
 def _checked_scale(scale: float) -> float:
@@ -337,7 +343,7 @@ def _warn_once_without_compiler(comm: Intracomm, problem: str | None) -> None:
 
 
 def _broadcast_query(comm: Intracomm, device: devices.Device, q: Any, dtype: str | None, root: int) -> Any:
-    """The query of rank `root`, on every rank, by way of the host; its problems too."""
+    """The query of rank `root` as a NumPy array, on every rank; its problems too."""
     if not 0 <= root < comm.size:
         raise ArgumentError(f"q_root {root!r} is not a rank of this communicator: use 0 to {comm.size - 1}")
     outcome: Any = None
@@ -350,10 +356,12 @@ def _broadcast_query(comm: Intracomm, device: devices.Device, q: Any, dtype: str
             outcome = (host.shape, name)
         except TreeattnError as problem:
             outcome = problem
+        except Exception as problem:  # whatever it is, the other ranks must not be left waiting
+            outcome = ArgumentError(f"{type(problem).__name__}: {problem}")
     outcome = comm.bcast(outcome, root=root)
     if isinstance(outcome, TreeattnError):
         raise type(outcome)(f"rank {root}: {outcome}")
     if comm.rank != root:
         host = np.empty(outcome[0], DTYPES[outcome[1]])
     comm.Bcast(host.view(np.uint8), root=root)
-    return device.from_host(host)
+    return host

@@ -236,7 +236,7 @@ class Cuda:
         host = shape.check_lengths(lengths, tokens)
         if self._lengths is None:
             self._lengths = self.runtime.zeros(shape.batch, np.int64)
-        self.runtime.copy(self._lengths, host)
+        self.runtime.upload(self._lengths, host)
         return self._lengths
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -248,7 +248,7 @@ class Cuda:
         self.runtime.copy(into, source)
 
     def from_host(self, array: Any) -> Any:
-        """A new device array, there when this returns; bfloat16 as its bits, which CuPy lacks a type for."""
+        """A new device array, there when this returns; bfloat16 as its bits."""
         array = np.ascontiguousarray(array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array)
         moved = self.runtime.empty(array.shape, array.dtype)
         self.runtime.copy(moved, array)
@@ -257,6 +257,10 @@ class Cuda:
 
     def to_host(self, array: Any) -> Any:
         """Waits for what was queued before."""
+        if not array.flags.c_contiguous:
+            packed = self.runtime.empty(array.shape, array.dtype)
+            self.runtime.copy(packed, array)
+            array = packed
         moved = np.empty(array.shape, array.dtype)
         self.runtime.copy(moved, array)
         self.runtime.synchronize()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from treeattn import comm as comm_
 from treeattn import partial
 from treeattn.backends import cpu
-from treeattn.backends.cuda import Runtime
+from treeattn.backends.cuda_runtime import Runtime
 from treeattn.collectives.catalog import Scheme, parse
 from treeattn.collectives.check import Certificate
 from treeattn.collectives.schedule import Schedule
@@ -26,7 +26,7 @@ from treeattn.errors import RestrictionError, TransportError, TreeattnError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["Reduction", "choose", "reducer"]
+__all__ = ["Reduction", "choose", "reducer", "shared_gpu"]
 
 _CHOICES = (
     "transport='nccl' (every rank has a GPU of its own), 'cuda-mpi' (the MPI library takes GPU buffers) or "
@@ -118,18 +118,24 @@ def _together(comm: Intracomm, make: Callable[[], Any]) -> Any:
     return made
 
 
-def _check_one_gpu_each(comm: Intracomm, runtime: Runtime) -> None:
-    """NCCL hangs or fails in its own words where two ranks share a GPU."""
+def shared_gpu(comm: Intracomm, runtime: Runtime) -> str | None:
+    """Which ranks share which GPU, where some do; else None. Collective."""
     users: dict[tuple[str, str], list[int]] = {}
     for rank, gpu in enumerate(comm.allgather((socket.gethostname(), runtime.identity))):
         users.setdefault(gpu, []).append(rank)
-    shared = {gpu: ranks for gpu, ranks in users.items() if len(ranks) > 1}
-    if shared:
-        (host, identity), ranks = next(iter(shared.items()))
+    for (host, identity), ranks in users.items():
+        if len(ranks) > 1:
+            return f"ranks {', '.join(map(str, ranks))} share GPU {identity} of {host}"
+    return None
+
+
+def _check_one_gpu_each(comm: Intracomm, runtime: Runtime) -> None:
+    """NCCL hangs or fails in its own words where two ranks share a GPU."""
+    shared = shared_gpu(comm, runtime)
+    if shared is not None:
         raise TransportError(
-            f"ranks {', '.join(map(str, ranks))} share GPU {identity} of {host}, and NCCL needs one for "
-            "each: start fewer ranks per node, make another device current on each of them "
-            "(cupy.cuda.Device(n).use()), or take transport='host'"
+            f"{shared}, and NCCL needs one for each: start fewer ranks per node, make another device current "
+            "on each of them (cupy.cuda.Device(n).use()), or take transport='host'"
         )
 
 

@@ -44,6 +44,8 @@ class Reducer:
                 f"build it with size={communicator.size}"
             )
         proof = prove(schedule)
+        if not buffer.flags.c_contiguous or buffer.dtype != operator.dtype:
+            raise ScheduleError(f"{schedule.name}: the buffer must be C-contiguous {operator.dtype}")
         records = buffer.reshape(-1, group * operator.width)
         self.schedule = schedule
         self.certificate: Certificate = proof.certificate

@@ -44,6 +44,8 @@ class NcclAllreduce:
     ) -> None:
         if calls not in (2, 3):
             raise ScheduleError(f"nccl_allreduce: calls={calls!r} must be 2 or 3")
+        if not buffer.flags.c_contiguous or buffer.dtype != operator.dtype:
+            raise ScheduleError(f"nccl_allreduce: the buffer must be C-contiguous {operator.dtype}")
         self._communicator = communicator
         self._stream = stream
         self._records = records = buffer.reshape(-1, operator.width)

@@ -18,9 +18,8 @@ GPUS = int(os.environ.get("EMULATED_GPUS", "8"))
 runtime = EmulatorRuntime()
 
 
-def choose(index: int) -> int:
-    runtime.identity = f"GPU {index % GPUS}"
-    return GPUS
+def choose(index: int) -> None:
+    runtime.identity = f"0000:{index % GPUS:02X}:00.0"
 
 
 cupy_runtime.current = lambda: runtime  # type: ignore[assignment,return-value]

@@ -204,6 +204,14 @@ CASES = (
     Case("bfloat16", 64, group=2, queries=9, kv_heads=1, tokens=90, mask_tokens=9, splits=2),
     Case("float32", 64, queries=5, kv_heads=1, tokens=90, mask_tokens=70, splits=2),
     Case(
-        "bfloat16", 64, queries=8, kv_heads=1, batch=2, tokens=90, lengths=(90, 6), mask_tokens=70, splits=2
+        "bfloat16",
+        64,
+        queries=8,
+        kv_heads=1,
+        batch=3,
+        tokens=90,
+        lengths=(90, 6, 80),
+        mask_tokens=70,
+        splits=2,
     ),
 )

@@ -1,4 +1,4 @@
-"""A `treeattn.backends.cuda.Runtime` that executes the CUDA sources on the processor."""
+"""A `treeattn.backends.cuda_runtime.Runtime` that executes the CUDA sources on the processor."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ class EmulatorRuntime:
         self.launches = 0
         self.allocations = 0
         self.graph_launches = 0
+        self.waited = True
         self._captured: list[Callable[[], object]] | None = None
 
     def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Callable[..., object]:
@@ -61,6 +62,7 @@ class EmulatorRuntime:
 
     def queue(self, work: Callable[[], object]) -> None:
         """Run `work`, or write it down while the stream is captured."""
+        self.waited = False
         if self._captured is None:
             work()
         else:
@@ -92,6 +94,12 @@ class EmulatorRuntime:
         assert into.dtype == source.dtype
         self.queue(lambda: np.copyto(into, source))
 
+    def upload(self, into: Any, source: Any) -> None:
+        """The values that `source` has now."""
+        assert into.flags.c_contiguous
+        assert source.flags.c_contiguous
+        self.copy(into, source.copy())
+
     def holds(self, array: Any) -> bool:
         """Any NumPy array: only lists and the like lie on the host here."""
         return isinstance(array, np.ndarray)
@@ -99,6 +107,7 @@ class EmulatorRuntime:
     def synchronize(self) -> None:
         """A captured stream cannot be waited for."""
         assert self._captured is None, "waiting for a stream that is captured"
+        self.waited = True
 
     def capturing(self) -> bool:
         """Whether `capture` is under way."""

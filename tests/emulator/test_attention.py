@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -175,6 +176,11 @@ def test_split_choice_fills_the_device_but_no_more() -> None:
             assert 1 <= cuda.choose_splits(blocks, tokens, 264) <= cuda.MAX_SPLITS
 
 
+def of_shape(*shape: int) -> Array:
+    """An array of any size in the memory of one row."""
+    return np.broadcast_to(np.zeros(shape[3], np.float32), shape)
+
+
 UNALIGNED = np.zeros(1 + 9 * 2 * 64, np.float32)[1:].reshape(1, 9, 2, 64)
 assert UNALIGNED.ctypes.data % 16
 
@@ -216,6 +222,27 @@ assert UNALIGNED.ctypes.data % 16
         ({"q": np.zeros((1, 1, 2, 64), np.int8)}, ArgumentError, "q is int8"),
         ({"mask": np.zeros((1, 1, 1), np.uint8), "mask_tokens": 1}, ArgumentError, "uint64"),
         ({"mask": np.zeros((1, 1, 1), np.uint64), "mask_tokens": 65}, ArgumentError, "mask_tokens"),
+        (
+            {x: of_shape(2, 1, 2, 64) for x in "qkv"}
+            | {"records": np.zeros((2, 2, 1, 66), np.float32), "lengths": np.zeros(4, np.int64)[::2]},
+            ArgumentError,
+            "contiguous int64",
+        ),
+        ({"mask": [[[1]]], "mask_tokens": 1}, ArgumentError, "mask is a list"),
+        ({"mask": np.zeros((1, 1, 4), np.uint64)[..., ::2], "mask_tokens": 1}, ArgumentError, "C-contiguous"),
+        (dict.fromkeys("kv", of_shape(1, 2**31 - 64, 2, 64)), ArgumentError, "at most 65535 and 2.31"),
+        (
+            {x: of_shape(65536, 1, 2, 64) for x in "qkv"}
+            | {"records": np.zeros((65536, 2, 1, 66), np.float32)},
+            ArgumentError,
+            "batch 65536.*at most 65535",
+        ),
+        (
+            {x: of_shape(1, 1, 65536, 64) for x in "qkv"}
+            | {"records": np.zeros((1, 65536, 1, 66), np.float32)},
+            ArgumentError,
+            "65536 heads are too many for one launch",
+        ),
         ({"records": np.zeros((1, 2, 1, 74), np.float32)}, BackendError, "head_dim 72: there are 64, 80"),
     ],
 )
@@ -230,6 +257,61 @@ def test_what_cannot_be_is_refused(change: dict[str, Any], error: type[Exception
     }
     with pytest.raises(error, match=message):
         cuda.partial_attention(**{**arguments, **change})
+
+
+@needs_emulator
+def test_a_plan_forgets_arrays_when_others_are_refused() -> None:
+    case, runtime = TWO[0], EmulatorRuntime()
+    q, k, v, _, _ = case.inputs()
+    records = records_for(case)
+    planned = cuda.PlannedAttention(records, scale=case.scale, num_splits=case.splits, runtime=runtime)
+    planned(q, k, v)
+    first = records.copy()
+    with pytest.raises(ArgumentError, match="lengths are int32"):
+        planned(q, k[:, :3], v[:, :3], np.zeros(case.batch, np.int32))
+    planned(q, k, v)
+    assert (bits(records) == bits(first)).all()
+
+
+@needs_emulator
+def test_a_query_of_another_type_than_the_cache_takes_the_multiply_add_kernel() -> None:
+    case = Case("bfloat16", 64, group=4, splits=2)
+    q, k, v, _, _ = case.inputs()
+    records = attend(case, EmulatorRuntime(), Inputs(q.astype(np.float32), k, v, None, None))
+    assert (bits(records) == bits(attend(case, EmulatorRuntime(), tensor_cores=False))).all()
+
+
+class Allocating(EmulatorRuntime):
+    """A larger device, which remembers what it allocated for as long as someone else does."""
+
+    multiprocessors = 40
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated: list[weakref.ref[Array]] = []
+
+    def zeros(self, size: int, dtype: Any) -> Any:
+        array = super().zeros(size, dtype)
+        self.allocated += [weakref.ref(array)] * bool(size)
+        return array
+
+
+@needs_emulator
+def test_workspace_of_a_captured_graph_outlives_a_larger_cache() -> None:
+    """The graph goes on to write where the splits were when it was captured."""
+    runtime, small, large = Allocating(), Case("float32", 64, tokens=70), Case("float32", 64, tokens=900)
+    records = records_for(small)
+    planned = cuda.PlannedAttention(records, scale=small.scale, runtime=runtime)
+    q, k, v, _, _ = small.inputs()
+    planned(q, k, v)
+    first = records.copy()
+    graph = runtime.capture(lambda: planned(q, k, v))
+    planned(*large.inputs()[:3])
+    assert len(runtime.allocated) == 3  # splits and counters, then larger splits
+    assert [array() for array in runtime.allocated if array() is None] == []
+    records[:] = 77
+    graph()
+    assert (bits(records) == bits(first)).all()
 
 
 class FullDevice(EmulatorRuntime):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import ml_dtypes
@@ -89,6 +91,24 @@ def test_bfloat16_comes_as_bits_or_as_a_type_of_its_own(runtime: EmulatorRuntime
         np.testing.assert_array_equal(decoder(*bits)[0], named[0])
 
 
+def test_a_query_of_any_strides_comes_by_way_of_the_host(
+    runtime: EmulatorRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies between host and device are of contiguous memory: the query is packed on the device first."""
+    case = Case("float32", 64, queries=3)
+    q, k, v, _, _ = case.inputs()
+    spread = np.repeat(q, 2, axis=1)[:, ::2]
+    copies: list[tuple[bool, bool]] = []
+
+    def copy(into: Any, source: Any) -> None:
+        copies.append((into.flags.c_contiguous, source.flags.c_contiguous))
+        EmulatorRuntime.copy(runtime, into, source)
+
+    monkeypatch.setattr(runtime, "copy", copy)
+    case.check(*treeattn.decode(spread, k, v, device="cuda", q_root=0), tensor_cores=False)
+    assert copies == [(True, False), (True, True), (True, True)]  # on the device, down, up
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_output_by_heads(runtime: EmulatorRuntime, batch: int) -> None:
     case = Case("float32", 64, batch=batch)
@@ -148,6 +168,8 @@ def test_a_step_is_checked_against_the_plan(runtime: EmulatorRuntime) -> None:
             decoder(*(x.astype(ml_dtypes.bfloat16) for x in (q, k, v)))
         with pytest.raises(ArgumentError, match="q has shape"):
             decoder(q[:, :, :1], k, v)
+        with pytest.raises(ArgumentError, match="k is a list"):
+            decoder(q, [k], v)
         case.check(*decoder(q, k, v), False)
 
 
@@ -175,3 +197,53 @@ def test_a_captured_step_of_one_rank_follows_growing_lengths(runtime: EmulatorRu
         assert (runtime.graph_launches, runtime.launches, runtime.allocations) == (3, launches, allocations)
     with pytest.raises(ArgumentError, match="closed"):
         step()
+
+
+def test_lengths_of_the_host_cannot_be_captured(runtime: EmulatorRuntime) -> None:
+    q, k, v, _, _ = Case("float32", 64).inputs()
+    with decoder_for(Case("float32", 64)) as decoder:
+        decoder(q, k, v, [3])
+        with pytest.raises(ArgumentError, match="pass them as an int64 device array"):
+            runtime.capture(lambda: decoder(q, k, v, [4]))
+
+
+def test_staging_waits_before_it_folds_and_before_it_ends(
+    runtime: EmulatorRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(runtime, "copy", lambda into, source: log.append("copy"))
+    monkeypatch.setattr(runtime, "synchronize", lambda: log.append("wait"))
+    with decoder_for(Case("float32", 64), transport="host") as decoder:
+        monkeypatch.setattr(decoder._reducer, "_reducer", Logged(log))
+        decoder.reduce()
+        assert log == ["copy", "wait", "fold", "copy"]
+    assert log[4:] == ["wait", "end"]
+
+
+class Logged:
+    """A reducer that does nothing."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def __call__(self) -> None:
+        self._log.append("fold")
+
+    def __exit__(self, *_: object) -> None:
+        self._log.append("end")
+
+
+def test_a_captured_step_keeps_what_it_works_on(runtime: EmulatorRuntime) -> None:
+    """A graph holds addresses: neither its inputs nor its decoder may go before it."""
+    case = Case("float32", 64)
+    arrays = [array.copy() for array in case.inputs()[:3]]
+    kept = [weakref.ref(array) for array in arrays]
+    decoder = decoder_for(case)
+    step = decoder.capture(*arrays)
+    decoder(*case.inputs()[:3])  # it holds the arrays of its last step only
+    arrays.clear()
+    kept.append(weakref.ref(decoder))
+    del decoder
+    gc.collect()
+    assert [thing for thing in kept if thing() is None] == []
+    case.check(*step(), tensor_cores=False)

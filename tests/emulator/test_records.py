@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -127,6 +128,20 @@ def test_finish_has_the_defined_bits() -> None:
     cuda.finish(records, *got, runtime=EmulatorRuntime())
     assert (bits(got[0]) == bits(want[0])).all()
     assert (bits(got[1]) == bits(want[1])).all()
+
+
+def test_a_planned_launch_keeps_its_arrays() -> None:
+    """Its argument structure holds addresses only."""
+    runtime = EmulatorRuntime()
+    operator = cuda.MergeOperator(64, runtime=runtime)
+    arrays = [np.zeros((3, 66), np.float32) for _ in range(2)]
+    arrays.append(np.zeros(3, np.float32))
+    alive = [weakref.ref(array) for array in arrays]
+    launches = [operator.planned_merge(*arrays[:2]), operator.planned_rescale(arrays[0], arrays[2], True)]
+    arrays.clear()
+    assert [array for array in alive if array() is None] == []
+    launches.clear()
+    assert [array for array in alive if array() is not None] == []
 
 
 def test_what_cannot_merge_is_refused() -> None:

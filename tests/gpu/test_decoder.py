@@ -70,6 +70,16 @@ def test_every_transport_follows_a_growing_cache(scheme: str, transport: str | N
             check(grown, decoder(q, k, v, lengths=[length, length]))
 
 
+def test_lengths_of_the_host_may_change_at_once() -> None:
+    q, k, v, _, _ = device_inputs(CASE)
+    with decoder_for(CASE) as decoder:
+        for _ in range(20):
+            lengths = np.array([300, 300])
+            results = decoder(q, k, v, lengths=lengths)
+            lengths[:] = 0
+            check(CASE, results)
+
+
 @pytest.mark.parametrize(
     ("scheme", "transport"),
     [

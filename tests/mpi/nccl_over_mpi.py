@@ -36,6 +36,7 @@ class NcclOverMpi:
         self._runtime.queue(lambda: self._comm.Allreduce(MPI.IN_PLACE, array, OPERATIONS[operation]))
 
     def close(self):
+        assert self._runtime.waited, "messages may still be under way"
         self._comm.Free()
         self.ended = "closed"
 

@@ -12,9 +12,9 @@ import treeattn
 from tests.emulator.cases import Case
 from tests.emulator.raw_module import compiler_problem
 from tests.emulator.runtime import EmulatorRuntime
-from treeattn import collectives
+from treeattn import collectives, devices
 from treeattn import comm as comm_
-from treeattn.backends import cupy_runtime
+from treeattn.backends import cpu, cupy_runtime
 from treeattn.collectives.libraries import nccl
 from treeattn.shards import parse_layout
 
@@ -83,6 +83,26 @@ def test_ranks_share_what_is_wrong(comm, runtime, monkeypatch):
         monkeypatch.setattr(cupy_runtime, "current", full)
     with pytest.raises(treeattn.BackendError, match="out of GPU memory"):
         treeattn.decode(*shard(comm), comm=comm, device="cuda", transport="host")
+
+
+def test_trouble_with_the_query_of_one_rank_is_told_by_all(comm, runtime, monkeypatch):
+    """Where it is read, by an error that is not ours, and where it arrives."""
+    q, k, v = shard(comm)
+    given = {"comm": comm, "device": "cuda", "transport": "host", "q_root": 0}
+
+    def broken(*_):
+        raise RuntimeError("cudaErrorIllegalAddress")
+
+    with monkeypatch.context() as patch:
+        if comm.rank == 0:
+            patch.setattr(devices.Cuda, "to_host", broken)
+        with pytest.raises(treeattn.ArgumentError, match="rank 0: RuntimeError: cudaErrorIllegalAddress"):
+            treeattn.decode(q, k, v, **given)
+    with monkeypatch.context() as patch:
+        if comm.rank == comm.size - 1:
+            patch.setattr(devices.Cuda, "from_host", broken)
+        with pytest.raises(treeattn.ArgumentError, match="RuntimeError: cudaErrorIllegalAddress"):
+            treeattn.decode(q, k, v, **given)
 
 
 def test_a_transport_is_chosen_never_guessed(comm, runtime):
@@ -195,8 +215,12 @@ def test_nccl_that_lacks_on_one_rank_is_refused_by_all(comm, runtime, monkeypatc
         treeattn.Decoder(comm, **options(), transport="nccl")
 
 
-def test_no_room_for_messages_on_one_rank_is_told_by_all(comm, runtime, communicators, monkeypatch):
+@pytest.mark.parametrize("transport", ["nccl", "cuda-mpi"])
+def test_no_room_for_messages_on_one_rank_is_told_by_all(
+    comm, runtime, communicators, monkeypatch, transport
+):
     """What is allocated while the reduction is planned, after NCCL has connected."""
+    monkeypatch.setattr(comm_, "cuda_aware", lambda: True)
     if comm.size == 1:
         return
     sizes = []
@@ -209,8 +233,18 @@ def test_no_room_for_messages_on_one_rank_is_told_by_all(comm, runtime, communic
 
     monkeypatch.setattr(runtime, "empty", full)
     with pytest.raises(treeattn.BackendError, match="rank 0: out of GPU memory"):
-        treeattn.Decoder(comm, **options(), scheme="recursive_doubling", transport="nccl")
-    assert [communicator.ended for communicator in communicators] == ["aborted"]
+        treeattn.Decoder(comm, **options(), scheme="recursive_doubling", transport=transport)
+    assert [communicator.ended for communicator in communicators] == ["aborted"] * (transport == "nccl")
+
+
+def test_no_compiled_operator_on_one_rank_is_told_by_all(comm, runtime, monkeypatch):
+    def none(*_):
+        raise treeattn.BackendError("no C compiler")
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(cpu.MergeOperator, "mpi_function", none)
+    with pytest.raises(treeattn.BackendError, match="no C compiler"):
+        treeattn.Decoder(comm, **options(), scheme="mpi_allreduce", transport="host")
 
 
 @pytest.mark.parametrize("scheme", SCHEDULES)

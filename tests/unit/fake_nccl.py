@@ -7,6 +7,7 @@ then nothing behind it runs. Messages that can move do so in random order.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -100,6 +101,8 @@ class Stream:
         self.queued: deque[Any] = deque()
         self.graph_launches = 0
         self.closed: str | None = None
+        self.waited = True
+        self._graphs: list[weakref.ref[Any]] = []
         self._posts: list[Post] | None = None
         self._recorded: list[Callable[[bool], Any]] | None = None
 
@@ -116,6 +119,7 @@ class Stream:
 
     def synchronize(self) -> None:
         assert not self.queued, "nobody will ever run what is waited for"
+        self.waited = True
 
     def capturing(self) -> bool:
         return self._recorded is not None
@@ -127,8 +131,10 @@ class Stream:
 
         def launch() -> None:
             self.graph_launches += 1
+            self.waited = False
             self.queued.extend(make(True) for make in recorded)
 
+        self._graphs.append(weakref.ref(launch))
         return launch
 
     def queue(self, work: Callable[[], object]) -> None:
@@ -136,6 +142,7 @@ class Stream:
 
     def _add(self, make: Callable[[bool], Any]) -> None:
         if self._recorded is None:
+            self.waited = False
             self.queued.append(make(False))
         else:
             self._recorded.append(make)
@@ -170,10 +177,16 @@ class Stream:
         self._post(operation, array, 0)
 
     def close(self) -> None:
+        assert self.waited, "messages may still be under way"
+        self._check_graphs()
         self.closed = "closed"
 
     def abort(self) -> None:
+        self._check_graphs()
         self.closed = "aborted"
+
+    def _check_graphs(self) -> None:
+        assert not any(graph() for graph in self._graphs), "a graph outlives the communicator that it uses"
 
     # Execution
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cupy_signatures import strict
 
 from treeattn.backends import cuda, cupy_runtime
 from treeattn.errors import ArgumentError, BackendError
@@ -35,14 +36,12 @@ def fake_cupy(**changes: Any) -> ModuleType:
         id = 0
         used: list[int] = []  # noqa: RUF012
         pci_bus_id = "0000:3B:00.0"
-        attributes = {  # noqa: RUF012
-            "MultiProcessorCount": 132,
-            "MaxSharedMemoryPerBlockOptin": 227 << 10,
-            "ComputeCapabilityMajor": 9,
-        }
+        compute_capability = changes.get("capability", "90")
+        # No others: CuPy's table lacks the compute capability.
+        attributes = {"MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 227 << 10}  # noqa: RUF012
 
-        def __init__(self, index: int = 0) -> None:
-            self.index = index
+        def __init__(self, device: int = 0) -> None:
+            self.index = device
 
         def use(self) -> None:
             self.used.append(self.index)
@@ -58,7 +57,8 @@ def fake_cupy(**changes: Any) -> ModuleType:
         log: list[str] = []  # noqa: RUF012
         capturing = False
 
-        def __init__(self, non_blocking: bool = False) -> None:
+        def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
+            assert not null
             assert non_blocking, "the default stream would wait for a blocking one, which no capture allows"
 
         def __enter__(self) -> Stream:
@@ -79,7 +79,24 @@ def fake_cupy(**changes: Any) -> ModuleType:
 
         def end_capture(self) -> Any:
             self.log.append("end")
-            return SimpleNamespace(launch=lambda: self.log.append("launch"))
+            if "spoilt" in self.log:
+                raise CUDARuntimeError("cudaErrorStreamCaptureInvalidated")
+            return SimpleNamespace(launch=strict("cuda.Graph.launch", lambda: self.log.append("launch")))
+
+    class Event:
+        """Done when `ended` says so."""
+
+        ended = False
+
+        def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
+            assert (block, disable_timing) == (False, True)
+
+        @property
+        def done(self) -> bool:
+            return self.ended
+
+        def record(self, stream: Any = None) -> None:
+            Stream.log.append("event")
 
     def device_count() -> int:
         if changes.get("driver") == 0 or changes.get("too_old"):
@@ -88,28 +105,47 @@ def fake_cupy(**changes: Any) -> ModuleType:
             raise CUDARuntimeError(changes["device_error"])
         return 0 if changes.get("no_gpu") else changes.get("gpus", 1)
 
-    def raw_module(**arguments: Any) -> Any:
-        raise changes["compile_error"]
+    def raw_module(code: str, options: tuple[str, ...], name_expressions: tuple[str, ...]) -> Any:
+        if "compile_error" in changes:
+            raise changes["compile_error"]
+        assert isinstance(options, tuple)
+        (name,) = name_expressions
+        assert name in code
+        kernel = SimpleNamespace(name=name, kernel=SimpleNamespace(ptr=4711))
+        return SimpleNamespace(get_function={name: kernel}.__getitem__)
 
     def zeros(shape: Any, dtype: Any) -> Any:
         raise OutOfMemoryError("Out of memory allocating 1,024 bytes")
 
+    def pinned(size: int) -> bytearray:
+        if "no_pinned" in changes:
+            raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+        return bytearray(size + 100)  # a pool gives more than was asked for
+
     module = ModuleType("cupy")
     module.ndarray = type("ndarray", (), {})  # type: ignore[attr-defined]
-    module.RawModule = raw_module  # type: ignore[attr-defined]
-    module.zeros = module.empty = zeros  # type: ignore[attr-defined]
-    module.copyto = lambda into, source: Stream.log.append("copy")  # type: ignore[attr-defined]
+    module.RawModule = strict("RawModule", raw_module)  # type: ignore[attr-defined]
+    module.zeros = module.empty = strict("zeros", zeros)  # type: ignore[attr-defined]
+    module.copyto = strict("copyto", lambda into, source: Stream.log.append("copy"))  # type: ignore[attr-defined]
     module.cuda = SimpleNamespace(  # type: ignore[attr-defined]
         Device=Device,
         Stream=Stream,
-        get_current_stream=lambda: Stream(non_blocking=True),
-        alloc_pinned_memory=lambda size: bytearray(size + 100),  # a pool gives more than was asked for
+        Event=Event,
+        get_current_stream=strict("cuda.get_current_stream", lambda: Stream(non_blocking=True)),
+        alloc_pinned_memory=strict("cuda.alloc_pinned_memory", pinned),
+        driver=SimpleNamespace(
+            occupancyMaxActiveBlocksPerMultiprocessor=strict(
+                "cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor",
+                lambda *given: {(4711, 128, 70_000): 3}.get(given, 0),
+            )
+        ),
         is_available=lambda: not changes.keys() & {"driver", "too_old", "no_gpu", "device_error"},
         runtime=SimpleNamespace(
             CUDARuntimeError=CUDARuntimeError,
             driverGetVersion=lambda: changes.get("driver", 12040 if "too_old" in changes else 13000),
             runtimeGetVersion=lambda: 13000,
             getDeviceCount=device_count,
+            getDevice=lambda: changes.get("current", 0),
         ),
         compiler=SimpleNamespace(CompileException=CompileException),
         memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
@@ -230,22 +266,83 @@ def test_every_allocation_says_when_memory_is_out(monkeypatch: pytest.MonkeyPatc
         cupy_runtime.current().empty((2, 3), np.float32)
 
 
+def test_no_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, no_pinned=True)
+    with pytest.raises(BackendError, match="no page-locked memory.*cudaErrorMemoryAllocation.*of the host"):
+        cupy_runtime.current().pinned((2, 3), np.float32)
+
+
+@pytest.mark.parametrize(("capability", "has"), [("75", False), ("80", True), ("90", True), ("120", True)])
+def test_tensor_cores_from_compute_capability_8(
+    monkeypatch: pytest.MonkeyPatch, capability: str, has: bool
+) -> None:
+    use(monkeypatch, capability=capability)
+    assert cupy_runtime.current().tensor_cores is has
+
+
+def test_a_kernel_is_compiled_once_and_may_have_its_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch)
+    runtime = cupy_runtime.current()
+    kernel: Any = runtime.kernel("finish", "finish", 70_000)
+    assert kernel.max_dynamic_shared_size_bytes == 70_000
+    assert runtime.kernel("finish", "finish", 70_000) is kernel
+    assert not hasattr(runtime.kernel("finish", "finish"), "max_dynamic_shared_size_bytes")
+    assert runtime.resident_blocks(kernel, 128, 70_000) == 3
+    assert runtime.resident_blocks(kernel, 128, 200_000) == 1
+
+
+def test_another_gpu_made_current_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, current=1)
+    array = sys.modules["cupy"].ndarray()
+    array.device = SimpleNamespace(id=0)
+    with pytest.raises(ArgumentError, match=r"GPU 1 is current, but .* GPU 0: .*cupy\.cuda\.Device\(0\)"):
+        cupy_runtime.current().check("k", array)
+
+
 def test_ranks_take_the_visible_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, gpus=4)
-    assert cupy_runtime.choose(6) == 4
+    cupy_runtime.choose(6)
     assert sys.modules["cupy"].cuda.Device.used == [2]
+
+
+def device_array(done: list[tuple[str, int, int]]) -> Any:
+    """Writes down how it is copied."""
+    pointer = "cuda.MemoryPointer"
+    return SimpleNamespace(
+        data=SimpleNamespace(
+            copy_from_host_async=strict(
+                f"{pointer}.copy_from_host_async", lambda at, size: done.append(("up", at, size))
+            ),
+            copy_to_host_async=strict(
+                f"{pointer}.copy_to_host_async", lambda at, size: done.append(("down", at, size))
+            ),
+        )
+    )
+
+
+def test_what_is_uploaded_may_change_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies read memory of their own, which is kept until the event behind them."""
+    use(monkeypatch)
+    runtime, event = cupy_runtime.current(), sys.modules["cupy"].cuda.Event
+    done: list[tuple[str, int, int]] = []
+    lengths = np.array([3, 4])
+    for _ in range(3):
+        runtime.upload(device_array(done), lengths)
+        lengths += 10
+    kept = [staged for _, staged in runtime._uploads]
+    assert [staged.tolist() for staged in kept] == [[3, 4], [13, 14], [23, 24]]
+    assert done == [("up", staged.ctypes.data, 16) for staged in kept]
+    assert sys.modules["cupy"].cuda.Stream.log == ["event"] * 3
+    event.ended = True
+    runtime.upload(device_array(done), lengths)
+    assert len(runtime._uploads) == 1
 
 
 def test_copies_go_by_address_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch)
     runtime = cupy_runtime.current()
     done: list[tuple[str, int, int]] = []
-    array = SimpleNamespace(
-        data=SimpleNamespace(
-            copy_from_host_async=lambda at, size: done.append(("up", at, size)),
-            copy_to_host_async=lambda at, size: done.append(("down", at, size)),
-        )
-    )
+    array = device_array(done)
     host = runtime.pinned((3, 5), np.float32)
     assert host.shape == (3, 5)
     assert host.flags.c_contiguous
@@ -265,4 +362,7 @@ def test_a_capture_has_a_stream_of_its_own_and_ends_with_an_error(monkeypatch: p
     with pytest.raises(ZeroDivisionError):
         runtime.capture(lambda: 1 / 0)
     assert log[6:] == ["current", "begin", "end", "left"]
+    with pytest.raises(ZeroDivisionError):  # not what ending a spoilt capture says
+        runtime.capture(lambda: log.append("spoilt") or 1 / 0)
+    assert log[-2:] == ["end", "left"]
     assert (runtime.stream, runtime.identity, runtime.capturing()) == (77, "0000:3B:00.0", False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cupy_signatures import ATTRIBUTES, strict
 
 from treeattn.backends import cuda_driver, cupy_runtime, cupy_stopwatch
 from treeattn.backends.cupy_stopwatch import CupyStopwatch
@@ -36,7 +37,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
 
         def end_capture(self) -> Any:
             log.append("end capture")
-            return SimpleNamespace(launch=lambda stream: log.append(f"graph on {stream.ptr}"))
+            launch = strict("cuda.Graph.launch", lambda stream: log.append(f"graph on {stream.ptr}"))
+            return SimpleNamespace(launch=launch)
 
     class Event:
         at = -1
@@ -53,6 +55,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
 
     properties = {"name": b"Pretended", "major": 9, "minor": 0, "totalGlobalMem": 80 << 30}
     device = SimpleNamespace(id=0, pci_bus_id="0000:3B:00.0", attributes={"L2CacheSize": 50 << 20})
+    assert device.attributes.keys() <= set(ATTRIBUTES)
     cupy = ModuleType("cupy")
     vars(cupy).update(
         __version__="14.2.0",
@@ -61,11 +64,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
             Device=lambda: device,
             Stream=Stream,
             Event=Event,
-            get_elapsed_time=lambda first, second: float(second.at - first.at),
+            get_elapsed_time=strict(
+                "cuda.get_elapsed_time", lambda first, second: float(second.at - first.at)
+            ),
             nvrtc=SimpleNamespace(getVersion=lambda: (12, 9)),
             runtime=SimpleNamespace(
-                memcpyAsync=copy,
-                getDeviceProperties=lambda index: properties,
+                memcpyAsync=strict("cuda.runtime.memcpyAsync", copy),
+                getDeviceProperties=strict("cuda.runtime.getDeviceProperties", lambda device: properties),
                 driverGetVersion=lambda: 12040,
                 runtimeGetVersion=lambda: 12090,
             ),

@@ -12,6 +12,7 @@ from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives import Schedule, Transfer, build
 from treeattn.collectives.executors import loopback
 from treeattn.collectives.executors.nccl import Reducer
+from treeattn.collectives.libraries.nccl_allreduce import NcclAllreduce
 from treeattn.errors import ScheduleError, TransportError
 
 OPERATOR = MergeOperator(8)
@@ -111,6 +112,11 @@ def test_misuse_is_refused():
     operator = QueuedOperator(OPERATOR, stream)
     with pytest.raises(ScheduleError, match="the communicator has 2"):
         Reducer(stream, build("chain", 3), operator, buffer, stream)
+    for wrong in (np.zeros((2, 20), np.float32)[:, ::2], np.zeros((2, 10))):
+        with pytest.raises(ScheduleError, match="C-contiguous float32"):
+            Reducer(stream, schedule, operator, wrong, stream)
+        with pytest.raises(ScheduleError, match="C-contiguous float32"):
+            NcclAllreduce(stream, operator, wrong, stream)
     with Reducer(stream, schedule, operator, buffer, stream) as reducer:
         with pytest.raises(TransportError, match="run one before capturing one"):
             stream.capture(reducer)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cupy_signatures import strict
 
 from treeattn.collectives.libraries import nccl
 from treeattn.errors import TransportError
@@ -25,7 +26,7 @@ def fake(**changes: Any) -> tuple[dict[str, ModuleType], list[Any]]:
     def get_unique_id() -> bytes:
         if "no_id" in changes:
             raise changes["no_id"]
-        return b"id"
+        return bytes(128)
 
     class NcclCommunicator:
         def __init__(self, *arguments: Any) -> None:
@@ -34,7 +35,9 @@ def fake(**changes: Any) -> tuple[dict[str, ModuleType], list[Any]]:
             calls.append(("connect", *arguments))
 
         def __getattr__(self, name: str) -> Any:
-            return lambda *arguments: calls.append((name, *arguments))
+            return strict(
+                f"cuda.nccl.NcclCommunicator.{name}", lambda *arguments: calls.append((name, *arguments))
+            )
 
     modules = {name: ModuleType(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl")}
     modules["cupy"].cuda = modules["cupy.cuda"]  # type: ignore[attr-defined]
@@ -43,9 +46,9 @@ def fake(**changes: Any) -> tuple[dict[str, ModuleType], list[Any]]:
         available=changes.get("available", True),
         NCCL_FLOAT32=7, NCCL_SUM=0, NCCL_MAX=2,
         get_unique_id=get_unique_id,
-        groupStart=lambda: calls.append(("groupStart",)),
-        groupEnd=lambda: calls.append(("groupEnd",)),
-        NcclCommunicator=NcclCommunicator,
+        groupStart=strict("cuda.nccl.groupStart", lambda: calls.append(("groupStart",))),
+        groupEnd=strict("cuda.nccl.groupEnd", lambda: calls.append(("groupEnd",))),
+        NcclCommunicator=strict("cuda.nccl.NcclCommunicator", NcclCommunicator),
     )  # fmt: skip
     return modules, calls
 
@@ -85,7 +88,7 @@ def test_arrays_become_addresses_counts_and_the_stream(monkeypatch: pytest.Monke
     communicator.close()
     communicator.abort()
     assert calls == [
-        ("connect", 1, b"id", 0),
+        ("connect", 1, bytes(128), 0),
         ("groupStart",),
         ("send", at, 6, 7, 1, 99),
         ("recv", at, 6, 7, 2, 99),

@@ -7,6 +7,7 @@ to CuPy's current stream and is not waited for. Records are float32, as in `tree
 and finish give its bits.
 
 Modules are loaded through a `Runtime`: CuPy's where a GPU is, any other that behaves like it in tests.
+What works on records alone is in `treeattn.backends.cuda_records`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from treeattn import partial
 from treeattn.backends.arguments import check_shapes
+from treeattn.backends.cuda_records import MergeOperator, check_records, finish, merge, planned_finish
+from treeattn.backends.cuda_runtime import THREADS, Runtime, default_runtime, structure
 from treeattn.errors import ArgumentError, BackendError
 
 __all__ = [
@@ -50,7 +53,6 @@ MAX_SPLITS = 256
 #: Query rows of a KV head from which tensor cores are used: fewer would make them multiply mostly padding.
 TENSOR_CORES_FROM_ROWS = 4
 
-_THREADS = 128  # of a block, in every kernel
 _MAX_GRID = 65535  # blocks along the second and third axis of a grid
 _TILE = 64  # tokens that a block of the tensor-core kernel takes at a time
 _MMA_ROWS = 16
@@ -62,88 +64,14 @@ _TYPES = {
     "uint16": ("bfloat16", 2),
 }
 
-
-def _structure(pointers: str, longs: str, integers: str, floats: str = "") -> np.dtype[Any]:
-    fields = {"u8": pointers, "i8": longs, "i4": integers, "f4": floats}
-    return np.dtype([(name, kind) for kind, names in fields.items() for name in names.split()], align=True)
-
-
-# The argument structures of the kernels: same fields, same order, C layout.
-_ATTENTION = _structure(
+# AttentionArguments of kernels/cuda/attention.cuh.
+_ATTENTION = structure(
     "q k v lengths mask records split_records counters",
     "q_batch_stride q_query_stride q_head_stride k_batch_stride k_token_stride k_head_stride "
     "v_batch_stride v_token_stride v_head_stride mask_batch_stride",
     "tokens queries heads kv_heads mask_words mask_tokens q_type",
     "scale",
 )
-_MERGE = _structure("into others", "others_stride", "records width count")
-_RESCALE = _structure("records maxima", "", "width keep_maximum")
-_FINISH = _structure("records out lse", "", "heads queries head_dim")
-
-
-class Runtime(Protocol):
-    """What this backend needs of a device, and of the library that reaches it.
-
-    Arrays have NumPy's ``shape``, ``dtype``, ``strides`` and ``flags``.
-    """
-
-    @property
-    def multiprocessors(self) -> int:
-        """How many the device has."""
-
-    @property
-    def shared_bytes(self) -> int:
-        """The most shared memory that a block can have, opted in."""
-
-    @property
-    def tensor_cores(self) -> bool:
-        """Whether mma.m16n8k16 and cp.async exist: compute capability 8.0 and above."""
-
-    def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Callable[..., object]:
-        """The kernel `expression` of kernels/cuda/<module>.cu, compiled at its first use, allowed
-        `shared_bytes` of dynamic shared memory: called with (grid, block, arguments, shared_mem=)."""
-
-    def resident_blocks(self, kernel: Any, threads: int, shared_bytes: int) -> int:
-        """How many blocks of a kernel one multiprocessor holds at once, at least 1."""
-
-    def zeros(self, size: int, dtype: Any) -> Any:
-        """A new device array [size] of zeros. BackendError where memory is out."""
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A new device array. BackendError where memory is out."""
-
-    def pinned(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A new NumPy array in page-locked memory, for copies that are not waited for."""
-
-    def copy(self, into: Any, source: Any) -> None:
-        """Queue a copy between two arrays of one shape and type: any strides on the device; a NumPy array
-        on either side is C-contiguous, and so is then the device array."""
-
-    def address(self, array: Any) -> int:
-        """Where the array begins, for the device."""
-
-    def holds(self, array: Any) -> bool:
-        """Whether `array` is a device array."""
-
-    def check(self, name: str, array: Any) -> None:
-        """ArgumentError unless `array` is a device array of this device."""
-
-    def synchronize(self) -> None:
-        """Wait for the work queued to the current stream."""
-
-    def capturing(self) -> bool:
-        """Whether what is queued now is recorded instead of run."""
-
-    def capture(self, run: Callable[[], object]) -> Callable[[], object]:
-        """Record what `run` queues; the result queues it again, in one launch of a CUDA graph."""
-
-    @property
-    def identity(self) -> str:
-        """What tells this GPU from the others of its host."""
-
-    @property
-    def stream(self) -> int:
-        """The current stream, as libraries take it."""
 
 
 def fma_kernel(kv_type: str, head_dim: int, rows: int) -> str:
@@ -248,7 +176,7 @@ class PlannedAttention:
     ) -> None:
         """Plan for `records` and the options as in `partial_attention`."""
         self._runtime = runtime = runtime or default_runtime()
-        _check_records(records, runtime)
+        check_records(records, runtime)
         if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
             raise ArgumentError(f"num_splits = {num_splits}: it must be 1..{MAX_SPLITS}")
         self._records = records
@@ -259,6 +187,7 @@ class PlannedAttention:
         self._arguments["records"] = runtime.address(records)
         self._split_records = runtime.zeros(0, np.float32)
         self._counters = runtime.zeros(0, np.uint32)
+        self._workspaces: list[Any] = []
         self._bound: tuple[Any, ...] = ()
         self._mask_tokens = 0
         self._launch: Callable[[], object]
@@ -334,171 +263,26 @@ class PlannedAttention:
             raise ArgumentError(f"{queries} queries of {heads} heads are too many for one launch: split them")
         splits = self._num_splits
         if splits is None:
-            resident = self._runtime.resident_blocks(kernel, _THREADS, shared)
+            resident = self._runtime.resident_blocks(kernel, THREADS, shared)
             splits = choose_splits(batch * tiles, k.shape[1], resident * self._runtime.multiprocessors)
         self._reserve(splits, batch * tiles)
-        grid, block = (splits, tiles, batch), (_THREADS,)
+        grid, block = (splits, tiles, batch), (THREADS,)
         self._launch = functools.partial(kernel, grid, block, (self._arguments,), shared_mem=shared)
 
     def _reserve(self, splits: int, counters: int) -> None:
-        """Workspace for the splits; it only ever grows, and with room, so that steps do not allocate."""
+        """Workspace for the splits; it only ever grows, and with room, so that steps do not allocate.
+
+        What was outgrown stays: a graph that was captured before still writes there.
+        """
         size = self._records.size * splits if splits > 1 else 0
         if self._split_records.size < size:
             self._split_records = self._runtime.zeros(size + size // 2, np.float32)
+            self._workspaces.append(self._split_records)
         if self._counters.size < counters:
             self._counters = self._runtime.zeros(2 * counters, np.uint32)
+            self._workspaces.append(self._counters)
         self._arguments["split_records"] = self._runtime.address(self._split_records)
         self._arguments["counters"] = self._runtime.address(self._counters)
-
-
-def merge(into: Any, other: Any, *, runtime: Runtime | None = None) -> None:
-    """Fold `other` into `into`, in place: float32 records [..., head_dim + 2] of one shape.
-
-    Raises:
-        ArgumentError: they differ in shape or type, or are not C-contiguous.
-    """
-    MergeOperator(into.shape[-1] - partial.EXTRA, runtime=runtime).planned_merge(into, other)()
-
-
-def finish(records: Any, out: Any, lse: Any, *, runtime: Runtime | None = None) -> None:
-    """Turn records into attention output, as `treeattn.partial.finish` defines it, to the bit.
-
-    Args:
-        records: [batch, heads, queries, head_dim + 2].
-        out: written, [batch, queries, heads, head_dim].
-        lse: written, [batch, heads, queries]. All C-contiguous float32.
-        runtime: the device; None is CuPy's current one.
-
-    Raises:
-        ArgumentError: shapes, types or strides that do not fit.
-    """
-    planned_finish(records, out, lse, runtime=runtime)()
-
-
-def planned_finish(
-    records: Any, out: Any, lse: Any, *, runtime: Runtime | None = None
-) -> Callable[[], object]:
-    """`finish` for arrays that never move: one launch, without checks."""
-    runtime = runtime or default_runtime()
-    _check_records(records, runtime)
-    batch, heads, queries, width = records.shape
-    head_dim = width - partial.EXTRA
-    for name, array, shape in (
-        ("out", out, (batch, queries, heads, head_dim)),
-        ("lse", lse, (batch, heads, queries)),
-    ):
-        runtime.check(name, array)
-        if array.shape != shape or array.dtype != np.float32 or not array.flags.c_contiguous:
-            raise ArgumentError(
-                f"{name} must be C-contiguous float32 of shape {shape}, not {array.dtype} {array.shape}"
-            )
-    arguments = np.zeros(1, _FINISH)
-    arguments["records"], arguments["out"], arguments["lse"] = map(runtime.address, (records, out, lse))
-    arguments["heads"], arguments["queries"], arguments["head_dim"] = heads, queries, head_dim
-    kernel = runtime.kernel("finish", "finish")
-    return _launch(kernel, batch * heads * queries, arguments, (records, out, lse))
-
-
-class MergeOperator:
-    """How float32 records of one head dimension merge on the device: an `operator.Operator`."""
-
-    def __init__(self, head_dim: int, dtype: Any = np.float32, *, runtime: Runtime | None = None) -> None:
-        """For records of `head_dim` + 2 elements."""
-        if np.dtype(dtype) != np.float32:
-            raise ArgumentError(f"records on the GPU are float32, not {np.dtype(dtype)}: use device='cpu'")
-        self._width = head_dim + partial.EXTRA
-        self._runtime = runtime or default_runtime()
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Element type of a record."""
-        return np.dtype(np.float32)
-
-    @property
-    def width(self) -> int:
-        """Elements of one record: head_dim + 2."""
-        return self._width
-
-    def merge(self, into: Any, other: Any) -> None:
-        """Fold `other` into `into`, in place; both C-contiguous [records, width]."""
-        self.planned_merge(into, other)()
-
-    def planned_merge(self, into: Any, other: Any) -> Callable[[], object]:
-        """`merge` for two arrays that never move: one launch, without checks."""
-        self._check(into, other, into.shape)
-        return self._plan(into, other, 1)
-
-    def planned_merge_many(self, into: Any, others: Any) -> Callable[[], object]:
-        """Fold others[0], others[1], .. into `into`, in this order, in one launch.
-
-        into: C-contiguous [records, width]; others: [count, records, width]. Neither may ever move.
-        """
-        self._check(into, others, (others.shape[0], *into.shape))
-        return self._plan(into, others, others.shape[0])
-
-    def planned_rescale(self, records: Any, maxima: Any, keep_maximum: bool) -> Callable[[], object]:
-        """Multiply each of records [records, width] by exp(its maximum - maxima[record]), in one launch.
-
-        keep_maximum: leave that of `maxima` [records] in its place, otherwise 0. A record of nothing seen
-        becomes zeros. For reductions that can only add. Neither array may ever move.
-        """
-        for name, array, shape in (("records", records, (records.shape[0], self._width)),
-                                   ("maxima", maxima, records.shape[:1])):  # fmt: skip
-            self._runtime.check(name, array)
-            if array.shape != shape or array.dtype != np.float32 or not array.flags.c_contiguous:
-                raise ArgumentError(f"{name} must be C-contiguous float32 {shape}, not {array.dtype}")
-        arguments = np.zeros(1, _RESCALE)
-        arguments["records"], arguments["maxima"] = map(self._runtime.address, (records, maxima))
-        arguments["width"], arguments["keep_maximum"] = self._width, keep_maximum
-        return _launch(self._runtime.kernel("rescale", "rescale"), len(records), arguments, (records, maxima))
-
-    def _check(self, into: Any, others: Any, shape: tuple[int, ...]) -> None:
-        self._runtime.check("into", into)
-        self._runtime.check("other", others)
-        if others.shape != shape or into.shape[-1] != self._width:
-            raise ArgumentError(
-                f"records {into.shape} and {others.shape} of width {self._width} cannot merge"
-            )
-        for array in (into, others):
-            if array.dtype != np.float32 or not array.flags.c_contiguous:
-                raise ArgumentError(f"records to merge must be C-contiguous float32, not {array.dtype}")
-
-    def _plan(self, into: Any, others: Any, count: int) -> Callable[[], object]:
-        arguments = np.zeros(1, _MERGE)
-        records = into.size // self._width
-        arguments["into"], arguments["others"] = self._runtime.address(into), self._runtime.address(others)
-        arguments["others_stride"], arguments["count"] = into.size, count
-        arguments["records"], arguments["width"] = records, self._width
-        kernel = self._runtime.kernel("merge_partials", "merge_partials")
-        return _launch(kernel, records, arguments, (into, others))
-
-
-def _launch(
-    kernel: Callable[..., object], blocks: int, arguments: Any, arrays: tuple[Any, ...]
-) -> Callable[[], object]:
-    """A launch with its argument structure, and the arrays that it points into tied to its life."""
-    if blocks == 0:
-        return lambda: None
-    launch = functools.partial(kernel, (blocks,), (_THREADS,), (arguments,))
-    launch.arrays = arrays  # type: ignore[attr-defined]
-    return launch
-
-
-def default_runtime() -> Runtime:
-    """CuPy's current device. Raises `BackendError` where there is none, or no CuPy."""
-    from treeattn.backends import cupy_runtime  # CuPy is only looked for when a GPU is asked for
-
-    return cupy_runtime.current()
-
-
-def _check_records(records: Any, runtime: Runtime) -> None:
-    runtime.check("records", records)
-    if records.ndim != 4 or records.shape[3] <= partial.EXTRA:
-        raise ArgumentError(
-            f"records have shape {records.shape}: [batch, heads, queries, head_dim + 2] is needed"
-        )
-    if records.dtype != np.float32 or not records.flags.c_contiguous:
-        raise ArgumentError(f"records on the GPU must be C-contiguous float32, not {records.dtype}")
 
 
 def check_head_dim(head_dim: int) -> None:

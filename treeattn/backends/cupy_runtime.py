@@ -5,6 +5,8 @@ CuPy is imported when this is first asked for a device, never before.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -29,15 +31,13 @@ def problem() -> str | None:
     return None
 
 
-def choose(index: int) -> int:
-    """Make GPU `index`, modulo those that are visible, CuPy's current device; returns how many there are.
+def choose(index: int) -> None:
+    """Make GPU `index`, modulo the number of those that are visible, CuPy's current device.
 
     CUDA_VISIBLE_DEVICES is respected: it decides which GPUs there are, and their order. Raises as `current`.
     """
     cupy = _cupy()
-    count = int(cupy.cuda.runtime.getDeviceCount())
-    cupy.cuda.Device(index % count).use()
-    return count
+    cupy.cuda.Device(index % int(cupy.cuda.runtime.getDeviceCount())).use()
 
 
 def current() -> CupyRuntime:
@@ -84,17 +84,21 @@ def _cupy() -> Any:
 
 
 class CupyRuntime:
-    """A `treeattn.backends.cuda.Runtime` on one device of this process."""
+    """A `treeattn.backends.cuda_runtime.Runtime` on one device of this process."""
 
     def __init__(self, cupy: Any, index: int) -> None:
         """Device `index` of those that CuPy sees."""
         self._cupy = cupy
         self._index = index
         self._kernels: dict[tuple[str, str, int], Any] = {}
-        attributes = cupy.cuda.Device(index).attributes
-        self._multiprocessors = int(attributes["MultiProcessorCount"])
-        self._shared_bytes = int(attributes["MaxSharedMemoryPerBlockOptin"])
-        self._capability = int(attributes["ComputeCapabilityMajor"])
+        # Copies under way and the memory that they read.
+        self._uploads: collections.deque[tuple[Any, Any]] = collections.deque()
+        device = cupy.cuda.Device(index)
+        self._multiprocessors = int(device.attributes["MultiProcessorCount"])
+        self._shared_bytes = int(device.attributes["MaxSharedMemoryPerBlockOptin"])
+        self._identity = str(device.pci_bus_id)
+        # "90" for 9.0; it is not among the attributes.
+        self._capability = int(device.compute_capability) // 10
 
     @property
     def multiprocessors(self) -> int:
@@ -174,7 +178,12 @@ class CupyRuntime:
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Page-locked memory of the host, which goes back to CuPy's pool with the array."""
         count = math.prod(shape)
-        memory = self._cupy.cuda.alloc_pinned_memory(count * np.dtype(dtype).itemsize)
+        try:
+            memory = self._cupy.cuda.alloc_pinned_memory(count * np.dtype(dtype).itemsize)
+        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            raise BackendError(
+                f"no page-locked memory for {count} numbers: {error}; free memory of the host"
+            ) from error
         return np.frombuffer(memory, dtype, count).reshape(shape)
 
     def copy(self, into: Any, source: Any) -> None:
@@ -185,6 +194,18 @@ class CupyRuntime:
             source.data.copy_to_host_async(into.ctypes.data, into.nbytes)
         else:
             self._cupy.copyto(into, source)
+
+    def upload(self, into: Any, source: Any) -> None:
+        """By way of page-locked memory. Whether CUDA reads other memory later, or makes the host wait, is not
+        promised (CUDA Runtime API, "API synchronization behavior")."""
+        while self._uploads and self._uploads[0][0].done:
+            self._uploads.popleft()
+        staged = self.pinned(source.shape, source.dtype)
+        staged[...] = source
+        self.copy(into, staged)
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record()
+        self._uploads.append((event, staged))
 
     def address(self, array: Any) -> int:
         """Where the array begins, for the device."""
@@ -208,15 +229,19 @@ class CupyRuntime:
             stream.begin_capture()
             try:
                 run()
-            finally:
-                graph = stream.end_capture()
+            except BaseException:
+                # An error may have spoilt the capture: then its end fails too, and would hide the reason.
+                with contextlib.suppress(RuntimeError):
+                    stream.end_capture()
+                raise
+            graph = stream.end_capture()
         launch: Callable[[], object] = graph.launch  # on the stream that is current then
         return launch
 
     @property
     def identity(self) -> str:
         """The PCI bus address, by which NCCL tells GPUs apart too."""
-        return str(self._cupy.cuda.Device(self._index).pci_bus_id)
+        return self._identity
 
     @property
     def stream(self) -> int:
@@ -229,6 +254,12 @@ class CupyRuntime:
             raise ArgumentError(
                 f"{name} is a {type(array).__module__}.{type(array).__name__}: the GPU needs cupy.ndarray "
                 "(cupy.asarray makes one)"
+            )
+        current = int(self._cupy.cuda.runtime.getDevice())
+        if current != self._index:
+            raise ArgumentError(
+                f"GPU {current} is current, but this was planned on GPU {self._index}: make that one current "
+                f"again (with cupy.cuda.Device({self._index}))"
             )
         if array.device.id != self._index:
             raise ArgumentError(

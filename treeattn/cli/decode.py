@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from treeattn import comm as comm_
-from treeattn import devices, files, report, routes
+from treeattn import devices, files, report, routes, transports
 from treeattn.backends import cupy_runtime
 from treeattn.baselines import Sent
 from treeattn.cli.problem import Judge, Problem
@@ -91,19 +91,20 @@ def command(
 
 def _placed(world: Any, problem: Problem, name: str) -> tuple[Device, tuple[Any, ...]]:
     """The device of this rank, and q, k, v and lengths on it. Ranks of a node take GPUs in turn."""
-    local, sharing = comm_.node_local_rank(world), False
+    local = comm_.node_local_rank(world)
     error: Exception | None = None
     try:
         if name == "cuda":
-            sharing = local >= cupy_runtime.choose(local)
+            cupy_runtime.choose(local)
         device = devices.find(name)
         arrays = (problem.q, problem.k, problem.v, problem.lengths)
         inputs = tuple(None if array is None else device.from_host(array) for array in arrays)
     except Exception as problem_here:  # whatever it is, the other ranks must not be left waiting
         error = problem_here
     comm_.agree(world, {}, error)
-    if any(world.allgather(sharing)) and world.rank == 0:
-        warnings.warn("a node has more ranks than GPUs: some share one", RuntimeWarning, stacklevel=2)
+    shared = transports.shared_gpu(world, device.runtime) if isinstance(device, devices.Cuda) else None
+    if shared and world.rank == 0:
+        warnings.warn(f"{shared}: times include waiting for each other", RuntimeWarning, stacklevel=2)
     return device, inputs
 
 

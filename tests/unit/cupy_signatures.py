@@ -1,0 +1,94 @@
+"""How CuPy declares what this package calls of it: fakes refuse what CuPy itself would refuse.
+
+`SIGNATURES` and `ATTRIBUTES` hold for CuPy 14.2; `test_cupy_signatures.py` compares them with a CuPy that is
+installed, for which no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["ATTRIBUTES", "SIGNATURES", "strict"]
+
+#: Dotted name below ``cupy`` -> its parameters, without ``self``; None: a property or a type.
+SIGNATURES: dict[str, str | None] = {
+    "RawModule": "code=None, *, path=None, options=(), backend='nvrtc', translate_cucomplex=False, "
+    "enable_cooperative_groups=False, name_expressions=None, jitify=False",
+    "RawModule.get_function": "name",
+    "RawKernel.kernel": None,
+    "RawKernel.max_dynamic_shared_size_bytes": None,
+    "copyto": "dst, src, casting='same_kind', where=None",
+    "empty": "shape, dtype=float, order='C'",
+    "zeros": "shape, dtype=float, order='C'",
+    "ndarray": None,
+    "cuda.Device": "device=None",
+    "cuda.Device.compute_capability": None,
+    "cuda.Device.id": None,
+    "cuda.Device.pci_bus_id": None,
+    "cuda.Device.use": "",
+    "cuda.Event": "block=False, disable_timing=False, interprocess=False",
+    "cuda.Event.done": None,
+    "cuda.Event.record": "stream=None",
+    "cuda.Event.synchronize": "",
+    "cuda.Graph.launch": "stream=None",
+    "cuda.MemoryPointer.copy_from_host_async": "mem, size, stream=None",
+    "cuda.MemoryPointer.copy_to_host_async": "mem, size, stream=None",
+    "cuda.Stream": "null=False, non_blocking=False, ptds=False, priority=None",
+    "cuda.Stream.begin_capture": "mode=None",
+    "cuda.Stream.end_capture": "",
+    "cuda.Stream.is_capturing": "",
+    "cuda.Stream.synchronize": "",
+    "cuda.alloc_pinned_memory": "size",
+    "cuda.compiler.CompileException": None,
+    "cuda.driver.CUDADriverError": None,
+    "cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor": "func, blockSize, dynamicSMemSize",
+    "cuda.get_current_stream": "device_id=-1",
+    "cuda.get_elapsed_time": "start_event, end_event",
+    "cuda.is_available": "",
+    "cuda.memory.OutOfMemoryError": None,
+    "cuda.nvrtc.getVersion": "",
+    "cuda.runtime.CUDARuntimeError": None,
+    "cuda.runtime.driverGetVersion": "",
+    "cuda.runtime.getDevice": "",
+    "cuda.runtime.getDeviceCount": "",
+    "cuda.runtime.getDeviceProperties": "device",
+    "cuda.runtime.memcpyAsync": "dst, src, size, kind, stream",
+    "cuda.runtime.runtimeGetVersion": "",
+    "cuda.nccl.NCCL_FLOAT32": None,
+    "cuda.nccl.NCCL_MAX": None,
+    "cuda.nccl.NCCL_SUM": None,
+    "cuda.nccl.NcclCommunicator": "ndev, commId, rank, config=None",
+    "cuda.nccl.NcclCommunicator.abort": "",
+    "cuda.nccl.NcclCommunicator.allReduce": "sendbuf, recvbuf, count, datatype, op, stream",
+    "cuda.nccl.NcclCommunicator.destroy": "",
+    "cuda.nccl.NcclCommunicator.recv": "recvbuf, count, datatype, peer, stream",
+    "cuda.nccl.NcclCommunicator.send": "sendbuf, count, datatype, peer, stream",
+    "cuda.nccl.get_unique_id": "",
+    "cuda.nccl.get_version": "",
+    "cuda.nccl.groupEnd": "",
+    "cuda.nccl.groupStart": "",
+}
+#: Keys of ``cupy.cuda.Device.attributes``: "cudaDevAttr" and these are in ``cupy.cuda.runtime``.
+ATTRIBUTES = ("L2CacheSize", "MaxSharedMemoryPerBlockOptin", "MultiProcessorCount")
+
+
+def strict(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which gets what is given to the function of this name, in CuPy's order, without defaults.
+
+    Raises `TypeError` for what CuPy does not take.
+    """
+    parameters = SIGNATURES[name]
+    assert parameters is not None, name
+    declared: dict[str, Any] = {}
+    exec(f"def declared({parameters}): ...", declared)
+    signature = inspect.signature(declared["declared"])
+
+    @functools.wraps(function)
+    def call(*positional: Any, **named: Any) -> Any:
+        given = signature.bind(*positional, **named).arguments
+        return function(*given.values())
+
+    return call
