@@ -88,7 +88,8 @@ def test_ratios_pair_the_blocks_of_a_repetition(tmp_path):
     lines = [made_results.run_line()]
     for repetition in range(6):
         for key, factor in ((fast, 1.0), (slow, 3.0)):
-            samples = {"completion": [factor * 10**repetition]}
+            names = ("completion", "slowest", "after_last_entry")
+            samples = {name: [factor * 10**repetition] for name in names}
             lines.append(made_results.point_line(key, repetition, samples=samples))
     path.write_text("\n".join(map(json.dumps, lines)))
     found = study(path)
@@ -340,12 +341,11 @@ def test_points_twice_or_without_a_time_are_left_out_and_named(tmp_path):
     assert found.summaries[0].times["completion"].blocks == 6
     with path.open("a") as file:
         for samples in ({}, {"completion": [0.0]}, {"completion": [float("nan")]}):
-            file.write(
-                json.dumps(made_results.point_line(key, 9, launch=len(samples), samples=samples)) + "\n"
-            )
-            key = made_results.keys(["ring"], [4096 + len(samples)], batch=len(str(samples)))[0]
-    _, problems = plot.read([path])
-    assert problems == ["3 points without a finite completion: left out"]
+            file.write(json.dumps(made_results.point_line(key, 9, samples=samples)) + "\n")
+    found, problems = plot.read([path])
+    assert len(problems) == 3
+    assert all("left out" in problem for problem in problems)
+    assert found.summaries[0].times["completion"].blocks == 6
 
 
 def test_unknown_names(made):

@@ -34,16 +34,18 @@ job that wrote it. Times are microseconds, sizes bytes. Numbers that JSON has no
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
-import json
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from treeattn import report
 from treeattn.errors import ArgumentError
+from treeattn.study.lines import FLOOR, FORMAT, NULL, checked
 from treeattn.study.statistics import Statistics, describe
 
 __all__ = [
@@ -59,12 +61,6 @@ __all__ = [
     "summarise",
     "version",
 ]
-
-#: Of the lines; a reader leaves lines of another format alone and names them.
-FORMAT = 1
-
-#: What stands among the schemes in results without being one.
-FLOOR, NULL = "MPI_Allreduce(SUM)", "null"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +131,10 @@ def read(*paths: str | Path) -> Results:
         for number, line in enumerate(content.split(b"\n"), 1):
             if line.strip():
                 _take(found, f"{path}:{number}", line)
-    known = [point for point in found.points if point["run"] in found.runs]
-    lost = len(found.points) - len(known)
-    if lost:
-        found.problems.append(f"{lost} points of a run whose line is missing: left out")
-    found.points = known
+    _drop(found, "of a run whose line is missing", lambda point: point["run"] not in found.runs)
+    # Copies of a block would make its interval narrower than it is.
+    firsts = {_block(point): point for point in reversed(found.points)}
+    _drop(found, "measured twice", lambda point: firsts[_block(point)] is not point)
     mixed = mixed_versions(found.runs.values())
     found.problems += [mixed] if mixed else []
     return found
@@ -153,28 +148,26 @@ def mixed_versions(runs: Iterable[dict[str, Any]]) -> str | None:
 
 def _take(found: Results, where: str, line: bytes) -> None:
     try:
-        entry = json.loads(line)
-        if entry["format"] != FORMAT:
-            found.problems.append(f"{where}: format {entry['format']}, this version reads {FORMAT}; left out")
-            return
-        if entry["kind"] == "run":
-            version(entry)
-            found.runs[entry["run"]] = entry
-            return
-        entry["key"] = Key(**entry["key"])
-        if entry["kind"] == "point":
-            _check_point(entry)
-        {"point": found.points, "error": found.errors}[entry["kind"]].append(entry)
-    except (ValueError, KeyError, TypeError) as error:
-        found.problems.append(f"{where}: not a result line ({type(error).__name__}: {error}); left out")
+        entry = checked(line)
+    except ValueError as error:
+        found.problems.append(f"{where}: not a result line ({error}); left out")
+        return
+    if entry["kind"] == "run":
+        found.runs[entry["run"]] = entry
+        return
+    entry["key"] = Key(**{own.name: entry["key"][own.name] for own in dataclasses.fields(Key)})
+    {"point": found.points, "error": found.errors}[entry["kind"]].append(entry)
 
 
-def _check_point(entry: dict[str, Any]) -> None:
-    for name in ("run", "launch", "repetition", "plan", "first", "late", "same_bits", "digest", "samples"):
-        entry[name]
-    for series in entry["samples"].values():
-        if not series or not all(isinstance(value, int | float) for value in series):
-            raise ValueError("samples are lists of numbers")
+def _block(point: dict[str, Any]) -> tuple[Any, ...]:
+    return point["run"], point["key"], point["launch"], point["repetition"]
+
+
+def _drop(found: Results, why: str, wrong: Callable[[dict[str, Any]], bool]) -> None:
+    kept = [point for point in found.points if not wrong(point)]
+    if len(kept) < len(found.points):
+        found.problems.append(f"{len(found.points) - len(kept)} points {why}: left out")
+    found.points = kept
 
 
 def version(run: dict[str, Any]) -> str:
@@ -208,15 +201,25 @@ def _summary(key: Key, name: str, points: list[dict[str, Any]]) -> Summary:
     series = {name: None for point in points for name in point["samples"]}
     times = {name: describe([point["samples"].get(name, []) for point in points]) for name in series}
     times |= {name: describe([[point[name]] for point in points]) for name in ("plan", "first")}
-    facts = {name: value for name, value in points[-1].items() if name not in _OF_A_BLOCK}
-    for worst in _WORST:
-        known = [float(point[worst]) for point in points if point.get(worst) is not None]
-        facts[worst] = max(known) if known else None
+    wrong = [point for point in points if point["scheduled"] and point["sent"] != point["scheduled"]]
+    facts = {name: value for name, value in [*points, *wrong][-1].items() if name not in _OF_A_BLOCK}
+    facts |= {name: _worst(points, name, _most) for name in _WORST}
+    facts |= {name: _worst(points, name, min) for name in ("bound_out", "bound_lse")}
     held = {point["same_bits"] for point in points}
     facts["same_bits"] = None if held == {None} else False not in held
     facts["digests"] = sorted({point["digest"] for point in points if point["digest"]})
     facts["late"] = sum(point["late"] for point in points)
     return Summary(key, name, len({point["launch"] for point in points}), times, facts)
+
+
+def _worst(points: list[dict[str, Any]], name: str, choose: Callable[[list[float]], float]) -> float | None:
+    known = [float(point[name]) for point in points if point[name] is not None]
+    return choose(known) if known else None
+
+
+def _most(values: list[float]) -> float:
+    """The largest; NaN, which compares with nothing, is worse than any."""
+    return next(filter(math.isnan, values), max(values))
 
 
 class Writer:
