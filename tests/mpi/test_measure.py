@@ -127,7 +127,7 @@ def test_sweep_over_ranks_goes_on_after_a_scheme_that_fails(comm):
     )  # fmt: skip
     points, failures = [], []
     Sweep(
-        plan, EFFORT, 1, 0, set(),
+        plan, EFFORT, 1, 0, {},
         point=lambda block, fields: points.append((block.key.ranks, block.repetition)),
         failed=lambda key, error: failures.append(key.ranks),
         began=lambda block: None,

@@ -215,7 +215,19 @@ def test_a_second_writer_is_refused(tmp_path):
     Writer(tmp_path / "r").close()
 
 
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    def full(file):
+        raise OSError(28, "No space left on device")
+
+    with Writer(tmp_path / "r") as writer:
+        monkeypatch.setattr("os.fsync", full)
+        with pytest.raises(ArgumentError, match="cannot be written .No space left"):
+            writer.append("run", "a", **RUN)
+
+
 def test_places_that_cannot_be(tmp_path):
+    with pytest.raises(ArgumentError, match="not an ordinary file"):
+        Writer("/dev/full")
     with pytest.raises(ArgumentError, match="cannot be written"):
         Writer(tmp_path)
     with pytest.raises(ArgumentError, match="cannot be read"):

@@ -95,6 +95,7 @@ _POINT = {
     "held": _PERHAPS_COUNT, "step_peak": _PERHAPS_COUNT, "samples": _SAMPLES,
 }  # fmt: skip
 _ERRORS = ("error_out", "error_lse", "bound_out", "bound_lse")
+_OPTIONAL = {"took": _NOT_NEGATIVE, "predicted": _NUMBER}  # not in the files of every version
 _RUN = {"software": _OBJECT, "ranks": _OBJECTS}
 _SOFTWARE = {"git": _perhaps(_TEXT), "mpi": _TEXT, "packages": _OBJECT}
 _RANK = {"node": _COUNT, "cpu": _TEXT}
@@ -105,7 +106,7 @@ def checked(line: bytes) -> dict[str, Any]:
 
     Raises `ValueError`, naming the field, for a line that is not whole, not JSON, or of another format.
     """
-    entry = _decoded(line)
+    entry: dict[str, Any] = _decoded(line)
     _check_fields(entry, _EVERY_LINE)
     if entry["kind"] == "run":
         _check_run(entry)
@@ -144,6 +145,7 @@ def _check_run(entry: dict[str, Any]) -> None:
 
 def _check_point(entry: dict[str, Any]) -> None:
     _check_fields(entry, _POINT)
+    _check_fields(entry, {name: kind for name, kind in _OPTIONAL.items() if name in entry})
     judged = entry["key"]["scheme"] not in (FLOOR, NULL)
     _check_fields(entry, dict.fromkeys(_ERRORS, _ERROR if judged else _NOTHING))
     if judged:

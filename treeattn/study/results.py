@@ -15,6 +15,7 @@ job that wrote it. Times are microseconds, sizes bytes. Numbers that JSON has no
   longest time of each part on any rank. For schedules with ``what="reduce"`` also ``null_merge``: completion
   with merges that do nothing.
 * ``plan``, ``first``: the cold values, slowest rank: planning, and the first call after it.
+* ``took``: the whole block from planning to checking, slowest rank.
 * ``late``: iterations which some rank entered after the agreed instant. ``warmup``: untimed calls before.
 * ``clock_error``: half the fastest round trip of the clocks' comparison, worst rank; 0 where all ranks read
   one clock.
@@ -38,10 +39,11 @@ import dataclasses
 import fcntl
 import math
 import os
+import stat
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from treeattn import report
 from treeattn.errors import ArgumentError
@@ -185,7 +187,9 @@ def version(run: dict[str, Any]) -> str:
     return f"treeattn {package} ({revision}), {mpi}, {processors}, ranks {nodes}"
 
 
-_OF_A_BLOCK = ("kind", "format", "run", "key", "launch", "repetition", "plan", "first", "samples", "digest")
+_OF_A_BLOCK = (
+    "kind", "format", "run", "key", "launch", "repetition", "plan", "first", "took", "samples", "digest",
+)  # fmt: skip
 _WORST = ("error_out", "error_lse", "clock_error", "held", "step_peak")
 
 
@@ -225,22 +229,33 @@ def _most(values: list[float]) -> float:
 class Writer:
     """Appends lines to a results file, each on disk before `append` returns. One writer at a time.
 
-    Raises `ArgumentError` if the file cannot be opened, or if another run is appending to it.
+    Raises `ArgumentError` if the file cannot be written, or if another run is appending to it.
     """
 
     def __init__(self, path: str | Path) -> None:
+        self._path = path
         try:
-            self._file: IO[bytes] = open(path, "a+b")  # noqa: SIM115 - held until close
+            self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - held until close
         except OSError as error:
-            raise ArgumentError(f"{path}: cannot be written ({error.strerror}); name another place") from None
+            raise self._unwritable(error) from None
+        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+            self._file.close()
+            raise ArgumentError(f"{path}: is not an ordinary file; name a file to write")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            self._end_cut_line()
+        except BlockingIOError:
             self._file.close()
             raise ArgumentError(
                 f"{path}: another run is appending to it; wait for its end or name another file"
             ) from None
-        self._end_cut_line()
+        except OSError as error:  # such as a place that knows no locks
+            self._file.close()
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> ArgumentError:
+        why = error.strerror or error
+        return ArgumentError(f"{self._path}: cannot be written ({why}); name another place")
 
     def _end_cut_line(self) -> None:
         """A line that a killed run left unfinished must not swallow the next one."""
@@ -256,9 +271,13 @@ class Writer:
         self._write(report.as_json_line({"kind": kind, "format": FORMAT, "run": run, **entry}))
 
     def _write(self, line: bytes) -> None:
-        self._file.write(line)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        left = memoryview(line)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._unwritable(error) from None
 
     def close(self) -> None:
         """Give the file free for others."""

@@ -50,7 +50,7 @@ def run(comm: Intracomm, keys: Sequence[Key], effort: Effort) -> dict[Key, Point
     def began(block: Block) -> None:
         pass
 
-    Sweep(keys, effort, 1, SEED, set(), take, give_up, began).run(comm)
+    Sweep(keys, effort, 1, SEED, {}, take, give_up, began).run(comm)
     problems += [problem for key in points for problem in _missed(key, points[key])]
     problems = comm.bcast(problems)
     if problems:
