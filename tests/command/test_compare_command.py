@@ -174,7 +174,7 @@ def test_inputs_without_room_are_named_once_and_the_others_go_on(tmp_path):
     done = treeattn(*words, "--out", out, ranks=2)
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stdout.count("could not run: ") == 1
-    assert "GB free: choose a shorter --seq-len" in " ".join(done.stdout.split())
+    assert "GB free: choose shorter --seq-len" in " ".join(done.stdout.split())
     assert "Traceback" not in done.stderr
     found = results.read(out)
     assert {point["key"].tokens for point in found.points} == {64}

@@ -95,7 +95,7 @@ def command(
     options = {"schemes": schemes, **lists, **asdict(effort), "launch": launch, "seed": seed}
     comm_.agree(world, {"the command line": (options, str(out))}, error)
     run = provenance.run_id()
-    line = provenance.provenance(world, options)
+    line = provenance.provenance(world, options, used=max(key.ranks for key in plan))
     with _Session(world, out, json_path, run, line, plan, effort, launch) as session:
         Sweep(plan, effort, launch, seed, session.done, session.point, session.failed, session.began).run(
             world

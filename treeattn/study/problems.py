@@ -54,7 +54,7 @@ def check_room(comm: Intracomm, key: Key, groups: tuple[tuple[int, ...], ...]) -
     if free is not None and total > free:
         error = ArgumentError(
             f"the inputs of {len(here)} ranks take {total / 1e9:,.1f} GB, their node has "
-            f"{free / 1e9:,.1f} GB free: choose a shorter --seq-len, a smaller --batch, fewer --queries or --heads"
+            f"{free / 1e9:,.1f} GB free: choose shorter --seq-len, a smaller --batch, fewer queries or heads"
         )
     comm_.agree(comm, {}, error)
 

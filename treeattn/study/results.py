@@ -3,8 +3,11 @@
 A file holds lines of three kinds; every line has ``kind``, ``format`` (`FORMAT`) and ``run``, the id of the
 job that wrote it. Times are microseconds, sizes bytes. Numbers that JSON has no words for are strings.
 
-``run``: once per job, before its points: ``software`` and ``ranks`` (see `treeattn.report`), ``started``,
-``environment`` (variables that change times), ``options``, ``clock`` and ``warning`` (ranks share cores).
+``run``: once per job, before its points: ``started``; ``software``: Python, platform, packages, MPI library,
+git commit, command, and ``isa``, what kernels are compiled for; ``ranks``: host, node, processor and usable
+cores of each; ``gpu``: what nvidia-smi says on rank 0's machine; ``environment``: variables that change times;
+``options``; ``clock``: its source, how many ``clocks`` the ranks read, how they were compared and the largest
+``error`` (microseconds); ``warning``: ranks share cores, or None.
 
 ``point``: one block of iterations of one scheme:
 
@@ -31,6 +34,8 @@ job that wrote it. Times are microseconds, sizes bytes. Numbers that JSON has no
   blocks after the first of a key in a run.
 
 ``error``: ``key``, ``launch`` and ``message``: a scheme that could not run there.
+
+`treeattn.study.lines` checks all that is computed with.
 """
 
 from __future__ import annotations
