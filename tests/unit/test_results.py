@@ -164,6 +164,28 @@ def test_one_wrong_block_among_right_ones_is_told(tmp_path, place):
     assert summary.facts["sent"] != summary.facts["scheduled"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"same_bits": False}, "different bits"),
+        ({"error_out": 1e-5}, "above the bound"),
+        ({"error_lse": math.nan}, "above the bound"),
+        ({"sent": {"intra": [4, 63], "inter": [0, 0]}}, "the schedule says"),
+    ],
+)
+def test_the_table_names_what_is_wrong(tmp_path, changes, reason):
+    with Writer(tmp_path / "r") as writer:
+        writer.append("run", "a", **RUN)
+        writer.append("point", "a", **(POINT | changes), repetition=0)
+    run = {**RUN, "warning": None, "clock": {"source": "", "method": "", "error": 0.0}}
+    shown = io.StringIO()
+    summaries = results.summarise(results.read(tmp_path / "r"))
+    assert compare_table.show(Console(file=shown, width=200), run, summaries, {}) is (reason is None)
+    assert ("wrong: ring: " in shown.getvalue()) == (reason is not None)
+    assert reason is None or reason in shown.getvalue()
+
+
 def test_samples_that_are_not_numbers_are_refused(tmp_path):
     path = tmp_path / "r"
     fill(path, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from treeattn import collectives
+from treeattn.baselines import Sent
 from treeattn.cli.numbers import durations, number, numbers
 from treeattn.errors import ArgumentError
 from treeattn.study import payload
@@ -65,6 +66,23 @@ def test_payload_of_eq_14():
         counted = payload.scheduled(collectives.build(scheme, 4), 16, 130 * 4, ((0, 1), (2, 3)))
         assert counted["intra"][1] + counted["inter"][1] == 2 * 3 * 16 * 130 * 4
         assert counted["inter"][1] > 0
+
+
+@pytest.mark.parametrize(
+    ("sent", "groups", "tiers"),
+    [
+        ([[(1, 10), (2, 20)], [(0, 5)], []], ((0, 1), (2,)), {"intra": [2, 15], "inter": [1, 20]}),
+        ([Sent(None, 7)] * 3, ((0, 1, 2),), {"intra": [None, 21], "inter": [0, 0]}),
+        ([Sent(None, 7)] * 3, ((0, 2), (1,)), {"intra": [0, 0], "inter": [0, 0], "unknown": [None, 21]}),
+        ([None, None, None], ((0, 1, 2),), None),
+    ],
+)
+def test_what_was_handed_over_by_tier(sent, groups, tiers):
+    class Ranks:
+        def allgather(self, mine):
+            return sent
+
+    assert payload.handed_over(Ranks(), sent[0], groups) == tiers
 
 
 def test_chunks_without_rows_are_not_sent():

@@ -239,11 +239,12 @@ def _keys(size: int, schemes: str, lists: dict[str, str | None]) -> list[Key]:
 
 
 def _may_run(key: Key) -> bool:
-    """Whether ``all`` has a scheme: library calls and scattered schedules have no bfloat16 records."""
-    if key.wire != "bfloat16" or key.scheme in (FLOOR, NULL):
+    """Whether ``all`` has a scheme. Library calls and scattered schedules have no bfloat16 records, and the
+    merge that an MPI library calls has float32 alone."""
+    if key.wire == "float32" or key.scheme in (FLOOR, NULL):
         return True
     row = routes.CATALOG[key.scheme.partition(":")[0]]
-    return row.kind == "schedule" and not row.scattered
+    return row.kind != "library" if key.wire == "float64" else row.kind == "schedule" and not row.scattered
 
 
 def _words(option: str, text: str | None, known: Sequence[str]) -> list[str]:

@@ -5,9 +5,9 @@ job that wrote it. Times are microseconds, sizes bytes. Numbers that JSON has no
 
 ``run``: once per job, before its points: ``started``; ``software``: Python, platform, packages, MPI library,
 git commit, command, and ``isa``, what kernels are compiled for; ``ranks``: host, node, processor and usable
-cores of each; ``gpu``: what nvidia-smi says on rank 0's machine; ``environment``: variables that change times;
-``options``; ``clock``: its source, how many ``clocks`` the ranks read, how they were compared and the largest
-``error`` (microseconds); ``warning``: ranks share cores, or None.
+cores of each; ``gpu``: what nvidia-smi says on rank 0's machine; ``environment``: variables that change
+times; ``options``; ``clock``: its source, how many ``clocks`` the ranks read, how they were compared and the
+largest ``error``; ``warning``: ranks share cores, or None.
 
 ``point``: one block of iterations of one scheme:
 
