@@ -168,6 +168,16 @@ def test_a_scheme_that_cannot_run_is_named_and_the_others_go_on(tmp_path):
     assert "10 ranks" in error["message"]
 
 
+def test_a_file_of_something_else_is_left_alone(tmp_path):
+    out = tmp_path / "picture.png"
+    out.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
+    content = out.read_bytes()
+    done = treeattn(*REDUCE, "--out", out)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "is not a file of results" in done.stderr
+    assert out.read_bytes() == content
+
+
 def test_inputs_without_room_are_named_once_and_the_others_go_on(tmp_path):
     out = tmp_path / "r.jsonl"
     words = ("compare", "--what", "decode", "--schemes", "ring,chain", "--seq-len", "64,1000000M", *SMALL)

@@ -13,7 +13,7 @@ import pytest
 from treeattn import routes
 from treeattn.errors import ArgumentError, BackendError
 from treeattn.study import plot
-from treeattn.study.figures import draw, style
+from treeattn.study.figures import draw, style, times
 from treeattn.study.figures import roofline as roofline_
 from treeattn.study.figures.chart import Lines, Rows
 from treeattn.study.results import FLOOR, NULL
@@ -79,6 +79,27 @@ def test_one_length_makes_rows_from_the_fastest(tmp_path):
     assert "4,096 tokens" in chart.case
     (axes,) = draw.draw(chart, styles_of(found)).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == list(chart.labels)
+
+
+def test_ratios_pair_blocks_of_one_run(tmp_path):
+    """Two jobs that both call themselves launch 1: no block meets one of the other job."""
+    path = tmp_path / "jobs.jsonl"
+    names = ("completion", "slowest", "after_last_entry")
+    with path.open("w") as file:
+        for run, slow in (("a", 1.0), ("b", 100.0)):
+            file.write(json.dumps(made_results.run_line(run)) + "\n")
+            for key, factor in zip(made_results.keys([FLOOR, "chain"], [4096]), (1.0, 3.0), strict=True):
+                for repetition in range(6):
+                    samples = {name: [slow * factor] for name in names}
+                    line = made_results.point_line(key, repetition, run, samples=samples)
+                    file.write(json.dumps(line) + "\n")
+    found = study(path)
+    (summary,) = (summary for summary in found.summaries if summary.key.scheme == "chain")
+    assert summary.times["completion"].blocks == 12
+    (chart,) = charts("relative", found).values()
+    by_label = dict(zip(chart.labels, chart.panels[0].series[0].points, strict=True))
+    assert by_label["chain"][1:] == pytest.approx((3.0, 3.0, 3.0))
+    assert len(times._blocks(found, summary, "chain")) == 12
 
 
 def test_ratios_pair_the_blocks_of_a_repetition(tmp_path):

@@ -127,7 +127,7 @@ class _Session:
                 files.check_distinct([out, json_path])
                 if out is not None:
                     self._writer = results.Writer(out)
-                    self._held = results.read(out)
+                    self._held = _held(out)
             except TreeattnError as problem_:
                 error = problem_
         comm_.agree(world, {}, error)
@@ -210,6 +210,16 @@ class _Session:
         self._live.stop()
         if self._writer is not None:
             self._writer.close()
+
+
+def _held(out: Path) -> results.Results:
+    """What the file holds. Raises `ArgumentError` for one that holds something else: it is left alone."""
+    held = results.read(out)
+    with out.open("rb") as file:
+        begins_otherwise = file.read(1) not in (b"", b"{")
+    if begins_otherwise and not held:
+        raise ArgumentError(f"{out}: is not a file of results; name another, or a new one")
+    return held
 
 
 def _keys(size: int, schemes: str, lists: dict[str, str | None]) -> list[Key]:

@@ -109,6 +109,10 @@ class Results:
     errors: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
+    def __bool__(self) -> bool:
+        """Whether there was any good line."""
+        return bool(self.runs or self.points or self.errors)
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -248,7 +252,6 @@ class Writer:
             raise ArgumentError(f"{path}: is not an ordinary file; name a file to write")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._end_cut_line()
         except BlockingIOError:
             self._file.close()
             raise ArgumentError(
@@ -262,12 +265,11 @@ class Writer:
         why = error.strerror or error
         return ArgumentError(f"{self._path}: cannot be written ({why}); name another place")
 
-    def _end_cut_line(self) -> None:
-        """A line that a killed run left unfinished must not swallow the next one."""
-        if self._file.seek(0, os.SEEK_END):
-            self._file.seek(-1, os.SEEK_END)
-            if self._file.read(1) != b"\n":
-                self._write(b"\n")
+    def _ends_in_mid_line(self) -> bool:
+        if not self._file.seek(0, os.SEEK_END):
+            return False
+        self._file.seek(-1, os.SEEK_END)
+        return self._file.read(1) != b"\n"
 
     def append(self, kind: str, run: str, **entry: Any) -> None:
         """Write one line."""
@@ -276,8 +278,9 @@ class Writer:
         self._write(report.as_json_line({"kind": kind, "format": FORMAT, "run": run, **entry}))
 
     def _write(self, line: bytes) -> None:
-        left = memoryview(line)
         try:
+            # A line that a killed run left unfinished must not swallow this one.
+            left = memoryview(b"\n" + line if self._ends_in_mid_line() else line)
             while left:
                 left = left[self._file.write(left) :]
             os.fsync(self._file.fileno())
