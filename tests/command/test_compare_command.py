@@ -61,6 +61,31 @@ def test_nothing_is_measured_twice_and_launches_add_up(tmp_path):
     assert {(row.launches, row.times["completion"].blocks) for row in summaries} == {(2, 12)}
 
 
+def test_a_file_with_more_repetitions_than_asked_for_now(tmp_path):
+    """What is added stands under a run line of its own, however much was there before."""
+    out = tmp_path / "r.jsonl"
+    words = ("compare", "--what", "reduce", *SMALL)
+    assert treeattn(*words, "--schemes", "ring", "--out", out, ranks=2).returncode == 0
+    fewer = treeattn(*words, "--schemes", "ring,chain", "--repetitions", 2, "--out", out, ranks=2)
+    assert fewer.returncode == 0, fewer.stdout + fewer.stderr
+    assert "4 schemes in 1 cases), 8 blocks; 6 are in the file already" in fewer.stderr
+    found = results.read(out)
+    assert found.problems == []
+    assert len(found.points) == 3 * 6 + 2
+
+
+def test_a_point_that_took_its_time_is_not_continued(tmp_path):
+    """Patience counts over all runs of a launch: repeating a command that ended adds nothing."""
+    out = tmp_path / "r.jsonl"
+    words = (*REDUCE, "--patience", "1e-6", "--out", out)
+    assert treeattn(*words, ranks=2).returncode == 0
+    content = out.read_bytes()
+    assert len(results.read(out).points) == 4  # one block of each
+    again = treeattn(*words, ranks=2)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert out.read_bytes() == content
+
+
 def start(*words):
     command = [str(mpiexec()), "-n", "2", sys.executable, "-m", "treeattn", *map(str, words)]
     return subprocess.Popen(
@@ -141,6 +166,29 @@ def test_a_scheme_that_cannot_run_is_named_and_the_others_go_on(tmp_path):
     assert {point["key"].scheme for point in found.points} == {"ring", results.FLOOR, results.NULL}
     (error,) = found.errors
     assert "10 ranks" in error["message"]
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path):
+    out = tmp_path / "picture.png"
+    out.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
+    content = out.read_bytes()
+    done = treeattn(*REDUCE, "--out", out)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "is not a file of results" in done.stderr
+    assert out.read_bytes() == content
+
+
+def test_inputs_without_room_are_named_once_and_the_others_go_on(tmp_path):
+    out = tmp_path / "r.jsonl"
+    words = ("compare", "--what", "decode", "--schemes", "ring,chain", "--seq-len", "64,1000000M", *SMALL)
+    done = treeattn(*words, "--out", out, ranks=2)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout.count("could not run: ") == 1
+    assert "GB free: choose shorter --seq-len" in " ".join(done.stdout.split())
+    assert "Traceback" not in done.stderr
+    found = results.read(out)
+    assert {point["key"].tokens for point in found.points} == {64}
+    assert {error["key"].tokens for error in found.errors} == {10**12}
 
 
 def test_an_interrupt_leaves_a_valid_file(tmp_path):

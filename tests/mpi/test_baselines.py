@@ -251,6 +251,20 @@ def test_kv_ring_sends_what_equation_10_says(comm, rotation, expanded, dtype):
         assert totals(decoder.sent) == (0, 0)
 
 
+def test_keys_and_values_beyond_the_largest_message_go_in_parts(comm, monkeypatch):
+    monkeypatch.setattr("treeattn.baselines.kv_ring.LARGEST_MESSAGE", 1000)
+    q, k, v = made_up(tokens=9 * comm.size, heads=4, kv_heads=2)
+    own = shard(comm, 9 * comm.size)
+    with treeattn.Decoder(
+        comm, heads=4, kv_heads=2, head_dim=64, dtype="float32", scheme="kv_ring:rotation=full"
+    ) as decoder:
+        out, lse = decoder(q, k[:, own], v[:, own])
+        assert_exact(q, np.repeat(k, 2, axis=2), np.repeat(v, 2, axis=2), out, lse)
+        size = 9 * 2 * 64 * 4
+        assert totals(decoder.sent) == (2 * comm.size * -(-size // 1000), 2 * comm.size * size)
+        assert max(length for _, length in decoder.sent) == 1000
+
+
 def totals(sent):
     """(messages, bytes)"""
     return len(sent), sum(size for _, size in sent)

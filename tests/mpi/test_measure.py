@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from treeattn import routes
 from treeattn.errors import RestrictionError
-from treeattn.study.clock import Clock
+from treeattn.study import steps
+from treeattn.study.clock import Clock, Offset
 from treeattn.study.loop import Loop
 from treeattn.study.measure import Bench, Effort
 from treeattn.study.results import FLOOR, NULL, Key
@@ -39,6 +43,49 @@ def test_clocks_that_differ_are_brought_together(comm):
     found = clock.compare()
     assert abs(found.offset + wrong) <= found.error
     assert (found.error > 0) == (wrong > 0)
+
+
+def test_the_fastest_round_trip_is_kept(comm):
+    """Rank 0's clock is scripted, all others stand still at 5; the second of 30 trips is the best: 30 ns."""
+    trips = [70, 30, *[90] * 28]
+
+    def scripted():
+        for trip in itertools.count():
+            yield 1000 * trip
+            yield 1000 * trip + trips[trip % 30]
+
+    now = scripted().__next__ if comm.rank == 0 else lambda: 5
+    found = Clock(comm, now, identity=str(comm.rank)).compare()
+    if comm.rank:
+        before = 30_000 * (comm.rank - 1)
+        assert found[:2] == (before + 1000 + 15 - 5, 15)
+
+
+def test_nobody_enters_before_all_are_ready(comm):
+    clock, ready = Clock(comm), []
+
+    def prepare():
+        time.sleep(0.002 * (comm.rank == 0))
+        ready.append(clock.now())
+
+    times = Loop(comm, clock, crowded=True, seed=0).run([lambda: None], prepare, 3)
+    everyone = comm.gather(ready)
+    if times is not None:
+        assert (times.instants[:, :, 0].min(0) >= np.array(everyone).max(0)).all()
+
+
+def test_offsets_are_interpolated_and_the_larger_error_counts():
+    """One rank, a clock that advances by 10 with each look and whose offset grows from 0 to 1000."""
+    ticks = itertools.count(0, 10)
+    offsets = iter([Offset(0, 5, 0), Offset(1000, 7, 1000)])
+    clock = SimpleNamespace(now=ticks.__next__, compare=offsets.__next__)
+    loop = Loop(MPI.COMM_SELF, clock, crowded=False, seed=0)
+    loop._lead = 0  # the scripted clock does not wait
+    times = loop.run([lambda: None], lambda: None, 4)
+    own = times.instants.reshape(-1)
+    assert times.clock_error == 7e-3
+    assert (own % 20 == 0).all()  # a reading t became t + 1000 t / 1000
+    assert (np.diff(own) > 0).all()
 
 
 def test_ranks_of_one_machine_read_one_clock(comm):
@@ -94,6 +141,85 @@ def test_every_scheme(comm, scheme, what):
     assert point["same_bits"] is (None if routes.scattered(scheme) and comm.size > 1 else True)
 
 
+def test_cold_and_warm_are_different_runs(comm, monkeypatch):
+    """The first call alone and without skew is cold; then come, with skew, those of the series."""
+    bench, runs = Bench(comm, EFFORT, crowded=True, seed=1), []
+    run = bench.loop.run
+
+    def noted(parts, prepare, iterations, skew=0.0):
+        runs.append((iterations, skew, run(parts, prepare, iterations, skew)))
+        return runs[-1][2]
+
+    monkeypatch.setattr(bench.loop, "run", noted)
+    key = key_of(comm, "chain", skew=20.0)
+    point = bench.block(key, bench.problem(key), memory=False)
+    assert [(count, skew) for count, skew, _ in runs] == [(1, 0.0), (3, 20.0), (3, 20.0)]
+    if comm.rank == 0:
+        (first, warm, null) = (times.samples()["completion"] for _, _, times in runs)
+        assert point["first"] == first[0]
+        assert point["samples"]["completion"] == warm
+        assert point["samples"]["null_merge"] == null
+        assert point["held"] is point["step_peak"] is None
+
+
+class Hungry:
+    """A step of known appetite: planning peaks at 6 MB and keeps 1, each step takes 2 more for a while."""
+
+    def __init__(self, records):
+        self.records, self.kept = records.copy(), bytearray(10**6)
+        bytearray(5 * 10**6)
+
+    def reduce(self):
+        bytearray(2 * 10**6)
+
+    def close(self):
+        pass
+
+
+def test_memory_is_what_stays_and_what_a_further_step_adds(comm, monkeypatch):
+    bench, key = Bench(comm, EFFORT, crowded=True, seed=1), key_of(comm, "chain")
+    problem = bench.problem(key)
+    monkeypatch.setattr("treeattn.study.steps.plan", lambda comm, key: Hungry(problem.records))
+    found = bench._memory(key, problem)
+    assert 0 <= found["held"] - 10**6 - problem.records.nbytes < 10**5
+    assert 0 <= found["step_peak"] - 2 * 10**6 < 10**5
+
+
+def test_bits_that_differ_between_ranks_are_told(comm):
+    bench, key = Bench(comm, EFFORT, crowded=True, seed=1), key_of(comm, "chain")
+    problem = bench.problem(key)
+    expected = comm.bcast(problem.expected)
+    out = expected[0] + 1e-3 * (comm.rank + 1)
+    facts = bench._judged(
+        problem, SimpleNamespace(heads=slice(0, key.heads), finish=lambda: (out, expected[1]))
+    )
+    if comm.rank == 0:
+        assert facts["same_bits"] is (comm.size == 1)
+        assert facts["error_out"] == pytest.approx(1e-3)
+        assert facts["error_lse"] == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire", "size"),
+    [
+        ("float32", "float32", 4),
+        ("float64", "float64", 8),
+        ("bfloat16", "float32", 4),
+        ("float32", "bfloat16", 2),
+    ],
+)
+def test_the_floor_adds_as_many_bytes_as_records_have_under_way(comm, dtype, wire, size):
+    handed = []
+    spy = SimpleNamespace(Allreduce=lambda *arguments: handed.append(arguments))
+    key = key_of(comm, FLOOR, dtype=dtype, wire=wire)
+    records = np.zeros((2, 8, 3, 18), np.float64 if dtype == "float64" else np.float32)
+    steps._sum(SimpleNamespace(records=records, _comm=spy), key)()
+    ((mine, total, operation),) = handed
+    assert mine.nbytes == total.nbytes == records.size * size
+    assert operation == MPI.SUM
+    assert np.shares_memory(mine, records)
+
+
 def test_records_of_bfloat16(comm):
     key = key_of(comm, "recursive_doubling", "decode", wire="bfloat16")
     point = block_of(comm, key)
@@ -113,7 +239,7 @@ def test_bfloat16_is_refused_where_there_is_no_way(comm, scheme):
 
 
 def test_more_tokens_than_a_period_and_fewer_than_ranks(comm):
-    for tokens in (1, 2048 * comm.size + 5):
+    for tokens in (1, 2048 * comm.size + 5, 3 * 2048 * comm.size + 5):
         point = block_of(comm, key_of(comm, "binary_tree", "decode", tokens=tokens, batch=1, queries=1))
         if comm.rank == 0:
             assert point["error_out"] <= point["bound_out"]
@@ -127,7 +253,7 @@ def test_sweep_over_ranks_goes_on_after_a_scheme_that_fails(comm):
     )  # fmt: skip
     points, failures = [], []
     Sweep(
-        plan, EFFORT, 1, 0, set(),
+        plan, EFFORT, 1, 0, {},
         point=lambda block, fields: points.append((block.key.ranks, block.repetition)),
         failed=lambda key, error: failures.append(key.ranks),
         began=lambda block: None,

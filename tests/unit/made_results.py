@@ -44,6 +44,8 @@ def point_line(key: Key, repetition: int = 0, run: str = "made", **fields: Any) 
         "scheduled": None, "held": int(100 * base), "step_peak": 500,
         "samples": {"completion": warm, "slowest": warm, "after_last_entry": waits},
     }  # fmt: skip
+    if key.scheme in (FLOOR, NULL):  # there is no result to judge
+        facts |= dict.fromkeys(("digest", "error_out", "error_lse", "bound_out", "bound_lse", "same_bits"))
     return {"kind": "point", "format": FORMAT, "run": run, "key": asdict(key), "launch": 1,
             "repetition": repetition, **facts, **fields}  # fmt: skip
 

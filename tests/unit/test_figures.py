@@ -13,7 +13,7 @@ import pytest
 from treeattn import routes
 from treeattn.errors import ArgumentError, BackendError
 from treeattn.study import plot
-from treeattn.study.figures import draw, style
+from treeattn.study.figures import draw, style, times
 from treeattn.study.figures import roofline as roofline_
 from treeattn.study.figures.chart import Lines, Rows
 from treeattn.study.results import FLOOR, NULL
@@ -81,6 +81,27 @@ def test_one_length_makes_rows_from_the_fastest(tmp_path):
     assert [label.get_text() for label in axes.get_yticklabels()] == list(chart.labels)
 
 
+def test_ratios_pair_blocks_of_one_run(tmp_path):
+    """Two jobs that both call themselves launch 1: no block meets one of the other job."""
+    path = tmp_path / "jobs.jsonl"
+    names = ("completion", "slowest", "after_last_entry")
+    with path.open("w") as file:
+        for run, slow in (("a", 1.0), ("b", 100.0)):
+            file.write(json.dumps(made_results.run_line(run)) + "\n")
+            for key, factor in zip(made_results.keys([FLOOR, "chain"], [4096]), (1.0, 3.0), strict=True):
+                for repetition in range(6):
+                    samples = {name: [slow * factor] for name in names}
+                    line = made_results.point_line(key, repetition, run, samples=samples)
+                    file.write(json.dumps(line) + "\n")
+    found = study(path)
+    (summary,) = (summary for summary in found.summaries if summary.key.scheme == "chain")
+    assert summary.times["completion"].blocks == 12
+    (chart,) = charts("relative", found).values()
+    by_label = dict(zip(chart.labels, chart.panels[0].series[0].points, strict=True))
+    assert by_label["chain"][1:] == pytest.approx((3.0, 3.0, 3.0))
+    assert len(times._blocks(found, summary, "chain")) == 12
+
+
 def test_ratios_pair_the_blocks_of_a_repetition(tmp_path):
     """A machine that becomes slower and slower for all schemes leaves their ratios alone."""
     path = tmp_path / "slower.jsonl"
@@ -88,7 +109,8 @@ def test_ratios_pair_the_blocks_of_a_repetition(tmp_path):
     lines = [made_results.run_line()]
     for repetition in range(6):
         for key, factor in ((fast, 1.0), (slow, 3.0)):
-            samples = {"completion": [factor * 10**repetition]}
+            names = ("completion", "slowest", "after_last_entry")
+            samples = {name: [factor * 10**repetition] for name in names}
             lines.append(made_results.point_line(key, repetition, samples=samples))
     path.write_text("\n".join(map(json.dumps, lines)))
     found = study(path)
@@ -340,12 +362,11 @@ def test_points_twice_or_without_a_time_are_left_out_and_named(tmp_path):
     assert found.summaries[0].times["completion"].blocks == 6
     with path.open("a") as file:
         for samples in ({}, {"completion": [0.0]}, {"completion": [float("nan")]}):
-            file.write(
-                json.dumps(made_results.point_line(key, 9, launch=len(samples), samples=samples)) + "\n"
-            )
-            key = made_results.keys(["ring"], [4096 + len(samples)], batch=len(str(samples)))[0]
-    _, problems = plot.read([path])
-    assert problems == ["3 points without a finite completion: left out"]
+            file.write(json.dumps(made_results.point_line(key, 9, samples=samples)) + "\n")
+    found, problems = plot.read([path])
+    assert len(problems) == 3
+    assert all("left out" in problem for problem in problems)
+    assert found.summaries[0].times["completion"].blocks == 6
 
 
 def test_unknown_names(made):

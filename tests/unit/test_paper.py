@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from treeattn.study.paper import (
     bandwidth,
     latency,
     llama,
+    measured,
     memory,
     volume,
 )
@@ -250,3 +253,14 @@ def test_nothing_is_invented_for_the_models():
     assert set(column(table, "here")) == {"not measured yet"}
     assert EXPERIMENTS["llama"].small is None
     assert EXPERIMENTS["llama"].measure(None) == []
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("wrong", [{"error_out": math.nan}, {"error_out": 2e-6}, {"same_bits": False}])
+def test_a_result_that_is_wrong_in_one_block_stops_the_experiment(place, wrong):
+    key = measured.decode_key("ring", 2, 64, 4, 16, "float32")
+    points = [{"error_out": 1e-7, "bound_out": 1e-6, "same_bits": True} for _ in range(2)]
+    assert measured._missed(key, points) == []
+    points[place] |= wrong
+    (problem,) = measured._missed(key, points)
+    assert "what a wrong result costs is not shown" in str(problem)

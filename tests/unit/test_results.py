@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
+import made_results
 import pytest
+from rich.console import Console
 
+from treeattn.cli import compare_table
 from treeattn.errors import ArgumentError
-from treeattn.study import results
+from treeattn.study import plot, results
 from treeattn.study.results import FLOOR, FORMAT, NULL, Key, Writer
 
 SAMPLE = Path(__file__).resolve().parents[1] / "data" / "compare.jsonl"
@@ -19,8 +24,11 @@ RUN = {
     "ranks": [{"node": 0, "cpu": "C"}, {"node": 1, "cpu": "C"}],
 }
 POINT = {
-    "key": KEY, "launch": 1, "plan": 9.0, "first": 3.0, "late": 1, "same_bits": True, "digest": "d",
-    "error_out": 1e-8, "samples": {"completion": [1.0, 2.0, 3.0]},
+    "key": KEY, "launch": 1, "plan": 9.0, "first": 3.0, "late": 1, "clock_error": 0.0, "same_bits": True,
+    "digest": "d", "determinism": "A", "rounds": 2, "depth": 2, "sent": {"intra": [4, 64], "inter": [0, 0]},
+    "scheduled": {"intra": [4, 64], "inter": [0, 0]}, "held": 100, "step_peak": 0,
+    "error_out": 1e-8, "error_lse": 1e-8, "bound_out": 1e-6, "bound_lse": 1e-6,
+    "samples": {name: [1.0, 2.0, 3.0] for name in ("completion", "slowest", "after_last_entry")},
 }  # fmt: skip
 
 
@@ -66,6 +74,11 @@ def test_a_line_cut_off_is_named_and_costs_nothing_else(tmp_path):
         b'{"kind": "point", "format": 1}',
         b'{"kind": "poem", "format": 1, "run": "a", "key": {}}',
         b'{"kind": "run", "format": 1, "run": "b"}',
+        b'{"kind": "run", "format": 1, "run": "b", "software": {"mpi": 5}, "ranks": []}',
+        b"[" * 100_000,
+        b"NaN",
+        b"1" * 5000,
+        b"\x00",
         json.dumps({"kind": "point", "format": FORMAT, "run": "a", "key": {"what": "reduce"}}).encode(),
         json.dumps({"kind": "point", "format": FORMAT + 1, "run": "a"}).encode(),
     ],
@@ -79,6 +92,98 @@ def test_broken_lines_are_named(tmp_path, line):
     assert len(found.points) == 6
     (problem,) = found.problems
     assert f"{path}:5" in problem
+
+
+HOSTILE = [None, True, 5, -1, 10**400, "x", "nan", [], {}, [1], [None], {"a": 1}, {"intra": [1]}]
+
+
+def hostile_variants(value):
+    """`value` with each part of it, at any depth, missing or replaced by what does not belong there."""
+    yield from HOSTILE
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield {other: value[other] for other in value if other != name}
+            yield from ({**value, name: variant} for variant in hostile_variants(part))
+    elif isinstance(value, list) and value:
+        yield from ([variant, *value[1:]] for variant in hostile_variants(value[0]))
+
+
+def test_nothing_that_a_line_may_hold_stops_the_readers(tmp_path):
+    """Every table and figure of a file in which every field of every kind of line is wrong once."""
+    path = made_results.write(tmp_path / "r", made_results.keys())
+    good = results.summarise(results.read(path))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    error = {
+        "kind": "error",
+        "format": FORMAT,
+        "run": "made",
+        "key": asdict(KEY),
+        "launch": 1,
+        "message": "-",
+    }
+    hostile = [{**lines[0], "run": "other"}, lines[1], lines[-1], error]
+    with path.open("a") as file:
+        for line in hostile:
+            for number, variant in enumerate(hostile_variants(line)):
+                if isinstance(variant, dict) and variant.get("repetition") == line.get("repetition"):
+                    variant = {**variant, "repetition": 10 + number} if "repetition" in line else variant
+                file.write(json.dumps(variant) + "\n")
+    found, problems = plot.read([path])
+    assert len(problems) > 1000
+    of_key = {(row.key, row.version): row for row in found.summaries}
+    for row in good:
+        assert of_key[row.key, row.version].times["completion"].blocks >= row.times["completion"].blocks
+    run = {**lines[0], "clock": {"source": "", "method": "", "error": 0.0}}
+    compare_table.show(Console(file=io.StringIO(), width=200), run, found.summaries, {})
+    for figure in plot.FIGURES.values():
+        figure.charts(found)
+
+
+def test_a_block_that_is_there_twice_counts_once(tmp_path):
+    path = tmp_path / "r"
+    fill(path)
+    path.write_bytes(path.read_bytes() * 2)
+    found = results.read(path)
+    assert [point["repetition"] for point in found.points] == [0, 1, 2]
+    assert found.problems == ["3 points measured twice: left out"]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_one_wrong_block_among_right_ones_is_told(tmp_path, place):
+    """NaN compares with nothing, and the worst of all blocks is not the last one."""
+    path = tmp_path / "r"
+    wrong = {"error_out": math.nan, "bound_lse": 1e-7, "sent": {"intra": [4, 63], "inter": [0, 0]}}
+    with Writer(path) as writer:
+        writer.append("run", "a", **RUN)
+        for repetition in range(3):
+            fields = POINT | wrong if repetition == place else POINT
+            writer.append("point", "a", **{**fields, "repetition": repetition})
+    (summary,) = results.summarise(results.read(path))
+    assert math.isnan(summary.facts["error_out"])
+    assert summary.facts["bound_lse"] == 1e-7
+    assert summary.facts["sent"] != summary.facts["scheduled"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"same_bits": False}, "different bits"),
+        ({"error_out": 1e-5}, "above the bound"),
+        ({"error_lse": math.nan}, "above the bound"),
+        ({"sent": {"intra": [4, 63], "inter": [0, 0]}}, "the schedule says"),
+    ],
+)
+def test_the_table_names_what_is_wrong(tmp_path, changes, reason):
+    with Writer(tmp_path / "r") as writer:
+        writer.append("run", "a", **RUN)
+        writer.append("point", "a", **(POINT | changes), repetition=0)
+    run = {**RUN, "warning": None, "clock": {"source": "", "method": "", "error": 0.0}}
+    shown = io.StringIO()
+    summaries = results.summarise(results.read(tmp_path / "r"))
+    assert compare_table.show(Console(file=shown, width=200), run, summaries, {}) is (reason is None)
+    assert ("wrong: ring: " in shown.getvalue()) == (reason is not None)
+    assert reason is None or reason in shown.getvalue()
 
 
 def test_samples_that_are_not_numbers_are_refused(tmp_path):
@@ -132,7 +237,19 @@ def test_a_second_writer_is_refused(tmp_path):
     Writer(tmp_path / "r").close()
 
 
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    def full(file):
+        raise OSError(28, "No space left on device")
+
+    with Writer(tmp_path / "r") as writer:
+        monkeypatch.setattr("os.fsync", full)
+        with pytest.raises(ArgumentError, match="cannot be written .No space left"):
+            writer.append("run", "a", **RUN)
+
+
 def test_places_that_cannot_be(tmp_path):
+    with pytest.raises(ArgumentError, match="not an ordinary file"):
+        Writer("/dev/full")
     with pytest.raises(ArgumentError, match="cannot be written"):
         Writer(tmp_path)
     with pytest.raises(ArgumentError, match="cannot be read"):

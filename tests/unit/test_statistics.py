@@ -44,6 +44,17 @@ def test_blocks_are_the_units_of_the_interval():
     assert described.median == 4.0  # of all 21 iterations
 
 
+def test_description_is_numpys_over_all_and_of_medians_over_blocks():
+    draw = np.random.default_rng(2)
+    blocks = [draw.exponential(size=count) for count in (1, 2, 3, 40, 5, 200, 7)]
+    described, pooled = describe([block.tolist() for block in blocks]), np.concatenate(blocks)
+    found = described.p5, described.median, described.p95, described.p99
+    assert found == pytest.approx(np.quantile(pooled, (0.05, 0.5, 0.95, 0.99)))
+    medians = sorted(np.median(block) for block in blocks)
+    assert (described.low, described.high) == pytest.approx((medians[0], medians[-1]))
+    assert (described.blocks, described.count) == (7, 258)
+
+
 def test_one_value():
     described = describe([[3.0]])
     assert (described.median, described.p99, described.low, described.high) == (3.0, 3.0, None, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from treeattn import collectives
+from treeattn.baselines import Sent
 from treeattn.cli.numbers import durations, number, numbers
 from treeattn.errors import ArgumentError
 from treeattn.study import payload
@@ -33,7 +34,7 @@ def test_rings_have_no_reduction_of_their_own():
 
 def sweep(found, **changes):
     nothing = {"point": print, "failed": print, "began": print}
-    return Sweep(found, **{"effort": Effort(20), "launch": 1, "seed": 0, "done": set(), **nothing, **changes})
+    return Sweep(found, **{"effort": Effort(20), "launch": 1, "seed": 0, "done": {}, **nothing, **changes})
 
 
 def test_schemes_change_places_in_each_repetition():
@@ -48,10 +49,10 @@ def test_schemes_change_places_in_each_repetition():
 
 def test_what_is_done_is_not_done_again():
     found = keys(["ring", "chain"], **{**LISTS, "what": ["reduce"]})
-    done = set(sweep(found).blocks(found)[:7])
+    done = dict.fromkeys(sweep(found).blocks(found)[:7], 5.0)
     left = sweep(found, done=done).blocks(found)
     assert len(left) == 33
-    assert not done & set(left)
+    assert not done.keys() & set(left)
 
 
 @pytest.mark.parametrize(("seconds", "count"), [(1e-6, 200), (1e-3, 50), (1.0, 3), (0.0, 200)])
@@ -67,6 +68,23 @@ def test_payload_of_eq_14():
         assert counted["inter"][1] > 0
 
 
+@pytest.mark.parametrize(
+    ("sent", "groups", "tiers"),
+    [
+        ([[(1, 10), (2, 20)], [(0, 5)], []], ((0, 1), (2,)), {"intra": [2, 15], "inter": [1, 20]}),
+        ([Sent(None, 7)] * 3, ((0, 1, 2),), {"intra": [None, 21], "inter": [0, 0]}),
+        ([Sent(None, 7)] * 3, ((0, 2), (1,)), {"intra": [0, 0], "inter": [0, 0], "unknown": [None, 21]}),
+        ([None, None, None], ((0, 1, 2),), None),
+    ],
+)
+def test_what_was_handed_over_by_tier(sent, groups, tiers):
+    class Ranks:
+        def allgather(self, mine):
+            return sent
+
+    assert payload.handed_over(Ranks(), sent[0], groups) == tiers
+
+
 def test_chunks_without_rows_are_not_sent():
     counted = payload.scheduled(collectives.build("ring", 4), 1, 520, ((0, 1, 2, 3),))
     assert counted == {"intra": [6, 6 * 520], "inter": [0, 0]}
@@ -76,7 +94,7 @@ def test_numbers():
     assert number("--x", "64Ki") == 65536
     assert numbers("--x", "4k,4000,1Mi") == [4000, 1 << 20]
     assert durations("--skew", "0, 100us,1.5ms,2s") == [0.0, 100.0, 1500.0, 2e6]
-    for bad in ("", "-1", "1.5", "4,", "0"):
+    for bad in ("", "-1", "1.5", "4,", "0", "9" * 5000):
         with pytest.raises(ArgumentError, match="--x"):
             numbers("--x", bad)
     for bad in ("100", "us", "-1us", "nanus", "1h"):

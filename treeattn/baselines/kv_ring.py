@@ -14,13 +14,16 @@ from treeattn.errors import ScheduleError
 
 __all__ = ["KvRing"]
 
+LARGEST_MESSAGE = 1 << 30  # bytes
+
 
 class KvRing:
     """Every rank attends to every shard: its own first, then those that arrive from its left neighbour.
 
     While a rank computes on the block that it holds, this block is on its way to the right and the next one
     on its way in, into the other of two buffers; how much of that happens at once is up to the MPI library.
-    A hop is two messages, keys and values; none for a shard without tokens. There are p-1 hops; with
+    A hop is two messages, keys and values; none for a shard without tokens, and several in place of one that
+    is longer than `LARGEST_MESSAGE`: MPI libraries before MPI 4 count with 32 bits. There are p-1 hops; with
     `full_rotation` p, the own shard travelling home again, as in published code. With `expanded` the KV
     heads travel repeated for every query head, likewise.
 
@@ -112,13 +115,12 @@ class KvRing:
 
     def _receive(self, hop: int) -> list[MPI.Request]:
         left = (self._rank - 1) % self._size
-        return [self._comm.Irecv(part, left, tag) for tag, part in enumerate(self._bytes[hop]) if part.size]
+        return [self._comm.Irecv(part, left, tag) for tag, part in enumerate(self._bytes[hop])]
 
     def _send(self, hop: int) -> list[MPI.Request]:
         right = (self._rank + 1) % self._size
-        parts = [(tag, part) for tag, part in enumerate(self._bytes[hop]) if part.size]
-        self._sent += [(right, part.size) for _, part in parts]
-        return [self._comm.Isend(part, right, tag) for tag, part in parts]
+        self._sent += [(right, part.size) for part in self._bytes[hop]]
+        return [self._comm.Isend(part, right, tag) for tag, part in enumerate(self._bytes[hop])]
 
     def _arrive(self) -> None:
         MPI.Request.Waitall(self._requests)
@@ -205,5 +207,10 @@ _abandoned: list[MPI.Request] = []
 
 
 def _as_bytes(block: tuple[Any, Any]) -> tuple[Any, ...]:
-    """Flat views for MPI, which has no 16-bit floating point type."""
-    return tuple(part.reshape(-1).view(np.uint8) for part in block)
+    """Flat views for MPI, which has no 16-bit floating point type: one for each message."""
+    flat = [part.reshape(-1).view(np.uint8) for part in block]
+    return tuple(
+        part[start : start + LARGEST_MESSAGE]
+        for part in flat
+        for start in range(0, part.size, LARGEST_MESSAGE)
+    )

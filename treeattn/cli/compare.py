@@ -50,9 +50,9 @@ __all__ = ["command"]
     "--radix", default=None, metavar="N[,N..]", help="Each scheme that has a radix, with each of these."
 )
 @click.option("--chunks", default=None, metavar="N[,N..]", help="Likewise for chunks.")
-@click.option("--repetitions", type=click.IntRange(1), default=10, show_default=True,
+@click.option("--repetitions", type=click.IntRange(1, 10_000), default=10, show_default=True,
               help="Blocks of each point: planned anew, in a new random order.")  # fmt: skip
-@click.option("--iterations", type=click.IntRange(3), default=200, show_default=True,
+@click.option("--iterations", type=click.IntRange(3, 1_000_000), default=200, show_default=True,
               help="Most iterations of a block.")  # fmt: skip
 @click.option("--seconds", type=click.FloatRange(0, min_open=True), default=0.3, show_default=True,
               help="About so long for all blocks of a point; at least 3 iterations each.")  # fmt: skip
@@ -95,7 +95,7 @@ def command(
     options = {"schemes": schemes, **lists, **asdict(effort), "launch": launch, "seed": seed}
     comm_.agree(world, {"the command line": (options, str(out))}, error)
     run = provenance.run_id()
-    line = provenance.provenance(world, options)
+    line = provenance.provenance(world, options, used=max(key.ranks for key in plan))
     with _Session(world, out, json_path, run, line, plan, effort, launch) as session:
         Sweep(plan, effort, launch, seed, session.done, session.point, session.failed, session.began).run(
             world
@@ -127,20 +127,19 @@ class _Session:
                 files.check_distinct([out, json_path])
                 if out is not None:
                     self._writer = results.Writer(out)
-                    self._held = results.read(out)
+                    self._held = _held(out)
             except TreeattnError as problem_:
                 error = problem_
         comm_.agree(world, {}, error)
         self.done = world.bcast(self._done(line))
-        self._line = {"kind": "run", "format": results.FORMAT, "run": run, **line}
+        self._line = {"kind": "run", "run": run, **line}
+        self._announced = False
         self._problems = self._named_problems()
         self._held.runs[run] = self._line
         self._errors: dict[Key, str] = {}
-        blocks = len(plan) * effort.repetitions
-        skipped = len({block for block in self.done if block.key in set(plan)})
-        if self._writer is not None and skipped < blocks:
-            self._writer.append("run", run, **line)
-        self._live = Live(plan, blocks, skipped, enabled=world.rank == 0)
+        planned = {Block(key, repetition) for key in plan for repetition in range(effort.repetitions)}
+        skipped = len(planned & self.done.keys())
+        self._live = Live(plan, len(planned), skipped, enabled=world.rank == 0)
 
     def _named_problems(self) -> list[str]:
         """What is wrong with the file, said at once."""
@@ -151,11 +150,11 @@ class _Session:
             click.echo(f"treeattn: warning: {problem}", err=True)
         return problems
 
-    def _done(self, line: dict[str, Any]) -> set[Block]:
-        """Blocks of this launch that the file holds from runs of the same version."""
+    def _done(self, line: dict[str, Any]) -> dict[Block, float]:
+        """Blocks of this launch that the file holds from runs of the same version, and what each took."""
         same = results.version(line)
         return {
-            Block(point["key"], point["repetition"])
+            Block(point["key"], point["repetition"]): point.get("took", 0.0)
             for point in self._held.points
             if point["launch"] == self._launch and results.version(self._held.runs[point["run"]]) == same
         }
@@ -165,16 +164,23 @@ class _Session:
 
     def point(self, block: Block, fields: dict[str, Any]) -> None:
         entry = {"key": block.key, "launch": self._launch, "repetition": block.repetition, **fields}
-        if self._writer is not None:
-            self._writer.append("point", self._run, **entry)
+        self._append("point", **entry)
         self._held.points.append({"kind": "point", "run": self._run, **entry, "key": block.key})
         self._live.ended(block, fields)
 
     def failed(self, key: Key, error: TreeattnError) -> None:
         self._errors[key] = str(error)
-        if self._writer is not None:
-            self._writer.append("error", self._run, key=key, launch=self._launch, message=str(error))
+        self._append("error", key=key, launch=self._launch, message=str(error))
         self._live.failed(key, str(error))
+
+    def _append(self, kind: str, **entry: Any) -> None:
+        """Write a line, before the first one the run's own: a run that finds all done leaves nothing."""
+        if self._writer is None:
+            return
+        if not self._announced:
+            self._writer.append(**self._line)
+            self._announced = True
+        self._writer.append(kind, self._run, **entry)
 
     def report(self) -> int:
         """Print the tables, write the summaries; the exit code."""
@@ -206,6 +212,16 @@ class _Session:
             self._writer.close()
 
 
+def _held(out: Path) -> results.Results:
+    """What the file holds. Raises `ArgumentError` for one that holds something else: it is left alone."""
+    held = results.read(out)
+    with out.open("rb") as file:
+        begins_otherwise = file.read(1) not in (b"", b"{")
+    if begins_otherwise and not held:
+        raise ArgumentError(f"{out}: is not a file of results; name another, or a new one")
+    return held
+
+
 def _keys(size: int, schemes: str, lists: dict[str, str | None]) -> list[Key]:
     """Every point of the sweep. Raises `ArgumentError` or `ScheduleError` before anything runs."""
     ranks = sorted(numbers("--ranks", lists["ranks"] or str(size)))
@@ -233,11 +249,12 @@ def _keys(size: int, schemes: str, lists: dict[str, str | None]) -> list[Key]:
 
 
 def _may_run(key: Key) -> bool:
-    """Whether ``all`` has a scheme: library calls and scattered schedules have no bfloat16 records."""
-    if key.wire != "bfloat16" or key.scheme in (FLOOR, NULL):
+    """Whether ``all`` has a scheme. Library calls and scattered schedules have no bfloat16 records, and the
+    merge that an MPI library calls has float32 alone."""
+    if key.wire == "float32" or key.scheme in (FLOOR, NULL):
         return True
     row = routes.CATALOG[key.scheme.partition(":")[0]]
-    return row.kind == "schedule" and not row.scattered
+    return row.kind != "library" if key.wire == "float64" else row.kind == "schedule" and not row.scattered
 
 
 def _words(option: str, text: str | None, known: Sequence[str]) -> list[str]:

@@ -22,10 +22,19 @@ def show(console: Console, run: dict[str, Any], summaries: Sequence[Summary], er
         rows = list(group)
         _show_times(console, rows)
         passed &= _show_results(console, rows)
-    for key, message in errors.items():
-        console.print(f"could not run: {key.scheme} ({_case(key)}): {message}", style="red")
+    for (_, message), keys in _by_cause(errors).items():
+        schemes = ", ".join(key.scheme for key in keys)
+        console.print(f"could not run: {schemes} ({_case(keys[0])}): {message}", style="red")
     _show_notes(console, run, summaries)
     return passed
+
+
+def _by_cause(errors: dict[Key, str]) -> dict[Any, list[Key]]:
+    """(case, message) -> the keys that failed alike."""
+    causes: dict[Any, list[Key]] = {}
+    for key, message in errors.items():
+        causes.setdefault((key.case, message), []).append(key)
+    return causes
 
 
 def _case(key: Key) -> str:

@@ -17,8 +17,8 @@ def number(option: str, text: str) -> int:
         if text.endswith(unit):
             text, times = text.removesuffix(unit), factor
             break
-    if not text.strip().isdecimal():
-        raise ArgumentError(f"{option} {text!r}: give a whole number, such as 65536 or 64Ki")
+    if not text.strip().isdecimal() or len(text) > 18:
+        raise ArgumentError(f"{option} {text!r:.40}: give a whole number, such as 65536 or 64Ki")
     return int(text) * times
 
 

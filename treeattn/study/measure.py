@@ -58,7 +58,8 @@ class Bench:
         self.loop = Loop(comm, self.clock, crowded, seed)
 
     def problem(self, key: Key) -> problems.Problem:
-        """Inputs for every scheme of the key's case."""
+        """Inputs for every scheme of the key's case. Raises what `problems.check_room` raises."""
+        problems.check_room(self.comm, key, self.groups)
         make = problems.decode_problem if key.what == "decode" else problems.reduce_problem
         return make(self.comm, key, self.seed)
 
@@ -70,14 +71,12 @@ class Bench:
         began = time.perf_counter()
         step = steps.plan(self.comm, key)
         planning = self.loop.agree_on_slowest(time.perf_counter() - began)
-        try:
-            prepare, parts = _calls(key, problem, step)
-            cold = self.loop.run(parts, prepare, 1)
-            facts = self._facts(key, problem, step)
-            count = self._warm(key, prepare, parts)
-            timed = self.loop.run(parts, prepare, count, key.skew)
-        finally:
-            step.close()
+        prepare, parts = _calls(key, problem, step)
+        cold = self.loop.run(parts, prepare, 1)
+        facts = self._facts(key, problem, step)
+        count = self._warm(key, prepare, parts)
+        timed = self.loop.run(parts, prepare, count, key.skew)
+        step.close()  # not after an error: closing is collective, and a rank may have failed alone
         without_merge = self._null_merge(key, problem, count) if _has_null_merge(key, step) else None
         allocated = self._memory(key, problem) if memory else {"held": None, "step_peak": None}
         if timed is None or cold is None:
@@ -109,12 +108,11 @@ class Bench:
 
     def _null_merge(self, key: Key, problem: problems.Problem, count: int) -> Any:
         step = steps.plan_null_merge(self.comm, key)
-        try:
-            prepare, parts = _calls(key, problem, step)
-            self._warm(key, prepare, parts)
-            return self.loop.run(parts, prepare, count, key.skew)
-        finally:
-            step.close()
+        prepare, parts = _calls(key, problem, step)
+        self._warm(key, prepare, parts)
+        timed = self.loop.run(parts, prepare, count, key.skew)
+        step.close()
+        return timed
 
     def _memory(self, key: Key, problem: problems.Problem) -> dict[str, int]:
         """Bytes that a plan holds after its first step, and that a second step adds at its peak."""

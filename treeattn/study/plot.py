@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from treeattn import routes
 from treeattn.errors import ArgumentError, TreeattnError
@@ -15,7 +14,7 @@ from treeattn.study.figures import payload, times
 from treeattn.study.figures.cases import Study
 from treeattn.study.figures.chart import Chart
 from treeattn.study.figures.roofline import is_roofline, roofline
-from treeattn.study.results import FLOOR, Results
+from treeattn.study.results import FLOOR
 
 __all__ = ["FIGURES", "Figure", "choose_baseline", "choose_figures", "read"]
 
@@ -86,8 +85,6 @@ def read(paths: Sequence[Path]) -> tuple[Study, list[str]]:
             tables.append(path)
     study.results = results.read(*tables)
     problems += study.results.problems
-    problems += _drop(study.results, "measured twice", _repeated(study.results.points))
-    problems += _drop(study.results, "without a finite completion", _timeless(study.results.points))
     study.summaries = results.summarise(study.results)
     return study, problems
 
@@ -101,30 +98,3 @@ def _take_roofline(study: Study, path: Path) -> list[str]:
         return [f"{path}: neither results of compare nor what `treeattn roofline --json` writes; left out"]
     study.rooflines[str(path)] = measured
     return []
-
-
-def _repeated(points: Iterable[dict[str, Any]]) -> list[int]:
-    """Copies of a block would make its interval narrower than it is."""
-    seen, found = set(), []
-    for place, point in enumerate(points):
-        block = (point["run"], point["key"], point["launch"], point["repetition"])
-        if block in seen:
-            found.append(place)
-        seen.add(block)
-    return found
-
-
-def _timeless(points: Iterable[dict[str, Any]]) -> list[int]:
-    def timed(point: dict[str, Any]) -> bool:
-        series = point["samples"].get("completion")
-        return bool(series) and all(math.isfinite(value) and value > 0 for value in series)
-
-    return [place for place, point in enumerate(points) if not timed(point)]
-
-
-def _drop(found: Results, why: str, places: list[int]) -> list[str]:
-    if not places:
-        return []
-    gone = set(places)
-    found.points = [point for place, point in enumerate(found.points) if place not in gone]
-    return [f"{len(gone)} points {why}: left out"]

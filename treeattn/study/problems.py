@@ -7,12 +7,15 @@ float64 reference of any length costs no more than that of one period.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from treeattn import comm as comm_
 from treeattn import reference
 from treeattn.arguments import DTYPES
+from treeattn.errors import ArgumentError
 from treeattn.shards import Layout
 from treeattn.study.results import Key
 from treeattn.study.steps import shape_of
@@ -20,7 +23,7 @@ from treeattn.study.steps import shape_of
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["PERIOD", "Problem", "decode_problem", "reduce_problem"]
+__all__ = ["PERIOD", "Problem", "check_room", "decode_problem", "reduce_problem"]
 
 #: Tokens of a shard that differ from each other.
 PERIOD = 2048
@@ -35,6 +38,45 @@ class Problem(NamedTuple):
     records: Any
     expected: tuple[Any, Any] | None
     bounds: tuple[float, float] | None
+
+
+def check_room(comm: Intracomm, key: Key, groups: tuple[tuple[int, ...], ...]) -> None:
+    """Raise `ArgumentError` on every rank if a node has less memory free than the inputs of its ranks take.
+
+    Asking for the memory would not tell: the system promises it, and ends the process that uses it.
+    Collective; groups: the ranks of each node.
+    """
+    free = _free_memory()
+    needed = comm.allgather(_input_bytes(comm, key))
+    (here,) = (ranks for ranks in groups if comm.rank in ranks)
+    total = sum(needed[rank] for rank in here)
+    error = None
+    if free is not None and total > free:
+        error = ArgumentError(
+            f"the inputs of {len(here)} ranks take {total / 1e9:,.1f} GB, their node has "
+            f"{free / 1e9:,.1f} GB free: choose shorter --seq-len, a smaller --batch, fewer queries or heads"
+        )
+    comm_.agree(comm, {}, error)
+
+
+def _input_bytes(comm: Intracomm, key: Key) -> int:
+    """Of this rank: records with their float64 copies, keys and values."""
+    records = 3 * 8 * key.batch * key.queries * key.heads * (key.head_dim + 2)
+    if key.what == "reduce":
+        return records
+    (run,) = Layout("contiguous").runs(key.tokens, comm.rank, comm.size)
+    elements: int = 2 * key.batch * (run.stop - run.start) * key.kv_heads * key.head_dim
+    return records + elements * int(DTYPES[key.dtype].itemsize)
+
+
+def _free_memory() -> int | None:
+    """Bytes that processes of this machine may still take; None where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    known = dict(line.split(":", 1) for line in lines)
+    return 1024 * int(known["MemAvailable"].split()[0]) if "MemAvailable" in known else None
 
 
 def decode_problem(comm: Intracomm, key: Key, seed: int) -> Problem:

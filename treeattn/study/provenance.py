@@ -27,8 +27,11 @@ _PREFIXES = (
 _PLACES = ("_agent", "_hostfile")
 
 
-def provenance(world: Intracomm, options: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a run line. Collective; the same on every rank but for what only rank 0 may ask."""
+def provenance(world: Intracomm, options: dict[str, Any], used: int | None = None) -> dict[str, Any]:
+    """The fields of a run line. Collective; the same on every rank but for what only rank 0 may ask.
+
+    used: the first so many ranks measure and the others sleep; by default all measure.
+    """
     ranks = report.placement(world)
     clock = Clock(world)
     error = max(world.allgather(clock.compare().error)) / 1000
@@ -49,7 +52,7 @@ def provenance(world: Intracomm, options: dict[str, Any]) -> dict[str, Any]:
             "method": "one clock, read by all ranks" if clock.count == 1 else "fastest of 30 round trips",
         },
         "options": options,
-        "warning": report.node_load(ranks),
+        "warning": report.node_load(ranks[:used]),
     }
 
 

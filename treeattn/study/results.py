@@ -3,8 +3,11 @@
 A file holds lines of three kinds; every line has ``kind``, ``format`` (`FORMAT`) and ``run``, the id of the
 job that wrote it. Times are microseconds, sizes bytes. Numbers that JSON has no words for are strings.
 
-``run``: once per job, before its points: ``software`` and ``ranks`` (see `treeattn.report`), ``started``,
-``environment`` (variables that change times), ``options``, ``clock`` and ``warning`` (ranks share cores).
+``run``: once per job, before its points: ``started``; ``software``: Python, platform, packages, MPI library,
+git commit, command, and ``isa``, what kernels are compiled for; ``ranks``: host, node, processor and usable
+cores of each; ``gpu``: what nvidia-smi says on rank 0's machine; ``environment``: variables that change
+times; ``options``; ``clock``: its source, how many ``clocks`` the ranks read, how they were compared and the
+largest ``error``; ``warning``: ranks share cores, or None.
 
 ``point``: one block of iterations of one scheme:
 
@@ -15,6 +18,7 @@ job that wrote it. Times are microseconds, sizes bytes. Numbers that JSON has no
   longest time of each part on any rank. For schedules with ``what="reduce"`` also ``null_merge``: completion
   with merges that do nothing.
 * ``plan``, ``first``: the cold values, slowest rank: planning, and the first call after it.
+* ``took``: the whole block from planning to checking, slowest rank.
 * ``late``: iterations which some rank entered after the agreed instant. ``warmup``: untimed calls before.
 * ``clock_error``: half the fastest round trip of the clocks' comparison, worst rank; 0 where all ranks read
   one clock.
@@ -30,20 +34,25 @@ job that wrote it. Times are microseconds, sizes bytes. Numbers that JSON has no
   blocks after the first of a key in a run.
 
 ``error``: ``key``, ``launch`` and ``message``: a scheme that could not run there.
+
+`treeattn.study.lines` checks all that is computed with.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
-import json
+import math
 import os
-from collections.abc import Iterable
+import stat
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from treeattn import report
 from treeattn.errors import ArgumentError
+from treeattn.study.lines import FLOOR, FORMAT, NULL, checked
 from treeattn.study.statistics import Statistics, describe
 
 __all__ = [
@@ -59,12 +68,6 @@ __all__ = [
     "summarise",
     "version",
 ]
-
-#: Of the lines; a reader leaves lines of another format alone and names them.
-FORMAT = 1
-
-#: What stands among the schemes in results without being one.
-FLOOR, NULL = "MPI_Allreduce(SUM)", "null"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,10 @@ class Results:
     errors: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
+    def __bool__(self) -> bool:
+        """Whether there was any good line."""
+        return bool(self.runs or self.points or self.errors)
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -135,11 +142,10 @@ def read(*paths: str | Path) -> Results:
         for number, line in enumerate(content.split(b"\n"), 1):
             if line.strip():
                 _take(found, f"{path}:{number}", line)
-    known = [point for point in found.points if point["run"] in found.runs]
-    lost = len(found.points) - len(known)
-    if lost:
-        found.problems.append(f"{lost} points of a run whose line is missing: left out")
-    found.points = known
+    _drop(found, "of a run whose line is missing", lambda point: point["run"] not in found.runs)
+    # Copies of a block would make its interval narrower than it is.
+    firsts = {_block(point): point for point in reversed(found.points)}
+    _drop(found, "measured twice", lambda point: firsts[_block(point)] is not point)
     mixed = mixed_versions(found.runs.values())
     found.problems += [mixed] if mixed else []
     return found
@@ -153,28 +159,26 @@ def mixed_versions(runs: Iterable[dict[str, Any]]) -> str | None:
 
 def _take(found: Results, where: str, line: bytes) -> None:
     try:
-        entry = json.loads(line)
-        if entry["format"] != FORMAT:
-            found.problems.append(f"{where}: format {entry['format']}, this version reads {FORMAT}; left out")
-            return
-        if entry["kind"] == "run":
-            version(entry)
-            found.runs[entry["run"]] = entry
-            return
-        entry["key"] = Key(**entry["key"])
-        if entry["kind"] == "point":
-            _check_point(entry)
-        {"point": found.points, "error": found.errors}[entry["kind"]].append(entry)
-    except (ValueError, KeyError, TypeError) as error:
-        found.problems.append(f"{where}: not a result line ({type(error).__name__}: {error}); left out")
+        entry = checked(line)
+    except ValueError as error:
+        found.problems.append(f"{where}: not a result line ({error}); left out")
+        return
+    if entry["kind"] == "run":
+        found.runs[entry["run"]] = entry
+        return
+    entry["key"] = Key(**{own.name: entry["key"][own.name] for own in dataclasses.fields(Key)})
+    {"point": found.points, "error": found.errors}[entry["kind"]].append(entry)
 
 
-def _check_point(entry: dict[str, Any]) -> None:
-    for name in ("run", "launch", "repetition", "plan", "first", "late", "same_bits", "digest", "samples"):
-        entry[name]
-    for series in entry["samples"].values():
-        if not series or not all(isinstance(value, int | float) for value in series):
-            raise ValueError("samples are lists of numbers")
+def _block(point: dict[str, Any]) -> tuple[Any, ...]:
+    return point["run"], point["key"], point["launch"], point["repetition"]
+
+
+def _drop(found: Results, why: str, wrong: Callable[[dict[str, Any]], bool]) -> None:
+    kept = [point for point in found.points if not wrong(point)]
+    if len(kept) < len(found.points):
+        found.problems.append(f"{len(found.points) - len(kept)} points {why}: left out")
+    found.points = kept
 
 
 def version(run: dict[str, Any]) -> str:
@@ -192,7 +196,9 @@ def version(run: dict[str, Any]) -> str:
     return f"treeattn {package} ({revision}), {mpi}, {processors}, ranks {nodes}"
 
 
-_OF_A_BLOCK = ("kind", "format", "run", "key", "launch", "repetition", "plan", "first", "samples", "digest")
+_OF_A_BLOCK = (
+    "kind", "format", "run", "key", "launch", "repetition", "plan", "first", "took", "samples", "digest",
+)  # fmt: skip
 _WORST = ("error_out", "error_lse", "clock_error", "held", "step_peak")
 
 
@@ -208,10 +214,10 @@ def _summary(key: Key, name: str, points: list[dict[str, Any]]) -> Summary:
     series = {name: None for point in points for name in point["samples"]}
     times = {name: describe([point["samples"].get(name, []) for point in points]) for name in series}
     times |= {name: describe([[point[name]] for point in points]) for name in ("plan", "first")}
-    facts = {name: value for name, value in points[-1].items() if name not in _OF_A_BLOCK}
-    for worst in _WORST:
-        known = [float(point[worst]) for point in points if point.get(worst) is not None]
-        facts[worst] = max(known) if known else None
+    wrong = [point for point in points if point["scheduled"] and point["sent"] != point["scheduled"]]
+    facts = {name: value for name, value in [*points, *wrong][-1].items() if name not in _OF_A_BLOCK}
+    facts |= {name: _worst(points, name, _most) for name in _WORST}
+    facts |= {name: _worst(points, name, min) for name in ("bound_out", "bound_lse")}
     held = {point["same_bits"] for point in points}
     facts["same_bits"] = None if held == {None} else False not in held
     facts["digests"] = sorted({point["digest"] for point in points if point["digest"]})
@@ -219,32 +225,51 @@ def _summary(key: Key, name: str, points: list[dict[str, Any]]) -> Summary:
     return Summary(key, name, len({point["launch"] for point in points}), times, facts)
 
 
+def _worst(points: list[dict[str, Any]], name: str, choose: Callable[[list[float]], float]) -> float | None:
+    known = [float(point[name]) for point in points if point[name] is not None]
+    return choose(known) if known else None
+
+
+def _most(values: list[float]) -> float:
+    """The largest; NaN, which compares with nothing, is worse than any."""
+    return next(filter(math.isnan, values), max(values))
+
+
 class Writer:
     """Appends lines to a results file, each on disk before `append` returns. One writer at a time.
 
-    Raises `ArgumentError` if the file cannot be opened, or if another run is appending to it.
+    Raises `ArgumentError` if the file cannot be written, or if another run is appending to it.
     """
 
     def __init__(self, path: str | Path) -> None:
+        self._path = path
         try:
-            self._file: IO[bytes] = open(path, "a+b")  # noqa: SIM115 - held until close
+            self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - held until close
         except OSError as error:
-            raise ArgumentError(f"{path}: cannot be written ({error.strerror}); name another place") from None
+            raise self._unwritable(error) from None
+        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+            self._file.close()
+            raise ArgumentError(f"{path}: is not an ordinary file; name a file to write")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             self._file.close()
             raise ArgumentError(
                 f"{path}: another run is appending to it; wait for its end or name another file"
             ) from None
-        self._end_cut_line()
+        except OSError as error:  # such as a place that knows no locks
+            self._file.close()
+            raise self._unwritable(error) from None
 
-    def _end_cut_line(self) -> None:
-        """A line that a killed run left unfinished must not swallow the next one."""
-        if self._file.seek(0, os.SEEK_END):
-            self._file.seek(-1, os.SEEK_END)
-            if self._file.read(1) != b"\n":
-                self._write(b"\n")
+    def _unwritable(self, error: OSError) -> ArgumentError:
+        why = error.strerror or error
+        return ArgumentError(f"{self._path}: cannot be written ({why}); name another place")
+
+    def _ends_in_mid_line(self) -> bool:
+        if not self._file.seek(0, os.SEEK_END):
+            return False
+        self._file.seek(-1, os.SEEK_END)
+        return self._file.read(1) != b"\n"
 
     def append(self, kind: str, run: str, **entry: Any) -> None:
         """Write one line."""
@@ -253,9 +278,14 @@ class Writer:
         self._write(report.as_json_line({"kind": kind, "format": FORMAT, "run": run, **entry}))
 
     def _write(self, line: bytes) -> None:
-        self._file.write(line)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            # A line that a killed run left unfinished must not swallow this one.
+            left = memoryview(b"\n" + line if self._ends_in_mid_line() else line)
+            while left:
+                left = left[self._file.write(left) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._unwritable(error) from None
 
     def close(self) -> None:
         """Give the file free for others."""

@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,14 +61,15 @@ def _exists(scheme: str, what: str) -> bool:
 
 @dataclass(slots=True)
 class Sweep:
-    """What `run` does. done: blocks that need not be measured again; point, failed, began: called on rank 0
-    with each point's fields, with each scheme's error, and with each block before it starts."""
+    """What `run` does. done: blocks that need not be measured again, with the microseconds that each took;
+    point, failed, began: called on rank 0 with each point's fields, with each scheme's error, and with each
+    block before it starts."""
 
     keys: Sequence[Key]
     effort: Effort
     launch: int
     seed: int
-    done: set[Block]
+    done: Mapping[Block, float]
     point: Callable[[Block, dict[str, Any]], None]
     failed: Callable[[Key, TreeattnError], None]
     began: Callable[[Block], None]
@@ -101,8 +102,14 @@ class Sweep:
                 self._run_case(bench, blocks)
 
     def _run_case(self, bench: Bench, blocks: list[Block]) -> None:
-        problem = bench.problem(blocks[0].key)
-        spent: dict[Key, float] = {}
+        try:
+            problem = bench.problem(blocks[0].key)
+        except TreeattnError as error:  # on every rank alike
+            for key in dict.fromkeys(block.key for block in blocks):
+                self._fail(bench, key, error)
+            return
+        spent = self._spent_before()
+        weighed: set[Key] = set()
         for block in blocks:
             taken = spent.get(block.key, 0.0)
             if taken > self.effort.patience or taken == math.inf:
@@ -111,15 +118,27 @@ class Sweep:
             if bench.comm.rank == 0:
                 self.began(block)
             try:
-                point = bench.block(block.key, problem, memory=block.key not in spent)
+                point = bench.block(block.key, problem, memory=block.key not in weighed)
             except TreeattnError as error:  # raised by planning, on every rank alike
                 spent[block.key] = math.inf
-                if bench.comm.rank == 0:
-                    self.failed(block.key, error)
+                self._fail(bench, block.key, error)
                 continue
-            spent[block.key] = taken + bench.loop.agree_on_slowest(time.perf_counter() - began)
+            weighed.add(block.key)
+            took = bench.loop.agree_on_slowest(time.perf_counter() - began)
+            spent[block.key] = taken + took
             if point is not None:
-                self.point(block, point)
+                self.point(block, point | {"took": round(took * 1e6)})
+
+    def _fail(self, bench: Bench, key: Key, error: TreeattnError) -> None:
+        if bench.comm.rank == 0:
+            self.failed(key, error)
+
+    def _spent_before(self) -> dict[Key, float]:
+        """Seconds that the blocks of each key took which are done already."""
+        spent: dict[Key, float] = {}
+        for block, took in self.done.items():
+            spent[block.key] = spent.get(block.key, 0.0) + took / 1e6
+        return spent
 
 
 def meet_asleep(world: Intracomm) -> None:

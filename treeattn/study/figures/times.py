@@ -146,11 +146,13 @@ def _ratio(case: Case, summary: Summary, baseline: str, inverse: bool = False) -
     )
 
 
-def _blocks(study: Study, summary: Summary, scheme: str) -> dict[tuple[int, int], float]:
-    """(launch, repetition) -> median completion, of `scheme` in the case and version of `summary`."""
+def _blocks(study: Study, summary: Summary, scheme: str) -> dict[tuple[str, int, int], float]:
+    """(run, launch, repetition) -> median completion, of `scheme` in the case and version of `summary`."""
     found = study.blocks[(summary.key.case, summary.version)]
     return {
-        (point["launch"], point["repetition"]): quantile(sorted(point["samples"]["completion"]), 0.5)
+        (point["run"], point["launch"], point["repetition"]): quantile(
+            sorted(point["samples"]["completion"]), 0.5
+        )
         for point in found
         if point["key"].scheme == scheme
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,7 @@ def run(comm: Intracomm, keys: Sequence[Key], effort: Effort) -> dict[Key, Point
     def began(block: Block) -> None:
         pass
 
-    Sweep(keys, effort, 1, SEED, set(), take, give_up, began).run(comm)
+    Sweep(keys, effort, 1, SEED, {}, take, give_up, began).run(comm)
     problems += [problem for key in points for problem in _missed(key, points[key])]
     problems = comm.bcast(problems)
     if problems:
@@ -59,8 +60,9 @@ def run(comm: Intracomm, keys: Sequence[Key], effort: Effort) -> dict[Key, Point
 
 
 def _missed(key: Key, points: Points) -> list[TreeattnError]:
-    worst = max(points, key=lambda point: float(point["error_out"]))
-    if worst["error_out"] <= worst["bound_out"] and all(point["same_bits"] is not False for point in points):
+    worst = max(points, key=lambda point: math.inf if math.isnan(point["error_out"]) else point["error_out"])
+    exact = all(point["error_out"] <= point["bound_out"] for point in points)  # false for NaN
+    if exact and all(point["same_bits"] is not False for point in points):
         return []
     error, bound = f"{worst['error_out']:.1e}", f"{worst['bound_out']:.1e}"
     return [

@@ -1,0 +1,21 @@
+"""What is made of the instants that ranks note."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from treeattn.study.loop import Times
+
+
+def test_series_of_made_up_instants():
+    """Two ranks, two iterations, two parts, by hand; nanoseconds in, microseconds out."""
+    first = [[0, 1000, 4000], [10_000, 12_000, 13_000]]
+    second = [[2000, 4000, 5500], [9000, 9500, 20_000]]
+    samples = Times(np.array([first, second]), 0, 0.0).samples(("early", "late"))
+    assert samples == {
+        "completion": [5.5, 11.0],
+        "after_last_entry": [3.5, 10.0],
+        "slowest": [4.0, 11.0],
+        "early": [2.0, 2.0],
+        "late": [3.0, 10.5],
+    }
