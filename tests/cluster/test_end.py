@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
-from .conftest import PROGRAMS
+from .conftest import PROGRAMS, SCRIPT
 
 
 def namespaces_in_use() -> set[str]:
@@ -148,6 +150,45 @@ def test_a_failing_program_is_one_line_with_the_remedy(cluster, tmp_path, broken
     assert "not supported" in done.stderr
     assert done.stderr.count("\n") == 1
     assert outside() == before
+
+
+def test_folders_that_the_nodes_cannot_see_are_refused(cluster):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as hidden:
+        done = cluster.run("--nodes", 1, "--", "true", folder=hidden)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith(f"emulated_cluster: {hidden} is hidden from the nodes")
+        jobs = shutil.copytree(PROGRAMS.parents[2] / "jobs", Path(hidden, "jobs"))
+        done = cluster.run("--nodes", 1, "--", "true", script=jobs / "emulated_cluster")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith(f"emulated_cluster: {jobs} is hidden from the nodes")
+
+
+def test_a_folder_that_is_gone_is_refused(tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    start = 'cd "$1" && rmdir "$1" && exec "$2" "$3" --nodes 1 -- true'
+    words = ["sh", "-c", start, "sh", gone, sys.executable, SCRIPT]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "the current folder has been removed" in done.stderr
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_the_exit_code_does_not_need_standard_streams(closed):
+    words = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, SCRIPT]
+    done = subprocess.run([*words, "--nodes", "1", "--", "sh", "-c", "exit 7"], timeout=30)
+    assert done.returncode == 7
+
+
+@pytest.mark.parametrize(("right", "options"), [("net_admin", ()), ("sys_nice", ("--delay", "1ms"))])
+def test_root_without_its_rights_is_told_so(right, options, delays):
+    if shutil.which("setpriv") is None:
+        pytest.skip("not installed: setpriv")
+    words = ["setpriv", f"--bounding-set=-{right}", f"--inh-caps=-{right}", sys.executable, SCRIPT]
+    done = subprocess.run([*words, *options, "--", "true"], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert "a container must be privileged" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_missing_programs_are_named_before_anything_is_made(cluster, tmp_path):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 
 import pytest
 
-from .conftest import PROGRAMS, ROOT
+from .conftest import PROGRAMS, QUEUE, ROOT, works
 
 
 def on_4_times_2(cluster, mpi, program: str, *options: str):
@@ -54,7 +56,7 @@ def test_decode_over_the_nodes_is_exact(cluster, mpi):
 
 def measured(text: str) -> tuple[float, float]:
     """Round trip in milliseconds and Mbit/s from the line of --measure."""
-    found = re.fullmatch(r"measured: round trip ([\d.]+) ms .*?, (\d+) Mbit/s = .*\n", text)
+    found = re.fullmatch(r"measured: round trip ([\d.]+) ms .*?, ([\d.]+) Mbit/s = .*\n", text)
     assert found, text
     return float(found[1]), float(found[2])
 
@@ -64,6 +66,31 @@ def test_bandwidth_is_about_what_was_asked(cluster, asked):
     done = cluster.run("--nodes", 2, "--bandwidth", f"{asked}mbit", "--measure")
     _, rate = measured(done.stdout)
     assert asked / 2 < rate < asked * 1.1
+
+
+def test_a_slow_link_is_measured_too(cluster):
+    _, rate = measured(cluster.run("--nodes", 2, "--bandwidth", "500kbit", "--measure").stdout)
+    assert 0.25 < rate < 0.6
+
+
+def test_a_kernel_with_the_newer_iptables_alone(cluster, delays, tmp_path):
+    if shutil.which("iptables-nft") is None or not works("iptables-nft", *QUEUE):
+        pytest.skip("no iptables-nft that this kernel serves")
+    older = tmp_path / "iptables-legacy"
+    older.write_text("#!/bin/sh\necho cannot initialize table raw >&2\nexit 3\n")
+    older.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    trip, _ = measured(cluster.run("--nodes", 2, "--delay", "5ms", "--measure", PATH=path).stdout)
+    assert trip > 10
+
+
+def test_a_checkout_in_a_folder_with_spaces(cluster, mpi, tmp_path):
+    jobs = shutil.copytree(ROOT / "jobs", tmp_path / "two words" / "jobs")
+    command = (mpi / "mpiexec", "-n", 2, "sh", "-c", "hostname; pwd")
+    done = cluster.run(
+        "--nodes", 2, "--", *command, script=jobs / "emulated_cluster", folder=jobs, timeout=30
+    )
+    assert sorted(done.stdout.splitlines()) == [str(jobs), str(jobs), "node0", "node1"], done.stderr
 
 
 def test_a_delay_is_never_shorter_than_asked_and_not_much_longer(cluster, delays):

@@ -36,14 +36,15 @@ def test_a_command_keeps_its_own_separator():
 
 
 @pytest.mark.parametrize(
-    ("text", "bits"), [("100mbit", 10**8), ("2.5gbit", 25 * 10**8), ("64kbit", 64000), ("none", None)]
+    ("text", "bits"),
+    [("100mbit", 10**8), ("2.5gbit", 25 * 10**8), ("1kbit", 1000), ("1000gbit", 10**12), ("none", None)],
 )
 def test_bandwidth_is_in_bits_per_second(text, bits):
     assert parse(["--bandwidth", text, "--", "true"]).bandwidth == bits
 
 
 @pytest.mark.parametrize(
-    ("text", "nanoseconds"), [("0.1ms", 10**5), ("50us", 50000), ("1s", 10**9), ("0ms", 0)]
+    ("text", "nanoseconds"), [("0.1ms", 10**5), ("1us", 1000), ("10s", 10**10), ("0ms", 0)]
 )
 def test_delay_is_in_nanoseconds(text, nanoseconds):
     assert parse(["--delay", text, "--", "true"]).delay == nanoseconds
@@ -61,8 +62,12 @@ def test_delay_is_in_nanoseconds(text, nanoseconds):
         ("--bandwidth -1gbit -- true", "--bandwidth"),
         ("--bandwidth 0gbit -- true", "at least 1kbit"),
         ("--bandwidth 100mbps -- true", "kbit, mbit, gbit"),
+        (f"--bandwidth {'9' * 400}gbit -- true", "none for no limit"),
+        ("--bandwidth 1001gbit -- true", "none for no limit"),
         ("--delay 5 -- true", "0.1ms"),
         ("--delay 11s -- true", "10s"),
+        (f"--delay {'9' * 400}s -- true", "10s"),
+        ("--delay 0.5us -- true", "0us for none"),
         ("--node 4 -- true", "unknown argument '--node'"),
         ("mpiexec -n 4 true", "put -- before the command"),
         ("--nodes 4", "no command"),
@@ -82,6 +87,16 @@ def test_missing_programs_name_their_packages(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None if name in ("tc", "iptables") else f"/bin/{name}")
     with pytest.raises(tools.Refusal, match="tc, iptables not found: install iproute2 iptables"):
         tools.require(["ip", "tc", "nsenter", "iptables"])
+
+
+def test_missing_rights_are_not_taken_for_a_missing_feature():
+    assert "privileged" in tools.explained("RTNETLINK answers: Operation not permitted", "modprobe bridge")
+    assert tools.explained("Unknown device type", "modprobe bridge") == "modprobe bridge"
+
+
+def test_the_older_iptables_is_tried_first(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == "iptables" else f"/bin/{name}")
+    assert tools.iptables() == ["/bin/iptables-legacy", "/bin/iptables-nft"]
 
 
 def test_without_root_it_says_so(monkeypatch, capsys):
@@ -109,7 +124,7 @@ def test_environment_keeps_the_callers_tuning_but_not_the_callers_nodes():
     assert made["PATH"] == "/bin"
     assert made["OMPI_MCA_btl"] == "self,tcp"
     assert made["HYDRA_HOST_FILE"] == "/files/mpich_hosts"
-    assert Path(made["HYDRA_LAUNCHER_EXEC"]).is_file()
+    assert made["HYDRA_LAUNCHER_EXEC"] == made["PRTE_MCA_plm_ssh_agent"] == "/files/remote_shell"
 
 
 def packet(number: int) -> bytes:
