@@ -118,7 +118,7 @@ def test_it_runs_where_it_was_started(cluster):
 
 
 def test_remote_shell_names_a_missing_node(cluster):
-    done = cluster.run("--nodes", 1, "--", "jobs/emulation/remote_shell", "node7", "hostname")
+    done = cluster.run("--nodes", 1, "--", "/dev/shm/cluster/remote_shell", "node7", "hostname")
     assert done.returncode == 255
     assert "no node node7" in done.stderr
 
