@@ -66,6 +66,23 @@ def test_nothing_is_left_after_a_signal(cluster, mpi, delays, number):
     assert told["scratch"].startswith("/dev/shm/")
 
 
+def test_ctrl_c_reaches_all_processes_of_the_terminal_at_once(cluster, mpi, delays):
+    process, told = waiting(cluster, mpi, "--delay", "0.1ms")
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=20) == 128 + signal.SIGINT
+    wait_until_unused(set(told["namespaces"]))
+    assert "ended before the command did" not in process.stderr.read()
+
+
+def test_a_cluster_whose_first_process_is_killed(cluster):
+    process = cluster.start("--nodes", 1, "--", "sh", "-c", "readlink /proc/self/ns/net; sleep 300")
+    namespace = process.stdout.readline().strip()
+    (first,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(first), signal.SIGKILL)
+    assert process.wait(timeout=20) == 128 + signal.SIGKILL
+    wait_until_unused({namespace})
+
+
 def test_nothing_is_left_after_the_time_limit(cluster, mpi):
     before = outside()
     command = ("--", mpi / "mpiexec", "-n", 2, mpi / "python", PROGRAMS / "wait_to_be_ended.py")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -66,6 +67,33 @@ def test_bandwidth_is_about_what_was_asked(cluster, asked):
     done = cluster.run("--nodes", 2, "--bandwidth", f"{asked}mbit", "--measure")
     _, rate = measured(done.stdout)
     assert asked / 2 < rate < asked * 1.1
+
+
+def test_a_link_carries_no_more_than_its_rate_each_way(cluster, mpi):
+    """Whether one node receives from several or sends to several: each end of a link is shaped."""
+    rate = 50e6 / 8
+    shape = ("--nodes", 3, "--bandwidth", "50mbit")
+    command = (mpi / "mpiexec", "-n", 3, mpi / "python", PROGRAMS / "both_directions.py")
+    done = cluster.run(*shape, "--", *command)
+    moved = json.loads(done.stdout)
+    for direction in ("in", "out"):
+        assert moved["payload"] / rate * 0.95 < moved[direction], moved
+
+
+def test_a_device_takes_small_segments_or_they_would_pass_at_once(cluster):
+    done = cluster.run("--nodes", 1, "--bandwidth", "1gbit", "--", "ip", "-details", "link", "show", "eth0")
+    assert re.search(r"gso_max_size 8192\b", done.stdout), done.stdout
+
+
+def test_what_a_node_sees_of_the_machine(cluster):
+    """Its own devices; no IPv6, which nothing would delay; no congestion control that paces by itself."""
+    look = "ls /sys/class/net; cat /proc/sys/net/ipv4/tcp_congestion_control; ls -A /sys/fs/cgroup | wc -l;"
+    look += "cat /proc/net/if_inet6 | wc -l; stat -c %a /dev/shm $TMPDIR; cat /etc/hosts"
+    done = cluster.run("--nodes", 2, "--", "sh", "-c", look)
+    groups = len(list(Path("/sys/fs/cgroup").iterdir())) if Path("/sys/fs/cgroup").exists() else 0
+    *seen, local, first, second = done.stdout.splitlines()
+    assert seen == ["eth0", "lo", "reno", str(groups), "0", "1777", "1777"], done.stderr
+    assert (local, first.split()[1], second.split()[1]) == ("127.0.0.1 localhost", "node0", "node1")
 
 
 def test_a_slow_link_is_measured_too(cluster):
