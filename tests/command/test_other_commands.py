@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -11,6 +12,25 @@ from treeattn import collectives, schemes
 from treeattn.backends import cupy_runtime
 
 from .launch import mpiexec, treeattn
+
+
+def test_help_lists_each_command_with_its_whole_sentence():
+    done = treeattn("--help")
+    assert done.returncode == 0, done.stderr
+    listed = done.stdout.partition("Commands:\n")[2]
+    entries = re.split(r"^  (?=[a-z])", listed, flags=re.MULTILINE)[1:]
+    names = [entry.split()[0] for entry in entries]
+    assert names == ["decode", "compare", "plot", "paper", "schemes", "schedule", "roofline", "doctor"]
+    for entry in entries:
+        assert entry.rstrip().endswith(".")
+        assert "..." not in entry
+
+
+def test_without_a_command_it_says_which_there_are():
+    done = treeattn()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("Usage: treeattn")
+    assert "doctor" in done.stderr
 
 
 def test_schemes_lists_the_catalogue(tmp_path):

@@ -33,6 +33,17 @@ class _Commands(click.Group):
         command: click.Command = importlib.import_module(f"treeattn.cli.{name}").command
         return command
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Each with its first paragraph, where click's own list breaks off in mid sentence."""
+        rows = [(name, self._first_paragraph(ctx, name)) for name in _COMMANDS]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def _first_paragraph(self, ctx: click.Context, name: str) -> str:
+        command = self.get_command(ctx, name)
+        words = command.help if command is not None else None
+        return " ".join((words or "").partition("\n\n")[0].split())
+
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="treeattn")
@@ -59,7 +70,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except (click.ClickException, TreeattnError) as error:
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
         if rank == 0:
-            print(f"treeattn: {message}", file=sys.stderr)
+            print(message if message.startswith("Usage: ") else f"treeattn: {message}", file=sys.stderr)
         bad_input = isinstance(error, click.ClickException | ArgumentError | ScheduleError | TransportError)
         code = comm.leave(2 if bad_input else 1, message)
     except (click.Abort, KeyboardInterrupt) as error:
