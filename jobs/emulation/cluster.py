@@ -67,9 +67,8 @@ def _end_with_parent(alive: int) -> None:
         raise SystemExit
 
     signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # which PID 1 is immune to, unlike the command
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # as SIGHUP: PID 1 is immune to it, unlike the command
     kernel.signal_at_parents_end(signal.SIGTERM)
     if select.select([alive], [], [], 0)[0]:
         raise SystemExit  # the parent was gone before it could be watched

@@ -123,6 +123,12 @@ def test_a_command_that_a_signal_ended(cluster):
     assert cluster.run("--nodes", 1, "--", "sh", "-c", "kill -TERM $$").returncode == 128 + signal.SIGTERM
 
 
+def test_the_command_may_be_signalled_as_it_may_outside(cluster):
+    look = ("grep", "-E", "SigIgn|SigBlk", "/proc/self/status")
+    outside_it = subprocess.run(look, capture_output=True, text=True)
+    assert cluster.run("--nodes", 1, "--", *look).stdout == outside_it.stdout
+
+
 def test_a_command_that_is_not_there(cluster):
     done = cluster.run("--nodes", 1, "--", "no-such-command")
     assert done.returncode == 127

@@ -139,6 +139,12 @@ def test_packets_are_read_from_messages_of_the_kernel():
     assert packet_delay.packet_numbers(packet(7) + error + packet(8)) == [7, 8]
 
 
+def test_messages_are_padded_to_four_bytes():
+    odd = bytearray(packet(7))
+    struct.pack_into("=I", odd, 0, len(odd) - 1)
+    assert packet_delay.packet_numbers(bytes(odd) + packet(8)) == [7, 8]
+
+
 def test_a_packet_without_a_number_is_an_error():
     with pytest.raises(ValueError, match="without a packet header"):
         packet_delay.packet_numbers(struct.pack("=IHHII", 20, 3 << 8, 0, 0, 0) + bytes(4))
