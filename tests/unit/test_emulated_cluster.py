@@ -106,6 +106,14 @@ def test_without_root_it_says_so(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("emulated_cluster: needs root")
 
 
+def test_an_old_python_is_named_before_it_fails(monkeypatch, capsys):
+    script = runpy.run_path(str(JOBS / "emulated_cluster"))
+    with monkeypatch.context() as old:
+        old.setattr(sys, "version_info", (3, 9, 18))
+        assert script["main"](["--nodes", "2", "--", "true"]) == 1
+    assert "needs Python 3.10" in capsys.readouterr().err
+
+
 def test_block_placement_fills_a_node_before_the_next():
     files = launchers.host_files(parse(["--nodes", "2", "--ranks-per-node", "3", "--", "true"]))
     assert files["mpich_hosts"] == "node0:3\nnode1:3\n"
