@@ -11,7 +11,7 @@ import pytest
 from treeattn import collectives, schemes
 from treeattn.backends import cupy_runtime
 
-from .launch import mpiexec, treeattn
+from .launch import mpiexec, run, treeattn
 
 
 def test_help_lists_each_command_with_its_whole_sentence():
@@ -31,6 +31,32 @@ def test_without_a_command_it_says_which_there_are():
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("Usage: treeattn")
     assert "doctor" in done.stderr
+
+
+INTERRUPTED = """
+import os, signal, time
+from mpi4py.MPI import COMM_WORLD as world
+from treeattn import cli
+
+def command(_):
+    try:
+        if world.rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        world.recv(source=0)
+    finally:
+        world.Barrier()  # as closing is collective
+
+cli._run = command
+cli.main([])
+"""
+
+
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec")
+def test_an_interrupt_ends_the_job_without_waiting_for_other_ranks():
+    done = run("-c", INTERRUPTED, ranks=2, timeout=30)
+    assert done.returncode > 0
+    assert "rank 0 of 2 failed, ending the job: KeyboardInterrupt" in done.stderr
 
 
 def test_schemes_lists_the_catalogue(tmp_path):

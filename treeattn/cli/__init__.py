@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import signal
 import sys
 import warnings
 from typing import Any, NoReturn
@@ -65,6 +66,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     try:
         if size > 1:
             comm.mpi()  # first, so that a rank that fails alone can end the job
+            signal.signal(signal.SIGINT, _interrupted)
         code = _run(arguments)
         sys.stdout.flush()
     except (click.ClickException, TreeattnError) as error:
@@ -85,6 +87,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         print(f"treeattn: {error}", file=sys.stderr)
         code = _discard_output(1)
     sys.exit(code)
+
+
+def _interrupted(*_: object) -> None:
+    """End the job at once: unwinding would wait for ranks that have gone on, since closing is collective."""
+    comm.abort(KeyboardInterrupt())
 
 
 def _discard_output(code: int) -> int:
