@@ -1,5 +1,12 @@
 # Two commands on a fresh machine: `make demo` runs the main job, `make test` passes the tests.
 #
+#   lint          ruff, mypy, codespell, clang-format, shellcheck
+#   docs          the pages as HTML in docs/_build
+#   test-openmpi  the MPI tests again, with Open MPI
+#   wheel-test    installs the package from a wheel, away from the checkout
+#   cluster-demo  every scheme on 4 emulated nodes (root); test-cluster tests such clusters
+#   venv, clean   make the environment of the tests; remove all that was made
+#
 # Variables: PY the Python to build on; EXTRAS the MPI runtime to install (empty where the site has its
 # own); MPIEXEC the launcher; NP the ranks of the demo; SIZES the communicator sizes of the MPI tests.
 
@@ -18,7 +25,7 @@ SOURCES := setup.cfg pyproject.toml
 .PHONY: cluster-demo test-cluster demo test test-unit test-mpi test-openmpi venv lint wheel-test docs clean help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
+	@sed '/^$$/,$$d; s/^# \{0,1\}//' Makefile
 
 demo: .venv/.installed
 	@for cache in $(CACHES); do \

@@ -2,7 +2,7 @@
 # Decode one cache on this machine: jobs/mpirun_local.sh RANKS CACHE.safetensors [options of treeattn decode]
 set -euo pipefail
 if [ $# -lt 2 ]; then
-  sed -n 2p "$0" >&2
+  sed -n '2s/^# /usage: /p' "$0" >&2
   exit 2
 fi
 ranks=$1

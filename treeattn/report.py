@@ -64,30 +64,51 @@ def software() -> dict[str, Any]:
 
 
 def placement(comm: Intracomm) -> list[dict[str, Any]]:
-    """One entry per rank: host, node, CPU and usable cores. Collective; the same list on every rank."""
+    """One entry per rank: host, node, machine, CPU and usable cores. Collective; the same list on every rank.
+
+    Nodes may be of one machine (containers, emulated nodes) and then share its cores: ``machine_cores`` are
+    those that its ranks may use together, ``cores`` those that this one may.
+    """
     groups = comm_.node_groups(comm)
     node = next(index for index, ranks in enumerate(groups) if comm.rank in ranks)
+    cores = os.sched_getaffinity(0)
     mine = {
         "rank": comm.rank,
         "host": socket.gethostname(),
         "node": node,
         "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(cores),
     }
-    return list(comm.allgather(mine))
+    everyone = comm.allgather((mine, _kernel(), cores))
+    return [entry | _machine(kernel, everyone) for entry, kernel, _ in everyone]
+
+
+def _machine(kernel: str, everyone: list[tuple[dict[str, Any], str, set[int]]]) -> dict[str, int]:
+    kernels = list(dict.fromkeys(name for _, name, _ in everyone))
+    together = set[int]().union(*(cores for _, name, cores in everyone if name == kernel))
+    return {"machine": kernels.index(kernel), "machine_cores": len(together)}
+
+
+def _kernel() -> str:
+    """What processes have in common if they run under the same kernel: its boot, else the host's name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return socket.gethostname()
 
 
 def node_load(ranks: list[dict[str, Any]]) -> str | None:
-    """A warning where a node has more ranks than cores: waiting ranks spin, so times mean little there."""
-    by_node: dict[int, list[dict[str, Any]]] = {}
+    """A warning where a machine has more ranks than cores: waiting ranks spin, so times mean little there."""
+    by_machine: dict[int, list[dict[str, Any]]] = {}
     for entry in ranks:
-        by_node.setdefault(entry["node"], []).append(entry)
-    crowded = [group for group in by_node.values() if len(group) > max(entry["cores"] for entry in group)]
+        by_machine.setdefault(entry["machine"], []).append(entry)
+    crowded = [group for group in by_machine.values() if len(group) > group[0]["machine_cores"]]
     if not crowded:
         return None
     worst = max(crowded, key=len)
-    cores = max(entry["cores"] for entry in worst)
-    return f"{len(worst)} ranks share {cores} cores of {worst[0]['host']}: times show waiting, not the scheme"
+    hosts = " and ".join(dict.fromkeys(entry["host"] for entry in worst))
+    cores = worst[0]["machine_cores"]
+    return f"{len(worst)} ranks share {cores} cores of {hosts}: times show waiting, not the scheme"
 
 
 def _program(path: str) -> str:

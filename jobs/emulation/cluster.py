@@ -10,6 +10,7 @@ import contextlib
 import glob
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from emulation import kernel, launchers, tools
 from emulation.plan import Plan
 from emulation.tools import Refusal
 
-__all__ = ["live"]
+__all__ = ["MEMORY", "live"]
 
 HERE = Path(__file__).resolve().parent
 MEMORY = "/dev/shm"  # each node's own; the cluster's files are in `SHARED` on every node
@@ -58,8 +59,6 @@ def live(plan: Plan, alive: int) -> NoReturn:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _remove_launcher_files()
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
 
 
@@ -68,9 +67,8 @@ def _end_with_parent(alive: int) -> None:
         raise SystemExit
 
     signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # which PID 1 is immune to, unlike the command
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # as SIGHUP: PID 1 is immune to it, unlike the command
     kernel.signal_at_parents_end(signal.SIGTERM)
     if select.select([alive], [], [], 0)[0]:
         raise SystemExit  # the parent was gone before it could be watched
@@ -122,6 +120,8 @@ def _write_files(plan: Plan, names: list[str]) -> None:
     files = {"hosts": "\n".join(["127.0.0.1 localhost", *hosts, ""]), **launchers.host_files(plan)}
     for name, text in files.items():
         Path(MEMORY, name).write_text(text)
+    # Launchers split the path of their remote shell at spaces; the checkout's may have some.
+    shutil.copy(HERE / "remote_shell", MEMORY)
     kernel.bind(f"{MEMORY}/hosts", "/etc/hosts")
     if plan.yield_cores:
         library, source = f"{MEMORY}/{SLEEPER}.so", HERE / f"{SLEEPER}.c"
@@ -227,10 +227,18 @@ def _shape(bandwidth: int, port: str, pid: int) -> None:
 
 def _start_delay(delay: int, nodes: Iterable[int]) -> int:
     """Start the process that holds packets back, and send what arrives at each node to it."""
-    rule = ("-t", "raw", "-A", "PREROUTING", "-i", "eth0", "-j", "NFQUEUE", "--queue-num", 0)
     for pid in nodes:
-        tools.run(*_on_node(pid, tools.iptables(), *rule), otherwise=NO_QUEUE)
+        _queue_arrivals(pid)
     return _start([sys.executable, HERE / "packet_delay.py", delay, *nodes], NO_QUEUE)
+
+
+def _queue_arrivals(pid: int) -> None:
+    rule = ("-t", "raw", "-A", "PREROUTING", "-i", "eth0", "-j", "NFQUEUE", "--queue-num", 0)
+    *others, last = tools.iptables()
+    for program in others:
+        with contextlib.suppress(Refusal):  # this back end is not in the kernel
+            return tools.run(*_on_node(pid, program, *rule), otherwise=NO_QUEUE)
+    return tools.run(*_on_node(pid, last, *rule), otherwise=NO_QUEUE)
 
 
 def _start(words: list[object], otherwise: str) -> int:
@@ -246,8 +254,8 @@ def _start(words: list[object], otherwise: str) -> int:
     assert process.stdout is not None
     assert process.stderr is not None
     if process.stdout.readline() != b"ready\n":
-        said = process.stderr.read().decode().strip().splitlines()
-        raise Refusal(f"{otherwise} ({said[-1] if said else 'it ended silently'})")
+        said = (process.stderr.read().decode().strip() or "it ended silently").splitlines()[-1]
+        raise Refusal(f"{tools.explained(said, otherwise)} ({said})")
     return process.pid
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from emulation.plan import Plan
 
 __all__ = ["environment", "host_files"]
-
-REMOTE_SHELL = Path(__file__).resolve().parent / "remote_shell"
 
 
 def host_files(plan: Plan) -> dict[str, str]:
@@ -26,7 +23,7 @@ def host_files(plan: Plan) -> dict[str, str]:
 def environment(plan: Plan, folder: str, caller: Mapping[str, str]) -> dict[str, str]:
     """The caller's environment, with what makes a plain `mpiexec -n 8 ...` spread over the nodes.
 
-    `folder` holds the host files. Tuning that the caller has set already is left as it is.
+    `folder` holds the host files and the remote shell. Tuning that the caller has set already stays.
     """
     cyclic = plan.placement == "cyclic"
     tuning = {
@@ -42,15 +39,16 @@ def environment(plan: Plan, folder: str, caller: Mapping[str, str]) -> dict[str,
         "PRTE_MCA_hwloc_default_binding_policy": "none",
         "OMPI_MCA_hwloc_base_binding_policy": "none",
     }
+    remote_shell = f"{folder}/remote_shell"
     placing = {
         "HYDRA_LAUNCHER": "rsh",
-        "HYDRA_LAUNCHER_EXEC": str(REMOTE_SHELL),
+        "HYDRA_LAUNCHER_EXEC": remote_shell,
         "HYDRA_HOST_FILE": f"{folder}/mpich_hosts",
         # Open MPI 5 and later, then 4.
-        "PRTE_MCA_plm_ssh_agent": str(REMOTE_SHELL),
+        "PRTE_MCA_plm_ssh_agent": remote_shell,
         "PRTE_MCA_prte_default_hostfile": f"{folder}/openmpi_hosts",
         "PRTE_MCA_rmaps_default_mapping_policy": "node" if cyclic else "slot",
-        "OMPI_MCA_plm_rsh_agent": str(REMOTE_SHELL),
+        "OMPI_MCA_plm_rsh_agent": remote_shell,
         "OMPI_MCA_orte_default_hostfile": f"{folder}/openmpi_hosts",
         "OMPI_MCA_rmaps_base_mapping_policy": "node" if cyclic else "slot",
     }

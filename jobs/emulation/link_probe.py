@@ -13,8 +13,9 @@ import sys
 import time
 
 PORT = 7
-ROUND_TRIPS = 300
+ROUND_TRIPS, ENOUGH_ROUND_TRIPS, TRIP_SECONDS = 300, 3, 5.0
 STREAM_SECONDS = 1.0
+PATIENCE = 30.0  # seconds without an answer
 BLOCK = 1 << 20
 
 
@@ -35,21 +36,22 @@ def serve() -> None:
 
 
 def round_trip(host: str) -> float:
-    """Median seconds for one byte to go and come back, after a few to warm up."""
-    seconds = []
-    with socket.create_connection((host, PORT), timeout=30) as connection:
+    """Median seconds for one byte to go and come back, after a few to warm up; fewer trips on slow links."""
+    seconds: list[float] = []
+    until = time.monotonic() + TRIP_SECONDS
+    with socket.create_connection((host, PORT), timeout=PATIENCE) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for _ in range(ROUND_TRIPS):
+        while len(seconds) < ENOUGH_ROUND_TRIPS or (len(seconds) < ROUND_TRIPS and time.monotonic() < until):
             began = time.monotonic()
             connection.sendall(b"x")
             connection.recv(1)
             seconds.append(time.monotonic() - began)
-    return statistics.median(seconds[20:])
+    return statistics.median(seconds[len(seconds) // 15 :])
 
 
 def stream_rate(host: str) -> float:
     """Bytes per second that arrive at the other end, over about `STREAM_SECONDS`."""
-    with socket.create_connection((host, PORT), timeout=30) as connection:
+    with socket.create_connection((host, PORT), timeout=PATIENCE) as connection:
         until = time.monotonic() + STREAM_SECONDS
         block = bytes(BLOCK // 16)
         while time.monotonic() < until:
@@ -62,12 +64,24 @@ def main() -> None:
     if sys.argv[1] == "serve":
         serve()
         return
-    trip, rate = round_trip(sys.argv[2]), stream_rate(sys.argv[2])
+    try:
+        report(round_trip(sys.argv[2]), stream_rate(sys.argv[2]))
+    except TimeoutError:
+        sys.exit(f"link_probe: nothing came for {PATIENCE:.0f} s: this link is too slow to be measured")
+    except OSError as error:
+        sys.exit(f"link_probe: {error}")
+
+
+def report(trip: float, rate: float) -> None:
     print(
         f"measured: round trip {trip * 1e3:.3f} ms (median of one byte over TCP), "
-        f"{rate * 8 / 1e6:.0f} Mbit/s = {rate / 1e6:.1f} MB/s (one TCP stream)",
+        f"{_readable(rate * 8 / 1e6)} Mbit/s = {_readable(rate / 1e6)} MB/s (one TCP stream)",
         flush=True,
     )
+
+
+def _readable(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ Run a command on an emulated cluster: several nodes on this one Linux machine. N
   jobs/emulated_cluster --nodes 4 --ranks-per-node 2 --delay 0.1ms -- mpiexec -n 8 treeattn doctor"""
 
 MAX_NODES = 64
+MOST_BITS_PER_SECOND = 10**12
 BITS_PER_SECOND = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 NANOSECONDS = {"us": 10**3, "ms": 10**6, "s": 10**9}
 
@@ -42,13 +43,13 @@ class _OneLine(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def _quantity(text: str, units: dict[str, int], example: str) -> int:
+def _quantity(text: str, units: dict[str, int], example: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]+)", text)
     if found is None or found[2] not in units:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a number with a unit of {', '.join(units)}: {example}"
         )
-    return round(float(found[1]) * units[found[2]])
+    return float(found[1]) * units[found[2]]
 
 
 def bandwidth(text: str) -> int | None:
@@ -60,15 +61,19 @@ def bandwidth(text: str) -> int | None:
         raise argparse.ArgumentTypeError(
             f"{text!r} lets nothing through: at least 1kbit, or none for no limit"
         )
-    return rate
+    if rate > MOST_BITS_PER_SECOND:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is more than any machine sends: none for no limit")
+    return round(rate)
 
 
 def delay(text: str) -> int:
     """Nanoseconds of `0.1ms`, `50us`, `1s`; `0ms` for none added."""
     duration = _quantity(text, NANOSECONDS, "write for instance 0.1ms")
     if duration > 10 * NANOSECONDS["s"]:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than the 10s that connections survive")
-    return duration
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is more than the 10s that connections survive")
+    if 0 < duration < NANOSECONDS["us"]:
+        raise argparse.ArgumentTypeError(f"{text!r} is below the microsecond that timers reach: 0us for none")
+    return round(duration)
 
 
 def _count(most: int) -> Callable[[str], int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 
-__all__ = ["Refusal", "iptables", "require", "run"]
+__all__ = ["Refusal", "explained", "iptables", "require", "run"]
 
 PACKAGES = {
     "ip": "iproute2",
@@ -14,6 +14,11 @@ PACKAGES = {
     "iptables": "iptables",
     "cc": "gcc",
 }
+
+
+NO_RIGHTS = (
+    "root lacks rights here (CAP_SYS_ADMIN, CAP_NET_ADMIN, CAP_SYS_NICE): a container must be privileged"
+)
 
 
 class Refusal(Exception):
@@ -37,9 +42,15 @@ def run(*words: object, otherwise: str) -> None:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode != 0:
         said = " ".join((done.stderr or done.stdout).split())
-        raise Refusal(f"{otherwise} (`{' '.join(command)}`: {said})")
+        raise Refusal(f"{explained(said, otherwise)} (`{' '.join(command)}`: {said})")
 
 
-def iptables() -> str:
-    """The iptables to use: the older back end if it is there, since it needs less of the kernel."""
-    return shutil.which("iptables-legacy") or "iptables"
+def explained(said: str, otherwise: str) -> str:
+    """What a failure means: missing rights if the system said so, else `otherwise`."""
+    return NO_RIGHTS if "not permitted" in said else otherwise
+
+
+def iptables() -> list[str]:
+    """The iptables to try in turn: the older back end needs less of a kernel, and new kernels lack it."""
+    found = [shutil.which(name) for name in ("iptables-legacy", "iptables-nft", "iptables")]
+    return [program for program in found if program]

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,10 +78,12 @@ class Cluster:
     def __init__(self):
         self.processes: list[subprocess.Popen] = []
 
-    def start(self, *words: object, **environment: str) -> subprocess.Popen:
+    def start(
+        self, *words: object, script: Path = SCRIPT, folder: Path = ROOT, **environment: str
+    ) -> subprocess.Popen:
         process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), *map(str, words)],
-            cwd=ROOT,
+            [sys.executable, str(script), *map(str, words)],
+            cwd=folder,
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -91,8 +94,8 @@ class Cluster:
         self.processes.append(process)
         return process
 
-    def run(self, *words: object, timeout: float = 90, **environment: str) -> subprocess.CompletedProcess:
-        process = self.start(*words, **environment)
+    def run(self, *words: object, timeout: float = 90, **options: Any) -> subprocess.CompletedProcess:
+        process = self.start(*words, **options)
         out, err = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 

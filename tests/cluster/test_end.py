@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
-from .conftest import PROGRAMS
+from .conftest import PROGRAMS, SCRIPT
 
 
 def namespaces_in_use() -> set[str]:
@@ -64,6 +66,23 @@ def test_nothing_is_left_after_a_signal(cluster, mpi, delays, number):
     assert told["scratch"].startswith("/dev/shm/")
 
 
+def test_ctrl_c_reaches_all_processes_of_the_terminal_at_once(cluster, mpi, delays):
+    process, told = waiting(cluster, mpi, "--delay", "0.1ms")
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=20) == 128 + signal.SIGINT
+    wait_until_unused(set(told["namespaces"]))
+    assert "ended before the command did" not in process.stderr.read()
+
+
+def test_a_cluster_whose_first_process_is_killed(cluster):
+    process = cluster.start("--nodes", 1, "--", "sh", "-c", "readlink /proc/self/ns/net; sleep 300")
+    namespace = process.stdout.readline().strip()
+    (first,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(first), signal.SIGKILL)
+    assert process.wait(timeout=20) == 128 + signal.SIGKILL
+    wait_until_unused({namespace})
+
+
 def test_nothing_is_left_after_the_time_limit(cluster, mpi):
     before = outside()
     command = ("--", mpi / "mpiexec", "-n", 2, mpi / "python", PROGRAMS / "wait_to_be_ended.py")
@@ -104,6 +123,12 @@ def test_a_command_that_a_signal_ended(cluster):
     assert cluster.run("--nodes", 1, "--", "sh", "-c", "kill -TERM $$").returncode == 128 + signal.SIGTERM
 
 
+def test_the_command_may_be_signalled_as_it_may_outside(cluster):
+    look = ("grep", "-E", "SigIgn|SigBlk", "/proc/self/status")
+    outside_it = subprocess.run(look, capture_output=True, text=True)
+    assert cluster.run("--nodes", 1, "--", *look).stdout == outside_it.stdout
+
+
 def test_a_command_that_is_not_there(cluster):
     done = cluster.run("--nodes", 1, "--", "no-such-command")
     assert done.returncode == 127
@@ -116,7 +141,7 @@ def test_it_runs_where_it_was_started(cluster):
 
 
 def test_remote_shell_names_a_missing_node(cluster):
-    done = cluster.run("--nodes", 1, "--", "jobs/emulation/remote_shell", "node7", "hostname")
+    done = cluster.run("--nodes", 1, "--", "/dev/shm/cluster/remote_shell", "node7", "hostname")
     assert done.returncode == 255
     assert "no node node7" in done.stderr
 
@@ -148,6 +173,45 @@ def test_a_failing_program_is_one_line_with_the_remedy(cluster, tmp_path, broken
     assert "not supported" in done.stderr
     assert done.stderr.count("\n") == 1
     assert outside() == before
+
+
+def test_folders_that_the_nodes_cannot_see_are_refused(cluster):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as hidden:
+        done = cluster.run("--nodes", 1, "--", "true", folder=hidden)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith(f"emulated_cluster: {hidden} is hidden from the nodes")
+        jobs = shutil.copytree(PROGRAMS.parents[2] / "jobs", Path(hidden, "jobs"))
+        done = cluster.run("--nodes", 1, "--", "true", script=jobs / "emulated_cluster")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith(f"emulated_cluster: {jobs} is hidden from the nodes")
+
+
+def test_a_folder_that_is_gone_is_refused(tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    start = 'cd "$1" && rmdir "$1" && exec "$2" "$3" --nodes 1 -- true'
+    words = ["sh", "-c", start, "sh", gone, sys.executable, SCRIPT]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "the current folder has been removed" in done.stderr
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_the_exit_code_does_not_need_standard_streams(closed):
+    words = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, SCRIPT]
+    done = subprocess.run([*words, "--nodes", "1", "--", "sh", "-c", "exit 7"], timeout=30)
+    assert done.returncode == 7
+
+
+@pytest.mark.parametrize(("right", "options"), [("net_admin", ()), ("sys_nice", ("--delay", "1ms"))])
+def test_root_without_its_rights_is_told_so(right, options, delays):
+    if shutil.which("setpriv") is None:
+        pytest.skip("not installed: setpriv")
+    words = ["setpriv", f"--bounding-set=-{right}", f"--inh-caps=-{right}", sys.executable, SCRIPT]
+    done = subprocess.run([*words, *options, "--", "true"], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert "a container must be privileged" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_missing_programs_are_named_before_anything_is_made(cluster, tmp_path):

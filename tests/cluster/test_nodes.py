@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 
-from .conftest import PROGRAMS, ROOT
+from .conftest import PROGRAMS, QUEUE, ROOT, works
 
 
 def on_4_times_2(cluster, mpi, program: str, *options: str):
@@ -54,7 +57,7 @@ def test_decode_over_the_nodes_is_exact(cluster, mpi):
 
 def measured(text: str) -> tuple[float, float]:
     """Round trip in milliseconds and Mbit/s from the line of --measure."""
-    found = re.fullmatch(r"measured: round trip ([\d.]+) ms .*?, (\d+) Mbit/s = .*\n", text)
+    found = re.fullmatch(r"measured: round trip ([\d.]+) ms .*?, ([\d.]+) Mbit/s = .*\n", text)
     assert found, text
     return float(found[1]), float(found[2])
 
@@ -64,6 +67,58 @@ def test_bandwidth_is_about_what_was_asked(cluster, asked):
     done = cluster.run("--nodes", 2, "--bandwidth", f"{asked}mbit", "--measure")
     _, rate = measured(done.stdout)
     assert asked / 2 < rate < asked * 1.1
+
+
+def test_a_link_carries_no_more_than_its_rate_each_way(cluster, mpi):
+    """Whether one node receives from several or sends to several: each end of a link is shaped."""
+    rate = 50e6 / 8
+    shape = ("--nodes", 3, "--bandwidth", "50mbit")
+    command = (mpi / "mpiexec", "-n", 3, mpi / "python", PROGRAMS / "both_directions.py")
+    done = cluster.run(*shape, "--", *command)
+    moved = json.loads(done.stdout)
+    for direction in ("in", "out"):
+        assert moved["payload"] / rate * 0.95 < moved[direction], moved
+
+
+def test_a_device_takes_small_segments_or_they_would_pass_at_once(cluster):
+    done = cluster.run("--nodes", 1, "--bandwidth", "1gbit", "--", "ip", "-details", "link", "show", "eth0")
+    assert re.search(r"gso_max_size 8192\b", done.stdout), done.stdout
+
+
+def test_what_a_node_sees_of_the_machine(cluster):
+    """Its own devices; no IPv6, which nothing would delay; no congestion control that paces by itself."""
+    look = "ls /sys/class/net; cat /proc/sys/net/ipv4/tcp_congestion_control; ls -A /sys/fs/cgroup | wc -l;"
+    look += "cat /proc/net/if_inet6 | wc -l; stat -c %a /dev/shm $TMPDIR; cat /etc/hosts"
+    done = cluster.run("--nodes", 2, "--", "sh", "-c", look)
+    groups = len(list(Path("/sys/fs/cgroup").iterdir())) if Path("/sys/fs/cgroup").exists() else 0
+    *seen, local, first, second = done.stdout.splitlines()
+    assert seen == ["eth0", "lo", "reno", str(groups), "0", "1777", "1777"], done.stderr
+    assert (local, first.split()[1], second.split()[1]) == ("127.0.0.1 localhost", "node0", "node1")
+
+
+def test_a_slow_link_is_measured_too(cluster):
+    _, rate = measured(cluster.run("--nodes", 2, "--bandwidth", "500kbit", "--measure").stdout)
+    assert 0.25 < rate < 0.6
+
+
+def test_a_kernel_with_the_newer_iptables_alone(cluster, delays, tmp_path):
+    if shutil.which("iptables-nft") is None or not works("iptables-nft", *QUEUE):
+        pytest.skip("no iptables-nft that this kernel serves")
+    older = tmp_path / "iptables-legacy"
+    older.write_text("#!/bin/sh\necho cannot initialize table raw >&2\nexit 3\n")
+    older.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    trip, _ = measured(cluster.run("--nodes", 2, "--delay", "5ms", "--measure", PATH=path).stdout)
+    assert trip > 10
+
+
+def test_a_checkout_in_a_folder_with_spaces(cluster, mpi, tmp_path):
+    jobs = shutil.copytree(ROOT / "jobs", tmp_path / "two words" / "jobs")
+    command = (mpi / "mpiexec", "-n", 2, "sh", "-c", "hostname; pwd")
+    done = cluster.run(
+        "--nodes", 2, "--", *command, script=jobs / "emulated_cluster", folder=jobs, timeout=30
+    )
+    assert sorted(done.stdout.splitlines()) == [str(jobs), str(jobs), "node0", "node1"], done.stderr
 
 
 def test_a_delay_is_never_shorter_than_asked_and_not_much_longer(cluster, delays):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -10,7 +11,52 @@ import pytest
 from treeattn import collectives, schemes
 from treeattn.backends import cupy_runtime
 
-from .launch import mpiexec, treeattn
+from .launch import mpiexec, run, treeattn
+
+
+def test_help_lists_each_command_with_its_whole_sentence():
+    done = treeattn("--help")
+    assert done.returncode == 0, done.stderr
+    listed = done.stdout.partition("Commands:\n")[2]
+    entries = re.split(r"^  (?=[a-z])", listed, flags=re.MULTILINE)[1:]
+    names = [entry.split()[0] for entry in entries]
+    assert names == ["decode", "compare", "plot", "paper", "schemes", "schedule", "roofline", "doctor"]
+    for entry in entries:
+        assert entry.rstrip().endswith(".")
+        assert "..." not in entry
+
+
+def test_without_a_command_it_says_which_there_are():
+    done = treeattn()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("Usage: treeattn")
+    assert "doctor" in done.stderr
+
+
+INTERRUPTED = """
+import os, signal, time
+from mpi4py.MPI import COMM_WORLD as world
+from treeattn import cli
+
+def command(_):
+    try:
+        if world.rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        world.recv(source=0)
+    finally:
+        world.Barrier()  # as closing is collective
+
+cli._run = command
+cli.main([])
+"""
+
+
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec")
+def test_an_interrupt_ends_the_job_without_waiting_for_other_ranks():
+    done = run("-c", INTERRUPTED, ranks=2, timeout=30)
+    assert done.returncode > 0
+    assert "rank 0 of 2 failed, ending the job: KeyboardInterrupt" in done.stderr
 
 
 def test_schemes_lists_the_catalogue(tmp_path):

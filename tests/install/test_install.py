@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -75,6 +76,18 @@ def installed(wheel, tmp_path_factory):
 def test_wheel_holds_exactly_the_package(wheel):
     files = sorted(name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name)
     assert files == sorted(PYTHON + DATA)
+
+
+def test_sdist_holds_the_tests_and_what_they_need(wheel):
+    """All folders but the links, which an sdist cannot hold; a file that git ignores may be in them."""
+    (packed,) = wheel.parent.glob("*.tar.gz")
+    with tarfile.open(packed) as archive:
+        files = {name.partition("/")[2] for name in archive.getnames()}
+    for folder in ("benchmarks", "collectives", "docs", "jobs", "kernels", "tests", "treeattn"):
+        sources = {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*.py")}
+        links = (f"{folder}/collectives/", f"{folder}/kernels/")
+        assert {name for name in sources if not name.startswith(links)} <= files
+    assert {"jobs/emulated_cluster", "jobs/emulation/remote_shell", "Makefile", "README.md"} <= files
 
 
 def test_wheel_runs_in_another_folder(installed, tmp_path):

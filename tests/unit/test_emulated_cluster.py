@@ -36,14 +36,15 @@ def test_a_command_keeps_its_own_separator():
 
 
 @pytest.mark.parametrize(
-    ("text", "bits"), [("100mbit", 10**8), ("2.5gbit", 25 * 10**8), ("64kbit", 64000), ("none", None)]
+    ("text", "bits"),
+    [("100mbit", 10**8), ("2.5gbit", 25 * 10**8), ("1kbit", 1000), ("1000gbit", 10**12), ("none", None)],
 )
 def test_bandwidth_is_in_bits_per_second(text, bits):
     assert parse(["--bandwidth", text, "--", "true"]).bandwidth == bits
 
 
 @pytest.mark.parametrize(
-    ("text", "nanoseconds"), [("0.1ms", 10**5), ("50us", 50000), ("1s", 10**9), ("0ms", 0)]
+    ("text", "nanoseconds"), [("0.1ms", 10**5), ("1us", 1000), ("10s", 10**10), ("0ms", 0)]
 )
 def test_delay_is_in_nanoseconds(text, nanoseconds):
     assert parse(["--delay", text, "--", "true"]).delay == nanoseconds
@@ -61,8 +62,12 @@ def test_delay_is_in_nanoseconds(text, nanoseconds):
         ("--bandwidth -1gbit -- true", "--bandwidth"),
         ("--bandwidth 0gbit -- true", "at least 1kbit"),
         ("--bandwidth 100mbps -- true", "kbit, mbit, gbit"),
+        (f"--bandwidth {'9' * 400}gbit -- true", "none for no limit"),
+        ("--bandwidth 1001gbit -- true", "none for no limit"),
         ("--delay 5 -- true", "0.1ms"),
         ("--delay 11s -- true", "10s"),
+        (f"--delay {'9' * 400}s -- true", "10s"),
+        ("--delay 0.5us -- true", "0us for none"),
         ("--node 4 -- true", "unknown argument '--node'"),
         ("mpiexec -n 4 true", "put -- before the command"),
         ("--nodes 4", "no command"),
@@ -84,11 +89,29 @@ def test_missing_programs_name_their_packages(monkeypatch):
         tools.require(["ip", "tc", "nsenter", "iptables"])
 
 
+def test_missing_rights_are_not_taken_for_a_missing_feature():
+    assert "privileged" in tools.explained("RTNETLINK answers: Operation not permitted", "modprobe bridge")
+    assert tools.explained("Unknown device type", "modprobe bridge") == "modprobe bridge"
+
+
+def test_the_older_iptables_is_tried_first(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == "iptables" else f"/bin/{name}")
+    assert tools.iptables() == ["/bin/iptables-legacy", "/bin/iptables-nft"]
+
+
 def test_without_root_it_says_so(monkeypatch, capsys):
     script = runpy.run_path(str(JOBS / "emulated_cluster"))
     monkeypatch.setattr(os, "geteuid", lambda: 65534)
     assert script["main"](["--nodes", "2", "--", "true"]) == 1
     assert capsys.readouterr().err.startswith("emulated_cluster: needs root")
+
+
+def test_an_old_python_is_named_before_it_fails(monkeypatch, capsys):
+    script = runpy.run_path(str(JOBS / "emulated_cluster"))
+    with monkeypatch.context() as old:
+        old.setattr(sys, "version_info", (3, 9, 18))
+        assert script["main"](["--nodes", "2", "--", "true"]) == 1
+    assert "needs Python 3.10" in capsys.readouterr().err
 
 
 def test_block_placement_fills_a_node_before_the_next():
@@ -109,7 +132,7 @@ def test_environment_keeps_the_callers_tuning_but_not_the_callers_nodes():
     assert made["PATH"] == "/bin"
     assert made["OMPI_MCA_btl"] == "self,tcp"
     assert made["HYDRA_HOST_FILE"] == "/files/mpich_hosts"
-    assert Path(made["HYDRA_LAUNCHER_EXEC"]).is_file()
+    assert made["HYDRA_LAUNCHER_EXEC"] == made["PRTE_MCA_plm_ssh_agent"] == "/files/remote_shell"
 
 
 def packet(number: int) -> bytes:
@@ -122,6 +145,12 @@ def packet(number: int) -> bytes:
 def test_packets_are_read_from_messages_of_the_kernel():
     error = struct.pack("=IHHII", 16 + 20, 2, 0, 0, 0) + bytes(20)
     assert packet_delay.packet_numbers(packet(7) + error + packet(8)) == [7, 8]
+
+
+def test_messages_are_padded_to_four_bytes():
+    odd = bytearray(packet(7))
+    struct.pack_into("=I", odd, 0, len(odd) - 1)
+    assert packet_delay.packet_numbers(bytes(odd) + packet(8)) == [7, 8]
 
 
 def test_a_packet_without_a_number_is_an_error():

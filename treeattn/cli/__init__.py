@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import signal
 import sys
 import warnings
 from typing import Any, NoReturn
@@ -33,6 +34,17 @@ class _Commands(click.Group):
         command: click.Command = importlib.import_module(f"treeattn.cli.{name}").command
         return command
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Each with its first paragraph, where click's own list breaks off in mid sentence."""
+        rows = [(name, self._first_paragraph(ctx, name)) for name in _COMMANDS]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def _first_paragraph(self, ctx: click.Context, name: str) -> str:
+        command = self.get_command(ctx, name)
+        words = command.help if command is not None else None
+        return " ".join((words or "").partition("\n\n")[0].split())
+
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="treeattn")
@@ -54,12 +66,13 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     try:
         if size > 1:
             comm.mpi()  # first, so that a rank that fails alone can end the job
+            signal.signal(signal.SIGINT, _interrupted)
         code = _run(arguments)
         sys.stdout.flush()
     except (click.ClickException, TreeattnError) as error:
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
         if rank == 0:
-            print(f"treeattn: {message}", file=sys.stderr)
+            print(message if message.startswith("Usage: ") else f"treeattn: {message}", file=sys.stderr)
         bad_input = isinstance(error, click.ClickException | ArgumentError | ScheduleError | TransportError)
         code = comm.leave(2 if bad_input else 1, message)
     except (click.Abort, KeyboardInterrupt) as error:
@@ -74,6 +87,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         print(f"treeattn: {error}", file=sys.stderr)
         code = _discard_output(1)
     sys.exit(code)
+
+
+def _interrupted(*_: object) -> None:
+    """End the job at once: unwinding would wait for ranks that have gone on, since closing is collective."""
+    comm.abort(KeyboardInterrupt())
 
 
 def _discard_output(code: int) -> int:
