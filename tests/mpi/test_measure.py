@@ -88,6 +88,16 @@ def test_offsets_are_interpolated_and_the_larger_error_counts():
     assert (np.diff(own) > 0).all()
 
 
+@pytest.mark.parametrize(("agreement_ms", "most_ms"), [(0.01, 2), (7, 14)])
+def test_the_lead_may_grow_to_twice_what_an_agreement_takes(agreement_ms, most_ms):
+    """One rank whose clock says that each agreement takes so long."""
+    ticks = itertools.count(0, int(1e6 * agreement_ms))
+    clock = SimpleNamespace(now=ticks.__next__, compare=lambda: Offset(0, 0, 0))
+    loop = Loop(MPI.COMM_SELF, clock, crowded=False, seed=0)
+    loop._adapt_lead(10**9)
+    assert loop.lead == 1000 * most_ms
+
+
 def test_ranks_of_one_machine_read_one_clock(comm):
     clock = Clock(comm)
     assert clock.count == 1

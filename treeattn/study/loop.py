@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Loop", "Times"]
 
-# Nanoseconds. Above the most it is no longer the agreement that takes time, but others on the machine.
+# Nanoseconds. Above the most it is no longer the agreement that takes time, but others on the machine; across
+# slow links it takes longer, and the most is twice what it was seen to take.
 _LEAST_LEAD, _MOST_LEAD = 20_000, 2_000_000
+_AGREEMENTS_SEEN = 9
 
 
 class Times(NamedTuple):
@@ -63,15 +65,24 @@ class Loop:
         self._draw = np.random.default_rng([seed, comm.rank])
         self._mine, self._agreed = np.empty(1, np.int64), np.empty(1, np.int64)
         self._lead = _LEAST_LEAD
+        self._most_lead = max(_MOST_LEAD, 2 * self._time_of_agreement())
 
     @property
     def lead(self) -> float:
         """Microseconds between the agreement on an instant and the instant that this rank asks for."""
         return self._lead / 1000
 
+    def _time_of_agreement(self) -> int:
+        """Median of a few agreements, after one that connects the ranks, on the slowest rank."""
+        instants = [self._clock.now()]
+        for _ in range(1 + _AGREEMENTS_SEEN):
+            self._agree(0)
+            instants.append(self._clock.now())
+        return self._agree(int(np.median(np.diff(instants)[1:])))
+
     def _adapt_lead(self, late_by: int) -> None:
         if late_by > 0:
-            self._lead = min(self._lead + late_by, _MOST_LEAD)
+            self._lead = min(self._lead + late_by, self._most_lead)
         else:
             self._lead = max(self._lead - self._lead // 64, _LEAST_LEAD)
 
