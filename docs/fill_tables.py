@@ -1,41 +1,102 @@
 """Writes the tables of results into the pages that show them: python docs/fill_tables.py
 
-A page has `<!-- table FILE EXPERIMENT KIND INDEX -->` and `<!-- end -->`; what stands between is replaced by
-that table of docs/results/FILE, as `treeattn paper --json` wrote it. Numbers are never typed by hand, and a
-test fails while a page shows others than the results.
+A page has one of
+
+    <!-- table FILE EXPERIMENT KIND INDEX -->     what `treeattn paper --json` wrote
+    <!-- compare WHAT TOKENS FILE ... -->         what `treeattn compare --out` wrote, files side by side
+
+and `<!-- end -->`; what stands between is replaced by that table of docs/results/FILE. Numbers are never typed
+by hand, and a test fails while a page shows others than the results.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from treeattn.study.paper import shown
+from treeattn.study.results import FLOOR, NULL, Summary, read, summarise
 
 DOCS = Path(__file__).resolve().parent
-BLOCK = re.compile(r"<!-- table (\S+) (\S+) (model|measured) (\d+) -->\n.*?<!-- end -->", re.DOTALL)
+PAPER = re.compile(r"<!-- table (\S+) (\S+) (model|measured) (\d+) -->\n.*?<!-- end -->", re.DOTALL)
+COMPARED = re.compile(r"<!-- compare (reduce|decode) (\d+)((?: \S+\.jsonl)+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def filled(page: str) -> str:
     """The text of a page with every table as the results have it."""
-    return BLOCK.sub(lambda block: _block(*block.groups()), page)
+    page = PAPER.sub(lambda block: _block(block[0], _of_the_paper(*block.groups())), page)
+    return COMPARED.sub(lambda block: _block(block[0], _compared(*block.groups())), page)
 
 
-def _block(file: str, name: str, kind: str, index: str) -> str:
+def _block(old: str, table: str) -> str:
+    return f"{old.splitlines()[0]}\n\n{table}\n\n<!-- end -->"
+
+
+def _of_the_paper(file: str, name: str, kind: str, index: str) -> str:
     facts = json.loads((DOCS / "results" / file).read_text())
     experiment = next(entry for entry in facts["experiments"] if entry["name"] == name)
-    table = _markdown(experiment[kind][int(index)])
-    return f"<!-- table {file} {name} {kind} {index} -->\n\n{table}\n\n<!-- end -->"
+    table = experiment[kind][int(index)]
+    return _markdown(table["headings"], [[shown(cell) for cell in row] for row in table["rows"]])
 
 
-def _markdown(table: dict[str, Any]) -> str:
-    rows = [[shown(cell) for cell in row] for row in table["rows"]]
-    return "\n".join(
-        "| " + " | ".join(cells) + " |"
-        for cells in (table["headings"], ["---"] * len(table["headings"]), *rows)
-    )
+def _compared(what: str, tokens: str, files: str) -> str:
+    """Schemes as rows, in the order of the first file's medians; for each file its times and its traffic."""
+    columns = [_summaries(file, what, int(tokens)) for file in files.split()]
+    crossing = any(_crosses(row) for column in columns for row in column.values())
+    headings = ["scheme"]
+    for file in files.split():
+        name = Path(file).stem.partition("_")[2]
+        headings += [f"{name}: median, µs", "95 % interval", "x floor"]
+        headings += ["messages between nodes", "bytes"] if crossing else []
+    order = sorted(columns[0], key=lambda scheme: columns[0][scheme].times["completion"].median)
+    rows = [
+        [scheme, *(cell for column in columns for cell in _cells(column, scheme, crossing))]
+        for scheme in order
+    ]
+    return _markdown(headings, rows)
+
+
+def _summaries(file: str, what: str, tokens: int) -> dict[str, Summary]:
+    """Scheme -> summary. Raises `ValueError` for results that are not of one version, or not readable."""
+    results = read(DOCS / "results" / file)
+    if results.problems:
+        raise ValueError("; ".join(results.problems))
+    return {
+        row.key.scheme: row for row in summarise(results) if (row.key.what, row.key.tokens) == (what, tokens)
+    }
+
+
+def _cells(column: dict[str, Summary], scheme: str, crossing: bool) -> list[str]:
+    row, floor = column[scheme], column[FLOOR].times["completion"].median
+    time = row.times["completion"]
+    interval = "-" if time.low is None or time.high is None else f"{_us(time.low)} to {_us(time.high)}"
+    cells = [_us(time.median), interval, "-" if scheme == NULL else f"{time.median / floor:.2f}"]
+    return cells + _traffic(row) if crossing else cells
+
+
+def _us(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def _crosses(row: Summary) -> bool:
+    return row.facts["sent"] is not None and row.facts["sent"]["inter"][1] > 0
+
+
+def _traffic(row: Summary) -> list[str]:
+    """Messages and bytes between nodes, of all ranks."""
+    sent = row.facts["sent"]
+    if row.key.scheme == NULL:
+        return ["-", "-"]
+    if sent is None or "unknown" in sent:
+        return ["library", "library"]
+    return [f"{count:,}" for count in sent["inter"]]
+
+
+def _markdown(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (headings, ["---"] * len(headings), *rows))
 
 
 if __name__ == "__main__":
