@@ -5,8 +5,8 @@ A page has one of
     <!-- table FILE EXPERIMENT KIND INDEX -->     what `treeattn paper --json` wrote
     <!-- compare WHAT TOKENS FILE ... -->         what `treeattn compare --out` wrote, files side by side
 
-and `<!-- end -->`; what stands between is replaced by that table of docs/results/FILE. Numbers are never typed
-by hand, and a test fails while a page shows others than the results.
+and `<!-- end -->`; what stands between is replaced by that table of docs/results/FILE. Numbers are never
+typed by hand, and a test fails while a page shows others than the results.
 """
 
 from __future__ import annotations
