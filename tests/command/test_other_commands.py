@@ -91,6 +91,12 @@ def test_schedule_facts(tmp_path):
     assert facts["certificate"]["rounds"] == len(facts["schedule"]["rounds"]) == 10
 
 
+def test_a_baseline_has_no_schedule():
+    done = treeattn("schedule", "kv_ring:rotation=full", "--ranks", 4)
+    assert done.returncode == 2
+    assert done.stderr.startswith("treeattn: kv_ring is a baseline and has no schedule; schedules: chain, ")
+
+
 @pytest.mark.parametrize(
     "words",
     [

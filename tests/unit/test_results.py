@@ -64,6 +64,15 @@ def test_a_line_cut_off_is_named_and_costs_nothing_else(tmp_path):
     assert f"{path}:4" in problem
 
 
+def test_a_file_of_something_else_is_named_once(tmp_path):
+    path, picture = tmp_path / "r", tmp_path / "picture"
+    fill(path)
+    picture.write_bytes(b"\x89PNG\r\n\x1a\n" + b"{no\nresults\n" * 100)
+    found = results.read(path, picture)
+    assert len(found.points) == 3
+    assert found.problems == [f"{picture}: is not a file of results; left out"]
+
+
 @pytest.mark.parametrize(
     "line",
     [

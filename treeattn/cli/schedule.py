@@ -11,8 +11,9 @@ from typing import Any
 import click
 
 from treeattn import collectives, files
+from treeattn.baselines import BASELINES
 from treeattn.collectives import Schedule, draw
-from treeattn.errors import ArgumentError
+from treeattn.errors import ArgumentError, ScheduleError
 
 __all__ = ["command"]
 
@@ -41,6 +42,10 @@ def command(
     scheme: str, ranks: int, nodes: str | None, form: str, out: Path | None, json_path: Path | None
 ) -> None:
     """Show who sends what to whom in SCHEME, after proving that it counts every rank exactly once."""
+    name = scheme.partition(":")[0].strip()
+    if name in BASELINES:
+        known = ", ".join(collectives.names("schedule"))
+        raise ScheduleError(f"{name} is a baseline and has no schedule; schedules: {known}")
     sizes = None if nodes is None else _node_sizes(nodes, ranks)
     shaped = sizes is not None and collectives.needs_nodes(scheme)
     schedule = collectives.build(scheme, ranks, **({"nodes": sizes} if shaped else {}))

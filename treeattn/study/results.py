@@ -129,7 +129,7 @@ class Summary:
 
 def read(*paths: str | Path) -> Results:
     """Everything readable in these files. Lines that are not are named in `problems`, and nothing else is
-    lost.
+    lost; a file of something else is named once.
 
     Raises `ArgumentError` for a file that cannot be opened.
     """
@@ -139,9 +139,12 @@ def read(*paths: str | Path) -> Results:
             content = path.read_bytes()
         except OSError as error:
             raise ArgumentError(f"{path}: cannot be read ({error.strerror})") from None
-        for number, line in enumerate(content.split(b"\n"), 1):
-            if line.strip():
-                _take(found, f"{path}:{number}", line)
+        lines = [(number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+        before = len(found.problems)
+        for number, line in lines:
+            _take(found, f"{path}:{number}", line)
+        if not content.startswith(b"{") and len(found.problems) - before == len(lines) > 0:
+            found.problems[before:] = [f"{path}: is not a file of results; left out"]
     _drop(found, "of a run whose line is missing", lambda point: point["run"] not in found.runs)
     # Copies of a block would make its interval narrower than it is.
     firsts = {_block(point): point for point in reversed(found.points)}
