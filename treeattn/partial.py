@@ -26,7 +26,6 @@ EXTRA = 2
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_INFINITY = np.float32(np.inf)
 _QUIET_NAN = np.uint32(0x7FC00000).view(np.float32)
 
 # exp(x) = 2^r * exp(f): Cody-Waite reduction and the polynomial of the Cephes library's expf.

@@ -31,8 +31,11 @@ _AGREEMENTS_SEEN = 9
 
 
 class Times(NamedTuple):
-    """What a loop gives on rank 0. instants: nanoseconds on rank 0's clock, [ranks, iterations, parts +
-    1]."""
+    """What a loop gives on rank 0.
+
+    instants: nanoseconds on rank 0's clock, [ranks, iterations, parts + 1]. late: iterations which some rank
+    entered after the agreed instant. clock_error: microseconds, of the worst rank.
+    """
 
     instants: Any
     late: int
