@@ -11,8 +11,8 @@ import pytest
 from mpi4py import MPI
 
 from treeattn import routes
-from treeattn.errors import RestrictionError
-from treeattn.study import steps
+from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.study import problems, steps
 from treeattn.study.clock import Clock, Offset
 from treeattn.study.loop import Loop
 from treeattn.study.measure import Bench, Effort
@@ -253,6 +253,16 @@ def test_more_tokens_than_a_period_and_fewer_than_ranks(comm):
         point = block_of(comm, key_of(comm, "binary_tree", "decode", tokens=tokens, batch=1, queries=1))
         if comm.rank == 0:
             assert point["error_out"] <= point["bound_out"]
+
+
+def test_ranks_of_one_machine_share_its_memory(comm, monkeypatch):
+    """Room for the inputs of one rank alone: enough where each has a machine, not where all share one."""
+    key = key_of(comm, "binary_tree")
+    monkeypatch.setattr(problems, "_free_memory", lambda: problems._input_bytes(comm, key))
+    problems.check_room(comm, key, range(comm.size))
+    if comm.size > 1:
+        with pytest.raises(ArgumentError, match=f"inputs of {comm.size} ranks take .* their machine has"):
+            problems.check_room(comm, key, [0] * comm.size)
 
 
 def test_sweep_over_ranks_goes_on_after_a_scheme_that_fails(comm):

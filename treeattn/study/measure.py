@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeattn import comm as comm_
+from treeattn import report
 from treeattn.study import payload, problems, steps
 from treeattn.study.clock import Clock
 from treeattn.study.loop import Loop
@@ -54,12 +55,13 @@ class Bench:
     def __init__(self, comm: Intracomm, effort: Effort, crowded: bool, seed: int) -> None:
         self.comm, self.effort, self.seed = comm, effort, seed
         self.groups = comm_.node_groups(comm)
+        self.machines = [entry["machine"] for entry in report.placement(comm)]
         self.clock = Clock(comm)
         self.loop = Loop(comm, self.clock, crowded, seed)
 
     def problem(self, key: Key) -> problems.Problem:
         """Inputs for every scheme of the key's case. Raises what `problems.check_room` raises."""
-        problems.check_room(self.comm, key, self.groups)
+        problems.check_room(self.comm, key, self.machines)
         make = problems.decode_problem if key.what == "decode" else problems.reduce_problem
         return make(self.comm, key, self.seed)
 

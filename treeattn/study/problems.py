@@ -7,6 +7,7 @@ float64 reference of any length costs no more than that of one period.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,20 +41,20 @@ class Problem(NamedTuple):
     bounds: tuple[float, float] | None
 
 
-def check_room(comm: Intracomm, key: Key, groups: tuple[tuple[int, ...], ...]) -> None:
-    """Raise `ArgumentError` on every rank if a node has less memory free than the inputs of its ranks take.
+def check_room(comm: Intracomm, key: Key, machines: Sequence[int]) -> None:
+    """Raise `ArgumentError` on every rank if a machine has less memory free than its ranks' inputs take.
 
     Asking for the memory would not tell: the system promises it, and ends the process that uses it.
-    Collective; groups: the ranks of each node.
+    Collective; machines: of each rank, its machine. Emulated nodes share the memory of one.
     """
     free = _free_memory()
     needed = comm.allgather(_input_bytes(comm, key))
-    (here,) = (ranks for ranks in groups if comm.rank in ranks)
-    total = sum(needed[rank] for rank in here)
+    here = [size for size, machine in zip(needed, machines, strict=True) if machine == machines[comm.rank]]
+    total = sum(here)
     error = None
     if free is not None and total > free:
         error = ArgumentError(
-            f"the inputs of {len(here)} ranks take {total / 1e9:,.1f} GB, their node has "
+            f"the inputs of {len(here)} ranks take {total / 1e9:,.1f} GB, their machine has "
             f"{free / 1e9:,.1f} GB free: choose shorter --seq-len, a smaller --batch, fewer queries or heads"
         )
     comm_.agree(comm, {}, error)
