@@ -62,7 +62,8 @@ def decode(
     (see `treeattn.transports`). None is the only sensible one, or an error that lists the choices.
 
     Returns ``out`` like q and the natural-log ``lse`` [batch, heads, queries], float32 (float64 for
-    float64 inputs), with the same bits on every rank. A query without any key gives out 0 and lse -inf.
+    float64 inputs). Every rank gets the same bits: proved of schedules, but not of a library's reduction nor
+    of a baseline, where it can only be measured. A query without any key gives out 0 and lse -inf.
     With ``output="heads"`` (schemes ``head_scatter``, ``head_all_to_all``) each rank gets its slice of the
     heads only: rank r of p heads r*heads//p up to (r+1)*heads//p.
 
