@@ -177,6 +177,23 @@ def test_decoder_follows_a_growing_cache(comm, scheme):
                 assert_exact(q[:, :, decoder.heads], wide_k, wide_v, out, lse, lengths)
 
 
+@pytest.mark.parametrize("which", ["q", "kv", "qkv"])
+@pytest.mark.parametrize("scheme", VARIANTS)
+def test_bits_of_bfloat16_as_uint16_are_not_taken_for_numbers(comm, scheme, which):
+    """With lengths, so that a ring packs what it sends."""
+    _, k, v = made_up(tokens=9, batch=2, dtype=BFLOAT16, seed=comm.rank)
+    q, _, _ = made_up(tokens=0, batch=2, dtype=BFLOAT16)
+    raw = [a.view(np.uint16) if name in which else a for name, a in zip("qkv", (q, k, v), strict=True)]
+    lengths = np.array([3, 7])
+    shape = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}
+    output = "heads" if BASELINES[scheme.partition(":")[0]].scattered else "replicated"
+    with treeattn.Decoder(comm, **shape, scheme=scheme, output=output) as decoder:
+        wanted = [array.copy() for array in decoder(q, k, v, lengths=lengths)]
+        found = decoder(*raw, lengths=lengths)
+    for ours, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 @pytest.mark.parametrize("scheme", VARIANTS)
 def test_new_values_in_the_same_arrays_count(comm, scheme):
     """Strided views that every step must read again, also where a ring packs them."""

@@ -180,7 +180,8 @@ class KvRing:
             group = self._heads // shape.kv_heads
             for into, part in zip(self._packed, (k, v), strict=True):
                 split = into.reshape(shape.batch, tokens, shape.kv_heads, group, shape.head_dim)
-                np.copyto(split, part[:, :tokens, :, None])
+                # The view: bits of bfloat16 may come as uint16, and must not be taken for numbers.
+                np.copyto(split, part.view(split.dtype)[:, :tokens, :, None], casting="no")
 
     # -- the end ---------------------------------------------------------------------------------
 
