@@ -60,13 +60,14 @@ def _compared(what: str, tokens: str, files: str) -> str:
 
 
 def _summaries(file: str, what: str, tokens: int) -> dict[str, Summary]:
-    """Scheme -> summary. Raises `ValueError` for results that are not of one version, or not readable."""
+    """Scheme -> summary. Raises `ValueError` for results of several versions or cases, or not readable."""
     results = read(DOCS / "results" / file)
     if results.problems:
         raise ValueError("; ".join(results.problems))
-    return {
-        row.key.scheme: row for row in summarise(results) if (row.key.what, row.key.tokens) == (what, tokens)
-    }
+    rows = [row for row in summarise(results) if (row.key.what, row.key.tokens) == (what, tokens)]
+    if len({row.key.case for row in rows}) != 1:
+        raise ValueError(f"{file} has not one case of {what} with {tokens} tokens: a row is one scheme's")
+    return {row.key.scheme: row for row in rows}
 
 
 def _cells(column: dict[str, Summary], scheme: str, crossing: bool) -> list[str]:

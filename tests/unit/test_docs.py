@@ -68,13 +68,28 @@ def test_pictures_are_current(tmp_path):
     assert target.read_text() == (ROOT / "docs/images/hierarchical.svg").read_text()
 
 
-def test_tables_of_results_are_those_of_the_results():
-    """After new results: python docs/fill_tables.py"""
+@pytest.fixture(scope="module")
+def fill_tables():
     spec = importlib.util.spec_from_file_location("fill_tables", ROOT / "docs/fill_tables.py")
-    fill_tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fill_tables)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_of_results_are_those_of_the_results(fill_tables):
+    """After new results: python docs/fill_tables.py"""
     for name in ("paper", "measured"):
         page = (ROOT / f"docs/{name}.md").read_text()
         found = [*fill_tables.PAPER.findall(page), *fill_tables.COMPARED.findall(page)]
         assert len(found) == page.count("<!-- end -->") > 0
         assert fill_tables.filled(page) == page
+
+
+@pytest.mark.parametrize("tokens", [5, 4096])
+def test_a_table_of_other_than_one_case_is_refused(fill_tables, tokens, tmp_path):
+    """No case with 5 tokens, two with 4096."""
+    lines = (ROOT / "tests/data/compare.jsonl").read_text()
+    path = tmp_path / "two.jsonl"
+    path.write_text(lines.replace('"tokens":16384,"batch":1', '"tokens":4096,"batch":2'))
+    with pytest.raises(ValueError, match="has not one case"):
+        fill_tables.filled(f"<!-- compare decode {tokens} {path} -->\n<!-- end -->")
