@@ -80,7 +80,7 @@ def decode(
         if q_root is None:
             q = where.tensor("q", q, dtype)
         else:
-            q_root = operator.index(q_root)
+            q_root = _checked_root(q_root)
     except Exception as problem:  # whatever it is, the other ranks must not be left waiting
         error = problem
     comm_.agree(comm, {} if error else {"q_root": q_root}, error)
@@ -319,6 +319,14 @@ def _checked_scale(scale: float) -> float:
     if not math.isfinite(value):
         raise ArgumentError(f"scale must be a finite number, not {scale!r}")
     return value
+
+
+def _checked_root(root: object) -> int:
+    """A whole number; that it is a rank is checked once all ranks know it."""
+    try:
+        return operator.index(root)  # type: ignore[arg-type]
+    except TypeError:
+        raise ArgumentError(f"q_root must be the number of a rank, not {root!r}") from None
 
 
 def _own_heads(heads: int, output: str, comm: Intracomm) -> slice:

@@ -242,6 +242,14 @@ def test_bad_arguments_raise_alike_on_every_rank(comm, case):
     assert comm.allgather(message) == [message] * comm.size
 
 
+def test_a_remedy_is_named(comm):
+    q, k, v, _ = made_up(comm, tokens=9)
+    with pytest.raises(treeattn.ArgumentError, match="q_root must be the number of a rank, not 'first'"):
+        treeattn.decode(q, k, v, comm=comm, q_root="first")
+    with pytest.raises(treeattn.BackendError, match="take a scheme with a schedule"):
+        treeattn.decode(*(a.astype("f8") for a in (q, k, v)), comm=comm, scheme="mpi_allreduce")
+
+
 @pytest.mark.parametrize("scheme", ["recursive_doubling", "mpi_allreduce"])
 def test_a_decoder_that_was_left_by_an_error_is_closed(comm, scheme):
     """Its next step must not return this rank's own part as if it were the whole."""

@@ -255,7 +255,8 @@ class MergeOperator:
         kernels, problem = _kernels()
         if kernels is None or self._dtype != np.float32:
             raise BackendError(
-                f"no compiled merge of {self._dtype} records: {problem or 'only float32 has one'}"
+                f"no compiled merge of {self._dtype} records ({problem or 'only float32 has one'}), which "
+                "mpi_allreduce needs: take a scheme with a schedule, such as recursive_doubling"
             )
         address: int | None = kernels.mpi_operator(ctypes.c_int64(self._width - partial.EXTRA))
         if address is None:
