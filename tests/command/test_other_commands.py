@@ -128,6 +128,13 @@ def test_bad_words(words):
     assert done.stdout == ""
 
 
+def test_roofline_beside_other_ranks_is_refused(tmp_path):
+    done = treeattn("roofline", "--tokens", "1k", "--json", tmp_path / "r.json", ranks=2)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "start it without mpiexec" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_roofline_reports_what_programs_read(tmp_path):
     done = treeattn(
         "roofline", "--tokens", "1k", "--groups", "2", "--dtypes", "float16", "--repeat", 1,

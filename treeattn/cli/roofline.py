@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from treeattn import files, report, roofline, roofline_cuda
+from treeattn import comm, files, report, roofline, roofline_cuda
 from treeattn.cli.numbers import number
 from treeattn.errors import ArgumentError
 
@@ -45,6 +45,10 @@ def command(
     of n bytes counts as 2n: "% of copy rate" is the bytes of the cache that attention reads per second,
     from a cold L2 cache, against 2n over the time of the copy.
     """
+    if comm.launched_as()[1] > 1:
+        raise ArgumentError(
+            "roofline measures one process, which others would slow down: start it without mpiexec"
+        )
     if device == "cuda" and threads is not None:
         raise ArgumentError("--threads is about the processor: leave it out with --device cuda")
     console = Console(stderr=True)
