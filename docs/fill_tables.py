@@ -4,6 +4,7 @@ A page has one of
 
     <!-- table FILE EXPERIMENT KIND INDEX -->     what `treeattn paper --json` wrote
     <!-- compare WHAT TOKENS FILE ... -->         what `treeattn compare --out` wrote, files side by side
+    <!-- beside FILE -->                          what `benchmarks/side_by_side.py --json` wrote
 
 and `<!-- end -->`; what stands between is replaced by that table of docs/results/FILE. Numbers are never
 typed by hand, and a test fails while a page shows others than the results.
@@ -24,11 +25,15 @@ DOCS = Path(__file__).resolve().parent
 PAPER = re.compile(r"<!-- table (\S+) (\S+) (model|measured) (\d+) -->\n.*?<!-- end -->", re.DOTALL)
 COMPARED = re.compile(r"<!-- compare (reduce|decode) (\d+)((?: \S+\.jsonl)+) -->\n.*?<!-- end -->", re.DOTALL)
 
+BESIDE = re.compile(r"<!-- beside (\S+) -->\n.*?<!-- end -->", re.DOTALL)
+KINDS = (PAPER, COMPARED, BESIDE)
+
 
 def filled(page: str) -> str:
     """The text of a page with every table as the results have it."""
     page = PAPER.sub(lambda block: _block(block[0], _of_the_paper(*block.groups())), page)
-    return COMPARED.sub(lambda block: _block(block[0], _compared(*block.groups())), page)
+    page = COMPARED.sub(lambda block: _block(block[0], _compared(*block.groups())), page)
+    return BESIDE.sub(lambda block: _block(block[0], _beside(*block.groups())), page)
 
 
 def _block(old: str, table: str) -> str:
@@ -96,12 +101,41 @@ def _traffic(row: Summary) -> list[str]:
     return [f"{count:,}" for count in sent["inter"]]
 
 
+def _beside(file: str) -> str:
+    """Our step, the other package's and bare reading; one column for each type."""
+    results = json.loads((DOCS / "results" / file).read_text())["results"]
+    columns = [_beside_cells(facts) for facts in results]
+    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    return _markdown(["", *(facts["dtype"] for facts in results)], rows)
+
+
+def _beside_cells(facts: dict[str, Any]) -> dict[str, str]:
+    times, errors, dtype = facts["milliseconds"], facts["errors"], facts["dtype"]
+    faster, slower = facts["times_faster"]["tree_attn_decode"]["median"], facts["times_reading"]["median"]
+    goal, most = facts["times_faster_goal"], facts["times_reading_goal"]
+    return {
+        "treeattn, ms": f"{times['treeattn']['median']:.1f}",
+        "`tree_attn_decode`, ms": f"{times['tree_attn_decode']['median']:.1f}",
+        "reading the shard once, both ranks at a time, ms": f"{times['reading the shard']['median']:.1f}",
+        "`tree_attn_decode` / treeattn": f"{faster:.2f}, goal {goal} {_verdict(faster >= goal)}",
+        "the most that any step could reach, by reading": f"{facts['times_faster_limit']['median']:.2f}",
+        "treeattn / reading": f"{slower:.2f}, goal {most} {_verdict(slower <= most)}",
+        "largest error, treeattn": f"{errors['treeattn']['max']:.1e}",
+        "rounded to the cache's type": f"{errors[f'treeattn, rounded to {dtype}']['max']:.1e}",
+        "largest error, `tree_attn_decode`": f"{errors['tree_attn_decode']['max']:.1e}",
+    }
+
+
+def _verdict(met: bool) -> str:
+    return "met" if met else "missed"
+
+
 def _markdown(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (headings, ["---"] * len(headings), *rows))
 
 
 if __name__ == "__main__":
-    for page in DOCS.glob("*.md"):
+    for page in [*DOCS.glob("*.md"), DOCS / "results/README.md"]:
         text = page.read_text()
         if filled(text) != text:
             page.write_text(filled(text))

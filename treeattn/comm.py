@@ -7,8 +7,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from treeattn.errors import ArgumentError, BackendError, TreeattnError
 
@@ -25,8 +25,11 @@ __all__ = [
     "node_groups",
     "node_local_rank",
     "started",
+    "together",
     "world",
 ]
+
+T = TypeVar("T")
 
 # (rank, size) as the launchers that we know put them into the environment of each process.
 _LAUNCHERS = (
@@ -88,6 +91,17 @@ def agree(comm: Intracomm, mine: Mapping[str, object], error: Exception | None =
                 f"{name} differs between ranks: {values[0]!r} on rank 0, {values[different[0]]!r} on rank "
                 f"{different[0]}; every rank must pass the same"
             )
+
+
+def together(comm: Intracomm, make: Callable[[], T]) -> T:
+    """Collective: what `make` makes on this rank; where it fails on one, every rank raises the same."""
+    error: Exception | None = None
+    try:
+        made = make()
+    except Exception as problem:  # whatever it is, the other ranks must not be left waiting
+        error = problem
+    agree(comm, {}, error)
+    return made
 
 
 def node_groups(comm: Intracomm) -> tuple[tuple[int, ...], ...]:

@@ -258,13 +258,12 @@ class Decoder:
                 f"transport={self.transport!r} moves records by the host, which a CUDA graph cannot: "
                 "a captured step needs transport='nccl', or one rank without a transport"
             )
-        error: Exception | None = None
-        try:
+
+        def check() -> None:
             if lengths is not self._device.admit(self.shape, q, k, v, lengths):
                 raise ArgumentError("lengths of a captured step must be an int64 device array")
-        except Exception as problem:  # whatever it is, the other ranks must not be left waiting
-            error = problem
-        comm_.agree(self._comm, {}, error)
+
+        comm_.together(self._comm, check)
         self(q, k, v, lengths)
         launch = self._device.capture(lambda: self(q, k, v, lengths))
         step = CapturedStep(launch, (self.out, self.lse), (self, q, k, v, lengths))

@@ -10,7 +10,6 @@ From the host there is one way, MPI. From GPUs there are three, each taken only 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from treeattn import comm as comm_
@@ -93,7 +92,7 @@ def _over_nccl(comm: Intracomm, runtime: Runtime, reduction: Reduction) -> Any:
     comm_.agree(comm, {}, None if problem is None else TransportError(problem))
     _check_one_gpu_each(comm, runtime)
     scheme, schedule, merge, buffer, group = reduction
-    communicator = _together(comm, lambda: nccl.connect(comm, runtime))
+    communicator = comm_.together(comm, lambda: nccl.connect(comm, runtime))
 
     def planned() -> Any:
         if schedule is not None:
@@ -101,21 +100,10 @@ def _over_nccl(comm: Intracomm, runtime: Runtime, reduction: Reduction) -> Any:
         return NcclAllreduce(communicator, merge, buffer, runtime, int(parse(scheme)[1].get("calls", "2")))
 
     try:
-        return _together(comm, planned)
+        return comm_.together(comm, planned)
     except TreeattnError:
         communicator.abort()
         raise
-
-
-def _together(comm: Intracomm, make: Callable[[], Any]) -> Any:
-    """What `make` makes; where it fails on one rank, every rank raises the same. Collective."""
-    made, error = None, None
-    try:
-        made = make()
-    except Exception as problem:  # whatever it is, the other ranks must not be left waiting
-        error = problem
-    comm_.agree(comm, {}, error)
-    return made
 
 
 def shared_gpu(comm: Intracomm, runtime: Runtime) -> str | None:
@@ -151,7 +139,7 @@ def _over_cuda_mpi(comm: Intracomm, runtime: Runtime, reduction: Reduction) -> A
     comm_.agree(comm, {}, problem)
     _, schedule, merge, buffer, group = reduction
     assert schedule is not None
-    return _together(comm, lambda: Reducer(comm, schedule, merge, buffer, group, runtime))
+    return comm_.together(comm, lambda: Reducer(comm, schedule, merge, buffer, group, runtime))
 
 
 def _over_mpi(comm: Intracomm, reduction: Reduction) -> Any:
@@ -159,7 +147,7 @@ def _over_mpi(comm: Intracomm, reduction: Reduction) -> Any:
     if reduction.schedule is None:
         from treeattn.collectives.libraries.mpi_allreduce import MpiAllreduce
 
-        _together(comm, reduction.merge.mpi_function)
+        comm_.together(comm, reduction.merge.mpi_function)
         return MpiAllreduce(comm, reduction.merge, reduction.buffer)
     from treeattn.collectives.executors.mpi import Reducer
 
@@ -172,7 +160,7 @@ class Staged:
     def __init__(self, comm: Intracomm, runtime: Runtime, reduction: Reduction) -> None:
         """Collective."""
         self._runtime, self._buffer = runtime, reduction.buffer
-        self._host = _together(comm, lambda: runtime.pinned(self._buffer.shape, self._buffer.dtype))
+        self._host = comm_.together(comm, lambda: runtime.pinned(self._buffer.shape, self._buffer.dtype))
         merge = cpu.MergeOperator(reduction.merge.width - partial.EXTRA, reduction.merge.dtype)
         self._reducer = _over_mpi(comm, reduction._replace(merge=merge, buffer=self._host))
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
+from treeattn.collectives.libraries.nccl import Communicator
 from treeattn.collectives.memory import Stream
-from treeattn.errors import TransportError
+from treeattn.errors import ScheduleError, TransportError
 
-__all__ = ["Captured"]
+__all__ = ["Captured", "CapturedReducer"]
 
 
 class Captured:
@@ -42,3 +45,46 @@ class Captured:
     def drop(self) -> None:
         """Give the graph back, before the communicator that it uses."""
         self._launch = None
+
+
+class CapturedReducer(ABC):
+    """What reducers over NCCL have in common: a captured step, and their end.
+
+    It owns `communicator`. A call queues one step and does not wait; from the second one on it is one launch
+    of a CUDA graph. Collective. Raises `ScheduleError` for a step after its end.
+    """
+
+    def __init__(self, name: str, communicator: Communicator, stream: Stream) -> None:
+        self._name, self._communicator, self._stream = name, communicator, stream
+        self._step = Captured(stream, self._queue)
+        self._closed = False
+
+    @abstractmethod
+    def _queue(self) -> None:
+        """Queue one step."""
+
+    def __call__(self) -> None:
+        """Queue one whole step."""
+        if self._closed:
+            raise ScheduleError(f"{self._name}: a step on a reducer that is closed")
+        self._step()
+
+    def close(self) -> None:
+        """After the work that was queued: give graph and communicator back. Collective."""
+        if not self._closed:
+            self._closed = True
+            self._stream.synchronize()
+            self._step.drop()
+            self._communicator.close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        # Closing is collective: where this rank fails alone, nobody can be waited for.
+        if exception[0] is None:
+            self.close()
+        elif not self._closed:
+            self._closed = True
+            self._step.drop()
+            self._communicator.abort()

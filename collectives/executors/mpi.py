@@ -6,15 +6,13 @@ persistent requests (MPI standard, section 3.9): a step starts them round by rou
 
 from __future__ import annotations
 
-import atexit
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
 from treeattn.collectives.check import Certificate, prove
-from treeattn.collectives.executors import rounds
+from treeattn.collectives.executors import persistent, rounds
 from treeattn.collectives.memory import HOST, Memory
 from treeattn.collectives.operator import Operator
 from treeattn.collectives.schedule import Schedule
@@ -28,16 +26,6 @@ class _PlannedRound(NamedTuple):
 
     requests: list[MPI.Prequest]
     actions: list[Callable[[], object]]
-
-
-# Persistent requests must be gone before MPI_Finalize, also when nobody closed their reducer.
-_open: weakref.WeakSet[Reducer] = weakref.WeakSet()
-
-
-@atexit.register
-def _free_requests_at_exit() -> None:
-    for reducer in list(_open):
-        reducer._free_requests()
 
 
 class Reducer:
@@ -80,7 +68,7 @@ class Reducer:
         self._steps = [self._requests(round_) for round_ in planned]
         self._started = False
         self._closed = False
-        _open.add(self)
+        persistent.free_at_exit(self)
 
     @property
     def certificate(self) -> Certificate:
@@ -122,7 +110,7 @@ class Reducer:
             return
         if self._started:
             self.wait()
-        self._free_requests()
+        self.free_requests()
         self._comm.Free()
         self._closed = True
 
@@ -134,10 +122,11 @@ class Reducer:
         if exception[0] is None:
             self.close()
         else:
-            self._free_requests()
+            self.free_requests()
             self._closed = True
 
-    def _free_requests(self) -> None:
+    def free_requests(self) -> None:
+        """Free the requests, unless a step is in flight. Not collective."""
         if self._started:
             return  # messages may be in flight: freeing them now would be an error of its own
         for step in self._steps:

@@ -10,7 +10,7 @@ from typing import Any
 
 from treeattn.collectives.check import Certificate, prove
 from treeattn.collectives.executors import rounds
-from treeattn.collectives.executors.captured import Captured
+from treeattn.collectives.executors.captured import CapturedReducer
 from treeattn.collectives.libraries.nccl import Communicator
 from treeattn.collectives.memory import Stream
 from treeattn.collectives.operator import Operator
@@ -20,7 +20,7 @@ from treeattn.errors import ScheduleError
 __all__ = ["Reducer"]
 
 
-class Reducer:
+class Reducer(CapturedReducer):
     """A planned reduction of `buffer` in place over all ranks of `communicator`, which it then owns.
 
     buffer, group and results: as for `executors.mpi.Reducer`, but in the memory of a GPU. A call queues one
@@ -49,18 +49,13 @@ class Reducer:
         records = buffer.reshape(-1, group * operator.width)
         self.schedule = schedule
         self.certificate: Certificate = proof.certificate
-        self._communicator = communicator
-        self._stream = stream
         self._rounds = list(rounds.plan(schedule, proof, communicator.rank, records, operator, stream))
-        self._step = Captured(stream, self._queue) if self._rounds else None
-        self._closed = False
+        super().__init__(schedule.name, communicator, stream)
 
     def __call__(self) -> None:
-        """Queue one whole step."""
-        if self._closed:
-            raise ScheduleError(f"{self.schedule.name}: a step on a reducer that is closed")
-        if self._step is not None:
-            self._step()
+        """Queue one whole step; a rank alone has none."""
+        if self._rounds or self._closed:
+            super().__call__()
 
     def _queue(self) -> None:
         communicator = self._communicator
@@ -73,27 +68,3 @@ class Reducer:
             communicator.group_end()
             for action in round_.actions:
                 action()
-
-    def close(self) -> None:
-        """After the work that was queued: give graph and communicator back. Collective."""
-        if not self._closed:
-            self._closed = True
-            self._stream.synchronize()
-            self._forget()
-            self._communicator.close()
-
-    def __enter__(self) -> Reducer:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        # Closing is collective: where this rank fails alone, nobody can be waited for.
-        if exception[0] is None:
-            self.close()
-        elif not self._closed:
-            self._closed = True
-            self._forget()
-            self._communicator.abort()
-
-    def _forget(self) -> None:
-        if self._step is not None:
-            self._step.drop()

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 from mpi4py import MPI
 
+from treeattn.collectives.libraries.collective import CollectiveReducer
 from treeattn.collectives.operator import Operator
-from treeattn.errors import BackendError, ScheduleError
+from treeattn.errors import BackendError
 
 __all__ = ["MpiAllreduce"]
 
@@ -27,56 +28,33 @@ class MpiOperator(Operator, Protocol):
         """Address of an MPI_User_function that merges records. Raises `BackendError` where there is none."""
 
 
-class MpiAllreduce:
-    """A reducer (see `executors.mpi.Reducer`) over the library's own allreduce. Creating it is collective.
-
-    A call is one blocking MPI_Allreduce; ``start()`` and ``wait()`` are MPI_Iallreduce, which may choose
-    another algorithm. Raises `BackendError` without compiled kernels.
+class MpiAllreduce(CollectiveReducer):
+    """The library's own allreduce: a call is MPI_Allreduce; ``start()`` and ``wait()`` are MPI_Iallreduce,
+    which may choose another algorithm. Raises `BackendError` without compiled kernels.
     """
 
-    def __init__(self, comm: MPI.Intracomm, operator: MpiOperator, buffer: Any) -> None:
-        if not buffer.flags.c_contiguous or buffer.dtype != operator.dtype:
-            raise ScheduleError(f"mpi_allreduce: the buffer must be C-contiguous {operator.dtype}")
-        self._op = _operator(operator.mpi_function())
-        self._comm = comm.Dup()
-        self._record = MPI._typedict[operator.dtype.char].Create_contiguous(operator.width).Commit()
-        self._buffer = [buffer, buffer.size // operator.width, self._record]
-        self._request: MPI.Request | None = None
-        self._closed = False
+    name = "mpi_allreduce"
 
-    def __call__(self) -> None:
-        """One whole step."""
-        if self._closed or self._request is not None:
-            raise ScheduleError("mpi_allreduce: a step on a reducer that is closed or already running")
+    def __init__(self, comm: MPI.Intracomm, operator: MpiOperator, buffer: Any) -> None:
+        self._op = _operator(operator.mpi_function())
+        super().__init__(comm, operator, buffer)
+        self._record = MPI._typedict[operator.dtype.char].Create_contiguous(operator.width).Commit()
+        self._buffer = [buffer, len(self._records), self._record]
+
+    def _step(self) -> None:
         self._comm.Allreduce(MPI.IN_PLACE, self._buffer, self._op)
 
-    def start(self) -> None:
-        """Begin a step."""
-        if self._closed or self._request is not None:
-            raise ScheduleError("mpi_allreduce: start() on a reducer that is closed or already running")
-        self._request = self._comm.Iallreduce(MPI.IN_PLACE, self._buffer, self._op)
+    def _begin(self) -> MPI.Request:
+        return self._comm.Iallreduce(MPI.IN_PLACE, self._buffer, self._op)
 
-    def wait(self) -> None:
-        """Finish the step that `start` began."""
-        if self._request is None:
-            raise ScheduleError("mpi_allreduce: wait() without start()")
-        self._request.Wait()
-        self._request = None
+    def _complete(self) -> None:
+        """The one collective was all."""
 
     def close(self) -> None:
-        """Free datatype and communicator. Collective; a second call does nothing."""
+        """Free datatype and communicator, after a step in flight. Collective; twice does nothing more."""
         if not self._closed:
+            super().close()
             self._record.Free()
-            self._comm.Free()
-            self._closed = True
-
-    def __enter__(self) -> MpiAllreduce:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if exception[0] is None:
-            self.close()
-        self._closed = True
 
 
 # One operator per function, made once and kept: it must outlive every reduction that uses it.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from treeattn.collectives.executors.captured import Captured
+from treeattn.collectives.executors.captured import CapturedReducer
 from treeattn.collectives.libraries.nccl import Communicator
 from treeattn.collectives.memory import Stream
 from treeattn.collectives.operator import Operator
@@ -27,7 +27,7 @@ class RescalingOperator(Operator, Protocol):
         """Multiply each of [records, width] by exp(its maximum - maxima[..]); leave that maximum or 0."""
 
 
-class NcclAllreduce:
+class NcclAllreduce(CapturedReducer):
     """A reducer (see `executors.nccl.Reducer`) over NCCL's all-reduce. `calls`: 2, or the paper's 3.
 
     With two calls the records themselves are summed: all ranks but the first leave 0 for the maximum. With
@@ -46,8 +46,7 @@ class NcclAllreduce:
             raise ScheduleError(f"nccl_allreduce: calls={calls!r} must be 2 or 3")
         if not buffer.flags.c_contiguous or buffer.dtype != operator.dtype:
             raise ScheduleError(f"nccl_allreduce: the buffer must be C-contiguous {operator.dtype}")
-        self._communicator = communicator
-        self._stream = stream
+        super().__init__("nccl_allreduce", communicator, stream)
         self._records = records = buffer.reshape(-1, operator.width)
         self._maxima = stream.empty(records.shape[:1], records.dtype)
         # Views of the records, and where they travel: sums of contiguous memory only.
@@ -55,14 +54,6 @@ class NcclAllreduce:
         self._travelling = [stream.empty(part.shape, part.dtype) for part in self._apart]
         keeps = calls == 3 or communicator.rank == 0
         self._rescale = operator.planned_rescale(records, self._maxima, keeps)
-        self._step = Captured(stream, self._queue)
-        self._closed = False
-
-    def __call__(self) -> None:
-        """Queue one whole step."""
-        if self._closed:
-            raise ScheduleError("nccl_allreduce: a step on a reducer that is closed")
-        self._step()
 
     def _queue(self) -> None:
         copy, all_reduce = self._stream.copy, self._communicator.all_reduce
@@ -75,22 +66,3 @@ class NcclAllreduce:
             copy(travelling, part)
             all_reduce(travelling, "sum")
             copy(part, travelling)
-
-    def close(self) -> None:
-        """After the work that was queued: give graph and communicator back. Collective."""
-        if not self._closed:
-            self._closed = True
-            self._stream.synchronize()
-            self._step.drop()
-            self._communicator.close()
-
-    def __enter__(self) -> NcclAllreduce:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if exception[0] is None:
-            self.close()
-        elif not self._closed:
-            self._closed = True
-            self._step.drop()
-            self._communicator.abort()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.made_partials import own_part, partials
 from treeattn import collectives
 from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives.executors import loopback
@@ -16,29 +17,11 @@ HEAD_DIM = 16
 OPERATOR = MergeOperator(HEAD_DIM, np.dtype(np.float32))
 
 
-def partials(size, records, seed=0):
-    """One rank's partials per entry; some are empty."""
-    draw = np.random.default_rng(seed)
-    arrays = draw.standard_normal((size, records, HEAD_DIM + 2)).astype(np.float32)
-    arrays[..., 0] *= 20
-    arrays[..., 1] = np.abs(arrays[..., 1]) + 1
-    empty = draw.random((size, records)) < 0.2
-    arrays[empty] = 0
-    arrays[empty, 0] = -np.inf
-    return list(arrays)
-
-
-def own_part(schedule, rank, buffer):
-    if schedule.result == "replicated":
-        return buffer
-    return buffer[schedule.chunk_slice(range(rank, rank + 1), len(buffer))]
-
-
 @pytest.mark.parametrize("records", [1, 3, 16])
 @pytest.mark.parametrize("scheme", collectives.names("schedule"))
 def test_same_bits_as_loopback(comm, scheme, records):
     schedule = collectives.build(scheme, comm.size)
-    values = partials(comm.size, records)
+    values = partials(comm.size, records, HEAD_DIM)
     wanted = loopback.run(schedule, values, OPERATOR)[comm.rank]
     buffer = values[comm.rank].copy()
     with Reducer(comm, schedule, OPERATOR, buffer) as reducer:
@@ -54,7 +37,7 @@ def test_unlike_nodes(comm):
     cut = max(1, comm.size // 3)
     nodes = tuple(tuple(part) for part in (order[:cut], order[cut:]) if part)
     schedule = collectives.build("hierarchical:inner=chain", comm.size, nodes=nodes)
-    values = partials(comm.size, 5, seed=1)
+    values = partials(comm.size, 5, HEAD_DIM, seed=1)
     buffer = values[comm.rank].copy()
     with Reducer(comm, schedule, OPERATOR, buffer) as reducer:
         reducer()
@@ -73,7 +56,7 @@ def test_swap_in_one_round_reads_the_state_before_it(comm, records):
     swap = tuple(Transfer(*ends, range(1), False) for a, b in pairs for ends in ((a, b), (b, a)))
     total = collectives.build("recursive_doubling", comm.size)
     schedule = Schedule("swap first", comm.size, 1, ((swap,) if swap else ()) + total.rounds)
-    values = partials(comm.size, records, seed=2)
+    values = partials(comm.size, records, HEAD_DIM, seed=2)
     buffer = values[comm.rank].copy()
     with Reducer(comm, schedule, OPERATOR, buffer) as reducer:
         reducer()
@@ -82,7 +65,7 @@ def test_swap_in_one_round_reads_the_state_before_it(comm, records):
 
 def test_start_and_wait_leave_room_for_other_work(comm):
     schedule = collectives.build("recursive_doubling", comm.size)
-    values = partials(comm.size, 4, seed=3)
+    values = partials(comm.size, 4, HEAD_DIM, seed=3)
     buffer = values[comm.rank].copy()
     with Reducer(comm, schedule, OPERATOR, buffer) as reducer:
         reducer.start()
@@ -93,7 +76,7 @@ def test_start_and_wait_leave_room_for_other_work(comm):
 
 def test_close_finishes_a_step_in_flight(comm):
     schedule = collectives.build("recursive_doubling", comm.size)
-    values = partials(comm.size, 4, seed=6)
+    values = partials(comm.size, 4, HEAD_DIM, seed=6)
     buffer = values[comm.rank].copy()
     reducer = Reducer(comm, schedule, OPERATOR, buffer)
     reducer.start()
@@ -103,7 +86,7 @@ def test_close_finishes_a_step_in_flight(comm):
 
 def test_two_reducers_in_flight_do_not_mix(comm):
     schedule = collectives.build("binary_tree", comm.size)
-    first, second = partials(comm.size, 2, seed=4), partials(comm.size, 2, seed=5)
+    first, second = partials(comm.size, 2, HEAD_DIM, seed=4), partials(comm.size, 2, HEAD_DIM, seed=5)
     a, b = first[comm.rank].copy(), second[comm.rank].copy()
     with Reducer(comm, schedule, OPERATOR, a) as one, Reducer(comm, schedule, OPERATOR, b) as other:
         one.start()

@@ -8,6 +8,7 @@ from catalog_variants import VARIANTS, label
 from fake_nccl import Fabric, Hang, QueuedOperator
 from test_loopback import built
 
+from tests.made_partials import own_part, partials
 from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives import Schedule, Transfer, build
 from treeattn.collectives.executors import loopback
@@ -18,18 +19,6 @@ from treeattn.errors import ScheduleError, TransportError
 OPERATOR = MergeOperator(8)
 
 
-def partials(size, records, seed=0):
-    """One rank's partials per entry; some are empty."""
-    draw = np.random.default_rng(seed)
-    arrays = draw.standard_normal((size, records, 10)).astype(np.float32)
-    arrays[..., 0] *= 20
-    arrays[..., 1] = np.abs(arrays[..., 1]) + 1
-    empty = draw.random((size, records)) < 0.2
-    arrays[empty] = 0
-    arrays[empty, 0] = -np.inf
-    return list(arrays)
-
-
 def reducers(fabric, schedule, buffers):
     return [
         Reducer(stream, schedule, QueuedOperator(OPERATOR, stream), buffer, stream)
@@ -37,18 +26,12 @@ def reducers(fabric, schedule, buffers):
     ]
 
 
-def own_part(schedule, rank, buffer):
-    if schedule.result == "replicated":
-        return buffer
-    return buffer[schedule.chunk_slice(range(rank, rank + 1), len(buffer))]
-
-
 @pytest.mark.parametrize("variant", VARIANTS, ids=label)
 def test_same_bits_as_loopback(variant):
     """The first step as it is, the second captured, the third launched again."""
     for size in range(1, 10):
         schedule = built(variant, size)
-        values = partials(size, 7, seed=size)
+        values = partials(size, 7, 8, seed=size)
         wanted = loopback.run(schedule, values, OPERATOR)
         fabric = Fabric(size, seed=size)
         buffers = [value.copy() for value in values]
@@ -71,7 +54,7 @@ def test_swap_in_one_round_reads_the_state_before_it():
     swap = (Transfer(0, 1, range(1), False), Transfer(1, 0, range(1), False))
     schedule = Schedule("swap first", 2, 1, (swap, *build("recursive_doubling", 2).rounds))
     for seed in range(4):  # messages move in either order
-        values = partials(2, 5)
+        values = partials(2, 5, 8)
         buffers = [value.copy() for value in values]
         fabric = Fabric(2, seed)
         for step in reducers(fabric, schedule, buffers):
@@ -96,7 +79,7 @@ def test_whole_groups_of_records_travel():
     """A chunk is never cut within a group: two groups over four chunks leave two of them empty."""
     schedule = build("ring", 4)
     fabric = Fabric(4)
-    values = partials(4, 6)
+    values = partials(4, 6, 8)
     buffers = [value.copy() for value in values]
     for stream, buffer in zip(fabric.streams, buffers, strict=True):
         Reducer(stream, schedule, QueuedOperator(OPERATOR, stream), buffer, stream, group=3)()

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from treeattn.baselines.collective import CollectiveReducer
 from treeattn.baselines.sent import Sent
+from treeattn.collectives.libraries.collective import CollectiveReducer
 from treeattn.collectives.operator import Operator
 
 __all__ = ["HeadAllToAll"]

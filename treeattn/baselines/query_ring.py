@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import weakref
 from typing import Any
 
 import numpy as np
@@ -11,6 +9,7 @@ from mpi4py import MPI
 
 from treeattn.arguments import Shape
 from treeattn.backends import cpu
+from treeattn.collectives.executors import persistent
 from treeattn.collectives.operator import Operator
 from treeattn.errors import ScheduleError
 
@@ -52,7 +51,7 @@ class QueryRing:
         self._plan_hops(merge)
         self._plan_gathering()
         self._running = self._closed = False
-        _open.add(self)
+        persistent.free_at_exit(self)
 
     @property
     def sent(self) -> list[tuple[int, int]]:
@@ -147,7 +146,7 @@ class QueryRing:
             return
         if self._running:
             self()
-        self._free_requests()
+        self.free_requests()
         self._comm.Free()
         self._closed = True
 
@@ -161,10 +160,11 @@ class QueryRing:
         elif not self._closed:
             if self._running:
                 _abandoned.append(self)
-            self._free_requests()
+            self.free_requests()
             self._closed = True
 
-    def _free_requests(self) -> None:
+    def free_requests(self) -> None:
+        """Free the requests, unless a step is in flight. Not collective."""
         if self._running:
             return  # messages may be in flight: freeing them now would be an error of its own
         for request in self._receives + self._sends:
@@ -172,13 +172,5 @@ class QueryRing:
         self._receives, self._sends = [], []
 
 
-# Persistent requests must be gone before MPI_Finalize, also when nobody closed their ring.
-_open: weakref.WeakSet[QueryRing] = weakref.WeakSet()
 # Rings that an error left in the middle of a step: messages may still arrive in their memory.
 _abandoned: list[QueryRing] = []
-
-
-@atexit.register
-def _free_requests_at_exit() -> None:
-    for ring in list(_open):
-        ring._free_requests()

@@ -8,8 +8,8 @@ import numpy as np
 from mpi4py import MPI
 
 from treeattn.backends.rescale import planned_rescale
-from treeattn.baselines.collective import CollectiveReducer
 from treeattn.baselines.sent import Sent
+from treeattn.collectives.libraries.collective import CollectiveReducer
 from treeattn.collectives.operator import Operator
 
 __all__ = ["ThreeAllreduce"]

@@ -92,16 +92,15 @@ def command(
 def _placed(world: Any, problem: Problem, name: str) -> tuple[Device, tuple[Any, ...]]:
     """The device of this rank, and q, k, v and lengths on it. Ranks of a node take GPUs in turn."""
     local = comm_.node_local_rank(world)
-    error: Exception | None = None
-    try:
+
+    def place() -> tuple[Device, tuple[Any, ...]]:
         if name == "cuda":
             cupy_runtime.choose(local)
         device = devices.find(name)
         arrays = (problem.q, problem.k, problem.v, problem.lengths)
-        inputs = tuple(None if array is None else device.from_host(array) for array in arrays)
-    except Exception as problem_here:  # whatever it is, the other ranks must not be left waiting
-        error = problem_here
-    comm_.agree(world, {}, error)
+        return device, tuple(None if array is None else device.from_host(array) for array in arrays)
+
+    device, inputs = comm_.together(world, place)
     shared = transports.shared_gpu(world, device.runtime) if isinstance(device, devices.Cuda) else None
     if shared and world.rank == 0:
         warnings.warn(f"{shared}: times include waiting for each other", RuntimeWarning, stacklevel=2)

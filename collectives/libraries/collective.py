@@ -7,7 +7,6 @@ from typing import Any
 
 from mpi4py import MPI
 
-from treeattn.baselines.sent import Sent
 from treeattn.collectives.operator import Operator
 from treeattn.errors import ScheduleError
 
@@ -34,11 +33,6 @@ class CollectiveReducer(ABC):
 
     name: str
     """The scheme."""
-
-    @property
-    @abstractmethod
-    def sent(self) -> Sent:
-        """What this rank hands to the library in a step; the number of messages is the library's."""
 
     @abstractmethod
     def _step(self) -> None:
