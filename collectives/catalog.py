@@ -43,7 +43,8 @@ class Scheme:
     scattered: leaves rank r of p only the r-th of p slices of the result.
     A row of kind ``"library"`` has no generator: the library decides what it does, `description` says what
     is known. Rows of kind ``"baseline"`` stand in a list of their own, `treeattn.baselines`: their generator
-    makes no schedule. devices: where it runs; elsewhere: what to take on the others.
+    makes no schedule. fused: it computes partials while it communicates, so it has no reduction of its own.
+    devices: where it runs; elsewhere: what to take on the others.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Scheme:
     restriction: str = "none"
     rooted: bool = False
     scattered: bool = False
+    fused: bool = False
     kind: Literal["schedule", "library", "baseline"] = "schedule"
     description: str = ""
     devices: tuple[str, ...] = ("cpu", "cuda")

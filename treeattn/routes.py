@@ -21,7 +21,17 @@ from treeattn.errors import RestrictionError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["CATALOG", "Reduction", "Route", "canonical", "check_output", "plan", "scattered", "schedule"]
+__all__ = [
+    "CATALOG",
+    "Reduction",
+    "Route",
+    "canonical",
+    "check_output",
+    "fused",
+    "plan",
+    "scattered",
+    "schedule",
+]
 
 #: Every scheme that ``scheme=`` takes: schedules, library reductions, baselines.
 CATALOG = catalog.CATALOG | baselines.BASELINES
@@ -79,6 +89,11 @@ def _built(scheme: str, size: int, nodes: tuple[tuple[int, ...], ...] | None) ->
 def scattered(scheme: str) -> bool:
     """Whether the scheme leaves each rank its slice of heads only."""
     return _row(scheme).scattered
+
+
+def fused(scheme: str) -> bool:
+    """Whether the scheme attends while it communicates, so that it has no reduction apart from the step."""
+    return _row(scheme).fused
 
 
 def check_output(scheme: str, output: str) -> None:

@@ -100,10 +100,15 @@ BASELINES: dict[str, Scheme] = {
                     choices=("partial", "full"),
                 ),
             ),
+            fused=True,
             kind="baseline",
         ),
         Scheme(
-            "query_ring", _query_ring, "(p-1) (alpha + n/p beta) + alpha + (p-1) n/p beta", kind="baseline"
+            "query_ring",
+            _query_ring,
+            "(p-1) (alpha + n/p beta) + alpha + (p-1) n/p beta",
+            fused=True,
+            kind="baseline",
         ),
         Scheme(
             "three_allreduce",

@@ -15,18 +15,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from treeattn import report
+from treeattn import report, routes
 from treeattn.errors import TreeattnError
 from treeattn.study.measure import Bench, Effort
-from treeattn.study.results import Key
+from treeattn.study.results import FLOOR, NULL, Key
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 __all__ = ["Block", "Sweep", "keys", "meet_asleep"]
-
-#: Schemes that attend and communicate at once, so that only their whole step can be timed.
-COMPUTE_WHILE_COMMUNICATING = ("kv_ring", "query_ring")
 
 
 class Block(NamedTuple):
@@ -40,7 +37,7 @@ def keys(schemes: Sequence[str], **lists: Sequence[Any]) -> list[Key]:
     """The product of all lists (fields of `Key`), schemes last: neighbours differ in the scheme alone.
 
     kv_heads 0 stands for as many as heads. A reduction has no tokens, so of its keys those that differ in
-    nothing else are one; and the rings have no reduction apart from the step.
+    nothing else are one; and schemes that attend and communicate at once have none apart from the step.
     """
     names, values = list(lists), lists.values()
     found = []
@@ -56,7 +53,7 @@ def keys(schemes: Sequence[str], **lists: Sequence[Any]) -> list[Key]:
 
 
 def _exists(scheme: str, what: str) -> bool:
-    return what == "decode" or scheme.partition(":")[0] not in COMPUTE_WHILE_COMMUNICATING
+    return what == "decode" or scheme in (NULL, FLOOR) or not routes.fused(scheme)
 
 
 @dataclass(slots=True)
