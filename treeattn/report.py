@@ -18,7 +18,7 @@ from treeattn import comm as comm_
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["as_json", "as_json_line", "cpu_name", "node_load", "placement", "software"]
+__all__ = ["as_json", "as_json_line", "cpu_name", "kernel", "node_load", "placement", "software"]
 
 
 def as_json(facts: Any) -> bytes:
@@ -79,20 +79,20 @@ def placement(comm: Intracomm) -> list[dict[str, Any]]:
         "cpu": cpu_name(),
         "cores": len(cores),
     }
-    everyone = comm.allgather((mine, _kernel(), cores))
-    return [entry | _machine(kernel, everyone) for entry, kernel, _ in everyone]
+    everyone = comm.allgather((mine, kernel(), cores))
+    return [entry | _machine(name, everyone) for entry, name, _ in everyone]
 
 
-def _machine(kernel: str, everyone: list[tuple[dict[str, Any], str, set[int]]]) -> dict[str, int]:
+def _machine(own: str, everyone: list[tuple[dict[str, Any], str, set[int]]]) -> dict[str, int]:
     kernels = list(dict.fromkeys(name for _, name, _ in everyone))
-    together = set[int]().union(*(cores for _, name, cores in everyone if name == kernel))
-    return {"machine": kernels.index(kernel), "machine_cores": len(together)}
+    together = set[int]().union(*(cores for _, name, cores in everyone if name == own))
+    return {"machine": kernels.index(own), "machine_cores": len(together)}
 
 
-def _kernel() -> str:
+def kernel() -> str:
     """What processes have in common if they run under the same kernel: its boot, else the host's name."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname()
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from treeattn import report
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -95,9 +96,8 @@ def on_common_clock(instants: Any, before: Offset, after: Offset) -> Any:
 
 
 def _identity() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     try:
         namespace = os.readlink("/proc/self/ns/time")
     except OSError:  # a kernel older than time namespaces
         namespace = "none"
-    return f"{boot} {namespace}"
+    return f"{report.kernel()} {namespace}"

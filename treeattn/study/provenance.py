@@ -35,9 +35,11 @@ def provenance(world: Intracomm, options: dict[str, Any], used: int | None = Non
     ranks = report.placement(world)
     clock = Clock(world)
     error = max(world.allgather(clock.compare().error)) / 1000
+    # Asked once: it starts processes, and reads the whole checkout.
+    software = world.bcast(report.software() | {"isa": compile.chosen_isa()} if world.rank == 0 else None)
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "software": report.software() | {"isa": compile.chosen_isa()},
+        "software": software,
         "ranks": ranks,
         "gpu": _gpus() if world.rank == 0 else None,
         "environment": {
