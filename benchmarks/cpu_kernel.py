@@ -19,8 +19,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from treeattn import partial, report, roofline
-from treeattn.backends import compile, cpu
+from treeattn import partial
+from treeattn.backends import cpu
+from treeattn.backends.cpu import compile
+from treeattn.study import environment
+from treeattn.study.roofline import cpu as roofline
 
 
 def best_microseconds(run: Any, calls: int, repeats: int = 500) -> float:
@@ -98,10 +101,14 @@ def main() -> None:
     if options.one:
         print(json.dumps(one_isa(options.repeats, options.threads)))
         return
-    software = report.software()
+    software = environment.software()
     results = every_isa(options.repeats, options.threads)
     if options.json:
-        machine = {"cpu": report.cpu_name(), "cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()}
+        machine = {
+            "cpu": environment.cpu_name(),
+            "cores": len(os.sched_getaffinity(0)),
+            "load": os.getloadavg(),
+        }
         text = json.dumps({"software": software, "machine": machine, "results": results}, indent=1)
         options.json.write_text(text + "\n")
 

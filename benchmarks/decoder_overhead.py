@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 
 import treeattn
-from treeattn import comm, report
+from treeattn import comm
 from treeattn.backends import cpu
+from treeattn.study import environment
 
 
 def microseconds(run, iterations: int = 2000) -> float:
@@ -58,7 +59,7 @@ def main() -> None:
             f"{name:24s} {value:7.2f} us, {value - medians['bare kernels']:6.2f} more than the bare kernels"
         )
     if options.json:
-        facts = {"software": report.software(), "cpu": report.cpu_name(), "median_us": medians}
+        facts = {"software": environment.software(), "cpu": environment.cpu_name(), "median_us": medians}
         options.json.write_text(json.dumps(facts, indent=1) + "\n")
 
 

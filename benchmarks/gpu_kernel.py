@@ -3,7 +3,7 @@
     python benchmarks/gpu_kernel.py [--json FILE]
 
 One query, bfloat16, head_dim 128, batch 1, cold L2 cache. Goals: 85 percent of the device-to-device copy rate
-at 65536 tokens and 92 from 262144 (percent as in treeattn.roofline_cuda); at most 6 microseconds over
+at 65536 tokens and 92 from 262144 (percent as in treeattn.study.roofline.cuda); at most 6 microseconds over
 bytes / copy rate at 1024 to 4096 tokens; ahead of every other from 32768 tokens; combining the splits and
 finishing add at most 5 microseconds; a captured step is one launch of a graph.
 
@@ -24,10 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from treeattn import report, roofline_cuda
-from treeattn.backends import cuda, cupy_runtime
+from treeattn.backends import cuda
+from treeattn.backends.cuda import cupy_runtime
 from treeattn.errors import BackendError
-from treeattn.roofline_cuda import HEAD_DIM
+from treeattn.study import environment
+from treeattn.study.roofline import cuda as roofline_cuda
+from treeattn.study.roofline.cuda import HEAD_DIM
 
 SHAPES = ((16, 16), (32, 8))  # query heads, KV heads
 TOKENS = (1024, 2048, 4096, 16384, 32768, 65536, 262144, 1048576)
@@ -264,14 +266,14 @@ def main() -> None:
         missing.append(f"no torch to compare with ({absent['torch']}): pip install torch, or give --alone")
     if any(missing):
         sys.exit("\n".join(f"gpu_kernel.py: {line}" for line in missing if line))
-    from treeattn.backends.cupy_stopwatch import CupyStopwatch
+    from treeattn.backends.cuda.cupy_stopwatch import CupyStopwatch
 
     stopwatch = CupyStopwatch()
     present = [name for name in OTHERS if absent[name] is None]
     others = {name: functools.partial(captured_by_torch, OTHERS[name]) for name in present}
     results = run(stopwatch, others, options.repeats)
     versions = {name: getattr(sys.modules[name], "__version__", None) for name in present}
-    facts = {"software": report.software(), "others": versions, "not compared with": absent}
+    facts = {"software": environment.software(), "others": versions, "not compared with": absent}
     if options.json:
         text = json.dumps(facts | {"device": stopwatch.facts(), **results}, indent=1)
         options.json.write_text(text + "\n")

@@ -11,8 +11,9 @@ import json
 import time
 from pathlib import Path
 
-from treeattn import collectives, report
+from treeattn import collectives
 from treeattn.errors import RestrictionError
+from treeattn.study import environment
 
 
 def measure(scheme: str, ranks: int, repeats: int) -> dict:
@@ -51,7 +52,7 @@ def main() -> None:
             seconds = f"{row['generate_s'] + row['check_s']:6.2f} s ({row['check_s']:.2f} checking)"
             print(f"{row['scheme']:36s} {row['transfers']:7d} transfers {seconds}")
     if options.json:
-        facts = {"cpu": report.cpu_name(), "software": report.software(), "plans": rows}
+        facts = {"cpu": environment.cpu_name(), "software": environment.software(), "plans": rows}
         options.json.write_text(json.dumps(facts, indent=1) + "\n")
 
 

@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
-from treeattn import collectives, comm, report
+from treeattn import collectives, comm
 from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives.executors.mpi import Reducer
 from treeattn.collectives.libraries.mpi_allreduce import MpiAllreduce
+from treeattn.study import environment
 
 
 class NullOperator(MergeOperator):
@@ -85,7 +86,7 @@ def main() -> None:
     options = parser.parse_args()
     world = comm.world()
     times = measure(world, options.repeats, options.iterations, options.heads, options.head_dim)
-    placement = report.placement(world)
+    placement = environment.placement(world)
     if world.rank:
         return
     base = statistics.median(times["MPI_Allreduce(SUM)"])
@@ -97,12 +98,17 @@ def main() -> None:
         }
         for name, values in times.items()
     }
-    load = report.node_load(placement) or "a core per rank"
+    load = environment.node_load(placement) or "a core per rank"
     print(f"{world.size} ranks, {options.heads} x {options.head_dim}; {load}")
     for name, row in sorted(rows.items(), key=lambda item: item[1]["median_us"]):
         print(f"{name:30s} {row['median_us']:8.2f} us  x{row['ratio']:.2f}   (best {row['min_us']:.2f})")
     if options.json:
-        facts = {"ranks": placement, "software": report.software(), "times": rows, "options": vars(options)}
+        facts = {
+            "ranks": placement,
+            "software": environment.software(),
+            "times": rows,
+            "options": vars(options),
+        }
         options.json.write_text(json.dumps(facts, indent=1, default=str) + "\n")
 
 

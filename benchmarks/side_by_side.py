@@ -33,9 +33,11 @@ import numpy as np
 from mpi4py import MPI
 
 import treeattn
-from treeattn import comm, files, reference, report
-from treeattn.arguments import DTYPES
-from treeattn.backends import compile, cpu
+from treeattn import comm, files, reference
+from treeattn.attention.shape import DTYPES
+from treeattn.backends import cpu
+from treeattn.backends.cpu import compile
+from treeattn.study import environment
 
 try:
     import ring_attention_pytorch
@@ -253,7 +255,7 @@ def main() -> None:
     check(world)
     write = files.output_writer(options.json if world.rank == 0 else None)
     start_gloo(world)
-    machine = {"ranks": report.placement(world), "load": os.getloadavg(), "isa": compile.chosen_isa()}
+    machine = {"ranks": environment.placement(world), "load": os.getloadavg(), "isa": compile.chosen_isa()}
     results = []
     for dtype in options.dtypes:
         problem = Problem(world, options.tokens, options.heads, options.head_dim, dtype)
@@ -263,12 +265,12 @@ def main() -> None:
     torch.distributed.destroy_process_group()
     options.json, options.torch_default_threads = str(options.json), DEFAULT_THREADS
     facts = {"machine": machine, "software": software(), "options": vars(options), "results": results}
-    write(report.as_json(facts))
+    write(environment.as_json(facts))
 
 
 def software() -> dict[str, Any]:
     peers = {name: version(name) for name in ("torch", "ring-attention-pytorch")}
-    facts = report.software()
+    facts = environment.software()
     return facts | {"packages": facts["packages"] | peers}
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple, NoReturn
 
-from treeattn.collectives.provenance import ChunkMap, Expressions, Piece, aligned
+from treeattn.collectives.expressions import ChunkMap, Expressions, Piece, aligned
 from treeattn.collectives.schedule import Round, Schedule, Transfer
 from treeattn.errors import ScheduleError
 

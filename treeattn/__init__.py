@@ -7,7 +7,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from treeattn import collectives
-from treeattn.decode import Decoder, decode, schemes
+from treeattn.decoder import Decoder, decode, schemes
 from treeattn.errors import (
     ArgumentError,
     BackendError,

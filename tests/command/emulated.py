@@ -11,7 +11,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from emulator.runtime import EmulatorRuntime  # noqa: E402
 
-from treeattn.backends import cupy_runtime  # noqa: E402
+from treeattn.backends.cuda import cupy_runtime  # noqa: E402
 from treeattn.cli import main  # noqa: E402
 
 GPUS = int(os.environ.get("EMULATED_GPUS", "8"))

@@ -11,7 +11,7 @@ from emulator.cases import Case
 from emulator.raw_module import compiler_problem
 from safetensors.numpy import load_file, save_file
 
-from treeattn.backends import cupy_runtime
+from treeattn.backends.cuda import cupy_runtime
 
 from .launch import mpiexec, run, treeattn
 

@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from treeattn import collectives, schemes
-from treeattn.backends import cupy_runtime
+from treeattn.backends.cuda import cupy_runtime
 
 from .launch import mpiexec, run, treeattn
 

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 from compile_matrix import compilers, cubin  # noqa: E402
 from treeattn.backends import cuda  # noqa: E402
-from treeattn.backends.cuda_source import source  # noqa: E402
+from treeattn.backends.cuda.compile import source  # noqa: E402
 
 __all__ = ["ARCHITECTURES", "Row", "compiled", "expressions", "spill_exceptions"]
 

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from treeattn.backends.cuda_source import source
+from treeattn.backends.cuda.compile import source
 
 from . import compilers
 from .matrix import ARCHITECTURES, MODULES, Row, compiled, expressions, spill_exceptions

@@ -1,4 +1,4 @@
-"""A `treeattn.backends.cuda_runtime.Runtime` that executes the CUDA sources on the processor."""
+"""A `treeattn.backends.cuda.runtime.Runtime` that executes the CUDA sources on the processor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from treeattn.backends.cuda_source import OPTIONS, source
+from treeattn.backends.cuda.compile import OPTIONS, source
 from treeattn.errors import ArgumentError
 
 from .raw_module import Kernel, RawModule

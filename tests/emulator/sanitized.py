@@ -19,7 +19,7 @@ from emulator.faults import FAULTS, faults_source, planted  # noqa: E402
 from emulator.raw_module import RawModule  # noqa: E402
 from emulator.runtime import EmulatorRuntime  # noqa: E402
 from treeattn.backends import cuda  # noqa: E402
-from treeattn.backends.cuda_source import source  # noqa: E402
+from treeattn.backends.cuda.compile import source  # noqa: E402
 
 
 def run_attention(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:

@@ -1,4 +1,4 @@
-"""A `treeattn.roofline_cuda.Stopwatch` over the emulator, with a clock that counts work instead of time."""
+"""A `treeattn.study.roofline.cuda.Stopwatch` over the emulator; its clock counts work."""
 
 from __future__ import annotations
 

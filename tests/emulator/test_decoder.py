@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import treeattn
-from treeattn.backends import cupy_runtime
+from treeattn.backends.cuda import cupy_runtime
 from treeattn.errors import ArgumentError, BackendError, RestrictionError, TransportError
 
 from .cases import CASES, Case, is_tensor_core_case

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from treeattn.backends import cuda
-from treeattn.backends.cuda_source import source
+from treeattn.backends.cuda.compile import source
 
 from .faults import FAULTS, faults_source, planted
 from .raw_module import EmulatorError, RawModule, compiler_problem

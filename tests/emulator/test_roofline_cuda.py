@@ -7,10 +7,10 @@ import itertools
 import numpy as np
 import pytest
 
-from treeattn import roofline_cuda
 from treeattn.backends import cuda
 from treeattn.cli import roofline as command
 from treeattn.errors import ArgumentError
+from treeattn.study.roofline import cuda as roofline_cuda
 
 from .raw_module import compiler_problem
 from .stopwatch import EmulatorStopwatch

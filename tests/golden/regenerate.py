@@ -14,7 +14,8 @@ NODES = (3, 2, 2)
 
 def drawings() -> dict[str, str]:
     """File name -> content, of every schedule in the catalogue."""
-    from treeattn.collectives import build, draw, names, needs_nodes
+    from treeattn.collectives import build, names, needs_nodes
+    from treeattn.collectives.drawings import text as draw
 
     made = {}
     for name in names("schedule"):

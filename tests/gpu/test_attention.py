@@ -10,7 +10,8 @@ from emulator.cases import CASES, Case, is_tensor_core_case
 from emulator.test_records import bits, random_records
 
 from treeattn import partial
-from treeattn.backends import cuda, cupy_runtime
+from treeattn.backends import cuda
+from treeattn.backends.cuda import cupy_runtime
 from treeattn.errors import ArgumentError
 
 _PROBLEM = cupy_runtime.problem()

@@ -12,7 +12,7 @@ import pytest
 from emulator.cases import CASES, Case, is_tensor_core_case
 
 import treeattn
-from treeattn.backends import cupy_runtime
+from treeattn.backends.cuda import cupy_runtime
 from treeattn.collectives.libraries import nccl
 from treeattn.errors import BackendError
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from treeattn import roofline_cuda
-from treeattn.backends import cupy_runtime
+from treeattn.backends.cuda import cupy_runtime
+from treeattn.study.roofline import cuda as roofline_cuda
 
 _PROBLEM = cupy_runtime.problem()
 pytestmark = pytest.mark.skipif(_PROBLEM is not None, reason=str(_PROBLEM))

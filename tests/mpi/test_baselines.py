@@ -257,7 +257,7 @@ def test_kv_ring_sends_what_equation_10_says(comm, rotation, expanded, dtype):
     d = head_dim * (heads if expanded == "yes" else kv_heads)
     scheme = f"kv_ring:expanded={expanded}:rotation={rotation}"
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "batch": batch, "dtype": dtype}
-    element = np.dtype(treeattn.arguments.DTYPES[dtype])
+    element = np.dtype(treeattn.attention.shape.DTYPES[dtype])
     q = np.ones((batch, 1, heads, head_dim), element)
     k = np.ones((batch, tokens, kv_heads, head_dim), element)
     with treeattn.Decoder(comm, **shape, scheme=scheme) as decoder:

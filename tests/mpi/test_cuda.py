@@ -12,10 +12,12 @@ import treeattn
 from tests.emulator.cases import Case
 from tests.emulator.raw_module import compiler_problem
 from tests.emulator.runtime import EmulatorRuntime
-from treeattn import collectives, devices
+from treeattn import collectives
 from treeattn import comm as comm_
-from treeattn.backends import cpu, cupy_runtime
+from treeattn.backends import cpu
+from treeattn.backends.cuda import cupy_runtime
 from treeattn.collectives.libraries import nccl
+from treeattn.decoder import device as devices
 from treeattn.shards import parse_layout
 
 pytestmark = [

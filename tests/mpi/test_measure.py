@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from treeattn import routes
+from treeattn.decoder import plan as routes
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.study import problems, steps
 from treeattn.study.clock import Clock, Offset

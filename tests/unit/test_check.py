@@ -24,7 +24,7 @@ from treeattn.collectives import (
     reversed_as_copies,
     then,
 )
-from treeattn.collectives.provenance import ChunkMap, Expressions, aligned
+from treeattn.collectives.expressions import ChunkMap, Expressions, aligned
 from treeattn.errors import RestrictionError, ScheduleError
 
 

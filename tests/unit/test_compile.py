@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from treeattn.backends import compile
+from treeattn.backends.cpu import compile
 from treeattn.errors import ArgumentError, BackendError
 
 COMPILER = shutil.which("cc")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler `cc`")
 
-LOAD = "from treeattn.backends import compile; print(compile.library_path(compile.chosen_isa()))"
+LOAD = "from treeattn.backends.cpu import compile; print(compile.library_path(compile.chosen_isa()))"
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_a_compiler_that_dies_half_way_leaves_nothing(
 @needs_compiler
 def test_a_killed_process_leaves_no_file_that_is_used(cache: Path, counting_compiler: Path) -> None:
     die = "compile.os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)\n"
-    process = python(f"import os, signal\nfrom treeattn.backends import compile\n{die}{LOAD}")
+    process = python(f"import os, signal\nfrom treeattn.backends.cpu import compile\n{die}{LOAD}")
     process.communicate(timeout=60)
     assert process.returncode == -9
     assert len(list(cache.glob("*.tmp"))) == 1

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from treeattn import partial
-from treeattn.backends import blocked, compile, cpu
+from treeattn.backends import cpu
+from treeattn.backends.cpu import blocked, compile, kernels
 from treeattn.collectives.operator import Operator
 from treeattn.errors import ArgumentError, BackendError
 
@@ -25,7 +26,7 @@ def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     """Every build that this processor can run, and NumPy without a compiler."""
     name: str = request.param
     if name == "numpy":
-        monkeypatch.setattr(cpu, "_kernels", lambda: (None, "not wanted"))
+        monkeypatch.setattr(kernels, "loaded", lambda: (None, "not wanted"))
         return name
     if name not in compile.available_isas():
         pytest.skip(f"this processor has no {name}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from treeattn.backends import cuda_driver
+from treeattn.backends.cuda import driver as cuda_driver
 from treeattn.errors import BackendError
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler to pretend a driver with")

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from cupy_signatures import ATTRIBUTES, strict
 
-from treeattn.backends import cuda_driver, cupy_runtime, cupy_stopwatch
-from treeattn.backends.cupy_stopwatch import CupyStopwatch
+from treeattn.backends.cuda import cupy_runtime, cupy_stopwatch
+from treeattn.backends.cuda import driver as cuda_driver
+from treeattn.backends.cuda.cupy_stopwatch import CupyStopwatch
 
 Log = list[str]
 

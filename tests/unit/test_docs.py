@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from treeattn.routes import CATALOG
+from treeattn.decoder.plan import CATALOG
 
 ROOT = Path(__file__).resolve().parents[2]
 # adding-a-scheme.md is a walk that changes the catalogue: its own test runs it.

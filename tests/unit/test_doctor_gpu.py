@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from treeattn import comm
-from treeattn.backends import cuda_driver, cupy_runtime
-from treeattn.backends.cuda_driver import Driver, Gpu
+from treeattn.backends.cuda import cupy_runtime
+from treeattn.backends.cuda import driver as cuda_driver
+from treeattn.backends.cuda.driver import Driver, Gpu
 from treeattn.cli import doctor_gpu, probe
 from treeattn.cli.probe import Finding
 from treeattn.errors import BackendError

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from treeattn.collectives import Schedule, Transfer, build, check, draw, names
+from treeattn.collectives import Schedule, Transfer, build, check, names
 from treeattn.collectives.catalog import needs_nodes
+from treeattn.collectives.drawings import text as draw
 from treeattn.errors import RestrictionError, ScheduleError
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"

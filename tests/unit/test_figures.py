@@ -10,7 +10,7 @@ from pathlib import Path
 import made_results
 import pytest
 
-from treeattn import routes
+from treeattn.decoder import plan as routes
 from treeattn.errors import ArgumentError, BackendError
 from treeattn.study import plot
 from treeattn.study.figures import draw, style, times

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from treeattn import partial
-from treeattn.backends import compile
-from treeattn.backends.rescale import rescale_records
+from treeattn.backends.cpu import compile
+from treeattn.backends.cpu.rescale import rescale_records
 
 Array = np.ndarray[Any, Any]
 Driver = list[str]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from treeattn import partial
-from treeattn.backends import compile
+from treeattn.backends.cpu import compile
 from treeattn.errors import BackendError
 
 HEAD_DIM = 21  # not a multiple of any vector width: remainders are merged too

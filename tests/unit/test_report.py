@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from treeattn.report import _machine, node_load
+from treeattn.study.environment import _machine, node_load
 
 
 def entries(*hosts: tuple[str, str, set[int]]) -> list[dict]:

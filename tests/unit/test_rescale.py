@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from treeattn import partial
-from treeattn.backends import compile, cpu
-from treeattn.backends.rescale import planned_rescale, rescale_records
+from treeattn.backends import cpu
+from treeattn.backends.cpu import compile
+from treeattn.backends.cpu.rescale import planned_rescale, rescale_records
 
 HEAD_DIM = 24
 NAN, INF = float("nan"), float("inf")

@@ -7,9 +7,10 @@ import ctypes
 import numpy as np
 import pytest
 
-from treeattn import roofline
-from treeattn.backends import compile, cpu
+from treeattn.backends import cpu
+from treeattn.backends.cpu import compile, kernels
 from treeattn.errors import ArgumentError, BackendError
+from treeattn.study.roofline import cpu as roofline
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +46,7 @@ def test_unusable_arguments() -> None:
 
 
 def test_nothing_is_measured_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_kernels", lambda: (None, "no C compiler: cc"))
+    monkeypatch.setattr(kernels, "loaded", lambda: (None, "no C compiler: cc"))
     with pytest.raises(BackendError, match="no C compiler: cc"):
         roofline.measure(16)
 

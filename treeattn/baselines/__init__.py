@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from treeattn.arguments import Shape
+from treeattn.attention.shape import Shape
 from treeattn.baselines.sent import Sent
 from treeattn.collectives.catalog import Scheme, parse
 from treeattn.collectives.parameters import Parameter
@@ -143,7 +143,7 @@ def plan(
     records: Any,
     reduced: Any,
 ) -> tuple[Callable[..., None], Any]:
-    """(attention, reducer) of a baseline, as `treeattn.routes.plan` returns them. Collective.
+    """(attention, reducer) of a baseline, as `treeattn.decoder.plan.plan` returns them. Collective.
 
     The reducer tells in `sent` what this rank hands to MPI in a step.
     """

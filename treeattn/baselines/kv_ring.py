@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from treeattn.arguments import DTYPES, Shape
+from treeattn.attention.shape import DTYPES, Shape
 from treeattn.backends import cpu
 from treeattn.collectives.operator import Operator
 from treeattn.errors import ScheduleError

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from treeattn.arguments import Shape
+from treeattn.attention.shape import Shape
 from treeattn.backends import cpu
 from treeattn.collectives.executors import persistent
 from treeattn.collectives.operator import Operator

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from treeattn.backends.rescale import planned_rescale
+from treeattn.backends.cpu.rescale import planned_rescale
 from treeattn.baselines.sent import Sent
 from treeattn.collectives.libraries.collective import CollectiveReducer
 from treeattn.collectives.operator import Operator

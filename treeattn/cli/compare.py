@@ -12,13 +12,14 @@ import click
 from rich.console import Console
 
 from treeattn import comm as comm_
-from treeattn import files, report, routes
-from treeattn.arguments import DTYPES
+from treeattn import files
+from treeattn.attention.shape import DTYPES
 from treeattn.cli import compare_table
 from treeattn.cli.compare_progress import Live
 from treeattn.cli.numbers import durations, numbers
+from treeattn.decoder import plan as routes
 from treeattn.errors import ArgumentError, TreeattnError
-from treeattn.study import provenance, results
+from treeattn.study import environment, provenance, results
 from treeattn.study.measure import Effort
 from treeattn.study.results import FLOOR, NULL, Key
 from treeattn.study.steps import shape_of
@@ -198,7 +199,7 @@ class _Session:
             "errors": [{"key": asdict(key), "message": text} for key, text in self._errors.items()],
             "problems": self._problems,
         }
-        self._write_json(report.as_json(facts))
+        self._write_json(environment.as_json(facts))
         console = Console(width=None if sys.stdout.isatty() else 220, markup=False, highlight=False)
         passed = compare_table.show(console, self._line, summaries, self._errors)
         return 0 if passed and not self._errors and not self._problems else 1

@@ -15,14 +15,18 @@ from rich.console import Console
 from rich.table import Table
 
 from treeattn import comm as comm_
-from treeattn import devices, files, report, routes, transports
-from treeattn.backends import cupy_runtime
+from treeattn import files
+from treeattn.backends.cuda import cupy_runtime
 from treeattn.baselines import Sent
 from treeattn.cli.problem import Judge, Problem
-from treeattn.decode import Decoder
-from treeattn.devices import Device
+from treeattn.decoder import Decoder
+from treeattn.decoder import device as devices
+from treeattn.decoder import plan as routes
+from treeattn.decoder import transport as transports
+from treeattn.decoder.device import Device
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.shards import LAYOUTS, parse_layout
+from treeattn.study import environment
 
 __all__ = ["command"]
 
@@ -79,10 +83,10 @@ def command(
             {"out": last["arrays"][0], "lse": last["arrays"][1]},
             {"scale": repr(problem.scale), "scheme": names[-1]},
         ))  # fmt: skip
-    placement = report.placement(world)
+    placement = environment.placement(world)
     if world.rank == 0:
         if json_path is not None:
-            write_json(report.as_json(_summary(problem, names, rows, placement)))
+            write_json(environment.as_json(_summary(problem, names, rows, placement)))
         _print_table(problem, names, rows, placement)
         if out is not None:
             print(f"out and lse are in {out}")
@@ -224,8 +228,8 @@ def _summary(
         "schemes": names,
         "results": [{key: value for key, value in row.items() if key != "arrays"} for row in rows],
         "ranks": placement,
-        "warning": report.node_load(placement),
-        "software": report.software(),
+        "warning": environment.node_load(placement),
+        "software": environment.software(),
     }
 
 
@@ -271,6 +275,6 @@ def _print_table(
     table.add_row("verdict", *("pass" if row["passed"] else "FAIL" for row in rows))
     console = Console(width=None if sys.stdout.isatty() else 120, markup=False)
     console.print(table)
-    warning = report.node_load(placement)
+    warning = environment.node_load(placement)
     if warning:
         console.print(f"note: {warning}", style="dim")

@@ -13,11 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from treeattn import comm as comm_
-from treeattn import files, report
-from treeattn.backends import compile, cpu
+from treeattn import files
+from treeattn.backends import cpu
+from treeattn.backends.cpu import compile
 from treeattn.cli import doctor_gpu, probe
 from treeattn.cli.probe import Finding
 from treeattn.errors import TreeattnError
+from treeattn.study import environment
 
 __all__ = ["command"]
 
@@ -30,7 +32,7 @@ def command(json_path: Path | None) -> int:
     Exit code 1 if something is broken that every use needs.
     """
     findings = list(_findings())
-    files.output_writer(json_path)(report.as_json([finding._asdict() for finding in findings]))
+    files.output_writer(json_path)(environment.as_json([finding._asdict() for finding in findings]))
     table = Table(box=None, pad_edge=False)
     for heading in ("", "verdict", "found", "remedy"):
         table.add_column(heading, overflow="fold")
@@ -43,7 +45,7 @@ def command(json_path: Path | None) -> int:
 def _findings() -> Iterator[Finding]:
     yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
     cores = len(os.sched_getaffinity(0))
-    yield Finding("processor", "ok", f"{report.cpu_name()}, {cores} usable cores, {platform.machine()}")
+    yield Finding("processor", "ok", f"{environment.cpu_name()}, {cores} usable cores, {platform.machine()}")
     yield from _mpi()
     yield from _kernels()
     yield from doctor_gpu.findings()

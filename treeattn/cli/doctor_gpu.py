@@ -15,8 +15,9 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 from treeattn import comm
-from treeattn.backends import cuda_driver, cupy_runtime
-from treeattn.backends.cuda_driver import Driver
+from treeattn.backends.cuda import cupy_runtime
+from treeattn.backends.cuda import driver as cuda_driver
+from treeattn.backends.cuda.driver import Driver
 from treeattn.cli import probe
 from treeattn.cli.probe import Finding
 from treeattn.errors import TreeattnError

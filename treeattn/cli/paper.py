@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from treeattn import comm as comm_
-from treeattn import files, report
+from treeattn import files
 from treeattn.errors import ArgumentError, TreeattnError
-from treeattn.study import provenance
+from treeattn.study import environment, provenance
 from treeattn.study.paper import EXPERIMENTS, Experiment, Table, shown
 
 __all__ = ["command"]
@@ -85,7 +85,7 @@ def _finish(write: Any, run: Any, chosen: Sequence[Experiment], measured: dict[s
     """Write and print everything."""
     models = {experiment.name: experiment.model() for experiment in chosen}
     facts = [_facts(experiment, models[experiment.name], measured[experiment.name]) for experiment in chosen]
-    write(report.as_json({"run": run, "experiments": facts}))
+    write(environment.as_json({"run": run, "experiments": facts}))
     console = Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False)
     for experiment in chosen:
         _show(console, experiment, models[experiment.name], measured[experiment.name], run)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import click
 
-from treeattn import files, report
+from treeattn import files
 from treeattn.errors import ArgumentError, BackendError
-from treeattn.study import plot
+from treeattn.study import environment, plot
 from treeattn.study.figures import draw
 from treeattn.study.figures.cases import Study
 from treeattn.study.figures.chart import Chart, Rows
@@ -61,7 +61,7 @@ def command(
         reasons = "; ".join(f"{name}: {plot.FIGURES[name].needs}" for name in missing)
         raise ArgumentError(f"nothing to plot in {', '.join(map(str, results))} ({reasons})")
     _write(out, [chart for name in names for chart in charts[name]], study, formats)
-    write_json(report.as_json([asdict(chart) for name in names for chart in charts[name]]))
+    write_json(environment.as_json([asdict(chart) for name in names for chart in charts[name]]))
     for name in missing:
         click.echo(f"left out {name}: {plot.FIGURES[name].needs}", err=figures != "all")
     return 1 if problems or (missing and figures != "all") else 0

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from treeattn import comm as comm_
 from treeattn import files, reference
-from treeattn.arguments import Shape, dtype_name
+from treeattn.attention.shape import Shape, dtype_name
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.shards import Layout
 

@@ -11,9 +11,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from treeattn import comm, files, report, roofline, roofline_cuda
+from treeattn import comm, files
 from treeattn.cli.numbers import number
 from treeattn.errors import ArgumentError
+from treeattn.study import environment
+from treeattn.study.roofline import cpu as roofline
+from treeattn.study.roofline import cuda as roofline_cuda
 
 __all__ = ["command"]
 
@@ -64,8 +67,8 @@ def command(
     else:
         counts = [number("--threads", part) for part in (threads or "1").split(",")]
         measured = roofline.measure(*what, counts, repeat or 7, progress=progress)
-    measured |= {"cpu": report.cpu_name(), "software": report.software()}
-    write(report.as_json(measured))
+    measured |= {"cpu": environment.cpu_name(), "software": environment.software()}
+    write(environment.as_json(measured))
     (_show_cuda if device == "cuda" else _show_cpu)(measured)
 
 

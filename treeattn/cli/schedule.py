@@ -12,7 +12,8 @@ import click
 
 from treeattn import collectives, files
 from treeattn.baselines import BASELINES
-from treeattn.collectives import Schedule, draw
+from treeattn.collectives import Schedule
+from treeattn.collectives.drawings import text as draw
 from treeattn.errors import ArgumentError, ScheduleError
 
 __all__ = ["command"]

@@ -10,9 +10,10 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from treeattn import files, report
+from treeattn import files
 from treeattn.collectives.catalog import Scheme
-from treeattn.routes import CATALOG
+from treeattn.decoder.plan import CATALOG
+from treeattn.study import environment
 
 __all__ = ["command"]
 
@@ -21,7 +22,7 @@ __all__ = ["command"]
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the catalogue here.")
 def command(json_path: Path | None) -> None:
     """List every scheme: what it is, what it costs, its parameters and restrictions."""
-    files.output_writer(json_path)(report.as_json([_row(scheme) for scheme in CATALOG.values()]))
+    files.output_writer(json_path)(environment.as_json([_row(scheme) for scheme in CATALOG.values()]))
     table = Table(box=None, pad_edge=False)
     for heading in ("scheme", "what it is", "time (p ranks, n bytes)", "parameters"):
         table.add_column(heading, overflow="fold")

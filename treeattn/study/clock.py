@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from treeattn import report
+from treeattn.study import environment
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -100,4 +100,4 @@ def _identity() -> str:
         namespace = os.readlink("/proc/self/ns/time")
     except OSError:  # a kernel older than time namespaces
         namespace = "none"
-    return f"{report.kernel()} {namespace}"
+    return f"{environment.kernel()} {namespace}"

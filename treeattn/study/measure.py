@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeattn import comm as comm_
-from treeattn import report
-from treeattn.study import payload, problems, steps
+from treeattn.study import environment, payload, problems, steps
 from treeattn.study.clock import Clock
 from treeattn.study.loop import Loop
 from treeattn.study.results import FLOOR, NULL, Key
@@ -55,7 +54,7 @@ class Bench:
     def __init__(self, comm: Intracomm, effort: Effort, crowded: bool, seed: int) -> None:
         self.comm, self.effort, self.seed = comm, effort, seed
         self.groups = comm_.node_groups(comm)
-        self.machines = [entry["machine"] for entry in report.placement(comm)]
+        self.machines = [entry["machine"] for entry in environment.placement(comm)]
         self.clock = Clock(comm)
         self.loop = Loop(comm, self.clock, crowded, seed)
 

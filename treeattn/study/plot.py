@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from treeattn import routes
+from treeattn.decoder import plan as routes
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.study import results
 from treeattn.study.figures import payload, times

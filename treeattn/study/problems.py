@@ -15,7 +15,7 @@ import numpy as np
 
 from treeattn import comm as comm_
 from treeattn import reference
-from treeattn.arguments import DTYPES
+from treeattn.attention.shape import DTYPES
 from treeattn.errors import ArgumentError
 from treeattn.shards import Layout
 from treeattn.study.results import Key

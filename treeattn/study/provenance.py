@@ -9,8 +9,8 @@ import subprocess
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from treeattn import report
-from treeattn.backends import compile
+from treeattn.backends.cpu import compile
+from treeattn.study import environment
 from treeattn.study.clock import Clock
 
 if TYPE_CHECKING:
@@ -32,11 +32,13 @@ def provenance(world: Intracomm, options: dict[str, Any], used: int | None = Non
 
     used: the first so many ranks measure and the others sleep; by default all measure.
     """
-    ranks = report.placement(world)
+    ranks = environment.placement(world)
     clock = Clock(world)
     error = max(world.allgather(clock.compare().error)) / 1000
     # Asked once: it starts processes, and reads the whole checkout.
-    software = world.bcast(report.software() | {"isa": compile.chosen_isa()} if world.rank == 0 else None)
+    software = world.bcast(
+        environment.software() | {"isa": compile.chosen_isa()} if world.rank == 0 else None
+    )
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "software": software,
@@ -54,7 +56,7 @@ def provenance(world: Intracomm, options: dict[str, Any], used: int | None = Non
             "method": "one clock, read by all ranks" if clock.count == 1 else "fastest of 30 round trips",
         },
         "options": options,
-        "warning": report.node_load(ranks[:used]),
+        "warning": environment.node_load(ranks[:used]),
     }
 
 

@@ -50,8 +50,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from treeattn import report
 from treeattn.errors import ArgumentError
+from treeattn.study import environment
 from treeattn.study.lines import FLOOR, FORMAT, NULL, checked
 from treeattn.study.statistics import Statistics, describe
 
@@ -278,7 +278,7 @@ class Writer:
         """Write one line."""
         if isinstance(entry.get("key"), Key):
             entry["key"] = asdict(entry["key"])
-        self._write(report.as_json_line({"kind": kind, "format": FORMAT, "run": run, **entry}))
+        self._write(environment.as_json_line({"kind": kind, "format": FORMAT, "run": run, **entry}))
 
     def _write(self, line: bytes) -> None:
         try:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeattn import comm as comm_
-from treeattn import routes
-from treeattn.arguments import Shape
+from treeattn.attention.shape import Shape
 from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives.executors.mpi import Reducer
-from treeattn.decode import Decoder
+from treeattn.decoder import Decoder
+from treeattn.decoder import plan as routes
 from treeattn.errors import RestrictionError
 from treeattn.study import wire as wire_
 from treeattn.study.results import FLOOR, NULL, Key

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from treeattn import report, routes
+from treeattn.decoder import plan as routes
 from treeattn.errors import TreeattnError
+from treeattn.study import environment
 from treeattn.study.measure import Bench, Effort
 from treeattn.study.results import FLOOR, NULL, Key
 
@@ -82,12 +83,12 @@ class Sweep:
 
     def run(self, world: Intracomm) -> None:
         """Measure everything. Collective; ranks that a case does not use sleep meanwhile."""
-        placement = report.placement(world)
+        placement = environment.placement(world)
         for size, of_size in itertools.groupby(self.keys, lambda key: key.ranks):
             mine = list(of_size)
             members: Any = world.Split(0 if world.rank < size else 1, world.rank)
             if world.rank < size:
-                self._run_on(members, mine, report.node_load(placement[:size]) is not None)
+                self._run_on(members, mine, environment.node_load(placement[:size]) is not None)
             meet_asleep(world)
             members.Free()
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from treeattn import routes
+from treeattn.decoder import plan as routes
 from treeattn.study.results import FLOOR, NULL
 
 __all__ = ["HATCHES", "MARKERS", "Style", "in_order", "styles"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from treeattn.backends import cuda_source
+from treeattn.backends.cuda import compile as cuda_source
 from treeattn.errors import ArgumentError, BackendError
 
 __all__ = ["CupyRuntime", "choose", "current", "problem"]
@@ -84,7 +84,7 @@ def _cupy() -> Any:
 
 
 class CupyRuntime:
-    """A `treeattn.backends.cuda_runtime.Runtime` on one device of this process."""
+    """A `treeattn.backends.cuda.runtime.Runtime` on one device of this process."""
 
     def __init__(self, cupy: Any, index: int) -> None:
         """Device `index` of those that CuPy sees."""

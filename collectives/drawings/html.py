@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
+from treeattn.collectives.drawings.svg import svg
 from treeattn.collectives.schedule import Schedule
-from treeattn.collectives.svg import svg
 
 __all__ = ["html"]
 

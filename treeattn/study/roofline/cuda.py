@@ -23,7 +23,7 @@ import numpy as np
 
 from treeattn.backends import cuda
 from treeattn.errors import ArgumentError
-from treeattn.roofline import DTYPES
+from treeattn.study.roofline.cpu import DTYPES
 
 __all__ = ["HEAD_DIM", "Stopwatch", "cold_caches", "copy_lap", "measure", "median_laps", "upload_random"]
 
@@ -77,7 +77,7 @@ def measure(
 
     Args:
         tokens: length of the context.
-        dtypes: names from `treeattn.roofline.DTYPES`.
+        dtypes: names from `treeattn.study.roofline.cpu.DTYPES`.
         groups: numbers of query heads per KV head.
         repeats: how often copy and attention are run in turn; the median of each counts.
         progress: called with a line of text for each row.
@@ -198,6 +198,6 @@ def upload_random(stopwatch: Stopwatch, shape: tuple[int, ...], element: Any, se
 
 
 def _default_stopwatch() -> Stopwatch:
-    from treeattn.backends import cupy_stopwatch  # CuPy is only looked for when a GPU is asked for
+    from treeattn.backends.cuda import cupy_stopwatch  # CuPy is only looked for when a GPU is asked for
 
     return cupy_stopwatch.CupyStopwatch()

@@ -10,12 +10,13 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from treeattn import baselines, collectives, transports
+from treeattn import baselines, collectives
 from treeattn import comm as comm_
-from treeattn.arguments import Shape
+from treeattn.attention.shape import Shape
 from treeattn.collectives import catalog
 from treeattn.collectives.schedule import Schedule
-from treeattn.devices import Device
+from treeattn.decoder import transport as transports
+from treeattn.decoder.device import Device
 from treeattn.errors import RestrictionError
 
 if TYPE_CHECKING:

@@ -9,16 +9,14 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from treeattn import partial
-from treeattn.backends import arguments, cpu
+from treeattn.backends.cpu import arguments, kernels
+from treeattn.backends.cpu.arguments import Array
 
 __all__ = ["planned_rescale", "rescale_records"]
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def planned_rescale(
@@ -28,12 +26,12 @@ def planned_rescale(
 
     Compiled for float32 where there is a compiler, else NumPy; the bits are the same.
     """
-    kernels = cpu.compiled_kernels()
-    if kernels is None or records.dtype != np.float32:
+    compiled = kernels.compiled_kernels()
+    if compiled is None or records.dtype != np.float32:
         return functools.partial(rescale_records, records, shared, denominators, numerators)
     count, width = records.shape
     call = functools.partial(
-        kernels.rescale_records,
+        compiled.rescale_records,
         *(ctypes.c_void_p(arguments.address(array)) for array in (records, shared, denominators)),
         ctypes.c_int64(denominators.strides[0] // denominators.itemsize),
         ctypes.c_void_p(arguments.address(numerators)),

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from treeattn.collectives import parameters
-from treeattn.collectives.goal import goal
-from treeattn.collectives.html import html
+from treeattn.collectives.drawings.goal import goal
+from treeattn.collectives.drawings.html import html
+from treeattn.collectives.drawings.svg import headline, svg
 from treeattn.collectives.parameters import Groups
 from treeattn.collectives.schedule import Round, Schedule, Transfer
-from treeattn.collectives.svg import headline, svg
 
 __all__ = ["goal", "html", "svg", "text"]
 

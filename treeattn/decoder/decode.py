@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeattn import comm as comm_
-from treeattn import devices, routes
-from treeattn.arguments import DTYPES, Shape, dtype_name
+from treeattn.attention.shape import DTYPES, Shape, dtype_name
 from treeattn.baselines import Sent
+from treeattn.decoder import device as devices
+from treeattn.decoder import plan as routes
 from treeattn.errors import ArgumentError, BackendError, TransportError, TreeattnError
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def decode(
 
     device: ``"cpu"`` takes and returns NumPy arrays, ``"cuda"`` CuPy arrays of the current GPU (no float64).
     transport: how records travel: ``"mpi"`` from the host; from GPUs ``"nccl"``, ``"cuda-mpi"`` or ``"host"``
-    (see `treeattn.transports`). None is the only sensible one, or an error that lists the choices.
+    (see `treeattn.decoder.transport`). None is the only sensible one, or an error that lists the choices.
 
     Returns ``out`` like q and the natural-log ``lse`` [batch, heads, queries], float32 (float64 for
     float64 inputs). Every rank gets the same bits: proved of schedules, but not of a library's reduction nor

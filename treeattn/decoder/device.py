@@ -1,6 +1,6 @@
 """Where a step computes: one object for each kind of device, with the same names.
 
-The verbs in `treeattn.decode` ask their device for memory, kernels and checks, and never which one it is.
+The verbs in `treeattn.decoder` ask their device for memory, kernels and checks, and never which one it is.
 A GPU is looked for, and CuPy imported, only when ``device="cuda"`` is asked for.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from treeattn.arguments import Shape, as_tensor, check_axes, dtype_name
+from treeattn.attention.shape import Shape, as_tensor, check_axes, dtype_name
 from treeattn.backends import cpu, cuda
 from treeattn.errors import ArgumentError, BackendError
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["THREADS", "Runtime", "default_runtime", "structure"]
+from treeattn import partial
+from treeattn.errors import ArgumentError
+
+__all__ = ["THREADS", "Runtime", "check_records", "default_runtime", "planned_launch", "structure"]
 
 #: Threads of a block, in every kernel.
 THREADS = 128
@@ -89,6 +93,28 @@ class Runtime(Protocol):
 
 def default_runtime() -> Runtime:
     """CuPy's current device. Raises `BackendError` where there is none, or no CuPy."""
-    from treeattn.backends import cupy_runtime  # CuPy is only looked for when a GPU is asked for
+    from treeattn.backends.cuda import cupy_runtime  # CuPy is only looked for when a GPU is asked for
 
     return cupy_runtime.current()
+
+
+def planned_launch(
+    kernel: Callable[..., object], blocks: int, arguments: Any, arrays: tuple[Any, ...]
+) -> Callable[[], object]:
+    """A launch with its argument structure, and the arrays that it points into tied to its life."""
+    if blocks == 0:
+        return lambda: None
+    launch = functools.partial(kernel, (blocks,), (THREADS,), (arguments,))
+    launch.arrays = arrays  # type: ignore[attr-defined]
+    return launch
+
+
+def check_records(records: Any, runtime: Runtime) -> None:
+    """Raise `ArgumentError` unless they are [batch, heads, queries, head_dim + 2] of this device, float32."""
+    runtime.check("records", records)
+    if records.ndim != 4 or records.shape[3] <= partial.EXTRA:
+        raise ArgumentError(
+            f"records have shape {records.shape}: [batch, heads, queries, head_dim + 2] is needed"
+        )
+    if records.dtype != np.float32 or not records.flags.c_contiguous:
+        raise ArgumentError(f"records on the GPU must be C-contiguous float32, not {records.dtype}")

@@ -1,14 +1,4 @@
-"""Attention on an NVIDIA GPU, by the kernels in ``kernels/cuda``.
-
-The same names as in `treeattn.backends.cpu`: `partial_attention`, `merge` and `finish` check their
-arguments on every call; `PlannedAttention`, `planned_finish` and `MergeOperator.planned_merge` check
-once and only launch afterwards, without allocating, so that a CUDA graph can capture them. Work goes
-to CuPy's current stream and is not waited for. Records are float32, as in `treeattn.partial`; merge
-and finish give its bits.
-
-Modules are loaded through a `Runtime`: CuPy's where a GPU is, any other that behaves like it in tests.
-What works on records alone is in `treeattn.backends.cuda_records`.
-"""
+"""Partial attention on an NVIDIA GPU: which kernel, in how many splits, launched without allocating."""
 
 from __future__ import annotations
 
@@ -21,29 +11,22 @@ from typing import Any
 import numpy as np
 
 from treeattn import partial
-from treeattn.backends.arguments import check_shapes
-from treeattn.backends.cuda_records import MergeOperator, check_records, finish, merge, planned_finish
-from treeattn.backends.cuda_runtime import THREADS, Runtime, default_runtime, structure
+from treeattn.backends.cpu.arguments import check_shapes
+from treeattn.backends.cuda.runtime import THREADS, Runtime, check_records, default_runtime, structure
 from treeattn.errors import ArgumentError, BackendError
 
 __all__ = [
     "HEAD_DIMS",
     "MAX_SPLITS",
     "TENSOR_CORES_FROM_ROWS",
-    "MergeOperator",
     "PlannedAttention",
-    "Runtime",
     "check_head_dim",
     "check_rows",
     "choose_splits",
-    "default_runtime",
-    "finish",
     "fma_kernel",
-    "merge",
     "mma_kernel",
     "mma_shared_bytes",
     "partial_attention",
-    "planned_finish",
 ]
 
 #: Head dimensions that the attention kernels are built for.

@@ -18,7 +18,8 @@ import ml_dtypes
 import numpy as np
 
 from treeattn import partial
-from treeattn.backends import compile, cpu
+from treeattn.backends import cpu
+from treeattn.backends.cpu import compile
 from treeattn.errors import ArgumentError, BackendError
 
 __all__ = ["DTYPES", "measure"]

@@ -1,23 +1,21 @@
-"""Records on an NVIDIA GPU: merged, rescaled and turned into results, with the bits of `treeattn.partial`."""
+"""How records merge on an NVIDIA GPU, with the bits of `treeattn.partial`."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from treeattn import partial
-from treeattn.backends.cuda_runtime import THREADS, Runtime, default_runtime, structure
+from treeattn.backends.cuda.runtime import Runtime, default_runtime, planned_launch, structure
 from treeattn.errors import ArgumentError
 
-__all__ = ["MergeOperator", "check_records", "finish", "merge", "planned_finish"]
+__all__ = ["MergeOperator", "merge"]
 
-# MergeArguments, RescaleArguments and FinishArguments of kernels/cuda/*.cu.
+# MergeArguments and RescaleArguments of kernels/cuda/*.cu.
 _MERGE = structure("into others", "others_stride", "records width count")
 _RESCALE = structure("records maxima", "", "width keep_maximum")
-_FINISH = structure("records out lse", "", "heads queries head_dim")
 
 
 def merge(into: Any, other: Any, *, runtime: Runtime | None = None) -> None:
@@ -27,45 +25,6 @@ def merge(into: Any, other: Any, *, runtime: Runtime | None = None) -> None:
         ArgumentError: they differ in shape or type, or are not C-contiguous.
     """
     MergeOperator(into.shape[-1] - partial.EXTRA, runtime=runtime).planned_merge(into, other)()
-
-
-def finish(records: Any, out: Any, lse: Any, *, runtime: Runtime | None = None) -> None:
-    """Turn records into attention output, as `treeattn.partial.finish` defines it, to the bit.
-
-    Args:
-        records: [batch, heads, queries, head_dim + 2].
-        out: written, [batch, queries, heads, head_dim].
-        lse: written, [batch, heads, queries]. All C-contiguous float32.
-        runtime: the device; None is CuPy's current one.
-
-    Raises:
-        ArgumentError: shapes, types or strides that do not fit.
-    """
-    planned_finish(records, out, lse, runtime=runtime)()
-
-
-def planned_finish(
-    records: Any, out: Any, lse: Any, *, runtime: Runtime | None = None
-) -> Callable[[], object]:
-    """`finish` for arrays that never move: one launch, without checks."""
-    runtime = runtime or default_runtime()
-    check_records(records, runtime)
-    batch, heads, queries, width = records.shape
-    head_dim = width - partial.EXTRA
-    for name, array, shape in (
-        ("out", out, (batch, queries, heads, head_dim)),
-        ("lse", lse, (batch, heads, queries)),
-    ):
-        runtime.check(name, array)
-        if array.shape != shape or array.dtype != np.float32 or not array.flags.c_contiguous:
-            raise ArgumentError(
-                f"{name} must be C-contiguous float32 of shape {shape}, not {array.dtype} {array.shape}"
-            )
-    arguments = np.zeros(1, _FINISH)
-    arguments["records"], arguments["out"], arguments["lse"] = map(runtime.address, (records, out, lse))
-    arguments["heads"], arguments["queries"], arguments["head_dim"] = heads, queries, head_dim
-    kernel = runtime.kernel("finish", "finish")
-    return _launch(kernel, batch * heads * queries, arguments, (records, out, lse))
 
 
 class MergeOperator:
@@ -119,7 +78,9 @@ class MergeOperator:
         arguments = np.zeros(1, _RESCALE)
         arguments["records"], arguments["maxima"] = map(self._runtime.address, (records, maxima))
         arguments["width"], arguments["keep_maximum"] = self._width, keep_maximum
-        return _launch(self._runtime.kernel("rescale", "rescale"), len(records), arguments, (records, maxima))
+        return planned_launch(
+            self._runtime.kernel("rescale", "rescale"), len(records), arguments, (records, maxima)
+        )
 
     def _check(self, into: Any, others: Any, shape: tuple[int, ...]) -> None:
         self._runtime.check("into", into)
@@ -139,26 +100,4 @@ class MergeOperator:
         arguments["others_stride"], arguments["count"] = into.size, count
         arguments["records"], arguments["width"] = records, self._width
         kernel = self._runtime.kernel("merge_partials", "merge_partials")
-        return _launch(kernel, records, arguments, (into, others))
-
-
-def _launch(
-    kernel: Callable[..., object], blocks: int, arguments: Any, arrays: tuple[Any, ...]
-) -> Callable[[], object]:
-    """A launch with its argument structure, and the arrays that it points into tied to its life."""
-    if blocks == 0:
-        return lambda: None
-    launch = functools.partial(kernel, (blocks,), (THREADS,), (arguments,))
-    launch.arrays = arrays  # type: ignore[attr-defined]
-    return launch
-
-
-def check_records(records: Any, runtime: Runtime) -> None:
-    """Raise `ArgumentError` unless they are [batch, heads, queries, head_dim + 2] of this device, float32."""
-    runtime.check("records", records)
-    if records.ndim != 4 or records.shape[3] <= partial.EXTRA:
-        raise ArgumentError(
-            f"records have shape {records.shape}: [batch, heads, queries, head_dim + 2] is needed"
-        )
-    if records.dtype != np.float32 or not records.flags.c_contiguous:
-        raise ArgumentError(f"records on the GPU must be C-contiguous float32, not {records.dtype}")
+        return planned_launch(kernel, records, arguments, (into, others))

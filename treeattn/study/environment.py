@@ -125,7 +125,7 @@ def _version(name: str) -> str | None:
 
 def _git_revision() -> str | None:
     """Commit of the checkout that this runs from, with ``+dirty`` if it was changed; None elsewhere."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     try:

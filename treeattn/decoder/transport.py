@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from treeattn import comm as comm_
 from treeattn import partial
 from treeattn.backends import cpu
-from treeattn.backends.cuda_runtime import Runtime
+from treeattn.backends.cuda.runtime import Runtime
 from treeattn.collectives.catalog import Scheme, parse
 from treeattn.collectives.check import Certificate
 from treeattn.collectives.schedule import Schedule
-from treeattn.devices import Cuda, Device
+from treeattn.decoder.device import Cuda, Device
 from treeattn.errors import RestrictionError, TransportError, TreeattnError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _of_library(scheme: Scheme, transport: str | None) -> str:
 
 
 def reducer(comm: Intracomm, transport: str, device: Device, reduction: Reduction) -> Any:
-    """A planned `treeattn.routes.Reduction` of the buffer. Collective; raises on every rank alike."""
+    """A planned `treeattn.decoder.plan.Reduction` of the buffer. Collective; raises on every rank alike."""
     if transport == "mpi":
         return _over_mpi(comm, reduction)
     assert isinstance(device, Cuda)

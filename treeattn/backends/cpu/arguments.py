@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -12,6 +14,7 @@ from treeattn import partial
 from treeattn.errors import ArgumentError
 
 __all__ = [
+    "Array",
     "address",
     "check_inputs",
     "check_lengths",
@@ -19,6 +22,8 @@ __all__ = [
     "check_output",
     "check_records",
     "check_shapes",
+    "keep",
+    "pointer",
 ]
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -122,3 +127,13 @@ def check_inputs(q: Array, k: Array, v: Array, records: Array) -> tuple[int, int
             f"q {q.dtype}, k {k.dtype}: with float32 records they are float32, float16 or bfloat16"
         ) from error
     return types
+
+
+def pointer(array: Array) -> ctypes.c_void_p:
+    return ctypes.c_void_p(address(array))
+
+
+def keep(call: functools.partial[Any], *arrays: Array) -> Callable[[], object]:
+    """`call` with the arrays whose addresses it holds tied to its life."""
+    call.arrays = arrays  # type: ignore[attr-defined]
+    return call

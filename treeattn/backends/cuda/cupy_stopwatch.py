@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from treeattn.backends import cuda_driver, cupy_runtime
+from treeattn.backends.cuda import cupy_runtime
+from treeattn.backends.cuda import driver as cuda_driver
 
 __all__ = ["CupyStopwatch"]
 
@@ -26,7 +27,7 @@ _READINGS = {
 
 
 class CupyStopwatch:
-    """A `treeattn.roofline_cuda.Stopwatch` on CuPy's current device.
+    """A `treeattn.study.roofline.cuda.Stopwatch` on CuPy's current device.
 
     Raises:
         BackendError: no CuPy, no driver or no GPU.

@@ -1,0 +1,1 @@
+"""Schedules for people and for other programs: text, SVG, HTML, GOAL."""

@@ -1,0 +1,23 @@
+"""Attention on the processor: compiled C kernels, or NumPy where there is no compiler.
+
+The three verbs of a backend (`partial_attention`, `merge`, `finish`) check their arguments on every
+call. `PlannedAttention`, `planned_finish` and `MergeOperator.planned_merge` check once and keep
+pointers, for a decoder's step. Records are described in `treeattn.partial`.
+"""
+
+from treeattn.backends.cpu.attention import PlannedAttention, check_environment, partial_attention
+from treeattn.backends.cpu.finish import finish, planned_finish
+from treeattn.backends.cpu.kernels import compiled_kernels, compiled_kernels_problem
+from treeattn.backends.cpu.merge import MergeOperator, merge
+
+__all__ = [
+    "MergeOperator",
+    "PlannedAttention",
+    "check_environment",
+    "compiled_kernels",
+    "compiled_kernels_problem",
+    "finish",
+    "merge",
+    "partial_attention",
+    "planned_finish",
+]

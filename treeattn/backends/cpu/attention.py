@@ -1,0 +1,142 @@
+"""Partial attention on the processor: the compiled kernel, or NumPy.
+
+Environment: ``TREEATTN_THREADS``, threads of one process for attention, default 1, is read here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import numpy as np
+
+from treeattn.backends.cpu import arguments, blocked, kernels
+from treeattn.backends.cpu.arguments import Array
+from treeattn.errors import ArgumentError
+
+__all__ = ["PlannedAttention", "check_environment", "partial_attention"]
+
+
+class _Arguments(ctypes.Structure):
+    """struct attention of kernels/cpu/partial_attention.h."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("q", "k", "v", "records", "lengths", "workspace")]
+        + [(name, ctypes.c_int64) for name in ("batch", "queries", "heads", "kv_heads", "head_dim", "tokens")]
+        + [(f"q_{axis}_stride", ctypes.c_int64) for axis in ("batch", "query", "head")]
+        + [(f"k_{axis}_stride", ctypes.c_int64) for axis in ("batch", "token", "head")]
+        + [(f"v_{axis}_stride", ctypes.c_int64) for axis in ("batch", "token", "head")]
+        + [("scale", ctypes.c_float)]
+        + [(name, ctypes.c_int32) for name in ("q_type", "kv_type", "threads")]
+    )
+
+
+def partial_attention(
+    q: Array, k: Array, v: Array, records: Array, *, scale: float, lengths: Array | None = None
+) -> None:
+    """Write the records of every query head attending to this process's tokens.
+
+    Args:
+        q: [batch, queries, heads, head_dim].
+        k, v: [batch, tokens, kv_heads, head_dim], any strides but a contiguous last axis; tokens may
+            be 0. heads is a multiple of kv_heads: head h reads KV head h // (heads // kv_heads).
+        records: written, C-contiguous [batch, heads, queries, head_dim + 2], float32; float64 when
+            an input is float64.
+        scale: factor of the logits, usually 1 / sqrt(head_dim).
+        lengths: [batch] integers in 0..tokens, the valid tokens; None means all. What lies beyond
+            is never read.
+
+    Inputs are float32, float16, bfloat16 or uint16 (the bits of bfloat16), or float64.
+
+    Raises:
+        ArgumentError: shapes, types, strides or lengths that cannot be.
+    """
+    PlannedAttention(records, scale=scale)(q, k, v, lengths)
+
+
+class PlannedAttention:
+    """`partial_attention` into records that stay where they are.
+
+    Calling it with the arrays of the last call (the same objects) derives nothing again. It keeps
+    references to them and to its workspace until the next call.
+    """
+
+    def __init__(self, records: Array, *, scale: float, threads: int | None = None) -> None:
+        """Plan for `records` and `scale` as in `partial_attention`.
+
+        threads: how many of this process compute; default ``TREEATTN_THREADS``.
+        """
+        arguments.check_records(records)
+        self._records = records
+        self._scale = float(scale)
+        self._bound: tuple[Array, Array, Array] | None = None
+        self._lengths: Array | None = None
+        self._workspace = np.empty(0, np.uint8)
+        compiled = kernels.loaded()[0]
+        self._kernels = compiled if records.dtype == np.float32 else None
+        self._arguments = _Arguments(
+            records=arguments.address(records), scale=self._scale, threads=threads or _threads()
+        )
+        self._pointer = ctypes.byref(self._arguments)
+
+    def __call__(self, q: Array, k: Array, v: Array, lengths: Array | None = None) -> None:
+        """As `partial_attention`."""
+        bound = self._bound
+        if bound is None or bound[0] is not q or bound[1] is not k or bound[2] is not v:
+            self._bind(q, k, v)
+        if lengths is not self._lengths:
+            lengths = self._bind_lengths(lengths, k)
+        if self._kernels is None:
+            arguments.check_lengths(lengths, k.shape[1])
+            blocked.partial_attention(q, k, v, self._records, scale=self._scale, lengths=lengths)
+        elif self._kernels.partial_attention(self._pointer):
+            arguments.check_lengths(lengths, k.shape[1])
+
+    def _bind(self, q: Array, k: Array, v: Array) -> None:
+        self._bound = None
+        types = arguments.check_inputs(q, k, v, self._records)
+        if self._kernels is not None:
+            a = self._arguments
+            a.q, a.k, a.v = arguments.address(q), arguments.address(k), arguments.address(v)
+            a.batch, a.queries, a.heads, a.head_dim = q.shape
+            a.tokens, a.kv_heads = k.shape[1:3]
+            a.q_batch_stride, a.q_query_stride, a.q_head_stride = q.strides[:3]
+            a.k_batch_stride, a.k_token_stride, a.k_head_stride = k.strides[:3]
+            a.v_batch_stride, a.v_token_stride, a.v_head_stride = v.strides[:3]
+            a.q_type, a.kv_type = types
+            self._reserve(self._kernels.attention_workspace(self._pointer))
+        self._bound = (q, k, v)
+
+    def _bind_lengths(self, lengths: Array | None, k: Array) -> Array | None:
+        self._lengths = None
+        self._arguments.lengths = None
+        if lengths is None:
+            return None
+        lengths = np.ascontiguousarray(lengths, np.int64)
+        if lengths.shape != k.shape[:1]:
+            raise ArgumentError(f"lengths has shape {lengths.shape}: one for each of {k.shape[0]} batch rows")
+        self._arguments.lengths = arguments.address(lengths)
+        # Perhaps a converted copy, which no argument ever is: it is made anew in the next call.
+        self._lengths = lengths
+        return lengths
+
+    def _reserve(self, size: int) -> None:
+        if self._workspace.nbytes < size + _ALIGNMENT:
+            self._workspace = np.empty(size + size // 8 + _ALIGNMENT, np.uint8)
+            start = arguments.address(self._workspace)
+            self._arguments.workspace = start + -start % _ALIGNMENT
+
+
+_ALIGNMENT = 64
+
+
+def check_environment() -> None:
+    """Raise `ArgumentError` for settings that cannot be used, before anything is planned with them."""
+    _threads()
+
+
+def _threads() -> int:
+    text = os.environ.get("TREEATTN_THREADS", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentError(f"TREEATTN_THREADS={text}: a number of threads, at least 1")
+    return int(text)

@@ -1,0 +1,84 @@
+"""How records merge on the processor: the compiled kernel, or NumPy; the same bits."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from treeattn import partial
+from treeattn.backends.cpu import arguments, kernels
+from treeattn.backends.cpu.arguments import Array
+from treeattn.errors import ArgumentError, BackendError
+
+__all__ = ["MergeOperator", "merge"]
+
+
+def merge(into: Array, other: Array) -> None:
+    """Fold `other` into `into`, in place: records [..., head_dim + 2] of one shape and type.
+
+    Raises:
+        ArgumentError: they differ in shape or type, or are not C-contiguous.
+    """
+    arguments.check_merge(into, other)
+    MergeOperator(into.shape[-1] - partial.EXTRA, into.dtype).planned_merge(into, other)()
+
+
+class MergeOperator:
+    """How records of one head dimension and type merge: a `treeattn.collectives.operator.Operator`."""
+
+    def __init__(self, head_dim: int, dtype: Any = np.float32) -> None:
+        """For records of `head_dim` + 2 elements of `dtype`, float32 or float64."""
+        self._width = head_dim + partial.EXTRA
+        self._dtype: np.dtype[Any] = np.dtype(dtype)
+        if self._dtype not in (np.float32, np.float64):
+            raise ArgumentError(f"records are float32 or float64, not {self._dtype}")
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Element type of a record."""
+        return self._dtype
+
+    @property
+    def width(self) -> int:
+        """Elements of one record: head_dim + 2."""
+        return self._width
+
+    def merge(self, into: Array, other: Array) -> None:
+        """Fold `other` into `into`, in place; both C-contiguous [records, width]."""
+        arguments.check_merge(into, other)
+        self.planned_merge(into, other)()
+
+    def planned_merge(self, into: Array, other: Array) -> Callable[[], object]:
+        """`merge` for two arrays that never move: a call without arguments and without checks."""
+        compiled = kernels.loaded()[0]
+        if compiled is None or self._dtype != np.float32:
+            return functools.partial(partial.merge, into, other)
+        count, width = ctypes.c_int64(into.size // self._width), ctypes.c_int64(self._width)
+        return arguments.keep(
+            functools.partial(
+                compiled.merge_partials, arguments.pointer(into), arguments.pointer(other), count, width
+            ),
+            into,
+            other,
+        )
+
+    def mpi_function(self) -> int:
+        """Address of the merge as an MPI_User_function; it lives as long as the process.
+
+        Raises:
+            BackendError: there is no compiled merge for these records (float64, or no compiler).
+        """
+        compiled, problem = kernels.loaded()
+        if compiled is None or self._dtype != np.float32:
+            raise BackendError(
+                f"no compiled merge of {self._dtype} records ({problem or 'only float32 has one'}), which "
+                "mpi_allreduce needs: take a scheme with a schedule, such as recursive_doubling"
+            )
+        address: int | None = compiled.mpi_operator(ctypes.c_int64(self._width - partial.EXTRA))
+        if address is None:
+            raise BackendError(f"no compiled MPI operator for head_dim {self._width - partial.EXTRA}")
+        return address

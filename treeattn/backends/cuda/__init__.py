@@ -1,0 +1,47 @@
+"""Attention on an NVIDIA GPU, by the kernels in ``kernels/cuda``.
+
+The same names as in `treeattn.backends.cpu`: `partial_attention`, `merge` and `finish` check their
+arguments on every call; `PlannedAttention`, `planned_finish` and `MergeOperator.planned_merge` check
+once and only launch afterwards, without allocating, so that a CUDA graph can capture them. Work goes
+to CuPy's current stream and is not waited for. Records are float32, as in `treeattn.partial`; merge
+and finish give its bits.
+
+A GPU is reached through a `Runtime`: CuPy's where a GPU is, any other that behaves like it in tests.
+"""
+
+from treeattn.backends.cuda.attention import (
+    HEAD_DIMS,
+    MAX_SPLITS,
+    TENSOR_CORES_FROM_ROWS,
+    PlannedAttention,
+    check_head_dim,
+    check_rows,
+    choose_splits,
+    fma_kernel,
+    mma_kernel,
+    mma_shared_bytes,
+    partial_attention,
+)
+from treeattn.backends.cuda.finish import finish, planned_finish
+from treeattn.backends.cuda.merge import MergeOperator, merge
+from treeattn.backends.cuda.runtime import Runtime, default_runtime
+
+__all__ = [
+    "HEAD_DIMS",
+    "MAX_SPLITS",
+    "TENSOR_CORES_FROM_ROWS",
+    "MergeOperator",
+    "PlannedAttention",
+    "Runtime",
+    "check_head_dim",
+    "check_rows",
+    "choose_splits",
+    "default_runtime",
+    "finish",
+    "fma_kernel",
+    "merge",
+    "mma_kernel",
+    "mma_shared_bytes",
+    "partial_attention",
+    "planned_finish",
+]
