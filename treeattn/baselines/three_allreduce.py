@@ -44,8 +44,8 @@ class ThreeAllreduce(CollectiveReducer):
         return Sent(None, self._records.nbytes)
 
     def _take_maxima(self) -> None:
-        # MAX of NaN is not defined: it stays at home here, and comes back through the sums.
-        np.fmax(self._records[:, 0], -np.inf, out=self._maxima)
+        # MAX of NaN is not defined: it travels as +inf, which finishes as NaN too.
+        np.fmin(self._records[:, 0], np.inf, out=self._maxima)
 
     def _step(self) -> None:
         self._take_maxima()
