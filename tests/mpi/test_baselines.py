@@ -144,6 +144,18 @@ def test_a_score_that_is_no_number_spoils_its_own_head_only(comm, scheme, value,
         assert expected(lse[:, position]).all()
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("scheme", VARIANTS)
+def test_a_score_that_is_no_number_spoils_its_head_where_no_other_rank_has_tokens(comm, scheme, value):
+    q, k, v = made_up(tokens=1, heads=4, kv_heads=4, seed=5)
+    k[0, 0, 1, 0] = np.copysign(value, q[0, 0, 1, 0])
+    own = shard(comm, 1)
+    out, lse, heads = run(comm, scheme, q, k[:, own], v[:, own])
+    spoilt = np.arange(4)[heads] == 1
+    assert (np.isnan(out).all(-1) == spoilt).all()
+    assert (np.isnan(lse) == spoilt[:, None]).all()
+
+
 @pytest.mark.parametrize("scheme", BASELINES)
 def test_a_step_out_of_order_is_refused(comm, scheme):
     options = {"output": "heads"} if BASELINES[scheme].scattered else {}
