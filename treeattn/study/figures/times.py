@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from statistics import median
 
+from treeattn.study.compare.results import Summary
+from treeattn.study.compare.schema import NULL
 from treeattn.study.figures.cases import PAYLOAD, RANKS, SKEW, TOKENS, Axis, Case, Study, cases
 from treeattn.study.figures.chart import Chart, Lines, Panel, Point, Rows, Series, interval
-from treeattn.study.results import NULL, Summary
 from treeattn.study.statistics import describe
 
 __all__ = ["cold", "predicted", "relative", "scaling", "skew", "speedup", "time"]
@@ -151,9 +152,9 @@ def _blocks(study: Study, summary: Summary, scheme: str) -> dict[tuple[str, int,
     """(run, launch, repetition) -> median completion, of `scheme` in the case and version of `summary`."""
     found = study.blocks[(summary.key.case, summary.version)]
     return {
-        (point["run"], point["launch"], point["repetition"]): median(point["samples"]["completion"])
+        (point.run, point.launch, point.repetition): median(point.samples["completion"])
         for point in found
-        if point["key"].scheme == scheme
+        if point.key.scheme == scheme
     }
 
 
