@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from treeattn.study.compare.clock import Clock
 
-__all__ = ["as_json", "as_json_line", "cpu_name", "job", "kernel", "node_load", "placement", "software"]
+__all__ = ["as_json", "cpu_name", "job", "kernel", "node_load", "placement", "software"]
 
 # Variables that change what is measured; others may hold secrets and are nobody's business.
 _PREFIXES = (
@@ -34,14 +34,12 @@ _PLACES = ("_agent", "_hostfile")
 _GPU_QUERY = ("--query-gpu=name,driver_version,clocks.sm,power.limit", "--format=csv,noheader")
 
 
-def as_json(facts: Any) -> bytes:
-    """Strict JSON, one fact per line; numbers that JSON has no words for become strings ("inf", "nan")."""
-    return (json.dumps(_spelled(facts), indent=1, allow_nan=False) + "\n").encode()
+def as_json(facts: Any, **layout: Any) -> bytes:
+    """Strict JSON, one fact per line; numbers that JSON has no words for become strings ("inf", "nan").
 
-
-def as_json_line(facts: Any) -> bytes:
-    """The same in one line."""
-    return (json.dumps(_spelled(facts), separators=(",", ":"), allow_nan=False) + "\n").encode()
+    layout: for `json.dumps`, where it is to look otherwise.
+    """
+    return (json.dumps(_spelled(facts), **({"indent": 1} | layout), allow_nan=False) + "\n").encode()
 
 
 def _spelled(value: Any) -> Any:

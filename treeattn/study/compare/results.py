@@ -9,11 +9,9 @@ from __future__ import annotations
 import fcntl
 import math
 import os
-import secrets
 import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from treeattn.study import environment
 from treeattn.study.compare.schema import Failure, Key, Line, Point, Run
 from treeattn.study.statistics import Statistics, describe
 
-__all__ = ["Results", "Summary", "Writer", "mixed_versions", "read", "run_id", "summarise", "version"]
+__all__ = ["Results", "Summary", "Writer", "mixed_versions", "read", "summarise", "version"]
 
 _LINE = msgspec.json.Decoder(Run | Point | Failure)
 _NOT_A_LINE = (msgspec.DecodeError, ValueError, RecursionError)
@@ -131,11 +129,6 @@ def _build(run: Run) -> str:
     dirty = "+dirty" if "+dirty" in revision else ""
     package, mpi = run.software.packages["treeattn"], " ".join(run.software.mpi.split())
     return f"treeattn {package} ({revision[:12]}{dirty}), {mpi}"
-
-
-def run_id() -> str:
-    """A name for this job that no other has."""
-    return f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
 
 
 def mixed_versions(used: Iterable[tuple[Run, int]]) -> str | None:
@@ -249,7 +242,7 @@ class Writer:
 
     def append(self, line: Line) -> None:
         """Write one line."""
-        self._write(environment.as_json_line(msgspec.to_builtins(line)))
+        self._write(environment.as_json(msgspec.to_builtins(line), indent=None, separators=(",", ":")))
 
     def _write(self, line: bytes) -> None:
         try:
