@@ -10,6 +10,7 @@ import fcntl
 import math
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,13 +95,12 @@ def _take(found: Results, where: str, line: bytes) -> None:
     except _NOT_A_LINE as error:
         found.problems.append(f"{where}: not a result line ({error}); left out")
         return
-    match entry:
-        case Run():
-            found.runs[entry.run] = entry
-        case Point():
-            found.points.append(entry)
-        case Failure():
-            found.errors.append(entry)
+    if isinstance(entry, Run):
+        found.runs[entry.run] = entry
+    elif isinstance(entry, Point):
+        found.points.append(entry)
+    else:
+        found.errors.append(entry)
 
 
 def _block(point: Point) -> tuple[Any, ...]:
@@ -119,7 +119,7 @@ def version(run: Run, ranks: int) -> str:
     which are those that a point used, their processors and how they lie on nodes."""
     used = run.ranks[:ranks]
     order = [rank.node for rank in used]
-    nodes = "+".join(str(order.count(node)) for node in dict.fromkeys(order))
+    nodes = "+".join(map(str, Counter(order).values()))
     processors = " and ".join(sorted({rank.cpu for rank in used}))
     return f"{_build(run)}, {processors}, ranks {nodes}{'' if order == sorted(order) else ' cyclic'}"
 
