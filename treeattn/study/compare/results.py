@@ -147,7 +147,6 @@ def mixed_versions(used: Iterable[tuple[Run, int]]) -> str | None:
 
 
 _FACTS = ("warmup", "determinism", "rounds", "depth", "sent", "scheduled", "predicted")
-_WORST = ("error_out", "error_lse", "clock_error", "held", "step_peak")
 
 
 def summarise(results: Results) -> list[Summary]:
@@ -164,8 +163,7 @@ def _summary(key: Key, name: str, points: list[Point]) -> Summary:
     times |= {name: describe([[getattr(point, name)] for point in points]) for name in ("plan", "first")}
     wrong = [point for point in points if point.scheduled and point.sent != point.scheduled]
     facts: dict[str, Any] = {name: getattr([*points, *wrong][-1], name) for name in _FACTS}
-    facts |= {name: _worst(points, name, _most) for name in _WORST}
-    facts |= {name: _worst(points, name, min) for name in ("bound_out", "bound_lse")}
+    facts |= {name: _worst(points, name, choose) for name, choose in _WORST.items()}
     held = {point.same_bits for point in points}
     facts["same_bits"] = None if held == {None} else False not in held
     facts["digests"] = sorted({point.digest for point in points if point.digest})
@@ -181,6 +179,11 @@ def _worst(points: list[Point], name: str, choose: Callable[[list[float]], float
 def _most(values: list[float]) -> float:
     """The largest; NaN, which compares with nothing, is worse than any."""
     return next(filter(math.isnan, values), max(values))
+
+
+_WORST = dict.fromkeys(("error_out", "error_lse", "clock_error", "held", "step_peak"), _most) | {
+    "bound_out": min, "bound_lse": min,
+}  # fmt: skip
 
 
 class Writer:
