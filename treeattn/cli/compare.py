@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -100,8 +99,7 @@ def command(
     options = {"schemes": schemes, **lists, **asdict(effort), "launch": launch, "seed": seed}
     comm_.agree(world, {"the command line": (options, str(out))}, error)
     job = environment.job(Clock(world), options, used=max(key.ranks for key in plan))
-    run = f"{job['started']}-{secrets.token_hex(3)}"
-    line = msgspec.convert({"kind": "run", "format": FORMAT, "run": run, **job}, Run)
+    line = msgspec.convert({"kind": "run", "format": FORMAT, "run": results.run_id(), **job}, Run)
     with _Session(world, out, json_path, line, plan, effort, launch) as session:
         Sweep(plan, effort, launch, seed, session.done, session.point, session.failed, session.began).run(
             world

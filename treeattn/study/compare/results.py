@@ -9,10 +9,12 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import secrets
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from treeattn.study import environment
 from treeattn.study.compare.schema import Failure, Key, Line, Point, Run
 from treeattn.study.statistics import Statistics, describe
 
-__all__ = ["Results", "Summary", "Writer", "mixed_versions", "read", "summarise", "version"]
+__all__ = ["Results", "Summary", "Writer", "mixed_versions", "read", "run_id", "summarise", "version"]
 
 _LINE = msgspec.json.Decoder(Run | Point | Failure)
 _NOT_A_LINE = (msgspec.DecodeError, ValueError, RecursionError)
@@ -129,6 +131,11 @@ def _build(run: Run) -> str:
     dirty = "+dirty" if "+dirty" in revision else ""
     package, mpi = run.software.packages["treeattn"], " ".join(run.software.mpi.split())
     return f"treeattn {package} ({revision[:12]}{dirty}), {mpi}"
+
+
+def run_id() -> str:
+    """A name for this job that no other has."""
+    return f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
 
 
 def mixed_versions(used: Iterable[tuple[Run, int]]) -> str | None:
