@@ -94,6 +94,8 @@ def read(*paths: str | Path) -> Results:
 def _take(found: Results, where: str, line: bytes) -> None:
     try:
         entry = _LINE.decode(line)
+        if isinstance(entry, Point):
+            entry.check()
     except _NOT_A_LINE as error:
         found.problems.append(f"{where}: not a result line ({error}); left out")
         return
