@@ -21,6 +21,7 @@ __all__ = [
     "cuda_aware",
     "launched_as",
     "leave",
+    "library_version",
     "mpi",
     "node_groups",
     "node_local_rank",
@@ -53,11 +54,21 @@ def mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        lacking = "mpi4py" if getattr(error, "name", None) == "mpi4py" else "mpich"
         raise BackendError(
-            f"no MPI library could be loaded ({reason}): install one with `pip install mpich`, "
+            f"no MPI library could be loaded ({reason}): install one with `pip install {lacking}`, "
             "or load your site's MPI module"
         ) from error
     return MPI
+
+
+def library_version() -> str | None:
+    """What the MPI library calls itself, or None where none can be loaded."""
+    try:
+        name: str = mpi().Get_library_version()
+    except BackendError:
+        return None
+    return name.split("\n")[0].strip(" \t\x00")
 
 
 def world() -> Intracomm:

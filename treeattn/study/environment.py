@@ -57,7 +57,7 @@ def software() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in names},
-        "mpi": comm_.mpi().Get_library_version().split("\n")[0].strip(" \t\x00"),
+        "mpi": comm_.library_version(),
         "git": _git_revision(),
         "command": [_program(sys.argv[0]), *sys.argv[1:]],
     }

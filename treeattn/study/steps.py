@@ -14,7 +14,6 @@ import numpy as np
 from treeattn import comm as comm_
 from treeattn.attention.shape import Shape
 from treeattn.backends.cpu import MergeOperator
-from treeattn.collectives.executors.mpi import Reducer
 from treeattn.decoder import Decoder
 from treeattn.decoder import plan as routes
 from treeattn.errors import RestrictionError
@@ -23,6 +22,8 @@ from treeattn.study.results import FLOOR, NULL, Key
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+
+    from treeattn.collectives.executors.mpi import Reducer
 
 __all__ = ["Around", "plan", "plan_null_merge", "shape_of"]
 
@@ -70,6 +71,8 @@ class Around:
 
     def reducer(self, schedule: Any, operator: Any, buffer: Any, group: int) -> Reducer:
         """Plan a schedule as this step's reduction."""
+        from treeattn.collectives.executors.mpi import Reducer  # here: help needs no MPI library
+
         self._reducer = Reducer(self._comm, schedule, operator, buffer, group)
         self.schedule, self.certificate = schedule, self._reducer.certificate
         self.sent = self._reducer.sent
