@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 __all__ = [
     "abort",
     "agree",
+    "communicator",
     "cuda_aware",
+    "end_job",
     "launched_as",
     "leave",
     "library_version",
@@ -81,6 +83,16 @@ def world() -> Intracomm:
             "another MPI than the one mpi4py loaded; use the mpiexec of that one (treeattn doctor names it)"
         )
     return comm
+
+
+def communicator(comm: Any) -> Intracomm:
+    """`comm`, or for None `world`. Raises `ArgumentError` for anything that is not an intracommunicator."""
+    if comm is None:
+        return world()
+    if not isinstance(comm, mpi().Intracomm) or not comm:
+        raise ArgumentError(f"comm must be an mpi4py.MPI.Intracomm, such as MPI.COMM_WORLD, not {comm!r:.60}")
+    checked: Intracomm = comm
+    return checked
 
 
 def agree(comm: Intracomm, mine: Mapping[str, object], error: Exception | None = None) -> None:
@@ -174,7 +186,7 @@ def leave(code: int, reason: str, patience: float = 5.0) -> int:
                 file=sys.stderr,
                 flush=True,
             )
-            _end_job(code)
+            end_job(code)
         time.sleep(0.001)
     return code
 
@@ -186,12 +198,13 @@ def abort(error: BaseException) -> NoReturn:
     what = "".join(traceback.format_exception_only(error)).strip()
     print(f"treeattn: rank {comm.rank} of {comm.size} failed, ending the job: {what}", file=sys.stderr)
     traceback.print_exception(error)
-    _end_job(1)
+    end_job(1)
 
 
-def _end_job(code: int) -> NoReturn:
-    """MPI_Abort, after giving what was printed the time to arrive: launchers drop what is under way."""
+def end_job(code: int) -> NoReturn:
+    """Exit, and end all other ranks of the job if there are some."""
     sys.stderr.flush()
-    time.sleep(0.5)
-    mpi().COMM_WORLD.Abort(code)
-    raise SystemExit(code)  # not reached: Abort does not return
+    if started() and mpi().COMM_WORLD.size > 1:
+        time.sleep(0.5)  # what was printed needs time to arrive: launchers drop what is under way
+        mpi().COMM_WORLD.Abort(code)
+    raise SystemExit(code)

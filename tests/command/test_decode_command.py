@@ -137,6 +137,11 @@ def bad_scale(path):
     return path
 
 
+def huge_scale(path):
+    save_file(load_file(cache_with(path)), path, metadata={"scale": "1e300"})
+    return path
+
+
 def huge_header(path):
     path.write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
     return path
@@ -160,6 +165,7 @@ BAD_FILES = {
     "three axes": lambda path: cache_with(path, q=np.ones((1, 4, 16), np.float32)),
     "lengths": lambda path: cache_with(path, lengths=np.array([7])),
     "scale": bad_scale,
+    "scale 1e300": huge_scale,
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from treeattn import collectives
 from treeattn.baselines import Sent
-from treeattn.cli.numbers import durations, number, numbers
+from treeattn.cli.console import durations, number, numbers
 from treeattn.errors import ArgumentError
 from treeattn.study import payload
 from treeattn.study.measure import Effort

@@ -16,7 +16,7 @@ from treeattn import files
 from treeattn.attention.shape import DTYPES
 from treeattn.cli import compare_table
 from treeattn.cli.compare_progress import Live
-from treeattn.cli.numbers import durations, numbers
+from treeattn.cli.console import SECONDS, durations, numbers
 from treeattn.decoder import plan as routes
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.study import environment, provenance, results
@@ -55,10 +55,10 @@ __all__ = ["command"]
               help="Blocks of each point: planned anew, in a new random order.")  # fmt: skip
 @click.option("--iterations", type=click.IntRange(3, 1_000_000), default=200, show_default=True,
               help="Most iterations of a block.")  # fmt: skip
-@click.option("--seconds", type=click.FloatRange(0, min_open=True), default=0.3, show_default=True,
+@click.option("--seconds", type=SECONDS, default=0.3, show_default=True,
               help="About so long for all blocks of a point; at least 3 iterations each.")  # fmt: skip
-@click.option("--patience", type=click.FloatRange(0, min_open=True), default=6.0, show_default=True,
-              help="Seconds after which a point gets no further block.")  # fmt: skip
+@click.option("--patience", type=SECONDS, default=6.0, show_default=True,
+              help="Seconds after which a point gets no further block; inf: no limit.")  # fmt: skip
 @click.option("--launch", type=click.IntRange(1), default=1, show_default=True,
               help="Number of this job; jobs of different numbers add up in one file.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
@@ -101,7 +101,7 @@ def command(
         Sweep(plan, effort, launch, seed, session.done, session.point, session.failed, session.began).run(
             world
         )
-        return int(world.bcast(session.report() if world.rank == 0 else None))
+        return int(world.bcast(comm_.together(world, session.report)))
 
 
 class _Session:
@@ -118,8 +118,9 @@ class _Session:
         effort: Effort,
         launch: int,
     ) -> None:
-        self._run, self._launch, self._plan = run, launch, plan
+        self._run, self._launch, self._plan, self._out = run, launch, plan, out
         self._writer: results.Writer | None = None
+        self._rank_0 = world.rank == 0
         error: TreeattnError | None = None
         self._held = results.Results()
         if world.rank == 0:
@@ -181,10 +182,13 @@ class _Session:
         if not self._announced:
             self._writer.append(**self._line)
             self._announced = True
+            files.kept.append(f"{self._out} (the same command goes on from there)")
         self._writer.append(kind, self._run, **entry)
 
     def report(self) -> int:
-        """Print the tables, write the summaries; the exit code."""
+        """Print the tables, write the summaries; the exit code, on rank 0."""
+        if not self._rank_0:
+            return 0
         self._live.stop()
         same, place = results.version(self._line), {key: index for index, key in enumerate(self._plan)}
         summaries = [

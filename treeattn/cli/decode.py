@@ -93,15 +93,18 @@ def command(
     return 0 if all(row["passed"] for row in rows) else 1
 
 
-def _placed(world: Any, problem: Problem, name: str) -> tuple[Device, tuple[Any, ...]]:
+def _placed(world: Any, source: Problem, name: str) -> tuple[Device, tuple[Any, ...]]:
     """The device of this rank, and q, k, v and lengths on it. Ranks of a node take GPUs in turn."""
     local = comm_.node_local_rank(world)
 
     def place() -> tuple[Device, tuple[Any, ...]]:
         if name == "cuda":
+            problem = cupy_runtime.problem()
+            if problem is not None:
+                raise ArgumentError(problem)
             cupy_runtime.choose(local)
         device = devices.find(name)
-        arrays = (problem.q, problem.k, problem.v, problem.lengths)
+        arrays = (source.q, source.k, source.v, source.lengths)
         return device, tuple(None if array is None else device.from_host(array) for array in arrays)
 
     device, inputs = comm_.together(world, place)

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from treeattn import comm, files
-from treeattn.cli.numbers import number
+from treeattn.backends.cuda import cupy_runtime
+from treeattn.cli.console import number
 from treeattn.errors import ArgumentError
 from treeattn.study import environment
 from treeattn.study.roofline import cpu as roofline
@@ -54,6 +55,9 @@ def command(
         )
     if device == "cuda" and threads is not None:
         raise ArgumentError("--threads is about the processor: leave it out with --device cuda")
+    problem = cupy_runtime.problem() if device == "cuda" else None
+    if problem is not None:
+        raise ArgumentError(problem)
     console = Console(stderr=True)
     progress = console.print if sys.stderr.isatty() else lambda _: None
     write = files.output_writer(json_path)

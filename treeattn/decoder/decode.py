@@ -72,7 +72,7 @@ def decode(
     `ArgumentError` (shapes, dtypes, values that differ between ranks), `ScheduleError` (unknown scheme),
     `RestrictionError`, `BackendError` or `TransportError`.
     """
-    comm = comm_.world() if comm is None else comm
+    comm = comm_.communicator(comm)
     error: Exception | None = None
     shape = None
     try:
@@ -141,7 +141,7 @@ class Decoder:
         transport: str | None = None,
         output: str = "replicated",
     ) -> None:
-        comm = comm_.world() if comm is None else comm
+        comm = comm_.communicator(comm)
         error: Exception | None = None
         settings: dict[str, object] = {}
         slow = None
@@ -150,7 +150,8 @@ class Decoder:
             slow = self._device.slow_because()
             self.shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype)
             self._device.check_shape(self.shape)
-            self.scale = _checked_scale(self.shape.default_scale() if scale is None else scale)
+            scale = self.shape.default_scale() if scale is None else scale
+            self.scale = _checked_scale(scale, self.shape.record_dtype)
             self.scheme = routes.canonical(scheme)
             self._plan_memory(_own_heads(heads, output, comm))
             self._attention = self._device.attention(self.shape, self.records, self.scale)
@@ -311,13 +312,13 @@ class CapturedStep:
         self._launch, self._owners = None, ()
 
 
-def _checked_scale(scale: float) -> float:
+def _checked_scale(scale: float, dtype: Any) -> float:
     try:
         value = float(scale)
     except (TypeError, ValueError, OverflowError):
         value = math.nan
-    if not math.isfinite(value):
-        raise ArgumentError(f"scale must be a finite number, not {scale!r}")
+    if not abs(value) <= float(np.finfo(dtype).max):
+        raise ArgumentError(f"scale must be a finite number of {dtype}, not {scale!r:.60}")
     return value
 
 

@@ -18,7 +18,9 @@ from treeattn import comm as comm_
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["as_json", "as_json_line", "cpu_name", "kernel", "node_load", "placement", "software"]
+__all__ = [
+    "as_json", "as_json_line", "cpu_name", "free_memory", "kernel", "node_load", "placement", "software",
+]  # fmt: skip
 
 
 def as_json(facts: Any) -> bytes:
@@ -48,6 +50,16 @@ def cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def free_memory() -> int | None:
+    """Bytes that processes of this machine may still take; None where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    known = dict(line.split(":", 1) for line in lines)
+    return 1024 * int(known["MemAvailable"].split()[0]) if "MemAvailable" in known else None
 
 
 def software() -> dict[str, Any]:
