@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from treeattn import comm as comm_
 from treeattn import files, reference
 from treeattn.attention.shape import Shape, dtype_name
+from treeattn.cli.console import Lines
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.shards import Layout
 
@@ -63,17 +64,27 @@ class Problem:
     def _load(self, world: Any) -> None:
         self.q = np.array(self.file["q"])
         nbytes = 2 * self.file["k"].nbytes * sum(len(range(*r.indices(self.tokens))) for r in self.runs)
-        bar = Progress(
-            TextColumn("reading the shard of rank 0"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-            console=Console(stderr=True), transient=True,
-            disable=world.rank != 0 or not sys.stderr.isatty(),
+        with _Reading(nbytes // max(self.tokens, 1), world.rank == 0) as told:
+            self.k, self.v = (files.load_runs(self.file[name], self.runs, told) for name in "kv")
+
+
+class _Reading(Progress):
+    """Bytes of rank 0's shard: a bar, or a line now and then; called with how many more there are."""
+
+    def __init__(self, total: int, shown: bool) -> None:
+        terminal = sys.stderr.isatty()
+        super().__init__(
+            TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+            console=Console(stderr=True), transient=True, disable=not (shown and terminal),
         )  # fmt: skip
-        with bar:
-            task = bar.add_task("", total=nbytes // max(self.tokens, 1))
-            self.k, self.v = (
-                files.load_runs(self.file[name], self.runs, lambda done: bar.advance(task, done))
-                for name in "kv"
-            )
+        self._task = self.add_task("reading the shard of rank 0", total=total)
+        self._lines = Lines() if shown and not terminal else None
+
+    def __call__(self, done: int) -> None:
+        self.advance(self._task, done)
+        if self._lines is not None:
+            task = self.tasks[self._task]
+            self._lines(f"{task.description}: {task.percentage:.0f} % of {task.total:,.0f} bytes")
 
 
 class Judge:
@@ -83,6 +94,7 @@ class Judge:
         """rounded: softmax weights may be rounded to 16 bits, and the bound on out is 4e-3 * max|v|."""
         self.world = world
         self.against: dict[str, tuple[Any, Any]] = {}
+        self.bringing_nan: list[int] = []
         self.bounds: tuple[float, float] | None = None
         if check or problem.expected is not None:
             if check:
@@ -93,6 +105,7 @@ class Judge:
             partials = world.gather(mine, root=0)
             if world.rank == 0:
                 bound, lse_bound = reference.error_bounds(partials)
+                self.bringing_nan = [rank for rank, part in enumerate(partials) if _has_nan(part)]
                 largest = max(part.largest_value for part in partials)
                 self.bounds = (max(bound, 4e-3 * largest) if rounded else bound), lse_bound
                 if check:
@@ -107,9 +120,31 @@ class Judge:
             for name, wanted in self.against.items()
         }
 
+    def nan(self, out: Any, lse: Any) -> dict[str, Any]:
+        """How many results (rows of out, with their lse) are NaN, and in each reference; the ranks whose
+        tokens bring NaN into the oracle. On rank 0."""
+        mine = _nan_rows(out, lse)
+        wanted = {name: _nan_rows(*reference) for name, reference in self.against.items()}
+        return {
+            "results": int(mine.sum()),
+            "of": mine.size,
+            "references": {name: int(rows.sum()) for name, rows in wanted.items()},
+            "same_rows": all(np.array_equal(mine, rows) for rows in wanted.values()),
+            "ranks": self.bringing_nan,
+        }
+
     def passes(self, errors: dict[str, tuple[float, float]]) -> bool:
         bounds = self.bounds
         return bounds is None or all(o <= bounds[0] and s <= bounds[1] for o, s in errors.values())
+
+
+def _nan_rows(out: Any, lse: Any) -> Any:
+    """Which results [batch, heads, queries] are NaN, in part or whole."""
+    return np.isnan(out).any(-1).transpose(0, 2, 1) | np.isnan(lse)
+
+
+def _has_nan(part: reference.Partial) -> bool:
+    return any(bool(np.isnan(array).any()) for array in (part.max, part.denominator, part.numerator))
 
 
 def _largest_difference(mine: Any, wanted: Any) -> float:
