@@ -36,8 +36,17 @@ def test_table_file_and_json(tmp_path):
     chosen = {"ring", "mpi_allreduce", "head_scatter", "k_nomial_tree", "k_nomial_tree:radix=3"}
     assert schemes == chosen | {results.FLOOR, results.NULL}
     assert len(facts["summaries"]) == 7 * 2 * 2
-    for word in ("95 % interval", "x floor", "k_nomial_tree:radix=3", "harness:", "clock:", "1,024 tokens"):
+    for word in (
+        "95 % interval",
+        "x SUM",
+        "identical bits (proved)",
+        "k_nomial_tree:radix=3",
+        "harness:",
+        "clock:",
+        "1,024 tokens",
+    ):
         assert word in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
     assert ("share" in done.stdout) == (len(os.sched_getaffinity(0)) < 3)
     found = results.read(out)
     assert found.problems == []

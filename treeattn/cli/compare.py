@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from treeattn import comm as comm_
 from treeattn import files
 from treeattn.attention.shape import DTYPES
 from treeattn.cli import compare_table
 from treeattn.cli.compare_progress import Live
-from treeattn.cli.console import SECONDS, durations, numbers
+from treeattn.cli.console import SECONDS, WIDE, console, durations, numbers
 from treeattn.decoder import plan as routes
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.study import environment, provenance, results
@@ -64,12 +62,14 @@ __all__ = ["command"]
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path),
               help="Append to this file of JSON lines; what it holds is not measured again.")  # fmt: skip
+@WIDE
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path), help="Write the summaries of this command."
 )
 def command(
     schemes: str,
     out: Path | None,
+    wide: bool,
     json_path: Path | None,
     repetitions: int,
     iterations: int,
@@ -81,10 +81,10 @@ def command(
 ) -> int:
     """Measure schemes against each other: cold and warm, with intervals, errors, payload and memory.
 
-    Lists make every combination. Beside the schemes, each case has MPI_Allreduce(SUM) of the same bytes (the
-    floor) and a reduction that does nothing (the harness's own cost). Every column is derived in
-    docs/measuring.md. Exit code 1: a scheme could not run somewhere, a result missed its bound or differed
-    between ranks, or the file holds lines that cannot be used.
+    Lists make every combination. Beside the schemes, each case has MPI_Allreduce(SUM) of the same bytes and a
+    reduction that does nothing (the harness's own cost). Every column is derived in docs/measuring.md. Exit
+    code 1: a scheme could not run somewhere, a result missed its bound or differed between ranks, or the file
+    holds lines that cannot be used.
     """
     world = comm_.world()
     plan, error = [], None
@@ -101,7 +101,7 @@ def command(
         Sweep(plan, effort, launch, seed, session.done, session.point, session.failed, session.began).run(
             world
         )
-        return int(world.bcast(comm_.together(world, session.report)))
+        return int(world.bcast(comm_.together(world, lambda: session.report(wide))))
 
 
 class _Session:
@@ -185,7 +185,7 @@ class _Session:
             files.kept.append(f"{self._out} (the same command goes on from there)")
         self._writer.append(kind, self._run, **entry)
 
-    def report(self) -> int:
+    def report(self, wide: bool) -> int:
         """Print the tables, write the summaries; the exit code, on rank 0."""
         if not self._rank_0:
             return 0
@@ -204,8 +204,7 @@ class _Session:
             "problems": self._problems,
         }
         self._write_json(environment.as_json(facts))
-        console = Console(width=None if sys.stdout.isatty() else 220, markup=False, highlight=False)
-        passed = compare_table.show(console, self._line, summaries, self._errors)
+        passed = compare_table.show(console(wide), self._line, summaries, self._errors, wide)
         return 0 if passed and not self._errors and not self._problems else 1
 
     def __enter__(self) -> _Session:

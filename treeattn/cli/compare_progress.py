@@ -1,9 +1,10 @@
-"""What a person sees while `treeattn compare` measures: a bar and times so far, if stderr is a terminal."""
+"""How far `treeattn compare` is: a bar and times so far on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
 import statistics
 import sys
+import time
 from typing import Any
 
 from rich.console import Console, Group
@@ -11,6 +12,7 @@ from rich.live import Live as RichLive
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from treeattn.cli.console import Lines, microseconds
 from treeattn.errors import TreeattnError
 from treeattn.study.results import Key
 from treeattn.study.sweep import Block
@@ -31,9 +33,10 @@ class Live:
             f"{len(plan)} points ({len(plan) // max(cases, 1)} schemes in {cases} cases), {blocks} blocks"
             + (f"; {skipped} are in the file already and are not measured again" if skipped else "")
         )
+        self._medians: dict[Key, list[float]] = {}
+        self._lines, self._left, self._began = Lines(), blocks - skipped, time.monotonic()
         if not sys.stderr.isatty():
             return
-        self._medians: dict[Key, list[float]] = {}
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
             console=console,
@@ -44,14 +47,19 @@ class Live:
 
     def began(self, block: Block) -> None:
         """A block is about to be measured."""
+        name = f"{block.key.what} {block.key.scheme}"
         if self._live is not None:
-            self._bar.update(self._task, description=f"{block.key.what} {block.key.scheme}")
+            self._bar.update(self._task, description=name)
+            return
+        done = sum(map(len, self._medians.values()))
+        left = (time.monotonic() - self._began) / max(done, 1) * (self._left - done)
+        self._lines(f"{name}: {done:,} of {self._left:,} blocks are done, at most {left:,.0f} s are left")
 
     def ended(self, block: Block, fields: dict[str, Any]) -> None:
         """A block was measured."""
+        median = statistics.median(fields["samples"]["completion"])
+        self._medians.setdefault(block.key, []).append(median)
         if self._live is not None:
-            median = statistics.median(fields["samples"]["completion"])
-            self._medians.setdefault(block.key, []).append(median)
             self._bar.advance(self._task)
             self._live.update(Group(self._table(block.key.case), self._bar))
 
@@ -64,7 +72,7 @@ class Live:
         table = Table("scheme", "blocks", "median, µs")
         now = {key: values for key, values in self._medians.items() if key.case == case}
         for key, values in sorted(now.items(), key=lambda item: statistics.median(item[1])):
-            table.add_row(key.scheme, str(len(values)), f"{statistics.median(values):,.1f}")
+            table.add_row(key.scheme, str(len(values)), microseconds(statistics.median(values)))
         return table
 
     def stop(self) -> None:

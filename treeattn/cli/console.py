@@ -20,7 +20,7 @@ __all__ = [
 ]  # fmt: skip
 
 #: Stands below a table that has a column of `identical`.
-LEGEND = "identical bits (proved): on all ranks, of the schedule; (measured): in this run"
+LEGEND = "identical bits (proved): by the schedule, on all ranks; (measured): in this run"
 WIDE = click.option("--wide", is_flag=True, help="Every column, however wide the table becomes.")
 
 _UNITS = {"Ki": 1024, "Mi": 1024**2, "k": 1000, "M": 1000**2}
