@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 __all__ = [
     "abort",
     "agree",
-    "communicator",
     "cuda_aware",
     "end_job",
+    "intracomm",
     "launched_as",
     "leave",
     "library_version",
@@ -85,14 +85,16 @@ def world() -> Intracomm:
     return comm
 
 
-def communicator(comm: Any) -> Intracomm:
-    """`comm`, or for None `world`. Raises `ArgumentError` for anything that is not an intracommunicator."""
+def intracomm(comm: object) -> Intracomm:
+    """`comm` if it is a communicator; COMM_WORLD for None. Raises `ArgumentError` for anything else."""
     if comm is None:
         return world()
-    if not isinstance(comm, mpi().Intracomm) or not comm:
-        raise ArgumentError(f"comm must be an mpi4py.MPI.Intracomm, such as MPI.COMM_WORLD, not {comm!r:.60}")
-    checked: Intracomm = comm
-    return checked
+    kind: type[Intracomm] = mpi().Intracomm
+    if not isinstance(comm, kind) or comm == mpi().COMM_NULL:
+        raise ArgumentError(
+            f"comm must be an intracommunicator of mpi4py, such as MPI.COMM_WORLD, not {comm!r}"
+        )
+    return comm
 
 
 def agree(comm: Intracomm, mine: Mapping[str, object], error: Exception | None = None) -> None:

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from treeattn.cli.console import Lines, microseconds
 from treeattn.errors import TreeattnError
-from treeattn.study.results import Key
-from treeattn.study.sweep import Block
+from treeattn.study.compare.schema import Key
+from treeattn.study.compare.sweep import Block
 
 __all__ = ["Live"]
 

@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 
 from treeattn.cli.console import LEGEND, count, identical, microseconds, table
-from treeattn.study.results import FLOOR, NULL, Key, Summary
+from treeattn.study.compare.results import Summary
+from treeattn.study.compare.schema import NULL, SUM, Key, Run
 
 __all__ = ["show"]
 
@@ -21,7 +22,7 @@ _EXACT = "error\nof out"
 
 def show(
     console: Console,
-    run: dict[str, Any],
+    run: Run,
     summaries: Sequence[Summary],
     errors: dict[Key, str],
     wide: bool = False,
@@ -35,7 +36,7 @@ def show(
         console.print(f"\n{_case(rows[0].key)}; times in µs")
         if wide:
             _print(console, times, rows)
-            _print(console, results, [row for row in rows if row.key.scheme not in (FLOOR, NULL)])
+            _print(console, results, [row for row in rows if row.key.scheme not in (SUM, NULL)])
         else:
             chosen = _NARROW if rows[0].key.skew else (*_NARROW, _EXACT)
             both = {**times, **results}
@@ -79,7 +80,7 @@ def _case(key: Key) -> str:
 
 def _times(rows: Sequence[Summary]) -> Columns:
     """Heading -> what depends on time."""
-    floor = next((row.times["completion"].median for row in rows if row.key.scheme == FLOOR), None)
+    of_sum = next((row.times["completion"].median for row in rows if row.key.scheme == SUM), None)
     key = rows[0].key
 
     def median(name: str) -> Callable[[Summary], str]:
@@ -89,8 +90,8 @@ def _times(rows: Sequence[Summary]) -> Columns:
         return lambda row: microseconds(getattr(row.times["completion"], name))
 
     def times_sum(row: Summary) -> str:
-        known = floor is not None and row.key.scheme != NULL
-        return f"{row.times['completion'].median / floor:.2f}" if known and floor else "-"
+        known = of_sum is not None and row.key.scheme != NULL
+        return f"{row.times['completion'].median / of_sum:.2f}" if known and of_sum else "-"
 
     parts = ("local", "reduce") if key.what == "decode" else ("null_merge",)
     return {
@@ -165,7 +166,7 @@ def _payload(sent: dict[str, list[Any]] | None) -> list[str]:
 def _wrong(row: Summary) -> str | None:
     """What is wrong with a result: bits, payload against the schedule, error of float32 records; or None."""
     facts = row.facts
-    if row.key.scheme in (FLOOR, NULL):
+    if row.key.scheme in (SUM, NULL):
         return None
     if facts["same_bits"] is False:
         return "ranks ended with different bits"
@@ -175,7 +176,7 @@ def _wrong(row: Summary) -> str | None:
     return None if exact or row.key.wire == "bfloat16" else "the error is above the bound"
 
 
-def _show_notes(console: Console, run: dict[str, Any], summaries: Sequence[Summary]) -> None:
+def _show_notes(console: Console, run: Run, summaries: Sequence[Summary]) -> None:
     console.print(f"\nx SUM: of the median of MPI_Allreduce(SUM) over as many bytes\n{LEGEND}")
     for null in summaries:
         if null.key.scheme == NULL and null.key.what == "reduce":
@@ -183,7 +184,8 @@ def _show_notes(console: Console, run: dict[str, Any], summaries: Sequence[Summa
                 f"harness: an iteration that does nothing takes {null.times['slowest'].median:.2f} µs "
                 f"on the slowest of {null.key.ranks} ranks"
             )
-    clock = run["clock"]
-    console.print(f"clock: {clock['source']}, {clock['method']}; error at most {clock['error']:.2f} µs")
-    if run["warning"]:
-        console.print(f"note: {run['warning']}", style="yellow")
+    if run.clock is not None:
+        source, method, error = run.clock.source, run.clock.method, run.clock.error
+        console.print(f"clock: {source}, {method}; error at most {error:.2f} µs")
+    if run.warning:
+        console.print(f"note: {run.warning}", style="yellow")

@@ -72,7 +72,7 @@ def decode(
     `ArgumentError` (shapes, dtypes, values that differ between ranks), `ScheduleError` (unknown scheme),
     `RestrictionError`, `BackendError` or `TransportError`.
     """
-    comm = comm_.communicator(comm)
+    comm = comm_.intracomm(comm)
     error: Exception | None = None
     shape = None
     try:
@@ -141,7 +141,7 @@ class Decoder:
         transport: str | None = None,
         output: str = "replicated",
     ) -> None:
-        comm = comm_.communicator(comm)
+        comm = comm_.intracomm(comm)
         error: Exception | None = None
         settings: dict[str, object] = {}
         slow = None

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from treeattn.decoder import plan as routes
 from treeattn.errors import TreeattnError
 from treeattn.study import environment
-from treeattn.study.measure import Bench, Effort
-from treeattn.study.results import FLOOR, NULL, Key
+from treeattn.study.compare.measure import Bench, Effort
+from treeattn.study.compare.schema import NULL, SUM, Key
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -54,7 +54,7 @@ def keys(schemes: Sequence[str], **lists: Sequence[Any]) -> list[Key]:
 
 
 def _exists(scheme: str, what: str) -> bool:
-    return what == "decode" or scheme in (NULL, FLOOR) or not routes.fused(scheme)
+    return what == "decode" or scheme in (NULL, SUM) or not routes.fused(scheme)
 
 
 @dataclass(slots=True)

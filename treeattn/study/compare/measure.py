@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeattn import comm as comm_
-from treeattn.study import environment, payload, problems, steps
-from treeattn.study.clock import Clock
-from treeattn.study.loop import Loop
-from treeattn.study.results import FLOOR, NULL, Key
+from treeattn.study import environment
+from treeattn.study.compare import payload, problems, steps
+from treeattn.study.compare.clock import Clock
+from treeattn.study.compare.loop import Loop
+from treeattn.study.compare.schema import NULL, SUM, Key
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -65,7 +66,7 @@ class Bench:
         return make(self.comm, key, self.seed)
 
     def block(self, key: Key, problem: problems.Problem, memory: bool) -> dict[str, Any] | None:
-        """The fields of a point (see `treeattn.study.results`) on rank 0, None elsewhere.
+        """The fields of a point (see `treeattn.study.compare.schema`) on rank 0, None elsewhere.
 
         memory: also run two steps under tracemalloc, after what is timed. Raises what planning raises.
         """
@@ -145,7 +146,7 @@ class Bench:
             "sent": payload.handed_over(self.comm, step.sent, self.groups),
             "scheduled": self._scheduled(key, step),
         }
-        if key.scheme in (FLOOR, NULL):
+        if key.scheme in (SUM, NULL):
             return facts | dict.fromkeys(
                 ("same_bits", "digest", "error_out", "error_lse", "bound_out", "bound_lse")
             )

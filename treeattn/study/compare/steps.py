@@ -1,4 +1,4 @@
-"""What is measured, behind one face: any scheme, a scheme with records of bfloat16, the floor, and nothing.
+"""What is measured, behind one face: any scheme, one with bfloat16 records, the library's sum, and nothing.
 
 Each has the parts of a `treeattn.Decoder`: ``local``, ``reduce`` and ``finish``, and ``sent``.
 """
@@ -17,8 +17,8 @@ from treeattn.backends.cpu import MergeOperator
 from treeattn.decoder import Decoder
 from treeattn.decoder import plan as routes
 from treeattn.errors import RestrictionError
-from treeattn.study import wire as wire_
-from treeattn.study.results import FLOOR, NULL, Key
+from treeattn.study.compare import wire as wire_
+from treeattn.study.compare.schema import NULL, SUM, Key
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -38,7 +38,7 @@ def plan(comm: Intracomm, key: Key) -> Any:
 
     Raises what `Decoder` raises, on every rank alike.
     """
-    if key.scheme == FLOOR:
+    if key.scheme == SUM:
         return Around(comm, key, _sum)
     if key.scheme == NULL:
         return Around(comm, key, _nothing)
