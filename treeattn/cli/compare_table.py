@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from treeattn.cli.console import LEGEND, count, identical, microseconds, table
+from treeattn.cli.console import LEGEND, count, identical, magnitude, microseconds, table
 from treeattn.study.compare.results import Summary
 from treeattn.study.compare.schema import NULL, SUM, Key, Run
 
@@ -46,7 +46,10 @@ def show(
             if reason:
                 console.print(f"wrong: {scheme}: {reason}", style="red")
         passed &= not any(wrong.values())
-    for (_, message), keys in _by_cause(errors).items():
+    causes: dict[Any, list[Key]] = {}
+    for key, message in errors.items():
+        causes.setdefault((key.case, message), []).append(key)
+    for (_, message), keys in causes.items():
         schemes = ", ".join(key.scheme for key in keys)
         console.print(f"could not run: {schemes} ({_case(keys[0])}): {message}", style="red")
     _show_notes(console, run, summaries)
@@ -58,14 +61,6 @@ def _print(console: Console, columns: Columns, rows: Sequence[Summary]) -> None:
     for row in rows:
         shown.add_row(*(cell(row) for cell in columns.values()), style="red" if _wrong(row) else None)
     console.print(shown)
-
-
-def _by_cause(errors: dict[Key, str]) -> dict[Any, list[Key]]:
-    """(case, message) -> the keys that failed alike."""
-    causes: dict[Any, list[Key]] = {}
-    for key, message in errors.items():
-        causes.setdefault((key.case, message), []).append(key)
-    return causes
 
 
 def _case(key: Key) -> str:
@@ -90,8 +85,9 @@ def _times(rows: Sequence[Summary]) -> Columns:
         return lambda row: microseconds(getattr(row.times["completion"], name))
 
     def times_sum(row: Summary) -> str:
-        known = of_sum is not None and row.key.scheme != NULL
-        return f"{row.times['completion'].median / of_sum:.2f}" if known and of_sum else "-"
+        if not of_sum or row.key.scheme == NULL:
+            return "-"
+        return f"{row.times['completion'].median / of_sum:.2f}"
 
     parts = ("local", "reduce") if key.what == "decode" else ("null_merge",)
     return {
@@ -121,12 +117,8 @@ def _interval(row: Summary) -> str:
 def _results() -> Columns:
     """Heading -> what does not: the result, the payload of one step, the memory of a rank."""
 
-    def fact(name: str) -> Callable[[Summary], str]:
-        return lambda row: count(row.facts[name])
-
-    def error(of: str, bound: bool = False) -> Callable[[Summary], str]:
-        name = f"{'bound' if bound else 'error'}_{of}"
-        return lambda row: "-" if row.facts[name] is None else f"{row.facts[name]:.1e}"
+    def fact(name: str, shown: Callable[[Any], str] = count) -> Callable[[Summary], str]:
+        return lambda row: shown(row.facts[name])
 
     def payload(index: int) -> Callable[[Summary], str]:
         return lambda row: _payload(row.facts["sent"])[index]
@@ -137,10 +129,10 @@ def _results() -> Columns:
         "identical\nbits": _bits,
         "rounds": fact("rounds"),
         "depth": fact("depth"),
-        "error\nof out": error("out"),
-        "bound\nof out": error("out", True),
-        "error\nof lse": error("lse"),
-        "bound\nof lse": error("lse", True),
+        "error\nof out": fact("error_out", magnitude),
+        "bound\nof out": fact("bound_out", magnitude),
+        "error\nof lse": fact("error_lse", magnitude),
+        "bound\nof lse": fact("bound_lse", magnitude),
         **{heading: payload(index) for index, heading in enumerate(headings)},
         "bytes\nheld": fact("held"),
         "step\npeak": fact("step_peak"),

@@ -15,8 +15,8 @@ from rich.table import Table
 from treeattn.errors import ArgumentError
 
 __all__ = [
-    "LEGEND", "SECONDS", "WIDE", "Lines", "console", "count", "durations", "identical", "microseconds",
-    "number", "numbers", "table",
+    "LEGEND", "SECONDS", "WIDE", "Lines", "console", "count", "durations", "identical", "magnitude",
+    "microseconds", "number", "numbers", "table",
 ]  # fmt: skip
 
 #: Stands below a table that has a column of `identical`.
@@ -88,6 +88,11 @@ def count(value: Any) -> str:
     return "-" if value is None else value if isinstance(value, str) else f"{value:,.0f}"
 
 
+def magnitude(value: float | None) -> str:
+    """An error or its bound, in a table."""
+    return "-" if value is None else f"{value:.1e}"
+
+
 def identical(determinism: str, same: bool | None = True) -> str:
     """How it is known that all ranks end with the same bits; a dash where each has other heads."""
     if same is None:
@@ -110,11 +115,11 @@ def table(headings: Sequence[str], title: str | None = None, words: int = 1) -> 
 
 
 class Lines:
-    """Progress where there is no terminal to draw it on: a line on stderr now and then."""
+    """Progress: a line on stderr now and then, since under mpiexec there is no terminal for a bar."""
 
-    def __init__(self, first: float = 3.0, every: float = 10.0) -> None:
-        """Seconds until the first line, and from each to the next."""
-        self._next, self._every = time.monotonic() + first, every
+    def __init__(self, shown: bool = True, first: float = 3.0, every: float = 10.0) -> None:
+        """shown: on rank 0. Seconds until the first line, and from each to the next."""
+        self._next, self._every = time.monotonic() + first if shown else math.inf, every
 
     def __call__(self, text: str) -> None:
         """Print the text, unless it is too early."""

@@ -17,14 +17,24 @@ from treeattn import comm as comm_
 from treeattn import files
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.baselines import Sent
-from treeattn.cli.console import LEGEND, WIDE, Lines, console, count, identical, microseconds, table
+from treeattn.cli.console import (
+    LEGEND,
+    WIDE,
+    Lines,
+    console,
+    count,
+    identical,
+    magnitude,
+    microseconds,
+    table,
+)
 from treeattn.cli.problem import Judge, Problem
 from treeattn.decoder import Decoder
 from treeattn.decoder import device as devices
 from treeattn.decoder import plan as routes
 from treeattn.decoder import transport as transports
 from treeattn.decoder.device import Device
-from treeattn.errors import ArgumentError, TreeattnError
+from treeattn.errors import ArgumentError
 from treeattn.shards import LAYOUTS, parse_layout
 from treeattn.study import environment
 
@@ -136,11 +146,10 @@ def _measure(
         transport=transport,
     ) as decoder:
         first = _timed_step(world, decoder, device, inputs)
-        steps, say = [], Lines()
+        steps, say = [], Lines(world.rank == 0)
         for done in range(repeat):
             steps.append(_timed_step(world, decoder, device, inputs))
-            if world.rank == 0:
-                say(f"{scheme}: {done + 1:,} of {repeat:,} steps")
+            say(f"{scheme}: {done + 1:,} of {repeat:,} steps")
         out, lse = device.to_host(decoder.out), device.to_host(decoder.lse)
         digest = hashlib.sha256(out.tobytes() + lse.tobytes()).hexdigest()
         same_bits = len(set(world.allgather(digest))) == 1
@@ -214,16 +223,12 @@ def _counted(world: Any, decoder: Decoder) -> dict[str, int]:
 
 def _outputs(world: Any, inputs: list[Path | None], paths: list[Path | None]) -> list[Any]:
     """One writer per path, opened on rank 0 before any work; the others get writers that do nothing."""
-    error: TreeattnError | None = None
-    writers: list[Any] = [lambda _: None for _ in paths]
-    if world.rank == 0:
-        try:
-            files.check_distinct(paths, inputs)
-            writers = [files.output_writer(path) for path in paths]
-        except TreeattnError as found:
-            error = found
-    comm_.agree(world, {}, error)
-    return writers
+
+    def opened() -> list[Any]:
+        files.check_distinct(paths, inputs)
+        return [files.output_writer(path) for path in paths]
+
+    return comm_.together(world, lambda: opened() if world.rank == 0 else [lambda _: None for _ in paths])
 
 
 def _summary(
@@ -276,9 +281,9 @@ def _columns(first: dict[str, Any], wide: bool) -> dict[str, Callable[[dict[str,
     """Heading -> what a scheme's row has there."""
     columns: dict[str, Callable[[dict[str, Any]], str]] = {"scheme": lambda row: str(row["scheme"])}
     if first["errors"]:
-        columns["error\nof out"] = lambda row: f"{max(out for out, _ in row['errors'].values()):.1e}"
+        columns["error\nof out"] = lambda row: magnitude(max(out for out, _ in row["errors"].values()))
     if first["errors"] and wide:
-        columns["error\nof lse"] = lambda row: f"{max(lse for _, lse in row['errors'].values()):.1e}"
+        columns["error\nof lse"] = lambda row: magnitude(max(lse for _, lse in row["errors"].values()))
     columns["identical\nbits"] = lambda row: identical(row["determinism"], row["same_bits"])
     for key in ("rounds", "depth", "messages", "bytes") if wide else ():
         columns[key] = lambda row, key=key: _sent(row, key)  # type: ignore[misc]

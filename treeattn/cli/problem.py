@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from treeattn import comm as comm_
 from treeattn import files, reference
 from treeattn.attention.shape import Shape, dtype_name
 from treeattn.cli.console import Lines
-from treeattn.errors import ArgumentError, TreeattnError
+from treeattn.errors import ArgumentError
 from treeattn.shards import Layout
 
 __all__ = ["Judge", "Problem"]
@@ -26,12 +23,8 @@ class Problem:
 
     def __init__(self, world: Any, source: Path, layout: Layout, expect: Path | None) -> None:
         self.source, self.layout = source, layout
-        error: TreeattnError | None = None
-        try:
-            self._open(world, expect)
-        except TreeattnError as found:
-            error = found
-        comm_.agree(world, {} if error else {"the input file": self.identity}, error)
+        comm_.together(world, lambda: self._open(world, expect))
+        comm_.agree(world, {"the input file": self.identity})
         self._load(world)
 
     def _open(self, world: Any, expect: Path | None) -> None:
@@ -64,27 +57,14 @@ class Problem:
     def _load(self, world: Any) -> None:
         self.q = np.array(self.file["q"])
         nbytes = 2 * self.file["k"].nbytes * sum(len(range(*r.indices(self.tokens))) for r in self.runs)
-        with _Reading(nbytes // max(self.tokens, 1), world.rank == 0) as told:
-            self.k, self.v = (files.load_runs(self.file[name], self.runs, told) for name in "kv")
+        say, total, done = Lines(world.rank == 0), nbytes // max(self.tokens, 1), 0
 
+        def told(size: int) -> None:
+            nonlocal done
+            done += size
+            say(f"reading the shard of rank 0: {done / total:.0%} of {total:,} bytes")
 
-class _Reading(Progress):
-    """Bytes of rank 0's shard: a bar, or a line now and then; called with how many more there are."""
-
-    def __init__(self, total: int, shown: bool) -> None:
-        terminal = sys.stderr.isatty()
-        super().__init__(
-            TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-            console=Console(stderr=True), transient=True, disable=not (shown and terminal),
-        )  # fmt: skip
-        self._task = self.add_task("reading the shard of rank 0", total=total)
-        self._lines = Lines() if shown and not terminal else None
-
-    def __call__(self, done: int) -> None:
-        self.advance(self._task, done)
-        if self._lines is not None:
-            task = self.tasks[self._task]
-            self._lines(f"{task.description}: {task.percentage:.0f} % of {task.total:,.0f} bytes")
+        self.k, self.v = (files.load_runs(self.file[name], self.runs, told) for name in "kv")
 
 
 class Judge:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from treeattn import comm, files
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.cli.console import number
+from treeattn.cli.console import Lines, console, number, table
 from treeattn.errors import ArgumentError
 from treeattn.study import environment
 from treeattn.study.roofline import cpu as roofline
@@ -58,8 +55,6 @@ def command(
     problem = cupy_runtime.problem() if device == "cuda" else None
     if problem is not None:
         raise ArgumentError(problem)
-    console = Console(stderr=True)
-    progress = console.print if sys.stderr.isatty() else lambda _: None
     write = files.output_writer(json_path)
     what = (
         number("--tokens", tokens),
@@ -67,17 +62,17 @@ def command(
         [number("--groups", part) for part in groups.split(",")],
     )
     if device == "cuda":
-        measured = roofline_cuda.measure(*what, repeat or 21, progress=progress)
+        measured = roofline_cuda.measure(*what, repeat or 21, progress=Lines())
     else:
         counts = [number("--threads", part) for part in (threads or "1").split(",")]
-        measured = roofline.measure(*what, counts, repeat or 7, progress=progress)
+        measured = roofline.measure(*what, counts, repeat or 7, progress=Lines())
     measured |= {"cpu": environment.cpu_name(), "software": environment.software()}
     write(environment.as_json(measured))
     (_show_cuda if device == "cuda" else _show_cpu)(measured)
 
 
 def _show_cpu(measured: dict[str, Any]) -> None:
-    headings = ("dtype", "query heads per KV head", "threads", "µs", "GB/s", "% of read rate", "% of bound")
+    headings = ("dtype", "query heads\nper KV head", "threads", "µs", "GB/s", "% of\nread rate")
     rows = [
         (
             row["dtype"], str(row["group"]), str(row["threads"]), f"{row['microseconds']:.0f}",
@@ -85,13 +80,13 @@ def _show_cpu(measured: dict[str, Any]) -> None:
         )
         for row in measured["rows"]
     ]  # fmt: skip
-    _print_table(f"{measured['cpu']}, {measured['isa']}", headings, rows)
+    _print_table(f"{measured['cpu']}, {measured['isa']}", (*headings, "% of\nbound"), rows)
     print(f"read rate of one core: {measured['read_rate_gb_s']:.1f} GB/s, measured between the steps;")
     print("bound: the slower of reading and multiplying, with as many threads")
 
 
 def _show_cuda(measured: dict[str, Any]) -> None:
-    headings = ("dtype", "query heads per KV head", "tokens", "µs", "host µs", "GB/s", "% of copy rate")
+    headings = ("dtype", "query heads\nper KV head", "tokens", "µs", "host µs", "GB/s", "% of\ncopy rate")
     rows = [
         (
             row["dtype"], str(row["group"]), str(row["tokens"]), f"{row['microseconds']:.1f}",
@@ -105,9 +100,9 @@ def _show_cuda(measured: dict[str, Any]) -> None:
 
 
 def _print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(title=title, title_justify="left")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "dtype" else "right")
+    shown = table(headings)
     for row in rows:
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 120, markup=False).print(table)
+        shown.add_row(*row)
+    screen = console()
+    screen.print(title)
+    screen.print(shown)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from treeattn import files
+from treeattn.cli.console import LEGEND, WIDE, console, table
 from treeattn.collectives.catalog import Scheme
 from treeattn.decoder.plan import CATALOG
 from treeattn.study import environment
@@ -19,22 +17,26 @@ __all__ = ["command"]
 
 
 @click.command("schemes")
+@WIDE
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the catalogue here.")
-def command(json_path: Path | None) -> None:
-    """List every scheme: what it is, what it costs, its parameters and restrictions."""
+def command(wide: bool, json_path: Path | None) -> None:
+    """List every scheme with its parameters: what it is and, with --wide, its time and restriction."""
     files.output_writer(json_path)(environment.as_json([_row(scheme) for scheme in CATALOG.values()]))
-    table = Table(box=None, pad_edge=False)
-    for heading in ("scheme", "what it is", "time (p ranks, n bytes)", "parameters"):
-        table.add_column(heading, overflow="fold")
+    headings = ["scheme", "identical\nbits", "what it is", "time (p ranks, n bytes)", "restriction"]
+    shown = table(headings if wide else headings[:3], words=5)
     for scheme in CATALOG.values():
-        table.add_row(scheme.name, scheme.summary, scheme.cost, _parameters(scheme))
-    Console(width=None if sys.stdout.isatty() else 160, markup=False).print(table)
-    print("\nscheme strings: name:key=value:key=value, lists as 4+4+2, nested schemes in parentheses")
+        bits = "-" if scheme.scattered else "proved" if scheme.kind == "schedule" else "measured"
+        cells = [_with_parameters(scheme), bits, scheme.summary, scheme.cost, scheme.restriction]
+        shown.add_row(*cells[: len(shown.columns)])
+    screen = console(wide)
+    screen.print(shown)
+    screen.print(f"\n{LEGEND}")
+    screen.print("scheme strings: name:key=value:key=value, lists as 4+4+2, schemes in parentheses")
 
 
-def _parameters(scheme: Scheme) -> str:
-    rows = [f"{p.name}={'from the machine' if p.kind == 'nodes' else p.default}" for p in scheme.parameters]
-    return "\n".join(rows)
+def _with_parameters(scheme: Scheme) -> str:
+    rows = [f"  :{p.name}={'(the machine)' if p.kind == 'nodes' else p.default}" for p in scheme.parameters]
+    return "\n".join([scheme.name, *rows])
 
 
 def _row(scheme: Scheme) -> dict[str, Any]:
