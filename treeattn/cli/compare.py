@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -15,7 +16,7 @@ from treeattn import comm as comm_
 from treeattn import files
 from treeattn.attention.shape import DTYPES
 from treeattn.cli import compare_table
-from treeattn.cli.console import SECONDS, WIDE, Lines, console, durations, numbers
+from treeattn.cli.console import WIDE, Lines, console, durations, numbers
 from treeattn.decoder import plan as routes
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.study import environment
@@ -56,9 +57,9 @@ def _lists(name: str, default: str | None, words: str | None = None, one: str = 
               help="Blocks of each point: planned anew, in a new random order.")  # fmt: skip
 @click.option("--iterations", type=click.IntRange(3, 1_000_000), default=200, show_default=True,
               help="Most iterations of a block.")  # fmt: skip
-@click.option("--seconds", type=SECONDS, default=0.3, show_default=True,
+@click.option("--seconds", type=click.FloatRange(0, min_open=True), default=0.3, show_default=True,
               help="About so long for all blocks of a point; at least 3 iterations each.")  # fmt: skip
-@click.option("--patience", type=SECONDS, default=6.0, show_default=True,
+@click.option("--patience", type=click.FloatRange(0, min_open=True), default=6.0, show_default=True,
               help="Seconds after which a point gets no further block; inf: no limit.")  # fmt: skip
 @click.option("--launch", type=click.IntRange(1), default=1, show_default=True,
               help="Number of this job; jobs of different numbers add up in one file.")  # fmt: skip
@@ -89,6 +90,8 @@ def command(
     code 1: a scheme could not run somewhere, a result missed its bound or differed between ranks, or the file
     holds results of another version, to which these do not add. Lines of it that cannot be used are named.
     """
+    if math.isnan(seconds + patience):
+        raise ArgumentError("--seconds and --patience take a time or inf, which is no limit, but not nan")
     world = comm_.world()
     plan = comm_.together(world, lambda: _keys(world.size, schemes, lists))
     effort = Effort(repetitions, iterations, seconds, patience)
@@ -139,11 +142,11 @@ class _Session:
         """How many blocks there are to measure, after saying so."""
         planned = {Block(key, repetition) for key in self._plan for repetition in range(effort.repetitions)}
         known, cases = len(planned & self.done.keys()), len({key.case for key in self._plan})
-        text = f"{len(self._plan)} points ({len(self._plan) // max(cases, 1)} schemes in {cases} cases), "
-        text += f"{len(planned)} blocks"
-        text += f"; {known} are in the file already and are not measured again" if known else ""
+        schemes = len(self._plan) // max(cases, 1)
+        text = f"{len(self._plan)} points ({schemes} schemes in {cases} cases), {len(planned)} blocks"
+        again = f"; {known} are in the file already and are not measured again"
         if self._rank_0:
-            click.echo(text, err=True)
+            click.echo(text + again * bool(known), err=True)
         return len(planned) - known
 
     def _named_problems(self) -> list[str]:

@@ -3,44 +3,40 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from rich.console import Console
 
-from treeattn.cli.console import LEGEND, count, identical, magnitude, microseconds, table
+from treeattn.cli.console import LEGEND, Columns, count, identical, magnitude, microseconds, table
 from treeattn.study.compare.results import Summary
 from treeattn.study.compare.schema import NULL, SUM, Key, Run
 
 __all__ = ["show"]
 
-Columns = Mapping[str, Callable[[Summary], str]]
 # What stands in 80 columns: with a skew the time from the last entry, else the error.
 _NARROW = ("scheme", "median", "95 % interval", "from last\nentry", "x SUM", "identical\nbits")
+_ERRORS = tuple(itertools.product(("out", "lse"), ("error", "bound")))
 _EXACT = "error\nof out"
 
 
 def show(
-    console: Console,
-    run: Run,
-    summaries: Sequence[Summary],
-    errors: dict[Key, str],
-    wide: bool = False,
+    console: Console, run: Run, summaries: Sequence[Summary], errors: dict[Key, str], wide: bool = False
 ) -> bool:
-    """Print everything, case by case as `summaries` come; whether every result is within its bound and equal
-    on all ranks."""
+    """Print everything, case by case; whether every result is within its bound and equal on all ranks."""
     passed = True
     for _, group in itertools.groupby(summaries, lambda summary: summary.key.case):
         rows = sorted(group, key=lambda row: row.times["completion"].median)
         times, results = _times(rows), _results()
         console.print(f"\n{_case(rows[0].key)}; times in µs")
         if wide:
-            _print(console, times, rows)
-            _print(console, results, [row for row in rows if row.key.scheme not in (SUM, NULL)])
+            table(console, times, rows, style=_style)
+            table(console, results, [row for row in rows if row.key.scheme not in (SUM, NULL)], style=_style)
         else:
             chosen = _NARROW if rows[0].key.skew else (*_NARROW, _EXACT)
             both = {**times, **results}
-            _print(console, {name: both[name] for name in chosen if name in both}, rows)
+            table(console, {name: both[name] for name in chosen if name in both}, rows, style=_style)
         wrong = {row.key.scheme: _wrong(row) for row in rows}
         for scheme, reason in wrong.items():
             if reason:
@@ -56,11 +52,8 @@ def show(
     return passed
 
 
-def _print(console: Console, columns: Columns, rows: Sequence[Summary]) -> None:
-    shown = table(list(columns))
-    for row in rows:
-        shown.add_row(*(cell(row) for cell in columns.values()), style="red" if _wrong(row) else None)
-    console.print(shown)
+def _style(row: Summary) -> str:
+    return "red" if _wrong(row) else ""
 
 
 def _case(key: Key) -> str:
@@ -73,7 +66,7 @@ def _case(key: Key) -> str:
     return text + (f", arrival skew {key.skew:g} µs" if key.skew else "")
 
 
-def _times(rows: Sequence[Summary]) -> Columns:
+def _times(rows: Sequence[Summary]) -> Columns[Summary]:
     """Heading -> what depends on time."""
     of_sum = next((row.times["completion"].median for row in rows if row.key.scheme == SUM), None)
     key = rows[0].key
@@ -91,9 +84,8 @@ def _times(rows: Sequence[Summary]) -> Columns:
 
     parts = ("local", "reduce") if key.what == "decode" else ("null_merge",)
     return {
-        "scheme": lambda row: row.key.scheme,
-        "plan": median("plan"),
-        "first": median("first"),
+        "scheme": attrgetter("key.scheme"),
+        **{name: median(name) for name in ("plan", "first")},
         "median": completion("median"),
         "95 % interval": _interval,
         **{name: completion(name) for name in ("p5", "p95", "p99")},
@@ -114,7 +106,7 @@ def _interval(row: Summary) -> str:
     return f"{microseconds(time.low)} to {microseconds(time.high)}"
 
 
-def _results() -> Columns:
+def _results() -> Columns[Summary]:
     """Heading -> what does not: the result, the payload of one step, the memory of a rank."""
 
     def fact(name: str, shown: Callable[[Any], str] = count) -> Callable[[Summary], str]:
@@ -125,14 +117,10 @@ def _results() -> Columns:
 
     headings = ("messages\nintra", "messages\ninter", "bytes\nintra", "bytes\ninter")
     return {
-        "scheme": lambda row: row.key.scheme,
+        "scheme": attrgetter("key.scheme"),
         "identical\nbits": _bits,
-        "rounds": fact("rounds"),
-        "depth": fact("depth"),
-        "error\nof out": fact("error_out", magnitude),
-        "bound\nof out": fact("bound_out", magnitude),
-        "error\nof lse": fact("error_lse", magnitude),
-        "bound\nof lse": fact("bound_lse", magnitude),
+        **{name: fact(name) for name in ("rounds", "depth")},
+        **{f"{what}\nof {of}": fact(f"{what}_{of}", magnitude) for of, what in _ERRORS},
         **{heading: payload(index) for index, heading in enumerate(headings)},
         "bytes\nheld": fact("held"),
         "step\npeak": fact("step_peak"),

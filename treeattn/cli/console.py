@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import click
 from rich.console import Console
@@ -15,9 +15,13 @@ from rich.table import Table
 from treeattn.errors import ArgumentError
 
 __all__ = [
-    "LEGEND", "SECONDS", "WIDE", "Lines", "console", "count", "durations", "identical", "magnitude",
-    "microseconds", "number", "numbers", "table",
+    "LEGEND", "WIDE", "Columns", "Lines", "console", "count", "durations", "identical",
+    "magnitude", "microseconds", "number", "numbers", "table",
 ]  # fmt: skip
+
+R = TypeVar("R")
+Cell = Callable[[R], str]
+Columns = Mapping[str, Cell[R]]
 
 #: Stands below a table that has a column of `identical`.
 LEGEND = "identical bits (proved): by the schedule, on all ranks; (measured): in this run"
@@ -66,18 +70,6 @@ def _duration(option: str, text: str) -> float:
     raise ArgumentError(f"{option} {text!r}: give 0 or a time with its unit, such as 100us or 1ms")
 
 
-class _Seconds(click.FloatRange):
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        seconds = super().convert(value, param, ctx)
-        if math.isnan(seconds):
-            self.fail(f"{value} is not a time: give seconds, or inf for no limit", param, ctx)
-        return seconds
-
-
-#: The type of an option that takes seconds above 0, or inf.
-SECONDS = _Seconds(0, min_open=True)
-
-
 def microseconds(value: float) -> str:
     """A time in a table."""
     return f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
@@ -106,12 +98,17 @@ def console(wide: bool = False) -> Console:
     return Console(width=width, markup=False, highlight=False)
 
 
-def table(headings: Sequence[str], title: str | None = None, words: int = 1) -> Table:
-    """An empty table: its first `words` columns hold words, the others numbers."""
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for index, heading in enumerate(headings):
-        made.add_column(heading, justify="left" if index < words else "right", overflow="fold")
-    return made
+def table(
+    screen: Console, columns: Columns[R], rows: Iterable[R], words: int = 1, style: Cell[R] | None = None
+) -> None:
+    """Print a row for each of `rows`, its cells made by `columns`: heading -> what stands there. The first
+    `words` columns hold words, the others numbers."""
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for index, heading in enumerate(columns):
+        shown.add_column(heading, justify="left" if index < words else "right", overflow="fold")
+    for row in rows:
+        shown.add_row(*(cell(row) for cell in columns.values()), style=style(row) if style else None)
+    screen.print(shown)
 
 
 class Lines:

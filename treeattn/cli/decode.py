@@ -7,6 +7,8 @@ import statistics
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -260,11 +262,7 @@ def _print_table(
     screen.print(f"{problem.source.name}: {problem.tokens} tokens, {heads}, {shape.dtype}")
     where = f"{_plural(len(placement), 'rank')} on {_plural(nodes, 'node')}, {problem.layout} shards"
     screen.print(f"{where}; times: median step, slowest rank, µs\n")
-    columns = _columns(rows[0], wide)
-    shown = table(list(columns))
-    for row in rows:
-        shown.add_row(*(cell(row) for cell in columns.values()))
-    screen.print(shown)
+    table(screen, _columns(rows[0], wide), rows)
     bounds, references = rows[0]["bounds"], " and ".join(rows[0]["errors"])
     if references:
         screen.print(f"errors: against {references}; at most {bounds[0]:.1e} of out, {bounds[1]:.1e} of lse")
@@ -279,22 +277,28 @@ def _print_table(
 
 def _columns(first: dict[str, Any], wide: bool) -> dict[str, Callable[[dict[str, Any]], str]]:
     """Heading -> what a scheme's row has there."""
-    columns: dict[str, Callable[[dict[str, Any]], str]] = {"scheme": lambda row: str(row["scheme"])}
-    if first["errors"]:
-        columns["error\nof out"] = lambda row: magnitude(max(out for out, _ in row["errors"].values()))
-    if first["errors"] and wide:
-        columns["error\nof lse"] = lambda row: magnitude(max(lse for _, lse in row["errors"].values()))
-    columns["identical\nbits"] = lambda row: identical(row["determinism"], row["same_bits"])
-    for key in ("rounds", "depth", "messages", "bytes") if wide else ():
-        columns[key] = lambda row, key=key: _sent(row, key)  # type: ignore[misc]
-    for part in ("local", "reduce", "finish"):
-        columns[part] = lambda row, part=part: microseconds(row["step_s"][part] * 1e6)  # type: ignore[misc]
-    return columns | {"verdict": _verdict}
+    errors = ("out", "lse")[: 1 + wide] if first["errors"] else ()
+    return {
+        "scheme": itemgetter("scheme"),
+        **{f"error\nof {name}": partial(_worst, index) for index, name in enumerate(errors)},
+        "identical\nbits": lambda row: identical(row["determinism"], row["same_bits"]),
+        **{name: partial(_sent, name) for name in ("rounds", "depth", "messages", "bytes") if wide},
+        **{part: partial(_median, part) for part in ("local", "reduce", "finish")},
+        "verdict": _verdict,
+    }
 
 
-def _sent(row: dict[str, Any], key: str) -> str:
+def _worst(index: int, row: dict[str, Any]) -> str:
+    return magnitude(max(errors[index] for errors in row["errors"].values()))
+
+
+def _sent(name: str, row: dict[str, Any]) -> str:
     """A baseline has no rounds that were proved, a library tells nothing."""
-    return "library" if row["messages"] is None else count(row[key])
+    return "library" if row["messages"] is None else count(row[name])
+
+
+def _median(part: str, row: dict[str, Any]) -> str:
+    return microseconds(row["step_s"][part] * 1e6)
 
 
 def _verdict(row: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
 import click
@@ -15,12 +16,18 @@ from treeattn import files
 from treeattn.backends import cpu
 from treeattn.backends.cpu import compile
 from treeattn.cli import doctor_gpu, probe
-from treeattn.cli.console import console, table
+from treeattn.cli.console import Columns, console, table
 from treeattn.cli.probe import Finding
 from treeattn.errors import TreeattnError
 from treeattn.study import environment
 
 __all__ = ["command"]
+
+_COLUMNS: Columns[Finding] = {
+    "": attrgetter("subject"),
+    "verdict": attrgetter("verdict"),
+    "found → what to do": lambda finding: "\n→ ".join(filter(None, (finding.what, finding.remedy))),
+}
 
 
 @click.command("doctor")
@@ -32,10 +39,7 @@ def command(json_path: Path | None) -> int:
     """
     findings = list(_findings())
     files.output_writer(json_path)(environment.as_json([finding._asdict() for finding in findings]))
-    shown = table(["", "verdict", "found → what to do"], words=3)
-    for subject, verdict, what, remedy in findings:
-        shown.add_row(subject, verdict, what + (f"\n→ {remedy}" if remedy else ""))
-    console().print(shown)
+    table(console(), _COLUMNS, findings, words=len(_COLUMNS))
     return int(any(finding.verdict == "broken" for finding in findings))
 
 

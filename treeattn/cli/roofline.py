@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,30 @@ import click
 
 from treeattn import comm, files
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.cli.console import Lines, console, number, table
+from treeattn.cli.console import Lines, console, number, numbers, table
 from treeattn.errors import ArgumentError
 from treeattn.study import environment
 from treeattn.study.roofline import cpu as roofline
 from treeattn.study.roofline import cuda as roofline_cuda
 
 __all__ = ["command"]
+
+# Heading -> what a row of the results has there.
+_CASE = {"dtype": "{dtype}", "query heads\nper KV head": "{group}"}
+_CPU = _CASE | {
+    "threads": "{threads}",
+    "µs": "{microseconds:.0f}",
+    "GB/s": "{gb_s:.1f}",
+    "% of\nread rate": "{percent_of_read_rate:.0f}",
+    "% of\nbound": "{percent_of_bound:.0f}",
+}
+_CUDA = _CASE | {
+    "tokens": "{tokens}",
+    "µs": "{microseconds:.1f}",
+    "host µs": "{host_microseconds:.1f}",
+    "GB/s": "{gb_s:.0f}",
+    "% of\ncopy rate": "{percent_of_copy_rate:.0f}",
+}
 
 
 @click.command("roofline")
@@ -56,15 +74,11 @@ def command(
     if problem is not None:
         raise ArgumentError(problem)
     write = files.output_writer(json_path)
-    what = (
-        number("--tokens", tokens),
-        dtypes.split(","),
-        [number("--groups", part) for part in groups.split(",")],
-    )
+    what = number("--tokens", tokens), dtypes.split(","), numbers("--groups", groups)
     if device == "cuda":
         measured = roofline_cuda.measure(*what, repeat or 21, progress=Lines())
     else:
-        counts = [number("--threads", part) for part in (threads or "1").split(",")]
+        counts = numbers("--threads", threads or "1")
         measured = roofline.measure(*what, counts, repeat or 7, progress=Lines())
     measured |= {"cpu": environment.cpu_name(), "software": environment.software()}
     write(environment.as_json(measured))
@@ -72,37 +86,18 @@ def command(
 
 
 def _show_cpu(measured: dict[str, Any]) -> None:
-    headings = ("dtype", "query heads\nper KV head", "threads", "µs", "GB/s", "% of\nread rate")
-    rows = [
-        (
-            row["dtype"], str(row["group"]), str(row["threads"]), f"{row['microseconds']:.0f}",
-            f"{row['gb_s']:.1f}", f"{row['percent_of_read_rate']:.0f}", f"{row['percent_of_bound']:.0f}",
-        )
-        for row in measured["rows"]
-    ]  # fmt: skip
-    _print_table(f"{measured['cpu']}, {measured['isa']}", (*headings, "% of\nbound"), rows)
+    _show(f"{measured['cpu']}, {measured['isa']}", _CPU, measured["rows"])
     print(f"read rate of one core: {measured['read_rate_gb_s']:.1f} GB/s, measured between the steps;")
     print("bound: the slower of reading and multiplying, with as many threads")
 
 
 def _show_cuda(measured: dict[str, Any]) -> None:
-    headings = ("dtype", "query heads\nper KV head", "tokens", "µs", "host µs", "GB/s", "% of\ncopy rate")
-    rows = [
-        (
-            row["dtype"], str(row["group"]), str(row["tokens"]), f"{row['microseconds']:.1f}",
-            f"{row['host_microseconds']:.1f}", f"{row['gb_s']:.0f}", f"{row['percent_of_copy_rate']:.0f}",
-        )
-        for row in measured["rows"]
-    ]  # fmt: skip
-    _print_table("{name}, driver {driver}".format(**measured["device"]), headings, rows)
+    _show("{name}, driver {driver}".format(**measured["device"]), _CUDA, measured["rows"])
     print(f"copy rate: {measured['copy_rate_gb_s']:.0f} GB/s, read and written, measured between the steps;")
     print("µs: on the device, with a cold L2 cache; host µs: to launch a planned step")
 
 
-def _print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    shown = table(headings)
-    for row in rows:
-        shown.add_row(*row)
+def _show(title: str, columns: dict[str, str], rows: Sequence[dict[str, Any]]) -> None:
     screen = console()
     screen.print(title)
-    screen.print(shown)
+    table(screen, {heading: partial(str.format_map, cell) for heading, cell in columns.items()}, rows)

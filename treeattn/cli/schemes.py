@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import click
 
 from treeattn import files
-from treeattn.cli.console import LEGEND, WIDE, console, table
+from treeattn.cli.console import LEGEND, WIDE, console, identical, table
 from treeattn.collectives.catalog import Scheme
 from treeattn.decoder.plan import CATALOG
 from treeattn.study import environment
@@ -22,16 +24,14 @@ __all__ = ["command"]
 def command(wide: bool, json_path: Path | None) -> None:
     """List every scheme with its parameters: what it is and, with --wide, its time and restriction."""
     files.output_writer(json_path)(environment.as_json([_row(scheme) for scheme in CATALOG.values()]))
-    headings = ["scheme", "identical\nbits", "what it is", "time (p ranks, n bytes)", "restriction"]
-    shown = table(headings if wide else headings[:3], words=5)
-    for scheme in CATALOG.values():
-        bits = "-" if scheme.scattered else "proved" if scheme.kind == "schedule" else "measured"
-        cells = [_with_parameters(scheme), bits, scheme.summary, scheme.cost, scheme.restriction]
-        shown.add_row(*cells[: len(shown.columns)])
     screen = console(wide)
-    screen.print(shown)
+    table(screen, _COLUMNS | _MORE if wide else _COLUMNS, CATALOG.values(), words=5)
     screen.print(f"\n{LEGEND}")
     screen.print("scheme strings: name:key=value:key=value, lists as 4+4+2, schemes in parentheses")
+
+
+def _identical(scheme: Scheme) -> str:
+    return identical("" if scheme.kind == "schedule" else "measured", None if scheme.scattered else True)
 
 
 def _with_parameters(scheme: Scheme) -> str:
@@ -52,3 +52,11 @@ def _row(scheme: Scheme) -> dict[str, Any]:
             for p in scheme.parameters
         ],
     }
+
+
+_COLUMNS: dict[str, Callable[[Scheme], str]] = {
+    "scheme": _with_parameters,
+    "identical\nbits": _identical,
+    "what it is": attrgetter("summary"),
+}
+_MORE = {"time (p ranks, n bytes)": attrgetter("cost"), "restriction": attrgetter("restriction")}
