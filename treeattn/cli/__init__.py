@@ -115,8 +115,8 @@ def _written(screen: TextIO | None, code: int) -> int:
 
 def _end_interrupted(rank: int) -> NoReturn:
     """At once: unwinding a job would wait for ranks that have gone on, since closing is collective. Where all
-    ranks are interrupted, rank 0 speaks and ends the job before the others wake."""
-    time.sleep(1.0 if rank else 0.0)
+    ranks are interrupted, the first that is not within an MPI call speaks, and ends the job."""
+    time.sleep(min(rank, 5))
     kept = ", ".join(files.kept)
     print(f"treeattn: interrupted: {f'kept {kept}' if kept else 'nothing was written'}", file=sys.stderr)
     comm.end_job(INTERRUPTED)
