@@ -39,6 +39,8 @@ def test_table_file_and_json(tmp_path):
     assert len(facts["summaries"]) == 7 * 2 * 2
     for word in ("95 % interval", "x SUM", "k_nomial_tree:radix=3", "harness:", "clock:", "1,024 tokens"):
         assert word in done.stdout
+    assert "identical bits (proved)" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
     assert ("share" in done.stdout) == (len(os.sched_getaffinity(0)) < 3)
     found = results.read(out)
     assert found.problems == []
@@ -78,7 +80,7 @@ def test_a_file_with_more_repetitions_than_asked_for_now(tmp_path):
 def test_a_point_that_took_its_time_is_not_continued(tmp_path):
     """Patience counts over all runs of a launch: repeating a command that ended adds nothing."""
     out = tmp_path / "r.jsonl"
-    words = (*REDUCE, "--patience", "1e-6", "--out", out)
+    words = (*REDUCE, "--patience", "1e-6", "--seconds", "inf", "--out", out)
     assert treeattn(*words, ranks=2).returncode == 0
     content = out.read_bytes()
     assert len(results.read(out).points) == 4  # one block of each
@@ -281,6 +283,8 @@ def test_an_interrupt_leaves_a_valid_file(tmp_path):
         ["--heads", "6", "--kv-heads", "4"],
         ["--head-dim", "7"],
         ["--radix", "1"],
+        ["--seconds", "nan"],
+        ["--patience", "nan"],
         ["--iterations", "0"],
         ["--out", "/nowhere/at/all.jsonl"],
         ["--out", "same.jsonl", "--json", "same.jsonl"],

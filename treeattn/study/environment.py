@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
     from treeattn.study.compare.clock import Clock
 
-__all__ = ["as_json", "cpu_name", "job", "kernel", "node_load", "placement", "software"]
+__all__ = [
+    "as_json", "cpu_name", "free_memory", "job", "kernel", "node_load", "placement",
+    "software",
+]  # fmt: skip
 
 # Variables that change what is measured; others may hold secrets and are nobody's business.
 _PREFIXES = (
@@ -59,6 +62,16 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def free_memory() -> int | None:
+    """Bytes that processes of this machine may still take; None where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    known = dict(line.split(":", 1) for line in lines)
+    return 1024 * int(known["MemAvailable"].split()[0]) if "MemAvailable" in known else None
+
+
 def software() -> dict[str, Any]:
     """Versions of everything that can change a result or a time."""
     names = ("treeattn", "numpy", "mpi4py", "ml_dtypes", "safetensors")
@@ -66,7 +79,7 @@ def software() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in names},
-        "mpi": comm_.mpi().Get_library_version().split("\n")[0].strip(" \t\x00"),
+        "mpi": comm_.library_version(),
         "git": _git_revision(),
         "command": [_program(sys.argv[0]), *sys.argv[1:]],
     }

@@ -14,8 +14,7 @@ import numpy as np
 from treeattn import comm as comm_
 from treeattn.attention.shape import Shape
 from treeattn.backends.cpu import MergeOperator
-from treeattn.collectives.executors.mpi import Reducer
-from treeattn.collectives.reducer import Reduction
+from treeattn.collectives.reducer import Reducer, Reduction
 from treeattn.decoder import Decoder
 from treeattn.decoder.plan import schedule as schedule_of
 from treeattn.decoder.plan import select
@@ -77,7 +76,9 @@ class Around:
 
     def reducer(self, schedule: Any, operator: Any, buffer: Any, group: int) -> Reducer:
         """Plan a schedule as this step's reduction."""
-        self._reducer = Reducer(Reduction(self._comm, operator, buffer, group), schedule)
+        from treeattn.collectives.executors import mpi  # here: help needs no MPI library
+
+        self._reducer = mpi.Reducer(Reduction(self._comm, operator, buffer, group), schedule)
         self.schedule, self.certificate = schedule, self._reducer.certificate
         self.sent = self._reducer.sent
         return self._reducer
