@@ -76,7 +76,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if comm.started():
             comm.abort(error)
         raise
-    sys.exit(_written(screen, code))
+    code = _written(screen, code)
+    sys.stdout = screen
+    sys.exit(code)
 
 
 def _failed(error: Exception, rank: int) -> int:
