@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeattn import comm as comm_
+from treeattn.attention import arrays
 from treeattn.attention.shape import DTYPES, Shape, dtype_name
 from treeattn.baselines import Sent
 from treeattn.decoder import device as devices
@@ -44,7 +45,7 @@ def decode(
     scheme: str = "binary_tree",
     scale: float | None = None,
     lengths: Any = None,
-    device: str = "cpu",
+    device: str | None = None,
     transport: str | None = None,
     output: str = "replicated",
     dtype: str | None = None,
@@ -54,17 +55,19 @@ def decode(
 
     q: [batch, queries, heads, head_dim], the same on every rank (or only on rank `q_root`, which then
     broadcasts it; the others may pass None). k, v: [batch, tokens, kv_heads, head_dim], this rank's shard;
-    tokens may be 0 and may differ between ranks. float32, float16, bfloat16 (ml_dtypes, or uint16 with
+    tokens may be 0 and may differ between ranks. Arrays of any library with DLPack or the array interface
+    (NumPy, CuPy, torch, JAX), read where they lie; float32, float16, bfloat16 (or its bits: uint16 with
     ``dtype="bfloat16"``) or float64. lengths: valid tokens [batch] of this shard, default all.
     scale: default 1 / sqrt(head_dim). comm: default COMM_WORLD.
 
-    device: ``"cpu"`` takes and returns NumPy arrays, ``"cuda"`` CuPy arrays of the current GPU (no float64).
+    device: ``"cpu"`` or ``"cuda"``, the GPU that is CuPy's current one (no float64); None is where q lies.
     transport: how records travel: ``"mpi"`` from the host; from GPUs ``"nccl"``, ``"cuda-mpi"`` or ``"host"``
     (see `treeattn.decoder.transport`). None is the only sensible one, or an error that lists the choices.
 
     Returns ``out`` like q and the natural-log ``lse`` [batch, heads, queries], float32 (float64 for
-    float64 inputs). Every rank gets the same bits: proved of schedules, but not of a library's reduction nor
-    of a baseline, where it can only be measured. A query without any key gives out 0 and lse -inf.
+    float64 inputs), in the container of q (of k, where q is broadcast). Every rank gets the same bits: proved
+    of schedules, but not of a library's reduction nor of a baseline, where it can only be measured. A query
+    without any key gives out 0 and lse -inf.
     With ``output="heads"`` (schemes ``head_scatter``, ``head_all_to_all``) each rank gets its slice of the
     heads only: rank r of p heads r*heads//p up to (r+1)*heads//p.
 
@@ -75,7 +78,10 @@ def decode(
     comm = comm_.world() if comm is None else comm
     error: Exception | None = None
     shape = None
+    like = q if q_root is None else k
     try:
+        if device is None:
+            device = arrays.device_of("q" if q_root is None else "k", like)
         where = devices.find(device)
         k, v = where.tensor("k", k, dtype), where.tensor("v", v, dtype)
         if q_root is None:
@@ -104,11 +110,11 @@ def decode(
         **asdict(shape),
         scheme=scheme,
         scale=scale,
-        device=device,
+        device=where.name,
         transport=transport,
         output=output,
     ) as decoder:
-        return decoder(q, k, v, lengths=lengths)
+        return arrays.give(decoder(q, k, v, lengths=lengths), like)
 
 
 class Decoder:
@@ -116,7 +122,9 @@ class Decoder:
 
     Arguments as for `decode`; shapes and dtype are fixed here, the shard's tokens may change with every
     call (a growing cache is passed as a longer array, or as the same array with larger `lengths`).
-    A call returns (out, lse) in the decoder's own buffers, which hold until its next call.
+    A call returns (out, lse) in the decoder's own buffers, which hold until its next call; in the container
+    of q, and where that cannot share memory that changes (JAX), as copies. `device` has to be said: here
+    nothing is known of q.
 
     `schedule` and `certificate` tell what was planned (None where no schedule is run), `transport` how its
     records travel; `heads` is the slice of query heads that out and lse cover, all of them unless
@@ -155,6 +163,7 @@ class Decoder:
             self._plan_memory(_own_heads(heads, output, comm))
             self._attention = self._device.attention(self.shape, self.records, self.scale)
             self._finish = self._device.finish(self._own, self.out, self.lse)
+            self._containers = arrays.Containers(self._device.view, (self.out, self.lse))
             settings = {
                 "the shape or dtype of q, k, v": self.shape,
                 "scale": self.scale,
@@ -215,6 +224,7 @@ class Decoder:
 
     def local(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
         """This rank's partials, from its own tokens, into the records buffer."""
+        q, k, v = self._containers.take(q, k, v)
         self._attention(q, k, v, self._device.admit(self.shape, q, k, v, lengths))
 
     def reduce(self) -> None:
@@ -227,9 +237,9 @@ class Decoder:
             self._device.copy(self._own, head_major[self.heads].transpose(1, 0, 2, 3))
 
     def finish(self) -> tuple[Any, Any]:
-        """(out, lse) from the folded records."""
+        """(out, lse) from the folded records, in the container of the q that `local` was given."""
         self._finish()
-        return self.out, self.lse
+        return self._containers.give()
 
     @property
     def sent(self) -> list[tuple[int, int]] | Sent | None:
@@ -260,14 +270,18 @@ class Decoder:
                 "a captured step needs transport='nccl', or one rank without a transport"
             )
 
-        def check() -> None:
-            if lengths is not self._device.admit(self.shape, q, k, v, lengths):
-                raise ArgumentError("lengths of a captured step must be an int64 device array")
+        containers = arrays.Containers(self._device.view, (self.out, self.lse))
 
-        comm_.together(self._comm, check)
+        def taken() -> tuple[Any, ...]:
+            queries, keys, values = views = containers.take(q, k, v)
+            if lengths is not self._device.admit(self.shape, queries, keys, values, lengths):
+                raise ArgumentError("lengths of a captured step must be an int64 device array")
+            return views
+
+        q, k, v = comm_.together(self._comm, taken)
         self(q, k, v, lengths)
         launch = self._device.capture(lambda: self(q, k, v, lengths))
-        step = CapturedStep(launch, (self.out, self.lse), (self, q, k, v, lengths))
+        step = CapturedStep(launch, containers.give, (self, q, k, v, lengths))
         self._captured.append(step)
         return step
 
@@ -293,10 +307,10 @@ class CapturedStep:
     """What `Decoder.capture` makes."""
 
     def __init__(
-        self, launch: Callable[[], object], results: tuple[Any, Any], owners: tuple[Any, ...]
+        self, launch: Callable[[], object], give: Callable[[], tuple[Any, Any]], owners: tuple[Any, ...]
     ) -> None:
         self._launch: Callable[[], object] | None = launch
-        self._results = results
+        self._give = give
         self._owners = owners  # of the memory that the graph works on: it knows addresses only
 
     def __call__(self) -> tuple[Any, Any]:
@@ -304,7 +318,7 @@ class CapturedStep:
         if self._launch is None:
             raise ArgumentError("the decoder of this captured step is closed")
         self._launch()
-        return self._results
+        return self._give()
 
     def drop(self) -> None:
         """Give the graph back."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
+from treeattn.attention import arrays
 from treeattn.attention.shape import Shape, as_tensor, check_axes, dtype_name
 from treeattn.backends import cpu, cuda
 from treeattn.errors import ArgumentError, BackendError
@@ -43,9 +44,13 @@ class Device(Protocol):
     def rounds_weights(self, shape: Shape) -> bool:
         """Whether softmax weights may be rounded to 16 bits: then |out - exact| can reach 4e-3 * max|v|."""
 
+    def view(self, name: str, array: Any) -> Any:
+        """An array of any library that lies on this device as one of this device, not copied.
+        Raises `ArgumentError`."""
+
     def tensor(self, name: str, array: Any, dtype: str | None) -> Any:
-        """`array` if it is one of this device with four axes and a dtype that is served, perhaps viewed
-        as another dtype. Raises `ArgumentError`."""
+        """The `view` if it has four axes and a dtype that is served, perhaps viewed as another dtype.
+        Raises `ArgumentError`."""
 
     def admit(self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any) -> Any:
         """Check the arrays of a step; the lengths as attention takes them. Raises `ArgumentError`."""
@@ -108,9 +113,13 @@ class Cpu:
         """Never."""
         return False
 
+    def view(self, name: str, array: Any) -> Any:
+        """A NumPy array."""
+        return arrays.on_host(name, array)
+
     def tensor(self, name: str, array: Any, dtype: str | None) -> Any:
         """A NumPy array; uint16 becomes bfloat16 if `dtype` says so."""
-        return as_tensor(name, array, dtype)
+        return as_tensor(name, self.view(name, array), dtype)
 
     def admit(self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any) -> Any:
         """A few comparisons; attention checks shape and range of the lengths itself."""
@@ -200,8 +209,13 @@ class Cuda:
         wide = shape.dtype == "float32" or rows < cuda.TENSOR_CORES_FROM_ROWS
         return self._tensor_cores and not wide
 
+    def view(self, name: str, array: Any) -> Any:
+        """A CuPy array."""
+        return arrays.on_gpu(name, array, self.runtime)
+
     def tensor(self, name: str, array: Any, dtype: str | None) -> Any:
         """A device array as it is: the bits of bfloat16 stay uint16."""
+        array = self.view(name, array)
         self.runtime.check(name, array)
         dtype_name(array, dtype)
         check_axes(name, array)
@@ -224,6 +238,8 @@ class Cuda:
         time; those of the device are used as they are, unread: kernels clamp them."""
         if lengths is None:
             return None
+        if hasattr(lengths, "__cuda_array_interface__"):
+            lengths = self.view("lengths", lengths)
         if self.runtime.holds(lengths):
             if lengths.dtype != np.int64 or lengths.shape != (shape.batch,):
                 got = f"{lengths.dtype} {list(lengths.shape)}"

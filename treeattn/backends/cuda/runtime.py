@@ -70,6 +70,9 @@ class Runtime(Protocol):
     def holds(self, array: Any) -> bool:
         """Whether `array` is a device array."""
 
+    def borrow(self, array: Any) -> Any:
+        """A device array over the memory of one with the CUDA array interface, which it keeps alive."""
+
     def check(self, name: str, array: Any) -> None:
         """ArgumentError unless `array` is a device array of this device."""
 
