@@ -82,7 +82,13 @@ class Device(Protocol):
     def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:
         """Writes out and lse from the folded records."""
 
-    def merge_operator(self, shape: Shape) -> Any:
+    def pack(self, records: Any, factor: float) -> Callable[[Any, Any], object]:
+        """Called with out and lse: writes records of them, lse times `factor`."""
+
+    def scale(self, lse: Any, factor: float) -> Callable[[], object]:
+        """Multiplies lse by `factor`, in place."""
+
+    def merge_operator(self, head_dim: int, dtype: Any) -> Any:
         """How the records merge: a `treeattn.collectives.operator.Operator`."""
 
 
@@ -167,9 +173,17 @@ class Cpu:
         """The compiled kernel, or NumPy."""
         return cpu.planned_finish(records, out, lse)
 
-    def merge_operator(self, shape: Shape) -> cpu.MergeOperator:
+    def pack(self, records: Any, factor: float) -> Callable[[Any, Any], object]:
+        """NumPy."""
+        return cpu.planned_pack(records, factor)
+
+    def scale(self, lse: Any, factor: float) -> Callable[[], object]:
+        """NumPy."""
+        return cpu.planned_scale(lse, factor)
+
+    def merge_operator(self, head_dim: int, dtype: Any) -> cpu.MergeOperator:
         """The compiled merge, or NumPy's: the same bits."""
-        return cpu.MergeOperator(shape.head_dim, shape.record_dtype)
+        return cpu.MergeOperator(head_dim, dtype)
 
 
 class Cuda:
@@ -300,6 +314,14 @@ class Cuda:
         """One launch."""
         return cuda.planned_finish(records, out, lse, runtime=self.runtime)
 
-    def merge_operator(self, shape: Shape) -> cuda.MergeOperator:
+    def pack(self, records: Any, factor: float) -> Callable[[Any, Any], object]:
+        """Not yet."""
+        raise BackendError("merge has no kernels for the GPU yet: copy out and lse to the host")
+
+    def scale(self, lse: Any, factor: float) -> Callable[[], object]:
+        """Not yet."""
+        raise BackendError("merge has no kernels for the GPU yet: copy out and lse to the host")
+
+    def merge_operator(self, head_dim: int, dtype: Any) -> cuda.MergeOperator:
         """One launch for any number of records."""
-        return cuda.MergeOperator(shape.head_dim, shape.record_dtype, runtime=self.runtime)
+        return cuda.MergeOperator(head_dim, dtype, runtime=self.runtime)

@@ -129,7 +129,7 @@ def plan(
     """
     row = _row(scheme)
     chosen = transports.choose(device.name, transport, row, comm.size)
-    merge = device.merge_operator(shape)
+    merge = device.merge_operator(shape.head_dim, shape.record_dtype)
     if row.kind == "baseline":
         return Route(*baselines.plan(comm, scheme, shape, attention, scale, merge, records, reduced))
     reduction = transports.Reduction(scheme, schedule, merge, reduced, shape.batch * shape.queries)
