@@ -21,7 +21,10 @@ from treeattn.errors import ArgumentError, ScheduleError, TransportError, Treeat
 __all__ = ["main"]
 
 # command -> the module below this package that holds it, loaded only when it is used
-_COMMANDS = ("decode", "compare", "plot", "paper", "schemes", "schedule", "roofline", "doctor")
+_COMMANDS = (
+    *("decode", "compare", "plot", "paper", "schemes", "schedule"),
+    *("roofline", "check-partials", "doctor"),
+)
 
 
 class _Commands(click.Group):
@@ -31,7 +34,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in _COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"treeattn.cli.{name}").command
+        command: click.Command = importlib.import_module(f"treeattn.cli.{name.replace('-', '_')}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
