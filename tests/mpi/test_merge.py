@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 import treeattn
+from tests.emulator.raw_module import compiler_problem
+from tests.emulator.runtime import EmulatorRuntime
 from tests.exporters import Dlpack
 from treeattn import collectives
+from treeattn.backends.cuda import cupy_runtime
 from treeattn.baselines import BASELINES
 
 pytestmark = pytest.mark.mpi
@@ -232,3 +235,26 @@ def test_a_library_without_an_operator_says_so(comm):
         treeattn.BackendError, match="no compiled MPI operator for head_dim 5.*recursive_doub"
     ):
         treeattn.merge(_out((2, 5)), _out((2,)), comm=comm, scheme="mpi_allreduce")
+
+
+@pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+@pytest.mark.parametrize("scheme", ["hierarchical", "ring", "mpi_allreduce"])
+@pytest.mark.parametrize("base", ["e", 2])
+def test_on_a_gpu(comm, monkeypatch, scheme, base):
+    """An emulated one: the bits of the processor."""
+    emulator = EmulatorRuntime()
+    monkeypatch.setattr(cupy_runtime, "current", lambda: emulator)
+    s, v = scores(comm.size, (3, 4, 72), 5)
+    out, lse = (array.astype(np.float32) for array in attend(s[comm.rank], v[comm.rank]))
+    lse[0, 0], out[0, 0] = np.nan, np.nan
+    wanted = treeattn.merge(out, lse, comm=comm, scheme=scheme, base=base)
+    got = treeattn.merge(
+        *(out, lse), comm=comm, scheme=scheme, base=base, device="cuda", transport="host", strict=False
+    )
+    np.testing.assert_array_equal(got[0], wanted[0])
+    np.testing.assert_array_equal(got[1], wanted[1])
+    assert emulator.launches == (3 if base == 2 else 2)
+    with pytest.raises(treeattn.ArgumentError, match="lse is .*NaN in 1 of 12 places"):
+        treeattn.merge(out, lse, comm=comm, device="cuda", transport="host", strict=True)
+    with pytest.raises(treeattn.ArgumentError, match="float32, not float64: use device='cpu'"):
+        treeattn.merge(out.astype(np.float64), lse, comm=comm, device="cuda", transport="host")

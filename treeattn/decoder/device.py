@@ -315,12 +315,12 @@ class Cuda:
         return cuda.planned_finish(records, out, lse, runtime=self.runtime)
 
     def pack(self, records: Any, factor: float) -> Callable[[Any, Any], object]:
-        """Not yet."""
-        raise BackendError("merge has no kernels for the GPU yet: copy out and lse to the host")
+        """One launch."""
+        return cuda.planned_pack(records, factor, runtime=self.runtime)
 
     def scale(self, lse: Any, factor: float) -> Callable[[], object]:
-        """Not yet."""
-        raise BackendError("merge has no kernels for the GPU yet: copy out and lse to the host")
+        """One launch."""
+        return cuda.planned_scale(lse, factor, runtime=self.runtime)
 
     def merge_operator(self, head_dim: int, dtype: Any) -> cuda.MergeOperator:
         """One launch for any number of records."""
