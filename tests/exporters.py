@@ -17,10 +17,6 @@ class Dlpack:
     def __init__(self, array: Any, kind: int = 1, code: int | None = None) -> None:
         self.array, self.kind, self.code, self.asked = array, kind, code, []
 
-    @property
-    def dtype(self) -> Any:
-        return self.array.dtype
-
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.kind, 0
 

@@ -86,6 +86,15 @@ def test_a_merge_in_the_wrong_base(dtype: Any, with_lse: bool) -> None:
     assert check_partials(parts, whole, base=2) == []  # where base 2 was meant
 
 
+def test_a_whole_whose_lse_is_in_another_base() -> None:
+    parts = dumps()
+    right = {"out": parts[0]["merged_out"], "lse": parts[0]["merged_lse"] / np.float32(math.log(2))}
+    (found,) = check_partials(parts, right)
+    assert (found.kind, found.ranks) == ("wrong base", ())
+    assert found.text.startswith("writing the lse of the whole in base 2 makes the whole")
+    assert "out is the merge in base e, lse is not" in found.text
+
+
 def test_one_rank_whose_lse_is_in_another_base() -> None:
     parts = dumps()
     right = {"out": parts[0]["merged_out"], "lse": parts[0]["merged_lse"]}
@@ -204,6 +213,23 @@ def test_axes_of_lse_may_be_those_of_flash_attention() -> None:
     assert check_partials(turned, {"out": whole["out"]}) == []
 
 
+def _part() -> dict:
+    return {"out": np.zeros((2, 8)), "lse": np.zeros(2)}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("fill", [0, np.nan, np.inf])
+@pytest.mark.parametrize("mark", [0.0, -np.inf, np.nan, np.inf, 1e30])
+@pytest.mark.parametrize("shape", [(0, 8), (2, 8), (8,)])
+def test_hostile_numbers_and_no_heads_are_judged_too(fill: float, mark: float, shape: tuple) -> None:
+    hostile = {"out": np.full(shape, fill, np.float32), "lse": np.full(shape[:-1], mark)}
+    for whole in (None, hostile, {"out": np.ones(shape)}):
+        found = check_partials(
+            [hostile, {"out": np.ones(shape, np.float32), "lse": np.ones(shape[:-1])}], whole
+        )
+        assert all(finding.text and finding.kind for finding in found)
+
+
 @pytest.mark.parametrize(
     ("parts", "options", "message"),
     [
@@ -215,10 +241,20 @@ def test_axes_of_lse_may_be_those_of_flash_attention() -> None:
             r"rank 0: out has shape \[2, 8\] and lse \[3\]",
         ),
         ([{"out": np.zeros((2, 8)), "lse": np.zeros(2)}], {"base": 10}, "base 10 is unknown"),
+        ([{"out": np.zeros((2, 8), int), "lse": np.zeros(2)}], {}, "rank 0: out is int64: one of float64"),
+        ([{"out": np.zeros((2, 8)), "lse": np.array(["a", "b"])}], {}, "rank 0: lse is <U1: one of"),
+        (
+            [dict.fromkeys("qk", np.zeros((1, 5, 4, 8))) | {"v": np.zeros((1, 5, 3, 8))} | _part()],
+            {},
+            "rank 0: q .* do not fit",
+        ),
+        ([_part()], {"whole": {"out": np.zeros((2, 8), int)}}, "the whole: out is int64"),
+        ([_part()], {"whole": {"lse": np.zeros(2)}}, "the whole needs an out of 16 elements"),
+        ([_part()], {"whole": {"out": np.zeros((2, 8)), "lse": np.zeros(3)}}, r"the whole: out .* lse \[3\]"),
         ([{"out": [1.0], "lse": 0.0}], {}, "out is a list: pass an array"),
         (
             [{"out": np.zeros((2, 8)), "lse": np.zeros(2)}],
-            {"result": {"out": np.zeros(3)}},
+            {"whole": {"out": np.zeros(3)}},
             "an out of 16 el",
         ),
     ],

@@ -124,7 +124,10 @@ def _view(
         raise _elsewhere(name, array, device)
     itemsize = tensor.bits // 8
     if tensor.code not in _KINDS or tensor.bits % 8 or tensor.lanes != 1:
-        raise ArgumentError(f"{name} has elements of a type that is not supported: {array.dtype}")
+        raise ArgumentError(
+            f"{name} has elements of a type that is not supported (DLPack type code {tensor.code}, "
+            f"{tensor.bits} bits): use float32, float16, bfloat16 or float64"
+        )
     extents = ctypes.c_int64 * tensor.ndim
     strides = extents.from_address(tensor.strides) if tensor.strides else None
     interface = {

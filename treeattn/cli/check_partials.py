@@ -39,15 +39,15 @@ def command(
     write_json = files.output_writer(json_path)
     files.check_distinct([json_path], [*parts, whole])
     dumps = [_dump(path) for path in parts]
-    result = None if whole is None else _dump(whole)
-    findings = check_partials(dumps, result, base=base, scale=scale)
+    made = None if whole is None else _dump(whole)
+    findings = check_partials(dumps, made, base=base, scale=scale)
     write_json(environment.as_json({
         "files": [str(path) for path in parts],
         "whole": None if whole is None else str(whole),
         "base": base,
         "findings": [asdict(finding) for finding in findings],
     }))  # fmt: skip
-    _report(findings, dumps, result is not None or "merged_out" in dumps[0])
+    _report(findings, dumps, made is not None or "merged_out" in dumps[0])
     return int(any(finding.fault for finding in findings))
 
 

@@ -11,15 +11,16 @@ from typing import Any
 
 from treeattn.attention import arrays
 from treeattn.errors import ArgumentError
-from treeattn.study.partials import alone, recompute, whole
+from treeattn.study.partials import alone, recompute
 from treeattn.study.partials.dump import Finding, base_name, read_part
+from treeattn.study.partials.whole import explained
 
 __all__ = ["Finding", "check_partials"]
 
 
 def check_partials(
     parts: Sequence[Mapping[str, Any]],
-    result: Mapping[str, Any] | None = None,
+    whole: Mapping[str, Any] | None = None,
     *,
     base: str | int = "e",
     scale: float | None = None,
@@ -29,7 +30,7 @@ def check_partials(
     parts: of each rank ``out`` [.., head_dim] and ``lse`` [..] (or with its last two axes exchanged, as
     flash-attention and `treeattn.decode` have it); perhaps ``merged_out`` and ``merged_lse``, what this rank
     held after the merge; perhaps ``q``, ``k`` and ``v`` as in `treeattn.decode`, with `scale`, default
-    1 / sqrt(head_dim). result: ``out`` and perhaps ``lse`` of the whole, as it is suspected or known; default
+    1 / sqrt(head_dim). whole: ``out`` and perhaps ``lse`` of all ranks, as suspected or as known; default
     what rank 0 held after the merge. base: of lse, as it is believed to be, ``"e"`` or 2. Arrays of any
     library that lie on the host.
 
@@ -45,9 +46,9 @@ def check_partials(
         return different  # nothing below would mean anything
     found = [*alone.unwell(read, base), *alone.alike(read), *alone.merged_unlike(given)]
     found += [*recompute.recomputed(given, read, base, scale), *recompute.keys_held_twice(given)]
-    if result is None and "merged_out" in given[0]:
-        result = {name: given[0][f"merged_{name}"] for name in ("out", "lse") if f"merged_{name}" in given[0]}
-    if result is not None:
-        held = {name: arrays.on_host(name, array) for name, array in result.items()}
-        found += whole.explained(read, held, base)
+    if whole is None and "merged_out" in given[0]:
+        whole = {name: given[0][f"merged_{name}"] for name in ("out", "lse") if f"merged_{name}" in given[0]}
+    if whole is not None:
+        held = {name: arrays.on_host(name, array) for name, array in whole.items()}
+        found += explained(read, held, base)
     return found

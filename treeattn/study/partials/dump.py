@@ -18,6 +18,7 @@ __all__ = [
     "Finding",
     "Part",
     "base_name",
+    "check_type",
     "largest",
     "paired",
     "read_part",
@@ -83,6 +84,7 @@ def paired(whose: str, given: Mapping[str, Any]) -> tuple[Array, Array]:
     for name in ("out", "lse"):
         if name not in given:
             raise ArgumentError(f"{whose}: no {name!r}, only {', '.join(sorted(given)) or 'nothing'}")
+        check_type(whose, name, given[name])
     out, lse = given["out"], given["lse"]
     if lse.ndim > 1 and lse.shape != out.shape[:-1]:
         lse = np.swapaxes(lse, -1, -2)
@@ -94,9 +96,15 @@ def paired(whose: str, given: Mapping[str, Any]) -> tuple[Array, Array]:
     return out, lse
 
 
+def check_type(whose: str, name: str, array: Array) -> None:
+    """Raise `ArgumentError` for what is not of a type that kernels write."""
+    if array.dtype.name not in _TOLERANCES:
+        raise ArgumentError(f"{whose}: {name} is {array.dtype}: one of {', '.join(_TOLERANCES)} is needed")
+
+
 def tolerance(*dtypes: str) -> float:
     """What results of these types may be off by, relative to the largest |out|."""
-    return max(_TOLERANCES.get(name, 1.0) for name in dtypes)
+    return max(_TOLERANCES[name] for name in dtypes)
 
 
 def largest(parts: list[Part]) -> float:

@@ -33,8 +33,12 @@ def recomputed(
 
 def _attention(rank: int, dump: Mapping[str, Any], scale: float | None) -> Part:
     q, k, v = (dump[name] for name in "qkv")
-    if not q.ndim == k.ndim == v.ndim == 4:
-        raise ArgumentError(f"rank {rank}: q, k and v need four axes, as treeattn.decode takes them")
+    fit = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[::3] == k.shape[::3]
+    if not fit or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ArgumentError(
+            f"rank {rank}: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit: [batch, "
+            "queries, heads, head_dim] and twice [batch, tokens, kv_heads, head_dim] are needed"
+        )
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     out, lse = reference.attention(q, k, v, scale=scale)
     return read_part(f"rank {rank}", {"out": out, "lse": np.swapaxes(lse, 1, 2)}, "e")

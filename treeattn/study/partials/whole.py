@@ -8,7 +8,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from treeattn.errors import ArgumentError
-from treeattn.study.partials.dump import LOG, OTHER, Array, Finding, Part, largest, paired, tolerance
+from treeattn.study.partials.dump import (
+    LOG,
+    OTHER,
+    Array,
+    Finding,
+    Part,
+    check_type,
+    largest,
+    paired,
+    tolerance,
+)
 
 __all__ = ["explained", "merged"]
 
@@ -57,12 +67,12 @@ def explained(parts: list[Part], given: Mapping[str, Any], base: str) -> Iterato
     fits = [wrong for off, _, wrong in tried if off <= 1]
     head, element, where = _where(parts[0], right, found, allowed, base)
     best = fits[0] if fits else tried[0][2]
-    numbers = {"head": parts[0].at(head), "off by": float(np.abs(right.out - found.out)[head, element])}
+    numbers = {"head": parts[0].at(head), "off by": float(_apart(right.out, found.out)[head, element])}
     if not fits:
         text = f"no single mistake makes the whole of these parts, {best.what} comes nearest; {where}"
         yield Finding("unexplained", (), text, numbers)
         return
-    off = float(np.abs(best.whole.out - found.out).max())
+    off = float(_apart(best.whole.out, found.out).max())
     also = "".join(f", as does {wrong.what}" for wrong in fits[1:3])
     that = best.whole.out[head, element]
     text = f"{best.what} makes the whole, to {off:.1e}{also}; {where}, {that:.5g} that way"
@@ -73,7 +83,8 @@ def _read(parts: list[Part], given: Mapping[str, Any], base: str) -> tuple[Whole
     """The whole, and what its out and lse may be off by."""
     if "out" not in given or given["out"].size != parts[0].out.size:
         raise ArgumentError(f"the whole needs an out of {parts[0].out.size} elements, as each part has")
-    out = given["out"].astype(np.float64).reshape(*parts[0].shape, -1)
+    check_type("the whole", "out", given["out"])
+    out = given["out"].astype(np.float64).reshape(*parts[0].shape, parts[0].out.shape[-1])
     lse, allowed = None, 0.0
     if "lse" in given:
         lse = paired("the whole", {"out": out, "lse": given["lse"]})[1].astype(np.float64).ravel() * LOG[base]
@@ -90,6 +101,10 @@ def _mistakes(parts: list[Part], base: str) -> Iterator[Hypothesis]:
     out, lse = merged(scaled)
     assert lse is not None
     yield Hypothesis("wrong base", every, f"reading every lse in base {other}", Whole(out, lse / ratio))
+    right, right_lse = merged(parts)
+    assert right_lse is not None
+    yield Hypothesis("wrong base", (), f"writing the lse of the whole in base {other}",
+                     Whole(right, right_lse / ratio))  # fmt: skip
     blind = tuple(rank for rank in every if not parts[rank].seen.all())
     if blind:
         zeros = [_taken_for_zero(part) for part in parts]
@@ -116,20 +131,22 @@ def _off(result: Whole, found: Whole, allowed: tuple[float, float]) -> float:
     pairs = [(result.out, found.out, allowed[0])]
     if result.lse is not None and found.lse is not None:
         pairs.append((result.lse, found.lse, allowed[1]))
-    worst = 0.0
-    for mine, wanted, unit in pairs:
-        same = (mine == wanted) | (np.isnan(mine) & np.isnan(wanted))
-        with np.errstate(invalid="ignore"):
-            off = np.where(same, 0.0, np.abs(mine - wanted))
-        worst = max(worst, float(np.where(np.isnan(off), np.inf, off).max(initial=0.0)) / unit)
-    return worst
+    return max(float(_apart(mine, wanted).max(initial=0.0)) / unit for mine, wanted, unit in pairs)
+
+
+def _apart(one: Array, other: Array) -> Array:
+    """|one - other|: 0 where both are the same, NaN too, and infinite where only one is a number."""
+    same = (one == other) | (np.isnan(one) & np.isnan(other))
+    with np.errstate(invalid="ignore"):
+        off = np.where(same, 0.0, np.abs(one - other))
+    return np.where(np.isnan(off), np.inf, off)
 
 
 def _where(
     part: Part, right: Whole, found: Whole, allowed: tuple[float, float], base: str
 ) -> tuple[int, int, str]:
     """The head and element that show the difference best, and what they show."""
-    apart = np.nan_to_num(np.abs(right.out - found.out), nan=np.inf)
+    apart = _apart(right.out, found.out)
     head, element = np.unravel_index(int(np.argmax(apart)), apart.shape)
     heads = int((apart.max(axis=-1) > allowed[0]).sum())
     text = (
