@@ -8,6 +8,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
+from nccl_over_mpi import NcclOverMpi
 
 import treeattn
 from tests.emulator.raw_module import compiler_problem
@@ -16,6 +17,7 @@ from tests.exporters import Dlpack
 from treeattn import collectives
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.baselines import BASELINES
+from treeattn.collectives.libraries import nccl
 
 pytestmark = pytest.mark.mpi
 
@@ -237,23 +239,51 @@ def test_a_library_without_an_operator_says_so(comm):
         treeattn.merge(_out((2, 5)), _out((2,)), comm=comm, scheme="mpi_allreduce")
 
 
-@pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
-@pytest.mark.parametrize("scheme", ["hierarchical", "ring", "mpi_allreduce"])
-@pytest.mark.parametrize("base", ["e", 2])
-def test_on_a_gpu(comm, monkeypatch, scheme, base):
-    """An emulated one: the bits of the processor."""
+@pytest.fixture
+def gpu(comm, monkeypatch):
+    """An emulated one for each rank, and an NCCL that is made of MPI."""
+    if compiler_problem() is not None:
+        pytest.skip(str(compiler_problem()))
     emulator = EmulatorRuntime()
+    emulator.identity = f"emulated GPU {comm.rank}"
     monkeypatch.setattr(cupy_runtime, "current", lambda: emulator)
+    monkeypatch.setattr(nccl, "problem", lambda: None)
+    monkeypatch.setattr(nccl, "connect", NcclOverMpi)
+    return emulator
+
+
+def with_an_empty_head(comm):
+    """(out, lse) of this rank, NaN where it says that it saw nothing."""
     s, v = scores(comm.size, (3, 4, 72), 5)
     out, lse = (array.astype(np.float32) for array in attend(s[comm.rank], v[comm.rank]))
     lse[0, 0], out[0, 0] = np.nan, np.nan
+    return out, lse
+
+
+@pytest.mark.parametrize("scheme", ["hierarchical", "ring"])
+@pytest.mark.parametrize("base", ["e", 2])
+@pytest.mark.parametrize("transport", ["host", "nccl"])
+def test_a_gpu_gives_the_bits_of_the_processor(comm, gpu, scheme, base, transport):
+    out, lse = with_an_empty_head(comm)
     wanted = treeattn.merge(out, lse, comm=comm, scheme=scheme, base=base)
-    got = treeattn.merge(
-        *(out, lse), comm=comm, scheme=scheme, base=base, device="cuda", transport="host", strict=False
-    )
+    got = treeattn.merge(out, lse, comm=comm, scheme=scheme, base=base, device="cuda", transport=transport)
     np.testing.assert_array_equal(got[0], wanted[0])
     np.testing.assert_array_equal(got[1], wanted[1])
-    assert emulator.launches == (3 if base == 2 else 2)
+    if transport == "host" or comm.size == 1:
+        assert gpu.launches == (3 if base == 2 else 2)  # pack, finish, and for base 2 lse
+
+
+def test_libraries_merge_parts_of_a_gpu(comm, gpu):
+    out, lse = with_an_empty_head(comm)
+    wanted = treeattn.merge(out, lse, comm=comm)
+    for scheme, transport in (("mpi_allreduce", "host"), ("nccl_allreduce", "nccl")):
+        got = treeattn.merge(out, lse, comm=comm, scheme=scheme, device="cuda", transport=transport)
+        np.testing.assert_allclose(got[0], wanted[0], rtol=0, atol=1e-6)
+        np.testing.assert_allclose(got[1], wanted[1], rtol=0, atol=1e-5)
+
+
+def test_what_a_gpu_does_not_merge(comm, gpu):
+    out, lse = with_an_empty_head(comm)
     with pytest.raises(treeattn.ArgumentError, match="lse is .*NaN in 1 of 12 places"):
         treeattn.merge(out, lse, comm=comm, device="cuda", transport="host", strict=True)
     with pytest.raises(treeattn.ArgumentError, match="float32, not float64: use device='cpu'"):

@@ -252,7 +252,7 @@ class Cuda:
         time; those of the device are used as they are, unread: kernels clamp them."""
         if lengths is None:
             return None
-        if hasattr(lengths, "__cuda_array_interface__"):
+        if not self.runtime.holds(lengths) and hasattr(lengths, "__cuda_array_interface__"):
             lengths = self.view("lengths", lengths)
         if self.runtime.holds(lengths):
             if lengths.dtype != np.int64 or lengths.shape != (shape.batch,):
