@@ -33,6 +33,15 @@ def test_python_blocks_run_in_order(page, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "py")], ids=lambda page: page.name)
+def test_python_blocks_that_need_torch(page):
+    """They stand as `py`, after the others."""
+    pytest.importorskip("torch", reason="torch is not installed (the extra `oracle`)")
+    namespace: dict = {}
+    for block in (*blocks(page, "python"), *blocks(page, "py")):
+        exec(compile(block, str(page), "exec"), namespace)
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "console")], ids=lambda page: page.name)
 def test_console_blocks_print_what_they_show(page):
     for block in blocks(page, "console"):
