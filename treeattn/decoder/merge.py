@@ -145,8 +145,8 @@ class Settings:
 class Merger:
     """A planned `merge`: everything that can be done once is done once. Creating it is collective.
 
-    lse_shape: of lse; out is [*lse_shape, head_dim], of `dtype`. The rest as in `merge`; `device` has to be
-    said: here nothing is known of out. A call returns (out, lse) in the merger's own buffers, which hold
+    lse_shape: of lse; out has head_dim as one axis more, and `dtype`. The rest as in `merge`; `device` has to
+    be said: here nothing is known of out. A call returns (out, lse) in the merger's own buffers, which hold
     until its next call; in the container of out, and where that cannot share memory that changes (JAX), as
     copies.
     """
