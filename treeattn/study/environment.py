@@ -9,6 +9,7 @@ import platform
 import socket
 import subprocess
 import sys
+from collections import Counter
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,10 +23,7 @@ if TYPE_CHECKING:
 
     from treeattn.study.compare.clock import Clock
 
-__all__ = [
-    "as_json", "as_json_line", "cpu_name", "free_memory", "job", "kernel", "node_load", "placement",
-    "software",
-]  # fmt: skip
+__all__ = ["as_json", "cpu_name", "free_memory", "job", "kernel", "node_load", "placement", "software"]
 
 # Variables that change what is measured; others may hold secrets and are nobody's business.
 _PREFIXES = (
@@ -37,14 +35,12 @@ _PLACES = ("_agent", "_hostfile")
 _GPU_QUERY = ("--query-gpu=name,driver_version,clocks.sm,power.limit", "--format=csv,noheader")
 
 
-def as_json(facts: Any) -> bytes:
-    """Strict JSON, one fact per line; numbers that JSON has no words for become strings ("inf", "nan")."""
-    return (json.dumps(_spelled(facts), indent=1, allow_nan=False) + "\n").encode()
+def as_json(facts: Any, **layout: Any) -> bytes:
+    """Strict JSON, one fact per line; numbers that JSON has no words for become strings ("inf", "nan").
 
-
-def as_json_line(facts: Any) -> bytes:
-    """The same in one line."""
-    return (json.dumps(_spelled(facts), separators=(",", ":"), allow_nan=False) + "\n").encode()
+    layout: for `json.dumps`, where it is to look otherwise.
+    """
+    return (json.dumps(_spelled(facts), **({"indent": 1} | layout), allow_nan=False) + "\n").encode()
 
 
 def _spelled(value: Any) -> Any:
@@ -57,12 +53,9 @@ def _spelled(value: Any) -> Any:
 
 def cpu_name() -> str:
     """The processor's name as the system tells it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
+    for line in _read("/proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 
@@ -143,24 +136,27 @@ def job(clock: Clock, options: dict[str, Any], used: int | None = None) -> dict[
 
 def kernel() -> str:
     """What processes have in common if they run under the same kernel: its boot, else the host's name."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
+    return _read("/proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
 
 
 def node_load(ranks: list[dict[str, Any]]) -> str | None:
     """A warning where a machine has more ranks than cores: waiting ranks spin, so times mean little there."""
-    by_machine: dict[int, list[dict[str, Any]]] = {}
-    for entry in ranks:
-        by_machine.setdefault(entry["machine"], []).append(entry)
-    crowded = [group for group in by_machine.values() if len(group) > group[0]["machine_cores"]]
+    members = Counter(entry["machine"] for entry in ranks)
+    crowded = [entry for entry in ranks if members[entry["machine"]] > entry["machine_cores"]]
     if not crowded:
         return None
-    worst = max(crowded, key=len)
-    hosts = " and ".join(dict.fromkeys(entry["host"] for entry in worst))
-    cores = worst[0]["machine_cores"]
-    return f"{len(worst)} ranks share {cores} cores of {hosts}: times show waiting, not the scheme"
+    worst = max(crowded, key=lambda entry: members[entry["machine"]])
+    count, cores = members[worst["machine"]], worst["machine_cores"]
+    hosts = dict.fromkeys(entry["host"] for entry in ranks if entry["machine"] == worst["machine"])
+    return f"{count} ranks share {cores} cores of {' and '.join(hosts)}: times show waiting, not the scheme"
+
+
+def _read(path: str) -> str:
+    """A file of the system; "" where there is none."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
 
 
 def _program(path: str) -> str:

@@ -81,12 +81,8 @@ def _margin(shares: Any) -> float:
 
 
 def _student(freedom: int) -> float:
-    """The 97.5 percent point of Student's t from 5 degrees of freedom on, to 0.003: Abramowitz and Stegun,
-    "Handbook of mathematical functions", 26.7.5."""
-    z = NormalDist().inv_cdf(0.975)
-    return (
-        z
-        + (z**3 + z) / (4 * freedom)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
-    )
+    """The 97.5 percent point of Student's t, from 5 degrees of freedom on to 0.007: Wallace, "Bounds on
+    normal approximations to Student's and the chi-square distributions", Ann. Math. Statist. 30(4), 1959.
+    """
+    normal = NormalDist().inv_cdf(0.975) * (8 * freedom + 3) / (8 * freedom + 1)
+    return math.sqrt(freedom * math.expm1(normal**2 / freedom))

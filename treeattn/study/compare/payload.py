@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from treeattn.baselines import Sent
@@ -22,15 +23,10 @@ def scheduled(schedule: Schedule, rows: int, row_bytes: int, groups: Groups) -> 
     The records are `rows` of `row_bytes` that a chunk never cuts (all records of a head); a chunk without
     rows is not sent. groups: the ranks of each node.
     """
-    tiers: Tiers = {"intra": [0, 0], "inter": [0, 0]}
-    node = _nodes(groups)
-    for round_ in schedule.rounds:
-        for transfer in round_:
-            part = schedule.chunk_slice(transfer.chunks, rows)
-            if part.stop > part.start:
-                tier = "intra" if node[transfer.src] == node[transfer.dst] else "inter"
-                _add(tiers, tier, 1, (part.stop - part.start) * row_bytes)
-    return tiers
+    transfers = [transfer for round_ in schedule.rounds for transfer in round_]
+    parts = [schedule.chunk_slice(transfer.chunks, rows) for transfer in transfers]
+    sent = zip(transfers, (part.stop - part.start for part in parts), strict=True)
+    return _by_tier(((t.src, t.dst, count * row_bytes) for t, count in sent if count), groups)
 
 
 def handed_over(comm: Intracomm, sent: Any, groups: Groups) -> Tiers | None:
@@ -42,22 +38,19 @@ def handed_over(comm: Intracomm, sent: Any, groups: Groups) -> Tiers | None:
     everyone: list[Any] = comm.allgather(sent)
     if any(mine is None for mine in everyone):
         return None
+    if not isinstance(sent, Sent):
+        return _by_tier(((src, dst, size) for src, mine in enumerate(everyone) for dst, size in mine), groups)
+    messages, sizes = zip(*everyone, strict=True)
+    tier = "intra" if len(groups) == 1 else "unknown"
+    return _by_tier((), groups) | {tier: [None if None in messages else sum(messages), sum(sizes)]}
+
+
+def _by_tier(messages: Iterable[tuple[int, int, int]], groups: Groups) -> Tiers:
+    """messages: source, destination, bytes."""
+    node = {rank: index for index, ranks in enumerate(groups) for rank in ranks}
     tiers: Tiers = {"intra": [0, 0], "inter": [0, 0]}
-    node = _nodes(groups)
-    for source, mine in enumerate(everyone):
-        if isinstance(mine, Sent):
-            _add(tiers, "intra" if len(groups) == 1 else "unknown", *mine)
-            continue
-        for destination, size in mine:
-            _add(tiers, "intra" if node[source] == node[destination] else "inter", 1, size)
+    for src, dst, size in messages:
+        count = tiers["intra" if node[src] == node[dst] else "inter"]
+        count[0] += 1
+        count[1] += size
     return tiers
-
-
-def _add(tiers: Tiers, tier: str, messages: int | None, size: int) -> None:
-    count = tiers.setdefault(tier, [0, 0])
-    count[0] = None if messages is None or count[0] is None else count[0] + messages
-    count[1] += size
-
-
-def _nodes(groups: Groups) -> dict[int, int]:
-    return {rank: index for index, ranks in enumerate(groups) for rank in ranks}

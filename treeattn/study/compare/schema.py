@@ -171,7 +171,8 @@ class Point(Line, kw_only=True, tag="point", omit_defaults=True):
     took: Length = 0.0
     predicted: Number | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """What types cannot say, for readers. Raises `ValueError`."""
         for tiers in (self.sent, self.scheduled):
             if tiers is not None and not {"intra", "inter"} <= tiers.keys():
                 raise ValueError("sent, scheduled: intra or inter is missing")
@@ -179,18 +180,10 @@ class Point(Line, kw_only=True, tag="point", omit_defaults=True):
             raise ValueError("samples: completion, slowest or after_last_entry is missing")
         if min(self.samples["completion"]) <= 0:
             raise ValueError("samples: completion is not above 0")
-        self._check_judgement()
-
-    def _check_judgement(self) -> None:
-        """A scheme has a digest, errors and bounds, which become numbers; what is no scheme has no errors."""
         judged = self.key.scheme not in (SUM, NULL)
-        if judged and self.digest is None:
-            raise ValueError("digest is missing")
-        for name in ("error_out", "error_lse", "bound_out", "bound_lse"):
-            if (getattr(self, name) is not None) != judged:
-                raise ValueError(f"{name} is {'missing' if judged else 'of what is no scheme'}")
-            if judged:
-                setattr(self, name, float(getattr(self, name)))
+        judgement = self.error_out, self.error_lse, self.bound_out, self.bound_lse
+        if any((value is not None) != judged for value in judgement) or (judged and self.digest is None):
+            raise ValueError("a scheme has a digest, errors and bounds, what is none has no errors or bounds")
 
 
 class Failure(Line, kw_only=True, tag="error"):

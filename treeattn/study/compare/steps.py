@@ -25,12 +25,17 @@ if TYPE_CHECKING:
 
     from treeattn.collectives.executors.mpi import Reducer
 
-__all__ = ["Around", "plan", "plan_null_merge", "shape_of"]
+__all__ = ["Around", "plan", "plan_null_merge", "reduces", "shape_of"]
 
 
 def shape_of(key: Key) -> Shape:
     """The shape of a key's q, k and v. Raises `ArgumentError`."""
     return Shape(key.batch, key.queries, key.heads, key.kv_heads, key.head_dim, key.dtype)
+
+
+def reduces(scheme: str) -> bool:
+    """Whether it has a reduction apart from the step: fused schemes attend while they communicate."""
+    return scheme in (NULL, SUM) or not routes.fused(scheme)
 
 
 def plan(comm: Intracomm, key: Key) -> Any:
