@@ -18,7 +18,6 @@ from rich.console import Console
 from treeattn import comm as comm_
 from treeattn import files
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.baselines import Sent
 from treeattn.cli.console import (
     LEGEND,
     WIDE,
@@ -31,6 +30,7 @@ from treeattn.cli.console import (
     table,
 )
 from treeattn.cli.problem import Judge, Problem
+from treeattn.collectives.reducer import Sent
 from treeattn.decoder import Decoder
 from treeattn.decoder import device as devices
 from treeattn.decoder import plan as routes
@@ -79,7 +79,7 @@ def command(
     hold lengths [batch] (valid tokens). The softmax scale comes from the metadata entry "scale", else it
     is 1/sqrt(head_dim). Exit code 1 means that a result missed its bound or differed between ranks.
     """
-    names = [routes.canonical(name) for name in schemes.split(",")]
+    names = [routes.select(name).text for name in schemes.split(",")]
     chosen = parse_layout(layout)
     if out is not None and len(names) > 1:
         raise ArgumentError("--out takes the result of one scheme: name one with --scheme")
@@ -188,39 +188,24 @@ def _timed_step(world: Any, decoder: Decoder, device: Device, inputs: tuple[Any,
         world.Barrier()
         began = clock()
         run()
-        device.synchronize()
+        device.memory.synchronize()
         seconds[part] = clock() - began
     slowest = world.allgather(seconds)
     return {part: max(rank[part] for rank in slowest) for part in parts}
 
 
 def _wire(world: Any, decoder: Decoder) -> dict[str, Any]:
-    """What is sent in one step, all ranks together; unknown where a library decides. Collective."""
-    schedule, certificate = decoder.schedule, decoder.certificate
-    if schedule is None or certificate is None:
-        unknown = dict.fromkeys(("rounds", "depth", "messages", "bytes"))
-        return {"determinism": "measured", **unknown, **_counted(world, decoder)}
-    count = decoder.records.size // decoder.records.shape[-1]
-    parts = [schedule.chunk_slice(t.chunks, count) for round_ in schedule.rounds for t in round_]
-    sent = [part.stop - part.start for part in parts if part.stop > part.start]
-    return {
-        "determinism": certificate.determinism,
-        "rounds": certificate.rounds,
-        "depth": certificate.depth,
-        "messages": len(sent),
-        "bytes": sum(sent) * decoder.records.shape[-1] * decoder.records.itemsize,
-    }
-
-
-def _counted(world: Any, decoder: Decoder) -> dict[str, int]:
-    """What a baseline counted; "payload" was handed to a library, which may send it more than once."""
-    everyone = world.allgather(decoder.sent)
+    """What is sent in one step, all ranks together; a library decides that, and the "payload" is what it was
+    given. Collective."""
+    proof, everyone = decoder.certificate, world.allgather(decoder.sent)
+    facts = {name: getattr(proof, name, None) for name in ("rounds", "depth", "messages", "bytes")}
+    facts["determinism"] = "measured" if proof is None else proof.determinism
     if everyone[0] is None:
-        return {}
+        return facts
     if isinstance(everyone[0], Sent):
-        return {"payload": sum(sent.bytes for sent in everyone)}
+        return facts | {"payload": sum(sent.bytes for sent in everyone)}
     sizes = [size for sent in everyone for _, size in sent]
-    return {"messages": len(sizes), "bytes": sum(sizes)}
+    return facts | {"messages": len(sizes), "bytes": sum(sizes)}
 
 
 def _outputs(world: Any, inputs: list[Path | None], paths: list[Path | None]) -> list[Any]:

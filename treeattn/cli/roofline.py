@@ -87,7 +87,8 @@ def command(
 
 def _show_cpu(measured: dict[str, Any]) -> None:
     _show(f"{measured['cpu']}, {measured['isa']}", _CPU, measured["rows"])
-    print(f"read rate of one core: {measured['read_rate_gb_s']:.1f} GB/s, measured between the steps;")
+    print(f"read rate of one core: {measured['read_rate_gb_s']:.1f} GB/s, measured between the steps,")
+    print(f"in the fastest of many ways ({measured['reader']})")
     print("bound: the slower of reading and multiplying, with as many threads")
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from treeattn.baselines import Sent
+from treeattn.collectives.reducer import Sent
 from treeattn.collectives.schedule import Schedule
+from treeattn.collectives.traffic import messages
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -20,13 +21,11 @@ Tiers = dict[str, list[Any]]
 def scheduled(schedule: Schedule, rows: int, row_bytes: int, groups: Groups) -> Tiers:
     """Tier -> [messages, bytes] of one step of `schedule`, all ranks together.
 
-    The records are `rows` of `row_bytes` that a chunk never cuts (all records of a head); a chunk without
-    rows is not sent. groups: the ranks of each node.
+    The records are `rows` of `row_bytes` that a chunk never cuts (all records of a head). groups: the ranks
+    of each node.
     """
-    transfers = [transfer for round_ in schedule.rounds for transfer in round_]
-    parts = [schedule.chunk_slice(transfer.chunks, rows) for transfer in transfers]
-    sent = zip(transfers, (part.stop - part.start for part in parts), strict=True)
-    return _by_tier(((t.src, t.dst, count * row_bytes) for t, count in sent if count), groups)
+    sent = messages(schedule, rows)
+    return _by_tier(((message.src, message.dst, message.records * row_bytes) for message in sent), groups)
 
 
 def handed_over(comm: Intracomm, sent: Any, groups: Groups) -> Tiers | None:
@@ -40,16 +39,16 @@ def handed_over(comm: Intracomm, sent: Any, groups: Groups) -> Tiers | None:
         return None
     if not isinstance(sent, Sent):
         return _by_tier(((src, dst, size) for src, mine in enumerate(everyone) for dst, size in mine), groups)
-    messages, sizes = zip(*everyone, strict=True)
+    counts, sizes = zip(*everyone, strict=True)
     tier = "intra" if len(groups) == 1 else "unknown"
-    return _by_tier((), groups) | {tier: [None if None in messages else sum(messages), sum(sizes)]}
+    return _by_tier((), groups) | {tier: [None if None in counts else sum(counts), sum(sizes)]}
 
 
-def _by_tier(messages: Iterable[tuple[int, int, int]], groups: Groups) -> Tiers:
-    """messages: source, destination, bytes."""
+def _by_tier(sent: Iterable[tuple[int, int, int]], groups: Groups) -> Tiers:
+    """sent: source, destination, bytes."""
     node = {rank: index for index, ranks in enumerate(groups) for rank in ranks}
     tiers: Tiers = {"intra": [0, 0], "inter": [0, 0]}
-    for src, dst, size in messages:
+    for src, dst, size in sent:
         count = tiers["intra" if node[src] == node[dst] else "inter"]
         count[0] += 1
         count[1] += size
