@@ -67,7 +67,7 @@ class Request:
 
     @property
     def logit_scale(self) -> float:
-        """`scale`, or the default. Raises `ArgumentError` unless it is finite in the type of the records."""
+        """`scale`, or the default. Raises `ArgumentError` unless the records' type can hold it."""
         if self.scale is None:
             return self.shape.default_scale()
         try:
