@@ -56,6 +56,7 @@ def python(code: str, **environment: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_processes_that_start_together_compile_once(cache: Path, counting_compiler: Path) -> None:
     processes = [python(LOAD) for _ in range(4)]
@@ -95,6 +96,7 @@ def test_a_compiler_that_dies_half_way_leaves_nothing(
     assert not list(cache.glob("*.tmp"))
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_killed_process_leaves_no_file_that_is_used(cache: Path, counting_compiler: Path) -> None:
     die = "compile.os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)\n"
