@@ -264,14 +264,16 @@ def test_a_decoder_that_was_left_by_an_error_is_closed(comm, scheme):
 def test_reducer_refuses_misuse(comm):
     from treeattn.backends.cpu import MergeOperator
     from treeattn.collectives.executors.mpi import Reducer
+    from treeattn.collectives.reducer import Reduction
 
     buffer = np.zeros((2, 10), np.float32)
     operator = MergeOperator(8, np.dtype(np.float32))
     with pytest.raises(treeattn.ScheduleError, match="the communicator has"):
-        Reducer(comm, collectives.build("chain", comm.size + 1), operator, buffer)
+        Reducer(Reduction(comm, operator, buffer), collectives.build("chain", comm.size + 1))
+    strided = np.zeros((10, 4), np.float32).T
     with pytest.raises(treeattn.ScheduleError, match="C-contiguous"):
-        Reducer(comm, collectives.build("chain", comm.size), operator, np.zeros((10, 4), np.float32).T)
-    with Reducer(comm, collectives.build("chain", comm.size), operator, buffer) as reducer:
+        Reducer(Reduction(comm, operator, strided), collectives.build("chain", comm.size))
+    with Reducer(Reduction(comm, operator, buffer), collectives.build("chain", comm.size)) as reducer:
         with pytest.raises(treeattn.ScheduleError, match="without start"):
             reducer.wait()
         reducer()
@@ -324,14 +326,68 @@ def test_library_allreduce_with_the_compiled_operator(comm):
 def test_library_allreduce_starts_and_waits(comm):
     from treeattn.backends.cpu import MergeOperator
     from treeattn.collectives.libraries.mpi_allreduce import MpiAllreduce
+    from treeattn.collectives.reducer import Reduction
 
     operator = MergeOperator(64)
     mine = np.full((3, 66), comm.rank, np.float32)
     once, twice = mine.copy(), mine.copy()
-    with MpiAllreduce(comm, operator, once) as one, MpiAllreduce(comm, operator, twice) as other:
+    with (
+        MpiAllreduce(Reduction(comm, operator, once)) as one,
+        MpiAllreduce(Reduction(comm, operator, twice)) as other,
+    ):
         one()
         other.start()
         other.wait()
         with pytest.raises(treeattn.ScheduleError, match="without start"):
             other.wait()
     np.testing.assert_allclose(once, twice, rtol=1e-6)
+
+
+def test_the_command_counts_what_is_sent(comm):
+    """Four heads with three queries on a ring: chunks are cut between heads, and empty ones are not sent."""
+    from treeattn.cli.decode import _wire
+
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "queries": 3, "dtype": "float32"}
+    with treeattn.Decoder(comm, **shape, scheme="ring") as decoder:
+        sent = [message for mine in comm.allgather(decoder.sent) for message in mine]
+        told = _wire(comm, decoder)
+    assert (told["messages"], told["bytes"]) == (len(sent), sum(size for _, size in sent))
+
+
+def star(size, name="star"):
+    """A schedule of one's own: everyone sends to rank 0, which sends back."""
+    from treeattn.collectives import Schedule, Transfer, reversed_as_copies
+
+    up = (tuple(Transfer(rank, 0) for rank in range(1, size)),) if size > 1 else ()
+    return Schedule(name, size, 1, up + reversed_as_copies(up))
+
+
+def test_a_schedule_of_ones_own_is_a_scheme(comm):
+    q, k, v, run = made_up(comm, tokens=30)
+    schedule = star(comm.size)
+    out, lse = treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=schedule)
+    assert_exact(q, k, v, 1 / 8, out, lse)
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": "float32"}
+    with treeattn.Decoder(comm, **shape, scheme=schedule) as decoder:
+        assert decoder.schedule is schedule
+        assert decoder.scheme == "star"
+        assert decoder.certificate == collectives.check(schedule)
+        np.testing.assert_array_equal(decoder(q, k[:, run], v[:, run])[0], out)
+    with pytest.raises(treeattn.ScheduleError, match="the communicator has"):
+        treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=star(comm.size + 1))
+
+
+def test_schedules_that_differ_between_ranks_are_refused_by_all(comm):
+    """Of one name, but another order of messages on the last rank."""
+    if comm.size < 3:
+        return
+    q, k, v, run = made_up(comm, tokens=30)
+    schedule = star(comm.size)
+    if comm.rank == comm.size - 1:
+        first, *rest = schedule.rounds
+        schedule = collectives.Schedule("star", comm.size, 1, (first[::-1], *rest))
+    with pytest.raises(treeattn.ArgumentError, match="scheme differs"):
+        treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=schedule)
+    wrong = collectives.Schedule("counts twice", comm.size, 1, (star(comm.size).rounds[0],) * 2)
+    with pytest.raises(treeattn.ScheduleError, match="twice"):
+        treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=wrong)

@@ -148,7 +148,7 @@ def test_every_scheme(comm, scheme, what):
         return
     assert point["error_out"] <= point["bound_out"]
     assert point["error_lse"] <= point["bound_lse"]
-    assert point["same_bits"] is (None if routes.scattered(scheme) and comm.size > 1 else True)
+    assert point["same_bits"] is (None if routes.select(scheme).row.scattered and comm.size > 1 else True)
 
 
 def test_cold_and_warm_are_different_runs(comm, monkeypatch):

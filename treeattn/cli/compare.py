@@ -270,7 +270,7 @@ def _expanded(schemes: str, radix: str | None, chunks: str | None) -> list[str]:
     """Canonical schemes, one for each radix and chunks where they take such; floor and null first."""
     here = [name for name, row in routes.CATALOG.items() if "cpu" in row.devices]
     chosen = here if schemes == "all" else schemes.split(",")
-    chosen = [routes.canonical(name) for name in chosen]
+    chosen = [routes.select(name).text for name in chosen]
     for parameter, text in (("radix", radix), ("chunks", chunks)):
         if text is not None:
             values = numbers(f"--{parameter}", text)
@@ -282,4 +282,4 @@ def _variants(scheme: str, parameter: str, values: Sequence[int]) -> list[str]:
     name = scheme.partition(":")[0]
     if routes.CATALOG[name].parameter(parameter) is None or f":{parameter}=" in scheme:
         return [scheme]
-    return [routes.canonical(f"{scheme}:{parameter}={value}") for value in values]
+    return [routes.select(f"{scheme}:{parameter}={value}").text for value in values]

@@ -17,8 +17,9 @@ from rich.table import Table
 from treeattn import comm as comm_
 from treeattn import files
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.baselines import Sent
 from treeattn.cli.problem import Judge, Problem
+from treeattn.collectives.reducer import Sent
+from treeattn.collectives.traffic import messages
 from treeattn.decoder import Decoder
 from treeattn.decoder import device as devices
 from treeattn.decoder import plan as routes
@@ -65,7 +66,7 @@ def command(
     hold lengths [batch] (valid tokens). The softmax scale comes from the metadata entry "scale", else it
     is 1/sqrt(head_dim). Exit code 1 means that a result missed its bound or differed between ranks.
     """
-    names = [routes.canonical(name) for name in schemes.split(",")]
+    names = [routes.select(name).text for name in schemes.split(",")]
     chosen = parse_layout(layout)
     if out is not None and len(names) > 1:
         raise ArgumentError("--out takes the result of one scheme: name one with --scheme")
@@ -167,7 +168,7 @@ def _timed_step(world: Any, decoder: Decoder, device: Device, inputs: tuple[Any,
         world.Barrier()
         began = clock()
         run()
-        device.synchronize()
+        device.memory.synchronize()
         seconds[part] = clock() - began
     slowest = world.allgather(seconds)
     return {part: max(rank[part] for rank in slowest) for part in parts}
@@ -179,15 +180,15 @@ def _wire(world: Any, decoder: Decoder) -> dict[str, Any]:
     if schedule is None or certificate is None:
         unknown = dict.fromkeys(("rounds", "depth", "messages", "bytes"))
         return {"determinism": "measured", **unknown, **_counted(world, decoder)}
-    count = decoder.records.size // decoder.records.shape[-1]
-    parts = [schedule.chunk_slice(t.chunks, count) for round_ in schedule.rounds for t in round_]
-    sent = [part.stop - part.start for part in parts if part.stop > part.start]
+    width = decoder.records.shape[-1]
+    group = decoder.shape.batch * decoder.shape.queries
+    sent = list(messages(schedule, decoder.records.size // width, group))
     return {
         "determinism": certificate.determinism,
         "rounds": certificate.rounds,
         "depth": certificate.depth,
         "messages": len(sent),
-        "bytes": sum(sent) * decoder.records.shape[-1] * decoder.records.itemsize,
+        "bytes": sum(message.records for message in sent) * width * decoder.records.itemsize,
     }
 
 

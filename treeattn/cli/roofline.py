@@ -82,7 +82,8 @@ def _show_cpu(measured: dict[str, Any]) -> None:
         for row in measured["rows"]
     ]  # fmt: skip
     _print_table(f"{measured['cpu']}, {measured['isa']}", headings, rows)
-    print(f"read rate of one core: {measured['read_rate_gb_s']:.1f} GB/s, measured between the steps;")
+    print(f"read rate of one core: {measured['read_rate_gb_s']:.1f} GB/s, measured between the steps,")
+    print(f"in the fastest of many ways ({measured['reader']})")
     print("bound: the slower of reading and multiplying, with as many threads")
 
 

@@ -4,6 +4,7 @@
 step runs, `device` is where it computes, `transport` how its records travel.
 """
 
-from treeattn.decoder.decode import CapturedStep, Decoder, decode, schemes
+from treeattn.decoder.decode import decode, schemes
+from treeattn.decoder.decoder import CapturedStep, Decoder
 
 __all__ = ["CapturedStep", "Decoder", "decode", "schemes"]

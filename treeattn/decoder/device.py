@@ -16,7 +16,8 @@ import numpy as np
 
 from treeattn.attention.shape import Shape, as_tensor, check_axes, dtype_name
 from treeattn.backends import cpu, cuda
-from treeattn.errors import ArgumentError, BackendError
+from treeattn.collectives.memory import HOST, Memory, Stream
+from treeattn.errors import ArgumentError
 
 __all__ = ["Cpu", "Cuda", "Device", "find"]
 
@@ -31,8 +32,12 @@ class Device(Protocol):
         """What ``device=`` calls it."""
 
     @property
-    def queues(self) -> bool:
-        """Whether work is queued, and can be recorded."""
+    def memory(self) -> Memory:
+        """Where its arrays lie."""
+
+    @property
+    def stream(self) -> Stream | None:
+        """The same where work is queued, and can be recorded; None where it is done at once."""
 
     def check_shape(self, shape: Shape) -> None:
         """Raise `ArgumentError` or `BackendError` where this device cannot serve the shape."""
@@ -53,23 +58,11 @@ class Device(Protocol):
     def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
         """The lengths of a shard of `tokens` tokens as attention takes them. Raises `ArgumentError`."""
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A new C-contiguous array on the device."""
-
-    def copy(self, into: Any, source: Any) -> None:
-        """Copy between two arrays of the device, of one shape and any strides."""
-
     def from_host(self, array: Any) -> Any:
         """A NumPy array as one of the device."""
 
     def to_host(self, array: Any) -> Any:
         """An array of the device as a NumPy array of its own."""
-
-    def synchronize(self) -> None:
-        """Wait for the work that was queued so far."""
-
-    def capture(self, run: Callable[[], object]) -> Callable[[], object]:
-        """Record what `run` queues, to be launched as one. Raises `BackendError` where nothing is queued."""
 
     def attention(self, shape: Shape, records: Any, scale: float) -> Attention:
         """Called with q, k, v and lengths: writes `records`."""
@@ -94,7 +87,8 @@ class Cpu:
     """The processor: NumPy arrays, the kernels of `treeattn.backends.cpu`."""
 
     name = "cpu"
-    queues = False
+    memory = HOST
+    stream = None
 
     def check_shape(self, shape: Shape) -> None:
         """Every shape is served; settings of the environment may be wrong."""
@@ -127,14 +121,6 @@ class Cpu:
         """int64, looked at."""
         return None if lengths is None else shape.check_lengths(lengths, tokens)
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A NumPy array."""
-        return np.empty(shape, dtype)
-
-    def copy(self, into: Any, source: Any) -> None:
-        """At once."""
-        np.copyto(into, source)
-
     def from_host(self, array: Any) -> Any:
         """The array itself."""
         return array
@@ -142,13 +128,6 @@ class Cpu:
     def to_host(self, array: Any) -> Any:
         """A copy."""
         return array.copy()
-
-    def synchronize(self) -> None:
-        """Nothing is ever queued."""
-
-    def capture(self, run: Callable[[], object]) -> Callable[[], object]:
-        """There is nothing to record."""
-        raise BackendError("device='cpu' queues nothing that could be recorded")
 
     def attention(self, shape: Shape, records: Any, scale: float) -> Attention:
         """The compiled kernel, or NumPy."""
@@ -171,7 +150,6 @@ class Cuda:
     """
 
     name = "cuda"
-    queues = True
 
     def __init__(self, runtime: cuda.Runtime | None = None) -> None:
         """`runtime` None: CuPy's current device. Raises `BackendError` where there is none, `ArgumentError`
@@ -183,6 +161,16 @@ class Cuda:
         self._tensor_cores = wanted == "1" and self.runtime.tensor_cores
         self._admitted: tuple[Any, ...] = (None,) * 3
         self._lengths: Any = None
+
+    @property
+    def memory(self) -> Memory:
+        """The runtime."""
+        return self.runtime
+
+    @property
+    def stream(self) -> Stream:
+        """The runtime."""
+        return self.runtime
 
     def check_shape(self, shape: Shape) -> None:
         """float64 has no kernels here, nor has every head_dim."""
@@ -239,14 +227,6 @@ class Cuda:
         self.runtime.upload(self._lengths, host)
         return self._lengths
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A device array. Raises `BackendError` where memory is out."""
-        return self.runtime.empty(shape, dtype)
-
-    def copy(self, into: Any, source: Any) -> None:
-        """Queued."""
-        self.runtime.copy(into, source)
-
     def from_host(self, array: Any) -> Any:
         """A new device array, there when this returns; bfloat16 as its bits."""
         array = np.ascontiguousarray(array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array)
@@ -265,14 +245,6 @@ class Cuda:
         self.runtime.copy(moved, array)
         self.runtime.synchronize()
         return moved
-
-    def synchronize(self) -> None:
-        """Wait for the current stream."""
-        self.runtime.synchronize()
-
-    def capture(self, run: Callable[[], object]) -> Callable[[], object]:
-        """A CUDA graph."""
-        return self.runtime.capture(run)
 
     def attention(self, shape: Shape, records: Any, scale: float) -> Attention:
         """One launch."""

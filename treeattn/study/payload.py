@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from treeattn.baselines import Sent
+from treeattn.collectives.reducer import Sent
 from treeattn.collectives.schedule import Schedule
+from treeattn.collectives.traffic import messages
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -19,17 +20,14 @@ Tiers = dict[str, list[Any]]
 def scheduled(schedule: Schedule, rows: int, row_bytes: int, groups: Groups) -> Tiers:
     """Tier -> [messages, bytes] of one step of `schedule`, all ranks together.
 
-    The records are `rows` of `row_bytes` that a chunk never cuts (all records of a head); a chunk without
-    rows is not sent. groups: the ranks of each node.
+    The records are `rows` of `row_bytes` that a chunk never cuts (all records of a head). groups: the ranks
+    of each node.
     """
     tiers: Tiers = {"intra": [0, 0], "inter": [0, 0]}
     node = _nodes(groups)
-    for round_ in schedule.rounds:
-        for transfer in round_:
-            part = schedule.chunk_slice(transfer.chunks, rows)
-            if part.stop > part.start:
-                tier = "intra" if node[transfer.src] == node[transfer.dst] else "inter"
-                _add(tiers, tier, 1, (part.stop - part.start) * row_bytes)
+    for message in messages(schedule, rows):
+        tier = "intra" if node[message.src] == node[message.dst] else "inter"
+        _add(tiers, tier, 1, message.records * row_bytes)
     return tiers
 
 

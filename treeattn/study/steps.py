@@ -15,6 +15,7 @@ from treeattn import comm as comm_
 from treeattn.attention.shape import Shape
 from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives.executors.mpi import Reducer
+from treeattn.collectives.reducer import Reduction
 from treeattn.decoder import Decoder
 from treeattn.decoder import plan as routes
 from treeattn.errors import RestrictionError
@@ -43,7 +44,7 @@ def plan(comm: Intracomm, key: Key) -> Any:
         return Around(comm, key, _nothing)
     if key.wire == "bfloat16":
         return Around(comm, key, _bfloat16)
-    output = "heads" if routes.scattered(key.scheme) else "replicated"
+    output = "heads" if routes.select(key.scheme).row.scattered else "replicated"
     return Decoder(comm, **asdict(shape_of(key)), scheme=key.scheme, output=output)
 
 
@@ -70,7 +71,7 @@ class Around:
 
     def reducer(self, schedule: Any, operator: Any, buffer: Any, group: int) -> Reducer:
         """Plan a schedule as this step's reduction."""
-        self._reducer = Reducer(self._comm, schedule, operator, buffer, group)
+        self._reducer = Reducer(Reduction(self._comm, operator, buffer, group), schedule)
         self.schedule, self.certificate = schedule, self._reducer.certificate
         self.sent = self._reducer.sent
         return self._reducer
@@ -99,13 +100,13 @@ def _nothing(step: Around, key: Key) -> Callable[[], object]:
 
 
 def _null_merge(step: Around, key: Key) -> Callable[[], object]:
-    schedule = routes.schedule(key.scheme, step._comm)
+    schedule = routes.schedule(routes.select(key.scheme), step._comm)
     operator = _NullOperator(key.head_dim, step.records.dtype)
     return step.reducer(schedule, operator, step.records, key.batch * key.queries)
 
 
 def _bfloat16(step: Around, key: Key) -> Callable[[], object]:
-    schedule = routes.schedule(key.scheme, step._comm)
+    schedule = routes.schedule(routes.select(key.scheme), step._comm)
     if schedule is None or schedule.result == "scattered" or step.records.dtype != np.float32:
         raise RestrictionError(
             f"{key.scheme} cannot send bfloat16: that takes a schedule which leaves every rank all heads, "

@@ -54,7 +54,7 @@ def keys(schemes: Sequence[str], **lists: Sequence[Any]) -> list[Key]:
 
 
 def _exists(scheme: str, what: str) -> bool:
-    return what == "decode" or scheme in (NULL, FLOOR) or not routes.fused(scheme)
+    return what == "decode" or scheme in (NULL, FLOOR) or not routes.select(scheme).row.fused
 
 
 @dataclass(slots=True)

@@ -12,6 +12,8 @@ import numpy as np
 from treeattn import partial
 from treeattn.backends.cpu import arguments, kernels
 from treeattn.backends.cpu.arguments import Array
+from treeattn.backends.cpu.rescale import planned_rescale
+from treeattn.collectives.operator import Parts
 from treeattn.errors import ArgumentError, BackendError
 
 __all__ = ["MergeOperator", "merge"]
@@ -65,6 +67,16 @@ class MergeOperator:
             into,
             other,
         )
+
+    def parts(self, records: Array) -> Parts:
+        """Maximum, denominator and numerator of records [records, width], as views."""
+        return Parts(records[:, 0], records[:, 1], records[:, partial.EXTRA :])
+
+    def planned_rescale(
+        self, records: Array, maxima: Array, denominators: Array, numerators: Array
+    ) -> Callable[[], object]:
+        """See `treeattn.backends.cpu.rescale`."""
+        return planned_rescale(records, maxima, denominators, numerators)
 
     def mpi_function(self) -> int:
         """Address of the merge as an MPI_User_function; it lives as long as the process.
