@@ -60,6 +60,10 @@ class RescalingOperator(Operator, Protocol):
     def parts(self, records: Any) -> Parts:
         """What a record is made of."""
 
+    def planned_maxima(self, records: Any, maxima: Any) -> Callable[[], object]:
+        """Copy the maxima of `records` into `maxima` [records], NaN as +inf: libraries may drop NaN, and a
+        record of either maximum has no result. Neither array ever moves."""
+
     def planned_rescale(
         self, records: Any, maxima: Any, denominators: Any, numerators: Any
     ) -> Callable[[], object]:

@@ -20,9 +20,11 @@ __all__ = [
     "abort",
     "agree",
     "cuda_aware",
+    "end_job",
     "intracomm",
     "launched_as",
     "leave",
+    "library_version",
     "mpi",
     "node_groups",
     "node_local_rank",
@@ -55,11 +57,21 @@ def mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        lacking = "mpi4py" if getattr(error, "name", None) == "mpi4py" else "mpich"
         raise BackendError(
-            f"no MPI library could be loaded ({reason}): install one with `pip install mpich`, "
+            f"no MPI library could be loaded ({reason}): install one with `pip install {lacking}`, "
             "or load your site's MPI module"
         ) from error
     return MPI
+
+
+def library_version() -> str | None:
+    """What the MPI library calls itself, or None where none can be loaded."""
+    try:
+        name: str = mpi().Get_library_version()
+    except BackendError:
+        return None
+    return name.split("\n")[0].strip(" \t\x00")
 
 
 def world() -> Intracomm:
@@ -201,7 +213,7 @@ def leave(code: int, reason: str, patience: float = 5.0) -> int:
                 file=sys.stderr,
                 flush=True,
             )
-            _end_job(code)
+            end_job(code)
         time.sleep(0.001)
     return code
 
@@ -213,12 +225,13 @@ def abort(error: BaseException) -> NoReturn:
     what = "".join(traceback.format_exception_only(error)).strip()
     print(f"treeattn: rank {comm.rank} of {comm.size} failed, ending the job: {what}", file=sys.stderr)
     traceback.print_exception(error)
-    _end_job(1)
+    end_job(1)
 
 
-def _end_job(code: int) -> NoReturn:
-    """MPI_Abort, after giving what was printed the time to arrive: launchers drop what is under way."""
+def end_job(code: int) -> NoReturn:
+    """Exit, and end all other ranks of the job if there are some."""
     sys.stderr.flush()
-    time.sleep(0.5)
-    mpi().COMM_WORLD.Abort(code)
-    raise SystemExit(code)  # not reached: Abort does not return
+    if started() and mpi().COMM_WORLD.size > 1:
+        time.sleep(0.5)  # what was printed needs time to arrive: launchers drop what is under way
+        mpi().COMM_WORLD.Abort(code)
+    raise SystemExit(code)

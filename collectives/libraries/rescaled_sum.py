@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
 from treeattn.collectives.captured import CapturedReducer
@@ -23,7 +22,7 @@ __all__ = ["RescaledSumOverMpi", "RescaledSumOverNccl"]
 
 
 class _Arrays:
-    """What travels: `maxima`, then each of `sums`; `rescale` fills the sums. Planned once.
+    """What travels: `maxima`, then each of `sums`; `take_maxima` and `rescale` fill them. Planned once.
 
     calls: all-reductions in a step. With 3, denominators and numerators are sums of their own. With 2 they
     are one: packed, or `in_place` the whole records, whose maxima are overwritten afterwards.
@@ -43,6 +42,7 @@ class _Arrays:
         else:
             self.sums = [empty((count, 1 + width), operator.dtype)]
             self._folded = self.sums[0][:, 0], self.sums[0][:, 1:]
+        self.take_maxima = operator.planned_maxima(records, self.maxima)
         self.rescale = operator.planned_rescale(records, self.maxima, *self._folded)
         self._copy = reduction.memory.copy
         self._in_place = in_place and calls == 2
@@ -63,17 +63,13 @@ class RescaledSumOverMpi(CollectiveReducer):
         self._arrays = _Arrays(self._records, reduction, calls)
         self.sent = Sent(None, self._records.nbytes)  # every element of every record once
 
-    def _take_maxima(self) -> None:
-        # MAX of NaN is not defined: it stays at home here, and comes back through the sums.
-        np.fmax(self._arrays.own.maximum, -np.inf, out=self._arrays.maxima)
-
     def _step(self) -> None:
-        self._take_maxima()
+        self._arrays.take_maxima()
         self._comm.Allreduce(MPI.IN_PLACE, self._arrays.maxima, MPI.MAX)
         self._rest()
 
     def _first(self) -> MPI.Request:
-        self._take_maxima()
+        self._arrays.take_maxima()
         return self._comm.Iallreduce(MPI.IN_PLACE, self._arrays.maxima, MPI.MAX)
 
     def _rest(self) -> None:
@@ -96,7 +92,7 @@ class RescaledSumOverNccl(CapturedReducer):
 
     def _queue(self) -> None:
         arrays, all_reduce = self._arrays, self._communicator.all_reduce
-        self._stream.copy(arrays.maxima, arrays.own.maximum)
+        arrays.take_maxima()
         all_reduce(arrays.maxima, "max")
         arrays.rescale()
         for array in arrays.sums:

@@ -139,7 +139,7 @@ def _plain(mangled: str) -> str:
     return result.removeprefix("void ").partition("(")[0]
 
 
-MODULES = ("partial_attention", "partial_attention_mma", "merge_partials", "rescale", "finish")
+MODULES = ("partial_attention", "partial_attention_mma", "merge_partials", "take_maxima", "rescale", "finish")
 
 
 def page() -> str:

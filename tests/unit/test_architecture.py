@@ -71,7 +71,9 @@ def test_the_picture_shows_the_imports():
 
 
 def test_collectives_know_nothing_of_attention():
-    reached = {other for name, others in edges().items() if name.startswith("collectives") for other in others}
+    reached = {
+        other for name, others in edges().items() if name.startswith("collectives") for other in others
+    }
     assert {name for name in reached if not name.startswith("collectives")} == {"errors"}
 
 

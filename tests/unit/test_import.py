@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,20 @@ def python(program: str, cwd: Path = ROOT):
     return subprocess.run(
         [sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, timeout=60
     )
+
+
+@pytest.mark.parametrize("name", ["treeattn", "other"])
+def test_a_program_beside_a_clone(tmp_path, name):
+    """Python sees the clone's own folder before the package in it, if the folder has the package's name."""
+    (tmp_path / name).symlink_to(ROOT)
+    (tmp_path / "program.py").write_text("import treeattn; print(treeattn.decode, treeattn.__file__)")
+    environment = {**os.environ, "PYTHONPATH": "" if name == "treeattn" else str(tmp_path / name)}
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path / name / "treeattn/__init__.py") in done.stdout
 
 
 def test_links_resolve_in_the_checkout():

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from treeattn import baselines
 from treeattn import comm as comm_
 from treeattn.attention.shape import Shape
@@ -65,15 +67,16 @@ class Request:
 
     @property
     def logit_scale(self) -> float:
-        """`scale`, or the default. Raises `ArgumentError` unless it is a finite number."""
+        """`scale`, or the default. Raises `ArgumentError` unless it is finite in the type of the records."""
         if self.scale is None:
             return self.shape.default_scale()
         try:
             value = float(self.scale)
         except (TypeError, ValueError, OverflowError):
             value = math.nan
-        if not math.isfinite(value):
-            raise ArgumentError(f"scale must be a finite number, not {self.scale!r}")
+        dtype = self.shape.record_dtype
+        if not abs(value) <= float(np.finfo(dtype).max):
+            raise ArgumentError(f"scale must be a finite number of {dtype}, not {self.scale!r:.60}")
         return value
 
 

@@ -1,4 +1,4 @@
-"""What ran where: the facts that every result carries along."""
+"""What ran where, on what, with which settings: the facts that every result carries along."""
 
 from __future__ import annotations
 
@@ -9,26 +9,41 @@ import platform
 import socket
 import subprocess
 import sys
+from collections import Counter
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treeattn import comm as comm_
+from treeattn.backends.cpu import compile
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["as_json", "as_json_line", "cpu_name", "kernel", "node_load", "placement", "software"]
+    from treeattn.study.compare.clock import Clock
+
+__all__ = [
+    "as_json", "cpu_name", "free_memory", "job", "kernel", "node_load", "placement",
+    "software",
+]  # fmt: skip
+
+# Variables that change what is measured; others may hold secrets and are nobody's business.
+_PREFIXES = (
+    "TREEATTN_", "MPICH_", "MPIR_", "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "I_MPI_", "UCX_", "FI_", "OMP_",
+    "SLURM_JOB_", "SLURM_STEP_", "NCCL_", "CUDA_VISIBLE", "MALLOC_", "OPENBLAS_NUM", "MKL_NUM",
+)  # fmt: skip
+# Of those, what names files of this machine alone.
+_PLACES = ("_agent", "_hostfile")
+_GPU_QUERY = ("--query-gpu=name,driver_version,clocks.sm,power.limit", "--format=csv,noheader")
 
 
-def as_json(facts: Any) -> bytes:
-    """Strict JSON, one fact per line; numbers that JSON has no words for become strings ("inf", "nan")."""
-    return (json.dumps(_spelled(facts), indent=1, allow_nan=False) + "\n").encode()
+def as_json(facts: Any, **layout: Any) -> bytes:
+    """Strict JSON, one fact per line; numbers that JSON has no words for become strings ("inf", "nan").
 
-
-def as_json_line(facts: Any) -> bytes:
-    """The same in one line."""
-    return (json.dumps(_spelled(facts), separators=(",", ":"), allow_nan=False) + "\n").encode()
+    layout: for `json.dumps`, where it is to look otherwise.
+    """
+    return (json.dumps(_spelled(facts), **({"indent": 1} | layout), allow_nan=False) + "\n").encode()
 
 
 def _spelled(value: Any) -> Any:
@@ -41,13 +56,20 @@ def _spelled(value: Any) -> Any:
 
 def cpu_name() -> str:
     """The processor's name as the system tells it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
+    for line in _read("/proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def free_memory() -> int | None:
+    """Bytes that processes of this machine may still take; None where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    known = dict(line.split(":", 1) for line in lines)
+    return 1024 * int(known["MemAvailable"].split()[0]) if "MemAvailable" in known else None
 
 
 def software() -> dict[str, Any]:
@@ -57,7 +79,7 @@ def software() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in names},
-        "mpi": comm_.mpi().Get_library_version().split("\n")[0].strip(" \t\x00"),
+        "mpi": comm_.library_version(),
         "git": _git_revision(),
         "command": [_program(sys.argv[0]), *sys.argv[1:]],
     }
@@ -89,26 +111,55 @@ def _machine(own: str, everyone: list[tuple[dict[str, Any], str, set[int]]]) -> 
     return {"machine": kernels.index(own), "machine_cores": len(together)}
 
 
+def job(clock: Clock, options: dict[str, Any], used: int | None = None) -> dict[str, Any]:
+    """The fields of a `treeattn.study.compare.schema.Run`. Collective; the same on every rank but for what
+    only rank 0 may ask.
+
+    used: the first so many ranks measure and the others sleep; by default all measure.
+    """
+    world = clock.comm
+    ranks = placement(world)
+    # Asked once: it starts processes, and reads the whole checkout.
+    known = world.bcast(software() | {"isa": compile.chosen_isa()} if world.rank == 0 else None)
+    return {
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "software": known,
+        "ranks": ranks,
+        "gpu": (_said("nvidia-smi", *_GPU_QUERY) or "").splitlines() if world.rank == 0 else None,
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_PREFIXES) and not name.endswith(_PLACES)
+        },
+        "clock": clock.facts(),
+        "options": options,
+        "warning": node_load(ranks[:used]),
+    }
+
+
 def kernel() -> str:
     """What processes have in common if they run under the same kernel: its boot, else the host's name."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
+    return _read("/proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
 
 
 def node_load(ranks: list[dict[str, Any]]) -> str | None:
     """A warning where a machine has more ranks than cores: waiting ranks spin, so times mean little there."""
-    by_machine: dict[int, list[dict[str, Any]]] = {}
-    for entry in ranks:
-        by_machine.setdefault(entry["machine"], []).append(entry)
-    crowded = [group for group in by_machine.values() if len(group) > group[0]["machine_cores"]]
+    members = Counter(entry["machine"] for entry in ranks)
+    crowded = [entry for entry in ranks if members[entry["machine"]] > entry["machine_cores"]]
     if not crowded:
         return None
-    worst = max(crowded, key=len)
-    hosts = " and ".join(dict.fromkeys(entry["host"] for entry in worst))
-    cores = worst[0]["machine_cores"]
-    return f"{len(worst)} ranks share {cores} cores of {hosts}: times show waiting, not the scheme"
+    worst = max(crowded, key=lambda entry: members[entry["machine"]])
+    count, cores = members[worst["machine"]], worst["machine_cores"]
+    hosts = dict.fromkeys(entry["host"] for entry in ranks if entry["machine"] == worst["machine"])
+    return f"{count} ranks share {cores} cores of {' and '.join(hosts)}: times show waiting, not the scheme"
+
+
+def _read(path: str) -> str:
+    """A file of the system; "" where there is none."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
 
 
 def _program(path: str) -> str:
@@ -128,13 +179,15 @@ def _git_revision() -> str | None:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
+    revision = _said("git", "-C", str(root), "rev-parse", "HEAD")
+    changes = _said("git", "-C", str(root), "status", "--porcelain", "-uno")
+    return None if revision is None or changes is None else revision + ("+dirty" if changes else "")
+
+
+def _said(*command: str) -> str | None:
+    """What a program prints; None where there is none, or it failed."""
     try:
-        revision = _git(root, "rev-parse", "HEAD")
-        return revision + ("+dirty" if _git(root, "status", "--porcelain", "-uno") else "")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _git(root: Path, *words: str) -> str:
-    command = ["git", "-C", str(root), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    return done.stdout.strip()

@@ -72,6 +72,10 @@ class MergeOperator:
         """Maximum, denominator and numerator of records [records, width], as views."""
         return Parts(records[:, 0], records[:, 1], records[:, partial.EXTRA :])
 
+    def planned_maxima(self, records: Array, maxima: Array) -> Callable[[], object]:
+        """The maxima of records [records, width] into `maxima` [records], NaN as +inf."""
+        return functools.partial(np.fmin, records[:, 0], np.inf, out=maxima)
+
     def planned_rescale(
         self, records: Array, maxima: Array, denominators: Array, numerators: Array
     ) -> Callable[[], object]:

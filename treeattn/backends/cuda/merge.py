@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 
 from treeattn import partial
-from treeattn.backends.cuda.runtime import Runtime, default_runtime, planned_launch, structure
+from treeattn.backends.cuda.runtime import THREADS, Runtime, default_runtime, planned_launch, structure
 from treeattn.collectives.operator import Parts
 from treeattn.errors import ArgumentError
 
 __all__ = ["MergeOperator", "merge"]
 
-# MergeArguments and RescaleArguments of kernels/cuda/*.cu.
+# MergeArguments, TakeMaximaArguments and RescaleArguments of kernels/cuda/*.cu.
 _MERGE = structure("into others", "others_stride", "records width count")
+_TAKE_MAXIMA = structure("records maxima", "", "count width")
 _RESCALE = structure("records maxima denominators numerators", "denominator_stride numerator_stride", "width")
 
 
@@ -68,6 +69,17 @@ class MergeOperator:
     def parts(self, records: Any) -> Parts:
         """Maximum, denominator and numerator of records [records, width], as views."""
         return Parts(records[:, 0], records[:, 1], records[:, partial.EXTRA :])
+
+    def planned_maxima(self, records: Any, maxima: Any) -> Callable[[], object]:
+        """The maxima of records [records, width] into `maxima` [records], NaN as +inf, in one launch. Neither
+        array may ever move."""
+        self._check_float32("records", records, (len(records), self._width), records.flags.c_contiguous)
+        self._check_float32("maxima", maxima, (len(records),), maxima.flags.c_contiguous)
+        arguments = np.zeros(1, _TAKE_MAXIMA)
+        arguments["records"], arguments["maxima"] = map(self._runtime.address, (records, maxima))
+        arguments["count"], arguments["width"] = len(records), self._width
+        kernel = self._runtime.kernel("take_maxima", "take_maxima")
+        return planned_launch(kernel, -(-len(records) // THREADS), arguments, (records, maxima))
 
     def planned_rescale(
         self, records: Any, maxima: Any, denominators: Any, numerators: Any

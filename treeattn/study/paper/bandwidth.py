@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from treeattn import comm as comm_
+from treeattn.study.compare.sweep import meet_asleep
 from treeattn.study.paper.experiment import Cell, Experiment, Table
 from treeattn.study.paper.machines import DGX_H100
-from treeattn.study.sweep import meet_asleep
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

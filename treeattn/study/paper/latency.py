@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from treeattn.study import laws
-from treeattn.study.measure import Effort
+from treeattn.study.compare.measure import Effort
+from treeattn.study.compare.schema import Key
 from treeattn.study.paper import measured
 from treeattn.study.paper.experiment import Claim, Experiment, Table
 from treeattn.study.paper.machines import DGX_H100, Machine
-from treeattn.study.results import Key
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

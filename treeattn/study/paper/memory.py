@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from treeattn.study import laws
-from treeattn.study.measure import Effort
+from treeattn.study.compare.measure import Effort
+from treeattn.study.compare.schema import Key
 from treeattn.study.paper import measured
 from treeattn.study.paper.experiment import Cell, Claim, Experiment, Table
-from treeattn.study.results import Key
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from treeattn import collectives
 from treeattn.study import laws
-from treeattn.study.measure import Effort
+from treeattn.study.compare.measure import Effort
+from treeattn.study.compare.schema import Key
 from treeattn.study.paper import measured
 from treeattn.study.paper.experiment import Cell, Experiment, Table
 from treeattn.study.paper.machines import DGX_H100
-from treeattn.study.results import Key
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from treeattn.study import laws
-from treeattn.study.measure import Effort
+from treeattn.study.compare.measure import Effort
 from treeattn.study.paper import measured
 from treeattn.study.paper.experiment import Cell, Claim, Experiment, Table
 from treeattn.study.paper.machines import DGX_H100

@@ -20,6 +20,7 @@ from treeattn import partial
 from treeattn.backends import cpu
 from treeattn.backends.cpu import compile
 from treeattn.errors import ArgumentError, BackendError
+from treeattn.study import environment
 from treeattn.study.roofline.reading import Reader, fastest_reader, seconds
 
 __all__ = ["DTYPES", "measure"]
@@ -57,7 +58,7 @@ def measure(
         threads; ``microseconds``. Also the ``isa`` in use and ``multiply_add_rate_g_s``, 10^9 per second.
 
     Raises:
-        ArgumentError: an unknown type, or a number that is not positive.
+        ArgumentError: an unknown type, a number that is not positive, more than the machine has room for.
         BackendError: there are no compiled kernels here, and why.
     """
     problem = cpu.compiled_kernels_problem()
@@ -68,6 +69,9 @@ def measure(
         raise ArgumentError(f"dtype {', '.join(sorted(unknown))}: choose from {', '.join(DTYPES)}")
     if min(tokens, repeats, *groups, *threads) < 1:
         raise ArgumentError("tokens, groups, threads and repeats must be positive")
+    if max(threads) > cpu.MAX_THREADS:
+        raise ArgumentError(f"{max(threads)} threads: {cpu.MAX_THREADS} are the most of one process")
+    _check_room(tokens, max(np.dtype(DTYPES[dtype]).itemsize for dtype in dtypes))
     limits = _Limits(compile.library())
     rows = []
     for dtype in dtypes:
@@ -83,6 +87,15 @@ def measure(
         "isa": compile.chosen_isa(),
         "rows": rows,
     }
+
+
+def _check_room(tokens: int, itemsize: int) -> None:
+    needed, free = 2 * tokens * _KV_HEADS * _HEAD_DIM * itemsize, environment.free_memory()
+    if free is not None and needed > free:
+        raise ArgumentError(
+            f"a cache of {tokens:,} tokens takes {needed / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are free: "
+            "choose fewer tokens"
+        )
 
 
 def _row(limits: _Limits, k: Any, v: Any, group: int, threads: int, repeats: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What is measured, behind one face: any scheme, a scheme with records of bfloat16, the floor, and nothing.
+"""What is measured, behind one face: any scheme, one with bfloat16 records, the library's sum, and nothing.
 
 Each has the parts of a `treeattn.Decoder`: ``local``, ``reduce`` and ``finish``, and ``sent``.
 """
@@ -14,18 +14,18 @@ import numpy as np
 from treeattn import comm as comm_
 from treeattn.attention.shape import Shape
 from treeattn.backends.cpu import MergeOperator
-from treeattn.collectives.executors.mpi import Reducer
-from treeattn.collectives.reducer import Reduction
+from treeattn.collectives.reducer import Reducer, Reduction
 from treeattn.decoder import Decoder
-from treeattn.decoder import plan as routes
+from treeattn.decoder.plan import schedule as schedule_of
+from treeattn.decoder.plan import select
 from treeattn.errors import RestrictionError
-from treeattn.study import wire as wire_
-from treeattn.study.results import FLOOR, NULL, Key
+from treeattn.study.compare import wire as wire_
+from treeattn.study.compare.schema import NULL, SUM, Key
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["Around", "plan", "plan_null_merge", "shape_of"]
+__all__ = ["Around", "plan", "plan_null_merge", "reduces", "shape_of"]
 
 
 def shape_of(key: Key) -> Shape:
@@ -33,18 +33,23 @@ def shape_of(key: Key) -> Shape:
     return Shape(key.batch, key.queries, key.heads, key.kv_heads, key.head_dim, key.dtype)
 
 
+def reduces(scheme: str) -> bool:
+    """Whether it has a reduction apart from the step: fused schemes attend while they communicate."""
+    return scheme in (NULL, SUM) or not select(scheme).row.fused
+
+
 def plan(comm: Intracomm, key: Key) -> Any:
     """A planned step of the scheme of `key`: a `Decoder`, or an `Around`. Collective.
 
     Raises what `Decoder` raises, on every rank alike.
     """
-    if key.scheme == FLOOR:
+    if key.scheme == SUM:
         return Around(comm, key, _sum)
     if key.scheme == NULL:
         return Around(comm, key, _nothing)
     if key.wire == "bfloat16":
         return Around(comm, key, _bfloat16)
-    output = "heads" if routes.select(key.scheme).row.scattered else "replicated"
+    output = "heads" if select(key.scheme).row.scattered else "replicated"
     return Decoder(comm, **asdict(shape_of(key)), scheme=key.scheme, output=output)
 
 
@@ -71,7 +76,9 @@ class Around:
 
     def reducer(self, schedule: Any, operator: Any, buffer: Any, group: int) -> Reducer:
         """Plan a schedule as this step's reduction."""
-        self._reducer = Reducer(Reduction(self._comm, operator, buffer, group), schedule)
+        from treeattn.collectives.executors import mpi  # here: help needs no MPI library
+
+        self._reducer = mpi.Reducer(Reduction(self._comm, operator, buffer, group), schedule)
         self.schedule, self.certificate = schedule, self._reducer.certificate
         self.sent = self._reducer.sent
         return self._reducer
@@ -100,13 +107,13 @@ def _nothing(step: Around, key: Key) -> Callable[[], object]:
 
 
 def _null_merge(step: Around, key: Key) -> Callable[[], object]:
-    schedule = routes.schedule(routes.select(key.scheme), step._comm)
+    schedule = schedule_of(select(key.scheme), step._comm)
     operator = _NullOperator(key.head_dim, step.records.dtype)
     return step.reducer(schedule, operator, step.records, key.batch * key.queries)
 
 
 def _bfloat16(step: Around, key: Key) -> Callable[[], object]:
-    schedule = routes.schedule(routes.select(key.scheme), step._comm)
+    schedule = schedule_of(select(key.scheme), step._comm)
     if schedule is None or schedule.result == "scattered" or step.records.dtype != np.float32:
         raise RestrictionError(
             f"{key.scheme} cannot send bfloat16: that takes a schedule which leaves every rank all heads, "
