@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from treeattn.study.compare.results import Summary, read, summarise
+from treeattn.study.compare.schema import NULL, SUM
 from treeattn.study.paper import shown
-from treeattn.study.results import FLOOR, NULL, Summary, read, summarise
 
 DOCS = Path(__file__).resolve().parent
 PAPER = re.compile(r"<!-- table (\S+) (\S+) (model|measured) (\d+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -54,7 +55,7 @@ def _compared(what: str, tokens: str, files: str) -> str:
     headings = ["scheme"]
     for file in files.split():
         name = Path(file).stem.partition("_")[2]
-        headings += [f"{name}: median, µs", "95 % interval", "x floor"]
+        headings += [f"{name}: median, µs", "95 % interval", "x SUM"]
         headings += ["messages between nodes", "bytes"] if crossing else []
     order = sorted(columns[0], key=lambda scheme: columns[0][scheme].times["completion"].median)
     rows = [
@@ -76,10 +77,10 @@ def _summaries(file: str, what: str, tokens: int) -> dict[str, Summary]:
 
 
 def _cells(column: dict[str, Summary], scheme: str, crossing: bool) -> list[str]:
-    row, floor = column[scheme], column[FLOOR].times["completion"].median
+    row, of_sum = column[scheme], column[SUM].times["completion"].median
     time = row.times["completion"]
     interval = "-" if time.low is None or time.high is None else f"{_us(time.low)} to {_us(time.high)}"
-    cells = [_us(time.median), interval, "-" if scheme == NULL else f"{time.median / floor:.2f}"]
+    cells = [_us(time.median), interval, "-" if scheme == NULL else f"{time.median / of_sum:.2f}"]
     return cells + _traffic(row) if crossing else cells
 
 

@@ -12,7 +12,8 @@ import time
 
 import pytest
 
-from treeattn.study import results
+from treeattn.study.compare import results
+from treeattn.study.compare.schema import NULL, SUM
 
 from .launch import ROOT, mpiexec, treeattn
 
@@ -34,9 +35,9 @@ def test_table_file_and_json(tmp_path):
     facts = json.loads(summary.read_text())
     schemes = {row["key"]["scheme"] for row in facts["summaries"]}
     chosen = {"ring", "mpi_allreduce", "head_scatter", "k_nomial_tree", "k_nomial_tree:radix=3"}
-    assert schemes == chosen | {results.FLOOR, results.NULL}
+    assert schemes == chosen | {SUM, NULL}
     assert len(facts["summaries"]) == 7 * 2 * 2
-    for word in ("95 % interval", "x floor", "k_nomial_tree:radix=3", "harness:", "clock:", "1,024 tokens"):
+    for word in ("95 % interval", "x SUM", "k_nomial_tree:radix=3", "harness:", "clock:", "1,024 tokens"):
         assert word in done.stdout
     assert ("share" in done.stdout) == (len(os.sched_getaffinity(0)) < 3)
     found = results.read(out)
@@ -119,14 +120,47 @@ def test_a_killed_run_goes_on_where_it_ended(tmp_path):
     with out.open("ab") as file:
         file.write(b'{"kind":"point","format":1,"run":"cut off in mid li')
     done = treeattn(*REDUCE, "--out", out, ranks=2)
-    assert done.returncode == 1, done.stderr  # a line of the file is bad, and it says so
-    assert "r.jsonl:" in done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    (said,) = [line for line in done.stderr.splitlines() if "r.jsonl:" in line]
+    assert said.endswith("removed: it was cut short")
     assert "are in the file already" in done.stderr
     found = results.read(out)
-    assert len(found.problems) == 1
-    blocks = [(point["key"], point["repetition"]) for point in found.points]
+    assert found.problems == []
+    blocks = [(point.key, point.repetition) for point in found.points]
     assert len(blocks) == len(set(blocks)) >= 24
     assert len(found.runs) == 2
+
+
+def test_a_bad_line_in_the_middle_is_named_and_condemns_no_run(tmp_path):
+    out = tmp_path / "r.jsonl"
+    assert treeattn(*REDUCE, "--out", out, ranks=2).returncode == 0
+    lines = out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(b"".join([*lines[:3], lines[3][:50] + b"\n", *lines[4:]]))
+    for done in (treeattn(*REDUCE, "--out", out, ranks=2), treeattn(*REDUCE, "--out", out, ranks=2)):
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "r.jsonl:4: not a result line" in done.stderr
+    assert len(results.read(out).points) == 24
+
+
+def test_jobs_of_several_sizes_are_one_study(tmp_path):
+    """Ranks are part of a point's key: a scaling study has nothing to keep apart."""
+    out = tmp_path / "r.jsonl"
+    words = ("compare", "--what", "reduce", "--schemes", "ring", *SMALL, "--out", out)
+    for ranks in (1, 2):
+        done = treeattn(*words, ranks=ranks)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "different versions" not in done.stderr
+    content = out.read_bytes()
+    again = treeattn(*words, "--ranks", "1,2", ranks=2)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "36 are in the file already" in again.stderr  # the points of the smaller job count for the larger
+    assert out.read_bytes() == content
+    found = results.read(out)
+    assert found.problems == []
+    assert {(row.key.ranks, row.times["completion"].blocks) for row in results.summarise(found)} == {
+        (1, 6),
+        (2, 6),
+    }
 
 
 def test_two_runs_at_once(tmp_path):
@@ -163,9 +197,9 @@ def test_a_scheme_that_cannot_run_is_named_and_the_others_go_on(tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
     assert "could not run: hierarchical" in done.stdout
     found = results.read(out)
-    assert {point["key"].scheme for point in found.points} == {"ring", results.FLOOR, results.NULL}
+    assert {point.key.scheme for point in found.points} == {"ring", SUM, NULL}
     (error,) = found.errors
-    assert "10 ranks" in error["message"]
+    assert "10 ranks" in error.message
 
 
 def test_a_file_of_something_else_is_left_alone(tmp_path):
@@ -187,8 +221,8 @@ def test_inputs_without_room_are_named_once_and_the_others_go_on(tmp_path):
     assert "GB free: choose shorter --seq-len" in " ".join(done.stdout.split())
     assert "Traceback" not in done.stderr
     found = results.read(out)
-    assert {point["key"].tokens for point in found.points} == {64}
-    assert {error["key"].tokens for error in found.errors} == {10**12}
+    assert {point.key.tokens for point in found.points} == {64}
+    assert {error.key.tokens for error in found.errors} == {10**12}
 
 
 def test_an_interrupt_leaves_a_valid_file(tmp_path):

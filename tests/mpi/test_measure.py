@@ -12,12 +12,12 @@ from mpi4py import MPI
 
 from treeattn.decoder import plan as routes
 from treeattn.errors import ArgumentError, RestrictionError
-from treeattn.study import problems, steps
-from treeattn.study.clock import Clock, Offset
-from treeattn.study.loop import Loop
-from treeattn.study.measure import Bench, Effort
-from treeattn.study.results import FLOOR, NULL, Key
-from treeattn.study.sweep import Sweep, keys
+from treeattn.study.compare import problems, steps
+from treeattn.study.compare.clock import Clock, Offset
+from treeattn.study.compare.loop import Loop
+from treeattn.study.compare.measure import Bench, Effort
+from treeattn.study.compare.schema import NULL, SUM, Key
+from treeattn.study.compare.sweep import Sweep, keys
 
 pytestmark = pytest.mark.mpi
 
@@ -126,7 +126,7 @@ def test_loop_notes_every_instant_on_one_clock(comm):
 
 @pytest.mark.parametrize("what", ["reduce", "decode"])
 @pytest.mark.parametrize(
-    "scheme", [NULL, FLOOR, *(n for n, row in routes.CATALOG.items() if "cpu" in row.devices)]
+    "scheme", [NULL, SUM, *(n for n, row in routes.CATALOG.items() if "cpu" in row.devices)]
 )
 def test_every_scheme(comm, scheme, what):
     if what == "reduce" and scheme in ("kv_ring", "query_ring"):
@@ -143,7 +143,7 @@ def test_every_scheme(comm, scheme, what):
     assert all(len(series) == 3 for series in point["samples"].values())
     assert point["sent"] == point["scheduled"] or point["scheduled"] is None
     assert point["held"] > 0
-    if scheme in (NULL, FLOOR):
+    if scheme in (NULL, SUM):
         assert point["error_out"] is None
         return
     assert point["error_out"] <= point["bound_out"]
@@ -189,7 +189,7 @@ class Hungry:
 def test_memory_is_what_stays_and_what_a_further_step_adds(comm, monkeypatch):
     bench, key = Bench(comm, EFFORT, crowded=True, seed=1), key_of(comm, "chain")
     problem = bench.problem(key)
-    monkeypatch.setattr("treeattn.study.steps.plan", lambda comm, key: Hungry(problem.records))
+    monkeypatch.setattr("treeattn.study.compare.steps.plan", lambda comm, key: Hungry(problem.records))
     found = bench._memory(key, problem)
     assert 0 <= found["held"] - 10**6 - problem.records.nbytes < 10**5
     assert 0 <= found["step_peak"] - 2 * 10**6 < 10**5
@@ -218,10 +218,10 @@ def test_bits_that_differ_between_ranks_are_told(comm):
         ("float32", "bfloat16", 2),
     ],
 )
-def test_the_floor_adds_as_many_bytes_as_records_have_under_way(comm, dtype, wire, size):
+def test_the_sum_adds_as_many_bytes_as_records_have_under_way(comm, dtype, wire, size):
     handed = []
     spy = SimpleNamespace(Allreduce=lambda *arguments: handed.append(arguments))
-    key = key_of(comm, FLOOR, dtype=dtype, wire=wire)
+    key = key_of(comm, SUM, dtype=dtype, wire=wire)
     records = np.zeros((2, 8, 3, 18), np.float64 if dtype == "float64" else np.float32)
     steps._sum(SimpleNamespace(records=records, _comm=spy), key)()
     ((mine, total, operation),) = handed

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from treeattn.errors import TreeattnError
-from treeattn.study import provenance
-from treeattn.study.measure import Effort
+from treeattn.study import environment as facts
+from treeattn.study.compare.clock import Clock
+from treeattn.study.compare.measure import Effort
 from treeattn.study.paper import EXPERIMENTS, measured
 from treeattn.study.paper.bandwidth import ping_pong
 from treeattn.study.paper.steps import certified
@@ -100,7 +101,7 @@ def test_a_scheme_that_cannot_run_is_an_error_on_every_rank(comm):
 
 
 def test_a_wrong_result_is_not_shown(comm, monkeypatch):
-    from treeattn.study import problems
+    from treeattn.study.compare import problems
 
     exact = problems._judged
     monkeypatch.setattr(problems, "_judged", lambda partials: (exact(partials)[0], (0.0, 0.0)))
@@ -112,6 +113,6 @@ def test_a_wrong_result_is_not_shown(comm, monkeypatch):
 def test_files_of_this_machine_are_not_recorded(comm, monkeypatch):
     monkeypatch.setenv("OMPI_MCA_plm_rsh_agent", "/somewhere/remote_shell")
     monkeypatch.setenv("MPICH_ANY", "1")
-    environment = provenance.provenance(comm, {})["environment"]
+    environment = facts.job(Clock(comm), {})["environment"]
     assert environment["MPICH_ANY"] == "1"
     assert "OMPI_MCA_plm_rsh_agent" not in environment

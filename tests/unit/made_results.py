@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from treeattn.study.results import FLOOR, FORMAT, NULL, Key
+from msgspec.structs import asdict
 
-SCHEMES = ("binary_tree", "kv_ring", "mpi_allreduce", FLOOR, NULL)
+from treeattn.study.compare.schema import FORMAT, NULL, SUM, Key
+
+SCHEMES = ("binary_tree", "kv_ring", "mpi_allreduce", SUM, NULL)
 
 
 def keys(schemes: Iterable[str] = SCHEMES, tokens: Sequence[int] = (4096, 65536), **fields: Any) -> list[Key]:
@@ -33,7 +34,7 @@ def point_line(key: Key, repetition: int = 0, run: str = "made", **fields: Any) 
     """Times grow with the length of the scheme's name, the context and the repetition."""
     base = 40.0 * len(key.scheme) + key.tokens * (8 if key.scheme.startswith("kv_ring") else 1) / 500
     warm = [base * (1 + 0.03 * repetition) + i for i in range(3)]
-    known = key.scheme not in (FLOOR, NULL, "mpi_allreduce")
+    known = key.scheme not in (SUM, NULL, "mpi_allreduce")
     waits = [value / 2 + key.skew for value in warm]
     pair = [2 * len(key.scheme), 1000 * len(key.scheme)]
     facts: dict[str, Any] = {
@@ -44,7 +45,7 @@ def point_line(key: Key, repetition: int = 0, run: str = "made", **fields: Any) 
         "scheduled": None, "held": int(100 * base), "step_peak": 500,
         "samples": {"completion": warm, "slowest": warm, "after_last_entry": waits},
     }  # fmt: skip
-    if key.scheme in (FLOOR, NULL):  # there is no result to judge
+    if key.scheme in (SUM, NULL):  # there is no result to judge
         facts |= dict.fromkeys(("digest", "error_out", "error_lse", "bound_out", "bound_lse", "same_bits"))
     return {"kind": "point", "format": FORMAT, "run": run, "key": asdict(key), "launch": 1,
             "repetition": repetition, **facts, **fields}  # fmt: skip

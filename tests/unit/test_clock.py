@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from treeattn.study.clock import Offset, on_common_clock
+from treeattn.study.compare.clock import Offset, on_common_clock
 
 
 def test_offsets_change_linearly_between_comparisons():

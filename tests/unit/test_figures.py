@@ -13,10 +13,10 @@ import pytest
 from treeattn.decoder import plan as routes
 from treeattn.errors import ArgumentError, BackendError
 from treeattn.study import plot
+from treeattn.study.compare.schema import NULL, SUM
 from treeattn.study.figures import draw, style, times
 from treeattn.study.figures import roofline as roofline_
 from treeattn.study.figures.chart import Lines, Rows
-from treeattn.study.results import FLOOR, NULL
 
 MEASURED = Path(__file__).resolve().parents[1] / "data" / "compare.jsonl"
 
@@ -24,7 +24,7 @@ MEASURED = Path(__file__).resolve().parents[1] / "data" / "compare.jsonl"
 def study(*paths: Path):
     found, problems = plot.read(paths)
     assert problems == []
-    found.baseline = FLOOR
+    found.baseline = SUM
     return found
 
 
@@ -75,7 +75,7 @@ def test_one_length_makes_rows_from_the_fastest(tmp_path):
     found = study(made_results.write(tmp_path / "one.jsonl", made_results.keys(tokens=[4096])))
     chart = charts("time", found)["time-decode"]
     assert isinstance(chart, Rows)
-    assert chart.labels == (NULL, "kv_ring", "binary_tree", "mpi_allreduce", FLOOR)
+    assert chart.labels == (NULL, "kv_ring", "binary_tree", "mpi_allreduce", SUM)
     assert "4,096 tokens" in chart.case
     (axes,) = draw.draw(chart, styles_of(found)).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == list(chart.labels)
@@ -88,7 +88,7 @@ def test_ratios_pair_blocks_of_one_run(tmp_path):
     with path.open("w") as file:
         for run, slow in (("a", 1.0), ("b", 100.0)):
             file.write(json.dumps(made_results.run_line(run)) + "\n")
-            for key, factor in zip(made_results.keys([FLOOR, "chain"], [4096]), (1.0, 3.0), strict=True):
+            for key, factor in zip(made_results.keys([SUM, "chain"], [4096]), (1.0, 3.0), strict=True):
                 for repetition in range(6):
                     samples = {name: [slow * factor] for name in names}
                     line = made_results.point_line(key, repetition, run, samples=samples)
@@ -105,7 +105,7 @@ def test_ratios_pair_blocks_of_one_run(tmp_path):
 def test_ratios_pair_the_blocks_of_a_repetition(tmp_path):
     """A machine that becomes slower and slower for all schemes leaves their ratios alone."""
     path = tmp_path / "slower.jsonl"
-    fast, slow = made_results.keys([FLOOR, "chain"], [4096])
+    fast, slow = made_results.keys([SUM, "chain"], [4096])
     lines = [made_results.run_line()]
     for repetition in range(6):
         for key, factor in ((fast, 1.0), (slow, 3.0)):
@@ -117,7 +117,7 @@ def test_ratios_pair_the_blocks_of_a_repetition(tmp_path):
     (chart,) = charts("relative", found).values()
     by_label = dict(zip(chart.labels, chart.panels[0].series[0].points, strict=True))
     assert by_label["chain"][1:] == pytest.approx((3.0, 3.0, 3.0))
-    assert by_label[FLOOR][1:] == (1.0, 1.0, 1.0)
+    assert by_label[SUM][1:] == (1.0, 1.0, 1.0)
 
 
 def test_speedup_is_the_time_of_the_ring_over_that_of_the_scheme(made):
@@ -203,7 +203,7 @@ def test_scaling_joins_jobs_of_several_sizes_but_no_two_placements(tmp_path):
         keys = made_results.keys(["chain"], [4096], ranks=size)
         made_results.write(path, keys, run=f"of {size}", nodes=[0] * size)
     found, problems = plot.read([path])
-    assert any("different versions" in problem for problem in problems)
+    assert problems == []
     (chart,) = charts("scaling", found).values()
     assert [point.x for point in chart.series[0].points] == [2, 4]
     cyclic = made_results.keys(["chain"], [4096], ranks=4)
@@ -221,16 +221,27 @@ def test_scaling_joins_jobs_of_several_sizes_but_no_two_placements(tmp_path):
     [
         ([0] * 4, "4 ranks on one node", "4"),
         ([0, 1, 0, 1], "4 ranks on nodes of 2+2 cyclic", "2+2_cyclic"),
-        ([n // 8 for n in range(1024)], "the first 4 of 1024 ranks on nodes of 128x8", "128x8"),
-        ([0, 0, 1, 1, 2, 2, 3], "the first 4 of 7 ranks on nodes of 3x2+1", "3x2+1"),
+        ([n // 8 for n in range(1024)], "1024 ranks on nodes of 128x8", "128x8"),
+        ([0, 0, 1, 1, 2, 2, 3], "7 ranks on nodes of 3x2+1", "3x2+1"),
     ],
 )
 def test_layouts_have_short_names(tmp_path, nodes, words, suffix):
-    path = made_results.write(tmp_path / "a.jsonl", made_results.keys())
-    made_results.write(path, made_results.keys(), run="other", nodes=nodes)
+    path = made_results.write(
+        tmp_path / "a.jsonl", made_results.keys(ranks=len(nodes)), nodes=range(len(nodes))
+    )
+    made_results.write(path, made_results.keys(ranks=len(nodes)), run="other", nodes=nodes)
     made = charts("time", plot.read([path])[0])
-    assert set(made) == {"time-decode-layout2+2", f"time-decode-layout{suffix}"}
+    assert len(made) == 2
     assert made[f"time-decode-layout{suffix}"].case.startswith(words + " · ")
+
+
+def test_ranks_that_slept_are_no_part_of_the_layout(tmp_path):
+    """The first 2 of 4 ranks, and a job of 2: one figure."""
+    path = made_results.write(tmp_path / "a.jsonl", made_results.keys(ranks=2))
+    made_results.write(path, made_results.keys(ranks=2), run="other", nodes=(0, 0))
+    study, problems = plot.read([path])
+    assert problems == []
+    assert charts("time", study)["time-decode"].case.startswith("2 ranks on one node · ")
 
 
 def test_versions_are_never_mixed(tmp_path):
@@ -293,7 +304,7 @@ def test_cold_and_warm_are_three_marks_a_scheme(made):
 
 
 def test_every_scheme_keeps_a_style_of_its_own(tmp_path):
-    many = [*routes.CATALOG, *(f"k_ary_tree:radix={radix}" for radix in range(3, 20)), FLOOR, NULL]
+    many = [*routes.CATALOG, *(f"k_ary_tree:radix={radix}" for radix in range(3, 20)), SUM, NULL]
     chosen = style.styles(many)
     assert len({(s.colour, s.marker) for s in chosen.values()}) == len(many)
     assert len({(s.marker, str(s.dashes)) for s in chosen.values()}) == len(many)  # without any colour
@@ -309,7 +320,7 @@ def test_every_scheme_keeps_a_style_of_its_own(tmp_path):
 
 def test_many_long_names_stay_inside_the_picture_and_apart(tmp_path):
     long = "hierarchical:inner=(k_nomial_tree:radix=4):outer=recursive_doubling"
-    schemes = [*routes.CATALOG, *(f"k_ary_tree:radix={radix}" for radix in range(3, 9)), long, FLOOR]
+    schemes = [*routes.CATALOG, *(f"k_ary_tree:radix={radix}" for radix in range(3, 9)), long, SUM]
     found = study(made_results.write(tmp_path / "m.jsonl", made_results.keys(schemes), repetitions=1))
     for name, figure in (("time", "time-decode"), ("traffic", "traffic-decode")):
         drawn = draw.draw(charts(name, found)[figure], styles_of(found))
@@ -375,7 +386,7 @@ def test_unknown_names(made):
     with pytest.raises(ArgumentError, match="chain: not among these results; choose from binary_tree"):
         plot.choose_baseline(made, "chain")
     assert plot.choose_baseline(made, "binary_tree") == "binary_tree"
-    assert plot.choose_baseline(made, None) == FLOOR
+    assert plot.choose_baseline(made, None) == SUM
 
 
 def test_without_matplotlib_the_remedy_is_named(made, monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from treeattn.study.loop import Times
+from treeattn.study.compare.loop import Times
 
 
 def test_series_of_made_up_instants():

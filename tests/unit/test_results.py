@@ -5,45 +5,55 @@ from __future__ import annotations
 import io
 import json
 import math
-from dataclasses import asdict
 from pathlib import Path
 
 import made_results
+import msgspec
 import pytest
+from msgspec.structs import asdict
 from rich.console import Console
 
 from treeattn.cli import compare_table
 from treeattn.errors import ArgumentError
-from treeattn.study import plot, results
-from treeattn.study.results import FLOOR, FORMAT, NULL, Key, Writer
+from treeattn.study import plot
+from treeattn.study.compare import results
+from treeattn.study.compare.results import Writer
+from treeattn.study.compare.schema import FORMAT, NULL, SUM, Key, Point, Run
 
 SAMPLE = Path(__file__).resolve().parents[1] / "data" / "compare.jsonl"
 KEY = Key("reduce", "ring", 4, 0, 1, 1, 16, 16, 128, "bfloat16")
 RUN = {
+    "kind": "run",
+    "format": FORMAT,
     "software": {"packages": {"treeattn": "0.1.0"}, "git": None, "mpi": "M 1"},
     "ranks": [{"node": 0, "cpu": "C"}, {"node": 1, "cpu": "C"}],
 }
 POINT = {
-    "key": KEY, "launch": 1, "plan": 9.0, "first": 3.0, "late": 1, "clock_error": 0.0, "same_bits": True,
-    "digest": "d", "determinism": "A", "rounds": 2, "depth": 2, "sent": {"intra": [4, 64], "inter": [0, 0]},
+    "format": FORMAT, "key": KEY, "launch": 1, "plan": 9.0, "first": 3.0, "late": 1, "clock_error": 0.0,
+    "same_bits": True, "digest": "d", "determinism": "A", "rounds": 2, "depth": 2,
+    "sent": {"intra": [4, 64], "inter": [0, 0]},
     "scheduled": {"intra": [4, 64], "inter": [0, 0]}, "held": 100, "step_peak": 0,
     "error_out": 1e-8, "error_lse": 1e-8, "bound_out": 1e-6, "bound_lse": 1e-6,
     "samples": {name: [1.0, 2.0, 3.0] for name in ("completion", "slowest", "after_last_entry")},
 }  # fmt: skip
 
 
+def run_of(run, fields=RUN):
+    return msgspec.convert({**fields, "run": run}, Run)
+
+
 def fill(path, repetitions=3, run="a", **changes):
     with Writer(path) as writer:
-        writer.append("run", run, **{**RUN, **changes})
+        writer.append(run_of(run, RUN | changes))
         for repetition in range(repetitions):
-            writer.append("point", run, repetition=repetition, **POINT)
+            writer.append(Point(run=run, repetition=repetition, **POINT))
 
 
 def test_what_was_written_is_read(tmp_path):
     fill(tmp_path / "r")
     found = results.read(tmp_path / "r")
     assert found.problems == []
-    assert [point["key"] for point in found.points] == [KEY] * 3
+    assert [point.key for point in found.points] == [KEY] * 3
     (summary,) = results.summarise(found)
     assert summary.times["completion"].count == 9
     assert summary.times["completion"].median == 2.0
@@ -52,16 +62,49 @@ def test_what_was_written_is_read(tmp_path):
     assert summary.facts["same_bits"] is True
 
 
-def test_a_line_cut_off_is_named_and_costs_nothing_else(tmp_path):
+@pytest.mark.parametrize("cut", [1, 40, 300])
+def test_a_line_cut_off_is_named_once_and_costs_nothing_else(tmp_path, cut):
+    """The reader names it; the next writer removes it and says so; after that the file is whole again."""
     path = tmp_path / "r"
     fill(path)
-    path.write_bytes(path.read_bytes()[:-40])
+    path.write_bytes(path.read_bytes()[: -1 - cut])
+    assert [problem.partition(": ")[0] for problem in results.read(path).problems] == [f"{path}:4"]
     with Writer(path) as writer:
-        writer.append("point", "a", repetition=2, **POINT)
+        (problem,) = writer.held.problems
+        assert problem.startswith(f"{path}:4: not a result line (")
+        assert problem.endswith("removed: it was cut short")
+        writer.append(Point(run="a", repetition=2, **POINT))
     found = results.read(path)
-    assert [point["repetition"] for point in found.points] == [0, 1, 2]
-    (problem,) = found.problems
-    assert f"{path}:4" in problem
+    assert [point.repetition for point in found.points] == [0, 1, 2]
+    assert found.problems == []
+
+
+def test_a_whole_last_line_without_its_end_is_kept(tmp_path):
+    path = tmp_path / "r"
+    fill(path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with Writer(path) as writer:
+        assert writer.held.problems == []
+        writer.append(Point(run="a", repetition=3, **POINT))
+    found = results.read(path)
+    assert [point.repetition for point in found.points] == [0, 1, 2, 3]
+    assert found.problems == []
+
+
+def test_a_first_line_that_a_full_disk_cut_short_is_removed(tmp_path):
+    path = tmp_path / "r"
+    path.write_bytes(b'{"kind":"run","form')
+    fill(path)
+    assert results.read(path).problems == []
+
+
+@pytest.mark.parametrize("content", [b"notes", b"{\n 1", b'{"rows": []}\n', b"\x00" * 9])
+def test_what_is_no_file_of_results_is_never_cut(tmp_path, content):
+    path = tmp_path / "r"
+    path.write_bytes(content)
+    with pytest.raises(ArgumentError, match="is not a file of results"):
+        Writer(path)
+    assert path.read_bytes() == content
 
 
 def test_a_file_of_something_else_is_named_once(tmp_path):
@@ -142,7 +185,7 @@ def test_nothing_that_a_line_may_hold_stops_the_readers(tmp_path):
     of_key = {(row.key, row.version): row for row in found.summaries}
     for row in good:
         assert of_key[row.key, row.version].times["completion"].blocks >= row.times["completion"].blocks
-    run = {**lines[0], "clock": {"source": "", "method": "", "error": 0.0}}
+    run = msgspec.convert(lines[0], Run)
     compare_table.show(Console(file=io.StringIO(), width=200), run, found.summaries, {})
     for figure in plot.FIGURES.values():
         figure.charts(found)
@@ -153,7 +196,7 @@ def test_a_block_that_is_there_twice_counts_once(tmp_path):
     fill(path)
     path.write_bytes(path.read_bytes() * 2)
     found = results.read(path)
-    assert [point["repetition"] for point in found.points] == [0, 1, 2]
+    assert [point.repetition for point in found.points] == [0, 1, 2]
     assert found.problems == ["3 points measured twice: left out"]
 
 
@@ -163,10 +206,10 @@ def test_one_wrong_block_among_right_ones_is_told(tmp_path, place):
     path = tmp_path / "r"
     wrong = {"error_out": math.nan, "bound_lse": 1e-7, "sent": {"intra": [4, 63], "inter": [0, 0]}}
     with Writer(path) as writer:
-        writer.append("run", "a", **RUN)
+        writer.append(run_of("a", RUN))
         for repetition in range(3):
             fields = POINT | wrong if repetition == place else POINT
-            writer.append("point", "a", **{**fields, "repetition": repetition})
+            writer.append(Point(run="a", **{**fields, "repetition": repetition}))
     (summary,) = results.summarise(results.read(path))
     assert math.isnan(summary.facts["error_out"])
     assert summary.facts["bound_lse"] == 1e-7
@@ -185,12 +228,11 @@ def test_one_wrong_block_among_right_ones_is_told(tmp_path, place):
 )
 def test_the_table_names_what_is_wrong(tmp_path, changes, reason):
     with Writer(tmp_path / "r") as writer:
-        writer.append("run", "a", **RUN)
-        writer.append("point", "a", **(POINT | changes), repetition=0)
-    run = {**RUN, "warning": None, "clock": {"source": "", "method": "", "error": 0.0}}
+        writer.append(run_of("a", RUN))
+        writer.append(Point(run="a", **(POINT | changes), repetition=0))
     shown = io.StringIO()
     summaries = results.summarise(results.read(tmp_path / "r"))
-    assert compare_table.show(Console(file=shown, width=200), run, summaries, {}) is (reason is None)
+    assert compare_table.show(Console(file=shown, width=200), run_of("a"), summaries, {}) is (reason is None)
     assert ("wrong: ring: " in shown.getvalue()) == (reason is not None)
     assert reason is None or reason in shown.getvalue()
 
@@ -198,9 +240,11 @@ def test_the_table_names_what_is_wrong(tmp_path, changes, reason):
 def test_samples_that_are_not_numbers_are_refused(tmp_path):
     path = tmp_path / "r"
     fill(path, 1)
-    with Writer(path) as writer:
-        writer.append("point", "a", repetition=1, **{**POINT, "samples": {"completion": [math.nan]}})
-        writer.append("point", "a", repetition=2, **{**POINT, "samples": {"completion": []}})
+    good = json.loads(path.read_text().splitlines()[1])
+    with path.open("a") as file:
+        for repetition, wrong in enumerate((["nan"], []), 1):
+            samples = good["samples"] | {"completion": wrong}
+            file.write(json.dumps(good | {"repetition": repetition, "samples": samples}) + "\n")
     found = results.read(path)
     assert len(found.points) == 1
     assert len(found.problems) == 2
@@ -209,7 +253,7 @@ def test_samples_that_are_not_numbers_are_refused(tmp_path):
 def test_points_without_their_run_are_left_out(tmp_path):
     path = tmp_path / "r"
     with Writer(path) as writer:
-        writer.append("point", "gone", repetition=0, **POINT)
+        writer.append(Point(run="gone", repetition=0, **POINT))
     found = results.read(path)
     assert found.points == []
     assert len(found.problems) == 1
@@ -219,18 +263,32 @@ def test_versions_are_kept_apart_and_named(tmp_path):
     path = tmp_path / "r"
     fill(path)
     fill(path, run="b", software={**RUN["software"], "mpi": "M 2"})
-    fill(path, run="c", ranks=RUN["ranks"][:1])
     found = results.read(path)
-    assert len(results.summarise(found)) == 3
+    assert len(results.summarise(found)) == 2
     (problem,) = found.problems
     assert all(mpi in problem for mpi in ("M 1", "M 2"))
 
 
-def test_cyclic_and_block_placement_are_different(tmp_path):
-    def of(nodes):
-        return results.version({**RUN, "ranks": [{"node": node, "cpu": "C"} for node in nodes]})
+def on(*nodes, cpu="C"):
+    """A run line of ranks on these nodes."""
+    return run_of("a", RUN | {"ranks": [{"node": node, "cpu": cpu} for node in nodes]})
 
-    assert len({of([0, 0, 1, 1]), of([0, 1, 0, 1]), of([0, 0, 0, 1])}) == 3
+
+def test_placement_is_that_of_the_ranks_that_a_point_used():
+    block, cyclic, uneven = on(0, 0, 1, 1), on(0, 1, 0, 1), on(0, 0, 0, 1)
+    assert len({results.version(run, 4) for run in (block, cyclic, uneven)}) == 3
+    assert results.version(block, 2) == results.version(uneven, 2) == results.version(on(0, 0), 2)
+    assert results.version(block, 2) != results.version(cyclic, 2)
+    assert len({results.version(run, 1) for run in (block, cyclic, uneven, on(0))}) == 1
+    assert results.version(on(0), 1) != results.version(on(0, cpu="D"), 1)
+
+
+def test_jobs_of_several_sizes_are_not_mixed_versions():
+    jobs = [on(0), on(0, 0), on(0, 0, 1, 1)]
+    assert results.mixed_versions([(job, len(job.ranks)) for job in jobs]) is None
+    assert results.mixed_versions([(on(0, 0), 2), (on(0, 1), 2)]).count("ranks") == 2
+    newer = run_of("b", RUN | {"software": RUN["software"] | {"mpi": "M 2"}})
+    assert "M 2" in results.mixed_versions([(on(0), 1), (newer, 2)])
 
 
 def test_jobs_of_one_version_add_up(tmp_path):
@@ -253,7 +311,7 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
     with Writer(tmp_path / "r") as writer:
         monkeypatch.setattr("os.fsync", full)
         with pytest.raises(ArgumentError, match="cannot be written .No space left"):
-            writer.append("run", "a", **RUN)
+            writer.append(run_of("a", RUN))
 
 
 def test_places_that_cannot_be(tmp_path):
@@ -270,7 +328,7 @@ def test_the_sample_of_a_real_run():
     assert found.problems == []
     summaries = results.summarise(found)
     assert {summary.key.what for summary in summaries} == {"reduce", "decode"}
-    assert {FLOOR, NULL, "binary_tree"} <= {summary.key.scheme for summary in summaries}
+    assert {SUM, NULL, "binary_tree"} <= {summary.key.scheme for summary in summaries}
     for summary in summaries:
         facts = summary.facts
         assert summary.times["completion"].blocks == 6

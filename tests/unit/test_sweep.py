@@ -8,9 +8,9 @@ from treeattn import collectives
 from treeattn.baselines import Sent
 from treeattn.cli.numbers import durations, number, numbers
 from treeattn.errors import ArgumentError
-from treeattn.study import payload
-from treeattn.study.measure import Effort
-from treeattn.study.sweep import Block, Sweep, keys
+from treeattn.study.compare import payload
+from treeattn.study.compare.measure import Effort
+from treeattn.study.compare.sweep import Block, Sweep, keys
 
 LISTS = {
     "ranks": [4], "what": ["reduce", "decode"], "batch": [1], "queries": [1], "heads": [16], "kv_heads": [0],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 from rich.console import Console
 
 from treeattn import comm as comm_
@@ -19,11 +21,13 @@ from treeattn.cli.compare_progress import Live
 from treeattn.cli.numbers import durations, numbers
 from treeattn.decoder import plan as routes
 from treeattn.errors import ArgumentError, TreeattnError
-from treeattn.study import environment, provenance, results
-from treeattn.study.measure import Effort
-from treeattn.study.results import FLOOR, NULL, Key
-from treeattn.study.steps import shape_of
-from treeattn.study.sweep import Block, Sweep, keys
+from treeattn.study import environment
+from treeattn.study.compare import results
+from treeattn.study.compare.clock import Clock
+from treeattn.study.compare.measure import Effort
+from treeattn.study.compare.schema import FORMAT, NULL, SUM, Failure, Key, Point, Run
+from treeattn.study.compare.steps import shape_of
+from treeattn.study.compare.sweep import Block, Sweep, keys
 
 __all__ = ["command"]
 
@@ -81,10 +85,10 @@ def command(
 ) -> int:
     """Measure schemes against each other: cold and warm, with intervals, errors, payload and memory.
 
-    Lists make every combination. Beside the schemes, each case has MPI_Allreduce(SUM) of the same bytes (the
-    floor) and a reduction that does nothing (the harness's own cost). Every column is derived in
-    docs/measuring.md. Exit code 1: a scheme could not run somewhere, a result missed its bound or differed
-    between ranks, or the file holds lines that cannot be used.
+    Lists make every combination. Beside the schemes, each case has MPI_Allreduce(SUM) of the same bytes and a
+    reduction that does nothing (the harness's own cost). Every column is derived in docs/measuring.md. Exit
+    code 1: a scheme could not run somewhere, a result missed its bound or differed between ranks, or the file
+    holds results of another version, to which these do not add. Lines of it that cannot be used are named.
     """
     world = comm_.world()
     plan, error = [], None
@@ -95,9 +99,10 @@ def command(
     effort = Effort(repetitions, iterations, seconds, patience)
     options = {"schemes": schemes, **lists, **asdict(effort), "launch": launch, "seed": seed}
     comm_.agree(world, {"the command line": (options, str(out))}, error)
-    run = provenance.run_id()
-    line = provenance.provenance(world, options, used=max(key.ranks for key in plan))
-    with _Session(world, out, json_path, run, line, plan, effort, launch) as session:
+    job = environment.job(Clock(world), options, used=max(key.ranks for key in plan))
+    run = f"{job['started']}-{secrets.token_hex(3)}"
+    line = msgspec.convert({"kind": "run", "format": FORMAT, "run": run, **job}, Run)
+    with _Session(world, out, json_path, line, plan, effort, launch) as session:
         Sweep(plan, effort, launch, seed, session.done, session.point, session.failed, session.began).run(
             world
         )
@@ -112,13 +117,12 @@ class _Session:
         world: Any,
         out: Path | None,
         json_path: Path | None,
-        run: str,
-        line: dict[str, Any],
+        line: Run,
         plan: list[Key],
         effort: Effort,
         launch: int,
     ) -> None:
-        self._run, self._launch, self._plan = run, launch, plan
+        self._line, self._launch, self._plan = line, launch, plan
         self._writer: results.Writer | None = None
         error: TreeattnError | None = None
         self._held = results.Results()
@@ -128,15 +132,15 @@ class _Session:
                 files.check_distinct([out, json_path])
                 if out is not None:
                     self._writer = results.Writer(out)
-                    self._held = _held(out)
+                    self._held = self._writer.held
             except TreeattnError as problem_:
                 error = problem_
         comm_.agree(world, {}, error)
-        self.done = world.bcast(self._done(line))
-        self._line = {"kind": "run", "run": run, **line}
+        self.done = world.bcast(self._done())
         self._announced = False
+        self._mixed = results.mixed_versions([*self._held.used(), *((line, key.ranks) for key in plan)])
         self._problems = self._named_problems()
-        self._held.runs[run] = self._line
+        self._held.runs[line.run] = line
         self._errors: dict[Key, str] = {}
         planned = {Block(key, repetition) for key in plan for repetition in range(effort.repetitions)}
         skipped = len(planned & self.done.keys())
@@ -144,65 +148,70 @@ class _Session:
 
     def _named_problems(self) -> list[str]:
         """What is wrong with the file, said at once."""
-        held, known = self._held, results.mixed_versions(self._held.runs.values())
-        mixed = results.mixed_versions([*held.runs.values(), self._line])
-        problems = held.problems + ([mixed] if mixed and mixed != known else [])
+        known = results.mixed_versions(self._held.used())
+        problems = [problem for problem in self._held.problems if problem != known]
+        problems += [self._mixed] if self._mixed else []
         for problem in problems:
             click.echo(f"treeattn: warning: {problem}", err=True)
         return problems
 
-    def _done(self, line: dict[str, Any]) -> dict[Block, float]:
+    def _done(self) -> dict[Block, float]:
         """Blocks of this launch that the file holds from runs of the same version, and what each took."""
-        same = results.version(line)
         return {
-            Block(point["key"], point["repetition"]): point.get("took", 0.0)
+            Block(point.key, point.repetition): point.took
             for point in self._held.points
-            if point["launch"] == self._launch and results.version(self._held.runs[point["run"]]) == same
+            if point.launch == self._launch and self._held.version(point) == self._version(point.key)
         }
+
+    def _version(self, key: Key) -> str:
+        return results.version(self._line, key.ranks)
 
     def began(self, block: Block) -> None:
         self._live.began(block)
 
     def point(self, block: Block, fields: dict[str, Any]) -> None:
-        entry = {"key": block.key, "launch": self._launch, "repetition": block.repetition, **fields}
-        self._append("point", **entry)
-        self._held.points.append({"kind": "point", "run": self._run, **entry, "key": block.key})
+        point = Point(**self._fields(block.key), repetition=block.repetition, **fields)
+        self._append(point)
+        self._held.points.append(point)
         self._live.ended(block, fields)
 
     def failed(self, key: Key, error: TreeattnError) -> None:
         self._errors[key] = str(error)
-        self._append("error", key=key, launch=self._launch, message=str(error))
+        self._append(Failure(**self._fields(key), message=str(error)))
         self._live.failed(key, str(error))
 
-    def _append(self, kind: str, **entry: Any) -> None:
+    def _fields(self, key: Key) -> dict[str, Any]:
+        return {"format": FORMAT, "run": self._line.run, "key": key, "launch": self._launch}
+
+    def _append(self, line: Point | Failure) -> None:
         """Write a line, before the first one the run's own: a run that finds all done leaves nothing."""
         if self._writer is None:
             return
         if not self._announced:
-            self._writer.append(**self._line)
+            self._writer.append(self._line)
             self._announced = True
-        self._writer.append(kind, self._run, **entry)
+        self._writer.append(line)
 
     def report(self) -> int:
         """Print the tables, write the summaries; the exit code."""
         self._live.stop()
-        same, place = results.version(self._line), {key: index for index, key in enumerate(self._plan)}
+        place = {key: index for index, key in enumerate(self._plan)}
         summaries = [
             summary
             for summary in results.summarise(self._held)
-            if summary.key in place and summary.version == same
+            if summary.key in place and summary.version == self._version(summary.key)
         ]
         summaries.sort(key=lambda summary: place[summary.key])
         facts = {
             "run": self._line,
-            "summaries": [asdict(summary) for summary in summaries],
-            "errors": [{"key": asdict(key), "message": text} for key, text in self._errors.items()],
+            "summaries": summaries,
+            "errors": [{"key": key, "message": text} for key, text in self._errors.items()],
             "problems": self._problems,
         }
-        self._write_json(environment.as_json(facts))
+        self._write_json(environment.as_json(msgspec.to_builtins(facts)))
         console = Console(width=None if sys.stdout.isatty() else 220, markup=False, highlight=False)
         passed = compare_table.show(console, self._line, summaries, self._errors)
-        return 0 if passed and not self._errors and not self._problems else 1
+        return 0 if passed and not self._errors and not self._mixed else 1
 
     def __enter__(self) -> _Session:
         return self
@@ -211,16 +220,6 @@ class _Session:
         self._live.stop()
         if self._writer is not None:
             self._writer.close()
-
-
-def _held(out: Path) -> results.Results:
-    """What the file holds. Raises `ArgumentError` for one that holds something else: it is left alone."""
-    held = results.read(out)
-    with out.open("rb") as file:
-        begins_otherwise = file.read(1) not in (b"", b"{")
-    if begins_otherwise and not held:
-        raise ArgumentError(f"{out}: is not a file of results; name another, or a new one")
-    return held
 
 
 def _keys(size: int, schemes: str, lists: dict[str, str | None]) -> list[Key]:
@@ -252,7 +251,7 @@ def _keys(size: int, schemes: str, lists: dict[str, str | None]) -> list[Key]:
 def _may_run(key: Key) -> bool:
     """Whether ``all`` has a scheme. Library calls and scattered schedules have no bfloat16 records, and the
     merge that an MPI library calls has float32 alone."""
-    if key.wire == "float32" or key.scheme in (FLOOR, NULL):
+    if key.wire == "float32" or key.scheme in (SUM, NULL):
         return True
     row = routes.CATALOG[key.scheme.partition(":")[0]]
     return row.kind != "library" if key.wire == "float64" else row.kind == "schedule" and not row.scattered
@@ -267,7 +266,7 @@ def _words(option: str, text: str | None, known: Sequence[str]) -> list[str]:
 
 
 def _expanded(schemes: str, radix: str | None, chunks: str | None) -> list[str]:
-    """Canonical schemes, one for each radix and chunks where they take such; floor and null first."""
+    """Canonical schemes, one for each radix and chunks where they take such; the sum and null first."""
     here = [name for name, row in routes.CATALOG.items() if "cpu" in row.devices]
     chosen = here if schemes == "all" else schemes.split(",")
     chosen = [routes.canonical(name) for name in chosen]
@@ -275,7 +274,7 @@ def _expanded(schemes: str, radix: str | None, chunks: str | None) -> list[str]:
         if text is not None:
             values = numbers(f"--{parameter}", text)
             chosen = [variant for name in chosen for variant in _variants(name, parameter, values)]
-    return list(dict.fromkeys([NULL, FLOOR, *chosen]))
+    return list(dict.fromkeys([NULL, SUM, *chosen]))
 
 
 def _variants(scheme: str, parameter: str, values: Sequence[int]) -> list[str]:

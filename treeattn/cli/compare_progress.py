@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from treeattn.errors import TreeattnError
-from treeattn.study.results import Key
-from treeattn.study.sweep import Block
+from treeattn.study.compare.schema import Key
+from treeattn.study.compare.sweep import Block
 
 __all__ = ["Live"]
 

@@ -9,12 +9,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from treeattn.study.results import FLOOR, NULL, Key, Summary
+from treeattn.study.compare.results import Summary
+from treeattn.study.compare.schema import NULL, SUM, Key, Run
 
 __all__ = ["show"]
 
 
-def show(console: Console, run: dict[str, Any], summaries: Sequence[Summary], errors: dict[Key, str]) -> bool:
+def show(console: Console, run: Run, summaries: Sequence[Summary], errors: dict[Key, str]) -> bool:
     """Print everything, case by case as `summaries` come; whether every result is within its bound and equal
     on all ranks."""
     passed = True
@@ -61,8 +62,8 @@ def _show_times(console: Console, rows: Sequence[Summary]) -> None:
     headings = ["plan", "first", "median", "95 % interval", "p5", "p95", "p99", "slowest\nrank"]
     headings += ["from last\nentry"] if key.skew else []
     headings += [name.replace("_", "\n") for name in parts]
-    table = _table(f"{_case(key)}: times in µs", [*headings, "x floor", "blocks", "n", "late"])
-    floor = next((row.times["completion"].median for row in rows if row.key.scheme == FLOOR), None)
+    table = _table(f"{_case(key)}: times in µs", [*headings, "x SUM", "blocks", "n", "late"])
+    of_sum = next((row.times["completion"].median for row in rows if row.key.scheme == SUM), None)
     for row in sorted(rows, key=lambda row: row.times["completion"].median):
         time = row.times["completion"]
         interval = "-" if time.low is None or time.high is None else f"{_us(time.low)} to {_us(time.high)}"
@@ -72,7 +73,7 @@ def _show_times(console: Console, rows: Sequence[Summary]) -> None:
         if key.skew:
             cells.append(_us(row.times["after_last_entry"].median))
         cells += [_us(row.times[name].median) if name in row.times else "-" for name in parts]
-        cells.append("-" if floor is None or row.key.scheme == NULL else f"{time.median / floor:.2f}")
+        cells.append("-" if of_sum is None or row.key.scheme == NULL else f"{time.median / of_sum:.2f}")
         table.add_row(row.key.scheme, *cells, str(time.blocks), str(time.count), str(row.facts["late"]))
     console.print(table)
 
@@ -84,7 +85,7 @@ def _show_results(console: Console, rows: Sequence[Summary]) -> bool:
     table = _table(f"{_case(rows[0].key)}: results, payload of one step, memory of a rank", headings)
     wrong: dict[str, str | None] = {}
     for row in rows:
-        if row.key.scheme in (FLOOR, NULL):
+        if row.key.scheme in (SUM, NULL):
             continue
         facts, wrong[row.key.scheme] = row.facts, _wrong(row)
         table.add_row(
@@ -129,17 +130,18 @@ def _wrong(row: Summary) -> str | None:
     return None if exact or row.key.wire == "bfloat16" else "the error is above the bound"
 
 
-def _show_notes(console: Console, run: dict[str, Any], summaries: Sequence[Summary]) -> None:
-    clock = run["clock"]
+def _show_notes(console: Console, run: Run, summaries: Sequence[Summary]) -> None:
     nulls = [summary for summary in summaries if summary.key.scheme == NULL and summary.key.what == "reduce"]
     for null in nulls:
         console.print(
             f"harness: an iteration that does nothing takes {null.times['slowest'].median:.2f} µs "
             f"on the slowest of {null.key.ranks} ranks"
         )
-    console.print(f"clock: {clock['source']}, {clock['method']}; error at most {clock['error']:.2f} µs")
-    if run["warning"]:
-        console.print(f"note: {run['warning']}", style="yellow")
+    if run.clock is not None:
+        source, method, error = run.clock.source, run.clock.method, run.clock.error
+        console.print(f"clock: {source}, {method}; error at most {error:.2f} µs")
+    if run.warning:
+        console.print(f"note: {run.warning}", style="yellow")
 
 
 def _us(value: float) -> str:

@@ -16,7 +16,8 @@ from rich.table import Table as RichTable
 from treeattn import comm as comm_
 from treeattn import files
 from treeattn.errors import ArgumentError, TreeattnError
-from treeattn.study import environment, provenance
+from treeattn.study import environment
+from treeattn.study.compare.clock import Clock
 from treeattn.study.paper import EXPERIMENTS, NO_SIMULATOR, Table, shown
 
 __all__ = ["command"]
@@ -72,7 +73,7 @@ def _run(names: Sequence[str], json_path: Path | None) -> int:
     except TreeattnError as problem:
         error = problem
     comm_.agree(world, {"the command line": (names, str(json_path))}, error)
-    run = provenance.provenance(world, {"experiments": list(names)})
+    run = environment.job(Clock(world), {"experiments": list(names)})
     found: dict[str, list[Table]] = {}
     for name in chosen:
         if world.rank == 0 and sys.stderr.isatty():

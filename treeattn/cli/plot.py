@@ -27,7 +27,7 @@ __all__ = ["command"]
 @click.option("--figures", default="all", show_default=True, metavar="F[,F..]|all",
               help="Of " + ", ".join(plot.FIGURES) + ".")  # fmt: skip
 @click.option("--baseline", default=None, metavar="S",
-              help="The scheme of relative times; default MPI_Allreduce(SUM), the floor.")  # fmt: skip
+              help="The scheme of relative times; default MPI_Allreduce(SUM).")  # fmt: skip
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path), help="Write the numbers in the figures."
 )

@@ -1,4 +1,4 @@
-"""What ran where: the facts that every result carries along."""
+"""What ran where, on what, with which settings: the facts that every result carries along."""
 
 from __future__ import annotations
 
@@ -9,26 +9,37 @@ import platform
 import socket
 import subprocess
 import sys
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treeattn import comm as comm_
+from treeattn.backends.cpu import compile
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["as_json", "as_json_line", "cpu_name", "kernel", "node_load", "placement", "software"]
+    from treeattn.study.compare.clock import Clock
+
+__all__ = ["as_json", "cpu_name", "job", "kernel", "node_load", "placement", "software"]
+
+# Variables that change what is measured; others may hold secrets and are nobody's business.
+_PREFIXES = (
+    "TREEATTN_", "MPICH_", "MPIR_", "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "I_MPI_", "UCX_", "FI_", "OMP_",
+    "SLURM_JOB_", "SLURM_STEP_", "NCCL_", "CUDA_VISIBLE", "MALLOC_", "OPENBLAS_NUM", "MKL_NUM",
+)  # fmt: skip
+# Of those, what names files of this machine alone.
+_PLACES = ("_agent", "_hostfile")
+_GPU_QUERY = ("--query-gpu=name,driver_version,clocks.sm,power.limit", "--format=csv,noheader")
 
 
-def as_json(facts: Any) -> bytes:
-    """Strict JSON, one fact per line; numbers that JSON has no words for become strings ("inf", "nan")."""
-    return (json.dumps(_spelled(facts), indent=1, allow_nan=False) + "\n").encode()
+def as_json(facts: Any, **layout: Any) -> bytes:
+    """Strict JSON, one fact per line; numbers that JSON has no words for become strings ("inf", "nan").
 
-
-def as_json_line(facts: Any) -> bytes:
-    """The same in one line."""
-    return (json.dumps(_spelled(facts), separators=(",", ":"), allow_nan=False) + "\n").encode()
+    layout: for `json.dumps`, where it is to look otherwise.
+    """
+    return (json.dumps(_spelled(facts), **({"indent": 1} | layout), allow_nan=False) + "\n").encode()
 
 
 def _spelled(value: Any) -> Any:
@@ -89,6 +100,32 @@ def _machine(own: str, everyone: list[tuple[dict[str, Any], str, set[int]]]) -> 
     return {"machine": kernels.index(own), "machine_cores": len(together)}
 
 
+def job(clock: Clock, options: dict[str, Any], used: int | None = None) -> dict[str, Any]:
+    """The fields of a `treeattn.study.compare.schema.Run`. Collective; the same on every rank but for what
+    only rank 0 may ask.
+
+    used: the first so many ranks measure and the others sleep; by default all measure.
+    """
+    world = clock.comm
+    ranks = placement(world)
+    # Asked once: it starts processes, and reads the whole checkout.
+    known = world.bcast(software() | {"isa": compile.chosen_isa()} if world.rank == 0 else None)
+    return {
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "software": known,
+        "ranks": ranks,
+        "gpu": (_said("nvidia-smi", *_GPU_QUERY) or "").splitlines() if world.rank == 0 else None,
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_PREFIXES) and not name.endswith(_PLACES)
+        },
+        "clock": clock.facts(),
+        "options": options,
+        "warning": node_load(ranks[:used]),
+    }
+
+
 def kernel() -> str:
     """What processes have in common if they run under the same kernel: its boot, else the host's name."""
     try:
@@ -128,13 +165,15 @@ def _git_revision() -> str | None:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
+    revision = _said("git", "-C", str(root), "rev-parse", "HEAD")
+    changes = _said("git", "-C", str(root), "status", "--porcelain", "-uno")
+    return None if revision is None or changes is None else revision + ("+dirty" if changes else "")
+
+
+def _said(*command: str) -> str | None:
+    """What a program prints; None where there is none, or it failed."""
     try:
-        revision = _git(root, "rev-parse", "HEAD")
-        return revision + ("+dirty" if _git(root, "status", "--porcelain", "-uno") else "")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _git(root: Path, *words: str) -> str:
-    command = ["git", "-C", str(root), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    return done.stdout.strip()

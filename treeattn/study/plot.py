@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from treeattn.decoder import plan as routes
 from treeattn.errors import ArgumentError, TreeattnError
-from treeattn.study import results
+from treeattn.study.compare import results
+from treeattn.study.compare.schema import SUM
 from treeattn.study.figures import payload, times
 from treeattn.study.figures.cases import Study
 from treeattn.study.figures.chart import Chart
 from treeattn.study.figures.roofline import is_roofline, roofline
-from treeattn.study.results import FLOOR
 
 __all__ = ["FIGURES", "Figure", "choose_baseline", "choose_figures", "read"]
 
@@ -51,9 +51,9 @@ def choose_figures(text: str) -> list[str]:
 
 
 def choose_baseline(study: Study, text: str | None) -> str:
-    """The scheme of relative times, by default the floor. Raises `ArgumentError` if it was not measured."""
+    """The scheme of relative times, by default `SUM`. Raises `ArgumentError` if it was not measured."""
     if text is None:
-        return FLOOR
+        return SUM
     known = study.schemes()
     try:
         spelled = text if text in known else routes.canonical(text)

@@ -1,6 +1,6 @@
 """What a sample of times says, without assuming any distribution of them.
 
-Times on a computer are skewed and have outliers, so nothing here is a mean or a standard deviation
+Times on a computer are skewed and have outliers, so nothing here is a mean or a standard deviation of them
 (Hoefler and Belli, "Scientific benchmarking of parallel computing systems", SC 2015, rules 5 and 6).
 """
 
@@ -9,17 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
 
-__all__ = ["Statistics", "describe", "median_interval", "quantile"]
+import numpy as np
+
+__all__ = ["Statistics", "describe"]
+
+FEWEST_BLOCKS = 6  # whose smallest and largest of a value enclose its median with 95 percent confidence
+_ROUNDING = 1e-9  # of sums of weights, far below the weight of one iteration
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
     """A series of times, in the unit of its samples.
 
-    median, p5, p95, p99: over all iterations of all blocks. low, high: the interval that holds the median
-    with at least 95 percent confidence, from the medians of the blocks; None below 6 blocks, of which no
-    such interval can be made. blocks, count: how many blocks, and iterations in them.
+    All of it describes one thing: an iteration drawn at random from a block drawn at random, so that every
+    block weighs the same, however many iterations the time allowed it. median, p5, p95, p99: of that
+    distribution. low, high: the interval of that median at 95 percent confidence; None below 6 blocks.
+    blocks, count: how many blocks, and iterations in them.
     """
 
     median: float
@@ -32,36 +40,49 @@ class Statistics:
     count: int
 
 
-def quantile(ordered: Sequence[float], fraction: float) -> float:
-    """The `fraction` quantile of ascending values, linear between neighbours (Hyndman and Fan's type 7)."""
-    place = fraction * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
-
-
-def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """An interval that holds the median of independent `values` with at least that confidence.
-
-    Each value lies below the true median with probability 1/2, so the number below it is binomial:
-    the order statistics k and n + 1 - k enclose it with probability 1 - 2 P(B(n, 1/2) < k), whatever the
-    distribution. k is the largest that leaves at least `confidence`; None if not even k = 1 does.
-    """
-    ordered, count = sorted(values), len(values)
-    below, k = 0.0, 0
-    while k < count // 2:
-        below += math.comb(count, k) / 2**count
-        if 1 - 2 * below < confidence:
-            break
-        k += 1
-    return (ordered[k - 1], ordered[count - k]) if k else None
-
-
 def describe(blocks: Sequence[Sequence[float]]) -> Statistics:
-    """The statistics of blocks of iterations. Iterations of one block share a plan and a moment, so they
-    are not independent; blocks are the units of the confidence interval. At least one value is needed."""
-    medians = [quantile(sorted(block), 0.5) for block in blocks if block]
-    pooled = sorted(value for block in blocks for value in block)
-    low, high = median_interval(medians) or (None, None)
-    p5, median, p95, p99 = (quantile(pooled, fraction) for fraction in (0.05, 0.5, 0.95, 0.99))
-    return Statistics(median, low, high, p5, p95, p99, len(medians), len(pooled))
+    """The statistics of blocks of iterations; at least one value is needed, blocks without any do not count.
+
+    An iteration weighs 1 / the length of its block. Quantiles invert the weighted distribution, and lie in
+    the middle where it is level (Hyndman and Fan, "Sample quantiles in statistical packages", The American
+    Statistician 50(4), 1996, definition 2): blocks of equal lengths give the ordinary median.
+
+    Iterations of one block share a plan and a moment, so they are not independent; blocks are. The interval
+    is that of a median in a sample of clusters (Woodruff, "Confidence intervals for medians and other
+    position measures", JASA 47(260), 1952): the share of a block that lies below the median varies from
+    block to block, the mean share is therefore known to t s / sqrt(blocks), and the quantiles at one half
+    minus and plus so much are the ends. Blocks of one value each give the exact binomial interval.
+    """
+    lengths = np.array([len(block) for block in blocks if len(block)])
+    count = len(lengths)
+    values = np.concatenate([block for block in blocks if len(block)])
+    order = np.argsort(values, kind="stable")
+    values, of_block = values[order], np.repeat(np.arange(count), lengths)[order]
+    weights = np.repeat(1 / (count * lengths), lengths)[order]
+    up_to = np.cumsum(weights)
+
+    def quantile(fraction: float) -> float:
+        places = np.searchsorted(up_to, [fraction - _ROUNDING, fraction + _ROUNDING])
+        low, high = values[np.minimum(places, len(values) - 1)]
+        return float(low + high) / 2
+
+    low = high = None
+    if count >= FEWEST_BLOCKS:
+        below_the_median = np.clip(0.5 - (up_to - weights), 0, weights)
+        margin = _margin(count * np.bincount(of_block, below_the_median, count))
+        low, high = quantile(0.5 - margin), quantile(0.5 + margin)
+    p5, median, p95, p99 = map(quantile, (0.05, 0.5, 0.95, 0.99))
+    return Statistics(median, low, high, p5, p95, p99, count, len(values))
+
+
+def _margin(shares: Any) -> float:
+    """Half the 95 percent interval of the mean of independent `shares`."""
+    return _student(len(shares) - 1) * float(shares.std(ddof=1)) / math.sqrt(len(shares))
+
+
+def _student(freedom: int) -> float:
+    """The 97.5 percent point of Student's t, from 5 degrees of freedom on to 0.007: Wallace, "Bounds on
+    normal approximations to Student's and the chi-square distributions", Ann. Math. Statist. 30(4), 1959.
+    """
+    normal = NormalDist().inv_cdf(0.975) * (8 * freedom + 3) / (8 * freedom + 1)
+    return math.sqrt(freedom * math.expm1(normal**2 / freedom))

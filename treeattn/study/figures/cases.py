@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import asdict
+
 from treeattn.errors import ArgumentError
+from treeattn.study.compare.results import Results, Summary
+from treeattn.study.compare.schema import Key, Point, Run
 from treeattn.study.figures.style import in_order
-from treeattn.study.results import Key, Results, Summary, version
 
 __all__ = ["PAYLOAD", "RANKS", "SKEW", "TOKENS", "Axis", "Case", "Study", "cases"]
 
@@ -58,11 +60,11 @@ class Study:
         return in_order(summary.key.scheme for summary in self.summaries)
 
     @functools.cached_property
-    def blocks(self) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    def blocks(self) -> dict[tuple[Any, ...], list[Point]]:
         """(case, version) -> its points, which were measured beside each other."""
-        found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        found: dict[tuple[Any, ...], list[Point]] = {}
         for point in self.results.points:
-            found.setdefault((point["key"].case, version(self.results.runs[point["run"]])), []).append(point)
+            found.setdefault((point.key.case, self.results.version(point)), []).append(point)
         return found
 
     def of(self, what: str) -> list[Summary]:
@@ -105,23 +107,20 @@ class Case:
     def notes(self) -> tuple[str, ...]:
         """Where the points come from: versions and machine, warnings of the runs, schemes that failed."""
         results, compared = self.study.results, {summary.key.case for summary in self.members}
-        mine = {summary.version: list[dict[str, Any]]() for summary in self.members}
-        for run in dict.fromkeys(point["run"] for point in results.points if point["key"].case in compared):
-            line = results.runs[run]
-            if version(line) in mine:
-                mine[version(line)].append(line)
-        notes = [f"{name}; started {_dates(lines)}." for name, lines in mine.items()]
-        lines = [line for of_version in mine.values() for line in of_version]
-        notes += [
-            f"Warning: {text}." for text in dict.fromkeys(line.get("warning") for line in lines) if text
-        ]
-        failed = [entry["key"].scheme for entry in results.errors if entry["key"].case in compared]
+        mine = {summary.version: dict[str, Run]() for summary in self.members}
+        for point in results.points:
+            if point.key.case in compared and results.version(point) in mine:
+                mine[results.version(point)][point.run] = results.runs[point.run]
+        notes = [f"{name}; started {_dates(lines.values())}." for name, lines in mine.items()]
+        lines = [line for of_version in mine.values() for line in of_version.values()]
+        notes += [f"Warning: {text}." for text in dict.fromkeys(line.warning for line in lines) if text]
+        failed = [entry.key.scheme for entry in results.errors if entry.key.case in compared]
         notes += [f"Could not run here: {', '.join(in_order(failed))}."] if failed else []
         return tuple(notes)
 
 
-def _dates(lines: list[dict[str, Any]]) -> str:
-    return ", ".join(sorted({str(line.get("started", "at an unknown time"))[:10] for line in lines}))
+def _dates(lines: Iterable[Run]) -> str:
+    return ", ".join(sorted({line.started[:10] for line in lines}))
 
 
 def cases(study: Study, what: str, axis: Axis) -> list[Case]:
@@ -199,10 +198,7 @@ def _words(fields: dict[str, Any]) -> str:
 
 
 def _where(ranks: int, layout: str) -> str:
-    """layout: ranks on each node of the whole job, as 4+4, 16x8 or 2+2 cyclic."""
+    """layout: ranks on each node, as 4+4, 16x8 or 2+2 cyclic."""
     if not layout:
         return f"{ranks} ranks"
-    parts = layout.split()[0].split("+")
-    total = sum(math.prod(map(int, part.split("x"))) for part in parts)
-    nodes = "one node" if layout.isdecimal() else f"nodes of {layout}"
-    return f"{ranks} ranks on {nodes}" if ranks == total else f"the first {ranks} of {total} ranks on {nodes}"
+    return f"{ranks} ranks on {'one node' if layout.isdecimal() else f'nodes of {layout}'}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from treeattn.study.compare.results import Summary
+from treeattn.study.compare.schema import NULL, SUM
 from treeattn.study.figures.cases import PAYLOAD, TOKENS, Case, Study, cases
 from treeattn.study.figures.chart import Chart, Lines, Panel, Point, Rows, Series
-from treeattn.study.results import FLOOR, NULL, Summary
 
 __all__ = ["memory", "traffic"]
 
@@ -71,7 +72,7 @@ def traffic(study: Study) -> list[Chart]:
     charts: list[Chart] = []
     for what, (name, axis) in _KINDS.items():
         for case in cases(study, what, axis):
-            members = [m for m in case.at_end() if m.key.scheme not in (FLOOR, NULL)]
+            members = [m for m in case.at_end() if m.key.scheme not in (SUM, NULL)]
             if any(member.facts.get("sent") for member in members):
                 charts.append(_traffic_rows(case, what, name, members))
     return charts

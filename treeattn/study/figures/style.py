@@ -1,8 +1,8 @@
 """How series are told apart: by colour, and without any colour by marker, dashes and hatching.
 
 Colours are those of Okabe and Ito, "Color Universal Design" (2008), which people who see colours differently
-tell apart; without their yellow, which is too pale for lines on paper. Black is for the floor, grey for the
-reduction that does nothing.
+tell apart; without their yellow, which is too pale for lines on paper. Black is for the library's sum, grey
+for the reduction that does nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from treeattn.decoder import plan as routes
-from treeattn.study.results import FLOOR, NULL
+from treeattn.study.compare.schema import NULL, SUM
 
 __all__ = ["HATCHES", "MARKERS", "Style", "in_order", "styles"]
 
@@ -35,7 +35,7 @@ class Style:
     dashes: Any
 
 
-_FIXED = {FLOOR: Style("#000000", "h", (0, (1.2, 1.2))), NULL: Style("#7f7f7f", "d", (0, (1.2, 1.2)))}
+_FIXED = {SUM: Style("#000000", "h", (0, (1.2, 1.2))), NULL: Style("#7f7f7f", "d", (0, (1.2, 1.2)))}
 
 
 def styles(names: Iterable[str]) -> dict[str, Style]:
@@ -48,9 +48,9 @@ def styles(names: Iterable[str]) -> dict[str, Style]:
 
 
 def in_order(schemes: Iterable[str]) -> list[str]:
-    """Each scheme once, in the order of the catalogue; then others; floor and null last."""
+    """Each scheme once, in the order of the catalogue; then others; sum and null last."""
     place = {name: index for index, name in enumerate(routes.CATALOG)}
-    place |= {FLOOR: len(place) + 1, NULL: len(place) + 2}
+    place |= {SUM: len(place) + 1, NULL: len(place) + 2}
 
     def key(scheme: str) -> tuple[int, str]:
         return place.get(scheme.partition(":")[0], len(routes.CATALOG)), scheme

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from statistics import median
 
+from treeattn.study.compare.results import Summary
+from treeattn.study.compare.schema import NULL
 from treeattn.study.figures.cases import PAYLOAD, RANKS, SKEW, TOKENS, Axis, Case, Study, cases
 from treeattn.study.figures.chart import Chart, Lines, Panel, Point, Rows, Series, interval
-from treeattn.study.results import NULL, Summary
-from treeattn.study.statistics import describe, quantile
+from treeattn.study.statistics import describe
 
 __all__ = ["cold", "predicted", "relative", "scaling", "skew", "speedup", "time"]
 
@@ -15,8 +17,8 @@ __all__ = ["cold", "predicted", "relative", "scaling", "skew", "speedup", "time"
 _KINDS = {"decode": ("decoding step", TOKENS), "reduce": ("reduction", PAYLOAD)}
 
 _INTERVALS = (
-    "Mark: median of all iterations. Bar: interval of the median at 95 % confidence, from the medians of "
-    "blocks; hollow marks have none (fewer than 6 blocks)."
+    "Mark: median of the iterations, blocks weighing the same. Bar: interval of that median at 95 % "
+    "confidence; hollow marks have none (fewer than 6 blocks)."
 )
 _RATIOS = (
     "Mark: median over blocks of the ratio to the block measured beside it. Bar: interval of that median at "
@@ -150,11 +152,9 @@ def _blocks(study: Study, summary: Summary, scheme: str) -> dict[tuple[str, int,
     """(run, launch, repetition) -> median completion, of `scheme` in the case and version of `summary`."""
     found = study.blocks[(summary.key.case, summary.version)]
     return {
-        (point["run"], point["launch"], point["repetition"]): quantile(
-            sorted(point["samples"]["completion"]), 0.5
-        )
+        (point.run, point.launch, point.repetition): median(point.samples["completion"])
         for point in found
-        if point["key"].scheme == scheme
+        if point.key.scheme == scheme
     }
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeattn import comm as comm_
+from treeattn.study.compare.sweep import meet_asleep
 from treeattn.study.paper.experiment import IN_THE_FIGURE, Experiment, Table
 from treeattn.study.paper.machines import BETWEEN, WITHIN
-from treeattn.study.sweep import meet_asleep
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from treeattn.study import laws
-from treeattn.study.measure import Effort
+from treeattn.study.compare.measure import Effort
+from treeattn.study.compare.schema import Key
 from treeattn.study.paper import machines, measured
 from treeattn.study.paper.experiment import IN_THE_FIGURE, Cell, Experiment, Table
 from treeattn.study.paper.measured import Points
-from treeattn.study.results import Key
 
 __all__ = ["EXPERIMENT", "Predicted", "constant_for", "keys", "model", "predict"]
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from treeattn.errors import TreeattnError
-from treeattn.study.measure import Effort
+from treeattn.study.compare.measure import Effort
+from treeattn.study.compare.schema import Key
+from treeattn.study.compare.sweep import Sweep
 from treeattn.study.paper.experiment import Table
-from treeattn.study.results import Key
-from treeattn.study.sweep import Sweep
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

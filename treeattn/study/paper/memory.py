@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from treeattn.study import laws
+from treeattn.study.compare.schema import Key
 from treeattn.study.paper import measured
 from treeattn.study.paper.experiment import Cell, Experiment, Table
 from treeattn.study.paper.measured import Points
-from treeattn.study.results import Key
 
 __all__ = ["EXPERIMENT", "buffers", "keys", "law", "model"]
 

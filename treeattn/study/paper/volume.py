@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from treeattn.study import laws
+from treeattn.study.compare.schema import Key
 from treeattn.study.paper import machines, measured
 from treeattn.study.paper.experiment import Cell, Experiment, Table
 from treeattn.study.paper.measured import Points
-from treeattn.study.results import Key
 
 __all__ = ["EXPERIMENT", "SCHEMES", "keys", "law", "model"]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from treeattn import comm as comm_
-from treeattn.study.clock import Clock, Offset, on_common_clock
+from treeattn.study.compare.clock import Clock, Offset, on_common_clock
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

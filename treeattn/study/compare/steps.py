@@ -1,4 +1,4 @@
-"""What is measured, behind one face: any scheme, a scheme with records of bfloat16, the floor, and nothing.
+"""What is measured, behind one face: any scheme, one with bfloat16 records, the library's sum, and nothing.
 
 Each has the parts of a `treeattn.Decoder`: ``local``, ``reduce`` and ``finish``, and ``sent``.
 """
@@ -18,13 +18,13 @@ from treeattn.collectives.executors.mpi import Reducer
 from treeattn.decoder import Decoder
 from treeattn.decoder import plan as routes
 from treeattn.errors import RestrictionError
-from treeattn.study import wire as wire_
-from treeattn.study.results import FLOOR, NULL, Key
+from treeattn.study.compare import wire as wire_
+from treeattn.study.compare.schema import NULL, SUM, Key
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["Around", "plan", "plan_null_merge", "shape_of"]
+__all__ = ["Around", "plan", "plan_null_merge", "reduces", "shape_of"]
 
 
 def shape_of(key: Key) -> Shape:
@@ -32,12 +32,17 @@ def shape_of(key: Key) -> Shape:
     return Shape(key.batch, key.queries, key.heads, key.kv_heads, key.head_dim, key.dtype)
 
 
+def reduces(scheme: str) -> bool:
+    """Whether it has a reduction apart from the step: fused schemes attend while they communicate."""
+    return scheme in (NULL, SUM) or not routes.fused(scheme)
+
+
 def plan(comm: Intracomm, key: Key) -> Any:
     """A planned step of the scheme of `key`: a `Decoder`, or an `Around`. Collective.
 
     Raises what `Decoder` raises, on every rank alike.
     """
-    if key.scheme == FLOOR:
+    if key.scheme == SUM:
         return Around(comm, key, _sum)
     if key.scheme == NULL:
         return Around(comm, key, _nothing)

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from treeattn.decoder import plan as routes
 from treeattn.errors import TreeattnError
 from treeattn.study import environment
-from treeattn.study.measure import Bench, Effort
-from treeattn.study.results import FLOOR, NULL, Key
+from treeattn.study.compare.measure import Bench, Effort
+from treeattn.study.compare.schema import Key
+from treeattn.study.compare.steps import reduces
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -49,12 +49,8 @@ def keys(schemes: Sequence[str], **lists: Sequence[Any]) -> list[Key]:
             fields["tokens"] = 0
         if fields["dtype"] == "float64" and fields["wire"] == "float32":
             fields["wire"] = "float64"  # the records of float64 inputs
-        found += [Key(scheme=scheme, **fields) for scheme in schemes if _exists(scheme, fields["what"])]
-    return list(dict.fromkeys(found))
-
-
-def _exists(scheme: str, what: str) -> bool:
-    return what == "decode" or scheme in (NULL, FLOOR) or not routes.fused(scheme)
+        found += [Key(scheme=scheme, **fields) for scheme in schemes]
+    return [key for key in dict.fromkeys(found) if key.what == "decode" or reduces(key.scheme)]
 
 
 @dataclass(slots=True)
@@ -106,7 +102,9 @@ class Sweep:
             for key in dict.fromkeys(block.key for block in blocks):
                 self._fail(bench, key, error)
             return
-        spent = self._spent_before()
+        spent: dict[Key, float] = {}  # seconds
+        for block, took in self.done.items():
+            spent[block.key] = spent.get(block.key, 0.0) + took / 1e6
         weighed: set[Key] = set()
         for block in blocks:
             taken = spent.get(block.key, 0.0)
@@ -130,13 +128,6 @@ class Sweep:
     def _fail(self, bench: Bench, key: Key, error: TreeattnError) -> None:
         if bench.comm.rank == 0:
             self.failed(key, error)
-
-    def _spent_before(self) -> dict[Key, float]:
-        """Seconds that the blocks of each key took which are done already."""
-        spent: dict[Key, float] = {}
-        for block, took in self.done.items():
-            spent[block.key] = spent.get(block.key, 0.0) + took / 1e6
-        return spent
 
 
 def meet_asleep(world: Intracomm) -> None:

@@ -18,8 +18,8 @@ from treeattn import reference
 from treeattn.attention.shape import DTYPES
 from treeattn.errors import ArgumentError
 from treeattn.shards import Layout
-from treeattn.study.results import Key
-from treeattn.study.steps import shape_of
+from treeattn.study.compare.schema import Key
+from treeattn.study.compare.steps import shape_of
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

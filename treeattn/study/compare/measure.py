@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeattn import comm as comm_
-from treeattn.study import environment, payload, problems, steps
-from treeattn.study.clock import Clock
-from treeattn.study.loop import Loop
-from treeattn.study.results import FLOOR, NULL, Key
+from treeattn.study import environment
+from treeattn.study.compare import payload, problems, steps
+from treeattn.study.compare.clock import Clock
+from treeattn.study.compare.loop import Loop, Times
+from treeattn.study.compare.schema import NULL, SUM, Key
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -28,6 +29,7 @@ __all__ = ["Bench", "Effort"]
 
 WARMUP = {"reduce": 5, "decode": 1}
 FEWEST = 3
+JUDGEMENT = ("same_bits", "digest", "error_out", "error_lse", "bound_out", "bound_lse")
 PARTS = {"reduce": (), "decode": ("local", "reduce", "finish")}
 
 
@@ -65,20 +67,19 @@ class Bench:
         return make(self.comm, key, self.seed)
 
     def block(self, key: Key, problem: problems.Problem, memory: bool) -> dict[str, Any] | None:
-        """The fields of a point (see `treeattn.study.results`) on rank 0, None elsewhere.
+        """The fields of a point (see `treeattn.study.compare.schema`) on rank 0, None elsewhere.
 
         memory: also run two steps under tracemalloc, after what is timed. Raises what planning raises.
         """
         began = time.perf_counter()
         step = steps.plan(self.comm, key)
         planning = self.loop.agree_on_slowest(time.perf_counter() - began)
-        prepare, parts = _calls(key, problem, step)
-        cold = self.loop.run(parts, prepare, 1)
+        cold = self.loop.run(*_calls(key, problem, step), 1)
         facts = self._facts(key, problem, step)
-        count = self._warm(key, prepare, parts)
-        timed = self.loop.run(parts, prepare, count, key.skew)
-        step.close()  # not after an error: closing is collective, and a rank may have failed alone
-        without_merge = self._null_merge(key, problem, count) if _has_null_merge(key, step) else None
+        count, timed = self._warm(key, problem, step)
+        without_merge = None
+        if key.what == "reduce" and step.schedule is not None and key.wire == "float32":
+            _, without_merge = self._warm(key, problem, steps.plan_null_merge(self.comm, key), count)
         allocated = self._memory(key, problem) if memory else {"held": None, "step_peak": None}
         if timed is None or cold is None:
             return None
@@ -96,36 +97,36 @@ class Bench:
             "samples": samples,
         }
 
-    def _warm(self, key: Key, prepare: Callable[[], object], parts: Any) -> int:
-        """Untimed calls; then how many iterations the slowest rank can afford."""
+    def _warm(
+        self, key: Key, problem: problems.Problem, step: Any, count: int | None = None
+    ) -> tuple[int, Times | None]:
+        """The last of a step: untimed calls, then `count` timed ones, by default as many as the slowest rank
+        can afford. Closes it; not after an error, since that is collective and a rank may have failed alone.
+        """
+        parts, prepare = _calls(key, problem, step)
         for _ in range(WARMUP[key.what]):
             prepare()
             began = time.perf_counter()
             for part in parts:
                 part()
             spent = time.perf_counter() - began
-        overhead = 2 * self.loop.lead / 1e6 + key.skew / 1e6
-        return self.effort.count(self.loop.agree_on_slowest(spent + overhead))
-
-    def _null_merge(self, key: Key, problem: problems.Problem, count: int) -> Any:
-        step = steps.plan_null_merge(self.comm, key)
-        prepare, parts = _calls(key, problem, step)
-        self._warm(key, prepare, parts)
+        if count is None:
+            overhead = 2 * self.loop.lead / 1e6 + key.skew / 1e6
+            count = self.effort.count(self.loop.agree_on_slowest(spent + overhead))
         timed = self.loop.run(parts, prepare, count, key.skew)
         step.close()
-        return timed
+        return count, timed
 
     def _memory(self, key: Key, problem: problems.Problem) -> dict[str, int]:
         """Bytes that a plan holds after its first step, and that a second step adds at its peak."""
         tracemalloc.start()
         try:
             step = steps.plan(self.comm, key)
-            prepare, parts = _calls(key, problem, step)
-            for turn in range(2):
+            parts, prepare = _calls(key, problem, step)
+            for _ in range(2):
                 prepare()
-                if turn:
-                    tracemalloc.reset_peak()
-                    held = tracemalloc.get_traced_memory()[0]
+                tracemalloc.reset_peak()
+                held = tracemalloc.get_traced_memory()[0]
                 for part in parts:
                     part()
             peak = tracemalloc.get_traced_memory()[1]
@@ -137,26 +138,20 @@ class Bench:
 
     def _facts(self, key: Key, problem: problems.Problem, step: Any) -> dict[str, Any]:
         """What does not depend on time: the result's error and bits, and what was sent."""
-        certificate = step.certificate
-        facts: dict[str, Any] = {
-            "determinism": "measured" if certificate is None else certificate.determinism,
-            "rounds": None if certificate is None else certificate.rounds,
-            "depth": None if certificate is None else certificate.depth,
+        proved, scheduled = step.certificate, None
+        if step.schedule is not None:
+            size = 2 if key.wire == "bfloat16" else step.records.itemsize
+            row = key.batch * key.queries * (key.head_dim + 2) * size
+            scheduled = payload.scheduled(step.schedule, key.heads, row, self.groups)
+        judged = key.scheme not in (SUM, NULL)
+        return {
+            "determinism": proved.determinism if proved else "measured",
+            "rounds": proved and proved.rounds,
+            "depth": proved and proved.depth,
             "sent": payload.handed_over(self.comm, step.sent, self.groups),
-            "scheduled": self._scheduled(key, step),
+            "scheduled": scheduled,
+            **(self._judged(problem, step) if judged else dict.fromkeys(JUDGEMENT)),
         }
-        if key.scheme in (FLOOR, NULL):
-            return facts | dict.fromkeys(
-                ("same_bits", "digest", "error_out", "error_lse", "bound_out", "bound_lse")
-            )
-        return facts | self._judged(problem, step)
-
-    def _scheduled(self, key: Key, step: Any) -> Any:
-        if step.schedule is None:
-            return None
-        size = 2 if key.wire == "bfloat16" else step.records.itemsize
-        row = key.batch * key.queries * (key.head_dim + 2) * size
-        return payload.scheduled(step.schedule, key.heads, row, self.groups)
 
     def _judged(self, problem: problems.Problem, step: Any) -> dict[str, Any]:
         out, lse = step.finish()
@@ -180,18 +175,14 @@ class Bench:
         }
 
 
-def _calls(key: Key, problem: problems.Problem, step: Any) -> tuple[Callable[[], object], Any]:
-    """What precedes an iteration untimed, and the timed parts of one."""
+def _calls(key: Key, problem: problems.Problem, step: Any) -> tuple[Any, Callable[[], object]]:
+    """The timed parts of an iteration, and what precedes them untimed."""
     if key.what == "decode":
         q, k, v = problem.q, problem.k, problem.v
-        return tuple, (lambda: step.local(q, k, v), step.reduce, step.finish)
+        return (lambda: step.local(q, k, v), step.reduce, step.finish), tuple
     # A reduction works in place: fold fresh records each time, not the results of the last one.
-    return lambda: np.copyto(step.records, problem.records), (step.reduce,)
+    return (step.reduce,), lambda: np.copyto(step.records, problem.records)
 
 
 def _digest(out: Any, lse: Any) -> str:
     return hashlib.sha256(out.tobytes() + lse.tobytes()).hexdigest()[:16]
-
-
-def _has_null_merge(key: Key, step: Any) -> bool:
-    return key.what == "reduce" and step.schedule is not None and key.wire == "float32"

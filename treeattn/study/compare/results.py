@@ -1,0 +1,264 @@
+"""Results of measurements: read, kept apart by version, summarised, and appended a line at a time.
+
+`treeattn.study.compare.schema` has the format. Each line is on disk before the next is measured, so a killed
+run loses one point at most.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import stat
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from treeattn.errors import ArgumentError
+from treeattn.study import environment
+from treeattn.study.compare.schema import Failure, Key, Line, Point, Run
+from treeattn.study.statistics import Statistics, describe
+
+__all__ = ["Results", "Summary", "Writer", "mixed_versions", "read", "summarise", "version"]
+
+_LINE = msgspec.json.Decoder(Run | Point | Failure)
+_NOT_A_LINE = (msgspec.DecodeError, ValueError, RecursionError)
+_BEGINNING = b'{"kind":"'
+
+
+@dataclass(slots=True)
+class Results:
+    """What `read` found: run id -> run; points and errors; what is wrong, in words."""
+
+    runs: dict[str, Run] = field(default_factory=dict)
+    points: list[Point] = field(default_factory=list)
+    errors: list[Failure] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def version(self, point: Point) -> str:
+        """The `version` of a point."""
+        return version(self.runs[point.run], point.key.ranks)
+
+    def used(self) -> list[tuple[Run, int]]:
+        """Each run with each number of ranks that a point of it used, as `mixed_versions` takes them."""
+        found = dict.fromkeys((point.run, point.key.ranks) for point in self.points)
+        return [(self.runs[run], ranks) for run, ranks in found]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """All blocks of one key and one version. times: series -> statistics, with ``plan`` and ``first`` among
+    them; facts: the other fields of a point: of errors and sizes the worst of all blocks, the sum of late
+    starts, and ``digests``, every result that some block had."""
+
+    key: Key
+    version: str
+    launches: int
+    times: dict[str, Statistics]
+    facts: dict[str, Any]
+
+
+def read(*paths: str | Path) -> Results:
+    """Everything readable in these files. Lines that are not are named in `problems`, and nothing else is
+    lost; a file of something else is named once.
+
+    Raises `ArgumentError` for a file that cannot be opened.
+    """
+    found = Results()
+    for path in map(Path, paths):
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ArgumentError(f"{path}: cannot be read ({error.strerror})") from None
+        lines = [(number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+        before = len(found.problems)
+        for number, line in lines:
+            _take(found, f"{path}:{number}", line)
+        if not content.startswith(b"{") and len(found.problems) - before == len(lines) > 0:
+            found.problems[before:] = [f"{path}: is not a file of results; left out"]
+    _drop(found, "of a run whose line is missing", lambda point: point.run not in found.runs)
+    # Copies of a block would make its interval narrower than it is.
+    firsts = {_block(point): point for point in reversed(found.points)}
+    _drop(found, "measured twice", lambda point: firsts[_block(point)] is not point)
+    mixed = mixed_versions(found.used())
+    found.problems += [mixed] if mixed else []
+    return found
+
+
+def _take(found: Results, where: str, line: bytes) -> None:
+    try:
+        entry = _LINE.decode(line)
+    except _NOT_A_LINE as error:
+        found.problems.append(f"{where}: not a result line ({error}); left out")
+        return
+    match entry:
+        case Run():
+            found.runs[entry.run] = entry
+        case Point():
+            found.points.append(entry)
+        case Failure():
+            found.errors.append(entry)
+
+
+def _block(point: Point) -> tuple[Any, ...]:
+    return point.run, point.key, point.launch, point.repetition
+
+
+def _drop(found: Results, why: str, wrong: Callable[[Point], bool]) -> None:
+    kept = [point for point in found.points if not wrong(point)]
+    if len(kept) < len(found.points):
+        found.problems.append(f"{len(found.points) - len(kept)} points {why}: left out")
+    found.points = kept
+
+
+def version(run: Run, ranks: int) -> str:
+    """What must be equal for points of two runs to be combined: software, and of the first `ranks` ranks,
+    which are those that a point used, their processors and how they lie on nodes."""
+    used = run.ranks[:ranks]
+    order = [rank.node for rank in used]
+    nodes = "+".join(str(order.count(node)) for node in dict.fromkeys(order))
+    processors = " and ".join(sorted({rank.cpu for rank in used}))
+    return f"{_build(run)}, {processors}, ranks {nodes}{'' if order == sorted(order) else ' cyclic'}"
+
+
+def _build(run: Run) -> str:
+    revision = run.software.git or "no git"
+    dirty = "+dirty" if "+dirty" in revision else ""
+    package, mpi = run.software.packages["treeattn"], " ".join(run.software.mpi.split())
+    return f"treeattn {package} ({revision[:12]}{dirty}), {mpi}"
+
+
+def mixed_versions(used: Iterable[tuple[Run, int]]) -> str | None:
+    """Says which points are kept apart, of runs that used so many ranks; None if nothing is.
+
+    Jobs of several sizes are not mixed: their points have different keys. Software is to be one everywhere.
+    """
+    builds: set[str] = set()
+    by_ranks: dict[int, set[str]] = {}
+    for run, ranks in used:
+        builds.add(_build(run))
+        by_ranks.setdefault(ranks, set()).add(version(run, ranks))
+    placed = {name for versions in by_ranks.values() if len(versions) > 1 for name in versions}
+    apart = builds if len(builds) > 1 else placed
+    return "runs of different versions, kept apart: " + "; ".join(sorted(apart)) if apart else None
+
+
+_FACTS = ("warmup", "determinism", "rounds", "depth", "sent", "scheduled", "predicted")
+_WORST = ("error_out", "error_lse", "clock_error", "held", "step_peak")
+
+
+def summarise(results: Results) -> list[Summary]:
+    """One summary for each key and version, in the order of their first points."""
+    groups: dict[tuple[Key, str], list[Point]] = {}
+    for point in results.points:
+        groups.setdefault((point.key, results.version(point)), []).append(point)
+    return [_summary(key, name, points) for (key, name), points in groups.items()]
+
+
+def _summary(key: Key, name: str, points: list[Point]) -> Summary:
+    series = dict.fromkeys(name for point in points for name in point.samples)
+    times = {name: describe([point.samples.get(name, []) for point in points]) for name in series}
+    times |= {name: describe([[getattr(point, name)] for point in points]) for name in ("plan", "first")}
+    wrong = [point for point in points if point.scheduled and point.sent != point.scheduled]
+    facts: dict[str, Any] = {name: getattr([*points, *wrong][-1], name) for name in _FACTS}
+    facts |= {name: _worst(points, name, _most) for name in _WORST}
+    facts |= {name: _worst(points, name, min) for name in ("bound_out", "bound_lse")}
+    held = {point.same_bits for point in points}
+    facts["same_bits"] = None if held == {None} else False not in held
+    facts["digests"] = sorted({point.digest for point in points if point.digest})
+    facts["late"] = sum(point.late for point in points)
+    return Summary(key, name, len({point.launch for point in points}), times, facts)
+
+
+def _worst(points: list[Point], name: str, choose: Callable[[list[float]], float]) -> float | None:
+    known = [float(value) for value in (getattr(point, name) for point in points) if value is not None]
+    return choose(known) if known else None
+
+
+def _most(values: list[float]) -> float:
+    """The largest; NaN, which compares with nothing, is worse than any."""
+    return next(filter(math.isnan, values), max(values))
+
+
+class Writer:
+    """Appends lines to a results file, each on disk before `append` returns. One writer at a time.
+
+    held: what the file held before. What a killed run or a full disk left of a last line is cut off, and
+    named there once. Raises `ArgumentError` for a file that cannot be written, to which another run is
+    appending, or which holds something else: that one is left as it is.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        try:
+            self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - held until close
+        except OSError as error:
+            raise self._unwritable(error) from None
+        try:
+            self._lock()
+            self.held = read(path)
+            self._mend(self._path.read_bytes())
+        except BaseException:
+            self.close()
+            raise
+
+    def _lock(self) -> None:
+        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+            raise ArgumentError(f"{self._path}: is not an ordinary file; name a file to write")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ArgumentError(
+                f"{self._path}: another run is appending to it; wait for its end or name another file"
+            ) from None
+        except OSError as error:  # such as a place that knows no locks
+            raise self._unwritable(error) from None
+
+    def _mend(self, content: bytes) -> None:
+        """Let the file end with a whole line."""
+        if not self.held.runs and not _BEGINNING.startswith(content[: len(_BEGINNING)]):
+            raise ArgumentError(f"{self._path}: is not a file of results; name another, or a new one")
+        *lines, last = content.split(b"\n")
+        if not last:
+            return
+        try:
+            msgspec.json.decode(last)
+        except _NOT_A_LINE:
+            self._file.truncate(len(content) - len(last))
+            where = f"{self._path}:{len(lines) + 1}: "
+            self.held.problems = [
+                text.replace("left out", "removed: it was cut short") if text.startswith(where) else text
+                for text in self.held.problems
+            ]
+        else:
+            self._write(b"\n")
+
+    def _unwritable(self, error: OSError) -> ArgumentError:
+        why = error.strerror or error
+        return ArgumentError(f"{self._path}: cannot be written ({why}); name another place")
+
+    def append(self, line: Line) -> None:
+        """Write one line."""
+        self._write(environment.as_json(msgspec.to_builtins(line), indent=None, separators=(",", ":")))
+
+    def _write(self, line: bytes) -> None:
+        try:
+            left = memoryview(line)
+            while left:
+                left = left[self._file.write(left) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def close(self) -> None:
+        """Give the file free for others."""
+        self._file.close()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,193 @@
+"""What a results file holds: JSON lines of three kinds, `Run`, `Point` and `Failure`.
+
+Every line has ``kind`` ("run", "point" or "error"), ``format`` and ``run``, the id of the job that wrote it.
+Times are microseconds, sizes bytes. Numbers that JSON has no words for are strings, "nan" and "inf".
+
+A file may have been cut, edited, joined or written by another version. A line that decodes as these types has
+every field that is computed with, within bounds, so that readers meet no surprise; fields with a default may
+be missing, and others may be there too.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, structs
+
+__all__ = ["FORMAT", "NULL", "SUM", "Failure", "Key", "Line", "Point", "Rank", "Run", "Software"]
+
+#: Of the lines; a reader leaves lines of another format alone and names them.
+FORMAT = 1
+
+#: What stands among the schemes in results without being one: its results are not judged. The same bytes
+#: through the MPI library's own sum; and nothing, which is the harness's own cost.
+SUM, NULL = "MPI_Allreduce(SUM)", "null"
+
+_MOST = 10**18  # of any number: sums and ratios of such are finite
+
+Whole = Annotated[int, Meta(ge=0, le=_MOST)]
+Positive = Annotated[int, Meta(ge=1, le=_MOST)]
+Number = Annotated[float, Meta(ge=-_MOST, le=_MOST)]
+Length = Annotated[float, Meta(ge=0, le=_MOST)]
+Series = Annotated[list[Number], Meta(min_length=1)]
+Difference = Number | Literal["nan", "inf"] | None
+#: Tier -> (messages, bytes); messages None where they are not known.
+Tiers = dict[Literal["intra", "inter", "unknown"], tuple[Whole | None, Whole]]
+
+
+class Key(Struct, frozen=True):
+    """Every parameter of a point; two points with one key may be combined.
+
+    what: ``"reduce"``, the reduction alone, or ``"decode"``, the whole step. scheme: as ``scheme=`` takes it,
+    or `SUM` or `NULL`. tokens: context length over all ranks, 0 where it has no part (reduce). wire: type of
+    the records under way. skew: each rank enters up to so many microseconds late, at random.
+    """
+
+    what: Literal["reduce", "decode"]
+    scheme: str
+    ranks: Positive
+    tokens: Whole
+    batch: Positive
+    queries: Positive
+    heads: Positive
+    kv_heads: Positive
+    head_dim: Positive
+    dtype: str
+    wire: Literal["float32", "bfloat16", "float64"] = "float32"
+    skew: Length = 0.0
+
+    @property
+    def case(self) -> tuple[Any, ...]:
+        """All of it but the scheme; points of one case are compared with one another."""
+        return tuple(value for name, value in structs.asdict(self).items() if name != "scheme")
+
+
+class Line(Struct, kw_only=True, tag_field="kind"):
+    """What every line has."""
+
+    format: Literal[1]
+    run: str
+
+
+class Software(Struct, kw_only=True):
+    """Versions of what can change a result or a time. isa: what kernels are compiled for."""
+
+    packages: dict[str, str | None]
+    git: str | None
+    mpi: str
+    python: str | None = None
+    platform: str | None = None
+    command: list[str] | None = None
+    isa: str | None = None
+
+    def __post_init__(self) -> None:
+        if "treeattn" not in self.packages:
+            raise ValueError("packages: treeattn is missing")
+
+
+class Rank(Struct, kw_only=True):
+    """Where a rank ran. machine_cores: what all ranks of its machine may use together."""
+
+    node: Whole
+    cpu: str
+    rank: Whole | None = None
+    host: str | None = None
+    cores: Whole | None = None
+    machine: Whole | None = None
+    machine_cores: Whole | None = None
+
+
+class Clocks(Struct, kw_only=True):
+    """How many clocks the ranks read, how they were compared, and the largest error."""
+
+    source: str
+    clocks: Positive
+    error: Length
+    method: str
+
+
+class Run(Line, kw_only=True, tag="run"):
+    """A job, before its first point. ranks: all of its ranks. gpu: what nvidia-smi says on rank 0's machine.
+    environment: variables that change times. warning: ranks share cores, or None."""
+
+    software: Software
+    ranks: Annotated[list[Rank], Meta(min_length=1)]
+    started: str = "unknown"
+    gpu: list[str] | None = None
+    environment: dict[str, str] = {}
+    clock: Clocks | None = None
+    options: dict[str, Any] = {}
+    warning: str | None = None
+
+
+class Point(Line, kw_only=True, tag="point", omit_defaults=True):
+    """One block of iterations of one scheme.
+
+    launch, repetition: which block of this key it is. plan, first: the cold values, slowest rank: planning,
+    and the first call after it. late: iterations which some rank entered after the agreed instant. warmup:
+    untimed calls before. took: the whole block from planning to checking, slowest rank. clock_error: half
+    the fastest round trip of the clocks' comparison, worst rank; 0 where all ranks read one clock.
+
+    determinism, rounds, depth: of the certificate; "measured" and None where there is none. sent: by tier,
+    within a node (intra) and between nodes (inter), of all ranks in one step, as handed to MPI. scheduled:
+    the same as the schedule says. None where the library decides. same_bits: whether all ranks held equal
+    results; None where each holds other heads, or there is nothing to compare. digest: of the whole result:
+    more than one for a key means other bits in another block. error_out, error_lse: largest difference from
+    the float64 reference; bound_out, bound_lse: what "exact" allows.
+
+    held, step_peak: bytes that planning and a first step leave allocated, and that a further step adds at
+    its peak, worst rank, as tracemalloc sees them (NumPy's buffers, not the MPI library's); None for blocks
+    after the first of a key in a run. predicted: of the median completion, by a model.
+
+    samples: name of a series -> one value for each iteration. ``completion``: last exit minus first entry on
+    the synchronised clock; ``after_last_entry``: last exit minus last entry; ``slowest``: the longest time
+    between a rank's own entry and exit. For ``what="decode"`` also ``local``, ``reduce`` and ``finish``: the
+    longest time of each part on any rank. For schedules with ``what="reduce"`` also ``null_merge``:
+    completion with merges that do nothing.
+    """
+
+    key: Key
+    launch: Positive
+    repetition: Whole
+    plan: Number
+    first: Number
+    late: Whole
+    warmup: Whole = 0
+    clock_error: Length
+    determinism: str
+    rounds: Whole | None
+    depth: Whole | None
+    sent: Tiers | None
+    scheduled: Tiers | None
+    same_bits: bool | None
+    digest: str | None
+    error_out: Difference
+    error_lse: Difference
+    bound_out: Difference
+    bound_lse: Difference
+    held: Whole | None
+    step_peak: Whole | None
+    samples: dict[str, Series]
+    took: Length = 0.0
+    predicted: Number | None = None
+
+    def __post_init__(self) -> None:
+        for tiers in (self.sent, self.scheduled):
+            if tiers is not None and not {"intra", "inter"} <= tiers.keys():
+                raise ValueError("sent, scheduled: intra or inter is missing")
+        if not {"completion", "slowest", "after_last_entry"} <= self.samples.keys():
+            raise ValueError("samples: completion, slowest or after_last_entry is missing")
+        if min(self.samples["completion"]) <= 0:
+            raise ValueError("samples: completion is not above 0")
+        judged = self.key.scheme not in (SUM, NULL)
+        judgement = self.error_out, self.error_lse, self.bound_out, self.bound_lse
+        if any((value is not None) != judged for value in judgement) or (judged and self.digest is None):
+            raise ValueError("a scheme has a digest, errors and bounds, what is none has no errors or bounds")
+
+
+class Failure(Line, kw_only=True, tag="error"):
+    """A scheme that could not run there, and why."""
+
+    key: Key
+    launch: Positive
+    message: str
