@@ -12,7 +12,7 @@ from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.study.compare import results
 from treeattn.study.compare.schema import SUM
 from treeattn.study.figures import payload, times
-from treeattn.study.figures.cases import Study
+from treeattn.study.figures.cases import RANKS, SKEW, Axis, Study
 from treeattn.study.figures.chart import Chart
 from treeattn.study.figures.roofline import is_roofline, roofline
 
@@ -20,10 +20,12 @@ __all__ = ["FIGURES", "Figure", "choose_baseline", "choose_figures", "read"]
 
 
 class Figure(NamedTuple):
-    """charts: makes what the results give, perhaps nothing. needs: what they lack then."""
+    """charts: makes what the results give, perhaps nothing. needs: what they lack then. axis: of lines that
+    leave out what has one place on it."""
 
     charts: Callable[[Study], list[Chart]]
     needs: str
+    axis: Axis | None = None
 
 
 #: Name on the command line -> figure.
@@ -31,8 +33,8 @@ FIGURES = {
     "time": Figure(times.time, "no points of decode or reduce"),
     "relative": Figure(times.relative, "no blocks of the baseline beside other schemes"),
     "speedup": Figure(times.speedup, "no kv_ring among the schemes of decode"),
-    "scaling": Figure(times.scaling, "no case was measured on several numbers of ranks"),
-    "skew": Figure(times.skew, "no case was measured with several skews"),
+    "scaling": Figure(times.scaling, "no case was measured on several numbers of ranks", RANKS),
+    "skew": Figure(times.skew, "no case was measured with several skews", SKEW),
     "cold": Figure(times.cold, "no points of schemes"),
     "memory": Figure(payload.memory, "no point tells its allocations"),
     "traffic": Figure(payload.traffic, "no point tells what was sent"),
@@ -83,6 +85,7 @@ def read(paths: Sequence[Path]) -> tuple[Study, list[str]]:
             problems += _take_roofline(study, path)
         else:
             tables.append(path)
+    study.files = {run: path.name for path in tables for run in results.read(path).runs}
     study.results = results.read(*tables)
     problems += study.results.problems
     study.summaries = results.summarise(study.results)

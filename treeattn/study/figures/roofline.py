@@ -75,7 +75,7 @@ def _chart(measured: dict[str, Any], kind: _Kind, suffix: str) -> Chart:
         for label, name in kind.percents.items()
     )
     axis = "%" if len(series) > 1 else f"% {series[0].label}"
-    panel = Panel(axis, series, log=False, reference=(100.0, "limit"))
+    panel = Panel(axis, series, log=False, reference=100.0)
     machine = f"{measured.get('cpu', 'unknown processor')}"
     if isinstance(measured.get("device"), dict):
         machine = "{name}, driver {driver}".format(**{"name": "?", "driver": "?"} | measured["device"])
@@ -84,7 +84,7 @@ def _chart(measured: dict[str, Any], kind: _Kind, suffix: str) -> Chart:
     source = f"{machine}, git {str(measured.get('software', {}).get('git'))[:12]}."
     return Rows(
         f"roofline{suffix}", "Attention against what the memory delivers", case, (kind.note, source),
-        tuple(map(_label, rows)), tuple(row["dtype"] for row in rows), (panel,), "bars",
+        tuple(map(_label, rows)), ("",) * len(rows), (panel,), exact=True,
     )  # fmt: skip
 
 
