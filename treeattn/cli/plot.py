@@ -13,7 +13,6 @@ from treeattn import files
 from treeattn.errors import ArgumentError, BackendError
 from treeattn.study import environment, plot
 from treeattn.study.figures import draw
-from treeattn.study.figures.cases import left_out
 from treeattn.study.figures.chart import Chart
 
 __all__ = ["command"]
@@ -66,8 +65,8 @@ def command(
     files.check_distinct([json_path, *itertools.chain(*targets.values())], list(results))
     _write(out, every, targets)
     write_json(environment.as_json([asdict(chart) for chart in every]))
-    for name, axis in ((name, plot.FIGURES[name].axis) for name in names):
-        for line in left_out(study, axis) if axis else ():
+    for name in names:
+        for line in plot.FIGURES[name].left_out(study):
             click.echo(f"{name} leaves out {line}", err=True)
     for name in missing:
         click.echo(f"left out {name}: {plot.FIGURES[name].needs}", err=figures != "all")

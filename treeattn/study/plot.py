@@ -12,7 +12,7 @@ from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.study.compare import results
 from treeattn.study.compare.schema import SUM
 from treeattn.study.figures import payload, times
-from treeattn.study.figures.cases import RANKS, SKEW, Axis, Study
+from treeattn.study.figures.cases import RANKS, SKEW, Axis, Case, Study, cases, left_out
 from treeattn.study.figures.chart import Chart
 from treeattn.study.figures.roofline import is_roofline, roofline
 
@@ -20,12 +20,22 @@ __all__ = ["FIGURES", "Figure", "choose_baseline", "choose_figures", "read"]
 
 
 class Figure(NamedTuple):
-    """charts: makes what the results give, perhaps nothing. needs: what they lack then. axis: of lines that
-    leave out what has one place on it."""
+    """made: what a case gives, perhaps nothing. needs: what the results lack then. axis: of the cases, where
+    it is not their own; what has one place on it is left out."""
 
-    charts: Callable[[Study], list[Chart]]
+    made: Callable[[Case], list[Chart]] | None
     needs: str
     axis: Axis | None = None
+
+    def charts(self, study: Study) -> list[Chart]:
+        """All charts of this figure; a roofline is of no case."""
+        if self.made is None:
+            return roofline(study)
+        return [chart for case in cases(study, self.axis) for chart in self.made(case)]
+
+    def left_out(self, study: Study) -> tuple[str, ...]:
+        """What the charts leave out, with the reasons."""
+        return left_out(study, self.axis) if self.axis else ()
 
 
 #: Name on the command line -> figure.
@@ -39,7 +49,7 @@ FIGURES = {
     "memory": Figure(payload.memory, "no point tells its allocations"),
     "traffic": Figure(payload.traffic, "no point tells what was sent"),
     "predicted": Figure(times.predicted, "no point carries a prediction"),
-    "roofline": Figure(roofline, "no file of `treeattn roofline --json`"),
+    "roofline": Figure(None, "no file of `treeattn roofline --json`"),
 }
 
 

@@ -97,6 +97,15 @@ class Case:
         """The case in words; with what stands on the axis if a `key` is given."""
         return _words(self.fixed if key is None else self.fixed | _fields(key))
 
+    def around(
+        self, name: str, title: str, note: str, key: Key | None = None
+    ) -> tuple[str, str, str, tuple[str, ...]]:
+        """Name, title, case and notes of a chart. {} in the title stands for what is measured, + in the name
+        for where that goes if not to its end. key: as for `title`."""
+        start, _, end = name.partition("+")
+        name = f"{start}-{self.what}{end}{self.suffix}"
+        return name, title.format(KINDS[self.what][0]), self.title(key), (note, *self.notes())
+
     def runs(self) -> dict[str, dict[str, Run]]:
         """Version -> id -> run, of the points in this case."""
         results, compared = self.study.results, {summary.key.case for summary in self.members}

@@ -6,7 +6,7 @@ from typing import Any
 
 from treeattn.study.compare.results import Summary
 from treeattn.study.compare.schema import NULL, SUM
-from treeattn.study.figures.cases import KINDS, Study, cases
+from treeattn.study.figures.cases import Case
 from treeattn.study.figures.chart import Chart, Panel, Point, Series
 from treeattn.study.figures.times import lines, rows
 
@@ -19,23 +19,19 @@ _ALLOCATIONS = (
 _SENT = "Of all ranks in one step, as handed to MPI. Intra: within a node. Inter: between nodes."
 
 
-def memory(study: Study) -> list[Chart]:
+def memory(case: Case) -> list[Chart]:
     """Bytes that a scheme holds and that a step adds; and their sum over the context length."""
-    charts: list[Chart] = []
-    for case in cases(study):
-        name, title = f"memory-{case.what}", f"emory of a {KINDS[case.what][0]}, one rank"
-        members = [m for m in case.at_end() if _peak(m) is not None]
-        names = tuple(member.key.scheme for member in members)
-        series = tuple(
-            Series(label, tuple(Point(row, float(m.facts[fact])) for row, m in enumerate(members)))
-            for label, fact in (("held between steps", "held"), ("step peak, on top", "step_peak"))
-        )
-        charts += rows(case, name, f"M{title}", names, (Panel("bytes", series),), _ALLOCATIONS, exact=True)
-        if len(case.places()) > 1:
-            label = "held and step peak together, bytes"
-            name, title = f"{name}-growth", f"Peak m{title}"
-            charts += lines(case, name, title, label, _peak, _ALLOCATIONS, intervals=False)
-    return charts
+    members = [m for m in case.at_end() if _peak(m) is not None]
+    series = tuple(
+        Series(label, tuple(Point(row, float(m.facts[fact])) for row, m in enumerate(members)))
+        for label, fact in (("held between steps", "held"), ("step peak, on top", "step_peak"))
+    )
+    words = "memory", "Memory of a {}, one rank", _ALLOCATIONS
+    growth = "memory+-growth", "Peak memory of a {}, one rank", _ALLOCATIONS
+    return [
+        *rows(case, words, [m.key.scheme for m in members], (Panel("bytes", series),), exact=True),
+        *lines(case, growth, "held and step peak together, bytes", _peak, intervals=False),
+    ]
 
 
 def _peak(summary: Summary) -> Point | None:
@@ -43,18 +39,13 @@ def _peak(summary: Summary) -> Point | None:
     return None if held is None or step is None else Point(0, float(held + step))
 
 
-def traffic(study: Study) -> list[Chart]:
+def traffic(case: Case) -> list[Chart]:
     """Bytes and messages within and between nodes, of one step."""
-    charts: list[Chart] = []
-    for case in cases(study):
-        members = [m for m in case.at_end() if m.key.scheme not in (SUM, NULL)]
-        sent = [_told(member.facts["sent"]) for member in members]
-        if any(sent):
-            panels = _tiers("bytes", 1, sent), _tiers("messages", 0, sent)
-            names = tuple(member.key.scheme for member in members)
-            title = f"What a {KINDS[case.what][0]} sends"
-            charts += rows(case, f"traffic-{case.what}", title, names, panels, _SENT, exact=True)
-    return charts
+    members = [m for m in case.at_end() if m.key.scheme not in (SUM, NULL)]
+    sent = [_told(member.facts["sent"]) for member in members]
+    panels = _tiers("bytes", 1, sent), _tiers("messages", 0, sent)
+    names = [m.key.scheme for m in members if any(sent)]
+    return rows(case, ("traffic", "What a {} sends", _SENT), names, panels, exact=True)
 
 
 def _told(sent: dict[str, Any] | None) -> dict[str, Any]:

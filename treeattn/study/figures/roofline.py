@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from treeattn.study.figures.cases import Study
 from treeattn.study.figures.chart import Chart, Panel, Point, Rows, Series
@@ -39,17 +41,15 @@ _KINDS = (
 
 
 def _kind(measured: Any) -> _Kind | None:
-    if not isinstance(measured, dict) or not isinstance(measured.get("rows"), list) or not measured["rows"]:
-        return None
     for kind in _KINDS:
-        numbers = (*kind.percents.values(), *kind.order[1:])
-        if isinstance(measured.get(kind.rate), float) and all(
-            isinstance(row, dict)
-            and isinstance(row.get("dtype"), str)
-            and all(isinstance(row.get(name), int | float) for name in numbers)
-            for row in measured["rows"]
-        ):
-            return kind
+        numbers = [(name, float) for name in (*kind.percents.values(), *kind.order[1:])]
+        row = msgspec.defstruct("Row", [("dtype", str), *numbers])
+        rows = Annotated[list[row], msgspec.Meta(min_length=1)]  # type: ignore[valid-type]
+        try:
+            msgspec.convert(measured, msgspec.defstruct("File", [(kind.rate, float), ("rows", rows)]))
+        except msgspec.ValidationError:
+            continue
+        return kind
     return None
 
 

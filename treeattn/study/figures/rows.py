@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 from treeattn.study.figures import axes as marks
@@ -11,8 +10,6 @@ from treeattn.study.figures.chart import Panel, Rows
 from treeattn.study.figures.style import INK, MARKERS, style
 
 __all__ = ["draw", "height"]
-
-_MOST_BESIDE = 3
 
 
 def _heights(chart: Rows) -> list[float]:
@@ -22,30 +19,23 @@ def _heights(chart: Rows) -> list[float]:
     return [max(0.15 * count, 0.13 * several) + 0.07 for count in lines]
 
 
-def _lines_of_panels(chart: Rows) -> int:
-    return math.ceil(len(chart.panels) / _MOST_BESIDE)
-
-
 def height(chart: Rows) -> float:
     """Inches of the picture without title and notes."""
-    return _lines_of_panels(chart) * (sum(_heights(chart)) + 0.7) + 0.3
+    return sum(_heights(chart)) + 1.0
 
 
 def draw(figure: Any, chart: Rows) -> None:
     """Fill an empty figure."""
-    lines = _lines_of_panels(chart)
-    grid = figure.subplots(lines, math.ceil(len(chart.panels) / lines), sharey=True, squeeze=False)
-    for axes in grid.flat[len(chart.panels) :]:
-        axes.remove()
+    panels = figure.subplots(1, len(chart.panels), sharey=True, squeeze=False)[0]
     heights = _heights(chart)
     middles = [end - height / 2 for end, height in zip(itertools.accumulate(heights), heights, strict=True)]
-    for axes, panel in zip(grid.flat, chart.panels, strict=False):
+    for axes, panel in zip(panels, chart.panels, strict=True):
         _draw_panel(axes, panel, chart, middles)
         axes.set_title(panel.title, fontsize=8, loc="left")
         axes.set_xlabel(panel.x_label, fontsize=8)
         axes.tick_params(axis="y", length=0)
-    grid[0, 0].set_yticks(middles, map(marks.wrapped, chart.labels))
-    grid[0, 0].set_ylim(sum(heights), 0)
+    panels[0].set_yticks(middles, map(marks.wrapped, chart.labels))
+    panels[0].set_ylim(sum(heights), 0)
     labels = [series.label for series in chart.panels[0].series]
     if len(labels) > 1:
         figure.legend(handles=_keys(labels), loc="outside lower right", ncols=len(labels))
@@ -63,8 +53,7 @@ def _keys(labels: list[str]) -> list[Any]:
 def _draw_panel(axes: Any, panel: Panel, chart: Rows, middles: list[float]) -> None:
     points = [point for series in panel.series for point in series.points]
     seen = [v for p in points for v in (p.value, p.low, p.high) if v is not None]
-    beside = len(chart.panels) if len(chart.panels) <= _MOST_BESIDE else _MOST_BESIDE
-    marks.value_axis(axes.xaxis, panel.log, seen, 9 // beside)
+    marks.value_axis(axes.xaxis, panel.log, seen, 9 // len(chart.panels))
     for place, series in enumerate(panel.series):
         for point in series.points:
             colour, marker = style(chart.styles[int(point.x)])
@@ -81,6 +70,6 @@ def _draw_panel(axes: Any, panel: Panel, chart: Rows, middles: list[float]) -> N
     if chart.exact:  # room for the number beside the last mark
         to_screen = axes.xaxis.get_transform()
         low, high = to_screen.transform(axes.get_xlim())
-        wider = high + 0.12 * beside * (high - low)
+        wider = high + 0.12 * len(chart.panels) * (high - low)
         axes.set_xlim(right=to_screen.inverted().transform(wider))
     marks.reference_line(axes, panel.reference, upright=True)

@@ -2,183 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Literal
 
 from treeattn.study.compare.results import Summary
 from treeattn.study.compare.schema import NULL, SUM
 from treeattn.study.figures.axes import brief
-from treeattn.study.figures.cases import KINDS, RANKS, SKEW, TOKENS, Axis, Case, Study, cases, left_out
+from treeattn.study.figures.cases import RANKS, SKEW, TOKENS, Case, Study, left_out
 from treeattn.study.figures.chart import Chart, Lines, Panel, Point, Rows, Series, interval
+from treeattn.study.figures.style import in_order
 from treeattn.study.statistics import describe
 
-__all__ = ["cold", "over", "predicted", "relative", "scaling", "skew", "speedup", "time"]
+__all__ = ["cold", "lines", "predicted", "relative", "rows", "scaling", "skew", "speedup", "time"]
 
-_INTERVALS = (
-    "Mark: median of the iterations, blocks weighing the same. Line through it: interval of that median at "
-    "95 % confidence; hollow marks have none (fewer than 6 blocks)."
-)
-_RATIOS = (
-    "Mark: median over blocks of the ratio to the block measured beside it. Line through it: interval of "
-    "that median at 95 % confidence; hollow marks have none (fewer than 6 blocks)."
-)
+_LINE = "Line through it: interval of that median at 95 % confidence; hollow marks have none (fewer than 6 blocks)."
+_INTERVALS = f"Mark: median of the iterations, blocks weighing the same. {_LINE}"
+_RATIOS = f"Mark: median over blocks of the ratio to the block measured beside it. {_LINE}"
+
 #: Rows show so many places of an axis beside each other; more become lines.
 _MOST_PANELS = 3
 
+#: What stands around a chart: the name of its file, its title and a note. {} is what is measured.
+Words = tuple[str, str, str]
 Value = Callable[[Summary], Point | None]
 
 
-def time(study: Study) -> list[Chart]:
+def time(case: Case) -> list[Chart]:
     """Time by scheme, over the context length or the size of the records."""
-    return [
-        chart
-        for case in cases(study)
-        for chart in by_scheme(
-            case, f"time-{case.what}", f"Time of a {KINDS[case.what][0]}", "completion, µs", _completion,
-            _INTERVALS,
-        )
-    ]  # fmt: skip
+    return by_scheme(case, ("time", "Time of a {}", _INTERVALS), "completion, µs", _completion)
 
 
-def relative(study: Study) -> list[Chart]:
+def relative(case: Case) -> list[Chart]:
     """Time by scheme, divided by the time of the baseline."""
-    against = "SUM" if study.baseline == SUM else study.baseline
-    return [
-        chart
-        for case in cases(study)
-        for chart in by_scheme(
-            case, f"relative-{case.what}", f"Time of a {KINDS[case.what][0]} relative to {study.baseline}",
-            f"completion, × {against}", lambda summary: _ratio(study, summary, study.baseline), _RATIOS, 1.0,
-        )
-    ]  # fmt: skip
+    baseline = case.study.baseline
+    words = "relative", f"Time of a {{}} relative to {baseline}", _RATIOS
+    label = f"completion, × {'SUM' if baseline == SUM else baseline}"
+    return by_scheme(case, words, label, lambda summary: _ratio(case.study, summary, baseline), 1.0)
 
 
-def speedup(study: Study) -> list[Chart]:
+def speedup(case: Case) -> list[Chart]:
     """Time of Ring Attention divided by the time of each scheme, over the context length."""
-    ring = next((scheme for scheme in study.schemes() if scheme.partition(":")[0] == "kv_ring"), None)
-    return [
-        chart
-        for case in cases(study, TOKENS)
-        if case.what == "decode" and ring is not None
-        for chart in by_scheme(
-            case, "speedup-decode", f"Speed-up of a decoding step over {ring}",
-            f"time of {ring} / time of the scheme",
-            lambda summary: _ratio(study, summary, ring, inverse=True), _RATIOS, 1.0,
-        )
-    ]  # fmt: skip
+    ring = next((name for name in case.study.schemes() if name.partition(":")[0] == "kv_ring"), None)
+    if ring is None or case.what != "decode":
+        return []
+    words, label = (
+        ("speedup", f"Speed-up of a {{}} over {ring}", _RATIOS),
+        f"time of {ring} / time of the scheme",
+    )
+    return by_scheme(case, words, label, lambda summary: _ratio(case.study, summary, ring, inverse=True), 1.0)
 
 
-def scaling(study: Study) -> list[Chart]:
+def scaling(case: Case) -> list[Chart]:
     """Time by scheme over the number of ranks."""
-    return over(study, RANKS, "scaling", "Time of a {} by ranks", "completion, µs", _completion)
+    return lines(case, ("scaling", "Time of a {} by ranks", _INTERVALS), "completion, µs", _completion)
 
 
-def skew(study: Study) -> list[Chart]:
+def skew(case: Case) -> list[Chart]:
     """Time from the last rank's entry to the last exit, over how unevenly the ranks arrive."""
-    title, label = "What remains of a {} after the last arrival", "last exit minus last entry, µs"
-    return over(study, SKEW, "skew", title, label, lambda summary: _time(summary, "after_last_entry"))
+    words = "skew", "What remains of a {} after the last arrival", _INTERVALS
+    return lines(case, words, "last exit minus last entry, µs", lambda one: _time(one, "after_last_entry"))
 
 
-def over(study: Study, axis: Axis, name: str, title: str, label: str, value: Value) -> list[Chart]:
-    """Lines over `axis`, of cases that have several places on it; the others are named."""
-    missing = left_out(study, axis)
-    return [
-        chart
-        for case in cases(study, axis)
-        if len(case.places()) > 1
-        for chart in lines(
-            case, f"{name}-{case.what}", title.format(KINDS[case.what][0]), label, value, _INTERVALS, missing
-        )
-    ]  # fmt: skip
+def cold(case: Case) -> list[Chart]:
+    """Planning and the first call beside a warm step, at the right end of the axis."""
+    members = [m for m in case.at_end() if m.key.scheme != NULL]
+    series = tuple(
+        Series(label, tuple(interval(row, m.times[key]) for row, m in enumerate(members)))
+        for label, key in (("planning", "plan"), ("first call", "first"), ("warm step", "completion"))
+    )
+    panel = Panel("µs, slowest rank (cold) and completion (warm)", series)
+    return rows(case, ("cold", "Cold and warm: {}", _INTERVALS), [m.key.scheme for m in members], (panel,))
 
 
-def cold(study: Study) -> list[Chart]:
-    """Planning and the first call beside a warm step, at the right end of each case's axis."""
-    charts: list[Chart] = []
-    for case in cases(study):
-        members = [m for m in case.at_end() if m.key.scheme != NULL]
-        series = [
-            Series(label, tuple(interval(row, m.times[key]) for row, m in enumerate(members)))
-            for label, key in (("planning", "plan"), ("first call", "first"), ("warm step", "completion"))
-        ]
-        panel = Panel("µs, slowest rank (cold) and completion (warm)", tuple(series))
-        title = f"Cold and warm: {KINDS[case.what][0]}"
-        names = tuple(member.key.scheme for member in members)
-        charts += rows(case, f"cold-{case.what}", title, names, (panel,), _INTERVALS)
-    return charts
-
-
-def predicted(study: Study) -> list[Chart]:
+def predicted(case: Case) -> list[Chart]:
     """Predicted against measured time, where points carry a prediction (``predicted``, µs)."""
-    charts: list[Chart] = []
-    for case in cases(study):
-        series = tuple(
-            Series(scheme, tuple(
-                Point(m.times["completion"].median, float(m.facts["predicted"]))
-                for m in members if m.facts["predicted"] is not None
-            ))
-            for scheme, members in case.by_scheme()
-        )  # fmt: skip
-        series = tuple(one for one in series if one.points)
-        title = f"Predicted and measured time of a {KINDS[case.what][0]}"
-        note = "Line: the prediction is right. Above it: it is too slow."
-        if series:
-            charts.append(
-                Lines(
-                    f"predicted-{case.what}{case.suffix}", title, case.title(), (note, *case.notes()),
-                    "measured completion (median), µs", "predicted, µs", series, intervals=False,
-                    diagonal=True,
-                )
-            )  # fmt: skip
-    return charts
+    known = [m for m in case.members if m.facts["predicted"] is not None]
+    points = [(m.key.scheme, Point(m.times["completion"].median, float(m.facts["predicted"]))) for m in known]
+    series = tuple(
+        Series(scheme, tuple(sorted(point for name, point in points if name == scheme)))
+        for scheme in in_order(name for name, _ in points)
+    )
+    note = "Line: the prediction is right. Above it: it is too slow."
+    around = case.around("predicted", "Predicted and measured time of a {}", note)
+    labels = "measured completion (median), µs", "predicted, µs"
+    return [Lines(*around, *labels, series, intervals=False, diagonal=True)] if series else []
 
 
 def by_scheme(
-    case: Case, name: str, title: str, label: str, value: Value, note: str, reference: float | None = None
+    case: Case, words: Words, label: str, value: Value, reference: float | None = None
 ) -> list[Chart]:
     """Rows from the smallest value, with a panel for each of few places on the axis; lines over many."""
     places = case.places()
     if len(places) > _MOST_PANELS:
-        return lines(case, name, title, label, value, note, reference=reference)
-    found = [(m.key.scheme, case.axis.value(m.key), value(m)) for m in case.members]
-    known = sorted(((place, p.value, s, p) for s, place, p in found if p is not None), reverse=True)
-    names = tuple(dict.fromkeys(scheme for *_, scheme, _ in known))[::-1]
+        return lines(case, words, label, value, reference)
+    known = [(case.axis.value(m.key), p, m.key.scheme) for m in case.members if (p := value(m)) is not None]
+    known.sort(key=lambda of: (of[0], of[1].value), reverse=True)
+    names = tuple(dict.fromkeys(scheme for _, _, scheme in known))[::-1]
     panels = []
     for place in places:
-        points = sorted(p._replace(x=names.index(s)) for at, _, s, p in known if at == place)
+        points = sorted(p._replace(x=names.index(scheme)) for at, p, scheme in known if at == place)
         heading = f"{brief(place)} {'tokens' if case.axis is TOKENS else 'bytes'}" if len(places) > 1 else ""
         panels.append(Panel(label, (Series(label, tuple(points)),), heading, reference=reference))
-    return rows(case, name, title, names, tuple(panels), note)
+    return rows(case, words, names, tuple(panels))
 
 
 def rows(
-    case: Case, name: str, title: str, names: tuple[str, ...], panels: tuple[Panel, ...], note: str,
-    exact: bool = False,
-) -> list[Chart]:  # fmt: skip
+    case: Case, words: Words, names: Sequence[str], panels: tuple[Panel, ...], exact: bool = False
+) -> list[Chart]:
     """One row for each scheme, if there are any. A panel without a title shows the end of the axis."""
-    end = case.at_end()[0].key
-    where = case.title(None if panels[0].title else end)
-    notes = note, *case.notes()
-    return [Rows(name + case.suffix, title, where, notes, names, names, panels, exact)] if names else []
+    around = case.around(*words, None if panels[0].title else case.at_end()[0].key)
+    return [Rows(*around, tuple(names), tuple(names), panels, exact)] if names else []
 
 
 def lines(
-    case: Case, name: str, title: str, label: str, value: Value, note: str,
-    missing: tuple[str, ...] = (), reference: float | None = None, intervals: bool = True,
-) -> list[Chart]:  # fmt: skip
-    """One line for each scheme over the axis of the case."""
-    series = tuple(Series(scheme, _known(case, members, value)) for scheme, members in case.by_scheme())
-    chart = Lines(
-        name + case.suffix, title, case.title(), (note, *case.notes()), case.axis.label, label,
-        tuple(one for one in series if one.points), x_log=min(case.places()) > 0, intervals=intervals,
-        ticks="tokens" if case.axis is TOKENS else "plain", reference=reference, left_out=missing,
-    )  # fmt: skip
-    return [chart] if chart.series else []
-
-
-def _known(case: Case, members: Iterable[Summary], value: Value) -> tuple[Point, ...]:
-    points = ((case.axis.value(member.key), value(member)) for member in members)
-    return tuple(point._replace(x=x) for x, point in points if point is not None)
+    case: Case, words: Words, label: str, value: Value, reference: float | None = None, intervals: bool = True
+) -> list[Chart]:
+    """One line for each scheme, if there are several places on the axis of the case."""
+    places, series = case.places(), []
+    for scheme, members in case.by_scheme():
+        known = ((case.axis.value(member.key), value(member)) for member in members)
+        points = tuple(point._replace(x=x) for x, point in known if point is not None)
+        series += [Series(scheme, points)] if points else []
+    if len(places) < 2 or not series:
+        return []
+    ticks: Literal["tokens", "plain"] = "tokens" if case.axis is TOKENS else "plain"
+    missing = left_out(case.study, case.axis) if case.axis in (RANKS, SKEW) else ()
+    return [
+        Lines(*case.around(*words), case.axis.label, label, tuple(series), places[0] > 0, intervals, ticks,
+              reference, left_out=missing)
+    ]  # fmt: skip
 
 
 def _time(summary: Summary, series: str) -> Point | None:
