@@ -463,7 +463,7 @@ def test_points_twice_or_without_a_time_are_left_out_and_named(tmp_path):
 
 def test_unknown_names(made):
     with pytest.raises(ArgumentError, match="pie.*choose from all, time"):
-        plot.choose_figures("time,pie")
+        plot.choose("--figures", "time,pie", ("all", *plot.FIGURES))
     with pytest.raises(ArgumentError, match="chain: not among these results; choose from binary_tree"):
         plot.choose_baseline(made, "chain")
     assert plot.choose_baseline(made, "binary_tree") == "binary_tree"

@@ -44,9 +44,10 @@ def command(
     that was asked for by name is not in these results; the rest is drawn.
     """
     os.environ["MPLBACKEND"] = "agg"  # no screen is used, and a name unknown to matplotlib would stop it
-    names, formats = plot.choose_figures(figures), _formats(forms)
-    why = draw.problem()
-    if why is not None:
+    names = plot.choose("--figures", figures, ("all", *plot.FIGURES))
+    names = tuple(plot.FIGURES) if "all" in names else names
+    formats = plot.choose("--format", forms, draw.FORMATS)
+    if why := draw.problem():
         raise BackendError(why)
     if not out:
         raise ArgumentError("--out is empty: name a folder for the figures")
@@ -71,14 +72,6 @@ def command(
     for name in missing:
         click.echo(f"left out {name}: {plot.FIGURES[name].needs}", err=figures != "all")
     return 1 if problems or (missing and figures != "all") else 0
-
-
-def _formats(text: str) -> tuple[str, ...]:
-    forms = tuple(dict.fromkeys(form.strip() for form in text.split(",")))
-    for form in forms:
-        if form not in draw.FORMATS:
-            raise ArgumentError(f"--format {form!r} is unknown: choose from {', '.join(draw.FORMATS)}")
-    return forms
 
 
 def _write(out: str, charts: list[Chart], targets: dict[str, list[Path]]) -> None:

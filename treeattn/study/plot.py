@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from treeattn.study.figures.cases import RANKS, SKEW, Axis, Case, Study, cases, 
 from treeattn.study.figures.chart import Chart
 from treeattn.study.figures.roofline import is_roofline, roofline
 
-__all__ = ["FIGURES", "Figure", "choose_baseline", "choose_figures", "read"]
+__all__ = ["FIGURES", "Figure", "choose", "choose_baseline", "read"]
 
 
 class Figure(NamedTuple):
@@ -53,13 +53,13 @@ FIGURES = {
 }
 
 
-def choose_figures(text: str) -> list[str]:
-    """Names of figures, from "all" or a list. Raises `ArgumentError`."""
-    names = list(FIGURES) if text == "all" else [name.strip() for name in text.split(",")]
+def choose(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
+    """The names in a list, each once. Raises `ArgumentError` for one that is not `known`."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
-        if name not in FIGURES:
-            raise ArgumentError(f"--figures {name!r} is unknown: choose from all, {', '.join(FIGURES)}")
-    return list(dict.fromkeys(names))
+        if name not in known:
+            raise ArgumentError(f"{option} {name!r} is unknown: choose from {', '.join(known)}")
+    return names
 
 
 def choose_baseline(study: Study, text: str | None) -> str:
@@ -81,20 +81,19 @@ def read(paths: Sequence[Path]) -> tuple[Study, list[str]]:
 
     Raises `ArgumentError` for a file that cannot be opened.
     """
-    study, problems = Study(), []
-    tables = []
+    study, problems, tables = Study(), list[str](), []
     for path in dict.fromkeys(path.resolve() for path in paths):
         try:
-            with path.open("rb") as file:
-                start = file.readline().strip()
+            content = path.read_bytes()
         except OSError as error:
             raise ArgumentError(f"{path}: cannot be read ({error.strerror})") from None
-        if not path.stat().st_size:
-            problems.append(f"{path}: is empty")
-        if start == b"{":  # results have one object in a line, the others one in a file
-            problems += _take_roofline(study, path)
+        if (
+            content.partition(b"\n")[0].strip() == b"{"
+        ):  # results have one object in a line, others one in a file
+            problems += _take_roofline(study, path, content)
         else:
             tables.append(path)
+            problems += [] if content else [f"{path}: is empty"]
     study.files = {run: path.name for path in tables for run in results.read(path).runs}
     study.results = results.read(*tables)
     problems += study.results.problems
@@ -102,9 +101,9 @@ def read(paths: Sequence[Path]) -> tuple[Study, list[str]]:
     return study, problems
 
 
-def _take_roofline(study: Study, path: Path) -> list[str]:
+def _take_roofline(study: Study, path: Path, content: bytes) -> list[str]:
     try:
-        measured = json.loads(path.read_bytes())
+        measured = json.loads(content)
     except ValueError as error:
         return [f"{path}: not what `treeattn roofline --json` writes ({error}); left out"]
     if not is_roofline(measured):

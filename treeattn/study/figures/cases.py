@@ -100,11 +100,9 @@ class Case:
     def around(
         self, name: str, title: str, note: str, key: Key | None = None
     ) -> tuple[str, str, str, tuple[str, ...]]:
-        """Name, title, case and notes of a chart. {} in the title stands for what is measured, + in the name
-        for where that goes if not to its end. key: as for `title`."""
-        start, _, end = name.partition("+")
-        name = f"{start}-{self.what}{end}{self.suffix}"
-        return name, title.format(KINDS[self.what][0]), self.title(key), (note, *self.notes())
+        """Name, title, case and notes of a chart. {} stands for what is measured. key: as for `title`."""
+        kind, notes = KINDS[self.what][0], (note, *self.notes())
+        return name.format(self.what) + self.suffix, title.format(kind), self.title(key), notes
 
     def runs(self) -> dict[str, dict[str, Run]]:
         """Version -> id -> run, of the points in this case."""
@@ -137,9 +135,9 @@ def cases(study: Study, axis: Axis | None = None) -> list[Case]:
         chosen = axis or own
         summaries = [summary for summary in study.summaries if summary.key.what == what]
         groups = list(_split(summaries, chosen, chosen.joins))
-        varying = _varying(fixed for fixed, _ in groups)
+        common = set.intersection(*(set(fixed.items()) for fixed, _ in groups)) if groups else set()
         found += [
-            Case(what, chosen, fixed, tuple(members), study, _suffix(fixed, varying, study))
+            Case(what, chosen, fixed, tuple(members), study, _suffix(fixed, common, study))
             for fixed, members in groups
         ]
     return found
@@ -198,29 +196,22 @@ def _fields(key: Key) -> dict[str, Any]:
     return {name: value for name, value in asdict(key).items() if name not in apart}
 
 
-def _varying(fixed: Iterable[dict[str, Any]]) -> list[str]:
-    values: dict[str, set[Any]] = {}
-    for fields in fixed:
-        for name, value in fields.items():
-            values.setdefault(name, set()).add(value)
-    return [name for name, found in values.items() if len(found) > 1]
-
-
-def _suffix(fixed: dict[str, Any], varying: list[str], study: Study) -> str:
+def _suffix(fixed: dict[str, Any], common: set[tuple[str, Any]], study: Study) -> str:
+    """Of a file's name: what is not common to all cases of one kind."""
     builds = list(dict.fromkeys(summary.version.rpartition(", ranks ")[0] for summary in study.summaries))
-    parts = []
-    for name in varying:
-        if name == "build":
-            parts.append(f"build{builds.index(fixed[name]) + 1}")
-        elif name in fixed:
-            value = fixed[name]
-            parts.append(f"{name}{value:g}" if name == "skew" else f"{name}{value}".replace(" ", "_"))
-    return "".join(f"-{part}" for part in parts)
+    known = {name: value for name, value in fixed.items() if (name, value) not in common}
+    if "build" in known:
+        known["build"] = builds.index(known["build"]) + 1
+    if "skew" in known:
+        known["skew"] = f"{known['skew']:g}"
+    return "".join(f"-{name}{value}".replace(" ", "_") for name, value in known.items())
 
 
 def _words(fields: dict[str, Any]) -> str:
     known = {"layout": "", **fields}
-    parts = [_where(known["ranks"], known["layout"])] if "ranks" in known else []
+    nodes = f" on nodes of {known['layout']}" if known["layout"] else ""  # such as 4+4, 16x8 or 2+2 cyclic
+    nodes = " on one node" if known["layout"].isdecimal() else nodes
+    parts = [f"{known['ranks']} ranks{nodes}"] if "ranks" in known else []
     parts += [f"{known['tokens']:,} tokens"] if "tokens" in known else []
     if "heads" in known:
         parts.append("{heads} query and {kv_heads} KV heads × {head_dim}".format(**known))
@@ -228,10 +219,3 @@ def _words(fields: dict[str, Any]) -> str:
     parts.append("{dtype}, {wire} records".format(**known))
     parts += [f"entering up to {known['skew']:g} µs late"] if known.get("skew") else []
     return " · ".join(parts)
-
-
-def _where(ranks: int, layout: str) -> str:
-    """layout: ranks on each node, as 4+4, 16x8 or 2+2 cyclic."""
-    if not layout:
-        return f"{ranks} ranks"
-    return f"{ranks} ranks on {'one node' if layout.isdecimal() else f'nodes of {layout}'}"

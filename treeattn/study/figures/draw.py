@@ -67,8 +67,7 @@ def problem() -> str | None:
 @contextlib.contextmanager
 def _settings() -> Iterator[None]:
     """Ours alone, whatever the user's matplotlibrc says."""
-    why = problem()
-    if why is not None:
+    if why := problem():
         raise BackendError(why)
     import matplotlib
 

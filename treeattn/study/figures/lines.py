@@ -43,18 +43,18 @@ def draw(figure: Any, chart: Lines) -> None:
 def _draw_all(axes: Any, chart: Lines, chosen: int) -> None:
     """One series in its colours, before the others in grey."""
     for series in chart.series:
-        axes.plot([p.x for p in series.points], [p.value for p in series.points],
-                  linestyle="none" if chart.diagonal else "-", marker="." if chart.diagonal else "",
-                  color=INK, alpha=0.2, linewidth=0.8, label="_other")  # fmt: skip
+        xs, values = [point.x for point in series.points], [point.value for point in series.points]
+        form = "." if chart.diagonal else "-"
+        axes.plot(xs, values, form, color=INK, alpha=0.2, linewidth=0.8, label="_other")
     series = chart.series[chosen]
     colour, marker = style(series.label)
-    if not chart.diagonal:
-        axes.plot([p.x for p in series.points], [p.value for p in series.points], color=colour, label="_line")
     for point in series.points:
         marks.draw_mark(axes, (point.x, point.value), point, colour, marker, not chart.intervals)
-    marks.reference_line(axes, chart.reference, upright=False)
     if chart.diagonal:
         axes.axline((1, 1), slope=1, color=INK, linewidth=0.8, label="_diagonal")
+    else:
+        axes.plot(*zip(*(point[:2] for point in series.points), strict=True), color=colour, label="_line")
+    marks.reference_line(axes, chart.reference, upright=False)
 
 
 def _finish(axes: Any, chart: Lines, places: list[float]) -> None:

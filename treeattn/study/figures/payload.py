@@ -26,8 +26,8 @@ def memory(case: Case) -> list[Chart]:
         Series(label, tuple(Point(row, float(m.facts[fact])) for row, m in enumerate(members)))
         for label, fact in (("held between steps", "held"), ("step peak, on top", "step_peak"))
     )
-    words = "memory", "Memory of a {}, one rank", _ALLOCATIONS
-    growth = "memory+-growth", "Peak memory of a {}, one rank", _ALLOCATIONS
+    words = "memory-{}", "Memory of a {}, one rank", _ALLOCATIONS
+    growth = "memory-{}-growth", "Peak memory of a {}, one rank", _ALLOCATIONS
     return [
         *rows(case, words, [m.key.scheme for m in members], (Panel("bytes", series),), exact=True),
         *lines(case, growth, "held and step peak together, bytes", _peak, intervals=False),
@@ -45,7 +45,7 @@ def traffic(case: Case) -> list[Chart]:
     sent = [_told(member.facts["sent"]) for member in members]
     panels = _tiers("bytes", 1, sent), _tiers("messages", 0, sent)
     names = [m.key.scheme for m in members if any(sent)]
-    return rows(case, ("traffic", "What a {} sends", _SENT), names, panels, exact=True)
+    return rows(case, ("traffic-{}", "What a {} sends", _SENT), names, panels, exact=True)
 
 
 def _told(sent: dict[str, Any] | None) -> dict[str, Any]:

@@ -60,12 +60,12 @@ def is_roofline(measured: Any) -> bool:
 
 def roofline(study: Study) -> list[Chart]:
     """Percent of the limit, by length, type and query heads per KV head; a figure for each file."""
-    charts: list[Chart] = []
-    for number, measured in enumerate(study.rooflines.values(), 1):
-        kind = _kind(measured)
-        if kind is not None:
-            charts.append(_chart(measured, kind, f"-{number}" if len(study.rooflines) > 1 else ""))
-    return charts
+    several = len(study.rooflines) > 1
+    return [
+        _chart(measured, kind, f"-{number}" if several else "")
+        for number, measured in enumerate(study.rooflines.values(), 1)
+        if (kind := _kind(measured)) is not None
+    ]
 
 
 def _chart(measured: dict[str, Any], kind: _Kind, suffix: str) -> Chart:

@@ -16,7 +16,10 @@ from treeattn.study.statistics import describe
 
 __all__ = ["cold", "lines", "predicted", "relative", "rows", "scaling", "skew", "speedup", "time"]
 
-_LINE = "Line through it: interval of that median at 95 % confidence; hollow marks have none (fewer than 6 blocks)."
+_LINE = (
+    "Line through it: interval of that median at 95 % confidence; hollow marks have none (fewer than 6 "
+    "blocks)."
+)
 _INTERVALS = f"Mark: median of the iterations, blocks weighing the same. {_LINE}"
 _RATIOS = f"Mark: median over blocks of the ratio to the block measured beside it. {_LINE}"
 
@@ -30,13 +33,13 @@ Value = Callable[[Summary], Point | None]
 
 def time(case: Case) -> list[Chart]:
     """Time by scheme, over the context length or the size of the records."""
-    return by_scheme(case, ("time", "Time of a {}", _INTERVALS), "completion, µs", _completion)
+    return by_scheme(case, ("time-{}", "Time of a {}", _INTERVALS), "completion, µs", _completion)
 
 
 def relative(case: Case) -> list[Chart]:
     """Time by scheme, divided by the time of the baseline."""
     baseline = case.study.baseline
-    words = "relative", f"Time of a {{}} relative to {baseline}", _RATIOS
+    words = "relative-{}", f"Time of a {{}} relative to {baseline}", _RATIOS
     label = f"completion, × {'SUM' if baseline == SUM else baseline}"
     return by_scheme(case, words, label, lambda summary: _ratio(case.study, summary, baseline), 1.0)
 
@@ -47,7 +50,7 @@ def speedup(case: Case) -> list[Chart]:
     if ring is None or case.what != "decode":
         return []
     words, label = (
-        ("speedup", f"Speed-up of a {{}} over {ring}", _RATIOS),
+        ("speedup-{}", f"Speed-up of a {{}} over {ring}", _RATIOS),
         f"time of {ring} / time of the scheme",
     )
     return by_scheme(case, words, label, lambda summary: _ratio(case.study, summary, ring, inverse=True), 1.0)
@@ -55,12 +58,12 @@ def speedup(case: Case) -> list[Chart]:
 
 def scaling(case: Case) -> list[Chart]:
     """Time by scheme over the number of ranks."""
-    return lines(case, ("scaling", "Time of a {} by ranks", _INTERVALS), "completion, µs", _completion)
+    return lines(case, ("scaling-{}", "Time of a {} by ranks", _INTERVALS), "completion, µs", _completion)
 
 
 def skew(case: Case) -> list[Chart]:
     """Time from the last rank's entry to the last exit, over how unevenly the ranks arrive."""
-    words = "skew", "What remains of a {} after the last arrival", _INTERVALS
+    words = "skew-{}", "What remains of a {} after the last arrival", _INTERVALS
     return lines(case, words, "last exit minus last entry, µs", lambda one: _time(one, "after_last_entry"))
 
 
@@ -72,7 +75,7 @@ def cold(case: Case) -> list[Chart]:
         for label, key in (("planning", "plan"), ("first call", "first"), ("warm step", "completion"))
     )
     panel = Panel("µs, slowest rank (cold) and completion (warm)", series)
-    return rows(case, ("cold", "Cold and warm: {}", _INTERVALS), [m.key.scheme for m in members], (panel,))
+    return rows(case, ("cold-{}", "Cold and warm: {}", _INTERVALS), [m.key.scheme for m in members], (panel,))
 
 
 def predicted(case: Case) -> list[Chart]:
@@ -84,7 +87,7 @@ def predicted(case: Case) -> list[Chart]:
         for scheme in in_order(name for name, _ in points)
     )
     note = "Line: the prediction is right. Above it: it is too slow."
-    around = case.around("predicted", "Predicted and measured time of a {}", note)
+    around = case.around("predicted-{}", "Predicted and measured time of a {}", note)
     labels = "measured completion (median), µs", "predicted, µs"
     return [Lines(*around, *labels, series, intervals=False, diagonal=True)] if series else []
 
