@@ -99,6 +99,30 @@ def test_pictures_are_current(tmp_path):
     assert target.read_text() == (ROOT / "docs/images/hierarchical.svg").read_text()
 
 
+@pytest.mark.parametrize(
+    ("results", "figure", "picture"),
+    [
+        ("tests/data/compare.jsonl", "time-decode", "time-decode"),
+        ("docs/results/cluster_block.jsonl", "time-reduce", "cluster-time-block"),
+        ("docs/results/cluster_cyclic.jsonl", "time-reduce", "cluster-time-cyclic"),
+        ("docs/results/cluster_cyclic.jsonl", "traffic-reduce", "cluster-traffic-cyclic"),
+    ],
+)
+def test_figures_are_those_of_the_results(results, figure, picture, tmp_path):
+    """Words, numbers and marks: the rest may differ between versions of matplotlib."""
+    command = ["plot", ROOT / results, "--figures", figure.partition("-")[0], "--format", "svg"]
+    subprocess.run(
+        [sys.executable, "-m", "treeattn", *command, "--out", tmp_path], cwd=ROOT, check=True, timeout=60
+    )
+    drawn, kept = (tmp_path / f"{figure}.svg").read_text(), (ROOT / f"docs/images/{picture}.svg").read_text()
+    written = re.findall(r"<!-- (.*?) -->", kept)  # what the outlines of letters say
+    assert len(written) > 10
+    assert re.findall(r"<!-- (.*?) -->", drawn) == written
+    colours = re.findall(r"fill: (#\w+); stroke: #\w+", kept)
+    assert len(colours) > 5
+    assert re.findall(r"fill: (#\w+); stroke: #\w+", drawn) == colours
+
+
 @pytest.fixture(scope="module")
 def fill_tables():
     spec = importlib.util.spec_from_file_location("fill_tables", ROOT / "docs/fill_tables.py")
