@@ -18,7 +18,7 @@ from treeattn.collectives.reducer import Reducer, Reduction
 from treeattn.decoder import Decoder
 from treeattn.decoder.plan import schedule as schedule_of
 from treeattn.decoder.plan import select
-from treeattn.errors import RestrictionError
+from treeattn.errors import RestrictionError, TreeattnError
 from treeattn.study.compare import wire as wire_
 from treeattn.study.compare.schema import NULL, SUM, Key
 
@@ -65,7 +65,11 @@ class Around:
         self.certificate: Any = None
         self.sent: Any = None
         self._reducer: Reducer | None = None
-        self.reduce: Callable[[], object] = plan_reduction(self, key)
+        try:
+            self.reduce: Callable[[], object] = plan_reduction(self, key)
+        except TreeattnError:  # on every rank alike
+            self.close()
+            raise
 
     def close(self) -> None:
         """Release communicator and requests. Collective."""
