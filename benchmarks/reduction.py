@@ -19,6 +19,7 @@ from treeattn import collectives, comm
 from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives.executors.mpi import Reducer
 from treeattn.collectives.libraries.mpi_allreduce import MpiAllreduce
+from treeattn.collectives.reducer import Reduction
 from treeattn.study import environment
 
 
@@ -44,12 +45,12 @@ def cases(world, heads: int, head_dim: int) -> dict:
         world.Allreduce(numerator, large, MPI.SUM)
 
     def planned(scheme, op=operator):
-        return Reducer(world, collectives.build(scheme, world.size), op, records.copy())
+        return Reducer(Reduction(world, op, records.copy()), collectives.build(scheme, world.size))
 
     return {
         "MPI_Allreduce(SUM)": lambda: world.Allreduce(packed, received, MPI.SUM),
         "three allreduces": three,
-        "mpi_allreduce": MpiAllreduce(world, operator, records.copy()),
+        "mpi_allreduce": MpiAllreduce(Reduction(world, operator, records.copy())),
         "floor of recursive_doubling": planned("recursive_doubling", NullOperator(head_dim)),
         **{name: planned(name) for name in collectives.names("schedule")},
     }

@@ -20,7 +20,6 @@ To be fair to the other:
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import sys
 import time
@@ -38,6 +37,7 @@ from treeattn.attention.shape import DTYPES
 from treeattn.backends import cpu
 from treeattn.backends.cpu import compile
 from treeattn.study import environment
+from treeattn.study.roofline.reading import fastest_reader
 
 try:
     import ring_attention_pytorch
@@ -133,10 +133,9 @@ def planned_step(tensors: list[Any], threads: int) -> Callable[[], Any]:
 
 
 def planned_reading(*arrays: Any) -> Callable[[], Any]:
-    """Reads each array once, on one thread, as fast as one core can (kernels/cpu/roofline.c)."""
-    read = compile.library().read_memory
-    calls = [(ctypes.c_void_p(a.ctypes.data), ctypes.c_int64(a.nbytes), ctypes.c_int32(1)) for a in arrays]
-    return lambda: [read(*call) for call in calls]
+    """Reads each array once, on one thread, as fast as one core can."""
+    reader = fastest_reader(arrays[0])
+    return lambda: [reader.read(array) for array in arrays]
 
 
 def measure(world: MPI.Intracomm, cases: dict[str, Any], rounds: int, warmup: int = 2) -> dict[str, Any]:

@@ -7,11 +7,13 @@ inside a scheme stands in parentheses: ``hierarchical:inner=(k_nomial_tree:radix
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from treeattn.collectives import parameters
 from treeattn.collectives.parameters import Parameter
@@ -31,7 +33,22 @@ from treeattn.collectives.schemes.ring import ring
 from treeattn.collectives.schemes.split_rail import split_rail
 from treeattn.errors import RestrictionError, ScheduleError
 
-__all__ = ["CATALOG", "Scheme", "build", "canonical", "find", "names", "needs_nodes", "parse"]
+__all__ = [
+    "CATALOG",
+    "DEVICES",
+    "Scheme",
+    "Selection",
+    "build",
+    "canonical",
+    "find",
+    "names",
+    "needs_nodes",
+    "parse",
+    "select",
+]
+
+#: How records travel -> where they lie.
+DEVICES = {"mpi": "cpu", "nccl": "cuda", "cuda-mpi": "cuda", "host": "cuda"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +59,15 @@ class Scheme:
     per byte. rooted: gathers at rank 0, then copies back down, so it can be the inner scheme of another.
     scattered: leaves rank r of p only the r-th of p slices of the result.
     A row of kind ``"library"`` has no generator: the library decides what it does, `description` says what
-    is known. Rows of kind ``"baseline"`` stand in a list of their own, `treeattn.baselines`: their generator
-    makes no schedule. fused: it computes partials while it communicates, so it has no reduction of its own.
-    devices: where it runs; elsewhere: what to take on the others.
+    is known; rows of kind ``"baseline"`` stand in a list of their own, `treeattn.baselines`. Both name the
+    `module` that plans them: its ``plan`` takes a `reducer.Reduction` and the parameters. compiled: it calls
+    the operator's compiled form. fused: attends while it communicates, so it has no reduction of its own; its
+    ``plan`` takes more (`treeattn.baselines`).
+    transports: how its records can travel; elsewhere: what to take on another device.
     """
 
     name: str
-    generator: Callable[..., Any] | None
+    generator: Callable[..., Schedule] | None
     cost: str
     parameters: tuple[Parameter, ...] = ()
     restriction: str = "none"
@@ -57,8 +76,20 @@ class Scheme:
     fused: bool = False
     kind: Literal["schedule", "library", "baseline"] = "schedule"
     description: str = ""
-    devices: tuple[str, ...] = ("cpu", "cuda")
+    module: str = ""
+    compiled: bool = False
+    transports: tuple[str, ...] = tuple(DEVICES)
     elsewhere: str = ""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Where it runs."""
+        return tuple(dict.fromkeys(DEVICES[transport] for transport in self.transports))
+
+    @property
+    def planner(self) -> Any:
+        """The module that plans it, imported now: naming schemes needs no MPI library."""
+        return importlib.import_module(self.module)
 
     @property
     def summary(self) -> str:
@@ -70,6 +101,43 @@ class Scheme:
     def parameter(self, name: str) -> Parameter | None:
         """The parameter of that name, or None."""
         return next((parameter for parameter in self.parameters if parameter.name == name), None)
+
+
+class Selection(NamedTuple):
+    """A scheme that was asked for, read once: its row, the parameters that were given, its one spelling.
+
+    own: a schedule that was asked for by itself, in place of a name.
+    """
+
+    row: Scheme
+    given: tuple[tuple[str, Any], ...]
+    text: str
+    own: Schedule | None = None
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """All parameters, defaults among them."""
+        return {p.name: p.default for p in self.row.parameters} | dict(self.given)
+
+    @property
+    def needs_nodes(self) -> bool:
+        """Whether it is shaped by node groups that were not given."""
+        return self.row.parameter("nodes") is not None and "nodes" not in dict(self.given)
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """Equal for equal schemes: what ranks compare."""
+        own = "" if self.own is None else self.own.to_json()
+        return self.text, hashlib.sha256(own.encode()).hexdigest()[:16]
+
+    def build(self, size: int, nodes: Any = None) -> Schedule:
+        """Its schedule over `size` ranks; `nodes` where it `needs_nodes`. Raises as `build` below."""
+        if self.own is not None:
+            return self.own
+        given = dict(self.given)
+        if nodes is not None:
+            given["nodes"] = _read(self.row, "nodes", nodes)
+        return _build(self.row, given, size)
 
 
 _RADIX = Parameter("radix", "integer", 2, "branches of the tree", low=2)
@@ -139,6 +207,9 @@ CATALOG: dict[str, Scheme] = {
             "the library's",
             kind="library",
             description="whatever the library chooses for this size and machine",
+            module="treeattn.collectives.libraries.mpi_allreduce",
+            compiled=True,
+            transports=("mpi", "host"),
         ),
         Scheme(
             "nccl_allreduce",
@@ -152,7 +223,8 @@ CATALOG: dict[str, Scheme] = {
             restriction="device='cuda' only",
             kind="library",
             description="NCCL's all-reduce of maxima, then of rescaled records: GPUs only; sums, not merges",
-            devices=("cuda",),
+            module="treeattn.collectives.libraries.nccl_allreduce",
+            transports=("nccl",),
             elsewhere="on the CPU take mpi_allreduce",
         ),
     )
@@ -193,16 +265,23 @@ def parse(text: str, catalog: Mapping[str, Scheme] = CATALOG) -> tuple[str, dict
     return row.name, given
 
 
+def select(scheme: str | Schedule, catalog: Mapping[str, Scheme] = CATALOG) -> Selection:
+    """What `scheme` asks for: a scheme string, or a schedule of one's own. Raises as `parse` does."""
+    if isinstance(scheme, Schedule):
+        row = Scheme(scheme.name, None, "one's own", scattered=scheme.result == "scattered")
+        return Selection(row, (), scheme.name, scheme)
+    name, given = parse(scheme, catalog)
+    return Selection(catalog[name], tuple(given.items()), _spell(catalog[name], given))
+
+
 def canonical(text: str, catalog: Mapping[str, Scheme] = CATALOG) -> str:
     """The one spelling of a scheme: parameters in the order of the catalogue, defaults left out."""
-    name, given = parse(text, catalog)
-    return _spell(catalog[name], given)
+    return select(text, catalog).text
 
 
 def needs_nodes(text: str) -> bool:
     """Whether the scheme is shaped by node groups that `text` does not give."""
-    name, given = parse(text)
-    return find(name).parameter("nodes") is not None and "nodes" not in given
+    return select(text).needs_nodes
 
 
 def build(scheme: str, size: int, **params: Any) -> Schedule:
@@ -221,6 +300,11 @@ def build(scheme: str, size: int, **params: Any) -> Schedule:
         if key in given:
             raise ScheduleError(f"{key} is given twice: in {scheme!r} and as an argument")
         given[key] = _read(row, key, value)
+    return _build(row, given, size)
+
+
+def _build(row: Scheme, given: Mapping[str, Any], size: int) -> Schedule:
+    name = row.name
     if row.generator is None:
         raise ScheduleError(
             f"{name} is a reducer of a library and has no schedule; schedules: {', '.join(names('schedule'))}"
@@ -232,8 +316,7 @@ def build(scheme: str, size: int, **params: Any) -> Schedule:
             f"{name}: size={size!r} is not a number of ranks: it must be an integer from 1 up"
         )
     arguments = {p.name: _argument(row, p, given.get(p.name, p.default), size) for p in row.parameters}
-    schedule: Schedule = row.generator(size, **arguments)
-    return replace(schedule, name=_spell(row, given))
+    return replace(row.generator(size, **arguments), name=_spell(row, given))
 
 
 def _read(row: Scheme, key: str, value: Any) -> Any:

@@ -1,11 +1,11 @@
-"""What executors need to know of the records that they move: their type, width and how two merge."""
+"""What reducers need to know of the records that they move: their type, width and how two merge."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-__all__ = ["Operator"]
+__all__ = ["CompiledOperator", "ManyOperator", "Operator", "Parts", "RescalingOperator"]
 
 
 class Operator(Protocol):
@@ -28,3 +28,46 @@ class Operator(Protocol):
 
     def planned_merge(self, into: Any, other: Any) -> Callable[[], object]:
         """`merge` for two arrays that never move: a call without arguments and without checks."""
+
+
+@runtime_checkable
+class ManyOperator(Protocol):
+    """An `Operator` that folds several arrays in one go."""
+
+    def planned_merge_many(self, into: Any, others: Any) -> Callable[[], object]:
+        """Fold others[0], others[1], .. into `into`: [count, records, width] into [records, width]."""
+
+
+class CompiledOperator(Operator, Protocol):
+    """An operator that has a compiled form."""
+
+    def mpi_function(self) -> int:
+        """Address of an MPI_User_function that merges records. Raises `BackendError` where there is none."""
+
+
+class Parts(NamedTuple):
+    """Views of records [records, width]: `maximum` [records]; what adds up once the maxima are shared,
+    `denominator` [records] and `numerator` [records, ..]."""
+
+    maximum: Any
+    denominator: Any
+    numerator: Any
+
+
+class RescalingOperator(Operator, Protocol):
+    """An operator that can put records on the scale of given maxima, after which they merge by adding."""
+
+    def parts(self, records: Any) -> Parts:
+        """What a record is made of."""
+
+    def planned_maxima(self, records: Any, maxima: Any) -> Callable[[], object]:
+        """Copy the maxima of `records` into `maxima` [records], NaN as +inf: libraries may drop NaN, and a
+        record of either maximum has no result. Neither array ever moves."""
+
+    def planned_rescale(
+        self, records: Any, maxima: Any, denominators: Any, numerators: Any
+    ) -> Callable[[], object]:
+        """Write denominators and numerators of `records` on the scale of `maxima` [records].
+
+        All arrays never move; the last two may be the records' own parts, or of any stride between records.
+        """

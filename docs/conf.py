@@ -1,14 +1,37 @@
 """Sphinx: the API from docstrings, the rest from Markdown. Build with `make docs`."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
+from docutils import nodes
+from sphinx.application import Sphinx
+
 project = "treeattn"
 copyright = "The treeattn developers"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 html_theme = "furo"
+html_title = "treeattn"
+html_static_path = ["_static"]
+html_css_files = ["treeattn.css"]
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True  # CATALOG, not everything that stands in it
 autodoc_typehints = "none"
 myst_heading_anchors = 3
 # Docstrings name arguments and results in `single quotes` that are not always objects.
 default_role = "code"
+
+
+def pictures_follow_the_theme(app: Sphinx, document: nodes.document) -> None:
+    """A picture that does not know dark screens lies on a light card; drawings with both themes need none."""
+    page = Path(document["source"]).parent
+    for image in document.findall(nodes.image):
+        path = page / image["uri"]
+        if path.is_file() and "prefers-color-scheme" not in path.read_text(errors="replace"):
+            image["classes"].append("one-theme")
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("doctree-read", pictures_follow_the_theme)

@@ -5,6 +5,7 @@ A page has one of
     <!-- table FILE EXPERIMENT KIND INDEX -->     what `treeattn paper --json` wrote
     <!-- compare WHAT TOKENS FILE ... -->         what `treeattn compare --out` wrote, files side by side
     <!-- beside FILE -->                          what `benchmarks/side_by_side.py --json` wrote
+    <!-- rivals -->                               what is beaten and what is not, from several of them
 
 and `<!-- end -->`; what stands between is replaced by that table of docs/results/FILE. Numbers are never
 typed by hand, and a test fails while a page shows others than the results.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,25 @@ PAPER = re.compile(r"<!-- table (\S+) (\S+) (model|measured) (\d+) -->\n.*?<!-- 
 COMPARED = re.compile(r"<!-- compare (reduce|decode) (\d+)((?: \S+\.jsonl)+) -->\n.*?<!-- end -->", re.DOTALL)
 
 BESIDE = re.compile(r"<!-- beside (\S+) -->\n.*?<!-- end -->", re.DOTALL)
-KINDS = (PAPER, COMPARED, BESIDE)
+RIVALS = re.compile(r"<!-- (rivals) -->\n.*?<!-- end -->", re.DOTALL)
+KINDS = (PAPER, COMPARED, BESIDE, RIVALS)
+
+# What stands against `hierarchical` in the README: words, file, what was timed, tokens, scheme.
+_RIVALS = (
+    ("Ring Attention (`kv_ring`), 4 ranks", "compare_4.jsonl", "decode", 65536, "kv_ring"),
+    ("three all-reduces as in the paper, 4 emulated nodes x 2 ranks: the reduction", "cluster_block.jsonl",
+     "reduce", 0, "three_allreduce"),
+    ("the MPI library's sum of as many bytes, there", "cluster_block.jsonl", "reduce", 0, SUM),
+    ("the same sum, 4 ranks on one machine", "compare_4.jsonl", "reduce", 0, SUM),
+)  # fmt: skip
 
 
 def filled(page: str) -> str:
     """The text of a page with every table as the results have it."""
     page = PAPER.sub(lambda block: _block(block[0], _of_the_paper(*block.groups())), page)
     page = COMPARED.sub(lambda block: _block(block[0], _compared(*block.groups())), page)
-    return BESIDE.sub(lambda block: _block(block[0], _beside(*block.groups())), page)
+    page = BESIDE.sub(lambda block: _block(block[0], _beside(*block.groups())), page)
+    return RIVALS.sub(lambda block: _block(block[0], _rivals()), page)
 
 
 def _block(old: str, table: str) -> str:
@@ -127,6 +139,34 @@ def _beside_cells(facts: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def _rivals() -> str:
+    """Another's time, ours, and how many times as fast ours is."""
+    rows = [*_beside_rivals("side_by_side.json")]
+    for what, file, timed, tokens, rival in _RIVALS:
+        summaries = _summaries(file, timed, tokens)
+        theirs, ours = (summaries[name].times["completion"].median / 1000 for name in (rival, "hierarchical"))
+        rows.append(_rival(what, theirs, ours, theirs / ours, file))
+    return _markdown(["against", "theirs, ms", "ours, ms", "times as fast", "file"], rows)
+
+
+def _beside_rivals(file: str) -> Iterator[list[str]]:
+    """The other package, and bare reading; the ratio is the median of those of interleaved rounds."""
+    for facts in json.loads((DOCS / "results" / file).read_text())["results"]:
+        times = {name: time["median"] for name, time in facts["milliseconds"].items()}
+        package = f"`tree_attn_decode` of ring-attention-pytorch, 2 ranks, {facts['dtype']}"
+        faster = facts["times_faster"]["tree_attn_decode"]["median"]
+        yield _rival(package, times["tree_attn_decode"], times["treeattn"], faster, file)
+        slower = facts["times_reading"]["median"]
+        yield _rival(
+            "only reading the cache, there", times["reading the shard"], times["treeattn"], 1 / slower, file
+        )
+
+
+def _rival(what: str, theirs: float, ours: float, ratio: float, file: str) -> list[str]:
+    numbers = (f"{value:#.3g}".rstrip(".") for value in (theirs, ours, ratio))
+    return [what, *numbers, f"[{file}](docs/results/{file})"]
+
+
 def _verdict(met: bool) -> str:
     return "met" if met else "missed"
 
@@ -136,7 +176,7 @@ def _markdown(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 if __name__ == "__main__":
-    for page in [*DOCS.glob("*.md"), DOCS / "results/README.md"]:
+    for page in [*DOCS.glob("*.md"), DOCS / "results/README.md", DOCS.parent / "README.md"]:
         text = page.read_text()
         if filled(text) != text:
             page.write_text(filled(text))

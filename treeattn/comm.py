@@ -16,11 +16,15 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 __all__ = [
+    "Agreement",
     "abort",
     "agree",
     "cuda_aware",
+    "end_job",
+    "intracomm",
     "launched_as",
     "leave",
+    "library_version",
     "mpi",
     "node_groups",
     "node_local_rank",
@@ -53,11 +57,21 @@ def mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        lacking = "mpi4py" if getattr(error, "name", None) == "mpi4py" else "mpich"
         raise BackendError(
-            f"no MPI library could be loaded ({reason}): install one with `pip install mpich`, "
+            f"no MPI library could be loaded ({reason}): install one with `pip install {lacking}`, "
             "or load your site's MPI module"
         ) from error
     return MPI
+
+
+def library_version() -> str | None:
+    """What the MPI library calls itself, or None where none can be loaded."""
+    try:
+        name: str = mpi().Get_library_version()
+    except BackendError:
+        return None
+    return name.split("\n")[0].strip(" \t\x00")
 
 
 def world() -> Intracomm:
@@ -72,36 +86,72 @@ def world() -> Intracomm:
     return comm
 
 
+def intracomm(comm: object) -> Intracomm:
+    """`comm` if it is a communicator; COMM_WORLD for None. Raises `ArgumentError` for anything else."""
+    if comm is None:
+        return world()
+    kind: type[Intracomm] = mpi().Intracomm
+    if not isinstance(comm, kind) or comm == mpi().COMM_NULL:
+        raise ArgumentError(
+            f"comm must be an intracommunicator of mpi4py, such as MPI.COMM_WORLD, not {comm!r}"
+        )
+    return comm
+
+
+class Agreement:
+    """``with Agreement(comm) as agreed:`` around each rank's work: it succeeds on all or on none. Collective.
+
+    What the block raises on one rank, every rank raises. What it leaves in `equal` (by the name that an error
+    gives it) must be equal on all ranks. What it leaves in `told` is afterwards in `everywhere`, by rank.
+    """
+
+    def __init__(self, comm: Intracomm) -> None:
+        self._comm = comm
+        self.equal: Mapping[str, object] = {}
+        self.told: Any = None
+        self.everywhere: list[Any] = []
+
+    def __enter__(self) -> Agreement:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return  # such as Ctrl-C: it ends this process, and so the job
+        if error is not None and not isinstance(error, TreeattnError):
+            error = ArgumentError(f"{type(error).__name__}: {error}")
+        mine = {} if error else self.equal
+        views: list[Any] = self._comm.allgather((mine, error, self.told))
+        for rank, (_, problem, _) in enumerate(views):
+            if problem is not None:
+                where = "" if self._comm.size == 1 else f"rank {rank}: "
+                raise type(problem)(f"{where}{problem}") from None
+        for name in mine:
+            values = [values.get(name) for values, _, _ in views]
+            different = [rank for rank, value in enumerate(values) if value != values[0]]
+            if different:
+                other = f"{values[different[0]]!r} on rank {different[0]}"
+                raise ArgumentError(
+                    f"{name} differs between ranks: {values[0]!r} on rank 0, {other}; every rank must pass "
+                    "the same"
+                )
+        self.everywhere = [told for _, _, told in views]
+
+
 def agree(comm: Intracomm, mine: Mapping[str, object], error: Exception | None = None) -> None:
     """Collective: return only if no rank brought an `error` and all ranks brought equal values.
 
     Otherwise every rank raises the same exception, so that none is left waiting in a later call.
     """
-    if error is not None and not isinstance(error, TreeattnError):
-        error = ArgumentError(f"{type(error).__name__}: {error}")
-    views: list[tuple[Mapping[str, object], Exception | None]] = comm.allgather((mine, error))
-    for rank, (_, problem) in enumerate(views):
-        if problem is not None:
-            raise type(problem)(str(problem) if comm.size == 1 else f"rank {rank}: {problem}")
-    for name in mine:
-        values = [values.get(name) for values, _ in views]
-        different = [rank for rank, value in enumerate(values) if value != values[0]]
-        if different:
-            raise ArgumentError(
-                f"{name} differs between ranks: {values[0]!r} on rank 0, {values[different[0]]!r} on rank "
-                f"{different[0]}; every rank must pass the same"
-            )
+    with Agreement(comm) as agreed:
+        agreed.equal = mine
+        if error is not None:
+            raise error
 
 
 def together(comm: Intracomm, make: Callable[[], T]) -> T:
     """Collective: what `make` makes on this rank; where it fails on one, every rank raises the same."""
-    error: Exception | None = None
-    try:
-        made = make()
-    except Exception as problem:  # whatever it is, the other ranks must not be left waiting
-        error = problem
-    agree(comm, {}, error)
-    return made
+    with Agreement(comm):
+        return make()
 
 
 def node_groups(comm: Intracomm) -> tuple[tuple[int, ...], ...]:
@@ -163,7 +213,7 @@ def leave(code: int, reason: str, patience: float = 5.0) -> int:
                 file=sys.stderr,
                 flush=True,
             )
-            _end_job(code)
+            end_job(code)
         time.sleep(0.001)
     return code
 
@@ -175,12 +225,13 @@ def abort(error: BaseException) -> NoReturn:
     what = "".join(traceback.format_exception_only(error)).strip()
     print(f"treeattn: rank {comm.rank} of {comm.size} failed, ending the job: {what}", file=sys.stderr)
     traceback.print_exception(error)
-    _end_job(1)
+    end_job(1)
 
 
-def _end_job(code: int) -> NoReturn:
-    """MPI_Abort, after giving what was printed the time to arrive: launchers drop what is under way."""
+def end_job(code: int) -> NoReturn:
+    """Exit, and end all other ranks of the job if there are some."""
     sys.stderr.flush()
-    time.sleep(0.5)
-    mpi().COMM_WORLD.Abort(code)
-    raise SystemExit(code)  # not reached: Abort does not return
+    if started() and mpi().COMM_WORLD.size > 1:
+        time.sleep(0.5)  # what was printed needs time to arrive: launchers drop what is under way
+        mpi().COMM_WORLD.Abort(code)
+    raise SystemExit(code)

@@ -21,7 +21,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from treeattn.errors import ArgumentError
+from treeattn.errors import ArgumentError, BackendError
 
 __all__ = ["CacheFile", "load_runs", "open_cache", "output_writer", "save_tensors"]
 
@@ -39,6 +39,10 @@ _DTYPES: dict[str, Any] = {
     "U16": np.uint16,
     "U8": np.uint8,
 }
+
+
+#: What this process has written so far, for whoever interrupts it.
+kept: list[str] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,8 @@ def output_writer(path: str | Path | None) -> Callable[[bytes], None]:
     """A function that writes a file whole or not at all: under a temporary name first, then renamed.
 
     Nothing lies on disk before it is called. Raises `ArgumentError` at once if the place cannot be
-    written, before any work is done. With no path, the bytes go nowhere.
+    written, before any work is done; `BackendError` if it cannot be after all, as on a full disk.
+    With no path, the bytes go nowhere.
     """
     if path is None:
         return lambda _: None
@@ -158,9 +163,13 @@ def _replace(target: Path, content: bytes) -> None:
         os.umask(mask)
         os.chmod(temporary, 0o666 & ~mask)  # mkstemp is stricter than an ordinary new file
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         os.unlink(temporary)
+        if isinstance(error, OSError):
+            reason = f"{target}: cannot be written ({error.strerror}); nothing of it was kept"
+            raise BackendError(reason) from None
         raise
+    kept.append(str(target))
 
 
 def _temporary_beside(target: Path) -> str:

@@ -5,6 +5,10 @@ numerator[head_dim]`` with ``max`` the largest scaled logit, ``denominator`` the
 ``exp(logit - max)`` and ``numerator`` the sum of ``exp(logit - max) * v``. Arrays of records are
 C-contiguous ``[batch, heads, queries, head_dim + 2]``; float32, or float64 when the inputs are.
 
+A maximum of -inf means that nothing was seen: such a record is the identity, whatever else it holds.
+A maximum of +inf, as of an infinite logit, outweighs every number and has no finite result: it
+finishes as NaN, like a maximum of NaN.
+
 Records merge by online softmax (Milakov and Gimelshein, arXiv:1805.02867), the associative
 operator of tree decoding (Shyam et al., arXiv:2408.04093, section 4). The merge of float32
 records here is defined to the bit: the compiled one gives the same bits on every processor, so
@@ -104,21 +108,26 @@ def finish(records: Array, out: Array, lse: Array) -> None:
     Args:
         records: [batch, heads, queries, head_dim + 2].
         out: written, [batch, queries, heads, head_dim]; 0 where nothing was seen.
-        lse: written, [batch, heads, queries], natural log; -inf where nothing was seen.
+        lse: written, [batch, heads, queries], natural log; -inf where nothing was seen, never +inf.
 
-    Both outputs have the records' dtype. For float32 the result is defined to the bit.
+    Both outputs have the records' dtype. For float32 the result is defined to the bit. Nothing was seen
+    where the maximum is -inf, or finite with a denominator of 0. A maximum that is NaN or +inf and a
+    denominator that is NaN, +inf or negative make all of the head NaN.
     """
-    denominator = records[..., 1:2]
-    empty = denominator == 0
+    maximum, denominator = records[..., :1], records[..., 1:2]
+    bounded = maximum < np.inf
+    empty = (maximum == -np.inf) | (bounded & (denominator == 0))
+    invalid = ~(bounded & (denominator >= 0) & (denominator < np.inf))
     with np.errstate(all="ignore"):
-        quotient = np.where(empty, 0, records[..., EXTRA:] / denominator)
-        logarithm = _logarithm(denominator[..., 0].astype(np.float64))
-        total = records[..., 0].astype(np.float64) + logarithm
-    np.copyto(quotient, _QUIET_NAN, where=np.isnan(quotient), casting="same_kind")
-    total[np.isnan(total)] = np.nan
-    total[empty[..., 0]] = -np.inf
+        quotient = records[..., EXTRA:] / denominator
+        logarithm = _logarithm(denominator.astype(np.float64))
+        total = maximum.astype(np.float64) + logarithm
+    np.copyto(quotient, _QUIET_NAN, where=invalid | np.isnan(quotient), casting="same_kind")
+    np.copyto(quotient, 0, where=empty)
+    np.copyto(total, np.nan, where=invalid)
+    np.copyto(total, -np.inf, where=empty)
     out[...] = np.swapaxes(quotient, 1, 2)
-    lse[...] = total
+    lse[...] = total[..., 0]
 
 
 def exponential(x: Array) -> Array:
@@ -155,7 +164,7 @@ def _fused_multiply_add(a: Any, b: Any, c: Any) -> Array:
 
 
 def _logarithm(x: Array) -> Array:
-    """Natural logarithm of float64 values from basic operations only: the same bits everywhere."""
+    """Natural logarithm of positive float64 values from basic operations: the same bits everywhere."""
     mantissa, exponent = np.frexp(x)
     small = mantissa < 0.70710678118654752
     mantissa = np.where(small, mantissa + mantissa, mantissa)
@@ -165,4 +174,4 @@ def _logarithm(x: Array) -> Array:
     series = np.full_like(square, 1.0 / 21.0)
     for odd in range(19, 0, -2):
         series = series * square + 1.0 / odd
-    return np.where(np.isfinite(x), exponent * 0.6931471805599453 + (ratio + ratio) * series, x)
+    return np.asarray(exponent * 0.6931471805599453 + (ratio + ratio) * series)

@@ -1,1 +1,1 @@
-"""Ways to run one and the same schedule: over MPI, and in one process."""
+"""Ways to run one and the same schedule: over MPI, over NCCL, and in one process."""

@@ -6,56 +6,30 @@ them at the same time, and needs that: two ranks that each send first would wait
 
 from __future__ import annotations
 
-from typing import Any
-
-from treeattn.collectives.check import Certificate, prove
+from treeattn.collectives.captured import CapturedReducer
 from treeattn.collectives.executors import rounds
-from treeattn.collectives.executors.captured import CapturedReducer
-from treeattn.collectives.libraries.nccl import Communicator
-from treeattn.collectives.memory import Stream
-from treeattn.collectives.operator import Operator
+from treeattn.collectives.reducer import Reduction
 from treeattn.collectives.schedule import Schedule
-from treeattn.errors import ScheduleError
 
 __all__ = ["Reducer"]
 
 
 class Reducer(CapturedReducer):
-    """A planned reduction of `buffer` in place over all ranks of `communicator`, which it then owns.
-
-    buffer, group and results: as for `executors.mpi.Reducer`, but in the memory of a GPU. A call queues one
-    step and does not wait; from the second one on it is one launch of a CUDA graph. Collective.
+    """A planned reduction of a buffer in the memory of a GPU, in place, over all ranks of a communicator of
+    NCCL, which it then owns.
 
     Raises `ScheduleError` if the schedule is for another number of ranks or is not a correct reduction.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        schedule: Schedule,
-        operator: Operator,
-        buffer: Any,
-        stream: Stream,
-        group: int = 1,
-    ) -> None:
-        if schedule.size != communicator.size:
-            raise ScheduleError(
-                f"{schedule.name}: made for {schedule.size} ranks, the communicator has {communicator.size}; "
-                f"build it with size={communicator.size}"
-            )
-        proof = prove(schedule)
-        if not buffer.flags.c_contiguous or buffer.dtype != operator.dtype:
-            raise ScheduleError(f"{schedule.name}: the buffer must be C-contiguous {operator.dtype}")
-        records = buffer.reshape(-1, group * operator.width)
-        self.schedule = schedule
-        self.certificate: Certificate = proof.certificate
-        self._rounds = list(rounds.plan(schedule, proof, communicator.rank, records, operator, stream))
-        super().__init__(schedule.name, communicator, stream)
+    def __init__(self, reduction: Reduction, schedule: Schedule) -> None:
+        self.certificate, planned = rounds.plan(reduction, schedule)
+        super().__init__(schedule.name, reduction)
+        self._rounds = list(planned)
+        self.sent = rounds.sent(self._rounds)
 
-    def __call__(self) -> None:
-        """Queue one whole step; a rank alone has none."""
-        if self._rounds or self._closed:
-            super().__call__()
+    def _begin(self) -> None:
+        if self._rounds:  # a rank alone has none
+            super()._begin()
 
     def _queue(self) -> None:
         communicator = self._communicator

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
-from treeattn.collectives.check import Fold, Proof
-from treeattn.collectives.memory import Memory
-from treeattn.collectives.operator import Operator
+from treeattn.collectives.check import Certificate, Fold, prove
+from treeattn.collectives.operator import ManyOperator
+from treeattn.collectives.reducer import Reduction
 from treeattn.collectives.schedule import Round, Schedule, Transfer
 from treeattn.errors import ScheduleError
 
-__all__ = ["Message", "RankRound", "plan"]
+__all__ = ["Message", "RankRound", "plan", "sent"]
 
 
 class Message(NamedTuple):
@@ -39,23 +39,28 @@ class RankRound(NamedTuple):
     actions: list[Callable[[], object]]
 
 
-@runtime_checkable
-class ManyOperator(Protocol):
-    """An `Operator` that folds several arrays in one go."""
+def plan(reduction: Reduction, schedule: Schedule) -> tuple[Certificate, Iterator[RankRound]]:
+    """What is proved of the schedule, and the rounds in which this rank sends or receives something.
 
-    def planned_merge_many(self, into: Any, others: Any) -> Callable[[], object]:
-        """Fold others[0], others[1], .. into `into`: [count, records, width] into [records, width]."""
+    Raises `ScheduleError`, before anything is allocated, if the schedule is for another number of ranks or is
+    not a correct reduction, or if the buffer does not fit.
+    """
+    comm = reduction.comm
+    if schedule.size != comm.size:
+        raise ScheduleError(
+            f"{schedule.name}: made for {schedule.size} ranks, the communicator has {comm.size}; "
+            f"build it with size={comm.size}"
+        )
+    proof = prove(schedule)
+    planner = _Planner(reduction, schedule)
+    folds = (of_round.get(comm.rank, ()) for of_round in proof.folds)
+    planned = map(planner.round, range(len(schedule.rounds)), schedule.rounds, folds)
+    return proof.certificate, (part for part in planned if part.receives or part.sends)
 
 
-def plan(
-    schedule: Schedule, proof: Proof, rank: int, records: Any, operator: Operator, memory: Memory
-) -> Iterator[RankRound]:
-    """The rounds in which `rank` sends or receives something. records: [groups, group * operator.width]."""
-    planner = _Planner(schedule, rank, records, operator, memory)
-    for index, round_ in enumerate(schedule.rounds):
-        planned = planner.round(index, round_, proof.folds[index].get(rank, ()))
-        if planned.receives or planned.sends:
-            yield planned
+def sent(rounds: list[RankRound]) -> list[tuple[int, int]]:
+    """(destination, bytes) of every message that leaves this rank."""
+    return [(peer, array.nbytes) for round_ in rounds for array, peer in round_.sends]
 
 
 class _Landing(NamedTuple):
@@ -67,14 +72,13 @@ class _Landing(NamedTuple):
 
 
 class _Planner:
-    def __init__(
-        self, schedule: Schedule, rank: int, records: Any, operator: Operator, memory: Memory
-    ) -> None:
+    def __init__(self, reduction: Reduction, schedule: Schedule) -> None:
         self._schedule = schedule
-        self._rank = rank
-        self._records = records
-        self._operator = operator
-        self._memory = memory
+        self._rank = reduction.comm.rank
+        self._operator, self._memory = reduction.operator, reduction.memory
+        records = reduction.records(schedule.name)
+        # One row is what a chunk never cuts.
+        self._records = records.reshape(-1, reduction.group * reduction.operator.width)
 
     def round(self, index: int, round_: Round, folds: tuple[Fold, ...]) -> RankRound:
         rank = self._rank

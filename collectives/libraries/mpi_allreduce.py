@@ -10,51 +10,45 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-from typing import Any, Protocol
 
 from mpi4py import MPI
 
 from treeattn.collectives.libraries.collective import CollectiveReducer
-from treeattn.collectives.operator import Operator
+from treeattn.collectives.reducer import Reduction
 from treeattn.errors import BackendError
 
-__all__ = ["MpiAllreduce"]
+__all__ = ["MpiAllreduce", "plan"]
 
 
-class MpiOperator(Operator, Protocol):
-    """An operator that has a compiled form."""
-
-    def mpi_function(self) -> int:
-        """Address of an MPI_User_function that merges records. Raises `BackendError` where there is none."""
+def plan(reduction: Reduction) -> MpiAllreduce:
+    """Collective."""
+    return MpiAllreduce(reduction)
 
 
 class MpiAllreduce(CollectiveReducer):
     """The library's own allreduce: a call is MPI_Allreduce; ``start()`` and ``wait()`` are MPI_Iallreduce,
-    which may choose another algorithm. Raises `BackendError` without compiled kernels.
+    which may choose another algorithm. Its operator is a `CompiledOperator`.
     """
 
-    name = "mpi_allreduce"
-
-    def __init__(self, comm: MPI.Intracomm, operator: MpiOperator, buffer: Any) -> None:
-        self._op = _operator(operator.mpi_function())
-        super().__init__(comm, operator, buffer)
+    def __init__(self, reduction: Reduction) -> None:
+        self._op = _operator(reduction.operator.mpi_function())
+        super().__init__("mpi_allreduce", reduction)
+        operator = reduction.operator
         self._record = MPI._typedict[operator.dtype.char].Create_contiguous(operator.width).Commit()
-        self._buffer = [buffer, len(self._records), self._record]
+        self._buffer = [reduction.buffer, len(self._records), self._record]
 
     def _step(self) -> None:
         self._comm.Allreduce(MPI.IN_PLACE, self._buffer, self._op)
 
-    def _begin(self) -> MPI.Request:
+    def _first(self) -> MPI.Request:
         return self._comm.Iallreduce(MPI.IN_PLACE, self._buffer, self._op)
 
-    def _complete(self) -> None:
+    def _rest(self) -> None:
         """The one collective was all."""
 
-    def close(self) -> None:
-        """Free datatype and communicator, after a step in flight. Collective; twice does nothing more."""
-        if not self._closed:
-            super().close()
-            self._record.Free()
+    def _release(self) -> None:
+        super()._release()
+        self._record.Free()
 
 
 # One operator per function, made once and kept: it must outlive every reduction that uses it.

@@ -1,9 +1,8 @@
 /* Records to attention output. Basic operations only, so that the bits are the same on every processor. */
 #include "records.h"
 
-/* Natural logarithm: treeattn/partial.py has the same steps. */
+/* Natural logarithm of a positive number: treeattn/partial.py has the same steps. */
 static double logarithm(double x) {
-  if (!isfinite(x)) return x;
   int exponent;
   double mantissa = frexp(x, &exponent);
   if (mantissa < 0.70710678118654752) {
@@ -16,15 +15,23 @@ static double logarithm(double x) {
   return exponent * 0.6931471805599453 + (ratio + ratio) * series;
 }
 
+static void fill(float *out, float value, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) out[i] = value;
+}
+
 static void finish_record(const float *record, float *out, float *lse, int64_t head_dim) {
-  const float denominator = record[RECORD_DENOMINATOR], *numerator = record + RECORD_NUMERATOR;
-  if (denominator == 0.0f) {
-    for (int64_t i = 0; i < head_dim; ++i) out[i] = 0.0f;
+  const float maximum = record[RECORD_MAX], denominator = record[RECORD_DENOMINATOR];
+  const int bounded = maximum < INFINITY; /* not for NaN */
+  if (maximum == -INFINITY || (bounded && denominator == 0.0f)) {
+    fill(out, 0.0f, head_dim); /* nothing was seen */
     *lse = -INFINITY;
-    return;
+  } else if (bounded && denominator > 0.0f && denominator < INFINITY) {
+    for (int64_t i = 0; i < head_dim; ++i) out[i] = canonical(record[RECORD_NUMERATOR + i] / denominator);
+    *lse = (float)((double)maximum + logarithm(denominator));
+  } else {
+    fill(out, (float)NAN, head_dim);
+    *lse = (float)NAN;
   }
-  for (int64_t i = 0; i < head_dim; ++i) out[i] = canonical(numerator[i] / denominator);
-  *lse = canonical((float)((double)record[RECORD_MAX] + logarithm(denominator)));
 }
 
 void finish(const float *records, float *out, float *lse, int64_t batch, int64_t heads, int64_t queries,

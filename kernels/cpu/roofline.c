@@ -4,50 +4,52 @@
 #include "simd.h"
 #include "thread_pool.h"
 
-/* Memory is fastest when read like this: a piece of each of many streams in turn, asked for some pieces ahead, and
- * streams not a power of two apart (17 GB/s against 13 from front to back, where this was written). */
-enum { PIECE = 512, PIECES = 127, STREAMS = 32, AHEAD = 2, REGION = STREAMS * PIECES * PIECE };
-enum { VECTORS = PIECE / sizeof(vector), SUMS = VECTORS < 8 ? VECTORS : 8 };
-
-INLINE void read_piece(const char *from, vector_bits *sum) {
-  for (int i = 0; i < VECTORS; ++i) {
-    vector_bits bits;
-    memcpy(&bits, from + (size_t)i * sizeof bits, sizeof bits);
-    sum[i % SUMS] ^= bits;
-  }
-}
-
-static void read_region(const char *from, vector_bits *sum) {
-  for (int piece = 0; piece < PIECES; ++piece)
-    for (int stream = 0; stream < STREAMS; ++stream) {
-      const char *at = from + (stream * PIECES + piece) * PIECE;
-      for (int line = 0; line < PIECE; line += 64) __builtin_prefetch(at + AHEAD * PIECE + line);
-      read_piece(at, sum);
-    }
-}
+/* How memory is read: a piece of each of some streams in turn, and lines asked for some way ahead. Which way is the
+ * fastest differs between processors, by a factor of two either way where this was tried. Streams are not a power of
+ * two apart, lest they fall into one set of the cache. */
+enum { LINE = 64, REGION = 1 << 21, VECTORS = LINE / sizeof(vector) };
 
 struct reading {
   const char *from, *end;
+  int64_t streams, piece, pieces, ahead; /* piece: bytes that a stream is read in a turn; pieces: of one stream */
   uint32_t result[MAX_THREADS];
 };
 
+static int64_t region_of(const struct reading *r) { return r->streams * r->pieces * r->piece; }
+
+INLINE void read_lines(const char *from, int64_t bytes, int64_t ahead, vector_bits *sum) {
+  for (int64_t line = 0; line < bytes; line += LINE) {
+    if (ahead) __builtin_prefetch(from + line + ahead);
+    for (int i = 0; i < VECTORS; ++i) {
+      vector_bits bits;
+      memcpy(&bits, from + line + i * (int64_t)sizeof bits, sizeof bits);
+      sum[i] ^= bits;
+    }
+  }
+}
+
 static void read_item(void *context, int64_t item, int worker) {
   struct reading *r = context;
-  vector_bits sum[SUMS] = {{0}};
-  const char *from = r->from + item * REGION;
-  if (r->end - from >= REGION)
-    read_region(from, sum);
+  vector_bits sum[VECTORS] = {{0}};
+  const char *from = r->from + item * region_of(r);
+  if (r->end - from < region_of(r))
+    read_lines(from, (r->end - from) / LINE * LINE, 0, sum);
   else
-    for (; r->end - from >= PIECE; from += PIECE) read_piece(from, sum);
-  for (int i = 0; i < SUMS; ++i)
+    for (int64_t piece = 0; piece < r->pieces; ++piece)
+      for (int64_t stream = 0; stream < r->streams; ++stream)
+        read_lines(from + (stream * r->pieces + piece) * r->piece, r->piece, r->ahead, sum);
+  for (int i = 0; i < VECTORS; ++i)
     for (int lane = 0; lane < WIDTH; ++lane) r->result[worker] ^= sum[i][lane];
 }
 
-/* Reads the `bytes` at `from`, but less than a piece at either end. The result, their xor, is of no use but that
- * nothing can be left out. */
-uint32_t read_memory(const char *from, int64_t bytes, int32_t threads) {
-  struct reading r = {.from = from + -(uintptr_t)from % 64, .end = from + bytes};
-  run_items(threads, (r.end - r.from + REGION - 1) / REGION, read_item, &r);
+/* Reads the `bytes` at `from`, but less than a line at either end, from `streams` places in turn: `lines` lines of 64
+ * bytes of each, and asks for the line `ahead` lines further on; 0: for none. The result, the xor of all, is of no use
+ * but that nothing can be left out. */
+uint32_t read_memory(const char *from, int64_t bytes, int32_t threads, int32_t streams, int32_t lines, int32_t ahead) {
+  struct reading r = {.from = from + -(uintptr_t)from % LINE, .end = from + bytes, .streams = streams};
+  r.piece = (int64_t)lines * LINE, r.ahead = (int64_t)ahead * LINE;
+  r.pieces = REGION / (r.streams * r.piece) | 1;
+  run_items(threads, (r.end - r.from + region_of(&r) - 1) / region_of(&r), read_item, &r);
   uint32_t result = 0;
   for (int i = 0; i < MAX_THREADS; ++i) result ^= r.result[i];
   return result;

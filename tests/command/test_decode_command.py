@@ -38,7 +38,8 @@ def test_all_schemes_on_a_real_cache(tmp_path, ranks):
     assert done.returncode == 0, done.stdout + done.stderr
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert [row["scheme"] for row in facts["results"]] == ALL.split(",")
-    assert len({row["sha256"] for row in facts["results"]}) <= len(facts["results"])
+    digests = {row["sha256"] for row in facts["results"]}
+    assert (len(digests) == 1) == (ranks == 1)  # orders of merging round differently
     for row in facts["results"]:
         assert row["passed"]
         assert row["same_bits"]
@@ -137,6 +138,11 @@ def bad_scale(path):
     return path
 
 
+def huge_scale(path):
+    save_file(load_file(cache_with(path)), path, metadata={"scale": "1e300"})
+    return path
+
+
 def huge_header(path):
     path.write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
     return path
@@ -160,6 +166,7 @@ BAD_FILES = {
     "three axes": lambda path: cache_with(path, q=np.ones((1, 4, 16), np.float32)),
     "lengths": lambda path: cache_with(path, lengths=np.array([7])),
     "scale": bad_scale,
+    "scale 1e300": huge_scale,
 }
 
 
@@ -218,6 +225,7 @@ def test_unwritable_folder(tmp_path):
 RAISES_ON_ONE_RANK = """
 import sys, treeattn
 from treeattn import comm
+comm.leave.__defaults__ = (1.0,)  # seconds; test_command_lines_that_differ_between_ranks waits them all
 finish = treeattn.Decoder.{method}
 def broken(self, *arguments):
     if comm.world().rank == 1:
@@ -327,6 +335,75 @@ def test_infinite_inputs_do_not_make_every_error_pass(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     facts = json.loads((tmp_path / "facts.json").read_text(), parse_constant=pytest.fail)
     assert facts["results"][0]["bounds"][0] < 1e-3
+
+
+def nan_in_a_key(path):
+    """The key of token 4 and KV head 1, which query heads 2 and 3 read: of three ranks, the last has it."""
+    keys = np.ones((1, 6, 2, 16), np.float32)
+    keys[0, 4, 1, 3] = np.nan
+    return cache_with(path, k=keys)
+
+
+def test_nan_is_named_and_passes_only_where_the_oracle_has_it(tmp_path):
+    source = nan_in_a_key(tmp_path / "in.safetensors")
+    schemes = ("--scheme", "binary_tree,ring,two_allreduce,mpi_allreduce")
+    done = treeattn("decode", source, *schemes, "--check", "--json", tmp_path / "facts.json", ranks=3)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("pass, NaN") == 4
+    said = " ".join(done.stdout.split())
+    wanted = "ring: 2 of 4 results are NaN; oracle has 2, in the same heads; the tokens of rank 2 bring it"
+    assert wanted in said
+    facts = json.loads((tmp_path / "facts.json").read_text(), parse_constant=pytest.fail)
+    for row in facts["results"]:
+        counts = {"results": 2, "of": 4, "references": {"oracle": 2}, "same_rows": True, "ranks": [2]}
+        assert row["nan"] == counts
+    unchecked = treeattn("decode", source, ranks=3)
+    assert unchecked.returncode == 0
+    assert "pass" not in unchecked.stdout
+    assert "2 of 4 results are NaN: --check tells" in unchecked.stdout
+
+
+PLANTS_NAN = """
+import sys, treeattn
+reduce = treeattn.Decoder.reduce
+def broken(self):
+    reduce(self)
+    self.records[0, {head}] = float("nan")
+treeattn.Decoder.reduce = broken
+from treeattn.cli import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("make", "head", "said"),
+    [
+        (cache_with, 0, "1 of 4 results are NaN; oracle has 0, not in the same heads; the tokens of no rank"),
+        (
+            nan_in_a_key,
+            0,
+            "3 of 4 results are NaN; oracle has 2, not in the same heads; the tokens of rank 1",
+        ),
+    ],
+)
+def test_nan_that_the_oracle_does_not_have_fails(tmp_path, make, head, said):
+    source = make(tmp_path / "in.safetensors")
+    done = run("-c", PLANTS_NAN.format(head=head), "decode", source, "--check", "--repeat", 1, ranks=2)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "FAIL, NaN" in done.stdout
+    assert said in " ".join(done.stdout.split())
+
+
+def test_tables_fit_80_columns_and_all_is_there_on_request():
+    words = ("decode", CACHE, "--scheme", ALL, "--check", "--expect", EXPECTED, "--repeat", 1)
+    done = treeattn(*words, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "identical bits (proved)" in done.stdout
+    assert "messages" not in done.stdout
+    wide = treeattn(*words, "--wide", ranks=2)
+    assert "messages" in wide.stdout
+    assert "4.2e-04 of out" in wide.stdout
 
 
 def test_interrupting_one_rank_ends_the_job():

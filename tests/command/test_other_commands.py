@@ -8,8 +8,9 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from treeattn import collectives, schemes
+from treeattn import collectives, comm, schemes
 from treeattn.backends.cuda import cupy_runtime
+from treeattn.cli import console, doctor, probe
 
 from .launch import mpiexec, run, treeattn
 
@@ -20,7 +21,10 @@ def test_help_lists_each_command_with_its_whole_sentence():
     listed = done.stdout.partition("Commands:\n")[2]
     entries = re.split(r"^  (?=[a-z])", listed, flags=re.MULTILINE)[1:]
     names = [entry.split()[0] for entry in entries]
-    assert names == ["decode", "compare", "plot", "paper", "schemes", "schedule", "roofline", "doctor"]
+    assert names == [
+        *("decode", "compare", "plot", "paper", "schemes", "schedule"),
+        *("roofline", "check-partials", "doctor"),
+    ]
     for entry in entries:
         assert entry.rstrip().endswith(".")
         assert "..." not in entry
@@ -56,7 +60,7 @@ cli.main([])
 def test_an_interrupt_ends_the_job_without_waiting_for_other_ranks():
     done = run("-c", INTERRUPTED, ranks=2, timeout=30)
     assert done.returncode > 0
-    assert "rank 0 of 2 failed, ending the job: KeyboardInterrupt" in done.stderr
+    assert "treeattn: interrupted: nothing was written" in done.stderr
 
 
 def test_schemes_lists_the_catalogue(tmp_path):
@@ -94,7 +98,8 @@ def test_schedule_facts(tmp_path):
 def test_a_baseline_has_no_schedule():
     done = treeattn("schedule", "kv_ring:rotation=full", "--ranks", 4)
     assert done.returncode == 2
-    assert done.stderr.startswith("treeattn: kv_ring is a baseline and has no schedule; schedules: chain, ")
+    known = ", ".join(collectives.names("schedule"))
+    assert done.stderr == f"treeattn: kv_ring is a baseline and has no schedule; schedules: {known}\n"
 
 
 @pytest.mark.parametrize(
@@ -114,6 +119,8 @@ def test_a_baseline_has_no_schedule():
         ["roofline", "--tokens", "many"],
         ["roofline", "--dtypes", "int8"],
         ["roofline", "--groups", "0"],
+        ["roofline", "--threads", "99999999999"],
+        ["roofline", "--tokens", "1000000000"],
         ["roofline", "--device", "abacus"],
         ["roofline", "--device", "cuda", "--threads", "2"],
         ["nonsense"],
@@ -152,7 +159,7 @@ def test_roofline_reports_what_programs_read(tmp_path):
 @pytest.mark.skipif(cupy_runtime.problem() is None, reason="there is a GPU here")
 def test_roofline_without_a_gpu(tmp_path):
     done = treeattn("roofline", "--device", "cuda", "--json", tmp_path / "r.json")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr == f"treeattn: {cupy_runtime.problem()}\n"
     assert done.stdout == ""
     assert not list(tmp_path.iterdir())
@@ -168,6 +175,69 @@ def test_doctor_finds_a_working_machine(tmp_path):
     if mpiexec():
         assert done.returncode == 0, done.stdout
         assert findings["launcher"]["verdict"] == "ok"
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["schemes", "doctor", "roofline --tokens 1k --groups 1 --dtypes float32 --repeat 1", "--help"],
+)
+def test_what_is_printed_fits_80_columns(words):
+    done = treeattn(*words.split())
+    assert done.returncode == 0, done.stderr
+    assert 40 < max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_every_column_on_request():
+    narrow, every = treeattn("schemes"), treeattn("schemes", "--wide")
+    assert narrow.returncode == every.returncode == 0
+    assert "proved" in narrow.stdout
+    assert "time (p ranks, n bytes)" in every.stdout
+    assert "time (p ranks, n bytes)" not in narrow.stdout
+
+
+def test_progress_is_a_line_now_and_then(capsys, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+    say, other_rank = console.Lines(first=3, every=10), console.Lines(False)
+    for second in range(30):
+        now = 100.0 + second
+        say(f"second {second}")
+        other_rank("silent")
+    assert capsys.readouterr() == ("", "second 3\nsecond 13\nsecond 23\n")
+
+
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec")
+def test_a_long_job_says_how_far_it_is():
+    done = treeattn(
+        "compare", "--schemes", "ring", "--what", "reduce", "--repetitions", 60, "--iterations", 10**6,
+        "--seconds", 2, ranks=2,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^reduce \S+: \d+ of 180 blocks are done, at most \d+ s are left$", done.stderr, re.M)
+
+
+OPEN_MPI = """#!/bin/sh
+[ "$OMPI_ALLOW_RUN_AS_ROOT$OMPI_ALLOW_RUN_AS_ROOT_CONFIRM" = 11 ] || exit 1
+echo 2
+echo 2
+"""
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_doctor_says_what_open_mpi_wants_of_root(tmp_path, monkeypatch, told):
+    launcher = tmp_path / "mpiexec"
+    launcher.write_text(OPEN_MPI)
+    launcher.chmod(0o755)
+    monkeypatch.setattr(doctor.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(comm, "mpi", lambda: None)
+    monkeypatch.setattr(comm, "library_version", lambda: "Open MPI v5.0.7")
+    monkeypatch.setattr(probe, "launcher", lambda: str(launcher))
+    for name in probe.AS_ROOT:
+        monkeypatch.setenv(name, "1") if told else monkeypatch.delenv(name, raising=False)
+    found = {finding.subject: finding for finding in doctor._mpi()}["launcher"]
+    assert found.verdict == "ok"
+    export = "it refuses root: export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+    assert found.remedy == ("" if told else export)
 
 
 def test_doctor_names_the_remedy_for_a_missing_compiler(tmp_path):

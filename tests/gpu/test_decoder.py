@@ -13,7 +13,7 @@ from emulator.cases import CASES, Case, is_tensor_core_case
 
 import treeattn
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.collectives.libraries import nccl
+from treeattn.collectives import nccl
 from treeattn.errors import BackendError
 
 from .test_attention import device_inputs

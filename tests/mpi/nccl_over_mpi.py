@@ -1,4 +1,4 @@
-"""What `collectives.libraries.nccl.connect` gives, made of MPI messages between emulated GPUs."""
+"""What `collectives.nccl.connect` gives, made of MPI messages between emulated GPUs."""
 
 from __future__ import annotations
 

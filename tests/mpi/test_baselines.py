@@ -15,9 +15,7 @@ import treeattn
 from treeattn import files, reference
 from treeattn.backends.cpu import MergeOperator
 from treeattn.baselines import BASELINES
-from treeattn.baselines.head_all_to_all import HeadAllToAll
-from treeattn.baselines.three_allreduce import ThreeAllreduce
-from treeattn.baselines.two_allreduce import TwoAllreduce
+from treeattn.collectives.reducer import Reduction
 from treeattn.shards import parse_layout
 
 pytestmark = pytest.mark.mpi
@@ -144,6 +142,18 @@ def test_a_score_that_is_no_number_spoils_its_own_head_only(comm, scheme, value,
         expected = np.isnan if head == 1 else np.isfinite
         assert expected(out[:, :, position]).all()
         assert expected(lse[:, position]).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("scheme", VARIANTS)
+def test_a_score_that_is_no_number_spoils_its_head_where_no_other_rank_has_tokens(comm, scheme, value):
+    q, k, v = made_up(tokens=1, heads=4, kv_heads=4, seed=5)
+    k[0, 0, 1, 0] = np.copysign(value, q[0, 0, 1, 0])
+    own = shard(comm, 1)
+    out, lse, heads = run(comm, scheme, q, k[:, own], v[:, own])
+    spoilt = np.arange(4)[heads] == 1
+    assert (np.isnan(out).all(-1) == spoilt).all()
+    assert (np.isnan(lse) == spoilt[:, None]).all()
 
 
 @pytest.mark.parametrize("scheme", BASELINES)
@@ -312,17 +322,24 @@ def test_slices_without_heads_are_not_sent(comm):
 
 
 @pytest.mark.parametrize("scheme", ["kv_ring", "query_ring"])
-def test_a_ring_refuses_half_steps(comm, scheme):
+def test_a_ring_needs_the_arrays_of_each_step(comm, scheme):
+    """`local` takes them and sends nothing: the last ones count, and for one step."""
     q, k, v = made_up(tokens=10)
     with planned(comm, scheme, heads=4, kv_heads=2) as decoder:
-        with pytest.raises(treeattn.ScheduleError, match="without local"):
-            decoder.reduce()
-        decoder.local(q, k, v)
-        with pytest.raises(treeattn.ScheduleError, match="without reduce"):
+        for _ in range(2):
+            with pytest.raises(treeattn.ScheduleError, match="local.. comes before reduce"):
+                decoder.reduce()
+            if comm.rank == 0:
+                decoder.local(-q, k, v)
             decoder.local(q, k, v)
-        decoder.reduce()
+            decoder.reduce()
         with pytest.raises(treeattn.ArgumentError, match="lengths"):
             decoder.local(q, k, v, lengths=np.array([11]))
+        decoder.local(q, k, v)
+        decoder._reducer.start()
+        with pytest.raises(treeattn.ScheduleError, match="already running"):
+            decoder.local(q, k, v)
+        decoder._reducer.wait()
 
 
 @pytest.mark.parametrize("scheme", [*BASELINES])
@@ -330,17 +347,14 @@ def test_closing_ends_a_step_in_flight(comm, scheme):
     q, k, v = made_up(tokens=10)
     with planned(comm, scheme, heads=4, kv_heads=2) as decoder:
         decoder.local(q, k, v)
-        if "ring" not in scheme:
-            decoder._reducer.start()
+        decoder._reducer.start()
 
 
 @pytest.mark.parametrize("name", ["three_allreduce", "two_allreduce", "head_all_to_all"])
 def test_collectives_start_and_wait(comm, name):
-    reducer_of = {
-        "three_allreduce": lambda buffer: ThreeAllreduce(comm, MergeOperator(64), buffer),
-        "two_allreduce": lambda buffer: TwoAllreduce(comm, MergeOperator(64), buffer),
-        "head_all_to_all": lambda buffer: HeadAllToAll(comm, MergeOperator(64), buffer, 1),
-    }[name]
+    def reducer_of(buffer):
+        return BASELINES[name].planner.plan(Reduction(comm, MergeOperator(64), buffer))
+
     mine = np.full((comm.size, 66), comm.rank, np.float32)
     once, twice = mine.copy(), mine.copy()
     with reducer_of(once) as one, reducer_of(twice) as other:
@@ -364,6 +378,7 @@ def test_a_decoder_that_was_left_by_an_error_is_closed(comm, scheme, half_way):
     def fail(decoder):
         if half_way:
             decoder.local(q, k, v)
+            decoder._reducer.start()
         raise KeyError
 
     with pytest.raises(KeyError), planned(comm, scheme, heads=4, kv_heads=2) as decoder:

@@ -11,6 +11,7 @@ import pytest
 from mpi4py import MPI
 
 import treeattn
+from tests.exporters import Dlpack, Interface, bfloat16_bits
 from treeattn import collectives, files, reference
 from treeattn.shards import parse_layout
 
@@ -264,14 +265,16 @@ def test_a_decoder_that_was_left_by_an_error_is_closed(comm, scheme):
 def test_reducer_refuses_misuse(comm):
     from treeattn.backends.cpu import MergeOperator
     from treeattn.collectives.executors.mpi import Reducer
+    from treeattn.collectives.reducer import Reduction
 
     buffer = np.zeros((2, 10), np.float32)
     operator = MergeOperator(8, np.dtype(np.float32))
     with pytest.raises(treeattn.ScheduleError, match="the communicator has"):
-        Reducer(comm, collectives.build("chain", comm.size + 1), operator, buffer)
+        Reducer(Reduction(comm, operator, buffer), collectives.build("chain", comm.size + 1))
+    strided = np.zeros((10, 4), np.float32).T
     with pytest.raises(treeattn.ScheduleError, match="C-contiguous"):
-        Reducer(comm, collectives.build("chain", comm.size), operator, np.zeros((10, 4), np.float32).T)
-    with Reducer(comm, collectives.build("chain", comm.size), operator, buffer) as reducer:
+        Reducer(Reduction(comm, operator, strided), collectives.build("chain", comm.size))
+    with Reducer(Reduction(comm, operator, buffer), collectives.build("chain", comm.size)) as reducer:
         with pytest.raises(treeattn.ScheduleError, match="without start"):
             reducer.wait()
         reducer()
@@ -324,14 +327,115 @@ def test_library_allreduce_with_the_compiled_operator(comm):
 def test_library_allreduce_starts_and_waits(comm):
     from treeattn.backends.cpu import MergeOperator
     from treeattn.collectives.libraries.mpi_allreduce import MpiAllreduce
+    from treeattn.collectives.reducer import Reduction
 
     operator = MergeOperator(64)
     mine = np.full((3, 66), comm.rank, np.float32)
     once, twice = mine.copy(), mine.copy()
-    with MpiAllreduce(comm, operator, once) as one, MpiAllreduce(comm, operator, twice) as other:
+    with (
+        MpiAllreduce(Reduction(comm, operator, once)) as one,
+        MpiAllreduce(Reduction(comm, operator, twice)) as other,
+    ):
         one()
         other.start()
         other.wait()
         with pytest.raises(treeattn.ScheduleError, match="without start"):
             other.wait()
     np.testing.assert_allclose(once, twice, rtol=1e-6)
+
+
+def test_the_command_counts_what_is_sent(comm):
+    """Four heads with three queries on a ring: chunks are cut between heads, and empty ones are not sent."""
+    from treeattn.cli.decode import _wire
+
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "queries": 3, "dtype": "float32"}
+    with treeattn.Decoder(comm, **shape, scheme="ring") as decoder:
+        sent = [message for mine in comm.allgather(decoder.sent) for message in mine]
+        told = _wire(comm, decoder)
+    assert (told["messages"], told["bytes"]) == (len(sent), sum(size for _, size in sent))
+
+
+def star(size, name="star"):
+    """A schedule of one's own: everyone sends to rank 0, which sends back."""
+    from treeattn.collectives import Schedule, Transfer, reversed_as_copies
+
+    up = (tuple(Transfer(rank, 0) for rank in range(1, size)),) if size > 1 else ()
+    return Schedule(name, size, 1, up + reversed_as_copies(up))
+
+
+def test_a_schedule_of_ones_own_is_a_scheme(comm):
+    q, k, v, run = made_up(comm, tokens=30)
+    schedule = star(comm.size)
+    out, lse = treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=schedule)
+    assert_exact(q, k, v, 1 / 8, out, lse)
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": "float32"}
+    with treeattn.Decoder(comm, **shape, scheme=schedule) as decoder:
+        assert decoder.schedule is schedule
+        assert decoder.scheme == "star"
+        assert decoder.certificate == collectives.check(schedule)
+        np.testing.assert_array_equal(decoder(q, k[:, run], v[:, run])[0], out)
+    with pytest.raises(treeattn.ScheduleError, match="the communicator has"):
+        treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=star(comm.size + 1))
+
+
+def test_schedules_that_differ_between_ranks_are_refused_by_all(comm):
+    """Of one name, but another order of messages on the last rank."""
+    if comm.size < 3:
+        return
+    q, k, v, run = made_up(comm, tokens=30)
+    schedule = star(comm.size)
+    if comm.rank == comm.size - 1:
+        first, *rest = schedule.rounds
+        schedule = collectives.Schedule("star", comm.size, 1, (first[::-1], *rest))
+    with pytest.raises(treeattn.ArgumentError, match="scheme differs"):
+        treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=schedule)
+    wrong = collectives.Schedule("counts twice", comm.size, 1, (star(comm.size).rounds[0],) * 2)
+    with pytest.raises(treeattn.ScheduleError, match="twice"):
+        treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=wrong)
+
+
+@pytest.mark.parametrize("exporter", [Dlpack, Interface])
+@pytest.mark.parametrize("scheme", ["hierarchical", "kv_ring", "query_ring"])
+def test_arrays_of_any_library(comm, exporter, scheme):
+    """Read-only views go through attention and through the baselines that send them."""
+    q, k, v, run = made_up(comm, tokens=37)
+    wanted = treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=scheme)
+    got = treeattn.decode(exporter(q), exporter(k[:, run]), exporter(v[:, run]), comm=comm, scheme=scheme)
+    np.testing.assert_array_equal(got[0], wanted[0])
+    np.testing.assert_array_equal(got[1], wanted[1])
+
+
+def test_steps_over_bfloat16_of_another_library(comm):
+    bits, k, v = (bfloat16_bits(array) for array in made_up(comm, tokens=9)[:3])
+    wanted = treeattn.decode(bits, k, v, comm=comm, dtype="bfloat16")
+    with treeattn.Decoder(comm, heads=4, kv_heads=2, head_dim=64, dtype="bfloat16") as decoder:
+        given = [Dlpack(array, code=4) for array in (bits, k, v)]
+        for _ in range(2):
+            out, lse = decoder(*given)
+            np.testing.assert_array_equal(out, wanted[0])
+            np.testing.assert_array_equal(lse, wanted[1])
+        assert all(len(array.asked) == 1 for array in given)
+        bits[...] = bfloat16_bits(np.zeros(bits.shape))  # the same memory, other values
+        assert (decoder(*given)[0] != wanted[0]).any()
+
+
+def test_an_array_that_cannot_be_taken_stops_every_rank(comm):
+    q, k, v, run = made_up(comm, tokens=37)
+    q = Dlpack(q, kind=2) if comm.rank == comm.size - 1 else q
+    with pytest.raises(treeattn.ArgumentError, match="device='cpu' was asked for: move the array"):
+        treeattn.decode(q, k[:, run], v[:, run], comm=comm, device="cpu")
+
+
+def test_results_are_of_the_kind_of_the_query(comm):
+    torch = pytest.importorskip("torch", reason="torch is not installed (the extra `oracle`)")
+    q, k, v, run = made_up(comm, tokens=37)
+    wanted = treeattn.decode(q, k[:, run], v[:, run], comm=comm)
+    tensors = [torch.from_numpy(array) for array in (q, k[:, run], v[:, run])]
+    for root in (None, 0):
+        got = treeattn.decode(*tensors, comm=comm, q_root=root)
+        assert all(isinstance(tensor, torch.Tensor) for tensor in got)
+        np.testing.assert_array_equal(got[0].numpy(), wanted[0])
+    with treeattn.Decoder(comm, heads=4, kv_heads=2, head_dim=64, dtype="float32") as decoder:
+        out, _ = decoder(*tensors)
+        assert out.data_ptr() == decoder.out.ctypes.data
+        np.testing.assert_array_equal(out.numpy(), wanted[0])

@@ -10,6 +10,7 @@ from treeattn import collectives
 from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives.executors import loopback
 from treeattn.collectives.executors.mpi import Reducer
+from treeattn.collectives.reducer import Reduction
 
 pytestmark = pytest.mark.mpi
 
@@ -24,7 +25,7 @@ def test_same_bits_as_loopback(comm, scheme, records):
     values = partials(comm.size, records, HEAD_DIM)
     wanted = loopback.run(schedule, values, OPERATOR)[comm.rank]
     buffer = values[comm.rank].copy()
-    with Reducer(comm, schedule, OPERATOR, buffer) as reducer:
+    with Reducer(Reduction(comm, OPERATOR, buffer), schedule) as reducer:
         for _ in range(3):
             buffer[:] = values[comm.rank]
             reducer()
@@ -39,7 +40,7 @@ def test_unlike_nodes(comm):
     schedule = collectives.build("hierarchical:inner=chain", comm.size, nodes=nodes)
     values = partials(comm.size, 5, HEAD_DIM, seed=1)
     buffer = values[comm.rank].copy()
-    with Reducer(comm, schedule, OPERATOR, buffer) as reducer:
+    with Reducer(Reduction(comm, OPERATOR, buffer), schedule) as reducer:
         reducer()
     np.testing.assert_array_equal(buffer, loopback.run(schedule, values, OPERATOR)[comm.rank])
 
@@ -58,7 +59,7 @@ def test_swap_in_one_round_reads_the_state_before_it(comm, records):
     schedule = Schedule("swap first", comm.size, 1, ((swap,) if swap else ()) + total.rounds)
     values = partials(comm.size, records, HEAD_DIM, seed=2)
     buffer = values[comm.rank].copy()
-    with Reducer(comm, schedule, OPERATOR, buffer) as reducer:
+    with Reducer(Reduction(comm, OPERATOR, buffer), schedule) as reducer:
         reducer()
     np.testing.assert_array_equal(buffer, loopback.run(schedule, values, OPERATOR)[comm.rank])
 
@@ -67,7 +68,7 @@ def test_start_and_wait_leave_room_for_other_work(comm):
     schedule = collectives.build("recursive_doubling", comm.size)
     values = partials(comm.size, 4, HEAD_DIM, seed=3)
     buffer = values[comm.rank].copy()
-    with Reducer(comm, schedule, OPERATOR, buffer) as reducer:
+    with Reducer(Reduction(comm, OPERATOR, buffer), schedule) as reducer:
         reducer.start()
         comm.allgather("other work on the user's communicator")
         reducer.wait()
@@ -78,7 +79,7 @@ def test_close_finishes_a_step_in_flight(comm):
     schedule = collectives.build("recursive_doubling", comm.size)
     values = partials(comm.size, 4, HEAD_DIM, seed=6)
     buffer = values[comm.rank].copy()
-    reducer = Reducer(comm, schedule, OPERATOR, buffer)
+    reducer = Reducer(Reduction(comm, OPERATOR, buffer), schedule)
     reducer.start()
     reducer.close()
     np.testing.assert_array_equal(buffer, loopback.run(schedule, values, OPERATOR)[comm.rank])
@@ -88,7 +89,10 @@ def test_two_reducers_in_flight_do_not_mix(comm):
     schedule = collectives.build("binary_tree", comm.size)
     first, second = partials(comm.size, 2, HEAD_DIM, seed=4), partials(comm.size, 2, HEAD_DIM, seed=5)
     a, b = first[comm.rank].copy(), second[comm.rank].copy()
-    with Reducer(comm, schedule, OPERATOR, a) as one, Reducer(comm, schedule, OPERATOR, b) as other:
+    with (
+        Reducer(Reduction(comm, OPERATOR, a), schedule) as one,
+        Reducer(Reduction(comm, OPERATOR, b), schedule) as other,
+    ):
         one.start()
         other.start()
         other.wait()
@@ -104,4 +108,4 @@ def test_wrong_schedules_are_refused_before_anything_is_sent(comm):
     twice = (Transfer(0, 1),) if comm.size > 1 else (Transfer(0, 0),)
     schedule = Schedule("counts twice", comm.size, 1, (twice, twice))
     with pytest.raises(ScheduleError):
-        Reducer(comm, schedule, OPERATOR, np.zeros((1, HEAD_DIM + 2), np.float32))
+        Reducer(Reduction(comm, OPERATOR, np.zeros((1, HEAD_DIM + 2), np.float32)), schedule)

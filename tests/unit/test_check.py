@@ -354,6 +354,7 @@ def test_expressions_are_equal_exactly_when_the_merges_are():
 # Size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "nodes"),
     [

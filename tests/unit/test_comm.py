@@ -7,8 +7,10 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+import treeattn
 from treeattn import comm
 
 OPEN_MPI = "int MPIX_Query_cuda_support(void) {{ return {}; }}"
@@ -36,3 +38,26 @@ def test_cuda_aware(
     subprocess.run(command, input=source, text=True, check=True, timeout=60)
     monkeypatch.setattr(comm, "mpi", lambda: SimpleNamespace(__file__=str(library)))
     assert comm.cuda_aware() is answer
+
+
+@pytest.mark.parametrize("wrong", [0, "world", object, True])
+def test_what_is_no_communicator(wrong: object) -> None:
+    one = np.ones((1, 1, 1, 8), np.float32)
+    for call in (
+        lambda: treeattn.decode(one, one, one, comm=wrong),  # type: ignore[arg-type]
+        lambda: treeattn.Decoder(wrong, heads=1, kv_heads=1, head_dim=8),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(
+            treeattn.ArgumentError,
+            match="comm must be an intracommunicator of mpi4py",
+        ):
+            call()
+
+
+@pytest.mark.parametrize("scale", [1e300, -1e39, float("nan"), 10**400])
+def test_a_scale_that_float32_cannot_hold(scale: float) -> None:
+    one = np.ones((1, 1, 1, 8), np.float32)
+    with pytest.raises(treeattn.ArgumentError, match="scale must be a finite number of float32"):
+        treeattn.decode(one, one, one, scale=scale)
+    if np.isfinite(float(min(scale, 1e308))):
+        treeattn.decode(*(one.astype(np.float64),) * 3, scale=1e300)

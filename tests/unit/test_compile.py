@@ -8,11 +8,15 @@ import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from treeattn.backends import cpu
 from treeattn.backends.cpu import compile
+from treeattn.collectives import build
 from treeattn.errors import ArgumentError, BackendError
 
 COMPILER = shutil.which("cc")
@@ -56,6 +60,7 @@ def python(code: str, **environment: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_processes_that_start_together_compile_once(cache: Path, counting_compiler: Path) -> None:
     processes = [python(LOAD) for _ in range(4)]
@@ -95,6 +100,54 @@ def test_a_compiler_that_dies_half_way_leaves_nothing(
     assert not list(cache.glob("*.tmp"))
 
 
+def truncated(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def emptied(content: bytes) -> bytes:
+    return b""
+
+
+def of_another_processor(content: bytes) -> bytes:
+    return content[:18] + b"\xf3\x00" + content[20:]  # e_machine of the ELF header: RISC-V
+
+
+def with_one_wrong_bit(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", [truncated, emptied, of_another_processor, with_one_wrong_bit])
+def test_a_damaged_file_is_compiled_anew_once(
+    cache: Path, counting_compiler: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    code = (
+        "from treeattn.backends.cpu import compile\n"
+        "compile._sources = lambda: {'seven.c': b'int seven(void) { return 7; }'}\n"
+        "print(compile.library('portable').seven())"
+    )
+    assert python(code).communicate(timeout=60) == ("7\n", "")
+    (path,) = cache.glob("*.so")
+    path.write_bytes(damage(path.read_bytes()))
+    processes = [python(code) for _ in range(3)]
+    assert [process.communicate(timeout=60) for process in processes] == [("7\n", "")] * 3
+    assert counting_compiler.read_text().count("once") == 2
+    assert list(cache.glob("*.so")) == [path]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("cache", "tiny")
+def test_a_whole_file_that_cannot_be_loaded_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise OSError("failed to map segment from shared object")
+
+    monkeypatch.setattr(compile.ctypes, "CDLL", refuse)
+    with pytest.raises(BackendError, match="cannot be loaded: failed to map.*TREEATTN_CACHE"):
+        compile._library.__wrapped__("portable")
+
+
+@pytest.mark.slow
 @needs_compiler
 def test_a_killed_process_leaves_no_file_that_is_used(cache: Path, counting_compiler: Path) -> None:
     die = "compile.os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -161,6 +214,11 @@ def test_machines_without_a_compiler_use_what_others_compiled(
     path = compile.library_path("portable")
     monkeypatch.setenv("CC", "/nonexistent/cc")
     assert compile.library_path("portable") == path
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    with pytest.raises(BackendError, match="no C compiler: /nonexistent/cc"):
+        compile.library_path("portable")
+    path.write_bytes(whole)
     monkeypatch.setattr(compile, "_sources", lambda: {"other.c": b"int other;"})
     with pytest.raises(BackendError, match="no C compiler: /nonexistent/cc"):
         compile.library_path("portable")
@@ -205,6 +263,22 @@ def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: p
     assert compile._writable_folder() == tmp_path / "xdg" / "treeattn"
     monkeypatch.setenv("TREEATTN_CACHE", str(tmp_path / "own"))
     assert compile._writable_folder() == tmp_path / "own"
+
+
+def test_planning_many_merges_asks_for_the_processor_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And still follows the environment from one merge to the next."""
+    reads = []
+    read_text = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, **how: reads.append(path) or read_text(path, **how))
+    compile._x86_features.cache_clear()
+    operator, records = cpu.MergeOperator(8), np.zeros((2, 64, 10), np.float32)
+    schedule = build("recursive_doubling", 64)
+    merges = [operator.planned_merge(*records) for round_ in schedule.rounds for _ in round_]
+    assert len(merges) == 64 * 6
+    assert reads.count(Path("/proc/cpuinfo")) <= 1
+    monkeypatch.setenv("TREEATTN_ISA", "no such")
+    with pytest.raises(ArgumentError, match="TREEATTN_ISA=no such"):
+        operator.planned_merge(*records)
 
 
 @needs_compiler

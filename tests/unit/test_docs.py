@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # adding-a-scheme.md is a walk that changes the catalogue: its own test runs it.
 PAGES = [
     ROOT / "README.md",
+    ROOT / "docs/results/README.md",
     *sorted(p for p in (ROOT / "docs").glob("*.md") if p.name != "adding-a-scheme.md"),
 ]
 
@@ -33,6 +34,15 @@ def test_python_blocks_run_in_order(page, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "py")], ids=lambda page: page.name)
+def test_python_blocks_that_need_torch(page):
+    """They stand as `py`, after the others."""
+    pytest.importorskip("torch", reason="torch is not installed (the extra `oracle`)")
+    namespace: dict = {}
+    for block in (*blocks(page, "python"), *blocks(page, "py")):
+        exec(compile(block, str(page), "exec"), namespace)
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "console")], ids=lambda page: page.name)
 def test_console_blocks_print_what_they_show(page):
     for block in blocks(page, "console"):
@@ -46,10 +56,31 @@ def test_console_blocks_print_what_they_show(page):
         assert done.stdout.rstrip() == wanted.rstrip()
 
 
-def test_readme_lists_every_scheme():
-    text = (ROOT / "README.md").read_text()
+def test_every_scheme_has_its_line_and_every_schedule_its_picture():
+    text = (ROOT / "docs/schemes.md").read_text()
     for scheme in CATALOG.values():
         assert f"| `{scheme.name}` | {scheme.summary} |" in text
+        if scheme.kind == "schedule":
+            section = text.partition(f"### `{scheme.name}`\n")[2].partition("\n#")[0]
+            assert f"](../tests/golden/{scheme.name}.svg)" in section
+
+
+def test_public_ci_runs_targets_of_the_makefile():
+    workflow, makefile = ((ROOT / name).read_text() for name in (".github/workflows/test.yml", "Makefile"))
+    targets = [name for names in re.findall(r"target: \[(.*)\]", workflow) for name in names.split(", ")]
+    private = re.findall(r"^make (\S+)", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert set(private) < set(targets)
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"there is no make {target}"
+
+
+def test_contributing_lists_every_folder():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = set(re.findall(r"`((?:treeattn|collectives|kernels|tests|jobs|benchmarks)/[a-z_/]*)`", text))
+    for folder in [*(ROOT / "treeattn").iterdir(), *(ROOT / "tests").iterdir()]:
+        if folder.is_dir() and not folder.is_symlink() and folder.name != "__pycache__":
+            name = f"{folder.relative_to(ROOT)}/"
+            assert any(row.startswith(name) for row in rows), f"CONTRIBUTING.md says nothing of {name}"
 
 
 def test_links_point_to_files():
@@ -102,8 +133,8 @@ def fill_tables():
 
 def test_tables_of_results_are_those_of_the_results(fill_tables):
     """After new results: python docs/fill_tables.py"""
-    for name in ("paper", "measured", "results/README"):
-        page = (ROOT / f"docs/{name}.md").read_text()
+    for name in ("README", "docs/paper", "docs/measured", "docs/results/README"):
+        page = (ROOT / f"{name}.md").read_text()
         found = [block for kind in fill_tables.KINDS for block in kind.findall(page)]
         assert len(found) == page.count("<!-- end -->") > 0
         assert fill_tables.filled(page) == page

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import configparser
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +18,20 @@ def python(program: str, cwd: Path = ROOT):
     return subprocess.run(
         [sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, timeout=60
     )
+
+
+@pytest.mark.parametrize("name", ["treeattn", "other"])
+def test_a_program_beside_a_clone(tmp_path, name):
+    """Python sees the clone's own folder before the package in it, if the folder has the package's name."""
+    (tmp_path / name).symlink_to(ROOT)
+    (tmp_path / "program.py").write_text("import treeattn; print(treeattn.decode, treeattn.__file__)")
+    environment = {**os.environ, "PYTHONPATH": "" if name == "treeattn" else str(tmp_path / name)}
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path / name / "treeattn/__init__.py") in done.stdout
 
 
 def test_links_resolve_in_the_checkout():
@@ -38,6 +55,14 @@ def test_collectives_has_one_name_only():
 
 def test_kernels_stays_free_for_others():
     assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_the_tests_need_the_pytest_whose_warnings_they_name():
+    config = configparser.ConfigParser(interpolation=None)
+    config.read(ROOT / "setup.cfg")
+    (needed,) = re.findall(r"^pytest>=(\d+)$", config["options.extras_require"]["test"], re.MULTILINE)
+    named = re.findall(r"pytest\.PytestRemovedIn(\d+)Warning", config["tool:pytest"]["filterwarnings"])
+    assert all(int(needed) >= int(release) - 1 for release in named)
 
 
 @pytest.mark.parametrize("module", ["mpi4py.MPI", "cupy", "torch", "matplotlib"])

@@ -19,6 +19,7 @@ from treeattn import partial
 from treeattn.backends.cpu import compile
 from treeattn.backends.cpu.rescale import rescale_records
 
+pytestmark = pytest.mark.slow  # four builds of the kernels
 Array = np.ndarray[Any, Any]
 Driver = list[str]
 KERNELS = Path(__file__).parents[2] / "kernels" / "cpu"
@@ -70,7 +71,8 @@ def run(driver: Driver, head: str, *arrays: Array) -> Array:
         capture_output=True,
         timeout=300,
         check=False,
-        env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"},  # the driver ends without freeing
+        # The driver ends without freeing; races are reported where they happen, not in a pause at the end.
+        env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "atexit_sleep_ms=0"},
     )
     assert result.returncode == 0, result.stderr.decode()
     return np.frombuffer(result.stdout, np.float32)
@@ -133,7 +135,6 @@ def test_merge_and_finish_have_the_defined_bits(driver: Driver, width: int) -> N
             merged = run(driver, f"merge 500 {width}", *pair)
             assert (merged.view(np.uint32) == expected.reshape(-1).view(np.uint32)).all()
         records = expected.reshape(1, 500, 1, width)
-        records[..., 1] = np.where(records[..., 1] < 0, 1, records[..., 1])
         out, lse = np.empty((1, 1, 500, width - 2), np.float32), np.empty((1, 500, 1), np.float32)
         partial.finish(records, out, lse)
         finished = run(driver, f"finish 500 {width}", records)

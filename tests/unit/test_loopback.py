@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from catalog_variants import VARIANTS, at_size, label
 
+from treeattn.backends import cpu
 from treeattn.collectives import Schedule, Transfer, build, check, fold_orders, names
 from treeattn.collectives.executors import loopback
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
@@ -80,6 +81,32 @@ def assert_same_bits_everywhere(schedule, results):
     if schedule.result == "replicated":
         for result in results[1:]:
             assert result.tobytes() == results[0].tobytes()
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=label)
+def test_a_maximum_of_minus_infinity_counts_for_nothing_whatever_is_left_over(variant):
+    """On one rank, on each in turn: to the bit what the identity gives, also where no other rank is."""
+    operator = cpu.MergeOperator(3)
+    for size in (1, 2, 3, 5, 8):
+        schedule = built(variant, size)
+        for rank in range(size):
+            clean = random_partials(size, 24, np.float32)
+            clean[rank][:] = [-np.inf, 0, 0, 0, 0]
+            soiled = [array.copy() for array in clean]
+            soiled[rank][:, 1:] = np.resize([1, np.inf, np.nan, -2], (24, 1))
+            for expected, got in zip(
+                *(finished(loopback.run(schedule, p, operator)) for p in (clean, soiled)), strict=True
+            ):
+                np.testing.assert_array_equal(got, expected)
+
+
+def finished(results):
+    """out and lse, side by side, of every rank's records."""
+    for records in results:
+        out = np.empty((1, 1, len(records), 3), np.float32)
+        lse = np.empty((1, len(records), 1), np.float32)
+        cpu.finish(np.ascontiguousarray(records).reshape(1, -1, 1, 5), out, lse)
+        yield np.concatenate((out[0, 0], lse[0]), axis=1)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=label)

@@ -13,15 +13,20 @@ from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives import Schedule, Transfer, build
 from treeattn.collectives.executors import loopback
 from treeattn.collectives.executors.nccl import Reducer
-from treeattn.collectives.libraries.nccl_allreduce import NcclAllreduce
+from treeattn.collectives.libraries import nccl_allreduce
+from treeattn.collectives.reducer import Reduction
 from treeattn.errors import ScheduleError, TransportError
 
 OPERATOR = MergeOperator(8)
 
 
+def reduction(stream, buffer, operator=None, group=1):
+    return Reduction(stream, operator or QueuedOperator(OPERATOR, stream), buffer, group, stream)
+
+
 def reducers(fabric, schedule, buffers):
     return [
-        Reducer(stream, schedule, QueuedOperator(OPERATOR, stream), buffer, stream)
+        Reducer(reduction(stream, buffer), schedule)
         for stream, buffer in zip(fabric.streams, buffers, strict=True)
     ]
 
@@ -71,7 +76,7 @@ def test_arrivals_of_a_round_fold_in_at_most_two_launches(scheme, launches):
     fabric = Fabric(7)
     for rank, stream in enumerate(fabric.streams):
         operator = QueuedOperator(OPERATOR, stream)
-        Reducer(stream, schedule, operator, np.zeros((7, 10), np.float32), stream)
+        Reducer(reduction(stream, np.zeros((7, 10), np.float32), operator), schedule)
         assert operator.planned == (1 if rank < 2 else launches)
 
 
@@ -82,7 +87,7 @@ def test_whole_groups_of_records_travel():
     values = partials(4, 6, 8)
     buffers = [value.copy() for value in values]
     for stream, buffer in zip(fabric.streams, buffers, strict=True):
-        Reducer(stream, schedule, QueuedOperator(OPERATOR, stream), buffer, stream, group=3)()
+        Reducer(reduction(stream, buffer, group=3), schedule)()
     fabric.run()
     for buffer in buffers[1:]:
         np.testing.assert_array_equal(buffer, buffers[0])
@@ -92,21 +97,20 @@ def test_misuse_is_refused():
     fabric = Fabric(2)
     stream = fabric.streams[0]
     schedule, buffer = build("chain", 2), np.zeros((2, 10), np.float32)
-    operator = QueuedOperator(OPERATOR, stream)
     with pytest.raises(ScheduleError, match="the communicator has 2"):
-        Reducer(stream, build("chain", 3), operator, buffer, stream)
+        Reducer(reduction(stream, buffer), build("chain", 3))
     for wrong in (np.zeros((2, 20), np.float32)[:, ::2], np.zeros((2, 10))):
         with pytest.raises(ScheduleError, match="C-contiguous float32"):
-            Reducer(stream, schedule, operator, wrong, stream)
+            Reducer(reduction(stream, wrong), schedule)
         with pytest.raises(ScheduleError, match="C-contiguous float32"):
-            NcclAllreduce(stream, operator, wrong, stream)
-    with Reducer(stream, schedule, operator, buffer, stream) as reducer:
+            nccl_allreduce.plan(reduction(stream, wrong))
+    with Reducer(reduction(stream, buffer), schedule) as reducer:
         with pytest.raises(TransportError, match="run one before capturing one"):
             stream.capture(reducer)
         stream._recorded = None
     with pytest.raises(ScheduleError, match="closed"):
         reducer()
-    with pytest.raises(KeyError), Reducer(stream, schedule, operator, buffer, stream):
+    with pytest.raises(KeyError), Reducer(reduction(stream, buffer), schedule):
         raise KeyError
     assert stream.closed == "aborted"
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cupy_signatures import strict
 
-from treeattn.collectives.libraries import nccl
+from treeattn.collectives import nccl
 from treeattn.errors import TransportError
 
 

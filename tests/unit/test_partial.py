@@ -188,6 +188,46 @@ def test_emulated_fma_rounds_once() -> None:
     assert partial._fused_multiply_add(tiny, tiny, np.float32(1 + 2**-23)) == np.float32(1 + 2**-23)
 
 
+LEFT_OVER = [(1, 2), (0, 3), (np.nan, np.nan), (np.inf, -np.inf), (-4, 5), (0, np.nan), (1e-45, 0)]
+
+
+def records_of(maximum: float, dtype: Any) -> np.ndarray[Any, Any]:
+    """One record for each pair of `LEFT_OVER`, all of one maximum."""
+    rows = [[maximum, denominator] + [numerator] * HEAD_DIM for denominator, numerator in LEFT_OVER]
+    return np.array(rows, dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_maximum_of_minus_infinity_is_the_identity_whatever_is_left_over(dtype: Any) -> None:
+    left_over = records_of(-np.inf, dtype)
+    out, lse = numpy_finish(left_over.reshape(1, -1, 1, HEAD_DIM + 2))
+    assert (bits(out) == 0).all()
+    assert (lse == -np.inf).all()
+    other = random_records(np.random.default_rng(8), len(left_over), 2).astype(dtype)
+    assert same_bits(merged(left_over, other), other)
+    assert same_bits(merged(other, left_over), other)
+    nothing = partial.identity(left_over.shape[:1], HEAD_DIM, dtype)
+    for pair in ((left_over, left_over[::-1]), (left_over, nothing), (nothing, left_over)):
+        assert same_bits(merged(*pair), nothing)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_infinities_finish_as_nan_and_never_as_a_silent_infinity(dtype: Any) -> None:
+    ordinary = random_records(np.random.default_rng(9), len(LEFT_OVER), 2).astype(dtype)
+    ordinary[:, 1] = 1
+    above = records_of(np.inf, dtype)
+    nothing = records_of(-np.inf, dtype)
+    cases = [above, merged(above, ordinary), merged(ordinary, above), merged(above, nothing)]
+    for denominator in (np.inf, -np.inf, -1, np.nan):
+        cases.append(ordinary.copy())
+        cases[-1][:, 1] = denominator
+    for records in cases:
+        out, lse = numpy_finish(records.reshape(1, -1, 1, HEAD_DIM + 2))
+        assert np.isnan(out).all()
+        assert np.isnan(lse).all()
+    assert not np.isposinf(numpy_finish(np.full((1, 1, 1, 3), np.finfo(dtype).max, dtype))[1]).any()
+
+
 def test_bits_of_every_build(kernels: ctypes.CDLL) -> None:
     rng = np.random.default_rng(5)
     for spread in (1, 20, 120):
@@ -263,7 +303,7 @@ def test_finish_has_the_same_bits_in_every_build(kernels: ctypes.CDLL) -> None:
         ordinary.reshape(3, 4, 500, -1),
         a.reshape(2, 16, -1, HEAD_DIM + 2),
         merged(a, b).reshape(4, 8, -1, HEAD_DIM + 2),
+        *(records_of(m, np.float32).reshape(1, 1, -1, HEAD_DIM + 2) for m in (-np.inf, np.inf, np.nan, 1)),
     ):
-        records = np.ascontiguousarray(np.where(records[..., 1:2] < 0, np.float32(0), records))
         for ours, theirs in zip(compiled_finish(kernels, records), numpy_finish(records), strict=True):
             assert same_bits(ours, theirs)

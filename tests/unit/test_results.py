@@ -250,6 +250,17 @@ def test_samples_that_are_not_numbers_are_refused(tmp_path):
     assert len(found.problems) == 2
 
 
+def test_a_measurement_that_no_clock_could_resolve_stops_no_run(tmp_path):
+    """It is written, and left out by whoever reads it."""
+    samples = POINT["samples"] | {"completion": [0.0, 1.0]}
+    with Writer(tmp_path / "r") as writer:
+        writer.append(run_of("a"))
+        writer.append(Point(run="a", repetition=0, **(POINT | {"samples": samples})))
+    found = results.read(tmp_path / "r")
+    assert found.points == []
+    assert "completion is not above 0" in found.problems[0]
+
+
 def test_points_without_their_run_are_left_out(tmp_path):
     path = tmp_path / "r"
     with Writer(path) as writer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from treeattn.backends import cpu
 from treeattn.backends.cpu import compile, kernels
 from treeattn.errors import ArgumentError, BackendError
 from treeattn.study.roofline import cpu as roofline
+from treeattn.study.roofline.reading import Reader, readers
 
 
 @pytest.fixture(autouse=True)
@@ -51,23 +52,36 @@ def test_nothing_is_measured_without_kernels(monkeypatch: pytest.MonkeyPatch) ->
         roofline.measure(16)
 
 
-@pytest.mark.parametrize("isa", compile.available_isas())
 @pytest.mark.parametrize("threads", [1, 3])
-def test_the_reader_reads_all(isa: str, threads: int) -> None:
+def test_every_reader_reads_all(threads: int) -> None:
     """Each changed byte changes the xor, but for the documented ends; and each byte counts once."""
-    kernels = compile.library(isa)
-    kernels.read_memory.restype = ctypes.c_uint32
-    size = 3 * 32 * 127 * 512 + 5000
+    size = 3 * (1 << 21) + 5000
     memory = np.zeros(size + 64, np.uint8)
     memory = memory[-memory.ctypes.data % 64 :][:size]
+    draw = np.random.default_rng(0)
+    for reader in readers():
+        assert reader.read(memory, threads) == 0
+        for place in (0, size - 64, *draw.integers(0, size - 64, 4)):
+            memory[place] = 1
+            assert bin(reader.read(memory, threads)).count("1") == 1, reader
+            memory[place] = 0
 
-    def read() -> int:
-        address = ctypes.c_void_p(memory.ctypes.data)
-        return int(kernels.read_memory(address, ctypes.c_int64(size), ctypes.c_int32(threads)))
 
-    assert read() == 0
-    rng = np.random.default_rng(0)
-    for place in (0, size - 512 - 4000, *rng.integers(0, size - 512, 40)):
-        memory[place] = 1
-        assert bin(read()).count("1") == 1
-        memory[place] = 0
+def test_all_ways_of_reading_are_tried_and_the_fastest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ways to read differ by a factor of two, and not in the same order on every processor."""
+    ways = readers()
+    assert {way.isa for way in ways} == set(compile.available_isas())
+    assert len({way.streams for way in ways}) > 2
+    assert len({way.ahead for way in ways}) > 2
+    tried = []
+    fast = ways[len(ways) // 2]
+
+    def seconds(reader: Reader, array: Any, threads: int) -> float:
+        tried.append(reader)
+        return 0.25 if reader == fast else 1.0
+
+    monkeypatch.setattr(Reader, "seconds", seconds)
+    result = roofline.measure(64, ["float32"], [1], repeats=2)
+    assert set(tried) == set(ways)
+    assert result["reader"] == str(fast)
+    assert result["read_rate_gb_s"] == pytest.approx(2 * 64 * 8 * 128 * 4 / 0.5 / 1e9)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from treeattn import collectives
-from treeattn.baselines import Sent
-from treeattn.cli.numbers import durations, number, numbers
+from treeattn.cli.console import durations, number, numbers
+from treeattn.collectives.reducer import Sent
 from treeattn.errors import ArgumentError
 from treeattn.study.compare import payload
 from treeattn.study.compare.measure import Effort

@@ -9,27 +9,31 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from treeattn.baselines.sent import Sent
 from treeattn.collectives.libraries.collective import CollectiveReducer
 from treeattn.collectives.operator import Operator
+from treeattn.collectives.reducer import Reduction, Sent
 
-__all__ = ["HeadAllToAll"]
+__all__ = ["HeadAllToAll", "plan"]
+
+
+def plan(reduction: Reduction) -> HeadAllToAll:
+    """Collective."""
+    return HeadAllToAll(reduction)
 
 
 class HeadAllToAll(CollectiveReducer):
     """One MPI_Alltoallv: rank r of p receives everyone's partials of its heads and merges them.
 
-    buffer: cut by heads, [heads, group, operator.width] or an array that views as it. Afterwards the slice
+    The buffer is cut by heads: it views as [heads, group, operator.width]. Afterwards the slice
     heads*r//p to heads*(r+1)//p of rank r holds the result, merged in ascending order of ranks, and the rest
     what it held. The rank's own slice stays where it is: (p-1)/p of the buffer is handed to the library.
     """
 
-    name = "head_all_to_all"
-
-    def __init__(self, comm: MPI.Intracomm, operator: Operator, buffer: Any, group: int) -> None:
-        super().__init__(comm, operator, buffer)
+    def __init__(self, reduction: Reduction) -> None:
+        super().__init__("head_all_to_all", reduction)
+        comm, operator, buffer = reduction.comm, reduction.operator, reduction.buffer
         rank, size = comm.rank, comm.size
-        heads = buffer.reshape(-1, group * operator.width)
+        heads = buffer.reshape(-1, reduction.group * operator.width)
         cuts = [len(heads) * r // size for r in range(size + 1)]
         own = heads[cuts[rank] : cuts[rank + 1]]
         self._arrived = np.empty((size, *own.shape), operator.dtype)
@@ -44,7 +48,7 @@ class HeadAllToAll(CollectiveReducer):
             [buffer, leaving, starts[:-1], element],
             [self._arrived, coming, places, element],
         )
-        self._sent = Sent(None, sum(leaving) * buffer.itemsize)
+        self.sent = Sent(None, sum(leaving) * buffer.itemsize)  # the slices of the other ranks
         self._merges = list(self._fold(operator, own)) if own.size else []
 
     def _fold(self, operator: Operator, own: Any) -> Iterator[Callable[[], object]]:
@@ -56,18 +60,13 @@ class HeadAllToAll(CollectiveReducer):
             yield operator.planned_merge(into.reshape(-1, operator.width), other.reshape(-1, operator.width))
             folded = into
 
-    @property
-    def sent(self) -> Sent:
-        """Handed to the library: the slices of the other ranks."""
-        return self._sent
-
     def _step(self) -> None:
         self._comm.Alltoallv(*self._exchange)
-        self._complete()
+        self._rest()
 
-    def _begin(self) -> MPI.Request:
+    def _first(self) -> MPI.Request:
         return self._comm.Ialltoallv(*self._exchange)
 
-    def _complete(self) -> None:
+    def _rest(self) -> None:
         for merge in self._merges:
             merge()

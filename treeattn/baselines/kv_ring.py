@@ -9,15 +9,24 @@ from mpi4py import MPI
 
 from treeattn.attention.shape import DTYPES, Shape
 from treeattn.backends import cpu
-from treeattn.collectives.operator import Operator
+from treeattn.collectives.reducer import PlannedReducer, Reduction, duplicate
 from treeattn.errors import ScheduleError
 
-__all__ = ["KvRing"]
+__all__ = ["KvRing", "plan"]
 
 LARGEST_MESSAGE = 1 << 30  # bytes
 
 
-class KvRing:
+def plan(
+    reduction: Reduction, shape: Shape, scale: float, records: Any, expanded: str, rotation: str
+) -> KvRing:
+    """Collective. records: [batch, heads, queries, head_dim + 2], where the result goes."""
+    return KvRing(
+        reduction, shape, scale, records, expanded=expanded == "yes", full_rotation=rotation == "full"
+    )
+
+
+class KvRing(PlannedReducer):
     """Every rank attends to every shard: its own first, then those that arrive from its left neighbour.
 
     While a rank computes on the block that it holds, this block is on its way to the right and the next one
@@ -38,22 +47,24 @@ class KvRing:
     every rank computes every partial, all end with the same bits only if they compute alike: with the same
     instruction set, and with or without compiled kernels.
 
-    `begin` is the first part of a step and a call the rest: both compute and both communicate.
+    `take` names the arrays of the next step. ``start()`` and ``wait()`` both compute and communicate.
     """
 
     def __init__(
         self,
-        comm: MPI.Intracomm,
+        reduction: Reduction,
         shape: Shape,
         scale: float,
-        merge: Operator,
         records: Any,
         *,
         expanded: bool = False,
         full_rotation: bool = False,
     ) -> None:
-        self._comm = comm.Dup()
-        self._rank, self._size = comm.rank, comm.size
+        super().__init__("kv_ring")
+        comm, merge = reduction.comm, reduction.operator
+        self._comm: MPI.Intracomm = duplicate(comm)
+        self._rank: int = comm.rank
+        self._size: int = comm.size
         self._hops = self._size if full_rotation else self._size - 1
         self._shape, self._expanded = shape, expanded
         self._partials = [records, *(np.empty_like(records) for _ in range(1, self._size))]
@@ -68,40 +79,41 @@ class KvRing:
         self._buffers = [np.empty(0, DTYPES[shape.dtype]) for _ in range(3)]
         self._requests: list[MPI.Request] = []
         self._q: Any = None
-        self._running = self._closed = False
-        self._sent: list[tuple[int, int]] = []
+        self._kv: Any = None
+        # Of the last step, without the agreement on lengths.
+        self.sent: list[tuple[int, int]] = []
 
-    @property
-    def sent(self) -> list[tuple[int, int]]:
-        """(destination, bytes) of every message of the last step, without the agreement on lengths."""
-        return self._sent
-
-    def begin(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
-        """Agree on lengths, send the own shard on its way and attend to it. Collective."""
-        if self._closed or self._running:
-            raise ScheduleError("kv_ring: a step on a decoder that is closed, or local() without reduce()")
+    def take(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
+        """The arrays of the next step."""
+        super()._check()
         if lengths is None:
             self._own_lengths[:] = k.shape[1]
         else:
             self._own_lengths[:] = self._shape.check_lengths(lengths, k.shape[1])
-        self._running = True
+        self._q, self._kv = q, (k, v)
+
+    def _check(self) -> None:
+        super()._check()
+        if self._q is None:
+            raise ScheduleError("kv_ring: a step without arrays: local() comes before reduce()")
+
+    def _begin(self) -> None:
+        """Agree on lengths, send the own shard on its way and attend to it."""
         self._comm.Allgather(self._own_lengths, self._lengths)
         self._plan(self._lengths.max(axis=1).tolist())
-        self._take(k, v)
-        self._q, self._sent = q, []
+        self._bind(*self._kv)
+        self.sent = []
         self._visit(0)
 
-    def __call__(self) -> None:
-        """Attend to all other shards, then merge. Collective."""
-        if self._closed or not self._running:
-            raise ScheduleError("kv_ring: reduce() on a decoder that is closed, or without local()")
+    def _complete(self) -> None:
+        """Attend to all other shards, then merge."""
         for hop in range(1, self._size):
             self._arrive()
             self._visit(hop)
         self._arrive()
         for merge in self._merges:
             merge()
-        self._running = False
+        self._q = self._kv = None
 
     def _owner(self, hop: int) -> int:
         return (self._rank - hop) % self._size
@@ -119,7 +131,7 @@ class KvRing:
 
     def _send(self, hop: int) -> list[MPI.Request]:
         right = (self._rank + 1) % self._size
-        self._sent += [(right, part.size) for part in self._bytes[hop]]
+        self.sent += [(right, part.size) for part in self._bytes[hop]]
         return [self._comm.Isend(part, right, tag) for tag, part in enumerate(self._bytes[hop])]
 
     def _arrive(self) -> None:
@@ -137,7 +149,7 @@ class KvRing:
             self._reserve(buffer, max(coming[buffer::2], default=0))
         self._packed: tuple[Any, Any] | None = None
         self._source = None
-        own = (self._buffers[2][:0],) * 2  # comes with the arrays, in _take
+        own = (self._buffers[2][:0],) * 2  # comes with the arrays, in _bind
         self._blocks = [own, *(self._block(hop % 2, t) for hop, t in enumerate(coming))]
         self._bytes = [_as_bytes(block) for block in self._blocks]
         self._tokens = tokens
@@ -163,7 +175,7 @@ class KvRing:
         shape = self._shape.batch, tokens, self._heads, self._shape.head_dim
         return k.reshape(shape), v.reshape(shape)
 
-    def _take(self, k: Any, v: Any) -> None:
+    def _bind(self, k: Any, v: Any) -> None:
         """The own shard's valid tokens as the block of hop 0, packed where they are not in one piece."""
         assert self._tokens is not None
         tokens = self._tokens[self._rank]
@@ -185,26 +197,8 @@ class KvRing:
 
     # -- the end ---------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Free the communicator, after messages in flight. Collective; a second call does nothing."""
-        if not self._closed:
-            self._arrive()
-            self._comm.Free()
-            self._closed = True
-
-    def __enter__(self) -> KvRing:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        # Freeing a communicator is collective: a rank that fails alone must not wait for the others.
-        if exception[0] is None:
-            self.close()
-        _abandoned.extend(self._requests)
-        self._closed = True
-
-
-# Messages that an error left in flight: they may still arrive, so their memory outlives the ring.
-_abandoned: list[MPI.Request] = []
+    def _release(self) -> None:
+        self._comm.Free()
 
 
 def _as_bytes(block: tuple[Any, Any]) -> tuple[Any, ...]:

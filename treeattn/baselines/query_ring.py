@@ -11,12 +11,18 @@ from treeattn.attention.shape import Shape
 from treeattn.backends import cpu
 from treeattn.collectives.executors import persistent
 from treeattn.collectives.operator import Operator
+from treeattn.collectives.reducer import PlannedReducer, Reduction, duplicate
 from treeattn.errors import ScheduleError
 
-__all__ = ["QueryRing"]
+__all__ = ["QueryRing", "plan"]
 
 
-class QueryRing:
+def plan(reduction: Reduction, shape: Shape, scale: float, records: Any) -> QueryRing:
+    """Collective. records: [batch, heads, queries, head_dim + 2], where the result goes."""
+    return QueryRing(reduction, shape, scale, records)
+
+
+class QueryRing(PlannedReducer):
     """Slices of the query heads go around the ring and collect each shard's contribution.
 
     The query is on every rank already, so of a slice only the partial travels. The heads are cut into p
@@ -27,14 +33,14 @@ class QueryRing:
 
     A rank sends p-1 messages in hops and p-1 in the end; if p divides the KV heads, 2 (p-1)/p of the
     records: equation 14 of arXiv 2408.04093. Each slice is merged in one order and then copied: the same
-    bits on every rank. `begin` is the first part of a step and a call the rest: both compute and both
+    bits on every rank. `take` names the arrays of the next step. ``start()`` and ``wait()`` both compute and
     communicate.
     """
 
-    def __init__(
-        self, comm: MPI.Intracomm, shape: Shape, scale: float, merge: Operator, records: Any
-    ) -> None:
-        self._comm = comm.Dup()
+    def __init__(self, reduction: Reduction, shape: Shape, scale: float, records: Any) -> None:
+        super().__init__("query_ring")
+        comm = reduction.comm
+        self._comm = duplicate(comm)
         rank, size = comm.rank, comm.size
         cuts = [shape.kv_heads * s // size for s in range(size + 1)]
         # In the order of the hops: slice `rank` first, then those that arrive from the left.
@@ -48,15 +54,11 @@ class QueryRing:
         self._bound: tuple[Any, Any, Any] | None = None
         self._views: list[tuple[Any, Any, Any]] = []
         self._lengths: Any = None
-        self._plan_hops(merge)
+        self._taken = False
+        self.sent: list[tuple[int, int]] = []  # a slice of no heads is not
+        self._plan_hops(reduction.operator)
         self._plan_gathering()
-        self._running = self._closed = False
         persistent.free_at_exit(self)
-
-    @property
-    def sent(self) -> list[tuple[int, int]]:
-        """(destination, bytes) of every message of one step; a slice of no heads is not sent."""
-        return self._sent
 
     def _plan_hops(self, merge: Operator) -> None:
         rank, size = self._comm.rank, self._comm.size
@@ -64,7 +66,6 @@ class QueryRing:
         self._incoming: list[MPI.Prequest | None] = [None] * size
         self._outgoing: list[MPI.Prequest | None] = [None] * size
         self._merges: list[Any] = [None] * size
-        self._sent: list[tuple[int, int]] = []
         for hop, part in enumerate(self._parts):
             if not part.size:
                 continue
@@ -76,7 +77,7 @@ class QueryRing:
                 )
             if hop < size - 1:
                 self._outgoing[hop] = self._comm.Send_init(part, right, hop)
-                self._sent.append((right, part.nbytes))
+                self.sent.append((right, part.nbytes))
 
     def _plan_gathering(self) -> None:
         """The last slice of the order is whole on this rank; slice s comes whole from rank s - 1."""
@@ -84,7 +85,7 @@ class QueryRing:
         whole = self._parts[-1]
         others = [r for r in range(size) if r != rank] if whole.size else []
         self._gives = [self._comm.Send_init(whole, r, size) for r in others]
-        self._sent += [(r, whole.nbytes) for r in others]
+        self.sent += [(r, whole.nbytes) for r in others]
         self._takes: list[MPI.Prequest] = []
         self._copies = [(self._records[:, self._heads[-1]], whole)]
         for s, heads in zip(self._order[:-1], self._heads, strict=False):
@@ -98,18 +99,24 @@ class QueryRing:
         self._receives = [request for request in self._incoming if request] + self._takes
         self._sends = [request for request in self._outgoing if request] + self._gives
 
-    def begin(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
-        """Contribute to the slice that starts here and send it on its way."""
-        if self._closed or self._running:
-            raise ScheduleError("query_ring: a step on a decoder that is closed, or local() without reduce()")
-        # Before anything is sent, and also where no slice starts here.
+    def take(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
+        """The arrays of the next step."""
+        super()._check()
         self._lengths = None if lengths is None else self._shape.check_lengths(lengths, k.shape[1])
         bound = self._bound
         if bound is None or bound[0] is not q or bound[1] is not k or bound[2] is not v:
             cuts = zip(self._heads, self._kv_heads, strict=True)
             self._views = [(q[:, :, heads], k[:, :, kv], v[:, :, kv]) for heads, kv in cuts]
             self._bound = q, k, v
-        self._running = True
+        self._taken = True
+
+    def _check(self) -> None:
+        super()._check()
+        if not self._taken:
+            raise ScheduleError("query_ring: a step without arrays: local() comes before reduce()")
+
+    def _begin(self) -> None:
+        """Contribute to the slice that starts here and send it on its way."""
         MPI.Prequest.Startall(self._receives)
         self._attend(0)
         self._pass_on(0)
@@ -123,10 +130,8 @@ class QueryRing:
         if outgoing:
             outgoing.Start()
 
-    def __call__(self) -> None:
-        """Contribute to the slices that pass by, then gather all of them. Collective."""
-        if self._closed or not self._running:
-            raise ScheduleError("query_ring: reduce() on a decoder that is closed, or without local()")
+    def _complete(self) -> None:
+        """Contribute to the slices that pass by, then gather all of them."""
         for hop in range(1, len(self._parts)):
             self._attend(hop)
             incoming = self._incoming[hop]
@@ -138,30 +143,14 @@ class QueryRing:
         MPI.Prequest.Waitall(self._takes + self._sends)
         for place, whole in self._copies:
             np.copyto(place, whole)
-        self._running = False
+        self._taken = False
 
-    def close(self) -> None:
-        """Free requests and communicator, after a step in flight. Collective; twice does nothing more."""
-        if self._closed:
-            return
-        if self._running:
-            self()
+    def _release(self) -> None:
         self.free_requests()
         self._comm.Free()
-        self._closed = True
 
-    def __enter__(self) -> QueryRing:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        # Freeing a communicator is collective: a rank that fails alone must not wait for the others.
-        if exception[0] is None:
-            self.close()
-        elif not self._closed:
-            if self._running:
-                _abandoned.append(self)
-            self.free_requests()
-            self._closed = True
+    def _abandon(self) -> None:
+        self.free_requests()
 
     def free_requests(self) -> None:
         """Free the requests, unless a step is in flight. Not collective."""
@@ -170,7 +159,3 @@ class QueryRing:
         for request in self._receives + self._sends:
             request.Free()
         self._receives, self._sends = [], []
-
-
-# Rings that an error left in the middle of a step: messages may still arrive in their memory.
-_abandoned: list[QueryRing] = []

@@ -1,27 +1,35 @@
 """The ``treeattn`` command. Under MPI only rank 0 prints, and every rank exits with the same code.
 
-Exit codes: 0 done; 2 bad arguments or input (message on stderr, nothing written); 1 anything else.
+Exit codes: 0 done; 2 bad arguments or input (message on stderr, nothing written); 130 interrupted; 1 anything
+else.
 """
 
 from __future__ import annotations
 
 import importlib
 import io
+import math
 import os
 import signal
 import sys
+import time
 import warnings
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import click
 
-from treeattn import comm
+from treeattn import comm, files
 from treeattn.errors import ArgumentError, ScheduleError, TransportError, TreeattnError
 
 __all__ = ["main"]
 
+INTERRUPTED = 130  # as shells count: 128 + SIGINT
+
 # command -> the module below this package that holds it, loaded only when it is used
-_COMMANDS = ("decode", "compare", "plot", "paper", "schemes", "schedule", "roofline", "doctor")
+_COMMANDS = (
+    *("decode", "compare", "plot", "paper", "schemes", "schedule"),
+    *("roofline", "check-partials", "doctor"),
+)
 
 
 class _Commands(click.Group):
@@ -31,7 +39,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in _COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"treeattn.cli.{name}").command
+        command: click.Command = importlib.import_module(f"treeattn.cli.{name.replace('-', '_')}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -56,48 +64,67 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     """Run one command and exit the process."""
     rank, size = comm.launched_as()
     warnings.showwarning = _show_warning  # type: ignore[assignment]
-    if sys.stdout is None:  # closed by whoever started us
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # tables have characters that not every terminal knows
-    if rank:
-        # Ranks other than 0 keep their errors (stderr) but have nothing to say that rank 0 does not.
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it stays open until the process ends
+    screen = sys.stdout
+    sys.stdout = _output(screen, rank)
     try:
         if size > 1:
             comm.mpi()  # first, so that a rank that fails alone can end the job
-            signal.signal(signal.SIGINT, _interrupted)
-        code = _run(arguments)
-        sys.stdout.flush()
-    except (click.ClickException, TreeattnError) as error:
-        message = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        if rank == 0:
-            print(message if message.startswith("Usage: ") else f"treeattn: {message}", file=sys.stderr)
-        bad_input = isinstance(error, click.ClickException | ArgumentError | ScheduleError | TransportError)
-        code = comm.leave(2 if bad_input else 1, message)
-    except (click.Abort, KeyboardInterrupt) as error:
-        code = comm.abort(error) if comm.started() else 1
-    except BrokenPipeError:  # the reader of our output has seen enough
-        code = _discard_output(0)
+            signal.signal(signal.SIGINT, lambda *_: _end_interrupted(rank))
+        code = comm.leave(_run(arguments), "", patience=math.inf)
+    except (click.ClickException, TreeattnError, OSError) as error:
+        code = _failed(error, rank)
+    except (click.Abort, KeyboardInterrupt):
+        _end_interrupted(rank)
     except Exception as error:
         if comm.started():
             comm.abort(error)
-        if not isinstance(error, OSError):
-            raise
-        print(f"treeattn: {error}", file=sys.stderr)
-        code = _discard_output(1)
+        raise
+    code = _written(screen, code)
+    sys.stdout = screen
     sys.exit(code)
 
 
-def _interrupted(*_: object) -> None:
-    """End the job at once: unwinding would wait for ranks that have gone on, since closing is collective."""
-    comm.abort(KeyboardInterrupt())
-
-
-def _discard_output(code: int) -> int:
-    """Leave nothing behind in a stream that cannot be written: Python would complain at exit."""
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+def _failed(error: Exception, rank: int) -> int:
+    """Say what is wrong, once: rank 0 if all ranks leave alike, else the one that ends the job."""
+    message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+    bad_input = isinstance(error, click.ClickException | ArgumentError | ScheduleError | TransportError)
+    code = comm.leave(2 if bad_input else 1, message)
+    if rank == 0:
+        print(message if message.startswith("Usage: ") else f"treeattn: {message}", file=sys.stderr)
     return code
+
+
+def _output(screen: TextIO | None, rank: int) -> TextIO:
+    """Where this process prints: at once to a terminal; elsewhere it is kept, since a pipe that breaks or a
+    disk that is full must not end one rank in the middle of what all of them do."""
+    if screen is None or rank:  # closed by whoever started us; ranks other than 0 repeat rank 0
+        return open(os.devnull, "w")
+    if isinstance(screen, io.TextIOWrapper):
+        screen.reconfigure(errors="replace")  # tables have characters that not every terminal knows
+    return screen if screen.isatty() else io.StringIO()
+
+
+def _written(screen: TextIO | None, code: int) -> int:
+    """Print what was kept; the exit code."""
+    try:
+        if screen is not None and isinstance(sys.stdout, io.StringIO):
+            screen.write(sys.stdout.getvalue())
+            screen.flush()
+    except BrokenPipeError:  # the reader of our output has seen enough
+        return 0
+    except OSError as error:
+        print(f"treeattn: standard output: {error.strerror}; print to another place", file=sys.stderr)
+        return 1
+    return code
+
+
+def _end_interrupted(rank: int) -> NoReturn:
+    """At once: unwinding a job would wait for ranks that have gone on, since closing is collective. Where all
+    ranks are interrupted, the first that is not within an MPI call speaks, and ends the job."""
+    time.sleep(min(rank, 5))
+    kept = ", ".join(files.kept)
+    print(f"treeattn: interrupted: {f'kept {kept}' if kept else 'nothing was written'}", file=sys.stderr)
+    comm.end_job(INTERRUPTED)
 
 
 def _show_warning(message: Warning | str, *_: Any) -> None:

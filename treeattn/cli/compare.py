@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import secrets
-import sys
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
-from rich.console import Console
 
 from treeattn import comm as comm_
 from treeattn import files
 from treeattn.attention.shape import DTYPES
 from treeattn.cli import compare_table
-from treeattn.cli.compare_progress import Live
-from treeattn.cli.numbers import durations, numbers
+from treeattn.cli.console import WIDE, Lines, console, durations, numbers
 from treeattn.decoder import plan as routes
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.study import environment
@@ -31,30 +29,30 @@ from treeattn.study.compare.sweep import Block, Sweep, keys
 
 __all__ = ["command"]
 
+_Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _lists(name: str, default: str | None, words: str | None = None, one: str = "N") -> _Decorator:
+    """An option that takes a list, of which every element makes cases."""
+    metavar = f"{one}[,{one}..]"
+    return click.option(f"--{name}", default=default, show_default=bool(default), metavar=metavar, help=words)
+
 
 @click.command("compare")
-@click.option("--schemes", default="all", show_default=True, metavar="S[,S..]|all",
-              help="Scheme strings, such as k_nomial_tree:radix=4.")  # fmt: skip
-@click.option("--what", default="reduce,decode", show_default=True, metavar="W[,W]",
-              help="reduce: the reduction alone; decode: the whole step.")  # fmt: skip
-@click.option("--seq-len", default="4096,65536", show_default=True, metavar="N[,N..]",
-              help="Tokens over all ranks; k = 1000, Ki = 1024.")  # fmt: skip
-@click.option("--ranks", default=None, metavar="N[,N..]", help="The first N ranks; default all.")
-@click.option("--batch", default="1", show_default=True, metavar="N[,N..]")
-@click.option("--queries", default="1", show_default=True, metavar="N[,N..]")
-@click.option("--heads", default="16", show_default=True, metavar="N[,N..]")
-@click.option("--kv-heads", default=None, metavar="N[,N..]", help="Default as many as heads.")
-@click.option("--head-dim", default="128", show_default=True, metavar="N[,N..]")
-@click.option("--dtype", default="bfloat16", show_default=True, metavar="D[,D..]",
-              help="Of q, k and v: " + ", ".join(DTYPES) + ".")  # fmt: skip
-@click.option("--wire", default="float32", show_default=True, metavar="W[,W]",
-              help="Records under way: float32, or bfloat16 (schedules only).")  # fmt: skip
-@click.option("--skew", default="0", show_default=True, metavar="T[,T..]",
-              help="Ranks enter up to so much late, at random: 0, 100us, 1ms.")  # fmt: skip
-@click.option(
-    "--radix", default=None, metavar="N[,N..]", help="Each scheme that has a radix, with each of these."
-)
-@click.option("--chunks", default=None, metavar="N[,N..]", help="Likewise for chunks.")
+@_lists("schemes", "all", "Scheme strings, such as k_nomial_tree:radix=4; all.", "S")
+@_lists("what", "reduce,decode", "reduce: the reduction alone; decode: the whole step.", "W")
+@_lists("seq-len", "4096,65536", "Tokens over all ranks; k = 1000, Ki = 1024.")
+@_lists("ranks", None, "The first N ranks; default all.")
+@_lists("batch", "1")
+@_lists("queries", "1")
+@_lists("heads", "16")
+@_lists("kv-heads", None, "Default as many as heads.")
+@_lists("head-dim", "128")
+@_lists("dtype", "bfloat16", f"Of q, k and v: {', '.join(DTYPES)}.", "D")
+@_lists("wire", "float32", "Records under way: float32, or bfloat16 (schedules only).", "W")
+@_lists("skew", "0", "Ranks enter up to so much late, at random: 0, 100us, 1ms.", "T")
+@_lists("radix", None, "Each scheme that has a radix, with each of these.")
+@_lists("chunks", None, "Likewise for chunks.")
 @click.option("--repetitions", type=click.IntRange(1, 10_000), default=10, show_default=True,
               help="Blocks of each point: planned anew, in a new random order.")  # fmt: skip
 @click.option("--iterations", type=click.IntRange(3, 1_000_000), default=200, show_default=True,
@@ -62,18 +60,20 @@ __all__ = ["command"]
 @click.option("--seconds", type=click.FloatRange(0, min_open=True), default=0.3, show_default=True,
               help="About so long for all blocks of a point; at least 3 iterations each.")  # fmt: skip
 @click.option("--patience", type=click.FloatRange(0, min_open=True), default=6.0, show_default=True,
-              help="Seconds after which a point gets no further block.")  # fmt: skip
+              help="Seconds after which a point gets no further block; inf: no limit.")  # fmt: skip
 @click.option("--launch", type=click.IntRange(1), default=1, show_default=True,
               help="Number of this job; jobs of different numbers add up in one file.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path),
               help="Append to this file of JSON lines; what it holds is not measured again.")  # fmt: skip
+@WIDE
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path), help="Write the summaries of this command."
 )
 def command(
     schemes: str,
     out: Path | None,
+    wide: bool,
     json_path: Path | None,
     repetitions: int,
     iterations: int,
@@ -90,23 +90,20 @@ def command(
     code 1: a scheme could not run somewhere, a result missed its bound or differed between ranks, or the file
     holds results of another version, to which these do not add. Lines of it that cannot be used are named.
     """
+    if math.isnan(seconds + patience):
+        raise ArgumentError("--seconds and --patience take a time or inf, which is no limit, but not nan")
     world = comm_.world()
-    plan, error = [], None
-    try:
-        plan = _keys(world.size, schemes, lists)
-    except TreeattnError as problem:
-        error = problem
+    plan = comm_.together(world, lambda: _keys(world.size, schemes, lists))
     effort = Effort(repetitions, iterations, seconds, patience)
     options = {"schemes": schemes, **lists, **asdict(effort), "launch": launch, "seed": seed}
-    comm_.agree(world, {"the command line": (options, str(out))}, error)
+    comm_.agree(world, {"the command line": (options, str(out))})
     job = environment.job(Clock(world), options, used=max(key.ranks for key in plan))
-    run = f"{job['started']}-{secrets.token_hex(3)}"
-    line = msgspec.convert({"kind": "run", "format": FORMAT, "run": run, **job}, Run)
+    line = msgspec.convert({"kind": "run", "format": FORMAT, "run": results.run_id(), **job}, Run)
     with _Session(world, out, json_path, line, plan, effort, launch) as session:
         Sweep(plan, effort, launch, seed, session.done, session.point, session.failed, session.began).run(
             world
         )
-        return int(world.bcast(session.report() if world.rank == 0 else None))
+        return int(world.bcast(comm_.together(world, lambda: session.report(wide))))
 
 
 class _Session:
@@ -122,29 +119,35 @@ class _Session:
         effort: Effort,
         launch: int,
     ) -> None:
-        self._line, self._launch, self._plan = line, launch, plan
+        self._line, self._launch, self._plan, self._out = line, launch, plan, out
+        self._rank_0 = world.rank == 0
         self._writer: results.Writer | None = None
-        error: TreeattnError | None = None
-        self._held = results.Results()
-        if world.rank == 0:
-            try:
-                self._write_json = files.output_writer(json_path)
-                files.check_distinct([out, json_path])
-                if out is not None:
-                    self._writer = results.Writer(out)
-                    self._held = self._writer.held
-            except TreeattnError as problem_:
-                error = problem_
-        comm_.agree(world, {}, error)
+        comm_.together(world, lambda: self._open(json_path) if self._rank_0 else None)
+        self._held = self._writer.held if self._writer else results.Results()
         self.done = world.bcast(self._done())
         self._announced = False
         self._mixed = results.mixed_versions([*self._held.used(), *((line, key.ranks) for key in plan)])
         self._problems = self._named_problems()
         self._held.runs[line.run] = line
         self._errors: dict[Key, str] = {}
-        planned = {Block(key, repetition) for key in plan for repetition in range(effort.repetitions)}
-        skipped = len(planned & self.done.keys())
-        self._live = Live(plan, len(planned), skipped, enabled=world.rank == 0)
+        self._measured, self._began, self._say = 0, time.monotonic(), Lines(self._rank_0)
+        self._todo = self._said_first(effort)
+
+    def _open(self, json_path: Path | None) -> None:
+        self._write_json = files.output_writer(json_path)
+        files.check_distinct([self._out, json_path])
+        self._writer = results.Writer(self._out) if self._out is not None else None
+
+    def _said_first(self, effort: Effort) -> int:
+        """How many blocks there are to measure, after saying so."""
+        planned = {Block(key, repetition) for key in self._plan for repetition in range(effort.repetitions)}
+        known, cases = len(planned & self.done.keys()), len({key.case for key in self._plan})
+        schemes = len(self._plan) // max(cases, 1)
+        text = f"{len(self._plan)} points ({schemes} schemes in {cases} cases), {len(planned)} blocks"
+        again = f"; {known} are in the file already and are not measured again"
+        if self._rank_0:
+            click.echo(text + again * bool(known), err=True)
+        return len(planned) - known
 
     def _named_problems(self) -> list[str]:
         """What is wrong with the file, said at once."""
@@ -167,18 +170,20 @@ class _Session:
         return results.version(self._line, key.ranks)
 
     def began(self, block: Block) -> None:
-        self._live.began(block)
+        """Say now and then how far it is."""
+        left = (time.monotonic() - self._began) / max(self._measured, 1) * (self._todo - self._measured)
+        done = f"{self._measured:,} of {self._todo:,} blocks are done, at most {left:,.0f} s are left"
+        self._say(f"{block.key.what} {block.key.scheme}: {done}")
 
     def point(self, block: Block, fields: dict[str, Any]) -> None:
         point = Point(**self._fields(block.key), repetition=block.repetition, **fields)
         self._append(point)
         self._held.points.append(point)
-        self._live.ended(block, fields)
+        self._measured += 1
 
     def failed(self, key: Key, error: TreeattnError) -> None:
         self._errors[key] = str(error)
         self._append(Failure(**self._fields(key), message=str(error)))
-        self._live.failed(key, str(error))
 
     def _fields(self, key: Key) -> dict[str, Any]:
         return {"format": FORMAT, "run": self._line.run, "key": key, "launch": self._launch}
@@ -190,11 +195,13 @@ class _Session:
         if not self._announced:
             self._writer.append(self._line)
             self._announced = True
+            files.kept.append(f"{self._out} (the same command goes on from there)")
         self._writer.append(line)
 
-    def report(self) -> int:
-        """Print the tables, write the summaries; the exit code."""
-        self._live.stop()
+    def report(self, wide: bool) -> int:
+        """Print the tables, write the summaries; the exit code, on rank 0."""
+        if not self._rank_0:
+            return 0
         place = {key: index for index, key in enumerate(self._plan)}
         summaries = [
             summary
@@ -209,15 +216,13 @@ class _Session:
             "problems": self._problems,
         }
         self._write_json(environment.as_json(msgspec.to_builtins(facts)))
-        console = Console(width=None if sys.stdout.isatty() else 220, markup=False, highlight=False)
-        passed = compare_table.show(console, self._line, summaries, self._errors)
+        passed = compare_table.show(console(wide), self._line, summaries, self._errors, wide)
         return 0 if passed and not self._errors and not self._mixed else 1
 
     def __enter__(self) -> _Session:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._live.stop()
         if self._writer is not None:
             self._writer.close()
 
@@ -269,7 +274,7 @@ def _expanded(schemes: str, radix: str | None, chunks: str | None) -> list[str]:
     """Canonical schemes, one for each radix and chunks where they take such; the sum and null first."""
     here = [name for name, row in routes.CATALOG.items() if "cpu" in row.devices]
     chosen = here if schemes == "all" else schemes.split(",")
-    chosen = [routes.canonical(name) for name in chosen]
+    chosen = [routes.select(name).text for name in chosen]
     for parameter, text in (("radix", radix), ("chunks", chunks)):
         if text is not None:
             values = numbers(f"--{parameter}", text)
@@ -281,4 +286,4 @@ def _variants(scheme: str, parameter: str, values: Sequence[int]) -> list[str]:
     name = scheme.partition(":")[0]
     if routes.CATALOG[name].parameter(parameter) is None or f":{parameter}=" in scheme:
         return [scheme]
-    return [routes.canonical(f"{scheme}:{parameter}={value}") for value in values]
+    return [routes.select(f"{scheme}:{parameter}={value}").text for value in values]

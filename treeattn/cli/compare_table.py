@@ -3,39 +3,57 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from treeattn.cli.console import LEGEND, Columns, count, identical, magnitude, microseconds, table
 from treeattn.study.compare.results import Summary
 from treeattn.study.compare.schema import NULL, SUM, Key, Run
 
 __all__ = ["show"]
 
+# What stands in 80 columns: with a skew the time from the last entry, else the error.
+_NARROW = ("scheme", "median", "95 % interval", "from last\nentry", "x SUM", "identical\nbits")
+_ERRORS = tuple(itertools.product(("out", "lse"), ("error", "bound")))
+_EXACT = "error\nof out"
 
-def show(console: Console, run: Run, summaries: Sequence[Summary], errors: dict[Key, str]) -> bool:
-    """Print everything, case by case as `summaries` come; whether every result is within its bound and equal
-    on all ranks."""
+
+def show(
+    console: Console, run: Run, summaries: Sequence[Summary], errors: dict[Key, str], wide: bool = False
+) -> bool:
+    """Print everything, case by case; whether every result is within its bound and equal on all ranks."""
     passed = True
     for _, group in itertools.groupby(summaries, lambda summary: summary.key.case):
-        rows = list(group)
-        _show_times(console, rows)
-        passed &= _show_results(console, rows)
-    for (_, message), keys in _by_cause(errors).items():
+        rows = sorted(group, key=lambda row: row.times["completion"].median)
+        times, results = _times(rows), _results()
+        console.print(f"\n{_case(rows[0].key)}; times in µs")
+        if wide:
+            table(console, times, rows, style=_style)
+            table(console, results, [row for row in rows if row.key.scheme not in (SUM, NULL)], style=_style)
+        else:
+            chosen = _NARROW if rows[0].key.skew else (*_NARROW, _EXACT)
+            both = {**times, **results}
+            table(console, {name: both[name] for name in chosen if name in both}, rows, style=_style)
+        wrong = {row.key.scheme: _wrong(row) for row in rows}
+        for scheme, reason in wrong.items():
+            if reason:
+                console.print(f"wrong: {scheme}: {reason}", style="red")
+        passed &= not any(wrong.values())
+    causes: dict[Any, list[Key]] = {}
+    for key, message in errors.items():
+        causes.setdefault((key.case, message), []).append(key)
+    for (_, message), keys in causes.items():
         schemes = ", ".join(key.scheme for key in keys)
         console.print(f"could not run: {schemes} ({_case(keys[0])}): {message}", style="red")
     _show_notes(console, run, summaries)
     return passed
 
 
-def _by_cause(errors: dict[Key, str]) -> dict[Any, list[Key]]:
-    """(case, message) -> the keys that failed alike."""
-    causes: dict[Any, list[Key]] = {}
-    for key, message in errors.items():
-        causes.setdefault((key.case, message), []).append(key)
-    return causes
+def _style(row: Summary) -> str:
+    return "red" if _wrong(row) else ""
 
 
 def _case(key: Key) -> str:
@@ -48,65 +66,71 @@ def _case(key: Key) -> str:
     return text + (f", arrival skew {key.skew:g} µs" if key.skew else "")
 
 
-def _table(title: str, headings: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("scheme", no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right", overflow="fold")
-    return table
-
-
-def _show_times(console: Console, rows: Sequence[Summary]) -> None:
-    key = rows[0].key
-    parts = ("local", "reduce") if key.what == "decode" else ("null_merge",)
-    headings = ["plan", "first", "median", "95 % interval", "p5", "p95", "p99", "slowest\nrank"]
-    headings += ["from last\nentry"] if key.skew else []
-    headings += [name.replace("_", "\n") for name in parts]
-    table = _table(f"{_case(key)}: times in µs", [*headings, "x SUM", "blocks", "n", "late"])
+def _times(rows: Sequence[Summary]) -> Columns[Summary]:
+    """Heading -> what depends on time."""
     of_sum = next((row.times["completion"].median for row in rows if row.key.scheme == SUM), None)
-    for row in sorted(rows, key=lambda row: row.times["completion"].median):
-        time = row.times["completion"]
-        interval = "-" if time.low is None or time.high is None else f"{_us(time.low)} to {_us(time.high)}"
-        cells = [_us(row.times[name].median) for name in ("plan", "first")]
-        cells += [_us(time.median), interval, _us(time.p5), _us(time.p95), _us(time.p99)]
-        cells.append(_us(row.times["slowest"].median))
-        if key.skew:
-            cells.append(_us(row.times["after_last_entry"].median))
-        cells += [_us(row.times[name].median) if name in row.times else "-" for name in parts]
-        cells.append("-" if of_sum is None or row.key.scheme == NULL else f"{time.median / of_sum:.2f}")
-        table.add_row(row.key.scheme, *cells, str(time.blocks), str(time.count), str(row.facts["late"]))
-    console.print(table)
+    key = rows[0].key
+
+    def median(name: str) -> Callable[[Summary], str]:
+        return lambda row: microseconds(row.times[name].median) if name in row.times else "-"
+
+    def completion(name: str) -> Callable[[Summary], str]:
+        return lambda row: microseconds(getattr(row.times["completion"], name))
+
+    def times_sum(row: Summary) -> str:
+        if not of_sum or row.key.scheme == NULL:
+            return "-"
+        return f"{row.times['completion'].median / of_sum:.2f}"
+
+    parts = ("local", "reduce") if key.what == "decode" else ("null_merge",)
+    return {
+        "scheme": attrgetter("key.scheme"),
+        **{name: median(name) for name in ("plan", "first")},
+        "median": completion("median"),
+        "95 % interval": _interval,
+        **{name: completion(name) for name in ("p5", "p95", "p99")},
+        "slowest\nrank": median("slowest"),
+        **({"from last\nentry": median("after_last_entry")} if key.skew else {}),
+        **{name.replace("_", "\n"): median(name) for name in parts},
+        "x SUM": times_sum,
+        "blocks": lambda row: str(row.times["completion"].blocks),
+        "n": lambda row: str(row.times["completion"].count),
+        "late": lambda row: str(row.facts["late"]),
+    }
 
 
-def _show_results(console: Console, rows: Sequence[Summary]) -> bool:
-    """Print what does not depend on time; whether all of it is right."""
-    headings = ["class", "rounds", "depth", "bits\nequal", "error of out\n(bound)", "error of lse\n(bound)"]
-    headings += ["messages\nintra", "\ninter", "bytes\nintra", "\ninter", "bytes\nheld", "step\npeak"]
-    table = _table(f"{_case(rows[0].key)}: results, payload of one step, memory of a rank", headings)
-    wrong: dict[str, str | None] = {}
-    for row in rows:
-        if row.key.scheme in (SUM, NULL):
-            continue
-        facts, wrong[row.key.scheme] = row.facts, _wrong(row)
-        table.add_row(
-            row.key.scheme, facts["determinism"], _count(facts["rounds"]), _count(facts["depth"]),
-            _bits(facts),
-            f"{facts['error_out']:.1e} ({facts['bound_out']:.0e})",
-            f"{facts['error_lse']:.1e} ({facts['bound_lse']:.0e})",
-            *_payload(facts["sent"]), _count(facts["held"]), _count(facts["step_peak"]),
-            style="red" if wrong[row.key.scheme] else None,
-        )  # fmt: skip
-    console.print(table)
-    for scheme, reason in wrong.items():
-        if reason:
-            console.print(f"wrong: {scheme}: {reason}", style="red")
-    return not any(wrong.values())
+def _interval(row: Summary) -> str:
+    time = row.times["completion"]
+    if time.low is None or time.high is None:
+        return "-"
+    return f"{microseconds(time.low)} to {microseconds(time.high)}"
 
 
-def _bits(facts: dict[str, Any]) -> str:
+def _results() -> Columns[Summary]:
+    """Heading -> what does not: the result, the payload of one step, the memory of a rank."""
+
+    def fact(name: str, shown: Callable[[Any], str] = count) -> Callable[[Summary], str]:
+        return lambda row: shown(row.facts[name])
+
+    def payload(index: int) -> Callable[[Summary], str]:
+        return lambda row: _payload(row.facts["sent"])[index]
+
+    headings = ("messages\nintra", "messages\ninter", "bytes\nintra", "bytes\ninter")
+    return {
+        "scheme": attrgetter("key.scheme"),
+        "identical\nbits": _bits,
+        **{name: fact(name) for name in ("rounds", "depth")},
+        **{f"{what}\nof {of}": fact(f"{what}_{of}", magnitude) for of, what in _ERRORS},
+        **{heading: payload(index) for index, heading in enumerate(headings)},
+        "bytes\nheld": fact("held"),
+        "step\npeak": fact("step_peak"),
+    }
+
+
+def _bits(row: Summary) -> str:
     """Whether all ranks held one result, and all blocks."""
-    equal = {True: "yes", False: "NO", None: "-"}[facts["same_bits"]]
-    return equal if len(facts["digests"]) == 1 else f"{equal}, {len(facts['digests'])} results"
+    text, results = identical(row.facts["determinism"], row.facts["same_bits"]), len(row.facts["digests"])
+    return text if results <= 1 else f"{text}, {results} results"
 
 
 def _payload(sent: dict[str, list[Any]] | None) -> list[str]:
@@ -114,14 +138,16 @@ def _payload(sent: dict[str, list[Any]] | None) -> list[str]:
     if sent is None:
         return ["library"] * 4
     if "unknown" in sent:
-        return ["library", "library", f"{sent['unknown'][1]:,}", "given"]
+        return ["library", "library", count(sent["unknown"][1]), "given"]
     counts = [sent[tier][index] for index in (0, 1) for tier in ("intra", "inter")]
-    return ["library" if count is None else _count(count) for count in counts]
+    return ["library" if number is None else count(number) for number in counts]
 
 
 def _wrong(row: Summary) -> str | None:
     """What is wrong with a result: bits, payload against the schedule, error of float32 records; or None."""
     facts = row.facts
+    if row.key.scheme in (SUM, NULL):
+        return None
     if facts["same_bits"] is False:
         return "ranks ended with different bits"
     if facts["scheduled"] and facts["sent"] != facts["scheduled"]:
@@ -131,22 +157,15 @@ def _wrong(row: Summary) -> str | None:
 
 
 def _show_notes(console: Console, run: Run, summaries: Sequence[Summary]) -> None:
-    nulls = [summary for summary in summaries if summary.key.scheme == NULL and summary.key.what == "reduce"]
-    for null in nulls:
-        console.print(
-            f"harness: an iteration that does nothing takes {null.times['slowest'].median:.2f} µs "
-            f"on the slowest of {null.key.ranks} ranks"
-        )
+    console.print(f"\nx SUM: of the median of MPI_Allreduce(SUM) over as many bytes\n{LEGEND}")
+    for null in summaries:
+        if null.key.scheme == NULL and null.key.what == "reduce":
+            console.print(
+                f"harness: an iteration that does nothing takes {null.times['slowest'].median:.2f} µs "
+                f"on the slowest of {null.key.ranks} ranks"
+            )
     if run.clock is not None:
         source, method, error = run.clock.source, run.clock.method, run.clock.error
         console.print(f"clock: {source}, {method}; error at most {error:.2f} µs")
     if run.warning:
         console.print(f"note: {run.warning}", style="yellow")
-
-
-def _us(value: float) -> str:
-    return f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
-
-
-def _count(value: Any) -> str:
-    return "-" if value is None else value if isinstance(value, str) else f"{value:,.0f}"

@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from treeattn import comm as comm_
 from treeattn import files
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.baselines import Sent
+from treeattn.cli.console import (
+    LEGEND,
+    WIDE,
+    Lines,
+    console,
+    count,
+    identical,
+    magnitude,
+    microseconds,
+    table,
+)
 from treeattn.cli.problem import Judge, Problem
+from treeattn.collectives.reducer import Sent
 from treeattn.decoder import Decoder
 from treeattn.decoder import device as devices
 from treeattn.decoder import plan as routes
 from treeattn.decoder import transport as transports
 from treeattn.decoder.device import Device
-from treeattn.errors import ArgumentError, TreeattnError
+from treeattn.errors import ArgumentError
 from treeattn.shards import LAYOUTS, parse_layout
 from treeattn.study import environment
 
@@ -46,6 +58,7 @@ __all__ = ["command"]
 @click.option("--check", is_flag=True, help="Compare with the float64 oracle, and q between ranks.")
 @click.option("--expect", type=click.Path(path_type=Path),
               help="Compare with the tensors out and lse of this file.")  # fmt: skip
+@WIDE
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write everything measured.")
 def command(
     source: Path,
@@ -57,6 +70,7 @@ def command(
     repeat: int,
     check: bool,
     expect: Path | None,
+    wide: bool,
     json_path: Path | None,
 ) -> int:
     """Decode the query of INPUT over its KV cache, every rank holding a shard of the tokens.
@@ -65,7 +79,7 @@ def command(
     hold lengths [batch] (valid tokens). The softmax scale comes from the metadata entry "scale", else it
     is 1/sqrt(head_dim). Exit code 1 means that a result missed its bound or differed between ranks.
     """
-    names = [routes.canonical(name) for name in schemes.split(",")]
+    names = [routes.select(name).text for name in schemes.split(",")]
     chosen = parse_layout(layout)
     if out is not None and len(names) > 1:
         raise ArgumentError("--out takes the result of one scheme: name one with --scheme")
@@ -87,21 +101,24 @@ def command(
     if world.rank == 0:
         if json_path is not None:
             write_json(environment.as_json(_summary(problem, names, rows, placement)))
-        _print_table(problem, names, rows, placement)
+        _print_table(console(wide), wide, problem, rows, placement)
         if out is not None:
             print(f"out and lse are in {out}")
     return 0 if all(row["passed"] for row in rows) else 1
 
 
-def _placed(world: Any, problem: Problem, name: str) -> tuple[Device, tuple[Any, ...]]:
+def _placed(world: Any, source: Problem, name: str) -> tuple[Device, tuple[Any, ...]]:
     """The device of this rank, and q, k, v and lengths on it. Ranks of a node take GPUs in turn."""
     local = comm_.node_local_rank(world)
 
     def place() -> tuple[Device, tuple[Any, ...]]:
         if name == "cuda":
+            problem = cupy_runtime.problem()
+            if problem is not None:
+                raise ArgumentError(problem)
             cupy_runtime.choose(local)
         device = devices.find(name)
-        arrays = (problem.q, problem.k, problem.v, problem.lengths)
+        arrays = (source.q, source.k, source.v, source.lengths)
         return device, tuple(None if array is None else device.from_host(array) for array in arrays)
 
     device, inputs = comm_.together(world, place)
@@ -131,11 +148,14 @@ def _measure(
         transport=transport,
     ) as decoder:
         first = _timed_step(world, decoder, device, inputs)
-        steps = [_timed_step(world, decoder, device, inputs) for _ in range(repeat)]
+        steps, say = [], Lines(world.rank == 0)
+        for done in range(repeat):
+            steps.append(_timed_step(world, decoder, device, inputs))
+            say(f"{scheme}: {done + 1:,} of {repeat:,} steps")
         out, lse = device.to_host(decoder.out), device.to_host(decoder.lse)
         digest = hashlib.sha256(out.tobytes() + lse.tobytes()).hexdigest()
         same_bits = len(set(world.allgather(digest))) == 1
-        errors = judge.errors(out, lse)
+        errors, nan = judge.errors(out, lse), judge.nan(out, lse)
         passed = world.bcast(judge.passes(errors) and same_bits)
         return {
             "scheme": scheme,
@@ -143,6 +163,7 @@ def _measure(
             "transport": decoder.transport,
             "same_bits": same_bits,
             "errors": errors,
+            "nan": nan,
             "bounds": judge.bounds,
             "passed": passed,
             "first_step_s": first,
@@ -167,53 +188,34 @@ def _timed_step(world: Any, decoder: Decoder, device: Device, inputs: tuple[Any,
         world.Barrier()
         began = clock()
         run()
-        device.synchronize()
+        device.memory.synchronize()
         seconds[part] = clock() - began
     slowest = world.allgather(seconds)
     return {part: max(rank[part] for rank in slowest) for part in parts}
 
 
 def _wire(world: Any, decoder: Decoder) -> dict[str, Any]:
-    """What is sent in one step, all ranks together; unknown where a library decides. Collective."""
-    schedule, certificate = decoder.schedule, decoder.certificate
-    if schedule is None or certificate is None:
-        unknown = dict.fromkeys(("rounds", "depth", "messages", "bytes"))
-        return {"determinism": "measured", **unknown, **_counted(world, decoder)}
-    count = decoder.records.size // decoder.records.shape[-1]
-    parts = [schedule.chunk_slice(t.chunks, count) for round_ in schedule.rounds for t in round_]
-    sent = [part.stop - part.start for part in parts if part.stop > part.start]
-    return {
-        "determinism": certificate.determinism,
-        "rounds": certificate.rounds,
-        "depth": certificate.depth,
-        "messages": len(sent),
-        "bytes": sum(sent) * decoder.records.shape[-1] * decoder.records.itemsize,
-    }
-
-
-def _counted(world: Any, decoder: Decoder) -> dict[str, int]:
-    """What a baseline counted; "payload" was handed to a library, which may send it more than once."""
-    everyone = world.allgather(decoder.sent)
+    """What is sent in one step, all ranks together; a library decides that, and the "payload" is what it was
+    given. Collective."""
+    proof, everyone = decoder.certificate, world.allgather(decoder.sent)
+    facts = {name: getattr(proof, name, None) for name in ("rounds", "depth", "messages", "bytes")}
+    facts["determinism"] = "measured" if proof is None else proof.determinism
     if everyone[0] is None:
-        return {}
+        return facts
     if isinstance(everyone[0], Sent):
-        return {"payload": sum(sent.bytes for sent in everyone)}
+        return facts | {"payload": sum(sent.bytes for sent in everyone)}
     sizes = [size for sent in everyone for _, size in sent]
-    return {"messages": len(sizes), "bytes": sum(sizes)}
+    return facts | {"messages": len(sizes), "bytes": sum(sizes)}
 
 
 def _outputs(world: Any, inputs: list[Path | None], paths: list[Path | None]) -> list[Any]:
     """One writer per path, opened on rank 0 before any work; the others get writers that do nothing."""
-    error: TreeattnError | None = None
-    writers: list[Any] = [lambda _: None for _ in paths]
-    if world.rank == 0:
-        try:
-            files.check_distinct(paths, inputs)
-            writers = [files.output_writer(path) for path in paths]
-        except TreeattnError as found:
-            error = found
-    comm_.agree(world, {}, error)
-    return writers
+
+    def opened() -> list[Any]:
+        files.check_distinct(paths, inputs)
+        return [files.output_writer(path) for path in paths]
+
+    return comm_.together(world, lambda: opened() if world.rank == 0 else [lambda _: None for _ in paths])
 
 
 def _summary(
@@ -233,48 +235,71 @@ def _summary(
     }
 
 
-def _count(row: dict[str, Any], key: str) -> str:
-    if row[key] is not None:
-        return f"{row[key]:,}"
-    return "library" if row["messages"] is None else "–"  # a baseline has no rounds that were proved
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" + "s" * (count != 1)
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)
 
 
 def _print_table(
-    problem: Problem, names: list[str], rows: list[dict[str, Any]], placement: list[dict[str, Any]]
+    screen: Console, wide: bool, problem: Problem, rows: list[dict[str, Any]], placement: list[dict[str, Any]]
 ) -> None:
-    shape = problem.shape
-    nodes = len({entry["node"] for entry in placement})
-    table = Table(
-        title=f"{problem.source.name}: {problem.tokens} tokens, "
-        f"{shape.heads} query and {shape.kv_heads} KV heads "
-        f"x {shape.head_dim}, {shape.dtype}\n{_plural(len(placement), 'rank')} on {_plural(nodes, 'node')}, "
-        f"{problem.layout} shards; times: median step, slowest rank",
-        title_justify="left",
-    )
-    table.add_column("")
-    for name in names:
-        table.add_column(name, justify="right")
-    bounds = rows[0]["bounds"]
-    for reference_name in rows[0]["errors"]:
-        for index, what in enumerate(("out", "lse")):
-            table.add_row(
-                f"error of {what}, {reference_name} (≤ {bounds[index]:.1e})",
-                *(f"{row['errors'][reference_name][index]:.1e}" for row in rows),
-            )
-    table.add_row("bits equal on all ranks", *("yes" if row["same_bits"] else "NO" for row in rows))
-    table.add_row("determinism class", *(row["determinism"] for row in rows))
-    for key, label in (("rounds", "rounds"), ("depth", "merge depth"), ("messages", "messages, all ranks"),
-                       ("bytes", "bytes, all ranks")):  # fmt: skip
-        table.add_row(label, *(_count(row, key) for row in rows))
-    for part in ("local", "reduce", "finish"):
-        table.add_row(f"{part}, µs", *(f"{row['step_s'][part] * 1e6:.1f}" for row in rows))
-    table.add_row("verdict", *("pass" if row["passed"] else "FAIL" for row in rows))
-    console = Console(width=None if sys.stdout.isatty() else 120, markup=False)
-    console.print(table)
+    shape, nodes = problem.shape, len({entry["node"] for entry in placement})
+    heads = f"{shape.heads} heads ({shape.kv_heads} KV) x {shape.head_dim}"
+    screen.print(f"{problem.source.name}: {problem.tokens} tokens, {heads}, {shape.dtype}")
+    where = f"{_plural(len(placement), 'rank')} on {_plural(nodes, 'node')}, {problem.layout} shards"
+    screen.print(f"{where}; times: median step, slowest rank, µs\n")
+    table(screen, _columns(rows[0], wide), rows)
+    bounds, references = rows[0]["bounds"], " and ".join(rows[0]["errors"])
+    if references:
+        screen.print(f"errors: against {references}; at most {bounds[0]:.1e} of out, {bounds[1]:.1e} of lse")
+    screen.print(LEGEND)
+    for row in rows:
+        if row["nan"]["results"] or any(row["nan"]["references"].values()):
+            screen.print(f"{row['scheme']}: {_about_nan(row['nan'])}")
     warning = environment.node_load(placement)
     if warning:
-        console.print(f"note: {warning}", style="dim")
+        screen.print(f"note: {warning}", style="dim")
+
+
+def _columns(first: dict[str, Any], wide: bool) -> dict[str, Callable[[dict[str, Any]], str]]:
+    """Heading -> what a scheme's row has there."""
+    errors = ("out", "lse")[: 1 + wide] if first["errors"] else ()
+    return {
+        "scheme": itemgetter("scheme"),
+        **{f"error\nof {name}": partial(_worst, index) for index, name in enumerate(errors)},
+        "identical\nbits": lambda row: identical(row["determinism"], row["same_bits"]),
+        **{name: partial(_sent, name) for name in ("rounds", "depth", "messages", "bytes") if wide},
+        **{part: partial(_median, part) for part in ("local", "reduce", "finish")},
+        "verdict": _verdict,
+    }
+
+
+def _worst(index: int, row: dict[str, Any]) -> str:
+    return magnitude(max(errors[index] for errors in row["errors"].values()))
+
+
+def _sent(name: str, row: dict[str, Any]) -> str:
+    """A baseline has no rounds that were proved, a library tells nothing."""
+    return "library" if row["messages"] is None else count(row[name])
+
+
+def _median(part: str, row: dict[str, Any]) -> str:
+    return microseconds(row["step_s"][part] * 1e6)
+
+
+def _verdict(row: dict[str, Any]) -> str:
+    judged = not row["nan"]["results"] or row["errors"]
+    word = ("pass" if judged else "") if row["passed"] else "FAIL"
+    return ", ".join(filter(None, (word, "NaN" if row["nan"]["results"] else "")))
+
+
+def _about_nan(nan: dict[str, Any]) -> str:
+    """How many results are NaN, whether they should be, and who brought it."""
+    text = f"{nan['results']} of {nan['of']} results are NaN"
+    if not nan["references"]:
+        return f"{text}: --check tells whether they should be, and whose tokens bring it"
+    for name, wanted in nan["references"].items():
+        text += f"; {name} has {wanted}"
+    text += ", in the same heads" if nan["same_rows"] else ", not in the same heads"
+    ranks = ", ".join(map(str, nan["ranks"]))
+    brought = f"the tokens of rank{'s' * (len(nan['ranks']) > 1)} {ranks} bring it"
+    return f"{text}; {brought if ranks else 'the tokens of no rank bring it'}"

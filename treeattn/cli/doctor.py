@@ -6,22 +6,28 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from treeattn import comm as comm_
 from treeattn import files
 from treeattn.backends import cpu
 from treeattn.backends.cpu import compile
 from treeattn.cli import doctor_gpu, probe
+from treeattn.cli.console import Columns, console, table
 from treeattn.cli.probe import Finding
 from treeattn.errors import TreeattnError
 from treeattn.study import environment
 
 __all__ = ["command"]
+
+_COLUMNS: Columns[Finding] = {
+    "": attrgetter("subject"),
+    "verdict": attrgetter("verdict"),
+    "found → what to do": lambda finding: "\n→ ".join(filter(None, (finding.what, finding.remedy))),
+}
 
 
 @click.command("doctor")
@@ -33,12 +39,7 @@ def command(json_path: Path | None) -> int:
     """
     findings = list(_findings())
     files.output_writer(json_path)(environment.as_json([finding._asdict() for finding in findings]))
-    table = Table(box=None, pad_edge=False)
-    for heading in ("", "verdict", "found", "remedy"):
-        table.add_column(heading, overflow="fold")
-    for finding in findings:
-        table.add_row(*finding)
-    Console(width=None if sys.stdout.isatty() else 150, markup=False).print(table)
+    table(console(), _COLUMNS, findings, words=len(_COLUMNS))
     return int(any(finding.verdict == "broken" for finding in findings))
 
 
@@ -53,37 +54,35 @@ def _findings() -> Iterator[Finding]:
 
 def _mpi() -> Iterator[Finding]:
     try:
-        library = comm_.mpi().Get_library_version().split("\n")[0].strip(" \t\x00")
+        comm_.mpi()
     except TreeattnError as error:
-        yield Finding("MPI library", "broken", str(error), "pip install mpich, or load the site's MPI module")
+        what, _, remedy = str(error).rpartition(": ")
+        yield Finding("MPI library", "broken", what, remedy)
         return
+    library, launcher = comm_.library_version() or "", probe.launcher()
     yield Finding("MPI library", "ok", library)
-    launcher = probe.launcher()
     if launcher is None:
         yield Finding("launcher", "missing", "no mpiexec", "srun, or put the MPI library's mpiexec on PATH")
         return
-    yield _launched(launcher)
+    yield _launched(launcher, as_root="Open MPI" in library and os.geteuid() == 0)
 
 
-def _launched(launcher: str) -> Finding:
-    """Start two ranks and see whether they find each other."""
+def _launched(launcher: str, as_root: bool) -> Finding:
+    """Start two ranks and see whether they find each other. as_root: it refuses, unless told otherwise."""
     printed, problem = probe.in_two_ranks(launcher, "from mpi4py import MPI; print(MPI.COMM_WORLD.size)")
-    if printed == "22":
-        return Finding("launcher", "ok", f"{launcher} starts two ranks that find each other")
-    return Finding(
-        "launcher",
-        "broken",
-        f"{launcher}: {problem or f'printed {printed}'}",
-        "use the mpiexec of the same MPI as mpi4py",
-    )
+    if printed != "22":
+        what = f"{launcher}: {problem or f'printed {printed}'}"
+        return Finding("launcher", "broken", what, "use the mpiexec of the same MPI as mpi4py")
+    unset = [f"{name}=1" for name in probe.AS_ROOT if as_root and name not in os.environ]
+    remedy = f"it refuses root: export {' '.join(unset)}" if unset else ""
+    return Finding("launcher", "ok", f"{launcher} starts two ranks that find each other", remedy)
 
 
 def _kernels() -> Iterator[Finding]:
     problem = cpu.compiled_kernels_problem()
     if problem is not None:
-        yield Finding(
-            "CPU kernels", "slow", f"NumPy: {problem}", "install a C compiler (apt install gcc), or set CC"
-        )
+        remedy = "install a C compiler (apt install gcc), or set CC"
+        yield Finding("CPU kernels", "slow", f"NumPy: {problem}", remedy)
         return
     isa = compile.chosen_isa()
     yield Finding("CPU kernels", "ok", f"{isa} (this processor runs {', '.join(compile.available_isas())})")

@@ -25,7 +25,6 @@ from treeattn.errors import TreeattnError
 __all__ = ["findings"]
 
 _CUPY = re.compile(r"cupy(-cuda\d+x|-rocm.*)?")
-_NO_CUPY = "not asked: it is reached through CuPy"
 
 # Each rank sends device memory to the other and looks at what arrived.
 _DEVICE_POINTERS = """
@@ -45,8 +44,12 @@ def findings() -> Iterator[Finding]:
     """What a GPU would need here. Never raises over what is missing."""
     driver = yield from _driver()
     cupy = yield from _cupy(driver)
-    yield _nvrtc(cupy, driver)
-    yield _nccl(cupy)
+    if cupy is not None:
+        yield _nvrtc(cupy, driver)
+        yield _nccl(cupy)
+    else:
+        for name in ("NVRTC", "NCCL"):
+            yield Finding(name, "missing", "not asked: it is reached through CuPy")
     usable = driver is not None and bool(driver.gpus) and cupy is not None
     if usable:
         yield _kernels()
@@ -58,9 +61,7 @@ def _driver() -> Generator[Finding, None, Driver | None]:
     try:
         driver = cuda_driver.driver()
     except TreeattnError as error:
-        yield Finding(
-            subject, "missing", str(error), "after an update of the driver reboot, else reinstall it"
-        )
+        yield Finding(subject, "missing", str(error), "after a driver update reboot, else reinstall it")
         return None
     if driver is None:
         yield Finding(subject, "missing", "no libcuda.so.1", "to compute on a GPU: install NVIDIA's driver")
@@ -101,8 +102,6 @@ def _cupy(driver: Driver | None) -> Generator[Finding, None, Any]:
 
 
 def _nvrtc(cupy: Any, driver: Driver | None) -> Finding:
-    if cupy is None:
-        return Finding("NVRTC", "missing", _NO_CUPY)
     major = cupy.cuda.runtime.runtimeGetVersion() // 1000
     wheel = f"pip install 'nvidia-cuda-nvrtc{'-cu12' if major == 12 else ''}=={major}.*'"
     try:
@@ -116,11 +115,8 @@ def _nvrtc(cupy: Any, driver: Driver | None) -> Finding:
 
 
 def _nccl(cupy: Any) -> Finding:
-    if cupy is None:
-        return Finding("NCCL", "missing", _NO_CUPY)
-    remedy = (
-        f"for transport='nccl': pip install 'treeattn[nccl{cupy.cuda.runtime.runtimeGetVersion() // 1000}]'"
-    )
+    major = cupy.cuda.runtime.runtimeGetVersion() // 1000
+    remedy = f"for transport='nccl': pip install 'treeattn[nccl{major}]'"
     try:
         nccl = _imported("cupy.cuda.nccl")
         if not nccl.available:
@@ -149,18 +145,16 @@ def _mpi(gpu: bool) -> Finding:
     except TreeattnError as error:
         return Finding(subject, "missing", _first_line(error))
     if not aware:
-        return Finding(
-            subject, "missing", "the library cannot tell" if aware is None else "it is not", remedy
-        )
+        what = "the library cannot tell" if aware is None else "it is not"
+        return Finding(subject, "missing", what, remedy)
     if not gpu or launcher is None:
         lacking = "launcher" if gpu else "usable GPU"
         return Finding(subject, "missing", f"the library says that it is; not tried: no {lacking}")
     printed, problem = probe.in_two_ranks(launcher, _DEVICE_POINTERS)
     if printed == "rightright":
         return Finding(subject, "ok", "two ranks exchanged device memory")
-    return Finding(
-        subject, "missing", f"the library says that it is, a trial fails: {problem or printed}", remedy
-    )
+    what = f"the library says that it is, a trial fails: {problem or printed}"
+    return Finding(subject, "missing", what, remedy)
 
 
 def _builds() -> dict[str, str]:

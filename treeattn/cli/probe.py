@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Finding", "in_two_ranks", "launcher"]
+__all__ = ["AS_ROOT", "Finding", "in_two_ranks", "launcher"]
+
+#: Without these Open MPI's launcher refuses root.
+AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 
 
 class Finding(NamedTuple):
@@ -36,8 +39,8 @@ def in_two_ranks(launcher: str, program: str) -> tuple[str, str | None]:
     clean = {
         name: value
         for name, value in os.environ.items()
-        if name.startswith("OMPI_ALLOW_") or not name.startswith(("PMI", "PMIX", "OMPI_", "HYDI", "MPI_"))
-    }
+        if not name.startswith(("PMI", "PMIX", "OMPI_", "HYDI", "MPI_"))
+    } | dict.fromkeys(AS_ROOT, "1")
     command = [launcher, "-n", "2", sys.executable, "-c", program]
     try:
         done = subprocess.run(

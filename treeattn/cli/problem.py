@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from treeattn import comm as comm_
 from treeattn import files, reference
 from treeattn.attention.shape import Shape, dtype_name
-from treeattn.errors import ArgumentError, TreeattnError
+from treeattn.cli.console import Lines
+from treeattn.errors import ArgumentError
 from treeattn.shards import Layout
 
 __all__ = ["Judge", "Problem"]
@@ -25,12 +23,8 @@ class Problem:
 
     def __init__(self, world: Any, source: Path, layout: Layout, expect: Path | None) -> None:
         self.source, self.layout = source, layout
-        error: TreeattnError | None = None
-        try:
-            self._open(world, expect)
-        except TreeattnError as found:
-            error = found
-        comm_.agree(world, {} if error else {"the input file": self.identity}, error)
+        comm_.together(world, lambda: self._open(world, expect))
+        comm_.agree(world, {"the input file": self.identity})
         self._load(world)
 
     def _open(self, world: Any, expect: Path | None) -> None:
@@ -63,17 +57,14 @@ class Problem:
     def _load(self, world: Any) -> None:
         self.q = np.array(self.file["q"])
         nbytes = 2 * self.file["k"].nbytes * sum(len(range(*r.indices(self.tokens))) for r in self.runs)
-        bar = Progress(
-            TextColumn("reading the shard of rank 0"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-            console=Console(stderr=True), transient=True,
-            disable=world.rank != 0 or not sys.stderr.isatty(),
-        )  # fmt: skip
-        with bar:
-            task = bar.add_task("", total=nbytes // max(self.tokens, 1))
-            self.k, self.v = (
-                files.load_runs(self.file[name], self.runs, lambda done: bar.advance(task, done))
-                for name in "kv"
-            )
+        say, total, done = Lines(world.rank == 0), nbytes // max(self.tokens, 1), 0
+
+        def told(size: int) -> None:
+            nonlocal done
+            done += size
+            say(f"reading the shard of rank 0: {done / total:.0%} of {total:,} bytes")
+
+        self.k, self.v = (files.load_runs(self.file[name], self.runs, told) for name in "kv")
 
 
 class Judge:
@@ -83,6 +74,7 @@ class Judge:
         """rounded: softmax weights may be rounded to 16 bits, and the bound on out is 4e-3 * max|v|."""
         self.world = world
         self.against: dict[str, tuple[Any, Any]] = {}
+        self.bringing_nan: list[int] = []
         self.bounds: tuple[float, float] | None = None
         if check or problem.expected is not None:
             if check:
@@ -93,6 +85,7 @@ class Judge:
             partials = world.gather(mine, root=0)
             if world.rank == 0:
                 bound, lse_bound = reference.error_bounds(partials)
+                self.bringing_nan = [rank for rank, part in enumerate(partials) if _has_nan(part)]
                 largest = max(part.largest_value for part in partials)
                 self.bounds = (max(bound, 4e-3 * largest) if rounded else bound), lse_bound
                 if check:
@@ -107,9 +100,31 @@ class Judge:
             for name, wanted in self.against.items()
         }
 
+    def nan(self, out: Any, lse: Any) -> dict[str, Any]:
+        """How many results (rows of out, with their lse) are NaN, and in each reference; the ranks whose
+        tokens bring NaN into the oracle. On rank 0."""
+        mine = _nan_rows(out, lse)
+        wanted = {name: _nan_rows(*reference) for name, reference in self.against.items()}
+        return {
+            "results": int(mine.sum()),
+            "of": mine.size,
+            "references": {name: int(rows.sum()) for name, rows in wanted.items()},
+            "same_rows": all(np.array_equal(mine, rows) for rows in wanted.values()),
+            "ranks": self.bringing_nan,
+        }
+
     def passes(self, errors: dict[str, tuple[float, float]]) -> bool:
         bounds = self.bounds
         return bounds is None or all(o <= bounds[0] and s <= bounds[1] for o, s in errors.values())
+
+
+def _nan_rows(out: Any, lse: Any) -> Any:
+    """Which results [batch, heads, queries] are NaN, in part or whole."""
+    return np.isnan(out).any(-1).transpose(0, 2, 1) | np.isnan(lse)
+
+
+def _has_nan(part: reference.Partial) -> bool:
+    return any(bool(np.isnan(array).any()) for array in (part.max, part.denominator, part.numerator))
 
 
 def _largest_difference(mine: Any, wanted: Any) -> float:

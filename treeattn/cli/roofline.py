@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from treeattn import comm, files
-from treeattn.cli.numbers import number
+from treeattn.backends.cuda import cupy_runtime
+from treeattn.cli.console import Lines, console, number, numbers, table
 from treeattn.errors import ArgumentError
 from treeattn.study import environment
 from treeattn.study.roofline import cpu as roofline
 from treeattn.study.roofline import cuda as roofline_cuda
 
 __all__ = ["command"]
+
+# Heading -> what a row of the results has there.
+_CASE = {"dtype": "{dtype}", "query heads\nper KV head": "{group}"}
+_CPU = _CASE | {
+    "threads": "{threads}",
+    "µs": "{microseconds:.0f}",
+    "GB/s": "{gb_s:.1f}",
+    "% of\nread rate": "{percent_of_read_rate:.0f}",
+    "% of\nbound": "{percent_of_bound:.0f}",
+}
+_CUDA = _CASE | {
+    "tokens": "{tokens}",
+    "µs": "{microseconds:.1f}",
+    "host µs": "{host_microseconds:.1f}",
+    "GB/s": "{gb_s:.0f}",
+    "% of\ncopy rate": "{percent_of_copy_rate:.0f}",
+}
 
 
 @click.command("roofline")
@@ -54,56 +70,36 @@ def command(
         )
     if device == "cuda" and threads is not None:
         raise ArgumentError("--threads is about the processor: leave it out with --device cuda")
-    console = Console(stderr=True)
-    progress = console.print if sys.stderr.isatty() else lambda _: None
+    problem = cupy_runtime.problem() if device == "cuda" else None
+    if problem is not None:
+        raise ArgumentError(problem)
     write = files.output_writer(json_path)
-    what = (
-        number("--tokens", tokens),
-        dtypes.split(","),
-        [number("--groups", part) for part in groups.split(",")],
-    )
+    what = number("--tokens", tokens), dtypes.split(","), numbers("--groups", groups)
     if device == "cuda":
-        measured = roofline_cuda.measure(*what, repeat or 21, progress=progress)
+        measured = roofline_cuda.measure(*what, repeat or 21, progress=Lines())
     else:
-        counts = [number("--threads", part) for part in (threads or "1").split(",")]
-        measured = roofline.measure(*what, counts, repeat or 7, progress=progress)
+        counts = numbers("--threads", threads or "1")
+        measured = roofline.measure(*what, counts, repeat or 7, progress=Lines())
     measured |= {"cpu": environment.cpu_name(), "software": environment.software()}
     write(environment.as_json(measured))
     (_show_cuda if device == "cuda" else _show_cpu)(measured)
 
 
 def _show_cpu(measured: dict[str, Any]) -> None:
-    headings = ("dtype", "query heads per KV head", "threads", "µs", "GB/s", "% of read rate", "% of bound")
-    rows = [
-        (
-            row["dtype"], str(row["group"]), str(row["threads"]), f"{row['microseconds']:.0f}",
-            f"{row['gb_s']:.1f}", f"{row['percent_of_read_rate']:.0f}", f"{row['percent_of_bound']:.0f}",
-        )
-        for row in measured["rows"]
-    ]  # fmt: skip
-    _print_table(f"{measured['cpu']}, {measured['isa']}", headings, rows)
-    print(f"read rate of one core: {measured['read_rate_gb_s']:.1f} GB/s, measured between the steps;")
+    _show(f"{measured['cpu']}, {measured['isa']}", _CPU, measured["rows"])
+    print(f"read rate of one core: {measured['read_rate_gb_s']:.1f} GB/s, measured between the steps,")
+    print(f"in the fastest of many ways ({measured['reader']})")
     print("bound: the slower of reading and multiplying, with as many threads")
 
 
 def _show_cuda(measured: dict[str, Any]) -> None:
-    headings = ("dtype", "query heads per KV head", "tokens", "µs", "host µs", "GB/s", "% of copy rate")
-    rows = [
-        (
-            row["dtype"], str(row["group"]), str(row["tokens"]), f"{row['microseconds']:.1f}",
-            f"{row['host_microseconds']:.1f}", f"{row['gb_s']:.0f}", f"{row['percent_of_copy_rate']:.0f}",
-        )
-        for row in measured["rows"]
-    ]  # fmt: skip
-    _print_table("{name}, driver {driver}".format(**measured["device"]), headings, rows)
-    print(f"copy rate: {measured['copy_rate_gb_s']:.0f} GB/s, read and written, measured between the steps;")
+    _show("{name}, driver {driver}".format(**measured["device"]), _CUDA, measured["rows"])
+    print(f"copy rate: {measured['copy_rate_gb_s']:.0f} GB/s, read and written, measured between the steps,")
+    print(f"in the fastest of many ways ({measured['reader']})")
     print("µs: on the device, with a cold L2 cache; host µs: to launch a planned step")
 
 
-def _print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(title=title, title_justify="left")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "dtype" else "right")
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 120, markup=False).print(table)
+def _show(title: str, columns: dict[str, str], rows: Sequence[dict[str, Any]]) -> None:
+    screen = console()
+    screen.print(title)
+    table(screen, {heading: partial(str.format_map, cell) for heading, cell in columns.items()}, rows)

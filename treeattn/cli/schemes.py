@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from treeattn import files
+from treeattn.cli.console import LEGEND, WIDE, console, identical, table
 from treeattn.collectives.catalog import Scheme
 from treeattn.decoder.plan import CATALOG
 from treeattn.study import environment
@@ -19,22 +19,24 @@ __all__ = ["command"]
 
 
 @click.command("schemes")
+@WIDE
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the catalogue here.")
-def command(json_path: Path | None) -> None:
-    """List every scheme: what it is, what it costs, its parameters and restrictions."""
+def command(wide: bool, json_path: Path | None) -> None:
+    """List every scheme with its parameters: what it is and, with --wide, its time and restriction."""
     files.output_writer(json_path)(environment.as_json([_row(scheme) for scheme in CATALOG.values()]))
-    table = Table(box=None, pad_edge=False)
-    for heading in ("scheme", "what it is", "time (p ranks, n bytes)", "parameters"):
-        table.add_column(heading, overflow="fold")
-    for scheme in CATALOG.values():
-        table.add_row(scheme.name, scheme.summary, scheme.cost, _parameters(scheme))
-    Console(width=None if sys.stdout.isatty() else 160, markup=False).print(table)
-    print("\nscheme strings: name:key=value:key=value, lists as 4+4+2, nested schemes in parentheses")
+    screen = console(wide)
+    table(screen, _COLUMNS | _MORE if wide else _COLUMNS, CATALOG.values(), words=5)
+    screen.print(f"\n{LEGEND}")
+    screen.print("scheme strings: name:key=value:key=value, lists as 4+4+2, schemes in parentheses")
 
 
-def _parameters(scheme: Scheme) -> str:
-    rows = [f"{p.name}={'from the machine' if p.kind == 'nodes' else p.default}" for p in scheme.parameters]
-    return "\n".join(rows)
+def _identical(scheme: Scheme) -> str:
+    return identical("" if scheme.kind == "schedule" else "measured", None if scheme.scattered else True)
+
+
+def _with_parameters(scheme: Scheme) -> str:
+    rows = [f"  :{p.name}={'(the machine)' if p.kind == 'nodes' else p.default}" for p in scheme.parameters]
+    return "\n".join([scheme.name, *rows])
 
 
 def _row(scheme: Scheme) -> dict[str, Any]:
@@ -50,3 +52,11 @@ def _row(scheme: Scheme) -> dict[str, Any]:
             for p in scheme.parameters
         ],
     }
+
+
+_COLUMNS: dict[str, Callable[[Scheme], str]] = {
+    "scheme": _with_parameters,
+    "identical\nbits": _identical,
+    "what it is": attrgetter("summary"),
+}
+_MORE = {"time (p ranks, n bytes)": attrgetter("cost"), "restriction": attrgetter("restriction")}

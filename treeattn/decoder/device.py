@@ -14,9 +14,11 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
+from treeattn.attention import arrays
 from treeattn.attention.shape import Shape, as_tensor, check_axes, dtype_name
 from treeattn.backends import cpu, cuda
-from treeattn.errors import ArgumentError, BackendError
+from treeattn.collectives.memory import HOST, Memory, Stream
+from treeattn.errors import ArgumentError
 
 __all__ = ["Cpu", "Cuda", "Device", "find"]
 
@@ -31,8 +33,12 @@ class Device(Protocol):
         """What ``device=`` calls it."""
 
     @property
-    def queues(self) -> bool:
-        """Whether work is queued, and can be recorded."""
+    def memory(self) -> Memory:
+        """Where its arrays lie."""
+
+    @property
+    def stream(self) -> Stream | None:
+        """The same where work is queued, and can be recorded; None where it is done at once."""
 
     def check_shape(self, shape: Shape) -> None:
         """Raise `ArgumentError` or `BackendError` where this device cannot serve the shape."""
@@ -43,9 +49,13 @@ class Device(Protocol):
     def rounds_weights(self, shape: Shape) -> bool:
         """Whether softmax weights may be rounded to 16 bits: then |out - exact| can reach 4e-3 * max|v|."""
 
+    def view(self, name: str, array: Any) -> Any:
+        """An array of any library that lies on this device as one of this device, not copied.
+        Raises `ArgumentError`."""
+
     def tensor(self, name: str, array: Any, dtype: str | None) -> Any:
-        """`array` if it is one of this device with four axes and a dtype that is served, perhaps viewed
-        as another dtype. Raises `ArgumentError`."""
+        """The `view` if it has four axes and a dtype that is served, perhaps viewed as another dtype.
+        Raises `ArgumentError`."""
 
     def admit(self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any) -> Any:
         """Check the arrays of a step; the lengths as attention takes them. Raises `ArgumentError`."""
@@ -53,23 +63,11 @@ class Device(Protocol):
     def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
         """The lengths of a shard of `tokens` tokens as attention takes them. Raises `ArgumentError`."""
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A new C-contiguous array on the device."""
-
-    def copy(self, into: Any, source: Any) -> None:
-        """Copy between two arrays of the device, of one shape and any strides."""
-
     def from_host(self, array: Any) -> Any:
         """A NumPy array as one of the device."""
 
     def to_host(self, array: Any) -> Any:
         """An array of the device as a NumPy array of its own."""
-
-    def synchronize(self) -> None:
-        """Wait for the work that was queued so far."""
-
-    def capture(self, run: Callable[[], object]) -> Callable[[], object]:
-        """Record what `run` queues, to be launched as one. Raises `BackendError` where nothing is queued."""
 
     def attention(self, shape: Shape, records: Any, scale: float) -> Attention:
         """Called with q, k, v and lengths: writes `records`."""
@@ -77,7 +75,13 @@ class Device(Protocol):
     def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:
         """Writes out and lse from the folded records."""
 
-    def merge_operator(self, shape: Shape) -> Any:
+    def pack(self, records: Any, factor: float) -> Callable[[Any, Any], object]:
+        """Called with out and lse: writes records of them, lse times `factor`."""
+
+    def scale(self, lse: Any, factor: float) -> Callable[[], object]:
+        """Multiplies lse by `factor`, in place."""
+
+    def merge_operator(self, head_dim: int, dtype: Any) -> Any:
         """How the records merge: a `treeattn.collectives.operator.Operator`."""
 
 
@@ -94,7 +98,8 @@ class Cpu:
     """The processor: NumPy arrays, the kernels of `treeattn.backends.cpu`."""
 
     name = "cpu"
-    queues = False
+    memory = HOST
+    stream = None
 
     def check_shape(self, shape: Shape) -> None:
         """Every shape is served; settings of the environment may be wrong."""
@@ -108,9 +113,13 @@ class Cpu:
         """Never."""
         return False
 
+    def view(self, name: str, array: Any) -> Any:
+        """A NumPy array."""
+        return arrays.on_host(name, array)
+
     def tensor(self, name: str, array: Any, dtype: str | None) -> Any:
         """A NumPy array; uint16 becomes bfloat16 if `dtype` says so."""
-        return as_tensor(name, array, dtype)
+        return as_tensor(name, self.view(name, array), dtype)
 
     def admit(self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any) -> Any:
         """A few comparisons; attention checks shape and range of the lengths itself."""
@@ -127,14 +136,6 @@ class Cpu:
         """int64, looked at."""
         return None if lengths is None else shape.check_lengths(lengths, tokens)
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A NumPy array."""
-        return np.empty(shape, dtype)
-
-    def copy(self, into: Any, source: Any) -> None:
-        """At once."""
-        np.copyto(into, source)
-
     def from_host(self, array: Any) -> Any:
         """The array itself."""
         return array
@@ -142,13 +143,6 @@ class Cpu:
     def to_host(self, array: Any) -> Any:
         """A copy."""
         return array.copy()
-
-    def synchronize(self) -> None:
-        """Nothing is ever queued."""
-
-    def capture(self, run: Callable[[], object]) -> Callable[[], object]:
-        """There is nothing to record."""
-        raise BackendError("device='cpu' queues nothing that could be recorded")
 
     def attention(self, shape: Shape, records: Any, scale: float) -> Attention:
         """The compiled kernel, or NumPy."""
@@ -158,9 +152,17 @@ class Cpu:
         """The compiled kernel, or NumPy."""
         return cpu.planned_finish(records, out, lse)
 
-    def merge_operator(self, shape: Shape) -> cpu.MergeOperator:
+    def pack(self, records: Any, factor: float) -> Callable[[Any, Any], object]:
+        """NumPy."""
+        return cpu.planned_pack(records, factor)
+
+    def scale(self, lse: Any, factor: float) -> Callable[[], object]:
+        """NumPy."""
+        return cpu.planned_scale(lse, factor)
+
+    def merge_operator(self, head_dim: int, dtype: Any) -> cpu.MergeOperator:
         """The compiled merge, or NumPy's: the same bits."""
-        return cpu.MergeOperator(shape.head_dim, shape.record_dtype)
+        return cpu.MergeOperator(head_dim, dtype)
 
 
 class Cuda:
@@ -171,7 +173,6 @@ class Cuda:
     """
 
     name = "cuda"
-    queues = True
 
     def __init__(self, runtime: cuda.Runtime | None = None) -> None:
         """`runtime` None: CuPy's current device. Raises `BackendError` where there is none, `ArgumentError`
@@ -183,6 +184,16 @@ class Cuda:
         self._tensor_cores = wanted == "1" and self.runtime.tensor_cores
         self._admitted: tuple[Any, ...] = (None,) * 3
         self._lengths: Any = None
+
+    @property
+    def memory(self) -> Memory:
+        """The runtime."""
+        return self.runtime
+
+    @property
+    def stream(self) -> Stream:
+        """The runtime."""
+        return self.runtime
 
     def check_shape(self, shape: Shape) -> None:
         """float64 has no kernels here, nor has every head_dim."""
@@ -200,8 +211,13 @@ class Cuda:
         wide = shape.dtype == "float32" or rows < cuda.TENSOR_CORES_FROM_ROWS
         return self._tensor_cores and not wide
 
+    def view(self, name: str, array: Any) -> Any:
+        """A CuPy array."""
+        return arrays.on_gpu(name, array, self.runtime)
+
     def tensor(self, name: str, array: Any, dtype: str | None) -> Any:
         """A device array as it is: the bits of bfloat16 stay uint16."""
+        array = self.view(name, array)
         self.runtime.check(name, array)
         dtype_name(array, dtype)
         check_axes(name, array)
@@ -224,6 +240,8 @@ class Cuda:
         time; those of the device are used as they are, unread: kernels clamp them."""
         if lengths is None:
             return None
+        if not self.runtime.holds(lengths) and hasattr(lengths, "__cuda_array_interface__"):
+            lengths = self.view("lengths", lengths)
         if self.runtime.holds(lengths):
             if lengths.dtype != np.int64 or lengths.shape != (shape.batch,):
                 got = f"{lengths.dtype} {list(lengths.shape)}"
@@ -238,14 +256,6 @@ class Cuda:
             self._lengths = self.runtime.zeros(shape.batch, np.int64)
         self.runtime.upload(self._lengths, host)
         return self._lengths
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A device array. Raises `BackendError` where memory is out."""
-        return self.runtime.empty(shape, dtype)
-
-    def copy(self, into: Any, source: Any) -> None:
-        """Queued."""
-        self.runtime.copy(into, source)
 
     def from_host(self, array: Any) -> Any:
         """A new device array, there when this returns; bfloat16 as its bits."""
@@ -266,14 +276,6 @@ class Cuda:
         self.runtime.synchronize()
         return moved
 
-    def synchronize(self) -> None:
-        """Wait for the current stream."""
-        self.runtime.synchronize()
-
-    def capture(self, run: Callable[[], object]) -> Callable[[], object]:
-        """A CUDA graph."""
-        return self.runtime.capture(run)
-
     def attention(self, shape: Shape, records: Any, scale: float) -> Attention:
         """One launch."""
         return cuda.PlannedAttention(
@@ -284,6 +286,14 @@ class Cuda:
         """One launch."""
         return cuda.planned_finish(records, out, lse, runtime=self.runtime)
 
-    def merge_operator(self, shape: Shape) -> cuda.MergeOperator:
+    def pack(self, records: Any, factor: float) -> Callable[[Any, Any], object]:
+        """One launch."""
+        return cuda.planned_pack(records, factor, runtime=self.runtime)
+
+    def scale(self, lse: Any, factor: float) -> Callable[[], object]:
+        """One launch."""
+        return cuda.planned_scale(lse, factor, runtime=self.runtime)
+
+    def merge_operator(self, head_dim: int, dtype: Any) -> cuda.MergeOperator:
         """One launch for any number of records."""
-        return cuda.MergeOperator(shape.head_dim, shape.record_dtype, runtime=self.runtime)
+        return cuda.MergeOperator(head_dim, dtype, runtime=self.runtime)

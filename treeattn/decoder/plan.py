@@ -1,136 +1,225 @@
-"""From the name of a scheme to what a step runs: who computes the partials, who folds them.
+"""From what every rank asks for to what a step runs: agreed once, planned once.
 
 A scheme is a schedule, which an executor runs; a library's own reduction; or a baseline, which may also
-compute partials while it communicates. This is the only place that knows all three.
+attend while it communicates. Its row says which, and what it can do; nothing here knows the name of one.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from treeattn import baselines, collectives
+import numpy as np
+
+from treeattn import baselines
 from treeattn import comm as comm_
 from treeattn.attention.shape import Shape
 from treeattn.collectives import catalog
+from treeattn.collectives.catalog import Selection
+from treeattn.collectives.reducer import Reducer, Reduction
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import transport as transports
-from treeattn.decoder.device import Device
-from treeattn.errors import RestrictionError
+from treeattn.decoder.device import Attention, Device
+from treeattn.errors import ArgumentError, RestrictionError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = [
-    "CATALOG",
-    "Reduction",
-    "Route",
-    "canonical",
-    "check_output",
-    "fused",
-    "plan",
-    "scattered",
-    "schedule",
-]
+__all__ = ["CATALOG", "Buffers", "Plan", "Request", "plan", "plan_reducer", "schedule", "select"]
 
 #: Every scheme that ``scheme=`` takes: schedules, library reductions, baselines.
 CATALOG = catalog.CATALOG | baselines.BASELINES
 
 
-class Reduction(Protocol):
-    """Folds the records of all ranks, in place. A call, creating and closing are collective."""
-
-    def __call__(self) -> None:
-        """One step."""
-
-    def close(self) -> None:
-        """Release what it holds."""
-
-    def __exit__(self, *exception: object) -> None:
-        """`close`, or after an exception what this rank can release alone."""
+def select(scheme: str | Schedule) -> Selection:
+    """What ``scheme=`` asks for. Raises `ScheduleError`."""
+    return catalog.select(scheme, CATALOG)
 
 
-class Route(NamedTuple):
-    """What a step runs, in this order."""
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a rank asks for. All of it must be the same on every rank."""
 
-    attention: Callable[[Any, Any, Any, Any], None]
-    """Called with q, k, v and lengths: writes the partials, or begins to."""
+    shape: Shape
+    scheme: Selection
+    scale: float | None
+    device: Device
+    transport: str | None
+    output: str
+    q_root: int | None = None
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What is compared, by the names that an error gives it."""
+        return {
+            "q_root": self.q_root,  # first: a rank that broadcasts compares nothing else
+            "the shape or dtype of q, k, v": self.shape,
+            "scale": self.logit_scale,
+            "scheme": self.scheme.identity,
+            "device": self.device.name,
+            "transport": self.transport,
+            "output": self.output,
+        }
+
+    @property
+    def logit_scale(self) -> float:
+        """`scale`, or the default. Raises `ArgumentError` unless the records' type can hold it."""
+        if self.scale is None:
+            return self.shape.default_scale()
+        try:
+            value = float(self.scale)
+        except (TypeError, ValueError, OverflowError):
+            value = math.nan
+        dtype = self.shape.record_dtype
+        if not abs(value) <= float(np.finfo(dtype).max):
+            raise ArgumentError(f"scale must be a finite number of {dtype}, not {self.scale!r:.60}")
+        return value
+
+
+class Buffers:
+    """Records as the kernel writes them, as the reducer cuts them, and this rank's part of the result.
+
+    A scattered schedule cuts the records by heads, so they must be head-major on the wire: for one
+    sequence they are; for several, a step reorders into a second buffer.
+    """
+
+    def __init__(self, request: Request, comm: Intracomm) -> None:
+        shape, self._memory = request.shape, request.device.memory
+        batch, all_heads, queries = shape.lse_shape
+        width, dtype, empty = shape.head_dim + 2, shape.record_dtype, self._memory.empty
+        self.heads = _own_heads(all_heads, request.output, comm)
+        own = self.heads.stop - self.heads.start
+        whole = own == all_heads
+        self.group = batch * queries
+        self.records = empty((batch, all_heads, queries, width), dtype)
+        self.sliced = not whole
+        self._reordered = batch > 1 and not whole
+        self.wire = empty((all_heads, batch, queries, width), dtype) if self._reordered else self.records
+        self.own = self.records if whole else empty((batch, own, queries, width), dtype)
+        self.out = empty((batch, queries, own, shape.head_dim), dtype)
+        self.lse = empty((batch, own, queries), dtype)
+
+    def to_wire(self) -> None:
+        """Before the reduction, if the result is `sliced`."""
+        if self._reordered:
+            self._memory.copy(self.wire, self.records.transpose(1, 0, 2, 3))
+
+    def from_wire(self) -> None:
+        """After it."""
+        head_major = self.wire if self._reordered else self.wire.transpose(1, 0, 2, 3)
+        self._memory.copy(self.own, head_major[self.heads].transpose(1, 0, 2, 3))
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a step runs: `attention` takes q, k, v and lengths; `reducer` folds what it wrote, or all of it
+    happens there; `finish` divides."""
+
+    request: Request
+    buffers: Buffers
+    schedule: Schedule | None
+    transport: str
+    attention: Attention
+    reducer: Reducer
+    finish: Callable[[], object]
+
+
+def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
+    """Collective. Whatever goes wrong in `ask` and on this rank alone is raised by every rank.
+
+    Raises `ArgumentError` where ranks ask for different things, and what planning raises.
+    """
+    with comm_.Agreement(comm) as agreed:
+        request = ask()
+        device, shape = request.device, request.shape
+        agreed.equal = request.settings
+        device.check_shape(shape)
+        agreed.told = device.slow_because()
+        buffers = Buffers(request, comm)
+        attention = None
+        if not request.scheme.row.fused:
+            attention = device.attention(shape, buffers.records, request.logit_scale)
+        finish = device.finish(buffers.own, buffers.out, buffers.lse)
+    if comm.rank == 0:
+        _warn_without_compiler(agreed.everywhere)
+    row = request.scheme.row
+    _check_output(row, request.output)
+    rounds = schedule(request.scheme, comm)
+    chosen = transports.choose(device.name, request.transport, row, comm.size)
+    operator = device.merge_operator(shape.head_dim, shape.record_dtype)
+    reduction = Reduction(comm, operator, buffers.wire, buffers.group, device.memory)
     reducer: Any
-    """A `Reduction`."""
-    transport: str = "mpi"
-    """How the reducer's records travel."""
+    if row.fused:
+        step = (shape, request.logit_scale, buffers.records)
+        reducer = row.planner.plan(reduction, *step, **request.scheme.parameters)
+        attention = reducer.take
+    else:
+        reducer = transports.plan(chosen, request.scheme, rounds, reduction)
+    assert attention is not None
+    return Plan(request, buffers, rounds, chosen, attention, reducer, finish)
 
 
-def canonical(scheme: str) -> str:
-    """The one spelling of any scheme. Raises `ScheduleError`."""
-    return catalog.canonical(scheme, CATALOG)
+def plan_reducer(
+    comm: Intracomm, device: Device, transport: str | None, scheme: Selection, operator: Any, buffer: Any
+) -> Reducer:
+    """The reducer of records that somebody else made: `buffer` [.., operator.width]. Collective.
+
+    scheme: not one that is fused.
+    """
+    chosen = transports.choose(device.name, transport, scheme.row, comm.size)
+    reduction = Reduction(comm, operator, buffer, 1, device.memory)
+    return transports.plan(chosen, scheme, schedule(scheme, comm), reduction)
 
 
-def _row(scheme: str) -> catalog.Scheme:
-    return CATALOG[catalog.parse(scheme, CATALOG)[0]]
-
-
-def schedule(scheme: str, comm: Intracomm) -> Schedule | None:
+def schedule(scheme: Selection, comm: Intracomm) -> Schedule | None:
     """The schedule of `scheme` for `comm`; node groups come from the machine where they are not given.
 
     None for a scheme that has none: a library's reduction, a baseline. Collective.
     """
-    if _row(scheme).kind != "schedule":
+    if scheme.row.module:
         return None
-    nodes = comm_.node_groups(comm) if collectives.needs_nodes(scheme) else None
-    return _built(scheme, comm.size, nodes)
+    return _built(scheme, comm.size, comm_.node_groups(comm) if scheme.needs_nodes else None)
 
 
 @functools.lru_cache(maxsize=32)
-def _built(scheme: str, size: int, nodes: tuple[tuple[int, ...], ...] | None) -> Schedule:
-    return collectives.build(scheme, size, **({} if nodes is None else {"nodes": nodes}))
+def _built(scheme: Selection, size: int, nodes: tuple[tuple[int, ...], ...] | None) -> Schedule:
+    return scheme.build(size, nodes)
 
 
-def scattered(scheme: str) -> bool:
-    """Whether the scheme leaves each rank its slice of heads only."""
-    return _row(scheme).scattered
+def _own_heads(heads: int, output: str, comm: Intracomm) -> slice:
+    """The heads that this rank's result covers."""
+    if output == "replicated":
+        return slice(0, heads)
+    if output == "heads":
+        return slice(comm.rank * heads // comm.size, (comm.rank + 1) * heads // comm.size)
+    raise ArgumentError(f"output {output!r} is unknown: use 'replicated' or 'heads'")
 
 
-def fused(scheme: str) -> bool:
-    """Whether the scheme attends while it communicates, so that it has no reduction apart from the step."""
-    return _row(scheme).fused
-
-
-def check_output(scheme: str, output: str) -> None:
+def _check_output(row: catalog.Scheme, output: str) -> None:
     """Raise `RestrictionError` unless the scheme leaves its result where `output` wants it."""
-    slices = scattered(scheme)
-    if slices and output == "replicated":
+    if row.scattered and output == "replicated":
         raise RestrictionError(
-            f"{scheme} leaves each rank its slice of heads: from Python, with output='heads'"
+            f"{row.name} leaves each rank its slice of heads: from Python, with output='heads'"
         )
-    if not slices and output == "heads":
-        offer = " or ".join(f"scheme='{row.name}'" for row in CATALOG.values() if row.scattered)
-        raise RestrictionError(f"{scheme} leaves every rank all heads; {offer} serves output='heads'")
+    if not row.scattered and output == "heads":
+        offer = " or ".join(f"scheme='{other.name}'" for other in CATALOG.values() if other.scattered)
+        raise RestrictionError(f"{row.name} leaves every rank all heads; {offer} serves output='heads'")
 
 
-def plan(
-    comm: Intracomm,
-    device: Device,
-    transport: str | None,
-    scheme: str,
-    schedule: Schedule | None,
-    shape: Shape,
-    scale: float,
-    attention: Any,
-    records: Any,
-    reduced: Any,
-) -> Route:
-    """The attention that writes `records` and the reduction of `reduced`. Collective.
+def _warn_without_compiler(problems: list[str | None]) -> None:
+    """The merge has the same bits with and without the compiled kernels, so ranks may differ here.
 
-    attention: what writes `records` where nothing is communicated meanwhile.
-    records: [batch, heads, queries, head_dim + 2]. reduced: the same array, or one that is cut by heads
-    [heads, batch, queries, head_dim + 2], into which the caller reorders between the two.
+    problems: of each rank. Rank 0 speaks for all.
     """
-    row = _row(scheme)
-    chosen = transports.choose(device.name, transport, row, comm.size)
-    merge = device.merge_operator(shape)
-    if row.kind == "baseline":
-        return Route(*baselines.plan(comm, scheme, shape, attention, scale, merge, records, reduced))
-    reduction = transports.Reduction(scheme, schedule, merge, reduced, shape.batch * shape.queries)
-    return Route(attention, transports.reducer(comm, chosen, device, reduction), chosen)
+    lacking = [rank for rank, problem in enumerate(problems) if problem]
+    if lacking:
+        warnings.warn(
+            f"{len(lacking)} of {len(problems)} ranks run on NumPy instead of the compiled CPU kernels, "
+            f"several times slower: {problems[lacking[0]]}",
+            RuntimeWarning,
+            stacklevel=4,
+        )

@@ -9,6 +9,7 @@ import platform
 import socket
 import subprocess
 import sys
+from collections import Counter
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from treeattn.study.compare.clock import Clock
 
-__all__ = ["as_json", "cpu_name", "job", "kernel", "node_load", "placement", "software"]
+__all__ = ["as_json", "cpu_name", "free_memory", "job", "kernel", "node_load", "placement", "software"]
 
 # Variables that change what is measured; others may hold secrets and are nobody's business.
 _PREFIXES = (
@@ -52,13 +53,20 @@ def _spelled(value: Any) -> Any:
 
 def cpu_name() -> str:
     """The processor's name as the system tells it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
+    for line in _read("/proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def free_memory() -> int | None:
+    """Bytes that processes of this machine may still take; None where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    known = dict(line.split(":", 1) for line in lines)
+    return 1024 * int(known["MemAvailable"].split()[0]) if "MemAvailable" in known else None
 
 
 def software() -> dict[str, Any]:
@@ -68,7 +76,7 @@ def software() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in names},
-        "mpi": comm_.mpi().Get_library_version().split("\n")[0].strip(" \t\x00"),
+        "mpi": comm_.library_version(),
         "git": _git_revision(),
         "command": [_program(sys.argv[0]), *sys.argv[1:]],
     }
@@ -128,24 +136,27 @@ def job(clock: Clock, options: dict[str, Any], used: int | None = None) -> dict[
 
 def kernel() -> str:
     """What processes have in common if they run under the same kernel: its boot, else the host's name."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
+    return _read("/proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
 
 
 def node_load(ranks: list[dict[str, Any]]) -> str | None:
     """A warning where a machine has more ranks than cores: waiting ranks spin, so times mean little there."""
-    by_machine: dict[int, list[dict[str, Any]]] = {}
-    for entry in ranks:
-        by_machine.setdefault(entry["machine"], []).append(entry)
-    crowded = [group for group in by_machine.values() if len(group) > group[0]["machine_cores"]]
+    members = Counter(entry["machine"] for entry in ranks)
+    crowded = [entry for entry in ranks if members[entry["machine"]] > entry["machine_cores"]]
     if not crowded:
         return None
-    worst = max(crowded, key=len)
-    hosts = " and ".join(dict.fromkeys(entry["host"] for entry in worst))
-    cores = worst[0]["machine_cores"]
-    return f"{len(worst)} ranks share {cores} cores of {hosts}: times show waiting, not the scheme"
+    worst = max(crowded, key=lambda entry: members[entry["machine"]])
+    count, cores = members[worst["machine"]], worst["machine_cores"]
+    hosts = dict.fromkeys(entry["host"] for entry in ranks if entry["machine"] == worst["machine"])
+    return f"{count} ranks share {cores} cores of {' and '.join(hosts)}: times show waiting, not the scheme"
+
+
+def _read(path: str) -> str:
+    """A file of the system; "" where there is none."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
 
 
 def _program(path: str) -> str:

@@ -68,7 +68,7 @@ def choose_baseline(study: Study, text: str | None) -> str:
         return SUM
     known = study.schemes()
     try:
-        spelled = text if text in known else routes.canonical(text)
+        spelled = text if text in known else routes.select(text).text
     except TreeattnError:
         spelled = text
     if spelled not in known:

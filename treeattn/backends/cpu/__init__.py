@@ -5,12 +5,19 @@ call. `PlannedAttention`, `planned_finish` and `MergeOperator.planned_merge` che
 pointers, for a decoder's step. Records are described in `treeattn.partial`.
 """
 
-from treeattn.backends.cpu.attention import PlannedAttention, check_environment, partial_attention
+from treeattn.backends.cpu.attention import (
+    MAX_THREADS,
+    PlannedAttention,
+    check_environment,
+    partial_attention,
+)
 from treeattn.backends.cpu.finish import finish, planned_finish
 from treeattn.backends.cpu.kernels import compiled_kernels, compiled_kernels_problem
 from treeattn.backends.cpu.merge import MergeOperator, merge
+from treeattn.backends.cpu.pack import planned_pack, planned_scale
 
 __all__ = [
+    "MAX_THREADS",
     "MergeOperator",
     "PlannedAttention",
     "check_environment",
@@ -20,4 +27,6 @@ __all__ = [
     "merge",
     "partial_attention",
     "planned_finish",
+    "planned_pack",
+    "planned_scale",
 ]

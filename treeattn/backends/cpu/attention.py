@@ -14,7 +14,10 @@ from treeattn.backends.cpu import arguments, blocked, kernels
 from treeattn.backends.cpu.arguments import Array
 from treeattn.errors import ArgumentError
 
-__all__ = ["PlannedAttention", "check_environment", "partial_attention"]
+__all__ = ["MAX_THREADS", "PlannedAttention", "check_environment", "partial_attention"]
+
+#: Threads that a process may have for attention; kernels/cpu/thread_pool.h has the same number.
+MAX_THREADS = 256
 
 
 class _Arguments(ctypes.Structure):
@@ -137,6 +140,6 @@ def check_environment() -> None:
 
 def _threads() -> int:
     text = os.environ.get("TREEATTN_THREADS", "1")
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentError(f"TREEATTN_THREADS={text}: a number of threads, at least 1")
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_THREADS:
+        raise ArgumentError(f"TREEATTN_THREADS={text}: a number of threads, from 1 to {MAX_THREADS}")
     return int(text)

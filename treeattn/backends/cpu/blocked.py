@@ -60,4 +60,4 @@ def _block(q: Array, k: Array, v: Array, scale: float, dtype: Any) -> Array:
 def _wide(values: Array, dtype: Any) -> Array:
     if values.dtype == np.uint16:  # the bits of bfloat16
         values = (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(dtype, copy=False)
+    return np.ascontiguousarray(values, dtype)  # of other strides some BLAS libraries make other bits

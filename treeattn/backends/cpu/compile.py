@@ -95,9 +95,10 @@ def _library(isa: str) -> ctypes.CDLL:
 
 
 def library_path(isa: str) -> Path:
-    """The file with the kernels for one instruction set, compiled now if it is not there.
+    """The file with the kernels for one instruction set, compiled now if it is not there or damaged.
 
-    One process of a machine compiles while the others wait. The file appears whole or not at all.
+    One process of a machine compiles while the others wait. The file appears whole or not at all, and is
+    read once before it is loaded: to load a truncated one would end the process with a bus error.
     Where there is no compiler, as on the compute nodes of some clusters, what another machine with
     the same cache folder compiled from the same sources serves too.
     """
@@ -112,18 +113,18 @@ def library_path(isa: str) -> Path:
     try:
         version = _run([*compiler, "--version"])
     except BackendError:
-        built = sorted(_chosen_folder().glob(f"{stem}-*.so"))
+        built = [path for path in sorted(_chosen_folder().glob(f"{stem}-*.so")) if _is_whole(path)]
         if not built:
             raise
         return built[0]
     name = f"{stem}-{_digest(*compiler, version)}.so"
     path = _chosen_folder() / name
-    if path.exists():
+    if _is_whole(path):
         return path
     path = _writable_folder() / name
-    if not path.exists():
+    if not _is_whole(path):
         with _locked(path.parent):
-            if not path.exists():
+            if not _is_whole(path):
                 _compile([*compiler, *_FLAGS, *ISA_FLAGS[isa]], sources, path)
     return path
 
@@ -151,16 +152,34 @@ def _compile(command: list[str], sources: dict[str, bytes], path: Path) -> None:
         # The unfinished file lies beside the finished one: a rename within a file system is atomic.
         descriptor, unfinished = tempfile.mkstemp(prefix=path.stem + "-", suffix=".tmp", dir=path.parent)
         try:
+            os.close(descriptor)
             _run([*command, "-o", unfinished, *inputs, "-lm"])
-            os.fsync(descriptor)
+            _seal(Path(unfinished))
             os.chmod(unfinished, 0o755)
             os.replace(unfinished, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(unfinished)
             raise
-        finally:
-            os.close(descriptor)
+
+
+def _seal(path: Path) -> None:
+    """Append the digest that `_is_whole` looks for, where no loader minds it, and wait for the disc."""
+    digest = hashlib.sha256(path.read_bytes()).digest()
+    with path.open("ab") as file:
+        file.write(digest)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a compiled file is there and every byte of it is what the compiler wrote."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    size = hashlib.sha256().digest_size
+    return content[-size:] == hashlib.sha256(content[:-size]).digest()
 
 
 def _run(command: list[str]) -> str:
@@ -223,6 +242,7 @@ def _locked(folder: Path) -> Iterator[None]:
         yield  # closing the file gives the lock back
 
 
+@functools.cache
 def _x86_features() -> set[str]:
     """Processor features as the -m flags name them, from Linux; empty where it cannot be read."""
     try:

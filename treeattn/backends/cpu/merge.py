@@ -12,6 +12,8 @@ import numpy as np
 from treeattn import partial
 from treeattn.backends.cpu import arguments, kernels
 from treeattn.backends.cpu.arguments import Array
+from treeattn.backends.cpu.rescale import planned_rescale
+from treeattn.collectives.operator import Parts
 from treeattn.errors import ArgumentError, BackendError
 
 __all__ = ["MergeOperator", "merge"]
@@ -66,6 +68,20 @@ class MergeOperator:
             other,
         )
 
+    def parts(self, records: Array) -> Parts:
+        """Maximum, denominator and numerator of records [records, width], as views."""
+        return Parts(records[:, 0], records[:, 1], records[:, partial.EXTRA :])
+
+    def planned_maxima(self, records: Array, maxima: Array) -> Callable[[], object]:
+        """The maxima of records [records, width] into `maxima` [records], NaN as +inf."""
+        return functools.partial(np.fmin, records[:, 0], np.inf, out=maxima)
+
+    def planned_rescale(
+        self, records: Array, maxima: Array, denominators: Array, numerators: Array
+    ) -> Callable[[], object]:
+        """See `treeattn.backends.cpu.rescale`."""
+        return planned_rescale(records, maxima, denominators, numerators)
+
     def mpi_function(self) -> int:
         """Address of the merge as an MPI_User_function; it lives as long as the process.
 
@@ -80,5 +96,9 @@ class MergeOperator:
             )
         address: int | None = compiled.mpi_operator(ctypes.c_int64(self._width - partial.EXTRA))
         if address is None:
-            raise BackendError(f"no compiled MPI operator for head_dim {self._width - partial.EXTRA}")
+            raise BackendError(
+                f"no compiled MPI operator for head_dim {self._width - partial.EXTRA}, only for multiples of "
+                "8 up to 256, and mpi_allreduce needs one: take a scheme with a schedule, such as "
+                "recursive_doubling"
+            )
         return address

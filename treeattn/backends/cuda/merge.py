@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 
 from treeattn import partial
-from treeattn.backends.cuda.runtime import Runtime, default_runtime, planned_launch, structure
+from treeattn.backends.cuda.runtime import THREADS, Runtime, default_runtime, planned_launch, structure
+from treeattn.collectives.operator import Parts
 from treeattn.errors import ArgumentError
 
 __all__ = ["MergeOperator", "merge"]
 
-# MergeArguments and RescaleArguments of kernels/cuda/*.cu.
+# MergeArguments, TakeMaximaArguments and RescaleArguments of kernels/cuda/*.cu.
 _MERGE = structure("into others", "others_stride", "records width count")
-_RESCALE = structure("records maxima", "", "width keep_maximum")
+_TAKE_MAXIMA = structure("records maxima", "", "count width")
+_RESCALE = structure("records maxima denominators numerators", "denominator_stride numerator_stride", "width")
 
 
 def merge(into: Any, other: Any, *, runtime: Runtime | None = None) -> None:
@@ -64,23 +66,54 @@ class MergeOperator:
         self._check(into, others, (others.shape[0], *into.shape))
         return self._plan(into, others, others.shape[0])
 
-    def planned_rescale(self, records: Any, maxima: Any, keep_maximum: bool) -> Callable[[], object]:
-        """Multiply each of records [records, width] by exp(its maximum - maxima[record]), in one launch.
+    def parts(self, records: Any) -> Parts:
+        """Maximum, denominator and numerator of records [records, width], as views."""
+        return Parts(records[:, 0], records[:, 1], records[:, partial.EXTRA :])
 
-        keep_maximum: leave that of `maxima` [records] in its place, otherwise 0. A record of nothing seen
-        becomes zeros. For reductions that can only add. Neither array may ever move.
-        """
-        for name, array, shape in (("records", records, (records.shape[0], self._width)),
-                                   ("maxima", maxima, records.shape[:1])):  # fmt: skip
-            self._runtime.check(name, array)
-            if array.shape != shape or array.dtype != np.float32 or not array.flags.c_contiguous:
-                raise ArgumentError(f"{name} must be C-contiguous float32 {shape}, not {array.dtype}")
-        arguments = np.zeros(1, _RESCALE)
+    def planned_maxima(self, records: Any, maxima: Any) -> Callable[[], object]:
+        """The maxima of records [records, width] into `maxima` [records], NaN as +inf, in one launch. Neither
+        array may ever move."""
+        self._check_float32("records", records, (len(records), self._width), records.flags.c_contiguous)
+        self._check_float32("maxima", maxima, (len(records),), maxima.flags.c_contiguous)
+        arguments = np.zeros(1, _TAKE_MAXIMA)
         arguments["records"], arguments["maxima"] = map(self._runtime.address, (records, maxima))
-        arguments["width"], arguments["keep_maximum"] = self._width, keep_maximum
-        return planned_launch(
-            self._runtime.kernel("rescale", "rescale"), len(records), arguments, (records, maxima)
-        )
+        arguments["count"], arguments["width"] = len(records), self._width
+        kernel = self._runtime.kernel("take_maxima", "take_maxima")
+        return planned_launch(kernel, -(-len(records) // THREADS), arguments, (records, maxima))
+
+    def planned_rescale(
+        self, records: Any, maxima: Any, denominators: Any, numerators: Any
+    ) -> Callable[[], object]:
+        """Multiply denominators and numerators of [records, width] by exp(maximum - maxima[record]), in one
+        launch. A record of nothing seen becomes zeros. None of the arrays may ever move.
+
+        maxima: [records]. denominators [records] and numerators [records, head_dim]: written, of any stride
+        between records; they may be the records' own.
+        """
+        self._check_float32("records", records, (len(records), self._width), records.flags.c_contiguous)
+        self._check_float32("maxima", maxima, (len(records),), maxima.flags.c_contiguous)
+        self._check_float32("denominators", denominators, (len(records),))
+        rows = numerators.strides[1] == numerators.dtype.itemsize
+        self._check_float32("numerators", numerators, (len(records), self._width - partial.EXTRA), rows)
+        arguments = np.zeros(1, _RESCALE)
+        arrays = {
+            "records": records,
+            "maxima": maxima,
+            "denominators": denominators,
+            "numerators": numerators,
+        }
+        for name, array in arrays.items():
+            arguments[name] = self._runtime.address(array)
+        arguments["denominator_stride"] = denominators.strides[0] // denominators.dtype.itemsize
+        arguments["numerator_stride"] = numerators.strides[0] // numerators.dtype.itemsize
+        arguments["width"] = self._width
+        kernel = self._runtime.kernel("rescale", "rescale")
+        return planned_launch(kernel, len(records), arguments, tuple(arrays.values()))
+
+    def _check_float32(self, name: str, array: Any, shape: tuple[int, ...], contiguous: bool = True) -> None:
+        self._runtime.check(name, array)
+        if array.shape != shape or array.dtype != np.float32 or not contiguous:
+            raise ArgumentError(f"{name} must be C-contiguous float32 {shape}, not {array.dtype}")
 
     def _check(self, into: Any, others: Any, shape: tuple[int, ...]) -> None:
         self._runtime.check("into", into)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from treeattn import partial
+from treeattn.collectives.memory import Stream
 from treeattn.errors import ArgumentError
 
 __all__ = ["THREADS", "Runtime", "check_records", "default_runtime", "planned_launch", "structure"]
@@ -17,16 +18,22 @@ __all__ = ["THREADS", "Runtime", "check_records", "default_runtime", "planned_la
 THREADS = 128
 
 
-def structure(pointers: str, longs: str, integers: str, floats: str = "") -> np.dtype[Any]:
-    """The argument structure of a kernel, C layout: names of its fields by type, in their order there."""
-    fields = {"u8": pointers, "i8": longs, "i4": integers, "f4": floats}
+def structure(
+    pointers: str, longs: str, integers: str, floats: str = "", *, doubles: str = ""
+) -> np.dtype[Any]:
+    """The argument structure of a kernel, C layout: names of its fields by type, in their order there.
+
+    Doubles stand behind the pointers.
+    """
+    fields = {"u8": pointers, "f8": doubles, "i8": longs, "i4": integers, "f4": floats}
     return np.dtype([(name, kind) for kind, names in fields.items() for name in names.split()], align=True)
 
 
-class Runtime(Protocol):
-    """What this backend needs of a device, and of the library that reaches it.
+class Runtime(Stream, Protocol):
+    """What this backend needs of a device, and of the library that reaches it: a stream, and kernels on it.
 
-    Arrays have NumPy's ``shape``, ``dtype``, ``strides`` and ``flags``.
+    Arrays have NumPy's ``shape``, ``dtype``, ``strides`` and ``flags``. `empty` raises `BackendError` where
+    memory is out. `copy` takes a C-contiguous NumPy array on either side; the device array is so then too.
     """
 
     @property
@@ -41,6 +48,10 @@ class Runtime(Protocol):
     def tensor_cores(self) -> bool:
         """Whether mma.m16n8k16 and cp.async exist: compute capability 8.0 and above."""
 
+    @property
+    def identity(self) -> str:
+        """What tells this GPU from the others of its host."""
+
     def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Callable[..., object]:
         """The kernel `expression` of kernels/cuda/<module>.cu, compiled at its first use, allowed
         `shared_bytes` of dynamic shared memory: called with (grid, block, arguments, shared_mem=)."""
@@ -51,44 +62,20 @@ class Runtime(Protocol):
     def zeros(self, size: int, dtype: Any) -> Any:
         """A new device array [size] of zeros. BackendError where memory is out."""
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A new device array. BackendError where memory is out."""
-
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """A new NumPy array in page-locked memory, for copies that are not waited for."""
-
-    def copy(self, into: Any, source: Any) -> None:
-        """Queue a copy between two arrays of one shape and type: any strides on the device; a NumPy array
-        on either side is C-contiguous, and so is then the device array."""
 
     def upload(self, into: Any, source: Any) -> None:
         """Queue a copy from a NumPy array, which may change as soon as this returns. Both C-contiguous."""
 
-    def address(self, array: Any) -> int:
-        """Where the array begins, for the device."""
-
     def holds(self, array: Any) -> bool:
         """Whether `array` is a device array."""
 
+    def borrow(self, array: Any) -> Any:
+        """A device array over the memory of one with the CUDA array interface, which it keeps alive."""
+
     def check(self, name: str, array: Any) -> None:
         """ArgumentError unless `array` is a device array of this device."""
-
-    def synchronize(self) -> None:
-        """Wait for the work queued to the current stream."""
-
-    def capturing(self) -> bool:
-        """Whether what is queued now is recorded instead of run."""
-
-    def capture(self, run: Callable[[], object]) -> Callable[[], object]:
-        """Record what `run` queues; the result queues it again, in one launch of a CUDA graph."""
-
-    @property
-    def identity(self) -> str:
-        """What tells this GPU from the others of its host."""
-
-    @property
-    def stream(self) -> int:
-        """The current stream, as libraries take it."""
 
 
 def default_runtime() -> Runtime:

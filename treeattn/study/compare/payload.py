@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from treeattn.baselines import Sent
+from treeattn.collectives.reducer import Sent
 from treeattn.collectives.schedule import Schedule
+from treeattn.collectives.traffic import messages
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -19,18 +21,11 @@ Tiers = dict[str, list[Any]]
 def scheduled(schedule: Schedule, rows: int, row_bytes: int, groups: Groups) -> Tiers:
     """Tier -> [messages, bytes] of one step of `schedule`, all ranks together.
 
-    The records are `rows` of `row_bytes` that a chunk never cuts (all records of a head); a chunk without
-    rows is not sent. groups: the ranks of each node.
+    The records are `rows` of `row_bytes` that a chunk never cuts (all records of a head). groups: the ranks
+    of each node.
     """
-    tiers: Tiers = {"intra": [0, 0], "inter": [0, 0]}
-    node = _nodes(groups)
-    for round_ in schedule.rounds:
-        for transfer in round_:
-            part = schedule.chunk_slice(transfer.chunks, rows)
-            if part.stop > part.start:
-                tier = "intra" if node[transfer.src] == node[transfer.dst] else "inter"
-                _add(tiers, tier, 1, (part.stop - part.start) * row_bytes)
-    return tiers
+    sent = ((m.src, m.dst, m.records * row_bytes) for m in messages(schedule, rows))
+    return _by_tier(sent, groups)
 
 
 def handed_over(comm: Intracomm, sent: Any, groups: Groups) -> Tiers | None:
@@ -42,22 +37,19 @@ def handed_over(comm: Intracomm, sent: Any, groups: Groups) -> Tiers | None:
     everyone: list[Any] = comm.allgather(sent)
     if any(mine is None for mine in everyone):
         return None
+    if not isinstance(sent, Sent):
+        return _by_tier(((src, dst, size) for src, mine in enumerate(everyone) for dst, size in mine), groups)
+    counts, sizes = zip(*everyone, strict=True)
+    tier = "intra" if len(groups) == 1 else "unknown"
+    return _by_tier((), groups) | {tier: [None if None in counts else sum(counts), sum(sizes)]}
+
+
+def _by_tier(sent: Iterable[tuple[int, int, int]], groups: Groups) -> Tiers:
+    """sent: source, destination, bytes."""
+    node = {rank: index for index, ranks in enumerate(groups) for rank in ranks}
     tiers: Tiers = {"intra": [0, 0], "inter": [0, 0]}
-    node = _nodes(groups)
-    for source, mine in enumerate(everyone):
-        if isinstance(mine, Sent):
-            _add(tiers, "intra" if len(groups) == 1 else "unknown", *mine)
-            continue
-        for destination, size in mine:
-            _add(tiers, "intra" if node[source] == node[destination] else "inter", 1, size)
+    for src, dst, size in sent:
+        count = tiers["intra" if node[src] == node[dst] else "inter"]
+        count[0] += 1
+        count[1] += size
     return tiers
-
-
-def _add(tiers: Tiers, tier: str, messages: int | None, size: int) -> None:
-    count = tiers.setdefault(tier, [0, 0])
-    count[0] = None if messages is None or count[0] is None else count[0] + messages
-    count[1] += size
-
-
-def _nodes(groups: Groups) -> dict[int, int]:
-    return {rank: index for index, ranks in enumerate(groups) for rank in ranks}

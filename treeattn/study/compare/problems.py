@@ -8,7 +8,6 @@ float64 reference of any length costs no more than that of one period.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,6 +17,7 @@ from treeattn import reference
 from treeattn.attention.shape import DTYPES
 from treeattn.errors import ArgumentError
 from treeattn.shards import Layout
+from treeattn.study import environment
 from treeattn.study.compare.schema import Key
 from treeattn.study.compare.steps import shape_of
 
@@ -47,7 +47,7 @@ def check_room(comm: Intracomm, key: Key, machines: Sequence[int]) -> None:
     Asking for the memory would not tell: the system promises it, and ends the process that uses it.
     Collective; machines: of each rank, its machine. Emulated nodes share the memory of one.
     """
-    free = _free_memory()
+    free = environment.free_memory()
     needed = comm.allgather(_input_bytes(comm, key))
     here = [size for size, machine in zip(needed, machines, strict=True) if machine == machines[comm.rank]]
     total = sum(here)
@@ -68,16 +68,6 @@ def _input_bytes(comm: Intracomm, key: Key) -> int:
     (run,) = Layout("contiguous").runs(key.tokens, comm.rank, comm.size)
     elements: int = 2 * key.batch * (run.stop - run.start) * key.kv_heads * key.head_dim
     return records + elements * int(DTYPES[key.dtype].itemsize)
-
-
-def _free_memory() -> int | None:
-    """Bytes that processes of this machine may still take; None where the system does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    known = dict(line.split(":", 1) for line in lines)
-    return 1024 * int(known["MemAvailable"].split()[0]) if "MemAvailable" in known else None
 
 
 def decode_problem(comm: Intracomm, key: Key, seed: int) -> Problem:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import secrets
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from treeattn.study import environment
 from treeattn.study.compare.schema import Failure, Key, Line, Point, Run
 from treeattn.study.statistics import Statistics, describe
 
-__all__ = ["Results", "Summary", "Writer", "mixed_versions", "read", "summarise", "version"]
+__all__ = ["Results", "Summary", "Writer", "mixed_versions", "read", "run_id", "summarise", "version"]
 
 _LINE = msgspec.json.Decoder(Run | Point | Failure)
 _NOT_A_LINE = (msgspec.DecodeError, ValueError, RecursionError)
@@ -91,16 +94,17 @@ def read(*paths: str | Path) -> Results:
 def _take(found: Results, where: str, line: bytes) -> None:
     try:
         entry = _LINE.decode(line)
+        if isinstance(entry, Point):
+            entry.check()
     except _NOT_A_LINE as error:
         found.problems.append(f"{where}: not a result line ({error}); left out")
         return
-    match entry:
-        case Run():
-            found.runs[entry.run] = entry
-        case Point():
-            found.points.append(entry)
-        case Failure():
-            found.errors.append(entry)
+    if isinstance(entry, Run):
+        found.runs[entry.run] = entry
+    elif isinstance(entry, Point):
+        found.points.append(entry)
+    else:
+        found.errors.append(entry)
 
 
 def _block(point: Point) -> tuple[Any, ...]:
@@ -119,7 +123,7 @@ def version(run: Run, ranks: int) -> str:
     which are those that a point used, their processors and how they lie on nodes."""
     used = run.ranks[:ranks]
     order = [rank.node for rank in used]
-    nodes = "+".join(str(order.count(node)) for node in dict.fromkeys(order))
+    nodes = "+".join(map(str, Counter(order).values()))
     processors = " and ".join(sorted({rank.cpu for rank in used}))
     return f"{_build(run)}, {processors}, ranks {nodes}{'' if order == sorted(order) else ' cyclic'}"
 
@@ -129,6 +133,11 @@ def _build(run: Run) -> str:
     dirty = "+dirty" if "+dirty" in revision else ""
     package, mpi = run.software.packages["treeattn"], " ".join(run.software.mpi.split())
     return f"treeattn {package} ({revision[:12]}{dirty}), {mpi}"
+
+
+def run_id() -> str:
+    """A name for this job that no other has."""
+    return f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
 
 
 def mixed_versions(used: Iterable[tuple[Run, int]]) -> str | None:
@@ -147,7 +156,6 @@ def mixed_versions(used: Iterable[tuple[Run, int]]) -> str | None:
 
 
 _FACTS = ("warmup", "determinism", "rounds", "depth", "sent", "scheduled", "predicted")
-_WORST = ("error_out", "error_lse", "clock_error", "held", "step_peak")
 
 
 def summarise(results: Results) -> list[Summary]:
@@ -164,8 +172,7 @@ def _summary(key: Key, name: str, points: list[Point]) -> Summary:
     times |= {name: describe([[getattr(point, name)] for point in points]) for name in ("plan", "first")}
     wrong = [point for point in points if point.scheduled and point.sent != point.scheduled]
     facts: dict[str, Any] = {name: getattr([*points, *wrong][-1], name) for name in _FACTS}
-    facts |= {name: _worst(points, name, _most) for name in _WORST}
-    facts |= {name: _worst(points, name, min) for name in ("bound_out", "bound_lse")}
+    facts |= {name: _worst(points, name, choose) for name, choose in _WORST.items()}
     held = {point.same_bits for point in points}
     facts["same_bits"] = None if held == {None} else False not in held
     facts["digests"] = sorted({point.digest for point in points if point.digest})
@@ -181,6 +188,11 @@ def _worst(points: list[Point], name: str, choose: Callable[[list[float]], float
 def _most(values: list[float]) -> float:
     """The largest; NaN, which compares with nothing, is worse than any."""
     return next(filter(math.isnan, values), max(values))
+
+
+_WORST = dict.fromkeys(("error_out", "error_lse", "clock_error", "held", "step_peak"), _most) | {
+    "bound_out": min, "bound_lse": min,
+}  # fmt: skip
 
 
 class Writer:

@@ -171,7 +171,8 @@ class Point(Line, kw_only=True, tag="point", omit_defaults=True):
     took: Length = 0.0
     predicted: Number | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """What types cannot say, for readers. Raises `ValueError`."""
         for tiers in (self.sent, self.scheduled):
             if tiers is not None and not {"intra", "inter"} <= tiers.keys():
                 raise ValueError("sent, scheduled: intra or inter is missing")

@@ -14,9 +14,10 @@ import numpy as np
 from treeattn import comm as comm_
 from treeattn.attention.shape import Shape
 from treeattn.backends.cpu import MergeOperator
-from treeattn.collectives.executors.mpi import Reducer
+from treeattn.collectives.reducer import Reducer, Reduction
 from treeattn.decoder import Decoder
-from treeattn.decoder import plan as routes
+from treeattn.decoder.plan import schedule as schedule_of
+from treeattn.decoder.plan import select
 from treeattn.errors import RestrictionError
 from treeattn.study.compare import wire as wire_
 from treeattn.study.compare.schema import NULL, SUM, Key
@@ -34,7 +35,7 @@ def shape_of(key: Key) -> Shape:
 
 def reduces(scheme: str) -> bool:
     """Whether it has a reduction apart from the step: fused schemes attend while they communicate."""
-    return scheme in (NULL, SUM) or not routes.fused(scheme)
+    return scheme in (NULL, SUM) or not select(scheme).row.fused
 
 
 def plan(comm: Intracomm, key: Key) -> Any:
@@ -48,7 +49,7 @@ def plan(comm: Intracomm, key: Key) -> Any:
         return Around(comm, key, _nothing)
     if key.wire == "bfloat16":
         return Around(comm, key, _bfloat16)
-    output = "heads" if routes.scattered(key.scheme) else "replicated"
+    output = "heads" if select(key.scheme).row.scattered else "replicated"
     return Decoder(comm, **asdict(shape_of(key)), scheme=key.scheme, output=output)
 
 
@@ -75,7 +76,9 @@ class Around:
 
     def reducer(self, schedule: Any, operator: Any, buffer: Any, group: int) -> Reducer:
         """Plan a schedule as this step's reduction."""
-        self._reducer = Reducer(self._comm, schedule, operator, buffer, group)
+        from treeattn.collectives.executors import mpi  # here: help needs no MPI library
+
+        self._reducer = mpi.Reducer(Reduction(self._comm, operator, buffer, group), schedule)
         self.schedule, self.certificate = schedule, self._reducer.certificate
         self.sent = self._reducer.sent
         return self._reducer
@@ -104,13 +107,13 @@ def _nothing(step: Around, key: Key) -> Callable[[], object]:
 
 
 def _null_merge(step: Around, key: Key) -> Callable[[], object]:
-    schedule = routes.schedule(key.scheme, step._comm)
+    schedule = schedule_of(select(key.scheme), step._comm)
     operator = _NullOperator(key.head_dim, step.records.dtype)
     return step.reducer(schedule, operator, step.records, key.batch * key.queries)
 
 
 def _bfloat16(step: Around, key: Key) -> Callable[[], object]:
-    schedule = routes.schedule(key.scheme, step._comm)
+    schedule = schedule_of(select(key.scheme), step._comm)
     if schedule is None or schedule.result == "scattered" or step.records.dtype != np.float32:
         raise RestrictionError(
             f"{key.scheme} cannot send bfloat16: that takes a schedule which leaves every rank all heads, "

@@ -11,6 +11,7 @@ import itertools
 import math
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -84,31 +85,28 @@ class Sweep:
             mine = list(of_size)
             members: Any = world.Split(0 if world.rank < size else 1, world.rank)
             if world.rank < size:
-                self._run_on(members, mine, environment.node_load(placement[:size]) is not None)
+                crowded = environment.node_load(placement[:size]) is not None
+                bench = Bench(members, self.effort, crowded, self.seed)
+                for _, case in itertools.groupby(mine, lambda key: key.case):
+                    self._run_case(bench, self.blocks(case))
             meet_asleep(world)
             members.Free()
 
-    def _run_on(self, comm: Intracomm, mine: Sequence[Key], crowded: bool) -> None:
-        bench = Bench(comm, self.effort, crowded, self.seed)
-        for _, case in itertools.groupby(mine, lambda key: key.case):
-            blocks = self.blocks(case)
-            if blocks:
-                self._run_case(bench, blocks)
-
     def _run_case(self, bench: Bench, blocks: list[Block]) -> None:
+        if not blocks:
+            return
         try:
             problem = bench.problem(blocks[0].key)
         except TreeattnError as error:  # on every rank alike
             for key in dict.fromkeys(block.key for block in blocks):
                 self._fail(bench, key, error)
             return
-        spent: dict[Key, float] = {}  # seconds
+        spent: defaultdict[Key, float] = defaultdict(float)  # seconds
         for block, took in self.done.items():
-            spent[block.key] = spent.get(block.key, 0.0) + took / 1e6
+            spent[block.key] += took / 1e6
         weighed: set[Key] = set()
         for block in blocks:
-            taken = spent.get(block.key, 0.0)
-            if taken > self.effort.patience or taken == math.inf:
+            if spent[block.key] > self.effort.patience or spent[block.key] == math.inf:
                 continue
             began = time.perf_counter()
             if bench.comm.rank == 0:
@@ -121,7 +119,7 @@ class Sweep:
                 continue
             weighed.add(block.key)
             took = bench.loop.agree_on_slowest(time.perf_counter() - began)
-            spent[block.key] = taken + took
+            spent[block.key] += took
             if point is not None:
                 self.point(block, point | {"took": round(took * 1e6)})
 

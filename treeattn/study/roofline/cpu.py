@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +20,8 @@ from treeattn import partial
 from treeattn.backends import cpu
 from treeattn.backends.cpu import compile
 from treeattn.errors import ArgumentError, BackendError
+from treeattn.study import environment
+from treeattn.study.roofline.reading import Reader, fastest_reader, seconds
 
 __all__ = ["DTYPES", "measure"]
 
@@ -51,13 +52,13 @@ def measure(
 
     Returns:
         A dictionary for JSON. ``read_rate_gb_s``: what one core reads at best, in 10^9 bytes per
-        second. ``rows``: for each case ``dtype``, ``group``, ``tokens``, ``threads``; ``gb_s``: bytes
-        of the cache per second; ``percent_of_read_rate``: of one core's read rate beside this case;
-        ``percent_of_bound``: of the slower of reading and arithmetic with that many threads;
-        ``microseconds``. Also the ``isa`` in use and ``multiply_add_rate_g_s``, 10^9 per second.
+        second; ``reader``: in which way. ``rows``: for each case ``dtype``, ``group``, ``tokens``,
+        ``threads``; ``gb_s``: bytes of the cache per second; ``percent_of_read_rate``: of one core's
+        beside this case; ``percent_of_bound``: of the slower of reading and arithmetic with that many
+        threads; ``microseconds``. Also the ``isa`` in use and ``multiply_add_rate_g_s``, 10^9 per second.
 
     Raises:
-        ArgumentError: an unknown type, or a number that is not positive.
+        ArgumentError: an unknown type, a number that is not positive, more than the machine has room for.
         BackendError: there are no compiled kernels here, and why.
     """
     problem = cpu.compiled_kernels_problem()
@@ -68,6 +69,9 @@ def measure(
         raise ArgumentError(f"dtype {', '.join(sorted(unknown))}: choose from {', '.join(DTYPES)}")
     if min(tokens, repeats, *groups, *threads) < 1:
         raise ArgumentError("tokens, groups, threads and repeats must be positive")
+    if max(threads) > cpu.MAX_THREADS:
+        raise ArgumentError(f"{max(threads)} threads: {cpu.MAX_THREADS} are the most of one process")
+    _check_room(tokens, max(np.dtype(DTYPES[dtype]).itemsize for dtype in dtypes))
     limits = _Limits(compile.library())
     rows = []
     for dtype in dtypes:
@@ -78,10 +82,20 @@ def measure(
                 progress("{dtype} group {group} threads {threads}: {gb_s:.1f} GB/s".format(**rows[-1]))
     return {
         "read_rate_gb_s": max((row.pop("read_rate_gb_s") for row in rows), default=math.nan),
+        "reader": str(limits.reader),
         "multiply_add_rate_g_s": limits.multiply_add_rate / 1e9,
         "isa": compile.chosen_isa(),
         "rows": rows,
     }
+
+
+def _check_room(tokens: int, itemsize: int) -> None:
+    needed, free = 2 * tokens * _KV_HEADS * _HEAD_DIM * itemsize, environment.free_memory()
+    if free is not None and needed > free:
+        raise ArgumentError(
+            f"a cache of {tokens:,} tokens takes {needed / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are free: "
+            "choose fewer tokens"
+        )
 
 
 def _row(limits: _Limits, k: Any, v: Any, group: int, threads: int, repeats: int) -> dict[str, Any]:
@@ -96,7 +110,7 @@ def _row(limits: _Limits, k: Any, v: Any, group: int, threads: int, repeats: int
         if threads > 1:
             together = min(together, limits.read_time(k, threads) + limits.read_time(v, threads))
         limits.run_arithmetic()
-        step = min(step, _seconds(lambda: attention(q, k, v), threads))
+        step = min(step, seconds(lambda: attention(q, k, v), threads))
     size = k.nbytes + v.nbytes
     arithmetic = 2 * tokens * heads * _HEAD_DIM / limits.multiply_add_rate / threads
     return {
@@ -116,15 +130,16 @@ class _Limits:
     """The yardsticks of kernels/cpu/roofline.c."""
 
     multiply_add_rate = 0.0
+    reader: Reader | None = None
 
     def __init__(self, kernels: ctypes.CDLL) -> None:
         self._kernels = kernels
         kernels.multiply_and_add.restype = ctypes.c_int64
 
     def read_time(self, array: Any, threads: int) -> float:
-        """Seconds to read an array once."""
-        address, size = ctypes.c_void_p(array.ctypes.data), ctypes.c_int64(array.nbytes)
-        return _seconds(lambda: self._kernels.read_memory(address, size, ctypes.c_int32(threads)), threads)
+        """Seconds to read an array once, in the way that was the fastest for the first one."""
+        self.reader = self.reader or fastest_reader(array)
+        return self.reader.seconds(array, threads)
 
     def run_arithmetic(self) -> None:
         """Multiply and add for about a millisecond, and remember the best rate."""
@@ -135,16 +150,8 @@ class _Limits:
             nonlocal done
             done = self._kernels.multiply_and_add(ctypes.c_int64(200_000), ctypes.byref(result))
 
-        seconds = _seconds(run)
-        self.multiply_add_rate = max(self.multiply_add_rate, done / seconds)
-
-
-def _seconds(run: Callable[[], object], threads: int = 1) -> float:
-    """Time of a call; of one thread its processor time, lest others on the machine count as slowness."""
-    clock = time.thread_time if threads == 1 else time.perf_counter
-    start = clock()
-    run()
-    return clock() - start
+        taken = seconds(run)
+        self.multiply_add_rate = max(self.multiply_add_rate, done / taken)
 
 
 def _cache(tokens: int, dtype: Any, seed: int) -> Any:

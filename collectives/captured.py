@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
 
-from treeattn.collectives.libraries.nccl import Communicator
 from treeattn.collectives.memory import Stream
-from treeattn.errors import ScheduleError, TransportError
+from treeattn.collectives.nccl import Communicator
+from treeattn.collectives.reducer import PlannedReducer, Reduction
+from treeattn.errors import TransportError
 
 __all__ = ["Captured", "CapturedReducer"]
 
@@ -39,52 +39,47 @@ class Captured:
             self._connected = True
         else:
             if self._launch is None:
-                self._launch = self._stream.capture(self._queue)
+                self.record()
+            assert self._launch is not None
             self._launch()
+
+    def record(self) -> None:
+        """Record the work now, without running it."""
+        self._launch = self._stream.capture(self._queue)
 
     def drop(self) -> None:
         """Give the graph back, before the communicator that it uses."""
         self._launch = None
 
 
-class CapturedReducer(ABC):
+class CapturedReducer(PlannedReducer):
     """What reducers over NCCL have in common: a captured step, and their end.
 
-    It owns `communicator`. A call queues one step and does not wait; from the second one on it is one launch
-    of a CUDA graph. Collective. Raises `ScheduleError` for a step after its end.
+    It owns the communicator. A step is queued and not waited for; from the second one on it is one launch of
+    a CUDA graph. ``start()`` queues all of it and ``wait()`` nothing: the stream keeps the order.
     """
 
-    def __init__(self, name: str, communicator: Communicator, stream: Stream) -> None:
-        self._name, self._communicator, self._stream = name, communicator, stream
-        self._step = Captured(stream, self._queue)
-        self._closed = False
+    def __init__(self, name: str, reduction: Reduction) -> None:
+        super().__init__(name)
+        self._communicator: Communicator = reduction.comm
+        self._stream: Stream = reduction.memory
+        self._captured = Captured(self._stream, self._queue)
 
     @abstractmethod
     def _queue(self) -> None:
         """Queue one step."""
 
-    def __call__(self) -> None:
-        """Queue one whole step."""
-        if self._closed:
-            raise ScheduleError(f"{self._name}: a step on a reducer that is closed")
-        self._step()
+    def _begin(self) -> None:
+        self._captured()
 
-    def close(self) -> None:
-        """After the work that was queued: give graph and communicator back. Collective."""
-        if not self._closed:
-            self._closed = True
-            self._stream.synchronize()
-            self._step.drop()
-            self._communicator.close()
+    def _complete(self) -> None:
+        """The stream does the rest."""
 
-    def __enter__(self) -> Any:
-        return self
+    def _release(self) -> None:
+        self._stream.synchronize()
+        self._captured.drop()
+        self._communicator.close()
 
-    def __exit__(self, *exception: object) -> None:
-        # Closing is collective: where this rank fails alone, nobody can be waited for.
-        if exception[0] is None:
-            self.close()
-        elif not self._closed:
-            self._closed = True
-            self._step.drop()
-            self._communicator.abort()
+    def _abandon(self) -> None:
+        self._captured.drop()
+        self._communicator.abort()

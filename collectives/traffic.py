@@ -1,0 +1,33 @@
+"""What a schedule sends, message by message, for a number of records: the one counter of this project.
+
+Executors cut chunks between groups of records (all records of a head) and send no chunk without records.
+Whoever counts, predicts or exports traffic asks here, so that all of it is what is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from treeattn.collectives.schedule import Schedule
+
+__all__ = ["Message", "messages"]
+
+
+class Message(NamedTuple):
+    """In `round`, counted from 0, rank `src` sends `records` records to `dst`, which merges or keeps them."""
+
+    round: int
+    src: int
+    dst: int
+    records: int
+    merge: bool
+
+
+def messages(schedule: Schedule, records: int, group: int = 1) -> Iterator[Message]:
+    """All messages of one step over `records` records, never cut within groups of `group`, in order."""
+    for number, round_ in enumerate(schedule.rounds):
+        for src, dst, chunks, merge in round_:
+            part = schedule.chunk_slice(chunks, records // group)
+            if part.stop > part.start:
+                yield Message(number, src, dst, (part.stop - part.start) * group, merge)

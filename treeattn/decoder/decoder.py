@@ -1,0 +1,194 @@
+"""The planned verb: everything that can be done once is done once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from treeattn import comm as comm_
+from treeattn.attention import arrays
+from treeattn.attention.shape import Shape
+from treeattn.collectives.captured import Captured
+from treeattn.collectives.reducer import Sent
+from treeattn.collectives.schedule import Schedule
+from treeattn.decoder import device as devices
+from treeattn.decoder.plan import Plan, Request, plan, select
+from treeattn.errors import ArgumentError, BackendError, TransportError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["CapturedStep", "Decoder"]
+
+
+class Decoder:
+    """A planned `decode`: everything that can be done once is done once. Creating it is collective.
+
+    Arguments as for `decode`; shapes and dtype are fixed here (the dtype is bfloat16 unless another is
+    named), the shard's tokens may change with every call (a growing cache is passed as a longer array, or as
+    the same array with larger `lengths`). A call returns (out, lse) in the decoder's own buffers, which hold
+    until its next call; in the container of q, and where that cannot share memory that changes (JAX), as
+    copies. `device` has to be said: here nothing is known of q.
+
+    `schedule` and `certificate` tell what was planned (None where no schedule is run), `transport` how its
+    records travel; `heads` is the slice of query heads that out and lse cover, all of them unless
+    ``output="heads"``. `local`, `reduce` and `finish` are the three parts of a call, for those who overlap or
+    time them; where a ring computes while it communicates (`kv_ring`, `query_ring`), `local` only takes the
+    arrays, and `reduce` does the work.
+    """
+
+    def __init__(
+        self,
+        comm: Intracomm | None = None,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        batch: int = 1,
+        queries: int = 1,
+        dtype: str = "bfloat16",
+        scheme: str | Schedule = "hierarchical",
+        scale: float | None = None,
+        device: str = "cpu",
+        transport: str | None = None,
+        output: str = "replicated",
+    ) -> None:
+        def ask() -> Request:
+            shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype)
+            return Request(shape, select(scheme), scale, devices.find(device), transport, output)
+
+        comm = comm_.intracomm(comm)
+        self._adopt(comm, plan(comm, ask))
+
+    @classmethod
+    def of(cls, comm: Intracomm, planned: Plan) -> Decoder:
+        """The decoder of a plan."""
+        decoder = cls.__new__(cls)
+        decoder._adopt(comm, planned)
+        return decoder
+
+    def _adopt(self, comm: Intracomm, planned: Plan) -> None:
+        request, self._buffers = planned.request, planned.buffers
+        self.shape, self.scale, self.scheme = request.shape, request.logit_scale, request.scheme.text
+        self.schedule, self.transport = planned.schedule, planned.transport
+        self.certificate = planned.reducer.certificate
+        self.records, self.heads = planned.buffers.records, planned.buffers.heads
+        self.out, self.lse = planned.buffers.out, planned.buffers.lse
+        self._containers = arrays.Containers(request.device.view, (self.out, self.lse))
+        self._comm, self._device = comm, request.device
+        self._attention, self._reducer, self._finish = planned.attention, planned.reducer, planned.finish
+        self._sliced = planned.buffers.sliced
+        self._captured: list[CapturedStep] = []
+
+    def __call__(self, q: Any, k: Any, v: Any, lengths: Any = None) -> tuple[Any, Any]:
+        """One step: (out, lse), valid until the next call. Every rank must call.
+
+        Raises `ArgumentError` for arrays that do not fit the plan; on one rank alone, since a step that
+        agreed first would cost as much as the reduction: let it end the job (python -m mpi4py).
+        """
+        self.local(q, k, v, lengths)
+        self.reduce()
+        return self.finish()
+
+    def local(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
+        """This rank's partials, from its own tokens, into the records buffer."""
+        q, k, v = self._containers.take(q, k, v)
+        self._attention(q, k, v, self._device.admit(self.shape, q, k, v, lengths))
+
+    def reduce(self) -> None:
+        """Fold the partials of all ranks. Collective."""
+        if not self._sliced:
+            self._reducer()
+            return
+        self._buffers.to_wire()
+        self._reducer()
+        self._buffers.from_wire()
+
+    def finish(self) -> tuple[Any, Any]:
+        """(out, lse) from the folded records, in the container of the q that `local` was given."""
+        self._finish()
+        return self._containers.give()
+
+    @property
+    def sent(self) -> list[tuple[int, int]] | Sent | None:
+        """What this rank hands over in a step.
+
+        (destination, bytes) of every message; the payload of a library's collectives; None where only the
+        library knows.
+        """
+        return self._reducer.sent
+
+    def capture(self, q: Any, k: Any, v: Any, lengths: Any = None) -> CapturedStep:
+        """The whole step over arrays that stay where they are, as one CUDA graph. Collective.
+
+        Runs one step, then records one. Calling the result is one launch on the current stream and gives
+        (out, lse) as a call of the decoder does; it reads what q, k, v and lengths (an int64 device array,
+        or None for all) hold then, so a cache may grow within them. Every rank must call it in the same step:
+        NCCL allows a captured step on all ranks or on none. It ends with the decoder.
+
+        Raises `BackendError` unless ``device="cuda"``, `TransportError` where the host moves the records.
+        """
+        stream = self._device.stream
+        if stream is None:
+            raise BackendError("a captured step is a CUDA graph: it needs device='cuda'")
+        sends_nothing = self._comm.size == 1 and self.transport == "mpi"
+        if self.transport != "nccl" and not sends_nothing:
+            raise TransportError(
+                f"transport={self.transport!r} moves records by the host, which a CUDA graph cannot: "
+                "a captured step needs transport='nccl', or one rank without a transport"
+            )
+
+        containers = arrays.Containers(self._device.view, (self.out, self.lse))
+
+        def taken() -> tuple[Any, ...]:
+            queries, keys, values = views = containers.take(q, k, v)
+            if lengths is not self._device.admit(self.shape, queries, keys, values, lengths):
+                raise ArgumentError("lengths of a captured step must be an int64 device array")
+            return views
+
+        queries, keys, values = comm_.together(self._comm, taken)
+        captured = Captured(stream, lambda: self(queries, keys, values, lengths))
+        step = CapturedStep(captured, containers.give, (self, q, k, v))
+        self._captured.append(step)
+        return step
+
+    def close(self) -> None:
+        """Release communicator and requests. Collective."""
+        self._drop_captured()
+        self._reducer.close()
+
+    def __enter__(self) -> Decoder:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._drop_captured()
+        self._reducer.__exit__(*exception)
+
+    def _drop_captured(self) -> None:
+        """Graphs go before the communicator that they use."""
+        while self._captured:
+            self._captured.pop().drop()
+
+
+class CapturedStep:
+    """What `Decoder.capture` makes."""
+
+    def __init__(
+        self, captured: Captured, give: Callable[[], tuple[Any, Any]], owners: tuple[Any, ...]
+    ) -> None:
+        self._captured, self._give = captured, give
+        self._owners = owners  # of the memory that the graph works on: it knows addresses only
+        captured()
+        captured.record()
+
+    def __call__(self) -> tuple[Any, Any]:
+        """One launch: (out, lse), valid until the decoder's next step."""
+        if not self._owners:
+            raise ArgumentError("the decoder of this captured step is closed")
+        self._captured()
+        return self._give()
+
+    def drop(self) -> None:
+        """Give the graph back."""
+        self._captured.drop()
+        self._owners = ()
