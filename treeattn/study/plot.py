@@ -87,9 +87,8 @@ def read(paths: Sequence[Path]) -> tuple[Study, list[str]]:
             content = path.read_bytes()
         except OSError as error:
             raise ArgumentError(f"{path}: cannot be read ({error.strerror})") from None
-        if (
-            content.partition(b"\n")[0].strip() == b"{"
-        ):  # results have one object in a line, others one in a file
+        first = content.partition(b"\n")[0].strip()
+        if first == b"{":  # results have one object in a line, the others one in a file
             problems += _take_roofline(study, path, content)
         else:
             tables.append(path)
