@@ -7,7 +7,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from treeattn import collectives
-from treeattn.decoder import Decoder, decode, schemes
+from treeattn.decoder import Decoder, Merger, decode, merge, schemes
 from treeattn.errors import (
     ArgumentError,
     BackendError,
@@ -26,6 +26,7 @@ __all__ = [
     "ArgumentError",
     "BackendError",
     "Decoder",
+    "Merger",
     "RestrictionError",
     "ScheduleError",
     "TransportError",
@@ -33,5 +34,6 @@ __all__ = [
     "__version__",
     "collectives",
     "decode",
+    "merge",
     "schemes",
 ]

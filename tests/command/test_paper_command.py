@@ -21,15 +21,8 @@ def test_without_ranks(tmp_path):
     path = tmp_path / "p.json"
     done = treeattn("paper", "--ranks-free", "--json", path)
     assert done.returncode == 0, done.stderr
-    words = (
-        "close to 8",
-        "2,936",
-        "NOT EXPLAINED",
-        "1,040",
-        "not measured yet",
-        "no simulator in this version",
-    )
-    for word in (*words, "not run: --ranks-free"):
+    words = ("close to 8", "2,936", "1,040", "not measured yet", "no simulator in this version")
+    for word in (*words, "not run: --ranks-free", "what is not explained: docs/paper.md"):
         assert word in done.stdout
     facts = json.loads(path.read_text())
     assert facts["run"] is None
@@ -60,11 +53,22 @@ def test_on_ranks(tmp_path):
     assert table["headings"][-1] == "here / model"
     assert {row[-1] for row in table["rows"]} == {1.0}
     assert volume["small"]["tokens"] == 4000
+    assert volume["small"]["effort"]["iterations"] == 3
     assert volume["predictions"] == "no simulator in this version"
 
 
 @pytest.mark.parametrize(
-    "words", [["sorcery"], ["--json", "/nowhere/at/all.json"], ["--ranks-free", "sorcery"]], ids=" ".join
+    "words",
+    [
+        ["sorcery"],
+        [""],
+        ["--json", ""],
+        ["--json", "/nowhere/at/all.json"],
+        ["--ranks-free", "sorcery"],
+        ["--list", "sorcery"],
+        ["--list", "--ranks-free"],
+    ],
+    ids=" ".join,
 )
 def test_bad_words(words):
     done = treeattn("paper", *words, timeout=60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ElementTree
 
+import made_results
 import pytest
 
 from .launch import ROOT, run, treeattn
@@ -60,6 +61,25 @@ def test_no_mpi_is_started(tmp_path):
     assert done.stdout.endswith("False\n")
 
 
+def test_a_scaling_figure_names_what_it_leaves_out(tmp_path):
+    """Jobs of 1, 2 and 4 ranks, and one of 8 with other software: in one line each, and with the numbers."""
+    paths = []
+    for size, git in ((1, "a"), (2, "a"), (4, "a"), (8, "b")):
+        software = made_results.run_line()["software"] | {"git": git * 16}
+        keys = made_results.keys(["chain"], [4096], ranks=size)
+        path = tmp_path / f"of_{size}.jsonl"
+        paths.append(made_results.write(path, keys, run=f"of {size}", nodes=[0] * size, software=software))
+    words = ("--figures", "scaling", "--format", "svg", "--out", tmp_path, "--json", tmp_path / "n.json")
+    done = treeattn("plot", *paths, *words)
+    assert done.returncode == 1  # for the versions
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("scaling leaves out ")]
+    assert line.startswith("scaling leaves out of_8.jsonl: decoding step, 8 ranks · 4,096 tokens")
+    assert line.endswith("others differ in version")
+    (chart,) = json.loads((tmp_path / "n.json").read_text())
+    assert [f"scaling leaves out {text}" for text in chart["left_out"]] == [line]
+    assert [point[0] for point in chart["series"][0]["points"]] == [1, 2, 4]
+
+
 def test_a_file_cut_off_in_mid_line(tmp_path):
     cut = tmp_path / "cut.jsonl"
     cut.write_bytes(RESULTS.read_bytes()[:-200])
@@ -97,7 +117,14 @@ def test_an_empty_file_among_good_ones(tmp_path):
         ([RESULTS, "--figures", "predicted"], "no point carries a prediction"),
         ([RESULTS, "--format", "pdf"], "choose from png, svg"),
         ([RESULTS, "--baseline", "chian"], "not among these results"),
+        ([RESULTS, "--out", ""], "--out is empty: name a folder for the figures"),
         ([RESULTS, "--out", "/nowhere/at/all"], "no folder can be made there"),
+        ([RESULTS, "--json", ""], "is not an ordinary file"),
+        ([RESULTS, "--format", ""], "choose from png, svg"),
+        ([RESULTS, "--figures", ""], "choose from all, time"),
+        ([RESULTS, "--baseline", ""], "not among these results"),
+        ([RESULTS, "--out", ".", "--json", "time-decode.svg"], "is named twice on this command line"),
+        ([""], "cannot be read (Is a directory)"),
         ([RESULTS, "--out", RESULTS], "no folder can be made there"),
         ([RESULTS, "--json", "/nowhere/at/all.json"], "cannot be written"),
     ],

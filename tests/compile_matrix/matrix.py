@@ -139,7 +139,10 @@ def _plain(mangled: str) -> str:
     return result.removeprefix("void ").partition("(")[0]
 
 
-MODULES = ("partial_attention", "partial_attention_mma", "merge_partials", "take_maxima", "rescale", "finish")
+MODULES = (
+    *("partial_attention", "partial_attention_mma", "merge_partials", "take_maxima", "rescale", "finish"),
+    *("pack_partials", "scale_lse"),
+)
 
 
 def page() -> str:

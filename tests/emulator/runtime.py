@@ -104,6 +104,12 @@ class EmulatorRuntime:
         """Any NumPy array: only lists and the like lie on the host here."""
         return isinstance(array, np.ndarray)
 
+    def borrow(self, array: Any) -> Any:
+        """A NumPy array over what the CUDA array interface describes."""
+        assert array.__cuda_array_interface__["version"] == 3
+        array.__array_interface__ = array.__cuda_array_interface__
+        return np.asarray(array)
+
     def synchronize(self) -> None:
         """A captured stream cannot be waited for."""
         assert self._captured is None, "waiting for a stream that is captured"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import treeattn
+from tests.exporters import Dlpack, OnGpu
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.errors import ArgumentError, BackendError, RestrictionError, TransportError
 
@@ -250,3 +251,39 @@ def test_a_captured_step_keeps_what_it_works_on(runtime: EmulatorRuntime) -> Non
     gc.collect()
     assert [thing for thing in kept if thing() is None] == []
     case.check(*step(), tensor_cores=False)
+
+
+@pytest.mark.parametrize("exporter", [lambda array: Dlpack(array, kind=2), OnGpu])
+def test_arrays_of_any_library_that_lie_on_the_gpu(runtime: EmulatorRuntime, exporter: Any) -> None:
+    runtime.holds = lambda array: type(array) is np.ndarray  # type: ignore[method-assign]
+    case = Case("float32", 64)
+    q, k, v, _, _ = case.inputs()
+    lengths = np.full(case.batch, k.shape[1], np.int64)
+    given = [exporter(array) for array in (q, k, v)]
+    out, lse = treeattn.decode(*given, lengths=OnGpu(lengths), scale=case.scale)  # device=None: where q lies
+    case.check(out, lse, tensor_cores=False)
+    if isinstance(given[0], Dlpack):
+        assert [array.asked for array in given] == [[1]] * 3  # the default stream, as DLPack counts
+    with pytest.raises(treeattn.ArgumentError, match="q lies in the memory of the host, but device='cuda'"):
+        treeattn.decode(Dlpack(q), *given[1:], device="cuda")
+
+
+def test_bfloat16_of_a_gpu(runtime: EmulatorRuntime) -> None:
+    case = Case("bfloat16", 64)
+    q, k, v, _, _ = case.inputs()
+    given = [Dlpack(array.view(np.uint16), kind=2, code=4) for array in (q, k, v)]
+    out, lse = treeattn.decode(*given, scale=case.scale)
+    case.check(out, lse, is_tensor_core_case(case))
+
+
+def test_a_captured_step_over_arrays_of_another_library(runtime: EmulatorRuntime) -> None:
+    case = Case("float32", 64)
+    q, k, v, _, _ = case.inputs()
+    with decoder_for(case, scale=case.scale) as decoder:
+        given = [Dlpack(array, kind=2) for array in (q, k, v)]
+        step = decoder.capture(*given)
+        q += 1
+        got = [array.copy() for array in step()]
+        wanted = decoder(q, k, v)
+        np.testing.assert_array_equal(got[0], wanted[0])
+        np.testing.assert_array_equal(got[1], wanted[1])

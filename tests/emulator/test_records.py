@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from treeattn import partial
-from treeattn.backends import cuda
+from treeattn.backends import cpu, cuda
 from treeattn.collectives.operator import Operator
 from treeattn.errors import ArgumentError
 
@@ -163,3 +165,58 @@ def test_what_cannot_merge_is_refused() -> None:
             np.zeros((1, 1, 1), np.float32),
             runtime=runtime,
         )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("head_dim", [5, 72, 300])
+@pytest.mark.parametrize("factor", [1.0, math.log(2)])
+def test_parts_of_other_kernels_become_the_records_that_the_processor_makes(
+    dtype: Any, head_dim: int, factor: float
+) -> None:
+    runtime = EmulatorRuntime(seed=1)
+    rng = np.random.default_rng(0)
+    out = rng.standard_normal((4, len(SPECIAL), head_dim)).astype(dtype)
+    lse = np.array([SPECIAL] * 4, np.float32)
+    out[0], out[1, 3, 1] = np.nan, np.nan
+    want, got = np.full((2, 4, len(SPECIAL), head_dim + 2), 9, np.float32)
+    cpu.planned_pack(want, factor)(out, lse)
+    pack = cuda.planned_pack(got, factor, runtime=runtime)
+    pack(out, lse)
+    assert (bits(got) == bits(want)).all()
+    assert runtime.launches == 1
+    if dtype == ml_dtypes.bfloat16:
+        got[...] = 9
+        pack(out.view(np.uint16), lse)
+        assert (bits(got) == bits(want)).all()
+
+
+def test_strided_parts_are_copied_on_the_device_into_room_that_is_kept() -> None:
+    runtime = EmulatorRuntime()
+    out = np.random.default_rng(0).standard_normal((3, 4, 16)).astype(ml_dtypes.bfloat16).swapaxes(0, 1)
+    lse = np.random.default_rng(1).standard_normal((3, 4)).astype(np.float32).T
+    want, got = np.empty((2, 4, 3, 18), np.float32)
+    cpu.planned_pack(want, 1.0)(out, lse)
+    pack = cuda.planned_pack(got, 1.0, runtime=runtime)
+    for _ in range(2):
+        pack(out, lse)
+        assert runtime.allocations == 2
+    assert (bits(got) == bits(want)).all()
+
+
+@pytest.mark.parametrize("count", [0, 1, 128, 300])
+def test_a_scaled_lse_has_the_bits_of_the_processor(count: int) -> None:
+    want = (np.random.default_rng(0).standard_normal(count) * 50).astype(np.float32)
+    want[: len(SPECIAL)] = SPECIAL[:count]
+    got = want.copy()
+    cpu.planned_scale(want, 1 / math.log(2))()
+    cuda.planned_scale(got, 1 / math.log(2), runtime=EmulatorRuntime())()
+    np.testing.assert_array_equal(got, want)
+
+
+def test_parts_that_the_gpu_has_no_kernel_for() -> None:
+    runtime = EmulatorRuntime()
+    with pytest.raises(ArgumentError, match="records on the GPU are float32, not float64: use device='cpu'"):
+        cuda.planned_pack(np.empty((2, 10)), 1.0, runtime=runtime)
+    pack = cuda.planned_pack(np.empty((2, 10), np.float32), 1.0, runtime=runtime)
+    with pytest.raises(ArgumentError, match="lse float64: on the GPU"):
+        pack(np.empty((2, 8), np.float32), np.empty(2))

@@ -11,6 +11,7 @@ import pytest
 from mpi4py import MPI
 
 import treeattn
+from tests.exporters import Dlpack, Interface, bfloat16_bits
 from treeattn import collectives, files, reference
 from treeattn.shards import parse_layout
 
@@ -391,3 +392,50 @@ def test_schedules_that_differ_between_ranks_are_refused_by_all(comm):
     wrong = collectives.Schedule("counts twice", comm.size, 1, (star(comm.size).rounds[0],) * 2)
     with pytest.raises(treeattn.ScheduleError, match="twice"):
         treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=wrong)
+
+
+@pytest.mark.parametrize("exporter", [Dlpack, Interface])
+@pytest.mark.parametrize("scheme", ["hierarchical", "kv_ring", "query_ring"])
+def test_arrays_of_any_library(comm, exporter, scheme):
+    """Read-only views go through attention and through the baselines that send them."""
+    q, k, v, run = made_up(comm, tokens=37)
+    wanted = treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=scheme)
+    got = treeattn.decode(exporter(q), exporter(k[:, run]), exporter(v[:, run]), comm=comm, scheme=scheme)
+    np.testing.assert_array_equal(got[0], wanted[0])
+    np.testing.assert_array_equal(got[1], wanted[1])
+
+
+def test_steps_over_bfloat16_of_another_library(comm):
+    bits, k, v = (bfloat16_bits(array) for array in made_up(comm, tokens=9)[:3])
+    wanted = treeattn.decode(bits, k, v, comm=comm, dtype="bfloat16")
+    with treeattn.Decoder(comm, heads=4, kv_heads=2, head_dim=64, dtype="bfloat16") as decoder:
+        given = [Dlpack(array, code=4) for array in (bits, k, v)]
+        for _ in range(2):
+            out, lse = decoder(*given)
+            np.testing.assert_array_equal(out, wanted[0])
+            np.testing.assert_array_equal(lse, wanted[1])
+        assert all(len(array.asked) == 1 for array in given)
+        bits[...] = bfloat16_bits(np.zeros(bits.shape))  # the same memory, other values
+        assert (decoder(*given)[0] != wanted[0]).any()
+
+
+def test_an_array_that_cannot_be_taken_stops_every_rank(comm):
+    q, k, v, run = made_up(comm, tokens=37)
+    q = Dlpack(q, kind=2) if comm.rank == comm.size - 1 else q
+    with pytest.raises(treeattn.ArgumentError, match="device='cpu' was asked for: move the array"):
+        treeattn.decode(q, k[:, run], v[:, run], comm=comm, device="cpu")
+
+
+def test_results_are_of_the_kind_of_the_query(comm):
+    torch = pytest.importorskip("torch", reason="torch is not installed (the extra `oracle`)")
+    q, k, v, run = made_up(comm, tokens=37)
+    wanted = treeattn.decode(q, k[:, run], v[:, run], comm=comm)
+    tensors = [torch.from_numpy(array) for array in (q, k[:, run], v[:, run])]
+    for root in (None, 0):
+        got = treeattn.decode(*tensors, comm=comm, q_root=root)
+        assert all(isinstance(tensor, torch.Tensor) for tensor in got)
+        np.testing.assert_array_equal(got[0].numpy(), wanted[0])
+    with treeattn.Decoder(comm, heads=4, kv_heads=2, head_dim=64, dtype="float32") as decoder:
+        out, _ = decoder(*tensors)
+        assert out.data_ptr() == decoder.out.ctypes.data
+        np.testing.assert_array_equal(out.numpy(), wanted[0])

@@ -258,7 +258,7 @@ def test_more_tokens_than_a_period_and_fewer_than_ranks(comm):
 def test_ranks_of_one_machine_share_its_memory(comm, monkeypatch):
     """Room for the inputs of one rank alone: enough where each has a machine, not where all share one."""
     key = key_of(comm, "binary_tree")
-    monkeypatch.setattr(problems, "_free_memory", lambda: problems._input_bytes(comm, key))
+    monkeypatch.setattr(problems.environment, "free_memory", lambda: problems._input_bytes(comm, key))
     problems.check_room(comm, key, range(comm.size))
     if comm.size > 1:
         with pytest.raises(ArgumentError, match=f"inputs of {comm.size} ranks take .* their machine has"):

@@ -8,12 +8,10 @@ from treeattn.errors import TreeattnError
 from treeattn.study import environment as facts
 from treeattn.study.compare.clock import Clock
 from treeattn.study.compare.measure import Effort
-from treeattn.study.paper import measured
-from treeattn.study.paper.bandwidth import Bandwidth, BandwidthSetting, ping_pong
-from treeattn.study.paper.latency import Latency, LatencySetting
-from treeattn.study.paper.memory import Memory, MemorySetting
-from treeattn.study.paper.steps import Steps, StepsSetting, certified
-from treeattn.study.paper.volume import SCHEMES, Volume, VolumeSetting
+from treeattn.study.paper import EXPERIMENTS, measured
+from treeattn.study.paper.bandwidth import ping_pong
+from treeattn.study.paper.steps import certified
+from treeattn.study.paper.volume import SCHEMES
 
 pytestmark = pytest.mark.mpi
 
@@ -30,8 +28,8 @@ def rows_of(comm, tables, index=0):
 
 
 def test_latency(comm):
-    small = LatencySetting((10, 40), (2, 3), 4, 16, "bfloat16")
-    rows = rows_of(comm, Latency(small=small, effort=EFFORT).measure(comm))
+    small = {"tokens": (10, 40), "ranks": (2, 3), "heads": 4, "head_dim": 16, "effort": EFFORT}
+    rows = rows_of(comm, EXPERIMENTS["latency"].measure(comm, **small))
     if rows is None:
         return
     sizes = [ranks for ranks in (2, 3) if ranks <= comm.size]
@@ -42,8 +40,8 @@ def test_latency(comm):
 
 def test_memory_is_what_our_buffers_add_up_to(comm):
     """But for Python's objects and a workspace, which do not grow with the tokens."""
-    small = MemorySetting(2048, (2, 4), (4,), 16)
-    tables = Memory(small=small, effort=EFFORT).measure(comm)
+    small = {"shard": 2048, "ranks": (2, 4), "heads": (4,), "head_dim": 16, "effort": EFFORT}
+    tables = EXPERIMENTS["memory"].measure(comm, **small)
     rows = rows_of(comm, tables)
     if rows is None:
         return
@@ -57,7 +55,8 @@ def test_memory_is_what_our_buffers_add_up_to(comm):
 
 
 def test_volume_is_the_law_s(comm):
-    rows = rows_of(comm, Volume(small=VolumeSetting(24, (2, 4), 8, 16), effort=EFFORT).measure(comm))
+    small = {"tokens": 24, "ranks": (2, 4), "heads": 8, "head_dim": 16, "effort": EFFORT}
+    rows = rows_of(comm, EXPERIMENTS["volume"].measure(comm, **small))
     if rows is None:
         return
     for row in rows:
@@ -68,7 +67,8 @@ def test_volume_is_the_law_s(comm):
 
 def test_steps_are_those_that_were_proved(comm):
     schemes = ("k_nomial_tree", "recursive_doubling", "chain")
-    rows = rows_of(comm, Steps(small=StepsSetting((2, 3), schemes, 4, 16), effort=EFFORT).measure(comm))
+    small = {"ranks": (2, 3), "schemes": schemes, "heads": 4, "head_dim": 16, "effort": EFFORT}
+    rows = rows_of(comm, EXPERIMENTS["steps"].measure(comm, **small))
     if rows is None:
         return
     for row in rows:
@@ -77,8 +77,7 @@ def test_steps_are_those_that_were_proved(comm):
 
 
 def test_bandwidth(comm):
-    small = BandwidthSetting((1, 1000), volume=1000, fewest=2, most=4)
-    tables = Bandwidth(small=small).measure(comm)
+    tables = EXPERIMENTS["bandwidth"].measure(comm, sizes=(1, 1000), volume=1000, fewest=2, most=4)
     rows = rows_of(comm, tables)
     if rows is None:
         return
@@ -96,7 +95,7 @@ def test_any_pair_may_play(comm):
 
 
 def test_a_scheme_that_cannot_run_is_an_error_on_every_rank(comm):
-    key = measured.decode_key("hierarchical:nodes=5+5", comm.size, 10, 4, 16, "float32")
+    key = measured.decode_key("hierarchical:nodes=5+5", comm.size, 10, 4, 16)
     with pytest.raises(TreeattnError, match="10 ranks"):
         measured.run(comm, [key], EFFORT)
 
@@ -106,7 +105,7 @@ def test_a_wrong_result_is_not_shown(comm, monkeypatch):
 
     exact = problems._judged
     monkeypatch.setattr(problems, "_judged", lambda partials: (exact(partials)[0], (0.0, 0.0)))
-    key = measured.decode_key("chain", comm.size, 100, 4, 16, "bfloat16")
+    key = measured.decode_key("chain", comm.size, 100, 4, 16)
     with pytest.raises(TreeattnError, match="chain on .* ranks: error"):
         measured.run(comm, [key], EFFORT)
 

@@ -34,6 +34,15 @@ def test_python_blocks_run_in_order(page, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "py")], ids=lambda page: page.name)
+def test_python_blocks_that_need_torch(page):
+    """They stand as `py`, after the others."""
+    pytest.importorskip("torch", reason="torch is not installed (the extra `oracle`)")
+    namespace: dict = {}
+    for block in (*blocks(page, "python"), *blocks(page, "py")):
+        exec(compile(block, str(page), "exec"), namespace)
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "console")], ids=lambda page: page.name)
 def test_console_blocks_print_what_they_show(page):
     for block in blocks(page, "console"):
@@ -88,6 +97,30 @@ def test_pictures_are_current(tmp_path):
         [sys.executable, "-m", "treeattn", *command, "--out", target], cwd=ROOT, check=True, timeout=60
     )
     assert target.read_text() == (ROOT / "docs/images/hierarchical.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("results", "figure", "picture"),
+    [
+        ("tests/data/compare.jsonl", "time-decode", "time-decode"),
+        ("docs/results/cluster_block.jsonl", "time-reduce", "cluster-time-block"),
+        ("docs/results/cluster_cyclic.jsonl", "time-reduce", "cluster-time-cyclic"),
+        ("docs/results/cluster_cyclic.jsonl", "traffic-reduce", "cluster-traffic-cyclic"),
+    ],
+)
+def test_figures_are_those_of_the_results(results, figure, picture, tmp_path):
+    """Words, numbers and marks: the rest may differ between versions of matplotlib."""
+    command = ["plot", ROOT / results, "--figures", figure.partition("-")[0], "--format", "svg"]
+    subprocess.run(
+        [sys.executable, "-m", "treeattn", *command, "--out", tmp_path], cwd=ROOT, check=True, timeout=60
+    )
+    drawn, kept = (tmp_path / f"{figure}.svg").read_text(), (ROOT / f"docs/images/{picture}.svg").read_text()
+    written = re.findall(r"<!-- (.*?) -->", kept)  # what the outlines of letters say
+    assert len(written) > 10
+    assert re.findall(r"<!-- (.*?) -->", drawn) == written
+    colours = re.findall(r"fill: (#\w+); stroke: #\w+", kept)
+    assert len(colours) > 5
+    assert re.findall(r"fill: (#\w+); stroke: #\w+", drawn) == colours
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import configparser
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +55,14 @@ def test_collectives_has_one_name_only():
 
 def test_kernels_stays_free_for_others():
     assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_the_tests_need_the_pytest_whose_warnings_they_name():
+    config = configparser.ConfigParser(interpolation=None)
+    config.read(ROOT / "setup.cfg")
+    (needed,) = re.findall(r"^pytest>=(\d+)$", config["options.extras_require"]["test"], re.MULTILINE)
+    named = re.findall(r"pytest\.PytestRemovedIn(\d+)Warning", config["tool:pytest"]["filterwarnings"])
+    assert all(int(needed) >= int(release) - 1 for release in named)
 
 
 @pytest.mark.parametrize("module", ["mpi4py.MPI", "cupy", "torch", "matplotlib"])

@@ -149,13 +149,10 @@ def dtype_name(array: Any, dtype: str | None = None) -> str:
 
 
 def as_tensor(name: str, array: Any, dtype: str | None = None) -> Any:
-    """`array` as a 4-dimensional NumPy array whose dtype is one of `DTYPES`, without copying.
+    """A NumPy array with four axes whose dtype is one of `DTYPES`, without copying.
 
-    Raises `ArgumentError` for arrays of another library, dtype or number of axes.
+    Raises `ArgumentError` for another dtype or number of axes.
     """
-    if not isinstance(array, np.ndarray):
-        kind = f"{type(array).__module__}.{type(array).__name__}"
-        raise ArgumentError(f"{name} is a {kind}: device='cpu' takes NumPy arrays")
     if dtype_name(array, dtype) == "bfloat16" and array.dtype == np.uint16:
         array = array.view(ml_dtypes.bfloat16)
     check_axes(name, array)

@@ -26,7 +26,10 @@ __all__ = ["main"]
 INTERRUPTED = 130  # as shells count: 128 + SIGINT
 
 # command -> the module below this package that holds it, loaded only when it is used
-_COMMANDS = ("decode", "compare", "plot", "paper", "schemes", "schedule", "roofline", "doctor")
+_COMMANDS = (
+    *("decode", "compare", "plot", "paper", "schemes", "schedule"),
+    *("roofline", "check-partials", "doctor"),
+)
 
 
 class _Commands(click.Group):
@@ -36,7 +39,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in _COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"treeattn.cli.{name}").command
+        command: click.Command = importlib.import_module(f"treeattn.cli.{name.replace('-', '_')}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -31,7 +31,6 @@ from treeattn.cli.console import (
 )
 from treeattn.cli.problem import Judge, Problem
 from treeattn.collectives.reducer import Sent
-from treeattn.collectives.traffic import messages
 from treeattn.decoder import Decoder
 from treeattn.decoder import device as devices
 from treeattn.decoder import plan as routes
@@ -196,32 +195,17 @@ def _timed_step(world: Any, decoder: Decoder, device: Device, inputs: tuple[Any,
 
 
 def _wire(world: Any, decoder: Decoder) -> dict[str, Any]:
-    """What is sent in one step, all ranks together; unknown where a library decides. Collective."""
-    schedule, certificate = decoder.schedule, decoder.certificate
-    if schedule is None or certificate is None:
-        unknown = dict.fromkeys(("rounds", "depth", "messages", "bytes"))
-        return {"determinism": "measured", **unknown, **_counted(world, decoder)}
-    width = decoder.records.shape[-1]
-    group = decoder.shape.batch * decoder.shape.queries
-    sent = list(messages(schedule, decoder.records.size // width, group))
-    return {
-        "determinism": certificate.determinism,
-        "rounds": certificate.rounds,
-        "depth": certificate.depth,
-        "messages": len(sent),
-        "bytes": sum(message.records for message in sent) * width * decoder.records.itemsize,
-    }
-
-
-def _counted(world: Any, decoder: Decoder) -> dict[str, int]:
-    """What a baseline counted; "payload" was handed to a library, which may send it more than once."""
-    everyone = world.allgather(decoder.sent)
+    """What is sent in one step, all ranks together; a library decides that, and the "payload" is what it was
+    given. Collective."""
+    proof, everyone = decoder.certificate, world.allgather(decoder.sent)
+    facts = {name: getattr(proof, name, None) for name in ("rounds", "depth", "messages", "bytes")}
+    facts["determinism"] = "measured" if proof is None else proof.determinism
     if everyone[0] is None:
-        return {}
+        return facts
     if isinstance(everyone[0], Sent):
-        return {"payload": sum(sent.bytes for sent in everyone)}
+        return facts | {"payload": sum(sent.bytes for sent in everyone)}
     sizes = [size for sent in everyone for _, size in sent]
-    return {"messages": len(sizes), "bytes": sum(sizes)}
+    return facts | {"messages": len(sizes), "bytes": sum(sizes)}
 
 
 def _outputs(world: Any, inputs: list[Path | None], paths: list[Path | None]) -> list[Any]:

@@ -18,7 +18,7 @@ from treeattn import files
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.study import environment
 from treeattn.study.compare.clock import Clock
-from treeattn.study.paper import EXPERIMENTS, Experiment, Table, shown
+from treeattn.study.paper import EXPERIMENTS, NO_SIMULATOR, Table, shown
 
 __all__ = ["command"]
 
@@ -36,14 +36,16 @@ def command(
     """Print the paper's experiments: ours, the paper's number and the model side by side (default: all).
 
     Small settings run for real on up to 4 ranks (mpiexec -n 4 treeattn paper), large ones are the model's.
-    Where a number of the paper is not explained, it says so.
+    What the numbers mean, and which of the paper's are not explained, stands in docs/paper.md.
     """
     if listing:
+        if experiments or ranks_free or json_path:
+            raise ArgumentError("--list only names the experiments: leave out what stands beside it")
         return _list()
     if ranks_free:
         write = files.output_writer(json_path)
         chosen = _chosen(experiments)
-        _finish(write, None, chosen, {experiment.name: [] for experiment in chosen})
+        _finish(write, None, chosen, {name: [] for name in chosen})
         return 0
     return _run(experiments, json_path)
 
@@ -55,11 +57,11 @@ def _list() -> int:
     return 0
 
 
-def _chosen(names: Sequence[str]) -> list[Experiment]:
+def _chosen(names: Sequence[str]) -> list[str]:
     for name in names:
         if name not in EXPERIMENTS:
             raise ArgumentError(f"experiment {name!r} is unknown: choose from {', '.join(EXPERIMENTS)}")
-    return [experiment for name, experiment in EXPERIMENTS.items() if not names or name in names]
+    return [name for name in EXPERIMENTS if not names or name in names]
 
 
 def _run(names: Sequence[str], json_path: Path | None) -> int:
@@ -73,57 +75,45 @@ def _run(names: Sequence[str], json_path: Path | None) -> int:
     comm_.agree(world, {"the command line": (names, str(json_path))}, error)
     run = environment.job(Clock(world), {"experiments": list(names)})
     found: dict[str, list[Table]] = {}
-    for experiment in chosen:
+    for name in chosen:
         if world.rank == 0 and sys.stderr.isatty():
-            click.echo(f"running: {experiment.title}", err=True)
-        found[experiment.name] = experiment.measure(world)
+            click.echo(f"running: {EXPERIMENTS[name].title}", err=True)
+        found[name] = EXPERIMENTS[name].measure(world, **EXPERIMENTS[name].small or {})
     if world.rank == 0:
         _finish(write, run, chosen, found)
     return 0
 
 
-def _finish(write: Any, run: Any, chosen: Sequence[Experiment], measured: dict[str, list[Table]]) -> None:
+def _finish(write: Any, run: Any, chosen: Sequence[str], measured: dict[str, list[Table]]) -> None:
     """Write and print everything."""
-    models = {experiment.name: experiment.model() for experiment in chosen}
-    facts = [_facts(experiment, models[experiment.name], measured[experiment.name]) for experiment in chosen]
+    models = {name: EXPERIMENTS[name].model(**EXPERIMENTS[name].paper) for name in chosen}
+    facts = [_facts(name, models[name], measured[name]) for name in chosen]
     write(environment.as_json({"run": run, "experiments": facts}))
     console = Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False)
-    for experiment in chosen:
-        _show(console, experiment, models[experiment.name], measured[experiment.name], run)
+    for name in chosen:
+        experiment = EXPERIMENTS[name]
+        console.print(f"{os.linesep}{name}: {experiment.title}", style="bold")
+        console.print(f"in the paper: {experiment.where}")
+        for table in (*models[name], *measured[name]):
+            console.print(_drawn(table))
+        if not measured[name] and experiment.small is not None:
+            console.print(_why_nothing(run))
+        console.print(f"the paper's setting on a simulated cluster: {NO_SIMULATOR}")
+    console.print(f"{os.linesep}what these numbers assume, and what is not explained: docs/paper.md")
     if run is not None and run["warning"]:
         console.print(f"note: {run['warning']}", style="yellow")
 
 
-def _facts(experiment: Experiment, model: Sequence[Table], here: Sequence[Table]) -> dict[str, Any]:
+def _facts(name: str, model: Sequence[Table], here: Sequence[Table]) -> dict[str, Any]:
+    facts = asdict(EXPERIMENTS[name])
+    del facts["measure"]
     return {
-        "name": experiment.name,
-        "title": experiment.title,
-        "where": experiment.where,
-        "claims": [asdict(claim) for claim in experiment.claims],
-        **asdict(experiment),
+        "name": name,
+        **facts,
+        "predictions": NO_SIMULATOR,
         "model": [asdict(table) for table in model],
         "measured": [asdict(table) for table in here],
-        "assumptions": experiment.assumptions,
-        "differences": experiment.differences,
     }
-
-
-def _show(
-    console: Console, experiment: Experiment, model: Sequence[Table], here: Sequence[Table], run: Any
-) -> None:
-    console.print(f"{os.linesep}{experiment.name}: {experiment.title}", style="bold")
-    console.print(f"in the paper: {experiment.where}")
-    for claim in experiment.claims:
-        says = f"{claim.says} {claim.unit}".rstrip()
-        console.print(f"the paper says: {claim.what}: {says} ({claim.where})")
-    for table in (*model, *here):
-        console.print(_drawn(table))
-    if not here and experiment.small is not None:
-        console.print(_why_nothing(run))
-    console.print(f"the paper's setting on a simulated cluster: {experiment.predictions}")
-    for heading, notes in (("assumed", experiment.assumptions), ("note", experiment.differences)):
-        for text in notes:
-            console.print(f"{heading}: {text}")
 
 
 def _drawn(table: Table) -> RichTable:

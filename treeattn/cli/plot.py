@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -12,16 +13,14 @@ from treeattn import files
 from treeattn.errors import ArgumentError, BackendError
 from treeattn.study import environment, plot
 from treeattn.study.figures import draw
-from treeattn.study.figures.cases import Study
-from treeattn.study.figures.chart import Chart, Rows
-from treeattn.study.figures.style import styles
+from treeattn.study.figures.chart import Chart
 
 __all__ = ["command"]
 
 
 @click.command("plot")
 @click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), default=Path("figures"), show_default=True,
+@click.option("--out", default="figures", show_default=True, metavar="FOLDER",
               help="The folder for the figures; made if its parent is there.")  # fmt: skip
 @click.option("--format", "forms", default=",".join(draw.FORMATS), show_default=True, metavar="F[,F]")
 @click.option("--figures", default="all", show_default=True, metavar="F[,F..]|all",
@@ -33,7 +32,7 @@ __all__ = ["command"]
 )
 def command(
     results: tuple[Path, ...],
-    out: Path,
+    out: str,
     forms: str,
     figures: str,
     baseline: str | None,
@@ -45,12 +44,14 @@ def command(
     that was asked for by name is not in these results; the rest is drawn.
     """
     os.environ["MPLBACKEND"] = "agg"  # no screen is used, and a name unknown to matplotlib would stop it
-    names, formats = plot.choose_figures(figures), _formats(forms)
-    why = draw.problem()
-    if why is not None:
+    names = plot.choose("--figures", figures, ("all", *plot.FIGURES))
+    names = tuple(plot.FIGURES) if "all" in names else names
+    formats = plot.choose("--format", forms, draw.FORMATS)
+    if why := draw.problem():
         raise BackendError(why)
+    if not out:
+        raise ArgumentError("--out is empty: name a folder for the figures")
     write_json = files.output_writer(json_path)
-    files.check_distinct([json_path], list(results))
     study, problems = plot.read(results)
     study.baseline = plot.choose_baseline(study, baseline)
     for problem in problems:
@@ -60,32 +61,27 @@ def command(
     if len(missing) == len(names):
         reasons = "; ".join(f"{name}: {plot.FIGURES[name].needs}" for name in missing)
         raise ArgumentError(f"nothing to plot in {', '.join(map(str, results))} ({reasons})")
-    _write(out, [chart for name in names for chart in charts[name]], study, formats)
-    write_json(environment.as_json([asdict(chart) for name in names for chart in charts[name]]))
+    every = [chart for name in names for chart in charts[name]]
+    targets = {form: [Path(out, f"{chart.name}.{form}") for chart in every] for form in formats}
+    files.check_distinct([json_path, *itertools.chain(*targets.values())], list(results))
+    _write(out, every, targets)
+    write_json(environment.as_json([asdict(chart) for chart in every]))
+    for name in names:
+        for line in plot.FIGURES[name].left_out(study):
+            click.echo(f"{name} leaves out {line}", err=True)
     for name in missing:
         click.echo(f"left out {name}: {plot.FIGURES[name].needs}", err=figures != "all")
     return 1 if problems or (missing and figures != "all") else 0
 
 
-def _formats(text: str) -> tuple[str, ...]:
-    forms = tuple(dict.fromkeys(form.strip() for form in text.split(",")))
-    for form in forms:
-        if form not in draw.FORMATS:
-            raise ArgumentError(f"--format {form!r} is unknown: choose from {', '.join(draw.FORMATS)}")
-    return forms
-
-
-def _write(out: Path, charts: list[Chart], study: Study, formats: tuple[str, ...]) -> None:
+def _write(out: str, charts: list[Chart], targets: dict[str, list[Path]]) -> None:
+    """targets: format -> the file of each chart."""
     try:
-        out.mkdir(exist_ok=True)
+        Path(out).mkdir(exist_ok=True)
     except OSError as error:
         raise ArgumentError(f"--out {out}: no folder can be made there ({error.strerror})") from None
-    others = [name for chart in charts if isinstance(chart, Rows) for name in chart.styles]
-    chosen = styles([*study.schemes(), *others])
-    names = [f"{chart.name}.{form}" for chart in charts for form in formats]
-    writers = {name: files.output_writer(out / name) for name in names}
-    for chart in charts:
-        for form, content in draw.render(chart, chosen, formats).items():
-            name = f"{chart.name}.{form}"
-            writers[name](content)
-            click.echo(str(out / name))
+    writers = [{form: files.output_writer(targets[form][i]) for form in targets} for i in range(len(charts))]
+    for place, chart in enumerate(charts):
+        for form, content in draw.render(chart, tuple(targets)).items():
+            writers[place][form](content)
+            click.echo(str(targets[form][place]))

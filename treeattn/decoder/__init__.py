@@ -1,10 +1,12 @@
 """The verbs: local partial -> reduce over ranks -> finish.
 
-`decode` is the verb once, `Decoder` the planned one for a loop. `plan` turns the name of a scheme into what a
-step runs, `device` is where it computes, `transport` how its records travel.
+`decode` is the verb once, `Decoder` the planned one for a loop; `merge` and `Merger` begin after the first
+arrow, with partial results that other kernels made. `plan` turns the name of a scheme into what a step runs,
+`device` is where it computes, `transport` how its records travel.
 """
 
 from treeattn.decoder.decode import decode, schemes
 from treeattn.decoder.decoder import CapturedStep, Decoder
+from treeattn.decoder.merge import Merger, merge
 
-__all__ = ["CapturedStep", "Decoder", "decode", "schemes"]
+__all__ = ["CapturedStep", "Decoder", "Merger", "decode", "merge", "schemes"]

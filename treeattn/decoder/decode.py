@@ -9,11 +9,13 @@ chosen schedule, and every rank divides. Exact whatever the schedule, the shardi
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from treeattn import comm as comm_
+from treeattn.attention import arrays
 from treeattn.attention.shape import DTYPES, Shape, dtype_name
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import device as devices
@@ -42,7 +44,7 @@ def decode(
     scheme: str | Schedule = "hierarchical",
     scale: float | None = None,
     lengths: Any = None,
-    device: str = "cpu",
+    device: str | None = None,
     transport: str | None = None,
     output: str = "replicated",
     dtype: str | None = None,
@@ -52,18 +54,20 @@ def decode(
 
     q: [batch, queries, heads, head_dim], the same on every rank (or only on rank `q_root`, which then
     broadcasts it; the others may pass None). k, v: [batch, tokens, kv_heads, head_dim], this rank's shard;
-    tokens may be 0 and may differ between ranks. float32, float16, bfloat16 (ml_dtypes, or uint16 with
+    tokens may be 0 and may differ between ranks. Arrays of any library with DLPack or the array interface
+    (NumPy, CuPy, torch, JAX), read where they lie; float32, float16, bfloat16 (or its bits: uint16 with
     ``dtype="bfloat16"``) or float64. lengths: valid tokens [batch] of this shard, default all.
     scale: default 1 / sqrt(head_dim). comm: default COMM_WORLD. scheme: a name with its parameters, or a
     `treeattn.collectives.Schedule` of one's own, the same on every rank.
 
-    device: ``"cpu"`` takes and returns NumPy arrays, ``"cuda"`` CuPy arrays of the current GPU (no float64).
+    device: ``"cpu"`` or ``"cuda"``, the GPU that is CuPy's current one (no float64); None is where q lies.
     transport: how records travel: ``"mpi"`` from the host; from GPUs ``"nccl"``, ``"cuda-mpi"`` or ``"host"``
     (see `treeattn.decoder.transport`). None is the only sensible one, or an error that lists the choices.
 
     Returns ``out`` like q and the natural-log ``lse`` [batch, heads, queries], float32 (float64 for
-    float64 inputs). Every rank gets the same bits: proved of schedules, but not of a library's reduction nor
-    of a baseline, where it can only be measured. A query without any key gives out 0 and lse -inf.
+    float64 inputs), in the container of q (of k, where q is broadcast). Every rank gets the same bits: proved
+    of schedules, but not of a library's reduction nor of a baseline, where it can only be measured. A query
+    without any key gives out 0 and lse -inf.
     With ``output="heads"`` (schemes ``head_scatter``, ``head_all_to_all``) each rank gets its slice of the
     heads only: rank r of p heads r*heads//p up to (r+1)*heads//p.
 
@@ -72,27 +76,35 @@ def decode(
     `RestrictionError`, `BackendError` or `TransportError`.
     """
     comm = comm_.intracomm(comm)
+    name, like = ("q", q) if q_root is None else ("k", k)
+
+    def place() -> Device:
+        return devices.find(arrays.device_of(name, like) if device is None else device)
+
     if q_root is not None:
-        q = _broadcast_query(comm, device, q, dtype, q_root)
+        q = _broadcast_query(comm, place, q, dtype, q_root)
     step: tuple[Any, ...] = ()
 
     def ask() -> Request:
         nonlocal step
-        where = devices.find(device)
+        where = place()
         ours = where.tensor("k", k, dtype), where.tensor("v", v, dtype)
         query = where.tensor("q", q, dtype) if q_root is None else where.from_host(q)
-        name = dtype_name(query, "bfloat16" if query.dtype == np.uint16 else None)
-        shape = Shape(query.shape[0], query.shape[1], query.shape[2], ours[0].shape[2], query.shape[3], name)
+        elements = dtype_name(query, "bfloat16" if query.dtype == np.uint16 else None)
+        batch, queries, heads, head_dim = query.shape
+        shape = Shape(batch, queries, heads, ours[0].shape[2], head_dim, elements)
         shape.check_query(query)
         shape.check_cache(*ours)
         step = query, *ours, where.lengths(shape, lengths, ours[0].shape[1])
         return Request(shape, select(scheme), scale, where, transport, output, q_root)
 
     with Decoder.of(comm, plan(comm, ask)) as decoder:
-        return decoder(*step)
+        return arrays.give(decoder(*step), like)
 
 
-def _broadcast_query(comm: Intracomm, device: str, q: Any, dtype: str | None, q_root: Any) -> Any:
+def _broadcast_query(
+    comm: Intracomm, place: Callable[[], Device], q: Any, dtype: str | None, q_root: Any
+) -> Any:
     """The query of rank `q_root` as a NumPy array, on every rank; its problems too.
 
     Which rank that is must be agreed before anything is broadcast.
@@ -102,7 +114,7 @@ def _broadcast_query(comm: Intracomm, device: str, q: Any, dtype: str | None, q_
         root = _checked_root(q_root, comm.size)
         agreed.equal = {"q_root": root}
         if comm.rank == root:
-            host = _on_host(devices.find(device), q, dtype)
+            host = _on_host(place(), q, dtype)
             agreed.told = host.shape, host.dtype.name
     shape, name = agreed.everywhere[root]
     if comm.rank != root:

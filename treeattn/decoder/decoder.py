@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from treeattn import comm as comm_
+from treeattn.attention import arrays
 from treeattn.attention.shape import Shape
 from treeattn.collectives.captured import Captured
 from treeattn.collectives.reducer import Sent
@@ -25,7 +27,8 @@ class Decoder:
     Arguments as for `decode`; shapes and dtype are fixed here (the dtype is bfloat16 unless another is
     named), the shard's tokens may change with every call (a growing cache is passed as a longer array, or as
     the same array with larger `lengths`). A call returns (out, lse) in the decoder's own buffers, which hold
-    until its next call.
+    until its next call; in the container of q, and where that cannot share memory that changes (JAX), as
+    copies. `device` has to be said: here nothing is known of q.
 
     `schedule` and `certificate` tell what was planned (None where no schedule is run), `transport` how its
     records travel; `heads` is the slice of query heads that out and lse cover, all of them unless
@@ -71,6 +74,7 @@ class Decoder:
         self.certificate = planned.reducer.certificate
         self.records, self.heads = planned.buffers.records, planned.buffers.heads
         self.out, self.lse = planned.buffers.out, planned.buffers.lse
+        self._containers = arrays.Containers(request.device.view, (self.out, self.lse))
         self._comm, self._device = comm, request.device
         self._attention, self._reducer, self._finish = planned.attention, planned.reducer, planned.finish
         self._sliced = planned.buffers.sliced
@@ -88,6 +92,7 @@ class Decoder:
 
     def local(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
         """This rank's partials, from its own tokens, into the records buffer."""
+        q, k, v = self._containers.take(q, k, v)
         self._attention(q, k, v, self._device.admit(self.shape, q, k, v, lengths))
 
     def reduce(self) -> None:
@@ -100,9 +105,9 @@ class Decoder:
         self._buffers.from_wire()
 
     def finish(self) -> tuple[Any, Any]:
-        """(out, lse) from the folded records."""
+        """(out, lse) from the folded records, in the container of the q that `local` was given."""
         self._finish()
-        return self.out, self.lse
+        return self._containers.give()
 
     @property
     def sent(self) -> list[tuple[int, int]] | Sent | None:
@@ -133,12 +138,17 @@ class Decoder:
                 "a captured step needs transport='nccl', or one rank without a transport"
             )
 
-        def check() -> None:
-            if lengths is not self._device.admit(self.shape, q, k, v, lengths):
-                raise ArgumentError("lengths of a captured step must be an int64 device array")
+        containers = arrays.Containers(self._device.view, (self.out, self.lse))
 
-        comm_.together(self._comm, check)
-        step = CapturedStep(self, Captured(stream, lambda: self(q, k, v, lengths)))
+        def taken() -> tuple[Any, ...]:
+            queries, keys, values = views = containers.take(q, k, v)
+            if lengths is not self._device.admit(self.shape, queries, keys, values, lengths):
+                raise ArgumentError("lengths of a captured step must be an int64 device array")
+            return views
+
+        queries, keys, values = comm_.together(self._comm, taken)
+        captured = Captured(stream, lambda: self(queries, keys, values, lengths))
+        step = CapturedStep(captured, containers.give, (self, q, k, v))
         self._captured.append(step)
         return step
 
@@ -161,22 +171,24 @@ class Decoder:
 
 
 class CapturedStep:
-    """What `Decoder.capture` makes. It keeps the decoder, whose memory the graph works on."""
+    """What `Decoder.capture` makes."""
 
-    def __init__(self, decoder: Decoder, captured: Captured) -> None:
-        self._decoder: Decoder | None = decoder
-        self._captured = captured
+    def __init__(
+        self, captured: Captured, give: Callable[[], tuple[Any, Any]], owners: tuple[Any, ...]
+    ) -> None:
+        self._captured, self._give = captured, give
+        self._owners = owners  # of the memory that the graph works on: it knows addresses only
         captured()
         captured.record()
 
     def __call__(self) -> tuple[Any, Any]:
         """One launch: (out, lse), valid until the decoder's next step."""
-        if self._decoder is None:
+        if not self._owners:
             raise ArgumentError("the decoder of this captured step is closed")
         self._captured()
-        return self._decoder.out, self._decoder.lse
+        return self._give()
 
     def drop(self) -> None:
         """Give the graph back."""
         self._captured.drop()
-        self._decoder = None
+        self._owners = ()

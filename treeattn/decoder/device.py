@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
+from treeattn.attention import arrays
 from treeattn.attention.shape import Shape, as_tensor, check_axes, dtype_name
 from treeattn.backends import cpu, cuda
 from treeattn.collectives.memory import HOST, Memory, Stream
@@ -48,9 +49,13 @@ class Device(Protocol):
     def rounds_weights(self, shape: Shape) -> bool:
         """Whether softmax weights may be rounded to 16 bits: then |out - exact| can reach 4e-3 * max|v|."""
 
+    def view(self, name: str, array: Any) -> Any:
+        """An array of any library that lies on this device as one of this device, not copied.
+        Raises `ArgumentError`."""
+
     def tensor(self, name: str, array: Any, dtype: str | None) -> Any:
-        """`array` if it is one of this device with four axes and a dtype that is served, perhaps viewed
-        as another dtype. Raises `ArgumentError`."""
+        """The `view` if it has four axes and a dtype that is served, perhaps viewed as another dtype.
+        Raises `ArgumentError`."""
 
     def admit(self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any) -> Any:
         """Check the arrays of a step; the lengths as attention takes them. Raises `ArgumentError`."""
@@ -70,7 +75,13 @@ class Device(Protocol):
     def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:
         """Writes out and lse from the folded records."""
 
-    def merge_operator(self, shape: Shape) -> Any:
+    def pack(self, records: Any, factor: float) -> Callable[[Any, Any], object]:
+        """Called with out and lse: writes records of them, lse times `factor`."""
+
+    def scale(self, lse: Any, factor: float) -> Callable[[], object]:
+        """Multiplies lse by `factor`, in place."""
+
+    def merge_operator(self, head_dim: int, dtype: Any) -> Any:
         """How the records merge: a `treeattn.collectives.operator.Operator`."""
 
 
@@ -102,9 +113,13 @@ class Cpu:
         """Never."""
         return False
 
+    def view(self, name: str, array: Any) -> Any:
+        """A NumPy array."""
+        return arrays.on_host(name, array)
+
     def tensor(self, name: str, array: Any, dtype: str | None) -> Any:
         """A NumPy array; uint16 becomes bfloat16 if `dtype` says so."""
-        return as_tensor(name, array, dtype)
+        return as_tensor(name, self.view(name, array), dtype)
 
     def admit(self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any) -> Any:
         """A few comparisons; attention checks shape and range of the lengths itself."""
@@ -137,9 +152,17 @@ class Cpu:
         """The compiled kernel, or NumPy."""
         return cpu.planned_finish(records, out, lse)
 
-    def merge_operator(self, shape: Shape) -> cpu.MergeOperator:
+    def pack(self, records: Any, factor: float) -> Callable[[Any, Any], object]:
+        """NumPy."""
+        return cpu.planned_pack(records, factor)
+
+    def scale(self, lse: Any, factor: float) -> Callable[[], object]:
+        """NumPy."""
+        return cpu.planned_scale(lse, factor)
+
+    def merge_operator(self, head_dim: int, dtype: Any) -> cpu.MergeOperator:
         """The compiled merge, or NumPy's: the same bits."""
-        return cpu.MergeOperator(shape.head_dim, shape.record_dtype)
+        return cpu.MergeOperator(head_dim, dtype)
 
 
 class Cuda:
@@ -188,8 +211,13 @@ class Cuda:
         wide = shape.dtype == "float32" or rows < cuda.TENSOR_CORES_FROM_ROWS
         return self._tensor_cores and not wide
 
+    def view(self, name: str, array: Any) -> Any:
+        """A CuPy array."""
+        return arrays.on_gpu(name, array, self.runtime)
+
     def tensor(self, name: str, array: Any, dtype: str | None) -> Any:
         """A device array as it is: the bits of bfloat16 stay uint16."""
+        array = self.view(name, array)
         self.runtime.check(name, array)
         dtype_name(array, dtype)
         check_axes(name, array)
@@ -212,6 +240,8 @@ class Cuda:
         time; those of the device are used as they are, unread: kernels clamp them."""
         if lengths is None:
             return None
+        if not self.runtime.holds(lengths) and hasattr(lengths, "__cuda_array_interface__"):
+            lengths = self.view("lengths", lengths)
         if self.runtime.holds(lengths):
             if lengths.dtype != np.int64 or lengths.shape != (shape.batch,):
                 got = f"{lengths.dtype} {list(lengths.shape)}"
@@ -256,6 +286,14 @@ class Cuda:
         """One launch."""
         return cuda.planned_finish(records, out, lse, runtime=self.runtime)
 
-    def merge_operator(self, shape: Shape) -> cuda.MergeOperator:
+    def pack(self, records: Any, factor: float) -> Callable[[Any, Any], object]:
+        """One launch."""
+        return cuda.planned_pack(records, factor, runtime=self.runtime)
+
+    def scale(self, lse: Any, factor: float) -> Callable[[], object]:
+        """One launch."""
+        return cuda.planned_scale(lse, factor, runtime=self.runtime)
+
+    def merge_operator(self, head_dim: int, dtype: Any) -> cuda.MergeOperator:
         """One launch for any number of records."""
-        return cuda.MergeOperator(shape.head_dim, shape.record_dtype, runtime=self.runtime)
+        return cuda.MergeOperator(head_dim, dtype, runtime=self.runtime)

@@ -67,7 +67,7 @@ class Request:
 
     @property
     def logit_scale(self) -> float:
-        """`scale`, or the default. Raises `ArgumentError` unless it is finite in the type of the records."""
+        """`scale`, or the default. Raises `ArgumentError` unless the records' type can hold it."""
         if self.scale is None:
             return self.shape.default_scale()
         try:
@@ -150,7 +150,7 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
     _check_output(row, request.output)
     rounds = schedule(request.scheme, comm)
     chosen = transports.choose(device.name, request.transport, row, comm.size)
-    operator = device.merge_operator(shape)
+    operator = device.merge_operator(shape.head_dim, shape.record_dtype)
     reduction = Reduction(comm, operator, buffers.wire, buffers.group, device.memory)
     reducer: Any
     if row.fused:
@@ -168,13 +168,9 @@ def plan_reducer(
 ) -> Reducer:
     """The reducer of records that somebody else made: `buffer` [.., operator.width]. Collective.
 
-    Raises `RestrictionError` for a scheme that attends by itself or leaves its result scattered.
+    scheme: not one that is fused.
     """
-    row = scheme.row
-    if row.fused:
-        raise RestrictionError(f"{row.name} attends while it communicates: it merges nothing by itself")
-    _check_output(row, "replicated")
-    chosen = transports.choose(device.name, transport, row, comm.size)
+    chosen = transports.choose(device.name, transport, scheme.row, comm.size)
     reduction = Reduction(comm, operator, buffer, 1, device.memory)
     return transports.plan(chosen, scheme, schedule(scheme, comm), reduction)
 

@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
     from treeattn.study.compare.clock import Clock
 
-__all__ = [
-    "as_json", "cpu_name", "free_memory", "job", "kernel", "node_load", "placement",
-    "software",
-]  # fmt: skip
+__all__ = ["as_json", "cpu_name", "free_memory", "job", "kernel", "node_load", "placement", "software"]
 
 # Variables that change what is measured; others may hold secrets and are nobody's business.
 _PREFIXES = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,18 +12,30 @@ from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.study.compare import results
 from treeattn.study.compare.schema import SUM
 from treeattn.study.figures import payload, times
-from treeattn.study.figures.cases import Study
+from treeattn.study.figures.cases import RANKS, SKEW, Axis, Case, Study, cases, left_out
 from treeattn.study.figures.chart import Chart
 from treeattn.study.figures.roofline import is_roofline, roofline
 
-__all__ = ["FIGURES", "Figure", "choose_baseline", "choose_figures", "read"]
+__all__ = ["FIGURES", "Figure", "choose", "choose_baseline", "read"]
 
 
 class Figure(NamedTuple):
-    """charts: makes what the results give, perhaps nothing. needs: what they lack then."""
+    """made: what a case gives, perhaps nothing. needs: what the results lack then. axis: of the cases, where
+    it is not their own; what has one place on it is left out."""
 
-    charts: Callable[[Study], list[Chart]]
+    made: Callable[[Case], list[Chart]] | None
     needs: str
+    axis: Axis | None = None
+
+    def charts(self, study: Study) -> list[Chart]:
+        """All charts of this figure; a roofline is of no case."""
+        if self.made is None:
+            return roofline(study)
+        return [chart for case in cases(study, self.axis) for chart in self.made(case)]
+
+    def left_out(self, study: Study) -> tuple[str, ...]:
+        """What the charts leave out, with the reasons."""
+        return left_out(study, self.axis) if self.axis else ()
 
 
 #: Name on the command line -> figure.
@@ -31,23 +43,23 @@ FIGURES = {
     "time": Figure(times.time, "no points of decode or reduce"),
     "relative": Figure(times.relative, "no blocks of the baseline beside other schemes"),
     "speedup": Figure(times.speedup, "no kv_ring among the schemes of decode"),
-    "scaling": Figure(times.scaling, "no case was measured on several numbers of ranks"),
-    "skew": Figure(times.skew, "no case was measured with several skews"),
+    "scaling": Figure(times.scaling, "no case was measured on several numbers of ranks", RANKS),
+    "skew": Figure(times.skew, "no case was measured with several skews", SKEW),
     "cold": Figure(times.cold, "no points of schemes"),
     "memory": Figure(payload.memory, "no point tells its allocations"),
     "traffic": Figure(payload.traffic, "no point tells what was sent"),
     "predicted": Figure(times.predicted, "no point carries a prediction"),
-    "roofline": Figure(roofline, "no file of `treeattn roofline --json`"),
+    "roofline": Figure(None, "no file of `treeattn roofline --json`"),
 }
 
 
-def choose_figures(text: str) -> list[str]:
-    """Names of figures, from "all" or a list. Raises `ArgumentError`."""
-    names = list(FIGURES) if text == "all" else [name.strip() for name in text.split(",")]
+def choose(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
+    """The names in a list, each once. Raises `ArgumentError` for one that is not `known`."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
-        if name not in FIGURES:
-            raise ArgumentError(f"--figures {name!r} is unknown: choose from all, {', '.join(FIGURES)}")
-    return list(dict.fromkeys(names))
+        if name not in known:
+            raise ArgumentError(f"{option} {name!r} is unknown: choose from {', '.join(known)}")
+    return names
 
 
 def choose_baseline(study: Study, text: str | None) -> str:
@@ -69,29 +81,29 @@ def read(paths: Sequence[Path]) -> tuple[Study, list[str]]:
 
     Raises `ArgumentError` for a file that cannot be opened.
     """
-    study, problems = Study(), []
-    tables = []
+    study, problems, tables = Study(), list[str](), []
     for path in dict.fromkeys(path.resolve() for path in paths):
         try:
-            with path.open("rb") as file:
-                start = file.readline().strip()
+            content = path.read_bytes()
         except OSError as error:
             raise ArgumentError(f"{path}: cannot be read ({error.strerror})") from None
-        if not path.stat().st_size:
-            problems.append(f"{path}: is empty")
-        if start == b"{":  # results have one object in a line, the others one in a file
-            problems += _take_roofline(study, path)
+        if (
+            content.partition(b"\n")[0].strip() == b"{"
+        ):  # results have one object in a line, others one in a file
+            problems += _take_roofline(study, path, content)
         else:
             tables.append(path)
+            problems += [] if content else [f"{path}: is empty"]
+    study.files = {run: path.name for path in tables for run in results.read(path).runs}
     study.results = results.read(*tables)
     problems += study.results.problems
     study.summaries = results.summarise(study.results)
     return study, problems
 
 
-def _take_roofline(study: Study, path: Path) -> list[str]:
+def _take_roofline(study: Study, path: Path, content: bytes) -> list[str]:
     try:
-        measured = json.loads(path.read_bytes())
+        measured = json.loads(content)
     except ValueError as error:
         return [f"{path}: not what `treeattn roofline --json` writes ({error}); left out"]
     if not is_roofline(measured):

@@ -20,6 +20,7 @@ SIGNATURES: dict[str, str | None] = {
     "RawModule.get_function": "name",
     "RawKernel.kernel": None,
     "RawKernel.max_dynamic_shared_size_bytes": None,
+    "asarray": "a, dtype=None, order=None, *, blocking=False",
     "copyto": "dst, src, casting='same_kind', where=None",
     "empty": "shape, dtype=float, order='C'",
     "zeros": "shape, dtype=float, order='C'",

@@ -16,6 +16,7 @@ from treeattn.study import plot
 from treeattn.study.compare.schema import NULL, SUM
 from treeattn.study.figures import draw, style, times
 from treeattn.study.figures import roofline as roofline_
+from treeattn.study.figures.cases import RANKS, left_out
 from treeattn.study.figures.chart import Lines, Rows
 
 MEASURED = Path(__file__).resolve().parents[2] / "data" / "compare.jsonl"
@@ -37,38 +38,59 @@ def charts(name: str, found) -> dict:
     return {chart.name: chart for chart in plot.FIGURES[name].charts(found)}
 
 
-def styles_of(found):
-    return style.styles([*found.schemes(), "float32", "bfloat16"])
+def intervals(axes, upright: bool) -> set[tuple[float, float]]:
+    """(low, high) of every line through a mark."""
+    return {tuple(path.vertices[:, int(upright)]) for lines in axes.collections for path in lines.get_paths()}
 
 
-def intervals(axes) -> set[tuple[float, float]]:
-    """(low, high) of every vertical bar."""
-    return {
-        (path.vertices[0][1], path.vertices[1][1]) for bars in axes.collections for path in bars.get_paths()
-    }
+def marks(axes):
+    """The marks that stand for points, which carry their value as label."""
+    return [line for line in axes.lines if line.get_label()[0] != "_"]
 
 
-def test_bars_are_the_intervals_of_the_summaries():
+def test_lines_through_marks_are_the_intervals_of_the_summaries():
     found = study(MEASURED)
     chart = charts("time", found)["time-decode"]
-    (axes,) = draw.draw(chart, styles_of(found)).axes
-    of_steps = [summary for summary in found.summaries if summary.key.what == "decode"]
-    wanted = {(s.times["completion"].low, s.times["completion"].high) for s in of_steps}
-    assert len(wanted) == 12
-    assert intervals(axes) == wanted
-    heights = {float(y) for line in axes.lines if line.get_label()[0] != "_" for y in line.get_ydata()}
-    assert heights == {summary.times["completion"].median for summary in of_steps}
+    drawn = draw.draw(chart).axes
+    assert [panel.title for panel in chart.panels] == ["4Ki tokens", "16Ki tokens"]
+    for axes, tokens in zip(drawn, (4096, 16384), strict=True):
+        mine = [s for s in found.summaries if (s.key.what, s.key.tokens) == ("decode", tokens)]
+        wanted = {(s.times["completion"].low, s.times["completion"].high) for s in mine}
+        assert len(wanted) == 6
+        assert intervals(axes, upright=False) == wanted
+        assert {line.get_xdata()[0] for line in marks(axes)} == {s.times["completion"].median for s in mine}
 
 
 def test_axes_say_what_they_show_and_in_which_unit(made):
-    (axes,) = draw.draw(charts("time", made)["time-decode"], styles_of(made)).axes
-    assert axes.get_xlabel() == "context length over all ranks, tokens"
-    assert axes.get_ylabel() == "completion, µs"
-    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["4Ki", "64Ki"]
-    legend = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert legend == made.schemes()
-    assert set(legend) == set(made_results.SCHEMES)
+    drawn = draw.draw(charts("time", made)["time-decode"]).axes
+    assert [axes.get_title("left") for axes in drawn] == ["4Ki tokens", "64Ki tokens"]
+    assert {axes.get_xlabel() for axes in drawn} == {"completion, µs"}
+    assert {axes.get_xscale() for axes in drawn} == {"log"}
+    names = [label.get_text() for label in drawn[0].get_yticklabels()]
+    assert set(names) == set(made_results.SCHEMES)
+    ends = {s.key.scheme: s.times["completion"].median for s in made.summaries if s.key.tokens == 65536}
+    assert names == sorted(names, key=ends.get)
+
+
+def test_more_lengths_than_panels_beside_each_other_make_small_multiples(tmp_path):
+    lengths = [1 << shift for shift in range(10, 17)]
+    found = study(made_results.write(tmp_path / "long.jsonl", made_results.keys(tokens=lengths)))
+    chart = charts("time", found)["time-decode"]
+    assert isinstance(chart, Lines)
+    drawn = draw.draw(chart)
+    assert [axes.get_title("left") for axes in drawn.axes] == [series.label for series in chart.series]
+    assert [series.label for series in chart.series] == found.schemes()
+    assert (drawn.subfigs[0].get_supxlabel(), drawn.subfigs[0].get_supylabel()) == (
+        "context length over all ranks, tokens",
+        "completion, µs",
+    )
+    for axes, series in zip(drawn.axes, chart.series, strict=True):
+        assert [line.get_ydata()[0] for line in marks(axes)] == [point.value for point in series.points]
+        assert intervals(axes, upright=True) == {(point.low, point.high) for point in series.points}
+        assert sum(line.get_label() == "_other" for line in axes.lines) == len(chart.series)
+    shown = [label.get_text() for label in drawn.axes[-1].get_xticklabels()]
+    assert set(shown) <= {"1Ki", "2Ki", "4Ki", "8Ki", "16Ki", "32Ki", "64Ki"}
+    assert len(shown) >= 2
 
 
 def test_one_length_makes_rows_from_the_fastest(tmp_path):
@@ -77,7 +99,7 @@ def test_one_length_makes_rows_from_the_fastest(tmp_path):
     assert isinstance(chart, Rows)
     assert chart.labels == (NULL, "kv_ring", "binary_tree", "mpi_allreduce", SUM)
     assert "4,096 tokens" in chart.case
-    (axes,) = draw.draw(chart, styles_of(found)).axes
+    (axes,) = draw.draw(chart).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == list(chart.labels)
 
 
@@ -122,20 +144,21 @@ def test_ratios_pair_the_blocks_of_a_repetition(tmp_path):
 
 def test_speedup_is_the_time_of_the_ring_over_that_of_the_scheme(made):
     chart = charts("speedup", made)["speedup-decode"]
-    series = {one.label: one.points for one in chart.series}
     times = {(s.key.scheme, s.key.tokens): s.times["completion"].median for s in made.summaries}
-    for length, point in zip((4096, 65536), series["binary_tree"], strict=True):
-        assert point.value == pytest.approx(times["kv_ring", length] / times["binary_tree", length], rel=1e-2)
-    assert [point.value for point in series["kv_ring"]] == [1.0, 1.0]
-    assert NULL not in series
+    for length, panel in zip((4096, 65536), chart.panels, strict=True):
+        values = {chart.labels[point.x]: point.value for point in panel.series[0].points}
+        ratio = times["kv_ring", length] / times["binary_tree", length]
+        assert values["binary_tree"] == pytest.approx(ratio, rel=1e-2)
+        assert values["kv_ring"] == 1.0
+        assert NULL not in values
 
 
-def test_fewer_than_six_blocks_have_hollow_marks_and_no_bars(tmp_path):
+def test_fewer_than_six_blocks_have_hollow_marks_and_no_intervals(tmp_path):
     found = study(made_results.write(tmp_path / "few.jsonl", made_results.keys(), repetitions=5))
-    (axes,) = draw.draw(charts("time", found)["time-decode"], styles_of(found)).axes
-    assert intervals(axes) == set()
-    hollow = [line for line in axes.lines if line.get_markerfacecolor() == "white"]
-    assert sum(len(line.get_xdata()) for line in hollow) == 2 * len(made_results.SCHEMES)
+    for axes in draw.draw(charts("time", found)["time-decode"]).axes:
+        assert intervals(axes, upright=False) == set()
+        hollow = [line for line in marks(axes) if line.get_markerfacecolor() == style.PAPER]
+        assert len(hollow) == len(marks(axes)) == len(made_results.SCHEMES)
 
 
 def test_memory_and_traffic_are_what_the_points_say():
@@ -146,13 +169,15 @@ def test_memory_and_traffic_are_what_the_points_say():
     traffic = charts("traffic", found)["traffic-reduce"]
     sent, messages = traffic.panels
     row = traffic.labels.index("ring")
-    assert [next(p.value for p in s.points if p.x == row) for s in sent.series] == [12672, 0]
-    assert [next(p.value for p in s.points if p.x == row) for s in messages.series] == [24, 0]
+    for panel, value in ((sent, 12672), (messages, 24)):
+        (series,) = panel.series  # one node: nothing goes between nodes
+        assert series.label == "intra"
+        assert next(p.value for p in series.points if p.x == row) == value
     assert (traffic.labels.index("mpi_allreduce"), "the library decides") in sent.absent
-    drawn = draw.draw(traffic, styles_of(found))
+    drawn = draw.draw(traffic)
     assert [axes.get_xlabel() for axes in drawn.axes] == ["bytes", "messages"]
-    widths = {bar.get_width() for axes in drawn.axes for bar in axes.patches}
-    assert {12672.0, 24.0, 0.0} <= widths
+    assert {12672.0, 24.0} <= {line.get_xdata()[0] for axes in drawn.axes for line in marks(axes)}
+    assert {"12,672", "24"} <= {text.get_text() for axes in drawn.axes for text in axes.texts}
 
 
 def test_payload_that_is_known_in_part(tmp_path):
@@ -192,9 +217,12 @@ def test_predictions_are_drawn_only_where_points_carry_them(made, tmp_path):
     (series,) = chart.series
     assert series.label == "chain"
     assert [(p.x, p.value) for p in series.points] == [(point["samples"]["completion"][1], 7.5)]
-    (axes,) = draw.draw(chart, style.styles(["chain"])).axes
-    assert axes.get_xlabel() == "measured completion (median), µs"
-    assert axes.get_ylabel() == "predicted, µs"
+    drawn = draw.draw(chart)
+    (axes,) = drawn.axes
+    assert drawn.subfigs[0].get_supxlabel() == "measured completion (median), µs"
+    assert drawn.subfigs[0].get_supylabel() == "predicted, µs"
+    (mark,) = marks(axes)
+    assert (mark.get_xdata()[0], mark.get_ydata()[0]) == tuple(series.points[0][:2])
 
 
 def test_scaling_joins_jobs_of_several_sizes_but_no_two_placements(tmp_path):
@@ -206,14 +234,40 @@ def test_scaling_joins_jobs_of_several_sizes_but_no_two_placements(tmp_path):
     assert problems == []
     (chart,) = charts("scaling", found).values()
     assert [point.x for point in chart.series[0].points] == [2, 4]
+    assert chart.left_out == ()
     cyclic = made_results.keys(["chain"], [4096], ranks=4)
     made_results.write(path, cyclic, run="cyclic", nodes=[0, 1, 0, 1])
-    assert charts("scaling", plot.read([path])[0]) == {}
+    found = plot.read([path])[0]
+    assert charts("scaling", found) == {}
+    missing = left_out(found, RANKS)
+    assert len(missing) == 3
+    assert all("sizes.jsonl: decoding step, " in line for line in missing)
+    assert missing[2].endswith(": others differ in nodes")
     times = charts("time", plot.read([path])[0])
     assert set(times) == {
         "time-decode-ranks2-layout2", "time-decode-ranks4-layout4", "time-decode-ranks4-layout2+2_cyclic",
     }  # fmt: skip
     assert "nodes of 2+2 cyclic" in times["time-decode-ranks4-layout2+2_cyclic"].case
+
+
+def test_scaling_draws_or_names_every_file(tmp_path):
+    """1, 2 and 4 ranks; the same of another version; and a length that only one job has."""
+    paths = []
+    for size, git in ((1, "a"), (2, "a"), (4, "a"), (8, "b")):
+        software = made_results.run_line()["software"] | {"git": git * 16}
+        tokens = [4096, 8192] if size == 4 else [4096]
+        keys = made_results.keys(["chain"], tokens, ranks=size)
+        path = tmp_path / f"of_{size}.jsonl"
+        paths.append(made_results.write(path, keys, run=f"of {size}", nodes=[0] * size, software=software))
+    found, _ = plot.read(paths)
+    (chart,) = charts("scaling", found).values()
+    assert [point.x for point in chart.series[0].points] == [1, 2, 4]
+    assert len(chart.left_out) == 2
+    longer, other = sorted(chart.left_out)
+    assert longer.startswith("of_4.jsonl: decoding step, 4 ranks · 8,192 tokens")
+    assert longer.endswith(": others differ in tokens")
+    assert other.startswith("of_8.jsonl: decoding step, 8 ranks · 4,096 tokens")
+    assert other.endswith(": others differ in version")
 
 
 @pytest.mark.parametrize(
@@ -266,8 +320,7 @@ def test_skew_and_records_have_their_own_axes(tmp_path):
     assert [point.x for point in skew.series[0].points] == [0.0, 100.0]
     assert not skew.x_log
     reduce = charts("time", found)["time-reduce"]
-    assert [point.x for point in reduce.series[0].points] == [16 * 130 * 4, 2 * 16 * 130 * 4]
-    assert reduce.x_label == "records of a rank, bytes"
+    assert [panel.title for panel in reduce.panels] == ["8,320 bytes", "16,640 bytes"]
 
 
 def test_roofline_shows_both_percentages():
@@ -278,9 +331,9 @@ def test_roofline_shows_both_percentages():
     for wrong in ({}, {"rows": []}, measured | {"rows": [{}]}, [], {"rows": [row]}):
         assert not roofline_.is_roofline(wrong)
     (chart,) = charts("roofline", plot.Study(rooflines={"file": measured})).values()
-    (axes,) = draw.draw(chart, style.styles(["float32"])).axes
+    (axes,) = draw.draw(chart).axes
     assert axes.get_xlabel() == "%"
-    assert [bar.get_width() for bar in axes.patches] == [50.0, 90.0]
+    assert [line.get_xdata()[0] for line in marks(axes)] == [50.0, 90.0]
 
 
 def test_roofline_of_a_gpu_shows_percent_of_its_copy_rate():
@@ -289,9 +342,9 @@ def test_roofline_of_a_gpu_shows_percent_of_its_copy_rate():
     assert roofline_.is_roofline(measured)
     (chart,) = charts("roofline", plot.Study(rooflines={"file": measured})).values()
     assert chart.notes[1].startswith("No GPU, driver 1")
-    (axes,) = draw.draw(chart, style.styles(["float32"])).axes
+    (axes,) = draw.draw(chart).axes
     assert axes.get_xlabel() == "% of the copy rate"
-    assert [bar.get_width() for bar in axes.patches] == [80.0]
+    assert [line.get_xdata()[0] for line in marks(axes)] == [80.0]
 
 
 def test_cold_and_warm_are_three_marks_a_scheme(made):
@@ -303,19 +356,32 @@ def test_cold_and_warm_are_three_marks_a_scheme(made):
     assert values == [summary.times[name].median for name in ("plan", "first", "completion")]
 
 
-def test_every_scheme_keeps_a_style_of_its_own(tmp_path):
-    many = [*routes.CATALOG, *(f"k_ary_tree:radix={radix}" for radix in range(3, 20)), SUM, NULL]
-    chosen = style.styles(many)
-    assert len({(s.colour, s.marker) for s in chosen.values()}) == len(many)
-    assert len({(s.marker, str(s.dashes)) for s in chosen.values()}) == len(many)  # without any colour
-    found = study(made_results.write(tmp_path / "m.jsonl", made_results.keys(), repetitions=1))
-    styles = styles_of(found)
-    for name in ("time", "memory"):
-        for chart in charts(name, found).values():
-            if isinstance(chart, Lines):
-                (axes,) = draw.draw(chart, styles).axes
-                colours = {line.get_label(): line.get_color() for line in axes.lines}
-                assert colours["kv_ring"] == styles["kv_ring"].colour
+def test_every_scheme_has_one_look_and_no_two_the_same():
+    looks = {name: style.style(name) for name in [*routes.CATALOG, SUM, NULL]}
+    assert len(set(looks.values())) == len(looks)
+    for name in routes.CATALOG:
+        assert style.style(f"{name}:radix=7") == looks[name]
+        red, green, blue = (int(looks[name].colour[place : place + 2], 16) for place in (1, 3, 5))
+        assert len({red, green, blue}) > 1
+    for name in (SUM, NULL):  # neutral
+        assert len({looks[name].colour[place : place + 2] for place in (1, 3, 5)}) == 1
+
+
+@pytest.mark.parametrize("schemes", [("kv_ring",), ("ring", "kv_ring"), made_results.SCHEMES], ids=len)
+def test_a_scheme_has_one_colour_whatever_else_is_drawn(schemes, tmp_path):
+    """Also where its name is the only one, in rows and in lines."""
+    wanted = style.style("kv_ring").colour
+    keys = made_results.keys(schemes)
+    found = study(made_results.write(tmp_path / "m.jsonl", keys, repetitions=1))
+    chart = charts("time", found)["time-decode"]
+    row = chart.labels.index("kv_ring")
+    drawn = draw.draw(chart).axes
+    for axes in drawn:
+        (mine,) = (line for line in marks(axes) if line.get_ydata()[0] == drawn[0].get_yticks()[row])
+        assert mine.get_color() == wanted
+    chart = charts("memory", found)["memory-decode-growth"]
+    axes = next(axes for axes in draw.draw(chart).axes if axes.get_title("left") == "kv_ring")
+    assert {line.get_color() for line in marks(axes)} == {wanted}
 
 
 def test_many_long_names_stay_inside_the_picture_and_apart(tmp_path):
@@ -323,10 +389,10 @@ def test_many_long_names_stay_inside_the_picture_and_apart(tmp_path):
     schemes = [*routes.CATALOG, *(f"k_ary_tree:radix={radix}" for radix in range(3, 9)), long, SUM]
     found = study(made_results.write(tmp_path / "m.jsonl", made_results.keys(schemes), repetitions=1))
     for name, figure in (("time", "time-decode"), ("traffic", "traffic-decode")):
-        drawn = draw.draw(charts(name, found)[figure], styles_of(found))
+        drawn = draw.draw(charts(name, found)[figure])
+        assert drawn.get_size_inches()[0] == 7.5  # 720 pixels of a page
         drawn.draw_without_rendering()
-        axes = drawn.axes[0]
-        texts = axes.get_legend().get_texts() if name == "time" else axes.get_yticklabels()
+        texts = drawn.axes[0].get_yticklabels()
         boxes = sorted((text.get_window_extent() for text in texts), key=lambda box: -box.y1)
         assert len(boxes) >= 20
         for upper, lower in itertools.pairwise(boxes):
@@ -340,11 +406,26 @@ def test_many_long_names_stay_inside_the_picture_and_apart(tmp_path):
 
 def test_files_are_the_same_each_time_and_without_a_date(made):
     chart = charts("time", made)["time-decode"]
-    first, second = (draw.render(chart, styles_of(made)) for _ in range(2))
+    first, second = (draw.render(chart) for _ in range(2))
     assert first == second
     assert first["png"].startswith(b"\x89PNG\r\n\x1a\n")
     assert ElementTree.fromstring(first["svg"]).tag.endswith("svg")
     assert b"date>" not in first["svg"]
+
+
+def test_ink_and_paper_follow_a_dark_screen(made):
+    """Nothing but the two rules names ink or paper: all that is drawn takes them from there."""
+    for name in ("time", "memory"):
+        for chart in charts(name, made).values():
+            text = draw.render(chart, ("svg",))["svg"].decode()
+            assert "@media screen and (prefers-color-scheme: dark)" in text
+            before, _, after = text.partition("</style>")
+            for colour in (style.INK, style.PAPER):
+                assert colour in before
+                assert colour not in after
+            assert "#000000" not in after
+            assert "currentColor" in after
+            assert 'class="paper"' in after
 
 
 def test_notes_name_the_machine_warnings_and_what_failed(tmp_path):
@@ -382,7 +463,7 @@ def test_points_twice_or_without_a_time_are_left_out_and_named(tmp_path):
 
 def test_unknown_names(made):
     with pytest.raises(ArgumentError, match="pie.*choose from all, time"):
-        plot.choose_figures("time,pie")
+        plot.choose("--figures", "time,pie", ("all", *plot.FIGURES))
     with pytest.raises(ArgumentError, match="chain: not among these results; choose from binary_tree"):
         plot.choose_baseline(made, "chain")
     assert plot.choose_baseline(made, "binary_tree") == "binary_tree"
@@ -392,4 +473,4 @@ def test_unknown_names(made):
 def test_without_matplotlib_the_remedy_is_named(made, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(BackendError, match=r"pip install 'treeattn\[plot\]'"):
-        draw.render(charts("time", made)["time-decode"], styles_of(made))
+        draw.render(charts("time", made)["time-decode"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,17 +18,27 @@ from treeattn.study.paper import (
     bandwidth,
     latency,
     llama,
+    machines,
     measured,
     memory,
+    shown,
     volume,
 )
-from treeattn.study.paper.machines import DGX_H100
 
 GB = 1e9
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def notes(name):
-    return " ".join(EXPERIMENTS[name].differences)
+def page(heading=None):
+    """The words of docs/paper.md, or of one section of it."""
+    text = (DOCS / "paper.md").read_text()
+    if heading is not None:
+        text = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return " ".join(text.split())
+
+
+def model(name):
+    return EXPERIMENTS[name].model(**EXPERIMENTS[name].paper)
 
 
 def column(table, heading):
@@ -39,22 +52,37 @@ def test_the_experiments_in_the_order_of_the_paper():
     assert list(EXPERIMENTS) == ["steps", "bandwidth", "latency", "memory", "volume", "llama"]
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=lambda experiment: experiment.name)
-def test_every_experiment_says_where_it_stands_and_that_nothing_is_simulated(experiment):
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_page_explains_every_experiment_with_the_tables_of_today(name):
+    """The committed tables, with which the page is filled, are those that the model gives now."""
+    experiment = EXPERIMENTS[name]
     assert experiment.title
     assert experiment.where
-    assert experiment.differences
-    assert experiment.predictions == NO_SIMULATOR == "no simulator in this version"
-    tables = experiment.model()
-    assert tables
-    assert all(table.rows for table in tables)
+    assert f"<!-- table paper.json {name} model 0 -->" in page()
+    (kept,) = (
+        entry
+        for entry in json.loads((DOCS / "results/paper.json").read_text())["experiments"]
+        if entry["name"] == name
+    )
+    assert (kept["title"], kept["where"]) == (experiment.title, experiment.where)
+    tables = model(name)
+    assert len(tables) == len(kept["model"]) > 0
+    for table, old in zip(tables, kept["model"], strict=True):
+        assert (table.title, list(table.headings)) == (old["title"], old["headings"])
+        for row, numbers in zip(table.rows, old["rows"], strict=True):
+            assert list(map(shown, row)) == list(map(shown, numbers))
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=lambda experiment: experiment.name)
-def test_settings_are_frozen_and_of_one_type(experiment):
-    with pytest.raises(AttributeError):
-        experiment.paper = None
-    assert type(experiment.small) in (type(experiment.paper), type(None))
+def test_the_page_states_what_the_model_assumes():
+    stated = page("The model's machine")
+    for link in (machines.WITHIN, machines.BETWEEN):
+        assert f"{link.hop} µs and {link.reached:g} GB/s" in stated
+    assert f"{machines.MEMORY:g} GB/s" in stated
+    assert f"{machines.MEMORY_SHARE:.0%}".replace("%", " %") in stated
+    hops = f"7 × {machines.WITHIN.hop} µs + log2(nodes) × {machines.BETWEEN.hop} µs"
+    assert f"{machines.COLLECTIVE} µs + 2 × ({hops})" in stated
+    assert f"{machines.RING_STEP:g} µs" in stated
+    assert NO_SIMULATOR in page()
 
 
 def test_a_table_refuses_rows_that_do_not_fit():
@@ -81,7 +109,7 @@ def test_the_largest_setting_by_hand():
 
 
 def test_no_setting_of_the_model_comes_near_the_number_of_the_paper():
-    table = EXPERIMENTS["latency"].model()[0]
+    table = model("latency")[0]
     ratios = column(table, "ring / tree: model")
     assert len(ratios) == 7 * 3
     assert min(ratios) > 20
@@ -108,15 +136,15 @@ def test_a_constant_on_both_sides_gives_8():
     predicted = latency.predict(5_120_000, 128)
     constant = latency.constant_for(8, predicted)
     assert (predicted.ring + constant) / (predicted.tree + constant) == pytest.approx(8)
-    (((shown,),),) = (EXPERIMENTS["latency"].model()[1].rows,)
+    (((shown,),),) = (model("latency")[1].rows,)
     assert shown == pytest.approx(constant / 1000)
     assert round(shown) == 124
 
 
 @pytest.mark.parametrize(("gpus", "hops", "microseconds"), [(8, 14, 15.2), (64, 20, 45.2), (128, 22, 55.2)])
 def test_nccl_s_tree_is_a_chain_in_the_node(gpus, hops, microseconds):
-    assert DGX_H100.allreduce_hops(gpus) == hops
-    assert DGX_H100.small_allreduce(gpus) == pytest.approx(microseconds)
+    assert machines.allreduce_hops(gpus) == hops
+    assert machines.small_allreduce(gpus) == pytest.approx(microseconds)
 
 
 def test_nodes_are_full():
@@ -128,7 +156,7 @@ def test_nodes_are_full():
 
 
 def test_bandwidth_of_a_message_by_hand():
-    table = EXPERIMENTS["bandwidth"].model()[0]
+    table = model("bandwidth")[0]
     sizes = np.array(column(table, "bytes"), float)
     within, between = (column(table, f"{tier}, GB/s: model") for tier in ("within a node", "between nodes"))
     np.testing.assert_allclose(within, sizes / (0.6e-6 + sizes / 370e9) / GB)
@@ -150,35 +178,41 @@ def test_pairs_of_ranks(groups, within, between):
     assert bandwidth.pairs(groups) == {"within a node": within, "between nodes": between}
 
 
-def test_fewer_messages_where_they_are_large():
-    setting = bandwidth.BandwidthSetting((1,), volume=1000, fewest=2, most=50)
-    assert [setting.count(size) for size in (1, 100, 10_000)] == [50, 10, 2]
+def test_fewer_messages_where_they_are_large(monkeypatch):
+    asked = []
+    monkeypatch.setattr(bandwidth, "ping_pong", lambda comm, pair, size, count: asked.append(count) or 1.0)
+    monkeypatch.setattr(bandwidth.comm_, "node_groups", lambda comm: ((0, 1),))
+    rank_0 = types.SimpleNamespace(rank=0)
+    (table,) = bandwidth.measure(rank_0, sizes=(1, 100, 10_000), volume=1000, fewest=2, most=50)
+    assert asked == [50, 10, 2]
+    assert [row[2] for row in table.rows] == [1e-3, 0.1, 10.0]
+    assert table.title.endswith("; this job has no two ranks between nodes")
 
 
 # Memory
 
 
 def test_the_gaps_of_section_6_2():
-    table = EXPERIMENTS["memory"].model()[0]
+    table = model("memory")[0]
     assert column(table, "gap, MB: paper") == [524, 1040]
     gaps = [(2 * 64_000 * hidden - 2 * hidden // 128) * 2 / 1e6 for hidden in (2048, 4096)]
     assert gaps == pytest.approx([524.287936, 1048.575872])
     assert column(table, "gap, MB: model") == pytest.approx(gaps)
-    assert "1048.58" in notes("memory")
+    assert "1048.58" in page("Peak memory")
 
 
 def test_our_buffers_by_hand():
     """2 ranks, 10 tokens each, 3 heads of 4: shard 10 * 12 * 2 elements, records 3 * 6."""
-    ring = sum(buffer.size for buffer in memory.buffers("kv_ring", 2, 10, 3, 4))
+    ring = sum(size for *_, size in memory.buffers("kv_ring", 2, 10, 3, 4))
     assert ring == 2 * 240 * 2 + 12 * 2 + 12 * 4 + 2 * 18 * 4 + 3 * 4
-    tree = sum(buffer.size for buffer in memory.buffers("binary_tree", 2, 10, 3, 4))
+    tree = sum(size for *_, size in memory.buffers("binary_tree", 2, 10, 3, 4))
     assert tree == 240 * 2 + 12 * 2 + 18 * 4 + 18 * 4 + 12 * 4 + 3 * 4
 
 
 @pytest.mark.parametrize(("ranks", "shards"), [(1, 1), (2, 2), (3, 3), (8, 3)])
 def test_a_ring_of_three_holds_a_shard_more(ranks, shards):
     held = memory.buffers("kv_ring", ranks, 1000, 16, 128)
-    assert sum(buffer.size for buffer in held if buffer.term == "2btd") == shards * 1000 * 2048 * 2 * 2
+    assert sum(size for term, _, size in held if term == "2btd") == shards * 1000 * 2048 * 2 * 2
 
 
 # Volume
@@ -186,7 +220,7 @@ def test_a_ring_of_three_holds_a_shard_more(ranks, shards):
 
 def test_the_example_of_section_6_3():
     shard = 640_000 // 8 * 2 * 2048 * 2
-    rows = {row[0]: row[-1] for row in EXPERIMENTS["volume"].model()[0].rows}
+    rows = {row[0]: row[-1] for row in model("volume")[0].rows}
     floor, hop = rows["attention of a shard, s"], rows["one hop to the next GPU, s"]
     assert floor == pytest.approx(shard / 3.35e12)
     assert round(floor * 1e6) == 196
@@ -196,7 +230,7 @@ def test_the_example_of_section_6_3():
     assert rows["ring, p hops: elements that a GPU sends"] == 2 * 80_000 * 2048 * 8
     assert rows["tree: elements that a GPU sends"] == 2 * 7 / 8 * (2048 + 32) == 3640
     for said in ("196 µs", "66 TB/s", "9 times (7 at NVLink's peak)"):
-        assert said in notes("volume")
+        assert said in page("Communication volume")
 
 
 @pytest.mark.parametrize(
@@ -215,7 +249,7 @@ def test_law_of_a_scheme(scheme, elements):
 
 
 def test_steps_of_the_paper_s_numbers_of_gpus():
-    table = EXPERIMENTS["steps"].model()[0]
+    table = model("steps")[0]
     depth = {(row[0], row[1]): row[2] for row in table.rows}
     rounds = {(row[0], row[1]): row[3] for row in table.rows}
     for ranks, log in ((8, 3), (64, 6), (128, 7)):
@@ -224,24 +258,22 @@ def test_steps_of_the_paper_s_numbers_of_gpus():
         assert rounds[ranks, "k_nomial_tree"] == 2 * log
         assert log < depth[ranks, "binary_tree"] < 2 * log
         assert depth[ranks, "chain"] == ranks - 1
-    assert "22 messages" in notes("steps")
+    assert "22 messages" in page("Steps")
 
 
 # Llama
 
 
-@pytest.mark.parametrize("series", llama.PUBLISHED.series, ids=lambda series: series.machine)
+@pytest.mark.parametrize("series", llama.PUBLISHED, ids=lambda series: series.machine)
 def test_the_line_through_ring_minus_tree(series):
-    late = np.subtract(series.ring, series.tree)
-    slope, constant = np.polyfit(series.tokens, late, 1)
-    assert llama.line(series.tokens, late.tolist()) == pytest.approx((constant, slope))
+    slope, constant = np.polyfit(series.tokens, np.subtract(series.ring, series.tree), 1)
     hops = 9 * series.layers * (series.gpus - 1)
     sent = hops * 2 * series.heads * series.head_dim * 2 / series.gpus
     assert llama.implied(series) == pytest.approx((constant, sent / slope / GB))
 
 
 def test_what_is_said_of_the_links():
-    found = {series.machine: llama.implied(series) for series in llama.PUBLISHED.series}
+    found = {series.machine: llama.implied(series) for series in llama.PUBLISHED}
     assert 0.8 * 371 < found["8 H100"][1] < 1.2 * 371
     assert 0.8 * 48 < found["4 MI300X"][1] < 1.2 * 48
     assert found["2 RTX 4090"][1] < 26 / 5
@@ -249,16 +281,17 @@ def test_what_is_said_of_the_links():
 
 
 def test_nothing_is_invented_for_the_models():
-    table = EXPERIMENTS["llama"].model()[0]
+    table = model("llama")[0]
     assert set(column(table, "here")) == {"not measured yet"}
     assert EXPERIMENTS["llama"].small is None
     assert EXPERIMENTS["llama"].measure(None) == []
+    assert page("Llama").startswith("Not measured yet")
 
 
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("wrong", [{"error_out": math.nan}, {"error_out": 2e-6}, {"same_bits": False}])
 def test_a_result_that_is_wrong_in_one_block_stops_the_experiment(place, wrong):
-    key = measured.decode_key("ring", 2, 64, 4, 16, "float32")
+    key = measured.decode_key("ring", 2, 64, 4, 16)
     points = [{"error_out": 1e-7, "bound_out": 1e-6, "same_bits": True} for _ in range(2)]
     assert measured._missed(key, points) == []
     points[place] |= wrong

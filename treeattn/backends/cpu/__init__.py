@@ -14,6 +14,7 @@ from treeattn.backends.cpu.attention import (
 from treeattn.backends.cpu.finish import finish, planned_finish
 from treeattn.backends.cpu.kernels import compiled_kernels, compiled_kernels_problem
 from treeattn.backends.cpu.merge import MergeOperator, merge
+from treeattn.backends.cpu.pack import planned_pack, planned_scale
 
 __all__ = [
     "MAX_THREADS",
@@ -26,4 +27,6 @@ __all__ = [
     "merge",
     "partial_attention",
     "planned_finish",
+    "planned_pack",
+    "planned_scale",
 ]

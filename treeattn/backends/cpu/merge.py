@@ -96,5 +96,9 @@ class MergeOperator:
             )
         address: int | None = compiled.mpi_operator(ctypes.c_int64(self._width - partial.EXTRA))
         if address is None:
-            raise BackendError(f"no compiled MPI operator for head_dim {self._width - partial.EXTRA}")
+            raise BackendError(
+                f"no compiled MPI operator for head_dim {self._width - partial.EXTRA}, only for multiples of "
+                "8 up to 256, and mpi_allreduce needs one: take a scheme with a schedule, such as "
+                "recursive_doubling"
+            )
         return address

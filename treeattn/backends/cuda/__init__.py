@@ -24,6 +24,7 @@ from treeattn.backends.cuda.attention import (
 )
 from treeattn.backends.cuda.finish import finish, planned_finish
 from treeattn.backends.cuda.merge import MergeOperator, merge
+from treeattn.backends.cuda.pack import planned_pack, planned_scale
 from treeattn.backends.cuda.runtime import Runtime, default_runtime
 
 __all__ = [
@@ -44,4 +45,6 @@ __all__ = [
     "mma_shared_bytes",
     "partial_attention",
     "planned_finish",
+    "planned_pack",
+    "planned_scale",
 ]

@@ -215,6 +215,10 @@ class CupyRuntime:
         """Whether `array` is CuPy's."""
         return isinstance(array, self._cupy.ndarray)
 
+    def borrow(self, array: Any) -> Any:
+        """CuPy's own reader of the CUDA array interface, which also waits for the stream that it may name."""
+        return self._cupy.asarray(array)
+
     def synchronize(self) -> None:
         """Wait for CuPy's current stream."""
         self._cupy.cuda.get_current_stream().synchronize()

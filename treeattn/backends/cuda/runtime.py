@@ -18,9 +18,14 @@ __all__ = ["THREADS", "Runtime", "check_records", "default_runtime", "planned_la
 THREADS = 128
 
 
-def structure(pointers: str, longs: str, integers: str, floats: str = "") -> np.dtype[Any]:
-    """The argument structure of a kernel, C layout: names of its fields by type, in their order there."""
-    fields = {"u8": pointers, "i8": longs, "i4": integers, "f4": floats}
+def structure(
+    pointers: str, longs: str, integers: str, floats: str = "", *, doubles: str = ""
+) -> np.dtype[Any]:
+    """The argument structure of a kernel, C layout: names of its fields by type, in their order there.
+
+    Doubles stand behind the pointers.
+    """
+    fields = {"u8": pointers, "f8": doubles, "i8": longs, "i4": integers, "f4": floats}
     return np.dtype([(name, kind) for kind, names in fields.items() for name in names.split()], align=True)
 
 
@@ -65,6 +70,9 @@ class Runtime(Stream, Protocol):
 
     def holds(self, array: Any) -> bool:
         """Whether `array` is a device array."""
+
+    def borrow(self, array: Any) -> Any:
+        """A device array over the memory of one with the CUDA array interface, which it keeps alive."""
 
     def check(self, name: str, array: Any) -> None:
         """ArgumentError unless `array` is a device array of this device."""

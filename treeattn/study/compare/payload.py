@@ -39,16 +39,16 @@ def handed_over(comm: Intracomm, sent: Any, groups: Groups) -> Tiers | None:
         return None
     if not isinstance(sent, Sent):
         return _by_tier(((src, dst, size) for src, mine in enumerate(everyone) for dst, size in mine), groups)
-    messages, sizes = zip(*everyone, strict=True)
+    counts, sizes = zip(*everyone, strict=True)
     tier = "intra" if len(groups) == 1 else "unknown"
-    return _by_tier((), groups) | {tier: [None if None in messages else sum(messages), sum(sizes)]}
+    return _by_tier((), groups) | {tier: [None if None in counts else sum(counts), sum(sizes)]}
 
 
-def _by_tier(messages: Iterable[tuple[int, int, int]], groups: Groups) -> Tiers:
-    """messages: source, destination, bytes."""
+def _by_tier(sent: Iterable[tuple[int, int, int]], groups: Groups) -> Tiers:
+    """sent: source, destination, bytes."""
     node = {rank: index for index, ranks in enumerate(groups) for rank in ranks}
     tiers: Tiers = {"intra": [0, 0], "inter": [0, 0]}
-    for src, dst, size in messages:
+    for src, dst, size in sent:
         count = tiers["intra" if node[src] == node[dst] else "inter"]
         count[0] += 1
         count[1] += size

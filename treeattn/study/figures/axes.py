@@ -1,4 +1,4 @@
-"""Ticks in plain numbers, and long names in several lines."""
+"""Ticks in plain numbers, marks with their intervals, and long names in several lines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["brief", "place_ticks", "plain", "value_axis", "wrapped"]
+from treeattn.study.figures.chart import Point
+from treeattn.study.figures.style import INK, PAPER
+
+__all__ = ["brief", "draw_mark", "place_ticks", "plain", "value_axis", "wrapped"]
 
 
 def brief(value: float) -> str:
@@ -22,16 +25,24 @@ def plain(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def value_axis(axis: Any, log: bool, low: float, high: float, room: int) -> None:
-    """At most about `room` ticks of a value axis from `low` to `high`; on logarithmic ones at 1, 2 and 5, at
-    1 and 3, or at powers of ten."""
+def value_axis(axis: Any, log: bool, values: Sequence[float], room: int) -> None:
+    """A scale for `values` with at most about `room` ticks: on logarithmic ones at 1, 2 and 5, at 1 and 3, or
+    at powers of ten. Where there are zeros, the axis is linear below the smallest other value."""
     from matplotlib import ticker
 
-    if log:
+    positive = [value for value in values if value > 0] or [1.0]
+    low, high = min(positive), max(positive)
+    set_scale = axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale
+    if log and len(positive) < len(values):
+        least = 10.0 ** math.floor(math.log10(low))
+        set_scale("symlog", linthresh=least, linscale=0.4)
+        axis.set_major_locator(ticker.SymmetricalLogLocator(base=10, linthresh=least))
+    elif log:
+        set_scale("log")
         decades = math.log10(high / low)
         choices = [(1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)]
-        steps = next((steps for steps in choices if decades * len(steps) <= room), (1.0,))
-        axis.set_major_locator(ticker.LogLocator(subs=steps, numticks=room + 2))
+        steps = next((steps for steps in choices if decades * len(steps) <= room - 1), (1.0,))
+        axis.set_major_locator(ticker.LogLocator(subs=steps, numticks=room + 1))
         axis.set_minor_formatter(ticker.NullFormatter())
     else:
         axis.set_major_locator(ticker.MaxNLocator(room))
@@ -41,21 +52,37 @@ def value_axis(axis: Any, log: bool, low: float, high: float, room: int) -> None
 def _short(value: float) -> str:
     """10000 as 10k: ticks of logarithmic axes are round."""
     for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if value >= 10_000 and value >= size:
+        if value >= size and (value >= 10_000 or value % size == 0):
             return f"{value / size:,g}{unit}"
     return plain(value)
 
 
-def place_ticks(axes: Any, places: Sequence[float], tokens: bool) -> None:
-    """Ticks of a horizontal axis where there are points, at most 10 of them."""
+def place_ticks(axes: Any, places: Sequence[float], tokens: bool, room: int) -> None:
+    """Ticks of a horizontal axis where there are points, at most `room` of them."""
     from matplotlib import ticker
 
-    step = math.ceil(len(places) / 10)
-    shown = places[::step]
+    shown = places[:: math.ceil(len(places) / room)]
     axes.xaxis.set_major_locator(ticker.FixedLocator(list(shown)))
     axes.xaxis.set_minor_locator(ticker.NullLocator())
     write = brief if tokens else plain
     axes.xaxis.set_major_formatter(ticker.FixedFormatter([write(place) for place in shown]))
+
+
+def draw_mark(axes: Any, at: tuple[float, float], point: Point, colour: str, marker: str, full: bool) -> None:
+    """A mark, hollow unless it is `full` or has an interval, which lies along the axis of values."""
+    known = point.low is not None and point.high is not None
+    face = colour if full or known else PAPER
+    axes.plot(*at, marker, color=colour, markerfacecolor=face, zorder=3, label=f"{point.value:g}")
+    if known and at[0] == point.value:
+        axes.hlines(at[1], point.low, point.high, colors=colour, linewidth=1.2)
+    elif known:
+        axes.vlines(at[0], point.low, point.high, colors=colour, linewidth=1.2)
+
+
+def reference_line(axes: Any, value: float | None, upright: bool) -> None:
+    """A thin line across all of the axes, at a value of either axis."""
+    if value is not None:
+        (axes.axvline if upright else axes.axhline)(value, color=INK, linewidth=0.8, zorder=1)
 
 
 def wrapped(name: str, width: int = 34) -> str:

@@ -10,19 +10,13 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from treeattn.errors import ArgumentError
 from treeattn.study.compare.results import Results, Summary
 from treeattn.study.compare.schema import Key, Point, Run
 from treeattn.study.figures.style import in_order
 
-__all__ = ["PAYLOAD", "RANKS", "SKEW", "TOKENS", "Axis", "Case", "Study", "cases"]
+__all__ = ["KINDS", "PAYLOAD", "RANKS", "SKEW", "TOKENS", "Axis", "Case", "Study", "cases", "left_out"]
 
-
-def _wire_bytes(wire: str) -> int:
-    sizes = {"bfloat16": 2, "float32": 4, "float64": 8}
-    if wire not in sizes:
-        raise ArgumentError(f"results have records of type {wire!r}, which this version does not know")
-    return sizes[wire]
+_WIRE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +34,27 @@ RANKS = Axis("ranks", lambda key: key.ranks, (("ranks", "layout"), ("ranks",)))
 SKEW = Axis("ranks enter up to so much late, µs", lambda key: key.skew, (("skew",),))
 PAYLOAD = Axis(
     "records of a rank, bytes",
-    lambda key: key.batch * key.queries * key.heads * (key.head_dim + 2) * _wire_bytes(key.wire),
+    lambda key: key.batch * key.queries * key.heads * (key.head_dim + 2) * _WIRE_BYTES[key.wire],
     (("batch", "queries", "heads", "kv_heads", "head_dim"),),
 )
+
+#: What is measured -> its name in titles, and the axis on which its cases lie.
+KINDS = {"decode": ("decoding step", TOKENS), "reduce": ("reduction", PAYLOAD)}
 
 
 @dataclass
 class Study:
-    """What figures are made of. rooflines: file name -> what ``treeattn roofline --json`` wrote there.
-    baseline: the scheme of relative times."""
+    """What figures are made of. files: run -> the file that holds it. rooflines: file name -> what
+    ``treeattn roofline --json`` wrote there. baseline: the scheme of relative times."""
 
     results: Results = field(default_factory=Results)
     summaries: list[Summary] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
     rooflines: dict[str, dict[str, Any]] = field(default_factory=dict)
     baseline: str = ""
 
     def schemes(self) -> list[str]:
-        """Every scheme in these results, in the order of all legends."""
+        """Every scheme in these results, in the order of all figures."""
         return in_order(summary.key.scheme for summary in self.summaries)
 
     @functools.cached_property
@@ -67,16 +65,13 @@ class Study:
             found.setdefault((point.key.case, self.results.version(point)), []).append(point)
         return found
 
-    def of(self, what: str) -> list[Summary]:
-        """The summaries of reductions alone, or of whole decoding steps."""
-        return [summary for summary in self.summaries if summary.key.what == what]
-
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """The points of one figure. fixed: what they have in common. suffix: of the file's name, from what
     differs between the cases of one kind; "" where there is only one."""
 
+    what: str
     axis: Axis
     fixed: dict[str, Any]
     members: tuple[Summary, ...]
@@ -84,7 +79,7 @@ class Case:
     suffix: str = ""
 
     def by_scheme(self) -> Iterator[tuple[str, list[Summary]]]:
-        """(scheme, its points from left to right), in the order of all legends."""
+        """(scheme, its points from left to right), in the order of all figures."""
         for scheme in in_order(summary.key.scheme for summary in self.members):
             mine = [summary for summary in self.members if summary.key.scheme == scheme]
             yield scheme, sorted(mine, key=lambda summary: self.axis.value(summary.key))
@@ -96,40 +91,78 @@ class Case:
     def at_end(self) -> list[Summary]:
         """The points farthest right, such as those of the longest context; one for each scheme."""
         last = self.places()[-1]
-        mine = [summary for summary in self.members if self.axis.value(summary.key) == last]
-        order = in_order(summary.key.scheme for summary in mine)
-        return sorted(mine, key=lambda summary: order.index(summary.key.scheme))
+        return [mine[-1] for _, mine in self.by_scheme() if self.axis.value(mine[-1].key) == last]
 
     def title(self, key: Key | None = None) -> str:
         """The case in words; with what stands on the axis if a `key` is given."""
         return _words(self.fixed if key is None else self.fixed | _fields(key))
 
+    def around(
+        self, name: str, title: str, note: str, key: Key | None = None
+    ) -> tuple[str, str, str, tuple[str, ...]]:
+        """Name, title, case and notes of a chart. {} stands for what is measured. key: as for `title`."""
+        kind, notes = KINDS[self.what][0], (note, *self.notes())
+        return name.format(self.what) + self.suffix, title.format(kind), self.title(key), notes
+
+    def runs(self) -> dict[str, dict[str, Run]]:
+        """Version -> id -> run, of the points in this case."""
+        results, compared = self.study.results, {summary.key.case for summary in self.members}
+        found = {summary.version: dict[str, Run]() for summary in self.members}
+        for point in results.points:
+            if point.key.case in compared and results.version(point) in found:
+                found[results.version(point)][point.run] = results.runs[point.run]
+        return found
+
     def notes(self) -> tuple[str, ...]:
         """Where the points come from: versions and machine, warnings of the runs, schemes that failed."""
-        results, compared = self.study.results, {summary.key.case for summary in self.members}
-        mine = {summary.version: dict[str, Run]() for summary in self.members}
-        for point in results.points:
-            if point.key.case in compared and results.version(point) in mine:
-                mine[results.version(point)][point.run] = results.runs[point.run]
-        notes = [f"{name}; started {_dates(lines.values())}." for name, lines in mine.items()]
-        lines = [line for of_version in mine.values() for line in of_version.values()]
-        notes += [f"Warning: {text}." for text in dict.fromkeys(line.warning for line in lines) if text]
-        failed = [entry.key.scheme for entry in results.errors if entry.key.case in compared]
+        compared = {summary.key.case for summary in self.members}
+        runs = {name: list(of.values()) for name, of in self.runs().items()}
+        notes = [
+            f"{name}; started {', '.join(sorted({run.started[:10] for run in of}))}."
+            for name, of in runs.items()
+        ]
+        warnings = dict.fromkeys(run.warning for of in runs.values() for run in of if run.warning)
+        notes += [f"Warning: {text}." for text in warnings]
+        failed = [entry.key.scheme for entry in self.study.results.errors if entry.key.case in compared]
         notes += [f"Could not run here: {', '.join(in_order(failed))}."] if failed else []
         return tuple(notes)
 
 
-def _dates(lines: Iterable[Run]) -> str:
-    return ", ".join(sorted({line.started[:10] for line in lines}))
+def cases(study: Study, axis: Axis | None = None) -> list[Case]:
+    """All points, split into figures over `axis`, by default that of `KINDS`."""
+    found: list[Case] = []
+    for what, (_, own) in KINDS.items():
+        chosen = axis or own
+        summaries = [summary for summary in study.summaries if summary.key.what == what]
+        groups = list(_split(summaries, chosen, chosen.joins))
+        common = set.intersection(*(set(fixed.items()) for fixed, _ in groups)) if groups else set()
+        found += [
+            Case(what, chosen, fixed, tuple(members), study, _suffix(fixed, common, study))
+            for fixed, members in groups
+        ]
+    return found
 
 
-def cases(study: Study, what: str, axis: Axis) -> list[Case]:
-    """The points of `what`, split into figures over `axis`."""
-    found = list(_split(study.of(what), axis, axis.joins))
-    varying = _varying(fixed for fixed, _ in found)
-    return [
-        Case(axis, fixed, tuple(members), study, _suffix(fixed, varying, study)) for fixed, members in found
+def left_out(study: Study, axis: Axis) -> tuple[str, ...]:
+    """What no line over `axis` can hold, each with the reason, where there are several places to join."""
+    if len({axis.value(summary.key) for summary in study.summaries}) < 2:
+        return ()
+    every = cases(study, axis)
+    return tuple(_why_alone(case, every) for case in every if len(case.places()) < 2)
+
+
+def _why_alone(case: Case, every: list[Case]) -> str:
+    """The reason is what keeps it from the most similar case in another place."""
+    others = [other for other in every if other.what == case.what and other.places() != case.places()]
+    apart = [
+        [name for name, value in case.fixed.items() if other.fixed.get(name, value) != value]
+        for other in others
     ]
+    words = {"build": "version", "layout": "nodes"}
+    named = ", ".join(words.get(name, name) for name in min(apart, key=len)) if apart else ""
+    reason = f"others differ in {named}" if named else "there is no other to join it with"
+    files = dict.fromkeys(case.study.files.get(run, run) for of in case.runs().values() for run in of)
+    return f"{', '.join(files)}: {KINDS[case.what][0]}, {case.title(case.members[0].key)}: {reason}"
 
 
 def _split(
@@ -158,36 +191,27 @@ def _brief(layout: str) -> str:
 
 
 def _fields(key: Key) -> dict[str, Any]:
-    fields = asdict(key)
-    del fields["scheme"]
-    if key.what == "reduce":
-        del fields["tokens"]
-    return fields
+    """Without the scheme, and without tokens where they have no part."""
+    apart = ("scheme", "tokens") if key.what == "reduce" else ("scheme",)
+    return {name: value for name, value in asdict(key).items() if name not in apart}
 
 
-def _varying(fixed: Iterable[dict[str, Any]]) -> list[str]:
-    values: dict[str, set[Any]] = {}
-    for fields in fixed:
-        for name, value in fields.items():
-            values.setdefault(name, set()).add(value)
-    return [name for name, found in values.items() if len(found) > 1]
-
-
-def _suffix(fixed: dict[str, Any], varying: list[str], study: Study) -> str:
+def _suffix(fixed: dict[str, Any], common: set[tuple[str, Any]], study: Study) -> str:
+    """Of a file's name: what is not common to all cases of one kind."""
     builds = list(dict.fromkeys(summary.version.rpartition(", ranks ")[0] for summary in study.summaries))
-    parts = []
-    for name in varying:
-        if name == "build":
-            parts.append(f"build{builds.index(fixed[name]) + 1}")
-        elif name in fixed:
-            value = fixed[name]
-            parts.append(f"{name}{value:g}" if name == "skew" else f"{name}{value}".replace(" ", "_"))
-    return "".join(f"-{part}" for part in parts)
+    known = {name: value for name, value in fixed.items() if (name, value) not in common}
+    if "build" in known:
+        known["build"] = builds.index(known["build"]) + 1
+    if "skew" in known:
+        known["skew"] = f"{known['skew']:g}"
+    return "".join(f"-{name}{value}".replace(" ", "_") for name, value in known.items())
 
 
 def _words(fields: dict[str, Any]) -> str:
     known = {"layout": "", **fields}
-    parts = [_where(known["ranks"], known["layout"])] if "ranks" in known else []
+    nodes = f" on nodes of {known['layout']}" if known["layout"] else ""  # such as 4+4, 16x8 or 2+2 cyclic
+    nodes = " on one node" if known["layout"].isdecimal() else nodes
+    parts = [f"{known['ranks']} ranks{nodes}"] if "ranks" in known else []
     parts += [f"{known['tokens']:,} tokens"] if "tokens" in known else []
     if "heads" in known:
         parts.append("{heads} query and {kv_heads} KV heads × {head_dim}".format(**known))
@@ -195,10 +219,3 @@ def _words(fields: dict[str, Any]) -> str:
     parts.append("{dtype}, {wire} records".format(**known))
     parts += [f"entering up to {known['skew']:g} µs late"] if known.get("skew") else []
     return " · ".join(parts)
-
-
-def _where(ranks: int, layout: str) -> str:
-    """layout: ranks on each node, as 4+4, 16x8 or 2+2 cyclic."""
-    if not layout:
-        return f"{ranks} ranks"
-    return f"{ranks} ranks on {'one node' if layout.isdecimal() else f'nodes of {layout}'}"

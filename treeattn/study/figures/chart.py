@@ -21,7 +21,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Marks that belong together. label: what the legend says."""
+    """Marks that belong together, and what they are called: in `Lines` by a scheme."""
 
     label: str
     points: tuple[Point, ...]
@@ -29,12 +29,11 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Values over a quantity, one line per series.
+    """Values over a quantity: small multiples, one for each series with the others in grey behind it.
 
-    name: of the file, without its ending; the label of a series is a scheme, which has a style. joined: with
-    lines between marks. intervals: a mark without one is hollow. ticks: "tokens" writes 65536 as 64Ki.
-    reference: a line across at this value, with its meaning; "diagonal": where both axes agree. notes: what
-    stands below.
+    name: of the file, without its ending. intervals: a mark without one is hollow. ticks: "tokens" writes
+    65536 as 64Ki. diagonal: a line where both axes agree. notes: what stands below. left_out: what the
+    results have and the figure has not, each with the reason.
     """
 
     name: str
@@ -45,20 +44,22 @@ class Lines:
     y_label: str
     series: tuple[Series, ...]
     x_log: bool = True
-    joined: bool = True
     intervals: bool = True
     ticks: Literal["tokens", "plain"] = "plain"
-    reference: tuple[float, str] | Literal["diagonal"] | None = None
+    reference: float | None = None
+    diagonal: bool = False
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One axis of `Rows`. reference: as for `Lines`. absent: row -> why it has no mark."""
+    """One axis of `Rows`. reference: a line across at this value. absent: row -> why it has no mark."""
 
     x_label: str
     series: tuple[Series, ...]
+    title: str = ""
     log: bool = True
-    reference: tuple[float, str] | None = None
+    reference: float | None = None
     absent: tuple[tuple[int, str], ...] = ()
 
 
@@ -66,8 +67,8 @@ class Panel:
 class Rows:
     """Values by name, one row each, from the top: a panel or several beside each other.
 
-    styles: per row, whose colour it has. mark: bars start at the axis, dots have intervals,
-    and without one are hollow.
+    styles: per row, whose colour it has. exact: counts, written beside their marks; marks of others are
+    hollow where they have no interval.
     """
 
     name: str
@@ -77,7 +78,7 @@ class Rows:
     labels: tuple[str, ...]
     styles: tuple[str, ...]
     panels: tuple[Panel, ...]
-    mark: Literal["bars", "dots"]
+    exact: bool = False
 
 
 Chart = Lines | Rows

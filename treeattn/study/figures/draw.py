@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from treeattn.errors import BackendError
 from treeattn.study.figures import lines, rows
 from treeattn.study.figures.chart import Chart, Lines
-from treeattn.study.figures.style import Style
+from treeattn.study.figures.style import DARK, INK, PAPER
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,24 +23,36 @@ __all__ = ["FORMATS", "draw", "problem", "render"]
 #: Formats of files.
 FORMATS = ("png", "svg")
 
+_WIDTH = 7.5  # inches: 720 pixels of a page
+
 _SETTINGS: dict[str, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so that labels fit wherever they are drawn
-    "font.size": 9,
+    "font.size": 8,
     "text.parse_math": False,
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), INK
+    ),
+    **dict.fromkeys(("figure.facecolor", "savefig.facecolor"), PAPER),
+    "axes.facecolor": "none",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": "#d9d9d9",
+    "grid.alpha": 0.15,
     "grid.linewidth": 0.6,
-    "hatch.linewidth": 0.7,
     "legend.frameon": False,
-    "legend.fontsize": 8,
     "lines.linewidth": 1.3,
-    "lines.markersize": 5,
+    "lines.markersize": 4.5,
     "savefig.dpi": 150,
     "svg.hashsalt": "treeattn",  # else ids in the file are random
 }
+
+# Plain rules, no CSS variables: many renderers of SVG files do not know them.
+_COLOURS = f"""<style>
+svg {{ color: {INK}; }} .paper {{ fill: {PAPER}; }}
+@media screen and (prefers-color-scheme: dark) {{ svg {{ color: {DARK[0]}; }} .paper {{ fill: {DARK[1]}; }} }}
+</style>
+"""
 
 
 def problem() -> str | None:
@@ -54,8 +67,7 @@ def problem() -> str | None:
 @contextlib.contextmanager
 def _settings() -> Iterator[None]:
     """Ours alone, whatever the user's matplotlibrc says."""
-    why = problem()
-    if why is not None:
+    if why := problem():
         raise BackendError(why)
     import matplotlib
 
@@ -66,39 +78,39 @@ def _settings() -> Iterator[None]:
         yield
 
 
-def render(chart: Chart, styles: Mapping[str, Style], formats: tuple[str, ...] = FORMATS) -> dict[str, bytes]:
+def render(chart: Chart, formats: tuple[str, ...] = FORMATS) -> dict[str, bytes]:
     """Format -> the bytes of the file. Raises `BackendError` without matplotlib."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # not its tidings of where it caches fonts
     metadata = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None, "Title": chart.title}}
     with _settings():
-        drawn, files = draw(chart, styles), {}
+        drawn, files = draw(chart), {}
         for form in formats:
             stream = io.BytesIO()
             drawn.savefig(stream, format=form, metadata=metadata[form])
-            files[form] = stream.getvalue()
+            files[form] = _in_both_modes(stream.getvalue()) if form == "svg" else stream.getvalue()
     return files
 
 
-def draw(chart: Chart, styles: Mapping[str, Style]) -> Figure:
-    """The chart as a matplotlib figure. styles: of every name in its `Series` or ``styles``.
+def _in_both_modes(svg: bytes) -> bytes:
+    """Ink and paper follow the reader's screen: light unless it asks for dark."""
+    text = svg.decode().replace(INK, "currentColor")
+    text = re.sub(rf'style="fill: {PAPER};? ?', 'class="paper" style="', text)
+    return text.replace("<defs>", _COLOURS + "<defs>", 1).encode()
 
-    Raises `BackendError` without matplotlib.
-    """
+
+def draw(chart: Chart) -> Figure:
+    """The chart as a matplotlib figure. Raises `BackendError` without matplotlib."""
     with _settings():
         from matplotlib.figure import Figure
 
-        figure = Figure(layout="constrained")
-        if isinstance(chart, Lines):
-            lines.draw(figure, chart, styles)
-        else:
-            rows.draw(figure, chart, styles)
-        _write_around(figure, chart, float(figure.get_size_inches()[0]))
+        title = [*textwrap.wrap(chart.title, 118), *textwrap.wrap(chart.case, 118)]
+        notes = [line for note in chart.notes for line in textwrap.wrap(note, 142)]
+        ours: Any = lines if isinstance(chart, Lines) else rows
+        heights = [ours.height(chart) + 0.16 * len(title), 0.13 * len(notes) + 0.1]
+        figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
+        parts: Any = figure.subfigures(2, 1, height_ratios=heights)
+        picture, below = parts
+        ours.draw(picture, chart)
+        picture.suptitle("\n".join(title), x=0.01, ha="left", fontsize=8.5)
+        below.text(0.01, 0.98, "\n".join(notes), va="top", fontsize=6.5, alpha=0.75)
         return figure
-
-
-def _write_around(figure: Figure, chart: Chart, width: float) -> None:
-    """Title and case above, notes below; so many characters of each fit into an inch."""
-    title = [*textwrap.wrap(chart.title, int(width * 10)), *textwrap.wrap(chart.case, int(width * 15))]
-    figure.suptitle("\n".join(title), x=0.01, ha="left", fontsize=9)
-    notes = [line for note in chart.notes for line in textwrap.wrap(note, int(width * 19))]
-    figure.supxlabel("\n".join(notes), x=0.01, ha="left", fontsize=6.5, color="#4d4d4d")

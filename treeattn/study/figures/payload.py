@@ -6,12 +6,11 @@ from typing import Any
 
 from treeattn.study.compare.results import Summary
 from treeattn.study.compare.schema import NULL, SUM
-from treeattn.study.figures.cases import PAYLOAD, TOKENS, Case, Study, cases
-from treeattn.study.figures.chart import Chart, Lines, Panel, Point, Rows, Series
+from treeattn.study.figures.cases import Case
+from treeattn.study.figures.chart import Chart, Panel, Point, Series
+from treeattn.study.figures.times import lines, rows
 
 __all__ = ["memory", "traffic"]
-
-_KINDS = {"decode": ("decoding step", TOKENS), "reduce": ("reduction", PAYLOAD)}
 
 _ALLOCATIONS = (
     "Allocations of Python and NumPy on the worst rank, without the MPI library's own and without the "
@@ -20,71 +19,33 @@ _ALLOCATIONS = (
 _SENT = "Of all ranks in one step, as handed to MPI. Intra: within a node. Inter: between nodes."
 
 
-def memory(study: Study) -> list[Chart]:
+def memory(case: Case) -> list[Chart]:
     """Bytes that a scheme holds and that a step adds; and their sum over the context length."""
-    charts: list[Chart] = []
-    for what, (name, axis) in _KINDS.items():
-        for case in cases(study, what, axis):
-            members = [m for m in case.at_end() if _peak(m) is not None]
-            if members:
-                charts.append(_memory_rows(case, what, name, members))
-            if len(case.places()) > 1:
-                charts += _memory_lines(case, what, name)
-    return charts
-
-
-def _memory_rows(case: Case, what: str, name: str, members: list[Summary]) -> Chart:
+    members = [m for m in case.at_end() if _peak(m) is not None]
     series = tuple(
         Series(label, tuple(Point(row, float(m.facts[fact])) for row, m in enumerate(members)))
         for label, fact in (("held between steps", "held"), ("step peak, on top", "step_peak"))
     )
-    names = tuple(member.key.scheme for member in members)
-    return Rows(
-        f"memory-{what}{case.suffix}", f"Memory of a {name}, one rank", case.title(members[0].key),
-        (_ALLOCATIONS, *case.notes()), names, names, (Panel("bytes", series),), "bars",
-    )  # fmt: skip
-
-
-def _memory_lines(case: Case, what: str, name: str) -> list[Chart]:
-    series = []
-    for scheme, members in case.by_scheme():
-        peaks = [(case.axis.value(m.key), _peak(m)) for m in members]
-        points = tuple(Point(x, peak) for x, peak in peaks if peak is not None)
-        series += [Series(scheme, points)] if points else []
-    if not series:
-        return []
+    words = "memory-{}", "Memory of a {}, one rank", _ALLOCATIONS
+    growth = "memory-{}-growth", "Peak memory of a {}, one rank", _ALLOCATIONS
     return [
-        Lines(
-            f"memory-{what}-growth{case.suffix}", f"Peak memory of a {name}, one rank", case.title(),
-            (_ALLOCATIONS, *case.notes()), case.axis.label, "held and step peak together, bytes",
-            tuple(series), intervals=False, ticks="tokens" if case.axis is TOKENS else "plain",
-        )
-    ]  # fmt: skip
+        *rows(case, words, [m.key.scheme for m in members], (Panel("bytes", series),), exact=True),
+        *lines(case, growth, "held and step peak together, bytes", _peak, intervals=False),
+    ]
 
 
-def _peak(summary: Summary) -> float | None:
+def _peak(summary: Summary) -> Point | None:
     held, step = summary.facts["held"], summary.facts["step_peak"]
-    return None if held is None or step is None else float(held + step)
+    return None if held is None or step is None else Point(0, float(held + step))
 
 
-def traffic(study: Study) -> list[Chart]:
+def traffic(case: Case) -> list[Chart]:
     """Bytes and messages within and between nodes, of one step."""
-    charts: list[Chart] = []
-    for what, (name, axis) in _KINDS.items():
-        for case in cases(study, what, axis):
-            members = [m for m in case.at_end() if m.key.scheme not in (SUM, NULL)]
-            if any(member.facts.get("sent") for member in members):
-                charts.append(_traffic_rows(case, what, name, members))
-    return charts
-
-
-def _traffic_rows(case: Case, what: str, name: str, members: list[Summary]) -> Chart:
-    names = tuple(member.key.scheme for member in members)
-    sent = [_told(member.facts.get("sent")) for member in members]
-    return Rows(
-        f"traffic-{what}{case.suffix}", f"What a {name} sends", case.title(members[0].key),
-        (_SENT, *case.notes()), names, names, (_tiers("bytes", 1, sent), _tiers("messages", 0, sent)), "bars",
-    )  # fmt: skip
+    members = [m for m in case.at_end() if m.key.scheme not in (SUM, NULL)]
+    sent = [_told(member.facts["sent"]) for member in members]
+    panels = _tiers("bytes", 1, sent), _tiers("messages", 0, sent)
+    names = [m.key.scheme for m in members if any(sent)]
+    return rows(case, ("traffic-{}", "What a {} sends", _SENT), names, panels, exact=True)
 
 
 def _told(sent: dict[str, Any] | None) -> dict[str, Any]:
@@ -95,8 +56,9 @@ def _told(sent: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _tiers(label: str, index: int, sent: list[dict[str, Any]]) -> Panel:
-    """index: into the pairs of `sent`, one for each row; None in them is for the library alone to know."""
-    present = {tier for of_row in sent for tier in of_row}
+    """index: into the pairs of `sent`, one for each row; None in them is for the library alone to know.
+    Both panels of a figure have the tiers in which any row sends something."""
+    present = {tier for of_row in sent for tier, pair in of_row.items() if any(pair)}
     hidden = [not of_row or any(pair[index] is None for pair in of_row.values()) for of_row in sent]
     series = []
     for tier, words in (("intra", "intra"), ("inter", "inter"), ("unknown", "both together")):

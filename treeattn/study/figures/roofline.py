@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from treeattn.study.figures.cases import Study
 from treeattn.study.figures.chart import Chart, Panel, Point, Rows, Series
@@ -39,17 +41,15 @@ _KINDS = (
 
 
 def _kind(measured: Any) -> _Kind | None:
-    if not isinstance(measured, dict) or not isinstance(measured.get("rows"), list) or not measured["rows"]:
-        return None
     for kind in _KINDS:
-        numbers = (*kind.percents.values(), *kind.order[1:])
-        if isinstance(measured.get(kind.rate), float) and all(
-            isinstance(row, dict)
-            and isinstance(row.get("dtype"), str)
-            and all(isinstance(row.get(name), int | float) for name in numbers)
-            for row in measured["rows"]
-        ):
-            return kind
+        numbers = [(name, float) for name in (*kind.percents.values(), *kind.order[1:])]
+        row = msgspec.defstruct("Row", [("dtype", str), *numbers])
+        rows = Annotated[list[row], msgspec.Meta(min_length=1)]  # type: ignore[valid-type]
+        try:
+            msgspec.convert(measured, msgspec.defstruct("File", [(kind.rate, float), ("rows", rows)]))
+        except msgspec.ValidationError:
+            continue
+        return kind
     return None
 
 
@@ -60,12 +60,12 @@ def is_roofline(measured: Any) -> bool:
 
 def roofline(study: Study) -> list[Chart]:
     """Percent of the limit, by length, type and query heads per KV head; a figure for each file."""
-    charts: list[Chart] = []
-    for number, measured in enumerate(study.rooflines.values(), 1):
-        kind = _kind(measured)
-        if kind is not None:
-            charts.append(_chart(measured, kind, f"-{number}" if len(study.rooflines) > 1 else ""))
-    return charts
+    several = len(study.rooflines) > 1
+    return [
+        _chart(measured, kind, f"-{number}" if several else "")
+        for number, measured in enumerate(study.rooflines.values(), 1)
+        if (kind := _kind(measured)) is not None
+    ]
 
 
 def _chart(measured: dict[str, Any], kind: _Kind, suffix: str) -> Chart:
@@ -75,7 +75,7 @@ def _chart(measured: dict[str, Any], kind: _Kind, suffix: str) -> Chart:
         for label, name in kind.percents.items()
     )
     axis = "%" if len(series) > 1 else f"% {series[0].label}"
-    panel = Panel(axis, series, log=False, reference=(100.0, "limit"))
+    panel = Panel(axis, series, log=False, reference=100.0)
     machine = f"{measured.get('cpu', 'unknown processor')}"
     if isinstance(measured.get("device"), dict):
         machine = "{name}, driver {driver}".format(**{"name": "?", "driver": "?"} | measured["device"])
@@ -84,7 +84,7 @@ def _chart(measured: dict[str, Any], kind: _Kind, suffix: str) -> Chart:
     source = f"{machine}, git {str(measured.get('software', {}).get('git'))[:12]}."
     return Rows(
         f"roofline{suffix}", "Attention against what the memory delivers", case, (kind.note, source),
-        tuple(map(_label, rows)), tuple(row["dtype"] for row in rows), (panel,), "bars",
+        tuple(map(_label, rows)), ("",) * len(rows), (panel,), exact=True,
     )  # fmt: skip
 
 

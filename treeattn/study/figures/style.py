@@ -1,58 +1,51 @@
-"""How series are told apart: by colour, and without any colour by marker, dashes and hatching.
+"""How a scheme looks: one colour and one marker, the same in every figure and whatever else is drawn.
 
-Colours are those of Okabe and Ito, "Color Universal Design" (2008), which people who see colours differently
-tell apart; without their yellow, which is too pale for lines on paper. Black is for the library's sum, grey
-for the reduction that does nothing.
+Both follow from its place in the catalogue. Colours are those of Okabe and Ito, "Color Universal Design"
+(2008), which people who see colours differently tell apart, without their yellow, which is too pale for
+lines on paper; the pair of colour and marker is unique. Greys are for the library's sum and for the
+reduction that does nothing, ink for everything that is no scheme.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
-from treeattn.decoder import plan as routes
+from treeattn.decoder.plan import CATALOG
 from treeattn.study.compare.schema import NULL, SUM
 
-__all__ = ["HATCHES", "MARKERS", "Style", "in_order", "styles"]
+__all__ = ["DARK", "INK", "MARKERS", "PAPER", "Style", "in_order", "style"]
+
+#: Of text and lines, and of what is below them. DARK: (ink, paper) where the reader's screen is dark.
+INK, PAPER = "#1b1f24", "#ffffff"
+DARK = ("#e8eaed", "#14171c")
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
-#: Of schemes in line charts; of series in rows.
+#: Of schemes, or of the series of a figure that has several for each scheme.
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*")
-_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (1.2, 1.2)))
-
-#: Of series in bar charts: the first is filled.
-HATCHES = (None, "/////", "xxxxx", ".....")
 
 
-@dataclass(frozen=True, slots=True)
-class Style:
-    """Colour, marker and dashes as matplotlib takes them."""
+class Style(NamedTuple):
+    """Colour and marker as matplotlib takes them."""
 
     colour: str
     marker: str
-    dashes: Any
 
 
-_FIXED = {SUM: Style("#000000", "h", (0, (1.2, 1.2))), NULL: Style("#7f7f7f", "d", (0, (1.2, 1.2)))}
+_PLACES = {name: place for place, name in enumerate(CATALOG)}
+_NEUTRAL = {SUM: Style("#767676", "h"), NULL: Style("#a0a0a0", "d")}
 
 
-def styles(names: Iterable[str]) -> dict[str, Style]:
-    """One style for each name. Colours return after 6 names, the pair of marker and dashes after 44."""
-    plain = [name for name in dict.fromkeys(names) if name not in _FIXED]
-    return _FIXED | {
-        name: Style(_COLOURS[i % 6], MARKERS[i % len(MARKERS)], _DASHES[i % 4])
-        for i, name in enumerate(plain)
-    }
+def style(name: str) -> Style:
+    """Of a scheme, whatever its parameters; its label tells those apart."""
+    place = _PLACES.get(name.partition(":")[0])
+    if place is None:
+        return _NEUTRAL.get(name, Style(INK, "o"))
+    return Style(_COLOURS[place % len(_COLOURS)], MARKERS[place % len(MARKERS)])
 
 
 def in_order(schemes: Iterable[str]) -> list[str]:
-    """Each scheme once, in the order of the catalogue; then others; sum and null last."""
-    place = {name: index for index, name in enumerate(routes.CATALOG)}
-    place |= {SUM: len(place) + 1, NULL: len(place) + 2}
-
-    def key(scheme: str) -> tuple[int, str]:
-        return place.get(scheme.partition(":")[0], len(routes.CATALOG)), scheme
-
-    return sorted(set(schemes), key=key)
+    """Each scheme once, in the order of the catalogue; then others; the library's sum and null last."""
+    places = _PLACES | {SUM: len(_PLACES) + 1, NULL: len(_PLACES) + 2}
+    return sorted(set(schemes), key=lambda name: (places.get(name.partition(":")[0], len(_PLACES)), name))

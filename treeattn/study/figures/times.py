@@ -2,220 +2,165 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Literal
 
 from treeattn.study.compare.results import Summary
-from treeattn.study.compare.schema import NULL
-from treeattn.study.figures.cases import PAYLOAD, RANKS, SKEW, TOKENS, Axis, Case, Study, cases
+from treeattn.study.compare.schema import NULL, SUM
+from treeattn.study.figures.axes import brief
+from treeattn.study.figures.cases import RANKS, SKEW, TOKENS, Case, Study, left_out
 from treeattn.study.figures.chart import Chart, Lines, Panel, Point, Rows, Series, interval
+from treeattn.study.figures.style import in_order
 from treeattn.study.statistics import describe
 
-__all__ = ["cold", "predicted", "relative", "scaling", "skew", "speedup", "time"]
+__all__ = ["cold", "lines", "predicted", "relative", "rows", "scaling", "skew", "speedup", "time"]
 
-# What is measured -> its name in titles, and the axis on which its cases lie.
-_KINDS = {"decode": ("decoding step", TOKENS), "reduce": ("reduction", PAYLOAD)}
-
-_INTERVALS = (
-    "Mark: median of the iterations, blocks weighing the same. Bar: interval of that median at 95 % "
-    "confidence; hollow marks have none (fewer than 6 blocks)."
+_LINE = (
+    "Line through it: interval of that median at 95 % confidence; hollow marks have none (fewer than 6 "
+    "blocks)."
 )
-_RATIOS = (
-    "Mark: median over blocks of the ratio to the block measured beside it. Bar: interval of that median at "
-    "95 % confidence; hollow marks have none (fewer than 6 blocks)."
-)
+_INTERVALS = f"Mark: median of the iterations, blocks weighing the same. {_LINE}"
+_RATIOS = f"Mark: median over blocks of the ratio to the block measured beside it. {_LINE}"
 
-Values = Callable[[Case, Summary], Point | None]
+#: Rows show so many places of an axis beside each other; more become lines.
+_MOST_PANELS = 3
+
+#: What stands around a chart: the name of its file, its title and a note. {} is what is measured.
+Words = tuple[str, str, str]
+Value = Callable[[Summary], Point | None]
 
 
-def time(study: Study) -> list[Chart]:
+def time(case: Case) -> list[Chart]:
     """Time by scheme, over the context length or the size of the records."""
-    return _over_own_axis(study, "time", "Time of a {}", "completion, µs", _completion, _INTERVALS)
+    return by_scheme(case, ("time-{}", "Time of a {}", _INTERVALS), "completion, µs", _completion)
 
 
-def relative(study: Study) -> list[Chart]:
+def relative(case: Case) -> list[Chart]:
     """Time by scheme, divided by the time of the baseline."""
-
-    def ratio(case: Case, summary: Summary) -> Point | None:
-        return _ratio(case, summary, study.baseline)
-
-    label = f"completion relative to {study.baseline}"
-    title = f"Time of a {{}} relative to {study.baseline}"
-    return _over_own_axis(study, "relative", title, label, ratio, _RATIOS, (1.0, study.baseline))
+    baseline = case.study.baseline
+    words = "relative-{}", f"Time of a {{}} relative to {baseline}", _RATIOS
+    label = f"completion, × {'SUM' if baseline == SUM else baseline}"
+    return by_scheme(case, words, label, lambda summary: _ratio(case.study, summary, baseline), 1.0)
 
 
-def speedup(study: Study) -> list[Chart]:
+def speedup(case: Case) -> list[Chart]:
     """Time of Ring Attention divided by the time of each scheme, over the context length."""
-    rings = [scheme for scheme in study.schemes() if scheme.partition(":")[0] == "kv_ring"]
-    if not rings:
+    ring = next((name for name in case.study.schemes() if name.partition(":")[0] == "kv_ring"), None)
+    if ring is None or case.what != "decode":
         return []
-    ring = rings[0]
-
-    def gain(case: Case, summary: Summary) -> Point | None:
-        return _ratio(case, summary, ring, inverse=True)
-
-    charts = [
-        _lines_or_rows(case, "speedup-decode", f"Speed-up of a decoding step over {ring}",
-                       f"time of {ring} / time of the scheme", gain, _RATIOS, (1.0, ring))
-        for case in cases(study, "decode", TOKENS)
-    ]  # fmt: skip
-    return [chart for chart in charts if chart is not None]
+    words, label = (
+        ("speedup-{}", f"Speed-up of a {{}} over {ring}", _RATIOS),
+        f"time of {ring} / time of the scheme",
+    )
+    return by_scheme(case, words, label, lambda summary: _ratio(case.study, summary, ring, inverse=True), 1.0)
 
 
-def scaling(study: Study) -> list[Chart]:
+def scaling(case: Case) -> list[Chart]:
     """Time by scheme over the number of ranks."""
-    return _lines_only(study, RANKS, "scaling", "Time of a {} by ranks", "completion, µs", _completion)
+    return lines(case, ("scaling-{}", "Time of a {} by ranks", _INTERVALS), "completion, µs", _completion)
 
 
-def skew(study: Study) -> list[Chart]:
+def skew(case: Case) -> list[Chart]:
     """Time from the last rank's entry to the last exit, over how unevenly the ranks arrive."""
-
-    def after_last_entry(case: Case, summary: Summary) -> Point | None:
-        if "after_last_entry" not in summary.times:
-            return None
-        return interval(case.axis.value(summary.key), summary.times["after_last_entry"])
-
-    title, label = "What remains of a {} after the last arrival", "last exit minus last entry, µs"
-    return _lines_only(study, SKEW, "skew", title, label, after_last_entry)
+    words = "skew-{}", "What remains of a {} after the last arrival", _INTERVALS
+    return lines(case, words, "last exit minus last entry, µs", lambda one: _time(one, "after_last_entry"))
 
 
-def cold(study: Study) -> list[Chart]:
-    """Planning and the first call beside a warm step, at the right end of each case's axis."""
-    charts: list[Chart] = []
-    for what, (name, axis) in _KINDS.items():
-        for case in cases(study, what, axis):
-            members = [m for m in case.at_end() if m.key.scheme != NULL]
-            if not members:
-                continue
-            series = [
-                Series(label, tuple(interval(row, m.times[key]) for row, m in enumerate(members)))
-                for label, key in (
-                    ("planning", "plan"), ("first call", "first"), ("warm step", "completion"),
-                )
-            ]  # fmt: skip
-            names = tuple(member.key.scheme for member in members)
-            charts.append(
-                Rows(
-                    f"cold-{what}{case.suffix}", f"Cold and warm: {name}", case.title(members[0].key),
-                    (_INTERVALS, *case.notes()), names, names,
-                    (Panel("µs, slowest rank (cold) and completion (warm)", tuple(series)),), "dots",
-                )
-            )  # fmt: skip
-    return charts
+def cold(case: Case) -> list[Chart]:
+    """Planning and the first call beside a warm step, at the right end of the axis."""
+    members = [m for m in case.at_end() if m.key.scheme != NULL]
+    series = tuple(
+        Series(label, tuple(interval(row, m.times[key]) for row, m in enumerate(members)))
+        for label, key in (("planning", "plan"), ("first call", "first"), ("warm step", "completion"))
+    )
+    panel = Panel("µs, slowest rank (cold) and completion (warm)", series)
+    return rows(case, ("cold-{}", "Cold and warm: {}", _INTERVALS), [m.key.scheme for m in members], (panel,))
 
 
-def predicted(study: Study) -> list[Chart]:
+def predicted(case: Case) -> list[Chart]:
     """Predicted against measured time, where points carry a prediction (``predicted``, µs)."""
-    charts: list[Chart] = []
-    for what, (name, axis) in _KINDS.items():
-        for case in cases(study, what, axis):
-            series = tuple(
-                Series(scheme, tuple(
-                    Point(m.times["completion"].median, float(m.facts["predicted"]))
-                    for m in members if isinstance(m.facts.get("predicted"), int | float)
-                ))
-                for scheme, members in case.by_scheme()
-            )  # fmt: skip
-            series = tuple(one for one in series if one.points)
-            if series:
-                charts.append(
-                    Lines(
-                        f"predicted-{what}{case.suffix}", f"Predicted and measured time of a {name}",
-                        case.title(), case.notes(), "measured completion (median), µs", "predicted, µs",
-                        series, joined=False, intervals=False, reference="diagonal",
-                    )
-                )  # fmt: skip
-    return charts
+    known = [m for m in case.members if m.facts["predicted"] is not None]
+    points = [(m.key.scheme, Point(m.times["completion"].median, float(m.facts["predicted"]))) for m in known]
+    series = tuple(
+        Series(scheme, tuple(sorted(point for name, point in points if name == scheme)))
+        for scheme in in_order(name for name, _ in points)
+    )
+    note = "Line: the prediction is right. Above it: it is too slow."
+    around = case.around("predicted-{}", "Predicted and measured time of a {}", note)
+    labels = "measured completion (median), µs", "predicted, µs"
+    return [Lines(*around, *labels, series, intervals=False, diagonal=True)] if series else []
 
 
-def _completion(case: Case, summary: Summary) -> Point | None:
-    return interval(case.axis.value(summary.key), summary.times["completion"])
+def by_scheme(
+    case: Case, words: Words, label: str, value: Value, reference: float | None = None
+) -> list[Chart]:
+    """Rows from the smallest value, with a panel for each of few places on the axis; lines over many."""
+    places = case.places()
+    if len(places) > _MOST_PANELS:
+        return lines(case, words, label, value, reference)
+    known = [(case.axis.value(m.key), p, m.key.scheme) for m in case.members if (p := value(m)) is not None]
+    known.sort(key=lambda of: (of[0], of[1].value), reverse=True)
+    names = tuple(dict.fromkeys(scheme for _, _, scheme in known))[::-1]
+    panels = []
+    for place in places:
+        points = sorted(p._replace(x=names.index(scheme)) for at, p, scheme in known if at == place)
+        heading = f"{brief(place)} {'tokens' if case.axis is TOKENS else 'bytes'}" if len(places) > 1 else ""
+        panels.append(Panel(label, (Series(label, tuple(points)),), heading, reference=reference))
+    return rows(case, words, names, tuple(panels))
 
 
-def _ratio(case: Case, summary: Summary, baseline: str, inverse: bool = False) -> Point | None:
+def rows(
+    case: Case, words: Words, names: Sequence[str], panels: tuple[Panel, ...], exact: bool = False
+) -> list[Chart]:
+    """One row for each scheme, if there are any. A panel without a title shows the end of the axis."""
+    around = case.around(*words, None if panels[0].title else case.at_end()[0].key)
+    return [Rows(*around, tuple(names), tuple(names), panels, exact)] if names else []
+
+
+def lines(
+    case: Case, words: Words, label: str, value: Value, reference: float | None = None, intervals: bool = True
+) -> list[Chart]:
+    """One line for each scheme, if there are several places on the axis of the case."""
+    places, series = case.places(), []
+    for scheme, members in case.by_scheme():
+        known = ((case.axis.value(member.key), value(member)) for member in members)
+        points = tuple(point._replace(x=x) for x, point in known if point is not None)
+        series += [Series(scheme, points)] if points else []
+    if len(places) < 2 or not series:
+        return []
+    ticks: Literal["tokens", "plain"] = "tokens" if case.axis is TOKENS else "plain"
+    missing = left_out(case.study, case.axis) if case.axis in (RANKS, SKEW) else ()
+    return [
+        Lines(*case.around(*words), case.axis.label, label, tuple(series), places[0] > 0, intervals, ticks,
+              reference, left_out=missing)
+    ]  # fmt: skip
+
+
+def _time(summary: Summary, series: str) -> Point | None:
+    return interval(0, summary.times[series]) if series in summary.times else None
+
+
+def _completion(summary: Summary) -> Point | None:
+    return _time(summary, "completion")
+
+
+def _ratio(study: Study, summary: Summary, baseline: str, inverse: bool = False) -> Point | None:
     """The median of the ratios of blocks that were measured side by side, with its interval.
 
     Schemes are interleaved within a repetition, so what the machine did meanwhile divides out.
     """
     if summary.key.scheme == NULL:
         return None
-    mine, other = (_blocks(case.study, summary, scheme) for scheme in (summary.key.scheme, baseline))
+    mine, other = (_blocks(study, summary, scheme) for scheme in (summary.key.scheme, baseline))
     ratios = [mine[block] / other[block] for block in mine if block in other]
-    if not ratios:
-        return None
-    return interval(
-        case.axis.value(summary.key), describe([[1 / ratio if inverse else ratio] for ratio in ratios])
-    )
+    return interval(0, describe([[1 / r if inverse else r] for r in ratios])) if ratios else None
 
 
 def _blocks(study: Study, summary: Summary, scheme: str) -> dict[tuple[str, int, int], float]:
     """(run, launch, repetition) -> median completion, of `scheme` in the case and version of `summary`."""
-    found = study.blocks[(summary.key.case, summary.version)]
     return {
         (point.run, point.launch, point.repetition): median(point.samples["completion"])
-        for point in found
+        for point in study.blocks[(summary.key.case, summary.version)]
         if point.key.scheme == scheme
     }
-
-
-def _over_own_axis(
-    study: Study, name: str, title: str, label: str, values: Values, note: str,
-    reference: tuple[float, str] | None = None,
-) -> list[Chart]:  # fmt: skip
-    charts = [
-        _lines_or_rows(case, f"{name}-{what}", title.format(kind), label, values, note, reference)
-        for what, (kind, axis) in _KINDS.items()
-        for case in cases(study, what, axis)
-    ]
-    return [chart for chart in charts if chart is not None]
-
-
-def _lines_or_rows(
-    case: Case, name: str, title: str, label: str, values: Values, note: str,
-    reference: tuple[float, str] | None,
-) -> Chart | None:  # fmt: skip
-    """Lines over the axis of the case; where all points are in one place, rows, the smallest value first."""
-    if len(case.places()) > 1:
-        return _lines(case, name, title, label, values, note, reference)
-    found = [(values(case, m), m) for m in case.members]
-    rows = sorted(((p, m) for p, m in found if p is not None), key=lambda row: row[0].value)
-    if not rows:
-        return None
-    names = tuple(member.key.scheme for _, member in rows)
-    points = tuple(point._replace(x=row) for row, (point, _) in enumerate(rows))
-    panel = Panel(label, (Series(label, points),), reference=reference)
-    key = rows[0][1].key
-    return Rows(
-        name + case.suffix, title, case.title(key), (note, *case.notes()), names, names, (panel,), "dots"
-    )
-
-
-def _lines_only(study: Study, axis: Axis, name: str, title: str, label: str, values: Values) -> list[Chart]:
-    charts = [
-        _lines(case, f"{name}-{what}", title.format(kind), label, values, _INTERVALS, None)
-        for what, (kind, _) in _KINDS.items()
-        for case in cases(study, what, axis)
-        if len(case.places()) > 1
-    ]
-    return [chart for chart in charts if chart is not None]
-
-
-def _lines(
-    case: Case, name: str, title: str, label: str, values: Values, note: str,
-    reference: tuple[float, str] | None,
-) -> Chart | None:  # fmt: skip
-    series = tuple(
-        Series(scheme, _known(values(case, summary) for summary in members))
-        for scheme, members in case.by_scheme()
-    )
-    series = tuple(one for one in series if one.points)
-    if not series:
-        return None
-    return Lines(
-        name + case.suffix, title, case.title(), (note, *case.notes()), case.axis.label, label, series,
-        x_log=min(case.places()) > 0, ticks="tokens" if case.axis is TOKENS else "plain", reference=reference,
-    )  # fmt: skip
-
-
-def _known(points: Iterable[Point | None]) -> tuple[Point, ...]:
-    return tuple(point for point in points if point is not None)

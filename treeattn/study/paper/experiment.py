@@ -1,18 +1,18 @@
-"""What an experiment is: the paper's setting and numbers, a setting small enough to run anywhere, a model."""
+"""What an experiment is: functions from a setting to tables. What the tables mean stands in docs/paper.md."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
-
-__all__ = ["NO_SIMULATOR", "Cell", "Claim", "Experiment", "Table", "shown"]
+__all__ = ["IN_THE_FIGURE", "NO_SIMULATOR", "Cell", "Experiment", "Table", "shown"]
 
 #: What stands where a prediction of a simulated cluster belongs.
 NO_SIMULATOR = "no simulator in this version"
+
+#: What stands where the paper has a mark in a figure; no number was read off one.
+IN_THE_FIGURE = "in the figure"
 
 #: A number, words in place of one, or nothing: not measured, or not said.
 Cell = float | str | None
@@ -30,23 +30,12 @@ def shown(value: Cell) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """A number that the paper states. says: in its words; value: to compare with, in `unit`; where: place."""
-
-    what: str
-    says: str
-    value: float
-    unit: str
-    where: str
-
-
-@dataclass(frozen=True, slots=True)
 class Table:
     """Rows of one cell for each heading; headings name units and say whose number it is."""
 
     title: str
     headings: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    rows: Sequence[tuple[Cell, ...]]
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -54,36 +43,18 @@ class Table:
                 raise ValueError(f"{self.title}: {len(row)} cells under {len(self.headings)} headings")
 
 
-@dataclass(frozen=True)
-class Experiment(ABC):
+@dataclass(frozen=True, slots=True)
+class Experiment:
     """One experiment of Shyam et al., "Tree Attention", arXiv 2408.04093v4.
 
-    name: what it is about, as the command takes it. where: its place in the paper. Subclasses have `paper`,
-    the paper's setting, and `small`, one of the same type that runs for real on a few ranks. predictions:
-    the paper's setting on a simulated cluster.
+    where: its place in the paper. paper: its setting, the arguments of `model`, which needs no MPI. small:
+    one that runs for real on a few ranks, the arguments of `measure` after the communicator; None where
+    nothing runs. measure is collective and returns tables on rank 0, nothing elsewhere.
     """
 
-    name: ClassVar[str]
-    title: ClassVar[str]
-    where: ClassVar[str]
-    claims: ClassVar[tuple[Claim, ...]] = ()
-    #: What the model takes for granted.
-    assumptions: ClassVar[tuple[str, ...]] = ()
-    #: Why the numbers differ, and which of the paper's numbers are not explained.
-    differences: ClassVar[tuple[str, ...]] = ()
-
-    paper: Any
-    small: Any
-    predictions: str = NO_SIMULATOR
-
-    @abstractmethod
-    def model(self) -> list[Table]:
-        """The paper's setting: its numbers beside the model's. Needs no MPI."""
-
-    @abstractmethod
-    def measure(self, comm: Intracomm) -> list[Table]:
-        """The small setting, run on `comm`; tables on rank 0, nothing elsewhere. Collective."""
-
-    def claim(self, what: str) -> Claim:
-        """The claim of that name."""
-        return next(claim for claim in self.claims if claim.what == what)
+    title: str
+    where: str
+    model: Callable[..., list[Table]]
+    paper: dict[str, Any]
+    measure: Callable[..., list[Table]] = lambda comm: []
+    small: dict[str, Any] | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,81 +9,79 @@ from typing import TYPE_CHECKING, Any
 from treeattn.errors import TreeattnError
 from treeattn.study.compare.measure import Effort
 from treeattn.study.compare.schema import Key
-from treeattn.study.compare.sweep import Block, Sweep
+from treeattn.study.compare.sweep import Sweep
+from treeattn.study.paper.experiment import Table
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["cold", "decode_key", "median", "payload", "run", "sizes"]
+__all__ = ["COUNTED", "Points", "cold", "decode_key", "median", "payload", "run", "sweep"]
 
 SEED = 0
+
+#: Where nothing depends on time.
+COUNTED = Effort(repetitions=1, iterations=3, seconds=0.01)
 
 #: Points of one key: the fields that `Bench.block` gives.
 Points = list[dict[str, Any]]
 
 
-def sizes(comm: Intracomm, wanted: Sequence[int]) -> list[int]:
-    """The numbers of ranks among `wanted` that this job has."""
-    return [ranks for ranks in wanted if ranks <= comm.size]
+def sweep(
+    keys: Callable[..., list[Key]], tables: Callable[[dict[Key, Points]], list[Table]]
+) -> Callable[..., list[Table]]:
+    """The `measure` of an experiment: of `keys` for the numbers of ranks that the job has, its `tables`."""
+
+    def measure(comm: Intracomm, effort: Effort, ranks: Sequence[int], **setting: Any) -> list[Table]:
+        fitting = [size for size in ranks if size <= comm.size]
+        points = run(comm, keys(fitting, **setting), effort)
+        return tables(points) if points else []
+
+    return measure
 
 
-def decode_key(scheme: str, ranks: int, tokens: int, heads: int, head_dim: int, dtype: str) -> Key:
+def decode_key(scheme: str, ranks: int, tokens: int, heads: int, head_dim: int) -> Key:
     """A whole step: one query of one sequence, as many KV heads as heads, as in the paper."""
-    return Key("decode", scheme, ranks, tokens, 1, 1, heads, heads, head_dim, dtype)
+    return Key("decode", scheme, ranks, tokens, 1, 1, heads, heads, head_dim, "bfloat16")
 
 
 def run(comm: Intracomm, keys: Sequence[Key], effort: Effort) -> dict[Key, Points]:
-    """The points of every key, on rank 0; nothing elsewhere. Collective.
+    """The points of every key in the order of `keys`, on rank 0; nothing elsewhere. Collective.
 
     keys: those of one number of ranks together, and of one case. Raises on all ranks what a scheme raised,
     and `TreeattnError` if a result missed its bound: then its time would mean nothing.
     """
-    points: dict[Key, Points] = {}
+    points: dict[Key, Points] = {key: [] for key in keys} if comm.rank == 0 else {}
     problems: list[TreeattnError] = []
-
-    def take(block: Block, fields: dict[str, Any]) -> None:
-        points.setdefault(block.key, []).append(fields)
-
-    def give_up(key: Key, error: TreeattnError) -> None:
-        problems.append(error)
-
-    def began(block: Block) -> None:
-        pass
-
-    Sweep(keys, effort, 1, SEED, {}, take, give_up, began).run(comm)
-    problems += [problem for key in points for problem in _missed(key, points[key])]
-    problems = comm.bcast(problems)
+    Sweep(
+        keys, effort, 1, SEED, {},
+        lambda block, fields: points[block.key].append(fields),
+        lambda key, error: problems.append(error),
+        lambda block: None,
+    ).run(comm)  # fmt: skip
+    problems = comm.bcast(problems or [problem for key in points for problem in _missed(key, points[key])])
     if problems:
         raise problems[0]
     return points
 
 
 def _missed(key: Key, points: Points) -> list[TreeattnError]:
-    worst = max(points, key=lambda point: math.inf if math.isnan(point["error_out"]) else point["error_out"])
-    exact = all(point["error_out"] <= point["bound_out"] for point in points)  # false for NaN
-    if exact and all(point["same_bits"] is not False for point in points):
-        return []
-    error, bound = f"{worst['error_out']:.1e}", f"{worst['bound_out']:.1e}"
-    return [
-        TreeattnError(
-            f"{key.scheme} on {key.ranks} ranks: error {error}, bound {bound}, or bits that differ between "
-            "ranks; what a wrong result costs is not shown"
-        )
+    wrong = [
+        f"{key.scheme} on {key.ranks} ranks: error {point['error_out']:.1e}, bound {point['bound_out']:.1e}, "
+        "or bits that differ between ranks; what a wrong result costs is not shown"
+        for point in points
+        if not point["error_out"] <= point["bound_out"] or point["same_bits"] is False  # NaN is wrong too
     ]
+    return [TreeattnError(text) for text in wrong[:1]]
 
 
-def _median_of(points: Points, of_block: Callable[[dict[str, Any]], float]) -> float:
-    return statistics.median(of_block(point) for point in points)
-
-
-def median(points: Points, series: str = "completion") -> float:
-    """Milliseconds: the median over blocks of the median over iterations, last exit minus first entry."""
-    return _median_of(points, lambda point: statistics.median(point["samples"][series])) / 1000
+def median(points: Points) -> float:
+    """Milliseconds from first entry to last exit: the median over blocks of the median over iterations."""
+    return float(statistics.median(statistics.median(p["samples"]["completion"]) for p in points)) / 1000
 
 
 def cold(points: Points) -> float:
     """Milliseconds of planning and the first call after it, median over blocks."""
-    return _median_of(points, lambda point: float(point["plan"]) + float(point["first"])) / 1000
+    return statistics.median(float(point["plan"]) + float(point["first"]) for point in points) / 1000
 
 
 def payload(points: Points) -> int | None:

@@ -1,0 +1,84 @@
+"""``treeattn check-partials`` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from treeattn import files
+
+from .launch import run, treeattn
+
+
+@pytest.fixture(params=["npz", "safetensors"])
+def written(request, tmp_path):
+    """Dumps of three ranks, the whole that a merge in base e makes of them, and one that base 2 makes."""
+    draw = np.random.default_rng(0)
+    out, lse = draw.standard_normal((3, 4, 8)).astype(np.float32), draw.standard_normal((3, 4)) * 4
+
+    def write(name, **arrays):
+        path = tmp_path / f"{name}.{request.param}"
+        if request.param == "npz":
+            np.savez(path, **arrays)
+        else:
+            path.write_bytes(files.save_tensors(arrays, {}))
+        return path
+
+    paths = [write(f"rank{rank}", out=out[rank], lse=lse[rank].astype(np.float32)) for rank in range(3)]
+    for base in ("e", "2"):
+        weight = np.exp(lse * {"e": 1.0, "2": np.log(2)}[base])[..., None]
+        write(f"base_{base}", out=((weight * out).sum(0) / weight.sum(0)).astype(np.float32))
+    return tmp_path, request.param, paths
+
+
+def test_verdicts(written):
+    folder, kind, paths = written
+    done = treeattn(
+        "check-partials", *paths, "--whole", folder / f"base_e.{kind}", "--json", folder / "f.json"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "3 parts, out float32 [4, 8] on rank 0",
+        "no fault in shapes and types, empty shards, shards held twice, the merged result",
+    ]
+    assert json.loads((folder / "f.json").read_text())["findings"] == []
+    done = treeattn(
+        "check-partials", *paths, "--whole", folder / f"base_2.{kind}", "--json", folder / "f.json"
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "fault: wrong base: reading every lse in base 2 makes the whole" in done.stdout
+    (finding,) = json.loads((folder / "f.json").read_text())["findings"]
+    assert (finding["kind"], finding["ranks"]) == ("wrong base", [0, 1, 2])
+    done = treeattn("check-partials", *paths, "--whole", folder / f"base_2.{kind}", "--base", "2")
+    assert done.returncode == 0
+
+
+def test_without_a_whole_it_says_what_one_would_tell(written):
+    _, _, paths = written
+    done = treeattn("check-partials", paths[0], paths[1], paths[1])
+    assert done.returncode == 1
+    assert "fault: counted twice: ranks 1 and 2 hold the same part" in done.stdout
+    assert done.stdout.endswith("a wrong merge is told by what it made\n")
+
+
+def test_bad_input(tmp_path):
+    (tmp_path / "bad.npz").write_bytes(b"not an archive")
+    np.savez(tmp_path / "objects.npz", out=np.array([None]), lse=np.zeros(1))
+    for path, message in (("none.npz", "not a readable .npz file"), ("bad.npz", "not a readable .npz file"),
+                          ("objects.npz", "not a readable .npz file"), ("none", "no such file")):  # fmt: skip
+        done = treeattn("check-partials", tmp_path / path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert message in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_no_mpi_is_loaded(written):
+    _, _, paths = written
+    words = ["check-partials", *map(str, paths)]
+    program = (
+        f"import sys\nfrom treeattn.cli import main\ntry: main({words})\n"
+        "finally: print('mpi4py.MPI' in sys.modules)"
+    )
+    assert run("-c", program).stdout.endswith("False\n")

@@ -1,0 +1,217 @@
+"""Arrays of any library are read where they lie, and results come back in kind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.exporters import Dlpack, Interface, Old, OnGpu, bfloat16_bits
+from treeattn.attention.arrays import Containers, device_of, give, on_host
+from treeattn.errors import ArgumentError
+
+EXPORTERS = (Dlpack, Old, Interface)
+RESULTS = (np.zeros((1, 1, 2, 8), np.float32), np.zeros((1, 2, 1), np.float32))
+
+
+def some(shape: tuple[int, ...] = (2, 3, 4, 8), dtype: Any = np.float32) -> Any:
+    return np.random.default_rng(0).standard_normal(shape).astype(dtype)
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64, np.int64, np.uint16, np.uint8])
+@pytest.mark.parametrize("cut", [np.s_[:], np.s_[:, 1:, :, ::2], np.s_[:, ::-1], np.s_[:, :0]])
+def test_memory_is_looked_at_in_place(exporter: Any, dtype: Any, cut: Any) -> None:
+    array = (some() * 9).astype(dtype)[cut]
+    view = on_host("k", exporter(array))
+    assert type(view) is np.ndarray
+    assert (view.dtype, view.shape) == (array.dtype, array.shape)
+    assert not array.size or view.strides == array.strides
+    np.testing.assert_array_equal(view, array)
+    array += 1  # seen: it is the same memory
+    np.testing.assert_array_equal(view, array)
+
+
+@pytest.mark.parametrize("exporter", [Dlpack, Old])
+def test_nothing_is_written_through_a_view(exporter: Any) -> None:
+    assert not on_host("q", exporter(some())).flags.writeable
+
+
+def test_bfloat16_which_numpy_has_no_word_for() -> None:
+    bits = bfloat16_bits(some())
+    view = on_host("q", Dlpack(bits, code=4))
+    assert view.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(view.view(np.uint16), bits)
+
+
+def test_read_only_arrays() -> None:
+    array = some()
+    array.flags.writeable = False
+    assert on_host("q", array) is array
+    np.testing.assert_array_equal(on_host("q", Dlpack(array)), array)
+    with pytest.raises(ArgumentError, match="^q cannot be taken as it is: .*read"):
+        on_host("q", Old(array))  # NumPy: nothing tells an old consumer not to write
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_a_view_keeps_the_memory(exporter: Any) -> None:
+    class Memory(np.ndarray):
+        """Can be watched."""
+
+    array = some().view(Memory)
+    watched, values = weakref.ref(array), array.tolist()
+    view = on_host("q", exporter(array))[1:]
+    del array
+    gc.collect()
+    assert watched() is not None
+    assert view.tolist() == values[1:]
+    del view
+    gc.collect()
+    assert watched() is None, "the memory is never given back"
+
+
+class Refuses:
+    """As torch does with a tensor that wants a gradient."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
+
+
+class Frame:
+    """As a dataframe: columns, and a way to make an array of them, by copying."""
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return some()
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (Refuses(), r"q cannot be taken as it is: Can't export.*use tensor.detach\(\)"),
+        ([[1.0]], "q is a list: pass an array with DLPack or the array interface, as NumPy"),
+        (None, "q is a NoneType: pass an array"),
+        (3.5, "q is a float: pass an array"),
+        (Frame(), "q is a .*Frame: pass an array"),
+        (Dlpack(some(), kind=2), "q lies on a GPU, but device='cpu'.*ask for device='cuda'"),
+        (OnGpu(some()), "q lies on a GPU, but device='cpu'"),
+        (Dlpack(some(), kind=10), "q lies on a device of DLPack type 10: move it"),
+        (Dlpack(some(dtype=np.complex64)), "type that is not supported .*code 5, 64 bits"),
+    ],
+    ids=lambda case: "" if isinstance(case, str) else type(case).__name__,
+)
+def test_what_cannot_be_taken_is_named(array: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        on_host("q", array)
+
+
+def test_where_an_array_lies() -> None:
+    at = [device_of("q", array) for array in (some(), Dlpack(some()), Dlpack(some(), 3), Interface(some()))]
+    assert at == ["cpu"] * 4  # 3: page-locked memory of the host
+    assert [device_of("q", array) for array in (Dlpack(some(), 2), Dlpack(some(), 13), OnGpu(some()))] == [
+        "cuda"
+    ] * 3
+
+
+def test_the_arrays_of_the_last_step_are_not_asked_again() -> None:
+    containers = Containers(on_host, RESULTS)
+    q, k, v = Dlpack(some()), Dlpack(some()), some()
+    first = containers.take(q, k, v)
+    again = containers.take(q, k, v)
+    assert all(map(lambda a, b: a is b, first, again))
+    assert first[2] is v
+    assert len(q.asked) == len(k.asked) == 1
+    containers.take(q, Dlpack(some()), v)
+    assert len(q.asked) == 1
+
+
+def test_an_object_that_was_given_other_memory_is_asked_again() -> None:
+    class Movable(Dlpack):
+        """As torch tensors: set_, resize_ and an assignment to .data change what lies behind."""
+
+        def data_ptr(self) -> int:
+            return int(self.array.ctypes.data)
+
+        def stride(self) -> tuple[int, ...]:
+            return tuple(self.array.strides)
+
+        @property
+        def shape(self) -> tuple[int, ...]:
+            return tuple(self.array.shape)
+
+    containers = Containers(on_host, RESULTS)
+    k = Movable(some((1, 4, 1, 8)))
+    containers.take(k, k, k)
+    for longer in (some((1, 9, 1, 8)), k.array[:, :2]):
+        k.array = longer
+        assert containers.take(k, k, k)[1].shape == longer.shape
+        np.testing.assert_array_equal(containers.take(k, k, k)[0], longer)
+
+
+class Immutable(Dlpack):
+    """As JAX arrays: whoever imports memory takes for granted that nobody writes it."""
+
+    def __array_namespace__(self) -> type[Immutable]:
+        return Immutable
+
+    @staticmethod
+    def from_dlpack(array: Any) -> Immutable:
+        return Immutable(array)
+
+
+def test_results_come_back_in_kind() -> None:
+    assert give(RESULTS, some()) is RESULTS
+    assert give(RESULTS, Dlpack(some())) is RESULTS  # a library that says nothing of how to make its arrays
+    out, lse = give(RESULTS, Immutable(some()))
+    assert isinstance(out, Immutable)
+    assert isinstance(lse, Immutable)
+    assert not np.shares_memory(out.array, RESULTS[0])
+    assert not np.shares_memory(lse.array, RESULTS[1])
+
+
+def test_kinds_may_change_from_step_to_step() -> None:
+    results = (RESULTS[0].copy(), RESULTS[1].copy())
+    containers = Containers(on_host, results)
+    for like in (Immutable(some()), some(), Immutable(some()), Dlpack(some())):
+        containers.take(like, some(), some())
+        results[0][...] += 1
+        out, _ = containers.give()
+        assert isinstance(out, Immutable if isinstance(like, Immutable) else np.ndarray)
+        np.testing.assert_array_equal(getattr(out, "array", out), results[0])
+    kept, _ = give(results, Immutable(some()))
+    results[0][...] += 1
+    assert (kept.array == results[0] - 1).all()
+
+
+def test_torch() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed (the extra `oracle`)")
+    tensor = torch.arange(24, dtype=torch.float32).reshape(1, 2, 3, 4)
+    for exported in (tensor, tensor.to(torch.bfloat16), tensor.transpose(1, 2), tensor[:, :0]):
+        view = on_host("q", exported)
+        assert str(view.dtype) == str(exported.dtype).removeprefix("torch.")
+        np.testing.assert_array_equal(view.astype(np.float32), exported.to(torch.float32).numpy())
+        assert not exported.numel() or view.ctypes.data == exported.data_ptr()
+    with pytest.raises(ArgumentError, match=r"q cannot be taken as it is: .*detach\(\)"):
+        on_host("q", tensor.requires_grad_())
+    out, lse = give(RESULTS, torch.nn.Parameter(tensor.detach()))
+    assert type(out) is torch.Tensor
+    assert (out.data_ptr(), lse.data_ptr()) == tuple(array.ctypes.data for array in RESULTS)
+
+
+def test_jax() -> None:
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    array = jax.numpy.arange(8, dtype=jax.numpy.bfloat16)
+    assert on_host("q", array).tolist() == list(range(8))
+    results = (np.zeros(1 << 16, np.float32), np.zeros(4, np.float32))
+    containers = Containers(on_host, results)
+    containers.take(array, array, array)
+    kept = containers.give()
+    for array in results:
+        array[...] = 1
+    assert all(isinstance(array, jax.Array) and float(array.sum()) == 0 for array in kept)

@@ -1,0 +1,270 @@
+"""Arrays of any library, taken as they are and given back in kind.
+
+An array is taken if it has DLPack (``__dlpack__``: torch, JAX, CuPy and others), the CUDA array interface or
+the array interface: its memory is looked at in place, never copied, moved or written. Nothing of those
+libraries is imported. bfloat16, which NumPy's own reader of DLPack refuses, is read here as its bits.
+
+Sources: the DLPack specification, C API of version 1 (dmlc.github.io/dlpack/latest/c_api.html); NumPy's array
+interface, version 3; Numba's CUDA array interface, version 3.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from treeattn.errors import ArgumentError
+
+__all__ = ["Containers", "device_of", "give", "on_gpu", "on_host"]
+
+Pair = tuple[Any, Any]
+
+# DLDeviceType: what the processor reads in place (memory of the host, pinned or not), and what a GPU does.
+_HOST, _GPU = (1, 3), (2, 13)
+# DLDataTypeCode, as the array interface calls it. A bfloat16 goes by its bits.
+_KINDS = {0: "i", 1: "u", 2: "f", 4: "u"}
+_BFLOAT = 4
+
+
+class _Tensor(ctypes.Structure):
+    """DLTensor of dlpack.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_uint64),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_uint64),
+        ("strides", ctypes.c_uint64),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+# Before the tensor DLManagedTensorVersioned has version, owner, deleter and flags, DLManagedTensor nothing.
+_TENSOR_AT = {b"dltensor": 0, b"dltensor_versioned": 32}
+
+_capsule_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", ctypes.pythonapi))
+_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_uint64, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+class _Exported:
+    """Memory of another library under the name that NumPy or CuPy looks for; holds what owns it.
+
+    A capsule of DLPack that nobody consumed gives its memory back when it is dropped.
+    """
+
+    def __init__(self, protocol: str, interface: dict[str, Any], owner: object) -> None:
+        setattr(self, protocol, interface)
+        self._owner = owner
+
+
+def device_of(name: str, array: Any) -> str:
+    """Where an array lies: ``"cpu"`` or ``"cuda"``. Raises `ArgumentError` for what is no array."""
+    if isinstance(array, np.ndarray):
+        return "cpu"
+    if hasattr(array, "__dlpack_device__"):
+        return _device_name(name, int(_asked(name, array.__dlpack_device__)[0]))
+    if hasattr(array, "__cuda_array_interface__"):
+        return "cuda"
+    if hasattr(array, "__array_interface__"):
+        return "cpu"
+    raise _no_array(name, array)
+
+
+def on_host(name: str, array: Any) -> Any:
+    """An array in the memory of the host as a NumPy array over the same memory.
+
+    What is no NumPy array already is read-only; bfloat16 is that of ml_dtypes. Raises `ArgumentError` for
+    what is no array, or lies elsewhere.
+    """
+    if isinstance(array, np.ndarray):
+        return array
+    if hasattr(array, "__dlpack__"):
+        return _view(name, array, "cpu", "__array_interface__", np.asarray)
+    if not hasattr(array, "__cuda_array_interface__") and hasattr(array, "__array_interface__"):
+        return np.asarray(array)
+    raise _elsewhere(name, array, "cpu")
+
+
+def on_gpu(name: str, array: Any, runtime: Any) -> Any:
+    """An array of a GPU as one of `runtime` (a `treeattn.backends.cuda.Runtime`) over the same memory.
+
+    The exporter is told the runtime's stream, so that its pending work on the array comes first. Raises
+    `ArgumentError` for what is no array, or lies elsewhere.
+    """
+    if runtime.holds(array):
+        return array
+    if device_of(name, array) != "cuda":
+        raise _elsewhere(name, array, "cuda")
+    if not hasattr(array, "__dlpack__"):
+        return runtime.borrow(array)
+    stream = runtime.stream or 1  # DLPack's number of the default stream
+    return _view(name, array, "cuda", "__cuda_array_interface__", runtime.borrow, stream=stream)
+
+
+def _view(
+    name: str, array: Any, device: str, protocol: str, borrow: Callable[[Any], Any], **stream: Any
+) -> Any:
+    """What `borrow` makes of the memory that a DLPack exporter hands out."""
+    capsule = _asked(name, _capsule, array, **stream)
+    kind = _capsule_name(capsule)
+    tensor = _Tensor.from_address(_capsule_pointer(capsule, kind) + _TENSOR_AT[kind])
+    if _device_name(name, tensor.device_type) != device:
+        raise _elsewhere(name, array, device)
+    itemsize = tensor.bits // 8
+    if tensor.code not in _KINDS or tensor.bits % 8 or tensor.lanes != 1:
+        raise ArgumentError(
+            f"{name} has elements of a type that is not supported (DLPack type code {tensor.code}, "
+            f"{tensor.bits} bits): use float32, float16, bfloat16 or float64"
+        )
+    extents = ctypes.c_int64 * tensor.ndim
+    strides = extents.from_address(tensor.strides) if tensor.strides else None
+    interface = {
+        "version": 3,
+        "shape": tuple(extents.from_address(tensor.shape)) if tensor.ndim else (),
+        "strides": None if strides is None else tuple(stride * itemsize for stride in strides),
+        "typestr": f"{'<' if itemsize > 1 else '|'}{_KINDS[tensor.code]}{itemsize}",
+        "data": (tensor.data + tensor.byte_offset, True),
+    }
+    taken = borrow(_Exported(protocol, interface, capsule))
+    return taken.view(ml_dtypes.bfloat16) if tensor.code == _BFLOAT and itemsize == 2 else taken
+
+
+def _capsule(array: Any, **stream: Any) -> Any:
+    """A capsule of version 1 where the exporter knows it: older ones cannot say that memory is read-only."""
+    try:
+        return array.__dlpack__(max_version=(1, 0), **stream)
+    except TypeError:
+        return array.__dlpack__(**stream)
+
+
+def _asked(name: str, ask: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    """What another library answers; what it refuses is the caller's to mend, in the library's words."""
+    try:
+        return ask(*given, **options)
+    except Exception as error:  # each library has types of its own
+        raise ArgumentError(f"{name} cannot be taken as it is: {error}") from error
+
+
+def _device_name(name: str, kind: int) -> str:
+    if kind in _HOST:
+        return "cpu"
+    if kind in _GPU:
+        return "cuda"
+    raise ArgumentError(
+        f"{name} lies on a device of DLPack type {kind}: move it to the host or to a CUDA GPU"
+    )
+
+
+def _no_array(name: str, given: Any) -> ArgumentError:
+    kind = f"{type(given).__module__}.{type(given).__name__}".removeprefix("builtins.")
+    return ArgumentError(
+        f"{name} is a {kind}: pass an array with DLPack or the array interface, as NumPy, CuPy, torch and "
+        "JAX have (numpy.asarray makes one)"
+    )
+
+
+def _elsewhere(name: str, array: Any, wanted: str) -> ArgumentError:
+    """Why an array that does not lie on `wanted` is refused. May raise, too, for what is no array."""
+    where = device_of(name, array)
+    if where == wanted:
+        return _no_array(name, array)
+    places = {"cpu": "in the memory of the host", "cuda": "on a GPU"}
+    return ArgumentError(
+        f"{name} lies {places[where]}, but device={wanted!r} was asked for: move the array, or ask for "
+        f"device={where!r}"
+    )
+
+
+def give(results: Pair, like: Any) -> Pair:
+    """Results, as NumPy or CuPy arrays, in the container of `like`.
+
+    torch tensors share their memory. Those of a library with a namespace of the array API, such as JAX, are
+    copies: such arrays may be immutable. Anything else gets the results as they are.
+    """
+    shared = _shared(results, like)
+    return _copies(results, like) if shared is None else shared
+
+
+def _shared(results: Pair, like: Any) -> Pair | None:
+    """None where a container has to be given copies."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(like, torch.Tensor):
+        return torch.from_dlpack(results[0]), torch.from_dlpack(results[1])
+    native = isinstance(like, np.ndarray | type(results[0]))
+    return results if native or not hasattr(like, "__array_namespace__") else None
+
+
+def _copies(results: Pair, like: Any) -> Pair:
+    """The copy is made here: one asked of the library may be made later than it answers (JAX)."""
+    take = like.__array_namespace__().from_dlpack
+    return take(results[0].copy()), take(results[1].copy())
+
+
+class Containers:
+    """What a caller's arrays are to the steps of a plan, and the plan's results to the caller.
+
+    Arrays of the last step, the same objects over the same memory, are not looked at again.
+    """
+
+    def __init__(self, view: Callable[[str, Any], Any], results: Pair) -> None:
+        """view: called with a name and an array, gives one of the device. results: (out, lse) there."""
+        self._view, self._results = view, results
+        self._native = type(results[0])
+        self._seen: dict[str, tuple[Any, Any, Any]] = {}
+        self._like: Any = None
+        self._shared: tuple[type, Pair | None] = (type(results[0]), results)
+
+    def take(self, *arrays: Any, names: tuple[str, ...] = ("q", "k", "v")) -> tuple[Any, ...]:
+        """The arrays of a step as the device's; results will be of the kind of the first.
+
+        Raises `ArgumentError`.
+        """
+        self._like = arrays[0]
+        native = self._native
+        for array in arrays:
+            if type(array) is not native:
+                return tuple(map(self._taken, names, arrays))
+        return arrays
+
+    def _taken(self, name: str, array: Any) -> Any:
+        if type(array) is self._native:
+            return array
+        place = _place(array)
+        seen = self._seen.get(name)
+        if seen is not None and seen[0] is array and seen[1] == place:
+            return seen[2]
+        view = self._view(name, array)
+        self._seen[name] = (array, place, view)
+        return view
+
+    def give(self) -> Pair:
+        """(out, lse) in the container of the last step's first array, until the next step."""
+        like = self._like
+        if type(like) is not self._shared[0]:
+            self._shared = type(like), _shared(self._results, like)
+        results = self._shared[1]
+        return _copies(self._results, like) if results is None else results
+
+
+_TORCH_PLACE = (
+    operator.methodcaller("data_ptr"),
+    operator.attrgetter("shape"),
+    operator.methodcaller("stride"),
+)
+
+
+def _place(array: Any) -> Any:
+    """What may change of an object that stays the same: torch tensors can be given other memory."""
+    return [ask(array) for ask in _TORCH_PLACE] if hasattr(array, "data_ptr") else None
