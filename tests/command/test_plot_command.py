@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from tests.unit import made_results
+from tests.unit.study import made_results
 
 from .launch import ROOT, run, treeattn
 

@@ -56,7 +56,7 @@ def counting_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def python(code: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", code], env={**os.environ, **environment},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3],
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from treeattn.study.figures import roofline as roofline_
 from treeattn.study.figures.cases import RANKS, left_out
 from treeattn.study.figures.chart import Lines, Rows
 
-MEASURED = Path(__file__).resolve().parents[1] / "data" / "compare.jsonl"
+MEASURED = Path(__file__).resolve().parents[2] / "data" / "compare.jsonl"
 
 
 def study(*paths: Path):
