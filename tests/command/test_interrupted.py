@@ -66,6 +66,30 @@ def test_what_is_kept_is_named(ranks, tmp_path):
     assert "Traceback" not in err
 
 
+ONE_RANK = """
+import os, signal, sys, time
+from treeattn import cli
+from treeattn.study.compare.sweep import Sweep
+
+def run(self, world):
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    world.recv(source=1)
+
+Sweep.run = run
+cli.main(sys.argv[1:])
+"""
+
+
+@needs_mpiexec
+def test_a_rank_that_is_interrupted_alone_knows_what_is_kept(tmp_path):
+    out = tmp_path / "r.jsonl"
+    done = run("-c", ONE_RANK, *COMPARE, "--out", out, ranks=2, timeout=60)
+    assert done.returncode == 130
+    assert f"treeattn: interrupted: kept {out} (the same command goes on from there)" in done.stderr
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 @pytest.mark.parametrize(
     "words", ["--help", "schemes", "doctor", "schedule ring --ranks 50", f"decode {CACHE} --repeat 1"]

@@ -125,6 +125,8 @@ class _Session:
         self._rank_0 = world.rank == 0
         self._writer: results.Writer | None = None
         comm_.together(world, lambda: self._open(json_path) if self._rank_0 else None)
+        if out is not None:  # on every rank: one that is not within an MPI call tells it
+            files.kept.append(f"{out} (the same command goes on from there)")
         self._held = self._writer.held if self._writer else results.Results()
         self.done = world.bcast(self._done())
         self._announced = False
@@ -197,7 +199,6 @@ class _Session:
         if not self._announced:
             self._writer.append(self._line)
             self._announced = True
-            files.kept.append(f"{self._out} (the same command goes on from there)")
         self._writer.append(line)
 
     def report(self, wide: bool) -> int:
