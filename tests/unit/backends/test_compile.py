@@ -117,6 +117,7 @@ def with_one_wrong_bit(content: bytes) -> bytes:
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("damage", [truncated, emptied, of_another_processor, with_one_wrong_bit])
 def test_a_damaged_file_is_compiled_anew_once(
