@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from treeattn import partial
+from treeattn.attention.shape import check_shapes
 from treeattn.errors import ArgumentError
 
 __all__ = [
@@ -21,7 +22,6 @@ __all__ = [
     "check_merge",
     "check_output",
     "check_records",
-    "check_shapes",
     "keep",
     "pointer",
 ]
@@ -91,25 +91,6 @@ def check_lengths(lengths: Array | None, tokens: int) -> None:
     for b, length in enumerate(() if lengths is None else lengths):
         if not 0 <= length <= tokens:
             raise ArgumentError(f"lengths[{b}] = {length} is not in 0..{tokens}, the tokens of this shard")
-
-
-def check_shapes(q: Any, k: Any, v: Any, records: Any) -> None:
-    """Raise `ArgumentError` unless q, k and v belong together and to the records, on whatever device."""
-    batch, heads, queries, width = records.shape
-    head_dim = width - partial.EXTRA
-    if q.shape != (batch, queries, heads, head_dim):
-        raise ArgumentError(
-            f"q has shape {q.shape}: [batch, queries, heads, head_dim] is {(batch, queries, heads, head_dim)}"
-        )
-    if k.ndim != 4 or k.shape != v.shape or (k.shape[0], k.shape[3]) != (batch, head_dim):
-        raise ArgumentError(
-            f"k {k.shape} and v {v.shape}: both must be [batch, tokens, kv_heads, head_dim] = "
-            f"[{batch}, any, any, {head_dim}]"
-        )
-    if k.shape[2] == 0 or heads % k.shape[2]:
-        raise ArgumentError(f"{heads} query heads cannot share {k.shape[2]} KV heads: it must be a multiple")
-    if k.dtype != v.dtype:
-        raise ArgumentError(f"k is {k.dtype} but v is {v.dtype}")
 
 
 def check_inputs(q: Array, k: Array, v: Array, records: Array) -> tuple[int, int]:
