@@ -23,11 +23,8 @@ class Operator(Protocol):
     def width(self) -> int:
         """Elements of one record."""
 
-    def merge(self, into: Any, other: Any) -> None:
-        """Fold `other` into `into`, in place. Both have shape [records, width]."""
-
     def planned_merge(self, into: Any, other: Any) -> Callable[[], object]:
-        """`merge` for two arrays that never move: a call without arguments and without checks."""
+        """A call that folds `other` into `into`, in place. Both are [records, width] and never move."""
 
 
 @runtime_checkable

@@ -43,7 +43,7 @@ def run(schedule: Schedule, partials: Sequence[Any], operator: Operator) -> list
 def _folded(values: Sequence[Any], operator: Operator) -> Any:
     total = values[0].copy()
     for value in values[1:]:
-        operator.merge(total, value)
+        operator.planned_merge(total, value)()
     return total
 
 

@@ -22,8 +22,7 @@ __all__ = [
     "check_merge",
     "check_output",
     "check_records",
-    "keep",
-    "pointer",
+    "planned",
 ]
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -110,11 +109,11 @@ def check_inputs(q: Array, k: Array, v: Array, records: Array) -> tuple[int, int
     return types
 
 
-def pointer(array: Array) -> ctypes.c_void_p:
-    return ctypes.c_void_p(address(array))
-
-
-def keep(call: functools.partial[Any], *arrays: Array) -> Callable[[], object]:
-    """`call` with the arrays whose addresses it holds tied to its life."""
-    call.arrays = arrays  # type: ignore[attr-defined]
+def planned(function: Callable[..., object], *given: Array | int) -> Callable[[], object]:
+    """A call of a C function that takes addresses of arrays, tied to its life, and 64-bit integers."""
+    call = functools.partial(
+        function,
+        *(ctypes.c_int64(one) if isinstance(one, int) else ctypes.c_void_p(address(one)) for one in given),
+    )
+    call.arrays = given  # type: ignore[attr-defined]
     return call

@@ -6,7 +6,6 @@ common maximum, and denominators and numerators are plain sums (Shyam et al., ar
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable
 
@@ -26,21 +25,16 @@ def planned_rescale(
 
     Compiled for float32 where there is a compiler, else NumPy; the bits are the same.
     """
-    compiled = kernels.compiled_kernels()
+    compiled = kernels.loaded()[0]
     if compiled is None or records.dtype != np.float32:
         return functools.partial(rescale_records, records, shared, denominators, numerators)
-    count, width = records.shape
-    call = functools.partial(
-        compiled.rescale_records,
-        *(ctypes.c_void_p(arguments.address(array)) for array in (records, shared, denominators)),
-        ctypes.c_int64(denominators.strides[0] // denominators.itemsize),
-        ctypes.c_void_p(arguments.address(numerators)),
-        ctypes.c_int64(numerators.strides[0] // numerators.itemsize),
-        ctypes.c_int64(count),
-        ctypes.c_int64(width),
+    denominator_stride, numerator_stride = (
+        array.strides[0] // array.itemsize for array in (denominators, numerators)
     )
-    call.arrays = records, shared, denominators, numerators  # type: ignore[attr-defined]
-    return call
+    return arguments.planned(
+        compiled.rescale_records,
+        *(records, shared, denominators, denominator_stride, numerators, numerator_stride, *records.shape),
+    )
 
 
 def rescale_records(records: Array, shared: Array, denominators: Array, numerators: Array) -> None:
