@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from treeattn.attention.shape import DTYPES, Shape
 from treeattn.backends import cpu
-from treeattn.collectives.reducer import PlannedReducer, Reduction, duplicate
+from treeattn.collectives.reducer import Reducer, Reduction, duplicate
 from treeattn.errors import ScheduleError
 
 __all__ = ["KvRing", "plan"]
@@ -26,7 +26,7 @@ def plan(
     )
 
 
-class KvRing(PlannedReducer):
+class KvRing(Reducer):
     """Every rank attends to every shard: its own first, then those that arrive from its left neighbour.
 
     While a rank computes on the block that it holds, this block is on its way to the right and the next one
