@@ -17,11 +17,6 @@ from treeattn.errors import ScheduleError
 __all__ = ["QueryRing", "plan"]
 
 
-def plan(reduction: Reduction, shape: Shape, scale: float, records: Any) -> QueryRing:
-    """Collective. records: [batch, heads, queries, head_dim + 2], where the result goes."""
-    return QueryRing(reduction, shape, scale, records)
-
-
 class QueryRing(PersistentReducer):
     """Slices of the query heads go around the ring and collect each shard's contribution.
 
@@ -38,6 +33,7 @@ class QueryRing(PersistentReducer):
     """
 
     def __init__(self, reduction: Reduction, shape: Shape, scale: float, records: Any) -> None:
+        """Collective. records: [batch, heads, queries, head_dim + 2], where the result goes."""
         super().__init__("query_ring", reduction)
         rank, size = self._comm.rank, self._comm.size
         cuts = [shape.kv_heads * s // size for s in range(size + 1)]
@@ -142,3 +138,6 @@ class QueryRing(PersistentReducer):
         for place, whole in self._copies:
             np.copyto(place, whole)
         self._taken = False
+
+
+plan = QueryRing
