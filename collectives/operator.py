@@ -15,13 +15,10 @@ class Operator(Protocol):
     bits whichever operand comes first: schedules of class A and C rest on it.
     """
 
-    @property
-    def dtype(self) -> Any:
-        """Element type of a record, a NumPy dtype."""
-
-    @property
-    def width(self) -> int:
-        """Elements of one record."""
+    #: Element type of a record, a NumPy dtype.
+    dtype: Any
+    #: Elements of one record.
+    width: int
 
     def planned_merge(self, into: Any, other: Any) -> Callable[[], object]:
         """A call that folds `other` into `into`, in place. Both are [records, width] and never move."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from treeattn import partial
 from treeattn.backends.cpu import arguments, kernels
 from treeattn.backends.cpu.arguments import Array
-from treeattn.backends.cpu.rescale import planned_rescale
+from treeattn.backends.cpu.rescale import rescale_records
 from treeattn.collectives.operator import Parts
 from treeattn.errors import ArgumentError, BackendError
 
@@ -60,8 +61,14 @@ class MergeOperator:
     def planned_rescale(
         self, records: Array, maxima: Array, denominators: Array, numerators: Array
     ) -> Callable[[], object]:
-        """See `treeattn.backends.cpu.rescale`."""
-        return planned_rescale(records, maxima, denominators, numerators)
+        """A call of `rescale_records` for arrays that never move; compiled where there is a compiler, to the
+        same bits."""
+        compiled = kernels.loaded()[0]
+        if compiled is None or self.dtype != np.float32:
+            return functools.partial(rescale_records, records, maxima, denominators, numerators)
+        strided = ((array, array.strides[0] // array.itemsize) for array in (denominators, numerators))
+        given = (records, maxima, *itertools.chain(*strided), *records.shape)
+        return arguments.planned(compiled.rescale_records, *given)
 
     def mpi_function(self) -> int:
         """Address of the merge as an MPI_User_function; it lives as long as the process.

@@ -6,35 +6,12 @@ common maximum, and denominators and numerators are plain sums (Shyam et al., ar
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import numpy as np
 
 from treeattn import partial
-from treeattn.backends.cpu import arguments, kernels
 from treeattn.backends.cpu.arguments import Array
 
-__all__ = ["planned_rescale", "rescale_records"]
-
-
-def planned_rescale(
-    records: Array, shared: Array, denominators: Array, numerators: Array
-) -> Callable[[], object]:
-    """`rescale_records` for arrays that never move: a call without arguments and without checks.
-
-    Compiled for float32 where there is a compiler, else NumPy; the bits are the same.
-    """
-    compiled = kernels.loaded()[0]
-    if compiled is None or records.dtype != np.float32:
-        return functools.partial(rescale_records, records, shared, denominators, numerators)
-    denominator_stride, numerator_stride = (
-        array.strides[0] // array.itemsize for array in (denominators, numerators)
-    )
-    return arguments.planned(
-        compiled.rescale_records,
-        *(records, shared, denominators, denominator_stride, numerators, numerator_stride, *records.shape),
-    )
+__all__ = ["rescale_records"]
 
 
 def rescale_records(records: Array, shared: Array, denominators: Array, numerators: Array) -> None:

@@ -40,13 +40,10 @@ class CupyStopwatch:
 
         self._cupy = cupy
         self._device = cupy.cuda.Device()
+        #: Size of the L2 cache.
+        self.l2_bytes = int(self._device.attributes["L2CacheSize"])
         # Not "non-blocking": arrays are made on the default stream, and work here has to wait for that.
         self._stream = cupy.cuda.Stream()
-
-    @property
-    def l2_bytes(self) -> int:
-        """Size of the L2 cache."""
-        return int(self._device.attributes["L2CacheSize"])
 
     def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
         """Seconds on the device between CUDA events around each run."""

@@ -46,13 +46,12 @@ _HOST_CALLS = 20
 class Stopwatch(Protocol):
     """How to time what a runtime queues, and what else is known of its device."""
 
+    #: Size of the device's L2 cache.
+    l2_bytes: int
+
     @property
     def runtime(self) -> cuda.Runtime:
         """Where memory, copies, kernels and their recording come from."""
-
-    @property
-    def l2_bytes(self) -> int:
-        """Size of the device's L2 cache."""
 
     def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
         """Seconds that the device takes for each run, all enqueued at once on one stream."""
