@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from treeattn.collectives.memory import Stream
 from treeattn.collectives.nccl import Communicator
-from treeattn.collectives.reducer import PlannedReducer, Reduction
+from treeattn.collectives.reducer import Reducer, Reduction
 from treeattn.errors import TransportError
 
 __all__ = ["Captured", "CapturedReducer"]
@@ -52,7 +52,7 @@ class Captured:
         self._launch = None
 
 
-class CapturedReducer(PlannedReducer):
+class CapturedReducer(Reducer):
     """What reducers over NCCL have in common: a captured step, and their end.
 
     It owns the communicator. A step is queued and not waited for; from the second one on it is one launch of

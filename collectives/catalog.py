@@ -39,7 +39,6 @@ __all__ = [
     "Scheme",
     "Selection",
     "build",
-    "canonical",
     "find",
     "names",
     "needs_nodes",
@@ -246,7 +245,7 @@ def find(name: str, catalog: Mapping[str, Scheme] = CATALOG) -> Scheme:
 def parse(text: str, catalog: Mapping[str, Scheme] = CATALOG) -> tuple[str, dict[str, Any]]:
     """``"k_nomial_tree:radix=4"`` -> ``("k_nomial_tree", {"radix": 4})``: only what the text gives.
 
-    Inner schemes come out as canonical text. The name is looked for in `catalog`. Raises `ScheduleError`
+    Inner schemes come out in their one spelling. The name is looked for in `catalog`. Raises `ScheduleError`
     for an unknown name or parameter, a bad value, or parentheses that do not match; the message names the
     remedy.
     """
@@ -272,11 +271,6 @@ def select(scheme: str | Schedule, catalog: Mapping[str, Scheme] = CATALOG) -> S
         return Selection(row, (), scheme.name, scheme)
     name, given = parse(scheme, catalog)
     return Selection(catalog[name], tuple(given.items()), _spell(catalog[name], given))
-
-
-def canonical(text: str, catalog: Mapping[str, Scheme] = CATALOG) -> str:
-    """The one spelling of a scheme: parameters in the order of the catalogue, defaults left out."""
-    return select(text, catalog).text
 
 
 def needs_nodes(text: str) -> bool:

@@ -17,7 +17,7 @@ from treeattn.collectives.expressions import ChunkMap, Expressions, Piece, align
 from treeattn.collectives.schedule import Round, Schedule, Transfer
 from treeattn.errors import ScheduleError
 
-__all__ = ["Certificate", "Fold", "Proof", "check", "fold_orders", "prove"]
+__all__ = ["Certificate", "Fold", "Proof", "check", "prove"]
 
 Determinism = Literal["A", "C", "none"]
 
@@ -70,13 +70,8 @@ def check(schedule: Schedule) -> Certificate:
     return prove(schedule).certificate
 
 
-def fold_orders(schedule: Schedule) -> FoldOrders:
-    """For each round, what each merging receiver folds in which order. Raises as `check` does."""
-    return prove(schedule).folds
-
-
 def prove(schedule: Schedule) -> Proof:
-    """`check` and `fold_orders` in one pass, for executors that need both."""
+    """`check`, and the order in which each receiver folds, which executors need. Raises as `check` does."""
     return _Prover(schedule).run()
 
 

@@ -21,13 +21,9 @@ __all__ = ["Communicator", "connect", "problem"]
 class Communicator(Protocol):
     """Ranks that exchange float32 arrays. All calls but the last two are queued, not waited for."""
 
-    @property
-    def rank(self) -> int:
-        """Of this process."""
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
+    #: Of this process, of how many.
+    rank: int
+    size: int
 
     def group_start(self) -> None:
         """What follows, up to `group_end`, happens at the same time."""
@@ -77,16 +73,12 @@ def _library() -> Any:
     return nccl
 
 
-def connect(comm: Intracomm, stream: Stream) -> Communicator:
-    """The ranks of `comm`, each with the GPU that is current: each needs one of its own. Collective.
-
-    Raises `TransportError` where NCCL refuses; it may refuse one rank and leave the others waiting.
-    """
-    return _Communicator(comm, stream)
-
-
 class _Communicator:
     def __init__(self, comm: Intracomm, stream: Stream) -> None:
+        """The ranks of `comm`, each with the GPU that is current: each needs one of its own. Collective.
+
+        Raises `TransportError` where NCCL refuses; it may refuse one rank and leave the others waiting.
+        """
         self.rank, self.size = comm.rank, comm.size
         self._nccl = nccl = _library()
         self._stream = stream
@@ -138,3 +130,6 @@ class _Communicator:
 
     def abort(self) -> None:
         self._communicator.abort()
+
+
+connect = _Communicator

@@ -15,19 +15,13 @@ class Operator(Protocol):
     bits whichever operand comes first: schedules of class A and C rest on it.
     """
 
-    @property
-    def dtype(self) -> Any:
-        """Element type of a record, a NumPy dtype."""
-
-    @property
-    def width(self) -> int:
-        """Elements of one record."""
-
-    def merge(self, into: Any, other: Any) -> None:
-        """Fold `other` into `into`, in place. Both have shape [records, width]."""
+    #: Element type of a record, a NumPy dtype.
+    dtype: Any
+    #: Elements of one record.
+    width: int
 
     def planned_merge(self, into: Any, other: Any) -> Callable[[], object]:
-        """`merge` for two arrays that never move: a call without arguments and without checks."""
+        """A call that folds `other` into `into`, in place. Both are [records, width] and never move."""
 
 
 @runtime_checkable

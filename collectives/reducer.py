@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from treeattn.collectives.check import Certificate
 from treeattn.collectives.memory import HOST
@@ -12,7 +12,7 @@ from treeattn.errors import ScheduleError, TransportError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["PlannedReducer", "Reducer", "Reduction", "Sent", "duplicate"]
+__all__ = ["Reducer", "Reduction", "Sent", "duplicate"]
 
 
 class Sent(NamedTuple):
@@ -23,41 +23,6 @@ class Sent(NamedTuple):
 
     messages: None
     bytes: int
-
-
-class Reducer(Protocol):
-    """Folds the records of all ranks, in place, once a step. Planning, a step and closing are collective.
-
-    ``start()`` begins a step and returns, so that other work can overlap; ``wait()`` ends it; a call is both.
-    Over a GPU's stream a step is queued and not waited for. Nothing is allocated in a step.
-    """
-
-    @property
-    def certificate(self) -> Certificate | None:
-        """What is proved of the schedule; None where nothing is, because a library decides."""
-
-    @property
-    def sent(self) -> list[tuple[int, int]] | Sent | None:
-        """What this rank hands over in a step: (destination, bytes) of every message, or the payload of a
-        library's collectives; None where only the library knows."""
-
-    def start(self) -> None:
-        """Begin a step. Raises `ScheduleError` if one is running, or after the end."""
-
-    def wait(self) -> None:
-        """Finish the step that `start` began. Raises `ScheduleError` if there is none."""
-
-    def __call__(self) -> None:
-        """One whole step."""
-
-    def close(self) -> None:
-        """Release everything, after a step in flight. A second call does nothing."""
-
-    def __enter__(self) -> Any:
-        """The reducer itself."""
-
-    def __exit__(self, *exception: object) -> None:
-        """`close`; after an exception only what this rank can release alone."""
 
 
 class Reduction(NamedTuple):
@@ -98,10 +63,18 @@ def duplicate(comm: Intracomm) -> Intracomm:
         ) from error
 
 
-class PlannedReducer(ABC):
-    """The states of a `Reducer` and their order: idle, running, closed."""
+class Reducer(ABC):
+    """Folds the records of all ranks, in place, once a step. Planning, a step and closing are collective.
 
+    ``start()`` begins a step and returns, so that other work can overlap; ``wait()`` ends it; a call is both.
+    Over a GPU's stream a step is queued and not waited for. Nothing is allocated in a step. The states (idle,
+    running, closed) are kept here; a way of reducing writes `_begin`, `_complete` and `_release`.
+    """
+
+    #: What is proved of the schedule; None where nothing is, because a library decides.
     certificate: Certificate | None = None
+    #: What this rank hands over in a step: (destination, bytes) of every message, or the payload of a
+    #: library's collectives; None where only the library knows.
     sent: list[tuple[int, int]] | Sent | None = None
     _running = False
     _closed = False
@@ -136,13 +109,13 @@ class PlannedReducer(ABC):
             raise ScheduleError(f"{self.name}: a step on a reducer that is {state}")
 
     def start(self) -> None:
-        """Begin a step."""
+        """Begin a step. Raises `ScheduleError` if one is running, or after the end."""
         self._check()
         self._running = True
         self._begin()
 
     def wait(self) -> None:
-        """Finish the step that `start` began."""
+        """Finish the step that `start` began. Raises `ScheduleError` if there is none."""
         if not self._running:
             raise ScheduleError(f"{self.name}: wait() without start()")
         self._complete()
@@ -164,9 +137,11 @@ class PlannedReducer(ABC):
             self._release()
 
     def __enter__(self) -> Any:
+        """The reducer itself."""
         return self
 
     def __exit__(self, *exception: object) -> None:
+        """`close`; after an exception only what this rank can release alone."""
         # Closing is collective: a rank that fails alone must not wait for the others.
         if exception[0] is None:
             self.close()
@@ -178,4 +153,4 @@ class PlannedReducer(ABC):
 
 
 # Reducers that an error left in the middle of a step: messages may still arrive in their memory.
-_abandoned: list[PlannedReducer] = []
+_abandoned: list[Reducer] = []

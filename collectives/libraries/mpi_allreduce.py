@@ -20,11 +20,6 @@ from treeattn.errors import BackendError
 __all__ = ["MpiAllreduce", "plan"]
 
 
-def plan(reduction: Reduction) -> MpiAllreduce:
-    """Collective."""
-    return MpiAllreduce(reduction)
-
-
 class MpiAllreduce(CollectiveReducer):
     """The library's own allreduce: a call is MPI_Allreduce; ``start()`` and ``wait()`` are MPI_Iallreduce,
     which may choose another algorithm. Its operator is a `CompiledOperator`.
@@ -50,6 +45,8 @@ class MpiAllreduce(CollectiveReducer):
         super()._release()
         self._record.Free()
 
+
+plan = MpiAllreduce
 
 # One operator per function, made once and kept: it must outlive every reduction that uses it.
 _operators: dict[int, MPI.Op] = {}

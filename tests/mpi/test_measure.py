@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from treeattn.collectives.reducer import Reduction
 from treeattn.decoder import plan as routes
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.study.compare import problems, steps
@@ -220,10 +221,10 @@ def test_bits_that_differ_between_ranks_are_told(comm):
 )
 def test_the_sum_adds_as_many_bytes_as_records_have_under_way(comm, dtype, wire, size):
     handed = []
-    spy = SimpleNamespace(Allreduce=lambda *arguments: handed.append(arguments))
+    spy = SimpleNamespace(Allreduce=lambda *arguments: handed.append(arguments), Free=tuple)
     key = key_of(comm, SUM, dtype=dtype, wire=wire)
     records = np.zeros((2, 8, 3, 18), np.float64 if dtype == "float64" else np.float32)
-    steps._sum(SimpleNamespace(records=records, _comm=spy), key)()
+    steps._sum(key, Reduction(SimpleNamespace(Dup=lambda: spy), None, records))()
     ((mine, total, operation),) = handed
     assert mine.nbytes == total.nbytes == records.size * size
     assert operation == MPI.SUM

@@ -19,7 +19,7 @@ from treeattn.backends import cpu
 from treeattn.backends.cuda.runtime import Runtime
 from treeattn.collectives.catalog import DEVICES, Scheme, Selection
 from treeattn.collectives.memory import HOST
-from treeattn.collectives.reducer import PlannedReducer, Reducer, Reduction
+from treeattn.collectives.reducer import Reducer, Reduction
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import RestrictionError, TransportError, TreeattnError
 
@@ -119,7 +119,7 @@ def _over_cuda_mpi(selection: Selection, schedule: Schedule | None, reduction: R
     return comm_.together(reduction.comm, lambda: _over_mpi(selection, schedule, reduction))
 
 
-class Staged(PlannedReducer):
+class Staged(Reducer):
     """A reduction on the processor, between two copies through page-locked memory."""
 
     def __init__(self, selection: Selection, schedule: Schedule | None, reduction: Reduction) -> None:

@@ -145,7 +145,7 @@ def test_a_whole_file_that_cannot_be_loaded_is_an_error(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(compile.ctypes, "CDLL", refuse)
     with pytest.raises(BackendError, match="cannot be loaded: failed to map.*TREEATTN_CACHE"):
-        compile._library.__wrapped__("portable")
+        compile.library.__wrapped__("portable")
 
 
 @pytest.mark.slow
