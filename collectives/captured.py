@@ -25,31 +25,34 @@ class Captured:
     def __init__(self, stream: Stream, queue: Callable[[], object]) -> None:
         self._stream = stream
         self._queue = queue
-        self._connected = False
+        self.connected = False
         self._launch: Callable[[], object] | None = None
 
     def __call__(self) -> None:
         """Queue the work once."""
         if self._stream.capturing():
-            if not self._connected:
-                raise TransportError("NCCL connects ranks in their first step: run one before capturing one")
             self._queue()
-        elif not self._connected:
+        elif not self.connected:
             self._queue()
-            self._connected = True
+            self.connected = True
         else:
             if self._launch is None:
                 self.record()
             assert self._launch is not None
             self._launch()
 
+    def check(self) -> None:
+        """Raise `TransportError` where a capture would hold what cannot be captured."""
+        if not self.connected and self._stream.capturing():
+            raise TransportError("NCCL connects ranks in their first step: run one before capturing one")
+
     def record(self) -> None:
         """Record the work now, without running it."""
         self._launch = self._stream.capture(self._queue)
 
     def drop(self) -> None:
-        """Give the graph back, before the communicator that it uses."""
-        self._launch = None
+        """Give the graph back, before the communicator that it uses, and what it works on."""
+        self._launch, self._queue = None, tuple
 
 
 class CapturedReducer(Reducer):
@@ -65,9 +68,15 @@ class CapturedReducer(Reducer):
         self._stream: Stream = reduction.memory
         self._captured = Captured(self._stream, self._queue)
 
+    queued = True
+
     @abstractmethod
     def _queue(self) -> None:
         """Queue one step."""
+
+    def _check(self) -> None:
+        super()._check()
+        self._captured.check()
 
     def _begin(self) -> None:
         self._captured()

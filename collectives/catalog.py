@@ -124,10 +124,9 @@ class Selection(NamedTuple):
         return self.row.parameter("nodes") is not None and "nodes" not in dict(self.given)
 
     @property
-    def identity(self) -> tuple[str, str]:
-        """Equal for equal schemes: what ranks compare."""
-        own = "" if self.own is None else self.own.to_json()
-        return self.text, hashlib.sha256(own.encode()).hexdigest()[:16]
+    def digest(self) -> str | None:
+        """Of a schedule of one's own, equal for equal ones; None for a name."""
+        return None if self.own is None else hashlib.sha256(self.own.to_json().encode()).hexdigest()[:16]
 
     def build(self, size: int, nodes: Any = None) -> Schedule:
         """Its schedule over `size` ranks; `nodes` where it `needs_nodes`. Raises as `build` below."""
@@ -267,6 +266,7 @@ def parse(text: str, catalog: Mapping[str, Scheme] = CATALOG) -> tuple[str, dict
 def select(scheme: str | Schedule, catalog: Mapping[str, Scheme] = CATALOG) -> Selection:
     """What `scheme` asks for: a scheme string, or a schedule of one's own. Raises as `parse` does."""
     if isinstance(scheme, Schedule):
+        scheme.check_types()
         row = Scheme(scheme.name, None, "one's own", scattered=scheme.result == "scattered")
         return Selection(row, (), scheme.name, scheme)
     name, given = parse(scheme, catalog)

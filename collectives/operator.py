@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-__all__ = ["CompiledOperator", "ManyOperator", "Operator", "Parts", "RescalingOperator"]
+__all__ = ["Columns", "CompiledOperator", "ManyOperator", "Operator", "RescalingOperator"]
 
 
 class Operator(Protocol):
@@ -39,7 +39,7 @@ class CompiledOperator(Operator, Protocol):
         """Address of an MPI_User_function that merges records. Raises `BackendError` where there is none."""
 
 
-class Parts(NamedTuple):
+class Columns(NamedTuple):
     """Views of records [records, width]: `maximum` [records]; what adds up once the maxima are shared,
     `denominator` [records] and `numerator` [records, ..]."""
 
@@ -51,7 +51,7 @@ class Parts(NamedTuple):
 class RescalingOperator(Operator, Protocol):
     """An operator that can put records on the scale of given maxima, after which they merge by adding."""
 
-    def parts(self, records: Any) -> Parts:
+    def columns(self, records: Any) -> Columns:
         """What a record is made of."""
 
     def planned_maxima(self, records: Any, maxima: Any) -> Callable[[], object]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from treeattn.collectives.check import Certificate
 from treeattn.collectives.memory import HOST
-from treeattn.errors import ScheduleError, TransportError
+from treeattn.errors import ScheduleError, no_communicator
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -56,19 +57,15 @@ def duplicate(comm: Intracomm) -> Intracomm:
     try:
         return comm.Dup()
     except MPI.Exception as error:
-        reason = error.Get_error_string().splitlines()[-1].strip()
-        raise TransportError(
-            f"MPI gives no communicator for this reduction ({reason}): call close() on decoders and reducers "
-            "that are done with, or use them in a with statement"
-        ) from error
+        raise no_communicator(error) from error
 
 
 class Reducer(ABC):
     """Folds the records of all ranks, in place, once a step. Planning, a step and closing are collective.
 
     ``start()`` begins a step and returns, so that other work can overlap; ``wait()`` ends it; a call is both.
-    Over a GPU's stream a step is queued and not waited for. Nothing is allocated in a step. The states (idle,
-    running, closed) are kept here; a way of reducing writes `_begin`, `_complete` and `_release`.
+    Over a GPU's stream a step is queued and not waited for. The states (idle,
+    running, failed, closed) are kept here; a way of reducing writes `_begin`, `_complete` and `_release`.
     """
 
     #: What is proved of the schedule; None where nothing is, because a library decides.
@@ -76,8 +73,11 @@ class Reducer(ABC):
     #: What this rank hands over in a step: (destination, bytes) of every message, or the payload of a
     #: library's collectives; None where only the library knows.
     sent: list[tuple[int, int]] | Sent | None = None
+    #: Whether a step is queued to a stream, or nothing at all: then it can be recorded.
+    queued = False
     _running = False
     _closed = False
+    _failed = False
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -105,32 +105,47 @@ class Reducer(ABC):
     def _check(self) -> None:
         """Raise `ScheduleError` unless a step may begin."""
         if self._running or self._closed:
-            state = "closed" if self._closed else "already running"
+            state = "closed" if self._closed else "failed" if self._failed else "already running"
             raise ScheduleError(f"{self.name}: a step on a reducer that is {state}")
 
     def start(self) -> None:
         """Begin a step. Raises `ScheduleError` if one is running, or after the end."""
         self._check()
+        self._run(self._begin)
         self._running = True
-        self._begin()
 
     def wait(self) -> None:
         """Finish the step that `start` began. Raises `ScheduleError` if there is none."""
-        if not self._running:
+        if not self._running or self._failed:
             raise ScheduleError(f"{self.name}: wait() without start()")
-        self._complete()
-        self._running = False
+        self._run(self._complete)
 
     def __call__(self) -> None:
         """One whole step."""
         self._check()
         self._running = True
-        self._step()
+        try:
+            self._step()
+        except BaseException:
+            self._failed = True
+            raise
+        self._running = False
+
+    def _run(self, part: Callable[[], None]) -> None:
+        """What fails half-way stays running: messages may be in flight, and no other step may begin."""
+        self._running = True
+        try:
+            part()
+        except BaseException:
+            self._failed = True
+            raise
         self._running = False
 
     def close(self) -> None:
         """Release everything, after a step in flight. Collective; a second call does nothing."""
-        if not self._closed:
+        if self._failed:
+            self._leave()
+        elif not self._closed:
             if self._running:
                 self.wait()
             self._closed = True
@@ -142,10 +157,14 @@ class Reducer(ABC):
 
     def __exit__(self, *exception: object) -> None:
         """`close`; after an exception only what this rank can release alone."""
-        # Closing is collective: a rank that fails alone must not wait for the others.
         if exception[0] is None:
             self.close()
-        elif not self._closed:
+        else:
+            self._leave()
+
+    def _leave(self) -> None:
+        """The end where closing, which is collective, would wait for others."""
+        if not self._closed:
             self._closed = True
             if self._running:
                 _abandoned.append(self)

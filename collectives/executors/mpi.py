@@ -44,6 +44,7 @@ class Reducer(PersistentReducer):
         self.sent = rounds.sent(planned)
         self._ready = reduction.memory.synchronize
         self._steps = [self._plan(round_) for round_ in planned]
+        self.queued = not planned
 
     def _plan(self, planned: rounds.RankRound) -> _PlannedRound:
         """Tag = round: a fast neighbour may be ahead."""

@@ -38,5 +38,7 @@ _living: weakref.WeakSet[PersistentReducer] = weakref.WeakSet()
 
 @atexit.register
 def _free_all() -> None:
-    for reducer in list(_living):
+    from mpi4py import MPI
+
+    for reducer in () if MPI.Is_finalized() else list(_living):
         reducer._abandon()

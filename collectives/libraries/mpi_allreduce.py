@@ -69,5 +69,5 @@ def _operator(function: int) -> MPI.Op:
 
 @atexit.register
 def _free_operators() -> None:
-    while _operators:
+    while _operators and not MPI.Is_finalized():
         _operators.popitem()[1].Free()

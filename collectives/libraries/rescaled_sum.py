@@ -31,7 +31,7 @@ class _Arrays:
     def __init__(self, records: Any, reduction: Reduction, calls: int, in_place: bool = False) -> None:
         operator: RescalingOperator = reduction.operator
         empty = reduction.memory.empty
-        self.own = operator.parts(records)
+        self.own = operator.columns(records)
         count, width = self.own.numerator.shape
         self.maxima = empty((count,), operator.dtype)
         if calls == 3:

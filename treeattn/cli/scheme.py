@@ -40,8 +40,9 @@ def from_file(path: str | Path) -> Schedule:
         schedule = Schedule.from_json(text)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
-    digest = hashlib.sha256(schedule.to_json().encode()).hexdigest()[:6]
-    return replace(schedule, name=f"{schedule.name}@{digest}")
+    nameless = replace(schedule, name="")
+    digest = hashlib.sha256(nameless.to_json().encode()).hexdigest()[:6]
+    return replace(schedule, name=f"{schedule.name.partition('@')[0]}@{digest}")
 
 
 def given(world: Any, names: str) -> list[str]:

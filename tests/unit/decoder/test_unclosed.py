@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import treeattn
 kept = []
-shape = dict(heads=1, kv_heads=1, head_dim=8, dtype="float32", scheme="chain")
+shape = dict(heads=1, kv_heads=1, head_dim=8, dtype="float32", scheme="{scheme}")
 try:
     for _ in range(1 << 17):
         kept.append(treeattn.Decoder(**shape))
@@ -17,11 +19,13 @@ except treeattn.TransportError as error:
 """
 
 
-def test_the_last_communicator_names_the_remedy():
-    command = [sys.executable, "-m", "mpi4py", "-c", PROGRAM]
+@pytest.mark.parametrize("scheme", ["chain", "hierarchical"])
+def test_the_last_communicator_names_the_remedy(scheme):
+    """Also where it is missed in looking for nodes."""
+    command = [sys.executable, "-m", "mpi4py", "-c", PROGRAM.replace("{scheme}", scheme)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     count, message = done.stdout.split(maxsplit=1)
     assert int(count) > 100
-    assert "call close()" in message
+    assert "until close()" in message
     assert message.count("\n") == 1

@@ -14,7 +14,7 @@ from treeattn import partial
 from treeattn.backends.cpu import arguments, kernels
 from treeattn.backends.cpu.arguments import Array
 from treeattn.backends.cpu.rescale import rescale_records
-from treeattn.collectives.operator import Parts
+from treeattn.collectives.operator import Columns
 from treeattn.errors import ArgumentError, BackendError
 
 __all__ = ["MergeOperator", "merge"]
@@ -50,9 +50,9 @@ class MergeOperator:
             return functools.partial(partial.merge, into, other)
         return arguments.planned(compiled.merge_partials, into, other, into.size // self.width, self.width)
 
-    def parts(self, records: Array) -> Parts:
+    def columns(self, records: Array) -> Columns:
         """Maximum, denominator and numerator of records [records, width], as views."""
-        return Parts(records[:, 0], records[:, 1], records[:, partial.EXTRA :])
+        return Columns(records[:, 0], records[:, 1], records[:, partial.EXTRA :])
 
     def planned_maxima(self, records: Array, maxima: Array) -> Callable[[], object]:
         """The maxima of records [records, width] into `maxima` [records], NaN as +inf."""

@@ -29,7 +29,7 @@ def rescale_records(records: Array, shared: Array, denominators: Array, numerato
     with np.errstate(all="ignore"):
         lower = np.where(own == shared, 0, own - shared)
         factor = np.exp(lower) if records.dtype == np.float64 else partial.exponential(lower)
-        factor = np.where(np.isnan(own), np.nan, factor).astype(records.dtype, copy=False)
+        factor = np.where(np.isnan(own) | np.isnan(shared), np.nan, factor).astype(records.dtype, copy=False)
         np.multiply(records[:, 1], factor, out=denominators)
         np.multiply(records[:, partial.EXTRA :], factor[:, None], out=numerators)
     empty = own == -np.inf

@@ -9,7 +9,7 @@ import numpy as np
 
 from treeattn import partial
 from treeattn.backends.cuda.runtime import THREADS, Runtime, default_runtime, planned_launch, structure
-from treeattn.collectives.operator import Parts
+from treeattn.collectives.operator import Columns
 from treeattn.errors import ArgumentError
 
 __all__ = ["MergeOperator", "merge"]
@@ -55,9 +55,9 @@ class MergeOperator:
         self._check(into, others, (others.shape[0], *into.shape))
         return self._plan(into, others, others.shape[0])
 
-    def parts(self, records: Any) -> Parts:
+    def columns(self, records: Any) -> Columns:
         """Maximum, denominator and numerator of records [records, width], as views."""
-        return Parts(records[:, 0], records[:, 1], records[:, partial.EXTRA :])
+        return Columns(records[:, 0], records[:, 1], records[:, partial.EXTRA :])
 
     def planned_maxima(self, records: Any, maxima: Any) -> Callable[[], object]:
         """The maxima of records [records, width] into `maxima` [records], NaN as +inf, in one launch. Neither
