@@ -38,14 +38,13 @@ class Captured:
             self._queue()
             self._connected = True
         else:
-            if self._launch is None:
-                self.record()
-            assert self._launch is not None
-            self._launch()
+            launch = self._launch or self.record()
+            launch()
 
-    def record(self) -> None:
-        """Record the work now, without running it."""
+    def record(self) -> Callable[[], object]:
+        """Record the work now, without running it; what launches it."""
         self._launch = self._stream.capture(self._queue)
+        return self._launch
 
     def drop(self) -> None:
         """Give the graph back, before the communicator that it uses."""

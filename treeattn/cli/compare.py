@@ -100,9 +100,8 @@ def command(
     job = environment.job(Clock(world), options, used=max(key.ranks for key in plan))
     line = msgspec.convert({"kind": "run", "format": FORMAT, "run": results.run_id(), **job}, Run)
     with _Session(world, out, json_path, line, plan, effort, launch) as session:
-        Sweep(plan, effort, launch, seed, session.done, session.point, session.failed, session.began).run(
-            world
-        )
+        told = session.point, session.failed, session.began
+        Sweep(plan, effort, launch, seed, session.done, *told).run(world)
         return int(world.bcast(comm_.together(world, lambda: session.report(wide))))
 
 
