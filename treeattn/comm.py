@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+import numpy as np
+
 from treeattn.errors import ArgumentError, BackendError, TreeattnError
 
 if TYPE_CHECKING:
@@ -195,27 +197,24 @@ def started() -> bool:
     return module is not None and module.Is_initialized() and not module.Is_finalized()
 
 
-def leave(code: int, reason: str, patience: float = 5.0) -> int:
-    """Return `code` if all ranks leave alike; if this rank failed alone, end the job.
+def leave(code: int, reason: str = "", patience: float = 5.0) -> bool:
+    """Wait for all ranks to leave too. True on the lowest rank that has a reason: it may tell it.
 
     Errors that were agreed on reach every rank. One that did not would leave the others waiting for
-    this rank until the end of the job's time limit. `patience` in seconds.
+    this rank until the end of the job's time limit: after `patience` seconds it ends the job with `code`.
     """
     if not started() or mpi().COMM_WORLD.size == 1:
-        return code
+        return launched_as()[0] == 0
     comm = mpi().COMM_WORLD
-    everyone = comm.Ibarrier()
+    mine, lowest = np.array([comm.rank if reason else comm.size]), np.empty(1, int)
+    everyone = comm.Iallreduce(mine, lowest, mpi().MIN)
     deadline = time.monotonic() + patience
     while not everyone.Test():
         if time.monotonic() > deadline:
-            print(
-                f"treeattn: rank {comm.rank} failed alone, ending the job: {reason}",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"treeattn: rank {comm.rank} failed alone, ending the job: {reason}", file=sys.stderr)
             end_job(code)
         time.sleep(0.001)
-    return code
+    return bool(lowest[0] == comm.rank)
 
 
 def abort(error: BaseException) -> NoReturn:

@@ -250,6 +250,26 @@ def test_one_rank_raising_ends_the_job(method, error):
     assert time.monotonic() - began < 30
 
 
+FAILS_AT_THE_END = """
+import sys, treeattn
+from treeattn import cli, comm
+run = cli._run
+def broken(arguments):
+    code = run(arguments)
+    if comm.world().rank == 1:
+        raise treeattn.BackendError("planted")
+    return code
+cli._run = broken
+cli.main(sys.argv[1:])
+"""
+
+
+def test_a_rank_that_fails_after_all_is_done_says_so():
+    done = run("-c", FAILS_AT_THE_END, "decode", CACHE, "--repeat", 1, ranks=3, timeout=60)
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if "planted" in line] == ["treeattn: planted"]
+
+
 @pytest.mark.skipif("MPICH" not in MPI_LIBRARY, reason="only MPICH can pretend to be several nodes")
 def test_nodes_come_from_the_machine(tmp_path):
     """MPICH splits one machine into two make-believe nodes, ranks placed in turn."""

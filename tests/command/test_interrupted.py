@@ -28,9 +28,7 @@ def interrupted(words, ranks, ready):
         start_new_session=True,
     )  # fmt: skip
     try:
-        deadline = time.monotonic() + 60
-        while not ready() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        ready(process)
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=30)
     finally:
@@ -40,14 +38,14 @@ def interrupted(words, ranks, ready):
     return process.returncode, [line for line in err.splitlines() if line.startswith("treeattn:")], err
 
 
-def after(seconds):
-    end = time.monotonic() + seconds
-    return lambda: time.monotonic() > end
+def steps_are_told(process):
+    """Until the first line of progress."""
+    assert "of 100,000,000 steps" in process.stderr.readline()
 
 
 @pytest.mark.parametrize("ranks", [None, pytest.param(3, marks=needs_mpiexec)])
 def test_nothing_was_written(ranks):
-    code, lines, err = interrupted(FOREVER, ranks, after(6))
+    code, lines, err = interrupted(FOREVER, ranks, steps_are_told)
     assert (code, lines) == (130, ["treeattn: interrupted: nothing was written"])
     assert "Traceback" not in err
 
@@ -55,11 +53,41 @@ def test_nothing_was_written(ranks):
 @pytest.mark.parametrize("ranks", [None, pytest.param(2, marks=needs_mpiexec)])
 def test_what_is_kept_is_named(ranks, tmp_path):
     out = tmp_path / "r.jsonl"
+
+    def blocks_are_kept(process):
+        deadline = time.monotonic() + 60
+        while not (out.exists() and out.stat().st_size > 10_000) and time.monotonic() < deadline:
+            time.sleep(0.1)
+
     words = (*COMPARE, "--repetitions", 10_000, "--out", out)
-    code, lines, err = interrupted(words, ranks, lambda: out.exists() and out.stat().st_size > 10_000)
+    code, lines, err = interrupted(words, ranks, blocks_are_kept)
     wanted = f"treeattn: interrupted: kept {out} (the same command goes on from there)"
     assert (code, lines) == (130, [wanted])
     assert "Traceback" not in err
+
+
+ONE_RANK = """
+import os, signal, sys, time
+from treeattn import cli
+from treeattn.study.compare.sweep import Sweep
+
+def run(self, world):
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    world.recv(source=1)
+
+Sweep.run = run
+cli.main(sys.argv[1:])
+"""
+
+
+@needs_mpiexec
+def test_a_rank_that_is_interrupted_alone_knows_what_is_kept(tmp_path):
+    out = tmp_path / "r.jsonl"
+    done = run("-c", ONE_RANK, *COMPARE, "--out", out, ranks=2, timeout=60)
+    assert done.returncode == 130
+    assert f"treeattn: interrupted: kept {out} (the same command goes on from there)" in done.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")

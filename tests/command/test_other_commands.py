@@ -179,7 +179,13 @@ def test_doctor_finds_a_working_machine(tmp_path):
 
 @pytest.mark.parametrize(
     "words",
-    ["schemes", "doctor", "roofline --tokens 1k --groups 1 --dtypes float32 --repeat 1", "--help"],
+    [
+        "schemes",
+        "paper --ranks-free",
+        "doctor",
+        "roofline --tokens 1k --groups 1 --dtypes float32 --repeat 1",
+        "--help",
+    ],
 )
 def test_what_is_printed_fits_80_columns(words):
     done = treeattn(*words.split())

@@ -19,7 +19,7 @@ def test_list():
 
 def test_without_ranks(tmp_path):
     path = tmp_path / "p.json"
-    done = treeattn("paper", "--ranks-free", "--json", path)
+    done = treeattn("paper", "--ranks-free", "--wide", "--json", path)
     assert done.returncode == 0, done.stderr
     words = ("close to 8", "2,936", "1,040", "not measured yet", "no simulator in this version")
     for word in (*words, "not run: --ranks-free", "what is not explained: docs/paper.md"):

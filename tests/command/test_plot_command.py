@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ElementTree
 
-import made_results
 import pytest
+
+from tests.unit.study import made_results
 
 from .launch import ROOT, run, treeattn
 

@@ -284,3 +284,12 @@ def test_sweep_over_ranks_goes_on_after_a_scheme_that_fails(comm):
         assert failures == ranks
     else:
         assert points == failures == []
+
+
+def test_steps_that_cannot_be_planned_leave_no_communicator(comm):
+    """MPICH has 2048 of them."""
+    key = key_of(comm, "head_scatter", wire="bfloat16")
+    for _ in range(2100):
+        with pytest.raises(RestrictionError, match="cannot send bfloat16"):
+            steps.plan(comm, key)
+    comm.Dup().Free()

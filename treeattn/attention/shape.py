@@ -123,7 +123,10 @@ class Shape:
     def _check_elements(self, name: str, array: Any) -> None:
         bits = self.dtype == "bfloat16" and array.dtype == np.uint16
         if array.dtype != DTYPES[self.dtype] and not bits:
-            raise ArgumentError(f"{name} is {array.dtype}, expected {self.dtype}")
+            raise ArgumentError(
+                f"{name} is {array.dtype}, expected {self.dtype}: q, k and v are of one type, for a Decoder "
+                "the one it is planned for (dtype=, bfloat16 unless named)"
+            )
         if array.strides[3] != array.dtype.itemsize and array.size:
             raise ArgumentError(
                 f"{name} is not contiguous in its last axis (head_dim): pass ascontiguousarray({name})"

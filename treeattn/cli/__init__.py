@@ -70,9 +70,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if size > 1:
             comm.mpi()  # first, so that a rank that fails alone can end the job
             signal.signal(signal.SIGINT, lambda *_: _end_interrupted(rank))
-        code = comm.leave(_run(arguments), "", patience=math.inf)
+        code = _run(arguments)
+        comm.leave(code, patience=math.inf)
     except (click.ClickException, TreeattnError, OSError) as error:
-        code = _failed(error, rank)
+        code = _failed(error)
     except (click.Abort, KeyboardInterrupt):
         _end_interrupted(rank)
     except Exception as error:
@@ -84,12 +85,12 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
-def _failed(error: Exception, rank: int) -> int:
-    """Say what is wrong, once: rank 0 if all ranks leave alike, else the one that ends the job."""
+def _failed(error: Exception) -> int:
+    """Say what is wrong, once: the lowest rank that failed, or one that failed alone and ends the job."""
     message = error.format_message() if isinstance(error, click.ClickException) else str(error)
     bad_input = isinstance(error, click.ClickException | ArgumentError | ScheduleError | TransportError)
-    code = comm.leave(2 if bad_input else 1, message)
-    if rank == 0:
+    code = 2 if bad_input else 1
+    if comm.leave(code, message):
         print(message if message.startswith("Usage: ") else f"treeattn: {message}", file=sys.stderr)
     return code
 

@@ -17,7 +17,8 @@ from treeattn import files
 from treeattn.attention.shape import DTYPES
 from treeattn.cli import compare_table
 from treeattn.cli.console import WIDE, Lines, console, durations, numbers
-from treeattn.decoder import plan as routes
+from treeattn.cli.scheme import given
+from treeattn.decoder.plan import CATALOG, select
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.study import environment
 from treeattn.study.compare import results
@@ -39,7 +40,7 @@ def _lists(name: str, default: str | None, words: str | None = None, one: str = 
 
 
 @click.command("compare")
-@_lists("schemes", "all", "Scheme strings, such as k_nomial_tree:radix=4; all.", "S")
+@_lists("schemes", "all", "Scheme strings, such as k_nomial_tree:radix=4; FILE.json; all.", "S")
 @_lists("what", "reduce,decode", "reduce: the reduction alone; decode: the whole step.", "W")
 @_lists("seq-len", "4096,65536", "Tokens over all ranks; k = 1000, Ki = 1024.")
 @_lists("ranks", None, "The first N ranks; default all.")
@@ -93,7 +94,8 @@ def command(
     if math.isnan(seconds + patience):
         raise ArgumentError("--seconds and --patience take a time or inf, which is no limit, but not nan")
     world = comm_.world()
-    plan = comm_.together(world, lambda: _keys(world.size, schemes, lists))
+    named = None if schemes == "all" else given(world, schemes)
+    plan = comm_.together(world, lambda: _keys(world.size, named, lists))
     effort = Effort(repetitions, iterations, seconds, patience)
     options = {"schemes": schemes, **lists, **asdict(effort), "launch": launch, "seed": seed}
     comm_.agree(world, {"the command line": (options, str(out))})
@@ -122,6 +124,8 @@ class _Session:
         self._rank_0 = world.rank == 0
         self._writer: results.Writer | None = None
         comm_.together(world, lambda: self._open(json_path) if self._rank_0 else None)
+        if out is not None:  # on every rank: one that is not within an MPI call tells it
+            files.kept.append(f"{out} (the same command goes on from there)")
         self._held = self._writer.held if self._writer else results.Results()
         self.done = world.bcast(self._done())
         self._announced = False
@@ -194,7 +198,6 @@ class _Session:
         if not self._announced:
             self._writer.append(self._line)
             self._announced = True
-            files.kept.append(f"{self._out} (the same command goes on from there)")
         self._writer.append(line)
 
     def report(self, wide: bool) -> int:
@@ -226,8 +229,8 @@ class _Session:
             self._writer.close()
 
 
-def _keys(size: int, schemes: str, lists: dict[str, str | None]) -> list[Key]:
-    """Every point of the sweep. Raises `ArgumentError` or `ScheduleError` before anything runs."""
+def _keys(size: int, schemes: list[str] | None, lists: dict[str, str | None]) -> list[Key]:
+    """Every point of the sweep, of all schemes for None. Raises `ArgumentError` or `ScheduleError`."""
     ranks = sorted(numbers("--ranks", lists["ranks"] or str(size)))
     if max(ranks) > size:
         raise ArgumentError(f"--ranks {max(ranks)}: this job has {size} ranks; start it with more")
@@ -249,7 +252,7 @@ def _keys(size: int, schemes: str, lists: dict[str, str | None]) -> list[Key]:
     )
     for key in found:
         shape_of(key)
-    return [key for key in found if schemes != "all" or _may_run(key)]
+    return [key for key in found if schemes is not None or _may_run(key)]
 
 
 def _may_run(key: Key) -> bool:
@@ -257,7 +260,7 @@ def _may_run(key: Key) -> bool:
     merge that an MPI library calls has float32 alone."""
     if key.wire == "float32" or key.scheme in (SUM, NULL):
         return True
-    row = routes.CATALOG[key.scheme.partition(":")[0]]
+    row = select(key.scheme).row
     return row.kind != "library" if key.wire == "float64" else row.kind == "schedule" and not row.scattered
 
 
@@ -269,11 +272,9 @@ def _words(option: str, text: str | None, known: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(words))
 
 
-def _expanded(schemes: str, radix: str | None, chunks: str | None) -> list[str]:
+def _expanded(schemes: list[str] | None, radix: str | None, chunks: str | None) -> list[str]:
     """Canonical schemes, one for each radix and chunks where they take such; the sum and null first."""
-    here = [name for name, row in routes.CATALOG.items() if "cpu" in row.devices]
-    chosen = here if schemes == "all" else schemes.split(",")
-    chosen = [routes.select(name).text for name in chosen]
+    chosen = schemes or [name for name, row in CATALOG.items() if "cpu" in row.devices]
     for parameter, text in (("radix", radix), ("chunks", chunks)):
         if text is not None:
             values = numbers(f"--{parameter}", text)
@@ -282,7 +283,7 @@ def _expanded(schemes: str, radix: str | None, chunks: str | None) -> list[str]:
 
 
 def _variants(scheme: str, parameter: str, values: Sequence[int]) -> list[str]:
-    name = scheme.partition(":")[0]
-    if routes.CATALOG[name].parameter(parameter) is None or f":{parameter}=" in scheme:
+    selection = select(scheme)
+    if selection.row.parameter(parameter) is None or parameter in dict(selection.given):
         return [scheme]
-    return [routes.select(f"{scheme}:{parameter}={value}").text for value in values]
+    return [select(f"{scheme}:{parameter}={value}").text for value in values]

@@ -30,10 +30,10 @@ from treeattn.cli.console import (
     table,
 )
 from treeattn.cli.problem import Judge, Problem
+from treeattn.cli.scheme import given
 from treeattn.collectives.reducer import Sent
 from treeattn.decoder import Decoder
 from treeattn.decoder import device as devices
-from treeattn.decoder import plan as routes
 from treeattn.decoder import transport as transports
 from treeattn.decoder.device import Device
 from treeattn.errors import ArgumentError
@@ -46,8 +46,8 @@ __all__ = ["command"]
 @click.command("decode")
 @click.argument("source", metavar="INPUT.safetensors", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="Write out and lse to this safetensors file.")
-@click.option("--scheme", "schemes", default="binary_tree", show_default=True, metavar="S[,S..]",
-              help="How partials are reduced over ranks; several, to see them side by side.")  # fmt: skip
+@click.option("--scheme", "schemes", default="hierarchical", show_default=True, metavar="S[,S..]",
+              help="How partials are reduced over ranks; FILE.json too; several, side by side.")  # fmt: skip
 @click.option("--layout", default="contiguous", show_default=True, metavar="|".join(LAYOUTS),
               help="Which tokens go to which rank.")  # fmt: skip
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
@@ -79,28 +79,28 @@ def command(
     hold lengths [batch] (valid tokens). The softmax scale comes from the metadata entry "scale", else it
     is 1/sqrt(head_dim). Exit code 1 means that a result missed its bound or differed between ranks.
     """
-    names = [routes.select(name).text for name in schemes.split(",")]
     chosen = parse_layout(layout)
-    if out is not None and len(names) > 1:
-        raise ArgumentError("--out takes the result of one scheme: name one with --scheme")
     world = comm_.world()
-    options = (names, str(chosen), repeat, check, device, transport, str(source), str(expect))
+    named = given(world, schemes)
+    if out is not None and len(named) > 1:
+        raise ArgumentError("--out takes the result of one scheme: name one with --scheme")
+    options = (schemes, str(chosen), repeat, check, device, transport, str(source), str(expect))
     comm_.agree(world, {"the command line": options})
     write_out, write_json = _outputs(world, [source, expect], [out, json_path])
     problem = Problem(world, source, chosen, expect)
     where, inputs = _placed(world, problem, device)
     judge = Judge(world, problem, check, where.rounds_weights(problem.shape))
-    rows = [_measure(world, problem, judge, where, inputs, name, transport, repeat) for name in names]
+    rows = [_measure(world, problem, judge, where, inputs, scheme, transport, repeat) for scheme in named]
     if world.rank == 0:
         last = rows[-1]
         write_out(files.save_tensors(
             {"out": last["arrays"][0], "lse": last["arrays"][1]},
-            {"scale": repr(problem.scale), "scheme": names[-1]},
+            {"scale": repr(problem.scale), "scheme": last["scheme"]},
         ))  # fmt: skip
     placement = environment.placement(world)
     if world.rank == 0:
         if json_path is not None:
-            write_json(environment.as_json(_summary(problem, names, rows, placement)))
+            write_json(environment.as_json(_summary(problem, rows, placement)))
         _print_table(console(wide), wide, problem, rows, placement)
         if out is not None:
             print(f"out and lse are in {out}")
@@ -218,16 +218,14 @@ def _outputs(world: Any, inputs: list[Path | None], paths: list[Path | None]) ->
     return comm_.together(world, lambda: opened() if world.rank == 0 else [lambda _: None for _ in paths])
 
 
-def _summary(
-    problem: Problem, names: list[str], rows: list[dict[str, Any]], placement: list[dict[str, Any]]
-) -> dict[str, Any]:
+def _summary(problem: Problem, rows: list[dict[str, Any]], placement: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "input": str(problem.source),
         "tokens": problem.tokens,
         "layout": str(problem.layout),
         "scale": problem.scale,
         "shape": asdict(problem.shape),
-        "schemes": names,
+        "schemes": [row["scheme"] for row in rows],
         "results": [{key: value for key, value in row.items() if key != "arrays"} for row in rows],
         "ranks": placement,
         "warning": environment.node_load(placement),

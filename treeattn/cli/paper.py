@@ -6,15 +6,16 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table as RichTable
 
 from treeattn import comm as comm_
 from treeattn import files
+from treeattn.cli.console import WIDE, console, table
 from treeattn.errors import ArgumentError
 from treeattn.study import environment
 from treeattn.study.compare.clock import Clock
@@ -27,11 +28,12 @@ __all__ = ["command"]
 @click.argument("experiments", nargs=-1, metavar="[EXPERIMENT]...")
 @click.option("--list", "listing", is_flag=True, help="Only name the experiments.")
 @click.option("--ranks-free", is_flag=True, help="Only the paper and the model: run nothing, need no MPI.")
+@WIDE
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path), help="Write settings, tables and notes."
 )
 def command(
-    experiments: tuple[str, ...], listing: bool, ranks_free: bool, json_path: Path | None
+    experiments: tuple[str, ...], listing: bool, ranks_free: bool, wide: bool, json_path: Path | None
 ) -> int | None:
     """Print the paper's experiments: ours, the paper's number and the model side by side (default: all).
 
@@ -45,9 +47,9 @@ def command(
     if ranks_free:
         write = files.output_writer(json_path)
         chosen = _chosen(experiments)
-        _finish(write, None, chosen, {name: [] for name in chosen})
+        _finish(write, None, chosen, {name: [] for name in chosen}, wide)
         return 0
-    return _run(experiments, json_path)
+    return _run(experiments, json_path, wide)
 
 
 def _list() -> int:
@@ -64,7 +66,7 @@ def _chosen(names: Sequence[str]) -> list[str]:
     return [name for name in EXPERIMENTS if not names or name in names]
 
 
-def _run(names: Sequence[str], json_path: Path | None) -> int:
+def _run(names: Sequence[str], json_path: Path | None, wide: bool) -> int:
     world = comm_.world()
     with comm_.Agreement(world) as agreed:
         agreed.equal = {"the command line": (names, str(json_path))}
@@ -77,28 +79,30 @@ def _run(names: Sequence[str], json_path: Path | None) -> int:
             click.echo(f"running: {EXPERIMENTS[name].title}", err=True)
         found[name] = EXPERIMENTS[name].measure(world, **EXPERIMENTS[name].small or {})
     if world.rank == 0:
-        _finish(write, run, chosen, found)
+        _finish(write, run, chosen, found, wide)
     return 0
 
 
-def _finish(write: Any, run: Any, chosen: Sequence[str], measured: dict[str, list[Table]]) -> None:
+def _finish(
+    write: Any, run: Any, chosen: Sequence[str], measured: dict[str, list[Table]], wide: bool
+) -> None:
     """Write and print everything."""
     models = {name: EXPERIMENTS[name].model(**EXPERIMENTS[name].paper) for name in chosen}
     facts = [_facts(name, models[name], measured[name]) for name in chosen]
     write(environment.as_json({"run": run, "experiments": facts}))
-    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, highlight=False)
+    screen = console(wide)
     for name in chosen:
         experiment = EXPERIMENTS[name]
-        console.print(f"{os.linesep}{name}: {experiment.title}", style="bold")
-        console.print(f"in the paper: {experiment.where}")
-        for table in (*models[name], *measured[name]):
-            console.print(_drawn(table))
+        screen.print(f"{os.linesep}{name}: {experiment.title}", style="bold")
+        screen.print(f"in the paper: {experiment.where}")
+        for made in (*models[name], *measured[name]):
+            _print(screen, made)
         if not measured[name] and experiment.small is not None:
-            console.print(_why_nothing(run))
-        console.print(f"the paper's setting on a simulated cluster: {NO_SIMULATOR}")
-    console.print(f"{os.linesep}what these numbers assume, and what is not explained: docs/paper.md")
+            screen.print(_why_nothing(run))
+        screen.print(f"the paper's setting on a simulated cluster: {NO_SIMULATOR}")
+    screen.print(f"{os.linesep}what these numbers assume, and what is not explained: docs/paper.md")
     if run is not None and run["warning"]:
-        console.print(f"note: {run['warning']}", style="yellow")
+        screen.print(f"note: {run['warning']}", style="yellow")
 
 
 def _facts(name: str, model: Sequence[Table], here: Sequence[Table]) -> dict[str, Any]:
@@ -113,14 +117,14 @@ def _facts(name: str, model: Sequence[Table], here: Sequence[Table]) -> dict[str
     }
 
 
-def _drawn(table: Table) -> RichTable:
-    drawn = RichTable(title=table.title, title_justify="left")
-    for index, heading in enumerate(table.headings):
-        words = any(isinstance(row[index], str) for row in table.rows)
-        drawn.add_column(heading, justify="left" if words else "right")
-    for row in table.rows:
-        drawn.add_row(*map(shown, row))
-    return drawn
+def _print(screen: Console, made: Table) -> None:
+    screen.print(f"{os.linesep}{made.title}")
+    columns = {heading: partial(_cell, index) for index, heading in enumerate(made.headings)}
+    table(screen, columns, made.rows, words=2)
+
+
+def _cell(index: int, row: Sequence[Any]) -> str:
+    return shown(row[index])
 
 
 def _why_nothing(run: Any) -> str:

@@ -11,9 +11,10 @@ from typing import Any
 import click
 
 from treeattn import collectives, files
-from treeattn.baselines import BASELINES
+from treeattn.cli.scheme import from_file, is_file
 from treeattn.collectives import Schedule
 from treeattn.collectives.drawings import text as draw
+from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, ScheduleError
 
 __all__ = ["command"]
@@ -24,40 +25,66 @@ _FORMATS: dict[str, Callable[[Schedule, Any], str]] = {
     "svg": draw.svg,
     "html": draw.html,
     "json": lambda schedule, _: schedule.to_json(),
-    "goal": lambda schedule, _: draw.goal(schedule),
 }
 
 
 @click.command("schedule")
 @click.argument("scheme")
-@click.option("--ranks", type=click.IntRange(1), required=True, help="Number of ranks.")
+@click.option("--ranks", type=click.IntRange(1), help="Number of ranks; FILE.json says it itself.")
 @click.option("--nodes", default=None, metavar="M|a+b+..",
               help="Number of nodes (balanced blocks of ranks), or the ranks of each.")  # fmt: skip
-@click.option("--format", "form", type=click.Choice(list(_FORMATS)), default="text", show_default=True)
+@click.option("--format", "form", type=click.Choice([*_FORMATS, "goal"]), default="text", show_default=True)
 @click.option(
     "--out", type=click.Path(path_type=Path), help="Write the drawing here instead of to the screen."
 )
 @click.option("--json", "json_path", type=click.Path(path_type=Path),
               help="Write the schedule and its certificate here.")  # fmt: skip
+@click.option("--records", type=click.IntRange(1), help="For goal: records of a rank, such as heads.  [16]")
+@click.option("--record-bytes", type=click.IntRange(1), help="For goal: bytes of a record.  [520]")
+@click.option("--merge-ns", "merge_nanoseconds", type=click.IntRange(0),
+              help="For goal: nanoseconds to merge a record.  [0]")  # fmt: skip
 def command(
-    scheme: str, ranks: int, nodes: str | None, form: str, out: Path | None, json_path: Path | None
+    scheme: str,
+    ranks: int | None,
+    nodes: str | None,
+    form: str,
+    out: Path | None,
+    json_path: Path | None,
+    **costs: int | None,
 ) -> None:
-    """Show who sends what to whom in SCHEME, after proving that it counts every rank exactly once."""
-    name = scheme.partition(":")[0].strip()
-    if name in BASELINES:
-        known = ", ".join(collectives.names("schedule"))
-        raise ScheduleError(f"{name} is a baseline and has no schedule; schedules: {known}")
-    sizes = None if nodes is None else _node_sizes(nodes, ranks)
-    shaped = sizes is not None and collectives.needs_nodes(scheme)
-    schedule = collectives.build(scheme, ranks, **({"nodes": sizes} if shaped else {}))
+    """Show who sends what to whom in SCHEME, after proving that it counts every rank exactly once.
+
+    SCHEME is a name with its parameters, or FILE.json, a schedule of one's own, as --format json writes it.
+    """
+    schedule, sizes = _schedule(scheme, ranks, nodes)
     certificate = collectives.check(schedule)
-    drawing = _FORMATS[form](schedule, sizes)
+    priced = {name: cost for name, cost in costs.items() if cost is not None}
+    if priced and form != "goal":
+        raise ArgumentError(f"--format {form} draws no cost: records, bytes and merges go with --format goal")
+    drawing = draw.goal(schedule, **priced) if form == "goal" else _FORMATS[form](schedule, sizes)
     facts: dict[str, Any] = {"certificate": asdict(certificate), "schedule": json.loads(schedule.to_json())}
     files.check_distinct([json_path, out])
     write_json, write = files.output_writer(json_path), files.output_writer(out)
     write_json((json.dumps(facts) + "\n").encode())
     write((drawing.rstrip("\n") + "\n").encode())
-    print(f"{schedule.name} on {ranks} ranks is in {out}" if out else drawing.rstrip("\n"))
+    print(f"{schedule.name} on {schedule.size} ranks is in {out}" if out else drawing.rstrip("\n"))
+
+
+def _schedule(scheme: str, ranks: int | None, nodes: str | None) -> tuple[Schedule, tuple[int, ...] | None]:
+    """The schedule, and the ranks of each node where they are given."""
+    own = from_file(scheme) if is_file(scheme) else None
+    if own is not None and ranks not in (None, own.size):
+        raise ArgumentError(f"{scheme} is for {own.size} ranks, --ranks says {ranks}: leave the option out")
+    if own is not None:
+        return own, None if nodes is None else _node_sizes(nodes, own.size)
+    if ranks is None:
+        raise ArgumentError(f"--ranks N: over how many ranks is {scheme} to be shown?")
+    selection = select(scheme)
+    if selection.row.kind == "baseline":
+        known = ", ".join(collectives.names("schedule"))
+        raise ScheduleError(f"{selection.row.name} is a baseline and has no schedule; schedules: {known}")
+    sizes = None if nodes is None else _node_sizes(nodes, ranks)
+    return selection.build(ranks, sizes if selection.needs_nodes else None), sizes
 
 
 def _node_sizes(text: str, ranks: int) -> tuple[int, ...]:

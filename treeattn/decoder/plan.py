@@ -29,15 +29,35 @@ from treeattn.errors import ArgumentError, RestrictionError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["CATALOG", "Buffers", "Plan", "Request", "plan", "plan_reducer", "schedule", "select"]
+__all__ = [
+    "CATALOG",
+    "Buffers",
+    "Plan",
+    "Request",
+    "make_known",
+    "plan",
+    "plan_reducer",
+    "schedule",
+    "select",
+]
 
 #: Every scheme that ``scheme=`` takes: schedules, library reductions, baselines.
 CATALOG = catalog.CATALOG | baselines.BASELINES
 
 
+# Schedules of one's own that have a name here, as results and command lines name schemes.
+_own: dict[str, Schedule] = {}
+
+
+def make_known(schedule: Schedule) -> str:
+    """Let `select` find a schedule of one's own by its name, which is returned."""
+    _own[schedule.name] = schedule
+    return schedule.name
+
+
 def select(scheme: str | Schedule) -> Selection:
     """What ``scheme=`` asks for. Raises `ScheduleError`."""
-    return catalog.select(scheme, CATALOG)
+    return catalog.select(_own.get(scheme, scheme) if isinstance(scheme, str) else scheme, CATALOG)
 
 
 @dataclass(frozen=True, slots=True)

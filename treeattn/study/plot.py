@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from treeattn.decoder import plan as routes
+from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.study.compare import results
 from treeattn.study.compare.schema import SUM
@@ -68,7 +68,7 @@ def choose_baseline(study: Study, text: str | None) -> str:
         return SUM
     known = study.schemes()
     try:
-        spelled = text if text in known else routes.select(text).text
+        spelled = text if text in known else select(text).text
     except TreeattnError:
         spelled = text
     if spelled not in known:
@@ -87,9 +87,8 @@ def read(paths: Sequence[Path]) -> tuple[Study, list[str]]:
             content = path.read_bytes()
         except OSError as error:
             raise ArgumentError(f"{path}: cannot be read ({error.strerror})") from None
-        if (
-            content.partition(b"\n")[0].strip() == b"{"
-        ):  # results have one object in a line, others one in a file
+        first = content.partition(b"\n")[0].strip()
+        if first == b"{":  # results have one object in a line, the others one in a file
             problems += _take_roofline(study, path, content)
         else:
             tables.append(path)

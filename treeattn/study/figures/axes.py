@@ -68,15 +68,16 @@ def place_ticks(axes: Any, places: Sequence[float], tokens: bool, room: int) -> 
     axes.xaxis.set_major_formatter(ticker.FixedFormatter([write(place) for place in shown]))
 
 
-def draw_mark(axes: Any, at: tuple[float, float], point: Point, colour: str, marker: str, full: bool) -> None:
-    """A mark, hollow unless it is `full` or has an interval, which lies along the axis of values."""
-    known = point.low is not None and point.high is not None
+def draw_mark(
+    axes: Any, at: tuple[float, float], point: Point, look: tuple[str, str], full: bool, upright: bool = False
+) -> None:
+    """A mark, hollow unless it is `full` or has an interval, which is drawn across or `upright`."""
+    known, (colour, marker) = point.low is not None, look
     face = colour if full or known else PAPER
     axes.plot(*at, marker, color=colour, markerfacecolor=face, zorder=3, label=f"{point.value:g}")
-    if known and at[0] == point.value:
-        axes.hlines(at[1], point.low, point.high, colors=colour, linewidth=1.2)
-    elif known:
-        axes.vlines(at[0], point.low, point.high, colors=colour, linewidth=1.2)
+    if known:
+        draw = axes.vlines if upright else axes.hlines
+        draw(at[not upright], point.low, point.high, colors=colour, linewidth=1.2)
 
 
 def reference_line(axes: Any, value: float | None, upright: bool) -> None:

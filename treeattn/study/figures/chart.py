@@ -65,18 +65,14 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Values by name, one row each, from the top: a panel or several beside each other.
-
-    styles: per row, whose colour it has. exact: counts, written beside their marks; marks of others are
-    hollow where they have no interval.
-    """
+    """Values by name, one row each, from the top: a panel or several beside each other. A scheme has its
+    colour. exact: counts, written beside their marks; marks of others are hollow without an interval."""
 
     name: str
     title: str
     case: str
     notes: tuple[str, ...]
     labels: tuple[str, ...]
-    styles: tuple[str, ...]
     panels: tuple[Panel, ...]
     exact: bool = False
 

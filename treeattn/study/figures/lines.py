@@ -42,18 +42,20 @@ def draw(figure: Any, chart: Lines) -> None:
 
 def _draw_all(axes: Any, chart: Lines, chosen: int) -> None:
     """One series in its colours, before the others in grey."""
+    form = "." if chart.diagonal else "-"
     for series in chart.series:
         xs, values = [point.x for point in series.points], [point.value for point in series.points]
-        form = "." if chart.diagonal else "-"
         axes.plot(xs, values, form, color=INK, alpha=0.2, linewidth=0.8, label="_other")
     series = chart.series[chosen]
-    colour, marker = style(series.label)
+    look = style(series.label)
     for point in series.points:
-        marks.draw_mark(axes, (point.x, point.value), point, colour, marker, not chart.intervals)
+        marks.draw_mark(axes, (point.x, point.value), point, look, not chart.intervals, upright=True)
     if chart.diagonal:
-        axes.axline((1, 1), slope=1, color=INK, linewidth=0.8, label="_diagonal")
+        x = series.points[0].x
+        axes.axline((x, x), (2 * x, 2 * x), color=INK, linewidth=0.8, label="_diagonal")
     else:
-        axes.plot(*zip(*(point[:2] for point in series.points), strict=True), color=colour, label="_line")
+        xs, values = [point.x for point in series.points], [point.value for point in series.points]
+        axes.plot(xs, values, color=look.colour, label="_line")
     marks.reference_line(axes, chart.reference, upright=False)
 
 

@@ -84,7 +84,7 @@ def _chart(measured: dict[str, Any], kind: _Kind, suffix: str) -> Chart:
     source = f"{machine}, git {str(measured.get('software', {}).get('git'))[:12]}."
     return Rows(
         f"roofline{suffix}", "Attention against what the memory delivers", case, (kind.note, source),
-        tuple(map(_label, rows)), ("",) * len(rows), (panel,), exact=True,
+        tuple(map(_label, rows)), (panel,), exact=True,
     )  # fmt: skip
 
 

@@ -56,10 +56,10 @@ def _draw_panel(axes: Any, panel: Panel, chart: Rows, middles: list[float]) -> N
     marks.value_axis(axes.xaxis, panel.log, seen, 9 // len(chart.panels))
     for place, series in enumerate(panel.series):
         for point in series.points:
-            colour, marker = style(chart.styles[int(point.x)])
+            colour, marker = style(chart.labels[int(point.x)])
             y = middles[int(point.x)] + 0.13 * (place + 0.5 - len(panel.series) / 2)
             marker = MARKERS[place] if len(panel.series) > 1 else marker
-            marks.draw_mark(axes, (point.value, y), point, colour, marker, chart.exact)
+            marks.draw_mark(axes, (point.value, y), point, (colour, marker), chart.exact)
             if chart.exact:
                 axes.annotate(marks.plain(point.value), (point.value, y), xytext=(5, 0), va="center",
                               textcoords="offset points", fontsize=7)  # fmt: skip

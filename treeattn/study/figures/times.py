@@ -115,7 +115,7 @@ def rows(
 ) -> list[Chart]:
     """One row for each scheme, if there are any. A panel without a title shows the end of the axis."""
     around = case.around(*words, None if panels[0].title else case.at_end()[0].key)
-    return [Rows(*around, tuple(names), tuple(names), panels, exact)] if names else []
+    return [Rows(*around, tuple(names), panels, exact)] if names else []
 
 
 def lines(

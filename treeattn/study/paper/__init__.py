@@ -1,7 +1,6 @@
 """The paper's experiments: Shyam et al., "Tree Attention", arXiv 2408.04093v4.
 
-Each is one module: a model of the paper's setting, and what is measured of a small one. What they show, and
-what they do not explain, stands in docs/paper.md.
+Each is one module: a model of the paper's setting, what is measured of a small one. docs/paper.md explains.
 """
 
 from __future__ import annotations
@@ -11,12 +10,8 @@ from treeattn.study.paper.experiment import NO_SIMULATOR, Cell, Experiment, Tabl
 
 __all__ = ["EXPERIMENTS", "NO_SIMULATOR", "Cell", "Experiment", "Table", "shown"]
 
-#: Name -> experiment, in the order of the paper.
+#: Name, which is that of its module, -> experiment, in the order of the paper.
 EXPERIMENTS: dict[str, Experiment] = {
-    "steps": steps.EXPERIMENT,
-    "bandwidth": bandwidth.EXPERIMENT,
-    "latency": latency.EXPERIMENT,
-    "memory": memory.EXPERIMENT,
-    "volume": volume.EXPERIMENT,
-    "llama": llama.EXPERIMENT,
+    module.__name__.rpartition(".")[2]: module.EXPERIMENT
+    for module in (steps, bandwidth, latency, memory, volume, llama)
 }

@@ -37,8 +37,9 @@ def predict(tokens: int, gpus: int, heads: int = 16, head_dim: int = 128) -> Pre
     """One step of a bfloat16 cache. The ring sends a shard p - 1 times over its slowest link, computing
     meanwhile; the tree reads its shard and makes three small all-reductions (the paper's Algorithm 3)."""
     shard = laws.shard_elements(1, tokens, heads, head_dim) * BYTES / gpus
-    attention = machines.reading(shard)
-    hop = shard / (1e3 * machines.slowest_link(gpus).reached) + machines.RING_STEP
+    attention = shard / (1e3 * machines.MEMORY * machines.MEMORY_SHARE)
+    slowest = machines.WITHIN if machines.nodes(gpus) == 1 else machines.BETWEEN
+    hop = shard / (1e3 * slowest.reached) + machines.RING_STEP
     ring = (gpus - 1) * max(hop, attention) + attention
     return Predicted(attention, hop, ring, attention + 3 * machines.small_allreduce(gpus))
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from treeattn.errors import ArgumentError
 
-__all__ = ["BETWEEN", "WITHIN", "Link", "allreduce_hops", "reading", "slowest_link", "small_allreduce"]
+__all__ = ["BETWEEN", "WITHIN", "Link", "allreduce_hops", "nodes", "small_allreduce"]
 
 
 class Link(NamedTuple):
@@ -31,29 +31,20 @@ COLLECTIVE = 6.8  # microseconds of an all-reduction before its first hop: tunin
 RING_STEP = 15.0  # microseconds of a step of a ring beside the bytes: assumed
 
 
-def _nodes(gpus: int) -> int:
+def nodes(gpus: int) -> int:
+    """Nodes that hold so many GPUs. Raises `ArgumentError` for nodes filled in part."""
     if gpus % GPUS_PER_NODE:
         raise ArgumentError(f"{gpus} GPUs do not fill nodes of {GPUS_PER_NODE}")
     return gpus // GPUS_PER_NODE
 
 
-def slowest_link(gpus: int) -> Link:
-    """The link that a ring over so many GPUs waits for. Raises `ArgumentError` for nodes filled in part."""
-    return WITHIN if _nodes(gpus) == 1 else BETWEEN
-
-
-def reading(size: float) -> float:
-    """Microseconds in which a decoding kernel reads `size` bytes."""
-    return size / (1e3 * MEMORY * MEMORY_SHARE)
-
-
 def small_allreduce(gpus: int) -> float:
     """Microseconds of NCCL's tree for a few KiB: a chain within nodes, a binary tree between them, up and
     down. NCCL's own formula (tuning.cc); the bytes add less than a microsecond and are left out."""
-    up = (GPUS_PER_NODE - 1) * WITHIN.hop + (_nodes(gpus).bit_length() - 1) * BETWEEN.hop
+    up = (GPUS_PER_NODE - 1) * WITHIN.hop + (nodes(gpus).bit_length() - 1) * BETWEEN.hop
     return COLLECTIVE + 2 * up
 
 
 def allreduce_hops(gpus: int) -> int:
     """Messages one after the other in that tree."""
-    return 2 * (GPUS_PER_NODE - 1 + _nodes(gpus).bit_length() - 1)
+    return 2 * (GPUS_PER_NODE - 1 + nodes(gpus).bit_length() - 1)

@@ -15,9 +15,7 @@ from treeattn.study.paper.experiment import Table
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["COUNTED", "Points", "cold", "decode_key", "median", "payload", "run", "sweep"]
-
-SEED = 0
+__all__ = ["COUNTED", "Points", "cold", "decode_key", "median", "run", "sweep"]
 
 #: Where nothing depends on time.
 COUNTED = Effort(repetitions=1, iterations=3, seconds=0.01)
@@ -53,7 +51,7 @@ def run(comm: Intracomm, keys: Sequence[Key], effort: Effort) -> dict[Key, Point
     points: dict[Key, Points] = {key: [] for key in keys} if comm.rank == 0 else {}
     problems: list[TreeattnError] = []
     Sweep(
-        keys, effort, 1, SEED, {},
+        keys, effort, 1, 0, {},
         lambda block, fields: points[block.key].append(fields),
         lambda key, error: problems.append(error),
         lambda block: None,
@@ -82,9 +80,3 @@ def median(points: Points) -> float:
 def cold(points: Points) -> float:
     """Milliseconds of planning and the first call after it, median over blocks."""
     return statistics.median(float(point["plan"]) + float(point["first"]) for point in points) / 1000
-
-
-def payload(points: Points) -> int | None:
-    """Bytes that all ranks together hand to MPI in a step; None where only the library knows."""
-    sent = points[0]["sent"]
-    return None if sent is None else sum(int(tier[1]) for tier in sent.values())

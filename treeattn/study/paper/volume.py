@@ -42,19 +42,18 @@ def model(tokens: int, ranks: int, heads: int, head_dim: int) -> list[Table]:
     attention, hop = shard / (machines.MEMORY * 1e9), shard / (machines.WITHIN.reached * 1e9)
     ring, least = (laws.ring_volume(1, of_rank, heads, head_dim, hops) for hops in (ranks, ranks - 1))
     tree = float(laws.tree_volume(1, heads, head_dim, ranks))
-    lines: list[tuple[str, Cell, float]] = [
-        ("keys and values of a shard, bytes (eq. 11)", "2btd", shard),
-        ("attention of a shard, s", "O(1e-5)", attention),
-        ("one hop to the next GPU, s", "O(1e-3)", hop),
-        ("hop / attention", "about 100 (from the two above)", hop / attention),
-        ("ring, p hops: elements that a GPU sends", "2btdp (eq. 10)", ring),
-        ("ring, p - 1 hops: elements that a GPU sends", None, least),
-        ("tree: elements that a GPU sends", "2(p-1)/p (bd + 2bn_h) (eq. 14)", tree),
-        ("ring / tree, p - 1 hops", None, least / tree),
+    rows: list[tuple[Cell, ...]] = [
+        ("keys and values of a shard, bytes (eq. 11)", None, "2btd", shard),
+        ("attention of a shard, s", None, "O(1e-5)", attention),
+        ("one hop to the next GPU, s", None, "O(1e-3)", hop),
+        ("hop / attention", None, "about 100 (from the two above)", hop / attention),
+        ("ring, p hops: elements that a GPU sends", None, "2btdp (eq. 10)", ring),
+        ("ring, p - 1 hops: elements that a GPU sends", None, None, least),
+        ("tree: elements that a GPU sends", None, "2(p-1)/p (bd + 2bn_h) (eq. 14)", tree),
+        ("ring / tree, p - 1 hops", None, None, least / tree),
     ]
-    headings = f"{tokens} tokens, {ranks} GPUs, hidden size {heads * head_dim}", "here", "paper", "model"
-    rows = [(what, None, paper, value) for what, paper, value in lines]
-    return [Table("the example of section 6.3", headings, rows)]
+    setting = f"{tokens} tokens, {ranks} GPUs, hidden size {heads * head_dim}"
+    return [Table("the example of section 6.3", (setting, "here", "paper", "model"), rows)]
 
 
 def keys(ranks: Sequence[int], tokens: int, heads: int, head_dim: int) -> list[Key]:
@@ -68,8 +67,8 @@ def tables(points: dict[Key, Points]) -> list[Table]:
     rows: list[tuple[Cell, ...]] = []
     for key, blocks in points.items():
         size = CACHE if key.scheme.startswith("kv_ring") else RECORD
-        total = measured.payload(blocks)
-        here = None if total is None else total / key.ranks / size
+        sent = blocks[0]["sent"]  # of all ranks, by tier; None where only the library knows
+        here = None if sent is None else sum(tier[1] for tier in sent.values()) / key.ranks / size
         expected = law(key.scheme, key.ranks, key.tokens, key.heads, key.head_dim)
         share = None if here is None else here / expected
         rows.append((key.ranks, key.scheme, SCHEMES[key.scheme], here, expected, share))

@@ -17,7 +17,7 @@ from treeattn.collectives.catalog import needs_nodes
 from treeattn.collectives.drawings import text as draw
 from treeattn.errors import RestrictionError, ScheduleError
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 SCHEDULES = names("schedule")
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -19,7 +19,7 @@ from treeattn.study.figures import roofline as roofline_
 from treeattn.study.figures.cases import RANKS, left_out
 from treeattn.study.figures.chart import Lines, Rows
 
-MEASURED = Path(__file__).resolve().parents[1] / "data" / "compare.jsonl"
+MEASURED = Path(__file__).resolve().parents[2] / "data" / "compare.jsonl"
 
 
 def study(*paths: Path):
@@ -59,6 +59,18 @@ def test_lines_through_marks_are_the_intervals_of_the_summaries():
         assert len(wanted) == 6
         assert intervals(axes, upright=False) == wanted
         assert {line.get_xdata()[0] for line in marks(axes)} == {s.times["completion"].median for s in mine}
+
+
+def test_an_interval_is_upright_where_a_time_equals_its_place(tmp_path):
+    """2048 µs at 2048 tokens."""
+    keys = made_results.keys(["chain"], [1024, 2048, 4096, 8192])
+    samples = {name: [2048.0] for name in ("completion", "slowest", "after_last_entry")}
+    lines = [made_results.point_line(key, block, samples=samples) for key in keys for block in range(6)]
+    path = tmp_path / "equal.jsonl"
+    path.write_text("\n".join(map(json.dumps, [made_results.run_line(), *lines])))
+    (axes,) = draw.draw(charts("time", study(path))["time-decode"]).axes
+    middles = {tuple(lines.get_paths()[0].vertices[:, 0]) for lines in axes.collections}
+    assert middles == {(float(key.tokens),) * 2 for key in keys}
 
 
 def test_axes_say_what_they_show_and_in_which_unit(made):

@@ -20,7 +20,7 @@ from treeattn.study.compare import results
 from treeattn.study.compare.results import Writer
 from treeattn.study.compare.schema import FORMAT, NULL, SUM, Key, Point, Run
 
-SAMPLE = Path(__file__).resolve().parents[1] / "data" / "compare.jsonl"
+SAMPLE = Path(__file__).resolve().parents[2] / "data" / "compare.jsonl"
 KEY = Key("reduce", "ring", 4, 0, 1, 1, 16, 16, 128, "bfloat16")
 RUN = {
     "kind": "run",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-JOBS = Path(__file__).resolve().parents[2] / "jobs"
+JOBS = Path(__file__).resolve().parents[3] / "jobs"
 sys.path.insert(0, str(JOBS))
 
 from emulation import launchers, packet_delay, tools  # noqa: E402

@@ -475,7 +475,7 @@ def catalog_as_it_was():
 
 @pytest.mark.usefixtures("catalog_as_it_was")
 def test_the_walk_of_adding_a_scheme_works(tmp_path, monkeypatch):
-    page = Path(__file__).resolve().parents[2] / "docs" / "adding-a-scheme.md"
+    page = Path(__file__).resolve().parents[3] / "docs" / "adding-a-scheme.md"
     text = page.read_text()
     source, imports, row = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "star.py").write_text(source)

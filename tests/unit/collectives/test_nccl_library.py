@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cupy_signatures import strict
 
+from tests.unit.backends.cupy_signatures import strict
 from treeattn.collectives import nccl
 from treeattn.errors import TransportError
 

@@ -22,7 +22,7 @@ from treeattn.backends.cpu.rescale import rescale_records
 pytestmark = pytest.mark.slow  # four builds of the kernels
 Array = np.ndarray[Any, Any]
 Driver = list[str]
-KERNELS = Path(__file__).parents[2] / "kernels" / "cpu"
+KERNELS = Path(__file__).parents[3] / "kernels" / "cpu"
 TYPES = {"float32": (np.float32, 0), "float16": (np.float16, 1), "bfloat16": (ml_dtypes.bfloat16, 2)}
 
 SANITIZE = ["-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]

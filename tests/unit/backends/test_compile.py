@@ -56,7 +56,7 @@ def counting_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def python(code: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", code], env={**os.environ, **environment},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3],
     )  # fmt: skip
 
 
@@ -117,6 +117,7 @@ def with_one_wrong_bit(content: bytes) -> bytes:
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("damage", [truncated, emptied, of_another_processor, with_one_wrong_bit])
 def test_a_damaged_file_is_compiled_anew_once(

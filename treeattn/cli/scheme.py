@@ -1,0 +1,58 @@
+"""Schemes as options name them: names of the catalogue, and schedules of one's own from files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from treeattn import comm as comm_
+from treeattn.collectives.schedule import Schedule
+from treeattn.decoder.plan import make_known, select
+from treeattn.errors import ArgumentError, ScheduleError
+
+__all__ = ["from_file", "given", "is_file"]
+
+
+def is_file(scheme: str) -> bool:
+    """Whether an option names a file instead of a scheme."""
+    return scheme.endswith(".json")
+
+
+def from_file(path: str | Path) -> Schedule:
+    """The schedule of a file that ``treeattn schedule`` wrote with ``--format json`` or ``--json``.
+
+    Its name gets a digest of what it does, by which results tell schedules of one name apart. Raises
+    `ArgumentError` for a file that cannot be read, `ScheduleError` for one that holds no schedule.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        data = json.loads(text)
+    except OSError as error:
+        raise ArgumentError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ScheduleError(f"{path}: not the JSON of a schedule: {error}") from None
+    if isinstance(data, dict) and "schedule" in data:
+        text = json.dumps(data["schedule"])
+    try:
+        schedule = Schedule.from_json(text)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from None
+    digest = hashlib.sha256(schedule.to_json().encode()).hexdigest()[:6]
+    return replace(schedule, name=f"{schedule.name}@{digest}")
+
+
+def given(world: Any, names: str) -> list[str]:
+    """The schemes of a list, each in its one spelling. Files are read by rank 0.
+
+    Collective. Raises `ArgumentError` or `ScheduleError`, on every rank alike.
+    """
+
+    def read() -> list[str | Schedule]:
+        items = [name.strip() for name in names.split(",")]
+        return [from_file(name) if is_file(name) else select(name).text for name in items]
+
+    found = world.bcast(comm_.together(world, read if world.rank == 0 else list))
+    return [make_known(scheme) if isinstance(scheme, Schedule) else scheme for scheme in found]
