@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ def command(
     comm_.agree(world, {"the command line": (options, str(out))})
     job = environment.job(Clock(world), options, used=max(key.ranks for key in plan))
     line = msgspec.convert({"kind": "run", "format": FORMAT, "run": results.run_id(), **job}, Run)
-    with _Session(world, out, json_path, line, plan, effort, launch) as session:
+    with closing(_Session(world, out, json_path, line, plan, effort, launch)) as session:
         told = session.point, session.failed, session.began
         Sweep(plan, effort, launch, seed, session.done, *told).run(world)
         return int(world.bcast(comm_.together(world, lambda: session.report(wide))))
@@ -221,10 +222,8 @@ class _Session:
         passed = compare_table.show(console(wide), self._line, summaries, self._errors, wide)
         return 0 if passed and not self._errors and not self._mixed else 1
 
-    def __enter__(self) -> _Session:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Give the file free."""
         if self._writer is not None:
             self._writer.close()
 
