@@ -36,19 +36,18 @@ class Captured:
             self._queue()
             self.connected = True
         else:
-            if self._launch is None:
-                self.record()
-            assert self._launch is not None
-            self._launch()
+            launch = self._launch or self.record()
+            launch()
 
     def check(self) -> None:
         """Raise `TransportError` where a capture would hold what cannot be captured."""
         if not self.connected and self._stream.capturing():
             raise TransportError("NCCL connects ranks in their first step: run one before capturing one")
 
-    def record(self) -> None:
-        """Record the work now, without running it."""
+    def record(self) -> Callable[[], object]:
+        """Record the work now, without running it; what launches it."""
         self._launch = self._stream.capture(self._queue)
+        return self._launch
 
     def drop(self) -> None:
         """Give the graph back, before the communicator that it uses, and what it works on."""

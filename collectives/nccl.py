@@ -106,24 +106,18 @@ class _Communicator:
         self._nccl.groupEnd()
 
     def send(self, array: Any, peer: int) -> None:
-        stream = self._stream
-        self._communicator.send(
-            stream.address(array), array.size, self._nccl.NCCL_FLOAT32, peer, stream.stream
-        )
+        self._communicator.send(*self._elements(array), peer, self._stream.stream)
 
     def receive(self, array: Any, peer: int) -> None:
-        stream = self._stream
-        self._communicator.recv(
-            stream.address(array), array.size, self._nccl.NCCL_FLOAT32, peer, stream.stream
-        )
+        self._communicator.recv(*self._elements(array), peer, self._stream.stream)
 
     def all_reduce(self, array: Any, operation: Literal["max", "sum"]) -> None:
-        stream, address = self._stream, self._stream.address(array)
-        self._communicator.allReduce(
-            *(address, address, array.size, self._nccl.NCCL_FLOAT32),
-            self._operations[operation],
-            stream.stream,
-        )
+        elements, code = self._elements(array), self._operations[operation]
+        self._communicator.allReduce(elements[0], *elements, code, self._stream.stream)
+
+    def _elements(self, array: Any) -> tuple[int, int, int]:
+        """Where they begin, how many they are, and their type."""
+        return self._stream.address(array), array.size, self._nccl.NCCL_FLOAT32
 
     def close(self) -> None:
         self._communicator.destroy()

@@ -198,10 +198,9 @@ def on_chunks(rounds: Iterable[Round], first: int) -> tuple[Round, ...]:
     )
 
 
-def with_chunks(rounds: Iterable[Round], count: int, first: int = 0) -> tuple[Round, ...]:
-    """Rounds of one chunk, made to move the chunks ``first .. first + count - 1`` instead."""
-    moved = range(first, first + count)
-    return tuple(tuple(t._replace(chunks=moved) for t in round_) for round_ in rounds)
+def with_chunks(rounds: Iterable[Round], count: int) -> tuple[Round, ...]:
+    """Rounds of one chunk, made to move the chunks ``0 .. count - 1`` instead."""
+    return tuple(tuple(t._replace(chunks=range(count)) for t in round_) for round_ in rounds)
 
 
 def reversed_as_copies(rounds: Sequence[Round]) -> tuple[Round, ...]:

@@ -94,10 +94,6 @@ class Drawing:
         right = (ends[-1] if ends else _LEFT) + _GAP
         return Drawing(schedule, grouped, lanes, starts, tuple(ends), right, max(lanes.values()) + 22)
 
-    def node_of(self) -> dict[int, int]:
-        """The node of each rank."""
-        return {rank: index for index, node in enumerate(self.nodes) for rank in node}
-
 
 def svg(schedule: Schedule, nodes: Sequence[Any] | None = None) -> str:
     """A standalone SVG for screen (light and dark) and print.
@@ -134,7 +130,7 @@ def headline(schedule: Schedule, nodes: Groups) -> tuple[str, str]:
     where = f" on {len(nodes)} nodes" if len(nodes) > 1 else ""
     facts = [_count(known.rounds, "round"), f"depth {known.depth}", _count(known.messages, "message")]
     if len(nodes) > 1:
-        node = {rank: index for index, ranks in enumerate(nodes) for rank in ranks}
+        node = parameters.node_of(nodes)
         between = sum(node[t.src] != node[t.dst] for round_ in schedule.rounds for t in round_)
         facts[-1] += f" ({between} between nodes)"
     if schedule.chunks > 1:
@@ -190,7 +186,7 @@ def draw_lanes(layout: Drawing) -> Iterator[str]:
 
 def draw_rounds(layout: Drawing) -> Iterator[str]:
     """One group of arrows per round."""
-    node = layout.node_of()
+    node = parameters.node_of(layout.nodes)
     for index, round_ in enumerate(layout.schedule.rounds):
         dense = " dense" if len(round_) > 6 * layout.schedule.size else ""
         yield f'<g class="round{dense}" data-round="{index + 1}">'

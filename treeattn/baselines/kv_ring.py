@@ -42,13 +42,7 @@ class KvRing(Reducer):
     """
 
     def __init__(
-        self,
-        reduction: Reduction,
-        shape: Shape,
-        scale: float,
-        records: Any,
-        expanded: str,
-        rotation: str,
+        self, reduction: Reduction, shape: Shape, scale: float, records: Any, expanded: str, rotation: str
     ) -> None:
         """Collective. records: [batch, heads, queries, head_dim + 2], where the result goes."""
         super().__init__("kv_ring")
