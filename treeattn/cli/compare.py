@@ -17,7 +17,7 @@ from treeattn import comm as comm_
 from treeattn import files
 from treeattn.attention.shape import DTYPES
 from treeattn.cli import compare_table
-from treeattn.cli.console import WIDE, Lines, console, durations, numbers
+from treeattn.cli.console import WIDE, Lines, choose, console, durations, numbers
 from treeattn.cli.scheme import given
 from treeattn.decoder.plan import CATALOG, select
 from treeattn.errors import ArgumentError, TreeattnError
@@ -240,14 +240,14 @@ def _keys(size: int, schemes: list[str] | None, lists: dict[str, str | None]) ->
     found = keys(
         _expanded(schemes, lists["radix"], lists["chunks"]),
         ranks=ranks,
-        what=_words("--what", lists["what"], ("reduce", "decode")),
+        what=choose("--what", lists["what"] or "", ("reduce", "decode")),
         batch=numbers("--batch", lists["batch"] or ""),
         queries=numbers("--queries", lists["queries"] or ""),
         heads=heads,
         kv_heads=[0] if own else numbers("--kv-heads", lists["kv_heads"] or ""),
         head_dim=numbers("--head-dim", lists["head_dim"] or ""),
-        dtype=_words("--dtype", lists["dtype"], tuple(DTYPES)),
-        wire=_words("--wire", lists["wire"], ("float32", "bfloat16")),
+        dtype=choose("--dtype", lists["dtype"] or "", tuple(DTYPES)),
+        wire=choose("--wire", lists["wire"] or "", ("float32", "bfloat16")),
         skew=durations("--skew", lists["skew"] or ""),
         tokens=numbers("--seq-len", lists["seq_len"] or ""),
     )
@@ -263,14 +263,6 @@ def _may_run(key: Key) -> bool:
         return True
     row = select(key.scheme).row
     return row.kind != "library" if key.wire == "float64" else row.kind == "schedule" and not row.scattered
-
-
-def _words(option: str, text: str | None, known: Sequence[str]) -> list[str]:
-    words = [word.strip() for word in (text or "").split(",")]
-    for word in words:
-        if word not in known:
-            raise ArgumentError(f"{option} {word!r} is unknown: choose from {', '.join(known)}")
-    return list(dict.fromkeys(words))
 
 
 def _expanded(schemes: list[str] | None, radix: str | None, chunks: str | None) -> list[str]:

@@ -15,7 +15,7 @@ from rich.table import Table
 from treeattn.errors import ArgumentError
 
 __all__ = [
-    "LEGEND", "WIDE", "Columns", "Lines", "console", "count", "durations", "identical",
+    "LEGEND", "WIDE", "Columns", "Lines", "choose", "console", "count", "durations", "identical",
     "magnitude", "microseconds", "number", "numbers", "table",
 ]  # fmt: skip
 
@@ -49,6 +49,15 @@ def numbers(option: str, text: str, low: int = 1) -> list[int]:
     if min(values) < low:
         raise ArgumentError(f"{option} {text}: {min(values)} is too small, {low} is the least")
     return list(dict.fromkeys(values))
+
+
+def choose(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
+    """The names in a list, each once. Raises `ArgumentError` for one that is not `known`."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in known:
+            raise ArgumentError(f"{option} {name!r} is unknown: choose from {', '.join(known)}")
+    return names
 
 
 def durations(option: str, text: str) -> list[float]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from treeattn import files
+from treeattn.cli.console import choose
 from treeattn.errors import ArgumentError, BackendError
 from treeattn.study import environment, plot
 from treeattn.study.figures import draw
@@ -44,9 +45,9 @@ def command(
     that was asked for by name is not in these results; the rest is drawn.
     """
     os.environ["MPLBACKEND"] = "agg"  # no screen is used, and a name unknown to matplotlib would stop it
-    names = plot.choose("--figures", figures, ("all", *plot.FIGURES))
+    names = choose("--figures", figures, ("all", *plot.FIGURES))
     names = tuple(plot.FIGURES) if "all" in names else names
-    formats = plot.choose("--format", forms, draw.FORMATS)
+    formats = choose("--format", forms, draw.FORMATS)
     if why := draw.problem():
         raise BackendError(why)
     if not out:

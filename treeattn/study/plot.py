@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from treeattn.study.figures.cases import RANKS, SKEW, Axis, Case, Study, cases, 
 from treeattn.study.figures.chart import Chart
 from treeattn.study.figures.roofline import is_roofline, roofline
 
-__all__ = ["FIGURES", "Figure", "choose", "choose_baseline", "read"]
+__all__ = ["FIGURES", "Figure", "choose_baseline", "read"]
 
 
 class Figure(NamedTuple):
@@ -51,15 +51,6 @@ FIGURES = {
     "predicted": Figure(times.predicted, "no point carries a prediction"),
     "roofline": Figure(None, "no file of `treeattn roofline --json`"),
 }
-
-
-def choose(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
-    """The names in a list, each once. Raises `ArgumentError` for one that is not `known`."""
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    for name in names:
-        if name not in known:
-            raise ArgumentError(f"{option} {name!r} is unknown: choose from {', '.join(known)}")
-    return names
 
 
 def choose_baseline(study: Study, text: str | None) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import made_results
 import pytest
 
+from treeattn.cli.console import choose
 from treeattn.decoder import plan as routes
 from treeattn.errors import ArgumentError, BackendError
 from treeattn.study import plot
@@ -475,7 +476,7 @@ def test_points_twice_or_without_a_time_are_left_out_and_named(tmp_path):
 
 def test_unknown_names(made):
     with pytest.raises(ArgumentError, match="pie.*choose from all, time"):
-        plot.choose("--figures", "time,pie", ("all", *plot.FIGURES))
+        choose("--figures", "time,pie", ("all", *plot.FIGURES))
     with pytest.raises(ArgumentError, match="chain: not among these results; choose from binary_tree"):
         plot.choose_baseline(made, "chain")
     assert plot.choose_baseline(made, "binary_tree") == "binary_tree"

@@ -80,14 +80,8 @@ def decode_problem(comm: Intracomm, key: Key, seed: int) -> Problem:
     period = (key.batch, min(tokens, PERIOD), key.kv_heads, key.head_dim)
     k, v = (draw.standard_normal(period, np.float32).astype(dtype) for _ in "kv")
     partials = comm.gather(_repeated_partials(q, k, v, tokens, shape.default_scale()), root=0)
-    return Problem(q, _repeat(k, tokens), _repeat(v, tokens), None, *_judged(partials))
-
-
-def _repeat(period: Any, tokens: int) -> Any:
-    shard = np.empty((period.shape[0], tokens, *period.shape[2:]), period.dtype)
-    for begin in range(0, tokens, PERIOD):
-        shard[:, begin : begin + PERIOD] = period[:, : tokens - begin]
-    return shard
+    k, v = (np.take(array, np.arange(tokens) % PERIOD, axis=1) for array in (k, v))
+    return Problem(q, k, v, None, *_judged(partials))
 
 
 def _repeated_partials(q: Any, k: Any, v: Any, tokens: int, scale: float) -> list[reference.Partial]:

@@ -157,7 +157,4 @@ class _Limits:
 def _cache(tokens: int, dtype: Any, seed: int) -> Any:
     """Keys or values [1, tokens, kv_heads, head_dim]: random, but the same 1024 tokens again and again."""
     block = np.random.default_rng(seed).standard_normal((1024, _KV_HEADS, _HEAD_DIM)).astype(dtype)
-    cache = np.empty((1, tokens, _KV_HEADS, _HEAD_DIM), dtype)
-    for begin in range(0, tokens, 1024):
-        cache[0, begin : begin + 1024] = block[: tokens - begin]
-    return cache
+    return np.resize(block, (1, tokens, _KV_HEADS, _HEAD_DIM))
