@@ -227,11 +227,8 @@ class Logged:
     def __init__(self, log: list[str]) -> None:
         self._log = log
 
-    def start(self) -> None:
+    def __call__(self) -> None:
         self._log.append("fold")
-
-    def wait(self) -> None:
-        pass
 
     def close(self) -> None:
         self._log.append("end")

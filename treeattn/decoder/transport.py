@@ -39,7 +39,8 @@ def known(transport: object) -> str | None:
     """`transport` if it is a name that there is, or None. Raises `TransportError`."""
     if transport is None or (isinstance(transport, str) and transport in DEVICES):
         return transport
-    raise TransportError(f"transport {transport!r:.60} is unknown: use one of {', '.join(DEVICES)}, or None")
+    names = ", ".join(map(repr, DEVICES))
+    raise TransportError(f"transport {transport!r:.60} is unknown: use one of {names}, or None")
 
 
 def choose(device: str, transport: str | None, scheme: Scheme, size: int) -> str:

@@ -72,6 +72,10 @@ class _OneCall(Reducer):
         super().__init__(name)
         self._call, self._end = call, end
 
+    def __call__(self) -> None:
+        """As bare as a caller's own: this is what schemes are compared with."""
+        self._call()
+
     def _begin(self) -> None:
         """Nothing goes ahead."""
 
