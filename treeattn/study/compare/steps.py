@@ -93,12 +93,9 @@ def _nothing(*_: object) -> Reducer:
 def _sum(key: Key, reduction: Reduction, *_: object) -> Reducer:
     """As many bytes as the records have under way, in elements of the records' own type."""
     elements = reduction.buffer.size // (2 if key.wire == "bfloat16" else 1)
-    mine, comm, operation = (
-        reduction.buffer.reshape(-1)[:elements],
-        duplicate(reduction.comm),
-        comm_.mpi().SUM,
-    )
-    total = np.empty_like(mine)
+    mine = reduction.buffer.reshape(-1)[:elements]
+    total, operation = np.empty_like(mine), comm_.mpi().SUM
+    comm = duplicate(reduction.comm)
     return _OneCall(SUM, lambda: comm.Allreduce(mine, total, operation), comm.Free)
 
 
