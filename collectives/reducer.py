@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from treeattn.collectives.check import Certificate
@@ -12,7 +14,7 @@ from treeattn.errors import ScheduleError, TransportError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["PlannedReducer", "Reducer", "Reduction", "Sent", "duplicate"]
+__all__ = ["PlannedReducer", "Reducer", "Reduction", "Sent", "communicators_left", "duplicate"]
 
 
 class Sent(NamedTuple):
@@ -81,21 +83,28 @@ class Reduction(NamedTuple):
         return self.buffer.reshape(-1, self.operator.width)
 
 
-def duplicate(comm: Intracomm) -> Intracomm:
-    """A private communicator of the same ranks. Collective.
-
-    Raises `TransportError` where the MPI library has none left: each that is not closed keeps one.
-    """
+@contextmanager
+def communicators_left() -> Iterator[None]:
+    """Around what makes communicators: raises `TransportError` where the MPI library has none left."""
     from mpi4py import MPI
 
     try:
-        return comm.Dup()
+        yield
     except MPI.Exception as error:
         reason = error.Get_error_string().splitlines()[-1].strip()
         raise TransportError(
             f"MPI gives no communicator for this reduction ({reason}): call close() on decoders and reducers "
             "that are done with, or use them in a with statement"
         ) from error
+
+
+def duplicate(comm: Intracomm) -> Intracomm:
+    """A private communicator of the same ranks. Collective.
+
+    Raises `TransportError` where the MPI library has none left: each that is not closed keeps one.
+    """
+    with communicators_left():
+        return comm.Dup()
 
 
 class PlannedReducer(ABC):

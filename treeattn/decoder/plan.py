@@ -20,7 +20,7 @@ from treeattn import comm as comm_
 from treeattn.attention.shape import Shape
 from treeattn.collectives import catalog
 from treeattn.collectives.catalog import Selection
-from treeattn.collectives.reducer import Reducer, Reduction
+from treeattn.collectives.reducer import Reducer, Reduction, communicators_left
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import transport as transports
 from treeattn.decoder.device import Attention, Device
@@ -202,7 +202,9 @@ def schedule(scheme: Selection, comm: Intracomm) -> Schedule | None:
     """
     if scheme.row.module:
         return None
-    return _built(scheme, comm.size, comm_.node_groups(comm) if scheme.needs_nodes else None)
+    with communicators_left():
+        nodes = comm_.node_groups(comm) if scheme.needs_nodes else None
+    return _built(scheme, comm.size, nodes)
 
 
 @functools.lru_cache(maxsize=32)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
+import sys
 import treeattn
 kept = []
-shape = dict(heads=1, kv_heads=1, head_dim=8, dtype="float32", scheme="chain")
+shape = dict(heads=1, kv_heads=1, head_dim=8, dtype="float32", scheme=sys.argv[1])
 try:
     for _ in range(1 << 17):
         kept.append(treeattn.Decoder(**shape))
@@ -17,8 +20,9 @@ except treeattn.TransportError as error:
 """
 
 
-def test_the_last_communicator_names_the_remedy():
-    command = [sys.executable, "-m", "mpi4py", "-c", PROGRAM]
+@pytest.mark.parametrize("scheme", ["chain", "hierarchical"])  # the latter asks MPI for the nodes, too
+def test_the_last_communicator_names_the_remedy(scheme):
+    command = [sys.executable, "-m", "mpi4py", "-c", PROGRAM, scheme]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     count, message = done.stdout.split(maxsplit=1)
