@@ -123,6 +123,9 @@ class _Session:
     ) -> None:
         self._line, self._launch, self._plan, self._out = line, launch, plan, out
         self._rank_0 = world.rank == 0
+        self._kept = f"{out} (the same command goes on from there)"
+        if out is not None and not self._rank_0:  # one of these may have to say it, and sees no line written
+            files.kept.append(self._kept)
         self._writer: results.Writer | None = None
         comm_.together(world, lambda: self._open(json_path) if self._rank_0 else None)
         self._held = self._writer.held if self._writer else results.Results()
@@ -197,7 +200,7 @@ class _Session:
         if not self._announced:
             self._writer.append(self._line)
             self._announced = True
-            files.kept.append(f"{self._out} (the same command goes on from there)")
+            files.kept.append(self._kept)
         self._writer.append(line)
 
     def report(self, wide: bool) -> int:
