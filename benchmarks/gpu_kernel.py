@@ -50,7 +50,7 @@ class Step:
         self.finish = cuda.planned_finish(
             self.records, self.out, zeros[2].reshape(1, heads, 1), runtime=runtime
         )
-        self.q = roofline_cuda.upload_random(stopwatch, (1, 1, heads, HEAD_DIM), np.dtype(np.uint16))
+        self.q = roofline_cuda.upload_random(runtime, (1, 1, heads, HEAD_DIM), np.dtype(np.uint16))
         self._planned = cuda.PlannedAttention(
             self.records, scale=HEAD_DIM**-0.5, num_splits=num_splits, runtime=runtime
         )
@@ -107,10 +107,9 @@ def captured_by_torch(attend: Any, stopwatch: Any, q: Any, caches: Any) -> tuple
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = [attend(query, *pair) for pair in pairs]
-    stream = torch.cuda.ExternalStream(stopwatch.stream.ptr)
 
     def launch(_: object = kept) -> None:
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(torch.cuda.ExternalStream(stopwatch.runtime.stream)):
             graph.replay()
 
     return launch, answer.float().cpu().numpy()
@@ -128,8 +127,8 @@ def one_case(
     caches = roofline_cuda.cold_caches(stopwatch, tokens, kv_heads, "bfloat16")
     step = Step(stopwatch, heads)
     laps = {
-        "attention": stopwatch.captured(over(step.attention, caches)),
-        "attention and finish": stopwatch.captured(over(step.whole, caches)),
+        "attention": roofline_cuda.captured(stopwatch.runtime, over(step.attention, caches)),
+        "attention and finish": roofline_cuda.captured(stopwatch.runtime, over(step.whole, caches)),
     }
     problems = {}
     for name, capture in others.items():
@@ -188,7 +187,7 @@ def small_steps(stopwatch: Any, copy: Lap, repeats: int) -> dict[str, float]:
         "finish": one.finish,
         "merge of two records": merge,
     }
-    laps = [stopwatch.captured([call] * CALLS) for call in calls.values()]
+    laps = [roofline_cuda.captured(stopwatch.runtime, [call] * CALLS) for call in calls.values()]
     times = roofline_cuda.median_laps(stopwatch, laps, copy, repeats)
     return {name: time / CALLS * 1e6 for name, time in zip(calls, times, strict=True)}
 
@@ -197,9 +196,9 @@ def captured_step(stopwatch: Any, copy: Lap, repeats: int, tokens: int = 65536) 
     """A step as one graph: that one launch of it does all, its microseconds, and those of the host."""
     (k, v), *_ = roofline_cuda.cold_caches(stopwatch, tokens, 8, "bfloat16")
     step = Step(stopwatch, 32)
-    launch = stopwatch.captured([functools.partial(step.whole, k, v)])
+    launch = roofline_cuda.captured(stopwatch.runtime, [functools.partial(step.whole, k, v)])
     want = on_host(step.out).copy()
-    stopwatch.copy(step.out, stopwatch.upload(np.full(step.out.shape, np.nan, np.float32)))
+    stopwatch.runtime.upload(step.out, np.full(step.out.shape, np.nan, np.float32))
     roofline_cuda.median_laps(stopwatch, [launch], copy, 1)
     same = bool((on_host(step.out) == want).all())
     (seconds,) = roofline_cuda.median_laps(stopwatch, [launch], copy, repeats)

@@ -10,8 +10,8 @@ if __name__ != "treeattn.collectives":
     # `except ScheduleError` would silently stop catching.
     raise ImportError(f"this package is imported as treeattn.collectives, not as {__name__}")
 
-from treeattn.collectives.catalog import build, canonical, names, needs_nodes, parse
-from treeattn.collectives.check import Certificate, Fold, Proof, check, fold_orders, prove
+from treeattn.collectives.catalog import build, names, needs_nodes, parse
+from treeattn.collectives.check import Certificate, Fold, Proof, check, prove
 from treeattn.collectives.schedule import (
     Schedule,
     Transfer,
@@ -30,9 +30,7 @@ __all__ = [
     "Schedule",
     "Transfer",
     "build",
-    "canonical",
     "check",
-    "fold_orders",
     "names",
     "needs_nodes",
     "on_chunks",

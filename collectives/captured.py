@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from treeattn.collectives.memory import Stream
 from treeattn.collectives.nccl import Communicator
-from treeattn.collectives.reducer import PlannedReducer, Reduction
+from treeattn.collectives.reducer import Reducer, Reduction
 from treeattn.errors import TransportError
 
 __all__ = ["Captured", "CapturedReducer"]
@@ -25,34 +25,36 @@ class Captured:
     def __init__(self, stream: Stream, queue: Callable[[], object]) -> None:
         self._stream = stream
         self._queue = queue
-        self._connected = False
+        self.connected = False
         self._launch: Callable[[], object] | None = None
 
     def __call__(self) -> None:
         """Queue the work once."""
         if self._stream.capturing():
-            if not self._connected:
-                raise TransportError("NCCL connects ranks in their first step: run one before capturing one")
             self._queue()
-        elif not self._connected:
+        elif not self.connected:
             self._queue()
-            self._connected = True
+            self.connected = True
         else:
-            if self._launch is None:
-                self.record()
-            assert self._launch is not None
-            self._launch()
+            launch = self._launch or self.record()
+            launch()
 
-    def record(self) -> None:
-        """Record the work now, without running it."""
+    def check(self) -> None:
+        """Raise `TransportError` where a capture would hold what cannot be captured."""
+        if not self.connected and self._stream.capturing():
+            raise TransportError("NCCL connects ranks in their first step: run one before capturing one")
+
+    def record(self) -> Callable[[], object]:
+        """Record the work now, without running it; what launches it."""
         self._launch = self._stream.capture(self._queue)
+        return self._launch
 
     def drop(self) -> None:
-        """Give the graph back, before the communicator that it uses."""
-        self._launch = None
+        """Give the graph back, before the communicator that it uses, and what it works on."""
+        self._launch, self._queue = None, tuple
 
 
-class CapturedReducer(PlannedReducer):
+class CapturedReducer(Reducer):
     """What reducers over NCCL have in common: a captured step, and their end.
 
     It owns the communicator. A step is queued and not waited for; from the second one on it is one launch of
@@ -65,9 +67,15 @@ class CapturedReducer(PlannedReducer):
         self._stream: Stream = reduction.memory
         self._captured = Captured(self._stream, self._queue)
 
+    queued = True
+
     @abstractmethod
     def _queue(self) -> None:
         """Queue one step."""
+
+    def _check(self) -> None:
+        super()._check()
+        self._captured.check()
 
     def _begin(self) -> None:
         self._captured()

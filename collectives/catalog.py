@@ -39,7 +39,6 @@ __all__ = [
     "Scheme",
     "Selection",
     "build",
-    "canonical",
     "find",
     "names",
     "needs_nodes",
@@ -125,10 +124,9 @@ class Selection(NamedTuple):
         return self.row.parameter("nodes") is not None and "nodes" not in dict(self.given)
 
     @property
-    def identity(self) -> tuple[str, str]:
-        """Equal for equal schemes: what ranks compare."""
-        own = "" if self.own is None else self.own.to_json()
-        return self.text, hashlib.sha256(own.encode()).hexdigest()[:16]
+    def digest(self) -> str | None:
+        """Of a schedule of one's own, equal for equal ones; None for a name."""
+        return None if self.own is None else hashlib.sha256(self.own.to_json().encode()).hexdigest()[:16]
 
     def build(self, size: int, nodes: Any = None) -> Schedule:
         """Its schedule over `size` ranks; `nodes` where it `needs_nodes`. Raises as `build` below."""
@@ -246,7 +244,7 @@ def find(name: str, catalog: Mapping[str, Scheme] = CATALOG) -> Scheme:
 def parse(text: str, catalog: Mapping[str, Scheme] = CATALOG) -> tuple[str, dict[str, Any]]:
     """``"k_nomial_tree:radix=4"`` -> ``("k_nomial_tree", {"radix": 4})``: only what the text gives.
 
-    Inner schemes come out as canonical text. The name is looked for in `catalog`. Raises `ScheduleError`
+    Inner schemes come out in their one spelling. The name is looked for in `catalog`. Raises `ScheduleError`
     for an unknown name or parameter, a bad value, or parentheses that do not match; the message names the
     remedy.
     """
@@ -268,15 +266,11 @@ def parse(text: str, catalog: Mapping[str, Scheme] = CATALOG) -> tuple[str, dict
 def select(scheme: str | Schedule, catalog: Mapping[str, Scheme] = CATALOG) -> Selection:
     """What `scheme` asks for: a scheme string, or a schedule of one's own. Raises as `parse` does."""
     if isinstance(scheme, Schedule):
+        scheme.check_types()
         row = Scheme(scheme.name, None, "one's own", scattered=scheme.result == "scattered")
         return Selection(row, (), scheme.name, scheme)
     name, given = parse(scheme, catalog)
     return Selection(catalog[name], tuple(given.items()), _spell(catalog[name], given))
-
-
-def canonical(text: str, catalog: Mapping[str, Scheme] = CATALOG) -> str:
-    """The one spelling of a scheme: parameters in the order of the catalogue, defaults left out."""
-    return select(text, catalog).text
 
 
 def needs_nodes(text: str) -> bool:

@@ -8,6 +8,7 @@ which decides whether all ranks end with the same bits.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,7 +18,7 @@ from treeattn.collectives.expressions import ChunkMap, Expressions, Piece, align
 from treeattn.collectives.schedule import TRANSFER_LIMIT, Round, Schedule, Transfer
 from treeattn.errors import ScheduleError
 
-__all__ = ["Certificate", "Fold", "Proof", "check", "fold_orders", "prove"]
+__all__ = ["Certificate", "Fold", "Proof", "check", "prove"]
 
 Determinism = Literal["A", "C", "none"]
 
@@ -70,13 +71,8 @@ def check(schedule: Schedule) -> Certificate:
     return prove(schedule).certificate
 
 
-def fold_orders(schedule: Schedule) -> FoldOrders:
-    """For each round, what each merging receiver folds in which order. Raises as `check` does."""
-    return prove(schedule).folds
-
-
 def prove(schedule: Schedule) -> Proof:
-    """`check` and `fold_orders` in one pass, for executors that need both."""
+    """`check`, and the order in which each receiver folds, which executors need. Raises as `check` does."""
     return _Prover(schedule).run()
 
 
@@ -174,14 +170,14 @@ class _Prover:
         self._check_complete(final)
         ordered = self.expressions.ordered
         orders = {ordered[value] for pieces in final for _, _, value in pieces}
-        reach = [_fan_in(round_) for round_ in schedule.rounds]
+        reach = [Counter(t.dst for t in round_) for round_ in schedule.rounds]
         sent = sum(len(t.chunks) for round_ in schedule.rounds for t in round_)
         return Certificate(
             determinism=self._determinism(final),
             rounds=len(schedule.rounds),
             depth=max(self.expressions.depth[value] for value in orders),
             messages=schedule.messages,
-            fan_in=max(reach, default=0),
+            fan_in=max((count for counts in reach for count in counts.values()), default=0),
             volume=sent / schedule.chunks,
             one_order=len(orders) == 1,
         )
@@ -282,13 +278,6 @@ def _relabelled(pieces: list[Piece], names: list[int]) -> Iterator[tuple[int, in
         if names[value] != last:
             last = names[value]
             yield first, last
-
-
-def _fan_in(round_: Round) -> int:
-    counts: dict[int, int] = {}
-    for transfer in round_:
-        counts[transfer.dst] = counts.get(transfer.dst, 0) + 1
-    return max(counts.values(), default=0)
 
 
 def _some(ranks: list[int]) -> str:

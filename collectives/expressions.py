@@ -120,13 +120,10 @@ class ChunkMap:
         if not right and high + 1 < len(starts):
             high += 1
             right = [(starts[high], values[high])]
-        runs = _merge_runs([*left, *((start, value) for start, _, value in pieces), *right])
+        runs = [*left, *((start, value) for start, _, value in pieces), *right]
+        runs = [run for i, run in enumerate(runs) if i == 0 or run[1] != runs[i - 1][1]]
         starts[low : high + 1] = [start for start, _ in runs]
         values[low : high + 1] = [value for _, value in runs]
-
-
-def _merge_runs(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    return [run for i, run in enumerate(runs) if i == 0 or run[1] != runs[i - 1][1]]
 
 
 def aligned(columns: Sequence[list[Piece]]) -> Iterator[tuple[int, int, tuple[int, ...]]]:

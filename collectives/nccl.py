@@ -21,13 +21,9 @@ __all__ = ["Communicator", "connect", "problem"]
 class Communicator(Protocol):
     """Ranks that exchange float32 arrays. All calls but the last two are queued, not waited for."""
 
-    @property
-    def rank(self) -> int:
-        """Of this process."""
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
+    #: Of this process, of how many.
+    rank: int
+    size: int
 
     def group_start(self) -> None:
         """What follows, up to `group_end`, happens at the same time."""
@@ -77,16 +73,12 @@ def _library() -> Any:
     return nccl
 
 
-def connect(comm: Intracomm, stream: Stream) -> Communicator:
-    """The ranks of `comm`, each with the GPU that is current: each needs one of its own. Collective.
-
-    Raises `TransportError` where NCCL refuses; it may refuse one rank and leave the others waiting.
-    """
-    return _Communicator(comm, stream)
-
-
 class _Communicator:
     def __init__(self, comm: Intracomm, stream: Stream) -> None:
+        """The ranks of `comm`, each with the GPU that is current: each needs one of its own. Collective.
+
+        Raises `TransportError` where NCCL refuses; it may refuse one rank and leave the others waiting.
+        """
         self.rank, self.size = comm.rank, comm.size
         self._nccl = nccl = _library()
         self._stream = stream
@@ -114,27 +106,24 @@ class _Communicator:
         self._nccl.groupEnd()
 
     def send(self, array: Any, peer: int) -> None:
-        stream = self._stream
-        self._communicator.send(
-            stream.address(array), array.size, self._nccl.NCCL_FLOAT32, peer, stream.stream
-        )
+        self._communicator.send(*self._elements(array), peer, self._stream.stream)
 
     def receive(self, array: Any, peer: int) -> None:
-        stream = self._stream
-        self._communicator.recv(
-            stream.address(array), array.size, self._nccl.NCCL_FLOAT32, peer, stream.stream
-        )
+        self._communicator.recv(*self._elements(array), peer, self._stream.stream)
 
     def all_reduce(self, array: Any, operation: Literal["max", "sum"]) -> None:
-        stream, address = self._stream, self._stream.address(array)
-        self._communicator.allReduce(
-            *(address, address, array.size, self._nccl.NCCL_FLOAT32),
-            self._operations[operation],
-            stream.stream,
-        )
+        elements, code = self._elements(array), self._operations[operation]
+        self._communicator.allReduce(elements[0], *elements, code, self._stream.stream)
+
+    def _elements(self, array: Any) -> tuple[int, int, int]:
+        """Where they begin, how many they are, and their type."""
+        return self._stream.address(array), array.size, self._nccl.NCCL_FLOAT32
 
     def close(self) -> None:
         self._communicator.destroy()
 
     def abort(self) -> None:
         self._communicator.abort()
+
+
+connect = _Communicator

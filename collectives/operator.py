@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-__all__ = ["CompiledOperator", "ManyOperator", "Operator", "Parts", "RescalingOperator"]
+__all__ = ["Columns", "CompiledOperator", "ManyOperator", "Operator", "RescalingOperator"]
 
 
 class Operator(Protocol):
@@ -15,19 +15,13 @@ class Operator(Protocol):
     bits whichever operand comes first: schedules of class A and C rest on it.
     """
 
-    @property
-    def dtype(self) -> Any:
-        """Element type of a record, a NumPy dtype."""
-
-    @property
-    def width(self) -> int:
-        """Elements of one record."""
-
-    def merge(self, into: Any, other: Any) -> None:
-        """Fold `other` into `into`, in place. Both have shape [records, width]."""
+    #: Element type of a record, a NumPy dtype.
+    dtype: Any
+    #: Elements of one record.
+    width: int
 
     def planned_merge(self, into: Any, other: Any) -> Callable[[], object]:
-        """`merge` for two arrays that never move: a call without arguments and without checks."""
+        """A call that folds `other` into `into`, in place. Both are [records, width] and never move."""
 
 
 @runtime_checkable
@@ -45,7 +39,7 @@ class CompiledOperator(Operator, Protocol):
         """Address of an MPI_User_function that merges records. Raises `BackendError` where there is none."""
 
 
-class Parts(NamedTuple):
+class Columns(NamedTuple):
     """Views of records [records, width]: `maximum` [records]; what adds up once the maxima are shared,
     `denominator` [records] and `numerator` [records, ..]."""
 
@@ -57,7 +51,7 @@ class Parts(NamedTuple):
 class RescalingOperator(Operator, Protocol):
     """An operator that can put records on the scale of given maxima, after which they merge by adding."""
 
-    def parts(self, records: Any) -> Parts:
+    def columns(self, records: Any) -> Columns:
         """What a record is made of."""
 
     def planned_maxima(self, records: Any, maxima: Any) -> Callable[[], object]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from treeattn.errors import RestrictionError, ScheduleError
 
-__all__ = ["Groups", "Parameter", "groups", "read", "split", "write"]
+__all__ = ["Groups", "Parameter", "groups", "node_of", "read", "split", "write"]
 
 Kind = Literal["integer", "integers", "choice", "scheme", "tree", "nodes"]
 
@@ -92,6 +92,11 @@ def groups(scheme: str, nodes: Sequence[Any] | None, size: int) -> Groups:
     if sorted(rank for node in nodes for rank in node) != list(range(size)):
         raise RestrictionError(f"{scheme}: the nodes must hold each of the ranks 0 to {size - 1} once")
     return tuple(tuple(node) for node in nodes)
+
+
+def node_of(nodes: Groups) -> dict[int, int]:
+    """Rank -> index of its node."""
+    return {rank: index for index, ranks in enumerate(nodes) for rank in ranks}
 
 
 def split(scheme: str) -> list[str]:

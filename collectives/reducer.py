@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from treeattn.collectives.check import Certificate
 from treeattn.collectives.memory import HOST
-from treeattn.errors import ScheduleError, TransportError
+from treeattn.errors import ScheduleError, no_communicator
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["PlannedReducer", "Reducer", "Reduction", "Sent", "communicators_left", "duplicate"]
+__all__ = ["Reducer", "Reduction", "Sent", "duplicate"]
 
 
 class Sent(NamedTuple):
@@ -25,41 +24,6 @@ class Sent(NamedTuple):
 
     messages: None
     bytes: int
-
-
-class Reducer(Protocol):
-    """Folds the records of all ranks, in place, once a step. Planning, a step and closing are collective.
-
-    ``start()`` begins a step and returns, so that other work can overlap; ``wait()`` ends it; a call is both.
-    Over a GPU's stream a step is queued and not waited for. Nothing is allocated in a step.
-    """
-
-    @property
-    def certificate(self) -> Certificate | None:
-        """What is proved of the schedule; None where nothing is, because a library decides."""
-
-    @property
-    def sent(self) -> list[tuple[int, int]] | Sent | None:
-        """What this rank hands over in a step: (destination, bytes) of every message, or the payload of a
-        library's collectives; None where only the library knows."""
-
-    def start(self) -> None:
-        """Begin a step. Raises `ScheduleError` if one is running, or after the end."""
-
-    def wait(self) -> None:
-        """Finish the step that `start` began. Raises `ScheduleError` if there is none."""
-
-    def __call__(self) -> None:
-        """One whole step."""
-
-    def close(self) -> None:
-        """Release everything, after a step in flight. A second call does nothing."""
-
-    def __enter__(self) -> Any:
-        """The reducer itself."""
-
-    def __exit__(self, *exception: object) -> None:
-        """`close`; after an exception only what this rank can release alone."""
 
 
 class Reduction(NamedTuple):
@@ -83,37 +47,37 @@ class Reduction(NamedTuple):
         return self.buffer.reshape(-1, self.operator.width)
 
 
-@contextmanager
-def communicators_left() -> Iterator[None]:
-    """Around what makes communicators: raises `TransportError` where the MPI library has none left."""
-    from mpi4py import MPI
-
-    try:
-        yield
-    except MPI.Exception as error:
-        reason = error.Get_error_string().splitlines()[-1].strip()
-        raise TransportError(
-            f"MPI gives no communicator for this reduction ({reason}): call close() on decoders and reducers "
-            "that are done with, or use them in a with statement"
-        ) from error
-
-
 def duplicate(comm: Intracomm) -> Intracomm:
     """A private communicator of the same ranks. Collective.
 
     Raises `TransportError` where the MPI library has none left: each that is not closed keeps one.
     """
-    with communicators_left():
+    from mpi4py import MPI
+
+    try:
         return comm.Dup()
+    except MPI.Exception as error:
+        raise no_communicator(error) from error
 
 
-class PlannedReducer(ABC):
-    """The states of a `Reducer` and their order: idle, running, closed."""
+class Reducer(ABC):
+    """Folds the records of all ranks, in place, once a step. Planning, a step and closing are collective.
 
+    ``start()`` begins a step and returns, so that other work can overlap; ``wait()`` ends it; a call is both.
+    Over a GPU's stream a step is queued and not waited for. The states (idle,
+    running, failed, closed) are kept here; a way of reducing writes `_begin`, `_complete` and `_release`.
+    """
+
+    #: What is proved of the schedule; None where nothing is, because a library decides.
     certificate: Certificate | None = None
+    #: What this rank hands over in a step: (destination, bytes) of every message, or the payload of a
+    #: library's collectives; None where only the library knows.
     sent: list[tuple[int, int]] | Sent | None = None
+    #: Whether a step is queued to a stream, or nothing at all: then it can be recorded.
+    queued = False
     _running = False
     _closed = False
+    _failed = False
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -141,45 +105,66 @@ class PlannedReducer(ABC):
     def _check(self) -> None:
         """Raise `ScheduleError` unless a step may begin."""
         if self._running or self._closed:
-            state = "closed" if self._closed else "already running"
+            state = "closed" if self._closed else "failed" if self._failed else "already running"
             raise ScheduleError(f"{self.name}: a step on a reducer that is {state}")
 
     def start(self) -> None:
-        """Begin a step."""
+        """Begin a step. Raises `ScheduleError` if one is running, or after the end."""
         self._check()
+        self._run(self._begin)
         self._running = True
-        self._begin()
 
     def wait(self) -> None:
-        """Finish the step that `start` began."""
-        if not self._running:
+        """Finish the step that `start` began. Raises `ScheduleError` if there is none."""
+        if not self._running or self._failed:
             raise ScheduleError(f"{self.name}: wait() without start()")
-        self._complete()
-        self._running = False
+        self._run(self._complete)
 
     def __call__(self) -> None:
         """One whole step."""
         self._check()
         self._running = True
-        self._step()
+        try:
+            self._step()
+        except BaseException:
+            self._failed = True
+            raise
+        self._running = False
+
+    def _run(self, part: Callable[[], None]) -> None:
+        """What fails half-way stays running: messages may be in flight, and no other step may begin."""
+        self._running = True
+        try:
+            part()
+        except BaseException:
+            self._failed = True
+            raise
         self._running = False
 
     def close(self) -> None:
         """Release everything, after a step in flight. Collective; a second call does nothing."""
-        if not self._closed:
+        if self._failed:
+            self._leave()
+        elif not self._closed:
             if self._running:
                 self.wait()
             self._closed = True
             self._release()
 
     def __enter__(self) -> Any:
+        """The reducer itself."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        # Closing is collective: a rank that fails alone must not wait for the others.
+        """`close`; after an exception only what this rank can release alone."""
         if exception[0] is None:
             self.close()
-        elif not self._closed:
+        else:
+            self._leave()
+
+    def _leave(self) -> None:
+        """The end where closing, which is collective, would wait for others."""
+        if not self._closed:
             self._closed = True
             if self._running:
                 _abandoned.append(self)
@@ -187,4 +172,4 @@ class PlannedReducer(ABC):
 
 
 # Reducers that an error left in the middle of a step: messages may still arrive in their memory.
-_abandoned: list[PlannedReducer] = []
+_abandoned: list[Reducer] = []

@@ -75,6 +75,23 @@ class Schedule:
     rounds: tuple[Round, ...]
     result: Literal["replicated", "scattered"] = "replicated"
 
+    def check_types(self) -> None:
+        """Raise `ScheduleError` unless it is made of the types that it is declared with. What the transfers
+        do, `check` proves."""
+        numbers = (self.size, self.chunks)
+        if not (
+            isinstance(self.name, str) and isinstance(self.rounds, tuple) and all(map(_is_whole, numbers))
+        ):
+            raise ScheduleError(
+                "a Schedule has a name, whole numbers of ranks and chunks, and a tuple of rounds"
+            )
+        for round_ in self.rounds:
+            if not isinstance(round_, tuple) or not all(map(_is_transfer, round_)):
+                raise ScheduleError(
+                    f"{self.name}: a round is a tuple of Transfer(src, dst, range(first, end), merge), "
+                    f"not {round_!r:.80}"
+                )
+
     @property
     def messages(self) -> int:
         """Transfers in all rounds together (a chunk without records is not sent)."""
@@ -113,6 +130,16 @@ class Schedule:
         if not isinstance(name, str) or type(size) is not int or type(chunks) is not int:
             raise ScheduleError(f"not the JSON of a schedule: {name=}, {size=}, {chunks=}")
         return Schedule(name, size, chunks, rounds, result)
+
+
+def _is_whole(number: object) -> bool:
+    return type(number) is int
+
+
+def _is_transfer(entry: object) -> bool:
+    if not isinstance(entry, Transfer) or type(entry.chunks) is not range:
+        return False
+    return _is_whole(entry.src) and _is_whole(entry.dst) and type(entry.merge) is bool
 
 
 def _transfer_from_json(row: Any) -> Transfer:
@@ -171,10 +198,9 @@ def on_chunks(rounds: Iterable[Round], first: int) -> tuple[Round, ...]:
     )
 
 
-def with_chunks(rounds: Iterable[Round], count: int, first: int = 0) -> tuple[Round, ...]:
-    """Rounds of one chunk, made to move the chunks ``first .. first + count - 1`` instead."""
-    moved = range(first, first + count)
-    return tuple(tuple(t._replace(chunks=moved) for t in round_) for round_ in rounds)
+def with_chunks(rounds: Iterable[Round], count: int) -> tuple[Round, ...]:
+    """Rounds of one chunk, made to move the chunks ``0 .. count - 1`` instead."""
+    return tuple(tuple(t._replace(chunks=range(count)) for t in round_) for round_ in rounds)
 
 
 def reversed_as_copies(rounds: Sequence[Round]) -> tuple[Round, ...]:

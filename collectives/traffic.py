@@ -1,7 +1,7 @@
 """What a schedule sends, message by message, for a number of records: the one counter of this project.
 
 Executors cut chunks between groups of records (all records of a head) and send no chunk without records.
-Whoever counts, predicts or exports traffic asks here, so that all of it is what is sent.
+Whoever counts, predicts or exports traffic asks here; a test holds it to what executors send.
 """
 
 from __future__ import annotations

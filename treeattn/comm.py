@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
-from treeattn.errors import ArgumentError, BackendError, TreeattnError
+from treeattn.errors import ArgumentError, BackendError, TreeattnError, no_communicator
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -119,14 +119,16 @@ class Agreement:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, Exception):
             return  # such as Ctrl-C: it ends this process, and so the job
+        problem, cause = error, error
         if error is not None and not isinstance(error, TreeattnError):
-            error = ArgumentError(f"{type(error).__name__}: {error}")
+            named = isinstance(error, TypeError | ValueError | OverflowError)  # what arguments bring about
+            problem = (ArgumentError if named else TreeattnError)(f"{type(error).__name__}: {error}")
         mine = {} if error else self.equal
-        views: list[Any] = self._comm.allgather((mine, error, self.told))
+        views: list[Any] = self._comm.allgather((mine, problem, self.told))
         for rank, (_, problem, _) in enumerate(views):
             if problem is not None:
                 where = "" if self._comm.size == 1 else f"rank {rank}: "
-                raise type(problem)(f"{where}{problem}") from None
+                raise type(problem)(f"{where}{problem}") from (cause if rank == self._comm.rank else None)
         for name in mine:
             values = [values.get(name) for values, _, _ in views]
             different = [rank for rank, value in enumerate(values) if value != values[0]]
@@ -158,7 +160,7 @@ def together(comm: Intracomm, make: Callable[[], T]) -> T:
 
 def node_groups(comm: Intracomm) -> tuple[tuple[int, ...], ...]:
     """Ranks of `comm` by node (shared memory domain), nodes in order of their lowest rank. Collective."""
-    shared = comm.Split_type(mpi().COMM_TYPE_SHARED, key=comm.rank)
+    shared = _node(comm)
     leaders = comm.allgather(shared.bcast(comm.rank, root=0))
     shared.Free()
     groups: dict[int, list[int]] = {}
@@ -169,10 +171,19 @@ def node_groups(comm: Intracomm) -> tuple[tuple[int, ...], ...]:
 
 def node_local_rank(comm: Intracomm) -> int:
     """Which of the ranks on this node (shared memory domain) this one is, from 0. Collective."""
-    shared = comm.Split_type(mpi().COMM_TYPE_SHARED, key=comm.rank)
+    shared = _node(comm)
     rank: int = shared.rank
     shared.Free()
     return rank
+
+
+def _node(comm: Intracomm) -> Intracomm:
+    """The ranks of this one's node. Raises `TransportError` where MPI has no communicator left."""
+    try:
+        node: Intracomm = comm.Split_type(mpi().COMM_TYPE_SHARED, key=comm.rank)  # type: ignore[assignment]
+    except mpi().Exception as error:
+        raise no_communicator(error) from error
+    return node
 
 
 def cuda_aware() -> bool | None:

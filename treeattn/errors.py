@@ -5,6 +5,8 @@ A message says what is wrong, where (scheme, size, round, rank) and what to do a
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "ArgumentError",
     "BackendError",
@@ -12,6 +14,7 @@ __all__ = [
     "ScheduleError",
     "TransportError",
     "TreeattnError",
+    "no_communicator",
 ]
 
 
@@ -24,7 +27,7 @@ class ArgumentError(TreeattnError, ValueError):
 
 
 class ScheduleError(TreeattnError, ValueError):
-    """A schedule that is not a correct reduction, or a scheme name that does not parse."""
+    """A schedule that is not a correct reduction, a scheme name that does not parse, a step out of order."""
 
 
 class RestrictionError(ScheduleError):
@@ -37,3 +40,12 @@ class BackendError(TreeattnError, RuntimeError):
 
 class TransportError(TreeattnError, RuntimeError):
     """Records cannot travel the way that was asked for."""
+
+
+def no_communicator(error: Any) -> TransportError:
+    """What to raise for an exception of MPI that says that there are no more communicators."""
+    reason = error.Get_error_string().splitlines()[-1].strip()
+    return TransportError(
+        f"MPI gives no communicator ({reason}): decoders and reducers keep one each until close() or the "
+        "end of their with statement; for good where an exception ended that"
+    )

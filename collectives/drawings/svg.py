@@ -15,7 +15,7 @@ from treeattn.collectives.parameters import Groups
 from treeattn.collectives.schedule import Round, Schedule, Transfer
 from treeattn.errors import RestrictionError
 
-__all__ = ["Layout", "last_arrivals", "svg"]
+__all__ = ["Drawing", "last_arrivals", "svg"]
 
 # Beyond these neither arrows nor labels can be told apart.
 RANK_LIMIT = 256
@@ -63,7 +63,7 @@ _LEFT, _TOP, _GAP = 96, 92, 18
 
 
 @dataclass(frozen=True)
-class Layout:
+class Drawing:
     """Where everything goes, in pixels."""
 
     schedule: Schedule
@@ -75,7 +75,7 @@ class Layout:
     bottom: float
 
     @staticmethod
-    def of(schedule: Schedule, nodes: Sequence[Any] | None) -> Layout:
+    def of(schedule: Schedule, nodes: Sequence[Any] | None) -> Drawing:
         """Lay out `schedule`; `nodes` are node sizes or the ranks of each node, by default one node."""
         if schedule.size > RANK_LIMIT or schedule.messages > MESSAGE_LIMIT:
             raise RestrictionError(
@@ -92,11 +92,7 @@ class Layout:
         )[1:]
         starts = tuple(end - width for end, width in zip(ends, widths, strict=True))
         right = (ends[-1] if ends else _LEFT) + _GAP
-        return Layout(schedule, grouped, lanes, starts, tuple(ends), right, max(lanes.values()) + 22)
-
-    def node_of(self) -> dict[int, int]:
-        """The node of each rank."""
-        return {rank: index for index, node in enumerate(self.nodes) for rank in node}
+        return Drawing(schedule, grouped, lanes, starts, tuple(ends), right, max(lanes.values()) + 22)
 
 
 def svg(schedule: Schedule, nodes: Sequence[Any] | None = None) -> str:
@@ -105,7 +101,7 @@ def svg(schedule: Schedule, nodes: Sequence[Any] | None = None) -> str:
     `nodes`: node sizes or the ranks of each node; arrows between nodes are heavier. Raises
     `ScheduleError` for a schedule that does not check and `RestrictionError` for too many ranks.
     """
-    layout = Layout.of(schedule, nodes)
+    layout = Drawing.of(schedule, nodes)
     title, facts = headline(schedule, layout.nodes)
     items = _legend_items(layout)
     needed = [24 + 9 * len(title), 24 + 7 * len(facts), 30 + sum(item_width for *_, item_width in items)]
@@ -134,7 +130,7 @@ def headline(schedule: Schedule, nodes: Groups) -> tuple[str, str]:
     where = f" on {len(nodes)} nodes" if len(nodes) > 1 else ""
     facts = [_count(known.rounds, "round"), f"depth {known.depth}", _count(known.messages, "message")]
     if len(nodes) > 1:
-        node = {rank: index for index, ranks in enumerate(nodes) for rank in ranks}
+        node = parameters.node_of(nodes)
         between = sum(node[t.src] != node[t.dst] for round_ in schedule.rounds for t in round_)
         facts[-1] += f" ({between} between nodes)"
     if schedule.chunks > 1:
@@ -165,7 +161,7 @@ def heads() -> Iterator[str]:
     yield "</defs>"
 
 
-def draw_lanes(layout: Layout) -> Iterator[str]:
+def draw_lanes(layout: Drawing) -> Iterator[str]:
     """Bands of nodes, round numbers, lanes with rank labels; a lane is strong once its result stands."""
     for index, node in enumerate(layout.nodes):
         first, last = layout.lanes[node[0]], layout.lanes[node[-1]]
@@ -188,9 +184,9 @@ def draw_lanes(layout: Layout) -> Iterator[str]:
         yield f'<path class="done" data-round="{final[rank]}" d="M{stands:.1f},{lane}"/>'
 
 
-def draw_rounds(layout: Layout) -> Iterator[str]:
+def draw_rounds(layout: Drawing) -> Iterator[str]:
     """One group of arrows per round."""
-    node = layout.node_of()
+    node = parameters.node_of(layout.nodes)
     for index, round_ in enumerate(layout.schedule.rounds):
         dense = " dense" if len(round_) > 6 * layout.schedule.size else ""
         yield f'<g class="round{dense}" data-round="{index + 1}">'
@@ -204,7 +200,7 @@ def draw_rounds(layout: Layout) -> Iterator[str]:
         yield "</g>"
 
 
-def _arrow(layout: Layout, index: int, transfer: Transfer, far: bool) -> str:
+def _arrow(layout: Drawing, index: int, transfer: Transfer, far: bool) -> str:
     kind = "merge" if transfer.merge else "copy"
     carried = f", {_chunk_text(transfer)}" if layout.schedule.chunks > 1 else ""
     x, y = layout.starts[index], layout.lanes[transfer.src]
@@ -217,7 +213,7 @@ def _arrow(layout: Layout, index: int, transfer: Transfer, far: bool) -> str:
     )
 
 
-def _chunk_label(layout: Layout, index: int, transfer: Transfer) -> str:
+def _chunk_label(layout: Drawing, index: int, transfer: Transfer) -> str:
     x, y = layout.starts[index] - 3, layout.lanes[transfer.src] - 3
     label = _chunk_range(transfer.chunks)
     return f'<text class="chunk" x="{x:.1f}" y="{y:.1f}" text-anchor="end">{label}</text>'
@@ -256,7 +252,7 @@ def _column_width(round_: Round, lanes: dict[int, float]) -> float:
     return min(170.0, 34 + 0.38 * reach) + min(150.0, crowd)
 
 
-def _legend_items(layout: Layout) -> list[tuple[str, str, int]]:
+def _legend_items(layout: Drawing) -> list[tuple[str, str, int]]:
     """(class of the sample line, words, width) of what occurs in the drawing."""
     kinds = {t.merge for round_ in layout.schedule.rounds for t in round_}
     wanted = [

@@ -71,7 +71,7 @@ class _Lanes:
         self.nodes = nodes
         self.order = [rank for node in nodes for rank in node]
         self.lane = {rank: at for at, rank in enumerate(self.order)}
-        self.node = {rank: index for index, node in enumerate(nodes) for rank in node}
+        self.node = parameters.node_of(nodes)
         self.columns = [_packed(self._arrows(round_)) for round_ in schedule.rounds]
         self.label = max(len(f"node {len(nodes)}") if len(nodes) > 1 else 0, 5)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from treeattn.collectives.check import fold_orders
+from treeattn.collectives.check import prove
 from treeattn.collectives.operator import Operator
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError
@@ -24,7 +24,7 @@ def run(schedule: Schedule, partials: Sequence[Any], operator: Operator) -> list
     """
     held = _copies(schedule, partials, operator)
     records = held[0].shape[0]
-    for round_, folds in zip(schedule.rounds, fold_orders(schedule), strict=True):
+    for round_, folds in zip(schedule.rounds, prove(schedule).folds, strict=True):
         before = [array.copy() for array in held]
         for transfer in round_:
             if not transfer.merge:
@@ -43,7 +43,7 @@ def run(schedule: Schedule, partials: Sequence[Any], operator: Operator) -> list
 def _folded(values: Sequence[Any], operator: Operator) -> Any:
     total = values[0].copy()
     for value in values[1:]:
-        operator.merge(total, value)
+        operator.planned_merge(total, value)()
     return total
 
 

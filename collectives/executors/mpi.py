@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from mpi4py import MPI
 
-from treeattn.collectives.executors import persistent, rounds
-from treeattn.collectives.reducer import PlannedReducer, Reduction, duplicate
+from treeattn.collectives.executors import rounds
+from treeattn.collectives.executors.persistent import PersistentReducer
+from treeattn.collectives.reducer import Reduction
 from treeattn.collectives.schedule import Schedule
 
 __all__ = ["Reducer"]
@@ -25,7 +26,7 @@ class _PlannedRound(NamedTuple):
     actions: list[Callable[[], object]]
 
 
-class Reducer(PlannedReducer):
+class Reducer(PersistentReducer):
     """A planned reduction of a buffer in place over all ranks of a communicator.
 
     Afterwards the buffer holds the result (all of it, or this rank's chunk of a scattered schedule).
@@ -36,22 +37,22 @@ class Reducer(PlannedReducer):
     """
 
     def __init__(self, reduction: Reduction, schedule: Schedule) -> None:
-        super().__init__(schedule.name)
         self.certificate, lazily = rounds.plan(reduction, schedule)
         # All ranks are here: what may fail on one of them alone comes after what they do together.
-        self._comm = duplicate(reduction.comm)
+        super().__init__(schedule.name, reduction)
         planned = list(lazily)
         self.sent = rounds.sent(planned)
         self._ready = reduction.memory.synchronize
-        self._steps = [self._requests(round_) for round_ in planned]
-        persistent.free_at_exit(self)
+        self._steps = [self._plan(round_) for round_ in planned]
+        self.queued = not planned
 
-    def _requests(self, planned: rounds.RankRound) -> _PlannedRound:
+    def _plan(self, planned: rounds.RankRound) -> _PlannedRound:
         """Tag = round: a fast neighbour may be ahead."""
         comm, tag = self._comm, planned.number
-        receives = [comm.Recv_init(array, peer, tag) for array, peer in planned.receives]
-        sends = [comm.Send_init(array, peer, tag) for array, peer in planned.sends]
-        return _PlannedRound(receives + sends, planned.actions)
+        requests = [comm.Recv_init(array, peer, tag) for array, peer in planned.receives]
+        requests += [comm.Send_init(array, peer, tag) for array, peer in planned.sends]
+        self._requests += requests
+        return _PlannedRound(requests, planned.actions)
 
     def _begin(self) -> None:
         if self._steps:
@@ -75,19 +76,3 @@ class Reducer(PlannedReducer):
             MPI.Prequest.Waitall(step.requests)
             for action in step.actions:
                 action()
-
-    def _release(self) -> None:
-        self.free_requests()
-        self._comm.Free()
-
-    def _abandon(self) -> None:
-        self.free_requests()
-
-    def free_requests(self) -> None:
-        """Free the requests, unless a step is in flight. Not collective."""
-        if self._running:
-            return  # messages may be in flight: freeing them now would be an error of its own
-        for step in self._steps:
-            for request in step.requests:
-                request.Free()
-        self._steps = []

@@ -25,6 +25,7 @@ class Reducer(CapturedReducer):
         self.certificate, planned = rounds.plan(reduction, schedule)
         super().__init__(schedule.name, reduction)
         self._rounds = list(planned)
+        self._captured.connected = not self._rounds  # a rank alone has nobody to connect to
         self.sent = rounds.sent(self._rounds)
 
     def _begin(self) -> None:

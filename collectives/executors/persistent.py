@@ -1,30 +1,44 @@
-"""Persistent requests must be gone before MPI_Finalize, also when nobody closed what owns them."""
+"""Reductions by persistent requests, which must be gone before MPI_Finalize, also when nobody closed them."""
 
 from __future__ import annotations
 
 import atexit
 import weakref
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-__all__ = ["free_at_exit"]
+from treeattn.collectives.reducer import Reducer, Reduction, duplicate
 
+if TYPE_CHECKING:
+    from mpi4py.MPI import Prequest
 
-class Owner(Protocol):
-    """What holds persistent requests."""
-
-    def free_requests(self) -> None:
-        """Free those that are idle; doing it twice does nothing more."""
+__all__ = ["PersistentReducer"]
 
 
-_owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+class PersistentReducer(Reducer):
+    """A `Reducer` with a private duplicate of the communicator, and the `_requests` that it planned there."""
+
+    def __init__(self, name: str, reduction: Reduction) -> None:
+        super().__init__(name)
+        self._comm = duplicate(reduction.comm)
+        self._requests: list[Prequest] = []
+        _living.add(self)
+
+    def _release(self) -> None:
+        self._abandon()
+        self._comm.Free()
+
+    def _abandon(self) -> None:
+        if not self._running:  # else messages may be in flight: freeing now would be an error of its own
+            while self._requests:
+                self._requests.pop().Free()
 
 
-def free_at_exit(owner: Owner) -> None:
-    """Free what `owner` still holds when the process ends, if it lives then."""
-    _owners.add(owner)
+_living: weakref.WeakSet[PersistentReducer] = weakref.WeakSet()
 
 
 @atexit.register
 def _free_all() -> None:
-    for owner in list(_owners):
-        owner.free_requests()
+    from mpi4py import MPI
+
+    for reducer in () if MPI.Is_finalized() else list(_living):
+        reducer._abandon()

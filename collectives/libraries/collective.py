@@ -7,12 +7,12 @@ from typing import Any
 
 from mpi4py import MPI
 
-from treeattn.collectives.reducer import PlannedReducer, Reduction, duplicate
+from treeattn.collectives.reducer import Reducer, Reduction, duplicate
 
 __all__ = ["CollectiveReducer"]
 
 
-class CollectiveReducer(PlannedReducer):
+class CollectiveReducer(Reducer):
     """A `Reducer` whose step begins with one collective and goes on when that has come.
 
     It runs on a private duplicate of the communicator. Raises `ScheduleError` for a buffer that does not fit.

@@ -20,11 +20,6 @@ from treeattn.errors import BackendError
 __all__ = ["MpiAllreduce", "plan"]
 
 
-def plan(reduction: Reduction) -> MpiAllreduce:
-    """Collective."""
-    return MpiAllreduce(reduction)
-
-
 class MpiAllreduce(CollectiveReducer):
     """The library's own allreduce: a call is MPI_Allreduce; ``start()`` and ``wait()`` are MPI_Iallreduce,
     which may choose another algorithm. Its operator is a `CompiledOperator`.
@@ -51,6 +46,8 @@ class MpiAllreduce(CollectiveReducer):
         self._record.Free()
 
 
+plan = MpiAllreduce
+
 # One operator per function, made once and kept: it must outlive every reduction that uses it.
 _operators: dict[int, MPI.Op] = {}
 
@@ -72,5 +69,5 @@ def _operator(function: int) -> MPI.Op:
 
 @atexit.register
 def _free_operators() -> None:
-    while _operators:
+    while _operators and not MPI.Is_finalized():
         _operators.popitem()[1].Free()

@@ -31,7 +31,7 @@ class _Arrays:
     def __init__(self, records: Any, reduction: Reduction, calls: int, in_place: bool = False) -> None:
         operator: RescalingOperator = reduction.operator
         empty = reduction.memory.empty
-        self.own = operator.parts(records)
+        self.own = operator.columns(records)
         count, width = self.own.numerator.shape
         self.maxima = empty((count,), operator.dtype)
         if calls == 3:
@@ -82,13 +82,14 @@ class RescaledSumOverMpi(CollectiveReducer):
 class RescaledSumOverNccl(CapturedReducer):
     """NCCL's all-reduce with max, then with sum, queued to a GPU's stream. `calls`: 2 or 3; float32.
 
+    `reduction` is over a communicator of NCCL, which the reducer then owns.
     With 2 the records travel whole, in place: a copy less costs more than an element for each record.
     """
 
-    def __init__(self, name: str, reduction: Reduction, calls: int) -> None:
-        records = reduction.records(name)
-        super().__init__(name, reduction)
-        self._arrays = _Arrays(records, reduction, calls, in_place=True)
+    def __init__(self, reduction: Reduction, calls: str = "2") -> None:
+        records = reduction.records("nccl_allreduce")
+        super().__init__("nccl_allreduce", reduction)
+        self._arrays = _Arrays(records, reduction, int(calls), in_place=True)
 
     def _queue(self) -> None:
         arrays, all_reduce = self._arrays, self._communicator.all_reduce

@@ -36,7 +36,7 @@ def run_attention(sanitizer: str, name: str, edit: Callable[[str], str]) -> None
     cuda.merge(records, other, runtime=runtime)
     operator, maxima = cuda.MergeOperator(64, runtime=runtime), records[..., 0].reshape(4) + np.float32(1)
     flat = records.reshape(4, 66)
-    operator.planned_rescale(flat, maxima, *operator.parts(flat)[1:])()
+    operator.planned_rescale(flat, maxima, *operator.columns(flat)[1:])()
     out, lse = np.empty((1, 1, 4, 64), np.float32), np.empty((1, 4, 1), np.float32)
     cuda.finish(records, out, lse, runtime=runtime)
     cuda.planned_pack(records.copy(), 1.0, runtime=runtime)(out.reshape(1, 4, 1, 64), lse)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,11 +17,13 @@ SECONDS_PER_LAUNCH = 5e-6
 
 
 class RecordingRuntime(EmulatorRuntime):
-    """Remembers where the keys of each attention launch lay."""
+    """Has a clock, and remembers where the keys of each attention launch lay. What is recorded counts when
+    it is launched."""
 
     def __init__(self) -> None:
         super().__init__()
         self.keys: list[int] = []
+        self.seconds = 0.0
 
     def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Callable[..., object]:
         """As of the emulator."""
@@ -28,10 +31,22 @@ class RecordingRuntime(EmulatorRuntime):
 
         def launch(grid: Any, block: Any, arguments: Any, **options: Any) -> None:
             if "k" in (arguments[0].dtype.names or ()):
-                self.keys.append(int(arguments[0]["k"][0]))
+                self.queue(functools.partial(self.keys.append, int(arguments[0]["k"][0])))
             kernel(grid, block, arguments, **options)
+            self._take(SECONDS_PER_LAUNCH)
 
         return launch
+
+    def copy(self, into: Any, source: Any) -> None:
+        """As of the emulator."""
+        super().copy(into, source)
+        self._take(source.nbytes / COPIED_PER_SECOND)
+
+    def _take(self, seconds: float) -> None:
+        def pass_by() -> None:
+            self.seconds += seconds
+
+        self.queue(pass_by)
 
 
 class EmulatorStopwatch:
@@ -40,38 +55,13 @@ class EmulatorStopwatch:
     def __init__(self, l2_bytes: int) -> None:
         self.runtime = RecordingRuntime()
         self.l2_bytes = l2_bytes
-        self.graphs = 0
-        self._copied = 0
-
-    def upload(self, array: Any) -> Any:
-        """A copy."""
-        return array.copy()
-
-    def copy(self, into: Any, source: Any) -> None:
-        """At once."""
-        assert into.nbytes == source.nbytes
-        np.copyto(into, source)
-        self._copied += source.nbytes
-
-    def captured(self, calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-        """Run once; later each launch runs all."""
-        kept = list(calls)
-        for call in kept:
-            call()
-
-        def launch() -> None:
-            self.graphs += 1
-            for call in kept:
-                call()
-
-        return launch
 
     def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
         """By the clock that counts work."""
-        times = [self._now()]
+        times = [self.runtime.seconds]
         for run in runs:
             run()
-            times.append(self._now())
+            times.append(self.runtime.seconds)
         return [float(lap) for lap in np.diff(times)]
 
     def host_seconds(self, run: Callable[[], object], calls: int) -> float:
@@ -82,6 +72,3 @@ class EmulatorStopwatch:
     def facts(self) -> dict[str, Any]:
         """A name."""
         return {"name": "emulator", "driver": "none"}
-
-    def _now(self) -> float:
-        return self._copied / COPIED_PER_SECOND + self.runtime.launches * SECONDS_PER_LAUNCH

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from treeattn.backends import cpu, cuda
+from treeattn.backends.cuda.attention import choose_splits
 from treeattn.errors import ArgumentError, BackendError
 
 from .cases import CASES, Case, Inputs, is_tensor_core_case
@@ -167,13 +168,13 @@ def test_a_device_with_little_shared_memory_takes_the_multiply_add_kernel() -> N
 
 
 def test_split_choice_fills_the_device_but_no_more() -> None:
-    assert cuda.choose_splits(8, 0, 264) == 1
-    assert cuda.choose_splits(8, 64, 264) == 1
-    assert 20 <= cuda.choose_splits(8, 65536, 264) <= 33  # one wave of 264 blocks
-    assert cuda.choose_splits(1000, 65536, 264) <= 8  # many blocks as it is
+    assert choose_splits(8, 0, 264) == 1
+    assert choose_splits(8, 64, 264) == 1
+    assert 20 <= choose_splits(8, 65536, 264) <= 33  # one wave of 264 blocks
+    assert choose_splits(1000, 65536, 264) <= 8  # many blocks as it is
     for blocks in (1, 7, 64):
         for tokens in (1, 1000, 10**6):
-            assert 1 <= cuda.choose_splits(blocks, tokens, 264) <= cuda.MAX_SPLITS
+            assert 1 <= choose_splits(blocks, tokens, 264) <= cuda.MAX_SPLITS
 
 
 def of_shape(*shape: int) -> Array:

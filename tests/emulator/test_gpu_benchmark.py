@@ -41,7 +41,7 @@ def plain_attention(error: float, stopwatch: Any, q: Array, caches: list[tuple[A
     weights = np.exp(scores - scores.max(1, keepdims=True))
     answer = np.einsum("ht,thd->hd", weights / weights.sum(1, keepdims=True), v) + error
     scratch = np.zeros(10_000_000, np.uint8)
-    return partial(stopwatch.copy, scratch, scratch), answer
+    return partial(stopwatch.runtime.copy, scratch, scratch), answer
 
 
 def refuses(*_: object) -> Any:

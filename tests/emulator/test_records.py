@@ -74,9 +74,9 @@ def test_operator_is_what_executors_ask_for() -> None:
     into, other = random_records(200, 64, 0), random_records(200, 64, 1)
     want = into.copy()
     partial.merge(want, other)
-    operator.merge(into, other)
+    operator.planned_merge(into, other)()
     assert (bits(into) == bits(want)).all()
-    operator.merge(into[:0], other[:0])  # a chunk may be empty
+    operator.planned_merge(into[:0], other[:0])()  # a chunk may be empty
 
 
 def taken(operator: cuda.MergeOperator, records: Array) -> Array:
@@ -137,7 +137,7 @@ def test_a_planned_launch_keeps_its_arrays() -> None:
     arrays = [np.zeros((3, 66), np.float32) for _ in range(2)]
     arrays.append(np.zeros(3, np.float32))
     alive = [weakref.ref(array) for array in arrays]
-    rescale = operator.planned_rescale(arrays[0], arrays[2], *operator.parts(arrays[0])[1:])
+    rescale = operator.planned_rescale(arrays[0], arrays[2], *operator.columns(arrays[0])[1:])
     launches = [operator.planned_merge(*arrays[:2]), rescale]
     del rescale
     arrays.clear()
@@ -157,7 +157,7 @@ def test_what_cannot_merge_is_refused() -> None:
         cuda.MergeOperator(64, np.float64, runtime=runtime)
     operator = cuda.MergeOperator(64, runtime=runtime)
     with pytest.raises(ArgumentError, match="maxima must be"):
-        operator.planned_rescale(records, np.zeros(2, np.float32), *operator.parts(records)[1:])
+        operator.planned_rescale(records, np.zeros(2, np.float32), *operator.columns(records)[1:])
     with pytest.raises(ArgumentError, match="out must be"):
         cuda.finish(
             np.zeros((1, 1, 1, 66), np.float32),

@@ -38,7 +38,7 @@ def test_rows_follow_the_clock(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["copy_rate_gb_s"] == pytest.approx(2000)  # n bytes in n / 1e12 seconds moved 2n
         assert row["percent_of_copy_rate"] == pytest.approx(100 * size / 5e-6 / 2e12)
     assert result["copy_rate_gb_s"] == pytest.approx(2000)
-    assert stopwatch.graphs == 4 * 3
+    assert stopwatch.runtime.graph_launches == 4 * 3
     command._show_cuda(result)
     shown = capsys.readouterr().out
     assert "emulator, driver none" in shown
@@ -67,11 +67,10 @@ def test_a_lap_computes_attention() -> None:
     assert (k[0, :476] == k[0, 1024:]).all()
     assert (k != v).any()
     assert not any(np.shares_memory(a, b) for a, b in itertools.combinations([k, *others[0]], 2))
-    q = roofline_cuda.upload_random(stopwatch, (1, 1, 1, 128), k.dtype)
+    q = roofline_cuda.upload_random(stopwatch.runtime, (1, 1, 1, 128), k.dtype)
     records = np.zeros((1, 1, 1, 130), np.float32)
-    lap = stopwatch.captured(
-        [lambda: cuda.partial_attention(q, k, v, records, scale=0.1, runtime=stopwatch.runtime)]
-    )
+    attention = cuda.PlannedAttention(records, scale=0.1, runtime=stopwatch.runtime)
+    lap = roofline_cuda.captured(stopwatch.runtime, [lambda: attention(q, k, v)])
     first = records.copy()
     assert 0 < first[0, 0, 0, 1] < 1500  # the denominator of so many tokens
     records[:] = 77

@@ -98,12 +98,12 @@ def test_trouble_with_the_query_of_one_rank_is_told_by_all(comm, runtime, monkey
     with monkeypatch.context() as patch:
         if comm.rank == 0:
             patch.setattr(devices.Cuda, "to_host", broken)
-        with pytest.raises(treeattn.ArgumentError, match="RuntimeError: cudaErrorIllegalAddress"):
+        with pytest.raises(treeattn.TreeattnError, match="RuntimeError: cudaErrorIllegalAddress"):
             treeattn.decode(q, k, v, **given)
     with monkeypatch.context() as patch:
         if comm.rank == comm.size - 1:
             patch.setattr(devices.Cuda, "from_host", broken)
-        with pytest.raises(treeattn.ArgumentError, match="RuntimeError: cudaErrorIllegalAddress"):
+        with pytest.raises(treeattn.TreeattnError, match="RuntimeError: cudaErrorIllegalAddress"):
             treeattn.decode(q, k, v, **given)
 
 

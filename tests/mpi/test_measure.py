@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from treeattn.collectives.reducer import Reduction
 from treeattn.decoder import plan as routes
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.study.compare import problems, steps
@@ -220,10 +221,10 @@ def test_bits_that_differ_between_ranks_are_told(comm):
 )
 def test_the_sum_adds_as_many_bytes_as_records_have_under_way(comm, dtype, wire, size):
     handed = []
-    spy = SimpleNamespace(Allreduce=lambda *arguments: handed.append(arguments))
+    spy = SimpleNamespace(Allreduce=lambda *arguments: handed.append(arguments), Free=tuple)
     key = key_of(comm, SUM, dtype=dtype, wire=wire)
     records = np.zeros((2, 8, 3, 18), np.float64 if dtype == "float64" else np.float32)
-    steps._sum(SimpleNamespace(records=records, _comm=spy), key)()
+    steps._sum(key, Reduction(SimpleNamespace(Dup=lambda: spy), None, records))()
     ((mine, total, operation),) = handed
     assert mine.nbytes == total.nbytes == records.size * size
     assert operation == MPI.SUM
@@ -271,18 +272,19 @@ def test_sweep_over_ranks_goes_on_after_a_scheme_that_fails(comm):
         ["ring", "hierarchical:nodes=99"], ranks=ranks, what=["reduce"], batch=[1], queries=[1], heads=[4],
         kv_heads=[0], head_dim=[16], dtype=["float32"], wire=["float32"], skew=[0.0], tokens=[1],
     )  # fmt: skip
-    points, failures = [], []
-    Sweep(
-        plan, EFFORT, 1, 0, {},
-        point=lambda block, fields: points.append((block.key.ranks, block.repetition)),
-        failed=lambda key, error: failures.append(key.ranks),
-        began=lambda block: None,
-    ).run(comm)  # fmt: skip
-    if comm.rank == 0:
-        assert points == [(size, repetition) for size in ranks for repetition in range(2)]
-        assert failures == ranks
-    else:
-        assert points == failures == []
+    began, points, failures = [], [], []
+    for block, found in Sweep(plan, EFFORT, 1, 0, {}).run(comm):
+        if found is None:
+            began.append((block.key.ranks, block.repetition))
+        elif isinstance(found, RestrictionError):
+            failures.append(block.key.ranks)
+        else:
+            points.append((block.key.ranks, block.repetition))
+    mine = [size for size in ranks if comm.rank < size]
+    blocks = [(size, repetition) for size in mine for repetition in range(2)]
+    assert points == (blocks if comm.rank == 0 else [])
+    assert failures == mine
+    assert set(blocks) <= set(began)
 
 
 def test_steps_that_cannot_be_planned_leave_no_communicator(comm):

@@ -269,6 +269,20 @@ _TORCH_PLACE = (
 )
 
 
+_IMMUTABLE = ("jax", "jaxlib")
+
+
 def _place(array: Any) -> Any:
-    """What may change of an object that stays the same: torch tensors can be given other memory."""
-    return [ask(array) for ask in _TORCH_PLACE] if hasattr(array, "data_ptr") else None
+    """What may change of an object that stays the same: it can be given other memory, as a growing cache is.
+
+    Who does not say where its memory lies is asked anew in each step: equal to nothing.
+    """
+    if hasattr(array, "data_ptr"):
+        return [ask(array) for ask in _TORCH_PLACE]
+    if type(array).__module__.partition(".")[0] in _IMMUTABLE:
+        return None
+    for protocol in ("__cuda_array_interface__", "__array_interface__"):
+        interface = getattr(array, protocol, None)
+        if interface is not None:
+            return [interface.get(name) for name in ("data", "shape", "strides", "typestr")]
+    return object()

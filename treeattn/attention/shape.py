@@ -9,9 +9,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from treeattn import partial
 from treeattn.errors import ArgumentError
 
-__all__ = ["DTYPES", "Shape", "as_tensor", "check_axes", "dtype_name"]
+__all__ = ["DTYPES", "Shape", "as_tensor", "check_axes", "check_shapes", "dtype_name"]
 
 # Input dtypes by name. 16-bit inputs are widened inside the kernels; float64 keeps float64 throughout.
 DTYPES = {
@@ -122,7 +123,10 @@ class Shape:
     def _check_elements(self, name: str, array: Any) -> None:
         bits = self.dtype == "bfloat16" and array.dtype == np.uint16
         if array.dtype != DTYPES[self.dtype] and not bits:
-            raise ArgumentError(f"{name} is {array.dtype}, expected {self.dtype}")
+            raise ArgumentError(
+                f"{name} is {array.dtype}, expected {self.dtype}: q, k and v are of one type, for a Decoder "
+                "the one it is planned for (dtype=, bfloat16 unless named)"
+            )
         if array.strides[3] != array.dtype.itemsize and array.size:
             raise ArgumentError(
                 f"{name} is not contiguous in its last axis (head_dim): pass ascontiguousarray({name})"
@@ -164,3 +168,22 @@ def check_axes(name: str, array: Any) -> None:
     if array.ndim != 4:
         axes = "[batch, queries, heads, head_dim]" if name == "q" else "[batch, tokens, kv_heads, head_dim]"
         raise ArgumentError(f"{name} has shape {list(array.shape)}, expected four axes {axes}")
+
+
+def check_shapes(q: Any, k: Any, v: Any, records: Any) -> None:
+    """Raise `ArgumentError` unless q, k and v belong together and to the records, on whatever device."""
+    batch, heads, queries, width = records.shape
+    head_dim = width - partial.EXTRA
+    if q.shape != (batch, queries, heads, head_dim):
+        raise ArgumentError(
+            f"q has shape {q.shape}: [batch, queries, heads, head_dim] is {(batch, queries, heads, head_dim)}"
+        )
+    if k.ndim != 4 or k.shape != v.shape or (k.shape[0], k.shape[3]) != (batch, head_dim):
+        raise ArgumentError(
+            f"k {k.shape} and v {v.shape}: both must be [batch, tokens, kv_heads, head_dim] = "
+            f"[{batch}, any, any, {head_dim}]"
+        )
+    if k.shape[2] == 0 or heads % k.shape[2]:
+        raise ArgumentError(f"{heads} query heads cannot share {k.shape[2]} KV heads: it must be a multiple")
+    if k.dtype != v.dtype:
+        raise ArgumentError(f"k is {k.dtype} but v is {v.dtype}")

@@ -16,11 +16,6 @@ from treeattn.collectives.reducer import Reduction, Sent
 __all__ = ["HeadAllToAll", "plan"]
 
 
-def plan(reduction: Reduction) -> HeadAllToAll:
-    """Collective."""
-    return HeadAllToAll(reduction)
-
-
 class HeadAllToAll(CollectiveReducer):
     """One MPI_Alltoallv: rank r of p receives everyone's partials of its heads and merges them.
 
@@ -70,3 +65,6 @@ class HeadAllToAll(CollectiveReducer):
     def _rest(self) -> None:
         for merge in self._merges:
             merge()
+
+
+plan = HeadAllToAll

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from treeattn.attention.shape import DTYPES, Shape
 from treeattn.backends import cpu
-from treeattn.collectives.reducer import PlannedReducer, Reduction, duplicate
+from treeattn.collectives.reducer import Reducer, Reduction, duplicate
 from treeattn.errors import ScheduleError
 
 __all__ = ["KvRing", "plan"]
@@ -17,24 +17,15 @@ __all__ = ["KvRing", "plan"]
 LARGEST_MESSAGE = 1 << 30  # bytes
 
 
-def plan(
-    reduction: Reduction, shape: Shape, scale: float, records: Any, expanded: str, rotation: str
-) -> KvRing:
-    """Collective. records: [batch, heads, queries, head_dim + 2], where the result goes."""
-    return KvRing(
-        reduction, shape, scale, records, expanded=expanded == "yes", full_rotation=rotation == "full"
-    )
-
-
-class KvRing(PlannedReducer):
+class KvRing(Reducer):
     """Every rank attends to every shard: its own first, then those that arrive from its left neighbour.
 
     While a rank computes on the block that it holds, this block is on its way to the right and the next one
     on its way in, into the other of two buffers; how much of that happens at once is up to the MPI library.
     A hop is two messages, keys and values; none for a shard without tokens, and several in place of one that
     is longer than `LARGEST_MESSAGE`: MPI libraries before MPI 4 count with 32 bits. There are p-1 hops; with
-    `full_rotation` p, the own shard travelling home again, as in published code. With `expanded` the KV
-    heads travel repeated for every query head, likewise.
+    ``rotation="full"`` p, the own shard travelling home again, as in published code. With ``expanded="yes"``
+    the KV heads travel repeated for every query head, likewise.
 
     Per hop a rank sends 2 b t d elements (b sequences, t tokens per shard, d = KV heads * head_dim). Equation
     10 of arXiv 2408.04093, V = 2 b t d p, is that with p hops; here it is 2 b t d (p-1) by default.
@@ -51,22 +42,16 @@ class KvRing(PlannedReducer):
     """
 
     def __init__(
-        self,
-        reduction: Reduction,
-        shape: Shape,
-        scale: float,
-        records: Any,
-        *,
-        expanded: bool = False,
-        full_rotation: bool = False,
+        self, reduction: Reduction, shape: Shape, scale: float, records: Any, expanded: str, rotation: str
     ) -> None:
+        """Collective. records: [batch, heads, queries, head_dim + 2], where the result goes."""
         super().__init__("kv_ring")
         comm, merge = reduction.comm, reduction.operator
         self._comm: MPI.Intracomm = duplicate(comm)
         self._rank: int = comm.rank
         self._size: int = comm.size
-        self._hops = self._size if full_rotation else self._size - 1
-        self._shape, self._expanded = shape, expanded
+        self._hops = self._size if rotation == "full" else self._size - 1
+        self._shape, self._expanded = shape, expanded == "yes"
         self._partials = [records, *(np.empty_like(records) for _ in range(1, self._size))]
         self._attention = [cpu.PlannedAttention(partial, scale=scale) for partial in self._partials]
         into, *others = (partial.reshape(-1, merge.width) for partial in self._partials)
@@ -209,3 +194,6 @@ def _as_bytes(block: tuple[Any, Any]) -> tuple[Any, ...]:
         for part in flat
         for start in range(0, part.size, LARGEST_MESSAGE)
     )
+
+
+plan = KvRing

@@ -9,20 +9,15 @@ from mpi4py import MPI
 
 from treeattn.attention.shape import Shape
 from treeattn.backends import cpu
-from treeattn.collectives.executors import persistent
+from treeattn.collectives.executors.persistent import PersistentReducer
 from treeattn.collectives.operator import Operator
-from treeattn.collectives.reducer import PlannedReducer, Reduction, duplicate
+from treeattn.collectives.reducer import Reduction
 from treeattn.errors import ScheduleError
 
 __all__ = ["QueryRing", "plan"]
 
 
-def plan(reduction: Reduction, shape: Shape, scale: float, records: Any) -> QueryRing:
-    """Collective. records: [batch, heads, queries, head_dim + 2], where the result goes."""
-    return QueryRing(reduction, shape, scale, records)
-
-
-class QueryRing(PlannedReducer):
+class QueryRing(PersistentReducer):
     """Slices of the query heads go around the ring and collect each shard's contribution.
 
     The query is on every rank already, so of a slice only the partial travels. The heads are cut into p
@@ -38,10 +33,9 @@ class QueryRing(PlannedReducer):
     """
 
     def __init__(self, reduction: Reduction, shape: Shape, scale: float, records: Any) -> None:
-        super().__init__("query_ring")
-        comm = reduction.comm
-        self._comm = duplicate(comm)
-        rank, size = comm.rank, comm.size
+        """Collective. records: [batch, heads, queries, head_dim + 2], where the result goes."""
+        super().__init__("query_ring", reduction)
+        rank, size = self._comm.rank, self._comm.size
         cuts = [shape.kv_heads * s // size for s in range(size + 1)]
         # In the order of the hops: slice `rank` first, then those that arrive from the left.
         self._order = [(rank - hop) % size for hop in range(size)]
@@ -58,7 +52,6 @@ class QueryRing(PlannedReducer):
         self.sent: list[tuple[int, int]] = []  # a slice of no heads is not
         self._plan_hops(reduction.operator)
         self._plan_gathering()
-        persistent.free_at_exit(self)
 
     def _plan_hops(self, merge: Operator) -> None:
         rank, size = self._comm.rank, self._comm.size
@@ -98,6 +91,7 @@ class QueryRing(PlannedReducer):
                 self._copies.append((place, target))
         self._receives = [request for request in self._incoming if request] + self._takes
         self._sends = [request for request in self._outgoing if request] + self._gives
+        self._requests = self._receives + self._sends
 
     def take(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
         """The arrays of the next step."""
@@ -145,17 +139,5 @@ class QueryRing(PlannedReducer):
             np.copyto(place, whole)
         self._taken = False
 
-    def _release(self) -> None:
-        self.free_requests()
-        self._comm.Free()
 
-    def _abandon(self) -> None:
-        self.free_requests()
-
-    def free_requests(self) -> None:
-        """Free the requests, unless a step is in flight. Not collective."""
-        if self._running:
-            return  # messages may be in flight: freeing them now would be an error of its own
-        for request in self._receives + self._sends:
-            request.Free()
-        self._receives, self._sends = [], []
+plan = QueryRing

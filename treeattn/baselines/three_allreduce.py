@@ -6,12 +6,10 @@ three times the latency of one.
 
 from __future__ import annotations
 
+import functools
+
 from treeattn.collectives.libraries.rescaled_sum import RescaledSumOverMpi
-from treeattn.collectives.reducer import Reduction
 
 __all__ = ["plan"]
 
-
-def plan(reduction: Reduction) -> RescaledSumOverMpi:
-    """Collective."""
-    return RescaledSumOverMpi("three_allreduce", reduction, 3)
+plan = functools.partial(RescaledSumOverMpi, "three_allreduce", calls=3)

@@ -6,12 +6,10 @@ operators cannot do with less unless a maximum is known before.
 
 from __future__ import annotations
 
+import functools
+
 from treeattn.collectives.libraries.rescaled_sum import RescaledSumOverMpi
-from treeattn.collectives.reducer import Reduction
 
 __all__ = ["plan"]
 
-
-def plan(reduction: Reduction) -> RescaledSumOverMpi:
-    """Collective."""
-    return RescaledSumOverMpi("two_allreduce", reduction, 2)
+plan = functools.partial(RescaledSumOverMpi, "two_allreduce", calls=2)

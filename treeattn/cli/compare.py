@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -101,10 +102,9 @@ def command(
     comm_.agree(world, {"the command line": (options, str(out))})
     job = environment.job(Clock(world), options, used=max(key.ranks for key in plan))
     line = msgspec.convert({"kind": "run", "format": FORMAT, "run": results.run_id(), **job}, Run)
-    with _Session(world, out, json_path, line, plan, effort, launch) as session:
-        Sweep(plan, effort, launch, seed, session.done, session.point, session.failed, session.began).run(
-            world
-        )
+    with closing(_Session(world, out, json_path, line, plan, effort, launch)) as session:
+        for block, found in Sweep(plan, effort, launch, seed, session.done).run(world):
+            session.take(block, found)
         return int(world.bcast(comm_.together(world, lambda: session.report(wide))))
 
 
@@ -123,11 +123,10 @@ class _Session:
     ) -> None:
         self._line, self._launch, self._plan, self._out = line, launch, plan, out
         self._rank_0 = world.rank == 0
-        self._kept = f"{out} (the same command goes on from there)"
-        if out is not None and not self._rank_0:  # one of these may have to say it, and sees no line written
-            files.kept.append(self._kept)
         self._writer: results.Writer | None = None
         comm_.together(world, lambda: self._open(json_path) if self._rank_0 else None)
+        if out is not None:  # on every rank: one that is not within an MPI call tells it
+            files.kept.append(f"{out} (the same command goes on from there)")
         self._held = self._writer.held if self._writer else results.Results()
         self.done = world.bcast(self._done())
         self._announced = False
@@ -174,21 +173,23 @@ class _Session:
     def _version(self, key: Key) -> str:
         return results.version(self._line, key.ranks)
 
-    def began(self, block: Block) -> None:
-        """Say now and then how far it is."""
+    def take(self, block: Block, found: dict[str, Any] | TreeattnError | None) -> None:
+        """A block that begins, what was measured in it, or why its scheme cannot run."""
+        if found is None:
+            self._say_how_far(block)
+        elif isinstance(found, TreeattnError):
+            self._errors[block.key] = str(found)
+            self._append(Failure(**self._fields(block.key), message=str(found)))
+        else:
+            point = Point(**self._fields(block.key), repetition=block.repetition, **found)
+            self._append(point)
+            self._held.points.append(point)
+            self._measured += 1
+
+    def _say_how_far(self, block: Block) -> None:
         left = (time.monotonic() - self._began) / max(self._measured, 1) * (self._todo - self._measured)
         done = f"{self._measured:,} of {self._todo:,} blocks are done, at most {left:,.0f} s are left"
         self._say(f"{block.key.what} {block.key.scheme}: {done}")
-
-    def point(self, block: Block, fields: dict[str, Any]) -> None:
-        point = Point(**self._fields(block.key), repetition=block.repetition, **fields)
-        self._append(point)
-        self._held.points.append(point)
-        self._measured += 1
-
-    def failed(self, key: Key, error: TreeattnError) -> None:
-        self._errors[key] = str(error)
-        self._append(Failure(**self._fields(key), message=str(error)))
 
     def _fields(self, key: Key) -> dict[str, Any]:
         return {"format": FORMAT, "run": self._line.run, "key": key, "launch": self._launch}
@@ -200,7 +201,6 @@ class _Session:
         if not self._announced:
             self._writer.append(self._line)
             self._announced = True
-            files.kept.append(self._kept)
         self._writer.append(line)
 
     def report(self, wide: bool) -> int:
@@ -224,10 +224,8 @@ class _Session:
         passed = compare_table.show(console(wide), self._line, summaries, self._errors, wide)
         return 0 if passed and not self._errors and not self._mixed else 1
 
-    def __enter__(self) -> _Session:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Give the file free."""
         if self._writer is not None:
             self._writer.close()
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from treeattn import comm as comm_
 from treeattn import files
 from treeattn.cli.console import WIDE, console, table
-from treeattn.errors import ArgumentError, TreeattnError
+from treeattn.errors import ArgumentError
 from treeattn.study import environment
 from treeattn.study.compare.clock import Clock
 from treeattn.study.paper import EXPERIMENTS, NO_SIMULATOR, Table, shown
@@ -68,13 +68,10 @@ def _chosen(names: Sequence[str]) -> list[str]:
 
 def _run(names: Sequence[str], json_path: Path | None, wide: bool) -> int:
     world = comm_.world()
-    error: TreeattnError | None = None
-    try:
+    with comm_.Agreement(world) as agreed:
+        agreed.equal = {"the command line": (names, str(json_path))}
         chosen = _chosen(names)
         write = files.output_writer(json_path if world.rank == 0 else None)
-    except TreeattnError as problem:
-        error = problem
-    comm_.agree(world, {"the command line": (names, str(json_path))}, error)
     run = environment.job(Clock(world), {"experiments": list(names)})
     found: dict[str, list[Table]] = {}
     for name in chosen:

@@ -95,7 +95,6 @@ def _show_cpu(measured: dict[str, Any]) -> None:
 def _show_cuda(measured: dict[str, Any]) -> None:
     _show("{name}, driver {driver}".format(**measured["device"]), _CUDA, measured["rows"])
     print(f"copy rate: {measured['copy_rate_gb_s']:.0f} GB/s, read and written, measured between the steps,")
-    print(f"in the fastest of many ways ({measured['reader']})")
     print("µs: on the device, with a cold L2 cache; host µs: to launch a planned step")
 
 

@@ -44,8 +44,9 @@ def from_file(path: str | Path) -> Schedule:
         raise ScheduleError(f"{path}: {error}") from None
     if not schedule.name.isprintable() or len(schedule.name) > _NAME_LIMIT:
         raise ScheduleError(f"{path}: its name is not one of at most {_NAME_LIMIT} printable characters")
-    digest = hashlib.sha256(schedule.to_json().encode()).hexdigest()[:6]
-    return replace(schedule, name=f"{schedule.name}@{digest}")
+    nameless = replace(schedule, name="")
+    digest = hashlib.sha256(nameless.to_json().encode()).hexdigest()[:6]
+    return replace(schedule, name=f"{schedule.name.partition('@')[0]}@{digest}")
 
 
 def given(world: Any, names: str) -> list[str]:

@@ -12,7 +12,9 @@ from treeattn.collectives.captured import Captured
 from treeattn.collectives.reducer import Sent
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import device as devices
+from treeattn.decoder.device import Device
 from treeattn.decoder.plan import Plan, Request, plan, select
+from treeattn.decoder.transport import known
 from treeattn.errors import ArgumentError, BackendError, TransportError
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ class Decoder:
     ) -> None:
         def ask() -> Request:
             shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype)
-            return Request(shape, select(scheme), scale, devices.find(device), transport, output)
+            return Request(shape, select(scheme), scale, devices.find(device), known(transport), output)
 
         comm = comm_.intracomm(comm)
         self._adopt(comm, plan(comm, ask))
@@ -131,8 +133,7 @@ class Decoder:
         stream = self._device.stream
         if stream is None:
             raise BackendError("a captured step is a CUDA graph: it needs device='cuda'")
-        sends_nothing = self._comm.size == 1 and self.transport == "mpi"
-        if self.transport != "nccl" and not sends_nothing:
+        if not self._reducer.queued:
             raise TransportError(
                 f"transport={self.transport!r} moves records by the host, which a CUDA graph cannot: "
                 "a captured step needs transport='nccl', or one rank without a transport"
@@ -141,14 +142,12 @@ class Decoder:
         containers = arrays.Containers(self._device.view, (self.out, self.lse))
 
         def taken() -> tuple[Any, ...]:
-            queries, keys, values = views = containers.take(q, k, v)
-            if lengths is not self._device.admit(self.shape, queries, keys, values, lengths):
-                raise ArgumentError("lengths of a captured step must be an int64 device array")
+            views = *containers.take(q, k, v), _on_device(self._device, lengths)
+            self._device.admit(self.shape, *views)
             return views
 
-        queries, keys, values = comm_.together(self._comm, taken)
-        captured = Captured(stream, lambda: self(queries, keys, values, lengths))
-        step = CapturedStep(captured, containers.give, (self, q, k, v))
+        views = comm_.together(self._comm, taken)
+        step = CapturedStep(Captured(stream, lambda: self(*views)), containers.give, (self, q, k, v, lengths))
         self._captured.append(step)
         return step
 
@@ -168,6 +167,14 @@ class Decoder:
         """Graphs go before the communicator that they use."""
         while self._captured:
             self._captured.pop().drop()
+
+
+def _on_device(device: Device, lengths: Any) -> Any:
+    """Lengths that a graph can read again: an array of the device, or None. Raises `ArgumentError`."""
+    try:
+        return None if lengths is None else device.view("lengths", lengths)
+    except ArgumentError as error:
+        raise ArgumentError(f"lengths of a captured step must be an int64 device array: {error}") from None
 
 
 class CapturedStep:

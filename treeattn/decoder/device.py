@@ -33,6 +33,10 @@ class Device(Protocol):
         """What ``device=`` calls it."""
 
     @property
+    def lse_dtypes(self) -> tuple[str, ...]:
+        """Of the logsumexp that other kernels wrote, as `pack` takes it."""
+
+    @property
     def memory(self) -> Memory:
         """Where its arrays lie."""
 
@@ -98,6 +102,7 @@ class Cpu:
     """The processor: NumPy arrays, the kernels of `treeattn.backends.cpu`."""
 
     name = "cpu"
+    lse_dtypes = ("float32", "float64")
     memory = HOST
     stream = None
 
@@ -173,6 +178,7 @@ class Cuda:
     """
 
     name = "cuda"
+    lse_dtypes = ("float32",)
 
     def __init__(self, runtime: cuda.Runtime | None = None) -> None:
         """`runtime` None: CuPy's current device. Raises `BackendError` where there is none, `ArgumentError`

@@ -23,6 +23,7 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import device as devices
 from treeattn.decoder.device import Device
 from treeattn.decoder.plan import plan_reducer, select
+from treeattn.decoder.transport import known
 from treeattn.errors import ArgumentError, RestrictionError
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["Merger", "merge"]
 
 _NATURAL_LOG = {"e": 1.0, 2: math.log(2)}  # of the bases that kernels write
-_LSE_DTYPES = ("float32", "float64")
 
 
 def merge(
@@ -50,8 +50,8 @@ def merge(
 
     out: [.., head_dim], this rank's attention over its tokens alone; float32, float16, bfloat16 (or its bits:
     uint16 with ``dtype="bfloat16"``) or float64. lse: [..], the logsumexp of its scaled scores in `base`,
-    ``"e"`` (torch, vLLM, SGLang) or 2 (FlashInfer); float32 or float64. The same shape on every rank, any
-    strides, any head_dim, any library's arrays as in `treeattn.decode`.
+    ``"e"`` (torch, vLLM, SGLang) or 2 (FlashInfer); float32, on the host also float64. The same shape on
+    every rank, any strides, any head_dim, any library's arrays as in `treeattn.decode`.
 
     An lse of -inf, +inf or NaN marks a part that saw nothing, whatever its out holds: serving kernels write
     each of them. With `strict` only -inf does. A NaN in out beside a finite lse reaches the result.
@@ -73,8 +73,8 @@ def merge(
         step = where.view("out", out), where.view("lse", lse)
         shape = step[0].shape
         parts = Parts(shape[:-1], shape[-1] if shape else 0, dtype_name(step[0], dtype))
-        parts.check(*step)
-        return Settings(parts, _mergeable(scheme), base, bool(strict), where, transport)
+        parts.check(*step, where.lse_dtypes)
+        return Settings(parts, _mergeable(scheme), base, bool(strict), where, known(transport))
 
     with Merger.of(comm, ask) as merger:
         return arrays.give(merger(*step), out)
@@ -100,8 +100,8 @@ class Parts:
         """Of records and results."""
         return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
 
-    def check(self, out: Any, lse: Any) -> None:
-        """Raise `ArgumentError` unless they are such a part."""
+    def check(self, out: Any, lse: Any, lse_dtypes: tuple[str, ...]) -> None:
+        """Raise `ArgumentError` unless they are such a part, with lse of one of these types."""
         for name, array, shape in (("out", out, (*self.lse_shape, self.head_dim)),
                                    ("lse", lse, self.lse_shape)):  # fmt: skip
             if tuple(array.shape) != shape:
@@ -112,9 +112,9 @@ class Parts:
         bits = self.dtype == "bfloat16" and out.dtype == np.uint16
         if out.dtype != DTYPES[self.dtype] and not bits:
             raise ArgumentError(f"out is {out.dtype}, expected {self.dtype}")
-        if lse.dtype.name not in _LSE_DTYPES:
+        if lse.dtype.name not in lse_dtypes:
             raise ArgumentError(
-                f"lse is {lse.dtype}: pass it as {' or '.join(_LSE_DTYPES)}, as kernels write it"
+                f"lse is {lse.dtype}: pass it as {' or '.join(lse_dtypes)}, as kernels write it"
             )
 
 
@@ -134,7 +134,8 @@ class Settings:
         """By the names that an error gives it."""
         return {
             "the shape or dtype of out and lse": self.parts,
-            "scheme": self.scheme.identity,
+            "scheme": self.scheme.text,
+            f"the schedule {self.scheme.text}": self.scheme.digest,
             "base": self.base,
             "strict": self.strict,
             "device": self.device.name,
@@ -167,7 +168,7 @@ class Merger:
         def ask() -> Settings:
             parts = Parts(tuple(lse_shape), head_dim, dtype)
             where = devices.find(device)
-            return Settings(parts, _mergeable(scheme), base, bool(strict), where, transport)
+            return Settings(parts, _mergeable(scheme), base, bool(strict), where, known(transport))
 
         self._plan(comm_.intracomm(comm), ask)
 
@@ -211,7 +212,7 @@ class Merger:
         for what `strict` refuses on every rank, which it asks first.
         """
         out, lse = self._containers.take(out, lse, names=("out", "lse"))
-        self.parts.check(out, lse)
+        self.parts.check(out, lse, self._device.lse_dtypes)
         if self._strict:
             comm_.agree(self._comm, {}, _marked_otherwise(self._device.to_host(lse)))
         self._pack(out, lse)

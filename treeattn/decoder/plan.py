@@ -20,11 +20,11 @@ from treeattn import comm as comm_
 from treeattn.attention.shape import Shape
 from treeattn.collectives import catalog
 from treeattn.collectives.catalog import Selection
-from treeattn.collectives.reducer import Reducer, Reduction, communicators_left
+from treeattn.collectives.reducer import Reducer, Reduction
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import transport as transports
 from treeattn.decoder.device import Attention, Device
-from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -51,6 +51,8 @@ _own: dict[str, Schedule] = {}
 
 def make_known(schedule: Schedule) -> str:
     """Let `select` find a schedule of one's own by its name, which is returned."""
+    if schedule.name in CATALOG:
+        raise ScheduleError(f"{schedule.name} is a scheme of the catalogue: give the schedule another name")
     _own[schedule.name] = schedule
     return schedule.name
 
@@ -79,7 +81,8 @@ class Request:
             "q_root": self.q_root,  # first: a rank that broadcasts compares nothing else
             "the shape or dtype of q, k, v": self.shape,
             "scale": self.logit_scale,
-            "scheme": self.scheme.identity,
+            "scheme": self.scheme.text,
+            f"the schedule {self.scheme.text}": self.scheme.digest,
             "device": self.device.name,
             "transport": self.transport,
             "output": self.output,
@@ -202,9 +205,9 @@ def schedule(scheme: Selection, comm: Intracomm) -> Schedule | None:
     """
     if scheme.row.module:
         return None
-    with communicators_left():
-        nodes = comm_.node_groups(comm) if scheme.needs_nodes else None
-    return _built(scheme, comm.size, nodes)
+    if scheme.own is not None:
+        return scheme.own
+    return _built(scheme, comm.size, comm_.node_groups(comm) if scheme.needs_nodes else None)
 
 
 @functools.lru_cache(maxsize=32)

@@ -19,20 +19,27 @@ from treeattn.backends import cpu
 from treeattn.backends.cuda.runtime import Runtime
 from treeattn.collectives.catalog import DEVICES, Scheme, Selection
 from treeattn.collectives.memory import HOST
-from treeattn.collectives.reducer import PlannedReducer, Reducer, Reduction
+from treeattn.collectives.reducer import Reducer, Reduction
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import RestrictionError, TransportError, TreeattnError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["choose", "plan", "shared_gpu"]
+__all__ = ["choose", "known", "plan", "shared_gpu"]
 
 _CHOICES = {
     "cpu": "'mpi' or None",
     "cuda": "transport='nccl' (every rank has a GPU of its own), 'cuda-mpi' (the MPI library takes GPU "
     "buffers) or 'host' (any MPI, through page-locked memory)",
 }
+
+
+def known(transport: object) -> str | None:
+    """`transport` if it is a name that there is, or None. Raises `TransportError`."""
+    if transport is None or (isinstance(transport, str) and transport in DEVICES):
+        return transport
+    raise TransportError(f"transport {transport!r:.60} is unknown: use one of {', '.join(DEVICES)}, or None")
 
 
 def choose(device: str, transport: str | None, scheme: Scheme, size: int) -> str:
@@ -119,7 +126,7 @@ def _over_cuda_mpi(selection: Selection, schedule: Schedule | None, reduction: R
     return comm_.together(reduction.comm, lambda: _over_mpi(selection, schedule, reduction))
 
 
-class Staged(PlannedReducer):
+class Staged(Reducer):
     """A reduction on the processor, between two copies through page-locked memory."""
 
     def __init__(self, selection: Selection, schedule: Schedule | None, reduction: Reduction) -> None:
@@ -132,6 +139,13 @@ class Staged(PlannedReducer):
         on_host = reduction._replace(operator=operator, buffer=self._host, memory=HOST)
         self._reducer = _over_mpi(selection, schedule, on_host)
         self.certificate, self.sent = self._reducer.certificate, self._reducer.sent
+
+    def _step(self) -> None:
+        """A call of what is inside, where that is another thing than its halves."""
+        self._runtime.copy(self._host, self._buffer)
+        self._runtime.synchronize()
+        self._reducer()
+        self._runtime.copy(self._buffer, self._host)
 
     def _begin(self) -> None:
         """The host waits for the partials."""

@@ -61,11 +61,7 @@ def cpu_name() -> str:
 
 def free_memory() -> int | None:
     """Bytes that processes of this machine may still take; None where the system does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    known = dict(line.split(":", 1) for line in lines)
+    known = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines())
     return 1024 * int(known["MemAvailable"].split()[0]) if "MemAvailable" in known else None
 
 

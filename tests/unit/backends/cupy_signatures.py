@@ -56,7 +56,6 @@ SIGNATURES: dict[str, str | None] = {
     "cuda.runtime.getDevice": "",
     "cuda.runtime.getDeviceCount": "",
     "cuda.runtime.getDeviceProperties": "device",
-    "cuda.runtime.memcpyAsync": "dst, src, size, kind, stream",
     "cuda.runtime.runtimeGetVersion": "",
     "cuda.nccl.NCCL_FLOAT32": None,
     "cuda.nccl.NCCL_MAX": None,

@@ -117,6 +117,7 @@ def with_one_wrong_bit(content: bytes) -> bytes:
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("damage", [truncated, emptied, of_another_processor, with_one_wrong_bit])
 def test_a_damaged_file_is_compiled_anew_once(
@@ -144,7 +145,7 @@ def test_a_whole_file_that_cannot_be_loaded_is_an_error(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(compile.ctypes, "CDLL", refuse)
     with pytest.raises(BackendError, match="cannot be loaded: failed to map.*TREEATTN_CACHE"):
-        compile._library.__wrapped__("portable")
+        compile.library.__wrapped__("portable")
 
 
 @pytest.mark.slow

@@ -233,9 +233,6 @@ class QueuedOperator:
         self._operator, self._stream = operator, stream
         self.planned = 0
 
-    def merge(self, into: Any, other: Any) -> None:
-        self.planned_merge(into, other)()
-
     def planned_merge(self, into: Any, other: Any) -> Callable[[], object]:
         return self.planned_merge_many(into, other[None])
 
@@ -247,6 +244,6 @@ class QueuedOperator:
 
         def fold() -> None:
             for other in others:
-                self._operator.merge(into, other)
+                self._operator.planned_merge(into, other)()
 
         return partial(self._stream.queue, fold)

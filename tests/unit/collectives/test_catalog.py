@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treeattn import collectives
-from treeattn.collectives import build, canonical, check, names, needs_nodes, parse
-from treeattn.collectives.catalog import CATALOG, Scheme
+from treeattn.collectives import build, check, names, needs_nodes, parse
+from treeattn.collectives.catalog import CATALOG, Scheme, select
 from treeattn.collectives.schedule import TRANSFER_LIMIT
 from treeattn.errors import RestrictionError, ScheduleError
 
@@ -143,7 +143,7 @@ def test_parse_nests_in_parentheses():
         "nodes": (4, 2),
     }
     nested = "hierarchical:outer=(split_rail:rail=(k_nomial_tree:radix=3))"
-    assert canonical(nested) == nested
+    assert select(nested).text == nested
     assert check(build(nested, 7, nodes=(3, 3, 1))).determinism == "A"
 
 
@@ -162,8 +162,8 @@ def test_parse_nests_in_parentheses():
     ],
 )  # fmt: skip
 def test_canonical_is_the_one_spelling(text, expected):
-    assert canonical(text) == expected
-    assert canonical(expected) == expected
+    assert select(text).text == expected
+    assert select(expected).text == expected
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=label)

@@ -19,8 +19,8 @@ from treeattn.collectives import (
     Transfer,
     build,
     check,
-    fold_orders,
     on_ranks,
+    prove,
     reversed_as_copies,
     then,
 )
@@ -289,7 +289,7 @@ def test_folds_are_in_ascending_order_of_the_lowest_contributor():
     finished = replace(
         schedule, rounds=(*schedule.rounds, tuple(Transfer(2, r, range(1), False) for r in (1, 3)))
     )
-    folds = fold_orders(finished)
+    folds = prove(finished).folds
     assert folds[0] == {3: (Fold(range(1), (1, 3)),)}
     assert folds[1] == {2: (Fold(range(1), (0, 3, 2)),)}  # rank 3 holds 1 and 3 by then
     assert folds[2] == folds[3] == {}
@@ -299,7 +299,7 @@ def test_folds_are_in_ascending_order_of_the_lowest_contributor():
 @settings(deadline=None, max_examples=150)
 def test_fold_orders_cover_every_merge_once_and_ascend(schedule):
     held = {(r, c): {r} for r in range(schedule.size) for c in range(schedule.chunks)}
-    for round_, folds in zip(schedule.rounds, fold_orders(schedule), strict=True):
+    for round_, folds in zip(schedule.rounds, prove(schedule).folds, strict=True):
         before = dict(held)
         senders = Counter((t.dst, c, t.src) for t in round_ if t.merge for c in t.chunks)
         for dst, its_folds in folds.items():

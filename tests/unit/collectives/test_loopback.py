@@ -9,7 +9,7 @@ import pytest
 from catalog_variants import VARIANTS, at_size, label
 
 from treeattn.backends import cpu
-from treeattn.collectives import Schedule, Transfer, build, check, fold_orders, names
+from treeattn.collectives import Schedule, Transfer, build, check, names, prove
 from treeattn.collectives.executors import loopback
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
 
@@ -226,7 +226,7 @@ def test_exact_but_classless_schedules_do_differ_between_ranks():
 
 def test_the_folds_that_run_are_the_folds_that_are_stated():
     schedule = build("recursive_multiplying", 6, factors=(3, 2))
-    assert [fold.sources for fold in fold_orders(schedule)[0][1]] == [(0, 1, 2)]
+    assert [fold.sources for fold in prove(schedule).folds[0][1]] == [(0, 1, 2)]
     assert words(schedule)[0] == words(schedule)[4] == "(((ab)c)((de)f))"
 
 

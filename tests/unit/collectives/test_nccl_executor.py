@@ -108,6 +108,9 @@ def test_misuse_is_refused():
         with pytest.raises(TransportError, match="run one before capturing one"):
             stream.capture(reducer)
         stream._recorded = None
+        reducer()  # nothing has begun: the advice can be followed
+        stream.queued.clear()
+        stream.waited = True
     with pytest.raises(ScheduleError, match="closed"):
         reducer()
     with pytest.raises(KeyError), Reducer(reduction(stream, buffer), schedule):

@@ -105,7 +105,7 @@ def test_on_ranks_relabels_both_ends():
 
 
 def test_chunk_combinators():
-    assert with_chunks(PAIR, 3, first=2) == ((Transfer(1, 0, range(2, 5)),),)
+    assert with_chunks(PAIR, 3) == ((Transfer(1, 0, range(3)),),)
     assert on_chunks(with_chunks(PAIR, 3), 4) == ((Transfer(1, 0, range(4, 7)),),)
 
 

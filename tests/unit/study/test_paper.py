@@ -26,7 +26,7 @@ from treeattn.study.paper import (
 )
 
 GB = 1e9
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 def page(heading=None):

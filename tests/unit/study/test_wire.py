@@ -61,8 +61,8 @@ def test_merge_is_commutative_to_the_bit():
     operator = Bfloat16Operator(HEAD_DIM)
     a, b = (on_wire(random_records(300, seed)) for seed in (2, 3))
     left, right = a.copy(), b.copy()
-    operator.merge(left, b)
-    operator.merge(right, a)
+    operator.planned_merge(left, b)()
+    operator.planned_merge(right, a)()
     np.testing.assert_array_equal(left, right)
     assert (left != a).any()
 

@@ -12,7 +12,7 @@ from treeattn.backends.cpu.attention import (
     partial_attention,
 )
 from treeattn.backends.cpu.finish import finish, planned_finish
-from treeattn.backends.cpu.kernels import compiled_kernels, compiled_kernels_problem
+from treeattn.backends.cpu.kernels import compiled_kernels_problem
 from treeattn.backends.cpu.merge import MergeOperator, merge
 from treeattn.backends.cpu.pack import planned_pack, planned_scale
 
@@ -21,7 +21,6 @@ __all__ = [
     "MergeOperator",
     "PlannedAttention",
     "check_environment",
-    "compiled_kernels",
     "compiled_kernels_problem",
     "finish",
     "merge",

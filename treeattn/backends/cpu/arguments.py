@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from treeattn import partial
+from treeattn.attention.shape import check_shapes
 from treeattn.errors import ArgumentError
 
 __all__ = [
@@ -21,9 +22,7 @@ __all__ = [
     "check_merge",
     "check_output",
     "check_records",
-    "check_shapes",
-    "keep",
-    "pointer",
+    "planned",
 ]
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -93,25 +92,6 @@ def check_lengths(lengths: Array | None, tokens: int) -> None:
             raise ArgumentError(f"lengths[{b}] = {length} is not in 0..{tokens}, the tokens of this shard")
 
 
-def check_shapes(q: Any, k: Any, v: Any, records: Any) -> None:
-    """Raise `ArgumentError` unless q, k and v belong together and to the records, on whatever device."""
-    batch, heads, queries, width = records.shape
-    head_dim = width - partial.EXTRA
-    if q.shape != (batch, queries, heads, head_dim):
-        raise ArgumentError(
-            f"q has shape {q.shape}: [batch, queries, heads, head_dim] is {(batch, queries, heads, head_dim)}"
-        )
-    if k.ndim != 4 or k.shape != v.shape or (k.shape[0], k.shape[3]) != (batch, head_dim):
-        raise ArgumentError(
-            f"k {k.shape} and v {v.shape}: both must be [batch, tokens, kv_heads, head_dim] = "
-            f"[{batch}, any, any, {head_dim}]"
-        )
-    if k.shape[2] == 0 or heads % k.shape[2]:
-        raise ArgumentError(f"{heads} query heads cannot share {k.shape[2]} KV heads: it must be a multiple")
-    if k.dtype != v.dtype:
-        raise ArgumentError(f"k is {k.dtype} but v is {v.dtype}")
-
-
 def check_inputs(q: Array, k: Array, v: Array, records: Array) -> tuple[int, int]:
     """Element types of q and of k, v for the kernel; ArgumentError if anything does not fit."""
     check_shapes(q, k, v, records)
@@ -129,11 +109,11 @@ def check_inputs(q: Array, k: Array, v: Array, records: Array) -> tuple[int, int
     return types
 
 
-def pointer(array: Array) -> ctypes.c_void_p:
-    return ctypes.c_void_p(address(array))
-
-
-def keep(call: functools.partial[Any], *arrays: Array) -> Callable[[], object]:
-    """`call` with the arrays whose addresses it holds tied to its life."""
-    call.arrays = arrays  # type: ignore[attr-defined]
+def planned(function: Callable[..., object], *given: Array | int) -> Callable[[], object]:
+    """A call of a C function that takes addresses of arrays, tied to its life, and 64-bit integers."""
+    call = functools.partial(
+        function,
+        *(ctypes.c_int64(one) if isinstance(one, int) else ctypes.c_void_p(address(one)) for one in given),
+    )
+    call.arrays = given  # type: ignore[attr-defined]
     return call

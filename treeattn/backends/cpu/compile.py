@@ -72,18 +72,14 @@ def chosen_isa() -> str:
     return wanted
 
 
-def library(isa: str | None = None) -> ctypes.CDLL:
-    """The compiled kernels, compiled now if they never were. `isa` defaults to `chosen_isa()`.
+@functools.cache
+def library(isa: str) -> ctypes.CDLL:
+    """The kernels compiled for an instruction set, now if they never were.
 
     Raises:
-        BackendError: there is no compiler, or it refuses the sources.
-        ArgumentError: see `chosen_isa`; or ``TREEATTN_CACHE`` cannot be written.
+        BackendError: there is no compiler, it refuses the sources, or what it made cannot be loaded.
+        ArgumentError: ``TREEATTN_CACHE`` cannot be written.
     """
-    return _library(isa or chosen_isa())
-
-
-@functools.cache
-def _library(isa: str) -> ctypes.CDLL:
     path = library_path(isa)
     try:
         return ctypes.CDLL(str(path))

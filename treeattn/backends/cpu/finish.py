@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable
 
@@ -38,16 +37,4 @@ def planned_finish(records: Array, out: Array, lse: Array) -> Callable[[], objec
     compiled = kernels.loaded()[0]
     if compiled is None or records.dtype != np.float32:
         return functools.partial(partial.finish, records, out, lse)
-    shape = (ctypes.c_int64(size) for size in records.shape)
-    return arguments.keep(
-        functools.partial(
-            compiled.finish,
-            arguments.pointer(records),
-            arguments.pointer(out),
-            arguments.pointer(lse),
-            *shape,
-        ),
-        records,
-        out,
-        lse,
-    )
+    return arguments.planned(compiled.finish, records, out, lse, *records.shape)

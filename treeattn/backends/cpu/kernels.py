@@ -8,7 +8,7 @@ import functools
 from treeattn.backends.cpu import compile
 from treeattn.errors import BackendError
 
-__all__ = ["compiled_kernels", "compiled_kernels_problem", "loaded"]
+__all__ = ["compiled_kernels_problem", "loaded"]
 
 
 def compiled_kernels_problem() -> str | None:
@@ -22,11 +22,6 @@ def compiled_kernels_problem() -> str | None:
             be written.
     """
     return loaded()[1]
-
-
-def compiled_kernels() -> ctypes.CDLL | None:
-    """The compiled kernels; None where they cannot be used."""
-    return loaded()[0]
 
 
 def loaded() -> tuple[ctypes.CDLL | None, str | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,8 @@ import numpy as np
 from treeattn import partial
 from treeattn.backends.cpu import arguments, kernels
 from treeattn.backends.cpu.arguments import Array
-from treeattn.backends.cpu.rescale import planned_rescale
-from treeattn.collectives.operator import Parts
+from treeattn.backends.cpu.rescale import rescale_records
+from treeattn.collectives.operator import Columns
 from treeattn.errors import ArgumentError, BackendError
 
 __all__ = ["MergeOperator", "merge"]
@@ -34,43 +35,24 @@ class MergeOperator:
 
     def __init__(self, head_dim: int, dtype: Any = np.float32) -> None:
         """For records of `head_dim` + 2 elements of `dtype`, float32 or float64."""
-        self._width = head_dim + partial.EXTRA
-        self._dtype: np.dtype[Any] = np.dtype(dtype)
-        if self._dtype not in (np.float32, np.float64):
-            raise ArgumentError(f"records are float32 or float64, not {self._dtype}")
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Element type of a record."""
-        return self._dtype
-
-    @property
-    def width(self) -> int:
-        """Elements of one record: head_dim + 2."""
-        return self._width
-
-    def merge(self, into: Array, other: Array) -> None:
-        """Fold `other` into `into`, in place; both C-contiguous [records, width]."""
-        arguments.check_merge(into, other)
-        self.planned_merge(into, other)()
+        #: Elements of one record.
+        self.width = head_dim + partial.EXTRA
+        #: Element type of a record.
+        self.dtype: np.dtype[Any] = np.dtype(dtype)
+        if self.dtype not in (np.float32, np.float64):
+            raise ArgumentError(f"records are float32 or float64, not {self.dtype}")
 
     def planned_merge(self, into: Array, other: Array) -> Callable[[], object]:
-        """`merge` for two arrays that never move: a call without arguments and without checks."""
+        """A call that folds `other` into `into`, in place, without checks: C-contiguous [records, width],
+        which never move."""
         compiled = kernels.loaded()[0]
-        if compiled is None or self._dtype != np.float32:
+        if compiled is None or self.dtype != np.float32:
             return functools.partial(partial.merge, into, other)
-        count, width = ctypes.c_int64(into.size // self._width), ctypes.c_int64(self._width)
-        return arguments.keep(
-            functools.partial(
-                compiled.merge_partials, arguments.pointer(into), arguments.pointer(other), count, width
-            ),
-            into,
-            other,
-        )
+        return arguments.planned(compiled.merge_partials, into, other, into.size // self.width, self.width)
 
-    def parts(self, records: Array) -> Parts:
+    def columns(self, records: Array) -> Columns:
         """Maximum, denominator and numerator of records [records, width], as views."""
-        return Parts(records[:, 0], records[:, 1], records[:, partial.EXTRA :])
+        return Columns(records[:, 0], records[:, 1], records[:, partial.EXTRA :])
 
     def planned_maxima(self, records: Array, maxima: Array) -> Callable[[], object]:
         """The maxima of records [records, width] into `maxima` [records], NaN as +inf."""
@@ -79,8 +61,14 @@ class MergeOperator:
     def planned_rescale(
         self, records: Array, maxima: Array, denominators: Array, numerators: Array
     ) -> Callable[[], object]:
-        """See `treeattn.backends.cpu.rescale`."""
-        return planned_rescale(records, maxima, denominators, numerators)
+        """A call of `rescale_records` for arrays that never move; compiled where there is a compiler, to the
+        same bits."""
+        compiled = kernels.loaded()[0]
+        if compiled is None or self.dtype != np.float32:
+            return functools.partial(rescale_records, records, maxima, denominators, numerators)
+        strided = ((array, array.strides[0] // array.itemsize) for array in (denominators, numerators))
+        given = (records, maxima, *itertools.chain(*strided), *records.shape)
+        return arguments.planned(compiled.rescale_records, *given)
 
     def mpi_function(self) -> int:
         """Address of the merge as an MPI_User_function; it lives as long as the process.
@@ -89,15 +77,15 @@ class MergeOperator:
             BackendError: there is no compiled merge for these records (float64, or no compiler).
         """
         compiled, problem = kernels.loaded()
-        if compiled is None or self._dtype != np.float32:
+        if compiled is None or self.dtype != np.float32:
             raise BackendError(
-                f"no compiled merge of {self._dtype} records ({problem or 'only float32 has one'}), which "
+                f"no compiled merge of {self.dtype} records ({problem or 'only float32 has one'}), which "
                 "mpi_allreduce needs: take a scheme with a schedule, such as recursive_doubling"
             )
-        address: int | None = compiled.mpi_operator(ctypes.c_int64(self._width - partial.EXTRA))
+        address: int | None = compiled.mpi_operator(ctypes.c_int64(self.width - partial.EXTRA))
         if address is None:
             raise BackendError(
-                f"no compiled MPI operator for head_dim {self._width - partial.EXTRA}, only for multiples of "
+                f"no compiled MPI operator for head_dim {self.width - partial.EXTRA}, only for multiples of "
                 "8 up to 256, and mpi_allreduce needs one: take a scheme with a schedule, such as "
                 "recursive_doubling"
             )

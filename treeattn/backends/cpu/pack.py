@@ -27,7 +27,7 @@ def planned_pack(records: Array, factor: float) -> Callable[[Array, Array], None
             np.multiply(lse, factor, out=maxima, dtype=np.float64, casting="same_kind")
             denominators[...] = 1
             numerators[...] = out.view(ml_dtypes.bfloat16) if out.dtype == np.uint16 else out
-        seen = np.isfinite(maxima)
+        seen = np.isfinite(lse)  # as it came: what its records' type cannot hold must not pass for nothing
         if not seen.all():
             records[~seen] = nothing
 

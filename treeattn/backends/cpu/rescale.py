@@ -6,41 +6,12 @@ common maximum, and denominators and numerators are plain sums (Shyam et al., ar
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from collections.abc import Callable
-
 import numpy as np
 
 from treeattn import partial
-from treeattn.backends.cpu import arguments, kernels
 from treeattn.backends.cpu.arguments import Array
 
-__all__ = ["planned_rescale", "rescale_records"]
-
-
-def planned_rescale(
-    records: Array, shared: Array, denominators: Array, numerators: Array
-) -> Callable[[], object]:
-    """`rescale_records` for arrays that never move: a call without arguments and without checks.
-
-    Compiled for float32 where there is a compiler, else NumPy; the bits are the same.
-    """
-    compiled = kernels.compiled_kernels()
-    if compiled is None or records.dtype != np.float32:
-        return functools.partial(rescale_records, records, shared, denominators, numerators)
-    count, width = records.shape
-    call = functools.partial(
-        compiled.rescale_records,
-        *(ctypes.c_void_p(arguments.address(array)) for array in (records, shared, denominators)),
-        ctypes.c_int64(denominators.strides[0] // denominators.itemsize),
-        ctypes.c_void_p(arguments.address(numerators)),
-        ctypes.c_int64(numerators.strides[0] // numerators.itemsize),
-        ctypes.c_int64(count),
-        ctypes.c_int64(width),
-    )
-    call.arrays = records, shared, denominators, numerators  # type: ignore[attr-defined]
-    return call
+__all__ = ["rescale_records"]
 
 
 def rescale_records(records: Array, shared: Array, denominators: Array, numerators: Array) -> None:
@@ -58,7 +29,7 @@ def rescale_records(records: Array, shared: Array, denominators: Array, numerato
     with np.errstate(all="ignore"):
         lower = np.where(own == shared, 0, own - shared)
         factor = np.exp(lower) if records.dtype == np.float64 else partial.exponential(lower)
-        factor = np.where(np.isnan(own), np.nan, factor).astype(records.dtype, copy=False)
+        factor = np.where(np.isnan(own) | np.isnan(shared), np.nan, factor).astype(records.dtype, copy=False)
         np.multiply(records[:, 1], factor, out=denominators)
         np.multiply(records[:, partial.EXTRA :], factor[:, None], out=numerators)
     empty = own == -np.inf

@@ -10,16 +10,11 @@ A GPU is reached through a `Runtime`: CuPy's where a GPU is, any other that beha
 """
 
 from treeattn.backends.cuda.attention import (
-    HEAD_DIMS,
     MAX_SPLITS,
     TENSOR_CORES_FROM_ROWS,
     PlannedAttention,
     check_head_dim,
     check_rows,
-    choose_splits,
-    fma_kernel,
-    mma_kernel,
-    mma_shared_bytes,
     partial_attention,
 )
 from treeattn.backends.cuda.finish import finish, planned_finish
@@ -28,7 +23,6 @@ from treeattn.backends.cuda.pack import planned_pack, planned_scale
 from treeattn.backends.cuda.runtime import Runtime, default_runtime
 
 __all__ = [
-    "HEAD_DIMS",
     "MAX_SPLITS",
     "TENSOR_CORES_FROM_ROWS",
     "MergeOperator",
@@ -36,13 +30,9 @@ __all__ = [
     "Runtime",
     "check_head_dim",
     "check_rows",
-    "choose_splits",
     "default_runtime",
     "finish",
-    "fma_kernel",
     "merge",
-    "mma_kernel",
-    "mma_shared_bytes",
     "partial_attention",
     "planned_finish",
     "planned_pack",

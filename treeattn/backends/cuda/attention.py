@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from treeattn import partial
-from treeattn.backends.cpu.arguments import check_shapes
+from treeattn.attention.shape import check_shapes
 from treeattn.backends.cuda.runtime import THREADS, Runtime, check_records, default_runtime, structure
 from treeattn.errors import ArgumentError, BackendError
 

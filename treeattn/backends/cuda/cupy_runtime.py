@@ -94,26 +94,12 @@ class CupyRuntime:
         # Copies under way and the memory that they read.
         self._uploads: collections.deque[tuple[Any, Any]] = collections.deque()
         device = cupy.cuda.Device(index)
-        self._multiprocessors = int(device.attributes["MultiProcessorCount"])
-        self._shared_bytes = int(device.attributes["MaxSharedMemoryPerBlockOptin"])
-        self._identity = str(device.pci_bus_id)
-        # "90" for 9.0; it is not among the attributes.
-        self._capability = int(device.compute_capability) // 10
-
-    @property
-    def multiprocessors(self) -> int:
-        """How many the device has."""
-        return self._multiprocessors
-
-    @property
-    def shared_bytes(self) -> int:
-        """The most shared memory that a block can have, opted in."""
-        return self._shared_bytes
-
-    @property
-    def tensor_cores(self) -> bool:
-        """Whether the tensor-core kernel can run."""
-        return self._capability >= 8
+        self.multiprocessors = int(device.attributes["MultiProcessorCount"])
+        self.shared_bytes = int(device.attributes["MaxSharedMemoryPerBlockOptin"])
+        #: The PCI bus address, by which NCCL tells GPUs apart too.
+        self.identity = str(device.pci_bus_id)
+        # Compute capability, "90" for 9.0; it is not among the attributes.
+        self.tensor_cores = int(device.compute_capability) >= 80
 
     def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Callable[..., object]:
         """A kernel, compiled by NVRTC at its first use (CuPy keeps it on disk)."""
@@ -241,11 +227,6 @@ class CupyRuntime:
             graph = stream.end_capture()
         launch: Callable[[], object] = graph.launch  # on the stream that is current then
         return launch
-
-    @property
-    def identity(self) -> str:
-        """The PCI bus address, by which NCCL tells GPUs apart too."""
-        return self._identity
 
     @property
     def stream(self) -> int:

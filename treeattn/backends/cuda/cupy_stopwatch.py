@@ -1,4 +1,4 @@
-"""Timing on an NVIDIA GPU through CuPy: CUDA events, captured graphs, and what the device says of itself."""
+"""Timing on an NVIDIA GPU through CuPy: CUDA events, and what the device says of itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from treeattn.backends.cuda import driver as cuda_driver
 
 __all__ = ["CupyStopwatch"]
 
-_MEMCPY_DEVICE_TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
 # Name in the results -> what nvidia-smi calls it. MHz, W, degrees Celsius.
 _READINGS = {
     "sm_clock_mhz": "clocks.sm",
@@ -35,55 +34,16 @@ class CupyStopwatch:
 
     def __init__(self) -> None:
         """On the device that is current now."""
-        self._runtime = cupy_runtime.current()
+        #: The device, for the kernels.
+        self.runtime = cupy_runtime.current()
         import cupy
 
         self._cupy = cupy
         self._device = cupy.cuda.Device()
+        #: Size of the L2 cache.
+        self.l2_bytes = int(self._device.attributes["L2CacheSize"])
         # Not "non-blocking": arrays are made on the default stream, and work here has to wait for that.
         self._stream = cupy.cuda.Stream()
-
-    @property
-    def runtime(self) -> cupy_runtime.CupyRuntime:
-        """The device, for the kernels."""
-        return self._runtime
-
-    @property
-    def stream(self) -> Any:
-        """The CuPy stream that everything is timed on."""
-        return self._stream
-
-    @property
-    def l2_bytes(self) -> int:
-        """Size of the L2 cache."""
-        return int(self._device.attributes["L2CacheSize"])
-
-    def upload(self, array: Any) -> Any:
-        """A CuPy array of what a NumPy array holds."""
-        return self._cupy.asarray(array)
-
-    def copy(self, into: Any, source: Any) -> None:
-        """Enqueue the copy of a contiguous array into another of its size."""
-        self._cupy.cuda.runtime.memcpyAsync(
-            into.data.ptr, source.data.ptr, source.nbytes, _MEMCPY_DEVICE_TO_DEVICE, self._stream.ptr
-        )
-
-    def captured(self, calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-        """Run the calls (they compile and allocate), then capture them: returns what launches the graph."""
-        stream, kept = self._stream, list(calls)
-        with stream:
-            for call in kept:
-                call()
-            stream.synchronize()
-            stream.begin_capture()
-            for call in kept:
-                call()
-            graph = stream.end_capture()
-
-        def launch(_: object = kept) -> None:  # the graph points into arrays that the calls hold
-            graph.launch(stream)
-
-        return launch
 
     def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
         """Seconds on the device between CUDA events around each run."""
@@ -118,7 +78,7 @@ class CupyStopwatch:
         return {
             "name": properties["name"].decode(),
             "compute_capability": f"{properties['major']}.{properties['minor']}",
-            "multiprocessors": self._runtime.multiprocessors,
+            "multiprocessors": self.runtime.multiprocessors,
             "memory_bytes": int(properties["totalGlobalMem"]),
             "l2_bytes": self.l2_bytes,
             "driver": driver.release if driver else None,

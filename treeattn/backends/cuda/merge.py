@@ -9,7 +9,7 @@ import numpy as np
 
 from treeattn import partial
 from treeattn.backends.cuda.runtime import THREADS, Runtime, default_runtime, planned_launch, structure
-from treeattn.collectives.operator import Parts
+from treeattn.collectives.operator import Columns
 from treeattn.errors import ArgumentError
 
 __all__ = ["MergeOperator", "merge"]
@@ -36,25 +36,14 @@ class MergeOperator:
         """For records of `head_dim` + 2 elements."""
         if np.dtype(dtype) != np.float32:
             raise ArgumentError(f"records on the GPU are float32, not {np.dtype(dtype)}: use device='cpu'")
-        self._width = head_dim + partial.EXTRA
+        #: Elements of one record.
+        self.width = head_dim + partial.EXTRA
+        #: Element type of a record.
+        self.dtype: np.dtype[Any] = np.dtype(np.float32)
         self._runtime = runtime or default_runtime()
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Element type of a record."""
-        return np.dtype(np.float32)
-
-    @property
-    def width(self) -> int:
-        """Elements of one record: head_dim + 2."""
-        return self._width
-
-    def merge(self, into: Any, other: Any) -> None:
-        """Fold `other` into `into`, in place; both C-contiguous [records, width]."""
-        self.planned_merge(into, other)()
-
     def planned_merge(self, into: Any, other: Any) -> Callable[[], object]:
-        """`merge` for two arrays that never move: one launch, without checks."""
+        """One launch that folds `other` into `into`: C-contiguous [records, width], which never move."""
         self._check(into, other, into.shape)
         return self._plan(into, other, 1)
 
@@ -66,18 +55,18 @@ class MergeOperator:
         self._check(into, others, (others.shape[0], *into.shape))
         return self._plan(into, others, others.shape[0])
 
-    def parts(self, records: Any) -> Parts:
+    def columns(self, records: Any) -> Columns:
         """Maximum, denominator and numerator of records [records, width], as views."""
-        return Parts(records[:, 0], records[:, 1], records[:, partial.EXTRA :])
+        return Columns(records[:, 0], records[:, 1], records[:, partial.EXTRA :])
 
     def planned_maxima(self, records: Any, maxima: Any) -> Callable[[], object]:
         """The maxima of records [records, width] into `maxima` [records], NaN as +inf, in one launch. Neither
         array may ever move."""
-        self._check_float32("records", records, (len(records), self._width), records.flags.c_contiguous)
+        self._check_float32("records", records, (len(records), self.width), records.flags.c_contiguous)
         self._check_float32("maxima", maxima, (len(records),), maxima.flags.c_contiguous)
         arguments = np.zeros(1, _TAKE_MAXIMA)
         arguments["records"], arguments["maxima"] = map(self._runtime.address, (records, maxima))
-        arguments["count"], arguments["width"] = len(records), self._width
+        arguments["count"], arguments["width"] = len(records), self.width
         kernel = self._runtime.kernel("take_maxima", "take_maxima")
         return planned_launch(kernel, -(-len(records) // THREADS), arguments, (records, maxima))
 
@@ -90,11 +79,11 @@ class MergeOperator:
         maxima: [records]. denominators [records] and numerators [records, head_dim]: written, of any stride
         between records; they may be the records' own.
         """
-        self._check_float32("records", records, (len(records), self._width), records.flags.c_contiguous)
+        self._check_float32("records", records, (len(records), self.width), records.flags.c_contiguous)
         self._check_float32("maxima", maxima, (len(records),), maxima.flags.c_contiguous)
         self._check_float32("denominators", denominators, (len(records),))
         rows = numerators.strides[1] == numerators.dtype.itemsize
-        self._check_float32("numerators", numerators, (len(records), self._width - partial.EXTRA), rows)
+        self._check_float32("numerators", numerators, (len(records), self.width - partial.EXTRA), rows)
         arguments = np.zeros(1, _RESCALE)
         arrays = {
             "records": records,
@@ -106,7 +95,7 @@ class MergeOperator:
             arguments[name] = self._runtime.address(array)
         arguments["denominator_stride"] = denominators.strides[0] // denominators.dtype.itemsize
         arguments["numerator_stride"] = numerators.strides[0] // numerators.dtype.itemsize
-        arguments["width"] = self._width
+        arguments["width"] = self.width
         kernel = self._runtime.kernel("rescale", "rescale")
         return planned_launch(kernel, len(records), arguments, tuple(arrays.values()))
 
@@ -118,19 +107,17 @@ class MergeOperator:
     def _check(self, into: Any, others: Any, shape: tuple[int, ...]) -> None:
         self._runtime.check("into", into)
         self._runtime.check("other", others)
-        if others.shape != shape or into.shape[-1] != self._width:
-            raise ArgumentError(
-                f"records {into.shape} and {others.shape} of width {self._width} cannot merge"
-            )
+        if others.shape != shape or into.shape[-1] != self.width:
+            raise ArgumentError(f"records {into.shape} and {others.shape} of width {self.width} cannot merge")
         for array in (into, others):
             if array.dtype != np.float32 or not array.flags.c_contiguous:
                 raise ArgumentError(f"records to merge must be C-contiguous float32, not {array.dtype}")
 
     def _plan(self, into: Any, others: Any, count: int) -> Callable[[], object]:
         arguments = np.zeros(1, _MERGE)
-        records = into.size // self._width
+        records = into.size // self.width
         arguments["into"], arguments["others"] = self._runtime.address(into), self._runtime.address(others)
         arguments["others_stride"], arguments["count"] = into.size, count
-        arguments["records"], arguments["width"] = records, self._width
+        arguments["records"], arguments["width"] = records, self.width
         kernel = self._runtime.kernel("merge_partials", "merge_partials")
         return planned_launch(kernel, records, arguments, (into, others))

@@ -36,21 +36,14 @@ class Runtime(Stream, Protocol):
     memory is out. `copy` takes a C-contiguous NumPy array on either side; the device array is so then too.
     """
 
-    @property
-    def multiprocessors(self) -> int:
-        """How many the device has."""
-
-    @property
-    def shared_bytes(self) -> int:
-        """The most shared memory that a block can have, opted in."""
-
-    @property
-    def tensor_cores(self) -> bool:
-        """Whether mma.m16n8k16 and cp.async exist: compute capability 8.0 and above."""
-
-    @property
-    def identity(self) -> str:
-        """What tells this GPU from the others of its host."""
+    #: How many the device has.
+    multiprocessors: int
+    #: The most shared memory that a block can have, opted in.
+    shared_bytes: int
+    #: Whether mma.m16n8k16 and cp.async exist: compute capability 8.0 and above.
+    tensor_cores: bool
+    #: What tells this GPU from the others of its host.
+    identity: str
 
     def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Callable[..., object]:
         """The kernel `expression` of kernels/cuda/<module>.cu, compiled at its first use, allowed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from treeattn.collectives.parameters import Groups, node_of
 from treeattn.collectives.reducer import Sent
 from treeattn.collectives.schedule import Schedule
 from treeattn.collectives.traffic import messages
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["handed_over", "scheduled"]
 
-Groups = tuple[tuple[int, ...], ...]
 Tiers = dict[str, list[Any]]
 
 
@@ -46,7 +46,7 @@ def handed_over(comm: Intracomm, sent: Any, groups: Groups) -> Tiers | None:
 
 def _by_tier(sent: Iterable[tuple[int, int, int]], groups: Groups) -> Tiers:
     """sent: source, destination, bytes."""
-    node = {rank: index for index, ranks in enumerate(groups) for rank in ranks}
+    node = node_of(groups)
     tiers: Tiers = {"intra": [0, 0], "inter": [0, 0]}
     for src, dst, size in sent:
         count = tiers["intra" if node[src] == node[dst] else "inter"]

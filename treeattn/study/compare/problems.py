@@ -50,14 +50,13 @@ def check_room(comm: Intracomm, key: Key, machines: Sequence[int]) -> None:
     free = environment.free_memory()
     needed = comm.allgather(_input_bytes(comm, key))
     here = [size for size, machine in zip(needed, machines, strict=True) if machine == machines[comm.rank]]
-    total = sum(here)
-    error = None
-    if free is not None and total > free:
-        error = ArgumentError(
-            f"the inputs of {len(here)} ranks take {total / 1e9:,.1f} GB, their machine has "
-            f"{free / 1e9:,.1f} GB free: choose shorter --seq-len, a smaller --batch, fewer queries or heads"
-        )
-    comm_.agree(comm, {}, error)
+    with comm_.Agreement(comm):
+        if free is not None and sum(here) > free:
+            raise ArgumentError(
+                f"the inputs of {len(here)} ranks take {sum(here) / 1e9:,.1f} GB, their machine has "
+                f"{free / 1e9:,.1f} GB free: choose shorter --seq-len, a smaller --batch, fewer queries or "
+                "heads"
+            )
 
 
 def _input_bytes(comm: Intracomm, key: Key) -> int:

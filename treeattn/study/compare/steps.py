@@ -1,7 +1,4 @@
-"""What is measured, behind one face: any scheme, one with bfloat16 records, the library's sum, and nothing.
-
-Each has the parts of a `treeattn.Decoder`: ``local``, ``reduce`` and ``finish``, and ``sent``.
-"""
+"""What is measured, as decoders: any scheme, one with bfloat16 records, the library's sum, and nothing."""
 
 from __future__ import annotations
 
@@ -14,18 +11,22 @@ import numpy as np
 from treeattn import comm as comm_
 from treeattn.attention.shape import Shape
 from treeattn.backends.cpu import MergeOperator
-from treeattn.collectives.reducer import Reducer, Reduction
+from treeattn.collectives.catalog import Selection
+from treeattn.collectives.reducer import Reducer, Reduction, duplicate
+from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder
-from treeattn.decoder.plan import schedule as schedule_of
-from treeattn.decoder.plan import select
-from treeattn.errors import RestrictionError, TreeattnError
-from treeattn.study.compare import wire as wire_
+from treeattn.decoder import device as devices
+from treeattn.decoder import plan as routes
+from treeattn.decoder import transport as transports
+from treeattn.decoder.plan import Request, select
+from treeattn.errors import RestrictionError
+from treeattn.study.compare import wire
 from treeattn.study.compare.schema import NULL, SUM, Key
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["Around", "plan", "plan_null_merge", "reduces", "shape_of"]
+__all__ = ["plan", "plan_null_merge", "reduces", "shape_of"]
 
 
 def shape_of(key: Key) -> Shape:
@@ -38,59 +39,84 @@ def reduces(scheme: str) -> bool:
     return scheme in (NULL, SUM) or not select(scheme).row.fused
 
 
-def plan(comm: Intracomm, key: Key) -> Any:
-    """A planned step of the scheme of `key`: a `Decoder`, or an `Around`. Collective.
-
-    Raises what `Decoder` raises, on every rank alike.
-    """
-    if key.scheme == SUM:
-        return Around(comm, key, _sum)
-    if key.scheme == NULL:
-        return Around(comm, key, _nothing)
+def plan(comm: Intracomm, key: Key) -> Decoder:
+    """A planned step of the scheme of `key`. Collective; raises what `Decoder` raises, on every rank."""
+    if key.scheme in (SUM, NULL):
+        return _around(comm, key, None, _sum if key.scheme == SUM else _nothing)
     if key.wire == "bfloat16":
-        return Around(comm, key, _bfloat16)
+        return _around(comm, key, select(key.scheme), _bfloat16)
     output = "heads" if select(key.scheme).row.scattered else "replicated"
     return Decoder(comm, **asdict(shape_of(key)), scheme=key.scheme, output=output)
 
 
-class Around:
-    """A step whose reduction is not a scheme: the parts of a `Decoder` of one rank around it."""
-
-    def __init__(self, comm: Intracomm, key: Key, plan_reduction: Callable[..., Any]) -> None:
-        self._comm = comm.Dup()
-        self._alone = Decoder(comm_.mpi().COMM_SELF, **asdict(shape_of(key)), scheme="chain")
-        self.records, self.heads = self._alone.records, self._alone.heads
-        self.local, self.finish = self._alone.local, self._alone.finish
-        self.schedule: Any = None
-        self.certificate: Any = None
-        self.sent: Any = None
-        self._reducer: Reducer | None = None
-        try:
-            self.reduce: Callable[[], object] = plan_reduction(self, key)
-        except TreeattnError:  # on every rank alike
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Release communicator and requests. Collective."""
-        if self._reducer is not None:
-            self._reducer.close()
-        self._alone.close()
-        self._comm.Free()
-
-    def reducer(self, schedule: Any, operator: Any, buffer: Any, group: int) -> Reducer:
-        """Plan a schedule as this step's reduction."""
-        from treeattn.collectives.executors import mpi  # here: help needs no MPI library
-
-        self._reducer = mpi.Reducer(Reduction(self._comm, operator, buffer, group), schedule)
-        self.schedule, self.certificate = schedule, self._reducer.certificate
-        self.sent = self._reducer.sent
-        return self._reducer
-
-
-def plan_null_merge(comm: Intracomm, key: Key) -> Around:
+def plan_null_merge(comm: Intracomm, key: Key) -> Decoder:
     """The same schedule, messages and executor with merges that do nothing. Collective."""
-    return Around(comm, key, _null_merge)
+    return _around(comm, key, select(key.scheme), _null_merge)
+
+
+def _around(comm: Intracomm, key: Key, scheme: Selection | None, reducer: Callable[..., Reducer]) -> Decoder:
+    """The parts of a decoder of one rank around a reduction of another kind, over all ranks."""
+    alone = Request(shape_of(key), select("chain"), None, devices.find("cpu"), None, "replicated")
+    planned = routes.plan(comm_.mpi().COMM_SELF, lambda: alone)
+    planned.reducer.close()
+    planned.schedule = scheme and routes.schedule(scheme, comm)
+    reduction = Reduction(comm, None, planned.buffers.records, planned.buffers.group)
+    planned.reducer = reducer(key, reduction, scheme, planned.schedule)
+    return Decoder.of(comm, planned)
+
+
+class _OneCall(Reducer):
+    """A reduction that is `call`; `end` releases what it uses."""
+
+    def __init__(self, name: str, call: Callable[[], object], end: Callable[[], object] = tuple) -> None:
+        super().__init__(name)
+        self._call, self._end = call, end
+
+    def _begin(self) -> None:
+        """Nothing goes ahead."""
+
+    def _complete(self) -> None:
+        self._call()
+
+    def _release(self) -> None:
+        self._end()
+
+
+def _nothing(*_: object) -> Reducer:
+    return _OneCall(NULL, tuple)
+
+
+def _sum(key: Key, reduction: Reduction, *_: object) -> Reducer:
+    """As many bytes as the records have under way, in elements of the records' own type."""
+    elements = reduction.buffer.size // (2 if key.wire == "bfloat16" else 1)
+    mine, comm, operation = (
+        reduction.buffer.reshape(-1)[:elements],
+        duplicate(reduction.comm),
+        comm_.mpi().SUM,
+    )
+    total = np.empty_like(mine)
+    return _OneCall(SUM, lambda: comm.Allreduce(mine, total, operation), comm.Free)
+
+
+def _bfloat16(key: Key, reduction: Reduction, scheme: Selection, schedule: Schedule | None) -> Reducer:
+    records = reduction.buffer
+    if schedule is None or schedule.result == "scattered" or records.dtype != np.float32:
+        raise RestrictionError(
+            f"{key.scheme} cannot send bfloat16: that takes a schedule which leaves every rank all heads, "
+            "and inputs other than float64"
+        )
+    narrow = np.zeros(records.shape, np.uint16)
+    of_narrow = reduction._replace(operator=wire.Bfloat16Operator(key.head_dim), buffer=narrow)
+    inner = transports.plan("mpi", scheme, schedule, of_narrow)
+
+    def reduce() -> None:
+        wire.narrow(records, narrow)
+        inner()
+        wire.widen(narrow, records)
+
+    around = _OneCall(key.scheme, reduce, inner.close)
+    around.certificate, around.sent = inner.certificate, inner.sent
+    return around
 
 
 class _NullOperator(MergeOperator):
@@ -98,37 +124,6 @@ class _NullOperator(MergeOperator):
         return tuple  # a callable that does nothing
 
 
-def _sum(step: Around, key: Key) -> Callable[[], object]:
-    """As many bytes as the records have under way, in elements of the records' own type."""
-    elements = step.records.size // (2 if key.wire == "bfloat16" else 1)
-    mine, total = step.records.reshape(-1)[:elements], np.empty(elements, step.records.dtype)
-    allreduce, operation = step._comm.Allreduce, comm_.mpi().SUM
-    return lambda: allreduce(mine, total, operation)
-
-
-def _nothing(step: Around, key: Key) -> Callable[[], object]:
-    return lambda: None
-
-
-def _null_merge(step: Around, key: Key) -> Callable[[], object]:
-    schedule = schedule_of(select(key.scheme), step._comm)
-    operator = _NullOperator(key.head_dim, step.records.dtype)
-    return step.reducer(schedule, operator, step.records, key.batch * key.queries)
-
-
-def _bfloat16(step: Around, key: Key) -> Callable[[], object]:
-    schedule = schedule_of(select(key.scheme), step._comm)
-    if schedule is None or schedule.result == "scattered" or step.records.dtype != np.float32:
-        raise RestrictionError(
-            f"{key.scheme} cannot send bfloat16: that takes a schedule which leaves every rank all heads, "
-            "and inputs other than float64"
-        )
-    buffer = np.zeros(step.records.shape, np.uint16)
-    reducer = step.reducer(schedule, wire_.Bfloat16Operator(key.head_dim), buffer, key.batch * key.queries)
-
-    def reduce() -> None:
-        wire_.narrow(step.records, buffer)
-        reducer()
-        wire_.widen(buffer, step.records)
-
-    return reduce
+def _null_merge(key: Key, reduction: Reduction, scheme: Selection, schedule: Schedule | None) -> Reducer:
+    operator = _NullOperator(key.head_dim, reduction.buffer.dtype)
+    return transports.plan("mpi", scheme, schedule, reduction._replace(operator=operator))

@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,18 +56,13 @@ def keys(schemes: Sequence[str], **lists: Sequence[Any]) -> list[Key]:
 
 @dataclass(slots=True)
 class Sweep:
-    """What `run` does. done: blocks that need not be measured again, with the microseconds that each took;
-    point, failed, began: called on rank 0 with each point's fields, with each scheme's error, and with each
-    block before it starts."""
+    """What `run` does. done: blocks that need not be measured again, with the microseconds that each took."""
 
     keys: Sequence[Key]
     effort: Effort
     launch: int
     seed: int
     done: Mapping[Block, float]
-    point: Callable[[Block, dict[str, Any]], None]
-    failed: Callable[[Key, TreeattnError], None]
-    began: Callable[[Block], None]
 
     def blocks(self, case: Iterable[Key]) -> list[Block]:
         """What is left to do of a case, in the order of doing; the same on every rank."""
@@ -78,8 +73,12 @@ class Sweep:
             plan += [Block(key, repetition) for key in order.sample(members, len(members))]
         return [block for block in plan if block not in self.done]
 
-    def run(self, world: Intracomm) -> None:
-        """Measure everything. Collective; ranks that a case does not use sleep meanwhile."""
+    def run(self, world: Intracomm) -> Iterator[tuple[Block, dict[str, Any] | TreeattnError | None]]:
+        """Measure everything. Collective; ranks that a case does not use sleep meanwhile.
+
+        Gives each block with None before it starts, and then, on rank 0, with the fields of its point; and a
+        block of each scheme that cannot run, with the error.
+        """
         placement = environment.placement(world)
         for size, of_size in itertools.groupby(self.keys, lambda key: key.ranks):
             mine = list(of_size)
@@ -88,18 +87,17 @@ class Sweep:
                 crowded = environment.node_load(placement[:size]) is not None
                 bench = Bench(members, self.effort, crowded, self.seed)
                 for _, case in itertools.groupby(mine, lambda key: key.case):
-                    self._run_case(bench, self.blocks(case))
+                    yield from self._run_case(bench, self.blocks(case))
             meet_asleep(world)
             members.Free()
 
-    def _run_case(self, bench: Bench, blocks: list[Block]) -> None:
+    def _run_case(self, bench: Bench, blocks: list[Block]) -> Iterator[tuple[Block, Any]]:
         if not blocks:
             return
         try:
             problem = bench.problem(blocks[0].key)
         except TreeattnError as error:  # on every rank alike
-            for key in dict.fromkeys(block.key for block in blocks):
-                self._fail(bench, key, error)
+            yield from ((block, error) for block in {block.key: block for block in blocks}.values())
             return
         spent: defaultdict[Key, float] = defaultdict(float)  # seconds
         for block, took in self.done.items():
@@ -108,24 +106,19 @@ class Sweep:
         for block in blocks:
             if spent[block.key] > self.effort.patience or spent[block.key] == math.inf:
                 continue
+            yield block, None
             began = time.perf_counter()
-            if bench.comm.rank == 0:
-                self.began(block)
             try:
                 point = bench.block(block.key, problem, memory=block.key not in weighed)
             except TreeattnError as error:  # raised by planning, on every rank alike
                 spent[block.key] = math.inf
-                self._fail(bench, block.key, error)
+                yield block, error
                 continue
             weighed.add(block.key)
             took = bench.loop.agree_on_slowest(time.perf_counter() - began)
             spent[block.key] += took
             if point is not None:
-                self.point(block, point | {"took": round(took * 1e6)})
-
-    def _fail(self, bench: Bench, key: Key, error: TreeattnError) -> None:
-        if bench.comm.rank == 0:
-            self.failed(key, error)
+                yield block, point | {"took": round(took * 1e6)}
 
 
 def meet_asleep(world: Intracomm) -> None:

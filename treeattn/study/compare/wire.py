@@ -25,25 +25,15 @@ class Bfloat16Operator:
     """A `treeattn.collectives.operator.Operator` on records of bfloat16, held as the uint16 of their bits
     because MPI has no name for them. Commutative to the bit, as the float32 merge is."""
 
+    dtype = np.dtype(np.uint16)
+
     def __init__(self, head_dim: int) -> None:
         self._merge = MergeOperator(head_dim)
-
-    @property
-    def dtype(self) -> Any:
-        """uint16."""
-        return np.dtype(np.uint16)
-
-    @property
-    def width(self) -> int:
-        """Elements of one record: head_dim + 2."""
-        return self._merge.width
-
-    def merge(self, into: Any, other: Any) -> None:
-        """Fold `other` into `into`, in place; both C-contiguous [records, width]."""
-        self.planned_merge(into, other)()
+        self.width = self._merge.width
 
     def planned_merge(self, into: Any, other: Any) -> Callable[[], object]:
-        """`merge` for two arrays that never move; the float32 copies are allocated here, once."""
+        """A call that folds `other` into `into`: C-contiguous [records, width], which never move. The float32
+        copies are allocated here, once."""
         left, right = np.empty(into.shape, np.float32), np.empty(other.shape, np.float32)
         merge = self._merge.planned_merge(left, right)
         into, other = into.view(_BFLOAT16), other.view(_BFLOAT16)

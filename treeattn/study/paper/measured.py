@@ -50,12 +50,11 @@ def run(comm: Intracomm, keys: Sequence[Key], effort: Effort) -> dict[Key, Point
     """
     points: dict[Key, Points] = {key: [] for key in keys} if comm.rank == 0 else {}
     problems: list[TreeattnError] = []
-    Sweep(
-        keys, effort, 1, 0, {},
-        lambda block, fields: points[block.key].append(fields),
-        lambda key, error: problems.append(error),
-        lambda block: None,
-    ).run(comm)  # fmt: skip
+    for block, found in Sweep(keys, effort, 1, 0, {}).run(comm):
+        if isinstance(found, TreeattnError):
+            problems.append(found)
+        elif found is not None:
+            points[block.key].append(found)
     problems = comm.bcast(problems or [problem for key in points for problem in _missed(key, points[key])])
     if problems:
         raise problems[0]

@@ -31,8 +31,8 @@ def check_partials(
     flash-attention and `treeattn.decode` have it); perhaps ``merged_out`` and ``merged_lse``, what this rank
     held after the merge; perhaps ``q``, ``k`` and ``v`` as in `treeattn.decode`, with `scale`, default
     1 / sqrt(head_dim). whole: ``out`` and perhaps ``lse`` of all ranks, as suspected or as known; default
-    what rank 0 held after the merge. base: of lse, as it is believed to be, ``"e"`` or 2. Arrays of any
-    library that lie on the host.
+    what the first rank that tells held after the merge. base: of lse, as it is believed to be, ``"e"`` or 2.
+    Arrays of any library that lie on the host.
 
     Raises `ArgumentError` for what is not such a dump.
     """
@@ -46,9 +46,13 @@ def check_partials(
         return different  # nothing below would mean anything
     found = [*alone.unwell(read, base), *alone.alike(read), *alone.merged_unlike(given)]
     found += [*recompute.recomputed(given, read, base, scale), *recompute.keys_held_twice(given)]
-    if whole is None and "merged_out" in given[0]:
-        whole = {name: given[0][f"merged_{name}"] for name in ("out", "lse") if f"merged_{name}" in given[0]}
+    if whole is None:
+        whole = next((_merged(part) for part in given if "merged_out" in part), None)
     if whole is not None:
         held = {name: arrays.on_host(name, array) for name, array in whole.items()}
         found += explained(read, held, base)
     return found
+
+
+def _merged(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: part[f"merged_{name}"] for name in ("out", "lse") if f"merged_{name}" in part}

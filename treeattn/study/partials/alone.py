@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
@@ -83,12 +84,17 @@ def alike(parts: list[Part]) -> Iterator[Finding]:
 def merged_unlike(given: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """After the merge every rank must hold the same bits."""
     for name in ("merged_out", "merged_lse"):
-        if any(name not in part for part in given):
+        held = {rank: np.ascontiguousarray(part[name]) for rank, part in enumerate(given) if name in part}
+        if not held:
             continue
-        held = [np.ascontiguousarray(part[name]) for part in given]
-        bits = [array.tobytes() for array in held]
-        usual = bits.index(max(bits, key=bits.count))
-        for rank, array in enumerate(held):
+        lacking = tuple(rank for rank in range(len(given)) if rank not in held)
+        if lacking:
+            text = f"{name} is not in the dumps of ranks {', '.join(map(str, lacking))}: not compared there"
+            yield Finding("not compared", lacking, text, {}, fault=False)
+        bits = {rank: array.tobytes() for rank, array in held.items()}
+        count = Counter(bits.values())
+        usual = max(bits, key=lambda rank: count[bits[rank]])
+        for rank, array in held.items():
             if bits[rank] != bits[usual]:
                 off = _apart(array, held[usual])
                 text = f"rank {rank}: {name} is not that of rank {usual}, off by up to {off:.2g}"

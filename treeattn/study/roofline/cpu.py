@@ -72,7 +72,7 @@ def measure(
     if max(threads) > cpu.MAX_THREADS:
         raise ArgumentError(f"{max(threads)} threads: {cpu.MAX_THREADS} are the most of one process")
     _check_room(tokens, max(np.dtype(DTYPES[dtype]).itemsize for dtype in dtypes))
-    limits = _Limits(compile.library())
+    limits = _Limits(compile.library(compile.chosen_isa()))
     rows = []
     for dtype in dtypes:
         k, v = (_cache(tokens, DTYPES[dtype], seed) for seed in (1, 2))

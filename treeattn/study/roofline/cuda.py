@@ -22,10 +22,20 @@ from typing import Any, Protocol
 import numpy as np
 
 from treeattn.backends import cuda
+from treeattn.collectives.captured import Captured
 from treeattn.errors import ArgumentError
 from treeattn.study.roofline.cpu import DTYPES
 
-__all__ = ["HEAD_DIM", "Stopwatch", "cold_caches", "copy_lap", "measure", "median_laps", "upload_random"]
+__all__ = [
+    "HEAD_DIM",
+    "Stopwatch",
+    "captured",
+    "cold_caches",
+    "copy_lap",
+    "measure",
+    "median_laps",
+    "upload_random",
+]
 
 HEAD_DIM = 128
 
@@ -34,27 +44,17 @@ _HOST_CALLS = 20
 
 
 class Stopwatch(Protocol):
-    """A device, and how to time what it does."""
+    """How to time what a runtime queues, and what else is known of its device."""
+
+    #: Size of the device's L2 cache.
+    l2_bytes: int
 
     @property
     def runtime(self) -> cuda.Runtime:
-        """What the kernels need of the device."""
-
-    @property
-    def l2_bytes(self) -> int:
-        """Size of its L2 cache."""
-
-    def upload(self, array: Any) -> Any:
-        """A device array that holds what a NumPy array does."""
-
-    def copy(self, into: Any, source: Any) -> None:
-        """Enqueue the copy of a contiguous device array into another of its size."""
-
-    def captured(self, calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-        """Run the calls once, then put them into one graph: what is returned launches it."""
+        """Where memory, copies, kernels and their recording come from."""
 
     def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
-        """Seconds that the device takes for each run, all enqueued at once."""
+        """Seconds that the device takes for each run, all enqueued at once on one stream."""
 
     def host_seconds(self, run: Callable[[], object], calls: int) -> float:
         """Seconds of the host for one call that only enqueues, over so many in a row."""
@@ -101,7 +101,10 @@ def measure(
         raise ArgumentError(f"dtype {', '.join(sorted(unknown))}: choose from {', '.join(DTYPES)}")
     if min(tokens, repeats, kv_heads, *groups) < 1:
         raise ArgumentError("tokens, groups, KV heads and repeats must be positive")
-    stopwatch = stopwatch or _default_stopwatch()
+    if stopwatch is None:
+        from treeattn.backends.cuda import cupy_stopwatch  # CuPy is only looked for when a GPU is asked for
+
+        stopwatch = cupy_stopwatch.CupyStopwatch()
     copy, moved = copy_lap(stopwatch)
     rows: list[dict[str, Any]] = []
     for dtype in dtypes:
@@ -124,11 +127,11 @@ def _steps(
     stopwatch: Stopwatch, caches: Any, group: int, copy: Callable[[], object], repeats: int
 ) -> tuple[float, float, float]:
     """Seconds of a copy, of a step on the device, and of a step on the host."""
-    heads = group * caches[0][0].shape[2]
-    q = upload_random(stopwatch, (1, 1, heads, HEAD_DIM), caches[0][0].dtype)
-    records = stopwatch.runtime.zeros(heads * (HEAD_DIM + 2), np.float32).reshape(1, heads, 1, HEAD_DIM + 2)
-    attention = cuda.PlannedAttention(records, scale=HEAD_DIM**-0.5, runtime=stopwatch.runtime)
-    lap = stopwatch.captured([functools.partial(attention, q, k, v) for k, v in caches])
+    runtime, heads = stopwatch.runtime, group * caches[0][0].shape[2]
+    q = upload_random(runtime, (1, 1, heads, HEAD_DIM), caches[0][0].dtype)
+    records = runtime.empty((1, heads, 1, HEAD_DIM + 2), np.float32)
+    attention = cuda.PlannedAttention(records, scale=HEAD_DIM**-0.5, runtime=runtime)
+    lap = captured(runtime, [functools.partial(attention, q, k, v) for k, v in caches])
     copying, around = median_laps(stopwatch, [copy, lap], copy, repeats)
     host = stopwatch.host_seconds(functools.partial(attention, q, *caches[-1]), _HOST_CALLS)
     return copying, around / len(caches), host
@@ -149,6 +152,19 @@ def _row(caches: Any, moved: int, copying: float, step: float, host: float) -> d
     }
 
 
+def captured(runtime: cuda.Runtime, calls: Sequence[Callable[[], object]]) -> Captured:
+    """All calls as one graph, after they ran once: that compiles and allocates."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    lap = Captured(runtime, run)
+    lap()
+    lap.record()
+    return lap
+
+
 def median_laps(
     stopwatch: Stopwatch, runs: Sequence[Callable[[], object]], lead: Callable[[], object], repeats: int
 ) -> list[float]:
@@ -159,13 +175,11 @@ def median_laps(
 
 def copy_lap(stopwatch: Stopwatch) -> tuple[Callable[[], object], int]:
     """A copy on the device of eight times its L2 cache, and how many bytes it moves: read and written."""
-    size = 8 * stopwatch.l2_bytes
-    into, source = (stopwatch.runtime.zeros(size, np.uint8) for _ in range(2))
-    block = stopwatch.upload(np.random.default_rng(0).integers(0, 256, min(size, 1 << 20), np.uint8))
-    for begin in range(0, size, block.size):
-        part = source[begin : begin + block.size]
-        stopwatch.copy(part, block[: part.size])
-    return functools.partial(stopwatch.copy, into, source), 2 * size
+    runtime, size = stopwatch.runtime, 8 * stopwatch.l2_bytes
+    into, source = (runtime.empty((size,), np.uint8) for _ in range(2))
+    block = _upload(runtime, np.random.default_rng(0).integers(0, 256, min(size, 1 << 20), np.uint8))
+    _fill(runtime, source, block)
+    return functools.partial(runtime.copy, into, source), 2 * size
 
 
 def cold_caches(stopwatch: Stopwatch, tokens: int, kv_heads: int, dtype: str) -> list[tuple[Any, Any]]:
@@ -177,27 +191,33 @@ def cold_caches(stopwatch: Stopwatch, tokens: int, kv_heads: int, dtype: str) ->
     element = np.dtype(np.uint16 if dtype == "bfloat16" else DTYPES[dtype])
     row = kv_heads * HEAD_DIM
     count = 1 + max(1, math.ceil(2 * stopwatch.l2_bytes / (2 * tokens * row * element.itemsize)))
-    blocks = [upload_random(stopwatch, (_BLOCK, kv_heads, HEAD_DIM), element, seed) for seed in (1, 2)]
+    shape = (_BLOCK, kv_heads, HEAD_DIM)
+    blocks = [upload_random(stopwatch.runtime, shape, element, seed) for seed in (1, 2)]
 
     def cache(block: Any) -> Any:
-        array = stopwatch.runtime.zeros(tokens * row, element).reshape(1, tokens, kv_heads, HEAD_DIM)
-        for begin in range(0, tokens, _BLOCK):
-            part = array[0, begin : begin + _BLOCK]
-            stopwatch.copy(part, block[: len(part)])
+        array = stopwatch.runtime.empty((1, tokens, kv_heads, HEAD_DIM), element)
+        _fill(stopwatch.runtime, array[0], block)
         return array
 
     return [(cache(blocks[0]), cache(blocks[1])) for _ in range(count)]
 
 
-def upload_random(stopwatch: Stopwatch, shape: tuple[int, ...], element: Any, seed: int = 0) -> Any:
+def _fill(runtime: cuda.Runtime, array: Any, block: Any) -> None:
+    """Copies of `block` one behind the other along the first axis."""
+    for begin in range(0, len(array), len(block)):
+        part = array[begin : begin + len(block)]
+        runtime.copy(part, block[: len(part)])
+
+
+def upload_random(runtime: cuda.Runtime, shape: tuple[int, ...], element: Any, seed: int = 0) -> Any:
     """Random numbers on the device; of type uint16 the bits of bfloat16."""
     numbers = np.random.default_rng(seed).standard_normal(shape)
     if element == np.uint16:
-        return stopwatch.upload(numbers.astype(DTYPES["bfloat16"]).view(np.uint16))
-    return stopwatch.upload(numbers.astype(element))
+        return _upload(runtime, numbers.astype(DTYPES["bfloat16"]).view(np.uint16))
+    return _upload(runtime, numbers.astype(element))
 
 
-def _default_stopwatch() -> Stopwatch:
-    from treeattn.backends.cuda import cupy_stopwatch  # CuPy is only looked for when a GPU is asked for
-
-    return cupy_stopwatch.CupyStopwatch()
+def _upload(runtime: cuda.Runtime, array: Any) -> Any:
+    moved = runtime.empty(array.shape, array.dtype)
+    runtime.upload(moved, array)
+    return moved

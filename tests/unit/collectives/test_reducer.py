@@ -1,0 +1,73 @@
+"""The states of every reducer, and the order that they allow."""
+
+from __future__ import annotations
+
+import pytest
+
+from treeattn.collectives.reducer import Reducer
+from treeattn.errors import ScheduleError
+
+
+class Logged(Reducer):
+    """Writes down what it is asked for; `fails` names what raises."""
+
+    def __init__(self, fails=""):
+        super().__init__("logged")
+        self.log, self.fails = [], fails
+
+    def _part(self, name):
+        self.log.append(name)
+        if name == self.fails:
+            raise KeyError(name)
+
+    def _begin(self):
+        self._part("begin")
+
+    def _complete(self):
+        self._part("complete")
+
+    def _release(self):
+        self._part("release")
+
+    def _abandon(self):
+        self._part("abandon")
+
+
+def test_a_call_is_both_halves_and_closing_ends_a_step_in_flight():
+    reducer = Logged()
+    reducer()
+    reducer.start()
+    with pytest.raises(ScheduleError, match="already running"):
+        reducer()
+    with pytest.raises(ScheduleError, match="already running"):
+        reducer.start()
+    reducer.close()
+    reducer.close()
+    assert reducer.log == ["begin", "complete", "begin", "complete", "release"]
+    with pytest.raises(ScheduleError, match="closed"):
+        reducer()
+    with pytest.raises(ScheduleError, match="without start"):
+        reducer.wait()
+
+
+@pytest.mark.parametrize("fails", ["begin", "complete"])
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_step_that_fails_is_never_finished_nor_followed(fails, halves):
+    """Others may have gone on: what is left is the end of this rank alone."""
+    reducer = Logged(fails)
+    with pytest.raises(KeyError):
+        (reducer.start(), reducer.wait()) if halves else reducer()
+    with pytest.raises(ScheduleError, match="failed"):
+        reducer()
+    with pytest.raises(ScheduleError, match="without start"):
+        reducer.wait()
+    reducer.close()
+    assert reducer.log[-1] == "abandon"
+    assert "release" not in reducer.log
+
+
+def test_an_error_outside_of_a_step_leaves_without_the_others():
+    reducer = Logged()
+    reducer()
+    reducer.__exit__(ZeroDivisionError)
+    assert reducer.log == ["begin", "complete", "abandon"]
