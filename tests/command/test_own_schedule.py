@@ -78,12 +78,16 @@ def test_a_file_is_drawn_and_exported(star, tmp_path):
         (("{folder}/none.json",), "cannot be read"),
         (("{folder}/broken.json",), "not the JSON of a schedule"),
         (("{folder}/list.json",), "not the JSON of a schedule"),
+        (("{folder}/deep.json",), "not the JSON of a schedule"),
+        (("{folder}/named.json",), "at most 100 printable characters"),
         (("{folder}/twice.json",), "counts rank"),
     ],
 )
 def test_bad_input_is_named_in_one_line(star, tmp_path, arguments, message):
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "named.json").write_text(Schedule("\x1b[31m", 1, 1, ()).to_json())
     (tmp_path / "twice.json").write_text(Schedule("twice", 2, 1, ((Transfer(1, 0),),) * 2).to_json())
     given = [str(word).format(star=star, folder=tmp_path) for word in arguments]
     done = treeattn("schedule", *given)

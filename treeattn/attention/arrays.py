@@ -88,6 +88,10 @@ def on_host(name: str, array: Any) -> Any:
     What is no NumPy array already is read-only; bfloat16 is that of ml_dtypes. Raises `ArgumentError` for
     what is no array, or lies elsewhere.
     """
+    if isinstance(array, np.ma.MaskedArray):
+        raise ArgumentError(
+            f"{name} is a masked array, of which the mask would be lost: pass {name}.filled(..)"
+        )
     if isinstance(array, np.ndarray):
         return array
     if hasattr(array, "__dlpack__"):
@@ -260,7 +264,7 @@ class Containers:
 
 _TORCH_PLACE = (
     operator.methodcaller("data_ptr"),
-    operator.attrgetter("shape"),
+    operator.attrgetter("shape", "dtype"),
     operator.methodcaller("stride"),
 )
 

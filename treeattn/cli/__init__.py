@@ -77,6 +77,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except (click.Abort, KeyboardInterrupt):
         _end_interrupted(rank)
     except Exception as error:
+        if isinstance(
+            error.__cause__, KeyboardInterrupt
+        ):  # what an extension module makes of it in its import
+            _end_interrupted(rank)
         if comm.started():
             comm.abort(error)
         raise
@@ -108,11 +112,11 @@ def _output(screen: TextIO | None, rank: int) -> TextIO:
 def _written(screen: TextIO | None, code: int) -> int:
     """Print what was kept; the exit code."""
     try:
-        if screen is not None and isinstance(sys.stdout, io.StringIO):
-            screen.write(sys.stdout.getvalue())
+        if screen is not None and isinstance(sys.stdout, io.StringIO) and (text := sys.stdout.getvalue()):
+            screen.write(text)
             screen.flush()
-    except BrokenPipeError:  # the reader of our output has seen enough
-        return 0
+    except BrokenPipeError:  # the reader of our output has seen enough: that changes no verdict
+        return code
     except OSError as error:
         print(f"treeattn: standard output: {error.strerror}; print to another place", file=sys.stderr)
         return 1

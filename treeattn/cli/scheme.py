@@ -15,6 +15,8 @@ from treeattn.errors import ArgumentError, ScheduleError
 
 __all__ = ["from_file", "given", "is_file"]
 
+_NAME_LIMIT = 100  # it stands in tables
+
 
 def is_file(scheme: str) -> bool:
     """Whether an option names a file instead of a scheme."""
@@ -32,7 +34,7 @@ def from_file(path: str | Path) -> Schedule:
         data = json.loads(text)
     except OSError as error:
         raise ArgumentError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ScheduleError(f"{path}: not the JSON of a schedule: {error}") from None
     if isinstance(data, dict) and "schedule" in data:
         text = json.dumps(data["schedule"])
@@ -40,6 +42,8 @@ def from_file(path: str | Path) -> Schedule:
         schedule = Schedule.from_json(text)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
+    if not schedule.name.isprintable() or len(schedule.name) > _NAME_LIMIT:
+        raise ScheduleError(f"{path}: its name is not one of at most {_NAME_LIMIT} printable characters")
     nameless = replace(schedule, name="")
     digest = hashlib.sha256(nameless.to_json().encode()).hexdigest()[:6]
     return replace(schedule, name=f"{schedule.name.partition('@')[0]}@{digest}")

@@ -102,6 +102,7 @@ class Frame:
         (Dlpack(some(), kind=2), "q lies on a GPU, but device='cpu'.*ask for device='cuda'"),
         (OnGpu(some()), "q lies on a GPU, but device='cpu'"),
         (Dlpack(some(), kind=10), "q lies on a device of DLPack type 10: move it"),
+        (np.ma.masked_invalid(some()), r"q is a masked array, of which the mask.*pass q\.filled"),
         (Dlpack(some(dtype=np.complex64)), "type that is not supported .*code 5, 64 bits"),
     ],
     ids=lambda case: "" if isinstance(case, str) else type(case).__name__,
@@ -153,6 +154,10 @@ def test_an_object_that_was_given_other_memory_is_asked_again() -> None:
         def shape(self) -> tuple[int, ...]:
             return tuple(self.array.shape)
 
+        @property
+        def dtype(self) -> np.dtype[Any]:
+            return self.array.dtype
+
     containers = Containers(on_host, RESULTS)
     k = Movable(some((1, 4, 1, 8)))
     containers.take(k, k, k)
@@ -160,6 +165,8 @@ def test_an_object_that_was_given_other_memory_is_asked_again() -> None:
         k.array = longer
         assert containers.take(k, k, k)[1].shape == longer.shape
         np.testing.assert_array_equal(containers.take(k, k, k)[0], longer)
+    k.array = k.array.view(np.int32)  # other elements in the same place
+    assert containers.take(k, k, k)[0].dtype == np.int32
 
 
 class Immutable(Dlpack):

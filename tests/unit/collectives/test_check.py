@@ -230,6 +230,13 @@ def test_wrong_shapes_are_refused():
     assert "as many chunks as ranks, not 2" in failure(chunks=2, result="scattered")
 
 
+def test_chunks_that_no_memory_holds_are_refused():
+    whole = range(10**9)
+    rounds = ((Transfer(1, 0, whole),), (Transfer(0, 1, whole, False),))
+    with pytest.raises(ScheduleError, match="has 1000000000 chunks, the limit is 524288"):
+        check(Schedule("huge", 2, 10**9, rounds))
+
+
 def test_a_scattered_result_must_lie_on_its_rank():
     turned = on_ranks(build("head_scatter", 4).rounds, [1, 2, 3, 0])
     assert "after the last round rank 0 lacks" in failure(*turned, chunks=4, result="scattered")

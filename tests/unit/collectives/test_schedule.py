@@ -70,7 +70,7 @@ def test_json_of_something_else_is_refused(change):
         Schedule.from_json(json.dumps(data))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "null", "{"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", "null", "{", "[" * 100_000])
 def test_text_that_is_not_a_schedule_is_refused(text):
     with pytest.raises(ScheduleError, match="not the JSON of a schedule"):
         Schedule.from_json(text)

@@ -14,7 +14,7 @@ from msgspec.structs import asdict
 from rich.console import Console
 
 from treeattn.cli import compare_table
-from treeattn.errors import ArgumentError
+from treeattn.errors import ArgumentError, BackendError
 from treeattn.study import plot
 from treeattn.study.compare import results
 from treeattn.study.compare.results import Writer
@@ -321,7 +321,7 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
 
     with Writer(tmp_path / "r") as writer:
         monkeypatch.setattr("os.fsync", full)
-        with pytest.raises(ArgumentError, match="cannot be written .No space left"):
+        with pytest.raises(BackendError, match="cannot be written .No space left.*is kept"):
             writer.append(run_of("a", RUN))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from treeattn.errors import ArgumentError
+from treeattn.errors import ArgumentError, BackendError
 from treeattn.study import environment
 from treeattn.study.compare.schema import Failure, Key, Line, Point, Run
 from treeattn.study.statistics import Statistics, describe
@@ -263,7 +263,8 @@ class Writer:
                 left = left[self._file.write(left) :]
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise self._unwritable(error) from None
+            reason = f"{self._path}: cannot be written ({error.strerror}); what it holds is kept"
+            raise BackendError(f"{reason}: make room, and the same command goes on from there") from None
 
     def close(self) -> None:
         """Give the file free for others."""
