@@ -76,7 +76,9 @@ class Decoder:
         self.certificate = planned.reducer.certificate
         self.records, self.heads = planned.buffers.records, planned.buffers.heads
         self.out, self.lse = planned.buffers.out, planned.buffers.lse
-        self._containers = arrays.Containers(request.device.view, (self.out, self.lse))
+        self._results = self.out, self.lse
+        self._containers = arrays.Containers(request.device.view, self._results)
+        self._native, self._foreign = type(self.out), False
         self._comm, self._device = comm, request.device
         self._attention, self._reducer, self._finish = planned.attention, planned.reducer, planned.finish
         self._sliced = planned.buffers.sliced
@@ -94,7 +96,9 @@ class Decoder:
 
     def local(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
         """This rank's partials, from its own tokens, into the records buffer."""
-        q, k, v = self._containers.take(q, k, v)
+        self._foreign = not type(q) is type(k) is type(v) is self._native
+        if self._foreign:
+            q, k, v = self._containers.take(q, k, v)
         self._attention(q, k, v, self._device.admit(self.shape, q, k, v, lengths))
 
     def reduce(self) -> None:
@@ -109,7 +113,7 @@ class Decoder:
     def finish(self) -> tuple[Any, Any]:
         """(out, lse) from the folded records, in the container of the q that `local` was given."""
         self._finish()
-        return self._containers.give()
+        return self._containers.give() if self._foreign else self._results
 
     @property
     def sent(self) -> list[tuple[int, int]] | Sent | None:
