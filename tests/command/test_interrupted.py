@@ -23,11 +23,14 @@ needs_mpiexec = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: instal
 def interrupted(words, ranks, ready):
     """The command, given Ctrl-C as a terminal does, to all its processes, when `ready` says so."""
     command = [sys.executable, "-m", "treeattn", *map(str, words)]
+    # Started in the background, as CI may be, a shell lets its children ignore Ctrl-C; a terminal does not.
+    was = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         ([str(mpiexec()), "-n", str(ranks)] if ranks else []) + command,
         cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
+    signal.signal(signal.SIGINT, was)
     try:
         ready(process)
         os.killpg(process.pid, signal.SIGINT)
