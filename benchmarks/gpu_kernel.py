@@ -267,12 +267,13 @@ def main() -> None:
         sys.exit("\n".join(f"gpu_kernel.py: {line}" for line in missing if line))
     from treeattn.backends.cuda.cupy_stopwatch import CupyStopwatch
 
+    software = environment.software()  # before measuring: it loads the MPI library, which may end the process
     stopwatch = CupyStopwatch()
     present = [name for name in OTHERS if absent[name] is None]
     others = {name: functools.partial(captured_by_torch, OTHERS[name]) for name in present}
     results = run(stopwatch, others, options.repeats)
     versions = {name: getattr(sys.modules[name], "__version__", None) for name in present}
-    facts = {"software": environment.software(), "others": versions, "not compared with": absent}
+    facts = {"software": software, "others": versions, "not compared with": absent}
     if options.json:
         text = json.dumps(facts | {"device": stopwatch.facts(), **results}, indent=1)
         options.json.write_text(text + "\n")

@@ -35,9 +35,8 @@ class Captured:
         elif not self.connected:
             self._queue()
             self.connected = True
-        else:
-            launch = self._launch or self.record()
-            launch()
+        else:  # without a name: the traceback of a launch that fails would keep the graph alive
+            (self._launch or self.record())()
 
     def check(self) -> None:
         """Raise `TransportError` where a capture would hold what cannot be captured."""
@@ -58,7 +57,8 @@ class CapturedReducer(Reducer):
     """What reducers over NCCL have in common: a captured step, and their end.
 
     It owns the communicator. A step is queued and not waited for; from the second one on it is one launch of
-    a CUDA graph. ``start()`` queues all of it and ``wait()`` nothing: the stream keeps the order.
+    a CUDA graph. ``start()`` queues all of it and ``wait()`` nothing: the stream keeps the order. One that
+    nobody closes keeps its communicator for good.
     """
 
     def __init__(self, name: str, reduction: Reduction) -> None:

@@ -5,6 +5,7 @@ CuPy is imported when this is first used. NCCL itself comes with treeattn[nccl12
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import warnings
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -41,10 +42,10 @@ class Communicator(Protocol):
         """Every element over all ranks, in place."""
 
     def close(self) -> None:
-        """Collective."""
+        """Collective. It waits for ever while a graph lives that holds the communicator."""
 
     def abort(self) -> None:
-        """Leave without the others."""
+        """Leave without the others. It waits for graphs as `close` does."""
 
 
 @functools.cache
@@ -98,6 +99,10 @@ class _Communicator:
             raise TransportError(
                 f"NCCL cannot connect {comm.size} ranks: {error}; NCCL_DEBUG=INFO tells more"
             ) from error
+        # For good, so that only `close` and `abort` end it. CuPy destroys what Python collects, and NCCL
+        # waits there (commDestroySync in its init.cc) until no graph holds the communicator: one of the same
+        # garbage may go later, and a caller's own never.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._communicator))
 
     def group_start(self) -> None:
         self._nccl.groupStart()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from treeattn.backends import cpu, cuda
+from treeattn.backends.cuda import attention
 from treeattn.backends.cuda.attention import choose_splits
 from treeattn.errors import ArgumentError, BackendError
 
@@ -175,6 +176,29 @@ def test_split_choice_fills_the_device_but_no_more() -> None:
     for blocks in (1, 7, 64):
         for tokens in (1, 1000, 10**6):
             assert 1 <= choose_splits(blocks, tokens, 264) <= cuda.MAX_SPLITS
+
+
+def test_a_growing_cache_chooses_its_splits_once_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passed as a new view in each step: choosing costs more than all else that a step does on the host."""
+    considered: list[int] = []
+
+    def counted(*given: Any, **options: Any) -> Any:
+        if options:  # the least costly of the splits
+            considered.append(len(given[0]))
+        return min(*given, **options)
+
+    class Launched(EmulatorRuntime):
+        multiprocessors = 5  # that no other test has: its choices are new
+
+        def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Any:
+            return lambda *_, **__: None
+
+    monkeypatch.setattr(attention, "min", counted, raising=False)
+    q, cache = np.zeros((1, 1, 2, 64), np.float32), np.zeros((1, 3 * 64, 2, 64), np.float32)
+    planned = cuda.PlannedAttention(np.zeros((1, 2, 1, 66), np.float32), scale=1.0, runtime=Launched())
+    for tokens in range(1, 3 * 64 + 1):
+        planned(q, cache[:, :tokens], cache[:, :tokens])
+    assert considered == [1, 2, 3]  # at most as many splits as tiles
 
 
 def of_shape(*shape: int) -> Array:

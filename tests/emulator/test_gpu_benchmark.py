@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from command.launch import ROOT, run
+
+from treeattn.backends.cuda import cupy_stopwatch
 
 from .raw_module import compiler_problem
 from .stopwatch import EmulatorStopwatch
@@ -89,6 +92,20 @@ def test_goals(benchmark: Any, tokens: int, microseconds: float, met: dict[str, 
     """Beside a floor of 10 microseconds, and torch with 30."""
     seconds = {"attention": microseconds * 1e-6, "attention and finish": microseconds * 1e-6, "torch": 30e-6}
     assert benchmark.goals(tokens, 10e-6, seconds) == met
+
+
+def test_nothing_is_measured_before_the_software_is_known(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It loads the MPI library, which may end the process: then no measurement is lost."""
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--alone"])
+    monkeypatch.setattr(benchmark.cupy_runtime, "problem", lambda: None)
+    monkeypatch.setattr(cupy_stopwatch, "CupyStopwatch", object)
+    order: list[str] = []
+    monkeypatch.setattr(benchmark.environment, "software", lambda: order.append("software"))
+    monkeypatch.setattr(benchmark, "run", lambda *_: order.append("measured"))
+    benchmark.main()
+    assert order == ["software", "measured"]
 
 
 @pytest.mark.parametrize("words", [[], ["--alone"]])

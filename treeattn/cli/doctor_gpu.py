@@ -93,6 +93,9 @@ def _cupy(driver: Driver | None) -> Generator[Finding, None, Any]:
         what = "not installed" if absent else f"{named} does not load: {_first_line(error)}"
         yield Finding("CuPy", "missing", what, afresh)
         return None
+    if cupy.cuda.runtime.is_hip:
+        yield Finding("CuPy", "missing", f"{named}, built for AMD's ROCm, which is not served", afresh)
+        return None
     what = f"{named}, built for CUDA {built // 1000}.{built % 1000 // 10}"
     if driver is not None and built // 1000 > driver.cuda[0]:
         yield Finding("CuPy", "missing", f"{what}; the driver serves less", f"{afresh}, or update the driver")

@@ -74,13 +74,15 @@ def command(
     if problem is not None:
         raise ArgumentError(problem)
     write = files.output_writer(json_path)
+    # Before measuring: it loads the MPI library, which may end the process.
+    facts = {"cpu": environment.cpu_name(), "software": environment.software()}
     what = number("--tokens", tokens), dtypes.split(","), numbers("--groups", groups)
     if device == "cuda":
         measured = roofline_cuda.measure(*what, repeat or 21, progress=Lines())
     else:
         counts = numbers("--threads", threads or "1")
         measured = roofline.measure(*what, counts, repeat or 7, progress=Lines())
-    measured |= {"cpu": environment.cpu_name(), "software": environment.software()}
+    measured |= facts
     write(environment.as_json(measured))
     (_show_cuda if device == "cuda" else _show_cpu)(measured)
 

@@ -56,6 +56,7 @@ SIGNATURES: dict[str, str | None] = {
     "cuda.runtime.getDevice": "",
     "cuda.runtime.getDeviceCount": "",
     "cuda.runtime.getDeviceProperties": "device",
+    "cuda.runtime.is_hip": None,
     "cuda.runtime.runtimeGetVersion": "",
     "cuda.nccl.NCCL_FLOAT32": None,
     "cuda.nccl.NCCL_MAX": None,

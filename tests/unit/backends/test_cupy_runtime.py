@@ -39,7 +39,9 @@ def fake_cupy(**changes: Any) -> ModuleType:
         pci_bus_id = "0000:3B:00.0"
         compute_capability = changes.get("capability", "90")
         # No others: CuPy's table lacks the compute capability.
-        attributes = {"MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 227 << 10}  # noqa: RUF012
+        attributes = {"MultiProcessorCount": 132}  # noqa: RUF012
+        if not changes.get("hip"):
+            attributes["MaxSharedMemoryPerBlockOptin"] = 227 << 10
 
         def __init__(self, device: int = 0) -> None:
             self.index = device
@@ -146,6 +148,7 @@ def fake_cupy(**changes: Any) -> ModuleType:
             driverGetVersion=lambda: changes.get("driver", 12040 if "too_old" in changes else 13000),
             runtimeGetVersion=lambda: 13000,
             getDeviceCount=device_count,
+            is_hip=changes.get("hip", False),
             getDevice=lambda: changes.get("current", 0),
         ),
         compiler=SimpleNamespace(CompileException=CompileException),
@@ -182,6 +185,7 @@ def test_cpu_work_never_imports_cupy() -> None:
     [
         ({"driver": 0}, "no NVIDIA driver.*device='cpu'"),
         ({"too_old": True}, r"built for CUDA 13, the driver offers 12\.4.*treeattn\[cuda12\]"),
+        ({"hip": True}, r"for AMD's ROCm, which is not served: use device='cpu'.*treeattn\[cuda12\]"),
         ({"no_gpu": True}, "shows no GPU: check CUDA_VISIBLE_DEVICES"),
         (
             {"device_error": "cudaErrorNoDevice: no CUDA-capable device"},

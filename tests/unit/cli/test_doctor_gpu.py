@@ -41,7 +41,7 @@ class Machine:
         monkeypatch.setattr(importlib.metadata, "distributions", self._distributions)
         self.driver = Driver("550.54.15", (12, 4), (H100, H100))
         monkeypatch.setattr(cuda_driver, "driver", lambda: self.driver)
-        self.runtime = SimpleNamespace(runtimeGetVersion=lambda: 12090)
+        self.runtime = SimpleNamespace(runtimeGetVersion=lambda: 12090, is_hip=False)
         self.nvrtc = SimpleNamespace(getVersion=lambda: (12, 9))
         self.nccl = SimpleNamespace(available=True, get_version=lambda: 22505)
         self.cupy = ModuleType("cupy")
@@ -146,6 +146,15 @@ def test_cupy_for_another_cuda(machine: Machine) -> None:
     assert (
         found.remedy == "pip uninstall cupy-cuda13x and pip install 'treeattn[cuda12]', or update the driver"
     )
+
+
+def test_cupy_for_amd(machine: Machine) -> None:
+    machine.builds = {"cupy-rocm-7-0": "14.2.0"}
+    machine.driver, machine.runtime.is_hip = None, True
+    machine.runtime.runtimeGetVersion = lambda: 70051831
+    found = machine.findings()
+    assert found["CuPy"].verdict == found["NVRTC"].verdict == found["NCCL"].verdict == "missing"
+    assert found["CuPy"].what == "cupy-rocm-7-0 14.2.0, built for AMD's ROCm, which is not served"
 
 
 @pytest.mark.parametrize(

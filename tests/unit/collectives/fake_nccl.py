@@ -102,6 +102,7 @@ class Stream:
         self.graph_launches = 0
         self.closed: str | None = None
         self.waited = True
+        self.lost = False
         self._graphs: list[weakref.ref[Any]] = []
         self._posts: list[Post] | None = None
         self._recorded: list[Callable[[bool], Any]] | None = None
@@ -129,13 +130,16 @@ class Stream:
         run()
         self._recorded = None
 
-        def launch() -> None:
-            self.graph_launches += 1
-            self.waited = False
-            self.queued.extend(make(True) for make in recorded)
-
+        launch = partial(self._launch, recorded)  # no frame of a traceback holds it, as with CuPy's
         self._graphs.append(weakref.ref(launch))
         return launch
+
+    def _launch(self, recorded: list[Callable[[bool], Any]]) -> None:
+        if self.lost:
+            raise RuntimeError("the GPU is lost")
+        self.graph_launches += 1
+        self.waited = False
+        self.queued.extend(make(True) for make in recorded)
 
     def queue(self, work: Callable[[], object]) -> None:
         self._add(lambda captured: work)
@@ -175,6 +179,8 @@ class Stream:
 
     def all_reduce(self, array: Any, operation: str) -> None:
         self._post(operation, array, 0)
+
+    # NCCL's commDestroySync returns when every graph is gone: what would hang fails here.
 
     def close(self) -> None:
         assert self.waited, "messages may still be under way"

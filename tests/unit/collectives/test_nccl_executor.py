@@ -118,6 +118,26 @@ def test_misuse_is_refused():
     assert stream.closed == "aborted"
 
 
+@pytest.mark.parametrize("lost", [False, True], ids=["body", "launch"])
+def test_the_graph_goes_before_a_communicator_that_is_aborted(lost):
+    """An error in the body, or in a launch, whose traceback is alive meanwhile."""
+    stream = Fabric(2).streams[0]
+    buffer = np.zeros((2, 10), np.float32)
+
+    def fail():
+        with Reducer(reduction(stream, buffer), build("chain", 2)) as reducer:
+            reducer()
+            reducer()
+            stream.lost = lost
+            reducer()
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert stream.closed == "aborted"
+    assert stream.graph_launches == (1 if lost else 2)
+
+
 # What the fake would say of a wrong executor: it can fail.
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -119,3 +121,58 @@ def test_a_refusal_says_where_to_learn_more(monkeypatch: pytest.MonkeyPatch) -> 
     nccl._library.cache_clear()
     with pytest.raises(TransportError, match="cannot connect 1 ranks: NCCL_ERROR_INVALID_USAGE.*NCCL_DEBUG"):
         nccl.connect(ONE, STREAM)
+
+
+# A reducer with a graph, over a communicator that CuPy destroys once Python collects it.
+UNCLOSED = """
+import gc, os, sys, weakref
+from types import SimpleNamespace
+import numpy as np
+from fake_nccl import Fabric, QueuedOperator
+from test_nccl_library import fake
+from treeattn.backends.cpu import MergeOperator
+from treeattn.collectives import build, nccl
+from treeattn.collectives.executors.nccl import Reducer
+from treeattn.collectives.reducer import Reduction
+
+class NcclCommunicator:
+    def __init__(self, *_):
+        self.send = self.recv = lambda *_: stream.queue(tuple)
+    def __del__(self, exit=os._exit):
+        exit(9)  # ncclCommDestroy, which would wait for graphs
+
+modules, _ = fake()
+modules["cupy.cuda.nccl"].NcclCommunicator = NcclCommunicator
+sys.modules.update(modules)
+stream = Fabric(2).streams[0]
+two = SimpleNamespace(rank=0, size=2, bcast=lambda value, root: value)
+reduction = Reduction(nccl.connect(two, stream), QueuedOperator(MergeOperator(8), stream),
+                      np.zeros((2, 10), np.float32), 1, stream)
+reducer = Reducer(reduction, build("chain", 2))
+reducer()
+reducer()
+assert stream.graph_launches == 1
+own, left = [stream.capture(reducer)], weakref.ref(reducer)
+
+def collect():
+    global reduction, reducer
+    del reduction, reducer
+    gc.collect()
+    assert left() is None
+"""
+ENDS = {
+    "collected": "own.clear(); collect()",
+    "collected before a graph of the caller's own": "collect()",
+    "at the end of Python": "",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_communicator_that_nobody_closed_is_left_alone(end: str) -> None:
+    """In a process of its own, for the end of Python."""
+    done = subprocess.run(
+        [sys.executable, "-c", UNCLOSED + ENDS[end]],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")

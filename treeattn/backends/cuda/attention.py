@@ -77,7 +77,6 @@ def mma_kernel(kv_type: str, head_dim: int, shared_limit: int) -> tuple[str, int
     return (f"partial_attention_mma<{kv_type}, {head_dim}, {stages}>", size) if size <= shared_limit else None
 
 
-@functools.lru_cache(maxsize=256)
 def choose_splits(blocks: int, tokens: int, slots: int) -> int:
     """Into how many splits a shard is best cut.
 
@@ -89,7 +88,12 @@ def choose_splits(blocks: int, tokens: int, slots: int) -> int:
         tokens: of the shard.
         slots: blocks that the device holds at once.
     """
-    tiles = max(1, math.ceil(tokens / _TILE))
+    return _choose_splits(blocks, max(1, math.ceil(tokens / _TILE)), slots)
+
+
+@functools.lru_cache(maxsize=256)
+def _choose_splits(blocks: int, tiles: int, slots: int) -> int:
+    """Kept by tiles, so that a cache that grows token by token asks once in 64 steps."""
 
     def cost(splits: int) -> float:
         return math.ceil(blocks * splits / slots) * (math.ceil(tiles / splits) + 10) + 0.22 * splits

@@ -44,7 +44,7 @@ def current() -> CupyRuntime:
     """CuPy's current device.
 
     Raises:
-        BackendError: no CuPy, a CuPy for another CUDA, no driver or no GPU.
+        BackendError: no CuPy, a CuPy for another CUDA or for ROCm, no driver or no GPU.
     """
     return _device(int(_cupy().cuda.Device().id))
 
@@ -63,6 +63,10 @@ def _cupy() -> Any:
         raise BackendError(
             f"no CuPy: {_INSTALL}" if missing else f"CuPy does not load: {error}; {_INSTALL}"
         ) from error
+    if cupy.cuda.runtime.is_hip:
+        raise BackendError(
+            f"this CuPy is for AMD's ROCm, which is not served: use device='cpu', or {_INSTALL}"
+        )
     if cupy.cuda.is_available():
         return cupy
     version = 0
