@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -56,6 +57,7 @@ def imported(path):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
 
 
+@functools.cache
 def edges():
     found = defaultdict(set)
     for module, path in MODULES.items():

@@ -99,6 +99,7 @@ def test_pictures_are_current(tmp_path):
     assert target.read_text() == (ROOT / "docs/images/hierarchical.svg").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("results", "figure", "picture"),
     [
@@ -131,6 +132,7 @@ def fill_tables():
     return module
 
 
+@pytest.mark.slow
 def test_tables_of_results_are_those_of_the_results(fill_tables):
     """After new results: python docs/fill_tables.py"""
     for name in ("README", "docs/paper", "docs/measured", "docs/results/README"):

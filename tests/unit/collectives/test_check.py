@@ -130,6 +130,7 @@ def mutated(schedule, rng):
     return with_round(schedule, i, round_)
 
 
+@pytest.mark.slow
 @given(built(), st.randoms(use_true_random=False), st.integers(0, 3))
 @settings(deadline=None, max_examples=600)
 def test_agrees_with_counting_on_random_changes(schedule, rng, changes):
@@ -319,6 +320,7 @@ def test_fold_orders_cover_every_merge_once_and_ascend(schedule):
 # The pieces under the proof
 
 
+@pytest.mark.slow
 @given(st.integers(1, 30), st.randoms(use_true_random=False))
 @settings(deadline=None)
 def test_chunk_map_is_a_list_kept_as_runs(chunks, rng):

@@ -38,6 +38,7 @@ def schedules(draw):
     )
 
 
+@pytest.mark.slow
 @given(schedules())
 @settings(deadline=None)
 def test_json_round_trip(schedule):

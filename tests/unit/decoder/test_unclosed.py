@@ -19,6 +19,7 @@ except treeattn.TransportError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["chain", "hierarchical"])
 def test_the_last_communicator_names_the_remedy(scheme):
     """Also where it is missed in looking for nodes."""

@@ -397,6 +397,7 @@ def test_a_scheme_has_one_colour_whatever_else_is_drawn(schemes, tmp_path):
     assert {line.get_color() for line in marks(axes)} == {wanted}
 
 
+@pytest.mark.slow
 def test_many_long_names_stay_inside_the_picture_and_apart(tmp_path):
     long = "hierarchical:inner=(k_nomial_tree:radix=4):outer=recursive_doubling"
     schemes = [*routes.CATALOG, *(f"k_ary_tree:radix={radix}" for radix in range(3, 9)), long, SUM]
@@ -417,6 +418,7 @@ def test_many_long_names_stay_inside_the_picture_and_apart(tmp_path):
             assert box.y1 <= drawn.bbox.y1
 
 
+@pytest.mark.slow
 def test_files_are_the_same_each_time_and_without_a_date(made):
     chart = charts("time", made)["time-decode"]
     first, second = (draw.render(chart) for _ in range(2))
@@ -426,6 +428,7 @@ def test_files_are_the_same_each_time_and_without_a_date(made):
     assert b"date>" not in first["svg"]
 
 
+@pytest.mark.slow
 def test_ink_and_paper_follow_a_dark_screen(made):
     """Nothing but the two rules names ink or paper: all that is drawn takes them from there."""
     for name in ("time", "memory"):
