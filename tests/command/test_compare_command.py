@@ -80,7 +80,7 @@ def test_a_file_with_more_repetitions_than_asked_for_now(tmp_path):
 def test_a_point_that_took_its_time_is_not_continued(tmp_path):
     """Patience counts over all runs of a launch: repeating a command that ended adds nothing."""
     out = tmp_path / "r.jsonl"
-    words = (*REDUCE, "--patience", "1e-6", "--seconds", "inf", "--out", out)
+    words = (*REDUCE, "--patience", "1e-6", "--seconds", "1e9", "--out", out)
     assert treeattn(*words, ranks=2).returncode == 0
     content = out.read_bytes()
     assert len(results.read(out).points) == 4  # one block of each
@@ -285,6 +285,8 @@ def test_an_interrupt_leaves_a_valid_file(tmp_path):
         ["--radix", "1"],
         ["--seconds", "nan"],
         ["--patience", "nan"],
+        ["--patience", "inf"],
+        ["--seconds", "inf"],
         ["--iterations", "0"],
         ["--out", "/nowhere/at/all.jsonl"],
         ["--out", "same.jsonl", "--json", "same.jsonl"],

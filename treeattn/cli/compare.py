@@ -62,7 +62,7 @@ def _lists(name: str, default: str | None, words: str | None = None, one: str = 
 @click.option("--seconds", type=click.FloatRange(0, min_open=True), default=0.3, show_default=True,
               help="About so long for all blocks of a point; at least 3 iterations each.")  # fmt: skip
 @click.option("--patience", type=click.FloatRange(0, min_open=True), default=6.0, show_default=True,
-              help="Seconds after which a point gets no further block; inf: no limit.")  # fmt: skip
+              help="Seconds after which a point gets no further block.")  # fmt: skip
 @click.option("--launch", type=click.IntRange(1), default=1, show_default=True,
               help="Number of this job; jobs of different numbers add up in one file.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
@@ -92,8 +92,8 @@ def command(
     code 1: a scheme could not run somewhere, a result missed its bound or differed between ranks, or the file
     holds results of another version, to which these do not add. Lines of it that cannot be used are named.
     """
-    if math.isnan(seconds + patience):
-        raise ArgumentError("--seconds and --patience take a time or inf, which is no limit, but not nan")
+    if not math.isfinite(seconds + patience):
+        raise ArgumentError("--seconds and --patience take a number of seconds; for no limit a large one")
     world = comm_.world()
     named = None if schemes == "all" else given(world, schemes)
     plan = comm_.together(world, lambda: _keys(world.size, named, lists))
