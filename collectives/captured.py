@@ -61,13 +61,13 @@ class CapturedReducer(Reducer):
     nobody closes keeps its communicator for good.
     """
 
+    queued = True
+
     def __init__(self, name: str, reduction: Reduction) -> None:
         super().__init__(name)
         self._communicator: Communicator = reduction.comm
         self._stream: Stream = reduction.memory
         self._captured = Captured(self._stream, self._queue)
-
-    queued = True
 
     @abstractmethod
     def _queue(self) -> None:

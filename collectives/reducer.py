@@ -64,8 +64,8 @@ class Reducer(ABC):
     """Folds the records of all ranks, in place, once a step. Planning, a step and closing are collective.
 
     ``start()`` begins a step and returns, so that other work can overlap; ``wait()`` ends it; a call is both.
-    Over a GPU's stream a step is queued and not waited for. The states (idle,
-    running, failed, closed) are kept here; a way of reducing writes `_begin`, `_complete` and `_release`.
+    Over a GPU's stream a step is queued and not waited for. The states (idle, running, failed, closed) are
+    kept here; a way of reducing writes `_begin`, `_complete` and `_release`.
     """
 
     #: What is proved of the schedule; None where nothing is, because a library decides.
@@ -111,20 +111,21 @@ class Reducer(ABC):
     def start(self) -> None:
         """Begin a step. Raises `ScheduleError` if one is running, or after the end."""
         self._check()
-        self._run(self._begin)
         self._running = True
+        self._run(self._begin)
 
     def wait(self) -> None:
         """Finish the step that `start` began. Raises `ScheduleError` if there is none."""
         if not self._running or self._failed:
             raise ScheduleError(f"{self.name}: wait() without start()")
         self._run(self._complete)
+        self._running = False
 
     def __call__(self) -> None:
         """One whole step."""
         self._check()
         self._running = True
-        try:
+        try:  # as `_run`, without the call: this is in every step
             self._step()
         except BaseException:
             self._failed = True
@@ -133,13 +134,11 @@ class Reducer(ABC):
 
     def _run(self, part: Callable[[], None]) -> None:
         """What fails half-way stays running: messages may be in flight, and no other step may begin."""
-        self._running = True
         try:
             part()
         except BaseException:
             self._failed = True
             raise
-        self._running = False
 
     def close(self) -> None:
         """Release everything, after a step in flight. Collective; a second call does nothing."""

@@ -22,7 +22,6 @@ from treeattn.decoder import device as devices
 from treeattn.decoder.decoder import Decoder
 from treeattn.decoder.device import Device
 from treeattn.decoder.plan import CATALOG, Request, plan, select
-from treeattn.decoder.transport import known
 from treeattn.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def decode(
         shape.check_query(query)
         shape.check_cache(*ours)
         step = query, *ours, where.lengths(shape, lengths, ours[0].shape[1])
-        return Request(shape, select(scheme), scale, where, known(transport), output, q_root)
+        return Request(shape, select(scheme), scale, where, transport, output, q_root)
 
     with Decoder.of(comm, plan(comm, ask)) as decoder:
         return arrays.give(decoder(*step), like)

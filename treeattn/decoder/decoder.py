@@ -14,7 +14,6 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import device as devices
 from treeattn.decoder.device import Device
 from treeattn.decoder.plan import Plan, Request, plan, select
-from treeattn.decoder.transport import known
 from treeattn.errors import ArgumentError, BackendError, TransportError
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class Decoder:
     ) -> None:
         def ask() -> Request:
             shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype)
-            return Request(shape, select(scheme), scale, devices.find(device), known(transport), output)
+            return Request(shape, select(scheme), scale, devices.find(device), transport, output)
 
         comm = comm_.intracomm(comm)
         self._adopt(comm, plan(comm, ask))

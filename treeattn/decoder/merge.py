@@ -74,7 +74,7 @@ def merge(
         shape = step[0].shape
         parts = Parts(shape[:-1], shape[-1] if shape else 0, dtype_name(step[0], dtype))
         parts.check(*step, where.lse_dtypes)
-        return Settings(parts, _mergeable(scheme), base, bool(strict), where, known(transport))
+        return Settings(parts, _mergeable(scheme), base, bool(strict), where, transport)
 
     with Merger.of(comm, ask) as merger:
         return arrays.give(merger(*step), out)
@@ -139,7 +139,7 @@ class Settings:
             "base": self.base,
             "strict": self.strict,
             "device": self.device.name,
-            "transport": self.transport,
+            "transport": known(self.transport),
         }
 
 
@@ -168,7 +168,7 @@ class Merger:
         def ask() -> Settings:
             parts = Parts(tuple(lse_shape), head_dim, dtype)
             where = devices.find(device)
-            return Settings(parts, _mergeable(scheme), base, bool(strict), where, known(transport))
+            return Settings(parts, _mergeable(scheme), base, bool(strict), where, transport)
 
         self._plan(comm_.intracomm(comm), ask)
 

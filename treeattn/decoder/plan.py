@@ -84,7 +84,7 @@ class Request:
             "scheme": self.scheme.text,
             f"the schedule {self.scheme.text}": self.scheme.digest,
             "device": self.device.name,
-            "transport": self.transport,
+            "transport": transports.known(self.transport),
             "output": self.output,
         }
 
