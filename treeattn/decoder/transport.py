@@ -158,6 +158,9 @@ class Staged(Reducer):
         self._runtime.synchronize()
         self._reducer.start()
 
+    def _advance(self) -> bool:
+        return self._reducer.test()
+
     def _complete(self) -> None:
         """The GPU is not waited for."""
         self._reducer.wait()
