@@ -175,6 +175,9 @@ class Reducer(ABC):
             self._failed = True
             raise
 
+    def synchronize(self) -> None:  # noqa: B027 - there may be nothing to do
+        """Wait for steps that are `queued`, as `CapturedReducer` does; others are done when they return."""
+
     def close(self) -> None:
         """Release everything, after a step in flight. Collective; a second call does nothing."""
         if self._failed:

@@ -192,6 +192,15 @@ class Decoder:
         self._captured.append(step)
         return step
 
+    def synchronize(self) -> None:
+        """Wait for the steps that were queued to a GPU; without one they are done when they return.
+
+        Over NCCL at most ``TREEATTN_TIMEOUT`` seconds, where CuPy's own waits have no end if a rank does not
+        take part: then it raises `TransportError`, and the decoder is at its end.
+        """
+        self._reducer.synchronize()
+        self._device.memory.synchronize()
+
     def close(self) -> None:
         """Release communicator and requests. Collective."""
         self._drop_captured()
