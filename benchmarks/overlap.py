@@ -3,9 +3,9 @@
     jobs/emulated_cluster --nodes 2 --ranks-per-node 1 --delay 1ms --bandwidth 1gbit -- \
         mpiexec -n 2 python -m mpi4py benchmarks/overlap.py --json docs/results/overlap.json
 
-Goal: at least half of the reduction's time behind other work of 10 ms. Other work is matrix products of NumPy,
-between which a caller may look after the reduction. `hidden` is 1 - (both - work) / reduction: 1 where the
-reduction costs nothing, 0 where nothing overlaps. What is measured is interleaved; set OPENBLAS_NUM_THREADS=1.
+Goal: at least half of the reduction's time behind other work of 10 ms. Other work is matrix products of
+NumPy, between which a caller may look after the reduction. `hidden` is 1 - (both - work) / reduction: 1 where
+the reduction costs nothing, 0 where nothing overlaps. All are interleaved; set OPENBLAS_NUM_THREADS=1.
 """
 
 from __future__ import annotations
