@@ -101,7 +101,7 @@ lint: .venv/.lint
 	MYPYPATH=jobs $(BIN)/mypy --scripts-are-modules jobs/emulated_cluster
 	$(BIN)/codespell
 	$(BIN)/clang-format --dry-run --Werror kernels/cpu/*.c kernels/cpu/*.h kernels/cuda/*.cu* tests/emulator/*/*.h jobs/emulation/*.c
-	$(BIN)/shellcheck .ci/run jobs/*.sh jobs/*.sbatch jobs/emulation/remote_shell
+	$(BIN)/shellcheck .ci/run benchmarks/*.sh jobs/*.sh jobs/*.sbatch jobs/emulation/remote_shell
 
 # The package from a wheel, in its own environment, away from the checkout.
 wheel-test: .venv/.tests
