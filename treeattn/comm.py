@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
+from treeattn.collectives import waiting
 from treeattn.errors import ArgumentError, BackendError, TreeattnError, no_communicator
 
 if TYPE_CHECKING:
@@ -124,7 +125,8 @@ class Agreement:
             named = isinstance(error, TypeError | ValueError | OverflowError)  # what arguments bring about
             problem = (ArgumentError if named else TreeattnError)(f"{type(error).__name__}: {error}")
         mine = {} if error else self.equal
-        views: list[Any] = self._comm.allgather((mine, problem, self.told))
+        with waiting.watched("what all ranks plan together"):
+            views: list[Any] = self._comm.allgather((mine, problem, self.told))
         for rank, (_, problem, _) in enumerate(views):
             if problem is not None:
                 where = "" if self._comm.size == 1 else f"rank {rank}: "
@@ -160,8 +162,9 @@ def together(comm: Intracomm, make: Callable[[], T]) -> T:
 
 def node_groups(comm: Intracomm) -> tuple[tuple[int, ...], ...]:
     """Ranks of `comm` by node (shared memory domain), nodes in order of their lowest rank. Collective."""
-    shared = _node(comm)
-    leaders = comm.allgather(shared.bcast(comm.rank, root=0))
+    with waiting.watched("looking for the nodes"):
+        shared = _node(comm)
+        leaders = comm.allgather(shared.bcast(comm.rank, root=0))
     shared.Free()
     groups: dict[int, list[int]] = {}
     for rank, leader in enumerate(leaders):

@@ -17,7 +17,7 @@ from treeattn.collectives.reducer import Reduction
 from treeattn.collectives.schedule import Round, Schedule, Transfer
 from treeattn.errors import ScheduleError
 
-__all__ = ["Message", "RankRound", "plan", "sent"]
+__all__ = ["Message", "RankRound", "peers", "plan", "sent"]
 
 
 class Message(NamedTuple):
@@ -61,6 +61,13 @@ def plan(reduction: Reduction, schedule: Schedule) -> tuple[Certificate, Iterato
 def sent(rounds: list[RankRound]) -> list[tuple[int, int]]:
     """(destination, bytes) of every message that leaves this rank."""
     return [(peer, array.nbytes) for round_ in rounds for array, peer in round_.sends]
+
+
+def peers(round_: RankRound) -> str:
+    """Whom a rank waits for in a round, in words: who sends to it, and who takes what it sends."""
+    ways = (("messages from", round_.receives), ("reception by", round_.sends))
+    named = [(what, sorted({message.peer for message in messages})) for what, messages in ways]
+    return " and ".join(f"{what} rank {' and '.join(map(str, of))}" for what, of in named if of)
 
 
 class _Landing(NamedTuple):

@@ -141,6 +141,10 @@ class Staged(Reducer):
         self._reducer = _over_mpi(selection, schedule, on_host)
         self.certificate, self.sent = self._reducer.certificate, self._reducer.sent
 
+    def waits_for(self) -> tuple[str, str]:
+        """What is inside does."""
+        return self._reducer.waits_for()
+
     def _step(self) -> None:
         """A call of what is inside, where that is another thing than its halves."""
         self._runtime.copy(self._host, self._buffer)
