@@ -36,6 +36,8 @@ class Reducer(PersistentReducer):
     Raises `ScheduleError` if the schedule is for another number of ranks or is not a correct reduction.
     """
 
+    executor = "mpi"
+
     def __init__(self, reduction: Reduction, schedule: Schedule) -> None:
         self.certificate, lazily = rounds.plan(reduction, schedule)
         # All ranks are here: what may fail on one of them alone comes after what they do together.
@@ -43,16 +45,16 @@ class Reducer(PersistentReducer):
         planned = list(lazily)
         self.sent = rounds.sent(planned)
         self._ready = reduction.memory.synchronize
-        self._steps = [self._plan(round_) for round_ in planned]
+        self._steps = [self._plan(reduction, round_) for round_ in planned]
         self.queued = not planned
 
-    def _plan(self, planned: rounds.RankRound) -> _PlannedRound:
+    def _plan(self, reduction: Reduction, planned: rounds.RankRound) -> _PlannedRound:
         """Tag = round: a fast neighbour may be ahead."""
         comm, tag = self._comm, planned.number
-        requests = [comm.Recv_init(array, peer, tag) for array, peer in planned.receives]
-        requests += [comm.Send_init(array, peer, tag) for array, peer in planned.sends]
+        requests = [comm.Recv_init(array, peer, tag) for array, peer, _ in planned.receives]
+        requests += [comm.Send_init(array, peer, tag) for array, peer, _ in planned.sends]
         self._requests += requests
-        return _PlannedRound(requests, planned.actions)
+        return _PlannedRound(requests, rounds.calls(reduction, planned.actions))
 
     def _begin(self) -> None:
         if self._steps:

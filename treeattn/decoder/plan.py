@@ -22,6 +22,7 @@ from treeattn.collectives import catalog
 from treeattn.collectives.catalog import Selection
 from treeattn.collectives.reducer import Reducer, Reduction
 from treeattn.collectives.schedule import Schedule
+from treeattn.decoder import executor as executors
 from treeattn.decoder import transport as transports
 from treeattn.decoder.device import Attention, Device
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
@@ -73,6 +74,7 @@ class Request:
     transport: str | None
     output: str
     q_root: int | None = None
+    executor: str | None = None
 
     @property
     def settings(self) -> dict[str, object]:
@@ -85,6 +87,7 @@ class Request:
             f"the schedule {self.scheme.text}": self.scheme.digest,
             "device": self.device.name,
             "transport": transports.known(self.transport),
+            "executor": executors.known(self.executor),
             "output": self.output,
         }
 
@@ -177,17 +180,24 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
     reduction = Reduction(comm, operator, buffers.wire, buffers.group, device.memory)
     reducer: Any
     if row.fused:
+        executors.refuse(request.executor, f"{row.name} attends while it communicates")
         step = (shape, request.logit_scale, buffers.records)
         reducer = row.planner.plan(reduction, *step, **request.scheme.parameters)
         attention = reducer.take
     else:
-        reducer = transports.plan(chosen, request.scheme, rounds, reduction)
+        reducer = transports.plan(chosen, request.scheme, rounds, reduction, request.executor)
     assert attention is not None
     return Plan(request, buffers, rounds, chosen, attention, reducer, finish)
 
 
 def plan_reducer(
-    comm: Intracomm, device: Device, transport: str | None, scheme: Selection, operator: Any, buffer: Any
+    comm: Intracomm,
+    device: Device,
+    transport: str | None,
+    scheme: Selection,
+    operator: Any,
+    buffer: Any,
+    executor: str | None = None,
 ) -> Reducer:
     """The reducer of records that somebody else made: `buffer` [.., operator.width]. Collective.
 
@@ -195,7 +205,7 @@ def plan_reducer(
     """
     chosen = transports.choose(device.name, transport, scheme.row, comm.size)
     reduction = Reduction(comm, operator, buffer, 1, device.memory)
-    return transports.plan(chosen, scheme, schedule(scheme, comm), reduction)
+    return transports.plan(chosen, scheme, schedule(scheme, comm), reduction, executor)
 
 
 def schedule(scheme: Selection, comm: Intracomm) -> Schedule | None:

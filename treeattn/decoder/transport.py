@@ -21,6 +21,7 @@ from treeattn.collectives.catalog import DEVICES, Scheme, Selection
 from treeattn.collectives.memory import HOST
 from treeattn.collectives.reducer import Reducer, Reduction
 from treeattn.collectives.schedule import Schedule
+from treeattn.decoder import executor as executors
 from treeattn.errors import RestrictionError, TransportError, TreeattnError
 
 if TYPE_CHECKING:
@@ -69,23 +70,32 @@ def choose(device: str, transport: str | None, scheme: Scheme, size: int) -> str
     return "mpi"  # one rank sends nothing
 
 
-def plan(transport: str, selection: Selection, schedule: Schedule | None, reduction: Reduction) -> Reducer:
+def plan(
+    transport: str,
+    selection: Selection,
+    schedule: Schedule | None,
+    reduction: Reduction,
+    executor: str | None = None,
+) -> Reducer:
     """The reducer of a scheme that `choose` gave this transport. Collective; raises on every rank alike.
 
     schedule: what the scheme runs over these ranks; None where a library or a baseline does the work.
+    executor: who runs it, as in `treeattn.decoder.executor`.
     """
-    return _PLANNERS[transport](selection, schedule, reduction)
+    if schedule is None:
+        executors.refuse(executor, f"{selection.row.name} has none")
+    return _PLANNERS[transport](selection, schedule, reduction, executor)
 
 
-def _over_mpi(selection: Selection, schedule: Schedule | None, reduction: Reduction) -> Reducer:
+def _over_mpi(
+    selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
+) -> Reducer:
     """Buffers that MPI can reach as they are."""
     if schedule is None:
         if selection.row.compiled:
             comm_.together(reduction.comm, reduction.operator.mpi_function)
         return _by_module(selection, reduction)
-    from treeattn.collectives.executors import mpi
-
-    return mpi.Reducer(reduction, schedule)
+    return executors.plan(executor, schedule, reduction)
 
 
 def _by_module(selection: Selection, reduction: Reduction) -> Reducer:
@@ -93,10 +103,13 @@ def _by_module(selection: Selection, reduction: Reduction) -> Reducer:
     return reducer
 
 
-def _over_nccl(selection: Selection, schedule: Schedule | None, reduction: Reduction) -> Reducer:
+def _over_nccl(
+    selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
+) -> Reducer:
     from treeattn.collectives import nccl
-    from treeattn.collectives.executors import nccl as executor
+    from treeattn.collectives.executors import nccl as over_nccl
 
+    executors.refuse(executor, "NCCL runs what is recorded in a graph")
     comm, stream = reduction.comm, reduction.memory
     problem = nccl.problem()
     comm_.agree(comm, {}, None if problem is None else TransportError(problem))
@@ -107,7 +120,7 @@ def _over_nccl(selection: Selection, schedule: Schedule | None, reduction: Reduc
     def planned() -> Reducer:
         if schedule is None:
             return _by_module(selection, connected)
-        return executor.Reducer(connected, schedule)
+        return over_nccl.Reducer(connected, schedule)
 
     try:
         return comm_.together(comm, planned)
@@ -116,7 +129,9 @@ def _over_nccl(selection: Selection, schedule: Schedule | None, reduction: Reduc
         raise
 
 
-def _over_cuda_mpi(selection: Selection, schedule: Schedule | None, reduction: Reduction) -> Reducer:
+def _over_cuda_mpi(
+    selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
+) -> Reducer:
     problem = None
     if not comm_.cuda_aware():
         problem = TransportError(
@@ -124,13 +139,15 @@ def _over_cuda_mpi(selection: Selection, schedule: Schedule | None, reduction: R
             "CUDA-aware one, or take transport='nccl' or 'host'"
         )
     comm_.agree(reduction.comm, {}, problem)
-    return comm_.together(reduction.comm, lambda: _over_mpi(selection, schedule, reduction))
+    return comm_.together(reduction.comm, lambda: _over_mpi(selection, schedule, reduction, executor))
 
 
 class Staged(Reducer):
     """A reduction on the processor, between two copies through page-locked memory."""
 
-    def __init__(self, selection: Selection, schedule: Schedule | None, reduction: Reduction) -> None:
+    def __init__(
+        self, selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
+    ) -> None:
         """Collective."""
         super().__init__(selection.text)
         self._runtime: Runtime = reduction.memory
@@ -138,8 +155,9 @@ class Staged(Reducer):
         self._host = comm_.together(reduction.comm, lambda: self._runtime.pinned(buffer.shape, buffer.dtype))
         operator = cpu.MergeOperator(reduction.operator.width - partial.EXTRA, reduction.operator.dtype)
         on_host = reduction._replace(operator=operator, buffer=self._host, memory=HOST)
-        self._reducer = _over_mpi(selection, schedule, on_host)
+        self._reducer = _over_mpi(selection, schedule, on_host, executor)
         self.certificate, self.sent = self._reducer.certificate, self._reducer.sent
+        self.executor = self._reducer.executor
 
     def _step(self) -> None:
         """A call of what is inside, where that is another thing than its halves."""
@@ -190,7 +208,7 @@ def _check_one_gpu_each(comm: Intracomm, runtime: Runtime) -> None:
         )
 
 
-_PLANNERS: dict[str, Callable[[Selection, Schedule | None, Reduction], Reducer]] = {
+_PLANNERS: dict[str, Callable[[Selection, Schedule | None, Reduction, str | None], Reducer]] = {
     "mpi": _over_mpi,
     "nccl": _over_nccl,
     "cuda-mpi": _over_cuda_mpi,
