@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from treeattn.collectives import waiting
 from treeattn.collectives.check import Certificate
 from treeattn.collectives.memory import HOST
 from treeattn.errors import ScheduleError, no_communicator
@@ -55,7 +56,8 @@ def duplicate(comm: Intracomm) -> Intracomm:
     from mpi4py import MPI
 
     try:
-        return comm.Dup()
+        with waiting.watched("planning a reduction"):
+            return comm.Dup()
     except MPI.Exception as error:
         raise no_communicator(error) from error
 
@@ -77,12 +79,24 @@ class Reducer(ABC):
     executor: str | None = None
     #: Whether a step is queued to a stream, or nothing at all: then it can be recorded.
     queued = False
-    _running = False
+    _number = 0  # of steps that were begun
+    _running = 0  # the one that is
+    _resting = False  # between start() and wait()
     _closed = False
     _failed = False
 
     def __init__(self, name: str) -> None:
         self.name = name
+        waiting.watch(self)
+
+    @property
+    def blocking(self) -> int:
+        """The step that may wait for other ranks now, as `waiting.watch` asks."""
+        return 0 if self._resting or self._failed else self._running
+
+    def waits_for(self) -> tuple[str, str]:
+        """What that step has come to, and which ranks it waits for."""
+        return self.name, "the other ranks"
 
     @abstractmethod
     def _begin(self) -> None:
@@ -113,26 +127,28 @@ class Reducer(ABC):
     def start(self) -> None:
         """Begin a step. Raises `ScheduleError` if one is running, or after the end."""
         self._check()
-        self._running = True
+        self._running = self._number = self._number + 1
         self._run(self._begin)
+        self._resting = True
 
     def wait(self) -> None:
         """Finish the step that `start` began. Raises `ScheduleError` if there is none."""
         if not self._running or self._failed:
             raise ScheduleError(f"{self.name}: wait() without start()")
+        self._resting = False
         self._run(self._complete)
-        self._running = False
+        self._running = 0
 
     def __call__(self) -> None:
         """One whole step."""
         self._check()
-        self._running = True
+        self._running = self._number = self._number + 1
         try:  # as `_run`, without the call: this is in every step
             self._step()
         except BaseException:
             self._failed = True
             raise
-        self._running = False
+        self._running = 0
 
     def _run(self, part: Callable[[], None]) -> None:
         """What fails half-way stays running: messages may be in flight, and no other step may begin."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
+from treeattn.collectives import waiting
 from treeattn.errors import ArgumentError, BackendError, TreeattnError, no_communicator
 
 if TYPE_CHECKING:
@@ -133,7 +134,8 @@ class Agreement:
             named = isinstance(error, TypeError | ValueError | OverflowError)  # what arguments bring about
             problem = (ArgumentError if named else TreeattnError)(f"{type(error).__name__}: {error}")
         mine = {} if error else self.equal
-        views: list[Any] = self._comm.allgather((mine, problem, self.told))
+        with waiting.watched("what all ranks plan together"):
+            views: list[Any] = self._comm.allgather((mine, problem, self.told))
         for rank, (_, problem, _) in enumerate(views):
             if problem is not None:
                 where = "" if self._comm.size == 1 else f"rank {rank}: "
@@ -200,8 +202,9 @@ def node_groups(comm: Intracomm) -> tuple[tuple[int, ...], ...]:
 
 
 def _node_groups(comm: Intracomm) -> tuple[tuple[int, ...], ...]:
-    shared = _node(comm)
-    leaders = comm.allgather(shared.bcast(comm.rank, root=0))
+    with waiting.watched("looking for the nodes"):
+        shared = _node(comm)
+        leaders = comm.allgather(shared.bcast(comm.rank, root=0))
     shared.Free()
     groups: dict[int, list[int]] = {}
     for rank, leader in enumerate(leaders):
@@ -212,7 +215,8 @@ def _node_groups(comm: Intracomm) -> tuple[tuple[int, ...], ...]:
 def _crowded(comm: Intracomm) -> bool:
     """Nodes may be of one machine (containers, emulated nodes) and then share its cores."""
     cores = os.sched_getaffinity(0)
-    everyone = comm.allgather((kernel(), sum(1 << core for core in cores)))
+    with waiting.watched("looking for the nodes"):
+        everyone = comm.allgather((kernel(), sum(1 << core for core in cores)))
     here = [mask for name, mask in everyone if name == kernel()]
     together = functools.reduce(int.__or__, here).bit_count()
     launched = max(int(os.environ.get(name, 0)) for name in _LOCAL_SIZES)  # perhaps in other communicators

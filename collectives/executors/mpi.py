@@ -24,6 +24,7 @@ class _PlannedRound(NamedTuple):
 
     requests: list[MPI.Prequest]
     actions: list[Callable[[], object]]
+    planned: rounds.RankRound
 
 
 class Reducer(PersistentReducer):
@@ -46,7 +47,14 @@ class Reducer(PersistentReducer):
         self.sent = rounds.sent(planned)
         self._ready = reduction.memory.synchronize
         self._steps = [self._plan(reduction, round_) for round_ in planned]
+        self._at: _PlannedRound | None = None
         self.queued = not planned
+
+    def waits_for(self) -> tuple[str, str]:
+        """The round, and its peers."""
+        if self._at is None:
+            return super().waits_for()
+        return f"{self.name}, round {self._at.planned.number + 1}", rounds.peers(self._at.planned)
 
     def _plan(self, reduction: Reduction, planned: rounds.RankRound) -> _PlannedRound:
         """Tag = round: a fast neighbour may be ahead."""
@@ -54,7 +62,7 @@ class Reducer(PersistentReducer):
         requests = [comm.Recv_init(array, peer, tag) for array, peer, _ in planned.receives]
         requests += [comm.Send_init(array, peer, tag) for array, peer, _ in planned.sends]
         self._requests += requests
-        return _PlannedRound(requests, rounds.calls(reduction, planned.actions))
+        return _PlannedRound(requests, rounds.calls(reduction, planned.actions), planned)
 
     def _begin(self) -> None:
         if self._steps:
@@ -63,6 +71,7 @@ class Reducer(PersistentReducer):
 
     def _complete(self) -> None:
         for index, step in enumerate(self._steps):
+            self._at = step
             if index:
                 self._ready()
                 MPI.Prequest.Startall(step.requests)
@@ -73,6 +82,7 @@ class Reducer(PersistentReducer):
     def _step(self) -> None:
         """Without the two calls that a step in halves takes."""
         for step in self._steps:
+            self._at = step
             self._ready()
             MPI.Prequest.Startall(step.requests)
             MPI.Prequest.Waitall(step.requests)

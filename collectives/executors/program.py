@@ -149,9 +149,22 @@ class Reducer(PersistentReducer):
     def _look_around(self) -> None:
         """After each `_PATIENCE` of waiting in vain; Python sees to signals before it."""
 
+    def _at(self) -> rounds.RankRound | None:
+        """The round that the step has come to; None if it has come to its end."""
+        instruction = self._state.next
+        return self._planned[self._round_at[instruction]] if instruction < len(self._round_at) else None
+
+    def waits_for(self) -> tuple[str, str]:
+        """The round, and its peers."""
+        round_ = self._at()
+        if round_ is None:
+            return super().waits_for()
+        return f"{self.name}, round {round_.number + 1}", rounds.peers(round_)
+
     def _fail(self, result: int) -> NoReturn:
-        round_ = self._planned[self._round_at[self._state.next]]
-        where = f"{self.name}: round {round_.number + 1}"
+        round_ = self._at()
+        assert round_ is not None
+        where = f"{self.name}, round {round_.number + 1}"
         if result == _OVERRUN:
             raise TransportError(f"{where}: a slot was written twice before it was read")
         code, peers = self._blamed(round_)

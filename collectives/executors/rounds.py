@@ -17,7 +17,7 @@ from treeattn.collectives.reducer import Reduction
 from treeattn.collectives.schedule import Round, Schedule, Transfer
 from treeattn.errors import ScheduleError
 
-__all__ = ["Action", "Copy", "Merge", "MergeMany", "Message", "RankRound", "calls", "plan", "sent"]
+__all__ = ["Action", "Copy", "Merge", "MergeMany", "Message", "RankRound", "calls", "peers", "plan", "sent"]
 
 
 class Message(NamedTuple):
@@ -102,6 +102,13 @@ def _call(reduction: Reduction, action: Action) -> Callable[[], object]:
 def sent(rounds: list[RankRound]) -> list[tuple[int, int]]:
     """(destination, bytes) of every message that leaves this rank."""
     return [(message.peer, message.array.nbytes) for round_ in rounds for message in round_.sends]
+
+
+def peers(round_: RankRound) -> str:
+    """Whom a rank waits for in a round, in words: who sends to it, and who takes what it sends."""
+    ways = (("messages from", round_.receives), ("reception by", round_.sends))
+    named = [(what, sorted({message.peer for message in messages})) for what, messages in ways]
+    return " and ".join(f"{what} rank {' and '.join(map(str, of))}" for what, of in named if of)
 
 
 class _Landing(NamedTuple):

@@ -33,7 +33,7 @@ def test_an_error_of_mpi_names_round_and_rank(comm):
         reducer(pair, 8)()
     else:
         with pytest.raises(
-            TransportError, match=r"recursive_doubling: round 1: .* rank 0 failed: .*[Tt]runc"
+            TransportError, match=r"recursive_doubling, round 1: .* rank 0 failed: .*[Tt]runc"
         ):
             reducer(pair, 4)()
     comm.Barrier()

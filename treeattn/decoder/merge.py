@@ -18,6 +18,7 @@ from treeattn import comm as comm_
 from treeattn import partial
 from treeattn.attention import arrays
 from treeattn.attention.shape import DTYPES, dtype_name
+from treeattn.collectives import waiting
 from treeattn.collectives.catalog import Selection
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import device as devices
@@ -188,6 +189,7 @@ class Merger:
     def _plan(self, comm: Intracomm, ask: Callable[[], Settings]) -> None:
         with comm_.Agreement(comm) as agreed:
             settings = ask()
+            waiting.limit()
             self._comm, self._device = comm, settings.device
             self.parts, self.scheme, self._strict = settings.parts, settings.scheme.text, settings.strict
             self._plan_memory(_natural_log(settings.base))

@@ -18,7 +18,7 @@ import numpy as np
 from treeattn import baselines
 from treeattn import comm as comm_
 from treeattn.attention.shape import Shape
-from treeattn.collectives import catalog
+from treeattn.collectives import catalog, waiting
 from treeattn.collectives.catalog import Selection
 from treeattn.collectives.reducer import Reducer, Reduction
 from treeattn.collectives.schedule import Schedule
@@ -163,6 +163,7 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
         request = ask()
         device, shape = request.device, request.shape
         agreed.equal = request.settings
+        waiting.limit()
         device.check_shape(shape)
         agreed.told = device.slow_because()
         buffers = Buffers(request, comm)

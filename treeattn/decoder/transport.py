@@ -159,6 +159,10 @@ class Staged(Reducer):
         self.certificate, self.sent = self._reducer.certificate, self._reducer.sent
         self.executor = self._reducer.executor
 
+    def waits_for(self) -> tuple[str, str]:
+        """What is inside does."""
+        return self._reducer.waits_for()
+
     def _step(self) -> None:
         """A call of what is inside, where that is another thing than its halves."""
         self._runtime.copy(self._host, self._buffer)

@@ -7,9 +7,11 @@ pointers, for a decoder's step. Records are described in `treeattn.partial`.
 
 from treeattn.backends.cpu.attention import (
     MAX_THREADS,
+    ORDERS,
     PlannedAttention,
     check_environment,
     partial_attention,
+    read_order,
 )
 from treeattn.backends.cpu.finish import finish, planned_finish
 from treeattn.backends.cpu.kernels import compiled_kernels_problem
@@ -18,6 +20,7 @@ from treeattn.backends.cpu.pack import planned_pack, planned_scale
 
 __all__ = [
     "MAX_THREADS",
+    "ORDERS",
     "MergeOperator",
     "NullOperator",
     "PlannedAttention",
@@ -29,4 +32,5 @@ __all__ = [
     "planned_finish",
     "planned_pack",
     "planned_scale",
+    "read_order",
 ]

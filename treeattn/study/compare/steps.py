@@ -117,6 +117,7 @@ def _bfloat16(key: Key, reduction: Reduction, scheme: Selection, schedule: Sched
 
     around = _OneCall(key.scheme, reduce, inner.close)
     around.certificate, around.sent, around.executor = inner.certificate, inner.sent, inner.executor
+    around.waits_for = inner.waits_for  # type: ignore[method-assign]
     return around
 
 
