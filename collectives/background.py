@@ -22,7 +22,7 @@ class BackgroundReducer(Reducer):
     def __init__(self, reducer: Reducer) -> None:
         super().__init__(reducer.name)
         self._reducer = reducer
-        self.certificate, self.sent = reducer.certificate, reducer.sent
+        self.certificate, self.sent, self.executor = reducer.certificate, reducer.sent, reducer.executor
         self._begun: SimpleQueue[bool] = SimpleQueue()  # False: no step will follow
         self._ended: SimpleQueue[BaseException | None] = SimpleQueue()  # with what it raised
         # A thread that waits for ever must not keep the process from its end.

@@ -76,6 +76,8 @@ class Reducer(ABC):
     #: What this rank hands over in a step: (destination, bytes) of every message, or the payload of a
     #: library's collectives; None where only the library knows.
     sent: list[tuple[int, int]] | Sent | None = None
+    #: Which of `treeattn.collectives.executors` runs the schedule; None where there is none.
+    executor: str | None = None
     #: Whether a step is queued to a stream, or nothing at all: then it can be recorded.
     queued = False
     _number = 0  # of steps that were begun

@@ -38,6 +38,8 @@ class Reducer(PersistentReducer):
     Raises `ScheduleError` if the schedule is for another number of ranks or is not a correct reduction.
     """
 
+    executor = "mpi"
+
     def __init__(self, reduction: Reduction, schedule: Schedule) -> None:
         self.certificate, lazily = rounds.plan(reduction, schedule)
         # All ranks are here: what may fail on one of them alone comes after what they do together.
@@ -45,7 +47,7 @@ class Reducer(PersistentReducer):
         planned = list(lazily)
         self.sent = rounds.sent(planned)
         self._ready = reduction.memory.synchronize
-        self._steps = [self._plan(round_) for round_ in planned]
+        self._steps = [self._plan(reduction, round_) for round_ in planned]
         self._at: _PlannedRound | None = None
         self._left: list[_PlannedRound] = []  # of a step in halves, the next one last
         self.queued = not planned
@@ -56,13 +58,13 @@ class Reducer(PersistentReducer):
             return super().waits_for()
         return f"{self.name}, round {self._at.planned.number + 1}", rounds.peers(self._at.planned)
 
-    def _plan(self, planned: rounds.RankRound) -> _PlannedRound:
+    def _plan(self, reduction: Reduction, planned: rounds.RankRound) -> _PlannedRound:
         """Tag = round: a fast neighbour may be ahead."""
         comm, tag = self._comm, planned.number
-        requests = [comm.Recv_init(array, peer, tag) for array, peer in planned.receives]
-        requests += [comm.Send_init(array, peer, tag) for array, peer in planned.sends]
+        requests = [comm.Recv_init(array, peer, tag) for array, peer, _ in planned.receives]
+        requests += [comm.Send_init(array, peer, tag) for array, peer, _ in planned.sends]
         self._requests += requests
-        return _PlannedRound(requests, planned.actions, planned)
+        return _PlannedRound(requests, rounds.calls(reduction, planned.actions), planned)
 
     def _begin(self) -> None:
         self._left = self._steps[::-1]

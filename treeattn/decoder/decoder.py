@@ -32,10 +32,10 @@ class Decoder:
     copies. `device` has to be said: here nothing is known of q.
 
     `schedule` and `certificate` tell what was planned (None where no schedule is run), `transport` how its
-    records travel; `heads` is the slice of query heads that out and lse cover, all of them unless
-    ``output="heads"``. `local`, `reduce` and `finish` are the three parts of a call, for those who overlap or
-    time them; where a ring computes while it communicates (`kv_ring`, `query_ring`), `local` only takes the
-    arrays, and `reduce` does the work.
+    records travel, and `executor` who runs it; `heads` is the slice of query heads that out and lse cover,
+    all of them unless ``output="heads"``. `local`, `reduce` and `finish` are the three parts of a call, for
+    those who overlap or time them; where a ring computes while it communicates (`kv_ring`, `query_ring`),
+    `local` only takes the arrays, and `reduce` does the work.
 
     `begin` returns while the reduction is under way, and `finish` then ends it: what is done in between costs
     nothing as long as messages travel meanwhile. MPI moves them within its calls: with ``progress="calls"``
@@ -59,11 +59,21 @@ class Decoder:
         transport: str | None = None,
         output: str = "replicated",
         progress: str = "calls",
+        executor: str | None = None,
     ) -> None:
         def ask() -> Request:
             shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype)
-            place = devices.find(device)
-            return Request(shape, select(scheme), scale, place, transport, output, progress=progress)
+            where = devices.find(device)
+            return Request(
+                shape,
+                select(scheme),
+                scale,
+                where,
+                transport,
+                output,
+                progress=progress,
+                executor=executor,
+            )
 
         comm = comm_.intracomm(comm)
         self._adopt(comm, plan(comm, ask))
@@ -79,7 +89,7 @@ class Decoder:
         request, self._buffers = planned.request, planned.buffers
         self.shape, self.scale, self.scheme = request.shape, request.logit_scale, request.scheme.text
         self.schedule, self.transport = planned.schedule, planned.transport
-        self.certificate = planned.reducer.certificate
+        self.certificate, self.executor = planned.reducer.certificate, planned.reducer.executor
         self.records, self.heads = planned.buffers.records, planned.buffers.heads
         self.out, self.lse = planned.buffers.out, planned.buffers.lse
         self._results = self.out, self.lse

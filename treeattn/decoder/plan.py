@@ -22,6 +22,7 @@ from treeattn.collectives import background, catalog, waiting
 from treeattn.collectives.catalog import Selection
 from treeattn.collectives.reducer import Reducer, Reduction
 from treeattn.collectives.schedule import Schedule
+from treeattn.decoder import executor as executors
 from treeattn.decoder import transport as transports
 from treeattn.decoder.device import Attention, Device
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
@@ -73,6 +74,7 @@ class Request:
     transport: str | None
     output: str
     q_root: int | None = None
+    executor: str | None = None
     progress: str = "calls"
 
     @property
@@ -86,6 +88,7 @@ class Request:
             f"the schedule {self.scheme.text}": self.scheme.digest,
             "device": self.device.name,
             "transport": transports.known(self.transport),
+            "executor": executors.known(self.executor),
             "output": self.output,
         }
 
@@ -180,11 +183,12 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
     reduction = Reduction(comm, operator, buffers.wire, buffers.group, device.memory)
     reducer: Any
     if row.fused:
+        executors.refuse(request.executor, f"{row.name} attends while it communicates")
         step = (shape, request.logit_scale, buffers.records)
         reducer = row.planner.plan(reduction, *step, **request.scheme.parameters)
         attention = reducer.take
     else:
-        reducer = transports.plan(chosen, request.scheme, rounds, reduction)
+        reducer = transports.plan(chosen, request.scheme, rounds, reduction, request.executor)
     if request.progress == "thread":
         reducer = background.BackgroundReducer(reducer)
     assert attention is not None
@@ -192,7 +196,13 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
 
 
 def plan_reducer(
-    comm: Intracomm, device: Device, transport: str | None, scheme: Selection, operator: Any, buffer: Any
+    comm: Intracomm,
+    device: Device,
+    transport: str | None,
+    scheme: Selection,
+    operator: Any,
+    buffer: Any,
+    executor: str | None = None,
 ) -> Reducer:
     """The reducer of records that somebody else made: `buffer` [.., operator.width]. Collective.
 
@@ -200,7 +210,7 @@ def plan_reducer(
     """
     chosen = transports.choose(device.name, transport, scheme.row, comm.size)
     reduction = Reduction(comm, operator, buffer, 1, device.memory)
-    return transports.plan(chosen, scheme, schedule(scheme, comm), reduction)
+    return transports.plan(chosen, scheme, schedule(scheme, comm), reduction, executor)
 
 
 def schedule(scheme: Selection, comm: Intracomm) -> Schedule | None:

@@ -22,6 +22,7 @@ from treeattn.collectives.catalog import DEVICES, Scheme, Selection
 from treeattn.collectives.memory import HOST
 from treeattn.collectives.reducer import Reducer, Reduction
 from treeattn.collectives.schedule import Schedule
+from treeattn.decoder import executor as executors
 from treeattn.errors import RestrictionError, TransportError, TreeattnError
 
 if TYPE_CHECKING:
@@ -70,23 +71,32 @@ def choose(device: str, transport: str | None, scheme: Scheme, size: int) -> str
     return "mpi"  # one rank sends nothing
 
 
-def plan(transport: str, selection: Selection, schedule: Schedule | None, reduction: Reduction) -> Reducer:
+def plan(
+    transport: str,
+    selection: Selection,
+    schedule: Schedule | None,
+    reduction: Reduction,
+    executor: str | None = None,
+) -> Reducer:
     """The reducer of a scheme that `choose` gave this transport. Collective; raises on every rank alike.
 
     schedule: what the scheme runs over these ranks; None where a library or a baseline does the work.
+    executor: who runs it, as in `treeattn.decoder.executor`.
     """
-    return _PLANNERS[transport](selection, schedule, reduction)
+    if schedule is None:
+        executors.refuse(executor, f"{selection.row.name} has none")
+    return _PLANNERS[transport](selection, schedule, reduction, executor)
 
 
-def _over_mpi(selection: Selection, schedule: Schedule | None, reduction: Reduction) -> Reducer:
+def _over_mpi(
+    selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
+) -> Reducer:
     """Buffers that MPI can reach as they are."""
     if schedule is None:
         if selection.row.compiled:
             comm_.together(reduction.comm, reduction.operator.mpi_function)
         return _by_module(selection, reduction)
-    from treeattn.collectives.executors import mpi
-
-    return mpi.Reducer(reduction, schedule)
+    return executors.plan(executor, schedule, reduction)
 
 
 def _by_module(selection: Selection, reduction: Reduction) -> Reducer:
@@ -94,16 +104,19 @@ def _by_module(selection: Selection, reduction: Reduction) -> Reducer:
     return reducer
 
 
-def _over_nccl(selection: Selection, schedule: Schedule | None, reduction: Reduction) -> Reducer:
-    from treeattn.collectives.executors import nccl as executor
+def _over_nccl(
+    selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
+) -> Reducer:
+    from treeattn.collectives.executors import nccl as over_nccl
 
+    executors.refuse(executor, "NCCL runs what is recorded in a graph")
     communicator = connected_by_nccl(reduction.comm, reduction.memory)
     connected = reduction._replace(comm=communicator)
 
     def planned() -> Reducer:
         if schedule is None:
             return _by_module(selection, connected)
-        return executor.Reducer(connected, schedule)
+        return over_nccl.Reducer(connected, schedule)
 
     try:
         return comm_.together(reduction.comm, planned)
@@ -127,7 +140,9 @@ def connected_by_nccl(comm: Intracomm, stream: Runtime) -> Any:
     return comm_.together(comm, lambda: nccl.connect(comm, stream))
 
 
-def _over_cuda_mpi(selection: Selection, schedule: Schedule | None, reduction: Reduction) -> Reducer:
+def _over_cuda_mpi(
+    selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
+) -> Reducer:
     problem = None
     if not comm_.cuda_aware():
         problem = TransportError(
@@ -135,13 +150,15 @@ def _over_cuda_mpi(selection: Selection, schedule: Schedule | None, reduction: R
             "CUDA-aware one, or take transport='nccl' or 'host'"
         )
     comm_.agree(reduction.comm, {}, problem)
-    return comm_.together(reduction.comm, lambda: _over_mpi(selection, schedule, reduction))
+    return comm_.together(reduction.comm, lambda: _over_mpi(selection, schedule, reduction, executor))
 
 
 class Staged(Reducer):
     """A reduction on the processor, between two copies through page-locked memory."""
 
-    def __init__(self, selection: Selection, schedule: Schedule | None, reduction: Reduction) -> None:
+    def __init__(
+        self, selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
+    ) -> None:
         """Collective."""
         super().__init__(selection.text)
         self._runtime: Runtime = reduction.memory
@@ -149,8 +166,9 @@ class Staged(Reducer):
         self._host = comm_.together(reduction.comm, lambda: self._runtime.pinned(buffer.shape, buffer.dtype))
         operator = cpu.MergeOperator(reduction.operator.width - partial.EXTRA, reduction.operator.dtype)
         on_host = reduction._replace(operator=operator, buffer=self._host, memory=HOST)
-        self._reducer = _over_mpi(selection, schedule, on_host)
+        self._reducer = _over_mpi(selection, schedule, on_host, executor)
         self.certificate, self.sent = self._reducer.certificate, self._reducer.sent
+        self.executor = self._reducer.executor
 
     def waits_for(self) -> tuple[str, str]:
         """What is inside does."""
@@ -198,7 +216,7 @@ def shared_gpu(comm: Intracomm, runtime: Runtime) -> str | None:
     return None
 
 
-_PLANNERS: dict[str, Callable[[Selection, Schedule | None, Reduction], Reducer]] = {
+_PLANNERS: dict[str, Callable[[Selection, Schedule | None, Reduction, str | None], Reducer]] = {
     "mpi": _over_mpi,
     "nccl": _over_nccl,
     "cuda-mpi": _over_cuda_mpi,
