@@ -84,6 +84,10 @@ class CapturedReducer(Reducer):
     def _begin(self) -> None:
         self._captured()
 
+    def _advance(self) -> bool:
+        """The stream does the rest."""
+        return True
+
     def _complete(self) -> None:
         """The stream does the rest."""
 

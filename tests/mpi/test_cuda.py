@@ -278,7 +278,7 @@ def test_cuda_aware_mpi(comm, runtime, monkeypatch, scheme):
     q, k, v = shard(comm)
     output = "replicated" if scheme in REPLICATED else "heads"
     planned = {**options(), "scheme": scheme, "output": output}
-    with treeattn.Decoder(comm, **{**planned, "device": "cpu"}) as on_cpu:
+    with treeattn.Decoder(comm, **{**planned, "device": "cpu"}, executor="mpi") as on_cpu:
         rounds = len(on_cpu._reducer._steps)
     monkeypatch.setattr(comm_, "cuda_aware", lambda: False)
     with pytest.raises(treeattn.TransportError, match="'nccl' or 'host'"):

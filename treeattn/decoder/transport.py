@@ -22,6 +22,7 @@ from treeattn.collectives.catalog import DEVICES, Scheme, Selection
 from treeattn.collectives.memory import HOST
 from treeattn.collectives.reducer import Reducer, Reduction
 from treeattn.collectives.schedule import Schedule
+from treeattn.decoder import executor as executors
 from treeattn.errors import RestrictionError, TransportError, TreeattnError
 
 if TYPE_CHECKING:
@@ -70,23 +71,32 @@ def choose(device: str, transport: str | None, scheme: Scheme, size: int) -> str
     return "mpi"  # one rank sends nothing
 
 
-def plan(transport: str, selection: Selection, schedule: Schedule | None, reduction: Reduction) -> Reducer:
+def plan(
+    transport: str,
+    selection: Selection,
+    schedule: Schedule | None,
+    reduction: Reduction,
+    executor: str | None = None,
+) -> Reducer:
     """The reducer of a scheme that `choose` gave this transport. Collective; raises on every rank alike.
 
     schedule: what the scheme runs over these ranks; None where a library or a baseline does the work.
+    executor: who runs it, as in `treeattn.decoder.executor`.
     """
-    return _PLANNERS[transport](selection, schedule, reduction)
+    if schedule is None:
+        executors.refuse(executor, f"{selection.row.name} has none")
+    return _PLANNERS[transport](selection, schedule, reduction, executor)
 
 
-def _over_mpi(selection: Selection, schedule: Schedule | None, reduction: Reduction) -> Reducer:
+def _over_mpi(
+    selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
+) -> Reducer:
     """Buffers that MPI can reach as they are."""
     if schedule is None:
         if selection.row.compiled:
             comm_.together(reduction.comm, reduction.operator.mpi_function)
         return _by_module(selection, reduction)
-    from treeattn.collectives.executors import mpi
-
-    return mpi.Reducer(reduction, schedule)
+    return executors.plan(executor, schedule, reduction)
 
 
 def _by_module(selection: Selection, reduction: Reduction) -> Reducer:
@@ -94,16 +104,19 @@ def _by_module(selection: Selection, reduction: Reduction) -> Reducer:
     return reducer
 
 
-def _over_nccl(selection: Selection, schedule: Schedule | None, reduction: Reduction) -> Reducer:
-    from treeattn.collectives.executors import nccl as executor
+def _over_nccl(
+    selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
+) -> Reducer:
+    from treeattn.collectives.executors import nccl as over_nccl
 
+    executors.refuse(executor, "NCCL runs what is recorded in a graph")
     communicator = connected_by_nccl(reduction.comm, reduction.memory)
     connected = reduction._replace(comm=communicator)
 
     def planned() -> Reducer:
         if schedule is None:
             return _by_module(selection, connected)
-        return executor.Reducer(connected, schedule)
+        return over_nccl.Reducer(connected, schedule)
 
     try:
         return comm_.together(reduction.comm, planned)
@@ -132,9 +145,11 @@ def _check_nccl(comm: Intracomm, stream: Runtime) -> None:
             raise TransportError(f"{shared}: {problem}; or start fewer ranks, or take transport='host'")
 
 
-def _over_cuda_mpi(selection: Selection, schedule: Schedule | None, reduction: Reduction) -> Reducer:
+def _over_cuda_mpi(
+    selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
+) -> Reducer:
     _check_cuda_mpi(reduction.comm, reduction.memory)
-    return comm_.together(reduction.comm, lambda: _over_mpi(selection, schedule, reduction))
+    return comm_.together(reduction.comm, lambda: _over_mpi(selection, schedule, reduction, executor))
 
 
 def _check_cuda_mpi(comm: Intracomm, runtime: Runtime) -> None:
@@ -162,7 +177,9 @@ def problems(comm: Intracomm, runtime: Runtime) -> dict[str, str | None]:
 class Staged(Reducer):
     """A reduction on the processor, between two copies through page-locked memory."""
 
-    def __init__(self, selection: Selection, schedule: Schedule | None, reduction: Reduction) -> None:
+    def __init__(
+        self, selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
+    ) -> None:
         """Collective."""
         super().__init__(selection.text)
         self._runtime: Runtime = reduction.memory
@@ -170,8 +187,9 @@ class Staged(Reducer):
         self._host = comm_.together(reduction.comm, lambda: self._runtime.pinned(buffer.shape, buffer.dtype))
         operator = cpu.MergeOperator(reduction.operator.width - partial.EXTRA, reduction.operator.dtype)
         on_host = reduction._replace(operator=operator, buffer=self._host, memory=HOST)
-        self._reducer = _over_mpi(selection, schedule, on_host)
+        self._reducer = _over_mpi(selection, schedule, on_host, executor)
         self.certificate, self.sent = self._reducer.certificate, self._reducer.sent
+        self.executor = self._reducer.executor
 
     def waits_for(self) -> tuple[str, str]:
         """What is inside does."""
@@ -189,6 +207,9 @@ class Staged(Reducer):
         self._runtime.copy(self._host, self._buffer)
         self._runtime.synchronize()
         self._reducer.start()
+
+    def _advance(self) -> bool:
+        return self._reducer.test()
 
     def _complete(self) -> None:
         """The GPU is not waited for."""
@@ -216,7 +237,7 @@ def shared_gpu(comm: Intracomm, runtime: Runtime) -> str | None:
     return None
 
 
-_PLANNERS: dict[str, Callable[[Selection, Schedule | None, Reduction], Reducer]] = {
+_PLANNERS: dict[str, Callable[[Selection, Schedule | None, Reduction, str | None], Reducer]] = {
     "mpi": _over_mpi,
     "nccl": _over_nccl,
     "cuda-mpi": _over_cuda_mpi,
