@@ -41,6 +41,10 @@ class Decoder:
     nothing as long as messages travel meanwhile. MPI moves them within its calls: with ``progress="calls"``
     within `begin`, `test` and `finish`, with ``progress="thread"`` (device="cpu") within a thread of the
     decoder's own, which wants a core. Over NCCL the GPU does it.
+
+    With ``groups=n`` (a divisor of kv_heads; device="cpu") a step is taken apart into n groups of heads, and
+    the records of one travel while the next is attended; ``groups="auto"`` takes the number that was the
+    fastest in the first steps. `local` then only takes the arrays, and `reduce` does the work.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Decoder:
         output: str = "replicated",
         progress: str = "calls",
         executor: str | None = None,
+        groups: int | str = 1,
     ) -> None:
         def ask() -> Request:
             shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype)
@@ -73,6 +78,7 @@ class Decoder:
                 output,
                 progress=progress,
                 executor=executor,
+                groups=groups,
             )
 
         comm = comm_.intracomm(comm)
@@ -161,6 +167,11 @@ class Decoder:
                 self._buffers.from_wire()
         self._finish()
         return self._containers.give() if self._foreign else self._results
+
+    @property
+    def groups(self) -> int:
+        """Of heads, in which the next step is taken apart: 1 where it is not."""
+        return getattr(self._reducer, "groups", 1)
 
     @property
     def sent(self) -> list[tuple[int, int]] | Sent | None:
