@@ -184,6 +184,23 @@ def test_a_step_that_takes_too_long_is_ended(day: Any, tmp_path: Path) -> None:
     assert not written(tmp_path)
 
 
+def test_tests_that_take_too_long_keep_what_they_had(day: Any, tmp_path: Path) -> None:
+    """By a Python that takes a folder of other tests for tests/gpu: one passes, one never ends."""
+    tests = tmp_path / "other_tests"
+    tests.mkdir()
+    (tests / "test_two.py").write_text(
+        "import time\n\ndef test_good(): pass\n\ndef test_endless(): time.sleep(600)\n"
+    )
+    python = tmp_path / "python"
+    python.write_text(f'#!/usr/bin/env bash\nexec {sys.executable} "${{@/#tests\\/gpu/{tests}}}"\n')
+    python.chmod(0o755)
+    done = day("tests", standins={}, PYTHON=str(python), LIMIT="6")
+    assert done.returncode == STEPS.index("tests") + 1
+    facts = written(tmp_path)["gpu_tests.json"]
+    assert re.fullmatch(r"ended after \d+ s", facts["problem"])
+    assert facts["result"] == {"passed": 1, "failed": {}, "skipped": {}}
+
+
 def test_a_tool_that_fails_after_its_report_is_not_well(day: Any, tmp_path: Path) -> None:
     """The program's own check, of the results, decides as well as the sanitizer."""
     done = day("memcheck", standins={"compute-sanitizer": CLEAN}, CODE="3")
