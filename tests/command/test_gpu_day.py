@@ -185,12 +185,12 @@ def test_a_step_that_takes_too_long_is_ended(day: Any, tmp_path: Path) -> None:
 
 
 def test_tests_that_take_too_long_keep_what_they_had(day: Any, tmp_path: Path) -> None:
-    """By a Python that takes a folder of other tests for tests/gpu: one passes, in the next the time is up."""
+    """By a Python that takes a folder of other tests for tests/gpu: one passes, one has no time left."""
     tests = tmp_path / "other_tests"
     tests.mkdir()
     (tests / "test_two.py").write_text(
         "import os, signal, time\n\ndef test_good(): pass\n\n"
-        "def test_endless():\n    os.kill(os.getppid(), signal.SIGALRM)  # to `timeout`\n    time.sleep(600)\n"
+        "def test_endless():\n    os.kill(os.getppid(), signal.SIGALRM)  # timeout\n    time.sleep(600)\n"
     )
     python = tmp_path / "python"
     python.write_text(f'#!/usr/bin/env bash\nexec {sys.executable} "${{@/#tests\\/gpu/{tests}}}"\n')
