@@ -21,11 +21,10 @@ from .launch import ROOT
 SCRIPT = ROOT / "benchmarks" / "gpu_day.sh"
 STEPS = subprocess.run([SCRIPT, "--list"], capture_output=True, text=True, check=True).stdout.split()
 
-# A CuPy that finds a GPU; nothing else of it is used by these steps.
-CUPY = """
-import sys, unittest.mock
-sys.modules[__name__] = unittest.mock.MagicMock()
-sys.modules[__name__].cuda.runtime.is_hip = False
+# Every Python that the script starts finds a GPU; nothing of it is used by these steps.
+GPU = """
+from treeattn.backends.cuda import cupy_runtime
+cupy_runtime.problem = lambda: None
 """
 # A tool that writes what lies in the file beside it to the file that --log-file names.
 TOOL = """#!/usr/bin/env bash
@@ -98,7 +97,7 @@ def day(tmp_path: Path) -> Any:
         if standins is not None:
             tools = tmp_path / "tools"
             tools.mkdir(exist_ok=True)
-            (tools / "cupy.py").write_text(CUPY)
+            (tools / "sitecustomize.py").write_text(GPU)
             for name, text in standins.items():
                 (tools / f"{name}.out").write_text(text)
                 (tools / f"{name}.code").write_text(environment.get("CODE", "0"))
