@@ -17,7 +17,7 @@ from .test_matrix import WHOLE
 KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "cuda"
 pytestmark = pytest.mark.skipif(amd.compiler_problem() is not None, reason=str(amd.compiler_problem()))
 
-# Of ptx.cuh, what has no twin for AMD: tensor cores and copies beside the work, and numbers that other GPUs look at.
+# Of ptx.cuh, what has no twin for AMD: tensor cores, copies beside the work, numbers that other GPUs look at.
 NVIDIA_ALONE = re.compile(
     r"\b(multiply_matrices|load_matrices|copy_async|store_release|load_acquire|nanoseconds)\b"
 )
