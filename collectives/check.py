@@ -22,6 +22,8 @@ __all__ = ["Certificate", "Fold", "Proof", "check", "prove"]
 
 Determinism = Literal["A", "C", "none"]
 
+_NOTHING = -1  # in the place of an expression
+
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
@@ -82,6 +84,10 @@ class _Prover:
         self._check_shape()
         self.expressions = Expressions(schedule.size)
         self.held = [ChunkMap(schedule.chunks, rank) for rank in range(schedule.size)]
+        # What each rank has gathered without what it brought, where a transfer asks for it.
+        apart = schedule.size if schedule.keeps_apart else 0
+        self.gathered = [ChunkMap(schedule.chunks, _NOTHING) for _ in range(apart)]
+        self.gathering: list[tuple[int, Piece]] = []
 
     def run(self) -> Proof:
         rounds = self.schedule.rounds
@@ -106,20 +112,24 @@ class _Prover:
         for dst, parts in written:
             for pieces in parts:
                 self.held[dst].write(pieces)
+        for dst, piece in self.gathering:
+            self.gathered[dst].write([piece])
+        self.gathering.clear()
         return folds
 
     def _receive(
         self, number: int, dst: int, transfers: list[Transfer], done: list[Fold]
     ) -> list[list[Piece]]:
         """What `dst` holds after the round, one list per range of chunks; its folds go to `done`."""
-        alone = self._receive_alone(transfers[0], done) if len(transfers) == 1 else None
+        simple = len(transfers) == 1 and not self.gathered
+        alone = self._receive_alone(transfers[0], done) if simple else None
         if alone:
             return [alone]
         return [self._receive_part(number, dst, *part, done) for part in _parts(transfers)]
 
     def _receive_alone(self, transfer: Transfer, done: list[Fold]) -> list[Piece] | None:
         """One transfer of uniform value: the commonest case, done fast. None if it is another case."""
-        src, dst, chunks, merge = transfer
+        src, dst, chunks, merge, _ = transfer
         theirs = self.held[src].read(chunks.start, chunks.stop)
         if not merge:
             return theirs
@@ -140,15 +150,32 @@ class _Prover:
         if not all(t.merge for t in transfers):
             if len(transfers) > 1:
                 self._conflict(number, dst, first, transfers)
+            if self.gathered:
+                self.gathering.append((dst, (first, end, _NOTHING)))
             return self.held[transfers[0].src].read(first, end)
-        columns = [self.held[rank].read(first, end) for rank in (dst, *(t.src for t in transfers))]
+        columns = [self.held[dst].read(first, end), *(self._sent(number, t, first, end) for t in transfers)]
+        if self.gathered:
+            columns.append(self.gathered[dst].read(first, end))
         lowest = self.expressions.lowest
         pieces = []
-        for start, stop, values in aligned(columns):
+        for start, stop, found in aligned(columns):
+            values = found[: len(transfers) + 1]
             self._check_once(number, start, transfers, values)
             order = sorted(range(len(values)), key=lambda i: lowest[values[i]])
             done.append(Fold(range(start, stop), tuple(transfers[i - 1].src if i else dst for i in order)))
             pieces.append((start, stop, self.expressions.fold([values[i] for i in order], dst, number)))
+            for before in found[len(values) :]:
+                others = [values[i] if i else before for i in order if i or before != _NOTHING]
+                self.gathering.append((dst, (start, stop, self.expressions.fold(others, dst, number))))
+        return pieces
+
+    def _sent(self, number: int, transfer: Transfer, first: int, end: int) -> list[Piece]:
+        """What the chunks first .. end - 1 of a transfer carry."""
+        if transfer.own:
+            return self.held[transfer.src].read(first, end)
+        pieces = self.gathered[transfer.src].read(first, end)
+        if any(value == _NOTHING for _, _, value in pieces):
+            self._fail(number, transfer, f"sends what rank {transfer.src} has gathered, which is nothing yet")
         return pieces
 
     def _check_once(
@@ -220,7 +247,7 @@ class _Prover:
             self._refuse(f"a scattered result needs as many chunks as ranks, not {chunks}")
 
     def _check_transfer(self, number: int, transfer: Transfer) -> None:
-        src, dst, chunks, _ = transfer
+        src, dst, chunks, merge, own = transfer
         size = self.schedule.size
         if not (0 <= src < size and 0 <= dst < size):
             self._fail(number, transfer, f"names a rank outside 0 to {size - 1}")
@@ -230,6 +257,8 @@ class _Prover:
             self._fail(number, transfer, "moves no chunk, or not a contiguous range of them")
         if chunks.start < 0 or chunks.stop > self.schedule.chunks:
             self._fail(number, transfer, f"names a chunk outside 0 to {self.schedule.chunks - 1}")
+        if not (merge or own):
+            self._fail(number, transfer, "overwrites with less than its sender holds: only a merge may")
 
     def _conflict(self, number: int, dst: int, chunk: int, transfers: list[Transfer]) -> NoReturn:
         copies = [t for t in transfers if not t.merge]

@@ -47,7 +47,9 @@ class Expressions:
         return new
 
     def fold(self, operands: Sequence[int], rank: int, round_number: int) -> int:
-        """The merge of several expressions, already in the order of the fold, done by `rank`."""
+        """The merge of one or more expressions, already in the order of the fold, done by `rank`."""
+        if len(operands) == 1:
+            return operands[0]
         if len(operands) == 2:
             return self.pair(operands[0], operands[1])
         key = (round_number, rank, *operands)
