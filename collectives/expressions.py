@@ -70,6 +70,15 @@ class Expressions:
         self.ordered.append(new)
         return new
 
+    def name(self, mask: int) -> int:
+        """A new expression of these ranks that stands for others, which differ by place."""
+        new = len(self.mask)
+        self.mask.append(mask)
+        self.lowest.append((mask & -mask).bit_length() - 1)
+        self.depth.append(0)
+        self.ordered.append(new)
+        return new
+
     def ranks(self, mask: int) -> list[int]:
         """The ranks of a bit mask, ascending."""
         return [rank for rank in range(mask.bit_length()) if mask >> rank & 1]

@@ -19,9 +19,11 @@ from treeattn.collectives import (
     Transfer,
     build,
     check,
+    on_chunks,
     on_ranks,
     prove,
     reversed_as_copies,
+    side_by_side,
     then,
 )
 from treeattn.collectives.expressions import ChunkMap, Expressions, aligned
@@ -346,6 +348,21 @@ def test_one_order_tells_ring_from_recursive_doubling():
     assert not check(build("ring", 8)).one_order
 
 
+def test_complete_values_are_told_apart_by_chunk_and_by_bracket():
+    """Chunk 0 merges alike on all ranks, chunk 1 does not, until all have what rank 0 has."""
+    alike, unlike = build("recursive_doubling", 4).rounds, on_chunks(different_brackets().rounds, 1)
+    mixed = Schedule("mixed", 4, 2, side_by_side(alike, unlike))
+    assert check(mixed).determinism == "none"
+    assert not check(mixed).one_order
+    down = tuple(Transfer(0, rank, range(2), False) for rank in (1, 2, 3))
+    settled = check(replace(mixed, rounds=(*mixed.rounds, down)))
+    assert settled.determinism == "A"
+    assert settled.one_order, "rank 0 merges both chunks in pairs"
+    from_3 = tuple(Transfer(3, rank, range(2), False) for rank in (0, 1, 2))
+    assert not check(replace(mixed, rounds=(*mixed.rounds, from_3))).one_order
+    assert check(replace(mixed, rounds=(*mixed.rounds, from_3))).depth == 3
+
+
 def test_folds_are_in_ascending_order_of_the_lowest_contributor():
     rounds = ((Transfer(1, 3),), (Transfer(3, 2), Transfer(0, 2)))
     schedule = Schedule("order", 4, 1, then(rounds, ((Transfer(2, 0, range(1), False),),)))
@@ -435,21 +452,29 @@ def test_expressions_are_equal_exactly_when_the_merges_are():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("scheme", "nodes"),
+    ("scheme", "size", "nodes"),
     [
-        ("recursive_doubling", None),
-        ("reduce_scatter_gather", None),
-        ("binary_tree", None),
-        ("k_nomial_tree:radix=4", None),
-        ("hierarchical", (8,) * 512),
-        ("head_scatter", None),
+        ("recursive_doubling", 4096, None),
+        ("reduce_scatter_gather", 4096, None),
+        ("binary_tree", 4096, None),
+        ("k_nomial_tree:radix=4", 4096, None),
+        ("logp_optimal", 4096, None),
+        ("bine", 4095, None),
+        ("bine:form=bandwidth", 4096, None),
+        ("circulant", 4095, None),
+        ("elimination", 4095, None),
+        ("all_gather_trees", 4096, None),
+        ("hierarchical", 4096, (8,) * 512),
+        ("multi_leader", 4096, (8,) * 512),
+        ("uneven_nodes", 4096, (8,) * 300 + (7,) * 208 + (5,) * 48),
+        ("head_scatter", 4096, None),
     ],
 )
-def test_4096_ranks_are_checked_in_seconds(scheme, nodes):
+def test_4096_ranks_are_checked_in_seconds(scheme, size, nodes):
     began = time.process_time()
-    schedule = build(scheme, 4096, **({"nodes": nodes} if nodes else {}))
+    schedule = build(scheme, size, **({"nodes": nodes} if nodes else {}))
     assert check(schedule).determinism == "A"
-    # About one second here; the bound is for slow machines and catches work that grows with p * p.
+    # One or two seconds here; the bound is for slow machines and catches work that grows with p * p.
     assert time.process_time() - began < 15
 
 
