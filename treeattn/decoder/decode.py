@@ -32,7 +32,7 @@ __all__ = ["decode", "schemes"]
 
 def schemes() -> list[str]:
     """Every name that ``scheme=`` takes."""
-    return list(CATALOG)
+    return [name for name, row in CATALOG.items() if row.transports]
 
 
 def decode(

@@ -49,8 +49,10 @@ def choose(device: str, transport: str | None, scheme: Scheme, size: int) -> str
     """The transport of a scheme over `size` ranks: the one that is named if it serves, or the only one.
 
     Raises `TransportError`, which lists what would serve; `RestrictionError` where the scheme is not for
-    the device.
+    the device, or is not run at all.
     """
+    if not scheme.transports:
+        raise RestrictionError(f"{scheme.name} is not run: {scheme.elsewhere}")
     serving = [name for name in scheme.transports if DEVICES[name] == device]
     if not serving:
         raise RestrictionError(f"{scheme.name} is for device='{scheme.devices[0]}': {scheme.elsewhere}")
