@@ -20,7 +20,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 from compile_matrix import compilers, cubin  # noqa: E402
-from treeattn.backends.cuda import attention  # noqa: E402
+from treeattn.backends.cuda import variants  # noqa: E402
 from treeattn.backends.cuda.compile import source  # noqa: E402
 
 __all__ = ["ARCHITECTURES", "Row", "compiled", "expressions", "spill_exceptions"]
@@ -70,21 +70,21 @@ def expressions(module: str, arch: str, whole: bool = True) -> dict[str, int]:
     """
     if module == "partial_attention":
         kernels = {
-            attention.fma_kernel(kind, head_dim, rows): 0
+            variants.fma_kernel(kind, head_dim, rows).expression: 0
             for kind in ("float", *_TYPES_16)
-            for head_dim in attention.HEAD_DIMS
+            for head_dim in variants.HEAD_DIMS
             for rows in (1, 2, 4)
         }
         return kernels if whole else {name: kernels[name] for name in _CHOICE}
     if module == "partial_attention_mma":
-        types, head_dims = (_TYPES_16, attention.HEAD_DIMS) if whole else (("bfloat16",), (80, 128, 256))
-        wanted = (attention.mma_kernel(t, d, ARCHITECTURES[arch]) for t in types for d in head_dims)
-        return dict(kernel for kernel in wanted if kernel) if int(arch) >= 80 else {}
+        types, head_dims = (_TYPES_16, variants.HEAD_DIMS) if whole else (("bfloat16",), (80, 128, 256))
+        wanted = (variants.mma_kernel(t, d, ARCHITECTURES[arch]) for t in types for d in head_dims)
+        return {k.expression: k.shared_bytes for k in wanted if k} if int(arch) >= 80 else {}
     return {module: 0}
 
 
 _CHOICE = tuple(
-    attention.fma_kernel(*kernel)
+    variants.fma_kernel(*kernel).expression
     for kernel in (
         *(("float", 80, 2), ("float", 128, 1), ("float", 256, 4)),
         *(("float16", 96, 2), ("bfloat16", 64, 1), ("bfloat16", 128, 1), ("bfloat16", 128, 4)),
