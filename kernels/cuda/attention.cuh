@@ -79,9 +79,12 @@ __device__ __forceinline__ Work find_work(const AttentionArguments &a, int rows_
   return w;
 }
 
-// Read from the device's memory at every launch: a captured graph follows a growing cache.
+// Read from the device's memory at every launch: a captured graph follows a growing cache. All tokens, however many,
+// without lengths: nothing is written after the load, which would make the block wait for it.
 __device__ __forceinline__ long long load_length(const AttentionArguments &a) {
-  return a.lengths ? a.lengths[blockIdx.z] : a.tokens;
+  long long length = 0x7fffffff;
+  if (a.lengths) length = a.lengths[blockIdx.z];
+  return length;
 }
 
 // The block's tokens begin..end, of `length` valid ones.

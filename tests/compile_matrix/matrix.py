@@ -23,7 +23,7 @@ from compile_matrix import compilers, cubin  # noqa: E402
 from treeattn.backends.cuda import variants  # noqa: E402
 from treeattn.backends.cuda.compile import source  # noqa: E402
 
-__all__ = ["ARCHITECTURES", "Row", "compiled", "expressions", "spill_exceptions"]
+__all__ = ["ARCHITECTURES", "BOUNDS", "Bound", "Row", "compiled", "expressions", "spill_exceptions"]
 
 #: Architecture and the shared memory that a block can have there, in bytes (CUDA programming guide, table
 #: of technical specifications).
@@ -38,6 +38,29 @@ ARCHITECTURES = {
 # Part of the static shared memory that cubins state for these, and taken by the system.
 _RESERVED = {"90": 1024, "100": 1024}
 _TYPES_16 = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What a kernel's code may hold: instructions, divisions by numbers that are not constants, and rounds of
+    loads before the main loop (`cubin.load_rounds`)."""
+
+    instructions: int
+    integer_divisions: int
+    load_rounds: int
+
+
+#: By module, on every architecture: a tenth or so above the largest.
+BOUNDS = {
+    "partial_attention": Bound(3300, 0, 5),
+    "partial_attention_mma": Bound(3800, 0, 7),
+    "merge_partials": Bound(600, 0, 20),
+    "take_maxima": Bound(100, 0, 3),
+    "rescale": Bound(400, 0, 20),
+    "finish": Bound(1500, 4, 20),
+    "pack_partials": Bound(400, 4, 20),
+    "scale_lse": Bound(100, 0, 3),
+}
 
 #: Kernels that may use local memory, each with its reason: (module, expression, architecture).
 spill_exceptions: dict[tuple[str, str, str], str] = {}

@@ -10,7 +10,7 @@ import pytest
 
 from treeattn.backends import cpu, cuda
 from treeattn.backends.cuda import attention
-from treeattn.backends.cuda.splits import choose_splits
+from treeattn.backends.cuda.splits import Splits, choose_splits
 from treeattn.errors import ArgumentError, BackendError
 
 from .cases import CASES, Case, Inputs, is_tensor_core_case
@@ -84,6 +84,27 @@ def test_bits_do_not_depend_on_the_order_of_threads_and_blocks(case: Case) -> No
     first = attend(case, EmulatorRuntime())
     for seed in range(1, 6):
         assert (bits(attend(case, EmulatorRuntime(seed=seed))) == bits(first)).all()
+
+
+MANY = [
+    *(Case("float32", d, group=group, tokens=500, splits=13) for d, group in ((64, 4), (80, 1), (256, 2))),
+    *(Case("bfloat16", d, group=group, tokens=1000, splits=13) for d, group in ((64, 4), (96, 7), (128, 16))),
+    Case("float32", 64, group=3, queries=3, kv_heads=1, batch=2, tokens=400, lengths=(400, 90), splits=29),
+]
+
+
+@needs_emulator
+@pytest.mark.parametrize("fan", [2, 5, 12])
+@pytest.mark.parametrize("case", MANY, ids=str)
+def test_splits_merge_on_two_levels(case: Case, fan: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into the same partial, and the same bits whichever block is last."""
+    monkeypatch.setattr(attention, "choose_splits", lambda load, number: Splits(number, fan))
+    records = [attend(case, EmulatorRuntime(seed=seed)) for seed in (0, 1, 2)]
+    assert (bits(records[0]) == bits(records[1])).all()
+    assert (bits(records[0]) == bits(records[2])).all()
+    runtime = EmulatorRuntime()
+    out, lse = finished(records[0], lambda *arrays: cuda.finish(*arrays, runtime=runtime))
+    case.check(out, lse, is_tensor_core_case(case))
 
 
 @needs_emulator
