@@ -145,7 +145,7 @@ class EmulatorRuntime:
 
     def address(self, array: Any) -> int:
         """Where the array begins."""
-        return int(array.ctypes.data)
+        return int(array.__array_interface__["data"][0])
 
     def check(self, name: str, array: Any) -> None:
         """ArgumentError unless `array` is a NumPy array."""
