@@ -23,6 +23,7 @@ class EmulatorRuntime:
     the values that arguments have at that time, as a CUDA graph has them.
     """
 
+    name = "emulated GPU"
     multiprocessors = 3
     tensor_cores = True
     identity = "emulated GPU 0"

@@ -28,7 +28,7 @@ from treeattn.errors import RestrictionError, TransportError, TreeattnError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["choose", "connected_by_nccl", "known", "plan", "shared_gpu"]
+__all__ = ["choose", "connected_by_nccl", "known", "plan", "problems", "shared_gpu"]
 
 _CHOICES = {
     "cpu": "'mpi' or None",
@@ -129,6 +129,12 @@ def _over_nccl(
 
 def connected_by_nccl(comm: Intracomm, stream: Runtime) -> Any:
     """A `nccl.Communicator` of the ranks and their GPUs. Collective; all raise `TransportError`, or none."""
+    _check_nccl(comm, stream)
+    return comm_.together(comm, lambda: nccl.connect(comm, stream))
+
+
+def _check_nccl(comm: Intracomm, stream: Runtime) -> None:
+    """Raise, on all ranks alike, where they cannot meet by NCCL. Collective."""
     with comm_.Agreement(comm) as agreed:
         problem = nccl.problem()
         if problem is not None:
@@ -139,20 +145,35 @@ def connected_by_nccl(comm: Intracomm, stream: Runtime) -> Any:
         problem = shared and nccl.sharing_problem()
         if problem:
             raise TransportError(f"{shared}: {problem}; or start fewer ranks, or take transport='host'")
-    return comm_.together(comm, lambda: nccl.connect(comm, stream))
 
 
 def _over_cuda_mpi(
     selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
 ) -> Reducer:
-    problem = None
-    if not comm_.cuda_aware():
-        problem = TransportError(
-            "this MPI library does not say that it takes GPU buffers (treeattn doctor names it): load a "
-            "CUDA-aware one, or take transport='nccl' or 'host'"
-        )
-    comm_.agree(reduction.comm, {}, problem)
+    _check_cuda_mpi(reduction.comm, reduction.memory)
     return comm_.together(reduction.comm, lambda: _over_mpi(selection, schedule, reduction, executor))
+
+
+def _check_cuda_mpi(comm: Intracomm, runtime: Runtime) -> None:
+    """Raise, on all ranks alike, where MPI does not say that it takes the memory of GPUs. Collective."""
+    with comm_.Agreement(comm):
+        if not comm_.cuda_aware():
+            raise TransportError(
+                "this MPI library does not say that it takes GPU buffers (treeattn doctor names it): load a "
+                "CUDA-aware one, or take transport='nccl' or 'host'"
+            )
+
+
+def problems(comm: Intracomm, runtime: Runtime) -> dict[str, str | None]:
+    """Transport of GPUs -> why these ranks cannot take it, with the remedy; None where they can. Collective,
+    and the same on every rank."""
+    found: dict[str, str | None] = {name: None for name, device in DEVICES.items() if device == "cuda"}
+    for name, check in {"nccl": _check_nccl, "cuda-mpi": _check_cuda_mpi}.items():
+        try:
+            check(comm, runtime)
+        except TreeattnError as error:
+            found[name] = str(error)
+    return found
 
 
 class Staged(Reducer):

@@ -154,6 +154,7 @@ def fake_cupy(**changes: Any) -> ModuleType:
             getDeviceCount=device_count,
             is_hip=changes.get("hip", False),
             getDevice=lambda: changes.get("current", 0),
+            getDeviceProperties=strict("cuda.runtime.getDeviceProperties", lambda device: {"name": b"Fake"}),
             deviceSynchronize=strict("cuda.runtime.deviceSynchronize", lambda: Stream.log.append("all")),
         ),
         compiler=SimpleNamespace(CompileException=CompileException),

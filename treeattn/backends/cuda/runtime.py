@@ -36,6 +36,8 @@ class Runtime(Stream, Protocol):
     memory is out. `copy` takes a C-contiguous NumPy array on either side; the device array is so then too.
     """
 
+    #: What the device calls itself.
+    name: str
     #: How many the device has.
     multiprocessors: int
     #: The most shared memory that a block can have, opted in.
