@@ -31,6 +31,12 @@ class Reducer(CapturedReducer):
         self._captured.connected = not self._rounds  # a rank alone has nobody to connect to
         self.sent = rounds.sent(self._rounds)
 
+    def waits_for(self) -> tuple[str, str]:
+        """Within a graph nobody knows which round it has come to: all peers."""
+        messages = [message for round_ in self._rounds for message in (*round_.receives, *round_.sends)]
+        peers = sorted({message.peer for message in messages})
+        return f"{self.name} over NCCL", f"rank {' and '.join(map(str, peers))}"
+
     def _begin(self) -> None:
         if self._rounds:  # a rank alone has none
             super()._begin()

@@ -112,6 +112,10 @@ class Reducer(PersistentReducer):
     def _begin(self) -> None:
         self._ended = self._call(self._start) == _DONE
 
+    def _advance(self) -> bool:
+        self._ended = self._ended or self._call(self._start) == _DONE
+        return self._ended
+
     def _complete(self) -> None:
         if not self._ended:
             self._step()

@@ -18,7 +18,7 @@ import numpy as np
 from treeattn import baselines
 from treeattn import comm as comm_
 from treeattn.attention.shape import Shape
-from treeattn.collectives import catalog, waiting
+from treeattn.collectives import background, catalog, waiting
 from treeattn.collectives.catalog import Selection
 from treeattn.collectives.reducer import Reducer, Reduction
 from treeattn.collectives.schedule import Schedule
@@ -75,6 +75,7 @@ class Request:
     output: str
     q_root: int | None = None
     executor: str | None = None
+    progress: str = "calls"
 
     @property
     def settings(self) -> dict[str, object]:
@@ -162,6 +163,7 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
     with comm_.Agreement(comm) as agreed:
         request = ask()
         device, shape = request.device, request.shape
+        _check_progress(request)
         agreed.equal = request.settings
         waiting.limit()
         device.check_shape(shape)
@@ -187,6 +189,8 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
         attention = reducer.take
     else:
         reducer = transports.plan(chosen, request.scheme, rounds, reduction, request.executor)
+    if request.progress == "thread":
+        reducer = background.BackgroundReducer(reducer)
     assert attention is not None
     return Plan(request, buffers, rounds, chosen, attention, reducer, finish)
 
@@ -244,6 +248,22 @@ def _check_output(row: catalog.Scheme, output: str) -> None:
     if not row.scattered and output == "heads":
         offer = " or ".join(f"scheme='{other.name}'" for other in CATALOG.values() if other.scattered)
         raise RestrictionError(f"{row.name} leaves every rank all heads; {offer} serves output='heads'")
+
+
+def _check_progress(request: Request) -> None:
+    """Raise unless the reduction can go on in the way that was asked for."""
+    if request.progress not in ("calls", "thread"):
+        raise ArgumentError(f"progress {request.progress!r:.60} is unknown: use 'calls' or 'thread'")
+    if request.progress == "calls":
+        return
+    if request.device.stream is not None:
+        raise RestrictionError(
+            "progress='thread' is for device='cpu': a GPU's stream goes on by itself, and by way of the host "
+            "test() does it"
+        )
+    if request.scheme.row.fused:
+        raise RestrictionError(f"{request.scheme.text} computes while it communicates: use progress='calls'")
+    background.check_threads()
 
 
 def _warn_without_compiler(problems: list[str | None]) -> None:

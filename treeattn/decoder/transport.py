@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from treeattn import comm as comm_
 from treeattn import partial
 from treeattn.backends import cpu
 from treeattn.backends.cuda.runtime import Runtime
+from treeattn.collectives import nccl
 from treeattn.collectives.catalog import DEVICES, Scheme, Selection
 from treeattn.collectives.memory import HOST
 from treeattn.collectives.reducer import Reducer, Reduction
@@ -27,11 +28,11 @@ from treeattn.errors import RestrictionError, TransportError, TreeattnError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["choose", "known", "plan", "shared_gpu"]
+__all__ = ["choose", "connected_by_nccl", "known", "plan", "shared_gpu"]
 
 _CHOICES = {
     "cpu": "'mpi' or None",
-    "cuda": "transport='nccl' (every rank has a GPU of its own), 'cuda-mpi' (the MPI library takes GPU "
+    "cuda": "transport='nccl' (from GPU to GPU), 'cuda-mpi' (the MPI library takes GPU "
     "buffers) or 'host' (any MPI, through page-locked memory)",
 }
 
@@ -106,15 +107,10 @@ def _by_module(selection: Selection, reduction: Reduction) -> Reducer:
 def _over_nccl(
     selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
 ) -> Reducer:
-    from treeattn.collectives import nccl
     from treeattn.collectives.executors import nccl as over_nccl
 
     executors.refuse(executor, "NCCL runs what is recorded in a graph")
-    comm, stream = reduction.comm, reduction.memory
-    problem = nccl.problem()
-    comm_.agree(comm, {}, None if problem is None else TransportError(problem))
-    _check_one_gpu_each(comm, stream)
-    communicator = comm_.together(comm, lambda: nccl.connect(comm, stream))
+    communicator = connected_by_nccl(reduction.comm, reduction.memory)
     connected = reduction._replace(comm=communicator)
 
     def planned() -> Reducer:
@@ -123,10 +119,25 @@ def _over_nccl(
         return over_nccl.Reducer(connected, schedule)
 
     try:
-        return comm_.together(comm, planned)
+        return comm_.together(reduction.comm, planned)
     except TreeattnError:
         communicator.abort()
         raise
+
+
+def connected_by_nccl(comm: Intracomm, stream: Runtime) -> Any:
+    """A `nccl.Communicator` of the ranks and their GPUs. Collective; all raise `TransportError`, or none."""
+    with comm_.Agreement(comm) as agreed:
+        problem = nccl.problem()
+        if problem is not None:
+            raise TransportError(problem)
+        agreed.equal = {"the version of NCCL": nccl.version()}
+    shared = shared_gpu(comm, stream)
+    with comm_.Agreement(comm):
+        problem = shared and nccl.sharing_problem()
+        if problem:
+            raise TransportError(f"{shared}: {problem}; or start fewer ranks, or take transport='host'")
+    return comm_.together(comm, lambda: nccl.connect(comm, stream))
 
 
 def _over_cuda_mpi(
@@ -176,23 +187,26 @@ class Staged(Reducer):
         self._runtime.synchronize()
         self._reducer.start()
 
+    def _advance(self) -> bool:
+        return self._reducer.test()
+
     def _complete(self) -> None:
         """The GPU is not waited for."""
         self._reducer.wait()
         self._runtime.copy(self._buffer, self._host)
 
     def _release(self) -> None:
-        """After the last copy, whose memory then goes back."""
-        self._runtime.synchronize()
+        """After the last copy, in whichever stream, whose memory then goes back."""
+        self._runtime.synchronize_all()
         self._reducer.close()
 
     def _abandon(self) -> None:
-        self._runtime.synchronize()
+        self._runtime.synchronize_all()
         self._reducer.__exit__(RuntimeError)
 
 
 def shared_gpu(comm: Intracomm, runtime: Runtime) -> str | None:
-    """Which ranks share which GPU, where some do; else None. Collective."""
+    """Which ranks share which GPU or MIG partition, where some do; else None. Collective."""
     owners: dict[tuple[str, str], list[int]] = {}
     for rank, gpu in enumerate(comm.allgather((socket.gethostname(), runtime.identity))):
         owners.setdefault(gpu, []).append(rank)
@@ -200,16 +214,6 @@ def shared_gpu(comm: Intracomm, runtime: Runtime) -> str | None:
         if len(ranks) > 1:
             return f"ranks {', '.join(map(str, ranks))} share GPU {identity} of {host}"
     return None
-
-
-def _check_one_gpu_each(comm: Intracomm, runtime: Runtime) -> None:
-    """NCCL hangs or fails in its own words where two ranks share a GPU."""
-    shared = shared_gpu(comm, runtime)
-    if shared is not None:
-        raise TransportError(
-            f"{shared}, and NCCL needs one for each: start fewer ranks per node, make another device current "
-            "on each of them (cupy.cuda.Device(n).use()), or take transport='host'"
-        )
 
 
 _PLANNERS: dict[str, Callable[[Selection, Schedule | None, Reduction, str | None], Reducer]] = {
