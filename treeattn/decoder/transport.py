@@ -191,7 +191,7 @@ class Staged(Reducer):
         on_host = reduction._replace(operator=operator, buffer=self._host, memory=HOST)
         self._reducer = _over_mpi(selection, schedule, on_host, executor)
         self.certificate, self.sent = self._reducer.certificate, self._reducer.sent
-        self.executor = self._reducer.executor
+        self.executor, self.fallback = self._reducer.executor, self._reducer.fallback
 
     def waits_for(self) -> tuple[str, str]:
         """What is inside does."""
