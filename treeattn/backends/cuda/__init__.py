@@ -20,6 +20,7 @@ from treeattn.backends.cuda.attention import (
 from treeattn.backends.cuda.finish import finish, planned_finish
 from treeattn.backends.cuda.merge import MergeOperator, merge
 from treeattn.backends.cuda.pack import planned_pack, planned_scale
+from treeattn.backends.cuda.pull import PlannedPull
 from treeattn.backends.cuda.runtime import Runtime, default_runtime
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "TENSOR_CORES_FROM_ROWS",
     "MergeOperator",
     "PlannedAttention",
+    "PlannedPull",
     "Runtime",
     "check_head_dim",
     "check_rows",
