@@ -65,9 +65,10 @@ def duplicate(comm: Intracomm) -> Intracomm:
 class Reducer(ABC):
     """Folds the records of all ranks, in place, once a step. Planning, a step and closing are collective.
 
-    ``start()`` begins a step and returns, so that other work can overlap; ``wait()`` ends it; a call is both.
-    Over a GPU's stream a step is queued and not waited for. The states (idle, running, failed, closed) are
-    kept here; a way of reducing writes `_begin`, `_complete` and `_release`.
+    ``start()`` begins a step and returns, so that other work can overlap; ``test()`` goes on with it without
+    waiting; ``wait()`` ends it; a call is all of it. Over a GPU's stream a step is queued and not waited for.
+    The states (idle, running, failed, closed) are kept here; a way of reducing writes `_begin`, `_complete`
+    and `_release`, and `_advance` where it can go on without waiting.
     """
 
     #: What is proved of the schedule; None where nothing is, because a library decides.
@@ -75,6 +76,8 @@ class Reducer(ABC):
     #: What this rank hands over in a step: (destination, bytes) of every message, or the payload of a
     #: library's collectives; None where only the library knows.
     sent: list[tuple[int, int]] | Sent | None = None
+    #: Which of `treeattn.collectives.executors` runs the schedule; None where there is none.
+    executor: str | None = None
     #: Whether a step is queued to a stream, or nothing at all: then it can be recorded.
     queued = False
     _number = 0  # of steps that were begun
@@ -108,6 +111,10 @@ class Reducer(ABC):
     def _release(self) -> None:
         """The end. Collective; no step is in flight."""
 
+    def _advance(self) -> bool:
+        """Go on with what `_begin` began, without waiting; whether `_complete` would wait for nobody."""
+        return False
+
     def _abandon(self) -> None:  # noqa: B027 - there may be nothing to do
         """The end of this rank alone, after an error: a step may be in flight, nobody may be waited for."""
 
@@ -128,6 +135,20 @@ class Reducer(ABC):
         self._running = self._number = self._number + 1
         self._run(self._begin)
         self._resting = True
+
+    def test(self) -> bool:
+        """Go on with the step that `start` began as far as that takes no waiting; whether it is all there.
+
+        Where nothing can be done without waiting, it never is. Raises `ScheduleError` as `wait` does, which
+        is still to be called.
+        """
+        if not self._running or self._failed:
+            raise ScheduleError(f"{self.name}: test() without start()")
+        try:  # as `_run`
+            return self._advance()
+        except BaseException:
+            self._failed = True
+            raise
 
     def wait(self) -> None:
         """Finish the step that `start` began. Raises `ScheduleError` if there is none."""
@@ -155,6 +176,9 @@ class Reducer(ABC):
         except BaseException:
             self._failed = True
             raise
+
+    def synchronize(self) -> None:  # noqa: B027 - there may be nothing to do
+        """Wait for steps that are `queued`, as `CapturedReducer` does; others are done when they return."""
 
     def close(self) -> None:
         """Release everything, after a step in flight. Collective; a second call does nothing."""

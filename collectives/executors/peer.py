@@ -37,6 +37,7 @@ class Reducer(BaseReducer):
     Raises `ScheduleError` if the schedule is for another number of ranks or is not a correct reduction.
     """
 
+    executor = "peer"
     queued = True
 
     def __init__(self, reduction: Reduction, schedule: Schedule) -> None:

@@ -15,13 +15,14 @@ from treeattn.backends.cpu.attention import (
 )
 from treeattn.backends.cpu.finish import finish, planned_finish
 from treeattn.backends.cpu.kernels import compiled_kernels_problem
-from treeattn.backends.cpu.merge import MergeOperator, merge
+from treeattn.backends.cpu.merge import MergeOperator, NullOperator, merge
 from treeattn.backends.cpu.pack import planned_pack, planned_scale
 
 __all__ = [
     "MAX_THREADS",
     "ORDERS",
     "MergeOperator",
+    "NullOperator",
     "PlannedAttention",
     "check_environment",
     "compiled_kernels_problem",
