@@ -2,7 +2,10 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <ctime>
 #include <type_traits>
+
+#include <sched.h>
 
 #include "block.h"
 
@@ -102,6 +105,37 @@ template <class T> T atomicMax(T *at, T value) {
 template <class T> T atomicExch(T *at, T value) {
   return emulator::update(at, [value](T) { return value; });
 }
+
+// Numbers that other devices look at, which may be threads of this process or other processes. The relaxed forms order
+// nothing: faults are planted with them. Looking lets others run.
+namespace emulator {
+template <class T> UNCHECKED void store_relaxed(T *at, T value) { __atomic_store_n(at, value, __ATOMIC_RELAXED); }
+template <class T> UNCHECKED void store_release(T *at, T value) {
+#if EMULATOR_TSAN
+  __tsan_release(at);
+#endif
+  __atomic_store_n(at, value, __ATOMIC_RELEASE);
+}
+template <class T> UNCHECKED T load_relaxed(const T *at) {
+  run_next();
+  sched_yield();
+  return __atomic_load_n(at, __ATOMIC_RELAXED);
+}
+template <class T> UNCHECKED T load_acquire(const T *at) {
+  run_next();
+  sched_yield();
+  const T value = __atomic_load_n(at, __ATOMIC_ACQUIRE);
+#if EMULATOR_TSAN
+  __tsan_acquire(const_cast<T *>(at));
+#endif
+  return value;
+}
+inline long long nanoseconds() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000000000ll + now.tv_nsec;
+}
+} // namespace emulator
 
 template <class To, class From> To bits_as(From from) {
   static_assert(sizeof(To) == sizeof(From));
