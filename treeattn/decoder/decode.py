@@ -62,8 +62,8 @@ def decode(
     `treeattn.collectives.Schedule` of one's own, the same on every rank.
 
     device: ``"cpu"`` or ``"cuda"``, the GPU that is CuPy's current one (no float64); None is where q lies.
-    transport: how records travel: ``"mpi"`` from the host; from GPUs ``"nccl"``, ``"cuda-mpi"`` or ``"host"``
-    (see `treeattn.decoder.transport`). None is the only sensible one, or an error that lists the choices.
+    transport: how records travel: ``"mpi"`` from the host; from GPUs ``"nccl"``, ``"peer"``, ``"cuda-mpi"`` or
+    ``"host"`` (see `treeattn.decoder.transport`). None is the only sensible one, or an error that lists the choices.
     executor: who runs the rounds of a schedule on the host: ``"program"``, compiled, or ``"mpi"``, Python
     (see `treeattn.decoder.executor`). None is the fastest that all ranks can have; the bits are the same.
 
