@@ -32,7 +32,8 @@ class Reducer(BaseReducer):
 
     It is planned in three parts: creating it is collective; `expose` and `connect` are each rank's own and
     may fail on one alone: agree on both. A step is queued and not waited for. A rank that does not come in
-    time leaves NaN in the records of those who wait, and `TransportError` for their next step or `close`.
+    time leaves NaN in the records of those who wait, and `TransportError` for their next step, `synchronize`
+    or `close`.
 
     Raises `ScheduleError` if the schedule is for another number of ranks or is not a correct reduction.
     """
@@ -115,9 +116,15 @@ class Reducer(BaseReducer):
     def _complete(self) -> None:
         """The stream does the rest."""
 
+    def synchronize(self) -> None:
+        """Wait for the steps in the current stream, which end by themselves. Raises `TransportError` where
+        one of them waited in vain."""
+        self._memory.synchronize()
+        self._raise_if_late()
+
     def _release(self) -> None:
         """All close what they opened before any frees what was open."""
-        self._memory.synchronize()
+        self._memory.synchronize_all()
         self._raise_if_late()  # then others may be lost, and what they read stays
         self._pull = None
         while self._opened:

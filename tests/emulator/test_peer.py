@@ -55,7 +55,7 @@ def assert_same_bits(schedule: Schedule, held: list[Array], partials: Array) -> 
         np.testing.assert_array_equal(part.view(np.uint32), want.view(np.uint32))
 
 
-@pytest.mark.parametrize("records", [1, 3, 11])
+@pytest.mark.parametrize("records", [2, 11])
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 @pytest.mark.parametrize("scheme", collectives.names("schedule"))
 def test_every_schedule_gives_the_bits_of_the_definition(scheme: str, size: int, records: int) -> None:
@@ -135,14 +135,13 @@ def test_a_rank_that_does_not_come_is_named(scheme: str, who: set[tuple[int, int
 
 def test_a_rank_that_gave_up_is_not_waited_for() -> None:
     """It says so to those who wait for it, who pass on whom it missed."""
-    schedule, partials = collectives.build("recursive_doubling", 4), made(3, 4, 2)
+    schedule, partials = collectives.build("chain", 3), made(3, 3, 2)
     with Node(schedule, 2, HEAD_DIM, seconds=0.3) as node:
-        node.run(list(partials[:1]), ranks=[2])  # misses rank 3
-        assert node.late[2] == (3, 1)
-        for pull in node.pulls:
-            pull._launch.args[2][0]["limit"] = 1 << 62  # the others wait for good
-        node.run(list(partials[:1]), ranks=[0, 1])
-        assert set(node.late[:2]) == {(3, 1)}
+        node.run(list(partials[:1]), ranks=[1])
+        assert node.late[1] == (2, 1)
+        node.pulls[0]._launch.args[2][0]["limit"] = 1 << 62  # rank 0 waits for rank 1 alone, and for good
+        node.run(list(partials[:1]), ranks=[0])
+        assert node.late[0] == (2, 1)
 
 
 def test_a_rank_whose_result_counts_nobody_waits_for_its_readers() -> None:

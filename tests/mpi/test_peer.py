@@ -161,6 +161,8 @@ def test_a_rank_that_does_not_come_is_named(comm, runtime, monkeypatch):
     if comm.rank != absent:
         out, _ = decoder(*arrays)
         assert np.isnan(out).all()
+        with pytest.raises(treeattn.TransportError, match=f"without rank {absent}"):
+            decoder.synchronize()
         late = f"all_gather_merge, round 1: 1 s without rank {absent}.*TREEATTN_TIMEOUT"
         with pytest.raises(treeattn.TransportError, match=late):
             decoder(*arrays)

@@ -218,7 +218,8 @@ class Decoder:
         """Wait for the steps that were queued to a GPU; without one they are done when they return.
 
         Over NCCL at most ``TREEATTN_TIMEOUT`` seconds, where CuPy's own waits have no end if a rank does not
-        take part: then it raises `TransportError`, and the decoder is at its end.
+        take part: then it raises `TransportError`, and the decoder is at its end. With ``transport="peer"``
+        the steps end by themselves, and the error says that one of them has no result.
         """
         self._reducer.synchronize()
         self._device.memory.synchronize()

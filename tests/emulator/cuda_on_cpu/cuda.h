@@ -1,11 +1,9 @@
 // The part of CUDA C++ that the kernels use, for an ordinary compiler: keywords, built-in variables, intrinsics.
 #pragma once
 #include <algorithm>
+#include <chrono>
 #include <cmath>
-#include <ctime>
 #include <type_traits>
-
-#include <sched.h>
 
 #include "block.h"
 
@@ -107,7 +105,7 @@ template <class T> T atomicExch(T *at, T value) {
 }
 
 // Numbers that other devices look at, which may be threads of this process or other processes. The relaxed forms order
-// nothing: faults are planted with them. Looking lets others run.
+// nothing: faults are planted with them. Looking takes a while, in which others run.
 namespace emulator {
 template <class T> UNCHECKED void store_relaxed(T *at, T value) { __atomic_store_n(at, value, __ATOMIC_RELAXED); }
 template <class T> UNCHECKED void store_release(T *at, T value) {
@@ -118,12 +116,12 @@ template <class T> UNCHECKED void store_release(T *at, T value) {
 }
 template <class T> UNCHECKED T load_relaxed(const T *at) {
   run_next();
-  sched_yield();
+  std::this_thread::sleep_for(std::chrono::microseconds(20));
   return __atomic_load_n(at, __ATOMIC_RELAXED);
 }
 template <class T> UNCHECKED T load_acquire(const T *at) {
   run_next();
-  sched_yield();
+  std::this_thread::sleep_for(std::chrono::microseconds(20));
   const T value = __atomic_load_n(at, __ATOMIC_ACQUIRE);
 #if EMULATOR_TSAN
   __tsan_acquire(const_cast<T *>(at));
@@ -131,9 +129,7 @@ template <class T> UNCHECKED T load_acquire(const T *at) {
   return value;
 }
 inline long long nanoseconds() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return now.tv_sec * 1000000000ll + now.tv_nsec;
+  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 } // namespace emulator
 

@@ -64,6 +64,8 @@ SIGNATURES: dict[str, str | None] = {
     "cuda.runtime.ipcOpenMemHandle": "handle, flags=1",
     "cuda.runtime.is_hip": None,
     "cuda.runtime.malloc": "size",
+    "cuda.runtime.memcpy": "dst, src, size, kind",
+    "cuda.runtime.memcpyDeviceToHost": None,
     "cuda.runtime.memset": "ptr, value, size",
     "cuda.runtime.runtimeGetVersion": "",
     "cuda.nccl.NCCL_FLOAT32": None,
