@@ -171,11 +171,8 @@ def fake_cupy(**changes: Any) -> ModuleType:
             getDeviceCount=device_count,
             is_hip=changes.get("hip", False),
             getDevice=lambda: changes.get("current", 0),
-<<<<<<< HEAD
             getDeviceProperties=strict("cuda.runtime.getDeviceProperties", lambda device: {"name": b"Fake"}),
-=======
             **peer_memory(changes.get("peer", [])),
->>>>>>> peer
             deviceSynchronize=strict("cuda.runtime.deviceSynchronize", lambda: Stream.log.append("all")),
         ),
         compiler=SimpleNamespace(CompileException=CompileException),
