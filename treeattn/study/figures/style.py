@@ -33,7 +33,7 @@ class Style(NamedTuple):
     marker: str
 
 
-_PLACES = {name: place for place, name in enumerate(CATALOG)}
+_PLACES = {name: place for place, name in enumerate(name for name, row in CATALOG.items() if row.transports)}
 _NEUTRAL = {name: Style("#767676", "h") for name in (SUM, NCCL_SUM)} | {NULL: Style("#a0a0a0", "d")}
 
 
