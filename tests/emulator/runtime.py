@@ -23,6 +23,7 @@ class EmulatorRuntime:
     the values that arguments have at that time, as a CUDA graph has them.
     """
 
+    name = "emulated GPU"
     multiprocessors = 3
     tensor_cores = True
     identity = "emulated GPU 0"
@@ -115,6 +116,14 @@ class EmulatorRuntime:
         assert self._captured is None, "waiting for a stream that is captured"
         self.waited = True
 
+    def done(self) -> bool:
+        """Whatever is queued runs at once."""
+        return True
+
+    def synchronize_all(self) -> None:
+        """There is one stream."""
+        self.synchronize()
+
     def capturing(self) -> bool:
         """Whether `capture` is under way."""
         return self._captured is not None
@@ -137,7 +146,7 @@ class EmulatorRuntime:
 
     def address(self, array: Any) -> int:
         """Where the array begins."""
-        return int(array.ctypes.data)
+        return int(array.__array_interface__["data"][0])
 
     def check(self, name: str, array: Any) -> None:
         """ArgumentError unless `array` is a NumPy array."""
