@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 #: How records travel -> where they lie.
-DEVICES = {"mpi": "cpu", "nccl": "cuda", "cuda-mpi": "cuda", "host": "cuda"}
+DEVICES = {"mpi": "cpu", "nccl": "cuda", "peer": "cuda", "cuda-mpi": "cuda", "host": "cuda"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,9 @@ class Certificate:
     messages: int
     fan_in: int  # most messages that reach one rank in one round
     volume: float  # sent by all ranks together, in multiples of one rank's records
+    in_step_from: (
+        int  # records from which each rank's result counts every rank: nobody can be two steps ahead
+    )
     one_order: bool  # every chunk is merged in the same order: permuting the records permutes the result
 
 
@@ -229,8 +232,14 @@ class _Prover:
             messages=schedule.messages,
             fan_in=max((count for counts in reach for count in counts.values()), default=0),
             volume=sent / schedule.chunks,
+            in_step_from=self._in_step_from(),
             one_order=len(orders) == 1,
         )
+
+    def _in_step_from(self) -> int:
+        """Chunks that are promised to a rank count everybody, but for those without records: with fewer
+        records than ranks some rank's only chunk is one."""
+        return 1 if self.schedule.result == "replicated" else self.schedule.size
 
     def _final(self) -> list[list[Piece]]:
         """Per rank, the pieces that the schedule promises."""

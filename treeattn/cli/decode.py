@@ -50,7 +50,7 @@ __all__ = ["command"]
               help="Which tokens go to which rank.")  # fmt: skip
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--transport", default=None,
-              help="How records travel: mpi; from GPUs nccl, cuda-mpi or host.")  # fmt: skip
+              help="How records travel: mpi; from GPUs nccl, peer, cuda-mpi or host.")  # fmt: skip
 @click.option("--repeat", type=click.IntRange(1), default=10, show_default=True,
               help="Timed steps after the first one.")  # fmt: skip
 @click.option("--check", is_flag=True, help="Compare with the float64 oracle, and q between ranks.")

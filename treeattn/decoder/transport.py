@@ -1,8 +1,9 @@
 """How records travel between ranks, and who folds them on the way.
 
-From the host there is one way, MPI. From GPUs there are three, each taken only when it is named:
+From the host there is one way, MPI. From GPUs there are four, each taken only when it is named:
 
 - ``"nccl"``: NCCL, from GPU to GPU: grouped sends and receives with merge kernels between, as one CUDA graph.
+- ``"peer"``: GPUs of one node read one another's memory: a reduction is one kernel.
 - ``"cuda-mpi"``: an MPI library that takes GPU buffers; the host starts every round.
 - ``"host"``: any MPI library: down through page-locked memory, folded on the processor, and up again.
 """
@@ -32,8 +33,8 @@ __all__ = ["choose", "connected_by_nccl", "known", "plan", "problems", "shared_g
 
 _CHOICES = {
     "cpu": "'mpi' or None",
-    "cuda": "transport='nccl' (from GPU to GPU), 'cuda-mpi' (the MPI library takes GPU "
-    "buffers) or 'host' (any MPI, through page-locked memory)",
+    "cuda": "transport='nccl' (from GPU to GPU), 'peer' (GPUs of one node), 'cuda-mpi' (the MPI library "
+    "takes GPU buffers) or 'host' (any MPI, through page-locked memory)",
 }
 
 
@@ -147,6 +148,26 @@ def _check_nccl(comm: Intracomm, stream: Runtime) -> None:
             raise TransportError(f"{shared}: {problem}; or start fewer ranks, or take transport='host'")
 
 
+def _over_peers(
+    selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
+) -> Reducer:
+    from treeattn.collectives.executors import peer
+
+    executors.refuse(executor, "here one kernel runs them")
+    assert schedule is not None, f"{selection.text}: only schedules have this transport"
+    comm = reduction.comm
+    _check_one_node(comm)
+    reducer = peer.Reducer(reduction, schedule)
+    try:
+        window = comm_.together(comm, reducer.expose)
+        windows = comm.allgather(window)
+        comm_.together(comm, lambda: reducer.connect(windows))
+    except TreeattnError:
+        reducer.close()
+        raise
+    return reducer
+
+
 def _over_cuda_mpi(
     selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
 ) -> Reducer:
@@ -191,7 +212,7 @@ class Staged(Reducer):
         on_host = reduction._replace(operator=operator, buffer=self._host, memory=HOST)
         self._reducer = _over_mpi(selection, schedule, on_host, executor)
         self.certificate, self.sent = self._reducer.certificate, self._reducer.sent
-        self.executor = self._reducer.executor
+        self.executor, self.fallback = self._reducer.executor, self._reducer.fallback
 
     def waits_for(self) -> tuple[str, str]:
         """What is inside does."""
@@ -239,9 +260,20 @@ def shared_gpu(comm: Intracomm, runtime: Runtime) -> str | None:
     return None
 
 
+def _check_one_node(comm: Intracomm) -> None:
+    """CUDA opens the memory of processes of one system only."""
+    nodes = comm_.node_groups(comm)
+    if len(nodes) > 1:
+        apart = f"ranks {nodes[0][0]} and {nodes[1][0]} are on different ones"
+        raise TransportError(
+            f"transport='peer' is for the ranks of one node, and {apart}: take transport='nccl', or 'host'"
+        )
+
+
 _PLANNERS: dict[str, Callable[[Selection, Schedule | None, Reduction, str | None], Reducer]] = {
     "mpi": _over_mpi,
     "nccl": _over_nccl,
+    "peer": _over_peers,
     "cuda-mpi": _over_cuda_mpi,
     "host": Staged,
 }
