@@ -7,6 +7,7 @@
 #   test-openmpi  the MPI tests again, with Open MPI
 #   wheel-test    installs the package from a wheel, away from the checkout
 #   cluster-demo  every scheme on 4 emulated nodes (root); test-cluster tests such clusters
+#   amd-compiler  Debian's compiler for AMD's GPUs (root), for which the compile matrix then compiles too
 #   venv, clean   make the environment of the tests; remove all that was made
 #
 # Variables: PY the Python to build on; EXTRAS the MPI runtime to install (empty where the site has its
@@ -24,7 +25,7 @@ comma  := ,
 CACHE  := tests/data/smollm2_layer17_4096
 SOURCES := setup.cfg pyproject.toml
 
-.PHONY: cluster-demo test-cluster demo test test-quick coverage test-unit test-mpi test-openmpi venv lint wheel-test docs clean help
+.PHONY: cluster-demo test-cluster demo test test-quick coverage test-unit test-mpi test-openmpi venv lint wheel-test docs amd-compiler clean help
 
 help:
 	@sed '/^$$/,$$d; s/^# \{0,1\}//' Makefile
@@ -101,7 +102,7 @@ lint: .venv/.lint
 	MYPYPATH=jobs $(BIN)/mypy --scripts-are-modules jobs/emulated_cluster
 	$(BIN)/codespell
 	$(BIN)/clang-format --dry-run --Werror kernels/cpu/*.c kernels/cpu/*.h kernels/cuda/*.cu* tests/emulator/*/*.h jobs/emulation/*.c
-	$(BIN)/shellcheck .ci/run jobs/*.sh jobs/*.sbatch jobs/emulation/remote_shell
+	$(BIN)/shellcheck .ci/run benchmarks/*.sh jobs/*.sh jobs/*.sbatch jobs/emulation/remote_shell
 
 # The package from a wheel, in its own environment, away from the checkout.
 wheel-test: .venv/.tests
@@ -109,6 +110,10 @@ wheel-test: .venv/.tests
 
 docs: .venv/.docs
 	$(BIN)/python -m sphinx -W -n -q docs docs/_build
+
+# From Debian 12's packages; without it tests/compile_matrix/test_amd.py is skipped with the reason.
+amd-compiler:
+	apt-get install -y --no-install-recommends clang-19 libamdhip64-dev rocm-device-libs
 
 # A plain `python3 -m venv` needs Debian's python3-venv; say so instead of leaving half an environment.
 .venv/bin/python:

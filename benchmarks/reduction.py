@@ -16,18 +16,11 @@ import numpy as np
 from mpi4py import MPI
 
 from treeattn import collectives, comm
-from treeattn.backends.cpu import MergeOperator
+from treeattn.backends.cpu import MergeOperator, NullOperator
 from treeattn.collectives.executors.mpi import Reducer
 from treeattn.collectives.libraries.mpi_allreduce import MpiAllreduce
 from treeattn.collectives.reducer import Reduction
 from treeattn.study import environment
-
-
-class NullOperator(MergeOperator):
-    """Merges nothing: what is left is the executor and the messages."""
-
-    def planned_merge(self, into, other):
-        return tuple  # a callable that does nothing
 
 
 def cases(world, heads: int, head_dim: int) -> dict:

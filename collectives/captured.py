@@ -5,12 +5,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 
+from treeattn.collectives import waiting
 from treeattn.collectives.memory import Stream
 from treeattn.collectives.nccl import Communicator
 from treeattn.collectives.reducer import Reducer, Reduction
 from treeattn.errors import TransportError
 
 __all__ = ["Captured", "CapturedReducer"]
+
+_ABORT_SECONDS = 10.0  # NCCL's abort waits for graphs as its end does: then it is left behind in its thread
 
 
 class Captured:
@@ -68,6 +71,7 @@ class CapturedReducer(Reducer):
         self._communicator: Communicator = reduction.comm
         self._stream: Stream = reduction.memory
         self._captured = Captured(self._stream, self._queue)
+        self._seconds = waiting.limit()
 
     @abstractmethod
     def _queue(self) -> None:
@@ -80,14 +84,48 @@ class CapturedReducer(Reducer):
     def _begin(self) -> None:
         self._captured()
 
+    def _advance(self) -> bool:
+        """The stream does the rest."""
+        return True
+
     def _complete(self) -> None:
         """The stream does the rest."""
 
+    def synchronize(self) -> None:
+        """Wait for the steps in the current stream.
+
+        Raises `TransportError` after `waiting.limit` seconds, or once NCCL says that something broke; the
+        reducer is at its end then, its communicator aborted.
+        """
+        try:
+            if not waiting.until(self._stream.done, self._seconds, self._communicator.check):
+                raise self._overdue()
+        except BaseException:
+            self._running, self._failed = self._number or 1, True  # its memory may still be written to
+            self._leave()
+            raise
+
+    def _overdue(self) -> TransportError:
+        what, peers = self.waits_for()
+        return TransportError(waiting.overdue(f"{what}, queued to a GPU", peers, self._seconds))
+
     def _release(self) -> None:
-        self._stream.synchronize()
+        """Every stream is waited for: the last step may be in one that is no longer current."""
+        if not waiting.within(self._seconds, self._stream.synchronize_all):
+            _left_behind.append(self)
+            self._abandon()
+            raise self._overdue()
         self._captured.drop()
-        self._communicator.close()
+        if not waiting.within(self._seconds, self._communicator.close):
+            raise TransportError(
+                f"{self.name}: NCCL's end took more than {self._seconds:g} s: drop CUDA graphs of your own "
+                "that hold a step before close(), and close on every rank"
+            )
 
     def _abandon(self) -> None:
         self._captured.drop()
-        self._communicator.abort()
+        waiting.within(_ABORT_SECONDS, self._communicator.abort)
+
+
+# Reducers whose end could not be waited for: a GPU may still write to their memory.
+_left_behind: list[CapturedReducer] = []

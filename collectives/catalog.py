@@ -19,18 +19,25 @@ from treeattn.collectives import parameters
 from treeattn.collectives.parameters import Parameter
 from treeattn.collectives.schedule import TRANSFER_LIMIT, Schedule
 from treeattn.collectives.schemes.all_gather_merge import all_gather_merge
+from treeattn.collectives.schemes.all_gather_trees import all_gather_trees
 from treeattn.collectives.schemes.binary_tree import binary_tree
+from treeattn.collectives.schemes.bine import bine
 from treeattn.collectives.schemes.chain import chain
+from treeattn.collectives.schemes.circulant import circulant
 from treeattn.collectives.schemes.double_binary_tree import double_binary_tree
+from treeattn.collectives.schemes.elimination import elimination
 from treeattn.collectives.schemes.head_scatter import head_scatter
 from treeattn.collectives.schemes.hierarchical import hierarchical
 from treeattn.collectives.schemes.k_ary_tree import k_ary_tree
 from treeattn.collectives.schemes.k_nomial_tree import k_nomial_tree
+from treeattn.collectives.schemes.logp_optimal import logp_optimal
+from treeattn.collectives.schemes.multi_leader import multi_leader
 from treeattn.collectives.schemes.recursive_doubling import recursive_doubling
 from treeattn.collectives.schemes.recursive_multiplying import recursive_multiplying
 from treeattn.collectives.schemes.reduce_scatter_gather import reduce_scatter_gather
 from treeattn.collectives.schemes.ring import ring
 from treeattn.collectives.schemes.split_rail import split_rail
+from treeattn.collectives.schemes.uneven_nodes import uneven_nodes
 from treeattn.errors import RestrictionError, ScheduleError
 
 __all__ = [
@@ -140,7 +147,9 @@ class Selection(NamedTuple):
 
 _RADIX = Parameter("radix", "integer", 2, "branches of the tree", low=2)
 _NODES = Parameter("nodes", "nodes", None, "ranks that share a node; without it one node holds all ranks")
+_RAIL = Parameter("rail", "scheme", "recursive_doubling", "scheme along each rail")
 _SQUARE = f"refused above {TRANSFER_LIMIT} transfers: at most {{}} ranks"
+_RAIL_LIMIT = "rail must leave its result on every rank; " + _SQUARE.format("about 512") + " per node"
 
 CATALOG: dict[str, Scheme] = {
     row.name: row
@@ -157,6 +166,17 @@ CATALOG: dict[str, Scheme] = {
             "about 4 (log2(p) + c) (alpha + n beta / (2 c)) with c chunks per tree",
             (Parameter("chunks", "integer", 1, "pieces that each tree's half is pipelined in"),),
             restriction=f"refused above {TRANSFER_LIMIT} transfers: 4 chunks (p-1)",
+        ),
+        Scheme(
+            "logp_optimal",
+            logp_optimal,
+            "2 T(p), the least t with f(t) = p: f(t) = 1 while t < L + 2 o, then f(t - g) + f(t - L - 2 o)",
+            (
+                Parameter("latency", "integer", 1600, "time a message is under way", low=0),
+                Parameter("overhead", "integer", 200, "time it takes sender and receiver", low=0),
+                Parameter("gap", "integer", 500, "time between the starts of a rank's messages"),
+            ),
+            rooted=True,
         ),
         Scheme(
             "recursive_doubling",
@@ -178,6 +198,28 @@ CATALOG: dict[str, Scheme] = {
             (Parameter("order", "choice", "far", "distance of the first partner", choices=("far", "near")),),
         ),
         Scheme(
+            "bine",
+            bine,
+            "log2(p) (alpha + n beta), or 2 log2(p) alpha + 2 n (p-1)/p beta; + 2 (alpha + n beta) for folds",
+            (
+                Parameter(
+                    "form",
+                    "choice",
+                    "latency",
+                    "whole records, or halves and back",
+                    choices=("latency", "bandwidth"),
+                ),
+            ),
+        ),
+        Scheme("circulant", circulant, "2 ceil(log2 p) alpha + 2 n (p-1)/p beta"),
+        Scheme("elimination", elimination, "2 floor(log2 p) alpha + 2 n beta to 3 n beta"),
+        Scheme(
+            "all_gather_trees",
+            all_gather_trees,
+            "2 ceil(log2 p) alpha + 2 n (p-1)/p beta",
+            restriction=_SQUARE.format(512) + " if p is odd, more if 2, 4, .. divide it",
+        ),
+        Scheme(
             "hierarchical",
             hierarchical,
             "inner tree up and down within a node + outer over the leaders",
@@ -192,10 +234,26 @@ CATALOG: dict[str, Scheme] = {
             "split_rail",
             split_rail,
             "2 (alpha + n beta) within a node of g ranks + the rail scheme over the nodes on n/g bytes",
-            (Parameter("rail", "scheme", "recursive_doubling", "scheme along each rail"), _NODES),
-            restriction="rail must leave its result on every rank; "
-            + _SQUARE.format("about 512")
-            + " per node",
+            (_RAIL, _NODES),
+            restriction=_RAIL_LIMIT,
+        ),
+        Scheme(
+            "multi_leader",
+            multi_leader,
+            "2 (alpha + (g-1) n/l beta) within a node of g ranks + the rail scheme on n/l bytes",
+            (
+                Parameter("leaders", "integer", 2, "parts of the records, each with a leader in every node"),
+                _RAIL,
+                _NODES,
+            ),
+            restriction=_RAIL_LIMIT,
+        ),
+        Scheme(
+            "uneven_nodes",
+            uneven_nodes,
+            "2 (alpha + (g-1)/g n beta) within a node of g ranks + the rail scheme on n/g bytes",
+            (_RAIL, _NODES),
+            restriction=_RAIL_LIMIT,
         ),
         Scheme("head_scatter", head_scatter, "ceil(log2 p) alpha + n (p-1)/p beta", scattered=True),
         Scheme("all_gather_merge", all_gather_merge, "alpha + (p-1) n beta", restriction=_SQUARE.format(724)),

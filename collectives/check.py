@@ -102,7 +102,7 @@ class _Prover:
             done: list[Fold] = []
             written.append((dst, self._receive(number, dst, transfers, done)))
             if done:
-                folds[dst] = tuple(_joined(done))
+                folds[dst] = tuple(_joined(done, {t.chunks.start for t in transfers}))
         for dst, parts in written:
             for pieces in parts:
                 self.held[dst].write(pieces)
@@ -259,11 +259,13 @@ def _parts(transfers: list[Transfer]) -> Iterator[tuple[int, int, list[Transfer]
             yield first, end, touching
 
 
-def _joined(folds: list[Fold]) -> Iterator[Fold]:
-    """Neighbouring folds of the same sources in the same order are one fold."""
+def _joined(folds: list[Fold], starts: set[int]) -> Iterator[Fold]:
+    """Neighbouring folds of the same sources in the same order are one fold, unless a message starts there:
+    executors look for a fold's chunks in one message of each source."""
     last = folds[0]
     for fold in folds[1:]:
-        if fold.sources == last.sources and fold.chunks.start == last.chunks.stop:
+        meets = fold.chunks.start == last.chunks.stop and fold.chunks.start not in starts
+        if meets and fold.sources == last.sources:
             last = Fold(range(last.chunks.start, fold.chunks.stop), last.sources)
         else:
             yield last

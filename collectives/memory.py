@@ -24,7 +24,14 @@ class Memory(Protocol):
 
 
 class Stream(Memory, Protocol):
-    """Memory of a GPU, whose queued work can be recorded as one CUDA graph."""
+    """Memory of a GPU, whose queued work can be recorded as one CUDA graph. `Memory.synchronize` waits for
+    the stream that is current; work may have been queued to another one before."""
+
+    def done(self) -> bool:
+        """Whether all that was queued to the current stream is done, without waiting."""
+
+    def synchronize_all(self) -> None:
+        """Wait for every stream of the GPU; from any thread."""
 
     def capturing(self) -> bool:
         """Whether what is queued now is recorded instead of run."""

@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import warnings
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from treeattn.collectives import waiting
 from treeattn.collectives.memory import Stream
 from treeattn.errors import TransportError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["Communicator", "connect", "problem"]
+__all__ = ["Communicator", "connect", "problem", "sharing_problem", "version"]
+
+#: NCCL's own variable: whether several ranks may have one GPU; and the first version that knows it.
+_SHARING, _SHARING_SINCE = "NCCL_MULTI_RANK_GPU_ENABLE", (2, 30)
 
 
 class Communicator(Protocol):
-    """Ranks that exchange float32 arrays. All calls but the last two are queued, not waited for."""
+    """Ranks that exchange float32 arrays. All calls but the last three are queued, not waited for."""
 
     #: Of this process, of how many.
     rank: int
@@ -41,6 +46,9 @@ class Communicator(Protocol):
     def all_reduce(self, array: Any, operation: Literal["max", "sum"]) -> None:
         """Every element over all ranks, in place."""
 
+    def check(self) -> None:
+        """Raise `TransportError` where NCCL has found out that something broke meanwhile."""
+
     def close(self) -> None:
         """Collective. It waits for ever while a graph lives that holds the communicator."""
 
@@ -55,6 +63,27 @@ def problem() -> str | None:
         _library()
     except TransportError as error:
         return str(error)
+    return None
+
+
+def version() -> tuple[int, int]:
+    """Of NCCL, such as (2, 30), where there is no `problem`."""
+    code = int(_library().get_version())
+    return code // 10000, code // 100 % 100  # as NCCL writes it from 2.9 on; older ones come out below
+
+
+def sharing_problem() -> str | None:
+    """Why no two ranks can have one GPU here, with the remedy; None where NCCL lets them."""
+    found = version()
+    if found < _SHARING_SINCE:
+        return (
+            f"NCCL {found[0]}.{found[1]} needs one for each: install NCCL 2.30 or newer and set {_SHARING}=1"
+        )
+    if os.environ.get(_SHARING) != "1":
+        return (
+            f"NCCL lets them only where {_SHARING}=1 is set for every rank (experimental; with "
+            "NCCL_NVLS_ENABLE=0 and a small NCCL_MAX_CTAS, so that the kernels of all fit)"
+        )
     return None
 
 
@@ -76,9 +105,10 @@ def _library() -> Any:
 
 class _Communicator:
     def __init__(self, comm: Intracomm, stream: Stream) -> None:
-        """The ranks of `comm`, each with the GPU that is current: each needs one of its own. Collective.
+        """The ranks of `comm`, each with the GPU that is current. Collective.
 
-        Raises `TransportError` where NCCL refuses; it may refuse one rank and leave the others waiting.
+        Raises `TransportError` where NCCL refuses; it may refuse one rank and leave the others waiting, for
+        as long as `waiting.limit` allows.
         """
         self.rank, self.size = comm.rank, comm.size
         self._nccl = nccl = _library()
@@ -94,7 +124,8 @@ class _Communicator:
         if isinstance(identity, TransportError):
             raise identity
         try:
-            self._communicator = nccl.NcclCommunicator(comm.size, identity, comm.rank)
+            with waiting.watched("connecting by NCCL"):
+                self._communicator = nccl.NcclCommunicator(comm.size, identity, comm.rank)
         except RuntimeError as error:
             raise TransportError(
                 f"NCCL cannot connect {comm.size} ranks: {error}; NCCL_DEBUG=INFO tells more"
@@ -123,6 +154,12 @@ class _Communicator:
     def _elements(self, array: Any) -> tuple[int, int, int]:
         """Where they begin, how many they are, and their type."""
         return self._stream.address(array), array.size, self._nccl.NCCL_FLOAT32
+
+    def check(self) -> None:
+        try:
+            self._communicator.check_async_error()
+        except RuntimeError as error:
+            raise TransportError(f"NCCL broke off: {error}; NCCL_DEBUG=INFO tells more") from error
 
     def close(self) -> None:
         self._communicator.destroy()

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-__all__ = ["Columns", "CompiledOperator", "ManyOperator", "Operator", "RescalingOperator"]
+__all__ = [
+    "Columns",
+    "CompiledOperator",
+    "ManyOperator",
+    "NativeCode",
+    "NativeOperator",
+    "Operator",
+    "RescalingOperator",
+]
 
 
 class Operator(Protocol):
@@ -37,6 +45,23 @@ class CompiledOperator(Operator, Protocol):
 
     def mpi_function(self) -> int:
         """Address of an MPI_User_function that merges records. Raises `BackendError` where there is none."""
+
+
+class NativeCode(NamedTuple):
+    """Addresses of C functions, which live as long as the process."""
+
+    #: ``int64_t run_step(struct step *, int64_t nanoseconds)`` of kernels/cpu/step.c.
+    run_step: int
+    #: ``void merge(void *into, const void *other, int64_t records, int64_t width)``.
+    merge: int
+
+
+@runtime_checkable
+class NativeOperator(Operator, Protocol):
+    """An operator of records in the memory of the host that compiled code can call without Python."""
+
+    def native_code(self) -> NativeCode:
+        """The merge, and what runs a whole step of it. Raises `BackendError` where there is none."""
 
 
 class Columns(NamedTuple):

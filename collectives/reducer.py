@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from treeattn.collectives import waiting
 from treeattn.collectives.check import Certificate
 from treeattn.collectives.memory import HOST
 from treeattn.errors import ScheduleError, no_communicator
@@ -55,7 +56,8 @@ def duplicate(comm: Intracomm) -> Intracomm:
     from mpi4py import MPI
 
     try:
-        return comm.Dup()
+        with waiting.watched("planning a reduction"):
+            return comm.Dup()
     except MPI.Exception as error:
         raise no_communicator(error) from error
 
@@ -63,9 +65,10 @@ def duplicate(comm: Intracomm) -> Intracomm:
 class Reducer(ABC):
     """Folds the records of all ranks, in place, once a step. Planning, a step and closing are collective.
 
-    ``start()`` begins a step and returns, so that other work can overlap; ``wait()`` ends it; a call is both.
-    Over a GPU's stream a step is queued and not waited for. The states (idle, running, failed, closed) are
-    kept here; a way of reducing writes `_begin`, `_complete` and `_release`.
+    ``start()`` begins a step and returns, so that other work can overlap; ``test()`` goes on with it without
+    waiting; ``wait()`` ends it; a call is all of it. Over a GPU's stream a step is queued and not waited for.
+    The states (idle, running, failed, closed) are kept here; a way of reducing writes `_begin`, `_complete`
+    and `_release`, and `_advance` where it can go on without waiting.
     """
 
     #: What is proved of the schedule; None where nothing is, because a library decides.
@@ -73,14 +76,28 @@ class Reducer(ABC):
     #: What this rank hands over in a step: (destination, bytes) of every message, or the payload of a
     #: library's collectives; None where only the library knows.
     sent: list[tuple[int, int]] | Sent | None = None
+    #: Which of `treeattn.collectives.executors` runs the schedule; None where there is none.
+    executor: str | None = None
     #: Whether a step is queued to a stream, or nothing at all: then it can be recorded.
     queued = False
-    _running = False
+    _number = 0  # of steps that were begun
+    _running = 0  # the one that is
+    _resting = False  # between start() and wait()
     _closed = False
     _failed = False
 
     def __init__(self, name: str) -> None:
         self.name = name
+        waiting.watch(self)
+
+    @property
+    def blocking(self) -> int:
+        """The step that may wait for other ranks now, as `waiting.watch` asks."""
+        return 0 if self._resting or self._failed else self._running
+
+    def waits_for(self) -> tuple[str, str]:
+        """What that step has come to, and which ranks it waits for."""
+        return self.name, "the other ranks"
 
     @abstractmethod
     def _begin(self) -> None:
@@ -93,6 +110,10 @@ class Reducer(ABC):
     @abstractmethod
     def _release(self) -> None:
         """The end. Collective; no step is in flight."""
+
+    def _advance(self) -> bool:
+        """Go on with what `_begin` began, without waiting; whether `_complete` would wait for nobody."""
+        return False
 
     def _abandon(self) -> None:  # noqa: B027 - there may be nothing to do
         """The end of this rank alone, after an error: a step may be in flight, nobody may be waited for."""
@@ -111,26 +132,42 @@ class Reducer(ABC):
     def start(self) -> None:
         """Begin a step. Raises `ScheduleError` if one is running, or after the end."""
         self._check()
-        self._running = True
+        self._running = self._number = self._number + 1
         self._run(self._begin)
+        self._resting = True
+
+    def test(self) -> bool:
+        """Go on with the step that `start` began as far as that takes no waiting; whether it is all there.
+
+        Where nothing can be done without waiting, it never is. Raises `ScheduleError` as `wait` does, which
+        is still to be called.
+        """
+        if not self._running or self._failed:
+            raise ScheduleError(f"{self.name}: test() without start()")
+        try:  # as `_run`
+            return self._advance()
+        except BaseException:
+            self._failed = True
+            raise
 
     def wait(self) -> None:
         """Finish the step that `start` began. Raises `ScheduleError` if there is none."""
         if not self._running or self._failed:
             raise ScheduleError(f"{self.name}: wait() without start()")
+        self._resting = False
         self._run(self._complete)
-        self._running = False
+        self._running = 0
 
     def __call__(self) -> None:
         """One whole step."""
         self._check()
-        self._running = True
+        self._running = self._number = self._number + 1
         try:  # as `_run`, without the call: this is in every step
             self._step()
         except BaseException:
             self._failed = True
             raise
-        self._running = False
+        self._running = 0
 
     def _run(self, part: Callable[[], None]) -> None:
         """What fails half-way stays running: messages may be in flight, and no other step may begin."""
@@ -139,6 +176,9 @@ class Reducer(ABC):
         except BaseException:
             self._failed = True
             raise
+
+    def synchronize(self) -> None:  # noqa: B027 - there may be nothing to do
+        """Wait for steps that are `queued`, as `CapturedReducer` does; others are done when they return."""
 
     def close(self) -> None:
         """Release everything, after a step in flight. Collective; a second call does nothing."""

@@ -190,10 +190,13 @@ def on_ranks(rounds: Iterable[Round], ranks: Sequence[int]) -> tuple[Round, ...]
     )
 
 
-def on_chunks(rounds: Iterable[Round], first: int) -> tuple[Round, ...]:
-    """The same rounds with chunk i replaced by chunk ``first + i``."""
+def on_chunks(rounds: Iterable[Round], first: int, width: int = 1) -> tuple[Round, ...]:
+    """The same rounds with chunk i replaced by `width` chunks from ``first + i * width`` on."""
     return tuple(
-        tuple(t._replace(chunks=range(first + t.chunks.start, first + t.chunks.stop)) for t in round_)
+        tuple(
+            t._replace(chunks=range(first + t.chunks.start * width, first + t.chunks.stop * width))
+            for t in round_
+        )
         for round_ in rounds
     )
 

@@ -6,6 +6,7 @@ A page has one of
     <!-- compare WHAT TOKENS FILE ... -->         what `treeattn compare --out` wrote, files side by side
     <!-- beside FILE -->                          what `benchmarks/side_by_side.py --json` wrote
     <!-- rivals -->                               what is beaten and what is not, from several of them
+    <!-- gpu NAME -->                             what `benchmarks/gpu_day.sh` wrote (gpu_tables.py)
 
 and `<!-- end -->`; what stands between is replaced by that table of docs/results/FILE. Numbers are never
 typed by hand, and a test fails while a page shows others than the results.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,16 @@ from treeattn.study.compare.schema import NULL, SUM
 from treeattn.study.paper import shown
 
 DOCS = Path(__file__).resolve().parent
+sys.path.append(str(DOCS))
+import gpu_tables  # noqa: E402
+
 PAPER = re.compile(r"<!-- table (\S+) (\S+) (model|measured) (\d+) -->\n.*?<!-- end -->", re.DOTALL)
 COMPARED = re.compile(r"<!-- compare (reduce|decode) (\d+)((?: \S+\.jsonl)+) -->\n.*?<!-- end -->", re.DOTALL)
 
 BESIDE = re.compile(r"<!-- beside (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 RIVALS = re.compile(r"<!-- (rivals) -->\n.*?<!-- end -->", re.DOTALL)
-KINDS = (PAPER, COMPARED, BESIDE, RIVALS)
+GPU = re.compile(rf"<!-- gpu ({'|'.join(gpu_tables.TABLES)}) -->\n.*?<!-- end -->", re.DOTALL)
+KINDS = (PAPER, COMPARED, BESIDE, RIVALS, GPU)
 
 # What stands against `hierarchical` in the README: words, file, what was timed, tokens, scheme.
 _RIVALS = (
@@ -46,6 +52,7 @@ def filled(page: str) -> str:
     page = PAPER.sub(lambda block: _block(block[0], _of_the_paper(*block.groups())), page)
     page = COMPARED.sub(lambda block: _block(block[0], _compared(*block.groups())), page)
     page = BESIDE.sub(lambda block: _block(block[0], _beside(*block.groups())), page)
+    page = GPU.sub(lambda block: _block(block[0], _of_the_gpu(block[1])), page)
     return RIVALS.sub(lambda block: _block(block[0], _rivals()), page)
 
 
@@ -58,6 +65,11 @@ def _of_the_paper(file: str, name: str, kind: str, index: str) -> str:
     experiment = next(entry for entry in facts["experiments"] if entry["name"] == name)
     table = experiment[kind][int(index)]
     return _markdown(table["headings"], [[shown(cell) for cell in row] for row in table["rows"]])
+
+
+def _of_the_gpu(name: str) -> str:
+    found = gpu_tables.TABLES[name]()
+    return found if isinstance(found, str) else _markdown(*found)
 
 
 def _compared(what: str, tokens: str, files: str) -> str:

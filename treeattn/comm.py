@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
+from treeattn.collectives import waiting
 from treeattn.errors import ArgumentError, BackendError, TreeattnError, no_communicator
 
 if TYPE_CHECKING:
@@ -19,15 +23,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Agreement",
+    "Neighbours",
     "abort",
     "agree",
     "cuda_aware",
     "end_job",
     "intracomm",
+    "kernel",
     "launched_as",
     "leave",
     "library_version",
     "mpi",
+    "neighbours",
     "node_groups",
     "node_local_rank",
     "started",
@@ -43,6 +50,9 @@ _LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # Open MPI's mpirun
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # srun with any plug-in
 )
+
+# How many ranks of the job run on this machine, as MPICH's and Open MPI's launchers say it.
+_LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 def launched_as() -> tuple[int, int]:
@@ -124,7 +134,8 @@ class Agreement:
             named = isinstance(error, TypeError | ValueError | OverflowError)  # what arguments bring about
             problem = (ArgumentError if named else TreeattnError)(f"{type(error).__name__}: {error}")
         mine = {} if error else self.equal
-        views: list[Any] = self._comm.allgather((mine, problem, self.told))
+        with waiting.watched("what all ranks plan together"):
+            views: list[Any] = self._comm.allgather((mine, problem, self.told))
         for rank, (_, problem, _) in enumerate(views):
             if problem is not None:
                 where = "" if self._comm.size == 1 else f"rank {rank}: "
@@ -158,15 +169,66 @@ def together(comm: Intracomm, make: Callable[[], T]) -> T:
         return make()
 
 
+class Neighbours(NamedTuple):
+    """Which ranks share what.
+
+    nodes: ranks of each node (shared memory domain), nodes in order of their lowest rank. crowded: the
+    machine of this rank has more ranks than cores for them.
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+    crowded: bool
+
+
+def neighbours(comm: Intracomm) -> Neighbours:
+    """Asked once of each communicator, which keeps the answer. Collective."""
+    known: Any = comm.Get_attr(_neighbours_key())
+    if known is None:
+        known = Neighbours(_node_groups(comm), _crowded(comm))
+        comm.Set_attr(_neighbours_key(), known)
+    kept: Neighbours = known
+    return kept
+
+
+@functools.cache
+def _neighbours_key() -> int:
+    key: int = mpi().Comm.Create_keyval()
+    return key
+
+
 def node_groups(comm: Intracomm) -> tuple[tuple[int, ...], ...]:
     """Ranks of `comm` by node (shared memory domain), nodes in order of their lowest rank. Collective."""
-    shared = _node(comm)
-    leaders = comm.allgather(shared.bcast(comm.rank, root=0))
+    return neighbours(comm).nodes
+
+
+def _node_groups(comm: Intracomm) -> tuple[tuple[int, ...], ...]:
+    with waiting.watched("looking for the nodes"):
+        shared = _node(comm)
+        leaders = comm.allgather(shared.bcast(comm.rank, root=0))
     shared.Free()
     groups: dict[int, list[int]] = {}
     for rank, leader in enumerate(leaders):
         groups.setdefault(leader, []).append(rank)
     return tuple(tuple(groups[leader]) for leader in sorted(groups))
+
+
+def _crowded(comm: Intracomm) -> bool:
+    """Nodes may be of one machine (containers, emulated nodes) and then share its cores."""
+    cores = os.sched_getaffinity(0)
+    with waiting.watched("looking for the nodes"):
+        everyone = comm.allgather((kernel(), sum(1 << core for core in cores)))
+    here = [mask for name, mask in everyone if name == kernel()]
+    together = functools.reduce(int.__or__, here).bit_count()
+    launched = max(int(os.environ.get(name, 0)) for name in _LOCAL_SIZES)  # perhaps in other communicators
+    return bool(max(len(here), launched) > together)
+
+
+def kernel() -> str:
+    """What processes have in common if they run under the same kernel: its boot, else the host's name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def node_local_rank(comm: Intracomm) -> int:

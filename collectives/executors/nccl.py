@@ -21,12 +21,21 @@ class Reducer(CapturedReducer):
     Raises `ScheduleError` if the schedule is for another number of ranks or is not a correct reduction.
     """
 
+    executor = "nccl"
+
     def __init__(self, reduction: Reduction, schedule: Schedule) -> None:
         self.certificate, planned = rounds.plan(reduction, schedule)
         super().__init__(schedule.name, reduction)
         self._rounds = list(planned)
+        self._calls = [rounds.calls(reduction, round_.actions) for round_ in self._rounds]
         self._captured.connected = not self._rounds  # a rank alone has nobody to connect to
         self.sent = rounds.sent(self._rounds)
+
+    def waits_for(self) -> tuple[str, str]:
+        """Within a graph nobody knows which round it has come to: all peers."""
+        messages = [message for round_ in self._rounds for message in (*round_.receives, *round_.sends)]
+        peers = sorted({message.peer for message in messages})
+        return f"{self.name} over NCCL", f"rank {' and '.join(map(str, peers))}"
 
     def _begin(self) -> None:
         if self._rounds:  # a rank alone has none
@@ -34,12 +43,12 @@ class Reducer(CapturedReducer):
 
     def _queue(self) -> None:
         communicator = self._communicator
-        for round_ in self._rounds:
+        for round_, calls in zip(self._rounds, self._calls, strict=True):
             communicator.group_start()
-            for array, peer in round_.receives:
+            for array, peer, _ in round_.receives:
                 communicator.receive(array, peer)
-            for array, peer in round_.sends:
+            for array, peer, _ in round_.sends:
                 communicator.send(array, peer)
             communicator.group_end()
-            for action in round_.actions:
-                action()
+            for call in calls:
+                call()

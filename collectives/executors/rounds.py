@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from treeattn.collectives.check import Certificate, Fold, prove
 from treeattn.collectives.operator import ManyOperator
@@ -17,18 +17,43 @@ from treeattn.collectives.reducer import Reduction
 from treeattn.collectives.schedule import Round, Schedule, Transfer
 from treeattn.errors import ScheduleError
 
-__all__ = ["Message", "RankRound", "plan", "sent"]
+__all__ = ["Action", "Copy", "Merge", "MergeMany", "Message", "RankRound", "calls", "peers", "plan", "sent"]
 
 
 class Message(NamedTuple):
-    """Records that leave for, or arrive from, the rank `peer`."""
+    """The records of `chunks` that leave for, or arrive from, the rank `peer`."""
 
     array: Any
     peer: int
+    chunks: range
+
+
+class Copy(NamedTuple):
+    """`into` becomes what `source` holds."""
+
+    into: Any
+    source: Any
+
+
+class Merge(NamedTuple):
+    """`other` folds into `into`, both [records, width]."""
+
+    into: Any
+    other: Any
+
+
+class MergeMany(NamedTuple):
+    """`others` [count, records, width] fold into `into`, the first of them first."""
+
+    into: Any
+    others: Any
+
+
+Action: TypeAlias = Copy | Merge | MergeMany
 
 
 class RankRound(NamedTuple):
-    """One rank's part of round `number`: all messages at once, then `actions` in order.
+    """One rank's part of round `number`, from 0: all messages at once, then `actions` in order.
 
     Messages between two ranks match in the order in which they are listed on both.
     """
@@ -36,7 +61,7 @@ class RankRound(NamedTuple):
     number: int
     receives: list[Message]
     sends: list[Message]
-    actions: list[Callable[[], object]]
+    actions: list[Action]
 
 
 def plan(reduction: Reduction, schedule: Schedule) -> tuple[Certificate, Iterator[RankRound]]:
@@ -58,9 +83,32 @@ def plan(reduction: Reduction, schedule: Schedule) -> tuple[Certificate, Iterato
     return proof.certificate, (part for part in planned if part.receives or part.sends)
 
 
+def calls(reduction: Reduction, actions: list[Action]) -> list[Callable[[], object]]:
+    """Each action as a call of the operator or of the memory."""
+    return [_call(reduction, action) for action in actions]
+
+
+def _call(reduction: Reduction, action: Action) -> Callable[[], object]:
+    if isinstance(action, Copy):
+        return partial(reduction.memory.copy, *action)
+    planned: Callable[[], object]
+    if isinstance(action, Merge):
+        planned = reduction.operator.planned_merge(*action)
+    else:
+        planned = reduction.operator.planned_merge_many(*action)
+    return planned
+
+
 def sent(rounds: list[RankRound]) -> list[tuple[int, int]]:
     """(destination, bytes) of every message that leaves this rank."""
-    return [(peer, array.nbytes) for round_ in rounds for array, peer in round_.sends]
+    return [(message.peer, message.array.nbytes) for round_ in rounds for message in round_.sends]
+
+
+def peers(round_: RankRound) -> str:
+    """Whom a rank waits for in a round, in words: who sends to it, and who takes what it sends."""
+    ways = (("messages from", round_.receives), ("reception by", round_.sends))
+    named = [(what, sorted({message.peer for message in messages})) for what, messages in ways]
+    return " and ".join(f"{what} rank {' and '.join(map(str, of))}" for what, of in named if of)
 
 
 class _Landing(NamedTuple):
@@ -89,15 +137,15 @@ class _Planner:
         for t in mine:
             part = self._records[self._slice(t.chunks)]
             if t.src == rank:
-                planned.sends.append(Message(part, t.dst))
+                planned.sends.append(Message(part, t.dst, t.chunks))
             elif t.merge:
-                planned.receives.append(Message(landing.messages[t.src, t.chunks], t.src))
+                planned.receives.append(Message(landing.messages[t.src, t.chunks], t.src, t.chunks))
             elif leaving.isdisjoint(t.chunks):
-                planned.receives.append(Message(part, t.src))
+                planned.receives.append(Message(part, t.src, t.chunks))
             else:  # a copy must not land where the old value is still being sent in this very round
                 scratch = self._memory.empty(part.shape, part.dtype)
-                planned.receives.append(Message(scratch, t.src))
-                planned.actions.append(partial(self._memory.copy, part, scratch))
+                planned.receives.append(Message(scratch, t.src, t.chunks))
+                planned.actions.append(Copy(part, scratch))
         for fold in folds:
             planned.actions.extend(self._merges(fold, landing))
         return planned
@@ -126,7 +174,7 @@ class _Planner:
         own = fold.sources.index(self._rank)
         return [*fold.sources[1:own], *fold.sources[: min(own, 1)], *fold.sources[own + 1 :]]
 
-    def _merges(self, fold: Fold, landing: _Landing) -> Iterator[Callable[[], object]]:
+    def _merges(self, fold: Fold, landing: _Landing) -> Iterator[Action]:
         """The fold, left to right in the stated order; the result is in the buffer.
 
         The merge is commutative to the bit, so what folds before the own value may then fold into it.
@@ -134,20 +182,20 @@ class _Planner:
         where = self._slice(fold.chunks)
         if where is None:
             return
-        operator, width = self._operator, self._operator.width
+        width = self._operator.width
         own, before = self._records[where].reshape(-1, width), fold.sources.index(self._rank)
-        if fold.chunks in landing.blocks and isinstance(operator, ManyOperator):
+        if fold.chunks in landing.blocks and isinstance(self._operator, ManyOperator):
             block = landing.blocks[fold.chunks].reshape(len(fold.sources) - 1, -1, width)
             first = max(before - 1, 0)
             if first:
-                yield operator.planned_merge_many(block[first], block[:first])
-            yield operator.planned_merge_many(own, block[first:])
+                yield MergeMany(block[first], block[:first])
+            yield MergeMany(own, block[first:])
             return
         others = [self._arrived(landing, s, fold.chunks) for s in fold.sources if s != self._rank]
         for other in others[1:before]:
-            yield operator.planned_merge(others[0], other)
+            yield Merge(others[0], other)
         for other in others[:1] * bool(before) + others[before:]:
-            yield operator.planned_merge(own, other)
+            yield Merge(own, other)
 
     def _arrived(self, landing: _Landing, source: int, chunks: range) -> Any:
         """The records of `chunks` in the message from `source` that carries them, perhaps among others."""

@@ -31,8 +31,14 @@ class CollectiveReducer(Reducer):
     def _rest(self) -> None:
         """What follows it."""
 
+    #: Whether `_rest` waits for nobody.
+    one_collective = False
+
     def _begin(self) -> None:
         self._request = self._first()
+
+    def _advance(self) -> bool:
+        return bool(self._request.Test()) and self.one_collective
 
     def _complete(self) -> None:
         self._request.Wait()

@@ -25,6 +25,8 @@ class MpiAllreduce(CollectiveReducer):
     which may choose another algorithm. Its operator is a `CompiledOperator`.
     """
 
+    one_collective = True
+
     def __init__(self, reduction: Reduction) -> None:
         self._op = _operator(reduction.operator.mpi_function())
         super().__init__("mpi_allreduce", reduction)

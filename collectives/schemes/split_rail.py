@@ -15,17 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from treeattn.collectives.schedule import (
-    Schedule,
-    Transfer,
-    on_chunks,
-    on_ranks,
-    refuse_above_limit,
-    reversed_as_copies,
-    side_by_side,
-    then,
-)
-from treeattn.errors import RestrictionError
+from treeattn.collectives.rails import Share, on_rails
+from treeattn.collectives.schedule import Schedule
 
 
 def split_rail(size: int, rail: Callable[[int], Schedule], nodes: Sequence[Sequence[int]]) -> Schedule:
@@ -33,28 +24,6 @@ def split_rail(size: int, rail: Callable[[int], Schedule], nodes: Sequence[Seque
 
     `rail` makes a schedule for a number of ranks; `nodes` holds the ranks of each node.
     """
-    across = rail(len(nodes))
-    if across.result != "replicated":
-        raise RestrictionError(
-            f"split_rail: rail={across.name} leaves its result scattered over the rail; "
-            "take one that leaves it on every rank"
-        )
     rails = min(map(len, nodes))
-    refuse_above_limit("split_rail", size, 2 * (size - len(nodes)) * rails + rails * across.messages)
-    parts = [range(at * across.chunks, (at + 1) * across.chunks) for at in range(rails)]
-    scatter = tuple(
-        Transfer(rank, node[at], parts[at])
-        for node in nodes
-        for at in range(rails)
-        for rank in node
-        if rank != node[at]
-    )
-    along = side_by_side(
-        *(
-            on_chunks(on_ranks(across.rounds, [node[at] for node in nodes]), parts[at].start)
-            for at in range(rails)
-        )
-    )
-    within = (scatter,) if scatter else ()
-    rounds = then(within, along, reversed_as_copies(within))
-    return Schedule("split_rail", size, rails * across.chunks, rounds)
+    shares = [[Share(node[at], range(at, at + 1)) for at in range(rails)] for node in nodes]
+    return on_rails("split_rail", nodes, shares, rail)

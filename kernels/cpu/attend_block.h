@@ -9,11 +9,20 @@
 
 enum { BLOCK = 16, MAX_ROWS = 4, MAX_UNITS = 4 };
 
+/* Where the tokens of a block lie, and so how memory is read; which is faster depends on the processor.
+ * SCATTERED: far apart, as many streams as tokens, each prefetched where it goes on. Cores that follow many streams
+ * read faster from many than from one.
+ * NEIGHBOURS: side by side. What comes next is prefetched line by line in the order of memory, whichever lines are
+ * being read, and into the second cache: a token's heads are often 4096 bytes, and then all tokens of a block fall
+ * into one set of the first. Cores that follow few streams stand still otherwise. */
+enum order { SCATTERED = 0, NEIGHBOURS = 1 };
+
 /* Rows that attend to one block of tokens of one KV head. */
 struct block {
   const char *k, *v;          /* the first token's row */
   int64_t k_stride, v_stride; /* bytes to the next token */
   int64_t next_k, next_v;     /* bytes to the block that comes after this one: prefetched meanwhile */
+  int64_t k_share, v_share;   /* bytes from one token's share of that to the next token's; NEIGHBOURS only */
   int tokens;                 /* 1..BLOCK */
   int head_dim, row_floats;   /* row_floats: head_dim rounded up to whole units */
   const float *q;             /* [rows][row_floats], scaled, in unit order */
@@ -22,15 +31,21 @@ struct block {
   float *denominator;         /* [rows][WIDTH]: sums by lane */
 };
 
-/* Called wherever a unit is read, for the same place in a block that comes later. One by one: a core can wait for few
- * lines of memory at a time, and stands still when more are asked for at once. */
-INLINE void prefetch_unit(enum element_type type, const char *at) {
-  for (size_t i = 0; i < UNIT * element_size(type); i += 64) __builtin_prefetch(at + i);
+/* Called wherever a unit is read, with a place that comes later. One by one: a core can wait for few lines of memory at
+ * a time, and stands still when more are asked for at once. */
+INLINE void prefetch_unit(enum order order, enum element_type type, const char *at) {
+  for (size_t i = 0; i < UNIT * element_size(type); i += 64)
+    if (order == SCATTERED)
+      __builtin_prefetch(at + i);
+    else
+      __builtin_prefetch(at + i, 0, 2);
 }
 
-/* Keys scored together: as many rows x tokens as fill one sum_each(), or two where vectors are short. */
-INLINE int tokens_together(int rows) {
+/* Keys scored together: as many rows x tokens as fill one sum_each(), or two where vectors are short. Neighbours that
+ * may fall into one set of the cache: fewer. */
+INLINE int tokens_together(enum order order, int rows) {
   const int sums = WIDTH < 8 ? 2 * WIDTH : WIDTH;
+  if (order == NEIGHBOURS && sums / rows > 4) return 4;
   return rows == 1 ? sums : rows == 2 ? sums / 2 : sums / 4;
 }
 
@@ -43,10 +58,10 @@ INLINE void add_products(int rows, int tokens, const float *q, int64_t q_stride,
   }
 }
 
-/* scores[row][t] = q[row] . key[t] for a few tokens. */
-INLINE void score_tokens(enum element_type type, int rows, const struct block *b, const char *const *keys,
-                         float (*scores)[BLOCK]) {
-  const int tokens = tokens_together(rows), size = (int)element_size(type);
+/* scores[row][t] = q[row] . key[t] for a few tokens, from token `begin` on. */
+INLINE void score_tokens(enum order order, enum element_type type, int rows, const struct block *b, int begin,
+                         const char *const *keys, float (*scores)[BLOCK]) {
+  const int tokens = tokens_together(order, rows), size = (int)element_size(type);
   vector sum[MAX_ROWS][BLOCK];
   unit key[BLOCK];
   for (int r = 0; r < rows; ++r)
@@ -55,7 +70,8 @@ INLINE void score_tokens(enum element_type type, int rows, const struct block *b
   for (; d + UNIT <= b->head_dim; d += UNIT) {
     for (int t = 0; t < tokens; ++t) {
       key[t] = load_unit(type, keys[t] + d * size);
-      prefetch_unit(type, keys[t] + b->next_k + d * size);
+      const char *next = order == SCATTERED ? keys[t] : b->k + (begin + t) * b->k_share;
+      prefetch_unit(order, type, next + b->next_k + d * size);
     }
     add_products(rows, tokens, b->q + d, b->row_floats, key, sum);
   }
@@ -68,16 +84,17 @@ INLINE void score_tokens(enum element_type type, int rows, const struct block *b
   for (int i = 0; i < whole; ++i) flat[i] = i < count ? sum[i / tokens][i % tokens] : splat(0.0f);
   float result[MAX_ROWS * BLOCK];
   for (int i = 0; i < whole; i += WIDTH) store(result + i, sum_each(flat + i));
-  for (int r = 0; r < rows; ++r) memcpy(scores[r], result + r * tokens, (size_t)tokens * sizeof(float));
+  for (int r = 0; r < rows; ++r) memcpy(scores[r] + begin, result + r * tokens, (size_t)tokens * sizeof(float));
 }
 
 /* Whole groups of tokens always: a short block repeats its last key, then drops those scores. */
-INLINE void score_block(enum element_type type, int rows, const struct block *b, float (*scores)[BLOCK]) {
-  const int tokens = tokens_together(rows);
+INLINE void score_block(enum order order, enum element_type type, int rows, const struct block *b,
+                        float (*scores)[BLOCK]) {
+  const int tokens = tokens_together(order, rows);
   for (int begin = 0; begin < BLOCK; begin += tokens) {
     const char *keys[BLOCK];
     for (int t = 0; t < tokens; ++t) keys[t] = b->k + (begin + t < b->tokens ? begin + t : b->tokens - 1) * b->k_stride;
-    score_tokens(type, rows, b, keys, (float (*)[BLOCK])(scores[0] + begin));
+    score_tokens(order, type, rows, b, begin, keys, scores);
   }
   for (int r = 0; r < rows; ++r)
     for (int i = b->tokens; i < BLOCK; ++i) scores[r][i] = -INFINITY;
@@ -110,15 +127,16 @@ INLINE float weigh_block(float *scores, float *maximum, float *denominator) {
 }
 
 /* numerator = factor * numerator + weights . v, for `units` units from element d on. */
-INLINE void add_values(enum element_type type, int rows, int units, int part, const struct block *b, int d,
-                       float (*weights)[BLOCK], const float *factor) {
+INLINE void add_values(enum order order, enum element_type type, int rows, int units, int part, const struct block *b,
+                       int d, float (*weights)[BLOCK], const float *factor) {
   vector sum[MAX_ROWS][2 * MAX_UNITS];
   for (int r = 0; r < rows; ++r)
     for (int u = 0; u < 2 * units; ++u) sum[r][u] = splat(0.0f);
   for (int t = 0; t < b->tokens; ++t) {
     const char *from = b->v + t * b->v_stride + (size_t)d * element_size(type);
     unit value[MAX_UNITS];
-    for (int u = 0; u < units; ++u) prefetch_unit(type, from + b->next_v + u * UNIT * element_size(type));
+    const char *next = from + b->next_v + (order == SCATTERED ? 0 : t * (b->v_share - b->v_stride));
+    for (int u = 0; u < units; ++u) prefetch_unit(order, type, next + u * UNIT * element_size(type));
     for (int u = 0; u < units; ++u)
       value[u] = part ? load_part(type, from, part) : load_unit(type, from + u * UNIT * element_size(type));
     for (int r = 0; r < rows; ++r) {
@@ -142,30 +160,33 @@ INLINE int units_together(int rows) {
   return rows == 1 ? MAX_UNITS : rows == 2 ? sums / 4 : sums / 8;
 }
 
-INLINE void attend(enum element_type type, int rows, const struct block *b) {
+INLINE void attend(enum order order, enum element_type type, int rows, const struct block *b) {
   _Alignas(64) float scores[MAX_ROWS][BLOCK];
   float factor[MAX_ROWS];
-  score_block(type, rows, b, scores);
+  score_block(order, type, rows, b, scores);
   for (int r = 0; r < rows; ++r) factor[r] = weigh_block(scores[r], b->maximum + r, b->denominator + r * WIDTH);
   const int together = units_together(rows);
   int d = 0;
   if (together >= 4)
-    for (; d + 4 * UNIT <= b->head_dim; d += 4 * UNIT) add_values(type, rows, 4, 0, b, d, scores, factor);
+    for (; d + 4 * UNIT <= b->head_dim; d += 4 * UNIT) add_values(order, type, rows, 4, 0, b, d, scores, factor);
   if (together >= 2)
-    for (; d + 2 * UNIT <= b->head_dim; d += 2 * UNIT) add_values(type, rows, 2, 0, b, d, scores, factor);
-  for (; d + UNIT <= b->head_dim; d += UNIT) add_values(type, rows, 1, 0, b, d, scores, factor);
-  if (d < b->head_dim) add_values(type, rows, 1, b->head_dim - d, b, d, scores, factor);
+    for (; d + 2 * UNIT <= b->head_dim; d += 2 * UNIT) add_values(order, type, rows, 2, 0, b, d, scores, factor);
+  for (; d + UNIT <= b->head_dim; d += UNIT) add_values(order, type, rows, 1, 0, b, d, scores, factor);
+  if (d < b->head_dim) add_values(order, type, rows, 1, b->head_dim - d, b, d, scores, factor);
 }
 
-/* One compiled function for each type and number of rows: the compiler unrolls and keeps sums in registers. */
+/* One compiled function for each order, type and number of rows: the compiler unrolls and keeps sums in registers. */
 typedef void attend_function(const struct block *b);
-#define ATTEND(TYPE, ROWS)                                                                                             \
-  static void attend_##TYPE##_##ROWS(const struct block *b) { attend(TYPE, ROWS, b); }
-#define ATTEND_ROWS(TYPE) ATTEND(TYPE, 1) ATTEND(TYPE, 2) ATTEND(TYPE, 3) ATTEND(TYPE, 4)
-ATTEND_ROWS(FLOAT32)
-ATTEND_ROWS(FLOAT16)
-ATTEND_ROWS(BFLOAT16)
-#define NAMES(TYPE) {attend_##TYPE##_1, attend_##TYPE##_2, attend_##TYPE##_3, attend_##TYPE##_4}
-static attend_function *const attend_rows[3][MAX_ROWS] = {NAMES(FLOAT32), NAMES(FLOAT16), NAMES(BFLOAT16)};
+#define ATTEND(ORDER, TYPE, ROWS)                                                                                      \
+  static void attend_##ORDER##_##TYPE##_##ROWS(const struct block *b) { attend(ORDER, TYPE, ROWS, b); }
+#define ATTEND_ROWS(ORDER, TYPE)                                                                                       \
+  ATTEND(ORDER, TYPE, 1) ATTEND(ORDER, TYPE, 2) ATTEND(ORDER, TYPE, 3) ATTEND(ORDER, TYPE, 4)
+#define ATTEND_TYPES(ORDER) ATTEND_ROWS(ORDER, FLOAT32) ATTEND_ROWS(ORDER, FLOAT16) ATTEND_ROWS(ORDER, BFLOAT16)
+ATTEND_TYPES(SCATTERED)
+ATTEND_TYPES(NEIGHBOURS)
+#define NAMES(ORDER, TYPE)                                                                                             \
+  {attend_##ORDER##_##TYPE##_1, attend_##ORDER##_##TYPE##_2, attend_##ORDER##_##TYPE##_3, attend_##ORDER##_##TYPE##_4}
+#define TYPES(ORDER) {NAMES(ORDER, FLOAT32), NAMES(ORDER, FLOAT16), NAMES(ORDER, BFLOAT16)}
+static attend_function *const attend_rows[2][3][MAX_ROWS] = {TYPES(SCATTERED), TYPES(NEIGHBOURS)};
 
 #endif

@@ -120,12 +120,22 @@ struct span {
   int64_t tokens, heads, blocks;
 };
 
-/* Block `i` holds every blocks-th token from the i-th on: BLOCK rows far apart, each followed by its neighbour in the
- * next block. To the hardware's prefetchers these are BLOCK streams, which together read faster than one. The number
- * of blocks is odd, lest the streams fall into one set of the cache. */
-static int64_t block_count(int64_t tokens) {
+/* SCATTERED: block `i` holds every blocks-th token from the i-th on: BLOCK rows far apart, each followed by its
+ * neighbour in the next block. The number of blocks is odd, lest the streams fall into one set of the cache.
+ * NEIGHBOURS: block `i` holds the i-th BLOCK tokens. */
+static int64_t block_count(const struct attention *a, int64_t tokens) {
   const int64_t blocks = quotient_up(tokens, BLOCK);
-  return blocks > 8 ? blocks | 1 : blocks;
+  return a->order == SCATTERED && blocks > 8 ? blocks | 1 : blocks;
+}
+
+/* The first token of a block. */
+static int64_t token_at(const struct attention *a, int64_t block) {
+  return a->order == SCATTERED ? block : block * BLOCK;
+}
+
+/* From each of its tokens to the next. */
+static int64_t step_of(const struct attention *a, const struct span *s) {
+  return a->order == SCATTERED ? s->blocks : 1;
 }
 
 /* Head by head where a head's tokens are neighbours in memory, else block by block through all the heads. */
@@ -138,34 +148,49 @@ static int64_t block_at(const struct attention *a, const struct span *s, int64_t
 }
 
 static const char *key_at(const struct attention *a, const struct span *s, int64_t step) {
-  return s->k + block_at(a, s, step) * a->k_token_stride + head_at(a, s, step) * a->k_head_stride;
+  return s->k + token_at(a, block_at(a, s, step)) * a->k_token_stride + head_at(a, s, step) * a->k_head_stride;
 }
 
 static const char *value_at(const struct attention *a, const struct span *s, int64_t step) {
-  return s->v + block_at(a, s, step) * a->v_token_stride + head_at(a, s, step) * a->v_head_stride;
+  return s->v + token_at(a, block_at(a, s, step)) * a->v_token_stride + head_at(a, s, step) * a->v_head_stride;
+}
+
+/* What is prefetched at step `step`, for keys or values: the block of a later step, token by token. Where the heads of
+ * neighbouring tokens fill memory without a gap, all heads of the block that comes are dealt out to the steps of this
+ * one in the order of memory, as if each were BLOCK rows of a head without a gap. `share`: from a token to the next. */
+static const char *coming(const struct attention *a, const struct span *s, int64_t step, int keys, int64_t *share) {
+  const int64_t token = keys ? a->k_token_stride : a->v_token_stride, head = keys ? a->k_head_stride : a->v_head_stride;
+  if (a->order == NEIGHBOURS && token == s->heads * head) {
+    const int64_t block = least(block_at(a, s, step) + 1, s->blocks - 1);
+    *share = head;
+    return (keys ? s->k : s->v) + (block * s->heads + head_at(a, s, step)) * BLOCK * head;
+  }
+  enum { AHEAD = 2 };
+  const int64_t later = least(step + AHEAD, s->blocks * s->heads - 1);
+  *share = step_of(a, s) * token;
+  return keys ? key_at(a, s, later) : value_at(a, s, later);
 }
 
 static void attend_span(const struct attention *a, const struct state *state, const struct span *s) {
-  enum { AHEAD = 2 };
   const int64_t steps = s->blocks * s->heads, rows = rows_per_kv_head(a), floats = row_floats(a);
-  struct block b = {.k_stride = s->blocks * a->k_token_stride,
-                    .v_stride = s->blocks * a->v_token_stride,
+  struct block b = {.k_stride = step_of(a, s) * a->k_token_stride,
+                    .v_stride = step_of(a, s) * a->v_token_stride,
                     .head_dim = (int)a->head_dim,
                     .row_floats = (int)floats};
   for (int64_t step = 0; step < steps; ++step) {
-    const int64_t coming = least(step + AHEAD, steps - 1);
+    const int64_t left = s->tokens - token_at(a, block_at(a, s, step));
     b.k = key_at(a, s, step);
     b.v = value_at(a, s, step);
-    b.next_k = key_at(a, s, coming) - b.k;
-    b.next_v = value_at(a, s, coming) - b.v;
-    b.tokens = (int)quotient_up(s->tokens - block_at(a, s, step), s->blocks);
+    b.next_k = coming(a, s, step, 1, &b.k_share) - b.k;
+    b.next_v = coming(a, s, step, 0, &b.v_share) - b.v;
+    b.tokens = (int)least(quotient_up(left, step_of(a, s)), BLOCK);
     for (int64_t r = 0; r < rows; r += MAX_ROWS) {
       const int64_t row = head_at(a, s, step) * rows + r;
       b.q = state->q + row * floats;
       b.numerator = state->numerator + row * floats;
       b.denominator = state->denominator + row * WIDTH;
       b.maximum = state->maximum + row;
-      attend_rows[a->kv_type][least(rows - r, MAX_ROWS) - 1](&b);
+      attend_rows[a->order][a->kv_type][least(rows - r, MAX_ROWS) - 1](&b);
     }
   }
 }
@@ -182,7 +207,7 @@ static void attend_piece(void *context, int64_t piece, int worker) {
   const struct state state = state_of(a, worker);
   prepare(a, &state, b, head * rows_per_kv_head(a), heads * rows_per_kv_head(a));
   if (begin < end) {
-    struct span s = {.tokens = end - begin, .heads = heads, .blocks = block_count(end - begin)};
+    struct span s = {.tokens = end - begin, .heads = heads, .blocks = block_count(a, end - begin)};
     s.k = a->k + b * a->k_batch_stride + begin * a->k_token_stride + head * a->k_head_stride;
     s.v = a->v + b * a->v_batch_stride + begin * a->v_token_stride + head * a->v_head_stride;
     attend_span(a, &state, &s);

@@ -16,7 +16,7 @@ struct attention {
   int64_t v_batch_stride, v_token_stride, v_head_stride;
   float scale;
   int32_t q_type, kv_type; /* enum element_type */
-  int32_t threads;
+  int32_t threads, order;  /* enum order of attend_block.h */
 };
 
 /* Bytes of workspace for these shapes; pointers and strides are not looked at. */

@@ -38,7 +38,7 @@ template <typename T> __device__ __forceinline__ void unpack(const Vector &v, fl
 // The vectors that this lane holds of UNROLL tokens: `token` lies at `row`, and each other TOKENS further on. Zeros,
 // and nothing read, where there are none.
 template <typename T, int HEAD_DIM>
-__device__ __forceinline__ void load_tokens(Vector (&to)[UNROLL][Layout<T, HEAD_DIM>::PER_LANE], const T *row,
+__device__ __forceinline__ void load_tokens(Vector (&to)[UNROLL][(Layout<T, HEAD_DIM>::PER_LANE)], const T *row,
                                             long long stride, int lane, int token, int end) {
   using L = Layout<T, HEAD_DIM>;
 #pragma unroll

@@ -1,9 +1,17 @@
 // Everything that CUDA C++ cannot say portably: the only file with inline assembly, each piece beside a plain C++
-// twin that the emulator (tests/emulator) runs. No header is included: NVRTC needs none to be installed.
+// twin that the emulator (tests/emulator) runs, and AMD's compilers take where it says the same to them
+// (TREEATTN_PLAIN; what else they need is in amd.cuh). No header is included: NVRTC needs none to be installed.
 //
 // 16-bit numbers are carried as their bits. The operations called `exact` keep subnormal numbers whatever the
 // -ftz flag says (CuPy always sets it), and are never contracted: the merge of records is defined to the bit.
 #pragma once
+
+#ifdef __HIP__
+#include "amd.cuh"
+#endif
+#if defined(TREEATTN_EMULATOR) || defined(__HIP__)
+#define TREEATTN_PLAIN
+#endif
 
 #ifdef TREEATTN_EMULATOR
 #define DYNAMIC_SHARED(T, name) T *name = reinterpret_cast<T *>(emulator::dynamic_shared())
@@ -33,7 +41,7 @@ struct alignas(16) Floats {
 // ---- arithmetic with IEEE results
 
 __device__ __forceinline__ float fma_exact(float a, float b, float c) {
-#ifdef TREEATTN_EMULATOR
+#ifdef TREEATTN_PLAIN
   return fmaf(a, b, c);
 #else
   float result;
@@ -43,7 +51,7 @@ __device__ __forceinline__ float fma_exact(float a, float b, float c) {
 }
 
 __device__ __forceinline__ float add_exact(float a, float b) {
-#ifdef TREEATTN_EMULATOR
+#ifdef TREEATTN_PLAIN
   return a + b;
 #else
   float result;
@@ -53,7 +61,7 @@ __device__ __forceinline__ float add_exact(float a, float b) {
 }
 
 __device__ __forceinline__ float multiply_exact(float a, float b) {
-#ifdef TREEATTN_EMULATOR
+#ifdef TREEATTN_PLAIN
   return a * b;
 #else
   float result;
@@ -63,7 +71,7 @@ __device__ __forceinline__ float multiply_exact(float a, float b) {
 }
 
 __device__ __forceinline__ float divide_exact(float a, float b) {
-#ifdef TREEATTN_EMULATOR
+#ifdef TREEATTN_PLAIN
   return a / b;
 #else
   float result;
@@ -74,7 +82,7 @@ __device__ __forceinline__ float divide_exact(float a, float b) {
 
 // a > b; false where one of them is NaN.
 __device__ __forceinline__ bool greater_exact(float a, float b) {
-#ifdef TREEATTN_EMULATOR
+#ifdef TREEATTN_PLAIN
   return a > b;
 #else
   int result;
@@ -84,7 +92,7 @@ __device__ __forceinline__ bool greater_exact(float a, float b) {
 }
 
 __device__ __forceinline__ double widen_exact(float a) {
-#ifdef TREEATTN_EMULATOR
+#ifdef TREEATTN_PLAIN
   return a;
 #else
   double result;
@@ -95,7 +103,7 @@ __device__ __forceinline__ double widen_exact(float a) {
 
 // The nearest float32, subnormal numbers included.
 __device__ __forceinline__ float narrow_exact(double a) {
-#ifdef TREEATTN_EMULATOR
+#ifdef TREEATTN_PLAIN
   return static_cast<float>(a);
 #else
   float result;
@@ -106,7 +114,7 @@ __device__ __forceinline__ float narrow_exact(double a) {
 
 // 2^x to about two units in the last place; 0 for -inf, NaN for NaN.
 __device__ __forceinline__ float exp2_fast(float x) {
-#ifdef TREEATTN_EMULATOR
+#ifdef TREEATTN_PLAIN
   return exp2f(x);
 #else
   float result;
@@ -120,7 +128,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
 __device__ __forceinline__ float to_float(bfloat16 x) { return __uint_as_float((unsigned)x.bits << 16); }
 
 __device__ __forceinline__ float to_float(float16 x) {
-#ifdef TREEATTN_EMULATOR
+#ifdef TREEATTN_PLAIN
   const unsigned sign = (x.bits & 0x8000u) << 16, magnitude = (x.bits & 0x7fffu) << 13;
   if (magnitude < (1u << 23)) { // zero or subnormal: count in units of 2^-24
     const float value = static_cast<float>(magnitude >> 13) * 0x1p-24f;
@@ -135,15 +143,15 @@ __device__ __forceinline__ float to_float(float16 x) {
 #endif
 }
 
-#ifdef TREEATTN_EMULATOR
+#ifdef TREEATTN_PLAIN
 // Round to nearest, ties to even.
-inline unsigned short narrow(float value, bfloat16) {
+__device__ __forceinline__ unsigned short narrow(float value, bfloat16) {
   const unsigned bits = __float_as_uint(value);
   if (value != value) return 0x7fff;
   return static_cast<unsigned short>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-inline unsigned short narrow(float value, float16) {
+__device__ __forceinline__ unsigned short narrow(float value, float16) {
   const unsigned bits = __float_as_uint(value), sign = bits >> 16 & 0x8000u;
   const float magnitude = fabsf(value);
   if (value != value) return 0x7fff;
@@ -156,7 +164,7 @@ inline unsigned short narrow(float value, float16) {
 
 // Two numbers of 16 bits in a word, `low` in the lower half, rounded to nearest.
 __device__ __forceinline__ unsigned pack(float low, float high, float16 type) {
-#ifdef TREEATTN_EMULATOR
+#ifdef TREEATTN_PLAIN
   return narrow(low, type) | (unsigned)narrow(high, type) << 16;
 #else
   // cvt.rn.f16x2.f32 needs sm_80; two conversions serve every architecture and cost nothing beside the products.
@@ -168,7 +176,7 @@ __device__ __forceinline__ unsigned pack(float low, float high, float16 type) {
 }
 
 __device__ __forceinline__ unsigned pack(float low, float high, bfloat16 type) {
-#ifdef TREEATTN_EMULATOR
+#ifdef TREEATTN_PLAIN
   return narrow(low, type) | (unsigned)narrow(high, type) << 16;
 #else
   unsigned result;
@@ -181,7 +189,7 @@ __device__ __forceinline__ unsigned pack(float low, float high, bfloat16 type) {
 
 // 16 bytes that are read once: they should not push anything else out of the first-level cache.
 __device__ __forceinline__ Vector load_once(const void *from) {
-#ifdef TREEATTN_EMULATOR
+#ifdef TREEATTN_PLAIN
   return *static_cast<const Vector *>(from);
 #else
   Vector v;
@@ -195,7 +203,7 @@ __device__ __forceinline__ Vector load_once(const void *from) {
 // What other blocks of this launch wrote: from the second-level cache, since the first may hold what was there before.
 template <typename T> __device__ __forceinline__ T load_fresh(const T *from) {
   static_assert(sizeof(T) == 8 || sizeof(T) == 16, "one load instruction");
-#ifdef TREEATTN_EMULATOR
+#ifdef TREEATTN_PLAIN
   return *from;
 #else
   T value;
@@ -215,15 +223,19 @@ template <typename T> __device__ __forceinline__ T load_fresh(const T *from) {
 // before a barrier) is there for whoever sees the new count, and what others wrote before they counted is there for
 // this one.
 __device__ __forceinline__ unsigned add_ordered(unsigned *counter, unsigned value) {
-#ifdef TREEATTN_EMULATOR
+#ifdef TREEATTN_PLAIN
   __threadfence();
-  return atomicAdd(counter, value);
+  const unsigned before = atomicAdd(counter, value);
+  __threadfence();
+  return before;
 #else
   unsigned before;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
   return before;
 #endif
 }
+
+#ifndef __HIP__ // from here on it is the tensor-core path's alone
 
 // Asynchronous copy of 16 bytes to shared memory; zeros land there when `valid` is false, and nothing is read.
 __device__ __forceinline__ void copy_async(void *to, const void *from, bool valid) {
@@ -285,6 +297,8 @@ template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(unsigne
 #endif
 }
 
+#endif
+
 #ifdef TREEATTN_EMULATOR
 // d += a b, a [16, 16] by rows, b [16, 8] by columns, d [16, 8] in float32.
 template <typename T> inline void multiply_matrices(float (&d)[4], const unsigned (&a)[4], const unsigned *b, T) {
@@ -301,7 +315,7 @@ template <typename T> inline void multiply_matrices(float (&d)[4], const unsigne
     }
   }
 }
-#else
+#elif !defined(__HIP__)
 #define MULTIPLY_MATRICES(TYPE, NAME)                                                                                  \
   __device__ __forceinline__ void multiply_matrices(float (&d)[4], const unsigned (&a)[4], const unsigned *b, TYPE) {  \
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME ".f32 "                                        \

@@ -115,6 +115,14 @@ class EmulatorRuntime:
         assert self._captured is None, "waiting for a stream that is captured"
         self.waited = True
 
+    def done(self) -> bool:
+        """Whatever is queued runs at once."""
+        return True
+
+    def synchronize_all(self) -> None:
+        """There is one stream."""
+        self.synchronize()
+
     def capturing(self) -> bool:
         """Whether `capture` is under way."""
         return self._captured is not None

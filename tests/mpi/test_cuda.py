@@ -122,6 +122,7 @@ def communicators(monkeypatch):
     """NCCL is there, and made of MPI; the list of what was connected."""
     made = []
     monkeypatch.setattr(nccl, "problem", lambda: None)
+    monkeypatch.setattr(nccl, "version", lambda: (2, 30))
     monkeypatch.setattr(nccl, "connect", lambda *given: made.append(NcclOverMpi(*given)) or made[-1])
     return made
 
@@ -202,16 +203,38 @@ def test_what_cannot_be_captured_is_refused(comm, runtime):
         decoder.capture(q, k, v)
 
 
-def test_two_ranks_on_one_gpu_are_refused_by_all(comm, runtime, communicators):
-    runtime.identity = "0000:3b:00.0"
+@pytest.mark.parametrize(
+    ("version", "variable", "remedy"),
+    [
+        ((2, 30), None, "NCCL_MULTI_RANK_GPU_ENABLE=1 is set for every rank.*'host'"),
+        ((2, 28), "1", "NCCL 2.28 needs one for each: install NCCL 2.30 or newer.*'host'"),
+    ],
+)
+def test_ranks_on_one_gpu_are_refused_by_all(
+    comm, runtime, communicators, monkeypatch, version, variable, remedy
+):
+    """Also where the variable is missing on one rank alone."""
+    runtime.identity = "8f1c0a52"
+    monkeypatch.setattr(nccl, "version", lambda: version)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", variable or ("0" if comm.rank == comm.size - 1 else "1"))
     if comm.size == 1:
         return
-    with pytest.raises(treeattn.TransportError, match=r"ranks 0, 1.* share GPU 0000:3b:00.0 .*'host'"):
+    with pytest.raises(treeattn.TransportError, match=rf"ranks 0, 1.* share GPU 8f1c0a52 of .*{remedy}"):
+        treeattn.Decoder(comm, **options(), transport="nccl")
+    assert not communicators
+
+
+def test_other_versions_of_nccl_are_told_before_they_meet(comm, runtime, communicators, monkeypatch):
+    if comm.size == 1:
+        return
+    monkeypatch.setattr(nccl, "version", lambda: (2, 30 + comm.rank))
+    with pytest.raises(treeattn.ArgumentError, match="the version of NCCL differs between ranks"):
         treeattn.Decoder(comm, **options(), transport="nccl")
     assert not communicators
 
 
 def test_nccl_that_lacks_on_one_rank_is_refused_by_all(comm, runtime, monkeypatch):
+    monkeypatch.setattr(nccl, "version", lambda: (2, 30))
     monkeypatch.setattr(nccl, "problem", lambda: "no NCCL" if comm.rank == comm.size - 1 else None)
     with pytest.raises(treeattn.TransportError, match="no NCCL"):
         treeattn.Decoder(comm, **options(), transport="nccl")
@@ -255,7 +278,7 @@ def test_cuda_aware_mpi(comm, runtime, monkeypatch, scheme):
     q, k, v = shard(comm)
     output = "replicated" if scheme in REPLICATED else "heads"
     planned = {**options(), "scheme": scheme, "output": output}
-    with treeattn.Decoder(comm, **{**planned, "device": "cpu"}) as on_cpu:
+    with treeattn.Decoder(comm, **{**planned, "device": "cpu"}, executor="mpi") as on_cpu:
         rounds = len(on_cpu._reducer._steps)
     monkeypatch.setattr(comm_, "cuda_aware", lambda: False)
     with pytest.raises(treeattn.TransportError, match="'nccl' or 'host'"):

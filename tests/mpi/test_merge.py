@@ -248,6 +248,7 @@ def gpu(comm, monkeypatch):
     emulator.identity = f"emulated GPU {comm.rank}"
     monkeypatch.setattr(cupy_runtime, "current", lambda: emulator)
     monkeypatch.setattr(nccl, "problem", lambda: None)
+    monkeypatch.setattr(nccl, "version", lambda: (2, 30))
     monkeypatch.setattr(nccl, "connect", NcclOverMpi)
     return emulator
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -135,7 +136,7 @@ def fill_tables():
 @pytest.mark.slow
 def test_tables_of_results_are_those_of_the_results(fill_tables):
     """After new results: python docs/fill_tables.py"""
-    for name in ("README", "docs/paper", "docs/measured", "docs/results/README"):
+    for name in ("README", "docs/paper", "docs/measured", "docs/on-a-gpu", "docs/results/README"):
         page = (ROOT / f"{name}.md").read_text()
         found = [block for kind in fill_tables.KINDS for block in kind.findall(page)]
         assert len(found) == page.count("<!-- end -->") > 0
@@ -150,3 +151,45 @@ def test_a_table_of_other_than_one_case_is_refused(fill_tables, tokens, tmp_path
     path.write_text(lines.replace('"tokens":16384,"batch":1', '"tokens":4096,"batch":2'))
     with pytest.raises(ValueError, match="has not one case"):
         fill_tables.filled(f"<!-- compare decode {tokens} {path} -->\n<!-- end -->")
+
+
+def test_every_step_of_the_first_day_has_its_line(fill_tables):
+    listed = subprocess.run(
+        [ROOT / "benchmarks/gpu_day.sh", "--list"], capture_output=True, text=True, check=True
+    )
+    assert listed.stdout.split() == list(fill_tables.gpu_tables.STEPS)
+
+
+def test_a_page_shows_what_was_measured_on_a_gpu_and_what_was_not(fill_tables, tmp_path, monkeypatch):
+    """Results made up for this test, in another folder than the real ones."""
+    monkeypatch.setattr(fill_tables.gpu_tables, "RESULTS", tmp_path)
+    page = "".join(f"<!-- gpu {name} -->\n<!-- end -->\n" for name in fill_tables.gpu_tables.TABLES)
+    empty = fill_tables.filled(page)
+    assert empty.count("| not yet |  |") == len(fill_tables.gpu_tables.STEPS)
+    assert empty.count("Not yet.") == 3
+    machine = {"gpus": [{"name": "Some GPU", "driver_version": "600.1"}]}
+    common = {"date": "2030-01-02T03:04:05+00:00", "machine": machine, "problem": None}
+    row = {"heads": 32, "kv_heads": 8, "tokens": 8192}
+    timed = {"floor_microseconds": 11.2, "microseconds": {"attention": 20.04, "torch": 31.0}}
+    percent = {"percent_of_copy_rate": {"attention": 55.9, "torch": 36.1}}
+    profiled = {"microseconds": 19.0, "dram_percent": 61.2, "occupancy_percent": 30.1, "registers": 86.0}
+    stalls = {"occupancy_limit_percent": 31.2, "stalled_warps": {"long_scoreboard": 9.71, "barrier": 0.1}}
+    results = {
+        "kernel": {"rows": [row | timed | percent, row | {"problem": "out of GPU memory"}]},
+        "roofline": {
+            "rows": [{"dtype": "float32", "group": 4, "microseconds": 180.0, "percent_of_copy_rate": 91.2}]
+        },
+        "ncu": [row | profiled | stalls],
+        "tests": {},
+    }
+    for step, result in results.items():
+        facts = common | {"step": step, "result": result}
+        facts |= {"problem": "2 tests failed"} if step == "tests" else {}
+        (tmp_path / f"gpu_{step}.json").write_text(json.dumps(facts))
+    shown = fill_tables.filled(empty)
+    assert "[done](results/gpu_ncu.json) | 2030-01-02, 1 x Some GPU, driver 600.1 |" in shown
+    assert "| failed: 2 tests failed | 2030-01-02" in shown
+    assert "| 32/8 | 8192 | 11.2 | 20.0 (56) | 31.0 (36) |\n\n<!-- end -->" in shown
+    assert "| float32 | 4 | 180.0 | 91 |" in shown
+    assert "| 32/8 | 8192 | 19.0 | 61 | 30 (31) | 86 | long_scoreboard 9.7, barrier 0.1 |" in shown
+    assert "Not yet." not in shown

@@ -49,6 +49,7 @@ def decode(
     output: str = "replicated",
     dtype: str | None = None,
     q_root: int | None = None,
+    executor: str | None = None,
 ) -> tuple[Any, Any]:
     """Exact attention of `q` over a KV cache of which every rank of `comm` holds a shard. Collective.
 
@@ -63,6 +64,8 @@ def decode(
     device: ``"cpu"`` or ``"cuda"``, the GPU that is CuPy's current one (no float64); None is where q lies.
     transport: how records travel: ``"mpi"`` from the host; from GPUs ``"nccl"``, ``"cuda-mpi"`` or ``"host"``
     (see `treeattn.decoder.transport`). None is the only sensible one, or an error that lists the choices.
+    executor: who runs the rounds of a schedule on the host: ``"program"``, compiled, or ``"mpi"``, Python
+    (see `treeattn.decoder.executor`). None is the fastest that all ranks can have; the bits are the same.
 
     Returns ``out`` like q and the natural-log ``lse`` [batch, heads, queries], float32 (float64 for
     float64 inputs), in the container of q (of k, where q is broadcast). Every rank gets the same bits: proved
@@ -96,7 +99,7 @@ def decode(
         shape.check_query(query)
         shape.check_cache(*ours)
         step = query, *ours, where.lengths(shape, lengths, ours[0].shape[1])
-        return Request(shape, select(scheme), scale, where, transport, output, q_root)
+        return Request(shape, select(scheme), scale, where, transport, output, q_root, executor)
 
     with Decoder.of(comm, plan(comm, ask)) as decoder:
         return arrays.give(decoder(*step), like)

@@ -14,7 +14,7 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import device as devices
 from treeattn.decoder.device import Device
 from treeattn.decoder.plan import Plan, Request, plan, select
-from treeattn.errors import ArgumentError, BackendError, TransportError
+from treeattn.errors import ArgumentError, BackendError, ScheduleError, TransportError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -32,10 +32,15 @@ class Decoder:
     copies. `device` has to be said: here nothing is known of q.
 
     `schedule` and `certificate` tell what was planned (None where no schedule is run), `transport` how its
-    records travel; `heads` is the slice of query heads that out and lse cover, all of them unless
-    ``output="heads"``. `local`, `reduce` and `finish` are the three parts of a call, for those who overlap or
-    time them; where a ring computes while it communicates (`kv_ring`, `query_ring`), `local` only takes the
-    arrays, and `reduce` does the work.
+    records travel, and `executor` who runs it; `heads` is the slice of query heads that out and lse cover,
+    all of them unless ``output="heads"``. `local`, `reduce` and `finish` are the three parts of a call, for
+    those who overlap or time them; where a ring computes while it communicates (`kv_ring`, `query_ring`),
+    `local` only takes the arrays, and `reduce` does the work.
+
+    `begin` returns while the reduction is under way, and `finish` then ends it: what is done in between costs
+    nothing as long as messages travel meanwhile. MPI moves them within its calls: with ``progress="calls"``
+    within `begin`, `test` and `finish`, with ``progress="thread"`` (device="cpu") within a thread of the
+    decoder's own, which wants a core. Over NCCL the GPU does it.
     """
 
     def __init__(
@@ -53,10 +58,22 @@ class Decoder:
         device: str = "cpu",
         transport: str | None = None,
         output: str = "replicated",
+        progress: str = "calls",
+        executor: str | None = None,
     ) -> None:
         def ask() -> Request:
             shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype)
-            return Request(shape, select(scheme), scale, devices.find(device), transport, output)
+            where = devices.find(device)
+            return Request(
+                shape,
+                select(scheme),
+                scale,
+                where,
+                transport,
+                output,
+                progress=progress,
+                executor=executor,
+            )
 
         comm = comm_.intracomm(comm)
         self._adopt(comm, plan(comm, ask))
@@ -72,7 +89,7 @@ class Decoder:
         request, self._buffers = planned.request, planned.buffers
         self.shape, self.scale, self.scheme = request.shape, request.logit_scale, request.scheme.text
         self.schedule, self.transport = planned.schedule, planned.transport
-        self.certificate = planned.reducer.certificate
+        self.certificate, self.executor = planned.reducer.certificate, planned.reducer.executor
         self.records, self.heads = planned.buffers.records, planned.buffers.heads
         self.out, self.lse = planned.buffers.out, planned.buffers.lse
         self._results = self.out, self.lse
@@ -82,6 +99,7 @@ class Decoder:
         self._attention, self._reducer, self._finish = planned.attention, planned.reducer, planned.finish
         self._sliced = planned.buffers.sliced
         self._captured: list[CapturedStep] = []
+        self._begun = False
 
     def __call__(self, q: Any, k: Any, v: Any, lengths: Any = None) -> tuple[Any, Any]:
         """One step: (out, lse), valid until the next call. Every rank must call.
@@ -95,6 +113,10 @@ class Decoder:
 
     def local(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
         """This rank's partials, from its own tokens, into the records buffer."""
+        if self._begun:
+            raise ScheduleError(
+                f"{self.scheme}: begin() began a step, which finish() must end before another"
+            )
         self._foreign = not type(q) is type(k) is type(v) is self._native
         if self._foreign:
             q, k, v = self._containers.take(q, k, v)
@@ -109,8 +131,34 @@ class Decoder:
         self._reducer()
         self._buffers.from_wire()
 
+    def begin(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
+        """`local`, and the start of the reduction: other work may follow, then `finish`. All ranks call.
+
+        The arrays may be written again when this returns (a ring: after `finish`), on a GPU when its stream
+        has come so far. Raises `ScheduleError` where the last step that began is not finished.
+        """
+        self.local(q, k, v, lengths)
+        if self._sliced:
+            self._buffers.to_wire()
+        self._reducer.start()
+        self._begun = True
+
+    def test(self) -> bool:
+        """Go on with the reduction that `begin` began, without waiting; whether it is all there.
+
+        Where the scheme can do nothing without waiting (rings) it never is. Raises `ScheduleError` where no
+        step has begun.
+        """
+        return self._reducer.test()
+
     def finish(self) -> tuple[Any, Any]:
-        """(out, lse) from the folded records, in the container of the q that `local` was given."""
+        """(out, lse) from the folded records, in the container of the q that `local` was given; after `begin`
+        the end of the reduction first."""
+        if self._begun:
+            self._begun = False
+            self._reducer.wait()
+            if self._sliced:
+                self._buffers.from_wire()
         self._finish()
         return self._containers.give() if self._foreign else self._results
 
@@ -153,6 +201,15 @@ class Decoder:
         step = CapturedStep(Captured(stream, lambda: self(*views)), containers.give, (self, q, k, v, lengths))
         self._captured.append(step)
         return step
+
+    def synchronize(self) -> None:
+        """Wait for the steps that were queued to a GPU; without one they are done when they return.
+
+        Over NCCL at most ``TREEATTN_TIMEOUT`` seconds, where CuPy's own waits have no end if a rank does not
+        take part: then it raises `TransportError`, and the decoder is at its end.
+        """
+        self._reducer.synchronize()
+        self._device.memory.synchronize()
 
     def close(self) -> None:
         """Release communicator and requests. Collective."""

@@ -18,12 +18,14 @@ from treeattn import comm as comm_
 from treeattn import partial
 from treeattn.attention import arrays
 from treeattn.attention.shape import DTYPES, dtype_name
+from treeattn.collectives import waiting
 from treeattn.collectives.catalog import Selection
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import device as devices
+from treeattn.decoder import executor as executors
+from treeattn.decoder import transport as transports
 from treeattn.decoder.device import Device
 from treeattn.decoder.plan import plan_reducer, select
-from treeattn.decoder.transport import known
 from treeattn.errors import ArgumentError, RestrictionError
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ def merge(
     device: str | None = None,
     transport: str | None = None,
     dtype: str | None = None,
+    executor: str | None = None,
 ) -> tuple[Any, Any]:
     """Attention over all ranks' tokens from what each rank's own kernel made of its part. Collective.
 
@@ -57,8 +60,9 @@ def merge(
     each of them. With `strict` only -inf does. A NaN in out beside a finite lse reaches the result.
 
     Returns out and lse of the whole, the same on every rank, lse in `base`: float32, float64 for float64 out;
-    0 and -inf where no rank saw anything. `scheme`, `device` and `transport` as in `treeattn.decode`, but for
-    schemes that leave each rank a slice, and those that attend while they communicate: they are refused.
+    0 and -inf where no rank saw anything. `scheme`, `device`, `transport` and `executor` as in
+    `treeattn.decode`, but for schemes that leave each rank a slice, and those that attend while they
+    communicate: they are refused.
 
     Plans, merges once and tears down: in a loop keep a `Merger`. Raises, on every rank alike, `ArgumentError`
     (shapes, dtypes, settings that differ between ranks, with `strict` an lse of +inf or NaN),
@@ -74,7 +78,7 @@ def merge(
         shape = step[0].shape
         parts = Parts(shape[:-1], shape[-1] if shape else 0, dtype_name(step[0], dtype))
         parts.check(*step, where.lse_dtypes)
-        return Settings(parts, _mergeable(scheme), base, bool(strict), where, transport)
+        return Settings(parts, _mergeable(scheme), base, bool(strict), where, transport, executor)
 
     with Merger.of(comm, ask) as merger:
         return arrays.give(merger(*step), out)
@@ -128,6 +132,7 @@ class Settings:
     strict: bool
     device: Device
     transport: str | None
+    executor: str | None
 
     @property
     def compared(self) -> dict[str, object]:
@@ -139,7 +144,8 @@ class Settings:
             "base": self.base,
             "strict": self.strict,
             "device": self.device.name,
-            "transport": known(self.transport),
+            "transport": transports.known(self.transport),
+            "executor": executors.known(self.executor),
         }
 
 
@@ -164,11 +170,12 @@ class Merger:
         strict: bool = False,
         device: str = "cpu",
         transport: str | None = None,
+        executor: str | None = None,
     ) -> None:
         def ask() -> Settings:
             parts = Parts(tuple(lse_shape), head_dim, dtype)
             where = devices.find(device)
-            return Settings(parts, _mergeable(scheme), base, bool(strict), where, transport)
+            return Settings(parts, _mergeable(scheme), base, bool(strict), where, transport, executor)
 
         self._plan(comm_.intracomm(comm), ask)
 
@@ -182,13 +189,17 @@ class Merger:
     def _plan(self, comm: Intracomm, ask: Callable[[], Settings]) -> None:
         with comm_.Agreement(comm) as agreed:
             settings = ask()
+            waiting.limit()
             self._comm, self._device = comm, settings.device
             self.parts, self.scheme, self._strict = settings.parts, settings.scheme.text, settings.strict
             self._plan_memory(_natural_log(settings.base))
             agreed.equal = settings.compared
         operator = self._device.merge_operator(self.parts.head_dim, self.parts.record_dtype)
-        scheme, transport = settings.scheme, settings.transport
-        self._reducer = plan_reducer(comm, self._device, transport, scheme, operator, self._records)
+        self._reducer = plan_reducer(
+            *(comm, self._device, settings.transport, settings.scheme),
+            *(operator, self._records, settings.executor),
+        )
+        self.executor = self._reducer.executor
 
     def _plan_memory(self, natural_log: float) -> None:
         """Records, results, and the steps between them; finish sees each part as a sequence of its own."""

@@ -18,10 +18,11 @@ import numpy as np
 from treeattn import baselines
 from treeattn import comm as comm_
 from treeattn.attention.shape import Shape
-from treeattn.collectives import catalog
+from treeattn.collectives import background, catalog, waiting
 from treeattn.collectives.catalog import Selection
 from treeattn.collectives.reducer import Reducer, Reduction
 from treeattn.collectives.schedule import Schedule
+from treeattn.decoder import executor as executors
 from treeattn.decoder import transport as transports
 from treeattn.decoder.device import Attention, Device
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
@@ -73,6 +74,8 @@ class Request:
     transport: str | None
     output: str
     q_root: int | None = None
+    executor: str | None = None
+    progress: str = "calls"
 
     @property
     def settings(self) -> dict[str, object]:
@@ -85,6 +88,7 @@ class Request:
             f"the schedule {self.scheme.text}": self.scheme.digest,
             "device": self.device.name,
             "transport": transports.known(self.transport),
+            "executor": executors.known(self.executor),
             "output": self.output,
         }
 
@@ -159,7 +163,9 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
     with comm_.Agreement(comm) as agreed:
         request = ask()
         device, shape = request.device, request.shape
+        _check_progress(request)
         agreed.equal = request.settings
+        waiting.limit()
         device.check_shape(shape)
         agreed.told = device.slow_because()
         buffers = Buffers(request, comm)
@@ -177,17 +183,26 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
     reduction = Reduction(comm, operator, buffers.wire, buffers.group, device.memory)
     reducer: Any
     if row.fused:
+        executors.refuse(request.executor, f"{row.name} attends while it communicates")
         step = (shape, request.logit_scale, buffers.records)
         reducer = row.planner.plan(reduction, *step, **request.scheme.parameters)
         attention = reducer.take
     else:
-        reducer = transports.plan(chosen, request.scheme, rounds, reduction)
+        reducer = transports.plan(chosen, request.scheme, rounds, reduction, request.executor)
+    if request.progress == "thread":
+        reducer = background.BackgroundReducer(reducer)
     assert attention is not None
     return Plan(request, buffers, rounds, chosen, attention, reducer, finish)
 
 
 def plan_reducer(
-    comm: Intracomm, device: Device, transport: str | None, scheme: Selection, operator: Any, buffer: Any
+    comm: Intracomm,
+    device: Device,
+    transport: str | None,
+    scheme: Selection,
+    operator: Any,
+    buffer: Any,
+    executor: str | None = None,
 ) -> Reducer:
     """The reducer of records that somebody else made: `buffer` [.., operator.width]. Collective.
 
@@ -195,7 +210,7 @@ def plan_reducer(
     """
     chosen = transports.choose(device.name, transport, scheme.row, comm.size)
     reduction = Reduction(comm, operator, buffer, 1, device.memory)
-    return transports.plan(chosen, scheme, schedule(scheme, comm), reduction)
+    return transports.plan(chosen, scheme, schedule(scheme, comm), reduction, executor)
 
 
 def schedule(scheme: Selection, comm: Intracomm) -> Schedule | None:
@@ -233,6 +248,22 @@ def _check_output(row: catalog.Scheme, output: str) -> None:
     if not row.scattered and output == "heads":
         offer = " or ".join(f"scheme='{other.name}'" for other in CATALOG.values() if other.scattered)
         raise RestrictionError(f"{row.name} leaves every rank all heads; {offer} serves output='heads'")
+
+
+def _check_progress(request: Request) -> None:
+    """Raise unless the reduction can go on in the way that was asked for."""
+    if request.progress not in ("calls", "thread"):
+        raise ArgumentError(f"progress {request.progress!r:.60} is unknown: use 'calls' or 'thread'")
+    if request.progress == "calls":
+        return
+    if request.device.stream is not None:
+        raise RestrictionError(
+            "progress='thread' is for device='cpu': a GPU's stream goes on by itself, and by way of the host "
+            "test() does it"
+        )
+    if request.scheme.row.fused:
+        raise RestrictionError(f"{request.scheme.text} computes while it communicates: use progress='calls'")
+    background.check_threads()
 
 
 def _warn_without_compiler(problems: list[str | None]) -> None:

@@ -11,26 +11,28 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from treeattn import comm as comm_
 from treeattn import partial
 from treeattn.backends import cpu
 from treeattn.backends.cuda.runtime import Runtime
+from treeattn.collectives import nccl
 from treeattn.collectives.catalog import DEVICES, Scheme, Selection
 from treeattn.collectives.memory import HOST
 from treeattn.collectives.reducer import Reducer, Reduction
 from treeattn.collectives.schedule import Schedule
+from treeattn.decoder import executor as executors
 from treeattn.errors import RestrictionError, TransportError, TreeattnError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["choose", "known", "plan", "shared_gpu"]
+__all__ = ["choose", "connected_by_nccl", "known", "plan", "shared_gpu"]
 
 _CHOICES = {
     "cpu": "'mpi' or None",
-    "cuda": "transport='nccl' (every rank has a GPU of its own), 'cuda-mpi' (the MPI library takes GPU "
+    "cuda": "transport='nccl' (from GPU to GPU), 'cuda-mpi' (the MPI library takes GPU "
     "buffers) or 'host' (any MPI, through page-locked memory)",
 }
 
@@ -69,23 +71,32 @@ def choose(device: str, transport: str | None, scheme: Scheme, size: int) -> str
     return "mpi"  # one rank sends nothing
 
 
-def plan(transport: str, selection: Selection, schedule: Schedule | None, reduction: Reduction) -> Reducer:
+def plan(
+    transport: str,
+    selection: Selection,
+    schedule: Schedule | None,
+    reduction: Reduction,
+    executor: str | None = None,
+) -> Reducer:
     """The reducer of a scheme that `choose` gave this transport. Collective; raises on every rank alike.
 
     schedule: what the scheme runs over these ranks; None where a library or a baseline does the work.
+    executor: who runs it, as in `treeattn.decoder.executor`.
     """
-    return _PLANNERS[transport](selection, schedule, reduction)
+    if schedule is None:
+        executors.refuse(executor, f"{selection.row.name} has none")
+    return _PLANNERS[transport](selection, schedule, reduction, executor)
 
 
-def _over_mpi(selection: Selection, schedule: Schedule | None, reduction: Reduction) -> Reducer:
+def _over_mpi(
+    selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
+) -> Reducer:
     """Buffers that MPI can reach as they are."""
     if schedule is None:
         if selection.row.compiled:
             comm_.together(reduction.comm, reduction.operator.mpi_function)
         return _by_module(selection, reduction)
-    from treeattn.collectives.executors import mpi
-
-    return mpi.Reducer(reduction, schedule)
+    return executors.plan(executor, schedule, reduction)
 
 
 def _by_module(selection: Selection, reduction: Reduction) -> Reducer:
@@ -93,30 +104,45 @@ def _by_module(selection: Selection, reduction: Reduction) -> Reducer:
     return reducer
 
 
-def _over_nccl(selection: Selection, schedule: Schedule | None, reduction: Reduction) -> Reducer:
-    from treeattn.collectives import nccl
-    from treeattn.collectives.executors import nccl as executor
+def _over_nccl(
+    selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
+) -> Reducer:
+    from treeattn.collectives.executors import nccl as over_nccl
 
-    comm, stream = reduction.comm, reduction.memory
-    problem = nccl.problem()
-    comm_.agree(comm, {}, None if problem is None else TransportError(problem))
-    _check_one_gpu_each(comm, stream)
-    communicator = comm_.together(comm, lambda: nccl.connect(comm, stream))
+    executors.refuse(executor, "NCCL runs what is recorded in a graph")
+    communicator = connected_by_nccl(reduction.comm, reduction.memory)
     connected = reduction._replace(comm=communicator)
 
     def planned() -> Reducer:
         if schedule is None:
             return _by_module(selection, connected)
-        return executor.Reducer(connected, schedule)
+        return over_nccl.Reducer(connected, schedule)
 
     try:
-        return comm_.together(comm, planned)
+        return comm_.together(reduction.comm, planned)
     except TreeattnError:
         communicator.abort()
         raise
 
 
-def _over_cuda_mpi(selection: Selection, schedule: Schedule | None, reduction: Reduction) -> Reducer:
+def connected_by_nccl(comm: Intracomm, stream: Runtime) -> Any:
+    """A `nccl.Communicator` of the ranks and their GPUs. Collective; all raise `TransportError`, or none."""
+    with comm_.Agreement(comm) as agreed:
+        problem = nccl.problem()
+        if problem is not None:
+            raise TransportError(problem)
+        agreed.equal = {"the version of NCCL": nccl.version()}
+    shared = shared_gpu(comm, stream)
+    with comm_.Agreement(comm):
+        problem = shared and nccl.sharing_problem()
+        if problem:
+            raise TransportError(f"{shared}: {problem}; or start fewer ranks, or take transport='host'")
+    return comm_.together(comm, lambda: nccl.connect(comm, stream))
+
+
+def _over_cuda_mpi(
+    selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
+) -> Reducer:
     problem = None
     if not comm_.cuda_aware():
         problem = TransportError(
@@ -124,13 +150,15 @@ def _over_cuda_mpi(selection: Selection, schedule: Schedule | None, reduction: R
             "CUDA-aware one, or take transport='nccl' or 'host'"
         )
     comm_.agree(reduction.comm, {}, problem)
-    return comm_.together(reduction.comm, lambda: _over_mpi(selection, schedule, reduction))
+    return comm_.together(reduction.comm, lambda: _over_mpi(selection, schedule, reduction, executor))
 
 
 class Staged(Reducer):
     """A reduction on the processor, between two copies through page-locked memory."""
 
-    def __init__(self, selection: Selection, schedule: Schedule | None, reduction: Reduction) -> None:
+    def __init__(
+        self, selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
+    ) -> None:
         """Collective."""
         super().__init__(selection.text)
         self._runtime: Runtime = reduction.memory
@@ -138,8 +166,13 @@ class Staged(Reducer):
         self._host = comm_.together(reduction.comm, lambda: self._runtime.pinned(buffer.shape, buffer.dtype))
         operator = cpu.MergeOperator(reduction.operator.width - partial.EXTRA, reduction.operator.dtype)
         on_host = reduction._replace(operator=operator, buffer=self._host, memory=HOST)
-        self._reducer = _over_mpi(selection, schedule, on_host)
+        self._reducer = _over_mpi(selection, schedule, on_host, executor)
         self.certificate, self.sent = self._reducer.certificate, self._reducer.sent
+        self.executor = self._reducer.executor
+
+    def waits_for(self) -> tuple[str, str]:
+        """What is inside does."""
+        return self._reducer.waits_for()
 
     def _step(self) -> None:
         """A call of what is inside, where that is another thing than its halves."""
@@ -154,23 +187,26 @@ class Staged(Reducer):
         self._runtime.synchronize()
         self._reducer.start()
 
+    def _advance(self) -> bool:
+        return self._reducer.test()
+
     def _complete(self) -> None:
         """The GPU is not waited for."""
         self._reducer.wait()
         self._runtime.copy(self._buffer, self._host)
 
     def _release(self) -> None:
-        """After the last copy, whose memory then goes back."""
-        self._runtime.synchronize()
+        """After the last copy, in whichever stream, whose memory then goes back."""
+        self._runtime.synchronize_all()
         self._reducer.close()
 
     def _abandon(self) -> None:
-        self._runtime.synchronize()
+        self._runtime.synchronize_all()
         self._reducer.__exit__(RuntimeError)
 
 
 def shared_gpu(comm: Intracomm, runtime: Runtime) -> str | None:
-    """Which ranks share which GPU, where some do; else None. Collective."""
+    """Which ranks share which GPU or MIG partition, where some do; else None. Collective."""
     owners: dict[tuple[str, str], list[int]] = {}
     for rank, gpu in enumerate(comm.allgather((socket.gethostname(), runtime.identity))):
         owners.setdefault(gpu, []).append(rank)
@@ -180,17 +216,7 @@ def shared_gpu(comm: Intracomm, runtime: Runtime) -> str | None:
     return None
 
 
-def _check_one_gpu_each(comm: Intracomm, runtime: Runtime) -> None:
-    """NCCL hangs or fails in its own words where two ranks share a GPU."""
-    shared = shared_gpu(comm, runtime)
-    if shared is not None:
-        raise TransportError(
-            f"{shared}, and NCCL needs one for each: start fewer ranks per node, make another device current "
-            "on each of them (cupy.cuda.Device(n).use()), or take transport='host'"
-        )
-
-
-_PLANNERS: dict[str, Callable[[Selection, Schedule | None, Reduction], Reducer]] = {
+_PLANNERS: dict[str, Callable[[Selection, Schedule | None, Reduction, str | None], Reducer]] = {
     "mpi": _over_mpi,
     "nccl": _over_nccl,
     "cuda-mpi": _over_cuda_mpi,

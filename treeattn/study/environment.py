@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from treeattn.study.compare.clock import Clock
 
-__all__ = ["as_json", "cpu_name", "free_memory", "job", "kernel", "node_load", "placement", "software"]
+__all__ = ["as_json", "cpu_name", "free_memory", "job", "node_load", "placement", "software"]
 
 # Variables that change what is measured; others may hold secrets and are nobody's business.
 _PREFIXES = (
@@ -94,7 +94,7 @@ def placement(comm: Intracomm) -> list[dict[str, Any]]:
         "cpu": cpu_name(),
         "cores": len(cores),
     }
-    everyone = comm.allgather((mine, kernel(), cores))
+    everyone = comm.allgather((mine, comm_.kernel(), cores))
     return [entry | _machine(name, everyone) for entry, name, _ in everyone]
 
 
@@ -128,11 +128,6 @@ def job(clock: Clock, options: dict[str, Any], used: int | None = None) -> dict[
         "options": options,
         "warning": node_load(ranks[:used]),
     }
-
-
-def kernel() -> str:
-    """What processes have in common if they run under the same kernel: its boot, else the host's name."""
-    return _read("/proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
 
 
 def node_load(ranks: list[dict[str, Any]]) -> str | None:

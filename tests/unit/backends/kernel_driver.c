@@ -16,14 +16,15 @@ static void *take(int64_t bytes) {
 static void give(const void *memory, int64_t bytes) { fwrite(memory, 1, (size_t)bytes, stdout); }
 
 static void attend(void) {
-  long n[9];
+  long n[10];
   struct attention a = {0};
-  if (scanf("%ld %ld %ld %ld %ld %ld %ld %ld %ld %f", n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7, n + 8,
-            &a.scale) != 10)
-    exit(2);
+  for (int i = 0; i < 10; ++i)
+    if (scanf("%ld", n + i) != 1) exit(2);
+  if (scanf("%f", &a.scale) != 1) exit(2);
   getchar();
   a.batch = n[0], a.queries = n[1], a.heads = n[2], a.kv_heads = n[3], a.head_dim = n[4], a.tokens = n[5];
   a.q_type = (int32_t)n[6], a.kv_type = (int32_t)n[7], a.threads = (int32_t)n[8];
+  a.order = (int32_t)n[9];
   const int64_t q_size = a.q_type ? 2 : 4, size = a.kv_type ? 2 : 4;
   a.q_head_stride = a.head_dim * q_size;
   a.q_query_stride = a.heads * a.q_head_stride;

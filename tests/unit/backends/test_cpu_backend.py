@@ -21,10 +21,14 @@ Array = np.ndarray[Any, Any]
 TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
-@pytest.fixture(params=[*compile.ISA_FLAGS, "numpy"])
+BUILDS = [f"{isa}-{order}" for isa in compile.ISA_FLAGS for order in cpu.ORDERS]
+
+
+@pytest.fixture(params=[*BUILDS, "numpy"])
 def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every build that this processor can run, and NumPy without a compiler."""
-    name: str = request.param
+    """Every build that this processor can run, in both orders of reading, and NumPy without a compiler."""
+    name, _, order = request.param.partition("-")
+    monkeypatch.setenv("TREEATTN_READ_ORDER", order)
     if name == "numpy":
         monkeypatch.setattr(kernels, "loaded", lambda: (None, "not wanted"))
         return name
@@ -453,6 +457,19 @@ def test_threads_start_anew_after_a_fork() -> None:
         same = np.array_equal(attend(*case, 0.3, threads=2)[0], expected[0])
         os._exit(0 if same else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_unknown_read_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TREEATTN_READ_ORDER", "backwards")
+    with pytest.raises(ArgumentError, match="TREEATTN_READ_ORDER=backwards: choose from scattered, neighb"):
+        cpu.PlannedAttention(partial.identity((1, 1, 1), 8), scale=1.0)
+
+
+@pytest.mark.parametrize(("vendor", "order"), [("AuthenticAMD", "neighbours"), ("GenuineIntel", "scattered")])
+def test_read_order_follows_the_processor(monkeypatch: pytest.MonkeyPatch, vendor: str, order: str) -> None:
+    monkeypatch.delenv("TREEATTN_READ_ORDER", raising=False)
+    monkeypatch.setattr(compile, "processor_vendor", lambda: vendor)
+    assert cpu.read_order() == order
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", ""])

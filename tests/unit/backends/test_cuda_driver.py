@@ -30,6 +30,12 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
     *value = attribute == 75 ? 9 : attribute == 76 ? device - 70 : -1;
     return 0;
 }
+int UUID(unsigned char *uuid, int device) {
+    memset(uuid, 0x5a, 16);
+    uuid[1] = 0; /* where CuPy's own reading ends */
+    uuid[15] = device;
+    return 0;
+}
 int cuGetErrorName(int code, const char **name) {
     *name = code == 803 ? "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" : 0;
     return 0;
@@ -37,9 +43,15 @@ int cuGetErrorName(int code, const char **name) {
 """
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path, init: int = 0, broken: int = 0) -> None:
+def pretend(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    init: int = 0,
+    broken: int = 0,
+    uuid: str = "cuDeviceGetUuid_v2",
+) -> None:
     library, version = folder / "libcuda.so.1", folder / "version"
-    command = ["cc", "-shared", "-fPIC", f"-DINIT={init}", f"-DBROKEN={broken}"]
+    command = ["cc", "-shared", "-fPIC", f"-DINIT={init}", f"-DBROKEN={broken}", f"-DUUID={uuid}"]
     command += ["-x", "c", "-", "-o", str(library)]
     subprocess.run(command, input=SOURCE, text=True, check=True, timeout=60)
     version.write_text(
@@ -75,6 +87,25 @@ def test_its_errors_are_named(
     pretend(monkeypatch, tmp_path, **codes)
     with pytest.raises(BackendError, match=message):
         cuda_driver.driver()
+
+
+@pytest.mark.parametrize("name", ["cuDeviceGetUuid", "cuDeviceGetUuid_v2"])
+def test_gpus_are_told_apart_by_all_of_their_uuid(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    pretend(monkeypatch, tmp_path, uuid=name)
+    assert [cuda_driver.identity(index) for index in (0, 1)] == [
+        f"5a005a5a-5a5a-5a5a-5a5a-5a5a5a5a5a{device:02x}" for device in (70, 71)
+    ]
+
+
+def test_a_gpu_that_is_not_there_has_no_uuid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, tmp_path, broken=101)
+    with pytest.raises(BackendError, match="cuDeviceGet says error 101"):
+        cuda_driver.identity(7)
+    monkeypatch.setattr(cuda_driver, "_LIBRARY", "/nowhere/libcuda.so.1")
+    with pytest.raises(BackendError, match="no NVIDIA driver"):
+        cuda_driver.identity(0)
 
 
 def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from cupy_signatures import strict
 
 from treeattn.backends import cuda
 from treeattn.backends.cuda import cupy_runtime
+from treeattn.backends.cuda import driver as cuda_driver
 from treeattn.errors import ArgumentError, BackendError
 
 
@@ -36,7 +37,6 @@ def fake_cupy(**changes: Any) -> ModuleType:
     class Device:
         id = 0
         used: list[int] = []  # noqa: RUF012
-        pci_bus_id = "0000:3B:00.0"
         compute_capability = changes.get("capability", "90")
         # No others: CuPy's table lacks the compute capability.
         attributes = {"MultiProcessorCount": 132}  # noqa: RUF012
@@ -73,6 +73,10 @@ def fake_cupy(**changes: Any) -> ModuleType:
 
         def synchronize(self) -> None:
             self.log.append("waited for")
+
+        @property
+        def done(self) -> bool:
+            return "busy" not in self.log
 
         def is_capturing(self) -> bool:
             return self.capturing
@@ -150,6 +154,7 @@ def fake_cupy(**changes: Any) -> ModuleType:
             getDeviceCount=device_count,
             is_hip=changes.get("hip", False),
             getDevice=lambda: changes.get("current", 0),
+            deviceSynchronize=strict("cuda.runtime.deviceSynchronize", lambda: Stream.log.append("all")),
         ),
         compiler=SimpleNamespace(CompileException=CompileException),
         memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
@@ -169,6 +174,7 @@ def _forget() -> Iterator[None]:
 
 def use(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy(**changes))
+    monkeypatch.setattr(cuda_driver, "identity", lambda index: f"8f1c0a52-{index}")
 
 
 def test_cpu_work_never_imports_cupy() -> None:
@@ -371,4 +377,14 @@ def test_a_capture_has_a_stream_of_its_own_and_ends_with_an_error(monkeypatch: p
     with pytest.raises(ZeroDivisionError):  # not what ending a spoilt capture says
         runtime.capture(lambda: log.append("spoilt") or 1 / 0)
     assert log[-2:] == ["end", "left"]
-    assert (runtime.stream, runtime.identity, runtime.capturing()) == (77, "0000:3B:00.0", False)
+    assert (runtime.stream, runtime.identity, runtime.capturing()) == (77, "8f1c0a52-0", False)
+
+
+def test_one_stream_is_asked_and_all_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch)
+    runtime, log = cupy_runtime.current(), sys.modules["cupy"].cuda.Stream.log
+    assert runtime.done()
+    log.append("busy")
+    assert not runtime.done()
+    runtime.synchronize_all()
+    assert log == ["busy", "all"]

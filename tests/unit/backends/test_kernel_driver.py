@@ -95,8 +95,8 @@ def test_attention(driver: Driver, dtype: str, shape: tuple[int, int, int, int, 
     if dtype == "float16" and tokens:
         v.reshape(-1)[: min(v.size, 1024)] = np.arange(1, 1025, dtype=np.uint16).view(np.float16)[: v.size]
     scale = head_dim**-0.5
-    for threads in (1, 3):
-        head = " ".join(map(str, ("attend", *shape, number, number, threads, scale)))
+    for threads, order in ((1, 0), (1, 1), (3, 0), (3, 1)):
+        head = " ".join(map(str, ("attend", *shape, number, number, threads, order, scale)))
         records = run(driver, head, q, k, v).reshape(batch, heads, queries, head_dim + 2)
         exact = reference(q, k, v, scale)
         empty = exact[..., 1] == 0

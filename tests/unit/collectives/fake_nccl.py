@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from treeattn.errors import TransportError
+
 __all__ = ["Fabric", "Hang", "QueuedOperator", "Stream"]
 
 
@@ -71,8 +73,8 @@ class Fabric:
         if sender.group.captured != receiver.group.captured:
             raise Hang(f"captured on one side only: {sender.rank} to {receiver.rank}")
         into.array[...] = out.array.reshape(into.array.shape)
-        sender.done(out)
-        receiver.done(into)
+        sender.met(out)
+        receiver.met(into)
         return True
 
     def _sum(self) -> bool:
@@ -87,7 +89,7 @@ class Fabric:
         total = np.fmax.reduce(values) if posts[0].kind == "max" else values.sum(0)
         for stream, post in zip(self.streams, posts, strict=True):
             post.array[...] = total
-            stream.done(post)
+            stream.met(post)
         return True
 
 
@@ -121,6 +123,14 @@ class Stream:
     def synchronize(self) -> None:
         assert not self.queued, "nobody will ever run what is waited for"
         self.waited = True
+
+    def done(self) -> bool:
+        if not self.queued:
+            self.waited = True
+        return not self.queued
+
+    def synchronize_all(self) -> None:
+        self.synchronize()
 
     def capturing(self) -> bool:
         return self._recorded is not None
@@ -180,6 +190,12 @@ class Stream:
     def all_reduce(self, array: Any, operation: str) -> None:
         self._post(operation, array, 0)
 
+    broken = False
+
+    def check(self) -> None:
+        if self.broken:
+            raise TransportError("NCCL broke off")
+
     # NCCL's commDestroySync returns when every graph is gone: what would hang fails here.
 
     def close(self) -> None:
@@ -218,7 +234,7 @@ class Stream:
     def first_sum(self) -> Post | None:
         return next((post for post in self._waiting() if post.kind in ("max", "sum")), None)
 
-    def done(self, post: Post) -> None:
+    def met(self, post: Post) -> None:
         self.group.waiting = [waiting for waiting in self.group.waiting if waiting is not post]
         if not self.group.waiting:
             self.queued.popleft()

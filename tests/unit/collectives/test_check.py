@@ -296,6 +296,14 @@ def test_folds_are_in_ascending_order_of_the_lowest_contributor():
     assert folds[2] == folds[3] == {}
 
 
+def test_a_fold_ends_where_a_message_does():
+    """Or an executor would have to look for its chunks in two messages."""
+    halves = (Transfer(1, 0, range(2)), Transfer(1, 0, range(2, 4)), Transfer(2, 0, range(4)))
+    down = tuple(Transfer(0, r, range(4), False) for r in (1, 2))
+    folds = prove(Schedule("halves", 3, 4, (halves, down))).folds
+    assert folds[0] == {0: (Fold(range(2), (0, 1, 2)), Fold(range(2, 4), (0, 1, 2)))}
+
+
 @given(built(high=14))
 @settings(deadline=None, max_examples=150)
 def test_fold_orders_cover_every_merge_once_and_ascend(schedule):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from catalog_variants import VARIANTS, label
@@ -10,7 +12,7 @@ from test_loopback import built
 
 from tests.made_partials import own_part, partials
 from treeattn.backends.cpu import MergeOperator
-from treeattn.collectives import Schedule, Transfer, build
+from treeattn.collectives import Schedule, Transfer, build, captured
 from treeattn.collectives.executors import loopback
 from treeattn.collectives.executors.nccl import Reducer
 from treeattn.collectives.libraries import nccl_allreduce
@@ -136,6 +138,68 @@ def test_the_graph_goes_before_a_communicator_that_is_aborted(lost):
         fail()
     assert stream.closed == "aborted"
     assert stream.graph_launches == (1 if lost else 2)
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    monkeypatch.setenv("TREEATTN_TIMEOUT", "0.05")
+    monkeypatch.setattr(captured, "_ABORT_SECONDS", 0.05)
+
+
+def hanging(steps=1):
+    """A reducer of rank 0, whose peers never come, and its stream."""
+    stream = Fabric(3).streams[0]
+    reducer = Reducer(reduction(stream, np.zeros((3, 10), np.float32)), build("recursive_multiplying", 3))
+    for _ in range(steps):
+        reducer()
+    return reducer, stream
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_wait_for_a_step_that_hangs_ends(hurried, steps):
+    """As it is, and as a graph: which must go before the communicator is aborted."""
+    reducer, stream = hanging(steps)
+    words = r"recursive_multiplying over NCCL, queued to a GPU: 0\.05 s without rank 1 and 2, .*TREEATTN_T"
+    with pytest.raises(TransportError, match=words):
+        reducer.synchronize()
+    assert stream.closed == "aborted"
+    with pytest.raises(ScheduleError, match="a step on a reducer that is closed"):
+        reducer()
+    reducer.close()  # nothing is left to do
+
+
+def test_what_nccl_finds_out_ends_a_wait(hurried, monkeypatch):
+    monkeypatch.setenv("TREEATTN_TIMEOUT", "60")
+    reducer, stream = hanging()
+    stream.broken = True
+    with pytest.raises(TransportError, match="broke off"):
+        reducer.synchronize()
+    assert stream.closed == "aborted"
+
+
+def test_closing_over_a_step_that_hangs_ends(hurried, monkeypatch):
+    reducer, stream = hanging()
+    monkeypatch.setattr(stream, "synchronize_all", threading.Event().wait)
+    with pytest.raises(TransportError, match="0.05 s without rank 1 and 2"):
+        reducer.close()
+    assert stream.closed == "aborted"
+    assert reducer in captured._left_behind
+
+
+def test_an_abort_that_hangs_is_left_behind(hurried, monkeypatch):
+    reducer, stream = hanging()
+    monkeypatch.setattr(stream, "abort", threading.Event().wait)
+    with pytest.raises(TransportError, match="without rank 1 and 2"):
+        reducer.synchronize()
+
+
+def test_a_graph_of_the_callers_that_outlives_its_reducer_is_named(hurried, monkeypatch):
+    """NCCL's end waits for it: here as long as an event that nobody sets."""
+    stream = Fabric(1).streams[0]
+    reducer = Reducer(reduction(stream, np.zeros((2, 10), np.float32)), build("chain", 1))
+    monkeypatch.setattr(stream, "close", threading.Event().wait)
+    with pytest.raises(TransportError, match="drop CUDA graphs of your own that hold a step before close"):
+        reducer.close()
 
 
 # What the fake would say of a wrong executor: it can fail.

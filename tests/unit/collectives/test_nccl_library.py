@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -36,6 +37,10 @@ def fake(**changes: Any) -> tuple[dict[str, ModuleType], list[Any]]:
                 raise changes["error"]
             calls.append(("connect", *arguments))
 
+        def check_async_error(self) -> None:
+            if "broken" in changes:
+                raise changes["broken"]
+
         def __getattr__(self, name: str) -> Any:
             return strict(
                 f"cuda.nccl.NcclCommunicator.{name}", lambda *arguments: calls.append((name, *arguments))
@@ -48,6 +53,7 @@ def fake(**changes: Any) -> tuple[dict[str, ModuleType], list[Any]]:
         available=changes.get("available", True),
         NCCL_FLOAT32=7, NCCL_SUM=0, NCCL_MAX=2,
         get_unique_id=get_unique_id,
+        get_version=strict("cuda.nccl.get_version", lambda: changes.get("version", 23007)),
         groupStart=strict("cuda.nccl.groupStart", lambda: calls.append(("groupStart",))),
         groupEnd=strict("cuda.nccl.groupEnd", lambda: calls.append(("groupEnd",))),
         NcclCommunicator=strict("cuda.nccl.NcclCommunicator", NcclCommunicator),
@@ -121,6 +127,41 @@ def test_a_refusal_says_where_to_learn_more(monkeypatch: pytest.MonkeyPatch) -> 
     nccl._library.cache_clear()
     with pytest.raises(TransportError, match="cannot connect 1 ranks: NCCL_ERROR_INVALID_USAGE.*NCCL_DEBUG"):
         nccl.connect(ONE, STREAM)
+
+
+def test_what_breaks_meanwhile_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch)
+    nccl.connect(ONE, STREAM).check()
+    nccl._library.cache_clear()
+    use(monkeypatch, broken=NcclError("NCCL_ERROR_REMOTE_ERROR"))
+    with pytest.raises(TransportError, match="broke off: NCCL_ERROR_REMOTE_ERROR.*NCCL_DEBUG"):
+        nccl.connect(ONE, STREAM).check()
+
+
+@pytest.mark.parametrize(
+    ("version", "variable", "problem"),
+    [
+        (23000, "1", None),
+        (23203, "1", None),
+        (23007, None, "only where NCCL_MULTI_RANK_GPU_ENABLE=1 is set for every rank"),
+        (23007, "0", "only where NCCL_MULTI_RANK_GPU_ENABLE=1 is set for every rank"),
+        (
+            22809,
+            "1",
+            r"NCCL 2\.28 needs one for each: install NCCL 2\.30 or newer and set NCCL_MULTI_",
+        ),
+        (2804, "1", "needs one for each"),  # as versions before 2.9 are written
+    ],
+)
+def test_whether_ranks_may_share_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, version: int, variable: str | None, problem: str | None
+) -> None:
+    use(monkeypatch, version=version)
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", variable)
+    found = nccl.sharing_problem()
+    assert found is None if problem is None else re.search(problem, str(found))
 
 
 # A reducer with a graph, over a communicator that CuPy destroys once Python collects it.

@@ -7,18 +7,22 @@ pointers, for a decoder's step. Records are described in `treeattn.partial`.
 
 from treeattn.backends.cpu.attention import (
     MAX_THREADS,
+    ORDERS,
     PlannedAttention,
     check_environment,
     partial_attention,
+    read_order,
 )
 from treeattn.backends.cpu.finish import finish, planned_finish
 from treeattn.backends.cpu.kernels import compiled_kernels_problem
-from treeattn.backends.cpu.merge import MergeOperator, merge
+from treeattn.backends.cpu.merge import MergeOperator, NullOperator, merge
 from treeattn.backends.cpu.pack import planned_pack, planned_scale
 
 __all__ = [
     "MAX_THREADS",
+    "ORDERS",
     "MergeOperator",
+    "NullOperator",
     "PlannedAttention",
     "check_environment",
     "compiled_kernels_problem",
@@ -28,4 +32,5 @@ __all__ = [
     "planned_finish",
     "planned_pack",
     "planned_scale",
+    "read_order",
 ]

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from treeattn.errors import ArgumentError, BackendError
 
-__all__ = ["ISA_FLAGS", "available_isas", "chosen_isa", "library", "library_path"]
+__all__ = ["ISA_FLAGS", "available_isas", "chosen_isa", "library", "library_path", "processor_vendor"]
 
 #: Compiler flags of each instruction set, the fastest first.
 ISA_FLAGS: dict[str, tuple[str, ...]] = {
@@ -241,11 +241,20 @@ def _locked(folder: Path) -> Iterator[None]:
 @functools.cache
 def _x86_features() -> set[str]:
     """Processor features as the -m flags name them, from Linux; empty where it cannot be read."""
+    return set(_processor("flags").split())
+
+
+def processor_vendor() -> str:
+    """The maker of an x86 processor: GenuineIntel, AuthenticAMD and so on; empty where it cannot be read."""
+    return _processor("vendor_id")
+
+
+@functools.cache
+def _processor(field: str) -> str:
+    """What Linux says of the first processor; empty where it says nothing."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     except OSError:
-        return set()
-    for line in text.splitlines():
-        if line.startswith("flags"):
-            return set(line.partition(":")[2].split())
-    return set()
+        return ""
+    lines = (line.partition(":") for line in text.splitlines())
+    return next((value.strip() for name, _, value in lines if name.strip() == field), "")

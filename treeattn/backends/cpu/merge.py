@@ -14,10 +14,10 @@ from treeattn import partial
 from treeattn.backends.cpu import arguments, kernels
 from treeattn.backends.cpu.arguments import Array
 from treeattn.backends.cpu.rescale import rescale_records
-from treeattn.collectives.operator import Columns
+from treeattn.collectives.operator import Columns, NativeCode
 from treeattn.errors import ArgumentError, BackendError
 
-__all__ = ["MergeOperator", "merge"]
+__all__ = ["MergeOperator", "NullOperator", "merge"]
 
 
 def merge(into: Array, other: Array) -> None:
@@ -70,6 +70,19 @@ class MergeOperator:
         given = (records, maxima, *itertools.chain(*strided), *records.shape)
         return arguments.planned(compiled.rescale_records, *given)
 
+    def native_code(self) -> NativeCode:
+        """The compiled merge and the step that calls it.
+
+        Raises:
+            BackendError: there is no compiled merge for these records (float64, or no compiler).
+        """
+        compiled, problem = kernels.loaded()
+        if compiled is None or self.dtype != np.float32:
+            raise BackendError(
+                f"no compiled merge of {self.dtype} records ({problem or 'only float32 has one'})"
+            )
+        return NativeCode(_address(compiled.run_step), _address(compiled.merge_partials))
+
     def mpi_function(self) -> int:
         """Address of the merge as an MPI_User_function; it lives as long as the process.
 
@@ -90,3 +103,20 @@ class MergeOperator:
                 "recursive_doubling"
             )
         return address
+
+
+class NullOperator(MergeOperator):
+    """Merges nothing: what a reduction then costs is the executor and the messages."""
+
+    def planned_merge(self, into: Array, other: Array) -> Callable[[], object]:
+        """A callable that does nothing."""
+        return tuple
+
+    def native_code(self) -> NativeCode:
+        """The same in C. Raises as that of `MergeOperator` does."""
+        compiled = kernels.loaded()[0]
+        return super().native_code()._replace(merge=_address(compiled and compiled.merge_nothing))
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from treeattn.backends.cuda import compile as cuda_source
+from treeattn.backends.cuda import driver as cuda_driver
 from treeattn.errors import ArgumentError, BackendError
 
 __all__ = ["CupyRuntime", "choose", "current", "problem"]
@@ -100,8 +101,8 @@ class CupyRuntime:
         device = cupy.cuda.Device(index)
         self.multiprocessors = int(device.attributes["MultiProcessorCount"])
         self.shared_bytes = int(device.attributes["MaxSharedMemoryPerBlockOptin"])
-        #: The PCI bus address, by which NCCL tells GPUs apart too.
-        self.identity = str(device.pci_bus_id)
+        #: The UUID, by which NCCL tells GPUs and MIG partitions apart too.
+        self.identity = cuda_driver.identity(index)
         # Compute capability, "90" for 9.0; it is not among the attributes.
         self.tensor_cores = int(device.compute_capability) >= 80
 
@@ -212,6 +213,15 @@ class CupyRuntime:
     def synchronize(self) -> None:
         """Wait for CuPy's current stream."""
         self._cupy.cuda.get_current_stream().synchronize()
+
+    def done(self) -> bool:
+        """By cudaStreamQuery of CuPy's current stream."""
+        return bool(self._cupy.cuda.get_current_stream().done)
+
+    def synchronize_all(self) -> None:
+        """By cudaDeviceSynchronize; the current device is a thread's own."""
+        with self._cupy.cuda.Device(self._index):
+            self._cupy.cuda.runtime.deviceSynchronize()
 
     def capturing(self) -> bool:
         """Whether CuPy's current stream is being captured."""

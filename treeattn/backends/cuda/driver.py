@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import re
+import uuid
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from treeattn.errors import BackendError
 
-__all__ = ["Driver", "Gpu", "driver"]
+__all__ = ["Driver", "Gpu", "driver", "identity"]
 
 _LIBRARY = "libcuda.so.1"
 _MODULE_VERSION = Path("/proc/driver/nvidia/version")
@@ -54,6 +55,24 @@ def driver() -> Driver | None:
     count = 0 if started == _NO_DEVICE else _integer(library, "cuDeviceGetCount")
     gpus = tuple(_gpu(library, index) for index in range(count))
     return Driver(_release(), (version // 1000, version % 1000 // 10), gpus)
+
+
+def identity(index: int) -> str:
+    """The UUID of GPU `index` of those that are visible, or of its MIG partition (``nvidia-smi -L``).
+
+    Asked of the driver: CuPy's ``getDeviceProperties()["uuid"]`` ends at the first zero byte, and partitions
+    share a PCI address. Raises `BackendError`.
+    """
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+    except OSError as error:
+        raise BackendError(f"no NVIDIA driver: {error}") from error
+    library.cuInit(ctypes.c_uint(0))
+    found = ctypes.create_string_buffer(16)
+    # From CUDA 11.4 on; what came before knows no partitions.
+    name = "cuDeviceGetUuid_v2" if hasattr(library, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
+    _call(library, name, found, _integer(library, "cuDeviceGet", index))
+    return str(uuid.UUID(bytes=found.raw))
 
 
 def _gpu(library: ctypes.CDLL, index: int) -> Gpu:

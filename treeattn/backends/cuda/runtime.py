@@ -42,7 +42,7 @@ class Runtime(Stream, Protocol):
     shared_bytes: int
     #: Whether mma.m16n8k16 and cp.async exist: compute capability 8.0 and above.
     tensor_cores: bool
-    #: What tells this GPU from the others of its host.
+    #: What tells this GPU, or this partition of one, from the others of its host.
     identity: str
 
     def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Callable[..., object]:

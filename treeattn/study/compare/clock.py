@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from treeattn.study import environment
+from treeattn import comm as comm_
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -109,4 +109,4 @@ def _identity() -> str:
         namespace = os.readlink("/proc/self/ns/time")
     except OSError:  # a kernel older than time namespaces
         namespace = "none"
-    return f"{environment.kernel()} {namespace}"
+    return f"{comm_.kernel()} {namespace}"

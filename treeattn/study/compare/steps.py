@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from treeattn import comm as comm_
 from treeattn.attention.shape import Shape
-from treeattn.backends.cpu import MergeOperator
+from treeattn.backends.cpu import NullOperator
 from treeattn.collectives.catalog import Selection
 from treeattn.collectives.reducer import Reducer, Reduction, duplicate
 from treeattn.collectives.schedule import Schedule
@@ -116,15 +116,11 @@ def _bfloat16(key: Key, reduction: Reduction, scheme: Selection, schedule: Sched
         wire.widen(narrow, records)
 
     around = _OneCall(key.scheme, reduce, inner.close)
-    around.certificate, around.sent = inner.certificate, inner.sent
+    around.certificate, around.sent, around.executor = inner.certificate, inner.sent, inner.executor
+    around.waits_for = inner.waits_for  # type: ignore[method-assign]
     return around
 
 
-class _NullOperator(MergeOperator):
-    def planned_merge(self, into: Any, other: Any) -> Callable[[], object]:
-        return tuple  # a callable that does nothing
-
-
 def _null_merge(key: Key, reduction: Reduction, scheme: Selection, schedule: Schedule | None) -> Reducer:
-    operator = _NullOperator(key.head_dim, reduction.buffer.dtype)
+    operator = NullOperator(key.head_dim, reduction.buffer.dtype)
     return transports.plan("mpi", scheme, schedule, reduction._replace(operator=operator))

@@ -55,7 +55,8 @@ def measure(
         second; ``reader``: in which way. ``rows``: for each case ``dtype``, ``group``, ``tokens``,
         ``threads``; ``gb_s``: bytes of the cache per second; ``percent_of_read_rate``: of one core's
         beside this case; ``percent_of_bound``: of the slower of reading and arithmetic with that many
-        threads; ``microseconds``. Also the ``isa`` in use and ``multiply_add_rate_g_s``, 10^9 per second.
+        threads; ``microseconds``. Also the ``isa`` and the ``order`` of reading in use, and
+        ``multiply_add_rate_g_s``, 10^9 per second.
 
     Raises:
         ArgumentError: an unknown type, a number that is not positive, more than the machine has room for.
@@ -85,6 +86,7 @@ def measure(
         "reader": str(limits.reader),
         "multiply_add_rate_g_s": limits.multiply_add_rate / 1e9,
         "isa": compile.chosen_isa(),
+        "order": cpu.read_order(),
         "rows": rows,
     }
 

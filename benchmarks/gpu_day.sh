@@ -1,0 +1,104 @@
+#!/usr/bin/env bash
+# The first day on a GPU, as steps that need nothing of one another: benchmarks/gpu_day.sh [--list | STEP...]
+#
+# Without a name all steps are taken, in the order of --list: right, fast, why, wire. Each has a time limit, and writes
+# $RESULTS/gpu_STEP.json, with machine, versions, date and command, or says why there is nothing to write. One that fails
+# stops none of the others. The exit code is the place in --list of the first that failed, and the last line names all.
+#
+# Variables: PYTHON (python3); MPIEXEC (mpiexec); LIMIT, seconds for a step (590); RESULTS (docs/results).
+# No network and no installation of treeattn is needed: what it imports must be there, and CuPy.
+set -uo pipefail
+
+cd "$(dirname "$0")/.." || exit 1
+PYTHON=${PYTHON:-python3}
+MPIEXEC=${MPIEXEC:-mpiexec}
+LIMIT=${LIMIT:-590}
+RESULTS=${RESULTS:-docs/results}
+export PYTHONPATH=$PWD:$PWD/benchmarks:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}
+
+CACHE=tests/data/smollm2_layer17_4096
+PYTEST=("$PYTHON" -m pytest -c /dev/null --rootdir=. -q -p no:cacheprovider)
+SANITIZER=(compute-sanitizer --log-file)
+NCU=(ncu --csv --page raw --print-units base --clock-control none --kernel-name regex:partial_attention)
+for section in SpeedOfLight Occupancy LaunchStats WarpStateStats; do NCU+=(--section "$section"); done
+SEVERAL_RANKS=(env NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=4)
+
+# A step, what reads its tool's output, and its command, which writes to FILE.
+step() {
+  case $1 in
+    versions)  take "$1" json "$PYTHON" -m gpu_day.machine --json FILE ;;
+    doctor)    take "$1" json "$PYTHON" -m treeattn doctor --json FILE ;;
+    tests)     take "$1" tests "${PYTEST[@]}" tests/gpu --ignore=tests/gpu/test_ranks.py --junitxml FILE ;;
+    memcheck | initcheck | racecheck)
+               take "$1" sanitizer "${SANITIZER[@]}" FILE --tool "$1" "$PYTHON" -m gpu_day.attend small ;;
+    kernel)    take "$1" json "$PYTHON" benchmarks/gpu_kernel.py --alone --json FILE ;;
+    beside)    take "$1" json "$PYTHON" benchmarks/gpu_kernel.py --json FILE ;;
+    roofline)  take "$1" json "$PYTHON" -m treeattn roofline --device cuda --json FILE ;;
+    ncu)       take "$1" ncu "${NCU[@]}" --log-file FILE "$PYTHON" -m gpu_day.attend large ;;
+    splits)    take "$1" json "$PYTHON" benchmarks/gpu_splits.py --json FILE ;;
+    host)      take "$1" json "$MPIEXEC" -n 2 "$PYTHON" -m treeattn decode $CACHE.safetensors \
+                 --device cuda --transport host --scheme binary_tree,recursive_doubling,hierarchical \
+                 --check --expect $CACHE.expected.safetensors --json FILE ;;
+    ranks)     take "$1" tests "${SEVERAL_RANKS[@]}" "${PYTEST[@]}" tests/gpu/test_ranks.py --junitxml FILE ;;
+    compare)   take "$1" json "${SEVERAL_RANKS[@]}" "$MPIEXEC" -n 2 "$PYTHON" -m treeattn compare \
+                 --device cuda --transport all --seq-len 65536 --json FILE ;;
+    bits)      take "$1" json "$PYTHON" -m gpu_day.same_bits --json FILE ;;
+  esac
+}
+STEPS=(versions doctor tests memcheck initcheck racecheck kernel beside roofline ncu splits host ranks compare bits)
+
+# take STEP READER COMMAND...: run it, and have what it wrote and printed recorded.
+take() {
+  local name=$1 reader=$2 found=$work/$1.out log=$work/$1.log program code=0 begun=$SECONDS
+  shift 2
+  set -- "${@/#FILE/$found}"
+  program=$1
+  [ "$1" = env ] && program=${*:4:1} # env, and its two variables
+  if ! command -v "$program" >/dev/null; then
+    echo "gpu_day: $name: no result: there is no $program on PATH" >&2
+    return 1
+  fi
+  echo "gpu_day: $name: at most $LIMIT s" >&2
+  timeout -k 10 "$LIMIT" "$@" >"$log" 2>&1 </dev/null || code=$?
+  "$PYTHON" -m gpu_day.record "$name" "$reader" "$found" "$log" "$code" $((SECONDS - begun)) \
+    "$RESULTS/gpu_$name.json" "$@"
+}
+
+place() { # of a step in --list, from 1; nothing for another word
+  local i
+  for i in "${!STEPS[@]}"; do
+    [ "${STEPS[i]}" = "$1" ] && echo $((i + 1)) && return
+  done
+}
+
+if [ "${1:-}" = --list ]; then
+  printf '%s\n' "${STEPS[@]}"
+  exit 0
+fi
+for name in "$@"; do
+  [ -n "$(place "$name")" ] && continue
+  echo "gpu_day: no step is called $name: ${STEPS[*]}" >&2
+  exit 64
+done
+[ $# -eq 0 ] && set -- "${STEPS[@]}"
+
+problem=$("$PYTHON" -c 'from treeattn.backends.cuda import cupy_runtime as r; print(r.problem() or "")' 2>&1) ||
+  problem="treeattn does not load: ${problem##*$'\n'}"
+work=$(mktemp -d) || exit 1
+failed=()
+for name in "$@"; do
+  if [ -n "$problem" ]; then
+    echo "gpu_day: $name: no GPU: $problem" >&2
+    failed+=("$name")
+  else
+    step "$name" || failed+=("$name")
+  fi
+done
+if [ ${#failed[@]} -eq 0 ]; then
+  rm -r "$work"
+  echo "gpu_day: all $# steps done" >&2
+  exit 0
+fi
+rmdir "$work" 2>/dev/null || echo "gpu_day: what the steps printed is in $work" >&2
+echo "gpu_day: failed: ${failed[*]}" >&2
+exit "$(place "${failed[0]}")"

@@ -1,0 +1,98 @@
+"""The launches that the sanitizers and Nsight Compute look at: python -m gpu_day.attend small|large
+
+small: two cases as in the tests' table, one for each kernel, held to the float64 oracle.
+large: `LARGE`, one launch each.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+from emulator.cases import Case, is_tensor_core_case
+
+from treeattn.backends import cuda
+from treeattn.backends.cuda import cupy_runtime
+from treeattn.study.roofline.cuda import upload_random
+
+__all__ = ["LARGE", "SMALL", "Results", "attend"]
+
+Array = np.ndarray[Any, Any]
+
+HEAD_DIM = 128
+SMALL = (
+    Case("bfloat16", HEAD_DIM, tokens=300, splits=3),
+    Case("bfloat16", HEAD_DIM, group=4, tokens=300, splits=3),
+)
+
+
+class Shape(NamedTuple):
+    """One query of one sequence, bfloat16."""
+
+    heads: int
+    kv_heads: int
+    tokens: int
+
+
+LARGE = tuple(Shape(*heads, tokens) for tokens in (65536, 8192) for heads in ((16, 16), (32, 8)))
+
+
+class Results(NamedTuple):
+    """On the host, as `treeattn.partial` has them."""
+
+    records: Array
+    out: Array
+    lse: Array
+
+
+def attend(runtime: Any, case: Case) -> Results:
+    """Attention over a case's arrays, and the finish; in one split where the case leaves that open."""
+    q, k, v, lengths, mask = (_uploaded(runtime, array) for array in case.inputs())
+    records = runtime.empty((case.batch, case.heads, case.queries, case.head_dim + 2), np.float32)
+    out = runtime.empty((case.batch, case.queries, case.heads, case.head_dim), np.float32)
+    lse = runtime.empty((case.batch, case.heads, case.queries), np.float32)
+    cuda.partial_attention(
+        *(q, k, v, records), scale=case.scale, lengths=lengths, mask=mask, mask_tokens=case.mask_tokens,
+        num_splits=case.splits or 1, tensor_cores=case.tensor_cores, runtime=runtime,
+    )  # fmt: skip
+    cuda.planned_finish(records, out, lse, runtime=runtime)()
+    runtime.synchronize()
+    return Results(*(array.get() if hasattr(array, "get") else array for array in (records, out, lse)))
+
+
+def _uploaded(runtime: Any, array: Array | None) -> Any:
+    """On the device, contiguous; bfloat16 as its bits."""
+    if array is None:
+        return None
+    plain = np.ascontiguousarray(array.view(np.uint16) if array.dtype.name == "bfloat16" else array)
+    there = runtime.empty(plain.shape, plain.dtype)
+    runtime.upload(there, plain)
+    return there
+
+
+def launch(runtime: Any, shape: Shape) -> None:
+    """One launch over random numbers, in as many splits as the backend chooses."""
+    kind, rows = np.dtype(np.uint16), (1, shape.tokens, shape.kv_heads, HEAD_DIM)
+    q = upload_random(runtime, (1, 1, shape.heads, HEAD_DIM), kind)
+    k, v = (upload_random(runtime, rows, kind) for _ in "kv")
+    records = runtime.empty((1, shape.heads, 1, HEAD_DIM + 2), np.float32)
+    cuda.partial_attention(q, k, v, records, scale=HEAD_DIM**-0.5, runtime=runtime)
+    runtime.synchronize()
+
+
+def main(which: str) -> None:
+    runtime = cupy_runtime.current()
+    if which == "large":
+        for shape in LARGE:
+            launch(runtime, shape)
+            print(f"launched {shape}")
+        return
+    for case in SMALL:
+        results = attend(runtime, case)
+        case.check(results.out, results.lse, is_tensor_core_case(case))
+        print(f"{case}: within the promised bounds")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,132 @@
+"""How much of a reduction disappears behind other work, on two nodes of one rank:
+
+    jobs/emulated_cluster --nodes 2 --ranks-per-node 1 --delay 1ms --bandwidth 1gbit -- \
+        mpiexec -n 2 python -m mpi4py benchmarks/overlap.py --json docs/results/overlap.json
+
+Goal: at least half of the reduction's time behind other work of 10 ms. Other work is matrix products of
+NumPy, between which a caller may look after the reduction. `hidden` is 1 - (both - work) / reduction: 1 where
+the reduction costs nothing, 0 where nothing overlaps. All are interleaved; set OPENBLAS_NUM_THREADS=1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+import treeattn
+from treeattn.study import environment
+
+SCHEMES = ("recursive_doubling", "hierarchical", "binary_tree", "reduce_scatter_gather", "mpi_allreduce")
+
+
+class Work:
+    """So many milliseconds of arithmetic, in pieces."""
+
+    def __init__(self, milliseconds: float) -> None:
+        self._a = np.random.default_rng(0).random((96, 96), np.float32)
+        for _ in range(100):
+            self._piece()
+        start = time.perf_counter()
+        for _ in range(500):
+            self._piece()
+        one = (time.perf_counter() - start) / 500
+        self.pieces = MPI.COMM_WORLD.bcast(max(1, round(milliseconds / 1e3 / one)))
+
+    def _piece(self) -> None:
+        self._a @ self._a
+
+    def __call__(self, between: Callable[[], object] = tuple, every: int = 10) -> None:
+        for piece in range(self.pieces):
+            self._piece()
+            if piece % every == 0:
+                between()
+
+
+def cases(world: MPI.Intracomm, work: Work, batch: int) -> dict[str, Callable[[], object]]:
+    """name -> a callable that does one step, or the work, or both."""
+    made: dict[str, Callable[[], object]] = {"work": work}
+    draw = np.random.default_rng(world.rank)
+    q = np.random.default_rng(0).standard_normal((batch, 1, 16, 128)).astype(np.float32)
+    k, v = (draw.standard_normal((batch, 8, 16, 128)).astype(np.float32) for _ in "kv")
+    for scheme in SCHEMES:
+        for progress in ("calls", "thread"):
+            decoder = treeattn.Decoder(
+                world, heads=16, kv_heads=16, head_dim=128, batch=batch, dtype="float32", scheme=scheme,
+                progress=progress,
+            )  # fmt: skip
+
+            def both(between: Callable[[], object] = tuple, decoder: treeattn.Decoder = decoder) -> None:
+                decoder.begin(q, k, v)
+                work(between)
+                decoder.finish()
+
+            if progress == "calls":
+                made[f"{scheme}: step"] = lambda decoder=decoder: decoder(q, k, v)
+                made[f"{scheme}: untouched"] = both
+                made[f"{scheme}: test"] = lambda decoder=decoder, both=both: both(decoder.test)
+            else:
+                made[f"{scheme}: thread"] = both
+    return made
+
+
+def measure(world: MPI.Intracomm, run: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median milliseconds of the slowest rank."""
+    times: dict[str, list[float]] = {name: [] for name in run}
+    for repeat in range(repeats + 2):
+        for name, call in run.items():
+            world.barrier()
+            start = time.perf_counter()
+            call()
+            spent = world.allreduce(time.perf_counter() - start, MPI.MAX)
+            if repeat >= 2:
+                times[name].append(spent * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def rows(median: dict[str, float]) -> list[dict[str, object]]:
+    """One for each scheme and way of progress."""
+    found: list[dict[str, object]] = []
+    for scheme in SCHEMES:
+        step = median[f"{scheme}: step"]
+        for progress in ("untouched", "test", "thread"):
+            both = median[f"{scheme}: {progress}"]
+            hidden = 1 - (both - median["work"]) / step
+            found.append(
+                {"scheme": scheme, "progress": progress, "step_ms": step, "both_ms": both, "hidden": hidden}
+            )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--work", type=float, default=10, help="milliseconds (default 10)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences: the records that travel (default 1)")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    world = MPI.COMM_WORLD
+    median = measure(world, cases(world, Work(arguments.work), arguments.batch), arguments.repeats)
+    about = {"software": environment.software(), "cpu": environment.cpu_name()}
+    about["ranks"] = environment.placement(world)
+    if world.rank:
+        return
+    print(f"work {median['work']:.2f} ms, {world.size} ranks, batch {arguments.batch}")
+    for row in rows(median):
+        line = "{scheme:22} {progress:10} step {step_ms:7.2f} ms, both {both_ms:7.2f}, hidden {hidden:5.0%}"
+        print(line.format(**row))
+    if arguments.json:
+        result = about | {"batch": arguments.batch, "work_ms": median["work"], "rows": rows(median)}
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""A reduction that goes on by itself while its caller does other work."""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+
+from treeattn.collectives.reducer import Reducer
+from treeattn.errors import TransportError
+
+__all__ = ["BackgroundReducer", "check_threads"]
+
+
+class BackgroundReducer(Reducer):
+    """Another reducer, which it then owns, with a thread that waits for what `start` began.
+
+    MPI moves messages while somebody is in one of its calls: without this thread, or calls of `test`, all
+    rounds but the first travel within `wait`. The thread wants a core of its own, as MPI libraries wait. A
+    whole step, which nothing overlaps, is run without it.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        super().__init__(reducer.name)
+        self._reducer = reducer
+        self.certificate, self.sent, self.executor = reducer.certificate, reducer.sent, reducer.executor
+        self._begun: SimpleQueue[bool] = SimpleQueue()  # False: no step will follow
+        self._ended: SimpleQueue[BaseException | None] = SimpleQueue()  # with what it raised
+        # A thread that waits for ever must not keep the process from its end.
+        threading.Thread(target=self._follow, name=f"treeattn {self.name}", daemon=True).start()
+
+    def _follow(self) -> None:
+        while self._begun.get():
+            try:
+                self._reducer.wait()
+            except BaseException as error:
+                self._ended.put(error)
+            else:
+                self._ended.put(None)
+
+    def _step(self) -> None:
+        self._reducer()
+
+    def _begin(self) -> None:
+        self._reducer.start()
+        self._begun.put(True)
+
+    def _advance(self) -> bool:
+        return not self._ended.empty()
+
+    def _complete(self) -> None:
+        error = self._ended.get()
+        if error is not None:
+            raise error
+
+    def _release(self) -> None:
+        self._begun.put(False)
+        self._reducer.close()
+
+    def _abandon(self) -> None:
+        """The thread is left where it waits."""
+        self._begun.put(False)
+        self._reducer.__exit__(RuntimeError)
+
+
+def check_threads() -> None:
+    """Raise `TransportError` unless MPI lets several threads call it at once."""
+    from mpi4py import MPI
+
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise TransportError(
+            "MPI was started for one thread at a time, and progress='thread' makes calls from a second: let "
+            "mpi4py start it (mpi4py.rc.thread_level = 'multiple', its default), or take progress='calls'"
+        )

@@ -1,0 +1,136 @@
+/* One rank's part of a reduction as a flat program, run by one call that can be resumed.
+ *
+ * collectives/executors/program.py writes the program. MPI is reached through pointers into the library that the
+ * process has loaded, without its header: requests and statuses are bytes that nobody looks into here, and a
+ * communicator travels by value in a whole register, whether it is an int or a pointer. */
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+
+/* START and WAIT are about the messages of a round; PUBLISH and AWAIT about a slot: records in memory that several
+ * ranks share, behind a flag that holds the number of the step in which they were written. */
+enum kind { START, WAIT, PUBLISH, AWAIT, COPY, MERGE };
+
+enum result {
+  DONE,
+  AGAIN,   /* time is up: the caller may look at signals and at the clock, and call once more */
+  FAILED,  /* MPI says so: `code` */
+  OVERRUN, /* a slot holds a later step already */
+};
+
+struct instruction {
+  int32_t kind;
+  int32_t requests;   /* START, WAIT: how many lie at `into` */
+  char *into;         /* PUBLISH, AWAIT: the flag */
+  const char *source; /* COPY, MERGE */
+  int64_t amount;     /* COPY: bytes; MERGE: records */
+};
+
+struct step {
+  int (*startall)(int, void *);
+  int (*testall)(int, void *, int *, void *);
+  int (*iprobe)(int, int, intptr_t, int *, void *);
+  void (*merge)(void *into, const void *other, int64_t records, int64_t width);
+  const struct instruction *programs[2]; /* of even and odd steps, which differ in their slots */
+  void *statuses;
+  intptr_t comm;
+  int64_t length, next; /* instructions, and the one to go on with */
+  int64_t number;       /* of this step, from 1 */
+  int64_t looks;        /* without a pause, before the processor is offered to others */
+  int64_t width;        /* elements of a record */
+  int32_t any_source, any_tag, code;
+};
+
+/* While a flag is awaited MPI must be looked at too: others may wait for messages that move only then. */
+enum { LOOKS_PER_PROBE = 64 };
+
+_Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "flags are shared by processes");
+
+static inline void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("isb");
+#endif
+}
+
+static int64_t now(void) {
+  struct timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec * INT64_C(1000000000) + time.tv_nsec;
+}
+
+/* After a look in vain: whether to look again. `nanoseconds` of waiting in vain end a call. */
+static int look_again(const struct step *step, int64_t looked, int64_t *deadline, int64_t nanoseconds) {
+  if (nanoseconds && looked < step->looks) {
+    relax();
+    return 1;
+  }
+  int64_t time = now();
+  if (!*deadline) *deadline = time + nanoseconds;
+  if (time >= *deadline) return 0;
+  sched_yield();
+  return 1;
+}
+
+static enum result wait_for_requests(struct step *step, const struct instruction *wait, int64_t nanoseconds) {
+  int64_t deadline = 0;
+  for (int64_t looked = 0;; ++looked) {
+    int complete = 0;
+    step->code = step->testall(wait->requests, wait->into, &complete, step->statuses);
+    if (step->code) return FAILED;
+    if (complete) return DONE;
+    if (!look_again(step, looked, &deadline, nanoseconds)) return AGAIN;
+  }
+}
+
+static enum result wait_for_flag(struct step *step, const struct instruction *wait, int64_t nanoseconds) {
+  const _Atomic int64_t *flag = (const _Atomic int64_t *)wait->into;
+  int64_t deadline = 0;
+  for (int64_t looked = 0;; ++looked) {
+    int64_t number = atomic_load_explicit(flag, memory_order_acquire);
+    if (number == step->number) return DONE;
+    if (number > step->number) return OVERRUN;
+    if (step->iprobe && looked % LOOKS_PER_PROBE == LOOKS_PER_PROBE - 1) {
+      int found;
+      step->code = step->iprobe(step->any_source, step->any_tag, step->comm, &found, step->statuses);
+      if (step->code) return FAILED;
+    }
+    if (!look_again(step, looked, &deadline, nanoseconds)) return AGAIN;
+  }
+}
+
+static enum result run(struct step *step, const struct instruction *i, int64_t nanoseconds) {
+  switch (i->kind) {
+  case START:
+    step->code = step->startall(i->requests, i->into);
+    return step->code ? FAILED : DONE;
+  case WAIT:
+    return wait_for_requests(step, i, nanoseconds);
+  case PUBLISH:
+    atomic_store_explicit((_Atomic int64_t *)i->into, step->number, memory_order_release);
+    return DONE;
+  case AWAIT:
+    return wait_for_flag(step, i, nanoseconds);
+  case COPY:
+    memcpy(i->into, i->source, i->amount);
+    return DONE;
+  default:
+    step->merge(i->into, i->source, i->amount, step->width);
+    return DONE;
+  }
+}
+
+/* A step, or what is left of it. It returns after `nanoseconds` of waiting in vain; 0: after one look. */
+int64_t run_step(struct step *step, int64_t nanoseconds) {
+  const struct instruction *program = step->programs[step->number & 1];
+  for (; step->next < step->length; ++step->next) {
+    enum result result = run(step, program + step->next, nanoseconds);
+    if (result != DONE) return result;
+  }
+  step->next = 0;
+  ++step->number;
+  return DONE;
+}

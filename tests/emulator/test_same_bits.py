@@ -1,0 +1,52 @@
+"""The comparison of emulator and hardware, with the emulator on both sides."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gpu_day import attend, same_bits
+
+from treeattn.backends.cuda.compile import source
+
+from .raw_module import compiler_problem
+from .runtime import EmulatorRuntime
+
+pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+
+FEW = tuple(case for case in same_bits.TABLE if case.head_dim == 64 and case.dtype == "float32")[:6]
+
+
+def test_the_table_has_every_type_and_head_dim() -> None:
+    kinds = {(case.dtype, case.head_dim) for case in same_bits.TABLE}
+    assert len(kinds) == 3 * 5
+    assert any(case.mask_tokens for case in same_bits.TABLE)
+    assert any(case.lengths for case in same_bits.TABLE)
+
+
+def test_equal_bits_whatever_the_order_of_threads() -> None:
+    rows = same_bits.compare(FEW, EmulatorRuntime(seed=1), EmulatorRuntime(seed=2, edit=str))
+    assert [row["different"] for row in rows] == [0] * len(FEW)
+    for row, case in zip(rows, FEW, strict=True):
+        assert row["words"] == case.batch * case.heads * case.queries * (2 * case.head_dim + 3)
+
+
+def test_another_exponential_is_seen_and_the_defined_one_is_one() -> None:
+    """2^x in defined bits is another function than the processor's, so bits differ, though hardly."""
+    shipped, defined = EmulatorRuntime(), EmulatorRuntime(edit=same_bits.defined)
+    (row,) = same_bits.compare(FEW[:1], shipped, defined)
+    assert row["different"] > 0
+    assert 0 < row["largest_difference_of_out"] < 1e-5
+    (row,) = same_bits.compare(FEW[:1], EmulatorRuntime(seed=3, edit=same_bits.defined), defined)
+    assert row["different"] == 0
+
+
+@pytest.mark.parametrize("case", attend.SMALL, ids=str)
+def test_cases_for_the_sanitizers_are_right(case: same_bits.Case) -> None:
+    results = attend.attend(EmulatorRuntime(), case)
+    case.check(results.out, results.lse, same_bits.is_tensor_core_case(case))
+    assert np.isfinite(results.records).all()
+
+
+def test_a_source_without_the_exponential_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"same_bits.py has to follow"):
+        same_bits.defined(source("partial_attention").replace("exp2_fast(float x)", "exp2_quick(float x)"))

@@ -1,0 +1,118 @@
+"""A step in halves, with other work in between, gives the bits of a whole step."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import treeattn
+from treeattn import collectives
+from treeattn.errors import ArgumentError, RestrictionError, ScheduleError, TransportError
+from treeattn.shards import parse_layout
+
+pytestmark = pytest.mark.mpi
+
+SHAPE = {"heads": 8, "kv_heads": 4, "head_dim": 16, "batch": 2, "dtype": "float32"}
+FUSED = ["kv_ring", "query_ring"]
+SCATTERED = [
+    name for name in collectives.names("schedule") if collectives.build(name, 4).result == "scattered"
+]
+SCHEMES = [name for name in treeattn.schemes() if "nccl" not in name]
+
+
+def shard(comm, seed):
+    draw = np.random.default_rng(seed)
+    q = draw.standard_normal((2, 1, 8, 16)).astype(np.float32)
+    k, v = draw.standard_normal((2, 2, 37, 4, 16)).astype(np.float32)
+    (run,) = parse_layout("contiguous").runs(37, comm.rank, comm.size)
+    return q, np.ascontiguousarray(k[:, run]), np.ascontiguousarray(v[:, run])
+
+
+def output(scheme):
+    return "heads" if scheme in SCATTERED or scheme == "head_all_to_all" else "replicated"
+
+
+def planned(comm, scheme, **options):
+    return treeattn.Decoder(comm, **SHAPE, scheme=scheme, output=output(scheme), **options)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("progress", ["calls", "thread"])
+def test_halves_give_the_bits_of_a_whole_step(comm, scheme, progress):
+    if progress == "thread" and scheme in FUSED:
+        with pytest.raises(RestrictionError, match="computes while it communicates"):
+            planned(comm, scheme, progress=progress)
+        return
+    with planned(comm, scheme, progress=progress) as decoder:
+        for seed in range(3):
+            arrays = shard(comm, seed)
+            wanted = [array.copy() for array in decoder(*arrays)]
+            decoder.begin(*arrays)
+            comm.allgather("other work on the caller's communicator")
+            for ours, theirs in zip(decoder.finish(), wanted, strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("scheme", [*collectives.names("schedule"), "mpi_allreduce"])
+def test_test_brings_a_step_to_its_end(comm, scheme):
+    """All rounds, since every rank keeps calling; finish then waits for nobody."""
+    arrays = shard(comm, 0)
+    with planned(comm, scheme) as decoder:
+        wanted = [array.copy() for array in decoder(*arrays)]
+        decoder.begin(*arrays)
+        end = time.monotonic() + 60
+        while not decoder.test():
+            assert time.monotonic() < end
+        assert decoder.test()
+        for ours, theirs in zip(decoder.finish(), wanted, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_thread_goes_on_while_the_caller_sleeps(comm):
+    """Several rounds; no call of MPI by the caller between begin and the end."""
+    arrays = shard(comm, 0)
+    with planned(comm, "binary_tree", progress="thread") as decoder:
+        decoder.begin(*arrays)
+        end = time.monotonic() + 60
+        while not decoder.test():
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        decoder.finish()
+
+
+def test_a_step_is_finished_before_the_next(comm):
+    arrays = shard(comm, 0)
+    with planned(comm, "recursive_doubling") as decoder:
+        with pytest.raises(ScheduleError, match="without start"):
+            decoder.test()
+        decoder.begin(*arrays)
+        for again in (decoder.begin, decoder.local, decoder):
+            with pytest.raises(ScheduleError, match="finish"):
+                again(*arrays)
+        decoder.finish()
+        decoder.finish()  # divides once more
+        decoder(*arrays)
+
+
+def test_closing_ends_a_step_that_nobody_finished(comm):
+    threads = threading.active_count()
+    for progress in ("calls", "thread"):
+        decoder = planned(comm, "binary_tree", progress=progress)
+        decoder.begin(*shard(comm, 0))
+        decoder.close()
+    end = time.monotonic() + 60
+    while threading.active_count() > threads:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_what_a_thread_cannot_do(comm, monkeypatch):
+    with pytest.raises(ArgumentError, match="progress 'later' is unknown"):
+        planned(comm, "binary_tree", progress="later")
+    monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
+    with pytest.raises(TransportError, match="one thread at a time"):
+        planned(comm, "binary_tree", progress="thread")

@@ -1,0 +1,67 @@
+"""Who runs the rounds of a schedule on the host: one of `treeattn.collectives.executors`, with the same bits.
+
+- ``"program"``: one C call a step, all messages by MPI.
+- ``"mpi"``: Python, round by round: the reference, and what serves everywhere.
+
+Unless one is asked for, ranks take the first that all of them can have.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+from treeattn import comm as comm_
+from treeattn.collectives.reducer import Reducer, Reduction
+from treeattn.collectives.schedule import Schedule
+from treeattn.errors import TransportError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["EXECUTORS", "known", "plan", "refuse"]
+
+#: The names that ``executor=`` takes, the fastest first.
+EXECUTORS = ("program", "mpi")
+
+
+def known(executor: object) -> str | None:
+    """`executor` if it is a name that there is, or None. Raises `TransportError`."""
+    if executor is None or (isinstance(executor, str) and executor in EXECUTORS):
+        return executor
+    names = ", ".join(map(repr, EXECUTORS))
+    raise TransportError(f"executor {executor!r:.60} is unknown: use one of {names}, or None")
+
+
+def refuse(executor: str | None, what: str) -> None:
+    """Raise `TransportError` if an executor was asked for of `what`, which has none to choose."""
+    if executor is not None:
+        raise TransportError(f"executor={executor!r} is for schedules over MPI: {what}; leave it out")
+
+
+def plan(executor: str | None, schedule: Schedule, reduction: Reduction) -> Reducer:
+    """The reducer of a schedule over MPI, run by the one that was asked for, or by the best. Collective.
+
+    Raises `TransportError`, on every rank alike, where what was asked for cannot be had on some rank.
+    """
+    from treeattn.collectives.executors import mpi, mpi_abi, program
+
+    if executor == "mpi":
+        return mpi.Reducer(reduction, schedule)
+    lacking = _first(reduction.comm, program.problem(reduction))
+    if lacking is None:
+        crowded = comm_.neighbours(reduction.comm).crowded
+        return program.Reducer(reduction, schedule, crowded=crowded)
+    if executor is not None:
+        raise TransportError(f"executor={executor!r} cannot run here: {lacking}; take executor='mpi' or None")
+    if reduction.comm.rank == 0 and mpi_abi.problem() is not None:  # else the records are not for a program
+        warnings.warn(f"Python runs every round, since {lacking}", RuntimeWarning, stacklevel=2)
+    return mpi.Reducer(reduction, schedule)
+
+
+def _first(comm: Intracomm, problem: str | None) -> str | None:
+    """The problem of the lowest rank that has one. Collective."""
+    with comm_.Agreement(comm) as agreed:
+        agreed.told = problem
+    named = (f"rank {rank}: {text}" for rank, text in enumerate(agreed.everywhere) if text)
+    return next(named, None)
