@@ -36,7 +36,7 @@ template <typename T> __device__ __forceinline__ void unpack(const Vector &v, fl
 }
 
 // The vectors that this lane holds of UNROLL tokens: `token` lies at `row`, and each other TOKENS further on. Zeros,
-// and nothing read, where there are none.
+// and nothing read, where there are none. (In parentheses: clang takes the comma for the end of an expression.)
 template <typename T, int HEAD_DIM>
 __device__ __forceinline__ void load_tokens(Vector (&to)[UNROLL][(Layout<T, HEAD_DIM>::PER_LANE)], const T *row,
                                             long long stride, int lane, int token, int end) {

@@ -327,3 +327,37 @@ MULTIPLY_MATRICES(float16, "f16")
 MULTIPLY_MATRICES(bfloat16, "bf16")
 #undef MULTIPLY_MATRICES
 #endif
+
+#ifndef __HIP__
+// ---- numbers that other GPUs of the node and the host look at
+
+// Whoever reads it by `load_acquire` sees what this thread wrote before, and what it saw of others at a barrier.
+__device__ __forceinline__ void store_release(long long *at, long long value) {
+#ifdef TREEATTN_EMULATOR
+  emulator::store_release(at, value);
+#else
+  asm volatile("st.release.sys.s64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+#endif
+}
+
+__device__ __forceinline__ long long load_acquire(const long long *at) {
+#ifdef TREEATTN_EMULATOR
+  return emulator::load_acquire(at);
+#else
+  long long value;
+  asm volatile("ld.acquire.sys.s64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+  return value;
+#endif
+}
+
+// Of a clock that every block of a device reads alike.
+__device__ __forceinline__ long long nanoseconds() {
+#ifdef TREEATTN_EMULATOR
+  return emulator::nanoseconds();
+#else
+  long long time;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+  return time;
+#endif
+}
+#endif

@@ -164,7 +164,7 @@ def _plain(mangled: str) -> str:
 
 MODULES = (
     *("partial_attention", "partial_attention_mma", "merge_partials", "take_maxima", "rescale", "finish"),
-    *("pack_partials", "scale_lse"),
+    *("pack_partials", "scale_lse", "pull_partials"),
 )
 
 

@@ -13,6 +13,7 @@ from treeattn.backends.cuda.attention import PlannedAttention, check_rows, parti
 from treeattn.backends.cuda.finish import finish, planned_finish
 from treeattn.backends.cuda.merge import MergeOperator, merge
 from treeattn.backends.cuda.pack import planned_pack, planned_scale
+from treeattn.backends.cuda.pull import PlannedPull
 from treeattn.backends.cuda.runtime import Runtime, default_runtime
 from treeattn.backends.cuda.splits import MAX_SPLITS
 from treeattn.backends.cuda.variants import TENSOR_CORES_FROM_ROWS, check_head_dim
@@ -22,6 +23,7 @@ __all__ = [
     "TENSOR_CORES_FROM_ROWS",
     "MergeOperator",
     "PlannedAttention",
+    "PlannedPull",
     "Runtime",
     "check_head_dim",
     "check_rows",
