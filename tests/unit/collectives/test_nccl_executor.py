@@ -13,7 +13,7 @@ from test_loopback import built
 from tests.made_partials import own_part, partials
 from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives import Schedule, Transfer, build, captured
-from treeattn.collectives.executors import loopback
+from treeattn.collectives.executors import loopback, rounds
 from treeattn.collectives.executors.nccl import Reducer
 from treeattn.collectives.libraries import nccl_allreduce
 from treeattn.collectives.reducer import Reduction
@@ -80,6 +80,22 @@ def test_arrivals_of_a_round_fold_in_at_most_two_launches(scheme, launches):
         operator = QueuedOperator(OPERATOR, stream)
         Reducer(reduction(stream, np.zeros((7, 10), np.float32), operator), schedule)
         assert operator.planned == (1 if rank < 2 else launches)
+
+
+def test_what_is_studied_is_not_run():
+    """Every executor over real ranks asks `rounds.proved`."""
+    (stream,) = Fabric(1).streams
+    (buffer,) = partials(1, 7, 8)
+    apart = Schedule("apart", 1, 1, ((Transfer(0, 0, own=False),),))
+    with pytest.raises(ScheduleError, match="sends from rank 0 to itself"):
+        rounds.proved(reduction(stream, buffer), apart)
+    with pytest.raises(ScheduleError, match="census: made for 3 ranks"):
+        rounds.proved(reduction(stream, buffer), build("census", 3))
+    three = reduction(Fabric(3).streams[0], buffer)
+    with pytest.raises(
+        ScheduleError, match="census sends what a rank has gathered without its own: .*not run"
+    ):
+        rounds.proved(three, build("census", 3))
 
 
 def test_whole_groups_of_records_travel():
