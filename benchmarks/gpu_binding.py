@@ -3,8 +3,8 @@
     python benchmarks/gpu_binding.py [--json FILE]
 
 Goal: under 15 microseconds a step, of this process's own time on the processor. NumPy arrays stand for
-those of a device and nothing is launched, so that this needs no GPU: what CuPy adds, in its launch above all, is not
-in it (benchmarks/gpu_kernel.py has it).
+those of a device and nothing is launched, so that this needs no GPU: what CuPy adds, in its launch above
+all, is not in it (benchmarks/gpu_kernel.py has it).
 """
 
 from __future__ import annotations
