@@ -5,6 +5,7 @@
 #   lint          ruff, mypy, codespell, clang-format, shellcheck
 #   docs          the pages as HTML in docs/_build
 #   test-openmpi  the MPI tests again, with Open MPI
+#   soak          a million steps of every executor on 2 ranks leave no growth (minutes)
 #   wheel-test    installs the package from a wheel, away from the checkout
 #   cluster-demo  every scheme on 4 emulated nodes (root); test-cluster tests such clusters
 #   amd-compiler  Debian's compiler for AMD's GPUs (root), for which the compile matrix then compiles too
@@ -25,7 +26,7 @@ comma  := ,
 CACHE  := tests/data/smollm2_layer17_4096
 SOURCES := setup.cfg pyproject.toml
 
-.PHONY: cluster-demo test-cluster demo test test-quick coverage test-unit test-mpi test-openmpi venv lint wheel-test docs amd-compiler clean help
+.PHONY: soak cluster-demo test-cluster demo test test-quick coverage test-unit test-mpi test-openmpi venv lint wheel-test docs amd-compiler clean help
 
 help:
 	@sed '/^$$/,$$d; s/^# \{0,1\}//' Makefile
@@ -51,6 +52,9 @@ test-mpi: .venv/.tests
 	    echo "== $$n ranks"; \
 	    timeout -k 10 600 $(MPIEXEC) -n $$n $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi || exit 1; \
 	done
+
+soak: .venv/.tests
+	TREEATTN_SOAK_STEPS=1000000 timeout -k 10 3600 $(MPIEXEC) -n 2 $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi/test_soak.py
 
 # The same MPI ring with Open MPI, in an environment of its own: two MPI runtimes in one get in each other's
 # way. The variables let it run as root, on more ranks than cores, without its network interfaces.

@@ -1,8 +1,13 @@
 """What a reduction costs beside the library's own: mpiexec -n 2 python -m mpi4py benchmarks/reduction.py
 
-Goals at 2 ranks, 16 heads x 128: recursive_doubling at most 2 times an MPI_Allreduce(SUM) of the same bytes,
-binary_tree at most 3 times, both below three separate allreduces. All cases are interleaved in one run, since
-machines are noisy; ratios are what to read. `floor` is the bare exchange: the messages without merges.
+Every scheme by every executor ("slots", "program", "mpi"), 16 heads x 128, interleaved in one run with
+MPI_Allreduce(SUM) of the same bytes, since machines are noisy; ratios to it are what to read. Beside them the
+library with the merge as its operator, three separate allreduces, and recursive_doubling without merges: the
+messages alone.
+
+Goals of recursive_doubling: with "slots" at most 0.35 on 2 ranks whose cores share a cache, 0.65 where they do
+not, 0.4 on 4 and 8 ranks that share 2 cores; with "program" 1.2 on 2 ranks (Open MPI: 1.0). Of binary_tree with
+"slots" on 2 ranks: 0.5 and 1.05.
 """
 
 from __future__ import annotations
@@ -10,23 +15,25 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
 
-from treeattn import collectives, comm
+from treeattn import RestrictionError, collectives, comm
 from treeattn.backends.cpu import MergeOperator, NullOperator
-from treeattn.collectives.executors.mpi import Reducer
+from treeattn.collectives.executors import mpi, program, slots
 from treeattn.collectives.libraries.mpi_allreduce import MpiAllreduce
 from treeattn.collectives.reducer import Reduction
 from treeattn.study import environment
 
+SUM = ("MPI_Allreduce(SUM)", None)
+Case = tuple[str, "str | None"]  # scheme, executor
 
-def cases(world, heads: int, head_dim: int) -> dict:
-    """name -> a callable that does one reduction."""
-    operator = MergeOperator(head_dim)
-    records = np.random.default_rng(world.rank).random((heads, head_dim + 2), np.float32) + 1
+
+def libraries(world, records) -> dict[Case, Callable[[], object]]:
+    """What the library does by itself."""
     packed, received = records.copy(), np.empty_like(records)
     top, denominator = (np.ascontiguousarray(records[:, i]) for i in (0, 1))
     numerator = np.ascontiguousarray(records[:, 2:])
@@ -37,70 +44,102 @@ def cases(world, heads: int, head_dim: int) -> dict:
         world.Allreduce(denominator, small, MPI.SUM)
         world.Allreduce(numerator, large, MPI.SUM)
 
-    def planned(scheme, op=operator):
-        return Reducer(Reduction(world, op, records.copy()), collectives.build(scheme, world.size))
-
+    reduction = Reduction(world, MergeOperator(records.shape[1] - 2), records.copy())
     return {
-        "MPI_Allreduce(SUM)": lambda: world.Allreduce(packed, received, MPI.SUM),
-        "three allreduces": three,
-        "mpi_allreduce": MpiAllreduce(Reduction(world, operator, records.copy())),
-        "floor of recursive_doubling": planned("recursive_doubling", NullOperator(head_dim)),
-        **{name: planned(name) for name in collectives.names("schedule")},
+        SUM: lambda: world.Allreduce(packed, received, MPI.SUM),
+        ("three allreduces", None): three,
+        ("mpi_allreduce", None): MpiAllreduce(reduction),
     }
 
 
-def measure(world, repeats: int, iterations: int, heads: int, head_dim: int) -> dict[str, list[float]]:
+def cases(world, heads: int, head_dim: int, schemes: list[str]) -> dict[Case, Callable[[], object]]:
+    """(scheme, executor) -> a callable that does one reduction."""
+    records = np.random.default_rng(world.rank).random((heads, head_dim + 2), np.float32) + 1
+    nodes, crowded = comm.neighbours(world)
+    executors = {
+        "slots": lambda *what: slots.Reducer(*what, nodes=nodes, crowded=crowded),
+        "program": lambda *what: program.Reducer(*what, crowded=crowded),
+        "mpi": mpi.Reducer,
+    }
+    made = libraries(world, records)
+    for executor, reducer in executors.items():
+
+        def planned(scheme, operator, reducer=reducer):
+            schedule = collectives.build(scheme, world.size)
+            return reducer(Reduction(world, operator(head_dim), records.copy()), schedule)
+
+        made["recursive_doubling without merges", executor] = planned("recursive_doubling", NullOperator)
+        for scheme in schemes:
+            try:
+                made[scheme, executor] = planned(scheme, MergeOperator)
+            except RestrictionError as error:
+                if world.rank == 0:
+                    print(f"not measured: {error}")
+    return made
+
+
+def measure(world, options: argparse.Namespace) -> dict[Case, list[float]]:
     """Microseconds per reduction on the slowest rank, one value per repeat."""
-    runs = cases(world, heads, head_dim)
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for repeat in range(repeats):
-        order = np.random.default_rng(repeat).permutation(list(runs))  # the same on every rank
-        for name in order:
-            run = runs[name]
+    runs = cases(world, options.heads, options.head_dim, options.schemes.split(","))
+    times: dict[Case, list[float]] = {case: [] for case in runs}
+    for repeat in range(options.repeats):
+        order = np.random.default_rng(repeat).permutation(len(runs))  # the same on every rank
+        for case in [list(runs)[index] for index in order]:
+            run = runs[case]
             for _ in range(5):
                 run()
             world.Barrier()
             began = MPI.Wtime()
-            for _ in range(iterations):
+            for _ in range(options.iterations):
                 run()
-            times[name].append(world.allreduce(MPI.Wtime() - began, MPI.MAX) / iterations * 1e6)
+            spent = world.allreduce(MPI.Wtime() - began, MPI.MAX)
+            times[case].append(spent / options.iterations * 1e6)
     for run in runs.values():
         if hasattr(run, "close"):
             run.close()
     return times
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=60)
-    parser.add_argument("--iterations", type=int, default=300)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    world = comm.world()
-    times = measure(world, options.repeats, options.iterations, options.heads, options.head_dim)
-    placement = environment.placement(world)
-    if world.rank:
-        return
-    base = statistics.median(times["MPI_Allreduce(SUM)"])
-    rows = {
-        name: {
+def rows(times: dict[Case, list[float]]) -> list[dict[str, object]]:
+    """One for each case, the fastest first."""
+    base = statistics.median(times[SUM])
+    made = [
+        {
+            "scheme": scheme,
+            "executor": executor,
             "median_us": statistics.median(values),
             "min_us": min(values),
             "ratio": statistics.median(values) / base,
         }
-        for name, values in times.items()
-    }
+        for (scheme, executor), values in times.items()
+    ]
+    return sorted(made, key=lambda row: row["median_us"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--iterations", type=int, default=200)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--schemes", default=",".join(collectives.names("schedule")))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    world = comm.world()
+    measured = rows(measure(world, options))
+    placement = environment.placement(world)
+    if world.rank:
+        return
     load = environment.node_load(placement) or "a core per rank"
     print(f"{world.size} ranks, {options.heads} x {options.head_dim}; {load}")
-    for name, row in sorted(rows.items(), key=lambda item: item[1]["median_us"]):
-        print(f"{name:30s} {row['median_us']:8.2f} us  x{row['ratio']:.2f}   (best {row['min_us']:.2f})")
+    for row in measured:
+        name = f"{row['scheme']:34s} {row['executor'] or '':8s}"
+        print(f"{name} {row['median_us']:8.2f} us  x{row['ratio']:.2f}   (best {row['min_us']:.2f})")
     if options.json:
         facts = {
+            "rows": measured,
             "ranks": placement,
             "software": environment.software(),
-            "times": rows,
             "options": vars(options),
         }
         options.json.write_text(json.dumps(facts, indent=1, default=str) + "\n")

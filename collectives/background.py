@@ -23,6 +23,7 @@ class BackgroundReducer(Reducer):
         super().__init__(reducer.name)
         self._reducer = reducer
         self.certificate, self.sent, self.executor = reducer.certificate, reducer.sent, reducer.executor
+        self.fallback = reducer.fallback
         self._begun: SimpleQueue[bool] = SimpleQueue()  # False: no step will follow
         self._ended: SimpleQueue[BaseException | None] = SimpleQueue()  # with what it raised
         # A thread that waits for ever must not keep the process from its end.

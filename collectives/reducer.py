@@ -78,6 +78,8 @@ class Reducer(ABC):
     sent: list[tuple[int, int]] | Sent | None = None
     #: Which of `treeattn.collectives.executors` runs the schedule; None where there is none.
     executor: str | None = None
+    #: Why no faster executor runs it, in one line; None where the fastest does.
+    fallback: str | None = None
     #: Whether a step is queued to a stream, or nothing at all: then it can be recorded.
     queued = False
     _number = 0  # of steps that were begun
@@ -85,6 +87,7 @@ class Reducer(ABC):
     _resting = False  # between start() and wait()
     _closed = False
     _failed = False
+    _disowned = False
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -126,8 +129,16 @@ class Reducer(ABC):
     def _check(self) -> None:
         """Raise `ScheduleError` unless a step may begin."""
         if self._running or self._closed:
-            state = "closed" if self._closed else "failed" if self._failed else "already running"
-            raise ScheduleError(f"{self.name}: a step on a reducer that is {state}")
+            raise ScheduleError(f"{self.name}: a step on a reducer that is {self._state()}")
+
+    def _state(self) -> str:
+        if self._disowned:
+            return "another process's: MPI does not outlive a fork, so start workers by spawn instead"
+        return "closed" if self._closed else "failed" if self._failed else "already running"
+
+    def disown(self) -> None:
+        """After a fork, in the new process: nothing of it may be used or released here."""
+        self._closed = self._disowned = True
 
     def start(self) -> None:
         """Begin a step. Raises `ScheduleError` if one is running, or after the end."""

@@ -12,6 +12,7 @@ __all__ = [
     "BackendError",
     "RestrictionError",
     "ScheduleError",
+    "SharingError",
     "TransportError",
     "TreeattnError",
     "no_communicator",
@@ -40,6 +41,10 @@ class BackendError(TreeattnError, RuntimeError):
 
 class TransportError(TreeattnError, RuntimeError):
     """Records cannot travel the way that was asked for."""
+
+
+class SharingError(TransportError):
+    """Ranks of one node cannot share memory."""
 
 
 def no_communicator(error: Any) -> TransportError:

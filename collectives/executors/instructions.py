@@ -7,6 +7,7 @@ slot.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from treeattn.collectives.executors.rounds import Action, Copy, Merge, Message, RankRound
 
-__all__ = ["NOBODY", "Instruction", "Near", "Requests", "Slot", "by_message", "of_round", "packed"]
+__all__ = ["NOBODY", "Near", "Program", "Requests", "Slot", "Step", "by_message", "lay_out"]
 
 # enum kind of kernels/cpu/step.c.
 START, WAIT, PUBLISH, AWAIT, COPY, MERGE = range(6)
@@ -31,6 +32,18 @@ class Instruction(NamedTuple):
     into: int = 0
     source: int = 0
     amount: int = 0
+
+
+class Step(ctypes.Structure):
+    """struct step of kernels/cpu/step.c."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("startall", "testall", "iprobe", "merge")]
+        + [("programs", ctypes.c_void_p * 2)]
+        + [(name, ctypes.c_void_p) for name in ("statuses", "comm")]
+        + [(name, ctypes.c_int64) for name in ("length", "next", "number", "looks", "width")]
+        + [(name, ctypes.c_int32) for name in ("any_source", "any_tag", "code")]
+    )
 
 
 class Requests(NamedTuple):
@@ -75,9 +88,29 @@ class _Nobody:
 NOBODY = _Nobody()
 
 
-def packed(program: list[Instruction]) -> np.ndarray[Any, Any]:
-    """A program as it lies in memory."""
-    return np.array(program, _LAYOUT)
+class Program(NamedTuple):
+    """One rank's instructions for even and for odd steps, which differ in their slots only, as they lie in
+    memory; and the index of the round that each of them belongs to."""
+
+    arrays: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+    round_at: list[int]
+
+    @property
+    def addresses(self) -> Any:
+        """Of both, as `Step.programs` takes them."""
+        return (ctypes.c_void_p * 2)(*map(_address, self.arrays))
+
+
+def lay_out(planned: list[RankRound], requests: list[Requests], near: Near) -> Program:
+    """The program of these rounds. requests: of each, for the messages that MPI carries."""
+    even: list[Instruction] = []
+    odd: list[Instruction] = []
+    round_at: list[int] = []
+    for index, (round_, of_mpi) in enumerate(zip(planned, requests, strict=True)):
+        even += _of_round(round_, of_mpi, near, 0)
+        odd += _of_round(round_, of_mpi, near, 1)
+        round_at += [index] * (len(even) - len(round_at))
+    return Program((np.array(even, _LAYOUT), np.array(odd, _LAYOUT)), round_at)
 
 
 def by_message(messages: list[Message], near: Near) -> list[Message]:
@@ -85,7 +118,7 @@ def by_message(messages: list[Message], near: Near) -> list[Message]:
     return [message for message in messages if message.peer not in near]
 
 
-def of_round(round_: RankRound, requests: Requests, near: Near, parity: int) -> Iterator[Instruction]:
+def _of_round(round_: RankRound, requests: Requests, near: Near, parity: int) -> Iterator[Instruction]:
     """Messages start first and are waited for last: they take longest."""
     number = round_.number
     if requests.number:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from treeattn.collectives import pulls, traffic, waiting
-from treeattn.collectives.check import prove
+from treeattn.collectives.executors import rounds
 from treeattn.collectives.memory import PeerMemory
 from treeattn.collectives.operator import Pull, PullingOperator
 from treeattn.collectives.reducer import Reducer as BaseReducer
 from treeattn.collectives.reducer import Reduction, duplicate
 from treeattn.collectives.schedule import Schedule
-from treeattn.errors import ScheduleError, TransportError
+from treeattn.errors import TransportError
 
 __all__ = ["Reducer", "Window"]
 
@@ -43,12 +43,8 @@ class Reducer(BaseReducer):
 
     def __init__(self, reduction: Reduction, schedule: Schedule) -> None:
         comm = reduction.comm
-        if schedule.size != comm.size:
-            raise ScheduleError(
-                f"{schedule.name}: made for {schedule.size} ranks, the communicator has {comm.size}; "
-                f"build it with size={comm.size}"
-            )
-        self.certificate, folds = prove(schedule)
+        proof = rounds.proved(schedule, comm.size)
+        self.certificate = proof.certificate
         self._records = reduction.records(schedule.name)
         self._operator: PullingOperator = reduction.operator
         self._memory: PeerMemory = reduction.memory
@@ -56,7 +52,7 @@ class Reducer(BaseReducer):
         super().__init__(schedule.name)
         self._comm = duplicate(comm)
         count, group = len(self._records), reduction.group
-        self._program = pulls.plan(schedule, folds, comm.rank, count, group)
+        self._program = pulls.plan(schedule, proof, comm.rank, count, group)
         bytes_each = self._records.nbytes // max(count, 1)
         self.sent = [
             (message.dst, message.records * bytes_each)

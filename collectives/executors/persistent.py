@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,16 @@ class PersistentReducer(Reducer):
 
 
 _living: weakref.WeakSet[PersistentReducer] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    """In a forked process: the requests, and the memory that ranks share, belong to the one before."""
+    for reducer in list(_living):
+        reducer.disown()
+    _living.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 @atexit.register

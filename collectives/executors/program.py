@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from treeattn.collectives.executors import instructions, mpi_abi, rounds
-from treeattn.collectives.executors.instructions import NOBODY, Instruction, Near, Requests
+from treeattn.collectives.executors.instructions import NOBODY, Near, Requests, Step
 from treeattn.collectives.executors.persistent import PersistentReducer
 from treeattn.collectives.memory import HOST
 from treeattn.collectives.operator import NativeOperator
@@ -35,18 +35,6 @@ _ONE_LOOK = ctypes.c_int64(0)
 # Looks at a flag or a request before the processor is offered to others. Where ranks share cores each look in
 # vain keeps somebody from running: 1000 then cost 2 to 5 times the step.
 _LOOKS, _LOOKS_CROWDED = 1000, 20
-
-
-class _Step(ctypes.Structure):
-    """struct step of kernels/cpu/step.c."""
-
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("startall", "testall", "iprobe", "merge")]
-        + [("programs", ctypes.c_void_p * 2)]
-        + [(name, ctypes.c_void_p) for name in ("statuses", "comm")]
-        + [(name, ctypes.c_int64) for name in ("length", "next", "number", "looks", "width")]
-        + [(name, ctypes.c_int32) for name in ("any_source", "any_tag", "code")]
-    )
 
 
 def problem(reduction: Reduction) -> str | None:
@@ -70,21 +58,22 @@ class Reducer(PersistentReducer):
 
     executor = "program"
 
-    def __init__(
-        self, reduction: Reduction, schedule: Schedule, *, near: Near = NOBODY, crowded: bool = False
-    ) -> None:
-        """near: ranks that are read from without messages. crowded: ranks of this node share cores."""
+    def __init__(self, reduction: Reduction, schedule: Schedule, *, crowded: bool = False) -> None:
+        """crowded: ranks of this machine share cores."""
         self.certificate, lazily = rounds.plan(reduction, schedule)
+        self._near = self._meet(reduction, schedule)
         # All ranks are here: what may fail on one of them alone comes after what they do together.
         super().__init__(schedule.name, reduction)
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
-        self._near = near
         self._planned = list(lazily)  # owns the memory that the program works on
         self.sent = rounds.sent(self._planned)
         self.queued = not self._planned
         self._handles = [self._requested(round_) for round_ in self._planned]
-        self._lay_out()
         self._bind(reduction, _LOOKS_CROWDED if crowded else _LOOKS)
+
+    def _meet(self, reduction: Reduction, schedule: Schedule) -> Near:
+        """The ranks that are read from without messages. Collective."""
+        return NOBODY
 
     def _requested(self, planned: rounds.RankRound) -> np.ndarray[Any, Any]:
         """Handles of the round's requests. Tag = round: a fast neighbour may be ahead."""
@@ -96,28 +85,19 @@ class Reducer(PersistentReducer):
         self._requests += requests
         return mpi_abi.handles(requests)
 
-    def _lay_out(self) -> None:
-        """Two programs, for even and odd steps; they differ in their slots only."""
-        programs: tuple[list[Instruction], list[Instruction]] = [], []
-        self._round_at: list[int] = []  # which of the rounds an instruction belongs to
-        for index, (round_, handles) in enumerate(zip(self._planned, self._handles, strict=True)):
-            requests = Requests(handles.ctypes.data, len(handles))
-            for parity, program in enumerate(programs):
-                program += instructions.of_round(round_, requests, self._near, parity)
-            self._round_at += [index] * (len(programs[0]) - len(self._round_at))
-        self._programs = [instructions.packed(program) for program in programs]
-
     def _bind(self, reduction: Reduction, looks: int) -> None:
         """Everything that a step needs, where C finds it."""
+        requests = [Requests(handles.ctypes.data, len(handles)) for handles in self._handles]
+        self._program = instructions.lay_out(self._planned, requests, self._near)
         native = reduction.operator.native_code()
         self._statuses = mpi_abi.statuses(max(map(len, self._handles), default=0) + 1)
-        self._state = _Step(
+        self._struct = Step(
             *map(mpi_abi.function, mpi_abi.FUNCTIONS),
             merge=native.merge,
-            programs=(ctypes.c_void_p * 2)(*(program.ctypes.data for program in self._programs)),
+            programs=self._program.addresses,
             statuses=self._statuses.ctypes.data,
             comm=mpi_abi.value(self._comm),
-            length=len(self._round_at),
+            length=len(self._program.round_at),
             number=1,
             looks=looks,
             width=reduction.operator.width,
@@ -125,8 +105,8 @@ class Reducer(PersistentReducer):
             any_tag=MPI.ANY_TAG,
         )
         run_step = ctypes.CFUNCTYPE(ctypes.c_int64)(native.run_step)
-        self._start = functools.partial(run_step, ctypes.byref(self._state), _ONE_LOOK)
-        self._go_on = functools.partial(run_step, ctypes.byref(self._state), _PATIENCE)
+        self._start = functools.partial(run_step, ctypes.byref(self._struct), _ONE_LOOK)
+        self._go_on = functools.partial(run_step, ctypes.byref(self._struct), _PATIENCE)
         self._ended = False
 
     def _begin(self) -> None:
@@ -155,8 +135,9 @@ class Reducer(PersistentReducer):
 
     def _at(self) -> rounds.RankRound | None:
         """The round that the step has come to; None if it has come to its end."""
-        instruction = self._state.next
-        return self._planned[self._round_at[instruction]] if instruction < len(self._round_at) else None
+        instruction = self._struct.next
+        at = self._program.round_at
+        return self._planned[at[instruction]] if instruction < len(at) else None
 
     def waits_for(self) -> tuple[str, str]:
         """The round, and its peers."""
@@ -177,7 +158,7 @@ class Reducer(PersistentReducer):
     def _blamed(self, round_: rounds.RankRound) -> tuple[int, str]:
         """The error code of MPI, and the ranks that it is about: one, where the statuses tell which."""
         peers = [m.peer for m in (*round_.receives, *round_.sends) if m.peer not in self._near]
-        code = self._state.code
+        code = self._struct.code
         if MPI.Get_error_class(code) == MPI.ERR_IN_STATUS:
             for peer, status in zip(peers, self._statuses, strict=False):
                 error = mpi_abi.error_of(status)

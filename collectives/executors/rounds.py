@@ -11,13 +11,25 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
-from treeattn.collectives.check import Certificate, Fold, prove
+from treeattn.collectives.check import Certificate, Fold, Proof, prove
 from treeattn.collectives.operator import ManyOperator
 from treeattn.collectives.reducer import Reduction
 from treeattn.collectives.schedule import Round, Schedule, Transfer
 from treeattn.errors import ScheduleError
 
-__all__ = ["Action", "Copy", "Merge", "MergeMany", "Message", "RankRound", "calls", "peers", "plan", "sent"]
+__all__ = [
+    "Action",
+    "Copy",
+    "Merge",
+    "MergeMany",
+    "Message",
+    "RankRound",
+    "calls",
+    "peers",
+    "plan",
+    "proved",
+    "sent",
+]
 
 
 class Message(NamedTuple):
@@ -71,16 +83,27 @@ def plan(reduction: Reduction, schedule: Schedule) -> tuple[Certificate, Iterato
     not a correct reduction, or if the buffer does not fit.
     """
     comm = reduction.comm
-    if schedule.size != comm.size:
-        raise ScheduleError(
-            f"{schedule.name}: made for {schedule.size} ranks, the communicator has {comm.size}; "
-            f"build it with size={comm.size}"
-        )
-    proof = prove(schedule)
+    proof = proved(schedule, comm.size)
     planner = _Planner(reduction, schedule)
     folds = (of_round.get(comm.rank, ()) for of_round in proof.folds)
     planned = map(planner.round, range(len(schedule.rounds)), schedule.rounds, folds)
     return proof.certificate, (part for part in planned if part.receives or part.sends)
+
+
+def proved(schedule: Schedule, size: int) -> Proof:
+    """The proof of a schedule that `size` ranks can run. Raises `ScheduleError`."""
+    if schedule.size != size:
+        raise ScheduleError(
+            f"{schedule.name}: made for {schedule.size} ranks, the communicator has {size}; "
+            f"build it with size={size}"
+        )
+    proof = prove(schedule)
+    if schedule.keeps_apart:
+        raise ScheduleError(
+            f"{schedule.name} sends what a rank has gathered without its own: such schedules are studied, "
+            "not run; take another, such as recursive_doubling"
+        )
+    return proof
 
 
 def calls(reduction: Reduction, actions: list[Action]) -> list[Callable[[], object]]:

@@ -93,7 +93,7 @@ static enum result wait_for_flag(struct step *step, const struct instruction *wa
     int64_t number = atomic_load_explicit(flag, memory_order_acquire);
     if (number == step->number) return DONE;
     if (number > step->number) return OVERRUN;
-    if (step->iprobe && looked % LOOKS_PER_PROBE == LOOKS_PER_PROBE - 1) {
+    if (step->iprobe && (!nanoseconds || looked % LOOKS_PER_PROBE == LOOKS_PER_PROBE - 1)) {
       int found;
       step->code = step->iprobe(step->any_source, step->any_tag, step->comm, &found, step->statuses);
       if (step->code) return FAILED;

@@ -33,6 +33,11 @@ struct alignas(16) Vector {
   unsigned word[4];
 };
 
+// The same as numbers.
+struct alignas(16) Floats {
+  float element[4];
+};
+
 // ---- arithmetic with IEEE results
 
 __device__ __forceinline__ float fma_exact(float a, float b, float c) {
@@ -192,6 +197,39 @@ __device__ __forceinline__ Vector load_once(const void *from) {
       : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
       : "l"(from));
   return v;
+#endif
+}
+
+// What other blocks of this launch wrote: from the second-level cache, since the first may hold what was there before.
+template <typename T> __device__ __forceinline__ T load_fresh(const T *from) {
+  static_assert(sizeof(T) == 8 || sizeof(T) == 16, "one load instruction");
+#ifdef TREEATTN_PLAIN
+  return *from;
+#else
+  T value;
+  float *to = reinterpret_cast<float *>(&value);
+  if constexpr (sizeof(T) == 8)
+    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(to[0]), "=f"(to[1]) : "l"(from) : "memory");
+  else
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
+                 : "l"(from)
+                 : "memory");
+  return value;
+#endif
+}
+
+// Adds to a counter that blocks share and returns what it was. What this block wrote before (other threads of it:
+// before a barrier) is there for whoever sees the new count, and what others wrote before they counted is there for
+// this one.
+__device__ __forceinline__ unsigned add_ordered(unsigned *counter, unsigned value) {
+#ifdef TREEATTN_PLAIN
+  __threadfence();
+  return atomicAdd(counter, value);
+#else
+  unsigned before;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
+  return before;
 #endif
 }
 

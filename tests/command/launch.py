@@ -18,11 +18,21 @@ def mpiexec() -> str | None:
     return str(beside) if beside.exists() else shutil.which("mpiexec")
 
 
-def run(*words: object, ranks: int | None = None, timeout: float = 120, cwd: Path = ROOT, **environment: str):
-    """`python *words`, under mpiexec if `ranks` is given. Returns the completed process, text captured."""
+def run(
+    *words: object,
+    ranks: int | None = None,
+    launcher: tuple[str, ...] = (),
+    timeout: float = 120,
+    cwd: Path = ROOT,
+    **environment: str,
+):
+    """`python *words`, under mpiexec if `ranks` is given. Returns the completed process, text captured.
+
+    launcher: what else mpiexec is told.
+    """
     command = [sys.executable, *map(str, words)]
     if ranks is not None:
-        command = [str(mpiexec()), "-n", str(ranks), *command]
+        command = [str(mpiexec()), *launcher, "-n", str(ranks), *command]
     process = subprocess.Popen(
         command,
         cwd=cwd,

@@ -29,6 +29,7 @@ class EmulatorRuntime:
     the values that arguments have at that time, as a CUDA graph has them.
     """
 
+    name = "emulated GPU"
     multiprocessors = 3
     tensor_cores = True
     identity = "emulated GPU 0"
@@ -192,7 +193,7 @@ class EmulatorRuntime:
 
     def address(self, array: Any) -> int:
         """Where the array begins."""
-        return int(array.ctypes.data)
+        return int(array.__array_interface__["data"][0])
 
     def check(self, name: str, array: Any) -> None:
         """ArgumentError unless `array` is a NumPy array."""

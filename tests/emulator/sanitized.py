@@ -21,19 +21,28 @@ from emulator.raw_module import RawModule  # noqa: E402
 from emulator.runtime import EmulatorRuntime  # noqa: E402
 from treeattn import collectives  # noqa: E402
 from treeattn.backends import cuda  # noqa: E402
+from treeattn.backends.cuda import attention  # noqa: E402
 from treeattn.backends.cuda.compile import source  # noqa: E402
+from treeattn.backends.cuda.splits import Splits  # noqa: E402
 
 
 def run_attention(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
-    """A tiny shape, two splits, so that every barrier and the fence have their work to do."""
+    """A tiny shape, three splits in two groups, so that every barrier and the fence have their work to do.
+
+    q lies where vectors reach it, then where they do not.
+    """
+    vars(attention)["choose_splits"] = lambda load, number: Splits(number, 2)
     runtime = EmulatorRuntime(seed=3, sanitizer=sanitizer, edit=edit)
     rng = np.random.default_rng(0)
     q = rng.standard_normal((1, 1, 4, 64)).astype(np.float16)
+    room = np.zeros((1, 1, 4, 65), np.float16)
+    room[..., 1:] = q
     k, v = (rng.standard_normal((1, 200, 1, 64)).astype(np.float16) for _ in "kv")
     records = np.empty((1, 4, 1, 66), np.float32)
-    cuda.partial_attention(
-        *(q, k, v, records), scale=0.125, num_splits=2, tensor_cores=name == "mma", runtime=runtime
-    )
+    for query in (q, room[..., 1:]):
+        cuda.partial_attention(
+            *(query, k, v, records), scale=0.125, num_splits=3, tensor_cores=name == "mma", runtime=runtime
+        )
     other = records.copy()
     cuda.merge(records, other, runtime=runtime)
     operator, maxima = cuda.MergeOperator(64, runtime=runtime), records[..., 0].reshape(4) + np.float32(1)

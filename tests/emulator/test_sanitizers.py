@@ -75,7 +75,12 @@ def test_kernels_are_clean(sanitizer: str, kernel: str) -> None:
     ("what", "file"),
     [
         ("fma:no_barrier", "partial_attention.cu"),
-        ("fma:no_fence", "attention.cuh"),
+        ("fma:no_query_barrier", "partial_attention.cu"),
+        ("fma:no_fence", "combine.cuh"),
+        ("fma:no_arrival_barrier", "combine.cuh"),
+        ("fma:no_states_barrier", "combine.cuh"),
+        ("fma:no_weights_barrier", "combine.cuh"),
+        ("fma:no_sums_barrier", "combine.cuh"),
         ("mma:no_pipeline_barrier", "partial_attention_mma.cu"),
         ("mma:stages_reused_early", "partial_attention_mma.cu"),
         ("shared_race", "faults.cu"),
@@ -95,15 +100,17 @@ def test_thread_sanitizer_sees_missing_synchronisation(what: str, file: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("what", "message", "file"),
     [
-        ("beyond_shared", "use-after-poison"),
-        ("beyond_global", "heap-buffer-overflow"),
-        ("misaligned_load", "misaligned address"),
+        ("beyond_shared", "use-after-poison", "faults.cu"),
+        ("beyond_global", "heap-buffer-overflow", "faults.cu"),
+        ("misaligned_load", "misaligned address", "faults.cu"),
+        ("fma:misaligned_scratch", "misaligned address", "ptx.cuh"),
+        ("fma:query_always_by_vectors", "misaligned address", "attention.cuh"),
     ],
 )
-def test_address_sanitizer_sees_wrong_addresses(what: str, message: str) -> None:
+def test_address_sanitizer_sees_wrong_addresses(what: str, message: str, file: str) -> None:
     result = run("address", what)
     assert result.returncode != 0
     assert message in result.stderr
-    assert "faults.cu" in result.stderr
+    assert file in result.stderr

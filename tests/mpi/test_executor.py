@@ -6,16 +6,44 @@ import numpy as np
 import pytest
 
 from tests.made_partials import own_part, partials
-from treeattn import collectives
+from treeattn import RestrictionError, collectives
+from treeattn import comm as comm_
 from treeattn.backends.cpu import MergeOperator
-from treeattn.collectives.executors import loopback, mpi, program
+from treeattn.collectives import check
+from treeattn.collectives.executors import loopback, mpi, program, slots
 from treeattn.collectives.reducer import Reduction
 
 pytestmark = pytest.mark.mpi
 
 HEAD_DIM = 16
 OPERATOR = MergeOperator(HEAD_DIM, np.dtype(np.float32))
-REDUCERS = {"mpi": mpi.Reducer, "program": program.Reducer}
+
+
+def slots_over(nodes_of):
+    """Slots between ranks of the nodes that `nodes_of` a size says; None: of the machine."""
+
+    def reducer(reduction, schedule):
+        nodes = nodes_of(reduction.comm.size) if nodes_of else comm_.node_groups(reduction.comm)
+        return slots.Reducer(reduction, schedule, nodes=nodes, crowded=reduction.comm.size > 2)
+
+    return reducer
+
+
+def pairs(size):
+    return tuple(tuple(range(first, min(first + 2, size))) for first in range(0, size, 2))
+
+
+def dealt(size):
+    return tuple(tuple(range(first, size, 2)) for first in range(min(size, 2)))
+
+
+REDUCERS = {
+    "mpi": mpi.Reducer,
+    "program": program.Reducer,
+    "slots": slots_over(None),
+    "slots in pairs": slots_over(pairs),
+    "slots of ranks dealt out": slots_over(dealt),
+}
 
 
 @pytest.fixture(params=REDUCERS)
@@ -31,6 +59,10 @@ def test_same_bits_as_loopback(comm, reducer_of, scheme, records):
     values = partials(comm.size, records, HEAD_DIM)
     wanted = loopback.run(schedule, values, OPERATOR)[comm.rank]
     buffer = values[comm.rank].copy()
+    if reducer_of not in (mpi.Reducer, program.Reducer) and records < check(schedule).in_step_from:
+        with pytest.raises(RestrictionError, match="some rank gets none"):
+            reducer_of(Reduction(comm, OPERATOR, buffer), schedule)
+        return
     with reducer_of(Reduction(comm, OPERATOR, buffer), schedule) as reducer:
         for _ in range(3):
             buffer[:] = values[comm.rank]

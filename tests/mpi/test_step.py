@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import treeattn
 from treeattn import TransportError, collectives
+from treeattn import comm as comm_
 from treeattn.backends.cpu import MergeOperator, NullOperator
-from treeattn.collectives.executors import mpi_abi, program
+from treeattn.collectives.executors import mpi_abi, program, shared_memory, slots
 from treeattn.collectives.reducer import Reduction
 
 pytestmark = pytest.mark.mpi
 
+EXECUTORS = ("mpi", "program", "slots")
 HEADS = {"heads": 4, "kv_heads": 4, "head_dim": 16}
+
+
+def shared(comm):
+    """Whether some ranks share a node."""
+    return any(len(node) > 1 for node in comm_.node_groups(comm))
 
 
 def reducer(comm, records):
@@ -39,17 +50,21 @@ def test_an_error_of_mpi_names_round_and_rank(comm):
     comm.Barrier()
 
 
-def test_ctrl_c_ends_a_wait(comm):
+def interrupted(step):
     """Nobody else takes part: without the way back to Python the wait would never end."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    signal.signal(signal.SIGINT, before)
+    with pytest.raises(treeattn.ScheduleError, match="failed"):
+        step()
+
+
+def test_ctrl_c_ends_a_wait_for_messages(comm):
     stuck = reducer(comm, 4)
     if comm.rank == 0 and comm.size > 1:
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            stuck()
-        signal.signal(signal.SIGINT, before)
-        with pytest.raises(treeattn.ScheduleError, match="failed"):
-            stuck()
+        interrupted(stuck)
     comm.Barrier()
     stuck.__exit__(KeyboardInterrupt)
 
@@ -64,11 +79,15 @@ def test_a_null_operator_merges_nothing(comm):
 
 def test_all_ranks_take_the_fastest_that_all_can_have(comm, monkeypatch):
     with treeattn.Decoder(comm, **HEADS) as decoder:
+        assert decoder.executor == ("slots" if shared(comm) else "program")
+        assert decoder.fallback is None
+    with treeattn.Decoder(comm, **HEADS, executor="program") as decoder:
         assert decoder.executor == "program"
     with treeattn.Decoder(comm, **HEADS, executor="mpi") as decoder:
         assert decoder.executor == "mpi"
     with treeattn.Decoder(comm, **HEADS, dtype="float64") as decoder:
         assert decoder.executor == "mpi"
+        assert "only float32 has one" in decoder.fallback
     with treeattn.Decoder(comm, **HEADS, scheme="mpi_allreduce") as decoder:
         assert decoder.executor is None
     if comm.rank == comm.size - 1:
@@ -119,12 +138,13 @@ def test_merge_and_decode_take_it_too(comm):
     draw = np.random.default_rng(comm.rank)
     q, k, v = (draw.random((1, n, 4, 16), np.float32) for n in (1, 5, 5))
     q = comm.bcast(q)
-    results = [treeattn.decode(q, k, v, comm=comm, executor=name) for name in ("mpi", "program")]
+    results = [treeattn.decode(q, k, v, comm=comm, executor=name) for name in EXECUTORS]
     parts = draw.random((3, 8), np.float32), draw.random(3, np.float32)
-    merged = [treeattn.merge(*parts, comm=comm, executor=name) for name in ("mpi", "program")]
-    for one, other in (results, merged):
-        np.testing.assert_array_equal(one[0], other[0])
-        np.testing.assert_array_equal(one[1], other[1])
+    merged = [treeattn.merge(*parts, comm=comm, executor=name) for name in EXECUTORS]
+    for by_mpi, *others in (results, merged):
+        for other in others:
+            np.testing.assert_array_equal(by_mpi[0], other[0])
+            np.testing.assert_array_equal(by_mpi[1], other[1])
 
 
 def test_start_does_not_wait(comm):
@@ -137,3 +157,126 @@ def test_start_does_not_wait(comm):
             if comm.rank == late:
                 step.start()
             step.wait()
+
+
+def over_memory(comm, records=4):
+    """Slots between all ranks."""
+    schedule = collectives.build("recursive_doubling", comm.size)
+    buffer = np.full((records, 18), comm.rank, np.float32)
+    reduction = Reduction(comm, MergeOperator(16), buffer)
+    return slots.Reducer(reduction, schedule, nodes=comm_.node_groups(comm), crowded=comm.size > 2)
+
+
+def test_ctrl_c_ends_a_wait_for_a_flag(comm):
+    stuck = over_memory(comm)
+    if comm.rank == 0 and comm.size > 1:
+        interrupted(stuck)
+    comm.Barrier()
+    stuck.__exit__(KeyboardInterrupt)
+
+
+def test_messages_of_the_caller_move_while_flags_are_awaited(comm):
+    """Rank 1 comes to the step only when rank 0, which waits there, has taken a large message from it."""
+    large = np.zeros(1 << 22, np.uint8)
+    with over_memory(comm) as step:
+        arriving = comm.Irecv(large, 1) if comm.rank == 0 and comm.size > 1 else MPI.REQUEST_NULL
+        if comm.rank == 1:
+            comm.Send(large, 0)
+        step()
+        arriving.Wait()
+
+
+def test_a_rank_that_has_ended_is_named(comm):
+    """A process that ended stands for the last rank, which does not take part."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    owner = shared_memory.Owner(ended.pid, shared_memory._started(ended.pid))
+    assert not owner.ended
+    ended.wait()
+    last = comm.size - 1
+    step = over_memory(comm)
+    if shared(comm) and comm.rank == 0 and comm.size == 2:
+        step._parts[last] = step._parts[last]._replace(owner=owner)
+        with pytest.raises(TransportError, match="recursive_doubling, round 1: rank 1 has ended, while this"):
+            step()
+    comm.Barrier()
+    step.__exit__(TransportError)
+
+
+def test_a_child_is_not_taken_for_alive_when_it_is_a_zombie():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    owner = shared_memory.Owner(child.pid, shared_memory._started(child.pid))
+    assert not owner.ended
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has fetched its code
+    assert owner.ended
+    child.wait()
+
+
+@pytest.mark.parametrize("fails", ["memfd_create", "posix_fallocate", "opened", "token"])
+def test_no_shared_memory_is_said_in_one_line(comm, monkeypatch, fails):
+    """On one rank, and all do without."""
+    if comm.size == 1:
+        return  # nothing is shared
+    last = comm.size - 1
+    if comm.rank == last:
+        break_sharing(monkeypatch, fails)
+    if comm.rank == 0:
+        with pytest.warns(RuntimeWarning, match="ranks of a node send each other messages: .* rank ") as said:
+            decoder = treeattn.Decoder(comm, **HEADS)
+        assert len(said) == 1
+    else:
+        decoder = treeattn.Decoder(comm, **HEADS)
+    assert decoder.executor == "program"
+    assert decoder.fallback.startswith("rank ")
+    decoder.close()
+    with pytest.raises(TransportError, match="executor='slots' cannot run here: rank .*; take executor="):
+        treeattn.Decoder(comm, **HEADS, executor="slots")
+
+
+def break_sharing(monkeypatch, fails):
+    def refused(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if fails in ("memfd_create", "posix_fallocate"):
+        monkeypatch.setattr(os, fails, refused)
+    elif fails == "opened":
+        monkeypatch.setattr(shared_memory.os, "open", refused)
+    else:
+        made = shared_memory._made
+
+        def another(size):
+            offer, memory = made(size)
+            return offer._replace(token=bytes(len(offer.token))), memory
+
+        monkeypatch.setattr(shared_memory, "_made", another)
+
+
+def test_nothing_stays_open(comm):
+    """Neither descriptors nor names: what was shared is gone with its mappings."""
+    over_memory(comm).close()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        over_memory(comm).close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_after_a_fork_a_step_is_refused(comm):
+    with over_memory(comm) as step:
+        child = os.fork()
+        if child == 0:
+            try:
+                step()
+            except treeattn.ScheduleError as error:
+                os._exit(7 if "another process's" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        step()
+
+
+def test_fewer_records_than_ranks_of_a_scattered_schedule(comm):
+    """Where two sets of slots are not enough, messages travel, and no warning is due."""
+    few = {"heads": 1, "kv_heads": 1, "head_dim": 16}
+    with treeattn.Decoder(comm, **few, scheme="head_scatter", output="heads") as decoder:
+        if comm.size > 1:
+            assert decoder.executor == "program"
+            assert not shared(comm) or "some rank gets none" in decoder.fallback

@@ -32,15 +32,19 @@ class Decoder:
     copies. `device` has to be said: here nothing is known of q.
 
     `schedule` and `certificate` tell what was planned (None where no schedule is run), `transport` how its
-    records travel, and `executor` who runs it; `heads` is the slice of query heads that out and lse cover,
-    all of them unless ``output="heads"``. `local`, `reduce` and `finish` are the three parts of a call, for
-    those who overlap or time them; where a ring computes while it communicates (`kv_ring`, `query_ring`),
-    `local` only takes the arrays, and `reduce` does the work.
+    records travel, and `executor` who runs it (`fallback`: why nobody faster does); `heads` is the slice of
+    query heads that out and lse cover, all of them unless ``output="heads"``. `local`, `reduce` and `finish`
+    are the three parts of a call, for those who overlap or time them; where a ring computes while it
+    communicates (`kv_ring`, `query_ring`), `local` only takes the arrays, and `reduce` does the work.
 
     `begin` returns while the reduction is under way, and `finish` then ends it: what is done in between costs
     nothing as long as messages travel meanwhile. MPI moves them within its calls: with ``progress="calls"``
     within `begin`, `test` and `finish`, with ``progress="thread"`` (device="cpu") within a thread of the
     decoder's own, which wants a core. Over NCCL the GPU does it.
+
+    With ``groups=n`` (a divisor of kv_heads; device="cpu") a step is taken apart into n groups of heads, and
+    the records of one travel while the next is attended; ``groups="auto"`` takes the number that was the
+    fastest in the first steps. `local` then only takes the arrays, and `reduce` does the work.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Decoder:
         output: str = "replicated",
         progress: str = "calls",
         executor: str | None = None,
+        groups: int | str = 1,
     ) -> None:
         def ask() -> Request:
             shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype)
@@ -73,6 +78,7 @@ class Decoder:
                 output,
                 progress=progress,
                 executor=executor,
+                groups=groups,
             )
 
         comm = comm_.intracomm(comm)
@@ -89,7 +95,8 @@ class Decoder:
         request, self._buffers = planned.request, planned.buffers
         self.shape, self.scale, self.scheme = request.shape, request.logit_scale, request.scheme.text
         self.schedule, self.transport = planned.schedule, planned.transport
-        self.certificate, self.executor = planned.reducer.certificate, planned.reducer.executor
+        self.certificate = planned.reducer.certificate
+        self.executor, self.fallback = planned.reducer.executor, planned.reducer.fallback
         self.records, self.heads = planned.buffers.records, planned.buffers.heads
         self.out, self.lse = planned.buffers.out, planned.buffers.lse
         self._results = self.out, self.lse
@@ -161,6 +168,11 @@ class Decoder:
                 self._buffers.from_wire()
         self._finish()
         return self._containers.give() if self._foreign else self._results
+
+    @property
+    def groups(self) -> int:
+        """Of heads, in which the next step is taken apart: 1 where it is not."""
+        return getattr(self._reducer, "groups", 1)
 
     @property
     def sent(self) -> list[tuple[int, int]] | Sent | None:

@@ -1,5 +1,6 @@
 """Who runs the rounds of a schedule on the host: one of `treeattn.collectives.executors`, with the same bits.
 
+- ``"slots"``: one C call a step; ranks of a node read each other's records in shared memory.
 - ``"program"``: one C call a step, all messages by MPI.
 - ``"mpi"``: Python, round by round: the reference, and what serves everywhere.
 
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from treeattn import comm as comm_
 from treeattn.collectives.reducer import Reducer, Reduction
 from treeattn.collectives.schedule import Schedule
-from treeattn.errors import TransportError
+from treeattn.errors import RestrictionError, SharingError, TransportError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["EXECUTORS", "known", "plan", "refuse"]
 
 #: The names that ``executor=`` takes, the fastest first.
-EXECUTORS = ("program", "mpi")
+EXECUTORS = ("slots", "program", "mpi")
 
 
 def known(executor: object) -> str | None:
@@ -50,13 +51,49 @@ def plan(executor: str | None, schedule: Schedule, reduction: Reduction) -> Redu
         return mpi.Reducer(reduction, schedule)
     lacking = _first(reduction.comm, program.problem(reduction))
     if lacking is None:
-        crowded = comm_.neighbours(reduction.comm).crowded
+        return _compiled(executor, schedule, reduction)
+    _cannot(executor, lacking, "'mpi'")
+    if mpi_abi.problem() is not None:  # else it is the records, of which whoever plans them knows
+        _warn(reduction.comm, f"Python runs every round, since {lacking}")
+    return _instead(mpi.Reducer(reduction, schedule), lacking)
+
+
+def _compiled(executor: str | None, schedule: Schedule, reduction: Reduction) -> Reducer:
+    from treeattn.collectives.executors import program, slots
+
+    nodes, crowded = comm_.neighbours(reduction.comm)
+    alone = all(len(node) == 1 for node in nodes)
+    if executor == "program" or (executor is None and alone):
         return program.Reducer(reduction, schedule, crowded=crowded)
+    try:
+        return slots.Reducer(reduction, schedule, nodes=nodes, crowded=crowded)
+    except RestrictionError as error:
+        lacking = str(error)
+        _cannot(executor, lacking, "'program'")
+    except SharingError as error:
+        lacking = str(error)
+        _cannot(executor, lacking, "'program'")
+        _warn(reduction.comm, f"ranks of a node send each other messages: no shared memory on {lacking}")
+    return _instead(program.Reducer(reduction, schedule, crowded=crowded), lacking)
+
+
+def _cannot(executor: str | None, lacking: str, other: str) -> None:
+    """Raise `TransportError` if what is lacking was asked for."""
     if executor is not None:
-        raise TransportError(f"executor={executor!r} cannot run here: {lacking}; take executor='mpi' or None")
-    if reduction.comm.rank == 0 and mpi_abi.problem() is not None:  # else the records are not for a program
-        warnings.warn(f"Python runs every round, since {lacking}", RuntimeWarning, stacklevel=2)
-    return mpi.Reducer(reduction, schedule)
+        raise TransportError(
+            f"executor={executor!r} cannot run here: {lacking}; take executor={other} or None"
+        )
+
+
+def _instead(reducer: Reducer, lacking: str) -> Reducer:
+    reducer.fallback = lacking
+    return reducer
+
+
+def _warn(comm: Intracomm, message: str) -> None:
+    """Rank 0 speaks for all."""
+    if comm.rank == 0:
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def _first(comm: Intracomm, problem: str | None) -> str | None:

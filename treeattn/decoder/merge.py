@@ -199,7 +199,7 @@ class Merger:
             *(comm, self._device, settings.transport, settings.scheme),
             *(operator, self._records, settings.executor),
         )
-        self.executor = self._reducer.executor
+        self.executor, self.fallback = self._reducer.executor, self._reducer.fallback
 
     def _plan_memory(self, natural_log: float) -> None:
         """Records, results, and the steps between them; finish sees each part as a sequence of its own."""

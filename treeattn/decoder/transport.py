@@ -29,7 +29,7 @@ from treeattn.errors import RestrictionError, TransportError, TreeattnError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["choose", "connected_by_nccl", "known", "plan", "shared_gpu"]
+__all__ = ["choose", "connected_by_nccl", "known", "plan", "problems", "shared_gpu"]
 
 _CHOICES = {
     "cpu": "'mpi' or None",
@@ -50,8 +50,10 @@ def choose(device: str, transport: str | None, scheme: Scheme, size: int) -> str
     """The transport of a scheme over `size` ranks: the one that is named if it serves, or the only one.
 
     Raises `TransportError`, which lists what would serve; `RestrictionError` where the scheme is not for
-    the device.
+    the device, or is not run at all.
     """
+    if not scheme.transports:
+        raise RestrictionError(f"{scheme.name} is not run: {scheme.elsewhere}")
     serving = [name for name in scheme.transports if DEVICES[name] == device]
     if not serving:
         raise RestrictionError(f"{scheme.name} is for device='{scheme.devices[0]}': {scheme.elsewhere}")
@@ -128,6 +130,12 @@ def _over_nccl(
 
 def connected_by_nccl(comm: Intracomm, stream: Runtime) -> Any:
     """A `nccl.Communicator` of the ranks and their GPUs. Collective; all raise `TransportError`, or none."""
+    _check_nccl(comm, stream)
+    return comm_.together(comm, lambda: nccl.connect(comm, stream))
+
+
+def _check_nccl(comm: Intracomm, stream: Runtime) -> None:
+    """Raise, on all ranks alike, where they cannot meet by NCCL. Collective."""
     with comm_.Agreement(comm) as agreed:
         problem = nccl.problem()
         if problem is not None:
@@ -138,7 +146,6 @@ def connected_by_nccl(comm: Intracomm, stream: Runtime) -> Any:
         problem = shared and nccl.sharing_problem()
         if problem:
             raise TransportError(f"{shared}: {problem}; or start fewer ranks, or take transport='host'")
-    return comm_.together(comm, lambda: nccl.connect(comm, stream))
 
 
 def _over_peers(
@@ -164,14 +171,30 @@ def _over_peers(
 def _over_cuda_mpi(
     selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
 ) -> Reducer:
-    problem = None
-    if not comm_.cuda_aware():
-        problem = TransportError(
-            "this MPI library does not say that it takes GPU buffers (treeattn doctor names it): load a "
-            "CUDA-aware one, or take transport='nccl' or 'host'"
-        )
-    comm_.agree(reduction.comm, {}, problem)
+    _check_cuda_mpi(reduction.comm, reduction.memory)
     return comm_.together(reduction.comm, lambda: _over_mpi(selection, schedule, reduction, executor))
+
+
+def _check_cuda_mpi(comm: Intracomm, runtime: Runtime) -> None:
+    """Raise, on all ranks alike, where MPI does not say that it takes the memory of GPUs. Collective."""
+    with comm_.Agreement(comm):
+        if not comm_.cuda_aware():
+            raise TransportError(
+                "this MPI library does not say that it takes GPU buffers (treeattn doctor names it): load a "
+                "CUDA-aware one, or take transport='nccl' or 'host'"
+            )
+
+
+def problems(comm: Intracomm, runtime: Runtime) -> dict[str, str | None]:
+    """Transport of GPUs -> why these ranks cannot take it, with the remedy; None where they can. Collective,
+    and the same on every rank."""
+    found: dict[str, str | None] = {name: None for name, device in DEVICES.items() if device == "cuda"}
+    for name, check in {"nccl": _check_nccl, "cuda-mpi": _check_cuda_mpi}.items():
+        try:
+            check(comm, runtime)
+        except TreeattnError as error:
+            found[name] = str(error)
+    return found
 
 
 class Staged(Reducer):
@@ -189,7 +212,7 @@ class Staged(Reducer):
         on_host = reduction._replace(operator=operator, buffer=self._host, memory=HOST)
         self._reducer = _over_mpi(selection, schedule, on_host, executor)
         self.certificate, self.sent = self._reducer.certificate, self._reducer.sent
-        self.executor = self._reducer.executor
+        self.executor, self.fallback = self._reducer.executor, self._reducer.fallback
 
     def waits_for(self) -> tuple[str, str]:
         """What is inside does."""

@@ -144,7 +144,9 @@ inline float __uint_as_float(unsigned bits) { return bits_as<float>(bits); }
 inline unsigned __float_as_uint(float value) { return bits_as<unsigned>(value); }
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
-template <class T> T __ldcg(const T *at) { return *at; }
+
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
 
 // A kernel as a C function that ctypes can call.
 #define EXPORT_KERNEL(SYMBOL, ...)                                                                                     \

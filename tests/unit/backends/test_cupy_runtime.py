@@ -172,6 +172,7 @@ def fake_cupy(**changes: Any) -> ModuleType:
             is_hip=changes.get("hip", False),
             getDevice=lambda: changes.get("current", 0),
             **peer_memory(changes.get("peer", [])),
+            getDeviceProperties=strict("cuda.runtime.getDeviceProperties", lambda device: {"name": b"Fake"}),
             deviceSynchronize=strict("cuda.runtime.deviceSynchronize", lambda: Stream.log.append("all")),
         ),
         compiler=SimpleNamespace(CompileException=CompileException),

@@ -104,6 +104,7 @@ class CupyRuntime:
         # Copies under way and the memory that they read.
         self._uploads: collections.deque[tuple[Any, Any]] = collections.deque()
         device = cupy.cuda.Device(index)
+        self.name = cupy.cuda.runtime.getDeviceProperties(index)["name"].decode()
         self.multiprocessors = int(device.attributes["MultiProcessorCount"])
         self.shared_bytes = int(device.attributes["MaxSharedMemoryPerBlockOptin"])
         #: The UUID, by which NCCL tells GPUs and MIG partitions apart too.

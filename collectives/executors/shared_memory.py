@@ -1,0 +1,139 @@
+"""Memory that the ranks of a node share: each owns a part, which it writes and the others read.
+
+A part is a file in memory without a name (memfd_create), which the others open by way of the owner's process.
+Nothing is left behind whatever happens to a rank, and no /dev/shm is needed. Where ranks cannot share, as in
+containers of their own, all ranks hear of it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from treeattn.collectives import waiting
+from treeattn.errors import SharingError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["Owner", "Part", "share"]
+
+T = TypeVar("T")
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+_HEADER = 128  # bytes: a token, by which a part is known, and what keeps the rest aligned
+
+
+class Owner(NamedTuple):
+    """A process: its number, and when it started, since numbers are used again."""
+
+    process: int
+    started: str
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is no more."""
+        return _started(self.process) != self.started
+
+
+class Part(NamedTuple):
+    """The memory of one rank, zeros at first. Nobody else can write there."""
+
+    memory: Bytes
+    owner: Owner
+
+
+class _Offer(NamedTuple):
+    """What a rank tells the others of its part."""
+
+    owner: Owner
+    descriptor: int
+    size: int
+    token: bytes
+
+
+def share(comm: Intracomm, node: Iterable[int], size: int) -> dict[int, Part]:
+    """A part of `size` bytes for this rank, and those of the other ranks of its node. Collective.
+
+    Raises `SharingError`, on every rank of `comm` alike, where one cannot share memory with its node.
+    """
+    made, problem = _attempt(lambda: _made(size))
+    try:
+        offers = _everywhere(comm, problem, made and made[0])
+        others = [rank for rank in node if rank != comm.rank]
+        opened, problem = _attempt(lambda: {rank: _opened(rank, offers[rank]) for rank in others})
+        _everywhere(comm, problem, None)  # and the others have opened what this rank offers
+    finally:
+        if made is not None:
+            os.close(made[0].descriptor)
+    assert made is not None
+    assert opened is not None
+    return opened | {comm.rank: Part(made[1], made[0].owner)}
+
+
+def _made(size: int) -> tuple[_Offer, Bytes]:
+    """A part of this rank's own."""
+    descriptor = os.memfd_create("treeattn", os.MFD_CLOEXEC)
+    try:
+        # Room now or an error, not a signal at the first write.
+        os.posix_fallocate(descriptor, 0, _HEADER + size)
+        memory = _mapped(descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    token = os.urandom(_HEADER)
+    memory[:_HEADER] = np.frombuffer(token, np.uint8)
+    own = os.getpid()
+    return _Offer(Owner(own, _started(own)), descriptor, size, token), memory[_HEADER:]
+
+
+def _opened(rank: int, offer: _Offer) -> Part:
+    """The part of another rank, to read."""
+    try:
+        descriptor = os.open(f"/proc/{offer.owner.process}/fd/{offer.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            memory = _mapped(descriptor, offer.size, mmap.PROT_READ)
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as error:
+        raise OSError(f"the memory of rank {rank} cannot be opened ({error})") from error
+    if memory[:_HEADER].tobytes() != offer.token:
+        raise OSError(f"rank {rank} is in another container")
+    return Part(memory[_HEADER:], offer.owner)
+
+
+def _mapped(descriptor: int, size: int, protection: int) -> Bytes:
+    return np.frombuffer(mmap.mmap(descriptor, _HEADER + size, prot=protection), np.uint8)
+
+
+def _attempt(make: Callable[[], T]) -> tuple[T | None, str | None]:
+    """What it makes, or why it cannot."""
+    try:
+        return make(), None
+    except (OSError, ValueError, AttributeError, MemoryError) as error:  # the third: no memfd_create here
+        return None, f"{error}" or repr(error)
+
+
+def _everywhere(comm: Intracomm, problem: str | None, told: Any) -> list[Any]:
+    """What every rank tells; where one has a problem, every rank raises the same."""
+    with waiting.watched("sharing memory within nodes"):
+        views = comm.allgather((problem, told))
+    for rank, (problem, _) in enumerate(views):
+        if problem is not None:
+            raise SharingError(f"rank {rank}: {problem}")
+    return [told for _, told in views]
+
+
+def _started(process: int) -> str:
+    """When a process started, in ticks since boot; empty if it is no more."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return ""
+    state, *fields = text.rpartition(")")[2].split()  # the name before may hold anything
+    return "" if state in "ZX" else fields[18]

@@ -1,0 +1,87 @@
+"""ThreadSanitizer over the programs of every scheme, ranks as threads: no race. Weakened ones have some.
+
+It knows the memory model of C11, not only what the processor at hand forgives.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from virtual_node import OneSet, virtual_node
+
+from tests.made_partials import own_part, partials
+from treeattn.backends.cpu import compiled_kernels_problem
+from treeattn.collectives import build, check, names
+from treeattn.collectives.executors import loopback, slots
+
+HERE, ROOT = Path(__file__).parent, Path(__file__).resolve().parents[3]
+KERNELS = ROOT / "kernels" / "cpu"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(compiled_kernels_problem() is not None, reason="no C compiler"),
+]
+
+
+def compiled(folder, replace="", by=""):
+    """The twin, with one word of the step replaced by another."""
+    source = (KERNELS / "step.c").read_text()
+    assert replace in source
+    (folder / "step.c").write_text(source.replace(replace, by) if replace else source)
+    # The copy in `folder` comes first: #include "step.c" of a file elsewhere looks there.
+    twin = folder / "step_twin"
+    command = ["cc", "-std=gnu11", "-O1", "-g", "-fsanitize=thread", "-ffp-contract=off", "-pthread"]
+    files = [HERE / "step_twin.c", KERNELS / "merge_partials.c"]
+    subprocess.run([*command, f"-I{folder}", f"-I{KERNELS}", *files, "-lm", "-o", twin], check=True)
+    return twin
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory):
+    return compiled(tmp_path_factory.mktemp("twin"))
+
+
+def run(twin, path, scheme, size, layout=slots.Layout, steps=40):
+    """What the twin says: (exit code, all that it printed)."""
+    schedule, records = build(scheme, size), 9
+    node = virtual_node(schedule, records, layout=layout)
+    values = partials(size, records, 8, seed=size)
+    wanted = [np.ascontiguousarray(part) for part in loopback.run(schedule, values, node.operator)]
+    begin = node.arena.block.ctypes.data
+    words = [begin, node.arena.used, size, steps, 20, node.operator.width]
+    for rank, (buffer, program) in enumerate(node.ranks):
+        promised = own_part(schedule, rank, buffer)
+        first = promised.ctypes.data - buffer.ctypes.data
+        words += [buffer.ctypes.data, buffer.nbytes, first, promised.nbytes, len(program.round_at)]
+    blocks = [np.array(words, np.int64), *(array for rank in node.ranks for array in rank.program.arrays)]
+    blocks += [block for pair in zip(values, wanted, strict=True) for block in pair]
+    path.write_bytes(b"".join(block.tobytes() for block in blocks))
+    # Without fixed addresses some kernels leave the sanitizer no room.
+    done = subprocess.run(
+        ["setarch", "-R", twin, path], capture_output=True, text=True, timeout=120, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("scheme", names("schedule"))
+def test_no_race(twin, tmp_path, scheme):
+    for size in (2, 3, 5, 8):
+        if check(build(scheme, size)).in_step_from <= 9:
+            assert run(twin, tmp_path / "programs", scheme, size) == (0, "done\n"), size
+
+
+@pytest.mark.parametrize("order", ["release", "acquire"])
+def test_a_relaxed_order_is_reported(tmp_path, order):
+    weak = compiled(tmp_path, f"memory_order_{order}", "memory_order_relaxed")
+    code, said = run(weak, tmp_path / "programs", "recursive_doubling", 4)
+    assert code != 0
+    assert "data race" in said
+
+
+def test_one_set_of_slots_is_reported(twin, tmp_path):
+    code, said = run(twin, tmp_path / "programs", "recursive_doubling", 4, layout=OneSet)
+    assert code != 0
+    assert "data race" in said or "result 3" in said
