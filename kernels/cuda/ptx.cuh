@@ -326,6 +326,7 @@ MULTIPLY_MATRICES(bfloat16, "bf16")
 #undef MULTIPLY_MATRICES
 #endif
 
+#ifndef __HIP__
 // ---- numbers that other GPUs of the node and the host look at
 
 // Whoever reads it by `load_acquire` sees what this thread wrote before, and what it saw of others at a barrier.
@@ -357,3 +358,4 @@ __device__ __forceinline__ long long nanoseconds() {
   return time;
 #endif
 }
+#endif

@@ -64,9 +64,9 @@ def decode(
     device: ``"cpu"`` or ``"cuda"``, the GPU that is CuPy's current one (no float64); None is where q lies.
     transport: how records travel: ``"mpi"`` from the host; from GPUs ``"nccl"``, ``"peer"``, ``"cuda-mpi"``
     or ``"host"`` (see `treeattn.decoder.transport`). None is the only sensible one, or an error that lists
-    the choices.
-    executor: who runs the rounds of a schedule on the host: ``"slots"``, ``"program"`` or ``"mpi"`` (see
-    `treeattn.decoder.executor`). None is the fastest that all ranks can have; the bits are the same.
+    them. executor: who runs the rounds of a schedule on the host: ``"slots"`` or ``"program"``, compiled, or
+    ``"mpi"``, Python (see `treeattn.decoder.executor`). None is the fastest that all ranks can have; the bits
+    are the same.
 
     Returns ``out`` like q and the natural-log ``lse`` [batch, heads, queries], float32 (float64 for
     float64 inputs), in the container of q (of k, where q is broadcast). Every rank gets the same bits: proved
