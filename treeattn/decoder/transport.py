@@ -168,36 +168,26 @@ def _over_peers(
     return reducer
 
 
-def _check_peers(comm: Intracomm, runtime: Runtime) -> None:
-    """Raise, on all ranks alike, where they cannot open one another's memory: by a trial. Collective."""
+def _check_peers(comm: Intracomm, runtime: Any) -> None:
+    """Raise, on all ranks alike, where they cannot open one another's memory: tried with the least there is.
+    Collective."""
     _check_one_node(comm)
-    exposed: list[int] = []
+    address, handle = comm_.together(comm, lambda: runtime.expose(1))
+    handles = comm.allgather(handle)
+    opened: list[int] = []
 
-    def expose() -> bytes:
-        address, handle = runtime.expose(1)
-        exposed.append(address)
-        return handle
-
-    def open_all(handles: list[bytes]) -> None:
-        for handle in handles[: comm.rank] + handles[comm.rank + 1 :]:
-            runtime.close_exposed(runtime.open_exposed(handle))
+    def open_all() -> None:
+        for rank, other in enumerate(handles):
+            if rank != comm.rank:
+                opened.append(runtime.open_exposed(other))
 
     try:
-        handles = comm.allgather(comm_.together(comm, expose))
-        comm_.together(comm, lambda: open_all(handles))
-    finally:  # all are here, with an error or without
-        for address in exposed:
-            runtime.withdraw(address)
-
-
-def _check_one_node(comm: Intracomm) -> None:
-    """CUDA opens the memory of processes of one system only."""
-    nodes = comm_.node_groups(comm)
-    if len(nodes) > 1:
-        apart = f"ranks {nodes[0][0]} and {nodes[1][0]} are on different ones"
-        raise TransportError(
-            f"transport='peer' is for the ranks of one node, and {apart}: take transport='nccl', or 'host'"
-        )
+        comm_.together(comm, open_all)
+    finally:
+        for other in opened:
+            runtime.close_exposed(other)
+        comm.Barrier()  # nobody withdraws what another has open
+        runtime.withdraw(address)
 
 
 def _over_cuda_mpi(
@@ -221,7 +211,8 @@ def problems(comm: Intracomm, runtime: Runtime) -> dict[str, str | None]:
     """Transport of GPUs -> why these ranks cannot take it, with the remedy; None where they can. Collective,
     and the same on every rank."""
     found: dict[str, str | None] = {name: None for name, device in DEVICES.items() if device == "cuda"}
-    for name, check in {"nccl": _check_nccl, "peer": _check_peers, "cuda-mpi": _check_cuda_mpi}.items():
+    checks = {"nccl": _check_nccl, "peer": _check_peers, "cuda-mpi": _check_cuda_mpi}
+    for name, check in checks.items():
         try:
             check(comm, runtime)
         except TreeattnError as error:
@@ -290,6 +281,16 @@ def shared_gpu(comm: Intracomm, runtime: Runtime) -> str | None:
         if len(ranks) > 1:
             return f"ranks {', '.join(map(str, ranks))} share GPU {identity} of {host}"
     return None
+
+
+def _check_one_node(comm: Intracomm) -> None:
+    """CUDA opens the memory of processes of one system only."""
+    nodes = comm_.node_groups(comm)
+    if len(nodes) > 1:
+        apart = f"ranks {nodes[0][0]} and {nodes[1][0]} are on different ones"
+        raise TransportError(
+            f"transport='peer' is for the ranks of one node, and {apart}: take transport='nccl', or 'host'"
+        )
 
 
 _PLANNERS: dict[str, Callable[[Selection, Schedule | None, Reduction, str | None], Reducer]] = {
