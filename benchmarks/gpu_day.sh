@@ -28,7 +28,8 @@ step() {
   case $1 in
     versions)  take "$1" json "$PYTHON" -m gpu_day.machine --json FILE ;;
     doctor)    take "$1" json "$PYTHON" -m treeattn doctor --json FILE ;;
-    tests)     take "$1" tests "${PYTEST[@]}" tests/gpu --ignore=tests/gpu/test_ranks.py --junitxml FILE ;;
+    tests)     take "$1" tests "${PYTEST[@]}" tests/gpu --ignore=tests/gpu/test_ranks.py \
+                 --ignore=tests/gpu/test_peer.py --junitxml FILE ;;
     memcheck | initcheck | racecheck)
                take "$1" sanitizer "${SANITIZER[@]}" FILE --tool "$1" "$PYTHON" -m gpu_day.attend small ;;
     kernel)    take "$1" json "$PYTHON" benchmarks/gpu_kernel.py --alone --json FILE ;;
@@ -40,12 +41,13 @@ step() {
                  --device cuda --transport host --scheme binary_tree,recursive_doubling,hierarchical \
                  --check --expect $CACHE.expected.safetensors --json FILE ;;
     ranks)     take "$1" tests "${SEVERAL_RANKS[@]}" "${PYTEST[@]}" tests/gpu/test_ranks.py --junitxml FILE ;;
+    peer)      take "$1" tests "${PYTEST[@]}" tests/gpu/test_peer.py --junitxml FILE ;;
     compare)   take "$1" json "${SEVERAL_RANKS[@]}" "$MPIEXEC" -n 2 "$PYTHON" -m treeattn compare \
                  --device cuda --transport all --seq-len 65536 --json FILE ;;
     bits)      take "$1" json "$PYTHON" -m gpu_day.same_bits --json FILE ;;
   esac
 }
-STEPS=(versions doctor tests memcheck initcheck racecheck kernel beside roofline ncu splits host ranks compare bits)
+STEPS=(versions doctor tests memcheck initcheck racecheck kernel beside roofline ncu splits host ranks peer compare bits)
 
 # take STEP READER COMMAND...: run it, and have what it wrote and printed recorded.
 take() {

@@ -6,8 +6,8 @@ that out of their slots. Where each rank's slots are follows from the schedule, 
 
 A slot is not written again before its readers are done with it, without any barrier: there are two sets of
 slots, for even and for odd steps, and who ends a step with a result that counts a rank knows that this rank
-began the step, and so ended the one before. Where a rank's result may count nobody (a scattered one, of fewer
-records than ranks), the program waits for its readers (`Operation.AWAIT`).
+began the step, and so ended the one before. Where a rank's result may count nobody
+(`Certificate.in_step_from`), the program waits for its readers (`Operation.AWAIT`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
-from treeattn.collectives.check import FoldOrders
+from treeattn.collectives.check import FoldOrders, Proof
 from treeattn.collectives.schedule import Schedule
 
 __all__ = ["Instruction", "Operation", "Program", "Source", "plan"]
@@ -110,19 +110,15 @@ class _Layout:
         return Source(rank, place.at + first - place.first)
 
 
-def plan(schedule: Schedule, folds: FoldOrders, rank: int, records: int, group: int = 1) -> Program:
-    """The program of one rank for `records` records, never cut within groups of `group`.
-
-    folds: as `check.prove` gives them.
-    """
+def plan(schedule: Schedule, proof: Proof, rank: int, records: int, group: int = 1) -> Program:
+    """The program of one rank for `records` records, never cut within groups of `group`."""
     layout = _Layout(schedule, records, group)
     numbers = len(schedule.rounds) + 1
-    instructions = (
-        [] if _all_are_counted(schedule, layout) else _await_readers(layout, rank, records, numbers)
-    )
+    in_step = records // group >= proof.certificate.in_step_from
+    instructions = [] if in_step else _await_readers(layout, rank, records, numbers)
     for number in range(len(schedule.rounds)):
         instructions += _leaving(layout, number, rank)
-        instructions += _arriving(schedule, folds, layout, number, rank)
+        instructions += _arriving(schedule, proof.folds, layout, number, rank)
     return Program(tuple(instructions), layout.size, numbers)
 
 
@@ -146,12 +142,6 @@ def _arriving(
                 for other in ranks
             )
             yield Instruction(Operation.PULL, number + 1, first, stop, sources=tuple(held))
-
-
-def _all_are_counted(schedule: Schedule, layout: _Layout) -> bool:
-    """Whether every rank ends with something that counts every rank."""
-    own = (layout.records(range(rank, rank + 1)) for rank in range(schedule.size))
-    return schedule.result == "replicated" or all(first < stop for first, stop in own)
 
 
 def _await_readers(layout: _Layout, rank: int, records: int, numbers: int) -> list[Instruction]:

@@ -26,6 +26,7 @@ STEPS = {
     "splits": "which number of splits is the fastest",
     "host": "two ranks, records by way of the host",
     "ranks": "several ranks of NCCL on one GPU, every scheme",
+    "peer": "ranks that read one another's memory, every schedule",
     "compare": "schemes beside each other, every transport",
     "bits": "the emulator against the hardware, bit by bit",
 }

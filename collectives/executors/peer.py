@@ -43,7 +43,8 @@ class Reducer(BaseReducer):
 
     def __init__(self, reduction: Reduction, schedule: Schedule) -> None:
         comm = reduction.comm
-        self.certificate, folds = rounds.proved(reduction, schedule)
+        proof = rounds.proved(reduction, schedule)
+        self.certificate = proof.certificate
         self._records = reduction.records(schedule.name)
         self._operator: PullingOperator = reduction.operator
         self._memory: PeerMemory = reduction.memory
@@ -51,7 +52,7 @@ class Reducer(BaseReducer):
         super().__init__(schedule.name)
         self._comm = duplicate(comm)
         count, group = len(self._records), reduction.group
-        self._program = pulls.plan(schedule, folds, comm.rank, count, group)
+        self._program = pulls.plan(schedule, proof, comm.rank, count, group)
         bytes_each = self._records.nbytes // max(count, 1)
         self.sent = [
             (message.dst, message.records * bytes_each)

@@ -35,10 +35,10 @@ class Node:
         **options: Any,
     ) -> None:
         """program: changes the program of each rank; options: of `EmulatorRuntime`."""
-        ranks, folds = range(schedule.size), prove(schedule).folds
+        ranks, proof = range(schedule.size), prove(schedule)
         self.runtimes = [EmulatorRuntime(seed=rank, **options) for rank in ranks]
         operators = [cuda.MergeOperator(head_dim, runtime=runtime) for runtime in self.runtimes]
-        programs = [program(pulls.plan(schedule, folds, rank, records, group)) for rank in ranks]
+        programs = [program(pulls.plan(schedule, proof, rank, records, group)) for rank in ranks]
         self.buffers = [np.zeros((records, head_dim + 2), np.float32) for _ in ranks]
         exposed = [
             runtime.expose(operator.window_bytes(program))

@@ -48,7 +48,7 @@ def main() -> None:
     runtime = EmulatorRuntime(seed=rank, edit=planted(FAULTS[mine]) if mine in FAULTS else str)
     runtime.shared_folder = str(folder)
     schedule = collectives.build("all_gather_merge", size)
-    program = pulls.plan(schedule, prove(schedule).folds, rank, RECORDS)
+    program = pulls.plan(schedule, prove(schedule), rank, RECORDS)
     operator = cuda.MergeOperator(HEAD_DIM, runtime=runtime)
     runtime.kernel("pull_partials", "pull_partials")  # compiled before anyone waits
     handle = runtime.expose(operator.window_bytes(program))[1]

@@ -14,7 +14,7 @@ _PROBLEM = cupy_runtime.problem() or (None if mpiexec() else "no mpiexec: instal
 pytestmark = pytest.mark.skipif(_PROBLEM is not None, reason=str(_PROBLEM))
 
 
-@pytest.mark.parametrize("ranks", range(2, 9))
+@pytest.mark.parametrize("ranks", [2, 4, 7])
 def test_every_schedule_over_peer_memory(ranks: int) -> None:
     done = run("-m", "mpi4py", "tests/gpu/over_peers.py", ranks=ranks, timeout=280, TREEATTN_TIMEOUT="60")
     assert done.returncode == 0, done.stdout + done.stderr

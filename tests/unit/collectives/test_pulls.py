@@ -80,8 +80,8 @@ class Node:
 
 
 def programs_of(schedule: Schedule, records: int, group: int = 1) -> list[Program]:
-    folds = prove(schedule).folds
-    return [pulls.plan(schedule, folds, rank, records, group) for rank in range(schedule.size)]
+    proof = prove(schedule)
+    return [pulls.plan(schedule, proof, rank, records, group) for rank in range(schedule.size)]
 
 
 @pytest.mark.parametrize("records", [2, 7])
