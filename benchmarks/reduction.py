@@ -5,9 +5,9 @@ MPI_Allreduce(SUM) of the same bytes, since machines are noisy; ratios to it are
 library with the merge as its operator, three separate allreduces, and recursive_doubling without merges: the
 messages alone.
 
-Goals of recursive_doubling: with "slots" at most 0.35 on 2 ranks whose cores share a cache, 0.65 where they do
-not, 0.4 on 4 and 8 ranks that share 2 cores; with "program" 1.2 on 2 ranks (Open MPI: 1.0). Of binary_tree with
-"slots" on 2 ranks: 0.5 and 1.05.
+Goals of recursive_doubling: with "slots" at most 0.35 on 2 ranks whose cores share a cache, 0.65 where they
+do not, 0.4 on 4 and 8 ranks that share 2 cores; with "program" 1.2 on 2 ranks (Open MPI: 1.0). Of binary_tree
+with "slots" on 2 ranks: 0.5 and 1.05.
 """
 
 from __future__ import annotations
