@@ -59,7 +59,8 @@ take() {
     return 1
   fi
   echo "gpu_day: $name: at most $LIMIT s" >&2
-  timeout -k 10 "$LIMIT" "$@" >"$log" 2>&1 </dev/null || code=$?
+  # Interrupted, pytest still reports what it had; a script in the background would have its children ignore it.
+  env --default-signal=INT timeout -s INT -k 20 "$LIMIT" "$@" >"$log" 2>&1 </dev/null || code=$?
   "$PYTHON" -m gpu_day.record "$name" "$reader" "$found" "$log" "$code" $((SECONDS - begun)) \
     "$RESULTS/gpu_$name.json" "$@"
 }

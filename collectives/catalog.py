@@ -22,6 +22,7 @@ from treeattn.collectives.schemes.all_gather_merge import all_gather_merge
 from treeattn.collectives.schemes.all_gather_trees import all_gather_trees
 from treeattn.collectives.schemes.binary_tree import binary_tree
 from treeattn.collectives.schemes.bine import bine
+from treeattn.collectives.schemes.census import census
 from treeattn.collectives.schemes.chain import chain
 from treeattn.collectives.schemes.circulant import circulant
 from treeattn.collectives.schemes.double_binary_tree import double_binary_tree
@@ -54,7 +55,7 @@ __all__ = [
 ]
 
 #: How records travel -> where they lie.
-DEVICES = {"mpi": "cpu", "nccl": "cuda", "cuda-mpi": "cuda", "host": "cuda"}
+DEVICES = {"mpi": "cpu", "nccl": "cuda", "peer": "cuda", "cuda-mpi": "cuda", "host": "cuda"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,8 @@ class Scheme:
     `module` that plans them: its ``plan`` takes a `reducer.Reduction` and the parameters. compiled: it calls
     the operator's compiled form. fused: attends while it communicates, so it has no reduction of its own; its
     ``plan`` takes more (`treeattn.baselines`).
-    transports: how its records can travel; elsewhere: what to take on another device.
+    transports: how its records can travel; none for a schedule that is there to be built, checked and drawn
+    alone. elsewhere: what to take on another device, or instead.
     """
 
     name: str
@@ -258,6 +260,14 @@ CATALOG: dict[str, Scheme] = {
         Scheme("head_scatter", head_scatter, "ceil(log2 p) alpha + n (p-1)/p beta", scattered=True),
         Scheme("all_gather_merge", all_gather_merge, "alpha + (p-1) n beta", restriction=_SQUARE.format(724)),
         Scheme(
+            "census",
+            census,
+            "ceil(log2 p) (alpha + n beta)",
+            restriction="not run: ranks end with unlike bits",
+            transports=(),
+            elsewhere="its ranks end with unlike bits: build, check and draw it, but run recursive_doubling",
+        ),
+        Scheme(
             "mpi_allreduce",
             None,
             "the library's",
@@ -288,8 +298,8 @@ CATALOG: dict[str, Scheme] = {
 
 
 def names(kind: Literal["schedule", "library"] | None = None) -> list[str]:
-    """All names, or those of one kind, in the order of the catalogue."""
-    return [row.name for row in CATALOG.values() if kind in (None, row.kind)]
+    """All names of what can run, or those of one kind, in the order of the catalogue."""
+    return [row.name for row in CATALOG.values() if row.transports and kind in (None, row.kind)]
 
 
 def find(name: str, catalog: Mapping[str, Scheme] = CATALOG) -> Scheme:
@@ -383,6 +393,8 @@ def _read(row: Scheme, key: str, value: Any) -> Any:
     if parameter.kind == "tree" and not inner.rooted:
         rooted = ", ".join(other.name for other in CATALOG.values() if other.rooted)
         raise ScheduleError(f"{row.name}: {key}={inner.name} gathers at no root; take one of {rooted}")
+    if not inner.transports:
+        raise ScheduleError(f"{row.name}: {key}={inner.name}: {inner.elsewhere}")
     if inner.kind != "schedule":
         raise ScheduleError(f"{row.name}: {key}={inner.name} is a reducer of a library and has no schedule")
     return _spell(inner, inner_given)

@@ -9,7 +9,7 @@ which decides whether all ranks end with the same bits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple, NoReturn
@@ -21,6 +21,8 @@ from treeattn.errors import ScheduleError
 __all__ = ["Certificate", "Fold", "Proof", "check", "prove"]
 
 Determinism = Literal["A", "C", "none"]
+
+_NOTHING = -1  # in the place of an expression
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,16 @@ class _Prover:
         self.schedule = schedule
         self._check_shape()
         self.expressions = Expressions(schedule.size)
+        self.everyone = (1 << schedule.size) - 1
+        # Complete values go by one name, which stands for the first that was formed of each chunk: complete
+        # chunks then lie in one run, however each was merged, where ranks would hold p runs each in the end.
+        self.complete = self.expressions.name(self.everyone)
+        self.first_complete = ChunkMap(schedule.chunks, _NOTHING)
         self.held = [ChunkMap(schedule.chunks, rank) for rank in range(schedule.size)]
+        # What each rank has gathered without what it brought, where a transfer asks for it.
+        apart = schedule.size if schedule.keeps_apart else 0
+        self.gathered = [ChunkMap(schedule.chunks, _NOTHING) for _ in range(apart)]
+        self.gathering: list[tuple[int, Piece]] = []
 
     def run(self) -> Proof:
         rounds = self.schedule.rounds
@@ -109,20 +120,24 @@ class _Prover:
         for dst, parts in written:
             for pieces in parts:
                 self.held[dst].write(pieces)
+        for dst, piece in self.gathering:
+            self.gathered[dst].write([piece])
+        self.gathering.clear()
         return folds
 
     def _receive(
         self, number: int, dst: int, transfers: list[Transfer], done: list[Fold]
     ) -> list[list[Piece]]:
         """What `dst` holds after the round, one list per range of chunks; its folds go to `done`."""
-        alone = self._receive_alone(transfers[0], done) if len(transfers) == 1 else None
+        simple = len(transfers) == 1 and not self.gathered
+        alone = self._receive_alone(transfers[0], done) if simple else None
         if alone:
             return [alone]
         return [self._receive_part(number, dst, *part, done) for part in _parts(transfers)]
 
     def _receive_alone(self, transfer: Transfer, done: list[Fold]) -> list[Piece] | None:
         """One transfer of uniform value: the commonest case, done fast. None if it is another case."""
-        src, dst, chunks, merge = transfer
+        src, dst, chunks, merge, _ = transfer
         theirs = self.held[src].read(chunks.start, chunks.stop)
         if not merge:
             return theirs
@@ -134,7 +149,7 @@ class _Prover:
         if expressions.mask[a] & expressions.mask[b]:
             return None
         done.append(Fold(chunks, (dst, src) if expressions.lowest[a] < expressions.lowest[b] else (src, dst)))
-        return [(chunks.start, chunks.stop, expressions.pair(a, b))]
+        return self._named(chunks.start, chunks.stop, expressions.pair(a, b))
 
     def _receive_part(
         self, number: int, dst: int, first: int, end: int, transfers: list[Transfer], done: list[Fold]
@@ -143,15 +158,49 @@ class _Prover:
         if not all(t.merge for t in transfers):
             if len(transfers) > 1:
                 self._conflict(number, dst, first, transfers)
+            if self.gathered:
+                self.gathering.append((dst, (first, end, _NOTHING)))
             return self.held[transfers[0].src].read(first, end)
-        columns = [self.held[rank].read(first, end) for rank in (dst, *(t.src for t in transfers))]
+        columns = [self.held[dst].read(first, end), *(self._sent(number, t, first, end) for t in transfers)]
+        if self.gathered:
+            columns.append(self.gathered[dst].read(first, end))
         lowest = self.expressions.lowest
         pieces = []
-        for start, stop, values in aligned(columns):
+        for start, stop, found in aligned(columns):
+            values = found[: len(transfers) + 1]
             self._check_once(number, start, transfers, values)
             order = sorted(range(len(values)), key=lambda i: lowest[values[i]])
             done.append(Fold(range(start, stop), tuple(transfers[i - 1].src if i else dst for i in order)))
-            pieces.append((start, stop, self.expressions.fold([values[i] for i in order], dst, number)))
+            folded = self.expressions.fold([values[i] for i in order], dst, number)
+            pieces += self._named(start, stop, folded)
+            for before in found[len(values) :]:
+                others = [values[i] if i else before for i in order if i or before != _NOTHING]
+                self.gathering.append((dst, (start, stop, self.expressions.fold(others, dst, number))))
+        return pieces
+
+    def _named(self, first: int, end: int, value: int) -> list[Piece]:
+        """`value` for the chunks first .. end - 1, or where it stands for it, the name of complete values."""
+        if self.expressions.mask[value] != self.everyone:
+            return [(first, end, value)]
+        known = [(a, b, value if v == _NOTHING else v) for a, b, v in self.first_complete.read(first, end)]
+        self.first_complete.write(known)
+        return [(a, b, self.complete if v == value else value) for a, b, v in known]
+
+    def _merged(self, pieces: list[Piece]) -> Iterator[Piece]:
+        """The pieces with what the name of complete values stands for."""
+        for first, end, value in pieces:
+            if value == self.complete:
+                yield from self.first_complete.read(first, end)
+            else:
+                yield first, end, value
+
+    def _sent(self, number: int, transfer: Transfer, first: int, end: int) -> list[Piece]:
+        """What the chunks first .. end - 1 of a transfer carry."""
+        if transfer.own:
+            return self.held[transfer.src].read(first, end)
+        pieces = self.gathered[transfer.src].read(first, end)
+        if any(value == _NOTHING for _, _, value in pieces):
+            self._fail(number, transfer, f"sends what rank {transfer.src} has gathered, which is nothing yet")
         return pieces
 
     def _check_once(
@@ -172,7 +221,8 @@ class _Prover:
         schedule, final = self.schedule, self._final()
         self._check_complete(final)
         ordered = self.expressions.ordered
-        orders = {ordered[value] for pieces in final for _, _, value in pieces}
+        named = {piece for pieces in final for piece in pieces}
+        orders = {ordered[value] for _, _, value in self._merged(list(named))}
         reach = [Counter(t.dst for t in round_) for round_ in schedule.rounds]
         sent = sum(len(t.chunks) for round_ in schedule.rounds for t in round_)
         return Certificate(
@@ -198,10 +248,9 @@ class _Prover:
         return [held.pieces() for held in self.held]
 
     def _check_complete(self, final: list[list[Piece]]) -> None:
-        everyone = (1 << self.schedule.size) - 1
         for rank, pieces in enumerate(final):
             for first, end, value in pieces:
-                missing = everyone & ~self.expressions.mask[value]
+                missing = self.everyone & ~self.expressions.mask[value]
                 if missing:
                     lacks = _some(self.expressions.ranks(missing))
                     where = f"chunk {first}" if end == first + 1 else f"chunks {first} to {end - 1}"
@@ -212,7 +261,8 @@ class _Prover:
             return "A"  # each result exists on one rank only: there is nobody to differ from
         if all(pieces == final[0] for pieces in final):
             return "A"
-        ordered = [list(_relabelled(pieces, self.expressions.ordered)) for pieces in final]
+        names = self.expressions.ordered
+        ordered = [list(_relabelled(self._merged(pieces), names)) for pieces in final]
         return "C" if all(pieces == ordered[0] for pieces in ordered) else "none"
 
     # Shape and messages
@@ -229,7 +279,7 @@ class _Prover:
             self._refuse(f"a scattered result needs as many chunks as ranks, not {chunks}")
 
     def _check_transfer(self, number: int, transfer: Transfer) -> None:
-        src, dst, chunks, _ = transfer
+        src, dst, chunks, merge, own = transfer
         size = self.schedule.size
         if not (0 <= src < size and 0 <= dst < size):
             self._fail(number, transfer, f"names a rank outside 0 to {size - 1}")
@@ -239,6 +289,8 @@ class _Prover:
             self._fail(number, transfer, "moves no chunk, or not a contiguous range of them")
         if chunks.start < 0 or chunks.stop > self.schedule.chunks:
             self._fail(number, transfer, f"names a chunk outside 0 to {self.schedule.chunks - 1}")
+        if not (merge or own):
+            self._fail(number, transfer, "overwrites with less than its sender holds: only a merge may")
 
     def _conflict(self, number: int, dst: int, chunk: int, transfers: list[Transfer]) -> NoReturn:
         copies = [t for t in transfers if not t.merge]
@@ -282,7 +334,7 @@ def _joined(folds: list[Fold], starts: set[int]) -> Iterator[Fold]:
     yield last
 
 
-def _relabelled(pieces: list[Piece], names: list[int]) -> Iterator[tuple[int, int]]:
+def _relabelled(pieces: Iterable[Piece], names: list[int]) -> Iterator[tuple[int, int]]:
     """Starts and new expressions of the runs that are left when expressions are renamed."""
     last = -1
     for first, _, value in pieces:

@@ -47,7 +47,9 @@ class Expressions:
         return new
 
     def fold(self, operands: Sequence[int], rank: int, round_number: int) -> int:
-        """The merge of several expressions, already in the order of the fold, done by `rank`."""
+        """The merge of one or more expressions, already in the order of the fold, done by `rank`."""
+        if len(operands) == 1:
+            return operands[0]
         if len(operands) == 2:
             return self.pair(operands[0], operands[1])
         key = (round_number, rank, *operands)
@@ -65,6 +67,15 @@ class Expressions:
         self.mask.append(self.mask[a] | self.mask[b])
         self.lowest.append(min(self.lowest[a], self.lowest[b]))
         self.depth.append(1 + max(self.depth[a], self.depth[b]))
+        self.ordered.append(new)
+        return new
+
+    def name(self, mask: int) -> int:
+        """A new expression of these ranks that stands for others, which differ by place."""
+        new = len(self.mask)
+        self.mask.append(mask)
+        self.lowest.append((mask & -mask).bit_length() - 1)
+        self.depth.append(0)
         self.ordered.append(new)
         return new
 

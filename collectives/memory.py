@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["HOST", "Host", "Memory", "Stream"]
+__all__ = ["HOST", "Host", "Memory", "PeerMemory", "Stream"]
 
 
 class Memory(Protocol):
@@ -45,6 +45,23 @@ class Stream(Memory, Protocol):
     @property
     def stream(self) -> int:
         """The stream that work is queued to now, as libraries take it."""
+
+
+class PeerMemory(Stream, Protocol):
+    """Memory of a GPU that other processes of the node can read, where it is allocated for that."""
+
+    def expose(self, size: int) -> tuple[int, bytes]:
+        """`size` bytes of zeros at a new address, and the handle that opens them in another process.
+        Raises `TransportError` where the GPU cannot, `BackendError` where memory is out."""
+
+    def withdraw(self, address: int) -> None:
+        """Free what was exposed: nobody may have it open."""
+
+    def open_exposed(self, handle: bytes) -> int:
+        """The address here of what another process exposed. Raises `TransportError`."""
+
+    def close_exposed(self, address: int) -> None:
+        """The end of what was opened."""
 
 
 class Host:

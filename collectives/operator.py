@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from treeattn.collectives.pulls import Program
+
 __all__ = [
     "Columns",
     "CompiledOperator",
@@ -12,6 +14,8 @@ __all__ = [
     "NativeCode",
     "NativeOperator",
     "Operator",
+    "Pull",
+    "PullingOperator",
     "RescalingOperator",
 ]
 
@@ -38,6 +42,36 @@ class ManyOperator(Protocol):
 
     def planned_merge_many(self, into: Any, others: Any) -> Callable[[], object]:
         """Fold others[0], others[1], .. into `into`: [count, records, width] into [records, width]."""
+
+
+class Pull(Protocol):
+    """A step of `pulls.Program`, planned over memory that never moves."""
+
+    def __call__(self) -> None:
+        """Queue one step."""
+
+    def late(self) -> tuple[int, int] | None:
+        """(rank, round) that was waited for in vain, as far as what was queued is done; else None."""
+
+
+class PullingOperator(Operator, Protocol):
+    """An operator that merges records straight out of the memory of other ranks."""
+
+    def window_bytes(self, program: Program) -> int:
+        """Of the memory that every rank exposes."""
+
+    def pull_blocks(self, records: int) -> int:
+        """In how many parts this rank's device can pull that many records, all of them at once."""
+
+    def planned_pull(
+        self, records: Any, program: Program, rank: int, windows: list[int], seconds: float, blocks: int
+    ) -> Pull:
+        """`program` over records [records, width] of `rank`, C-contiguous, which never move.
+
+        windows: where those of all ranks are, all zeros before any rank's first step. seconds: that another
+        rank is waited for, or infinity; where it does not come in time, the records become NaN, in later
+        steps too. blocks: `pull_blocks` of the rank that has fewest.
+        """
 
 
 class CompiledOperator(Operator, Protocol):

@@ -42,17 +42,19 @@ class Transfer(NamedTuple):
     """One message: rank `src` sends its value of `chunks` to rank `dst`.
 
     ``merge=True`` folds it into what `dst` holds; ``merge=False`` overwrites (broadcast phases).
+    ``own=False`` sends what `src` has gathered so far, without what it brought itself; only a merge may.
     """
 
     src: int
     dst: int
     chunks: range = range(1)
     merge: bool = True
+    own: bool = True
 
     @property
     def arrow(self) -> str:
-        """``3->1`` for a merge, ``3=>1`` for a copy."""
-        return f"{self.src}{'->' if self.merge else '=>'}{self.dst}"
+        """``3->1`` for a merge, ``3=>1`` for a copy, ``3'->1`` for what 3 has gathered without its own."""
+        return f"{self.src}{'' if self.own else chr(39)}{'->' if self.merge else '=>'}{self.dst}"
 
 
 # The transfers of one round all read the state that stood when the round began. Several merges into
@@ -93,6 +95,11 @@ class Schedule:
                 )
 
     @property
+    def keeps_apart(self) -> bool:
+        """Whether ranks must keep what they gather apart from what they brought: a transfer leaves it out."""
+        return not all(t.own for round_ in self.rounds for t in round_)
+
+    @property
     def messages(self) -> int:
         """Transfers in all rounds together (a chunk without records is not sent)."""
         return sum(map(len, self.rounds))
@@ -103,8 +110,12 @@ class Schedule:
 
     def to_json(self) -> str:
         """One line of JSON; `from_json` gives an equal schedule back."""
+        columns = ["src", "dst", "first_chunk", "end_chunk", "merge", *(["own"] if self.keeps_apart else [])]
         rounds = [
-            [[t.src, t.dst, t.chunks.start, t.chunks.stop, int(t.merge)] for t in round_]
+            [
+                [t.src, t.dst, t.chunks.start, t.chunks.stop, int(t.merge), int(t.own)][: len(columns)]
+                for t in round_
+            ]
             for round_ in self.rounds
         ]
         return json.dumps(
@@ -113,7 +124,7 @@ class Schedule:
                 "size": self.size,
                 "chunks": self.chunks,
                 "result": self.result,
-                "transfer": ["src", "dst", "first_chunk", "end_chunk", "merge"],
+                "transfer": columns,
                 "rounds": rounds,
             }
         )
@@ -139,14 +150,14 @@ def _is_whole(number: object) -> bool:
 def _is_transfer(entry: object) -> bool:
     if not isinstance(entry, Transfer) or type(entry.chunks) is not range:
         return False
-    return _is_whole(entry.src) and _is_whole(entry.dst) and type(entry.merge) is bool
+    return _is_whole(entry.src) and _is_whole(entry.dst) and {type(entry.merge), type(entry.own)} == {bool}
 
 
 def _transfer_from_json(row: Any) -> Transfer:
-    src, dst, first, end, merge = row
-    if not all(type(number) is int for number in row):
-        raise ValueError(f"transfer {row} must hold five integers")
-    return Transfer(src, dst, range(first, end), bool(merge))
+    src, dst, first, end, merge, *own = row
+    if not all(type(number) is int for number in row) or len(own) > 1:
+        raise ValueError(f"transfer {row} must hold five integers, or six")
+    return Transfer(src, dst, range(first, end), bool(merge), *map(bool, own))
 
 
 def refuse_above_limit(scheme: str, size: int, transfers: int) -> None:
@@ -186,7 +197,8 @@ def side_by_side(*phases: Sequence[Round]) -> tuple[Round, ...]:
 def on_ranks(rounds: Iterable[Round], ranks: Sequence[int]) -> tuple[Round, ...]:
     """The same rounds with rank i replaced by ``ranks[i]``."""
     return tuple(
-        tuple(Transfer(ranks[t.src], ranks[t.dst], t.chunks, t.merge) for t in round_) for round_ in rounds
+        tuple(Transfer(ranks[t.src], ranks[t.dst], t.chunks, t.merge, t.own) for t in round_)
+        for round_ in rounds
     )
 
 

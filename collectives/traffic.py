@@ -27,7 +27,7 @@ class Message(NamedTuple):
 def messages(schedule: Schedule, records: int, group: int = 1) -> Iterator[Message]:
     """All messages of one step over `records` records, never cut within groups of `group`, in order."""
     for number, round_ in enumerate(schedule.rounds):
-        for src, dst, chunks, merge in round_:
-            part = schedule.chunk_slice(chunks, records // group)
+        for t in round_:
+            part = schedule.chunk_slice(t.chunks, records // group)
             if part.stop > part.start:
-                yield Message(number, src, dst, (part.stop - part.start) * group, merge)
+                yield Message(number, t.src, t.dst, (part.stop - part.start) * group, t.merge)

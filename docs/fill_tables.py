@@ -7,6 +7,7 @@ A page has one of
     <!-- beside FILE -->                          what `benchmarks/side_by_side.py --json` wrote
     <!-- rivals -->                               what is beaten and what is not, from several of them
     <!-- gpu NAME -->                             what `benchmarks/gpu_day.sh` wrote (gpu_tables.py)
+    <!-- costs RANKS ... -->                      what the schedules of the catalogue cost, by their proofs
 
 and `<!-- end -->`; what stands between is replaced by that table of docs/results/FILE. Numbers are never
 typed by hand, and a test fails while a page shows others than the results.
@@ -17,10 +18,13 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from treeattn.collectives import Schedule, build, check, needs_nodes
+from treeattn.collectives.catalog import CATALOG
 from treeattn.study.compare.results import Summary, read, summarise
 from treeattn.study.compare.schema import NULL, SUM
 from treeattn.study.paper import shown
@@ -35,7 +39,8 @@ COMPARED = re.compile(r"<!-- compare (reduce|decode) (\d+)((?: \S+\.jsonl)+) -->
 BESIDE = re.compile(r"<!-- beside (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 RIVALS = re.compile(r"<!-- (rivals) -->\n.*?<!-- end -->", re.DOTALL)
 GPU = re.compile(rf"<!-- gpu ({'|'.join(gpu_tables.TABLES)}) -->\n.*?<!-- end -->", re.DOTALL)
-KINDS = (PAPER, COMPARED, BESIDE, RIVALS, GPU)
+COSTS = re.compile(r"<!-- costs((?: \d+)+) -->\n.*?<!-- end -->", re.DOTALL)
+KINDS = (PAPER, COMPARED, BESIDE, RIVALS, GPU, COSTS)
 
 # What stands against `hierarchical` in the README: words, file, what was timed, tokens, scheme.
 _RIVALS = (
@@ -53,6 +58,7 @@ def filled(page: str) -> str:
     page = COMPARED.sub(lambda block: _block(block[0], _compared(*block.groups())), page)
     page = BESIDE.sub(lambda block: _block(block[0], _beside(*block.groups())), page)
     page = GPU.sub(lambda block: _block(block[0], _of_the_gpu(block[1])), page)
+    page = COSTS.sub(lambda block: _block(block[0], _costs(block[1])), page)
     return RIVALS.sub(lambda block: _block(block[0], _rivals()), page)
 
 
@@ -177,6 +183,29 @@ def _beside_rivals(file: str) -> Iterator[list[str]]:
 def _rival(what: str, theirs: float, ours: float, ratio: float, file: str) -> list[str]:
     numbers = (f"{value:#.3g}".rstrip(".") for value in (theirs, ours, ratio))
     return [what, *numbers, f"[{file}](docs/results/{file})"]
+
+
+def _costs(sizes: str) -> str:
+    """What the proof says of each schedule, on nodes of 4 ranks where a scheme has nodes."""
+    headings = ["scheme", "class", *(f"{size} ranks" for size in sizes.split())]
+    rows = []
+    for name in [row.name for row in CATALOG.values() if row.generator]:
+        schedules = [_on_nodes_of_4(name, int(size)) for size in sizes.split()]
+        classes = dict.fromkeys(check(schedule).determinism for schedule in schedules)
+        rows.append([f"`{name}`", ", ".join(classes), *map(_cost, schedules)])
+    return _markdown(headings, rows)
+
+
+def _on_nodes_of_4(name: str, size: int) -> Schedule:
+    return build(name, size, nodes=(4,) * (size // 4) if needs_nodes(name) else None)
+
+
+def _cost(schedule: Schedule) -> str:
+    known, sent = check(schedule), Counter[int]()
+    for transfer in (t for round_ in schedule.rounds for t in round_):
+        sent[transfer.src] += len(transfer.chunks)
+    most = max(sent.values()) / schedule.chunks
+    return f"{known.rounds} · {known.depth} · {known.messages} · {most:.2f}"
 
 
 def _verdict(met: bool) -> str:

@@ -67,7 +67,8 @@ def _uploaded(runtime: Any, array: Array | None) -> Any:
         return None
     plain = np.ascontiguousarray(array.view(np.uint16) if array.dtype.name == "bfloat16" else array)
     there = runtime.empty(plain.shape, plain.dtype)
-    runtime.upload(there, plain)
+    if plain.size:
+        runtime.upload(there, plain)
     return there
 
 

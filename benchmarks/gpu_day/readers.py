@@ -36,7 +36,9 @@ def read_json(text: str) -> Read:
 def read_tests(text: str) -> Read:
     """pytest's JUnit file. Nothing that ran is as bad as something that failed."""
     cases = ElementTree.fromstring(text).iter("testcase")
-    outcomes = [(f"{case.get('classname')}::{case.get('name')}", *_outcome(case)) for case in cases]
+    # Without a name: the one that was running when pytest was interrupted.
+    named = [case for case in cases if case.get("name")]
+    outcomes = [(f"{case.get('classname')}::{case.get('name')}", *_outcome(case)) for case in named]
     counts = Counter(outcome for _, outcome, _ in outcomes)
     failed = {name: why for name, outcome, why in outcomes if outcome == "failed"}
     skipped = Counter(why for _, outcome, why in outcomes if outcome == "skipped")

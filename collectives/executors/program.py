@@ -162,7 +162,8 @@ class Reducer(PersistentReducer):
         if result == _OVERRUN:
             raise TransportError(f"{where}: a slot was written twice before it was read")
         code, peers = self._blamed(round_)
-        raise TransportError(f"{where}: the messages with {peers} failed: {MPI.Get_error_string(code)}")
+        reason = MPI.Get_error_string(code).splitlines()[-1].strip()
+        raise TransportError(f"{where}: the messages with {peers} failed: {reason}")
 
     def _blamed(self, round_: rounds.RankRound) -> tuple[int, str]:
         """The error code of MPI, and the ranks that it is about: one, where the statuses tell which."""

@@ -77,6 +77,11 @@ def plan(reduction: Reduction, schedule: Schedule) -> tuple[Certificate, Iterato
             f"build it with size={comm.size}"
         )
     proof = prove(schedule)
+    if schedule.keeps_apart:
+        raise ScheduleError(
+            f"{schedule.name} sends what a rank has gathered without its own: such schedules are studied, "
+            "not run; take another, such as recursive_doubling"
+        )
     planner = _Planner(reduction, schedule)
     folds = (of_round.get(comm.rank, ()) for of_round in proof.folds)
     planned = map(planner.round, range(len(schedule.rounds)), schedule.rounds, folds)

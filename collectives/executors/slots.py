@@ -36,13 +36,13 @@ class Layout:
         #: Bytes of one set of each rank.
         self.sizes = dict.fromkeys(node, 0)
         for number, round_ in enumerate(schedule.rounds):
-            for source, destination, chunks, _ in round_:
-                part = schedule.chunk_slice(chunks, rows)
-                key = number, source, chunks
-                if part.stop == part.start or key in self._offsets or not {source, destination} <= members:
+            for t in round_:
+                part = schedule.chunk_slice(t.chunks, rows)
+                key = number, t.src, t.chunks
+                if part.stop == part.start or key in self._offsets or not {t.src, t.dst} <= members:
                     continue
-                self._offsets[key] = self.sizes[source]
-                self.sizes[source] += _LINE + _lines((part.stop - part.start) * row_bytes)
+                self._offsets[key] = self.sizes[t.src]
+                self.sizes[t.src] += _LINE + _lines((part.stop - part.start) * row_bytes)
 
     def offset(self, number: int, source: int, chunks: range, parity: int) -> int:
         """Bytes from the beginning of the source's part to the flag; the records follow a `_LINE` later."""

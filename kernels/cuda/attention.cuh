@@ -1,29 +1,46 @@
-// What both attention kernels share: their arguments, who works on what, and how splits come together.
+// What both attention kernels share: their arguments, who works on what, and how a block's own partials come together.
 //
 // A *row* is one query of one query head. The rows of a KV head, queries x group of them, are numbered
 // query * group + head within the group and are taken in tiles. Block (split, kv_head + tile * kv_heads, batch) takes
-// one tile over one contiguous range of tokens, a *split*. The last block of a tile to finish merges the splits in
-// ascending order, so the bits do not depend on which one that is.
+// one tile over one contiguous range of tokens, a *split*. combine.cuh merges the splits.
+//
+// What costs before the first token arrives is one load of the length and instructions one behind the other. So
+// divisors come with their reciprocals, q is loaded once for a block, by vectors, and is waited for only after the
+// first keys and values are asked for.
 #pragma once
 #include "state.cuh"
 
 enum ElementType { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
 
-// treeattn/backends/cuda.py has the same fields in the same order. Strides are in elements.
+// What divides by a number that is only known at launch: see `divide`.
+struct Divisor {
+  unsigned multiplier, shift;
+};
+
+// max and denominator of a partial
+struct alignas(8) State {
+  float maximum, denominator;
+};
+
+// treeattn/backends/cuda/attention.py has the same fields in the same order. Strides are in elements, q's in bytes.
 struct AttentionArguments {
   const void *q;                  // [batch, queries, heads, head_dim]
   const void *k, *v;              // [batch, tokens, kv_heads, head_dim], rows of head_dim aligned to 16 bytes
   const long long *lengths;       // [batch]: valid tokens, clamped to 0..tokens; null: all are
   const unsigned long long *mask; // [batch, queries, mask_words], bits over the last mask_tokens valid tokens; or null
   float *records;                 // [batch, heads, queries, head_dim + 2], written
-  float *split_records;           // [batch, heads, queries, splits, head_dim + 2], scratch; unused with one split
-  unsigned *counters;             // one for each tile, all 0 before and after
+  Floats *numerators;             // scratch for the splits, as combine.cuh has it; unused with one split
+  State *states;
+  unsigned *counters; // all 0 before and after
   long long q_batch_stride, q_query_stride, q_head_stride;
   long long k_batch_stride, k_token_stride, k_head_stride;
   long long v_batch_stride, v_token_stride, v_head_stride;
   long long mask_batch_stride;
-  int tokens, queries, heads, kv_heads, mask_words, mask_tokens;
-  int q_type; // ElementType
+  int tokens, queries, heads, kv_heads, group, mask_words, mask_tokens;
+  int fan;       // how many splits are merged at once
+  int q_type;    // ElementType
+  int q_aligned; // are rows of q aligned to 16 bytes?
+  Divisor by_group, by_kv_heads, by_splits, by_fan;
   float scale;
 };
 
@@ -32,53 +49,117 @@ constexpr int MAX_SPLITS = 256;
 constexpr float LOG2_E = 1.44269504088896341f;
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
-// The block's place in the grid, and its tokens begin..end.
+constexpr int power_of_two_from(int n) {
+  int power = 1;
+  while (power < n) power *= 2;
+  return power;
+}
+
+// n / divisor for 0 <= n < 2^31. The host gives shift = 31 + ceil(log2(divisor)) and multiplier = ceil(2^shift /
+// divisor), which is exact there (Granlund and Montgomery 1994, "Division by Invariant Integers using Multiplication").
+__device__ __forceinline__ int divide(int n, const Divisor &by) {
+  return (int)((unsigned long long)(unsigned)n * by.multiplier >> by.shift);
+}
+
+// The block's place in the grid.
 struct Work {
-  int split, splits, kv_head, tile, batch, group, rows;
+  int split, splits, kv_head, tile, batch;
+  int rows, tile_rows; // of the KV head, and of them in this tile
+};
+
+__device__ __forceinline__ Work find_work(const AttentionArguments &a, int rows_of_tile) {
+  Work w;
+  w.split = blockIdx.x;
+  w.splits = gridDim.x;
+  w.tile = divide(blockIdx.y, a.by_kv_heads);
+  w.kv_head = blockIdx.y - w.tile * a.kv_heads;
+  w.batch = blockIdx.z;
+  w.rows = a.queries * a.group;
+  w.tile_rows = min(rows_of_tile, w.rows - w.tile * rows_of_tile);
+  return w;
+}
+
+// Read from the device's memory at every launch: a captured graph follows a growing cache. All tokens, however many,
+// without lengths: nothing is written after the load, which would make the block wait for it.
+__device__ __forceinline__ long long load_length(const AttentionArguments &a) {
+  long long length = 0x7fffffff;
+  if (a.lengths) length = a.lengths[blockIdx.z];
+  return length;
+}
+
+// The block's tokens begin..end, of `length` valid ones.
+struct Tokens {
   int length, begin, end;
 };
 
 // `step`: how many tokens a block takes at a time; splits are whole numbers of steps, but for the last.
-__device__ __forceinline__ Work find_work(const AttentionArguments &a, int step) {
-  Work w;
-  w.split = blockIdx.x;
-  w.splits = gridDim.x;
-  w.kv_head = blockIdx.y % a.kv_heads;
-  w.tile = blockIdx.y / a.kv_heads;
-  w.batch = blockIdx.z;
-  w.group = a.heads / a.kv_heads;
-  w.rows = a.queries * w.group;
-  // Read from the device's memory at every launch: a captured graph follows a growing cache.
-  const long long length = a.lengths ? a.lengths[w.batch] : a.tokens;
-  w.length = (int)(length < 0 ? 0 : length > a.tokens ? a.tokens : length);
-  const int steps = (w.length + step - 1) / step, chunk = (steps + w.splits - 1) / w.splits * step;
+__device__ __forceinline__ Tokens find_tokens(const AttentionArguments &a, const Work &w, long long length, int step) {
+  Tokens t;
+  t.length = (int)(length < 0 ? 0 : length > a.tokens ? a.tokens : length);
+  const int steps = (t.length + step - 1) / step, chunk = divide(steps + w.splits - 1, a.by_splits) * step;
   const long long begin = (long long)w.split * chunk;
-  w.begin = (int)(begin < w.length ? begin : w.length);
-  w.end = w.length - w.begin > chunk ? w.begin + chunk : w.length;
-  return w;
+  t.begin = (int)(begin < t.length ? begin : t.length);
+  t.end = t.length - t.begin > chunk ? t.begin + chunk : t.length;
+  return t;
 }
 
-// May query `query` see token `token`, which is before w.length? The mask speaks of the draft tokens at the end.
-__device__ __forceinline__ bool visible(const AttentionArguments &a, const Work &w, int query, int token) {
-  const int bit = token - (w.length - a.mask_tokens);
+// Which query row `in_tile` of the block's tile is, and which query head. Rows that pad the tile are its first.
+struct Row {
+  int query, head;
+};
+
+__device__ __forceinline__ Row find_row(const AttentionArguments &a, const Work &w, int rows_of_tile, int in_tile) {
+  const int row = w.tile * rows_of_tile + (in_tile < w.tile_rows ? in_tile : 0), query = divide(row, a.by_group);
+  return {query, w.kv_head * a.group + row - query * a.group};
+}
+
+// May query `query` see token `token`? Every one before `masked`; of the draft's, from there on, those whose bit is
+// set.
+__device__ __forceinline__ bool sees(const AttentionArguments &a, int masked, int query, int token) {
+  const int bit = token - masked;
   if (bit < 0) return true;
-  const unsigned long long *row = a.mask + w.batch * a.mask_batch_stride + (long long)query * a.mask_words;
-  return row[bit / 64] >> (bit % 64) & 1;
+  const unsigned long long *words = a.mask + blockIdx.z * a.mask_batch_stride + (long long)query * a.mask_words;
+  return reinterpret_cast<const unsigned *>(words)[bit / 32] >> (bit % 32) & 1;
 }
 
-// Which record row `row` of the block's KV head is.
-__device__ __forceinline__ long long record_of(const AttentionArguments &a, const Work &w, int row) {
-  const int head = w.kv_head * w.group + row % w.group, query = row / w.group;
-  return ((long long)w.batch * a.heads + head) * a.queries + query;
+// The first token that the mask speaks of; none without a mask.
+__device__ __forceinline__ int first_masked(const AttentionArguments &a, const Tokens &t) {
+  return a.mask ? t.length - a.mask_tokens : 0x7fffffff;
 }
 
-// Element `index` of q for a row, widened.
-__device__ __forceinline__ float load_query(const AttentionArguments &a, const Work &w, int row, int index) {
-  const int head = w.kv_head * w.group + row % w.group, query = row / w.group;
-  const long long at = w.batch * a.q_batch_stride + query * a.q_query_stride + head * a.q_head_stride + index;
-  if (a.q_type == FLOAT32) return static_cast<const float *>(a.q)[at];
-  if (a.q_type == FLOAT16) return to_float(static_cast<const float16 *>(a.q)[at]);
-  return to_float(static_cast<const bfloat16 *>(a.q)[at]);
+// Eight neighbouring elements of q as they lie in memory; the second half is of float32 only.
+struct QueryPiece {
+  static constexpr int ELEMENTS = 8;
+  Vector half[2];
+
+  // Element i, widened.
+  __device__ __forceinline__ float element(int type, int i) const {
+    if (type == FLOAT32) return __uint_as_float(half[i / 4].word[i % 4]);
+    const unsigned short bits = (unsigned short)(half[0].word[i / 2] >> 16 * (i % 2));
+    return type == FLOAT16 ? to_float(float16{bits}) : to_float(bfloat16{bits});
+  }
+};
+
+// The piece of row `in_tile` that begins at element `index`; zeros, and nothing read, for rows that pad the tile.
+__device__ __forceinline__ QueryPiece load_query(const AttentionArguments &a, const Work &w, int rows_of_tile,
+                                                 int in_tile, int index) {
+  QueryPiece piece{};
+  if (in_tile >= w.tile_rows) return piece;
+  const Row row = find_row(a, w, rows_of_tile, in_tile);
+  const char *from = static_cast<const char *>(a.q) + w.batch * a.q_batch_stride + row.query * a.q_query_stride +
+                     row.head * a.q_head_stride + index * (a.q_type == FLOAT32 ? 4 : 2);
+  if (a.q_aligned) {
+    piece.half[0] = reinterpret_cast<const Vector *>(from)[0];
+    if (a.q_type == FLOAT32) piece.half[1] = reinterpret_cast<const Vector *>(from)[1];
+  } else if (a.q_type == FLOAT32) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) piece.half[i / 4].word[i % 4] = reinterpret_cast<const unsigned *>(from)[i];
+  } else {
+    const unsigned short *bits = reinterpret_cast<const unsigned short *>(from);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) piece.half[0].word[i] = bits[2 * i] | (unsigned)bits[2 * i + 1] << 16;
+  }
+  return piece;
 }
 
 // exp(x) to a few units in the last place: weights within a shard need no defined bits across machines.
@@ -89,106 +170,67 @@ __device__ __forceinline__ float rescale(float maximum, float top) {
   return maximum == negative_infinity() ? 0.0f : weigh(maximum - top);
 }
 
-// The largest of a warp's values, NaN ignored: a NaN score makes the denominator NaN, and that is enough.
-__device__ __forceinline__ float largest_of_warp(float value) {
-  for (int distance = 16; distance > 0; distance /= 2)
-    value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, distance));
-  return value;
+// sum += factor * value. Factor 0 times NaN is NaN, as it should be: such a part saw a NaN score.
+__device__ __forceinline__ void add_scaled(Floats &sum, float factor, const Floats &value) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum.element[i] = fmaf(factor, value.element[i], sum.element[i]);
 }
 
-__device__ __forceinline__ float sum_of_warp(float value) {
-  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(ALL_LANES, value, distance);
-  return value;
-}
+// Partials of a tile's rows in scratch memory that are to be merged, [rows][count]: numerators of head_dim elements,
+// and states. Without memory they stand for the records.
+struct Parts {
+  Floats *numerators;
+  State *states;
+  int count;
+};
 
-// A NaN denominator makes all of the record NaN, and a maximum of -inf makes it the identity.
-__device__ __forceinline__ void write_numerator(float *record, float top, float denominator, int index, float value) {
-  const bool invalid = denominator != denominator;
-  const bool empty = !invalid && top == negative_infinity();
-  record[RECORD_NUMERATOR + index] = invalid ? canonical_nan() : empty ? 0.0f : canonical(value);
-}
-
-__device__ __forceinline__ void write_state(float *record, float top, float denominator) {
-  const bool invalid = denominator != denominator;
-  record[RECORD_MAX] = invalid ? canonical_nan() : top;
-  record[RECORD_DENOMINATOR] = invalid ? canonical_nan() : top == negative_infinity() ? 0.0f : denominator;
-}
-
-// Where a block leaves the record of a row: among the splits, or at its destination when there is one split.
-__device__ __forceinline__ float *destination(const AttentionArguments &a, const Work &w, int row, int width) {
-  const long long record = record_of(a, w, row);
-  if (w.splits == 1) return a.records + record * width;
-  return a.split_records + (record * w.splits + w.split) * width;
-}
-
-// Merges `parts` partials of each row that lie in shared memory, in ascending order, and leaves the record.
-// numerators [parts][rows][head_dim], maxima and denominators [parts][rows].
-template <int HEAD_DIM, int ROWS, int PARTS>
-__device__ __forceinline__ void merge_block(const AttentionArguments &a, const Work &w, const float *numerators,
-                                            const float *maxima, const float *denominators) {
-  for (int e = threadIdx.x; e < ROWS * HEAD_DIM; e += THREADS) {
-    const int in_tile = e / HEAD_DIM, index = e % HEAD_DIM, row = w.tile * ROWS + in_tile;
-    if (row >= w.rows) continue;
-    float top = negative_infinity(), denominator = 0.0f, value = 0.0f;
-    for (int part = 0; part < PARTS; ++part) top = fmaxf(top, maxima[part * ROWS + in_tile]);
-    for (int part = 0; part < PARTS; ++part) {
-      const float factor = rescale(maxima[part * ROWS + in_tile], top);
-      // Factor 0 times NaN is NaN, as it should be: such a part saw a NaN score.
-      denominator = fmaf(factor, denominators[part * ROWS + in_tile], denominator);
-      value = fmaf(factor, numerators[(part * ROWS + in_tile) * HEAD_DIM + index], value);
-    }
-    float *record = destination(a, w, row, HEAD_DIM + RECORD_NUMERATOR);
-    write_numerator(record, top, denominator, index, value);
-    if (index == 0) write_state(record, top, denominator);
-  }
-}
-
-// Every thread of every block calls this after merge_block. The last block of the tile merges the splits.
-// `weights`: ROWS * MAX_SPLITS floats of shared memory that nobody uses any more.
+// Leaves four elements of a row's partial, from `index` on, as part `part` of `to`, or in the row's record. A NaN
+// denominator makes all of it NaN, and a maximum of -inf makes it the identity.
 template <int HEAD_DIM, int ROWS>
-__device__ __forceinline__ void combine_splits(const AttentionArguments &a, const Work &w, float *weights) {
-  constexpr int WIDTH = HEAD_DIM + RECORD_NUMERATOR;
-  __shared__ unsigned is_last;
-  __shared__ float tops[ROWS], sums[ROWS];
-  if (w.splits == 1) return;
-  __threadfence(); // this thread's part of the record is there before the count says so
-  __syncthreads();
-  unsigned *counter = a.counters + (long long)w.batch * gridDim.y + blockIdx.y;
-  if (threadIdx.x == 0) is_last = atomicAdd(counter, 1u) == (unsigned)w.splits - 1u;
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
+__device__ __forceinline__ void leave(const AttentionArguments &a, const Work &w, const Parts &to, int part,
+                                      int in_tile, int index, const State &state, Floats value) {
+  const bool invalid = state.denominator != state.denominator;
+  const bool empty = !invalid && state.maximum == negative_infinity();
+  const State left = {invalid ? canonical_nan() : state.maximum, invalid ? canonical_nan()
+                                                                 : empty ? 0.0f
+                                                                         : state.denominator};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) value.element[i] = invalid ? canonical_nan() : empty ? 0.0f : canonical(value.element[i]);
+  if (to.numerators) {
+    const int at = in_tile * to.count + part;
+    to.numerators[at * (HEAD_DIM / 4) + index / 4] = value;
+    if (index == 0) to.states[at] = left;
+    return;
+  }
+  const Row row = find_row(a, w, ROWS, in_tile);
+  const long long number = ((long long)w.batch * a.heads + row.head) * a.queries + row.query;
+  float *record = a.records + number * (HEAD_DIM + RECORD_NUMERATOR);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) record[RECORD_NUMERATOR + index + i] = value.element[i];
+  if (index == 0) {
+    record[RECORD_MAX] = left.maximum;
+    record[RECORD_DENOMINATOR] = left.denominator;
+  }
+}
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int i = warp; i < ROWS && w.tile * ROWS + i < w.rows; i += WARPS) {
-    const float *first = a.split_records + record_of(a, w, w.tile * ROWS + i) * w.splits * WIDTH;
-    float top = negative_infinity(), sum = 0.0f;
-    for (int s = lane; s < w.splits; s += 32) top = fmaxf(top, __ldcg(first + (long long)s * WIDTH + RECORD_MAX));
-    top = largest_of_warp(top);
-    for (int s = lane; s < w.splits; s += 32) {
-      const float *record = first + (long long)s * WIDTH;
-      const float factor = rescale(__ldcg(record + RECORD_MAX), top);
-      weights[i * MAX_SPLITS + s] = factor;
-      sum = fmaf(factor, __ldcg(record + RECORD_DENOMINATOR), sum);
+// Merges the PARTS partials of each row that the block has in shared memory, in ascending order, and leaves them.
+// numerators [PARTS][ROWS][PITCH], maxima and denominators [PARTS][ROWS].
+template <int HEAD_DIM, int ROWS, int PARTS, int PITCH>
+__device__ __forceinline__ void merge_block(const AttentionArguments &a, const Work &w, const Parts &to, int part,
+                                            const float *numerators, const float *maxima, const float *denominators) {
+  constexpr int COLUMNS = HEAD_DIM / 4;
+  for (int e = threadIdx.x; e < w.tile_rows * COLUMNS; e += THREADS) {
+    const int in_tile = e / COLUMNS, index = e % COLUMNS * 4;
+    State state = {negative_infinity(), 0.0f};
+    Floats value{};
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p) state.maximum = fmaxf(state.maximum, maxima[p * ROWS + in_tile]);
+#pragma unroll 4
+    for (int p = 0; p < PARTS; ++p) {
+      const float factor = rescale(maxima[p * ROWS + in_tile], state.maximum);
+      state.denominator = fmaf(factor, denominators[p * ROWS + in_tile], state.denominator);
+      add_scaled(value, factor, *reinterpret_cast<const Floats *>(numerators + (p * ROWS + in_tile) * PITCH + index));
     }
-    sum = sum_of_warp(sum);
-    if (lane == 0) {
-      tops[i] = top;
-      sums[i] = sum;
-    }
+    leave<HEAD_DIM, ROWS>(a, w, to, part, in_tile, index, state, value);
   }
-  __syncthreads();
-  for (int e = threadIdx.x; e < ROWS * HEAD_DIM; e += THREADS) {
-    const int in_tile = e / HEAD_DIM, index = e % HEAD_DIM, row = w.tile * ROWS + in_tile;
-    if (row >= w.rows) break;
-    const long long record = record_of(a, w, row);
-    const float *from = a.split_records + record * w.splits * WIDTH + RECORD_NUMERATOR + index;
-    float value = 0.0f;
-#pragma unroll 8
-    for (int s = 0; s < w.splits; ++s)
-      value = fmaf(weights[in_tile * MAX_SPLITS + s], __ldcg(from + (long long)s * WIDTH), value);
-    write_numerator(a.records + record * WIDTH, tops[in_tile], sums[in_tile], index, value);
-    if (index == 0) write_state(a.records + record * WIDTH, tops[in_tile], sums[in_tile]);
-  }
-  if (threadIdx.x == 0) *counter = 0u; // ready for the next launch
 }

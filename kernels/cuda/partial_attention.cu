@@ -3,15 +3,12 @@
 // Each token's key is held by LANES neighbouring lanes, 16 bytes in each; a warp so takes 32 / LANES tokens at once
 // and UNROLL of these at a time, to have enough bytes in flight. Each such group of lanes keeps its own online
 // softmax; groups meet in shared memory at the end.
-#include "attention.cuh"
+//
+// Memory never waits for arithmetic: the next keys are asked for as soon as these became scores, the next values as
+// soon as these are summed, and the first of both before q is waited for.
+#include "combine.cuh"
 
 constexpr int UNROLL = 4;
-
-constexpr int power_of_two_from(int n) {
-  int power = 1;
-  while (power < n) power *= 2;
-  return power;
-}
 
 template <typename T, int HEAD_DIM> struct Layout {
   static constexpr int ELEMENTS = 16 / sizeof(T);                              // of a vector
@@ -21,8 +18,8 @@ template <typename T, int HEAD_DIM> struct Layout {
   static constexpr int HELD = PER_LANE * ELEMENTS; // elements in a lane
   static constexpr int TOKENS = 32 / LANES;        // of a warp, at once
   static constexpr int GROUPS = WARPS * TOKENS;    // of lanes, in a block
+  static constexpr int STEP = GROUPS * UNROLL;     // tokens that a block takes at a time
   static_assert(HEAD_DIM % ELEMENTS == 0, "rows of keys are whole vectors");
-  static_assert(GROUPS * HEAD_DIM >= MAX_SPLITS, "the splits' weights reuse the memory of the numerators");
 };
 
 __device__ __forceinline__ void unpack(const Vector &v, float *to, float) {
@@ -38,16 +35,21 @@ template <typename T> __device__ __forceinline__ void unpack(const Vector &v, fl
   }
 }
 
-// The vectors of one token that this lane holds; zeros, and nothing read, where there are none.
+// The vectors that this lane holds of UNROLL tokens: `token` lies at `row`, and each other TOKENS further on. Zeros,
+// and nothing read, where there are none. (In parentheses: clang takes the comma for the end of an expression.)
 template <typename T, int HEAD_DIM>
-__device__ __forceinline__ void load_token(Vector (&to)[Layout<T, HEAD_DIM>::PER_LANE], const T *row, int lane,
-                                           bool valid) {
+__device__ __forceinline__ void load_tokens(Vector (&to)[UNROLL][(Layout<T, HEAD_DIM>::PER_LANE)], const T *row,
+                                            long long stride, int lane, int token, int end) {
   using L = Layout<T, HEAD_DIM>;
 #pragma unroll
-  for (int i = 0; i < L::PER_LANE; ++i) {
-    const int vector = i * L::LANES + lane;
-    to[i] = Vector{{0, 0, 0, 0}};
-    if (valid && vector < L::VECTORS) to[i] = load_once(row + vector * L::ELEMENTS);
+  for (int u = 0; u < UNROLL; ++u) {
+#pragma unroll
+    for (int i = 0; i < L::PER_LANE; ++i) {
+      const int vector = i * L::LANES + lane;
+      to[u][i] = Vector{{0, 0, 0, 0}};
+      if (token + u * L::TOKENS < end && vector < L::VECTORS) to[u][i] = load_once(row + vector * L::ELEMENTS);
+    }
+    row += L::TOKENS * stride;
   }
 }
 
@@ -74,48 +76,79 @@ template <int HELD> __device__ __forceinline__ void take_scores(RowState<HELD> &
   }
 }
 
-// Blocks that a multiprocessor should hold. Without it the compiler spills a few registers to make room for a fifth.
-constexpr int resident_blocks(int rows) { return rows == 4 ? 2 : 4; }
+// Blocks that a multiprocessor should hold: as many as leave the compiler enough registers not to spill any.
+constexpr int resident_blocks(int rows, int vectors_per_lane) {
+  return (rows == 4 ? 3 : rows == 2 ? 4 : 5) - (vectors_per_lane > 1 ? 1 : 0);
+}
+
+// scores[row][token] summed over the lanes of a group. Sums of different rows and tokens take turns, so that the wait
+// for one shuffle is filled with others.
+template <int LANES, int ROWS> __device__ __forceinline__ void sum_over_lanes(float (&scores)[ROWS][UNROLL]) {
+#pragma unroll
+  for (int distance = LANES / 2; distance > 0; distance /= 2)
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+      for (int u = 0; u < UNROLL; ++u) scores[r][u] += __shfl_xor_sync(ALL_LANES, scores[r][u], distance);
+}
 
 template <typename T, int HEAD_DIM, int ROWS>
-__global__ void __launch_bounds__(THREADS, resident_blocks(ROWS)) partial_attention(const AttentionArguments a) {
+__global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_DIM>::PER_LANE))
+    partial_attention(const AttentionArguments a) {
   using L = Layout<T, HEAD_DIM>;
-  __shared__ float numerators[L::GROUPS * ROWS * HEAD_DIM];
+  constexpr int NEEDED = Readers<HEAD_DIM, ROWS>::SHARED, OWN = L::GROUPS * ROWS * HEAD_DIM;
+  __shared__ Floats shared[(NEEDED > OWN ? NEEDED : OWN) / 4], queries[ROWS * HEAD_DIM / 4];
   __shared__ float maxima[L::GROUPS * ROWS], denominators[L::GROUPS * ROWS];
+  float *numerators = reinterpret_cast<float *>(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % L::LANES;
   const int in_warp = threadIdx.x % 32 / L::LANES, group = warp * L::TOKENS + in_warp;
-  const Work w = find_work(a, L::GROUPS * UNROLL);
+  const long long length = load_length(a);
+  const Work w = find_work(a, ROWS);
 
+  constexpr int PIECES = HEAD_DIM / QueryPiece::ELEMENTS; // of a row
+  static_assert(ROWS * PIECES <= THREADS, "one for each thread");
+  const int piece_row = threadIdx.x / PIECES, piece_index = threadIdx.x % PIECES * QueryPiece::ELEMENTS;
+  const QueryPiece piece = load_query(a, w, ROWS, piece_row, piece_index);
+
+  const Tokens t = find_tokens(a, w, length, L::STEP);
+  int token = t.begin + warp * L::TOKENS * UNROLL + in_warp; // the first of this lane's UNROLL
+  const T *k =
+      static_cast<const T *>(a.k) + w.batch * a.k_batch_stride + w.kv_head * a.k_head_stride + token * a.k_token_stride;
+  const T *v =
+      static_cast<const T *>(a.v) + w.batch * a.v_batch_stride + w.kv_head * a.v_head_stride + token * a.v_token_stride;
+  Vector keys[UNROLL][L::PER_LANE], values[UNROLL][L::PER_LANE];
+  load_tokens<T, HEAD_DIM>(keys, k, a.k_token_stride, lane, token, t.end);
+  load_tokens<T, HEAD_DIM>(values, v, a.v_token_stride, lane, token, t.end);
+
+  if (piece_row < ROWS) {
+    float *to = reinterpret_cast<float *>(queries) + piece_row * HEAD_DIM + piece_index;
+#pragma unroll
+    for (int i = 0; i < QueryPiece::ELEMENTS; ++i) to[i] = piece.element(a.q_type, i) * a.scale;
+  }
+  __syncthreads(); // q is there
   float q[ROWS][L::HELD];
   RowState<L::HELD> state[ROWS];
+  const int masked = first_masked(a, t);
+  int query[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    const int row = w.tile * ROWS + r;
+    query[r] = find_row(a, w, ROWS, r).query;
     state[r].maximum = negative_infinity();
     state[r].denominator = 0.0f;
 #pragma unroll
-    for (int i = 0; i < L::HELD; ++i) {
+    for (int i = 0; i < L::HELD; i += 4) {
       const int index = (i / L::ELEMENTS * L::LANES + lane) * L::ELEMENTS + i % L::ELEMENTS;
-      q[r][i] = row < w.rows && index < HEAD_DIM ? load_query(a, w, row, index) * a.scale : 0.0f;
-      state[r].numerator[i] = 0.0f;
+      const Floats four = index < HEAD_DIM ? queries[(r * HEAD_DIM + index) / 4] : Floats{};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        q[r][i + j] = four.element[j];
+        state[r].numerator[i + j] = 0.0f;
+      }
     }
   }
 
-  const T *k = static_cast<const T *>(a.k) + w.batch * a.k_batch_stride + w.kv_head * a.k_head_stride;
-  const T *v = static_cast<const T *>(a.v) + w.batch * a.v_batch_stride + w.kv_head * a.v_head_stride;
-  for (int start = w.begin + warp * L::TOKENS * UNROLL; start < w.end; start += L::GROUPS * UNROLL) {
-    Vector keys[UNROLL][L::PER_LANE], values[UNROLL][L::PER_LANE];
-#pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-      const long long token = start + u * L::TOKENS + in_warp;
-      load_token<T, HEAD_DIM>(keys[u], k + token * a.k_token_stride, lane, token < w.end);
-    }
-#pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-      const long long token = start + u * L::TOKENS + in_warp;
-      load_token<T, HEAD_DIM>(values[u], v + token * a.v_token_stride, lane, token < w.end);
-    }
-
+#pragma unroll 1
+  for (int start = t.begin; start < t.end; start += L::STEP) { // as often in all warps: shuffles need no care
     float scores[ROWS][UNROLL];
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
@@ -130,16 +163,15 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS)) partial_attent
         scores[r][u] = sum;
       }
     }
+    k += L::STEP * a.k_token_stride;
+    load_tokens<T, HEAD_DIM>(keys, k, a.k_token_stride, lane, token + L::STEP, t.end);
+    sum_over_lanes<L::LANES>(scores);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      const int row = w.tile * ROWS + r;
 #pragma unroll
       for (int u = 0; u < UNROLL; ++u) {
-        for (int distance = L::LANES / 2; distance > 0; distance /= 2)
-          scores[r][u] += __shfl_xor_sync(ALL_LANES, scores[r][u], distance);
-        const int token = start + u * L::TOKENS + in_warp;
-        const bool seen = token < w.end && (!a.mask || row >= w.rows || visible(a, w, row / w.group, token));
-        if (!seen) scores[r][u] = negative_infinity();
+        const int at = token + u * L::TOKENS;
+        if (at >= t.end || !sees(a, masked, query[r], at)) scores[r][u] = negative_infinity();
       }
       take_scores(state[r], scores[r]);
     }
@@ -153,14 +185,18 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS)) partial_attent
 #pragma unroll
         for (int i = 0; i < L::HELD; ++i) state[r].numerator[i] = fmaf(scores[r][u], value[i], state[r].numerator[i]);
     }
+    v += L::STEP * a.v_token_stride;
+    token += L::STEP;
+    load_tokens<T, HEAD_DIM>(values, v, a.v_token_stride, lane, token, t.end);
   }
 
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-    for (int i = 0; i < L::HELD; ++i) {
+    for (int i = 0; i < L::HELD; i += 4) {
       const int index = (i / L::ELEMENTS * L::LANES + lane) * L::ELEMENTS + i % L::ELEMENTS;
-      if (index < HEAD_DIM) numerators[(group * ROWS + r) * HEAD_DIM + index] = state[r].numerator[i];
+      const float *four = state[r].numerator + i;
+      if (index < HEAD_DIM) shared[((group * ROWS + r) * HEAD_DIM + index) / 4] = {four[0], four[1], four[2], four[3]};
     }
     if (lane == 0) {
       maxima[group * ROWS + r] = state[r].maximum;
@@ -168,6 +204,8 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS)) partial_attent
     }
   }
   __syncthreads(); // the groups' states are there
-  merge_block<HEAD_DIM, ROWS, L::GROUPS>(a, w, numerators, maxima, denominators);
-  combine_splits<HEAD_DIM, ROWS>(a, w, numerators);
+  int part;
+  const Parts to = find_place<HEAD_DIM, ROWS>(a, w, part);
+  merge_block<HEAD_DIM, ROWS, L::GROUPS, HEAD_DIM>(a, w, to, part, numerators, maxima, denominators);
+  combine<HEAD_DIM, ROWS>(a, w, shared);
 }

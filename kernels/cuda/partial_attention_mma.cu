@@ -3,7 +3,7 @@
 //
 // Scores and sums are float32. Weights are rounded to 16 bits for their product with the values: |out - exact| can
 // reach 4e-3 * max|v|; max and denominator do not see the rounding.
-#include "attention.cuh"
+#include "combine.cuh"
 
 constexpr int ROWS = 16, TILE = 64, TOKENS_PER_WARP = TILE / WARPS;
 
@@ -17,14 +17,18 @@ template <typename T, int HEAD_DIM, int STAGES> struct Stages {
   __device__ __forceinline__ T *value(int stage, int token) const { return values + (stage * TILE + token) * PITCH; }
 
   // Starts the copies of tile `tile` of the block's tokens, zeros beyond the end; always closes a group.
-  __device__ __forceinline__ void start(const AttentionArguments &a, const Work &w, const T *k, const T *v, int tile,
+  __device__ __forceinline__ void start(const AttentionArguments &a, const Tokens &t, const T *k, const T *v, int tile,
                                         int tiles) const {
+    static_assert(TILE * VECTORS % THREADS == 0, "as many copies for each thread");
     if (tile < tiles) {
-      const int stage = tile % STAGES;
-      for (int e = threadIdx.x; e < TILE * VECTORS; e += THREADS) {
-        const int row = e / VECTORS, index = e % VECTORS * 8, token = w.begin + tile * TILE + row;
-        const bool valid = token < w.end;
-        const long long from = valid ? token : w.end - 1;
+      const int stage = tile % STAGES, begin = t.begin + tile * TILE;
+      k += begin * a.k_token_stride;
+      v += begin * a.v_token_stride;
+#pragma unroll
+      for (int i = 0; i < TILE * VECTORS / THREADS; ++i) {
+        const int e = i * THREADS + threadIdx.x, row = e / VECTORS, index = e % VECTORS * 8;
+        const bool valid = begin + row < t.end;
+        const long long from = valid ? row : 0;
         copy_async(key(stage, row) + index, k + from * a.k_token_stride + index, valid);
         copy_async(value(stage, row) + index, v + from * a.v_token_stride + index, valid);
       }
@@ -33,39 +37,51 @@ template <typename T, int HEAD_DIM, int STAGES> struct Stages {
   }
 };
 
-// Two 16-bit elements of q for the fragment of a row; zeros for rows that pad the tile.
-template <typename T>
-__device__ __forceinline__ unsigned load_query_pair(const AttentionArguments &a, const Work &w, int row, int index) {
-  if (row >= w.rows) return 0u;
-  const int head = w.kv_head * w.group + row % w.group, query = row / w.group;
-  const T *q = static_cast<const T *>(a.q) + w.batch * a.q_batch_stride + query * a.q_query_stride +
-               head * a.q_head_stride + index;
-  return q[0].bits | (unsigned)q[1].bits << 16;
-}
-
 // A thread holds two rows of every fragment, lane / 4 and 8 more; `half` 0 and 1. Columns 2 (lane % 4) + 0, 1.
 template <typename T, int HEAD_DIM, int STAGES>
 __global__ void __launch_bounds__(THREADS) partial_attention_mma(const AttentionArguments a) {
   constexpr int STEPS = HEAD_DIM / 16, COLUMNS = HEAD_DIM / 8;
-  static_assert(STAGES * TILE * (HEAD_DIM + 8) * sizeof(T) * 2 >= sizeof(float) * WARPS * ROWS * (HEAD_DIM + 2),
-                "the warps' numerators reuse the stages");
-  static_assert(WARPS * HEAD_DIM >= MAX_SPLITS, "so do the splits' weights");
+  constexpr int PITCH = HEAD_DIM + 8; // of numerators, in floats: rows of one column lie in different banks
+  constexpr int BYTES = STAGES * TILE * (HEAD_DIM + 8) * 2 * sizeof(T);
+  static_assert(BYTES >= sizeof(float) * WARPS * ROWS * (PITCH + 2), "the warps' numerators reuse the stages");
+  static_assert(BYTES >= sizeof(float) * Readers<HEAD_DIM, ROWS>::SHARED, "so does the merge of splits");
   DYNAMIC_SHARED(T, shared);
   const Stages<T, HEAD_DIM, STAGES> stages{shared, shared + STAGES * TILE * (HEAD_DIM + 8)};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = lane % 4 * 2;
-  const Work w = find_work(a, TILE);
-  const int tiles = w.end > w.begin ? (w.end - w.begin + TILE - 1) / TILE : 0;
+  const long long length = load_length(a);
+  const Work w = find_work(a, ROWS);
+
+  constexpr int PIECES = HEAD_DIM / QueryPiece::ELEMENTS, LOADS = (ROWS * PIECES + THREADS - 1) / THREADS;
+  Vector pieces[LOADS];
+#pragma unroll
+  for (int i = 0; i < LOADS; ++i) {
+    const int e = i * THREADS + threadIdx.x;
+    pieces[i] = load_query(a, w, ROWS, e / PIECES, e % PIECES * QueryPiece::ELEMENTS).half[0];
+  }
+  const Tokens t = find_tokens(a, w, length, TILE);
+  const int tiles = (t.end - t.begin + TILE - 1) / TILE;
   const T *k = static_cast<const T *>(a.k) + w.batch * a.k_batch_stride + w.kv_head * a.k_head_stride;
   const T *v = static_cast<const T *>(a.v) + w.batch * a.v_batch_stride + w.kv_head * a.v_head_stride;
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; ++i) stages.start(a, w, k, v, i, tiles);
+  for (int i = 0; i < STAGES - 1; ++i) stages.start(a, t, k, v, i, tiles);
 
-  const int rows[2] = {w.tile * ROWS + lane / 4, w.tile * ROWS + lane / 4 + 8};
+  // q goes through the last stage, which the first turn of the loop fills, after a barrier of its own.
+#pragma unroll
+  for (int i = 0; i < LOADS; ++i) {
+    const int e = i * THREADS + threadIdx.x;
+    if (e < ROWS * PIECES) {
+      T *to = stages.key(STAGES - 1, e / PIECES) + e % PIECES * QueryPiece::ELEMENTS;
+      *reinterpret_cast<Vector *>(to) = pieces[i];
+    }
+  }
+  __syncthreads(); // q is there
   unsigned q[STEPS][4];
 #pragma unroll
   for (int step = 0; step < STEPS; ++step)
-#pragma unroll
-    for (int j = 0; j < 4; ++j) q[step][j] = load_query_pair<T>(a, w, rows[j % 2], step * 16 + j / 2 * 8 + column);
+    load_matrices<false>(q[step], stages.key(STAGES - 1, lane % 16) + step * 16 + lane / 16 * 8);
+  const int rows[2] = {lane / 4, lane / 4 + 8};
+  const int masked = first_masked(a, t);
+  const int query[2] = {find_row(a, w, ROWS, rows[0]).query, find_row(a, w, ROWS, rows[1]).query};
 
   float numerator[COLUMNS][4], maximum[2] = {negative_infinity(), negative_infinity()}, denominator[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -76,7 +92,7 @@ __global__ void __launch_bounds__(THREADS) partial_attention_mma(const Attention
   for (int tile = 0; tile < tiles; ++tile) {
     copy_async_wait<STAGES - 2>();
     __syncthreads(); // everyone's copies of this tile are there, and nobody reads the stage that is filled next
-    stages.start(a, w, k, v, tile + STAGES - 1, tiles);
+    stages.start(a, t, k, v, tile + STAGES - 1, tiles);
     const int stage = tile % STAGES, first = warp * TOKENS_PER_WARP;
 
     float scores[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}}; // of tokens 0..7 and 8..15
@@ -91,8 +107,8 @@ __global__ void __launch_bounds__(THREADS) partial_attention_mma(const Attention
     for (int n = 0; n < 2; ++n)
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int token = w.begin + tile * TILE + first + n * 8 + column + j % 2, row = rows[j / 2];
-        const bool seen = token < w.end && (!a.mask || row >= w.rows || visible(a, w, row / w.group, token));
+        const int token = t.begin + tile * TILE + first + n * 8 + column + j % 2;
+        const bool seen = token < t.end && sees(a, masked, query[j / 2], token);
         scores[n][j] = seen ? scores[n][j] * a.scale : negative_infinity();
       }
 
@@ -136,10 +152,10 @@ __global__ void __launch_bounds__(THREADS) partial_attention_mma(const Attention
   __syncthreads(); // the stages are free
 
   float *numerators = reinterpret_cast<float *>(shared);
-  float *maxima = numerators + WARPS * ROWS * HEAD_DIM, *denominators = maxima + WARPS * ROWS;
+  float *maxima = numerators + WARPS * ROWS * PITCH, *denominators = maxima + WARPS * ROWS;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int at = warp * ROWS + lane / 4 + 8 * half;
+    const int at = warp * ROWS + rows[half];
     denominator[half] += __shfl_xor_sync(ALL_LANES, denominator[half], 1);
     denominator[half] += __shfl_xor_sync(ALL_LANES, denominator[half], 2);
     if (lane % 4 == 0) {
@@ -149,9 +165,11 @@ __global__ void __launch_bounds__(THREADS) partial_attention_mma(const Attention
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n)
 #pragma unroll
-      for (int j = 0; j < 2; ++j) numerators[at * HEAD_DIM + n * 8 + column + j] = numerator[n][2 * half + j];
+      for (int j = 0; j < 2; ++j) numerators[at * PITCH + n * 8 + column + j] = numerator[n][2 * half + j];
   }
-  __syncthreads();
-  merge_block<HEAD_DIM, ROWS, WARPS>(a, w, numerators, maxima, denominators);
-  combine_splits<HEAD_DIM, ROWS>(a, w, numerators);
+  __syncthreads(); // the warps' states are there
+  int part;
+  const Parts to = find_place<HEAD_DIM, ROWS>(a, w, part);
+  merge_block<HEAD_DIM, ROWS, WARPS, PITCH>(a, w, to, part, numerators, maxima, denominators);
+  combine<HEAD_DIM, ROWS>(a, w, reinterpret_cast<Floats *>(shared));
 }

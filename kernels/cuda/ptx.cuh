@@ -33,6 +33,11 @@ struct alignas(16) Vector {
   unsigned word[4];
 };
 
+// The same as numbers.
+struct alignas(16) Floats {
+  float element[4];
+};
+
 // ---- arithmetic with IEEE results
 
 __device__ __forceinline__ float fma_exact(float a, float b, float c) {
@@ -195,6 +200,39 @@ __device__ __forceinline__ Vector load_once(const void *from) {
 #endif
 }
 
+// What other blocks of this launch wrote: from the second-level cache, since the first may hold what was there before.
+template <typename T> __device__ __forceinline__ T load_fresh(const T *from) {
+  static_assert(sizeof(T) == 8 || sizeof(T) == 16, "one load instruction");
+#ifdef TREEATTN_PLAIN
+  return *from;
+#else
+  T value;
+  float *to = reinterpret_cast<float *>(&value);
+  if constexpr (sizeof(T) == 8)
+    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(to[0]), "=f"(to[1]) : "l"(from) : "memory");
+  else
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
+                 : "l"(from)
+                 : "memory");
+  return value;
+#endif
+}
+
+// Adds to a counter that blocks share and returns what it was. What this block wrote before (other threads of it:
+// before a barrier) is there for whoever sees the new count, and what others wrote before they counted is there for
+// this one.
+__device__ __forceinline__ unsigned add_ordered(unsigned *counter, unsigned value) {
+#ifdef TREEATTN_PLAIN
+  __threadfence();
+  return atomicAdd(counter, value);
+#else
+  unsigned before;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
+  return before;
+#endif
+}
+
 #ifndef __HIP__ // from here on it is the tensor-core path's alone
 
 // Asynchronous copy of 16 bytes to shared memory; zeros land there when `valid` is false, and nothing is read.
@@ -286,4 +324,38 @@ template <typename T> inline void multiply_matrices(float (&d)[4], const unsigne
 MULTIPLY_MATRICES(float16, "f16")
 MULTIPLY_MATRICES(bfloat16, "bf16")
 #undef MULTIPLY_MATRICES
+#endif
+
+#ifndef __HIP__
+// ---- numbers that other GPUs of the node and the host look at
+
+// Whoever reads it by `load_acquire` sees what this thread wrote before, and what it saw of others at a barrier.
+__device__ __forceinline__ void store_release(long long *at, long long value) {
+#ifdef TREEATTN_EMULATOR
+  emulator::store_release(at, value);
+#else
+  asm volatile("st.release.sys.s64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+#endif
+}
+
+__device__ __forceinline__ long long load_acquire(const long long *at) {
+#ifdef TREEATTN_EMULATOR
+  return emulator::load_acquire(at);
+#else
+  long long value;
+  asm volatile("ld.acquire.sys.s64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+  return value;
+#endif
+}
+
+// Of a clock that every block of a device reads alike.
+__device__ __forceinline__ long long nanoseconds() {
+#ifdef TREEATTN_EMULATOR
+  return emulator::nanoseconds();
+#else
+  long long time;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+  return time;
+#endif
+}
 #endif

@@ -1,4 +1,8 @@
-"""The ``treeattn`` command on a machine whose ranks have emulated GPUs: python emulated.py WORDS.."""
+"""The ``treeattn`` command on a machine whose ranks have emulated GPUs: python emulated.py WORDS..
+
+EMULATED_GPUS: how many the machine has; EMULATED_NCCL: the minor version of an NCCL 2 that is there;
+EMULATED_CUDA_MPI: the MPI library says that it takes the memory of GPUs.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,31 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "mpi")]
 
 from emulator.runtime import EmulatorRuntime  # noqa: E402
 
+from treeattn import comm  # noqa: E402
 from treeattn.backends.cuda import cupy_runtime  # noqa: E402
 from treeattn.cli import main  # noqa: E402
+from treeattn.collectives import nccl  # noqa: E402
 
 GPUS = int(os.environ.get("EMULATED_GPUS", "8"))
 runtime = EmulatorRuntime()
 
 
 def choose(index: int) -> None:
-    runtime.identity = f"0000:{index % GPUS:02X}:00.0"
+    runtime.identity = f"8f1c0a52-{index % GPUS}"
 
 
 cupy_runtime.current = lambda: runtime  # type: ignore[assignment,return-value]
 cupy_runtime.choose = choose
+if version := os.environ.get("EMULATED_NCCL"):
+    from nccl_over_mpi import NcclOverMpi
+
+    nccl.problem = lambda: None
+    nccl.version = lambda: (2, int(version))
+    nccl.connect = NcclOverMpi
+if os.environ.get("EMULATED_CUDA_MPI"):
+    comm.cuda_aware = lambda: True  # of arrays of NumPy every MPI library takes the address
 main(sys.argv[1:])

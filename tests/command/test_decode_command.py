@@ -197,6 +197,7 @@ def test_bad_files(tmp_path, case):
         ["--layout", "sizes=4096,zero"],
         ["--layout", "spiral"],
         ["--scheme", "binary_three"],
+        ["--scheme", "census"],
         ["--scheme", "k_ary_tree:radix=0"],
         ["--scheme", "k_ary_tree:depth=3"],
         ["--scheme", "hierarchical:nodes=1+2"],

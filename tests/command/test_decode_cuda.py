@@ -70,7 +70,7 @@ def test_ranks_that_share_a_gpu_are_told(cache: Path) -> None:
     words = (EMULATED, "decode", cache, "--device", "cuda", "--transport", "host", "--repeat", 1)
     done = run(*words, ranks=2, EMULATED_GPUS="1")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("ranks 0, 1 share GPU 0000:00:00.0 of ") == 1
+    assert done.stderr.count("ranks 0, 1 share GPU 8f1c0a52-0 of ") == 1
 
 
 @pytest.mark.skipif(cupy_runtime.problem() is None, reason="there is a GPU")

@@ -21,11 +21,10 @@ from .launch import ROOT
 SCRIPT = ROOT / "benchmarks" / "gpu_day.sh"
 STEPS = subprocess.run([SCRIPT, "--list"], capture_output=True, text=True, check=True).stdout.split()
 
-# A CuPy that finds a GPU; nothing else of it is used by these steps.
-CUPY = """
-import sys, unittest.mock
-sys.modules[__name__] = unittest.mock.MagicMock()
-sys.modules[__name__].cuda.runtime.is_hip = False
+# Every Python that the script starts finds a GPU; nothing of it is used by these steps.
+GPU = """
+from treeattn.backends.cuda import cupy_runtime
+cupy_runtime.problem = lambda: None
 """
 # A tool that writes what lies in the file beside it to the file that --log-file names.
 TOOL = """#!/usr/bin/env bash
@@ -98,7 +97,7 @@ def day(tmp_path: Path) -> Any:
         if standins is not None:
             tools = tmp_path / "tools"
             tools.mkdir(exist_ok=True)
-            (tools / "cupy.py").write_text(CUPY)
+            (tools / "sitecustomize.py").write_text(GPU)
             for name, text in standins.items():
                 (tools / f"{name}.out").write_text(text)
                 (tools / f"{name}.code").write_text(environment.get("CODE", "0"))
@@ -182,6 +181,24 @@ def test_a_step_that_takes_too_long_is_ended(day: Any, tmp_path: Path) -> None:
     assert done.returncode == STEPS.index("ncu") + 1
     assert re.search(r"gpu_day: ncu: no result: it wrote no result; ended after \d+ s\n", done.stderr)
     assert not written(tmp_path)
+
+
+def test_tests_that_take_too_long_keep_what_they_had(day: Any, tmp_path: Path) -> None:
+    """By a Python that takes a folder of other tests for tests/gpu: one passes, one has no time left."""
+    tests = tmp_path / "other_tests"
+    tests.mkdir()
+    (tests / "test_two.py").write_text(
+        "import os, signal, time\n\ndef test_good(): pass\n\n"
+        "def test_endless():\n    os.kill(os.getppid(), signal.SIGALRM)  # timeout\n    time.sleep(600)\n"
+    )
+    python = tmp_path / "python"
+    python.write_text(f'#!/usr/bin/env bash\nexec {sys.executable} "${{@/#tests\\/gpu/{tests}}}"\n')
+    python.chmod(0o755)
+    done = day("tests", standins={}, PYTHON=str(python))
+    assert done.returncode == STEPS.index("tests") + 1
+    facts = written(tmp_path)["gpu_tests.json"]
+    assert re.fullmatch(r"ended after \d+ s", facts["problem"])
+    assert facts["result"] == {"passed": 1, "failed": {}, "skipped": {}}
 
 
 def test_a_tool_that_fails_after_its_report_is_not_well(day: Any, tmp_path: Path) -> None:

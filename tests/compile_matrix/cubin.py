@@ -1,4 +1,9 @@
-"""What a cubin says of its kernels: resources from its ELF sections, instructions by nvdisasm."""
+"""What a cubin says of its kernels: resources from its ELF sections, instructions by nvdisasm.
+
+Some of what a launch costs shows in the instructions alone. A division by a number that is only known at
+launch is some 20 of them one behind the other; code that was not run lately is fetched as it runs; and each
+round of loads that has to come back before the next can be sent is a latency of memory.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +29,14 @@ _INSTRUCTIONS = {
     "matrix_multiply": r"\bHMMA\.16816",
     "matrix_load": r"\bLDSM\.",
     "local_memory": r"\b(LDL|STL)\b",
+    # How compilers divide integers: to float, rounded up, and the reciprocal; 64-bit ones by a call.
+    "integer_division": r"\bI2F\S*\.RP\b|\bCALL\S*\s.*__cuda_sm\S*_(div|rem)_[su]",
 }
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?);")
+_LABEL = re.compile(r"^(\.L_\w+):")
+_BRANCH = re.compile(r"\bBRA\b.*\((\.L_\w+)\)")
+_LOAD = re.compile(r"\bLDG(\S*)\s+(R\d+|RZ)")
+_STREAMED = re.compile(r"\bLDG\.\S*\.NA\.|\bHMMA\.")  # only the main loop reads past the cache, or multiplies
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +110,62 @@ def instruction_counts(cubin: bytes, nvdisasm: str) -> dict[str, dict[str, int]]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     parts = re.split(r"^\.text\.(\S+):$", text, flags=re.MULTILINE)
     return {
-        kernel: {name: len(re.findall(pattern, body)) for name, pattern in _INSTRUCTIONS.items()}
+        kernel: _counts(body) | {"instructions": len(code(body)), "load_rounds": load_rounds(body)}
         for kernel, body in zip(parts[1::2], parts[2::2], strict=True)
     }
+
+
+def _counts(body: str) -> dict[str, int]:
+    return {name: len(re.findall(pattern, body)) for name, pattern in _INSTRUCTIONS.items()}
+
+
+def code(body: str) -> list[str]:
+    """The instructions of a kernel, but for the padding behind them."""
+    found = _INSTRUCTION.findall(body)
+    return [instruction for instruction in found if not instruction.startswith("NOP")]
+
+
+def load_rounds(body: str) -> int:
+    """How many rounds of loads from global memory have to come back one after another before the main loop,
+    counted along the code as it lies there, all branches taken; without a main loop, in all of it.
+
+    A round ends where something needs what a load of it brings. Asynchronous copies are not waited for before
+    the loop.
+    """
+    rounds, pending = 0, set[str]()
+    for instruction in _before_the_main_loop(body):
+        load = _LOAD.search(instruction)
+        if pending & set(_registers(instruction, written=load is not None)):
+            pending.clear()
+        width = _width(load[1]) if load else 0
+        if load and load[2] != "RZ":
+            rounds += not pending
+            pending |= {f"R{int(load[2][1:]) + i}" for i in range(max(1, width // 4))}
+    return rounds
+
+
+def _width(suffixes: str) -> int:
+    """Bytes that a load brings, by what follows its name."""
+    named = re.search(r"\.(64|128|[US]8|[US]16)\b", suffixes)
+    return int(named[1].lstrip("US")) // 8 if named else 4
+
+
+def _registers(instruction: str, written: bool) -> list[str]:
+    """Those that an instruction names; `written`: less the first, which a load only writes."""
+    return re.findall(r"\bR\d+\b", instruction)[1 if written else 0 :]
+
+
+def _before_the_main_loop(body: str) -> list[str]:
+    """Instructions up to where the first loop begins that reads keys, or multiplies matrices."""
+    lines, labels = [], {}
+    for line in body.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(lines)
+        if instruction := _INSTRUCTION.search(line):
+            lines.append(instruction[1])
+    for end, instruction in enumerate(lines):
+        branch = _BRANCH.search(instruction)
+        begin = labels.get(branch[1], end + 1) if branch else end + 1
+        if begin <= end and any(map(_STREAMED.search, lines[begin:end])):
+            return lines[:begin]
+    return lines

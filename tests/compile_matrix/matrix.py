@@ -20,10 +20,10 @@ if __name__ == "__main__":
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 from compile_matrix import compilers, cubin  # noqa: E402
-from treeattn.backends.cuda import attention  # noqa: E402
+from treeattn.backends.cuda import variants  # noqa: E402
 from treeattn.backends.cuda.compile import source  # noqa: E402
 
-__all__ = ["ARCHITECTURES", "Row", "compiled", "expressions", "spill_exceptions"]
+__all__ = ["ARCHITECTURES", "BOUNDS", "Bound", "Row", "compiled", "expressions", "spill_exceptions"]
 
 #: Architecture and the shared memory that a block can have there, in bytes (CUDA programming guide, table
 #: of technical specifications).
@@ -38,6 +38,29 @@ ARCHITECTURES = {
 # Part of the static shared memory that cubins state for these, and taken by the system.
 _RESERVED = {"90": 1024, "100": 1024}
 _TYPES_16 = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What a kernel's code may hold: instructions, divisions by numbers that are not constants, and rounds of
+    loads before the main loop (`cubin.load_rounds`)."""
+
+    instructions: int
+    integer_divisions: int
+    load_rounds: int
+
+
+#: By module, on every architecture: a tenth or so above the largest.
+BOUNDS = {
+    "partial_attention": Bound(3300, 0, 5),
+    "partial_attention_mma": Bound(3800, 0, 7),
+    "merge_partials": Bound(600, 0, 20),
+    "take_maxima": Bound(100, 0, 3),
+    "rescale": Bound(400, 0, 20),
+    "finish": Bound(1500, 4, 20),
+    "pack_partials": Bound(400, 4, 20),
+    "scale_lse": Bound(100, 0, 3),
+}
 
 #: Kernels that may use local memory, each with its reason: (module, expression, architecture).
 spill_exceptions: dict[tuple[str, str, str], str] = {}
@@ -70,21 +93,21 @@ def expressions(module: str, arch: str, whole: bool = True) -> dict[str, int]:
     """
     if module == "partial_attention":
         kernels = {
-            attention.fma_kernel(kind, head_dim, rows): 0
+            variants.fma_kernel(kind, head_dim, rows).expression: 0
             for kind in ("float", *_TYPES_16)
-            for head_dim in attention.HEAD_DIMS
+            for head_dim in variants.HEAD_DIMS
             for rows in (1, 2, 4)
         }
         return kernels if whole else {name: kernels[name] for name in _CHOICE}
     if module == "partial_attention_mma":
-        types, head_dims = (_TYPES_16, attention.HEAD_DIMS) if whole else (("bfloat16",), (80, 128, 256))
-        wanted = (attention.mma_kernel(t, d, ARCHITECTURES[arch]) for t in types for d in head_dims)
-        return dict(kernel for kernel in wanted if kernel) if int(arch) >= 80 else {}
+        types, head_dims = (_TYPES_16, variants.HEAD_DIMS) if whole else (("bfloat16",), (80, 128, 256))
+        wanted = (variants.mma_kernel(t, d, ARCHITECTURES[arch]) for t in types for d in head_dims)
+        return {k.expression: k.shared_bytes for k in wanted if k} if int(arch) >= 80 else {}
     return {module: 0}
 
 
 _CHOICE = tuple(
-    attention.fma_kernel(*kernel)
+    variants.fma_kernel(*kernel).expression
     for kernel in (
         *(("float", 80, 2), ("float", 128, 1), ("float", 256, 4)),
         *(("float16", 96, 2), ("bfloat16", 64, 1), ("bfloat16", 128, 1), ("bfloat16", 128, 4)),
@@ -141,7 +164,7 @@ def _plain(mangled: str) -> str:
 
 MODULES = (
     *("partial_attention", "partial_attention_mma", "merge_partials", "take_maxima", "rescale", "finish"),
-    *("pack_partials", "scale_lse"),
+    *("pack_partials", "scale_lse", "pull_partials"),
 )
 
 

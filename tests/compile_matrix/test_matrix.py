@@ -9,8 +9,8 @@ import pytest
 
 from treeattn.backends.cuda.compile import source
 
-from . import compilers
-from .matrix import ARCHITECTURES, MODULES, Row, compiled, expressions, spill_exceptions
+from . import compilers, cubin
+from .matrix import ARCHITECTURES, BOUNDS, MODULES, Row, compiled, expressions, spill_exceptions
 
 pytestmark = [
     pytest.mark.skipif(compilers.compiler_problem() is not None, reason=str(compilers.compiler_problem())),
@@ -52,6 +52,52 @@ def test_instructions_are_those_that_were_meant(rows: list[Row]) -> None:
             assert count["matrix_load"] >= 8, row
         if not row.stack:
             assert count["local_memory"] == 0, row
+
+
+@needs_nvdisasm
+def test_cost_that_shows_in_the_code_is_bounded(rows: list[Row]) -> None:
+    """The bounds stand in matrix.py; docs/compile-matrix.md says what was measured."""
+    for row in rows:
+        bound, count = BOUNDS[row.expression.partition("<")[0]], row.instructions
+        assert count["integer_division"] <= bound.integer_divisions, row
+        assert 0 < count["instructions"] <= bound.instructions, row
+        assert count["load_rounds"] <= bound.load_rounds, row
+
+
+SASS = """
+        /*0000*/                   LDG.E.64 R2, desc[UR4][R6.64] ;
+        /*0010*/                   LDG.E.U16 R4, desc[UR4][R8.64] ;
+        /*0020*/                   IADD3 R10, R3, 0x1, RZ ;
+        /*0030*/                   LDG.E R11, desc[UR4][R10.64] ;
+        /*0040*/                   I2F.U32.RP R0, R11 ;
+.L_x_1:
+        /*0050*/                   LDG.E.NA.128.CONSTANT R12, desc[UR4][R20.64] ;
+        /*0060*/                   LDG.E R16, desc[UR4][R12.64] ;
+        /*0070*/               @P0 BRA `(.L_x_1) ;
+        /*0080*/                   EXIT ;
+        /*0090*/                   NOP ;
+"""
+
+
+def test_rounds_and_divisions_are_read_from_the_code() -> None:
+    assert cubin.load_rounds(SASS) == 2  # two loads at once, and one for which the first is waited
+    assert cubin.load_rounds(SASS.replace("R10.64", "R9.64")) == 2
+    assert cubin.load_rounds(SASS.replace("IADD3 R10, R3", "IADD3 R10, R5")) == 1
+    assert cubin.load_rounds(SASS.replace("IADD3 R10, R3", "IADD3 R10, R4")) == 2
+    assert cubin.load_rounds(SASS.replace(".NA", "")) == 3  # no main loop: to the end
+    assert len(cubin.code(SASS)) == 9
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("arch", ["75", "80", "90"])
+@pytest.mark.parametrize("kind", ["int", "long long", "unsigned"])
+def test_a_division_is_found(kind: str, arch: str) -> None:
+    code = 'extern "C" __global__ void divide(KIND *x, KIND n) { x[0] = x[1] / n; x[2] = x[1] % 7; }'
+    binary = compilers.compile_cubin(code.replace("KIND", kind), ["divide"], arch)
+    nvdisasm = compilers.find_tool("nvdisasm")
+    assert cubin.instruction_counts(binary, nvdisasm)["divide"]["integer_division"] >= 1
+    constant = compilers.compile_cubin(code.replace("KIND", "int").replace("/ n", "/ 10"), ["divide"], arch)
+    assert cubin.instruction_counts(constant, nvdisasm)["divide"]["integer_division"] == 0
 
 
 def test_errors_name_the_file_and_line() -> None:

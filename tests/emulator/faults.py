@@ -17,12 +17,63 @@ class Fault(NamedTuple):
     new: str
 
 
+_SOURCES = {"fma": "partial_attention.cu", "mma": "partial_attention_mma.cu", "pull": "pull_partials.cu"}
+
 FAULTS = {
     "no_barrier": Fault("fma", "__syncthreads(); // the groups' states are there", ""),
-    "no_fence": Fault("fma", "__threadfence(); // this thread's part", "// "),
     "no_pipeline_barrier": Fault("mma", "__syncthreads(); // everyone's copies of this tile", "// "),
     "short_wait": Fault("mma", "copy_async_wait<STAGES - 2>();", "copy_async_wait<STAGES - 1>();"),
+    "relaxed_number": Fault(
+        "pull",
+        "store_release(number_of(a, a.rank), step",
+        "emulator::store_relaxed(number_of(a, a.rank), step",
+    ),
+    "relaxed_look": Fault(
+        "pull", "load_acquire(number_of(a, rank))", "emulator::load_relaxed(number_of(a, rank))"
+    ),
+    "announced_early": Fault("pull", "__syncthreads(); // the block's copies are made", ""),
+    "one_set": Fault("pull", "step % 2 * a.set", "0 * a.set"),
+    "not_awaited": Fault("pull", "i.operation == AWAIT || i", "i"),
+    "stale_number": Fault(
+        "pull", "wanted = step * a.numbers + round", "wanted = (step - 1) * a.numbers + round"
+    ),
+    "push": Fault(
+        "pull",
+        "if (threadIdx.x == RECORD_MAX) own",
+        "const_cast<float *>(from[0])[offset] = own_maximum; if (threadIdx.x == RECORD_MAX) own",
+    ),
     "stages_reused_early": Fault("mma", "__syncthreads(); // the stages are free", ""),
+    "no_query_barrier": Fault("fma", "__syncthreads(); // q is there", ""),
+    "no_query_barrier_mma": Fault("mma", "__syncthreads(); // q is there", ""),
+    "query_always_by_vectors": Fault("fma", "if (a.q_aligned) {", "if (true) {"),
+    "query_of_another_row": Fault(
+        "fma", "load_query(a, w, ROWS, piece_row,", "load_query(a, w, ROWS, piece_row / 2,"
+    ),
+    # The merge of splits.
+    "no_fence": Fault("fma", "  __threadfence();\n  return atomicAdd", "  return atomicAdd"),
+    "no_arrival_barrier": Fault("fma", "__syncthreads(); // all of the block's partials", "// "),
+    "no_verdict_barrier": Fault("fma", "__syncthreads(); // the verdict", "// "),
+    "no_states_barrier": Fault("fma", "__syncthreads(); // all states", "// "),
+    "no_weights_barrier": Fault("fma", "__syncthreads(); // all weights", "// "),
+    "no_sums_barrier": Fault("fma", "__syncthreads(); // all sums", "// "),
+    "one_too_few": Fault("fma", "== (unsigned)count - 1u", "== (unsigned)count - 2u"),
+    "counter_left": Fault("fma", "if (last) *counter = 0u;", ""),
+    "wrong_split": Fault(
+        "fma", "(batch, numerators, reader, stride, end)", "(batch, numerators, reader + 1, stride, end)"
+    ),
+    "split_read_twice": Fault("fma", "first + BATCH * stride, stride, end)", "first, stride, end)"),
+    "wrong_weight": Fault(
+        "fma", "add_scaled(sum, weights[at], batch[u])", "add_scaled(sum, weights[row], batch[u])"
+    ),
+    "row_ended_late": Fault("fma", "row_end += from.count;", "row_end += from.count + 1;"),
+    "groups_mixed": Fault("fma", "groups ? w.splits : g.first", "groups ? 0 : g.first"),
+    "first_level_again": Fault("fma", "    from = to;", ""),
+    "one_counter_for_all": Fault("fma", "counters + g.number;", "counters;"),
+    "misaligned_scratch": Fault(
+        "fma",
+        "*numerators = from.numerators + column;",
+        "*numerators = reinterpret_cast<const Floats *>(&from.numerators[column].element[1]);",
+    ),
 }
 
 
@@ -30,8 +81,7 @@ def planted(fault: Fault) -> Callable[[str], str]:
     """The edit that plants a fault; texts of other kernels stay as they are."""
 
     def edit(text: str) -> str:
-        is_mma = "partial_attention_mma.cu" in text
-        if "attention.cuh" not in text or is_mma != (fault.kernel == "mma"):
+        if f"kernels/cuda/{_SOURCES[fault.kernel]}" not in text:
             return text
         assert text.count(fault.old) == 1, f"{fault.old!r} must occur once"
         return text.replace(fault.old, fault.new)

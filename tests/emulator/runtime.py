@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import mmap
+import os
+import tempfile
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -15,6 +18,9 @@ from .raw_module import Kernel, RawModule
 
 __all__ = ["EmulatorRuntime"]
 
+# Kernels whose blocks wait for other devices: all run at once.
+_WAITING = ("pull_partials",)
+
 
 class EmulatorRuntime:
     """NumPy arrays stand for device arrays. A small device: 3 multiprocessors of 2 blocks each.
@@ -23,10 +29,14 @@ class EmulatorRuntime:
     the values that arguments have at that time, as a CUDA graph has them.
     """
 
+    name = "emulated GPU"
     multiprocessors = 3
     tensor_cores = True
     identity = "emulated GPU 0"
     stream = 0
+    #: Where exposed memory lies: a file, which another process maps.
+    shared_folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+    _exposed: ClassVar[dict[str, int]] = {}  # file -> address, of this process
 
     def __init__(
         self,
@@ -48,6 +58,7 @@ class EmulatorRuntime:
         self.graph_launches = 0
         self.waited = True
         self._captured: list[Callable[[], object]] | None = None
+        self._maps: dict[int, tuple[Any, str]] = {}  # address -> memory, and its file if it was exposed here
 
     def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Callable[..., object]:
         """A kernel of kernels/cuda, compiled by g++ if it never was."""
@@ -55,6 +66,8 @@ class EmulatorRuntime:
 
         def launch(grid: Any, block: Any, arguments: tuple[Any, ...], **options: Any) -> None:
             self.launches += 1
+            if module in _WAITING:
+                options["workers"] = grid[0]
             values = tuple(value.copy() if value.dtype.names else value for value in arguments)
             self.queue(lambda: kernel(grid, block, values, seed=self._seed, **options))
 
@@ -87,6 +100,41 @@ class EmulatorRuntime:
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """A NumPy array."""
         return np.empty(shape, dtype)
+
+    def expose(self, size: int) -> tuple[int, bytes]:
+        """Memory that is shared by a file, in place of CUDA IPC."""
+        descriptor, file = tempfile.mkstemp(prefix="treeattn-emulator-", dir=self.shared_folder)
+        os.truncate(descriptor, size)
+        address = self._mapped(descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE, file)
+        self._exposed[file] = address
+        return address, file.encode()
+
+    def withdraw(self, address: int) -> None:
+        """The memory lives on where it is open."""
+        file = self._maps.pop(address)[1]
+        del self._exposed[file]
+        os.unlink(file)
+
+    def open_exposed(self, handle: bytes) -> int:
+        """To be read only: a device that writes to another ends with a signal. Devices of one process share
+        one address, so that ThreadSanitizer knows the memory again."""
+        file = handle.decode()
+        if file in self._exposed:
+            return self._exposed[file]
+        descriptor = os.open(file, os.O_RDONLY)
+        return self._mapped(descriptor, os.fstat(descriptor).st_size, mmap.PROT_READ, "")
+
+    def _mapped(self, descriptor: int, size: int, protection: int, file: str) -> int:
+        memory = mmap.mmap(descriptor, size, prot=protection)
+        os.close(descriptor)
+        address = int(np.frombuffer(memory, np.uint8).ctypes.data)
+        self._maps[address] = memory, file
+        return address
+
+    def close_exposed(self, address: int) -> None:
+        """Unmapped, unless it is this process's own."""
+        if address in self._maps and not self._maps[address][1]:
+            del self._maps[address]
 
     def copy(self, into: Any, source: Any) -> None:
         """Queued like a kernel."""
@@ -145,7 +193,7 @@ class EmulatorRuntime:
 
     def address(self, array: Any) -> int:
         """Where the array begins."""
-        return int(array.ctypes.data)
+        return int(array.__array_interface__["data"][0])
 
     def check(self, name: str, array: Any) -> None:
         """ArgumentError unless `array` is a NumPy array."""

@@ -1,7 +1,7 @@
 """One run under a sanitizer, in a process of its own: see `test_sanitizers.py`, which starts it.
 
 Usage: python sanitized.py SANITIZER WHAT, where WHAT is a kernel of faults.cu or, with a planted
-fault or "clean", one of the real kernels: fma:clean, mma:no_barrier, ...
+fault or "clean", one of the real kernels: fma:clean, mma:no_barrier, pull:one_set, scatter:clean, ...
 """
 
 from __future__ import annotations
@@ -16,22 +16,33 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT.parent)]
 
 from emulator.faults import FAULTS, faults_source, planted  # noqa: E402
+from emulator.node import Node  # noqa: E402
 from emulator.raw_module import RawModule  # noqa: E402
 from emulator.runtime import EmulatorRuntime  # noqa: E402
+from treeattn import collectives  # noqa: E402
 from treeattn.backends import cuda  # noqa: E402
+from treeattn.backends.cuda import attention  # noqa: E402
 from treeattn.backends.cuda.compile import source  # noqa: E402
+from treeattn.backends.cuda.splits import Splits  # noqa: E402
 
 
 def run_attention(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
-    """A tiny shape, two splits, so that every barrier and the fence have their work to do."""
+    """A tiny shape, three splits in two groups, so that every barrier and the fence have their work to do.
+
+    q lies where vectors reach it, then where they do not.
+    """
+    vars(attention)["choose_splits"] = lambda load, number: Splits(number, 2)
     runtime = EmulatorRuntime(seed=3, sanitizer=sanitizer, edit=edit)
     rng = np.random.default_rng(0)
     q = rng.standard_normal((1, 1, 4, 64)).astype(np.float16)
+    room = np.zeros((1, 1, 4, 65), np.float16)
+    room[..., 1:] = q
     k, v = (rng.standard_normal((1, 200, 1, 64)).astype(np.float16) for _ in "kv")
     records = np.empty((1, 4, 1, 66), np.float32)
-    cuda.partial_attention(
-        *(q, k, v, records), scale=0.125, num_splits=2, tensor_cores=name == "mma", runtime=runtime
-    )
+    for query in (q, room[..., 1:]):
+        cuda.partial_attention(
+            *(query, k, v, records), scale=0.125, num_splits=3, tensor_cores=name == "mma", runtime=runtime
+        )
     other = records.copy()
     cuda.merge(records, other, runtime=runtime)
     operator, maxima = cuda.MergeOperator(64, runtime=runtime), records[..., 0].reshape(4) + np.float32(1)
@@ -42,6 +53,16 @@ def run_attention(sanitizer: str, name: str, edit: Callable[[str], str]) -> None
     cuda.planned_pack(records.copy(), 1.0, runtime=runtime)(out.reshape(1, 4, 1, 64), lse)
     cuda.planned_scale(lse, 0.5, runtime=runtime)()
     print("NaN" if np.isnan(out).any() else "finite")
+
+
+def run_pull(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
+    """Three ranks, five steps: the slots of a step are used again two steps later. "scatter": a rank whose
+    result counts nobody, for want of records."""
+    scheme, records = ("head_scatter", 2) if name == "scatter" else ("all_gather_merge", 4)
+    partials = np.random.default_rng(0).standard_normal((5, 3, records, 10)).astype(np.float32)
+    with Node(collectives.build(scheme, 3), records, 8, sanitizer=sanitizer, edit=edit) as node:
+        held = node.run(list(partials))
+    print("NaN" if np.isnan(held).any() else "finite")
 
 
 def run_fault(sanitizer: str, name: str) -> None:
@@ -57,10 +78,9 @@ def main() -> None:
     kernel, _, fault = what.partition(":")
     if not fault:
         run_fault(sanitizer, what)
-    elif fault == "clean":
-        run_attention(sanitizer, kernel, str)
     else:
-        run_attention(sanitizer, kernel, planted(FAULTS[fault]))
+        run = run_attention if kernel in ("fma", "mma") else run_pull
+        run(sanitizer, kernel, str if fault == "clean" else planted(FAULTS[fault]))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 
 from treeattn.backends import cpu, cuda
 from treeattn.backends.cuda import attention
-from treeattn.backends.cuda.attention import choose_splits
+from treeattn.backends.cuda.splits import Splits, choose_splits
 from treeattn.errors import ArgumentError, BackendError
 
 from .cases import CASES, Case, Inputs, is_tensor_core_case
@@ -84,6 +84,27 @@ def test_bits_do_not_depend_on_the_order_of_threads_and_blocks(case: Case) -> No
     first = attend(case, EmulatorRuntime())
     for seed in range(1, 6):
         assert (bits(attend(case, EmulatorRuntime(seed=seed))) == bits(first)).all()
+
+
+MANY = [
+    *(Case("float32", d, group=group, tokens=500, splits=13) for d, group in ((64, 4), (80, 1), (256, 2))),
+    *(Case("bfloat16", d, group=group, tokens=1000, splits=13) for d, group in ((64, 4), (96, 7), (128, 16))),
+    Case("float32", 64, group=3, queries=3, kv_heads=1, batch=2, tokens=400, lengths=(400, 90), splits=29),
+]
+
+
+@needs_emulator
+@pytest.mark.parametrize("fan", [2, 5, 12])
+@pytest.mark.parametrize("case", MANY, ids=str)
+def test_splits_merge_on_two_levels(case: Case, fan: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into the same partial, and the same bits whichever block is last."""
+    monkeypatch.setattr(attention, "choose_splits", lambda load, number: Splits(number, fan))
+    records = [attend(case, EmulatorRuntime(seed=seed)) for seed in (0, 1, 2)]
+    assert (bits(records[0]) == bits(records[1])).all()
+    assert (bits(records[0]) == bits(records[2])).all()
+    runtime = EmulatorRuntime()
+    out, lse = finished(records[0], lambda *arrays: cuda.finish(*arrays, runtime=runtime))
+    case.check(out, lse, is_tensor_core_case(case))
 
 
 @needs_emulator
@@ -168,37 +189,87 @@ def test_a_device_with_little_shared_memory_takes_the_multiply_add_kernel() -> N
     assert (bits(small) == bits(attend(case, EmulatorRuntime(), tensor_cores=False))).all()
 
 
-def test_split_choice_fills_the_device_but_no_more() -> None:
-    assert choose_splits(8, 0, 264) == 1
-    assert choose_splits(8, 64, 264) == 1
-    assert 20 <= choose_splits(8, 65536, 264) <= 33  # one wave of 264 blocks
-    assert choose_splits(1000, 65536, 264) <= 8  # many blocks as it is
-    for blocks in (1, 7, 64):
-        for tokens in (1, 1000, 10**6):
-            assert 1 <= choose_splits(blocks, tokens, 264) <= cuda.MAX_SPLITS
+class Launching(EmulatorRuntime):
+    """Counts what is launched, in how many splits, and launches nothing."""
+
+    multiprocessors = 132
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.splits: list[int] = []
+
+    def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Any:
+        return lambda grid, *_, **__: self.splits.append(grid[0])
 
 
-def test_a_growing_cache_chooses_its_splits_once_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_growing_cache_chooses_its_splits_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passed as a new view in each step: choosing costs more than all else that a step does on the host."""
     considered: list[int] = []
 
-    def counted(*given: Any, **options: Any) -> Any:
-        if options:  # the least costly of the splits
-            considered.append(len(given[0]))
-        return min(*given, **options)
+    def counted(load: Any, *given: Any) -> Any:
+        considered.append(load.tokens)
+        return choose_splits(load, *given)
 
-    class Launched(EmulatorRuntime):
-        multiprocessors = 5  # that no other test has: its choices are new
-
-        def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Any:
-            return lambda *_, **__: None
-
-    monkeypatch.setattr(attention, "min", counted, raising=False)
-    q, cache = np.zeros((1, 1, 2, 64), np.float32), np.zeros((1, 3 * 64, 2, 64), np.float32)
-    planned = cuda.PlannedAttention(np.zeros((1, 2, 1, 66), np.float32), scale=1.0, runtime=Launched())
-    for tokens in range(1, 3 * 64 + 1):
+    monkeypatch.setattr(attention, "choose_splits", counted)
+    q, cache = np.zeros((1, 1, 2, 64), np.float32), np.zeros((1, 5000, 2, 64), np.float32)
+    planned = cuda.PlannedAttention(np.zeros((1, 2, 1, 66), np.float32), scale=1.0, runtime=Launching())
+    for tokens in range(2, 5001):
         planned(q, cache[:, :tokens], cache[:, :tokens])
-    assert considered == [1, 2, 3]  # at most as many splits as tiles
+    assert considered[:4] == [2, 33, 65, 97]  # at each step of 32 tokens, then at each second one, and so on
+    assert len(considered) == 63 + 33 + 8
+
+
+def test_new_views_bind_as_fresh_arrays_do() -> None:
+    """What is kept from step to step must not show in what is launched."""
+    rng, runtime = np.random.default_rng(3), Launching()
+    records = np.zeros((1, 4, 1, 66), np.float32)
+    planned = cuda.PlannedAttention(records, scale=0.5, runtime=runtime)
+    many_q, cache = np.zeros((9, 1, 1, 4, 64), np.float16), np.zeros((2, 1, 900, 5, 64), np.float16)
+    odd_q = np.zeros(4 * 64 + 1, np.float16)[1:].reshape(1, 1, 4, 64)
+    for _ in range(300):
+        heads, tokens, lengths = rng.choice([1, 2, 4]), rng.choice([0, 1, 2, 64, 65, 900]), None
+        k, v = (array[:, :tokens, :heads] for array in cache[:: rng.choice([1, -1])])
+        q = odd_q if rng.random() < 0.3 else many_q[rng.integers(9)]
+        if rng.random() < 0.5:
+            lengths = np.array([3])
+        planned(q, k, v, lengths)
+        fresh = cuda.PlannedAttention(records, scale=0.5, runtime=runtime)
+        fresh(q, k, v, lengths)
+        own = {"numerators", "states", "counters"}  # each plan's workspace is its own
+        for name in set(planned._arguments.dtype.names) - own:
+            assert planned._arguments[name] == fresh._arguments[name], name
+        assert runtime.splits[-1] == runtime.splits[-2]
+
+
+def test_a_view_that_is_laid_out_alike_is_still_refused() -> None:
+    q, cache = np.zeros((1, 1, 2, 64), np.float32), np.zeros(2 * 900 * 2 * 64 + 1, np.float32)
+    aligned, odd = (cache[i : i + 900 * 2 * 64].reshape(1, 900, 2, 64) for i in (0, 1))
+    planned = cuda.PlannedAttention(np.zeros((1, 2, 1, 66), np.float32), scale=1.0, runtime=Launching())
+    planned(q, aligned, aligned)
+    for k, v, name in ((odd, aligned, "k"), (aligned, odd, "v")):
+        with pytest.raises(ArgumentError, match=f"rows of {name} must begin at multiples of 16"):
+            planned(q, k, v)
+    with pytest.raises(ArgumentError, match="lengths are int32"):
+        planned(q, aligned[:, :7], aligned[:, :7], np.zeros(1, np.int32))
+    with pytest.raises(ArgumentError, match="not a numpy.ndarray"):
+        planned(q, aligned.tolist(), aligned)
+
+
+@needs_emulator
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("kv", ["float32", "bfloat16"])
+@pytest.mark.parametrize("offset", [0, 1, 2, 4, 8])
+def test_rows_of_q_may_lie_anywhere(dtype: str, kv: str, offset: int) -> None:
+    """Where rows are not aligned to 16 bytes they are loaded element by element: the same bits."""
+    case = Case(kv, 64, group=4, queries=3, kv_heads=1, tokens=40, splits=2)
+    _, k, v, _, _ = case.inputs()
+    q = np.random.default_rng(1).standard_normal((1, 3, 4, 64)).astype(Case(dtype, 64).inputs().q.dtype)
+    room = np.full((1, 3, 5, 64 + 9), np.nan, q.dtype)
+    moved = room[:, :, 1:, offset : offset + 64]
+    moved[...] = q
+    want = attend(case, EmulatorRuntime(), Inputs(q, k, v, None, None))
+    assert np.isfinite(want).all()
+    assert (bits(attend(case, EmulatorRuntime(), Inputs(moved, k, v, None, None))) == bits(want)).all()
 
 
 def of_shape(*shape: int) -> Array:
@@ -225,6 +296,11 @@ assert UNALIGNED.ctypes.data % 16
             {"v": np.zeros((1, 9, 2, 128), np.float32)[..., ::2]},
             ArgumentError,
             "last axis of v.*ascontiguous",
+        ),
+        (
+            {"q": np.zeros(1 + 2 * 256, np.uint8)[1:].view(np.float32).reshape(1, 1, 2, 64)},
+            ArgumentError,
+            "rows of q must begin at multiples of 4 bytes",
         ),
         (
             {"q": np.zeros((1, 1, 2, 128), np.float32)[..., ::2]},
@@ -255,7 +331,7 @@ assert UNALIGNED.ctypes.data % 16
         ),
         ({"mask": [[[1]]], "mask_tokens": 1}, ArgumentError, "mask is a list"),
         ({"mask": np.zeros((1, 1, 4), np.uint64)[..., ::2], "mask_tokens": 1}, ArgumentError, "C-contiguous"),
-        (dict.fromkeys("kv", of_shape(1, 2**31 - 64, 2, 64)), ArgumentError, "at most 65535 and 2.31"),
+        (dict.fromkeys("kv", of_shape(1, 2**31 - 64, 2, 64)), ArgumentError, "2147483584 tokens: fewer"),
         (
             {x: of_shape(65536, 1, 2, 64) for x in "qkv"}
             | {"records": np.zeros((65536, 2, 1, 66), np.float32)},

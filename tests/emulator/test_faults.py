@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from treeattn.backends import cuda
+from treeattn.backends.cuda import attention
 from treeattn.backends.cuda.compile import source
+from treeattn.backends.cuda.splits import Splits
 
 from .faults import FAULTS, faults_source, planted
 from .raw_module import EmulatorError, RawModule, compiler_problem
@@ -47,23 +49,43 @@ def test_shared_memory_starts_as_nan(faults: RawModule, name: str) -> None:
     assert np.isnan(x).any()
 
 
+@pytest.fixture(autouse=True)
+def _groups_of_eleven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few the splits are, they are merged on two levels."""
+    monkeypatch.setattr(attention, "choose_splits", lambda load, number: Splits(number, 11))
+
+
 def records_of(kernel: str, seed: int, fault: str | None) -> np.ndarray:
+    """Of two launches of one plan, the last one's. q lies where only narrow loads reach."""
     edit = planted(FAULTS[fault]) if fault else str
     runtime = EmulatorRuntime(seed=seed, edit=edit)
     rng = np.random.default_rng(0)
-    q = rng.standard_normal((1, 1, 4, 64)).astype(np.float16)
-    k, v = (rng.standard_normal((1, 500, 1, 64)).astype(np.float16) for _ in "kv")
+    q = rng.standard_normal((1, 1, 4, 65)).astype(np.float16)[..., 1:]
+    k, v = (rng.standard_normal((1, 1500, 1, 64)).astype(np.float16) for _ in "kv")
     records = np.empty((1, 4, 1, 66), np.float32)
-    cuda.partial_attention(
-        *(q, k, v, records), scale=0.125, num_splits=2, tensor_cores=kernel == "mma", runtime=runtime
+    planned = cuda.PlannedAttention(
+        records, scale=0.125, num_splits=24, tensor_cores=kernel == "mma", runtime=runtime
     )
+    for values in (k, v):  # what the first one leaves behind is nothing for the second one
+        records[:] = 77
+        planned(q, k, values)
     return records
 
 
-# A missing fence changes no value here: see test_sanitizers.py.
-@pytest.mark.parametrize("fault", [name for name in FAULTS if name != "no_fence"])
-def test_faults_of_synchronisation_change_values(fault: str) -> None:
-    kernel = FAULTS[fault].kernel
-    good = records_of(kernel, 0, None)
+def is_seen(fault: str, seed: int, good: np.ndarray) -> bool:
+    """By other records, or by what the emulator says."""
+    try:
+        return bool((records_of(FAULTS[fault].kernel, seed, fault) != good).any())
+    except EmulatorError as error:
+        return "g++" not in str(error)
+
+
+# These change no value here, or end the process: see test_sanitizers.py.
+SILENT = ("no_fence", "no_arrival_barrier", "query_always_by_vectors", "misaligned_scratch")
+
+
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name not in SILENT])
+def test_faults_are_seen(fault: str) -> None:
+    good = records_of(FAULTS[fault].kernel, 0, None)
     assert np.isfinite(good).all()
-    assert any((records_of(kernel, seed, fault) != good).any() for seed in range(8))
+    assert any(is_seen(fault, seed, good) for seed in range(8))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from gpu_day import attend, same_bits
 
 from treeattn.backends.cuda.compile import source
 
-from .raw_module import compiler_problem
+from .raw_module import RawModule, compiler_problem
 from .runtime import EmulatorRuntime
 
 pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
@@ -38,6 +41,22 @@ def test_another_exponential_is_seen_and_the_defined_one_is_one() -> None:
     assert 0 < row["largest_difference_of_out"] < 1e-5
     (row,) = same_bits.compare(FEW[:1], EmulatorRuntime(seed=3, edit=same_bits.defined), defined)
     assert row["different"] == 0
+
+
+def test_the_kernels_of_the_gpus_side_are_edited_and_not_contracted() -> None:
+    """CuPy's RawModule is the emulator's here, which takes the same arguments."""
+    options = []
+
+    def module(**given: Any) -> RawModule:
+        options.append(given["options"])
+        return RawModule(**given)
+
+    gpu = same_bits.Defined(SimpleNamespace(RawModule=module), EmulatorRuntime(seed=1))
+    rows = same_bits.compare(FEW[:2], gpu, EmulatorRuntime(edit=same_bits.defined))
+    assert [row["different"] for row in rows] == [0, 0]
+    assert set(options) == {("-std=c++17", "--fmad=false")}
+    (row,) = same_bits.compare(FEW[:1], gpu, EmulatorRuntime())
+    assert row["different"] > 0
 
 
 @pytest.mark.parametrize("case", attend.SMALL, ids=str)

@@ -19,6 +19,9 @@ from .raw_module import compiler_problem
 pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
 
+SUPPRESSIONS = Path(__file__).parent / "thread_sanitizer.supp"
+
+
 @functools.cache
 def library(sanitizer: str) -> str:
     name = {"thread": "libtsan.so", "address": "libasan.so"}[sanitizer]
@@ -44,7 +47,7 @@ def _start(sanitizer: str, arguments: list[str]) -> subprocess.CompletedProcess[
         **os.environ,
         "LD_PRELOAD": library(sanitizer),
         # Looking up thread-local memory is intercepted wrongly for libraries that are loaded late.
-        "TSAN_OPTIONS": "intercept_tls_get_addr=0:exitcode=66",
+        "TSAN_OPTIONS": f"intercept_tls_get_addr=0:exitcode=66:suppressions={SUPPRESSIONS}",
         "ASAN_OPTIONS": "detect_leaks=0:exitcode=67",
         "UBSAN_OPTIONS": "print_stacktrace=0",
         "OPENBLAS_NUM_THREADS": "1",
@@ -62,7 +65,7 @@ def run(sanitizer: str, what: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
-@pytest.mark.parametrize("kernel", ["fma", "mma"])
+@pytest.mark.parametrize("kernel", ["fma", "mma", "pull", "scatter"])
 def test_kernels_are_clean(sanitizer: str, kernel: str) -> None:
     result = run(sanitizer, f"{kernel}:clean")
     assert (result.returncode, result.stdout.strip()) == (0, "finite"), result.stderr[-3000:]
@@ -72,10 +75,21 @@ def test_kernels_are_clean(sanitizer: str, kernel: str) -> None:
     ("what", "file"),
     [
         ("fma:no_barrier", "partial_attention.cu"),
-        ("fma:no_fence", "attention.cuh"),
+        ("fma:no_query_barrier", "partial_attention.cu"),
+        ("fma:no_fence", "combine.cuh"),
+        ("fma:no_arrival_barrier", "combine.cuh"),
+        ("fma:no_states_barrier", "combine.cuh"),
+        ("fma:no_weights_barrier", "combine.cuh"),
+        ("fma:no_sums_barrier", "combine.cuh"),
         ("mma:no_pipeline_barrier", "partial_attention_mma.cu"),
         ("mma:stages_reused_early", "partial_attention_mma.cu"),
         ("shared_race", "faults.cu"),
+        ("pull:relaxed_number", "pull_partials.cu"),
+        ("pull:relaxed_look", "pull_partials.cu"),
+        ("pull:announced_early", "pull_partials.cu"),
+        ("pull:stale_number", "pull_partials.cu"),
+        ("pull:one_set", "pull_partials.cu"),
+        ("pull:push", "pull_partials.cu"),
     ],
 )
 def test_thread_sanitizer_sees_missing_synchronisation(what: str, file: str) -> None:
@@ -86,15 +100,17 @@ def test_thread_sanitizer_sees_missing_synchronisation(what: str, file: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("what", "message", "file"),
     [
-        ("beyond_shared", "use-after-poison"),
-        ("beyond_global", "heap-buffer-overflow"),
-        ("misaligned_load", "misaligned address"),
+        ("beyond_shared", "use-after-poison", "faults.cu"),
+        ("beyond_global", "heap-buffer-overflow", "faults.cu"),
+        ("misaligned_load", "misaligned address", "faults.cu"),
+        ("fma:misaligned_scratch", "misaligned address", "ptx.cuh"),
+        ("fma:query_always_by_vectors", "misaligned address", "attention.cuh"),
     ],
 )
-def test_address_sanitizer_sees_wrong_addresses(what: str, message: str) -> None:
+def test_address_sanitizer_sees_wrong_addresses(what: str, message: str, file: str) -> None:
     result = run("address", what)
     assert result.returncode != 0
     assert message in result.stderr
-    assert "faults.cu" in result.stderr
+    assert file in result.stderr

@@ -14,11 +14,12 @@ NODES = (3, 2, 2)
 
 def drawings() -> dict[str, str]:
     """File name -> content, of every schedule in the catalogue."""
-    from treeattn.collectives import build, names, needs_nodes
+    from treeattn.collectives import build, needs_nodes
+    from treeattn.collectives.catalog import CATALOG
     from treeattn.collectives.drawings import text as draw
 
     made = {}
-    for name in names("schedule"):
+    for name in [row.name for row in CATALOG.values() if row.generator]:
         schedule = build(name, 7, nodes=NODES) if needs_nodes(name) else build(name, 7)
         made[f"{name}.txt"] = draw.text(schedule, NODES)
         made[f"{name}.svg"] = draw.svg(schedule, NODES)

@@ -30,7 +30,7 @@ DATA = sorted(
         f"treeattn/collectives/{p.relative_to(ROOT / 'collectives')}"
         for p in (ROOT / "collectives").rglob("*.toml")
     ]
-    + ["treeattn/py.typed"]
+    + ["treeattn/py.typed", "treeattn/backends/cuda/splits.json"]
 )
 
 JOB = """

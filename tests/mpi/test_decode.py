@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -315,6 +316,21 @@ def test_scattered_output_is_this_ranks_slice_of_heads(comm, heads, batch):
         treeattn.decode(q, k[:, run], v[:, run], **options)
     with pytest.raises(treeattn.RestrictionError, match="head_scatter"):
         treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme="chain", output="heads")
+
+
+def test_census_is_not_run(comm):
+    """It can be built and checked; its ranks would end with unlike bits."""
+    q, k, v, run = made_up(comm, tokens=40)
+    assert "census" not in treeattn.schemes()
+    assert "census" not in collectives.names()
+    with pytest.raises(treeattn.RestrictionError, match="census is not run: its ranks end with unlike bits"):
+        treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme="census")
+    own = replace(collectives.build("census", comm.size), name="mine")
+    if own.keeps_apart:  # from 3 ranks on
+        with pytest.raises(
+            treeattn.ScheduleError, match="mine sends what a rank has gathered without its own"
+        ):
+            treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=own)
 
 
 def test_library_allreduce_with_the_compiled_operator(comm):

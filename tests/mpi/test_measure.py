@@ -13,7 +13,7 @@ from mpi4py import MPI
 from treeattn.collectives.reducer import Reduction
 from treeattn.decoder import plan as routes
 from treeattn.errors import ArgumentError, RestrictionError
-from treeattn.study.compare import problems, steps
+from treeattn.study.compare import problems, steps, yardsticks
 from treeattn.study.compare.clock import Clock, Offset
 from treeattn.study.compare.loop import Loop
 from treeattn.study.compare.measure import Bench, Effort
@@ -224,7 +224,7 @@ def test_the_sum_adds_as_many_bytes_as_records_have_under_way(comm, dtype, wire,
     spy = SimpleNamespace(Allreduce=lambda *arguments: handed.append(arguments), Free=tuple)
     key = key_of(comm, SUM, dtype=dtype, wire=wire)
     records = np.zeros((2, 8, 3, 18), np.float64 if dtype == "float64" else np.float32)
-    steps._sum(key, Reduction(SimpleNamespace(Dup=lambda: spy), None, records))()
+    yardsticks.library_sum(key, Reduction(SimpleNamespace(Dup=lambda: spy), None, records))()
     ((mine, total, operation),) = handed
     assert mine.nbytes == total.nbytes == records.size * size
     assert operation == MPI.SUM

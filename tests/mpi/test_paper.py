@@ -104,7 +104,7 @@ def test_a_wrong_result_is_not_shown(comm, monkeypatch):
     from treeattn.study.compare import problems
 
     exact = problems._judged
-    monkeypatch.setattr(problems, "_judged", lambda partials: (exact(partials)[0], (0.0, 0.0)))
+    monkeypatch.setattr(problems, "_judged", lambda *given: (exact(*given)[0], (0.0, 0.0)))
     key = measured.decode_key("chain", comm.size, 100, 4, 16)
     with pytest.raises(TreeattnError, match="chain on .* ranks: error"):
         measured.run(comm, [key], EFFORT)

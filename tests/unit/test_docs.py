@@ -136,7 +136,14 @@ def fill_tables():
 @pytest.mark.slow
 def test_tables_of_results_are_those_of_the_results(fill_tables):
     """After new results: python docs/fill_tables.py"""
-    for name in ("README", "docs/paper", "docs/measured", "docs/on-a-gpu", "docs/results/README"):
+    for name in (
+        "README",
+        "docs/paper",
+        "docs/measured",
+        "docs/on-a-gpu",
+        "docs/results/README",
+        "docs/schemes",
+    ):
         page = (ROOT / f"{name}.md").read_text()
         found = [block for kind in fill_tables.KINDS for block in kind.findall(page)]
         assert len(found) == page.count("<!-- end -->") > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -17,17 +17,19 @@ from treeattn import comm as comm_
 from treeattn import files
 from treeattn.attention.shape import DTYPES
 from treeattn.cli import compare_table
-from treeattn.cli.console import WIDE, Lines, choose, console, durations, numbers
+from treeattn.cli.compare_points import points, transports_of
+from treeattn.cli.console import WIDE, Lines, console
+from treeattn.cli.own_device import own_device
 from treeattn.cli.scheme import given
-from treeattn.decoder.plan import CATALOG, select
+from treeattn.collectives import nccl
+from treeattn.decoder.device import Cuda
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.study import environment
 from treeattn.study.compare import results
 from treeattn.study.compare.clock import Clock
 from treeattn.study.compare.measure import Effort
-from treeattn.study.compare.schema import FORMAT, NULL, SUM, Failure, Key, Point, Run
-from treeattn.study.compare.steps import shape_of
-from treeattn.study.compare.sweep import Block, Sweep, keys
+from treeattn.study.compare.schema import FORMAT, Failure, Key, Point, Run
+from treeattn.study.compare.sweep import Block, Sweep
 
 __all__ = ["command"]
 
@@ -55,6 +57,9 @@ def _lists(name: str, default: str | None, words: str | None = None, one: str = 
 @_lists("skew", "0", "Ranks enter up to so much late, at random: 0, 100us, 1ms.", "T")
 @_lists("radix", None, "Each scheme that has a radix, with each of these.")
 @_lists("chunks", None, "Likewise for chunks.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--transport", default=None, metavar="T[,T..]|all",
+              help="From GPUs: host, nccl, cuda-mpi, side by side; default all that are there.")  # fmt: skip
 @click.option("--repetitions", type=click.IntRange(1, 10_000), default=10, show_default=True,
               help="Blocks of each point: planned anew, in a new random order.")  # fmt: skip
 @click.option("--iterations", type=click.IntRange(3, 1_000_000), default=200, show_default=True,
@@ -83,12 +88,15 @@ def command(
     patience: float,
     launch: int,
     seed: int,
+    device: str,
+    transport: str | None,
     **lists: str | None,
 ) -> int:
     """Measure schemes against each other: cold and warm, with intervals, errors, payload and memory.
 
     Lists make every combination. Beside the schemes, each case has MPI_Allreduce(SUM) of the same bytes and a
-    reduction that does nothing (the harness's own cost). Every column is derived in docs/measuring.md. Exit
+    reduction that does nothing (the harness's own cost). From GPUs schemes are measured over each transport,
+    and the sum is that of its own library. Every column is derived in docs/measuring.md. Exit
     code 1: a scheme could not run somewhere, a result missed its bound or differed between ranks, or the file
     holds results of another version, to which these do not add. Lines of it that cannot be used are named.
     """
@@ -96,11 +104,20 @@ def command(
         raise ArgumentError("--seconds and --patience take a number of seconds; for no limit a large one")
     world = comm_.world()
     named = None if schemes == "all" else given(world, schemes)
-    plan = comm_.together(world, lambda: _keys(world.size, named, lists))
     effort = Effort(repetitions, iterations, seconds, patience)
     options = {"schemes": schemes, **lists, **asdict(effort), "launch": launch, "seed": seed}
+    options |= {"device": device, "transport": transport}
     comm_.agree(world, {"the command line": (options, str(out))})
+    where, shared = own_device(world, device)
+    over = transports_of(world, where, transport)
+    plan = comm_.together(world, lambda: points(world.size, named, lists, device, over))
     job = environment.job(Clock(world), options, used=max(key.ranks for key in plan))
+    if "nccl" in over:
+        job["options"]["nccl"] = ".".join(map(str, nccl.version()))
+    if isinstance(where, Cuda):
+        job["warning"] = "; ".join(filter(None, (job["warning"], shared))) or None
+        for rank, name in zip(job["ranks"], world.allgather(where.runtime.name), strict=True):
+            rank["gpu"] = name
     line = msgspec.convert({"kind": "run", "format": FORMAT, "run": results.run_id(), **job}, Run)
     with closing(_Session(world, out, json_path, line, plan, effort, launch)) as session:
         for block, found in Sweep(plan, effort, launch, seed, session.done).run(world):
@@ -146,7 +163,7 @@ class _Session:
         """How many blocks there are to measure, after saying so."""
         planned = {Block(key, repetition) for key in self._plan for repetition in range(effort.repetitions)}
         known, cases = len(planned & self.done.keys()), len({key.case for key in self._plan})
-        schemes = len(self._plan) // max(cases, 1)
+        schemes = len(self._plan) // max(cases, 1)  # over each transport
         text = f"{len(self._plan)} points ({schemes} schemes in {cases} cases), {len(planned)} blocks"
         again = f"; {known} are in the file already and are not measured again"
         if self._rank_0:
@@ -189,7 +206,7 @@ class _Session:
     def _say_how_far(self, block: Block) -> None:
         left = (time.monotonic() - self._began) / max(self._measured, 1) * (self._todo - self._measured)
         done = f"{self._measured:,} of {self._todo:,} blocks are done, at most {left:,.0f} s are left"
-        self._say(f"{block.key.what} {block.key.scheme}: {done}")
+        self._say(f"{block.key.what} {block.key.label}: {done}")
 
     def _fields(self, key: Key) -> dict[str, Any]:
         return {"format": FORMAT, "run": self._line.run, "key": key, "launch": self._launch}
@@ -228,55 +245,3 @@ class _Session:
         """Give the file free."""
         if self._writer is not None:
             self._writer.close()
-
-
-def _keys(size: int, schemes: list[str] | None, lists: dict[str, str | None]) -> list[Key]:
-    """Every point of the sweep, of all schemes for None. Raises `ArgumentError` or `ScheduleError`."""
-    ranks = sorted(numbers("--ranks", lists["ranks"] or str(size)))
-    if max(ranks) > size:
-        raise ArgumentError(f"--ranks {max(ranks)}: this job has {size} ranks; start it with more")
-    heads = numbers("--heads", lists["heads"] or "")
-    own = lists["kv_heads"] is None
-    found = keys(
-        _expanded(schemes, lists["radix"], lists["chunks"]),
-        ranks=ranks,
-        what=choose("--what", lists["what"] or "", ("reduce", "decode")),
-        batch=numbers("--batch", lists["batch"] or ""),
-        queries=numbers("--queries", lists["queries"] or ""),
-        heads=heads,
-        kv_heads=[0] if own else numbers("--kv-heads", lists["kv_heads"] or ""),
-        head_dim=numbers("--head-dim", lists["head_dim"] or ""),
-        dtype=choose("--dtype", lists["dtype"] or "", tuple(DTYPES)),
-        wire=choose("--wire", lists["wire"] or "", ("float32", "bfloat16")),
-        skew=durations("--skew", lists["skew"] or ""),
-        tokens=numbers("--seq-len", lists["seq_len"] or ""),
-    )
-    for key in found:
-        shape_of(key)
-    return [key for key in found if schemes is not None or _may_run(key)]
-
-
-def _may_run(key: Key) -> bool:
-    """Whether ``all`` has a scheme. Library calls and scattered schedules have no bfloat16 records, and the
-    merge that an MPI library calls has float32 alone."""
-    if key.wire == "float32" or key.scheme in (SUM, NULL):
-        return True
-    row = select(key.scheme).row
-    return row.kind != "library" if key.wire == "float64" else row.kind == "schedule" and not row.scattered
-
-
-def _expanded(schemes: list[str] | None, radix: str | None, chunks: str | None) -> list[str]:
-    """Canonical schemes, one for each radix and chunks where they take such; the sum and null first."""
-    chosen = schemes or [name for name, row in CATALOG.items() if "cpu" in row.devices]
-    for parameter, text in (("radix", radix), ("chunks", chunks)):
-        if text is not None:
-            values = numbers(f"--{parameter}", text)
-            chosen = [variant for name in chosen for variant in _variants(name, parameter, values)]
-    return list(dict.fromkeys([NULL, SUM, *chosen]))
-
-
-def _variants(scheme: str, parameter: str, values: Sequence[int]) -> list[str]:
-    selection = select(scheme)
-    if selection.row.parameter(parameter) is None or parameter in dict(selection.given):
-        return [scheme]
-    return [select(f"{scheme}:{parameter}={value}").text for value in values]

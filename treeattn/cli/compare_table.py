@@ -11,12 +11,12 @@ from rich.console import Console
 
 from treeattn.cli.console import LEGEND, Columns, count, identical, magnitude, microseconds, table
 from treeattn.study.compare.results import Summary
-from treeattn.study.compare.schema import NULL, SUM, Key, Run
+from treeattn.study.compare.schema import NCCL_SUM, NULL, SUM, Key, Run
 
 __all__ = ["show"]
 
 # What stands in 80 columns: with a skew the time from the last entry, else the error.
-_NARROW = ("scheme", "median", "95 % interval", "from last\nentry", "x SUM", "identical\nbits")
+_NARROW = ("scheme", "transport", "median", "95 % interval", "from last\nentry", "x SUM", "identical\nbits")
 _ERRORS = tuple(itertools.product(("out", "lse"), ("error", "bound")))
 _EXACT = "error\nof out"
 
@@ -28,16 +28,19 @@ def show(
     passed = True
     for _, group in itertools.groupby(summaries, lambda summary: summary.key.case):
         rows = sorted(group, key=lambda row: row.times["completion"].median)
-        times, results = _times(rows), _results()
+        times, results = _times(rows), _results(rows[0].key)
+        words = len(_named(rows[0].key))
         console.print(f"\n{_case(rows[0].key)}; times in µs")
         if wide:
-            table(console, times, rows, style=_style)
-            table(console, results, [row for row in rows if row.key.scheme not in (SUM, NULL)], style=_style)
+            judged = [row for row in rows if row.key.scheme not in (SUM, NULL)]
+            table(console, times, rows, words=words, style=_style)
+            table(console, results, judged, words=words, style=_style)
         else:
             chosen = _NARROW if rows[0].key.skew else (*_NARROW, _EXACT)
             both = {**times, **results}
-            table(console, {name: both[name] for name in chosen if name in both}, rows, style=_style)
-        wrong = {row.key.scheme: _wrong(row) for row in rows}
+            columns = {name: both[name] for name in chosen if name in both}
+            table(console, columns, rows, words=words, style=_style)
+        wrong = {row.key.label: _wrong(row) for row in rows}
         for scheme, reason in wrong.items():
             if reason:
                 console.print(f"wrong: {scheme}: {reason}", style="red")
@@ -46,7 +49,7 @@ def show(
     for key, message in errors.items():
         causes.setdefault((key.case, message), []).append(key)
     for (_, message), keys in causes.items():
-        schemes = ", ".join(key.scheme for key in keys)
+        schemes = ", ".join(key.label for key in keys)
         console.print(f"could not run: {schemes} ({_case(keys[0])}): {message}", style="red")
     _show_notes(console, run, summaries)
     return passed
@@ -62,13 +65,14 @@ def _case(key: Key) -> str:
         text += f"{key.tokens:,} tokens, "
     text += f"batch {key.batch}, {key.queries} queries, " if key.batch * key.queries > 1 else ""
     text += f"{key.heads} heads ({key.kv_heads} KV) x {key.head_dim}, {key.dtype}"
+    text += ", on GPUs" if key.device == "cuda" else ""
     text += f", records as {key.wire}" if key.wire != "float32" else ""
     return text + (f", arrival skew {key.skew:g} µs" if key.skew else "")
 
 
 def _times(rows: Sequence[Summary]) -> Columns[Summary]:
     """Heading -> what depends on time."""
-    of_sum = next((row.times["completion"].median for row in rows if row.key.scheme == SUM), None)
+    sums = {row.key.transport: row.times["completion"].median for row in rows if row.key.scheme == SUM}
     key = rows[0].key
 
     def median(name: str) -> Callable[[Summary], str]:
@@ -78,13 +82,16 @@ def _times(rows: Sequence[Summary]) -> Columns[Summary]:
         return lambda row: microseconds(getattr(row.times["completion"], name))
 
     def times_sum(row: Summary) -> str:
+        of_sum = sums.get(row.key.transport)
         if not of_sum or row.key.scheme == NULL:
             return "-"
         return f"{row.times['completion'].median / of_sum:.2f}"
 
-    parts = ("local", "reduce") if key.what == "decode" else ("null_merge",)
+    parts: tuple[str, ...] = ("local", "reduce") if key.what == "decode" else ("null_merge",)
+    if key.device == "cuda":
+        parts = ()
     return {
-        "scheme": attrgetter("key.scheme"),
+        **_named(key),
         **{name: median(name) for name in ("plan", "first")},
         "median": completion("median"),
         "95 % interval": _interval,
@@ -99,6 +106,17 @@ def _times(rows: Sequence[Summary]) -> Columns[Summary]:
     }
 
 
+def _named(key: Key) -> Columns[Summary]:
+    """What a row is of: from GPUs the same scheme may travel in several ways."""
+    scheme: Columns[Summary] = {"scheme": attrgetter("key.scheme")}
+    if key.device == "cpu":
+        return scheme
+    return {
+        "scheme": lambda row: NCCL_SUM if row.key.label == NCCL_SUM else row.key.scheme,
+        "transport": attrgetter("key.transport"),
+    }
+
+
 def _interval(row: Summary) -> str:
     time = row.times["completion"]
     if time.low is None or time.high is None:
@@ -106,7 +124,7 @@ def _interval(row: Summary) -> str:
     return f"{microseconds(time.low)} to {microseconds(time.high)}"
 
 
-def _results() -> Columns[Summary]:
+def _results(key: Key) -> Columns[Summary]:
     """Heading -> what does not: the result, the payload of one step, the memory of a rank."""
 
     def fact(name: str, shown: Callable[[Any], str] = count) -> Callable[[Summary], str]:
@@ -117,7 +135,7 @@ def _results() -> Columns[Summary]:
 
     headings = ("messages\nintra", "messages\ninter", "bytes\nintra", "bytes\ninter")
     return {
-        "scheme": attrgetter("key.scheme"),
+        **_named(key),
         "identical\nbits": _bits,
         **{name: fact(name) for name in ("rounds", "depth")},
         **{f"{what}\nof {of}": fact(f"{what}_{of}", magnitude) for of, what in _ERRORS},
@@ -157,7 +175,8 @@ def _wrong(row: Summary) -> str | None:
 
 
 def _show_notes(console: Console, run: Run, summaries: Sequence[Summary]) -> None:
-    console.print(f"\nx SUM: of the median of MPI_Allreduce(SUM) over as many bytes\n{LEGEND}")
+    by_way = ", over the same transport" if any(row.key.device == "cuda" for row in summaries) else ""
+    console.print(f"\nx SUM: of the median of {SUM} over as many bytes{by_way}\n{LEGEND}")
     for null in summaries:
         if null.key.scheme == NULL and null.key.what == "reduce":
             console.print(

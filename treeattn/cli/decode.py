@@ -17,7 +17,6 @@ from rich.console import Console
 
 from treeattn import comm as comm_
 from treeattn import files
-from treeattn.backends.cuda import cupy_runtime
 from treeattn.cli.console import (
     LEGEND,
     WIDE,
@@ -29,12 +28,11 @@ from treeattn.cli.console import (
     microseconds,
     table,
 )
+from treeattn.cli.own_device import own_device
 from treeattn.cli.problem import Judge, Problem
 from treeattn.cli.scheme import given
 from treeattn.collectives.reducer import Sent
 from treeattn.decoder import Decoder
-from treeattn.decoder import device as devices
-from treeattn.decoder import transport as transports
 from treeattn.decoder.device import Device
 from treeattn.errors import ArgumentError
 from treeattn.shards import LAYOUTS, parse_layout
@@ -52,7 +50,7 @@ __all__ = ["command"]
               help="Which tokens go to which rank.")  # fmt: skip
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--transport", default=None,
-              help="How records travel: mpi; from GPUs nccl, cuda-mpi or host.")  # fmt: skip
+              help="How records travel: mpi; from GPUs nccl, peer, cuda-mpi or host.")  # fmt: skip
 @click.option("--repeat", type=click.IntRange(1), default=10, show_default=True,
               help="Timed steps after the first one.")  # fmt: skip
 @click.option("--check", is_flag=True, help="Compare with the float64 oracle, and q between ranks.")
@@ -108,23 +106,14 @@ def command(
 
 
 def _placed(world: Any, source: Problem, name: str) -> tuple[Device, tuple[Any, ...]]:
-    """The device of this rank, and q, k, v and lengths on it. Ranks of a node take GPUs in turn."""
-    local = comm_.node_local_rank(world)
-
-    def place() -> tuple[Device, tuple[Any, ...]]:
-        if name == "cuda":
-            problem = cupy_runtime.problem()
-            if problem is not None:
-                raise ArgumentError(problem)
-            cupy_runtime.choose(local)
-        device = devices.find(name)
-        arrays = (source.q, source.k, source.v, source.lengths)
-        return device, tuple(None if array is None else device.from_host(array) for array in arrays)
-
-    device, inputs = comm_.together(world, place)
-    shared = transports.shared_gpu(world, device.runtime) if isinstance(device, devices.Cuda) else None
+    """The device of this rank, and q, k, v and lengths on it."""
+    device, shared = own_device(world, name)
+    arrays = (source.q, source.k, source.v, source.lengths)
+    inputs = comm_.together(
+        world, lambda: tuple(None if array is None else device.from_host(array) for array in arrays)
+    )
     if shared and world.rank == 0:
-        warnings.warn(f"{shared}: times include waiting for each other", RuntimeWarning, stacklevel=2)
+        warnings.warn(shared, RuntimeWarning, stacklevel=2)
     return device, inputs
 
 

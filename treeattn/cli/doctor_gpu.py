@@ -1,4 +1,4 @@
-"""The doctor's findings about GPUs: driver, CuPy, NVRTC, NCCL, kernels, CUDA-aware MPI.
+"""The doctor's findings about GPUs: driver, CuPy, NVRTC, NCCL, kernels, peer memory, CUDA-aware MPI.
 
 None of it is needed for work on the processor, so that nothing here is ever "broken"; and each question may
 meet half an installation, whose errors have no common type.
@@ -39,6 +39,25 @@ with cupy.cuda.Device(world.rank % cupy.cuda.runtime.getDeviceCount()):
     print("right" if (got.get() == numbers + 1 - world.rank).all() else "wrong")
 """
 
+# Each rank reads the memory that the other exposes.
+_PEER_MEMORY = """
+import cupy, numpy
+from mpi4py import MPI
+from treeattn.backends.cuda import cupy_runtime
+world, cuda = MPI.COMM_WORLD, cupy.cuda.runtime
+cupy_runtime.choose(world.rank)
+gpu, got = cupy_runtime.current(), numpy.zeros(4096, "u1")
+mine, handle = gpu.expose(got.size)
+cuda.memset(mine, world.rank + 1, got.size)
+cuda.deviceSynchronize()
+theirs = gpu.open_exposed(world.sendrecv(handle, 1 - world.rank, source=1 - world.rank))
+cuda.memcpy(got.ctypes.data, theirs, got.size, cuda.memcpyDeviceToHost)
+print("right" if (got == 2 - world.rank).all() else "wrong")
+gpu.close_exposed(theirs)
+world.Barrier()
+gpu.withdraw(mine)
+"""
+
 
 def findings() -> Iterator[Finding]:
     """What a GPU would need here. Never raises over what is missing."""
@@ -53,6 +72,7 @@ def findings() -> Iterator[Finding]:
     usable = driver is not None and bool(driver.gpus) and cupy is not None
     if usable:
         yield _kernels()
+        yield _peer_memory()
     yield _mpi(usable)
 
 
@@ -137,6 +157,21 @@ def _kernels() -> Finding:
     except Exception as error:
         return Finding("CUDA kernels", "missing", _first_line(error))
     return Finding("CUDA kernels", "ok", "one was compiled and loaded")
+
+
+def _peer_memory() -> Finding:
+    """A trial: whether GPUs have peer access, and containers let processes share it, is known afterwards."""
+    subject, launcher = "Peer memory", probe.launcher()
+    remedy = (
+        "for transport='peer': GPUs with peer access (nvidia-smi topo -p2p r), no MIG partitions, and in "
+        "containers the IPC and PID namespaces of the host"
+    )
+    if launcher is None:
+        return Finding(subject, "missing", "not tried: no launcher")
+    printed, problem = probe.in_two_ranks(launcher, _PEER_MEMORY)
+    if printed == "rightright":
+        return Finding(subject, "ok", "two ranks read each other's GPU memory")
+    return Finding(subject, "missing", f"two ranks cannot read each other's: {problem or printed}", remedy)
 
 
 def _mpi(gpu: bool) -> Finding:

@@ -31,7 +31,8 @@ def command(wide: bool, json_path: Path | None) -> None:
 
 
 def _identical(scheme: Scheme) -> str:
-    return identical("" if scheme.kind == "schedule" else "measured", None if scheme.scattered else True)
+    how = "" if scheme.kind == "schedule" else "measured"
+    return identical(how, None if scheme.scattered else bool(scheme.transports))
 
 
 def _with_parameters(scheme: Scheme) -> str:

@@ -32,7 +32,7 @@ __all__ = ["decode", "schemes"]
 
 def schemes() -> list[str]:
     """Every name that ``scheme=`` takes."""
-    return list(CATALOG)
+    return [name for name, row in CATALOG.items() if row.transports]
 
 
 def decode(
@@ -62,10 +62,11 @@ def decode(
     `treeattn.collectives.Schedule` of one's own, the same on every rank.
 
     device: ``"cpu"`` or ``"cuda"``, the GPU that is CuPy's current one (no float64); None is where q lies.
-    transport: how records travel: ``"mpi"`` from the host; from GPUs ``"nccl"``, ``"cuda-mpi"`` or ``"host"``
-    (see `treeattn.decoder.transport`). None is the only sensible one, or an error that lists the choices.
-    executor: who runs the rounds of a schedule on the host: ``"slots"``, ``"program"`` or ``"mpi"`` (see
-    `treeattn.decoder.executor`). None is the fastest that all ranks can have; the bits are the same.
+    transport: how records travel: ``"mpi"`` from the host; from GPUs ``"nccl"``, ``"peer"``, ``"cuda-mpi"``
+    or ``"host"`` (see `treeattn.decoder.transport`). None is the only sensible one, or an error that lists
+    them. executor: who runs the rounds of a schedule on the host: ``"slots"`` or ``"program"``, compiled, or
+    ``"mpi"``, Python (see `treeattn.decoder.executor`). None is the fastest that all ranks can have; the bits
+    are the same.
 
     Returns ``out`` like q and the natural-log ``lse`` [batch, heads, queries], float32 (float64 for
     float64 inputs), in the container of q (of k, where q is broadcast). Every rank gets the same bits: proved

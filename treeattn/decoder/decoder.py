@@ -41,6 +41,10 @@ class Decoder:
     nothing as long as messages travel meanwhile. MPI moves them within its calls: with ``progress="calls"``
     within `begin`, `test` and `finish`, with ``progress="thread"`` (device="cpu") within a thread of the
     decoder's own, which wants a core. Over NCCL the GPU does it.
+
+    With ``groups=n`` (a divisor of kv_heads; device="cpu") a step is taken apart into n groups of heads, and
+    the records of one travel while the next is attended; ``groups="auto"`` takes the number that was the
+    fastest in the first steps. `local` then only takes the arrays, and `reduce` does the work.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Decoder:
         output: str = "replicated",
         progress: str = "calls",
         executor: str | None = None,
+        groups: int | str = 1,
     ) -> None:
         def ask() -> Request:
             shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype)
@@ -73,6 +78,7 @@ class Decoder:
                 output,
                 progress=progress,
                 executor=executor,
+                groups=groups,
             )
 
         comm = comm_.intracomm(comm)
@@ -164,6 +170,11 @@ class Decoder:
         return self._containers.give() if self._foreign else self._results
 
     @property
+    def groups(self) -> int:
+        """Of heads, in which the next step is taken apart: 1 where it is not."""
+        return getattr(self._reducer, "groups", 1)
+
+    @property
     def sent(self) -> list[tuple[int, int]] | Sent | None:
         """What this rank hands over in a step.
 
@@ -207,7 +218,8 @@ class Decoder:
         """Wait for the steps that were queued to a GPU; without one they are done when they return.
 
         Over NCCL at most ``TREEATTN_TIMEOUT`` seconds, where CuPy's own waits have no end if a rank does not
-        take part: then it raises `TransportError`, and the decoder is at its end.
+        take part: then it raises `TransportError`, and the decoder is at its end. With ``transport="peer"``
+        the steps end by themselves, and the error says that one of them has no result.
         """
         self._reducer.synchronize()
         self._device.memory.synchronize()

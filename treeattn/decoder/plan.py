@@ -20,9 +20,10 @@ from treeattn import comm as comm_
 from treeattn.attention.shape import Shape
 from treeattn.collectives import background, catalog, waiting
 from treeattn.collectives.catalog import Selection
-from treeattn.collectives.reducer import Reducer, Reduction
+from treeattn.collectives.reducer import Reducer, Reduction, duplicate
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import executor as executors
+from treeattn.decoder import pipeline
 from treeattn.decoder import transport as transports
 from treeattn.decoder.device import Attention, Device
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
@@ -76,6 +77,7 @@ class Request:
     q_root: int | None = None
     executor: str | None = None
     progress: str = "calls"
+    groups: int | str = 1
 
     @property
     def settings(self) -> dict[str, object]:
@@ -89,6 +91,7 @@ class Request:
             "device": self.device.name,
             "transport": transports.known(self.transport),
             "executor": executors.known(self.executor),
+            "groups": pipeline.check_groups(self.groups, self.shape),
             "output": self.output,
         }
 
@@ -164,6 +167,7 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
         request = ask()
         device, shape = request.device, request.shape
         _check_progress(request)
+        _check_groups(request)
         agreed.equal = request.settings
         waiting.limit()
         device.check_shape(shape)
@@ -189,6 +193,9 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
         attention = reducer.take
     else:
         reducer = transports.plan(chosen, request.scheme, rounds, reduction, request.executor)
+    if request.groups != 1:
+        reducer = _pipelined(request, comm, buffers, chosen, rounds, reduction)
+        attention = reducer.take
     if request.progress == "thread":
         reducer = background.BackgroundReducer(reducer)
     assert attention is not None
@@ -248,6 +255,53 @@ def _check_output(row: catalog.Scheme, output: str) -> None:
     if not row.scattered and output == "heads":
         offer = " or ".join(f"scheme='{other.name}'" for other in CATALOG.values() if other.scattered)
         raise RestrictionError(f"{row.name} leaves every rank all heads; {offer} serves output='heads'")
+
+
+def _pipelined(
+    request: Request,
+    comm: Intracomm,
+    buffers: Buffers,
+    transport: str,
+    rounds: Schedule | None,
+    reduction: Reduction,
+) -> pipeline.Pipeline | pipeline.Tried:
+    """Attention and reduction by groups of heads. Collective."""
+    shape, device = request.shape, request.device
+
+    def reduce(records: Any) -> Reducer:
+        part = reduction._replace(buffer=records)
+        return transports.plan(transport, request.scheme, rounds, part, request.executor)
+
+    def of(count: int) -> pipeline.Pipeline:
+        scale, records = request.logit_scale, buffers.records
+        return pipeline.Pipeline(pipeline.split(count, shape, scale, records, device, reduce), device.memory)
+
+    if isinstance(request.groups, int):
+        return of(request.groups)
+    if rounds is None or rounds.chunks > 1:
+        raise RestrictionError(
+            "groups='auto' lets times decide, and so would the bits be decided: in other groups "
+            f"{request.scheme.text} can have others; give a number, or take a schedule of one chunk"
+        )
+    counts = [count for count in pipeline.CANDIDATES if not shape.kv_heads % count]
+    tried = [of(count) for count in counts]
+    return pipeline.Tried(tried, duplicate(comm)) if len(tried) > 1 else tried[0]
+
+
+def _check_groups(request: Request) -> None:
+    """Raise `RestrictionError` where a step cannot be taken apart into groups of heads."""
+    if request.groups == 1:
+        return
+    if request.device.stream is not None:
+        raise RestrictionError(
+            "groups of heads are for device='cpu': a GPU's stream does one thing at a time"
+        )
+    if request.scheme.row.fused or request.output != "replicated":
+        raise RestrictionError(
+            f"{request.scheme.text} with output={request.output!r} cannot be taken apart: use groups=1"
+        )
+    if request.progress != "calls":
+        raise RestrictionError("groups of heads are looked after within the step: use progress='calls'")
 
 
 def _check_progress(request: Request) -> None:

@@ -1,8 +1,9 @@
 """How records travel between ranks, and who folds them on the way.
 
-From the host there is one way, MPI. From GPUs there are three, each taken only when it is named:
+From the host there is one way, MPI. From GPUs there are four, each taken only when it is named:
 
 - ``"nccl"``: NCCL, from GPU to GPU: grouped sends and receives with merge kernels between, as one CUDA graph.
+- ``"peer"``: GPUs of one node read one another's memory: a reduction is one kernel.
 - ``"cuda-mpi"``: an MPI library that takes GPU buffers; the host starts every round.
 - ``"host"``: any MPI library: down through page-locked memory, folded on the processor, and up again.
 """
@@ -28,12 +29,12 @@ from treeattn.errors import RestrictionError, TransportError, TreeattnError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["choose", "connected_by_nccl", "known", "plan", "shared_gpu"]
+__all__ = ["choose", "connected_by_nccl", "known", "plan", "problems", "shared_gpu"]
 
 _CHOICES = {
     "cpu": "'mpi' or None",
-    "cuda": "transport='nccl' (from GPU to GPU), 'cuda-mpi' (the MPI library takes GPU "
-    "buffers) or 'host' (any MPI, through page-locked memory)",
+    "cuda": "transport='nccl' (from GPU to GPU), 'peer' (GPUs of one node), 'cuda-mpi' (the MPI library "
+    "takes GPU buffers) or 'host' (any MPI, through page-locked memory)",
 }
 
 
@@ -49,8 +50,10 @@ def choose(device: str, transport: str | None, scheme: Scheme, size: int) -> str
     """The transport of a scheme over `size` ranks: the one that is named if it serves, or the only one.
 
     Raises `TransportError`, which lists what would serve; `RestrictionError` where the scheme is not for
-    the device.
+    the device, or is not run at all.
     """
+    if not scheme.transports:
+        raise RestrictionError(f"{scheme.name} is not run: {scheme.elsewhere}")
     serving = [name for name in scheme.transports if DEVICES[name] == device]
     if not serving:
         raise RestrictionError(f"{scheme.name} is for device='{scheme.devices[0]}': {scheme.elsewhere}")
@@ -127,6 +130,12 @@ def _over_nccl(
 
 def connected_by_nccl(comm: Intracomm, stream: Runtime) -> Any:
     """A `nccl.Communicator` of the ranks and their GPUs. Collective; all raise `TransportError`, or none."""
+    _check_nccl(comm, stream)
+    return comm_.together(comm, lambda: nccl.connect(comm, stream))
+
+
+def _check_nccl(comm: Intracomm, stream: Runtime) -> None:
+    """Raise, on all ranks alike, where they cannot meet by NCCL. Collective."""
     with comm_.Agreement(comm) as agreed:
         problem = nccl.problem()
         if problem is not None:
@@ -137,20 +146,55 @@ def connected_by_nccl(comm: Intracomm, stream: Runtime) -> Any:
         problem = shared and nccl.sharing_problem()
         if problem:
             raise TransportError(f"{shared}: {problem}; or start fewer ranks, or take transport='host'")
-    return comm_.together(comm, lambda: nccl.connect(comm, stream))
+
+
+def _over_peers(
+    selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
+) -> Reducer:
+    from treeattn.collectives.executors import peer
+
+    executors.refuse(executor, "here one kernel runs them")
+    assert schedule is not None, f"{selection.text}: only schedules have this transport"
+    comm = reduction.comm
+    _check_one_node(comm)
+    reducer = peer.Reducer(reduction, schedule)
+    try:
+        window = comm_.together(comm, reducer.expose)
+        windows = comm.allgather(window)
+        comm_.together(comm, lambda: reducer.connect(windows))
+    except TreeattnError:
+        reducer.close()
+        raise
+    return reducer
 
 
 def _over_cuda_mpi(
     selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
 ) -> Reducer:
-    problem = None
-    if not comm_.cuda_aware():
-        problem = TransportError(
-            "this MPI library does not say that it takes GPU buffers (treeattn doctor names it): load a "
-            "CUDA-aware one, or take transport='nccl' or 'host'"
-        )
-    comm_.agree(reduction.comm, {}, problem)
+    _check_cuda_mpi(reduction.comm, reduction.memory)
     return comm_.together(reduction.comm, lambda: _over_mpi(selection, schedule, reduction, executor))
+
+
+def _check_cuda_mpi(comm: Intracomm, runtime: Runtime) -> None:
+    """Raise, on all ranks alike, where MPI does not say that it takes the memory of GPUs. Collective."""
+    with comm_.Agreement(comm):
+        if not comm_.cuda_aware():
+            raise TransportError(
+                "this MPI library does not say that it takes GPU buffers (treeattn doctor names it): load a "
+                "CUDA-aware one, or take transport='nccl' or 'host'"
+            )
+
+
+def problems(comm: Intracomm, runtime: Runtime) -> dict[str, str | None]:
+    """Transport of GPUs -> why these ranks cannot take it, with the remedy; None where they can. Collective,
+    and the same on every rank."""
+    found: dict[str, str | None] = {name: None for name, device in DEVICES.items() if device == "cuda"}
+    for name, check in {"nccl": _check_nccl, "cuda-mpi": _check_cuda_mpi}.items():
+        try:
+            check(comm, runtime)
+        except TreeattnError as error:
+            found[name] = str(error)
+    return found
 
 
 class Staged(Reducer):
@@ -216,9 +260,20 @@ def shared_gpu(comm: Intracomm, runtime: Runtime) -> str | None:
     return None
 
 
+def _check_one_node(comm: Intracomm) -> None:
+    """CUDA opens the memory of processes of one system only."""
+    nodes = comm_.node_groups(comm)
+    if len(nodes) > 1:
+        apart = f"ranks {nodes[0][0]} and {nodes[1][0]} are on different ones"
+        raise TransportError(
+            f"transport='peer' is for the ranks of one node, and {apart}: take transport='nccl', or 'host'"
+        )
+
+
 _PLANNERS: dict[str, Callable[[Selection, Schedule | None, Reduction, str | None], Reducer]] = {
     "mpi": _over_mpi,
     "nccl": _over_nccl,
+    "peer": _over_peers,
     "cuda-mpi": _over_cuda_mpi,
     "host": Staged,
 }

@@ -1,6 +1,7 @@
 // The part of CUDA C++ that the kernels use, for an ordinary compiler: keywords, built-in variables, intrinsics.
 #pragma once
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <type_traits>
 
@@ -103,6 +104,35 @@ template <class T> T atomicExch(T *at, T value) {
   return emulator::update(at, [value](T) { return value; });
 }
 
+// Numbers that other devices look at, which may be threads of this process or other processes. The relaxed forms order
+// nothing: faults are planted with them. Looking takes a while, in which others run.
+namespace emulator {
+template <class T> UNCHECKED void store_relaxed(T *at, T value) { __atomic_store_n(at, value, __ATOMIC_RELAXED); }
+template <class T> UNCHECKED void store_release(T *at, T value) {
+#if EMULATOR_TSAN
+  __tsan_release(at);
+#endif
+  __atomic_store_n(at, value, __ATOMIC_RELEASE);
+}
+template <class T> UNCHECKED T load_relaxed(const T *at) {
+  run_next();
+  std::this_thread::sleep_for(std::chrono::microseconds(20));
+  return __atomic_load_n(at, __ATOMIC_RELAXED);
+}
+template <class T> UNCHECKED T load_acquire(const T *at) {
+  run_next();
+  std::this_thread::sleep_for(std::chrono::microseconds(20));
+  const T value = __atomic_load_n(at, __ATOMIC_ACQUIRE);
+#if EMULATOR_TSAN
+  __tsan_acquire(const_cast<T *>(at));
+#endif
+  return value;
+}
+inline long long nanoseconds() {
+  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+} // namespace emulator
+
 template <class To, class From> To bits_as(From from) {
   static_assert(sizeof(To) == sizeof(From));
   To to;
@@ -114,7 +144,9 @@ inline float __uint_as_float(unsigned bits) { return bits_as<float>(bits); }
 inline unsigned __float_as_uint(float value) { return bits_as<unsigned>(value); }
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
-template <class T> T __ldcg(const T *at) { return *at; }
+
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
 
 // A kernel as a C function that ctypes can call.
 #define EXPORT_KERNEL(SYMBOL, ...)                                                                                     \

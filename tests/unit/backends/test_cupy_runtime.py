@@ -16,7 +16,7 @@ from cupy_signatures import strict
 from treeattn.backends import cuda
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.backends.cuda import driver as cuda_driver
-from treeattn.errors import ArgumentError, BackendError
+from treeattn.errors import ArgumentError, BackendError, TransportError
 
 
 class CUDARuntimeError(RuntimeError):
@@ -29,6 +29,23 @@ class CompileException(Exception):
 
 class OutOfMemoryError(MemoryError):
     """As in cupy.cuda.memory."""
+
+
+def peer_memory(log: list[Any]) -> dict[str, Any]:
+    """What cupy.cuda.runtime has of memory that processes share: it says what was called. A first entry that
+    names a function makes that one fail."""
+
+    def function(name: str) -> Any:
+        def call(*given: Any) -> Any:
+            if log and log[0] == name:
+                raise CUDARuntimeError("cudaErrorNotSupported: operation not supported")
+            log.append((name, *given))
+            return {"malloc": 4096, "ipcGetMemHandle": b"handle", "ipcOpenMemHandle": 8192}.get(name)
+
+        return strict(f"cuda.runtime.{name}", call)
+
+    ipc = ("ipcGetMemHandle", "ipcOpenMemHandle", "ipcCloseMemHandle")
+    return {name: function(name) for name in ("malloc", "free", "memset", *ipc)}
 
 
 def fake_cupy(**changes: Any) -> ModuleType:
@@ -154,6 +171,8 @@ def fake_cupy(**changes: Any) -> ModuleType:
             getDeviceCount=device_count,
             is_hip=changes.get("hip", False),
             getDevice=lambda: changes.get("current", 0),
+            getDeviceProperties=strict("cuda.runtime.getDeviceProperties", lambda device: {"name": b"Fake"}),
+            **peer_memory(changes.get("peer", [])),
             deviceSynchronize=strict("cuda.runtime.deviceSynchronize", lambda: Stream.log.append("all")),
         ),
         compiler=SimpleNamespace(CompileException=CompileException),
@@ -388,3 +407,43 @@ def test_one_stream_is_asked_and_all_are_waited_for(monkeypatch: pytest.MonkeyPa
     assert not runtime.done()
     runtime.synchronize_all()
     assert log == ["busy", "all"]
+
+
+def test_memory_for_other_processes_is_cudas_own_and_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[Any] = []
+    use(monkeypatch, peer=log)
+    runtime = cupy_runtime.current()
+    assert runtime.expose(5) == (4096, b"handle")
+    size = 2 << 20  # what CUDA shares with nothing else
+    assert log == [("malloc", size), ("memset", 4096, 0, size), ("ipcGetMemHandle", 4096)]
+    log.clear()
+    assert runtime.open_exposed(b"theirs") == 8192
+    runtime.close_exposed(8192)
+    runtime.withdraw(4096)
+    assert log == [("ipcOpenMemHandle", b"theirs"), ("ipcCloseMemHandle", 8192), ("free", 4096)]
+
+
+@pytest.mark.parametrize(
+    ("fails", "error", "message"),
+    [
+        ("malloc", BackendError, "out of GPU memory: cudaError"),
+        ("ipcGetMemHandle", TransportError, "exposes no memory: cudaErrorNotSupported.*'nccl' or 'host'"),
+    ],
+)
+def test_memory_that_cannot_be_exposed(
+    monkeypatch: pytest.MonkeyPatch, fails: str, error: type[Exception], message: str
+) -> None:
+    """It is given back."""
+    log: list[Any] = [fails]
+    use(monkeypatch, peer=log)
+    with pytest.raises(error, match=message):
+        cupy_runtime.current().expose(5)
+    assert (("free", 4096) in log) == (("malloc", 2 << 20) in log)
+
+
+def test_memory_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, peer=["ipcOpenMemHandle"])
+    with pytest.raises(
+        TransportError, match=r"NotSupported.*peer access.*MIG.*IPC and PID namespaces.*'host'"
+    ):
+        cupy_runtime.current().open_exposed(b"theirs")

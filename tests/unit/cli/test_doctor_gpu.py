@@ -90,6 +90,7 @@ def test_all_is_there(machine: Machine) -> None:
         "NVRTC": "version 12.9",
         "NCCL": "version 2.25.5",
         "CUDA kernels": "one was compiled and loaded",
+        "Peer memory": "two ranks read each other's GPU memory",
         "CUDA-aware MPI": "two ranks exchanged device memory",
     }
     assert {finding.verdict for finding in found.values()} == {"ok"}
@@ -210,7 +211,7 @@ def test_no_nccl(machine: Machine, change: dict[str, Any]) -> None:
 def test_mpi_without_device_pointers(machine: Machine, answer: bool | None, what: str) -> None:
     machine.aware = answer
     found = machine.findings()["CUDA-aware MPI"]
-    assert (found.verdict, found.what, machine.trials) == ("missing", what, 0)
+    assert (found.verdict, found.what, machine.trials) == ("missing", what, 1)  # that of peer memory
     assert "transport='host'" in found.remedy
 
 
@@ -235,3 +236,20 @@ def test_a_job_that_crashes_is_only_told_of(tmp_path: Any) -> None:
         "ModuleNotFoundError: No module named 'nothing_at_all'"
     )
     assert probe.in_two_ranks(str(tmp_path / "none"), "")[1] is not None
+
+
+@pytest.mark.parametrize(
+    "trial", [("", "TransportError: cudaErrorPeerAccessUnsupported"), ("rightwrong", None)]
+)
+def test_gpus_that_cannot_read_each_other(machine: Machine, trial: tuple[str, str | None]) -> None:
+    machine.trial = trial
+    found = machine.findings()["Peer memory"]
+    assert found.verdict == "missing"
+    assert found.what == f"two ranks cannot read each other's: {trial[1] or trial[0]}"
+    assert "transport='peer'" in found.remedy
+
+
+def test_peer_memory_is_not_tried_without_a_launcher(machine: Machine) -> None:
+    machine.patch.setattr(probe, "launcher", lambda: None)
+    assert machine.findings()["Peer memory"].what == "not tried: no launcher"
+    assert machine.trials == 0

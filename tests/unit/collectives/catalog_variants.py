@@ -42,7 +42,11 @@ def _values(row: Scheme, parameter: Parameter) -> list[Any]:
     if parameter.kind == "tree":
         return [other.name for other in CATALOG.values() if other.rooted]
     if parameter.kind == "scheme":
-        return [other.name for other in CATALOG.values() if other.kind == "schedule" and other is not row]
+        return [
+            other.name
+            for other in CATALOG.values()
+            if other.kind == "schedule" and other.transports and other is not row
+        ]
     if parameter.kind == "nodes":
         return list(placements(4))
     if parameter.kind == "integers":
@@ -52,7 +56,7 @@ def _values(row: Scheme, parameter: Parameter) -> list[Any]:
 
 def _variants() -> Iterator[tuple[str, dict[str, Any]]]:
     for row in CATALOG.values():
-        if row.kind != "schedule":
+        if row.kind != "schedule" or not row.transports:
             continue
         yield row.name, {}
         for parameter in row.parameters:
@@ -66,6 +70,9 @@ def _variants() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 VARIANTS = list(_variants())
+
+#: Those that are built, checked and drawn, but not run.
+STUDIED = [row.name for row in CATALOG.values() if row.kind == "schedule" and not row.transports]
 
 
 def label(variant: tuple[str, dict[str, Any]]) -> str:

@@ -224,6 +224,33 @@ def test_exact_but_classless_schedules_do_differ_between_ranks():
     np.testing.assert_allclose(results[3], results[0], rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("size", [3, 4, 5, 6, 7, 8, 11, 13])
+def test_census_is_exact_and_its_ranks_end_with_unlike_bits(size):
+    schedule = build("census", size)
+    assert check(schedule).determinism == "none"
+    partials = random_partials(size, 200)
+    for result in loopback.run(schedule, partials, Partials()):
+        np.testing.assert_allclose(result, direct_merge(partials), rtol=1e-12, atol=1e-12)
+    results = loopback.run(schedule, random_partials(size, 200, np.float32), Partials(np.float32))
+    assert len({result.tobytes() for result in results}) > 1
+
+
+def test_census_merges_around_the_ring():
+    assert words(build("census", 3)) == ["((ab)c)", "(a(bc))", "((ac)b)"]
+
+
+def test_what_is_gathered_is_kept_apart_by_chunks():
+    """Rank 1 gathers the halves in two rounds, and passes both on in one."""
+    first = (Transfer(1, 0, range(2)),)
+    halves = ((Transfer(2, 1, range(1)),), (Transfer(2, 1, range(1, 2)),))
+    rest = (Transfer(1, 0, range(2), own=False),)
+    down = tuple(Transfer(0, rank, range(2), False) for rank in (1, 2))
+    schedule = Schedule("apart", 3, 2, (first, *halves, rest, down))
+    partials = random_partials(3, 10)
+    for result in loopback.run(schedule, partials, Partials()):
+        np.testing.assert_allclose(result, direct_merge(partials), rtol=1e-12)
+
+
 def test_the_folds_that_run_are_the_folds_that_are_stated():
     schedule = build("recursive_multiplying", 6, factors=(3, 2))
     assert [fold.sources for fold in prove(schedule).folds[0][1]] == [(0, 1, 2)]

@@ -59,6 +59,7 @@ def test_json_round_trip(schedule):
         {"name": 3},
         {"rounds": 7},
         {"rounds": [[[0, 1, 0, 1]]]},
+        {"rounds": [[[0, 1, 0, 1, 1, 0, 1]]]},
         {"rounds": [[[0, 1, 0, "1", 1]]]},
         {"rounds": [[[0, 1.5, 0, 1, 1]]]},
         {"rounds": [[3]]},
@@ -69,6 +70,15 @@ def test_json_of_something_else_is_refused(change):
     data = json.loads(Schedule("pair", 2, 1, PAIR).to_json()) | change
     with pytest.raises(ScheduleError, match="not the JSON of a schedule"):
         Schedule.from_json(json.dumps(data))
+
+
+def test_json_says_what_leaves_out_the_senders_own():
+    apart = Schedule("apart", 2, 1, ((Transfer(1, 0), Transfer(0, 1)), (Transfer(1, 0, own=False),)))
+    assert Schedule.from_json(apart.to_json()) == apart
+    assert json.loads(apart.to_json())["transfer"][-1] == "own"
+    whole = json.loads(Schedule("pair", 2, 1, PAIR).to_json())
+    assert "own" not in whole["transfer"]
+    assert {len(row) for round_ in whole["rounds"] for row in round_} == {5}
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", "{", "[" * 100_000])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import made_results
 import pytest
+from msgspec import structs
 
 from treeattn.cli.console import choose
 from treeattn.decoder import plan as routes
@@ -378,6 +379,31 @@ def test_every_scheme_has_one_look_and_no_two_the_same():
         assert len({red, green, blue}) > 1
     for name in (SUM, NULL):  # neutral
         assert len({looks[name].colour[place : place + 2] for place in (1, 3, 5)}) == 1
+
+
+def test_a_scheme_over_each_transport_of_gpus(tmp_path):
+    """Side by side in one figure, each divided by the sum of its own wire."""
+    ways = [(SUM, "host"), (SUM, "nccl"), ("ring", "host"), ("ring", "nccl"), (NULL, "none")]
+    (by_scheme,) = ({key.scheme: key for key in made_results.keys(dict(ways), [4096], device="cuda")},)
+    keys = [structs.replace(by_scheme[scheme], transport=over) for scheme, over in ways]
+    found = study(made_results.write(tmp_path / "gpu.jsonl", keys))
+    chart = charts("time", found)["time-decode"]
+    assert set(chart.labels) == {
+        "ring [host]", "ring [nccl]", "MPI_Allreduce(SUM) [host]", "ncclAllReduce(sum)", NULL,
+    }  # fmt: skip
+    assert chart.case.endswith("on GPUs")
+    assert len(charts("relative", found)["relative-decode"].labels) == 4
+    assert style.style("ring [nccl]") == style.style("ring:chunks=2 [host]") == style.style("ring")
+    assert style.style("ncclAllReduce(sum)") == style.style(SUM)
+    draw.render(chart, ("svg",))
+
+
+def test_processors_and_gpus_have_figures_of_their_own(tmp_path):
+    path = made_results.write(tmp_path / "both.jsonl", made_results.keys(["ring"], [4096]))
+    made_results.write(
+        path, made_results.keys(["ring"], [4096], device="cuda", transport="host"), run="other"
+    )
+    assert set(charts("time", study(path))) == {"time-decode-devicecpu", "time-decode-devicecuda"}
 
 
 @pytest.mark.parametrize("schemes", [("kv_ring",), ("ring", "kv_ring"), made_results.SCHEMES], ids=len)

@@ -9,24 +9,21 @@ and finish give its bits.
 A GPU is reached through a `Runtime`: CuPy's where a GPU is, any other that behaves like it in tests.
 """
 
-from treeattn.backends.cuda.attention import (
-    MAX_SPLITS,
-    TENSOR_CORES_FROM_ROWS,
-    PlannedAttention,
-    check_head_dim,
-    check_rows,
-    partial_attention,
-)
+from treeattn.backends.cuda.attention import PlannedAttention, check_rows, partial_attention
 from treeattn.backends.cuda.finish import finish, planned_finish
 from treeattn.backends.cuda.merge import MergeOperator, merge
 from treeattn.backends.cuda.pack import planned_pack, planned_scale
+from treeattn.backends.cuda.pull import PlannedPull
 from treeattn.backends.cuda.runtime import Runtime, default_runtime
+from treeattn.backends.cuda.splits import MAX_SPLITS
+from treeattn.backends.cuda.variants import TENSOR_CORES_FROM_ROWS, check_head_dim
 
 __all__ = [
     "MAX_SPLITS",
     "TENSOR_CORES_FROM_ROWS",
     "MergeOperator",
     "PlannedAttention",
+    "PlannedPull",
     "Runtime",
     "check_head_dim",
     "check_rows",

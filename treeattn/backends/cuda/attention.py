@@ -13,92 +13,25 @@ import numpy as np
 from treeattn import partial
 from treeattn.attention.shape import check_shapes
 from treeattn.backends.cuda.runtime import THREADS, Runtime, check_records, default_runtime, structure
-from treeattn.errors import ArgumentError, BackendError
+from treeattn.backends.cuda.splits import MAX_SPLITS, Load, Splits, choose_splits, rounded_steps
+from treeattn.backends.cuda.variants import TYPES, Variant, check_head_dim, choose_variant
+from treeattn.errors import ArgumentError
 
-__all__ = [
-    "HEAD_DIMS",
-    "MAX_SPLITS",
-    "TENSOR_CORES_FROM_ROWS",
-    "PlannedAttention",
-    "check_head_dim",
-    "check_rows",
-    "choose_splits",
-    "fma_kernel",
-    "mma_kernel",
-    "mma_shared_bytes",
-    "partial_attention",
-]
-
-#: Head dimensions that the attention kernels are built for.
-HEAD_DIMS = (64, 80, 96, 128, 256)
-#: MAX_SPLITS of kernels/cuda/attention.cuh.
-MAX_SPLITS = 256
-#: Query rows of a KV head from which tensor cores are used: fewer would make them multiply mostly padding.
-TENSOR_CORES_FROM_ROWS = 4
+__all__ = ["PlannedAttention", "check_rows", "partial_attention"]
 
 _MAX_GRID = 65535  # blocks along the second and third axis of a grid
-_TILE = 64  # tokens that a block of the tensor-core kernel takes at a time
-_MMA_ROWS = 16
-# C++ type and ElementType of kernels/cuda/attention.cuh. uint16 stands for the bits of bfloat16.
-_TYPES = {
-    "float32": ("float", 0),
-    "float16": ("float16", 1),
-    "bfloat16": ("bfloat16", 2),
-    "uint16": ("bfloat16", 2),
-}
+_MAX_TOKENS = 2**31 - 64  # positions of tokens are 32-bit integers, a step beyond the last one too
 
 # AttentionArguments of kernels/cuda/attention.cuh.
 _ATTENTION = structure(
-    "q k v lengths mask records split_records counters",
+    "q k v lengths mask records numerators states counters",
     "q_batch_stride q_query_stride q_head_stride k_batch_stride k_token_stride k_head_stride "
     "v_batch_stride v_token_stride v_head_stride mask_batch_stride",
-    "tokens queries heads kv_heads mask_words mask_tokens q_type",
+    "tokens queries heads kv_heads group mask_words mask_tokens fan q_type q_aligned",
     "scale",
+    unsigned="by_group by_group_shift by_kv_heads by_kv_heads_shift "
+    "by_splits by_splits_shift by_fan by_fan_shift",
 )
-
-
-def fma_kernel(kv_type: str, head_dim: int, rows: int) -> str:
-    """C++ name of the multiply-add kernel; `rows`: query rows that share a KV head."""
-    return f"partial_attention<{kv_type}, {head_dim}, {1 if rows == 1 else 2 if rows == 2 else 4}>"
-
-
-def mma_shared_bytes(head_dim: int, stages: int) -> int:
-    """Dynamic shared memory of the tensor-core kernel: stages of keys and values, rows padded by 16 bytes."""
-    return 2 * stages * _TILE * (head_dim + 8) * 2
-
-
-def mma_kernel(kv_type: str, head_dim: int, shared_limit: int) -> tuple[str, int] | None:
-    """C++ name and dynamic shared memory of the tensor-core kernel; None where it needs too much.
-
-    Three stages if two blocks of them fit beside each other, else two.
-    """
-    stages = 3 if 2 * mma_shared_bytes(head_dim, 3) <= shared_limit else 2
-    size = mma_shared_bytes(head_dim, stages)
-    return (f"partial_attention_mma<{kv_type}, {head_dim}, {stages}>", size) if size <= shared_limit else None
-
-
-def choose_splits(blocks: int, tokens: int, slots: int) -> int:
-    """Into how many splits a shard is best cut.
-
-    Minimises waves * (tiles per split + 10) + 0.22 * splits, in units of the time that a block takes for
-    a tile of 64 tokens: a wave has a fixed cost of about ten tiles, each split adds to the final merge.
-
-    Args:
-        blocks: of one split (batch * KV heads * tiles of rows).
-        tokens: of the shard.
-        slots: blocks that the device holds at once.
-    """
-    return _choose_splits(blocks, max(1, math.ceil(tokens / _TILE)), slots)
-
-
-@functools.lru_cache(maxsize=256)
-def _choose_splits(blocks: int, tiles: int, slots: int) -> int:
-    """Kept by tiles, so that a cache that grows token by token asks once in 64 steps."""
-
-    def cost(splits: int) -> float:
-        return math.ceil(blocks * splits / slots) * (math.ceil(tiles / splits) + 10) + 0.22 * splits
-
-    return min(range(1, min(MAX_SPLITS, tiles) + 1), key=cost)
 
 
 def partial_attention(
@@ -172,11 +105,18 @@ class PlannedAttention:
         self._arguments = np.zeros(1, _ATTENTION)
         self._arguments["scale"] = scale
         self._arguments["records"] = runtime.address(records)
-        self._split_records = runtime.zeros(0, np.float32)
+        self._addresses = self._arguments.view(np.uint64)  # q, k and v come first
+        self._tokens = self._arguments["tokens"]
+        self._scratch = runtime.zeros(0, np.float32)
         self._counters = runtime.zeros(0, np.uint32)
         self._workspaces: list[Any] = []
         self._bound: tuple[Any, ...] = ()
+        self._layout: tuple[Any, ...] = ()
         self._mask_tokens = 0
+        self._variant: Variant
+        self._load: Load
+        self._splits: Splits
+        self._steps: int
         self._launch: Callable[[], object]
 
     def __call__(
@@ -185,25 +125,55 @@ class PlannedAttention:
         """As `partial_attention`."""
         bound, given = self._bound, (q, k, v, lengths, mask)
         if not bound or any(map(operator.is_not, bound, given)) or mask_tokens != self._mask_tokens:
-            self._bind(*given, mask_tokens)
+            self.bind(*given, mask_tokens)
         self._launch()
 
-    def _bind(self, q: Any, k: Any, v: Any, lengths: Any, mask: Any, mask_tokens: int) -> None:
+    def bind(
+        self, q: Any, k: Any, v: Any, lengths: Any = None, mask: Any = None, mask_tokens: int = 0
+    ) -> None:
+        """What a call does before it launches, when it is given other arrays than the last one.
+
+        Arrays laid out as the last ones, but for the number of tokens, cost their addresses.
+        """
+        runtime, bound = self._runtime, self._bound
         self._bound = ()
+        for name, array in (("q", q), ("k", k), ("v", v)):
+            runtime.check(name, array)
+        places = runtime.address(q), runtime.address(k), runtime.address(v)
+        layout = (places[0] % 16, *_layout(q, k, v))
+        if bound and layout == self._layout and mask is bound[4] and mask_tokens == self._mask_tokens:
+            if (places[1] | places[2]) % 16:
+                check_rows("k", k, runtime)
+                check_rows("v", v, runtime)
+            _check_tokens(k)
+            self._tokens[0] = k.shape[1]
+            if lengths is not bound[3]:
+                self._bind_lengths(lengths, k)
+        else:
+            self._bind_layout(q, k, v, mask, mask_tokens)
+            self._bind_lengths(lengths, k)
+        for place, address in enumerate(places):
+            self._addresses[place] = address
+        self._bind_splits(k)
+        self._bound, self._layout, self._mask_tokens = (q, k, v, lengths, mask), layout, mask_tokens
+
+    def _bind_layout(self, q: Any, k: Any, v: Any, mask: Any, mask_tokens: int) -> None:
+        """All but addresses, lengths and splits."""
         runtime, a = self._runtime, self._arguments
         q_type, kv_type = _check_inputs(q, k, v, self._records, runtime)
         for name, array in (("q", q), ("k", k), ("v", v)):
-            a[name] = runtime.address(array)
             axes = ("batch", "query" if name == "q" else "token", "head")
             for axis, stride in zip(axes, array.strides[:3], strict=True):
-                a[f"{name}_{axis}_stride"] = stride // array.dtype.itemsize
+                a[f"{name}_{axis}_stride"] = stride // (1 if name == "q" else array.dtype.itemsize)
         a["queries"], a["heads"] = q.shape[1:3]
         a["tokens"], a["kv_heads"] = k.shape[1:3]
-        a["q_type"] = _TYPES[q.dtype.name][1]
-        self._bind_lengths(lengths, k)
+        a["group"] = q.shape[2] // k.shape[2]
+        a["q_type"] = TYPES[q.dtype.name][1]
+        a["q_aligned"] = _rows_aligned(q, 16, runtime)
+        for name in ("group", "kv_heads"):
+            a[f"by_{name}"], a[f"by_{name}_shift"] = divisor(int(a[name][0]))
         self._bind_mask(mask, mask_tokens, q)
         self._choose_kernel(q, k, q_type, kv_type)
-        self._bound, self._mask_tokens = (q, k, v, lengths, mask), mask_tokens
 
     def _bind_lengths(self, lengths: Any, k: Any) -> None:
         self._arguments["lengths"] = 0
@@ -238,77 +208,124 @@ class PlannedAttention:
     def _choose_kernel(self, q: Any, k: Any, q_type: str, kv_type: str) -> None:
         batch, queries, heads, head_dim = q.shape
         kv_heads, rows = k.shape[2], queries * (heads // k.shape[2])
-        wanted = None
-        if self._tensor_cores and rows >= TENSOR_CORES_FROM_ROWS and q_type == kv_type != "float":
-            wanted = mma_kernel(kv_type, head_dim, self._runtime.shared_bytes)
-        module = "partial_attention_mma" if wanted else "partial_attention"
-        expression, shared = wanted or (fma_kernel(kv_type, head_dim, rows), 0)
-        kernel = self._runtime.kernel(module, expression, shared)
-        tile = _MMA_ROWS if wanted else min(4, 1 << (rows - 1).bit_length())
-        tiles = kv_heads * math.ceil(rows / tile)
+        runtime = self._runtime
+        variant = choose_variant(
+            *(q_type, kv_type, head_dim, rows),
+            tensor_cores=self._tensor_cores,
+            shared_limit=runtime.shared_bytes,
+        )
+        tiles = kv_heads * math.ceil(rows / variant.rows)
         if tiles > _MAX_GRID:
             raise ArgumentError(f"{queries} queries of {heads} heads are too many for one launch: split them")
-        splits = self._num_splits
-        if splits is None:
-            resident = self._runtime.resident_blocks(kernel, THREADS, shared)
-            splits = choose_splits(batch * tiles, k.shape[1], resident * self._runtime.multiprocessors)
-        self._reserve(splits, batch * tiles)
-        grid, block = (splits, tiles, batch), (THREADS,)
-        self._launch = functools.partial(kernel, grid, block, (self._arguments,), shared_mem=shared)
+        self._variant = variant
+        self._kernel = runtime.kernel(variant.module, variant.expression, variant.shared_bytes)
+        resident = runtime.resident_blocks(self._kernel, THREADS, variant.shared_bytes)
+        self._load = Load(
+            tiles=batch * tiles,
+            rows=min(variant.rows, rows),
+            tokens=k.shape[1],
+            head_dim=head_dim,
+            token_bytes=2 * head_dim * k.dtype.itemsize,
+            step=variant.step,
+            in_flight=variant.in_flight,
+            slots=resident * runtime.multiprocessors,
+            multiprocessors=runtime.multiprocessors,
+        )
+        self._splits, self._steps = Splits(0, 0), -1  # none yet
 
-    def _reserve(self, splits: int, counters: int) -> None:
+    def _bind_splits(self, k: Any) -> None:
+        """Choose the splits, where tokens are so many others that the choice can be another."""
+        steps = rounded_steps(k.shape[1], self._variant.step)
+        if steps != self._steps:
+            splits = choose_splits(self._load._replace(tokens=k.shape[1]), self._num_splits)
+            if splits != self._splits:
+                self._cut(splits, k.shape[0])
+            self._steps = steps
+
+    def _cut(self, splits: Splits, batch: int) -> None:
+        """Make the launch of so many splits."""
+        a, shared = self._arguments, self._variant.shared_bytes
+        self._reserve(splits)
+        a["fan"] = splits.fan
+        a["by_splits"], a["by_splits_shift"] = divisor(splits.number)
+        a["by_fan"], a["by_fan_shift"] = divisor(splits.fan)
+        grid = (splits.number, self._load.tiles // batch, batch)
+        self._launch = functools.partial(self._kernel, grid, (THREADS,), (a,), shared_mem=shared)
+        self._splits = splits
+
+    def _reserve(self, splits: Splits) -> None:
         """Workspace for the splits; it only ever grows, and with room, so that steps do not allocate.
 
         What was outgrown stays: a graph that was captured before still writes there.
         """
-        size = self._records.size * splits if splits > 1 else 0
-        if self._split_records.size < size:
-            self._split_records = self._runtime.zeros(size + size // 2, np.float32)
-            self._workspaces.append(self._split_records)
+        load, runtime = self._load, self._runtime
+        partials = load.tiles * load.rows * (splits.number + splits.groups) if splits.number > 1 else 0
+        size, counters = partials * (load.head_dim + partial.EXTRA), load.tiles * (splits.groups + 1)
+        if self._scratch.size < size:
+            self._scratch = runtime.zeros(size + size // 2, np.float32)
+            self._workspaces.append(self._scratch)
         if self._counters.size < counters:
-            self._counters = self._runtime.zeros(2 * counters, np.uint32)
+            self._counters = runtime.zeros(2 * counters, np.uint32)
             self._workspaces.append(self._counters)
-        self._arguments["split_records"] = self._runtime.address(self._split_records)
-        self._arguments["counters"] = self._runtime.address(self._counters)
+        a, first = self._arguments, runtime.address(self._scratch)
+        a["numerators"], a["states"] = first, first + 4 * partials * load.head_dim
+        a["counters"] = runtime.address(self._counters)
 
 
-def check_head_dim(head_dim: int) -> None:
-    """Raise `BackendError` where there is no kernel for it."""
-    if head_dim not in HEAD_DIMS:
-        raise BackendError(
-            f"no CUDA kernel for head_dim {head_dim}: there are {', '.join(map(str, HEAD_DIMS))}; "
-            "pad it with zeros, or use device='cpu'"
-        )
+def divisor(number: int) -> tuple[int, int]:
+    """Multiplier and shift of a `Divisor` in kernels/cuda/attention.cuh: for 1 <= number < 2^31."""
+    shift = 31 + (number - 1).bit_length()
+    return -(-(1 << shift) // number), shift
+
+
+def _layout(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
+    """What decides kernel and strides; of the number of tokens only whether their stride counts."""
+    k_shape, v_shape = k.shape, v.shape
+    return (
+        *(q.shape, q.strides, q.dtype, k.strides, k.dtype, v.strides, v.dtype),
+        *(len(k_shape), k_shape[:1], k_shape[2:], min(k_shape[1:2], (2,)), k_shape == v_shape),
+    )
 
 
 def _check_inputs(q: Any, k: Any, v: Any, records: Any, runtime: Runtime) -> tuple[str, str]:
     """C++ types of q and of k, v; an error if anything does not fit."""
     batch, head_dim = records.shape[0], records.shape[3] - partial.EXTRA
     for name, array in (("q", q), ("k", k), ("v", v)):
-        runtime.check(name, array)
-        if array.dtype.name not in _TYPES:
+        if array.dtype.name not in TYPES:
             raise ArgumentError(
                 f"{name} is {array.dtype}: on the GPU it must be float32, float16 or bfloat16 "
                 "(as uint16 bits); float64 is for device='cpu'"
             )
     check_head_dim(head_dim)
     check_shapes(q, k, v, records)
-    if k.shape[1] >= 2**31 - _TILE or batch > _MAX_GRID:
-        raise ArgumentError(f"batch {batch}, tokens {k.shape[1]}: at most 65535 and 2^31 fit one launch")
+    if batch > _MAX_GRID:
+        raise ArgumentError(f"batch {batch}: at most {_MAX_GRID} fits one launch")
+    _check_tokens(k)
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_rows(name, array, runtime)
-    return _TYPES[q.dtype.name][0], _TYPES[k.dtype.name][0]
+    return TYPES[q.dtype.name][0], TYPES[k.dtype.name][0]
+
+
+def _check_tokens(k: Any) -> None:
+    if k.shape[1] >= _MAX_TOKENS:
+        raise ArgumentError(f"{k.shape[1]} tokens: fewer than {_MAX_TOKENS} fit one launch")
 
 
 def check_rows(name: str, array: Any, runtime: Runtime) -> None:
-    """Raise `ArgumentError` unless rows of head_dim elements can be loaded 16 bytes at a time."""
+    """Raise `ArgumentError` unless rows of head_dim can be loaded: those of k and v 16 bytes at a time."""
     if array.size == 0:
         return
     if array.strides[3] != array.dtype.itemsize:
         raise ArgumentError(f"the last axis of {name} must be contiguous: copy it with ascontiguousarray")
-    strides = [stride for stride, size in zip(array.strides[:3], array.shape[:3], strict=True) if size > 1]
-    if name != "q" and any(at % 16 for at in (runtime.address(array), *strides)):
+    bytes_ = array.dtype.itemsize if name == "q" else 16
+    if not _rows_aligned(array, bytes_, runtime):
         raise ArgumentError(
-            f"rows of {name} must begin at multiples of 16 bytes: strides are {array.strides} bytes; "
+            f"rows of {name} must begin at multiples of {bytes_} bytes: strides are {array.strides} bytes; "
             "copy it with ascontiguousarray"
         )
+
+
+def _rows_aligned(array: Any, multiple: int, runtime: Runtime) -> bool:
+    """Whether rows begin at multiples of so many bytes."""
+    strides = [stride for stride, size in zip(array.strides[:3], array.shape[:3], strict=True) if size > 1]
+    return not any(at % multiple for at in (runtime.address(array), *strides))

@@ -16,11 +16,16 @@ import numpy as np
 
 from treeattn.backends.cuda import compile as cuda_source
 from treeattn.backends.cuda import driver as cuda_driver
-from treeattn.errors import ArgumentError, BackendError
+from treeattn.errors import ArgumentError, BackendError, TransportError
 
 __all__ = ["CupyRuntime", "choose", "current", "problem"]
 
 _INSTALL = "install treeattn[cuda12] or treeattn[cuda13], whichever CUDA version the driver has (nvidia-smi)"
+_NO_IPC = (
+    "transport='peer' needs peer access between the GPUs (nvidia-smi topo -p2p r), no MIG partitions, and in "
+    "containers the IPC and PID namespaces of the host; else take transport='nccl' or 'host'"
+)
+_SHARED_UNIT = 2 << 20
 
 
 def problem() -> str | None:
@@ -99,6 +104,7 @@ class CupyRuntime:
         # Copies under way and the memory that they read.
         self._uploads: collections.deque[tuple[Any, Any]] = collections.deque()
         device = cupy.cuda.Device(index)
+        self.name = cupy.cuda.runtime.getDeviceProperties(index)["name"].decode()
         self.multiprocessors = int(device.attributes["MultiProcessorCount"])
         self.shared_bytes = int(device.attributes["MaxSharedMemoryPerBlockOptin"])
         #: The UUID, by which NCCL tells GPUs and MIG partitions apart too.
@@ -176,6 +182,43 @@ class CupyRuntime:
                 f"no page-locked memory for {count} numbers: {error}; free memory of the host"
             ) from error
         return np.frombuffer(memory, dtype, count).reshape(shape)
+
+    def expose(self, size: int) -> tuple[int, bytes]:
+        """By cudaMalloc itself: what pools give cannot be exported. In units of 2 MiB, which CUDA shares with
+        nothing else (CUDA programming guide, "Interprocess Communication")."""
+        runtime = self._cupy.cuda.runtime
+        size = -(-size // _SHARED_UNIT) * _SHARED_UNIT
+        with self._cupy.cuda.Device(self._index):
+            try:
+                address = int(runtime.malloc(size))
+            except runtime.CUDARuntimeError as error:
+                raise BackendError(
+                    f"out of GPU memory: {error}; use a smaller cache, or more ranks"
+                ) from error
+            try:
+                runtime.memset(address, 0, size)
+                runtime.deviceSynchronize()
+                return address, bytes(runtime.ipcGetMemHandle(address))
+            except runtime.CUDARuntimeError as error:
+                runtime.free(address)
+                raise TransportError(f"this GPU exposes no memory: {error}; {_NO_IPC}") from error
+
+    def withdraw(self, address: int) -> None:
+        """Back to CUDA."""
+        self._cupy.cuda.runtime.free(address)
+
+    def open_exposed(self, handle: bytes) -> int:
+        """Also of a GPU that this process does not see, where both have peer access."""
+        runtime = self._cupy.cuda.runtime
+        try:
+            with self._cupy.cuda.Device(self._index):
+                return int(runtime.ipcOpenMemHandle(handle))
+        except runtime.CUDARuntimeError as error:
+            raise TransportError(f"{error}; {_NO_IPC}") from error
+
+    def close_exposed(self, address: int) -> None:
+        """Unmapped."""
+        self._cupy.cuda.runtime.ipcCloseMemHandle(address)
 
     def copy(self, into: Any, source: Any) -> None:
         """On the current stream; from or to page-locked memory the host does not wait."""

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from treeattn import partial
+from treeattn.backends.cuda import pull
 from treeattn.backends.cuda.runtime import THREADS, Runtime, default_runtime, planned_launch, structure
 from treeattn.collectives.operator import Columns
+from treeattn.collectives.pulls import Program
 from treeattn.errors import ArgumentError
 
 __all__ = ["MergeOperator", "merge"]
@@ -54,6 +56,21 @@ class MergeOperator:
         """
         self._check(into, others, (others.shape[0], *into.shape))
         return self._plan(into, others, others.shape[0])
+
+    def window_bytes(self, program: Program) -> int:
+        """Of the memory that every rank exposes, where ranks pull from one another."""
+        return pull.window_bytes(program, self.width)
+
+    def pull_blocks(self, records: int) -> int:
+        """Blocks of `planned_pull` that this device runs at once."""
+        return pull.resident_blocks(records, self._runtime)
+
+    def planned_pull(
+        self, records: Any, program: Program, rank: int, windows: list[int], seconds: float, blocks: int
+    ) -> pull.PlannedPull:
+        """A step of `program` over C-contiguous records [records, width], which never move, in one launch."""
+        self._check_float32("records", records, (len(records), self.width), records.flags.c_contiguous)
+        return pull.PlannedPull(records, program, rank, windows, seconds, blocks, runtime=self._runtime)
 
     def columns(self, records: Any) -> Columns:
         """Maximum, denominator and numerator of records [records, width], as views."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from treeattn import partial
-from treeattn.collectives.memory import Stream
+from treeattn.collectives.memory import PeerMemory
 from treeattn.errors import ArgumentError
 
 __all__ = ["THREADS", "Runtime", "check_records", "default_runtime", "planned_launch", "structure"]
@@ -19,23 +19,26 @@ THREADS = 128
 
 
 def structure(
-    pointers: str, longs: str, integers: str, floats: str = "", *, doubles: str = ""
+    pointers: str, longs: str, integers: str, floats: str = "", *, doubles: str = "", unsigned: str = ""
 ) -> np.dtype[Any]:
     """The argument structure of a kernel, C layout: names of its fields by type, in their order there.
 
-    Doubles stand behind the pointers.
+    Doubles stand behind the pointers, unsigned integers behind the others.
     """
-    fields = {"u8": pointers, "f8": doubles, "i8": longs, "i4": integers, "f4": floats}
+    fields = {"u8": pointers, "f8": doubles, "i8": longs, "i4": integers, "u4": unsigned, "f4": floats}
     return np.dtype([(name, kind) for kind, names in fields.items() for name in names.split()], align=True)
 
 
-class Runtime(Stream, Protocol):
-    """What this backend needs of a device, and of the library that reaches it: a stream, and kernels on it.
+class Runtime(PeerMemory, Protocol):
+    """What this backend needs of a device, and of the library that reaches it: a stream, memory that other
+    processes can read, and kernels.
 
     Arrays have NumPy's ``shape``, ``dtype``, ``strides`` and ``flags``. `empty` raises `BackendError` where
     memory is out. `copy` takes a C-contiguous NumPy array on either side; the device array is so then too.
     """
 
+    #: What the device calls itself.
+    name: str
     #: How many the device has.
     multiprocessors: int
     #: The most shared memory that a block can have, opted in.

@@ -30,7 +30,7 @@ __all__ = ["Bench", "Effort"]
 WARMUP = {"reduce": 5, "decode": 1}
 FEWEST = 3
 JUDGEMENT = ("same_bits", "digest", "error_out", "error_lse", "bound_out", "bound_lse")
-PARTS = {"reduce": (), "decode": ("local", "reduce", "finish")}
+PARTS = {("decode", "cpu"): ("local", "reduce", "finish")}  # of other keys the whole is timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +78,14 @@ class Bench:
         facts = self._facts(key, problem, step)
         count, timed = self._warm(key, problem, step)
         without_merge = None
-        if key.what == "reduce" and step.schedule is not None and key.wire == "float32":
+        on_cpu = key.device == "cpu"
+        if on_cpu and key.what == "reduce" and step.schedule is not None and key.wire == "float32":
             _, without_merge = self._warm(key, problem, steps.plan_null_merge(self.comm, key), count)
-        allocated = self._memory(key, problem) if memory else {"held": None, "step_peak": None}
+        weighed = memory and on_cpu  # of a GPU's memory tracemalloc knows nothing
+        allocated = self._memory(key, problem) if weighed else {"held": None, "step_peak": None}
         if timed is None or cold is None:
             return None
-        samples = timed.samples(PARTS[key.what])
+        samples = timed.samples(PARTS.get((key.what, key.device), ()))
         if without_merge is not None:
             samples["null_merge"] = without_merge.samples()["completion"]
         return {
@@ -155,7 +157,7 @@ class Bench:
         }
 
     def _judged(self, problem: problems.Problem, step: Any) -> dict[str, Any]:
-        out, lse = step.finish()
+        out, lse = map(problem.device.to_host, step.finish())
         everyone = self.comm.gather((out, lse), root=0)
         if everyone is None:
             return {}
@@ -177,12 +179,23 @@ class Bench:
 
 
 def _calls(key: Key, problem: problems.Problem, step: Any) -> tuple[Any, Callable[[], object]]:
-    """The timed parts of an iteration, and what precedes them untimed."""
+    """The timed parts of an iteration, and what precedes them untimed. What a GPU was given to do is waited
+    for: the clock does not stop before."""
+    q, k, v, memory = problem.q, problem.k, problem.v, problem.device.memory
+
+    def fresh() -> None:
+        """A reduction works in place: not on the results of the last one."""
+        memory.copy(step.records, problem.records)
+        memory.synchronize()
+
+    def waited(run: Callable[..., object], *given: Any) -> Callable[[], object]:
+        return lambda: (run(*given), step.synchronize())
+
+    if key.device == "cuda":
+        return ((waited(step, q, k, v),), tuple) if key.what == "decode" else ((waited(step.reduce),), fresh)
     if key.what == "decode":
-        q, k, v = problem.q, problem.k, problem.v
         return (lambda: step.local(q, k, v), step.reduce, step.finish), tuple
-    # A reduction works in place: fold fresh records each time, not the results of the last one.
-    return (step.reduce,), lambda: np.copyto(step.records, problem.records)
+    return (step.reduce,), fresh
 
 
 def _digest(out: Any, lse: Any) -> str:

@@ -15,6 +15,8 @@ import numpy as np
 from treeattn import comm as comm_
 from treeattn import reference
 from treeattn.attention.shape import DTYPES
+from treeattn.decoder import device as devices
+from treeattn.decoder.device import Device
 from treeattn.errors import ArgumentError
 from treeattn.shards import Layout
 from treeattn.study import environment
@@ -31,8 +33,9 @@ PERIOD = 2048
 
 
 class Problem(NamedTuple):
-    """Inputs of this rank and, on rank 0, what must come out: (out, lse) and the bounds of "exact"."""
+    """Inputs of this rank, on its device, and on rank 0 what must come out: (out, lse), bounds of "exact"."""
 
+    device: Device
     q: Any
     k: Any
     v: Any
@@ -80,8 +83,14 @@ def decode_problem(comm: Intracomm, key: Key, seed: int) -> Problem:
     period = (key.batch, min(tokens, PERIOD), key.kv_heads, key.head_dim)
     k, v = (draw.standard_normal(period, np.float32).astype(dtype) for _ in "kv")
     partials = comm.gather(_repeated_partials(q, k, v, tokens, shape.default_scale()), root=0)
-    k, v = (np.take(array, np.arange(tokens) % PERIOD, axis=1) for array in (k, v))
-    return Problem(q, k, v, None, *_judged(partials))
+    device = devices.find(key.device)
+
+    def placed() -> list[Any]:
+        shards = (np.take(array, np.arange(tokens) % PERIOD, axis=1) for array in (k, v))
+        return [device.from_host(array) for array in (q, *shards)]
+
+    q, k, v = comm_.together(comm, placed)
+    return Problem(device, q, k, v, None, *_judged(partials, device.rounds_weights(shape)))
 
 
 def _repeated_partials(q: Any, k: Any, v: Any, tokens: int, scale: float) -> list[reference.Partial]:
@@ -104,12 +113,18 @@ def reduce_problem(comm: Intracomm, key: Key, seed: int) -> Problem:
     largest = float(np.abs(exact[..., 2:] / exact[..., 1:2]).max())
     mine = reference.Partial(exact[..., 0], exact[..., 1], exact[..., 2:], 0.0, largest)
     gathered = comm.gather([mine], root=0)
-    return Problem(None, None, None, records, *_judged(gathered))
+    device = devices.find(key.device)
+    given = comm_.together(comm, lambda: device.from_host(records))
+    return Problem(device, None, None, None, given, *_judged(gathered))
 
 
-def _judged(gathered: list[list[reference.Partial]] | None) -> tuple[Any, Any]:
-    """(expected, bounds) on rank 0, from the float64 partials of all ranks."""
+def _judged(gathered: list[list[reference.Partial]] | None, rounded: bool = False) -> tuple[Any, Any]:
+    """(expected, bounds) on rank 0, from the float64 partials of all ranks. rounded: softmax weights may be
+    rounded to 16 bits."""
     if gathered is None:
         return None, None
     partials = [partial for of_rank in gathered for partial in of_rank]
-    return reference.combine(partials), reference.error_bounds(partials)
+    bound, lse_bound = reference.error_bounds(partials)
+    if rounded:
+        bound = max(bound, 4e-3 * max(partial.largest_value for partial in partials))
+    return reference.combine(partials), (bound, lse_bound)

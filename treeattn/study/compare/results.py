@@ -120,11 +120,11 @@ def _drop(found: Results, why: str, wrong: Callable[[Point], bool]) -> None:
 
 def version(run: Run, ranks: int) -> str:
     """What must be equal for points of two runs to be combined: software, and of the first `ranks` ranks,
-    which are those that a point used, their processors and how they lie on nodes."""
+    which are those that a point used, their GPUs or processors and how they lie on nodes."""
     used = run.ranks[:ranks]
     order = [rank.node for rank in used]
     nodes = "+".join(map(str, Counter(order).values()))
-    processors = " and ".join(sorted({rank.cpu for rank in used}))
+    processors = " and ".join(sorted({rank.gpu or rank.cpu for rank in used}))
     return f"{_build(run)}, {processors}, ranks {nodes}{'' if order == sorted(order) else ' cyclic'}"
 
 

@@ -14,14 +14,15 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, structs
 
-__all__ = ["FORMAT", "NULL", "SUM", "Failure", "Key", "Line", "Point", "Rank", "Run", "Software"]
+__all__ = ["FORMAT", "NCCL_SUM", "NULL", "SUM", "Failure", "Key", "Line", "Point", "Rank", "Run", "Software"]
 
 #: Of the lines; a reader leaves lines of another format alone and names them.
 FORMAT = 1
 
 #: What stands among the schemes in results without being one: its results are not judged. The same bytes
-#: through the MPI library's own sum; and nothing, which is the harness's own cost.
+#: through a library's own sum, over NCCL `NCCL_SUM`; and nothing, which is the harness's own cost.
 SUM, NULL = "MPI_Allreduce(SUM)", "null"
+NCCL_SUM = "ncclAllReduce(sum)"
 
 _MOST = 10**18  # of any number: sums and ratios of such are finite
 
@@ -40,7 +41,8 @@ class Key(Struct, frozen=True):
 
     what: ``"reduce"``, the reduction alone, or ``"decode"``, the whole step. scheme: as ``scheme=`` takes it,
     or `SUM` or `NULL`. tokens: context length over all ranks, 0 where it has no part (reduce). wire: type of
-    the records under way. skew: each rank enters up to so many microseconds late, at random.
+    the records under way. skew: each rank enters up to so many microseconds late, at random. device: where
+    ranks compute. transport: how records travel, as ``transport=`` takes it; "none" for `NULL` on a GPU.
     """
 
     what: Literal["reduce", "decode"]
@@ -55,11 +57,29 @@ class Key(Struct, frozen=True):
     dtype: str
     wire: Literal["float32", "bfloat16", "float64"] = "float32"
     skew: Length = 0.0
+    device: Literal["cpu", "cuda"] = "cpu"
+    transport: str = "mpi"
+
+    def check(self) -> None:
+        """Raise `ValueError` for a transport that the device, or nothing, does not have."""
+        on_cpu, none = self.device == "cpu", self.transport == "none"
+        if on_cpu != (self.transport == "mpi") or none != (self.scheme == NULL and not on_cpu):
+            raise ValueError(f"key: {self.scheme} on {self.device} over {self.transport}")
 
     @property
     def case(self) -> tuple[Any, ...]:
-        """All of it but the scheme; points of one case are compared with one another."""
-        return tuple(value for name, value in structs.asdict(self).items() if name != "scheme")
+        """All but scheme and transport; points of one case are compared with one another."""
+        apart = ("scheme", "transport")
+        return tuple(value for name, value in structs.asdict(self).items() if name not in apart)
+
+    @property
+    def label(self) -> str:
+        """What tells it apart within its case: the scheme, from GPUs also the transport."""
+        if self.device == "cpu" or self.scheme == NULL:
+            return self.scheme
+        if self.scheme == SUM and self.transport == "nccl":
+            return NCCL_SUM
+        return f"{self.scheme} [{self.transport}]"
 
 
 class Line(Struct, kw_only=True, tag_field="kind"):
@@ -86,7 +106,8 @@ class Software(Struct, kw_only=True):
 
 
 class Rank(Struct, kw_only=True):
-    """Where a rank ran. machine_cores: what all ranks of its machine may use together."""
+    """Where a rank ran. machine_cores: what all ranks of its machine may use together. gpu: the name of the
+    one that it computed on, or None."""
 
     node: Whole
     cpu: str
@@ -95,6 +116,7 @@ class Rank(Struct, kw_only=True):
     cores: Whole | None = None
     machine: Whole | None = None
     machine_cores: Whole | None = None
+    gpu: str | None = None
 
 
 class Clocks(Struct, kw_only=True):
@@ -144,9 +166,9 @@ class Point(Line, kw_only=True, tag="point", omit_defaults=True):
 
     samples: name of a series -> one value for each iteration. ``completion``: last exit minus first entry on
     the synchronised clock; ``after_last_entry``: last exit minus last entry; ``slowest``: the longest time
-    between a rank's own entry and exit. For ``what="decode"`` also ``local``, ``reduce`` and ``finish``: the
-    longest time of each part on any rank. For schedules with ``what="reduce"`` also ``null_merge``:
-    completion with merges that do nothing.
+    between a rank's own entry and exit. For ``what="decode"`` on processors also ``local``, ``reduce`` and
+    ``finish``: the longest time of each part on any rank. For schedules with ``what="reduce"`` there also
+    ``null_merge``: completion with merges that do nothing.
     """
 
     key: Key
@@ -184,6 +206,7 @@ class Point(Line, kw_only=True, tag="point", omit_defaults=True):
             raise ValueError("samples: completion, slowest or after_last_entry is missing")
         if min(self.samples["completion"]) <= 0:
             raise ValueError("samples: completion is not above 0")
+        self.key.check()
         judged = self.key.scheme not in (SUM, NULL)
         judgement = self.error_out, self.error_lse, self.bound_out, self.bound_lse
         if any((value is not None) != judged for value in judgement) or (judged and self.digest is None):

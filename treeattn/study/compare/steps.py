@@ -12,7 +12,7 @@ from treeattn import comm as comm_
 from treeattn.attention.shape import Shape
 from treeattn.backends.cpu import NullOperator
 from treeattn.collectives.catalog import Selection
-from treeattn.collectives.reducer import Reducer, Reduction, duplicate
+from treeattn.collectives.reducer import Reducer, Reduction
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder
 from treeattn.decoder import device as devices
@@ -20,7 +20,7 @@ from treeattn.decoder import plan as routes
 from treeattn.decoder import transport as transports
 from treeattn.decoder.plan import Request, select
 from treeattn.errors import RestrictionError
-from treeattn.study.compare import wire
+from treeattn.study.compare import wire, yardsticks
 from treeattn.study.compare.schema import NULL, SUM, Key
 
 if TYPE_CHECKING:
@@ -42,11 +42,12 @@ def reduces(scheme: str) -> bool:
 def plan(comm: Intracomm, key: Key) -> Decoder:
     """A planned step of the scheme of `key`. Collective; raises what `Decoder` raises, on every rank."""
     if key.scheme in (SUM, NULL):
-        return _around(comm, key, None, _sum if key.scheme == SUM else _nothing)
+        return _around(comm, key, None, yardsticks.library_sum if key.scheme == SUM else yardsticks.nothing)
     if key.wire == "bfloat16":
         return _around(comm, key, select(key.scheme), _bfloat16)
     output = "heads" if select(key.scheme).row.scattered else "replicated"
-    return Decoder(comm, **asdict(shape_of(key)), scheme=key.scheme, output=output)
+    shape, device, transport = asdict(shape_of(key)), key.device, key.transport
+    return Decoder(comm, **shape, scheme=key.scheme, output=output, device=device, transport=transport)
 
 
 def plan_null_merge(comm: Intracomm, key: Key) -> Decoder:
@@ -56,55 +57,23 @@ def plan_null_merge(comm: Intracomm, key: Key) -> Decoder:
 
 def _around(comm: Intracomm, key: Key, scheme: Selection | None, reducer: Callable[..., Reducer]) -> Decoder:
     """The parts of a decoder of one rank around a reduction of another kind, over all ranks."""
-    alone = Request(shape_of(key), select("chain"), None, devices.find("cpu"), None, "replicated")
+    device = devices.find(key.device)
+    alone = Request(shape_of(key), select("chain"), None, device, None, "replicated")
     planned = routes.plan(comm_.mpi().COMM_SELF, lambda: alone)
     planned.reducer.close()
     planned.schedule = scheme and routes.schedule(scheme, comm)
-    reduction = Reduction(comm, None, planned.buffers.records, planned.buffers.group)
+    reduction = Reduction(comm, None, planned.buffers.records, planned.buffers.group, device.memory)
     planned.reducer = reducer(key, reduction, scheme, planned.schedule)
     return Decoder.of(comm, planned)
 
 
-class _OneCall(Reducer):
-    """A reduction that is `call`; `end` releases what it uses."""
-
-    def __init__(self, name: str, call: Callable[[], object], end: Callable[[], object] = tuple) -> None:
-        super().__init__(name)
-        self._call, self._end = call, end
-
-    def __call__(self) -> None:
-        """As bare as a caller's own: this is what schemes are compared with."""
-        self._call()
-
-    def _begin(self) -> None:
-        """Nothing goes ahead."""
-
-    def _complete(self) -> None:
-        self._call()
-
-    def _release(self) -> None:
-        self._end()
-
-
-def _nothing(*_: object) -> Reducer:
-    return _OneCall(NULL, tuple)
-
-
-def _sum(key: Key, reduction: Reduction, *_: object) -> Reducer:
-    """As many bytes as the records have under way, in elements of the records' own type."""
-    elements = reduction.buffer.size // (2 if key.wire == "bfloat16" else 1)
-    mine = reduction.buffer.reshape(-1)[:elements]
-    total, operation = np.empty_like(mine), comm_.mpi().SUM
-    comm = duplicate(reduction.comm)
-    return _OneCall(SUM, lambda: comm.Allreduce(mine, total, operation), comm.Free)
-
-
 def _bfloat16(key: Key, reduction: Reduction, scheme: Selection, schedule: Schedule | None) -> Reducer:
     records = reduction.buffer
-    if schedule is None or schedule.result == "scattered" or records.dtype != np.float32:
+    unfit = schedule is None or schedule.result == "scattered" or key.device != "cpu"
+    if unfit or records.dtype != np.float32:
         raise RestrictionError(
             f"{key.scheme} cannot send bfloat16: that takes a schedule which leaves every rank all heads, "
-            "and inputs other than float64"
+            "device='cpu', and inputs other than float64"
         )
     narrow = np.zeros(records.shape, np.uint16)
     of_narrow = reduction._replace(operator=wire.Bfloat16Operator(key.head_dim), buffer=narrow)
@@ -115,7 +84,7 @@ def _bfloat16(key: Key, reduction: Reduction, scheme: Selection, schedule: Sched
         inner()
         wire.widen(narrow, records)
 
-    around = _OneCall(key.scheme, reduce, inner.close)
+    around = yardsticks.OneCall(key.scheme, reduce, inner.close)
     around.certificate, around.sent, around.executor = inner.certificate, inner.sent, inner.executor
     around.waits_for = inner.waits_for  # type: ignore[method-assign]
     return around

@@ -12,9 +12,9 @@ import math
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from treeattn.errors import TreeattnError
 from treeattn.study import environment
@@ -25,7 +25,14 @@ from treeattn.study.compare.steps import reduces
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["Block", "Sweep", "keys", "meet_asleep"]
+__all__ = ["Block", "Sweep", "Ways", "keys", "meet_asleep"]
+
+
+Ways = Callable[[str], Iterable[tuple[Literal["cpu", "cuda"], str]]]
+
+
+def _by_mpi(scheme: str) -> Iterable[tuple[Literal["cpu", "cuda"], str]]:
+    return [("cpu", "mpi")]
 
 
 class Block(NamedTuple):
@@ -35,8 +42,9 @@ class Block(NamedTuple):
     repetition: int
 
 
-def keys(schemes: Sequence[str], **lists: Sequence[Any]) -> list[Key]:
-    """The product of all lists (fields of `Key`), schemes last: neighbours differ in the scheme alone.
+def keys(schemes: Sequence[str], ways: Ways = _by_mpi, **lists: Sequence[Any]) -> list[Key]:
+    """The product of all lists (fields of `Key`), schemes last: neighbours differ in the scheme, and in how
+    its records travel. ways: scheme -> (device, transport) of each of its points.
 
     kv_heads 0 stands for as many as heads. A reduction has no tokens, so of its keys those that differ in
     nothing else are one; and schemes that attend and communicate at once have none apart from the step.
@@ -50,7 +58,11 @@ def keys(schemes: Sequence[str], **lists: Sequence[Any]) -> list[Key]:
             fields["tokens"] = 0
         if fields["dtype"] == "float64" and fields["wire"] == "float32":
             fields["wire"] = "float64"  # the records of float64 inputs
-        found += [Key(scheme=scheme, **fields) for scheme in schemes]
+        found += [
+            Key(scheme=scheme, device=device, transport=transport, **fields)
+            for scheme in schemes
+            for device, transport in ways(scheme)
+        ]
     return [key for key in dict.fromkeys(found) if key.what == "decode" or reduces(key.scheme)]
 
 

@@ -79,9 +79,9 @@ class Case:
     suffix: str = ""
 
     def by_scheme(self) -> Iterator[tuple[str, list[Summary]]]:
-        """(scheme, its points from left to right), in the order of all figures."""
-        for scheme in in_order(summary.key.scheme for summary in self.members):
-            mine = [summary for summary in self.members if summary.key.scheme == scheme]
+        """(label of a scheme, its points from left to right), in the order of all figures."""
+        for scheme in in_order(summary.key.label for summary in self.members):
+            mine = [summary for summary in self.members if summary.key.label == scheme]
             yield scheme, sorted(mine, key=lambda summary: self.axis.value(summary.key))
 
     def places(self) -> list[float]:
@@ -123,7 +123,7 @@ class Case:
         ]
         warnings = dict.fromkeys(run.warning for of in runs.values() for run in of if run.warning)
         notes += [f"Warning: {text}." for text in warnings]
-        failed = [entry.key.scheme for entry in self.study.results.errors if entry.key.case in compared]
+        failed = [entry.key.label for entry in self.study.results.errors if entry.key.case in compared]
         notes += [f"Could not run here: {', '.join(in_order(failed))}."] if failed else []
         return tuple(notes)
 
@@ -176,7 +176,7 @@ def _split(
         fixed = tuple((name, value) for name, value in fields.items() if name not in joined)
         groups.setdefault(fixed, []).append(summary)
     for fixed, members in groups.items():
-        if joins and len({(axis.value(m.key), m.key.scheme) for m in members}) < len(members):
+        if joins and len({(axis.value(m.key), m.key.label) for m in members}) < len(members):
             yield from _split(members, axis, joins[1:])
         else:
             yield dict(fixed), members
@@ -191,8 +191,8 @@ def _brief(layout: str) -> str:
 
 
 def _fields(key: Key) -> dict[str, Any]:
-    """Without the scheme, and without tokens where they have no part."""
-    apart = ("scheme", "tokens") if key.what == "reduce" else ("scheme",)
+    """Without what is compared, and without tokens where they have no part."""
+    apart = ("scheme", "transport", *(["tokens"] if key.what == "reduce" else []))
     return {name: value for name, value in asdict(key).items() if name not in apart}
 
 
@@ -217,5 +217,6 @@ def _words(fields: dict[str, Any]) -> str:
         parts.append("{heads} query and {kv_heads} KV heads × {head_dim}".format(**known))
         parts.append("batch {batch}, queries {queries}".format(**known))
     parts.append("{dtype}, {wire} records".format(**known))
+    parts += ["on GPUs"] if known.get("device") == "cuda" else []
     parts += [f"entering up to {known['skew']:g} µs late"] if known.get("skew") else []
     return " · ".join(parts)

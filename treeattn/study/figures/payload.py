@@ -29,7 +29,7 @@ def memory(case: Case) -> list[Chart]:
     words = "memory-{}", "Memory of a {}, one rank", _ALLOCATIONS
     growth = "memory-{}-growth", "Peak memory of a {}, one rank", _ALLOCATIONS
     return [
-        *rows(case, words, [m.key.scheme for m in members], (Panel("bytes", series),), exact=True),
+        *rows(case, words, [m.key.label for m in members], (Panel("bytes", series),), exact=True),
         *lines(case, growth, "held and step peak together, bytes", _peak, intervals=False),
     ]
 
@@ -44,7 +44,7 @@ def traffic(case: Case) -> list[Chart]:
     members = [m for m in case.at_end() if m.key.scheme not in (SUM, NULL)]
     sent = [_told(member.facts["sent"]) for member in members]
     panels = _tiers("bytes", 1, sent), _tiers("messages", 0, sent)
-    names = [m.key.scheme for m in members if any(sent)]
+    names = [m.key.label for m in members if any(sent)]
     return rows(case, ("traffic-{}", "What a {} sends", _SENT), names, panels, exact=True)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from treeattn.decoder.plan import CATALOG
-from treeattn.study.compare.schema import NULL, SUM
+from treeattn.study.compare.schema import NCCL_SUM, NULL, SUM
 
 __all__ = ["DARK", "INK", "MARKERS", "PAPER", "Style", "in_order", "style"]
 
@@ -33,19 +33,24 @@ class Style(NamedTuple):
     marker: str
 
 
-_PLACES = {name: place for place, name in enumerate(CATALOG)}
-_NEUTRAL = {SUM: Style("#767676", "h"), NULL: Style("#a0a0a0", "d")}
+_PLACES = {name: place for place, name in enumerate(name for name, row in CATALOG.items() if row.transports)}
+_NEUTRAL = {name: Style("#767676", "h") for name in (SUM, NCCL_SUM)} | {NULL: Style("#a0a0a0", "d")}
 
 
 def style(name: str) -> Style:
-    """Of a scheme, whatever its parameters; its label tells those apart."""
-    place = _PLACES.get(name.partition(":")[0])
+    """Of a scheme, whatever its parameters and transport; its label tells those apart."""
+    scheme = name.partition(" [")[0]
+    place = _PLACES.get(scheme.partition(":")[0])
     if place is None:
-        return _NEUTRAL.get(name, Style(INK, "o"))
+        return _NEUTRAL.get(scheme, Style(INK, "o"))
     return Style(_COLOURS[place % len(_COLOURS)], MARKERS[place % len(MARKERS)])
 
 
 def in_order(schemes: Iterable[str]) -> list[str]:
     """Each scheme once, in the order of the catalogue; then others; the library's sum and null last."""
-    places = _PLACES | {SUM: len(_PLACES) + 1, NULL: len(_PLACES) + 2}
-    return sorted(set(schemes), key=lambda name: (places.get(name.partition(":")[0], len(_PLACES)), name))
+    places = _PLACES | dict.fromkeys((SUM, NCCL_SUM), len(_PLACES) + 1) | {NULL: len(_PLACES) + 2}
+
+    def place(name: str) -> tuple[int, str]:
+        return places.get(name.partition(" [")[0].partition(":")[0], len(_PLACES)), name
+
+    return sorted(set(schemes), key=place)

@@ -75,13 +75,13 @@ def cold(case: Case) -> list[Chart]:
         for label, key in (("planning", "plan"), ("first call", "first"), ("warm step", "completion"))
     )
     panel = Panel("µs, slowest rank (cold) and completion (warm)", series)
-    return rows(case, ("cold-{}", "Cold and warm: {}", _INTERVALS), [m.key.scheme for m in members], (panel,))
+    return rows(case, ("cold-{}", "Cold and warm: {}", _INTERVALS), [m.key.label for m in members], (panel,))
 
 
 def predicted(case: Case) -> list[Chart]:
     """Predicted against measured time, where points carry a prediction (``predicted``, µs)."""
     known = [m for m in case.members if m.facts["predicted"] is not None]
-    points = [(m.key.scheme, Point(m.times["completion"].median, float(m.facts["predicted"]))) for m in known]
+    points = [(m.key.label, Point(m.times["completion"].median, float(m.facts["predicted"]))) for m in known]
     series = tuple(
         Series(scheme, tuple(sorted(point for name, point in points if name == scheme)))
         for scheme in in_order(name for name, _ in points)
@@ -99,7 +99,7 @@ def by_scheme(
     places = case.places()
     if len(places) > _MOST_PANELS:
         return lines(case, words, label, value, reference)
-    known = [(case.axis.value(m.key), p, m.key.scheme) for m in case.members if (p := value(m)) is not None]
+    known = [(case.axis.value(m.key), p, m.key.label) for m in case.members if (p := value(m)) is not None]
     known.sort(key=lambda of: (of[0], of[1].value), reverse=True)
     names = tuple(dict.fromkeys(scheme for _, _, scheme in known))[::-1]
     panels = []
@@ -158,9 +158,10 @@ def _ratio(study: Study, summary: Summary, baseline: str, inverse: bool = False)
 
 
 def _blocks(study: Study, summary: Summary, scheme: str) -> dict[tuple[str, int, int], float]:
-    """(run, launch, repetition) -> median completion, of `scheme` in the case and version of `summary`."""
+    """(run, launch, repetition) -> median completion, of `scheme` over the transport, in the case and of the
+    version of `summary`."""
     return {
         (point.run, point.launch, point.repetition): median(point.samples["completion"])
         for point in study.blocks[(summary.key.case, summary.version)]
-        if point.key.scheme == scheme
+        if (point.key.scheme, point.key.transport) == (scheme, summary.key.transport)
     }

