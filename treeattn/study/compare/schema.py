@@ -154,8 +154,8 @@ class Point(Line, kw_only=True, tag="point", omit_defaults=True):
     results that are older than the choice.
 
     determinism, rounds, depth: of the certificate; "measured" and None where there is none. sent: by tier,
-    within a node (intra) and between nodes (inter), of all ranks in one step, as handed over: by messages, or in shared memory. scheduled:
-    the same as the schedule says. None where the library decides. same_bits: whether all ranks held equal
+    within a node (intra) and between nodes (inter), of all ranks in one step, as handed over by messages or in
+    shared memory. scheduled: the same as the schedule says. None where the library decides. same_bits: whether all ranks held equal
     results; None where each holds other heads, or there is nothing to compare. digest: of the whole result:
     more than one for a key means other bits in another block. error_out, error_lse: largest difference from
     the float64 reference; bound_out, bound_lse: what "exact" allows.
