@@ -18,9 +18,6 @@
 // Newer versions have functions of this name, whose masks speak of all 64 lanes.
 #define __shfl_xor_sync(mask, value, distance) __shfl_xor(value, distance, 32)
 
-// What a fence of the device made visible: the fence also empties the first-level cache, so any load will do.
-#define __ldcg(address) (*(address))
-
 // HIP's own are plain operators, read before the pragma.
 #define __dadd_rn(a, b) amd::add(a, b)
 #define __dmul_rn(a, b) amd::multiply(a, b)

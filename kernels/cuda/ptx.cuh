@@ -225,7 +225,9 @@ template <typename T> __device__ __forceinline__ T load_fresh(const T *from) {
 __device__ __forceinline__ unsigned add_ordered(unsigned *counter, unsigned value) {
 #ifdef TREEATTN_PLAIN
   __threadfence();
-  return atomicAdd(counter, value);
+  const unsigned before = atomicAdd(counter, value);
+  __threadfence();
+  return before;
 #else
   unsigned before;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");

@@ -21,7 +21,7 @@ needs_emulator = pytest.mark.skipif(compiler_problem() is not None, reason=str(c
 EMULATED = Path(__file__).parent / "emulated.py"
 WORDS = (
     EMULATED, "compare", "--device", "cuda", "--seq-len", 70, "--heads", 4, "--head-dim", 64,
-    "--iterations", 3, "--seconds", 0.001,
+    "--iterations", 3, "--seconds", 0.001, "--patience", 1000,
 )  # fmt: skip
 ALL = {"EMULATED_NCCL": "30", "EMULATED_CUDA_MPI": "1"}
 
@@ -35,7 +35,8 @@ def test_every_transport_side_by_side_and_resumed(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "GPU 8f1c0a52" not in done.stderr
     three = ("host", "nccl", "cuda-mpi")
-    wanted = {(scheme, over) for scheme in ("ring", "head_scatter", SUM) for over in three}
+    wanted = {(scheme, over) for scheme in ("ring", "head_scatter") for over in (*three, "peer")}
+    wanted |= {(SUM, over) for over in three}
     wanted |= {("nccl_allreduce", "nccl"), ("mpi_allreduce", "host"), (NULL, "none")}
     rows = json.loads(summary.read_text())["summaries"]
     assert {(row["key"]["scheme"], row["key"]["transport"]) for row in rows} == wanted
@@ -76,12 +77,12 @@ def test_what_is_not_there_is_said_and_left_out(tmp_path):
     assert re.search("left out transport nccl: .*ranks 0, 1 share GPU 8f1c0a52-0 of .*ENABLE=1", done.stderr)
     assert "left out transport cuda-mpi: " in done.stderr
     facts = json.loads(summary.read_text())
-    assert {row["key"]["transport"] for row in facts["summaries"]} == {"host", "none"}
+    assert {row["key"]["transport"] for row in facts["summaries"]} == {"host", "peer", "none"}
     assert "times include waiting for each other" in facts["run"]["warning"]
     shared = run(*words, ranks=2, EMULATED_NCCL="30", EMULATED_GPUS="1", NCCL_MULTI_RANK_GPU_ENABLE="1")
     assert shared.returncode == 0, shared.stdout + shared.stderr
     facts = json.loads(summary.read_text())
-    assert {row["key"]["transport"] for row in facts["summaries"]} == {"host", "nccl", "none"}
+    assert {row["key"]["transport"] for row in facts["summaries"]} == {"host", "nccl", "peer", "none"}
 
 
 @needs_emulator
@@ -90,7 +91,7 @@ def test_what_is_not_there_is_said_and_left_out(tmp_path):
     [
         (("--transport", "nccl"), "NCCL is reached through CuPy"),
         (("--transport", "cuda-mpi"), "does not say that it takes GPU buffers"),
-        (("--transport", "mpi"), "choose from all, nccl, cuda-mpi, host"),
+        (("--transport", "mpi"), "choose from all, "),
         (("--schemes", "kv_ring"), "baselines run on the processor"),
         (("--schemes", "nccl_allreduce", "--transport", "host"), "is for transport='nccl', not 'host'"),
         (("--wire", "bfloat16"), "choose from float32"),

@@ -66,6 +66,27 @@ def test_a_wrong_transport_is_bad_input(cache: Path, words: tuple[str, ...], mes
 
 
 @needs_emulator
+@pytest.mark.parametrize(
+    ("nccl", "variable", "message"),
+    [
+        (
+            "30",
+            "0",
+            "ranks 0, 1 share GPU 8f1c0a52-0 of .*: NCCL lets them only where NCCL_MULTI_RANK_GPU",
+        ),
+        ("28", "1", "ranks 0, 1 share GPU 8f1c0a52-0 of .*: NCCL 2.28 needs one for each: install NCCL 2.30"),
+    ],
+)
+def test_ranks_that_may_not_share_a_gpu(cache: Path, nccl: str, variable: str, message: str) -> None:
+    words = (EMULATED, "decode", cache, "--device", "cuda", "--transport", "nccl")
+    environment = {"EMULATED_GPUS": "1", "EMULATED_NCCL": nccl, "NCCL_MULTI_RANK_GPU_ENABLE": variable}
+    done = run(*words, ranks=2, timeout=60, **environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = [line for line in done.stderr.splitlines() if not line.startswith("treeattn: warning:")]
+    assert re.search(message, line)
+
+
+@needs_emulator
 def test_ranks_that_share_a_gpu_are_told(cache: Path) -> None:
     words = (EMULATED, "decode", cache, "--device", "cuda", "--transport", "host", "--repeat", 1)
     done = run(*words, ranks=2, EMULATED_GPUS="1")

@@ -54,12 +54,13 @@ class Bound:
 BOUNDS = {
     "partial_attention": Bound(3300, 0, 5),
     "partial_attention_mma": Bound(3800, 0, 7),
-    "merge_partials": Bound(600, 0, 20),
-    "take_maxima": Bound(100, 0, 3),
-    "rescale": Bound(400, 0, 20),
-    "finish": Bound(1500, 4, 20),
-    "pack_partials": Bound(400, 4, 20),
-    "scale_lse": Bound(100, 0, 3),
+    "merge_partials": Bound(470, 0, 16),
+    "take_maxima": Bound(30, 0, 1),
+    "rescale": Bound(130, 0, 3),
+    "finish": Bound(480, 2, 3),
+    "pack_partials": Bound(130, 0, 5),
+    "scale_lse": Bound(30, 0, 1),
+    "pull_partials": Bound(1100, 1, 11),
 }
 
 #: Kernels that may use local memory, each with its reason: (module, expression, architecture).
@@ -170,13 +171,23 @@ MODULES = (
 
 def page() -> str:
     """The page for the docs."""
+    matrix = {module: [row for a in ARCHITECTURES for row in compiled(module, a)] for module in MODULES}
     lines = [
         "# Compile matrix",
         "",
         f"Written by `python tests/compile_matrix/matrix.py` with {compilers.compiler_name()}, no GPU:",
         "registers of a thread (r), blocks of 128 threads that fit on a multiprocessor by registers and",
-        "shared memory (b), and bytes of stack where there are any. No figure here is a speed,",
-        "and none of these kernels has run on a GPU yet.",
+        "shared memory (b), bytes of stack where there are any, and instructions (i). No figure here is a",
+        "speed, and none of these kernels has run on a GPU yet.",
+        "",
+        "What a launch costs beside its bytes shows in the code: its size, divisions of integers by what is",
+        "only known at launch, and how many rounds of loads from global memory have to come back one after",
+        "another before the main loop (all branches counted, those too that only an unaligned q takes). The",
+        "most over all kernels of a file and all architectures, and what the tests allow:",
+        "",
+        "| file | instructions | divisions | rounds of loads |",
+        "|---|---|---|---|",
+        *(_most(module, rows) for module, rows in matrix.items()),
         "",
     ]
     for module in MODULES:
@@ -202,11 +213,22 @@ def page() -> str:
     return "\n".join(lines)
 
 
+def _most(module: str, rows: list[Row]) -> str:
+    bound = BOUNDS[module]
+    pairs = (
+        ("instructions", bound.instructions),
+        ("integer_division", bound.integer_divisions),
+        ("load_rounds", bound.load_rounds),
+    )
+    cells = (f"{max(row.instructions[name] for row in rows)} (at most {most})" for name, most in pairs)
+    return f"| `{module}` | {' | '.join(cells)} |"
+
+
 def _cell(row: Row | None) -> str:
     if row is None:
         return "-"
     stack = f", stack {row.stack}" if row.stack else ""
-    return f"{row.registers} r, {row.resident_blocks()} b{stack}"
+    return f"{row.registers} r, {row.resident_blocks()} b, {row.instructions['instructions']} i{stack}"
 
 
 if __name__ == "__main__":

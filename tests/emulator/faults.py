@@ -50,7 +50,7 @@ FAULTS = {
         "fma", "load_query(a, w, ROWS, piece_row,", "load_query(a, w, ROWS, piece_row / 2,"
     ),
     # The merge of splits.
-    "no_fence": Fault("fma", "  __threadfence();\n  return atomicAdd", "  return atomicAdd"),
+    "no_fence": Fault("fma", "  __threadfence();\n  const unsigned before", "  const unsigned before"),
     "no_arrival_barrier": Fault("fma", "__syncthreads(); // all of the block's partials", "// "),
     "no_verdict_barrier": Fault("fma", "__syncthreads(); // the verdict", "// "),
     "no_states_barrier": Fault("fma", "__syncthreads(); // all states", "// "),

@@ -29,7 +29,8 @@ def benchmark() -> Any:
     assert specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
-    vars(module)["CALLS"] = 1  # the emulator takes its time over 256 splits
+    # The emulator takes its time over 256 splits.
+    vars(module).update(CALLS=1, TOKENS_OF_A_SPLIT=40, COMBINES=((16, 16, 2), (16, 1, 3)))
     return module
 
 
@@ -65,8 +66,16 @@ def test_every_number_is_there(benchmark: Any, capsys: pytest.CaptureFixture[str
         assert row["percent_of_copy_rate"]["attention"] == pytest.approx(100 * size / 2e12 / 5e-6)
         assert row["problems"] == {"flashinfer": "RuntimeError: no kernel image"}
         assert row["goals"] == {"6 us over the floor": True}
-    assert list(results["small_steps_microseconds"].values()) == pytest.approx([5] * 4)
-    assert results["combine_and_finish_microseconds"] == pytest.approx(5)
+    assert list(results["small_steps_microseconds"].values()) == pytest.approx([5] * 3)
+    assert [(row["heads"], row["kv_heads"], row["splits"]) for row in results["combines"]] == [
+        (16, 16, 2),
+        (16, 1, 3),
+    ]
+    for row in results["combines"]:  # one launch is as long as another to this clock
+        assert row["microseconds"] == pytest.approx(
+            {"one_sequence": 5, "as_many_sequences": 5, "combine": 0}, abs=1e-9
+        )
+        assert row["goals"] == {"1.5 us": True}
     assert results["captured_step"]["one launch gives the result"] is True
     assert results["captured_step"]["microseconds"] == pytest.approx(10)
     assert "flashinfer: RuntimeError: no kernel image" in capsys.readouterr().out
@@ -94,16 +103,46 @@ def test_goals(benchmark: Any, tokens: int, microseconds: float, met: dict[str, 
     assert benchmark.goals(tokens, 10e-6, seconds) == met
 
 
+class Nothing:
+    """A stopwatch of no device."""
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+
+def test_both_sides_of_a_combine_are_the_same_blocks(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    grids: list[tuple[int, ...]] = []
+    stopwatch = EmulatorStopwatch(20_000)
+    kernel = type(stopwatch.runtime).kernel
+
+    def launched(self: Any, *given: Any) -> Any:
+        run = kernel(self, *given)
+        return lambda grid, *rest, **more: (grids.append(grid), run(grid, *rest, **more))
+
+    monkeypatch.setattr(type(stopwatch.runtime), "kernel", launched)
+    benchmark.combines(stopwatch, lambda: None, 1)
+    together, apart = grids[0], grids[2]  # each runs once, and once more to be recorded
+    assert (together, apart) == ((2, 16, 1), (1, 16, 2))
+
+
+def test_a_place_that_cannot_be_written_is_found_before_measuring(tmp_path: Any) -> None:
+    done = run(SCRIPT, "--alone", "--json", tmp_path / "none" / "x.json", PYTHONPATH=str(ROOT))
+    assert done.returncode == 1
+    assert done.stderr.startswith("gpu_kernel.py: ")
+    assert "x.json" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_nothing_is_measured_before_the_software_is_known(
     benchmark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It loads the MPI library, which may end the process: then no measurement is lost."""
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--alone"])
     monkeypatch.setattr(benchmark.cupy_runtime, "problem", lambda: None)
-    monkeypatch.setattr(cupy_stopwatch, "CupyStopwatch", object)
+    monkeypatch.setattr(cupy_stopwatch, "CupyStopwatch", Nothing)
     order: list[str] = []
     monkeypatch.setattr(benchmark.environment, "software", lambda: order.append("software"))
-    monkeypatch.setattr(benchmark, "run", lambda *_: order.append("measured"))
+    monkeypatch.setattr(benchmark, "run", lambda *_: order.append("measured") or {})
     benchmark.main()
     assert order == ["software", "measured"]
 

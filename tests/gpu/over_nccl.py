@@ -137,4 +137,5 @@ def main():
     sys.exit(int(any(everyone)))
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -168,6 +168,28 @@ def _over_peers(
     return reducer
 
 
+def _check_peers(comm: Intracomm, runtime: Any) -> None:
+    """Raise, on all ranks alike, where they cannot open one another's memory: tried with the least there is.
+    Collective."""
+    _check_one_node(comm)
+    address, handle = comm_.together(comm, lambda: runtime.expose(1))
+    handles = comm.allgather(handle)
+    opened: list[int] = []
+
+    def open_all() -> None:
+        for rank, other in enumerate(handles):
+            if rank != comm.rank:
+                opened.append(runtime.open_exposed(other))
+
+    try:
+        comm_.together(comm, open_all)
+    finally:
+        for other in opened:
+            runtime.close_exposed(other)
+        comm.Barrier()  # nobody withdraws what another has open
+        runtime.withdraw(address)
+
+
 def _over_cuda_mpi(
     selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
 ) -> Reducer:
@@ -189,7 +211,8 @@ def problems(comm: Intracomm, runtime: Runtime) -> dict[str, str | None]:
     """Transport of GPUs -> why these ranks cannot take it, with the remedy; None where they can. Collective,
     and the same on every rank."""
     found: dict[str, str | None] = {name: None for name, device in DEVICES.items() if device == "cuda"}
-    for name, check in {"nccl": _check_nccl, "cuda-mpi": _check_cuda_mpi}.items():
+    checks = {"nccl": _check_nccl, "peer": _check_peers, "cuda-mpi": _check_cuda_mpi}
+    for name, check in checks.items():
         try:
             check(comm, runtime)
         except TreeattnError as error:

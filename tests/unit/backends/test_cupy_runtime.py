@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -244,6 +245,33 @@ def test_cupy_that_lacks_a_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(BackendError, match=r"does not load: libcudart.*treeattn\[cuda12\]"):
         cuda.MergeOperator(64)
+
+
+def test_a_warning_of_cupy_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Here, where every warning is one: the package warns, and is looked at all the same."""
+    (tmp_path / "cupy.py").write_text(
+        "import types, warnings\n"
+        "warnings.warn('CuPy may not function correctly: two builds')\n"
+        "cuda = types.SimpleNamespace(runtime=types.SimpleNamespace(is_hip=True))\n"
+    )
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.warns(UserWarning, match="two builds"), pytest.raises(BackendError, match="for AMD's ROCm"):
+        cuda.MergeOperator(64)
+    del sys.modules["cupy"]
+
+
+def test_a_warning_of_the_compiler_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch)
+    compiled = sys.modules["cupy"].RawModule
+
+    def warns(**options: Any) -> Any:
+        warnings.warn("nvrtc: a later version is there", stacklevel=1)
+        return compiled(**options)
+
+    monkeypatch.setattr(sys.modules["cupy"], "RawModule", warns)
+    with pytest.warns(UserWarning, match="a later version"):
+        cupy_runtime.current().kernel("finish", "finish")
 
 
 class CUDADriverError(RuntimeError):

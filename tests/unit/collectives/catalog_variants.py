@@ -59,13 +59,12 @@ def _variants() -> Iterator[tuple[str, dict[str, Any]]]:
         if row.kind != "schedule" or not row.transports:
             continue
         yield row.name, {}
+        on_nodes = row.parameter("nodes") is not None
         for parameter in row.parameters:
             for value in _values(row, parameter):
-                yield row.name, {parameter.name: value}
-        if row.parameter("nodes"):
-            # Other parameters matter most when there is more than one node.
-            for parameter in row.parameters:
-                for value in _values(row, parameter) if parameter.kind in ("tree", "scheme") else []:
+                if not (on_nodes and parameter.kind == "scheme"):  # over one node it has nothing to do
+                    yield row.name, {parameter.name: value}
+                if on_nodes and parameter.kind in ("tree", "scheme"):
                     yield row.name, {parameter.name: value, "nodes": "blocks of 4"}
 
 

@@ -186,6 +186,19 @@ def test_closing_over_a_step_that_hangs_ends(hurried, monkeypatch):
     assert reducer in captured._left_behind
 
 
+def test_closing_waits_for_every_stream(monkeypatch):
+    """The last step may be in one that is no longer current."""
+    fabric = Fabric(1)
+    (stream,) = fabric.streams
+    reducer = Reducer(reduction(stream, np.zeros((2, 10), np.float32)), build("chain", 1))
+    waited = []
+    monkeypatch.setattr(stream, "synchronize", lambda: waited.append("current"))
+    monkeypatch.setattr(stream, "synchronize_all", lambda: waited.append("all"))
+    monkeypatch.setattr(stream, "close", lambda: waited.append("closed"))
+    reducer.close()
+    assert waited == ["all", "closed"]
+
+
 def test_an_abort_that_hangs_is_left_behind(hurried, monkeypatch):
     reducer, stream = hanging()
     monkeypatch.setattr(stream, "abort", threading.Event().wait)

@@ -114,8 +114,9 @@ class PlannedAttention:
         self._layout: tuple[Any, ...] = ()
         self._mask_tokens = 0
         self._variant: Variant
-        self._load: Load
-        self._splits: Splits
+        #: What the last arrays ask for, and into how many splits it is cut.
+        self.load: Load
+        self.splits: Splits
         self._steps: int
         self._launch: Callable[[], object]
 
@@ -220,7 +221,7 @@ class PlannedAttention:
         self._variant = variant
         self._kernel = runtime.kernel(variant.module, variant.expression, variant.shared_bytes)
         resident = runtime.resident_blocks(self._kernel, THREADS, variant.shared_bytes)
-        self._load = Load(
+        self.load = Load(
             tiles=batch * tiles,
             rows=min(variant.rows, rows),
             tokens=k.shape[1],
@@ -231,14 +232,14 @@ class PlannedAttention:
             slots=resident * runtime.multiprocessors,
             multiprocessors=runtime.multiprocessors,
         )
-        self._splits, self._steps = Splits(0, 0), -1  # none yet
+        self.splits, self._steps = Splits(0, 0), -1  # none yet
 
     def _bind_splits(self, k: Any) -> None:
         """Choose the splits, where tokens are so many others that the choice can be another."""
         steps = rounded_steps(k.shape[1], self._variant.step)
         if steps != self._steps:
-            splits = choose_splits(self._load._replace(tokens=k.shape[1]), self._num_splits)
-            if splits != self._splits:
+            splits = choose_splits(self.load._replace(tokens=k.shape[1]), self._num_splits)
+            if splits != self.splits:
                 self._cut(splits, k.shape[0])
             self._steps = steps
 
@@ -249,16 +250,16 @@ class PlannedAttention:
         a["fan"] = splits.fan
         a["by_splits"], a["by_splits_shift"] = divisor(splits.number)
         a["by_fan"], a["by_fan_shift"] = divisor(splits.fan)
-        grid = (splits.number, self._load.tiles // batch, batch)
+        grid = (splits.number, self.load.tiles // batch, batch)
         self._launch = functools.partial(self._kernel, grid, (THREADS,), (a,), shared_mem=shared)
-        self._splits = splits
+        self.splits = splits
 
     def _reserve(self, splits: Splits) -> None:
         """Workspace for the splits; it only ever grows, and with room, so that steps do not allocate.
 
         What was outgrown stays: a graph that was captured before still writes there.
         """
-        load, runtime = self._load, self._runtime
+        load, runtime = self.load, self._runtime
         partials = load.tiles * load.rows * (splits.number + splits.groups) if splits.number > 1 else 0
         size, counters = partials * (load.head_dim + partial.EXTRA), load.tiles * (splits.groups + 1)
         if self._scratch.size < size:

@@ -9,7 +9,8 @@ import collections
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -60,10 +61,19 @@ def _device(index: int) -> CupyRuntime:
     return CupyRuntime(_cupy(), index)
 
 
+@contextlib.contextmanager
+def _shown_warnings() -> Iterator[None]:
+    """CuPy warns of what is not fatal, such as two builds of it: told, even where warnings are errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        yield
+
+
 @functools.cache
 def _cupy() -> Any:
     try:
-        import cupy
+        with _shown_warnings():
+            import cupy
     except ImportError as error:
         missing = error.name == "cupy"
         raise BackendError(
@@ -123,7 +133,7 @@ class CupyRuntime:
     def _load(self, module: str, expression: str, shared_bytes: int) -> Any:
         cupy = self._cupy
         try:
-            with cupy.cuda.Device(self._index):
+            with _shown_warnings(), cupy.cuda.Device(self._index):
                 code = cupy.RawModule(
                     code=cuda_source.source(module),
                     options=cuda_source.OPTIONS,
