@@ -1,19 +1,20 @@
 """What a reduction costs beside the library's own: mpiexec -n 2 python -m mpi4py benchmarks/reduction.py
 
 Every scheme by every executor ("slots", "program", "mpi"), 16 heads x 128, interleaved in one run with
-MPI_Allreduce(SUM) of the same bytes, since machines are noisy; ratios to it are what to read. Beside them the
-library with the merge as its operator, three separate allreduces, and recursive_doubling without merges: the
-messages alone.
+MPI_Allreduce(SUM) of the same bytes. Ratios to it are what to read: of medians, and of the best blocks,
+which other work on the machine disturbs least. Beside them the library with the merge as its operator, three
+separate allreduces, and recursive_doubling without merges: the messages alone.
 
 Goals of recursive_doubling: with "slots" at most 0.35 on 2 ranks whose cores share a cache, 0.65 where they
-do not, 0.4 on 4 and 8 ranks that share 2 cores; with "program" 1.2 on 2 ranks (Open MPI: 1.0). Of
-binary_tree with "slots" on 2 ranks: 0.5 and 1.05.
+do not, 0.4 on 4 and 8 ranks that share 2 cores; with "program" 1.2 on 2 ranks (Open MPI: 1.0). Of binary_tree
+with "slots" on 2 ranks: 0.5 and 1.05.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -110,6 +111,7 @@ def rows(times: dict[Case, list[float]]) -> list[dict[str, object]]:
             "median_us": statistics.median(values),
             "min_us": min(values),
             "ratio": statistics.median(values) / base,
+            "ratio_of_best": min(values) / min(times[SUM]),
         }
         for (scheme, executor), values in times.items()
     ]
@@ -134,12 +136,16 @@ def main() -> None:
     print(f"{world.size} ranks, {options.heads} x {options.head_dim}; {load}")
     for row in measured:
         name = f"{row['scheme']:34s} {row['executor'] or '':8s}"
-        print(f"{name} {row['median_us']:8.2f} us  x{row['ratio']:.2f}   (best {row['min_us']:.2f})")
+        print(
+            f"{name} {row['median_us']:8.2f} us  x{row['ratio']:.2f}   "
+            f"(best {row['min_us']:.2f}, x{row['ratio_of_best']:.2f})"
+        )
     if options.json:
         facts = {
             "rows": measured,
             "ranks": placement,
             "software": environment.software(),
+            "load": os.getloadavg(),
             "options": vars(options),
         }
         options.json.write_text(json.dumps(facts, indent=1, default=str) + "\n")

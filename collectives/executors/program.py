@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -107,13 +106,20 @@ class Reducer(PersistentReducer):
         run_step = ctypes.CFUNCTYPE(ctypes.c_int64)(native.run_step)
         self._start = functools.partial(run_step, ctypes.byref(self._struct), _ONE_LOOK)
         self._go_on = functools.partial(run_step, ctypes.byref(self._struct), _PATIENCE)
+        if not self._planned:  # a rank alone
+            self._start = self._go_on = functools.partial(int)  # 0: done
         self._ended = False
 
     def _begin(self) -> None:
-        self._ended = self._call(self._start) == _DONE
+        self._ended = False
+        self._advance()
 
     def _advance(self) -> bool:
-        self._ended = self._ended or self._call(self._start) == _DONE
+        if not self._ended:
+            result = self._start()
+            if result > _AGAIN:
+                self._fail(result)
+            self._ended = result == _DONE
         return self._ended
 
     def _complete(self) -> None:
@@ -121,14 +127,17 @@ class Reducer(PersistentReducer):
             self._step()
 
     def _step(self) -> None:
-        while self._call(self._go_on) == _AGAIN:
-            self._look_around()
+        result = self._go_on()
+        if result:
+            self._wait(result)
 
-    def _call(self, function: Callable[[], int]) -> int:
-        result = function()
-        if result > _AGAIN:
+    def _wait(self, result: int) -> None:
+        """What is left of a step after `_PATIENCE` of waiting in vain, or its error."""
+        while result == _AGAIN:
+            self._look_around()
+            result = self._go_on()
+        if result:
             self._fail(result)
-        return result
 
     def _look_around(self) -> None:
         """After each `_PATIENCE` of waiting in vain; Python sees to signals before it."""
@@ -153,7 +162,8 @@ class Reducer(PersistentReducer):
         if result == _OVERRUN:
             raise TransportError(f"{where}: a slot was written twice before it was read")
         code, peers = self._blamed(round_)
-        raise TransportError(f"{where}: the messages with {peers} failed: {MPI.Get_error_string(code)}")
+        reason = MPI.Get_error_string(code).splitlines()[-1].strip()
+        raise TransportError(f"{where}: the messages with {peers} failed: {reason}")
 
     def _blamed(self, round_: rounds.RankRound) -> tuple[int, str]:
         """The error code of MPI, and the ranks that it is about: one, where the statuses tell which."""

@@ -43,9 +43,7 @@ def test_an_error_of_mpi_names_round_and_rank(comm):
     if pair.size == 1 or pair.rank == 0:
         reducer(pair, 8)()
     else:
-        with pytest.raises(
-            TransportError, match=r"recursive_doubling, round 1: .* rank 0 failed: .*[Tt]runc"
-        ):
+        with pytest.raises(TransportError, match=r"recursive_doubling, round 1: .* rank 0 failed: .*trunc"):
             reducer(pair, 4)()
     comm.Barrier()
 

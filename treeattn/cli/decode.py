@@ -150,6 +150,7 @@ def _measure(
             "scheme": scheme,
             "device": device.name,
             "transport": decoder.transport,
+            "executor": decoder.executor,
             "same_bits": same_bits,
             "errors": errors,
             "nan": nan,

@@ -147,6 +147,7 @@ class Bench:
             scheduled = payload.scheduled(step.schedule, key.heads, row, self.groups)
         judged = key.scheme not in (SUM, NULL)
         return {
+            "executor": step.executor,
             "determinism": proved.determinism if proved else "measured",
             "rounds": proved and proved.rounds,
             "depth": proved and proved.depth,

@@ -150,12 +150,15 @@ class Point(Line, kw_only=True, tag="point", omit_defaults=True):
     untimed calls before. took: the whole block from planning to checking, slowest rank. clock_error: half
     the fastest round trip of the clocks' comparison, worst rank; 0 where all ranks read one clock.
 
+    executor: which of `treeattn.collectives.executors` ran the schedule; None where there is none, and in
+    results that are older than the choice.
+
     determinism, rounds, depth: of the certificate; "measured" and None where there is none. sent: by tier,
-    within a node (intra) and between nodes (inter), of all ranks in one step, as handed to MPI. scheduled:
-    the same as the schedule says. None where the library decides. same_bits: whether all ranks held equal
-    results; None where each holds other heads, or there is nothing to compare. digest: of the whole result:
-    more than one for a key means other bits in another block. error_out, error_lse: largest difference from
-    the float64 reference; bound_out, bound_lse: what "exact" allows.
+    within a node (intra) and between nodes (inter), of all ranks in one step, as handed over by messages or
+    in shared memory. scheduled: the same as the schedule says. None where the library decides. same_bits:
+    whether all ranks held equal results; None where each holds other heads, or there is nothing to compare.
+    digest: of the whole result: more than one for a key means other bits in another block. error_out,
+    error_lse: largest difference from the float64 reference; bound_out, bound_lse: what "exact" allows.
 
     held, step_peak: bytes that planning and a first step leave allocated, and that a further step adds at
     its peak, worst rank, as tracemalloc sees them (NumPy's buffers, not the MPI library's); None for blocks
@@ -192,6 +195,7 @@ class Point(Line, kw_only=True, tag="point", omit_defaults=True):
     samples: dict[str, Series]
     took: Length = 0.0
     predicted: Number | None = None
+    executor: str | None = None
 
     def check(self) -> None:
         """What types cannot say, for readers. Raises `ValueError`."""
