@@ -49,9 +49,9 @@ class Work:
                 between()
 
 
-def cases(world: MPI.Intracomm, work: Work, batch: int) -> dict[str, Callable[[], object]]:
-    """name -> a callable that does one step, or the work, or both."""
-    made: dict[str, Callable[[], object]] = {"work": work}
+def cases(world: MPI.Intracomm, work: Work, batch: int) -> dict[tuple[str, str], Callable[[], object]]:
+    """(scheme, what) -> a callable that does a step, or a step around the work."""
+    made: dict[tuple[str, str], Callable[[], object]] = {}
     draw = np.random.default_rng(world.rank)
     q = np.random.default_rng(0).standard_normal((batch, 1, 16, 128)).astype(np.float32)
     k, v = (draw.standard_normal((batch, 8, 16, 128)).astype(np.float32) for _ in "kv")
@@ -68,40 +68,53 @@ def cases(world: MPI.Intracomm, work: Work, batch: int) -> dict[str, Callable[[]
                 decoder.finish()
 
             if progress == "calls":
-                made[f"{scheme}: step"] = lambda decoder=decoder: decoder(q, k, v)
-                made[f"{scheme}: untouched"] = both
-                made[f"{scheme}: test"] = lambda decoder=decoder, both=both: both(decoder.test)
+                made[scheme, "step"] = lambda decoder=decoder: decoder(q, k, v)
+                made[scheme, "untouched"] = both
+                made[scheme, "test"] = lambda decoder=decoder, both=both: both(decoder.test)
             else:
-                made[f"{scheme}: thread"] = both
+                made[scheme, "thread"] = both
     return made
 
 
-def measure(world: MPI.Intracomm, run: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median milliseconds of the slowest rank."""
-    times: dict[str, list[float]] = {name: [] for name in run}
+def timed(world: MPI.Intracomm, call: Callable[[], object]) -> float:
+    """Milliseconds on the slowest rank."""
+    world.barrier()
+    start = time.perf_counter()
+    call()
+    return 1e3 * world.allreduce(time.perf_counter() - start, MPI.MAX)
+
+
+def measure(world: MPI.Intracomm, work: Work, batch: int, repeats: int) -> list[dict[str, object]]:
+    """A row for each scheme and way of progress. Work alone is timed just before each step around it:
+    machines grow faster and slower, and only neighbours can be compared."""
+    run = cases(world, work, batch)
+    alone: dict[tuple[str, str], list[float]] = {case: [] for case in run}
+    spent: dict[tuple[str, str], list[float]] = {case: [] for case in run}
     for repeat in range(repeats + 2):
-        for name, call in run.items():
-            world.barrier()
-            start = time.perf_counter()
-            call()
-            spent = world.allreduce(time.perf_counter() - start, MPI.MAX)
+        for case, call in run.items():
+            before, taken = timed(world, work), timed(world, call)
             if repeat >= 2:
-                times[name].append(spent * 1e3)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def rows(median: dict[str, float]) -> list[dict[str, object]]:
-    """One for each scheme and way of progress."""
-    found: list[dict[str, object]] = []
-    for scheme in SCHEMES:
-        step = median[f"{scheme}: step"]
-        for progress in ("untouched", "test", "thread"):
-            both = median[f"{scheme}: {progress}"]
-            hidden = 1 - (both - median["work"]) / step
-            found.append(
-                {"scheme": scheme, "progress": progress, "step_ms": step, "both_ms": both, "hidden": hidden}
-            )
-    return found
+                alone[case].append(before)
+                spent[case].append(taken)
+    rows: list[dict[str, object]] = []
+    for scheme, what in run:
+        if what == "step":
+            step = statistics.median(spent[scheme, "step"])
+            continue
+        pairs = zip(spent[scheme, what], alone[scheme, what], strict=True)
+        added = statistics.quantiles([both - work for both, work in pairs], n=4)
+        hidden = [1 - more / step for more in reversed(added)]
+        rows.append(
+            {
+                "scheme": scheme,
+                "progress": what,
+                "step_ms": step,
+                "work_ms": statistics.median(alone[scheme, what]),
+                "hidden": hidden[1],
+                "hidden_quartiles": [hidden[0], hidden[2]],
+            }
+        )
+    return rows
 
 
 def main() -> None:
@@ -114,17 +127,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     world = MPI.COMM_WORLD
-    median = measure(world, cases(world, Work(arguments.work), arguments.batch), arguments.repeats)
+    rows = measure(world, Work(arguments.work), arguments.batch, arguments.repeats)
     about = {"software": environment.software(), "cpu": environment.cpu_name()}
     about["ranks"] = environment.placement(world)
     if world.rank:
         return
-    print(f"work {median['work']:.2f} ms, {world.size} ranks, batch {arguments.batch}")
-    for row in rows(median):
-        line = "{scheme:22} {progress:10} step {step_ms:7.2f} ms, both {both_ms:7.2f}, hidden {hidden:5.0%}"
-        print(line.format(**row))
+    print(f"{world.size} ranks, batch {arguments.batch}; hidden: median and quartiles")
+    for row in rows:
+        low, high = row["hidden_quartiles"]
+        line = (
+            "{scheme:22} {progress:10} step {step_ms:6.2f} ms, work {work_ms:6.2f} ms, hidden {hidden:5.0%}"
+        )
+        print(line.format(**row), f"({low:.0%} to {high:.0%})")
     if arguments.json:
-        result = about | {"batch": arguments.batch, "work_ms": median["work"], "rows": rows(median)}
+        result = about | {"batch": arguments.batch, "rows": rows}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
