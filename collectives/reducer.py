@@ -14,7 +14,7 @@ from treeattn.errors import ScheduleError, no_communicator
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["Reducer", "Reduction", "Sent", "duplicate"]
+__all__ = ["NativeStep", "Reducer", "Reduction", "Sent", "duplicate"]
 
 
 class Sent(NamedTuple):
@@ -25,6 +25,18 @@ class Sent(NamedTuple):
 
     messages: None
     bytes: int
+
+
+class NativeStep(NamedTuple):
+    """A reducer's whole step as a part of a larger C call."""
+
+    #: ``int64_t function(void *state, int64_t nanoseconds)``, which waits so long in vain; 0: it is done.
+    function: int
+    state: int
+    nanoseconds: int
+    #: Called with what makes that C call: runs it and, where `function` gave more than 0, the rest of the
+    #: step. Gives what the call gave, below 0 if it did not come to `function`; -1 unless a step may begin.
+    run: Callable[[Callable[[], int]], int]
 
 
 class Reduction(NamedTuple):
@@ -130,6 +142,10 @@ class Reducer(ABC):
         """Raise `ScheduleError` unless a step may begin."""
         if self._running or self._closed:
             raise ScheduleError(f"{self.name}: a step on a reducer that is {self._state()}")
+
+    def native_step(self) -> NativeStep | None:
+        """A step for C code that does more in one call; None where no C function runs one."""
+        return None
 
     def _state(self) -> str:
         if self._disowned:

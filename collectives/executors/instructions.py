@@ -42,7 +42,7 @@ class Step(ctypes.Structure):
         + [("programs", ctypes.c_void_p * 2)]
         + [(name, ctypes.c_void_p) for name in ("statuses", "comm")]
         + [(name, ctypes.c_int64) for name in ("length", "next", "number", "looks", "width")]
-        + [(name, ctypes.c_int32) for name in ("any_source", "any_tag", "code")]
+        + [(name, ctypes.c_int32) for name in ("any_source", "any_tag", "code", "result")]
     )
 
 

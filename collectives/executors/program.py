@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -18,7 +19,7 @@ from treeattn.collectives.executors.instructions import NOBODY, Near, Requests, 
 from treeattn.collectives.executors.persistent import PersistentReducer
 from treeattn.collectives.memory import HOST
 from treeattn.collectives.operator import NativeOperator
-from treeattn.collectives.reducer import Reduction
+from treeattn.collectives.reducer import NativeStep, Reduction
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import BackendError, TransportError
 
@@ -103,6 +104,7 @@ class Reducer(PersistentReducer):
             any_source=MPI.ANY_SOURCE,
             any_tag=MPI.ANY_TAG,
         )
+        self._native = native.run_step
         run_step = ctypes.CFUNCTYPE(ctypes.c_int64)(native.run_step)
         self._start = functools.partial(run_step, ctypes.byref(self._struct), _ONE_LOOK)
         self._go_on = functools.partial(run_step, ctypes.byref(self._struct), _PATIENCE)
@@ -130,6 +132,27 @@ class Reducer(PersistentReducer):
         result = self._go_on()
         if result:
             self._wait(result)
+
+    def native_step(self) -> NativeStep:
+        """The program."""
+        return NativeStep(self._native, ctypes.addressof(self._struct), _PATIENCE.value, self._within)
+
+    def _within(self, call: Callable[[], int]) -> int:
+        """A step that `call` begins, as `NativeStep.run` says. It counts itself when it has to wait."""
+        if self._running or self._closed:
+            return -1
+        try:
+            result = call()
+            if result > 0:
+                self._running = self._number = self._number + 1
+                self._wait(result)
+                self._running = 0
+        except BaseException:
+            # Nothing is broken off where a signal is heard of when the C call has ended the step.
+            self._running = self._running or self._struct.result
+            self._failed = self._running > 0
+            raise
+        return result
 
     def _wait(self, result: int) -> None:
         """What is left of a step after `_PATIENCE` of waiting in vain, or its error."""

@@ -41,6 +41,7 @@ struct step {
   int64_t looks;        /* without a pause, before the processor is offered to others */
   int64_t width;        /* elements of a record */
   int32_t any_source, any_tag, code;
+  int32_t result; /* of the last call */
 };
 
 /* While a flag is awaited MPI must be looked at too: others may wait for messages that move only then. */
@@ -127,8 +128,8 @@ static enum result run(struct step *step, const struct instruction *i, int64_t n
 int64_t run_step(struct step *step, int64_t nanoseconds) {
   const struct instruction *program = step->programs[step->number & 1];
   for (; step->next < step->length; ++step->next) {
-    enum result result = run(step, program + step->next, nanoseconds);
-    if (result != DONE) return result;
+    step->result = run(step, program + step->next, nanoseconds);
+    if (step->result != DONE) return step->result;
   }
   step->next = 0;
   ++step->number;

@@ -104,6 +104,7 @@ class Decoder:
         self._native, self._foreign = type(self.out), False
         self._comm, self._device = comm, request.device
         self._attention, self._reducer, self._finish = planned.attention, planned.reducer, planned.finish
+        self._whole = planned.whole
         self._sliced = planned.buffers.sliced
         self._captured: list[CapturedStep] = []
         self._begun = False
@@ -114,6 +115,8 @@ class Decoder:
         Raises `ArgumentError` for arrays that do not fit the plan; on one rank alone, since a step that
         agreed first would cost as much as the reduction: let it end the job (python -m mpi4py).
         """
+        if self._whole is not None and self._whole(q, k, v, lengths):
+            return self._results
         self.local(q, k, v, lengths)
         self.reduce()
         return self.finish()

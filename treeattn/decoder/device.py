@@ -18,11 +18,16 @@ from treeattn.attention import arrays
 from treeattn.attention.shape import Shape, as_tensor, check_axes, dtype_name
 from treeattn.backends import cpu, cuda
 from treeattn.collectives.memory import HOST, Memory, Stream
+from treeattn.collectives.reducer import Reducer
 from treeattn.errors import ArgumentError
 
-__all__ = ["Cpu", "Cuda", "Device", "find"]
+__all__ = ["Cpu", "Cuda", "Device", "WholeStep", "find"]
 
 Attention = Callable[[Any, Any, Any, Any], None]
+
+#: Called with q, k, v and lengths: whether it made the step. Else nothing was done, and the three parts are
+#: to be called: they take whatever a step can have, and say what is wrong with the rest.
+WholeStep = Callable[[Any, Any, Any, Any], bool]
 
 
 class Device(Protocol):
@@ -78,6 +83,11 @@ class Device(Protocol):
 
     def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:
         """Writes out and lse from the folded records."""
+
+    def whole_step(
+        self, attention: Any, reducer: Reducer, records: Any, out: Any, lse: Any
+    ) -> WholeStep | None:
+        """Attention, reducer and finish at once; None where three calls are the best there is."""
 
     def pack(self, records: Any, factor: float) -> Callable[[Any, Any], object]:
         """Called with out and lse: writes records of them, lse times `factor`."""
@@ -156,6 +166,13 @@ class Cpu:
     def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:
         """The compiled kernel, or NumPy."""
         return cpu.planned_finish(records, out, lse)
+
+    def whole_step(
+        self, attention: Any, reducer: Reducer, records: Any, out: Any, lse: Any
+    ) -> WholeStep | None:
+        """One C call, where one C call is all that the reducer is."""
+        native = reducer.native_step()
+        return None if native is None else cpu.PlannedStep(attention, native, records, out, lse)
 
     def pack(self, records: Any, factor: float) -> Callable[[Any, Any], object]:
         """NumPy."""
@@ -291,6 +308,12 @@ class Cuda:
     def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:
         """One launch."""
         return cuda.planned_finish(records, out, lse, runtime=self.runtime)
+
+    def whole_step(
+        self, attention: Any, reducer: Reducer, records: Any, out: Any, lse: Any
+    ) -> WholeStep | None:
+        """A captured step is one launch."""
+        return None
 
     def pack(self, records: Any, factor: float) -> Callable[[Any, Any], object]:
         """One launch."""

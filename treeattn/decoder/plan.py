@@ -25,7 +25,7 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import executor as executors
 from treeattn.decoder import pipeline
 from treeattn.decoder import transport as transports
-from treeattn.decoder.device import Attention, Device
+from treeattn.decoder.device import Attention, Device, WholeStep
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class Buffers:
 @dataclass(slots=True)
 class Plan:
     """What a step runs: `attention` takes q, k, v and lengths; `reducer` folds what it wrote, or all of it
-    happens there; `finish` divides."""
+    happens there; `finish` divides; `whole`, where there is one, does all three."""
 
     request: Request
     buffers: Buffers
@@ -156,6 +156,7 @@ class Plan:
     attention: Attention
     reducer: Reducer
     finish: Callable[[], object]
+    whole: WholeStep | None
 
 
 def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
@@ -199,7 +200,10 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
     if request.progress == "thread":
         reducer = background.BackgroundReducer(reducer)
     assert attention is not None
-    return Plan(request, buffers, rounds, chosen, attention, reducer, finish)
+    whole = None
+    if not buffers.sliced:
+        whole = device.whole_step(attention, reducer, buffers.records, buffers.out, buffers.lse)
+    return Plan(request, buffers, rounds, chosen, attention, reducer, finish, whole)
 
 
 def plan_reducer(

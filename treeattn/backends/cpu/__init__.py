@@ -13,6 +13,7 @@ from treeattn.backends.cpu.attention import (
     partial_attention,
     read_order,
 )
+from treeattn.backends.cpu.decode_step import PlannedStep
 from treeattn.backends.cpu.finish import finish, planned_finish
 from treeattn.backends.cpu.kernels import compiled_kernels_problem
 from treeattn.backends.cpu.merge import MergeOperator, NullOperator, merge
@@ -24,6 +25,7 @@ __all__ = [
     "MergeOperator",
     "NullOperator",
     "PlannedAttention",
+    "PlannedStep",
     "check_environment",
     "compiled_kernels_problem",
     "finish",

@@ -15,6 +15,7 @@ import numpy as np
 
 from treeattn.backends.cpu import arguments, blocked, compile, kernels
 from treeattn.backends.cpu.arguments import Array
+from treeattn.backends.cpu.binding import Binding, planned_binding
 from treeattn.errors import ArgumentError
 
 __all__ = [
@@ -100,13 +101,43 @@ class PlannedAttention:
             order=ORDERS.index(order or read_order()),
         )
         self._pointer = ctypes.byref(self._arguments)
+        self._binding = Binding(attention=ctypes.addressof(self._arguments))
+        if self._kernels is not None:
+            self._rebind = planned_binding(self._kernels, self._binding)
+
+    @property
+    def arguments(self) -> int:
+        """Address of the struct attention that the compiled kernel takes; `takes` keeps it up to date."""
+        return ctypes.addressof(self._arguments)
+
+    def takes(self, q: Array, k: Array, v: Array, lengths: Array | None) -> bool:
+        """Whether the compiled kernel can now run on these arrays: those of the last call, or others that
+        differ from them in place, strides and tokens alone. Else they are for a call, which looks closer."""
+        bound = self._bound
+        if bound is None:
+            return False
+        if bound[0] is q and bound[1] is k and bound[2] is v and lengths is self._lengths:
+            return True
+        if not (
+            type(q) is type(k) is type(v) is np.ndarray
+            and q.dtype is bound[0].dtype
+            and k.dtype is v.dtype is bound[1].dtype
+            and (lengths is None or (type(lengths) is np.ndarray and lengths.dtype is _INT64))
+        ):
+            return False
+        self._bound = None  # until it is done: a signal may come in between
+        if self._rebind((q, k, v, lengths)):
+            return False
+        self._lengths = lengths
+        self._bound = (q, k, v)
+        return True
 
     def __call__(self, q: Array, k: Array, v: Array, lengths: Array | None = None) -> None:
         """As `partial_attention`."""
         bound = self._bound
         if bound is None or bound[0] is not q or bound[1] is not k or bound[2] is not v:
             self._bind(q, k, v)
-        if lengths is not self._lengths:
+        if bound is None or lengths is not self._lengths:
             lengths = self._bind_lengths(lengths, k)
         if self._kernels is None:
             arguments.check_lengths(lengths, k.shape[1])
@@ -147,9 +178,11 @@ class PlannedAttention:
             self._workspace = np.empty(size + size // 8 + _ALIGNMENT, np.uint8)
             start = arguments.address(self._workspace)
             self._arguments.workspace = start + -start % _ALIGNMENT
+            self._binding.workspace = self._workspace.nbytes - _ALIGNMENT
 
 
 _ALIGNMENT = 64
+_INT64 = np.dtype(np.int64)
 
 
 def check_environment() -> None:

@@ -37,6 +37,7 @@ def _load(isa: str) -> tuple[ctypes.CDLL | None, str | None]:
         return None, str(error)
     kernels.partial_attention.restype = ctypes.c_int64
     kernels.attention_workspace.restype = ctypes.c_int64
+    kernels.decode_step.restype = ctypes.c_int64
     kernels.merge_partials.restype = None
     kernels.finish.restype = None
     kernels.run_step.restype = ctypes.c_int64

@@ -1,0 +1,310 @@
+"""A decoder's step as one C call: the bits, the errors and the states of the three parts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import weakref
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import treeattn
+from tests.exporters import Interface
+from treeattn import ArgumentError, ScheduleError, TransportError, collectives
+from treeattn.backends import cpu
+from treeattn.collectives.executors import program
+from treeattn.collectives.reducer import Reduction
+
+pytestmark = pytest.mark.mpi
+
+HEADS = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
+TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+class Counted:
+    """Steps that were one call."""
+
+    def __init__(self, decoder):
+        self.taken, self._whole = [], decoder._whole
+        decoder._whole = self
+
+    def __call__(self, *arrays):
+        self.taken.append(self._whole(*arrays))
+        return self.taken[-1]
+
+
+@pytest.fixture(params=["slots", "program"])
+def planned(request, comm):
+    """A decoder of each executor that runs programs."""
+
+    def make(**given):
+        return treeattn.Decoder(comm, **{**HEADS, "dtype": "float32", "executor": request.param, **given})
+
+    return make
+
+
+def tensors(comm, dtype=np.float32, tokens=2500):
+    """q is the same on every rank, k and v are not."""
+    draw = np.random.default_rng(7)
+    q = draw.standard_normal((2, 1, 4, 16), np.float32).astype(dtype)
+    draw = np.random.default_rng(comm.rank)
+    k, v = (draw.standard_normal((2, tokens, 2, 16), np.float32).astype(dtype) for _ in range(2))
+    return q, k, v
+
+
+def in_parts(decoder, *arrays):
+    decoder.local(*arrays)
+    decoder.reduce()
+    return copies(decoder.finish())
+
+
+def copies(results):
+    return [np.copy(result) for result in results]
+
+
+def assert_same(got, wanted):
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("scheme", ["hierarchical", "binary_tree", "circulant"])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_same_bits_as_the_parts(comm, planned, dtype, scheme):
+    """The cache grows, by new arrays or by lengths, past chunks and past the first workspace."""
+    q, k, v = tensors(comm, TYPES[dtype])
+    lengths = np.zeros(2, np.int64)
+    with planned(dtype=dtype, scheme=scheme) as decoder, planned(dtype=dtype, scheme=scheme) as parts:
+        counted = Counted(decoder)
+        for tokens in (0, 3, 4, 4, 1000, 2500, 700):
+            for arrays in (
+                (q, k[:, :tokens], v[:, :tokens]),
+                (q.copy(), k[:, :tokens], v[:, :tokens].copy(), np.array([tokens, tokens // 2])),
+                (q, k, v, lengths),
+            ):
+                lengths[:] = tokens, tokens // 3
+                assert_same(decoder(*arrays), in_parts(parts, *arrays))
+        # Looked at closely: the first arrays, a copy of nothing (its strides are 0), more than the workspace.
+        assert [index for index, taken in enumerate(counted.taken) if not taken] == [0, 1, 2]
+
+
+def test_parts_and_whole_steps_take_turns(comm, planned):
+    """What one has bound the other must not take for its own."""
+    q, k, v = tensors(comm)
+    first, second = (q, k, v, np.array([5, 6])), (q, k[:, :9], v[:, :9], None)
+    with planned() as decoder, planned() as parts:
+        for _ in range(3):
+            for arrays in (first, second):
+                wanted = in_parts(parts, *arrays)
+                assert_same(decoder(*arrays), wanted)
+                assert_same(in_parts(decoder, *arrays), wanted)
+                decoder.begin(*arrays)
+                assert_same(decoder.finish(), wanted)
+        for arrays in (second, first):
+            in_parts(decoder, *first)
+            assert_same(decoder(*arrays), in_parts(parts, *arrays))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda q, k, v: (q, k, v, [3, 4]), id="lengths are a list"),
+        pytest.param(lambda q, k, v: (q, k, v, np.array([3, 4], np.int32)), id="lengths of another type"),
+        pytest.param(lambda q, k, v: (q, k, v, np.array([3, 9, 4])[::2]), id="lengths apart"),
+        pytest.param(lambda q, k, v: (Interface(q), Interface(k), Interface(v), None), id="other containers"),
+        pytest.param(lambda q, k, v: (q.view(np.memmap), k, v, None), id="a subclass"),
+        pytest.param(lambda q, k, v: (q, k[::-1, ::-1], v[:, :, ::-1], None), id="any strides"),
+        pytest.param(lambda q, k, v: (q, np.zeros_like(k), v, np.array([0, 0])), id="nothing to see"),
+    ],
+)
+def test_what_needs_a_closer_look_gets_it(comm, planned, change):
+    q, k, v = tensors(comm, tokens=20)
+    arrays = change(q, k, v)
+    with planned() as decoder, planned() as parts:
+        for _ in range(2):
+            decoder(q, k, v)
+            assert_same(decoder(*arrays), in_parts(parts, *arrays))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda q, k, v: (q, k, v, np.array([2, 21])), id="too long"),
+        pytest.param(lambda q, k, v: (q, k, v, np.array([-1, 2])), id="below zero"),
+        pytest.param(lambda q, k, v: (q, k, v, np.array([1, 2, 3])), id="too many lengths"),
+        pytest.param(lambda q, k, v: (q, k, v, np.array([1.0, 2.0])), id="lengths of no number of tokens"),
+        pytest.param(lambda q, k, v: (q[:1], k, v), id="fewer sequences"),
+        pytest.param(lambda q, k, v: (q[:, :, ::2], k, v), id="fewer heads"),
+        pytest.param(lambda q, k, v: (q, k[:, :4], v), id="k and v differ"),
+        pytest.param(lambda q, k, v: (q, k[:, :, :1], v[:, :, :1]), id="fewer KV heads"),
+        pytest.param(lambda q, k, v: (q, k[..., :8], v[..., :8]), id="a smaller head"),
+        pytest.param(lambda q, k, v: (q, k.astype(np.float64), v), id="another type"),
+        pytest.param(lambda q, k, v: (q, k.view(">f4"), v.view(">f4")), id="another byte order"),
+        pytest.param(lambda q, k, v: (q, k, np.asfortranarray(v)), id="the last axis apart"),
+        pytest.param(lambda q, k, v: (q, k, v[0]), id="too few axes"),
+        pytest.param(lambda q, k, v: (q, np.ma.masked_array(k), v), id="a mask"),
+        pytest.param(lambda q, k, v: (q, k, None), id="no array"),
+    ],
+)
+def test_same_errors_as_the_parts(comm, planned, change):
+    """On every rank, and nothing is left half done: the next step is right."""
+    q, k, v = tensors(comm, tokens=20)
+    arrays = change(q, k, v)
+    with planned() as decoder, planned() as parts:
+        wanted = copies(decoder(q, k, v))
+        for _ in range(2):
+            with pytest.raises(ArgumentError) as said:
+                in_parts(parts, *arrays)
+            with pytest.raises(ArgumentError) as raised:
+                decoder(*arrays)
+            assert str(raised.value) == str(said.value)
+        assert_same(decoder(q, k, v), wanted)
+
+
+def test_states(comm, planned):
+    q, k, v = tensors(comm, tokens=20)
+    decoder = planned()
+    wanted = copies(decoder(q, k, v))
+    decoder.begin(q, k, v)
+    with pytest.raises(ScheduleError, match=r"begin\(\) began a step"):
+        decoder(q, k, v)
+    assert_same(decoder.finish(), wanted)
+    assert_same(decoder(q, k, v), wanted)
+    decoder.close()
+    with pytest.raises(ScheduleError, match="closed"):
+        decoder(q, k, v)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"executor": "mpi"},
+        {"executor": None, "dtype": "float64"},
+        {"executor": None, "scheme": "kv_ring"},
+        {"executor": None, "scheme": "mpi_allreduce"},
+        {"groups": 2},
+        {"progress": "thread"},
+    ],
+)
+def test_elsewhere_there_are_three_parts(planned, given):
+    with planned(**given) as decoder:
+        assert decoder._whole is None
+
+
+def test_a_slice_of_heads_takes_three_parts(comm, planned):
+    with planned(scheme="head_scatter", output="heads") as decoder:
+        assert (decoder._whole is None) == (comm.size > 1)
+
+
+def test_a_wait_that_outlasts_one_call(comm, planned):
+    """The last rank is late: the others go on in Python, count themselves as waiting, and then finish."""
+    q, k, v = tensors(comm, tokens=20)
+    with planned() as decoder, planned() as parts:
+        wanted = in_parts(parts, q, k, v)
+        decoder(q, k, v)
+        decoder.out[:] = np.nan
+        reducer, waited = decoder._reducer, []
+        reducer._look_around = lambda: waited.append(reducer.blocking)
+        comm.Barrier()
+        if comm.rank == comm.size - 1:
+            time.sleep(0.4)
+        assert_same(decoder(q, k, v), wanted)
+        assert reducer.blocking == 0
+        if 0 < comm.size - 1 != comm.rank:
+            assert waited
+            assert all(waited)
+        comm.Barrier()
+        assert_same(decoder(q, k, v), wanted)
+
+
+def test_ctrl_c_ends_a_wait(comm, planned):
+    """Nobody else takes part."""
+    q, k, v = tensors(comm, tokens=20)
+    decoder = planned()
+    decoder(q, k, v)
+    comm.Barrier()
+    if comm.rank == 0 and comm.size > 1:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            decoder(q, k, v)
+        signal.signal(signal.SIGINT, before)
+        with pytest.raises(ScheduleError, match="failed"):
+            decoder(q, k, v)
+    comm.Barrier()
+    decoder.__exit__(KeyboardInterrupt)
+
+
+def then_interrupted(call):
+    """A signal that Python hears of when a C call has come back."""
+
+    def run(*given):
+        call(*given)
+        raise KeyboardInterrupt
+
+    return run
+
+
+def test_ctrl_c_after_the_end_breaks_nothing_off(comm, planned):
+    q, k, v = tensors(comm, tokens=20)
+    with planned() as decoder:
+        wanted = copies(decoder(q, k, v))
+        call = decoder._whole._call
+        decoder._whole._call = then_interrupted(call)
+        with pytest.raises(KeyboardInterrupt):
+            decoder(q, k, v)
+        decoder._whole._call = call
+        assert_same(decoder(q, k, v), wanted)
+
+
+def test_ctrl_c_while_arrays_are_bound(comm, planned):
+    """What was bound half way is not taken for the arrays before."""
+    q, k, v = tensors(comm, tokens=20)
+    lengths = np.array([5, 6])
+    with planned() as decoder:
+        wanted = copies(decoder(q, k, v, lengths))
+        attention = decoder._attention
+        rebind = attention._rebind
+        attention._rebind = then_interrupted(rebind)
+        with pytest.raises(KeyboardInterrupt):
+            decoder(q, k[:, :4], v[:, :4], np.array([1, 1]))
+        attention._rebind = rebind
+        assert_same(decoder(q, k, v, lengths), wanted)
+
+
+def test_an_error_of_mpi_names_round_and_rank(comm):
+    """Rank 0 of each pair sends more than the other has room for."""
+    pair = comm.Split(comm.rank // 2, comm.rank)
+    heads = 8 if pair.rank == 0 else 4
+    q, k, v = (np.ones((1, n, heads, 16), np.float32) for n in (1, 5, 5))
+    records = np.empty((1, heads, 1, 18), np.float32)
+    out, lse = np.empty((1, 1, heads, 16), np.float32), np.empty((1, heads, 1), np.float32)
+    schedule = collectives.build("recursive_doubling", pair.size)
+    reducer = program.Reducer(Reduction(pair, cpu.MergeOperator(16), records), schedule)
+    attention = cpu.PlannedAttention(records, scale=0.25)
+    whole = cpu.PlannedStep(attention, reducer.native_step(), records, out, lse)
+    attention(q, k, v)
+    if pair.size == 1 or pair.rank == 0:
+        assert whole(q, k, v)
+    else:
+        with pytest.raises(TransportError, match=r"recursive_doubling, round 1: .* rank 0 failed: .*trunc"):
+            whole(q, k, v)
+        assert not whole(q, k, v)
+    comm.Barrier()
+
+
+def test_arrays_are_held_until_the_next_step(comm, planned):
+    """No longer, and no shorter: the addresses are theirs."""
+    q, k, v = tensors(comm, tokens=20)
+    with planned() as decoder:
+        decoder(q, k, v)
+        seen = []
+        for _ in range(3):
+            new = k.copy()
+            seen.append(weakref.ref(new))
+            decoder(q, new, v, np.array([3, 4]))
+            del new
+            assert [one() is None for one in seen] == [True] * (len(seen) - 1) + [False]
