@@ -106,8 +106,8 @@ class PlannedAttention:
             self._rebind = planned_binding(self._kernels, self._binding)
 
     @property
-    def arguments(self) -> int:
-        """Address of the struct attention that the compiled kernel takes; `takes` keeps it up to date."""
+    def address(self) -> int:
+        """Of the struct attention that the compiled kernel takes; `takes` keeps it up to date."""
         return ctypes.addressof(self._arguments)
 
     def takes(self, q: Array, k: Array, v: Array, lengths: Array | None) -> bool:

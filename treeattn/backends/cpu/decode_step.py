@@ -36,7 +36,7 @@ class PlannedStep:
         self._takes, self._run = attention.takes, native.run
         self._owned = attention, records, out, lse
         self._struct = _Step(
-            attention.arguments, *native[:3], *map(arguments.address, (records, out, lse)), *records.shape
+            attention.address, *native[:3], *map(arguments.address, (records, out, lse)), *records.shape
         )
         self._call = functools.partial(compiled.decode_step, ctypes.byref(self._struct))
         self._finish = arguments.planned(compiled.finish, records, out, lse, *records.shape)
