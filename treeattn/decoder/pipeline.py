@@ -157,8 +157,8 @@ class Pipeline(Reducer):
 class Tried(Reducer):
     """Takes the number of groups whose steps were the fastest of the first ones, on the slowest rank.
 
-    Whole steps are tried in turn, a few of each; ranks then compare once what they saw. Steps in halves
-    decide nothing: what happens in between is not known here. For schedules that fold all records alike:
+    Steps are tried in turn, a few of each; ranks then compare once what they saw. Those in halves count, as
+    other ranks may take them whole, but tell no time: what happens in between is not known here. For schedules that fold all records alike:
     their results are the same to the bit all along, whatever the times.
     """
 
@@ -198,14 +198,18 @@ class Tried(Reducer):
 
     def _complete(self) -> None:
         self._chosen.wait()
+        self._go_on(np.inf)
 
     def _step(self) -> None:
-        if len(self._pipelines) == 1:
-            self._chosen()
-            return
         start = time.perf_counter()
         self._chosen()
-        spent, index = time.perf_counter() - start, self._pipelines.index(self._chosen)
+        self._go_on(time.perf_counter() - start)
+
+    def _go_on(self, spent: float) -> None:
+        """To the next of them, after the same step on every rank."""
+        if len(self._pipelines) == 1:
+            return
+        index = self._pipelines.index(self._chosen)
         self._seconds[index] = min(self._seconds[index], spent)
         following = next(self._left, None)
         if following is None:
