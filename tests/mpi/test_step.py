@@ -17,6 +17,7 @@ import treeattn
 from treeattn import TransportError, collectives
 from treeattn import comm as comm_
 from treeattn.backends.cpu import MergeOperator, NullOperator
+from treeattn.collectives.background import BackgroundReducer
 from treeattn.collectives.executors import mpi_abi, program, shared_memory, slots
 from treeattn.collectives.reducer import Reduction
 
@@ -258,17 +259,35 @@ def test_nothing_stays_open(comm):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def in_a_fork(call):
+    """The exit code of a child that calls it: 7 if it was refused there. It has so long."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        try:
+            call()
+        except treeattn.ScheduleError as error:
+            os._exit(7 if "another process's" in str(error) else 1)
+        os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def test_after_a_fork_a_step_is_refused(comm):
     with over_memory(comm) as step:
-        child = os.fork()
-        if child == 0:
-            try:
-                step()
-            except treeattn.ScheduleError as error:
-                os._exit(7 if "another process's" in str(error) else 1)
-            os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert in_a_fork(step) == 7
         step()
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_step_that_began_before_a_fork_ends_in_one_process(comm, threaded):
+    """The child's flags and messages would be the parent's; and a thread is not there."""
+    step = over_memory(comm)
+    with BackgroundReducer(step) if threaded else step as reducer:
+        reducer.start()
+        assert in_a_fork(reducer.wait) == 7
+        assert in_a_fork(reducer.test) == 7
+        assert in_a_fork(reducer.close) == 2
+        reducer.wait()
 
 
 def test_fewer_records_than_ranks_of_a_scattered_schedule(comm):
