@@ -158,8 +158,8 @@ class Tried(Reducer):
     """Takes the number of groups whose steps were the fastest of the first ones, on the slowest rank.
 
     Steps are tried in turn, a few of each; ranks then compare once what they saw. Those in halves count, as
-    other ranks may take them whole, but tell no time: what happens in between is not known here. For schedules that fold all records alike:
-    their results are the same to the bit all along, whatever the times.
+    other ranks may take them whole, but tell no time: what happens in between is not known here. For
+    schedules that fold all records alike: their results are the same to the bit all along, whatever the times.
     """
 
     def __init__(self, pipelines: list[Pipeline], comm: Intracomm) -> None:
