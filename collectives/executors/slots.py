@@ -100,6 +100,10 @@ class Reducer(program.Reducer):
         addresses = {near: part.memory.ctypes.data for near, part in self._parts.items()}
         return Slots(rank, layout, addresses)
 
+    def _release(self) -> None:
+        super()._release()
+        self._parts = {}  # mapped for as long as they are known
+
     def _look_around(self) -> None:
         """Who has ended publishes nothing any more."""
         ended = [rank for rank, part in self._parts.items() if part.owner.ended]
