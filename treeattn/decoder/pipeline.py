@@ -159,7 +159,7 @@ class Tried(Reducer):
 
     Steps are tried in turn, a few of each; ranks then compare once what they saw. Those in halves count, as
     other ranks may take them whole, but tell no time: what happens in between is not known here. For
-    schedules that fold all records alike: their results are the same to the bit all along, whatever the times.
+    schedules that fold all records alike: the results are the same to the bit all along.
     """
 
     def __init__(self, pipelines: list[Pipeline], comm: Intracomm) -> None:
