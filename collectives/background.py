@@ -11,6 +11,9 @@ from treeattn.errors import TransportError
 __all__ = ["BackgroundReducer", "check_threads"]
 
 
+_PATIENCE = 0.5  # seconds for a thread to come back that looks up every twentieth of one
+
+
 class BackgroundReducer(Reducer):
     """Another reducer, which it then owns, with a thread that waits for what `start` began.
 
@@ -27,7 +30,8 @@ class BackgroundReducer(Reducer):
         self._begun: SimpleQueue[bool] = SimpleQueue()  # False: no step will follow
         self._ended: SimpleQueue[BaseException | None] = SimpleQueue()  # with what it raised
         # A thread that waits for ever must not keep the process from its end.
-        threading.Thread(target=self._follow, name=f"treeattn {self.name}", daemon=True).start()
+        self._thread = threading.Thread(target=self._follow, name=f"treeattn {self.name}", daemon=True)
+        self._thread.start()
 
     def _follow(self) -> None:
         while self._begun.get():
@@ -58,9 +62,11 @@ class BackgroundReducer(Reducer):
         self._reducer.close()
 
     def _abandon(self) -> None:
-        """The thread is left where it waits."""
+        """The thread is called back: in MPI at the process's end it would bring that down. Out of a call that
+        does not come back to Python (executor "mpi", a library) it cannot be, and is left there."""
         self._begun.put(False)
         self._reducer.__exit__(RuntimeError)
+        self._thread.join(_PATIENCE)
 
 
 def check_threads() -> None:

@@ -106,10 +106,14 @@ class Reducer(program.Reducer):
 
     def _look_around(self) -> None:
         """Who has ended publishes nothing any more."""
+        super()._look_around()
         ended = [rank for rank, part in self._parts.items() if part.owner.ended]
         if ended:
+            round_ = self._at()
+            awaited = {message.peer for message in round_.receives} if round_ else set()
+            rank = min(ended, key=lambda rank: (rank not in awaited, rank))  # others may have ended after it
             what, peers = self.waits_for()
-            raise TransportError(f"{what}: rank {ended[0]} has ended, while this one waits for {peers}")
+            raise TransportError(f"{what}: rank {rank} has ended, while this one waits for {peers}")
 
 
 def _lines(size: int) -> int:
