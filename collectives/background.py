@@ -42,6 +42,10 @@ class BackgroundReducer(Reducer):
             else:
                 self._ended.put(None)
 
+    def waits_for(self) -> tuple[str, str]:
+        """What is inside does."""
+        return self._reducer.waits_for()
+
     def _step(self) -> None:
         self._reducer()
 

@@ -111,6 +111,11 @@ class Pipeline(Reducer):
             return None
         return [message for sent in told if isinstance(sent, list) for message in sent]
 
+    def waits_for(self) -> tuple[str, str]:
+        """As the group whose turn it is does."""
+        waiting = (group.reducer.waits_for() for group in self._groups if group.reducer.blocking)
+        return next(waiting, super().waits_for())
+
     def take(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
         """The arrays of the next step. Views of the same arrays are made once: attention knows them again."""
         super()._check()
@@ -180,6 +185,10 @@ class Tried(Reducer):
     def sent(self) -> list[tuple[int, int]] | Sent | None:  # type: ignore[override]
         """In the next step."""
         return self._chosen.sent
+
+    def waits_for(self) -> tuple[str, str]:
+        """As in the step at hand."""
+        return self._chosen.waits_for()
 
     def take(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
         """The arrays of the next step."""
