@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from queue import SimpleQueue
 
+from treeattn.collectives import waiting
 from treeattn.collectives.reducer import Reducer
 from treeattn.errors import TransportError
 
@@ -32,6 +35,7 @@ class BackgroundReducer(Reducer):
         # A thread that waits for ever must not keep the process from its end.
         self._thread = threading.Thread(target=self._follow, name=f"treeattn {self.name}", daemon=True)
         self._thread.start()
+        _living.add(self)
 
     def _follow(self) -> None:
         while self._begun.get():
@@ -61,6 +65,11 @@ class BackgroundReducer(Reducer):
         if error is not None:
             raise error
 
+    def _let_end(self) -> None:
+        """A step that nobody finishes, at the end of the process: its thread would be in MPI meanwhile."""
+        if self._running:
+            waiting.until(self._advance, _PATIENCE)
+
     def _release(self) -> None:
         self._begun.put(False)
         self._reducer.close()
@@ -71,6 +80,15 @@ class BackgroundReducer(Reducer):
         self._begun.put(False)
         self._reducer.__exit__(RuntimeError)
         self._thread.join(_PATIENCE)
+
+
+_living: weakref.WeakSet[BackgroundReducer] = weakref.WeakSet()
+
+
+@atexit.register
+def _let_all_end() -> None:
+    for reducer in list(_living):
+        reducer._let_end()
 
 
 def check_threads() -> None:

@@ -109,7 +109,8 @@ def _opened(rank: int, offer: _Offer) -> Part:
         finally:
             os.close(descriptor)
     except (OSError, ValueError) as error:
-        raise OSError(f"the memory of rank {rank} cannot be opened ({error})") from error
+        reason = f"the memory of rank {rank} cannot be opened, as in another container ({error})"
+        raise OSError(reason) from error
     if memory[:_HEADER].tobytes() != offer.token:
         raise OSError(f"rank {rank} is in another container")
     return Part(memory[_HEADER:], offer.owner)

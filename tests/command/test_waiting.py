@@ -71,6 +71,21 @@ def test_whoever_stands_before_the_reducer_names_them_too(options):
     assert lines[0].startswith(wanted), lines
 
 
+def test_no_thread_is_in_mpi_when_it_ends():
+    """Nobody finishes the steps, which end by themselves."""
+    program = """
+import numpy as np
+import treeattn
+q, k = np.ones((1, 1, 4, 16), "f"), np.ones((1, 8, 4, 16), "f")
+options = dict(scheme="chain", progress="thread", executor="mpi")
+kept = [treeattn.Decoder(heads=4, kv_heads=4, head_dim=16, dtype="float32", **options) for _ in range(6)]
+for decoder in kept:
+    decoder.begin(q, k, k)
+"""
+    done = run("-m", "mpi4py", "-c", program, ranks=3, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_planning_is_a_wait_too():
     lines = hung("chain", "plan")
     assert lines[0].startswith("treeattn: rank 0: what all ranks plan together: 1 s without the other ranks,")
