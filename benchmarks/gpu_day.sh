@@ -21,7 +21,7 @@ PYTEST=("$PYTHON" -m pytest -c /dev/null --rootdir=. -q -p no:cacheprovider)
 SANITIZER=(compute-sanitizer --log-file)
 NCU=(ncu --csv --page raw --print-units base --clock-control none --kernel-name regex:partial_attention)
 for section in SpeedOfLight Occupancy LaunchStats WarpStateStats; do NCU+=(--section "$section"); done
-SEVERAL_RANKS=(env NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=4)
+SEVERAL_RANKS=(env NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 NCCL_MAX_CTAS=4)
 
 # A step, what reads its tool's output, and its command, which writes to FILE.
 step() {
@@ -43,7 +43,7 @@ step() {
     ranks)     take "$1" tests "${SEVERAL_RANKS[@]}" "${PYTEST[@]}" tests/gpu/test_ranks.py --junitxml FILE ;;
     peer)      take "$1" tests "${PYTEST[@]}" tests/gpu/test_peer.py --junitxml FILE ;;
     compare)   take "$1" json "${SEVERAL_RANKS[@]}" "$MPIEXEC" -n 2 "$PYTHON" -m treeattn compare \
-                 --device cuda --transport all --seq-len 65536 --json FILE ;;
+                 --device cuda --transport all --seq-len 65536 --repetitions 4 --json FILE ;; # NCCL connects in each
     bits)      take "$1" json "$PYTHON" -m gpu_day.same_bits --json FILE ;;
   esac
 }
@@ -54,8 +54,9 @@ take() {
   local name=$1 reader=$2 found=$work/$1.out log=$work/$1.log program code=0 begun=$SECONDS
   shift 2
   set -- "${@/#FILE/$found}"
-  program=$1
-  [ "$1" = env ] && program=${*:4:1} # env, and its two variables
+  for program in "$@"; do
+    [[ $program == env || $program == *=* ]] || break # env, and its variables
+  done
   if ! command -v "$program" >/dev/null; then
     echo "gpu_day: $name: no result: there is no $program on PATH" >&2
     return 1

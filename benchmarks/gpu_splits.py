@@ -7,7 +7,7 @@ One query, bfloat16, head_dim 128, batch 1, cold L2 cache; splits x query rows o
 KV heads.
 The constants of treeattn/backends/cuda/splits.py are fitted by least squares of relative errors, and written
 with the device and the date: --constants treeattn/backends/cuda/splits.json makes them the package's.
---fit takes what an earlier --json wrote, and needs no GPU.
+--fit takes what an earlier --json wrote, or docs/results/gpu_splits.json of gpu_day.sh, and needs no GPU.
 """
 
 from __future__ import annotations
@@ -152,6 +152,19 @@ def constants_file(constants: Constants, device: str, date: str) -> bytes:
     return (json.dumps(facts, indent=1) + "\n").encode()
 
 
+def measured_before(path: Path) -> dict[str, Any]:
+    """What an earlier --json wrote, also where gpu_day.sh put machine and command around it.
+
+    Raises `ValueError` where nothing of that kind lies there.
+    """
+    facts = json.loads(path.read_text())
+    if isinstance(facts, dict) and "step" in facts:
+        facts = facts.get("result")
+    if not isinstance(facts, dict) or not facts.get("rows"):
+        raise ValueError(f"{path} holds no rows: --fit takes what --json wrote")
+    return facts
+
+
 def measured_now(repeats: int) -> dict[str, Any]:
     problem = cupy_runtime.problem()
     if problem:
@@ -174,7 +187,7 @@ def main() -> None:
     options = parser.parse_args()
     try:  # before measuring
         write, write_constants = output_writer(options.json), output_writer(options.constants)
-        results = json.loads(options.fit.read_text()) if options.fit else measured_now(options.repeats)
+        results = measured_before(options.fit) if options.fit else measured_now(options.repeats)
         rows, device, date = results["rows"], results["device"]["name"], results["date"]
         constants = fit(rows, splits.shipped())
     except (TreeattnError, OSError, ValueError, KeyError, TypeError) as error:

@@ -96,7 +96,7 @@ class Schedule:
 
     @property
     def keeps_apart(self) -> bool:
-        """Whether ranks must keep what they gather apart from what they brought: a transfer leaves it out."""
+        """Whether ranks keep what they gather apart from what they brought, as some transfers ask."""
         return not all(t.own for round_ in self.rounds for t in round_)
 
     @property

@@ -21,18 +21,14 @@ def mpiexec() -> str | None:
 def run(
     *words: object,
     ranks: int | None = None,
-    launcher: tuple[str, ...] = (),
     timeout: float = 120,
     cwd: Path = ROOT,
     **environment: str,
 ):
-    """`python *words`, under mpiexec if `ranks` is given. Returns the completed process, text captured.
-
-    launcher: what else mpiexec is told.
-    """
+    """`python *words`, under mpiexec if `ranks` is given. Returns the completed process, text captured."""
     command = [sys.executable, *map(str, words)]
     if ranks is not None:
-        command = [str(mpiexec()), *launcher, "-n", str(ranks), *command]
+        command = [str(mpiexec()), "-n", str(ranks), *command]
     process = subprocess.Popen(
         command,
         cwd=cwd,

@@ -49,6 +49,22 @@ def test_table_file_and_json(tmp_path):
     assert len(results.summarise(found)) == len(facts["summaries"])
 
 
+def test_executors_side_by_side(tmp_path):
+    """Points of one case, told apart by name; what has no executor is there once."""
+    out = tmp_path / "r.jsonl"
+    words = ("compare", "--what", "reduce", "--schemes", "ring,mpi_allreduce", *SMALL, "--out", out)
+    done = treeattn(*words, "--executor", "mpi,program", ranks=3)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for word in ("ring [mpi]", "ring [program]", "mpi_allreduce ", "MPI_Allreduce(SUM)"):
+        assert word in done.stdout
+    found = results.read(out)
+    assert {(point.key.scheme, point.key.executor, point.executor) for point in found.points} == {
+        (NULL, None, None), (SUM, None, None), ("mpi_allreduce", None, None),
+        ("ring", "mpi", "mpi"), ("ring", "program", "program"),
+    }  # fmt: skip
+    assert len({point.key.case for point in found.points}) == 1
+
+
 def test_nothing_is_measured_twice_and_launches_add_up(tmp_path):
     out = tmp_path / "r.jsonl"
     first = treeattn(*REDUCE, "--out", out, ranks=2)
@@ -272,6 +288,7 @@ def test_an_interrupt_leaves_a_valid_file(tmp_path):
     "words",
     [
         ["--schemes", "rang"],
+        ["--executor", "python"],
         ["--schemes", ""],
         ["--ranks", "2"],
         ["--ranks", "0"],

@@ -128,6 +128,20 @@ def test_a_plan_launches_again_and_follows_growing_lengths(case: Case) -> None:
 
 @needs_emulator
 @pytest.mark.parametrize("case", TWO, ids=str)
+@pytest.mark.parametrize(("given", "meant"), [(-1, 0), (-(2**31), 0), (151, 150), (2**40 + 1, 150)])
+def test_lengths_are_clamped(case: Case, given: int, meant: int) -> None:
+    """The host cannot look at them without waiting."""
+    q, k, v, _, _ = case.inputs()
+    assert k.shape[1] == 150
+    found, wanted = (
+        attend(case, EmulatorRuntime(), Inputs(q, k, v, np.full(case.batch, length, np.int64), None))
+        for length in (given, meant)
+    )
+    assert (bits(found) == bits(wanted)).all()
+
+
+@needs_emulator
+@pytest.mark.parametrize("case", TWO, ids=str)
 def test_nan_stays_in_its_head(case: Case) -> None:
     runtime = EmulatorRuntime()
     inputs = case.inputs()

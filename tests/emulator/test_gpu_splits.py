@@ -91,13 +91,14 @@ def test_a_sweep_from_end_to_end(
     assert "4 rows, 8 KV heads, 100 tokens: fastest in 1 splits, 5.0 us" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("by_gpu_day", [False, True])
 def test_an_earlier_run_is_fitted_and_its_constants_are_those_that_are_read(
-    benchmark: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    benchmark: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, by_gpu_day: bool
 ) -> None:
     earlier, constants = tmp_path / "rows.json", tmp_path / splits.CONSTANTS_FILE
-    earlier.write_text(
-        json.dumps({"rows": synthetic(benchmark, TRUE), "device": {"name": "G"}, "date": "2031-02-03"})
-    )
+    facts = {"rows": synthetic(benchmark, TRUE), "device": {"name": "G"}, "date": "2031-02-03"}
+    whole = {"step": "splits", "date": "2031-02-04T00:00:00+00:00", "result": facts}
+    earlier.write_text(json.dumps(whole if by_gpu_day else facts))
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--fit", str(earlier), "--constants", str(constants)])
     benchmark.main()
     facts = json.loads(constants.read_text())
@@ -112,11 +113,13 @@ def test_an_earlier_run_is_fitted_and_its_constants_are_those_that_are_read(
         (["--json", "none/x.json"], "none/x.json"),
         (["--constants", "none/x.json"], "none/x.json"),
         (["--fit", "absent.json"], "absent.json"),
+        (["--fit", "empty.json"], "empty.json holds no rows: --fit takes what --json wrote"),
         ([], "no CuPy: install treeattn[cuda12]"),
     ],
 )
 def test_what_is_wrong_is_one_line(tmp_path: Any, words: list[str], said: str) -> None:
     (tmp_path / "cupy.py").write_text("raise ImportError('none here', name='cupy')\n")
+    (tmp_path / "empty.json").write_text('{"rows": [], "device": {"name": "G"}, "date": "2031-02-03"}')
     given = [tmp_path / word if word.endswith(".json") else word for word in words]
     done = run(SCRIPT, *given, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert done.returncode == 1

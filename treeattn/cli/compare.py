@@ -60,6 +60,7 @@ def _lists(name: str, default: str | None, words: str | None = None, one: str = 
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--transport", default=None, metavar="T[,T..]|all",
               help="From GPUs: host, nccl, peer, cuda-mpi; default all that are there.")  # fmt: skip
+@_lists("executor", None, "Who runs schedules: slots, program, mpi; default the best that there is.", "E")
 @click.option("--repetitions", type=click.IntRange(1, 10_000), default=10, show_default=True,
               help="Blocks of each point: planned anew, in a new random order.")  # fmt: skip
 @click.option("--iterations", type=click.IntRange(3, 1_000_000), default=200, show_default=True,

@@ -11,11 +11,12 @@ from treeattn.attention.shape import DTYPES
 from treeattn.cli.console import choose, durations, numbers
 from treeattn.decoder import transport as transports
 from treeattn.decoder.device import Cuda, Device
+from treeattn.decoder.executor import EXECUTORS
 from treeattn.decoder.plan import CATALOG, select
 from treeattn.errors import ArgumentError, TransportError
 from treeattn.study.compare.schema import NULL, SUM, Key
 from treeattn.study.compare.steps import shape_of
-from treeattn.study.compare.sweep import keys
+from treeattn.study.compare.sweep import Way, keys
 
 __all__ = ["points", "transports_of"]
 
@@ -48,6 +49,7 @@ def points(
     over: Sequence[str],
 ) -> list[Key]:
     """Every point of the sweep, of all schemes for None. Raises `ArgumentError` or `ScheduleError`."""
+    executors = _executors(lists["executor"], device)
     ranks = sorted(numbers("--ranks", lists["ranks"] or str(size)))
     if max(ranks) > size:
         raise ArgumentError(f"--ranks {max(ranks)}: this job has {size} ranks; start it with more")
@@ -58,7 +60,7 @@ def points(
     place: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
     found = keys(
         _expanded(schemes or _serving(over), lists["radix"], lists["chunks"]),
-        lambda scheme: [(place, name) for name in _ways(scheme, device, over)],
+        lambda scheme: _ways(scheme, place, over, executors),
         ranks=ranks,
         what=choose("--what", lists["what"] or "", ("reduce", "decode")),
         batch=numbers("--batch", lists["batch"] or ""),
@@ -76,17 +78,28 @@ def points(
     return [key for key in found if schemes is not None or _may_run(key)]
 
 
-def _ways(scheme: str, device: str, over: Sequence[str]) -> list[str]:
-    """The transports of a scheme among those that are compared. Raises where there is none."""
+def _executors(wanted: str | None, device: str) -> Sequence[Any]:
+    """Who runs schedules, each of which makes points of its own; None: the best that there is."""
+    if wanted is None:
+        return (None,)
+    if device != "cpu":
+        raise ArgumentError(f"--executor {wanted} is for --device cpu: GPUs have transports to choose from")
+    return choose("--executor", wanted, EXECUTORS)
+
+
+def _ways(
+    scheme: str, device: Literal["cpu", "cuda"], over: Sequence[str], executors: Sequence[Any]
+) -> list[Way]:
+    """Those of a scheme among what is compared. Raises where there is none."""
     if scheme == NULL:
-        return ["mpi" if device == "cpu" else "none"]
+        return [Way(device, "mpi" if device == "cpu" else "none")]
     if scheme == SUM:
-        return [name for name in over if name in ("mpi", "host", "nccl", "cuda-mpi")]
+        return [Way(device, name) for name in over if name in ("mpi", "host", "nccl", "cuda-mpi")]
     row = select(scheme).row
     serving = [name for name in over if name in row.transports]
     if not serving:  # raises, with what would serve
         transports.choose(device, over[0], row, 2)
-    return serving
+    return [Way(device, name, who) for name in serving for who in ((None,) if row.module else executors)]
 
 
 def _may_run(key: Key) -> bool:

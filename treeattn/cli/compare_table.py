@@ -108,9 +108,8 @@ def _times(rows: Sequence[Summary]) -> Columns[Summary]:
 
 def _named(key: Key) -> Columns[Summary]:
     """What a row is of: from GPUs the same scheme may travel in several ways."""
-    scheme: Columns[Summary] = {"scheme": attrgetter("key.scheme")}
     if key.device == "cpu":
-        return scheme
+        return {"scheme": attrgetter("key.label")}
     return {
         "scheme": lambda row: NCCL_SUM if row.key.label == NCCL_SUM else row.key.scheme,
         "transport": attrgetter("key.transport"),

@@ -199,7 +199,7 @@ class Decoder:
         if not self._reducer.queued:
             raise TransportError(
                 f"transport={self.transport!r} moves records by the host, which a CUDA graph cannot: "
-                "a captured step needs transport='nccl', or one rank without a transport"
+                "a captured step needs transport='nccl' or 'peer', or one rank without a transport"
             )
 
         containers = arrays.Containers(self._device.view, (self.out, self.lse))

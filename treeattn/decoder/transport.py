@@ -274,12 +274,13 @@ class Staged(Reducer):
 
 def shared_gpu(comm: Intracomm, runtime: Runtime) -> str | None:
     """Which ranks share which GPU or MIG partition, where some do; else None. Collective."""
-    owners: dict[tuple[str, str], list[int]] = {}
-    for rank, gpu in enumerate(comm.allgather((socket.gethostname(), runtime.identity))):
-        owners.setdefault(gpu, []).append(rank)
-    for (host, identity), ranks in owners.items():
+    owners: dict[str, list[int]] = {}  # by UUID alone: containers of one machine may have names of their own
+    told = comm.allgather((runtime.identity, socket.gethostname()))
+    for rank, (identity, _) in enumerate(told):
+        owners.setdefault(identity, []).append(rank)
+    for identity, ranks in owners.items():
         if len(ranks) > 1:
-            return f"ranks {', '.join(map(str, ranks))} share GPU {identity} of {host}"
+            return f"ranks {', '.join(map(str, ranks))} share GPU {identity} of {told[ranks[0]][1]}"
     return None
 
 

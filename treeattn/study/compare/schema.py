@@ -43,6 +43,7 @@ class Key(Struct, frozen=True):
     or `SUM` or `NULL`. tokens: context length over all ranks, 0 where it has no part (reduce). wire: type of
     the records under way. skew: each rank enters up to so many microseconds late, at random. device: where
     ranks compute. transport: how records travel, as ``transport=`` takes it; "none" for `NULL` on a GPU.
+    executor: who was asked to run the rounds of a schedule on the host; None: the best that there is.
     """
 
     what: Literal["reduce", "decode"]
@@ -59,22 +60,28 @@ class Key(Struct, frozen=True):
     skew: Length = 0.0
     device: Literal["cpu", "cuda"] = "cpu"
     transport: str = "mpi"
+    executor: Literal["slots", "program", "mpi"] | None = None
 
     def check(self) -> None:
         """Raise `ValueError` for a transport that the device, or nothing, does not have."""
         on_cpu, none = self.device == "cpu", self.transport == "none"
         if on_cpu != (self.transport == "mpi") or none != (self.scheme == NULL and not on_cpu):
             raise ValueError(f"key: {self.scheme} on {self.device} over {self.transport}")
+        if self.executor is not None and (not on_cpu or self.scheme in (SUM, NULL)):
+            raise ValueError(f"key: {self.scheme} on {self.device}, run by {self.executor}")
 
     @property
     def case(self) -> tuple[Any, ...]:
-        """All but scheme and transport; points of one case are compared with one another."""
-        apart = ("scheme", "transport")
+        """All but scheme, transport and executor; points of one case are compared with one another."""
+        apart = ("scheme", "transport", "executor")
         return tuple(value for name, value in structs.asdict(self).items() if name not in apart)
 
     @property
     def label(self) -> str:
-        """What tells it apart within its case: the scheme, from GPUs also the transport."""
+        """What tells it apart within its case; the scheme, from GPUs also the transport, and an executor that
+        was asked for."""
+        if self.executor is not None:
+            return f"{self.scheme} [{self.executor}]"
         if self.device == "cpu" or self.scheme == NULL:
             return self.scheme
         if self.scheme == SUM and self.transport == "nccl":

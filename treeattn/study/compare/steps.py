@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -46,8 +46,8 @@ def plan(comm: Intracomm, key: Key) -> Decoder:
     if key.wire == "bfloat16":
         return _around(comm, key, select(key.scheme), _bfloat16)
     output = "heads" if select(key.scheme).row.scattered else "replicated"
-    shape, device, transport = asdict(shape_of(key)), key.device, key.transport
-    return Decoder(comm, **shape, scheme=key.scheme, output=output, device=device, transport=transport)
+    way: dict[str, Any] = {"device": key.device, "transport": key.transport, "executor": key.executor}
+    return Decoder(comm, **asdict(shape_of(key)), scheme=key.scheme, output=output, **way)
 
 
 def plan_null_merge(comm: Intracomm, key: Key) -> Decoder:
@@ -77,7 +77,7 @@ def _bfloat16(key: Key, reduction: Reduction, scheme: Selection, schedule: Sched
         )
     narrow = np.zeros(records.shape, np.uint16)
     of_narrow = reduction._replace(operator=wire.Bfloat16Operator(key.head_dim), buffer=narrow)
-    inner = transports.plan("mpi", scheme, schedule, of_narrow)
+    inner = transports.plan("mpi", scheme, schedule, of_narrow, key.executor)
 
     def reduce() -> None:
         wire.narrow(records, narrow)
@@ -92,4 +92,4 @@ def _bfloat16(key: Key, reduction: Reduction, scheme: Selection, schedule: Sched
 
 def _null_merge(key: Key, reduction: Reduction, scheme: Selection, schedule: Schedule | None) -> Reducer:
     operator = NullOperator(key.head_dim, reduction.buffer.dtype)
-    return transports.plan("mpi", scheme, schedule, reduction._replace(operator=operator))
+    return transports.plan("mpi", scheme, schedule, reduction._replace(operator=operator), key.executor)

@@ -25,14 +25,19 @@ from treeattn.study.compare.steps import reduces
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["Block", "Sweep", "Ways", "keys", "meet_asleep"]
+__all__ = ["Block", "Sweep", "Way", "keys", "meet_asleep"]
 
 
-Ways = Callable[[str], Iterable[tuple[Literal["cpu", "cuda"], str]]]
+class Way(NamedTuple):
+    """Fields of a `Key`: where its ranks compute, how records travel, who runs the rounds."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    transport: str = "mpi"
+    executor: Literal["slots", "program", "mpi"] | None = None
 
 
-def _by_mpi(scheme: str) -> Iterable[tuple[Literal["cpu", "cuda"], str]]:
-    return [("cpu", "mpi")]
+def _one_way(scheme: str) -> Iterable[Way]:
+    return [Way()]
 
 
 class Block(NamedTuple):
@@ -42,9 +47,11 @@ class Block(NamedTuple):
     repetition: int
 
 
-def keys(schemes: Sequence[str], ways: Ways = _by_mpi, **lists: Sequence[Any]) -> list[Key]:
-    """The product of all lists (fields of `Key`), schemes last: neighbours differ in the scheme, and in how
-    its records travel. ways: scheme -> (device, transport) of each of its points.
+def keys(
+    schemes: Sequence[str], ways: Callable[[str], Iterable[Way]] = _one_way, **lists: Sequence[Any]
+) -> list[Key]:
+    """The product of all lists (fields of `Key`), schemes last: neighbours differ in the scheme, and in the
+    way that it goes. ways: of each scheme.
 
     kv_heads 0 stands for as many as heads. A reduction has no tokens, so of its keys those that differ in
     nothing else are one; and schemes that attend and communicate at once have none apart from the step.
@@ -58,11 +65,7 @@ def keys(schemes: Sequence[str], ways: Ways = _by_mpi, **lists: Sequence[Any]) -
             fields["tokens"] = 0
         if fields["dtype"] == "float64" and fields["wire"] == "float32":
             fields["wire"] = "float64"  # the records of float64 inputs
-        found += [
-            Key(scheme=scheme, device=device, transport=transport, **fields)
-            for scheme in schemes
-            for device, transport in ways(scheme)
-        ]
+        found += [Key(scheme=scheme, **way._asdict(), **fields) for scheme in schemes for way in ways(scheme)]
     return [key for key in dict.fromkeys(found) if key.what == "decode" or reduces(key.scheme)]
 
 

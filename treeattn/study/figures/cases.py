@@ -192,7 +192,7 @@ def _brief(layout: str) -> str:
 
 def _fields(key: Key) -> dict[str, Any]:
     """Without what is compared, and without tokens where they have no part."""
-    apart = ("scheme", "transport", *(["tokens"] if key.what == "reduce" else []))
+    apart = ("scheme", "transport", "executor", *(["tokens"] if key.what == "reduce" else []))
     return {name: value for name, value in asdict(key).items() if name not in apart}
 
 
