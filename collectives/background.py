@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from queue import SimpleQueue
 
+from treeattn.collectives import waiting
 from treeattn.collectives.reducer import Reducer
 from treeattn.errors import TransportError
 
 __all__ = ["BackgroundReducer", "check_threads"]
+
+
+_PATIENCE = 0.5  # seconds for a thread to come back that looks up every twentieth of one
 
 
 class BackgroundReducer(Reducer):
@@ -27,7 +33,9 @@ class BackgroundReducer(Reducer):
         self._begun: SimpleQueue[bool] = SimpleQueue()  # False: no step will follow
         self._ended: SimpleQueue[BaseException | None] = SimpleQueue()  # with what it raised
         # A thread that waits for ever must not keep the process from its end.
-        threading.Thread(target=self._follow, name=f"treeattn {self.name}", daemon=True).start()
+        self._thread = threading.Thread(target=self._follow, name=f"treeattn {self.name}", daemon=True)
+        self._thread.start()
+        _living.add(self)
 
     def _follow(self) -> None:
         while self._begun.get():
@@ -37,6 +45,10 @@ class BackgroundReducer(Reducer):
                 self._ended.put(error)
             else:
                 self._ended.put(None)
+
+    def waits_for(self) -> tuple[str, str]:
+        """What is inside does."""
+        return self._reducer.waits_for()
 
     def _step(self) -> None:
         self._reducer()
@@ -53,14 +65,30 @@ class BackgroundReducer(Reducer):
         if error is not None:
             raise error
 
+    def _let_end(self) -> None:
+        """A step that nobody finishes, at the end of the process: its thread would be in MPI meanwhile."""
+        if self._running:
+            waiting.until(self._advance, _PATIENCE)
+
     def _release(self) -> None:
         self._begun.put(False)
         self._reducer.close()
 
     def _abandon(self) -> None:
-        """The thread is left where it waits."""
+        """The thread is called back: in MPI at the process's end it would bring that down. Out of a call that
+        does not come back to Python (executor "mpi", a library) it cannot be, and is left there."""
         self._begun.put(False)
         self._reducer.__exit__(RuntimeError)
+        self._thread.join(_PATIENCE)
+
+
+_living: weakref.WeakSet[BackgroundReducer] = weakref.WeakSet()
+
+
+@atexit.register
+def _let_all_end() -> None:
+    for reducer in list(_living):
+        reducer._let_end()
 
 
 def check_threads() -> None:

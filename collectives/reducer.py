@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -103,6 +105,7 @@ class Reducer(ABC):
 
     def __init__(self, name: str) -> None:
         self.name = name
+        _living.add(self)
         waiting.watch(self)
 
     @property
@@ -147,14 +150,21 @@ class Reducer(ABC):
         """A step for C code that does more in one call; None where no C function runs one."""
         return None
 
+    def _check_running(self, call: str) -> None:
+        """Raise `ScheduleError` unless a step is on its way."""
+        if not self._running or self._failed:
+            lacking = f"on a reducer that is {self._state()}" if self._disowned else "without start()"
+            raise ScheduleError(f"{self.name}: {call} {lacking}")
+
     def _state(self) -> str:
         if self._disowned:
             return "another process's: MPI does not outlive a fork, so start workers by spawn instead"
         return "closed" if self._closed else "failed" if self._failed else "already running"
 
     def disown(self) -> None:
-        """After a fork, in the new process: nothing of it may be used or released here."""
+        """After a fork, in the new process: nothing of it may be used, released or ended here."""
         self._closed = self._disowned = True
+        self._running = 0
 
     def start(self) -> None:
         """Begin a step. Raises `ScheduleError` if one is running, or after the end."""
@@ -169,8 +179,7 @@ class Reducer(ABC):
         Where nothing can be done without waiting, it never is. Raises `ScheduleError` as `wait` does, which
         is still to be called.
         """
-        if not self._running or self._failed:
-            raise ScheduleError(f"{self.name}: test() without start()")
+        self._check_running("test()")
         try:  # as `_run`
             return self._advance()
         except BaseException:
@@ -179,8 +188,7 @@ class Reducer(ABC):
 
     def wait(self) -> None:
         """Finish the step that `start` began. Raises `ScheduleError` if there is none."""
-        if not self._running or self._failed:
-            raise ScheduleError(f"{self.name}: wait() without start()")
+        self._check_running("wait()")
         self._resting = False
         self._run(self._complete)
         self._running = 0
@@ -236,6 +244,18 @@ class Reducer(ABC):
                 _abandoned.append(self)
             self._abandon()
 
+
+_living: weakref.WeakSet[Reducer] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    """In a forked process: threads are not there, requests and shared memory belong to the one before."""
+    for reducer in list(_living):
+        reducer.disown()
+    _living.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 # Reducers that an error left in the middle of a step: messages may still arrive in their memory.
 _abandoned: list[Reducer] = []

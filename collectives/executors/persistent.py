@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import weakref
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,11 @@ class PersistentReducer(Reducer):
         self._requests: list[Prequest] = []
         _living.add(self)
 
+    def disown(self) -> None:
+        """The requests are another process's."""
+        super().disown()
+        _living.discard(self)
+
     def _release(self) -> None:
         self._abandon()
         self._comm.Free()
@@ -35,16 +39,6 @@ class PersistentReducer(Reducer):
 
 
 _living: weakref.WeakSet[PersistentReducer] = weakref.WeakSet()
-
-
-def _forget() -> None:
-    """In a forked process: the requests, and the memory that ranks share, belong to the one before."""
-    for reducer in list(_living):
-        reducer.disown()
-    _living.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
 
 
 @atexit.register

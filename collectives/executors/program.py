@@ -164,6 +164,8 @@ class Reducer(PersistentReducer):
 
     def _look_around(self) -> None:
         """After each `_PATIENCE` of waiting in vain; Python sees to signals before it."""
+        if self._closed:  # by another thread, after an error there
+            raise TransportError(f"{self.name}: closed in the middle of a step")
 
     def _at(self) -> rounds.RankRound | None:
         """The round that the step has come to; None if it has come to its end."""

@@ -7,8 +7,11 @@ containers of their own, all ranks hear of it.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -25,6 +28,11 @@ __all__ = ["Owner", "Part", "share"]
 
 T = TypeVar("T")
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+_FAILED = ctypes.c_void_p(-1).value  # of mmap
+
+# In another container the number may be of anything there: a pipe, which would be waited for, or a terminal.
+_TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
 _HEADER = 128  # bytes: a token, by which a part is known, and what keeps the rest aligned
 
@@ -95,20 +103,44 @@ def _made(size: int) -> tuple[_Offer, Bytes]:
 def _opened(rank: int, offer: _Offer) -> Part:
     """The part of another rank, to read."""
     try:
-        descriptor = os.open(f"/proc/{offer.owner.process}/fd/{offer.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(f"/proc/{offer.owner.process}/fd/{offer.descriptor}", _TO_READ)
         try:
             memory = _mapped(descriptor, offer.size, mmap.PROT_READ)
         finally:
             os.close(descriptor)
     except (OSError, ValueError) as error:
-        raise OSError(f"the memory of rank {rank} cannot be opened ({error})") from error
+        reason = f"the memory of rank {rank} cannot be opened, as in another container ({error})"
+        raise OSError(reason) from error
     if memory[:_HEADER].tobytes() != offer.token:
         raise OSError(f"rank {rank} is in another container")
     return Part(memory[_HEADER:], offer.owner)
 
 
 def _mapped(descriptor: int, size: int, protection: int) -> Bytes:
-    return np.frombuffer(mmap.mmap(descriptor, _HEADER + size, prot=protection), np.uint8)
+    """Without Python's `mmap`, which keeps a file open for as long as it lives: as many as ranks on the node
+    for every decoder, where a process may have 1024."""
+    size += _HEADER
+    if os.fstat(descriptor).st_size < size:
+        raise ValueError("it is smaller than was said")
+    library = _library()
+    address = library.mmap(None, size, protection, mmap.MAP_SHARED, descriptor, 0)
+    if address == _FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    memory = (ctypes.c_uint8 * size).from_address(address)
+    # Not at exit: a thread may still be at work there.
+    weakref.finalize(memory, library.munmap, address, size).atexit = False
+    array = np.frombuffer(memoryview(memory), np.uint8)
+    array.flags.writeable = bool(protection & mmap.PROT_WRITE)
+    return array
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return library
 
 
 def _attempt(make: Callable[[], T]) -> tuple[T | None, str | None]:

@@ -100,12 +100,20 @@ class Reducer(program.Reducer):
         addresses = {near: part.memory.ctypes.data for near, part in self._parts.items()}
         return Slots(rank, layout, addresses)
 
+    def _release(self) -> None:
+        super()._release()
+        self._parts = {}  # mapped for as long as they are known
+
     def _look_around(self) -> None:
         """Who has ended publishes nothing any more."""
+        super()._look_around()
         ended = [rank for rank, part in self._parts.items() if part.owner.ended]
         if ended:
+            round_ = self._at()
+            awaited = {message.peer for message in round_.receives} if round_ else set()
+            rank = min(ended, key=lambda rank: (rank not in awaited, rank))  # others may have ended after it
             what, peers = self.waits_for()
-            raise TransportError(f"{what}: rank {ended[0]} has ended, while this one waits for {peers}")
+            raise TransportError(f"{what}: rank {rank} has ended, while this one waits for {peers}")
 
 
 def _lines(size: int) -> int:

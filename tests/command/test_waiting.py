@@ -19,7 +19,8 @@ from mpi4py import MPI
 scheme, where = sys.argv[1:]
 shape = dict(heads=4, kv_heads=4, head_dim=16, dtype="float32", scheme=scheme)
 output = "heads" if scheme in ("head_scatter", "head_all_to_all") else "replicated"
-decoder = treeattn.Decoder(**shape, output=output)
+options = eval(f"dict({os.environ.get('OPTIONS', '')})")
+decoder = treeattn.Decoder(**shape, output=output, **options)
 q, k = np.ones((1, 1, 4, 16), "f"), np.ones((1, 8, 4, 16), "f")
 for _ in range(5):
     decoder(q, k, k)
@@ -27,6 +28,9 @@ if MPI.COMM_WORLD.rank == 2:
     time.sleep(300)
 if where == "step":
     decoder(q, k, k)
+if where == "halves":
+    decoder.begin(q, k, k)
+    decoder.finish()
 treeattn.Decoder(**shape)
 """
 
@@ -58,6 +62,28 @@ def test_a_step_names_scheme_round_and_peers(scheme, waits):
     lines = hung(scheme, "step")
     assert lines[0].startswith(f"treeattn: {waits}"), lines
     assert lines[0].endswith("set TREEATTN_TIMEOUT to more seconds, 0 for no limit")
+
+
+@pytest.mark.parametrize("options", ["groups=2", "groups='auto'", "progress='thread'"])
+def test_whoever_stands_before_the_reducer_names_them_too(options):
+    lines = hung("binary_tree", "halves", OPTIONS=options)
+    wanted = "treeattn: rank 0: binary_tree, round 2: 1 s without messages from rank 1 and 2,"
+    assert lines[0].startswith(wanted), lines
+
+
+def test_no_thread_is_in_mpi_when_it_ends():
+    """Nobody finishes the steps, which end by themselves."""
+    program = """
+import numpy as np
+import treeattn
+q, k = np.ones((1, 1, 4, 16), "f"), np.ones((1, 8, 4, 16), "f")
+options = dict(scheme="chain", progress="thread", executor="mpi")
+kept = [treeattn.Decoder(heads=4, kv_heads=4, head_dim=16, dtype="float32", **options) for _ in range(6)]
+for decoder in kept:
+    decoder.begin(q, k, k)
+"""
+    done = run("-m", "mpi4py", "-c", program, ranks=3, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_planning_is_a_wait_too():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import treeattn
 from treeattn import collectives
+from treeattn.collectives.executors import persistent
 from treeattn.decoder import pipeline
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
 from treeattn.shards import parse_layout
@@ -80,6 +82,30 @@ def test_other_types_and_halves(comm, dtype):
         decoder.test()
         assert_same(decoder.finish(), wanted)
         decoder.begin(*arrays)  # closing ends it
+
+
+def test_nothing_is_planned_but_the_groups(comm, monkeypatch):
+    """MPI has few communicators, and one that nobody closes is gone for good."""
+    taken = []
+    duplicate = persistent.duplicate
+    monkeypatch.setattr(persistent, "duplicate", lambda of: taken.append(duplicate(of)) or taken[-1])
+    with planned(comm, scheme="recursive_doubling", groups=2) as decoder:
+        decoder(*shard(comm, 1))
+    assert len(taken) == 2
+    assert all(one == MPI.COMM_NULL for one in taken)
+
+
+def test_steps_in_halves_may_stand_beside_whole_ones(comm):
+    """Each rank as it likes, also while the number of groups is still open."""
+    arrays = shard(comm, 1)
+    with planned(comm, scheme="recursive_doubling", groups="auto") as decoder:
+        for step in range(20):
+            if step % (comm.rank + 2):
+                decoder(*arrays)
+            else:
+                decoder.begin(*arrays)
+                decoder.finish()
+        assert len(set(comm.allgather(decoder.groups))) == 1
 
 
 def test_auto_settles_on_one_number_everywhere(comm):

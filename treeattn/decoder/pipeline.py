@@ -111,6 +111,11 @@ class Pipeline(Reducer):
             return None
         return [message for sent in told if isinstance(sent, list) for message in sent]
 
+    def waits_for(self) -> tuple[str, str]:
+        """As the group whose turn it is does."""
+        waiting = (group.reducer.waits_for() for group in self._groups if group.reducer.blocking)
+        return next(waiting, super().waits_for())
+
     def take(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
         """The arrays of the next step. Views of the same arrays are made once: attention knows them again."""
         super()._check()
@@ -157,9 +162,9 @@ class Pipeline(Reducer):
 class Tried(Reducer):
     """Takes the number of groups whose steps were the fastest of the first ones, on the slowest rank.
 
-    Whole steps are tried in turn, a few of each; ranks then compare once what they saw. Steps in halves
-    decide nothing: what happens in between is not known here. For schedules that fold all records alike:
-    their results are the same to the bit all along, whatever the times.
+    Steps are tried in turn, a few of each; ranks then compare once what they saw. Those in halves count, as
+    other ranks may take them whole, but tell no time: what happens in between is not known here. For
+    schedules that fold all records alike: the results are the same to the bit all along.
     """
 
     def __init__(self, pipelines: list[Pipeline], comm: Intracomm) -> None:
@@ -181,6 +186,10 @@ class Tried(Reducer):
         """In the next step."""
         return self._chosen.sent
 
+    def waits_for(self) -> tuple[str, str]:
+        """As in the step at hand."""
+        return self._chosen.waits_for()
+
     def take(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
         """The arrays of the next step."""
         super()._check()
@@ -198,14 +207,18 @@ class Tried(Reducer):
 
     def _complete(self) -> None:
         self._chosen.wait()
+        self._go_on(np.inf)
 
     def _step(self) -> None:
-        if len(self._pipelines) == 1:
-            self._chosen()
-            return
         start = time.perf_counter()
         self._chosen()
-        spent, index = time.perf_counter() - start, self._pipelines.index(self._chosen)
+        self._go_on(time.perf_counter() - start)
+
+    def _go_on(self, spent: float) -> None:
+        """To the next of them, after the same step on every rank."""
+        if len(self._pipelines) == 1:
+            return
+        index = self._pipelines.index(self._chosen)
         self._seconds[index] = min(self._seconds[index], spent)
         following = next(self._left, None)
         if following is None:

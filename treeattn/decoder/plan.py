@@ -192,9 +192,9 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
         step = (shape, request.logit_scale, buffers.records)
         reducer = row.planner.plan(reduction, *step, **request.scheme.parameters)
         attention = reducer.take
-    else:
+    elif request.groups == 1:
         reducer = transports.plan(chosen, request.scheme, rounds, reduction, request.executor)
-    if request.groups != 1:
+    else:
         reducer = _pipelined(request, comm, buffers, chosen, rounds, reduction)
         attention = reducer.take
     if request.progress == "thread":
