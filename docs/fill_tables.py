@@ -7,6 +7,7 @@ A page has one of
     <!-- beside FILE -->                          what `benchmarks/side_by_side.py --json` wrote
     <!-- rivals -->                               what is beaten and what is not, from several of them
     <!-- gpu NAME -->                             what `benchmarks/gpu_day.sh` wrote (gpu_tables.py)
+    <!-- executors RANKS ... -->                  what `benchmarks/reduction.py --json` wrote, for each number
     <!-- costs RANKS ... -->                      what the schedules of the catalogue cost, by their proofs
 
 and `<!-- end -->`; what stands between is replaced by that table of docs/results/FILE. Numbers are never
@@ -39,8 +40,9 @@ COMPARED = re.compile(r"<!-- compare (reduce|decode) (\d+)((?: \S+\.jsonl)+) -->
 BESIDE = re.compile(r"<!-- beside (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 RIVALS = re.compile(r"<!-- (rivals) -->\n.*?<!-- end -->", re.DOTALL)
 GPU = re.compile(rf"<!-- gpu ({'|'.join(gpu_tables.TABLES)}) -->\n.*?<!-- end -->", re.DOTALL)
+EXECUTORS = re.compile(r"<!-- executors((?: \d+)+) -->\n.*?<!-- end -->", re.DOTALL)
 COSTS = re.compile(r"<!-- costs((?: \d+)+) -->\n.*?<!-- end -->", re.DOTALL)
-KINDS = (PAPER, COMPARED, BESIDE, RIVALS, GPU, COSTS)
+KINDS = (PAPER, COMPARED, BESIDE, RIVALS, GPU, EXECUTORS, COSTS)
 
 # What stands against `hierarchical` in the README: words, file, what was timed, tokens, scheme.
 _RIVALS = (
@@ -58,6 +60,7 @@ def filled(page: str) -> str:
     page = COMPARED.sub(lambda block: _block(block[0], _compared(*block.groups())), page)
     page = BESIDE.sub(lambda block: _block(block[0], _beside(*block.groups())), page)
     page = GPU.sub(lambda block: _block(block[0], _of_the_gpu(block[1])), page)
+    page = EXECUTORS.sub(lambda block: _block(block[0], _executors(block[1])), page)
     page = COSTS.sub(lambda block: _block(block[0], _costs(block[1])), page)
     return RIVALS.sub(lambda block: _block(block[0], _rivals()), page)
 
@@ -183,6 +186,34 @@ def _beside_rivals(file: str) -> Iterator[list[str]]:
 def _rival(what: str, theirs: float, ours: float, ratio: float, file: str) -> list[str]:
     numbers = (f"{value:#.3g}".rstrip(".") for value in (theirs, ours, ratio))
     return [what, *numbers, f"[{file}](docs/results/{file})"]
+
+
+# Goals of benchmarks/reduction.py by ranks; of two, where cores share a cache and where they do not.
+_GOALS = {
+    ("recursive_doubling", "slots"): {"2": "0.35; 0.65", "4": "0.4", "8": "0.4"},
+    ("recursive_doubling", "program"): {"2": "1.2; 1.3"},
+    ("binary_tree", "slots"): {"2": "0.5; 1.05"},
+}
+
+
+def _executors(sizes: str) -> str:
+    """Ratios to the library's sum, of the medians and of the fastest repeats, with the goals in brackets."""
+    found = {}
+    for size in sizes.split():
+        facts = json.loads((DOCS / "results" / f"reduction_{size}.json").read_text())
+        found[size] = {(row["scheme"], row["executor"]): row for row in facts["rows"]}
+    headings = ["scheme", "executor", *(f"{size} ranks" for size in found)]
+    rows = []
+    for scheme in ("recursive_doubling", "binary_tree", "hierarchical"):
+        for executor in ("slots", "program", "mpi"):
+            goals = _GOALS.get((scheme, executor), {})
+            cells = [_ratios(rows_of[scheme, executor], goals.get(size)) for size, rows_of in found.items()]
+            rows.append([f"`{scheme}`", executor, *cells])
+    return _markdown(headings, rows)
+
+
+def _ratios(row: dict[str, Any], goal: str | None) -> str:
+    return f"{row['ratio']:.2f}, {row['ratio_of_best']:.2f}" + (f" ({goal})" if goal else "")
 
 
 def _costs(sizes: str) -> str:

@@ -17,10 +17,12 @@ BEGIN = """
 import sys, time
 sys.path[:0] = [".", "tests", "tests/gpu"]
 import over_nccl
-from over_nccl import SHAPE, WORLD, devices, treeattn
+import over_ranks
+import treeattn
+from over_ranks import WORLD, devices
 over_nccl.stand_in(False)
-given = over_nccl.inputs(devices.find("cuda"))
-decoder = treeattn.Decoder(WORLD, **SHAPE, scheme="recursive_doubling", transport="nccl")
+given = over_ranks.inputs(devices.find("cuda"))
+decoder = over_ranks.planned("recursive_doubling", "nccl")
 for _ in range(2):
     decoder(*given)
 """

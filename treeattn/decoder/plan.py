@@ -175,7 +175,7 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
         agreed.told = device.slow_because()
         buffers = Buffers(request, comm)
         attention = None
-        if not request.scheme.row.fused:
+        if not request.scheme.row.fused and request.groups == 1:
             attention = device.attention(shape, buffers.records, request.logit_scale)
         finish = device.finish(buffers.own, buffers.out, buffers.lse)
     if comm.rank == 0:
