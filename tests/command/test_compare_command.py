@@ -158,16 +158,27 @@ main()
 """
 
 
+def is_whole(line: bytes) -> bool:
+    try:
+        return not line or bool(json.loads(line))
+    except ValueError:
+        return False
+
+
 def test_a_run_after_a_full_disk_mends_the_file(tmp_path):
-    """Files that may not grow beyond so many bytes: the last line is written in part, and the job ends."""
+    """Files that may not grow beyond so many bytes: the last line is written in part, and the job ends.
+
+    Once in some hundred runs the limit falls on the end of a line, and nothing is cut short.
+    """
     out = tmp_path / "r.jsonl"
     full = run("-c", FULL_DISK, *REDUCE, "--out", out, ranks=2)
     assert full.returncode == 1
     assert "r.jsonl: cannot be written (File too large); what it holds is kept" in full.stderr
     assert out.stat().st_size == 7000
+    last = out.read_bytes().rpartition(b"\n")[2]
     again, third = (treeattn(*REDUCE, "--out", out, ranks=2) for _ in range(2))
     assert again.returncode == 0, again.stdout + again.stderr
-    assert again.stderr.count("removed: it was cut short") == 1
+    assert again.stderr.count("removed: it was cut short") == (not is_whole(last))
     assert third.returncode == 0, third.stdout + third.stderr
     assert "warning" not in third.stderr
     assert len(results.read(out).points) == 24
