@@ -6,7 +6,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from treeattn import collectives
+from treeattn import collectives, token_tree
 from treeattn.decoder import Decoder, Merger, decode, merge, schemes
 from treeattn.errors import (
     ArgumentError,
@@ -36,4 +36,5 @@ __all__ = [
     "decode",
     "merge",
     "schemes",
+    "token_tree",
 ]
