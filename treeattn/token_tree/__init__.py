@@ -5,9 +5,22 @@ ancestors alone. `TokenTree` is such a tree from beams, parents or paths. After 
 Speculative Decoding in Large Language Models" (arXiv 2403.09919), tree attention.
 """
 
+from treeattn.token_tree.accept import Accepted, accept_greedy, accept_sample, accept_speculative
 from treeattn.token_tree.mask_words import mask_from_words, mask_words
 from treeattn.token_tree.pack import Packed, pack, unpack
 from treeattn.token_tree.prefix_tree import prefix_tree
 from treeattn.token_tree.tree import TokenTree
 
-__all__ = ["Packed", "TokenTree", "mask_from_words", "mask_words", "pack", "prefix_tree", "unpack"]
+__all__ = [
+    "Accepted",
+    "Packed",
+    "TokenTree",
+    "accept_greedy",
+    "accept_sample",
+    "accept_speculative",
+    "mask_from_words",
+    "mask_words",
+    "pack",
+    "prefix_tree",
+    "unpack",
+]

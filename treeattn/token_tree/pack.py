@@ -22,8 +22,8 @@ class Packed(NamedTuple):
 
     packed_beam: [B, L] tokens, of the type of the beams.
     attention_mask: [B, L, L] bool, [query, key]: a node sees its ancestors and itself.
-    position_offsets: [B, L] int64, the depth from 0: a node's position is that of the first token after the
-        context plus this. Siblings share it.
+    position_offsets: [B, L] int64, the depth from 0, which siblings share. A node's position is that of the
+    first token after the context plus this.
     unpack_map: [B, M, C] int64, the slot of every token of the beams.
     lengths: [B] int64, the nodes of each batch row.
     packed_token_indices: [B, L] int64, m * C + c of the token that each node came from.
@@ -38,7 +38,7 @@ class Packed(NamedTuple):
 
     @property
     def mask_words(self) -> Any:
-        """The mask in bits, uint32 [B, L, ceil(L / 32)]: see `treeattn.token_tree.mask_words`."""
+        """The mask in bits, uint32 [B, L, ceil(L / 32)], as `treeattn.token_tree.mask_words` packs it."""
         return mask_words(self.attention_mask)
 
 

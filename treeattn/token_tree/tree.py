@@ -115,17 +115,17 @@ class TokenTree:
 
     @property
     def nodes(self) -> int:
-        """Slots of every row, L: as many as the largest tree needs."""
+        """Slots of every row, L, as many as the largest tree needs."""
         return int(self.tokens.shape[1])
 
     @cached_property
     def real(self) -> Array:
-        """[batch, L] bool: which slots are nodes, not pads."""
+        """Which slots are nodes, not pads, bool [batch, L]."""
         return grow.real(self.lengths, self.nodes)
 
     @cached_property
     def ancestry(self) -> Array:
-        """[batch, L, depth]: each node, its parent and so on to the root, then -1. A pad's is node 0's."""
+        """Each node, its parent and so on to the root, then -1, [batch, L, depth]; a pad has node 0's."""
         slots = np.where(self.real, np.arange(self.nodes), np.where(self.lengths[:, None] > 0, 0, -1))
         path = [slots]
         while (path[-1] >= 0).any():
@@ -140,7 +140,7 @@ class TokenTree:
 
     @cached_property
     def mask(self) -> Array:
-        """[batch, L, L] bool, [query, key]: a node sees its ancestors and itself; a pad what node 0 sees."""
+        """Bool [batch, query, key]; a node sees its ancestors and itself, a pad what node 0 sees."""
         seen = np.zeros((self.batch, self.nodes, self.nodes + 1), bool)  # the last for -1
         rows, queries = np.ogrid[: self.batch, : self.nodes]
         seen[rows[..., None], queries[..., None], self.ancestry] = True
@@ -162,7 +162,7 @@ class TokenTree:
 
     @cached_property
     def leaf_paths(self) -> Array:
-        """[batch, leaves, depth]: the slots from the root to each leaf, by the leaves' slots; then -1."""
+        """The slots from the root to each leaf, then -1, [batch, leaves, depth]; by the leaves' slots."""
         inner = np.zeros(self.tokens.shape, bool)
         rows, slots = np.nonzero(self.parents >= 0)
         inner[rows, self.parents[rows, slots]] = True
@@ -197,7 +197,7 @@ class TokenTree:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for equal trees: what ranks compare."""
+        """Equal for equal trees, which is what ranks compare."""
         found = hashlib.sha256(repr((self.tokens.shape, self.lengths.tolist())).encode())
         found.update(self.tokens.astype(np.int64).tobytes() + self.parents.tobytes())
         return found.hexdigest()
