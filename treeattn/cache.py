@@ -89,7 +89,7 @@ class ShardedCache:
 
     @property
     def shard_lengths(self) -> Any:
-        """Valid tokens of every rank's shard, int64 [ranks, batch]: known without a message."""
+        """Valid tokens of every rank's shard, int64 [ranks, batch], which nobody has to send."""
         return np.array([runs.all_below(self.totals) for runs in self._runs])
 
     def owners(self, positions: Any) -> Any:

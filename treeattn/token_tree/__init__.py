@@ -10,11 +10,13 @@ from treeattn.token_tree.mask_words import mask_from_words, mask_words
 from treeattn.token_tree.pack import Packed, pack, unpack
 from treeattn.token_tree.prefix_tree import prefix_tree
 from treeattn.token_tree.tree import TokenTree
+from treeattn.token_tree.verify import Verifier, verify
 
 __all__ = [
     "Accepted",
     "Packed",
     "TokenTree",
+    "Verifier",
     "accept_greedy",
     "accept_sample",
     "accept_speculative",
@@ -23,4 +25,5 @@ __all__ = [
     "pack",
     "prefix_tree",
     "unpack",
+    "verify",
 ]
