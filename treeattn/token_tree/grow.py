@@ -42,7 +42,7 @@ def sorted_by_parents(tokens: Any, parents: Any, lengths: Any) -> Fields:
         )
     lengths = _lengths(lengths, *tokens.shape)
     orders = [_topological(row, parents[row, :length].tolist()) for row, length in enumerate(lengths)]
-    return _kept(tokens, parents, orders)
+    return _kept(tokens, parents, orders, tokens.shape[1])
 
 
 def _topological(row: int, parents: list[int]) -> list[int]:
@@ -177,9 +177,12 @@ def pruned(tree: TokenTree, scores: Any, budget: int) -> Fields:
     return _kept(tree.tokens, tree.parents, orders)
 
 
-def _kept(tokens: Array, parents: Array, orders: Sequence[Sequence[int]]) -> Fields:
-    """The nodes of `orders`, for each row the slots that stay in their new order, ancestors among them."""
-    batch, nodes = len(orders), max(1, *map(len, orders))
+def _kept(tokens: Array, parents: Array, orders: Sequence[Sequence[int]], nodes: int = 1) -> Fields:
+    """The nodes of `orders`, for each row the slots that stay in their new order, ancestors among them.
+
+    nodes: slots that there are at least.
+    """
+    batch, nodes = len(orders), max(nodes, *map(len, orders))
     origin, lengths = np.zeros((batch, nodes), np.int64), np.array(list(map(len, orders)), np.int64)
     slots = np.full((batch, parents.shape[1] + 1), -1)  # the last is the slot of -1
     for row, order in enumerate(orders):

@@ -67,7 +67,8 @@ class TokenTree:
         """A tree from the parent of each token, both [batch, L], -1 for a token that follows the context.
 
         Any order will do: nodes whose parents come first keep theirs, the others move behind their parents;
-        `origin` says which stands where. lengths: [batch], valid tokens of each row; all unless said.
+        `origin` says which stands where. lengths: [batch], valid tokens of each row, all unless said; there
+        are L slots whatever they are.
 
         Raises `ArgumentError` for tokens or parents that are no integers, parents that form a cycle or lie
         outside the row.

@@ -68,8 +68,8 @@ def verify(
             while they communicate, and those that leave each rank a slice, are refused.
 
     Returns:
-        (out, lse): out like q, float32 (float64 for float64 inputs), and the natural-log lse
-        [batch, heads, L], the same on every rank. Pads have out 0 and lse -inf.
+        out, like q in float32 (float64 for float64 inputs), and the natural-log lse [batch, heads, L], both
+        the same on every rank. Pads have out 0 and lse -inf.
 
     Raises, on every rank alike:
         ArgumentError: arrays that do not fit each other, or q, drafts or trees that differ between ranks.
