@@ -65,7 +65,8 @@ def verify(
         owner: who counts which draft: "single", "position", "round_robin" or ranks [batch, L]; see
             `treeattn.token_tree.owners.draft_owners`. The result is the same for each.
         comm, scheme, scale, device, transport, dtype, executor: as for `treeattn.decode`. Schemes that attend
-            while they communicate, and those that leave each rank a slice, are refused.
+            while they communicate, and those that leave each rank a slice, are refused; so is
+            ``device="cuda"`` as long as its kernels read no masks.
 
     Returns:
         out, like q in float32 (float64 for float64 inputs), and the natural-log lse [batch, heads, L], both

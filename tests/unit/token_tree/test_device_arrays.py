@@ -1,8 +1,8 @@
 """Packing asks the library of its arrays for everything, as arrays of a GPU need it.
 
 No machine that these tests ran on had CuPy and a GPU. A stand-in with NumPy inside takes CuPy's place: it has
-the functions that packing uses, and refuses what CuPy refuses, NumPy's own functions on its arrays and NumPy's
-arrays among its operands.
+the functions that packing uses, and refuses what CuPy refuses: NumPy's own functions on its arrays, and
+NumPy's arrays among its operands.
 """
 
 from __future__ import annotations
