@@ -210,11 +210,11 @@ class ShardedCache:
     def _check_rows(self, k: Any, v: Any) -> int:
         """How many tokens they hold."""
         batch, _, *heads = self.k.shape
+        wanted = (batch, k.shape[1] if k.ndim == 4 else 0, *heads)
         for name, array in (("k", k), ("v", v)):
-            shape = tuple(array.shape)
-            if len(shape) != 4 or (shape[0], list(shape[2:])) != (batch, heads) or shape != tuple(k.shape):
+            if tuple(array.shape) != wanted:
                 raise ArgumentError(
-                    f"{name} has shape {list(shape)}: [batch, tokens, kv_heads, head_dim] = "
+                    f"{name} has shape {list(array.shape)}: [batch, tokens, kv_heads, head_dim] = "
                     f"[{batch}, any, {heads[0]}, {heads[1]}] is needed, alike for k and v"
                 )
             if array.dtype != self.k.dtype:
