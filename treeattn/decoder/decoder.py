@@ -104,7 +104,7 @@ class Decoder:
         self._native, self._foreign = type(self.out), False
         self._comm, self._device = comm, request.device
         self._attention, self._reducer, self._finish = planned.attention, planned.reducer, planned.finish
-        self._whole = planned.whole
+        self._folded, self._whole = planned.folded, planned.whole
         self._sliced = planned.buffers.sliced
         self._captured: list[CapturedStep] = []
         self._begun = False
@@ -118,8 +118,11 @@ class Decoder:
         if self._whole is not None and self._whole(q, k, v, lengths):
             return self._results
         self.local(q, k, v, lengths)
-        self.reduce()
-        return self.finish()
+        if self._folded is None:
+            self.reduce()
+            return self.finish()
+        self._folded()
+        return self._given()
 
     def local(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
         """This rank's partials, from its own tokens, into the records buffer."""
@@ -170,6 +173,9 @@ class Decoder:
             if self._sliced:
                 self._buffers.from_wire()
         self._finish()
+        return self._given()
+
+    def _given(self) -> tuple[Any, Any]:
         return self._containers.give() if self._foreign else self._results
 
     @property

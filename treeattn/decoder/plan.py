@@ -147,7 +147,7 @@ class Buffers:
 @dataclass(slots=True)
 class Plan:
     """What a step runs: `attention` takes q, k, v and lengths; `reducer` folds what it wrote, or all of it
-    happens there; `finish` divides; `whole`, where there is one, does all three."""
+    happens there; `finish` divides; `folded`, where there is one, does these two; `whole` all three."""
 
     request: Request
     buffers: Buffers
@@ -156,6 +156,7 @@ class Plan:
     attention: Attention
     reducer: Reducer
     finish: Callable[[], object]
+    folded: Callable[[], None] | None
     whole: WholeStep | None
 
 
@@ -200,10 +201,11 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
     if request.progress == "thread":
         reducer = background.BackgroundReducer(reducer)
     assert attention is not None
-    whole = None
+    folded = whole = None
     if not buffers.sliced:
+        folded = reducer.followed_by(finish)
         whole = device.whole_step(attention, reducer, buffers.records, buffers.out, buffers.lse)
-    return Plan(request, buffers, rounds, chosen, attention, reducer, finish, whole)
+    return Plan(request, buffers, rounds, chosen, attention, reducer, finish, folded, whole)
 
 
 def plan_reducer(
