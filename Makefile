@@ -5,6 +5,7 @@
 #   lint          ruff, mypy, codespell, clang-format, shellcheck
 #   docs          the pages as HTML in docs/_build
 #   test-openmpi  the MPI tests again, with Open MPI
+#   fuzz-visible  2000 drawn cases of what a query may see, on each number of ranks (minutes)
 #   soak          a million steps of every executor on 2 ranks leave no growth (minutes)
 #   wheel-test    installs the package from a wheel, away from the checkout
 #   cluster-demo  every scheme on 4 emulated nodes (root); test-cluster tests such clusters
@@ -26,7 +27,7 @@ comma  := ,
 CACHE  := tests/data/smollm2_layer17_4096
 SOURCES := setup.cfg pyproject.toml
 
-.PHONY: soak cluster-demo test-cluster demo test test-quick coverage test-unit test-mpi test-openmpi venv lint wheel-test docs amd-compiler clean help
+.PHONY: fuzz-visible soak cluster-demo test-cluster demo test test-quick coverage test-unit test-mpi test-openmpi venv lint wheel-test docs amd-compiler clean help
 
 help:
 	@sed '/^$$/,$$d; s/^# \{0,1\}//' Makefile
@@ -51,6 +52,14 @@ test-mpi: .venv/.tests
 	@for n in $(SIZES); do \
 	    echo "== $$n ranks"; \
 	    timeout -k 10 600 $(MPIEXEC) -n $$n $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi || exit 1; \
+	done
+
+# Drawn cases of what a query may see, against a dense oracle: 2000 on each number of ranks.
+fuzz-visible: .venv/.tests
+	@for n in $(SIZES); do \
+	    echo "== $$n ranks"; \
+	    TREEATTN_VISIBLE_CASES=2000 timeout -k 10 3600 $(MPIEXEC) -n $$n $(BIN)/python -m mpi4py -m pytest \
+	        --with-mpi -x -q tests/mpi/test_visible.py -k drawn || exit 1; \
 	done
 
 soak: .venv/.tests
