@@ -22,12 +22,11 @@ def test_every_schedule_over_peer_memory(ranks: int) -> None:
     assert f" schemes over {ranks} ranks" in done.stdout
 
 
-@pytest.mark.parametrize("ranks", [4, 7])
-def test_every_schedule_over_two_nodes_that_are_one(ranks: int) -> None:
+def test_every_schedule_over_two_nodes_that_are_one() -> None:
     """Peer memory within each half of the ranks, NCCL between them."""
-    if why := problem(ranks):
+    if why := problem(4):
         pytest.skip(why)
     program = ("-m", "mpi4py", "tests/gpu/over_peers.py", "--two-nodes")
-    done = run(*program, ranks=ranks, timeout=280, TREEATTN_TIMEOUT="60")
+    done = run(*program, ranks=4, timeout=280, TREEATTN_TIMEOUT="60")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f" schemes over {ranks} ranks" in done.stdout
+    assert " schemes over 4 ranks" in done.stdout

@@ -157,9 +157,11 @@ def test_two_nodes_give_the_bits_of_the_host(comm, runtime, communicators, monke
     runtime.identity = f"emulated GPU {comm.rank}"
     arrays = shard(comm)
     planned = {"scheme": scheme, "output": "replicated" if scheme in REPLICATED else "heads"}
-    wanted = results_by_way_of_the_host(comm, arrays, **planned)
+    with treeattn.Decoder(comm, **options(), **planned, transport="host") as staged:
+        wanted, sent = [array.copy() for array in staged(*arrays)], staged.sent
     with treeattn.Decoder(comm, **options(), **planned, transport="peer") as decoder:
         assert decoder.executor == "peer_nccl"
+        assert decoder.sent == sent
         assert decoder.certificate == collectives.check(decoder.schedule)
         decoder(*arrays)
         allocations, graphs = runtime.allocations, runtime.graph_launches
@@ -217,8 +219,9 @@ def test_a_rank_that_does_not_come_on_one_of_two_nodes(comm, runtime, communicat
     if comm.rank != absent:
         assert np.isnan(decoder(*arrays)[0]).all()
     if comm.rank == leader:
-        with pytest.raises(treeattn.TransportError, match=f"round 1: 1 s without rank {absent}"):
-            decoder.synchronize()
+        for wait in (lambda: decoder(*arrays), decoder.synchronize):
+            with pytest.raises(treeattn.TransportError, match=f"round 1: 1 s without rank {absent}"):
+                wait()
     else:
         with pytest.raises(treeattn.TransportError, match=r"1 s without|NCCL's end"):
             decoder.close()

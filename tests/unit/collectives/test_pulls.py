@@ -30,7 +30,10 @@ class Node:
     ) -> None:
         self.programs, self._operator, self._careless = programs, operator, careless
         self._landed = [np.full((p.landing, operator.width), np.nan, np.float32) for p in programs]
-        self._mail: dict[tuple[int, int], list[Array]] = {}
+        # What is posted from rank to rank, and how many posts of each rank have not met their counterpart.
+        self._leaving: dict[tuple[int, int], list[Array]] = {}
+        self._arriving: dict[tuple[int, int], list[Array]] = {}
+        self._open = [0] * len(programs)
         self.held = [np.zeros((records, operator.width), np.float32) for _ in programs]
         self._slots = [np.full((2, p.set, operator.width), np.nan, np.float32) for p in programs]
         self._numbers = [0] * len(programs)
@@ -66,15 +69,20 @@ class Node:
             results.append(self.held[rank].copy())
 
     def _exchange(self, rank: int, exchange: pulls.Exchange) -> Iterator[bool]:
-        """What leaves leaves at once; what arrives is waited for."""
-        for peer, first, stop in exchange.sends:
-            self._mail.setdefault((rank, peer), []).append(self.held[rank][first:stop].copy())
+        """As a group of NCCL: it ends when its messages have met those of groups that peers have come to."""
         for peer, first, stop in exchange.receives:
-            while not (self._careless or self._mail.get((peer, rank))):
-                yield False
-            if self._mail.get((peer, rank)):
-                self._landed[rank][first:stop] = self._mail[peer, rank].pop(0)
-            yield True
+            self._arriving.setdefault((peer, rank), []).append(self._landed[rank][first:stop])
+        for peer, first, stop in exchange.sends:
+            self._leaving.setdefault((rank, peer), []).append(self.held[rank][first:stop])
+        self._open[rank] += len(exchange.sends) + len(exchange.receives)
+        for pair in {(p, rank) for p, *_ in exchange.receives} | {(rank, p) for p, *_ in exchange.sends}:
+            while self._leaving.get(pair) and self._arriving.get(pair):
+                self._arriving[pair].pop(0)[...] = self._leaving[pair].pop(0)
+                for end in pair:
+                    self._open[end] -= 1
+        yield True
+        while self._open[rank] and not self._careless:
+            yield False
 
     def _can(self, rank: int, before: int, instruction: pulls.Instruction) -> bool:
         near = (source.rank for source in instruction.sources if source.rank != LANDED)

@@ -80,8 +80,9 @@ class PlannedPull:
         self._kernel, self._blocks = runtime.kernel("pull_partials", "pull_partials"), blocks
         self._arrays = (records, self.landed, self._late, *arrays.values())
         last = max((part.stop for part in program.parts if part), default=0)
-        self._arguments = [_of_part(arguments, part, part.stop == last) for part in program.parts]
-        self._launches = list(map(self._planned, self._arguments))
+        of_parts = [_of_part(arguments, part, part.stop == last) for part in program.parts]
+        self._arguments = of_parts[0]
+        self._launches = list(map(self._planned, of_parts))
         runtime.synchronize()  # a step may run on another stream than this
 
     def _planned(self, arguments: Any, *others: Any) -> Callable[[], object]:
@@ -94,10 +95,10 @@ class PlannedPull:
         self._launches[part]()
 
     def followed_by(self, work: Any) -> Callable[[], object] | None:
-        """A step that is one launch with the `PlannedFinish` of its records; None where it is several."""
-        if len(self._arguments) > 1:
+        """A step and the `PlannedFinish` of its records in one launch; None where a step is not one."""
+        if len(self._launches) > 1 or not self._arguments["instructions"]:
             return None
-        arguments = self._arguments[0].copy()
+        arguments = self._arguments.copy()
         for name in ("out", "lse", "heads", "queries"):
             arguments[name] = work.arguments[name]
         return self._planned(arguments, *work.arrays)
