@@ -9,6 +9,7 @@ nodes, between which NCCL sends, wherever they run.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def check(device, given, scheme):
     """Raises `AssertionError` where a step has other bits than by way of the host."""
     wanted = over_ranks.by_the_host(device, given, scheme)
     with over_ranks.planned(scheme, "peer") as decoder:
-        assert decoder.executor == EXECUTOR
+        assert decoder.executor == ("peer" if len(comm_.node_groups(over_ranks.WORLD)) == 1 else "peer_nccl")
         captured = decoder.capture(*given)
         for number in range(STEPS):
             step = captured if number % 2 else lambda: decoder(*given)
@@ -45,9 +46,9 @@ def check(device, given, scheme):
 
 
 if __name__ == "__main__":
-    EXECUTOR = "peer_nccl" if "--two-nodes" in sys.argv else "peer"
     if "--stand-ins" in sys.argv:
         over_nccl.stand_in(damaged=False)
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # not every launcher hands it on to other nodes
     if "--two-nodes" in sys.argv:
         on_two_nodes()
     over_ranks.run(dict.fromkeys(collectives.names("schedule"), check))
