@@ -6,7 +6,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from treeattn import collectives
+from treeattn import collectives, energy
 from treeattn.decoder import Decoder, Merger, decode, merge, schemes
 from treeattn.errors import (
     ArgumentError,
@@ -34,6 +34,7 @@ __all__ = [
     "__version__",
     "collectives",
     "decode",
+    "energy",
     "merge",
     "schemes",
 ]
