@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from tests.exporters import Dlpack, OnGpu
 from treeattn import energy, partial, reference
+from treeattn.decoder.plan import plan_reducer
+from treeattn.energy import reduction
 from treeattn.energy.shard import Features, Shard, records
 from treeattn.errors import ArgumentError, RestrictionError
 
@@ -276,6 +278,43 @@ def test_a_variance_is_exact_relative_to_the_spread_of_the_values(dtype, unit, m
     if mean == 1e4 and dtype is np.float32:
         squares = energy.gradient(None, q, k, (v * v).astype(dtype), scale=SCALE)
         assert abs(squares - got_mean * got_mean - wanted).max() > 1
+
+
+@pytest.mark.parametrize(
+    ("call", "width"),
+    [
+        (lambda zeta, *cache: energy.value(zeta, *cache), 2),
+        (lambda zeta, *cache: energy.total(zeta, *cache, causal=True), 2),
+        (lambda zeta, *cache: energy.log_likelihood(zeta, cache[0], *cache), 2),
+        (lambda zeta, *cache: energy.gradient(zeta, *cache), 10),
+        (lambda zeta, *cache: energy.moments(*cache), 18),
+        (lambda zeta, *cache: energy.moments(*cache, covariance=[5]), 18),
+        (lambda zeta, *cache: energy.moments(*cache, covariance=[5, 1, 2]), 21),
+        (lambda zeta, *cache: energy.moments(*cache, covariance=True), 46),
+    ],
+)
+def test_everything_is_one_reduction_of_records(monkeypatch, call, width):
+    planned = []
+
+    class Counted:
+        """A reducer that tells of its steps."""
+
+        def __init__(self, *given):
+            self.reducer, self.buffer = plan_reducer(*given), given[5]
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception):
+            self.reducer.close()
+
+        def __call__(self):
+            planned.append(self.buffer.shape)
+            self.reducer()
+
+    monkeypatch.setattr(reduction, "plan_reducer", Counted)
+    call(*made_up())
+    assert planned == [(2, 4, 3, width)]
 
 
 def test_where_one_key_has_all_the_weight_nothing_varies():
