@@ -120,12 +120,15 @@ def test_where_nothing_is_said_ranks_hold_consecutive_tokens(comm):
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("scheme", ["hierarchical", "chain", "ring", "two_allreduce"])
+@pytest.mark.parametrize(
+    ("scheme", "layout"),
+    [("hierarchical", "interleaved"), ("chain", "sizes"), ("ring", "contiguous"), ("two_allreduce", "gaps")],
+)
 @pytest.mark.parametrize(("dtype", "unit"), [(np.float32, 2.0**-24), (np.float64, 1e-15)])
-def test_a_variance_far_from_zero_is_as_exact_as_one_around_it(comm, scheme, dtype, unit):
+def test_a_variance_far_from_zero_is_as_exact_as_one_around_it(comm, scheme, layout, dtype, unit):
     """Relative to the spread of the values; ranks have other means. A chain merges once for each rank."""
     zeta, q, k, v = made_up(dtype=np.float64, tokens=120)
-    own = shard(comm, 120)
+    own = shard(comm, 120, layout)
     v = (v + 1e4 + np.arange(120)[:, None, None] / 40).astype(dtype)
     zeta, q, k = (array.astype(dtype) for array in (0 * zeta, q, k))
     _, mean, covariance = dense(zeta, q, k, v, wide=np.longdouble)

@@ -152,9 +152,9 @@ def log_likelihood(
     """Gamma(zeta, z) = zeta.z - F(zeta): how likely zeta is when the value z was observed. Collective.
 
     The values under weights exp(scale q.k + zeta.v - F(zeta)) are an exponential family with parameter zeta
-    and log-partition F, so this is its log-likelihood, up to what does not depend on zeta (after appendix C.2).
-    It is concave in zeta, and stationary where z = dF/dzeta: z = attention makes zeta = 0 the maximum, where
-    it is -F(0).
+    and log-partition F, so this is its log-likelihood, up to what does not depend on zeta (after appendix
+    C.2). It is concave in zeta, and stationary where z = dF/dzeta: z = attention makes zeta = 0 the maximum,
+    where it is -F(0).
 
     z: like zeta, equal on every rank, of any floating type. Arguments and errors as for `value`. Returns
     [batch, heads, queries] as `value` does.
