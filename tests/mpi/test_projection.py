@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import treeattn
+from tests.token_tree_cases import Case
 from treeattn import collectives, partial, reference
 from treeattn.decoder.plan import CATALOG
 from treeattn.shards import parse_layout
+from treeattn.token_tree import verify
 
 pytestmark = pytest.mark.mpi
 
@@ -154,6 +156,41 @@ def test_queries_without_keys_and_heads_with_nan(comm, out_dim):
         assert np.isnan(out[0, :, 2:]).all() == bool(comm.allreduce(k.size))
         assert np.isfinite(out[0, :, :2]).all()
         assert np.isfinite(out[1]).all()
+
+
+@pytest.mark.parametrize("out_dim", [3, 300])
+@pytest.mark.parametrize("owner", ["single", "position", "round_robin"])
+def test_drafts_are_projected_as_the_context_is(comm, owner, out_dim):
+    """Before the records of both merge, or after all; ragged trees, any grouping of heads, empty shards."""
+    for turn in range(4):
+        case = Case.draw(40 + turn, comm.size)
+        k, v, lengths = case.shard(comm.rank)
+        heads, head_dim = case.q.shape[2:]
+        project = np.random.default_rng(turn).standard_normal((heads, head_dim, out_dim)).astype(np.float32)
+        arrays, options = (case.q, k, v, case.draft_k, case.draft_v, case.tree), {"lengths": lengths}
+        options |= {"comm": comm, "owner": owner}
+        plain, plain_lse = verify(*arrays, **options)
+        out, lse = verify(*arrays, **options, project=project)
+        assert out.shape == (*plain.shape[:3], out_dim)
+        wanted = np.einsum("bqhi,hio->bqho", plain.astype(np.float64), project)
+        np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5 * np.abs(plain).max() * head_dim)
+        np.testing.assert_array_equal(lse, plain_lse)
+        assert not out[~case.tree.real].any()
+        assert_same_bits(comm, out, lse)
+
+
+def test_a_bad_map_for_drafts(comm):
+    case = Case.draw(40, comm.size)
+    k, v, lengths = case.shard(comm.rank)
+    project = np.zeros((*case.q.shape[2:], 5), np.float32)
+    with pytest.raises(treeattn.ArgumentError, match="project has shape") as caught:
+        verify(
+            *(case.q, k, v, case.draft_k, case.draft_v, case.tree),
+            comm=comm,
+            lengths=lengths,
+            project=project[:, 1:] if comm.rank == comm.size - 1 else project,
+        )
+    assert len(set(comm.allgather(str(caught.value)))) == 1
 
 
 def test_maps_of_other_types(comm):

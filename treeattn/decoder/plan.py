@@ -135,8 +135,8 @@ class Buffers:
     """Records as the kernel writes them, as the reducer cuts them, and this rank's part of the result.
 
     A scattered schedule cuts the records by heads, so they must be head-major on the wire: for one
-    sequence they are; for several, a step reorders into a second buffer. `partials` are what attention
-    writes, `divided` is what the finish does: other arrays than `records` and `out` before a projection.
+    sequence they are; for several, a step reorders into a second buffer. `divided` is what the finish
+    writes: another array than `out` where that is projected afterwards.
     """
 
     def __init__(self, request: Request, comm: Intracomm) -> None:
@@ -149,9 +149,7 @@ class Buffers:
         own = self.heads.stop - self.heads.start
         whole = own == all_heads
         self.group = batch * queries
-        self.records = self.partials = empty((batch, all_heads, queries, width), dtype)
-        if request.projects_first:
-            self.partials = empty((batch, all_heads, queries, shape.head_dim + 2), dtype)
+        self.records = empty((batch, all_heads, queries, width), dtype)
         self.sliced = not whole
         self._reordered = batch > 1 and not whole
         self.wire = empty((all_heads, batch, queries, width), dtype) if self._reordered else self.records
@@ -213,7 +211,7 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
         attention, sight = None, Sight(request.rules, shape)
         visible = sight.tables() if sight.by_tables else None
         if not request.scheme.row.fused and request.groups == 1:
-            attention = _attention(request, buffers, visible)
+            attention = _attention(request, buffers.records, visible)
         finish = device.finish(buffers.own, buffers.divided, buffers.lse)
         if request.project and not request.projects_first:
             finish = request.project.after_finish(finish, buffers.divided, buffers.out, buffers.heads)
@@ -250,7 +248,7 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
         return device.whole_step(attention, reducer, buffers.records, buffers.out, buffers.lse)
 
     def see(tables: Visible) -> tuple[Attention, WholeStep | None]:
-        again = _attention(request, buffers, tables)
+        again = _attention(request, buffers.records, tables)
         return again, whole_of(again)
 
     return Plan(
@@ -259,12 +257,12 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
     )
 
 
-def _attention(request: Request, buffers: Buffers, visible: Visible | None) -> Attention:
+def _attention(request: Request, records: Any, visible: Visible | None) -> Attention:
     """Attention into the records that travel."""
-    planned = request.device.attention(request.shape, buffers.partials, request.logit_scale, visible)
+    given = request.shape, records, request.logit_scale, visible
     if request.project is None or not request.projects_first:
-        return planned
-    return request.project.after_attention(planned, buffers.partials, buffers.records)
+        return request.device.attention(*given)
+    return request.project.before_merging(request.device, *given)
 
 
 def plan_reducer(

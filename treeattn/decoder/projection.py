@@ -15,7 +15,8 @@ import numpy as np
 
 from treeattn.attention import arrays
 from treeattn.attention.shape import DTYPES, Shape, dtype_name
-from treeattn.decoder.device import Attention
+from treeattn.attention.visibility import Visible
+from treeattn.decoder.device import Attention, Device
 from treeattn.errors import ArgumentError
 from treeattn.partial import EXTRA
 
@@ -46,9 +47,12 @@ class Projection:
         #: Equal for equal maps.
         self.digest = f"{given.shape} {hashlib.sha256(self._matrix.tobytes()).hexdigest()[:16]}"
 
-    def after_attention(self, attention: Attention, partials: Any, records: Any) -> Attention:
-        """`attention`, which writes `partials` [batch, heads, queries, v_dim + 2], and then `records`
-        [batch, heads, queries, out_dim + 2] of them."""
+    def before_merging(
+        self, device: Device, shape: Shape, records: Any, scale: float, visible: Visible | None
+    ) -> Attention:
+        """Attention as `Device.attention` plans it, but into records [batch, heads, queries, out_dim + 2]."""
+        partials = device.memory.empty((*shape.lse_shape, shape.head_dim + EXTRA), shape.record_dtype)
+        attention = device.attention(shape, partials, scale, visible)
         matrix, wide, narrow = self._matrix, partials[..., EXTRA:], records[..., EXTRA:]
 
         def attend(q: Any, k: Any, v: Any, lengths: Any) -> None:
@@ -62,7 +66,7 @@ class Projection:
     def after_finish(
         self, finish: Callable[[], object], divided: Any, out: Any, heads: slice
     ) -> Callable[[], object]:
-        """`finish`, which writes `divided` [batch, queries, heads, v_dim], and then `out` of it."""
+        """`finish`, which writes `divided` [batch, queries, heads, v_dim] of these heads, and then `out`."""
         matrix, source, target = self._matrix[heads], divided.swapaxes(1, 2), out.swapaxes(1, 2)
 
         def project() -> None:
