@@ -33,10 +33,10 @@ def _draw_curve(axes: Any, curve: Curve) -> None:
     axes.plot(xs, values, color=COLOURS[0], label="_curve")
     limits = axes.get_ylim()
     if curve.line is not None:
-        (x, y), slope = curve.line[:2], curve.line[2]
+        x, y, slope = curve.line
         ends = (xs[0], xs[-1])
         line = [y + slope * (end - x) for end in ends]
         axes.plot(ends, line, color=COLOURS[1], linestyle=(0, (4, 2)), label="_line")
     axes.set_ylim(limits)
     if curve.mark is not None:
-        axes.plot(*curve.mark[:2], "o", color=INK, zorder=3, label=f"{curve.mark.value:g}")
+        axes.plot(curve.mark.x, curve.mark.value, "o", color=INK, zorder=3, label=f"{curve.mark.value:g}")
