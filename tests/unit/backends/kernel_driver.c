@@ -39,7 +39,8 @@ static void attend(int with_tables) {
     if (scanf("%ld", n + i) != 1) exit(2);
   if (scanf("%f", &a.scale) != 1) exit(2);
   if (!with_tables) getchar();
-  a.batch = n[0], a.queries = n[1], a.heads = n[2], a.kv_heads = n[3], a.head_dim = n[4], a.tokens = n[5];
+  a.batch = n[0], a.queries = n[1], a.heads = n[2], a.kv_heads = n[3], a.head_dim = a.v_dim = n[4];
+  a.tokens = n[5];
   a.q_type = (int32_t)n[6], a.kv_type = (int32_t)n[7], a.threads = (int32_t)n[8];
   a.order = (int32_t)n[9];
   if (with_tables) take_tables(&a, &visible), a.visible = &visible;

@@ -87,6 +87,7 @@ def run(driver: Driver, head: str, *arrays: Array) -> Array:
     [
         (1, 1, 4, 4, 128, 70), (2, 3, 6, 2, 80, 33), (1, 1, 7, 1, 72, 1100), (1, 1, 2, 2, 8, 1),
         (1, 1, 2, 2, 8, 0), (1, 1, 3, 1, 64, 300), (1, 2, 1, 1, 256, 17), (1, 1, 1, 1, 24, 2050),
+        (1, 9, 8, 2, 72, 100), (2, 53, 1, 1, 24, 1030),
     ],
 )  # fmt: skip
 def test_attention(driver: Driver, dtype: str, shape: tuple[int, int, int, int, int, int]) -> None:
