@@ -131,7 +131,7 @@ class Buffers:
     def __init__(self, request: Request, comm: Intracomm) -> None:
         shape, self._memory = request.shape, request.device.memory
         batch, all_heads, queries = shape.lse_shape
-        width, dtype, empty = shape.head_dim + 2, shape.record_dtype, self._memory.empty
+        width, dtype, empty = shape.v_dim + 2, shape.record_dtype, self._memory.empty
         self.heads = _own_heads(all_heads, request.output, comm)
         own = self.heads.stop - self.heads.start
         whole = own == all_heads
@@ -141,7 +141,7 @@ class Buffers:
         self._reordered = batch > 1 and not whole
         self.wire = empty((all_heads, batch, queries, width), dtype) if self._reordered else self.records
         self.own = self.records if whole else empty((batch, own, queries, width), dtype)
-        self.out = empty((batch, queries, own, shape.head_dim), dtype)
+        self.out = empty((batch, queries, own, shape.v_dim), dtype)
         self.lse = empty((batch, own, queries), dtype)
 
     def to_wire(self) -> None:
@@ -206,7 +206,7 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
     _check_output(row, request.output)
     rounds = schedule(request.scheme, comm)
     chosen = transports.choose(device.name, request.transport, row, comm.size)
-    operator = device.merge_operator(shape.head_dim, shape.record_dtype)
+    operator = device.merge_operator(shape.v_dim, shape.record_dtype)
     reduction = Reduction(comm, operator, buffers.wire, buffers.group, device.memory)
     reducer: Any
     if row.fused:
@@ -342,7 +342,12 @@ def _check_groups(request: Request) -> None:
 
 
 def _check_rules(request: Request) -> None:
-    """Raise `RestrictionError` where attention happens in a place that knows no rules."""
+    """Raise `RestrictionError` where attention happens in a place that knows no rules, or one width alone."""
+    if request.scheme.row.fused and request.shape.v_dim != request.shape.head_dim:
+        raise RestrictionError(
+            f"{request.scheme.text} attends while it communicates, to keys and values of one width: "
+            "v_dim needs another scheme"
+        )
     if request.rules.rules and (request.scheme.row.fused or request.groups != 1):
         what = request.scheme.text if request.scheme.row.fused else "a step by groups of heads"
         raise RestrictionError(
