@@ -86,16 +86,21 @@ static struct state state_of(const struct attention *a, int worker) {
   return s;
 }
 
+/* What elements of a KV head are multiplied with, as they are loaded. */
+static float scale_of(const struct attention *a, const float *scales, int64_t kv_head) {
+  return unit_factor(a->kv_type) * (scales ? scales[kv_head] : 1.0f);
+}
+
 /* One row of q to float32, scaled, in the unit order of the keys, padded with 0. */
-static void widen_query(const struct attention *a, const char *from, float *to) {
+static void widen_query(const struct attention *a, const char *from, float scale, float *to) {
   for (int64_t d = 0; d < a->head_dim; d += UNIT) {
     const int64_t left = a->head_dim - d;
     const char *at = from + d * (int64_t)element_size(a->q_type);
     unit u = left >= UNIT ? load_unit(a->q_type, at) : load_part(a->q_type, at, (int)left);
     if (is_split(a->q_type) && !is_split(a->kv_type)) u = interleave(u);
     if (!is_split(a->q_type) && is_split(a->kv_type)) u = split(u);
-    store(to + d, u.first * splat(a->scale));
-    store(to + d + WIDTH, u.second * splat(a->scale));
+    store(to + d, u.first * splat(scale));
+    store(to + d + WIDTH, u.second * splat(scale));
   }
 }
 
@@ -105,7 +110,7 @@ static void prepare(const struct attention *a, const struct state *s, const stru
   for (int64_t r = 0; r < count; ++r) {
     const int64_t head = head_of(a, first + r), query = query_of(a, first + r);
     const char *from = a->q + p->b * a->q_batch_stride + query * a->q_query_stride + head * a->q_head_stride;
-    widen_query(a, from, s->q + r * floats);
+    widen_query(a, from, a->scale * scale_of(a, a->k_scale, head / rows_per_query(a)), s->q + r * floats);
     s->maximum[r] = -INFINITY;
   }
   memset(s->numerator, 0, (size_t)(count * floats) * sizeof(float));
@@ -132,7 +137,7 @@ static void write_numerator(const struct attention *a, float *numerator, float f
   for (int64_t i = 0; i < a->head_dim; ++i) to[i] = canonical(factor * numerator[i]);
 }
 
-static void write_record(const struct attention *a, const struct state *s, int64_t r, float *record) {
+static void write_record(const struct attention *a, const struct state *s, int64_t r, float v_scale, float *record) {
   const int64_t width = record_width(a);
   const float denominator = sum_lanes(load(s->denominator + r * WIDTH));
   if (denominator != denominator) { /* a NaN score: all of the row is NaN */
@@ -143,15 +148,18 @@ static void write_record(const struct attention *a, const struct state *s, int64
     float factor = 1.0f;
     record[RECORD_MAX] = whole_maximum(a, s, r, &factor);
     record[RECORD_DENOMINATOR] = factor * denominator;
-    write_numerator(a, s->numerator + r * row_floats(a), factor, record + RECORD_NUMERATOR);
+    write_numerator(a, s->numerator + r * row_floats(a), v_scale * factor, record + RECORD_NUMERATOR);
   }
 }
 
 /* The rows of a piece, to the records of their batch row. */
 static void write_records(const struct attention *a, const struct state *s, const struct piece *p, float *records) {
   const int64_t first = p->head * rows_per_kv_head(a), count = p->heads * rows_per_kv_head(a);
-  for (int64_t r = 0; r < count; ++r)
-    write_record(a, s, r, records + (head_of(a, first + r) * a->queries + query_of(a, first + r)) * record_width(a));
+  for (int64_t r = 0; r < count; ++r) {
+    const int64_t head = head_of(a, first + r);
+    write_record(a, s, r, scale_of(a, a->v_scale, head / rows_per_query(a)),
+                 records + (head * a->queries + query_of(a, first + r)) * record_width(a));
+  }
 }
 
 #endif

@@ -44,6 +44,8 @@ class Decoder:
     within `begin`, `test` and `finish`, with ``progress="thread"`` (device="cpu") within a thread of the
     decoder's own, which wants a core. Over NCCL the GPU does it.
 
+    cache_dtype: of k and v, where it is not that of q; uint8 arrays then carry the bits of a float8.
+
     What queries see is planned with the arguments of `treeattn.decode`; a step brings what changes.
     `positions` of a cache that grows may be a layout that does not depend on its length (``"interleaved"``),
     runs that go beyond today's tokens, or come anew with each call. Where queries stand is not known here:
@@ -64,6 +66,9 @@ class Decoder:
         batch: int = 1,
         queries: int = 1,
         dtype: str = "bfloat16",
+        cache_dtype: str | None = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
         scheme: str | Schedule = "hierarchical",
         scale: float | None = None,
         device: str = "cpu",
@@ -81,7 +86,8 @@ class Decoder:
         sink_logits: Any = None,
     ) -> None:
         def ask() -> Request:
-            shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype)
+            cache = cache_dtype, k_scale, v_scale
+            shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype, *cache)
             where = devices.find(device)
             rules = Visibility.of(
                 heads,

@@ -342,12 +342,18 @@ def _check_groups(request: Request) -> None:
 
 
 def _check_rules(request: Request) -> None:
-    """Raise `RestrictionError` where attention happens in a place that knows no rules."""
+    """Raise `RestrictionError` where attention happens in a place that knows no rules, and one type."""
     if request.rules.rules and (request.scheme.row.fused or request.groups != 1):
         what = request.scheme.text if request.scheme.row.fused else "a step by groups of heads"
         raise RestrictionError(
             f"{what} lets every query see every token: {', '.join(request.rules.rules)} need another scheme, "
             "and groups=1"
+        )
+    if request.shape.mixed and (request.scheme.row.fused or request.groups != 1):
+        what = request.scheme.text if request.scheme.row.fused else "a step by groups of heads"
+        raise RestrictionError(
+            f"{what} takes q, k and v of one type: a cache of {request.shape.kv_dtype} under queries of "
+            f"{request.shape.dtype} needs another scheme, and groups=1"
         )
 
 
