@@ -45,20 +45,20 @@ class Decoder:
     within `begin`, `test` and `finish`, with ``progress="thread"`` (device="cpu") within a thread of the
     decoder's own, which wants a core. Over NCCL the GPU does it.
 
+    cache_dtype: of k and v, where it is not that of q; uint8 arrays then carry the bits of a float8.
+
     What queries see is planned with the arguments of `treeattn.decode`; a step brings what changes.
     `positions` of a cache that grows may be a layout that does not depend on its length (``"interleaved"``),
     runs that go beyond today's tokens, or come anew with each call. Where queries stand is not known here:
     calls bring `q_positions` where a rule asks for them.
 
-<<<<<<< HEAD
     With `project` [heads, v_dim, out_dim], the same on every rank, out is [batch, queries, heads, out_dim]:
     each head's result times its matrix (device="cpu"); lse does not change. The matrix is applied to what
     travels if that makes it shorter (out_dim < v_dim), else to the result, of which the bits are then the
     same on ranks whose processors and BLAS libraries are alike.
-=======
+
     Latent attention: plan with v_dim, how many of k's first channels are the values, and pass v=None, or
     values of that width of their own.
->>>>>>> tiles
 
     With ``groups=n`` (a divisor of kv_heads; device="cpu") a step is taken apart into n groups of heads, and
     the records of one travel while the next is attended; ``groups="auto"`` takes the number that was the
@@ -75,6 +75,9 @@ class Decoder:
         batch: int = 1,
         queries: int = 1,
         dtype: str = "bfloat16",
+        cache_dtype: str | None = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
         scheme: str | Schedule = "hierarchical",
         scale: float | None = None,
         device: str = "cpu",
@@ -96,7 +99,8 @@ class Decoder:
         def ask() -> Request:
             if v_dim is not None:
                 check_latent(v_dim, head_dim, scale)
-            shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype, v_dim or 0)
+            cache = cache_dtype, k_scale, v_scale, v_dim or 0
+            shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype, *cache)
             where = devices.find(device)
             rules = Visibility.of(
                 heads,
