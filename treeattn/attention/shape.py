@@ -106,6 +106,12 @@ class Shape:
         return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
 
     @property
+    def plain(self) -> dict[str, Any]:
+        """What every `Decoder` is planned with, by name; a cache of another type or width asks for more."""
+        names = ("batch", "queries", "heads", "kv_heads", "head_dim", "dtype")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def q_shape(self) -> tuple[int, ...]:
         """[batch, queries, heads, head_dim]"""
         return (self.batch, self.queries, self.heads, self.head_dim)

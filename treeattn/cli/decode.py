@@ -141,7 +141,7 @@ def _measure(
     """One scheme: plan, first step, timed steps, verdicts. Collective."""
     with Decoder(
         world,
-        **asdict(problem.shape),
+        **problem.shape.plain,
         scheme=scheme,
         scale=problem.scale,
         device=device.name,
