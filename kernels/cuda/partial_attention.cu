@@ -7,6 +7,7 @@
 // Memory never waits for arithmetic: the next keys are asked for as soon as these became scores, the next values as
 // soon as these are summed, and the first of both before q is waited for.
 #include "combine.cuh"
+#include "tokens.cuh"
 
 constexpr int UNROLL = 4;
 
@@ -77,8 +78,8 @@ template <int HELD> __device__ __forceinline__ void take_scores(RowState<HELD> &
 }
 
 // Blocks that a multiprocessor should hold: as many as leave the compiler enough registers not to spill any.
-constexpr int resident_blocks(int rows, int vectors_per_lane) {
-  return (rows == 4 ? 3 : rows == 2 ? 4 : 5) - (vectors_per_lane > 1 ? 1 : 0);
+constexpr int resident_blocks(int rows, int vectors_per_lane, bool chosen) {
+  return (rows == 4 ? 3 : rows == 2 ? 4 : 5) - (vectors_per_lane > 1 ? 1 : 0) - (chosen ? 1 : 0);
 }
 
 // scores[row][token] summed over the lanes of a group. Sums of different rows and tokens take turns, so that the wait
@@ -92,8 +93,41 @@ template <int LANES, int ROWS> __device__ __forceinline__ void sum_over_lanes(fl
       for (int u = 0; u < UNROLL; ++u) scores[r][u] += __shfl_xor_sync(ALL_LANES, scores[r][u], distance);
 }
 
-template <typename T, int HEAD_DIM, int ROWS>
-__global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_DIM>::PER_LANE))
+// What becomes of scores[row][token] where queries see some tokens only: of tokens `token` and each other TOKENS
+// further on, at a step that begins at `place`. Returns the scores that are hidden, a bit for each: their tokens are
+// not to be multiplied by 0, since nobody knows what is there.
+template <int TOKENS, int STEP, int ROWS>
+__device__ __forceinline__ unsigned choose_scores(const AttentionArguments &a, const VisibleTokens &tokens,
+                                                  const Place &place, int token, float (&scores)[ROWS][UNROLL]) {
+  const RowView *views = tokens.views<ROWS>();
+  if (a.softcap > 0.0f) {
+#pragma unroll
+    for (int e = 0; e < ROWS * UNROLL; ++e) scores[e / UNROLL][e % UNROLL] = cap(a, scores[e / UNROLL][e % UNROLL]);
+  }
+  if (a.slopes) {
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      const int at = token + u * TOKENS;
+      if (at >= place.end) break;
+      const long long position = tokens.position(a, at);
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) scores[r][u] = bias(views[r], position, scores[r][u]);
+    }
+  }
+  if (tokens.whole<STEP>(place)) return 0u;
+  unsigned hidden = 0u;
+#pragma unroll
+  for (int e = 0; e < ROWS * UNROLL; ++e) {
+    const int at = token + e % UNROLL * TOKENS;
+    if (at < place.end && tokens.sees(views[e / UNROLL], at)) continue;
+    scores[e / UNROLL][e % UNROLL] = negative_infinity();
+    hidden |= 1u << e;
+  }
+  return hidden;
+}
+
+template <typename T, int HEAD_DIM, int ROWS, typename Tokens = AllTokens>
+__global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_DIM>::PER_LANE, Tokens::CHOSEN))
     partial_attention(const AttentionArguments a) {
   using L = Layout<T, HEAD_DIM>;
   constexpr int NEEDED = Readers<HEAD_DIM, ROWS>::SHARED, OWN = L::GROUPS * ROWS * HEAD_DIM;
@@ -102,37 +136,35 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
   float *numerators = reinterpret_cast<float *>(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % L::LANES;
   const int in_warp = threadIdx.x % 32 / L::LANES, group = warp * L::TOKENS + in_warp;
-  const long long length = load_length(a);
   const Work w = find_work(a, ROWS);
+  Tokens tokens(a, w);
 
   constexpr int PIECES = HEAD_DIM / QueryPiece::ELEMENTS; // of a row
   static_assert(ROWS * PIECES <= THREADS, "one for each thread");
   const int piece_row = threadIdx.x / PIECES, piece_index = threadIdx.x % PIECES * QueryPiece::ELEMENTS;
   const QueryPiece piece = load_query(a, w, ROWS, piece_row, piece_index);
 
-  const Tokens t = find_tokens(a, w, length, L::STEP);
-  int token = t.begin + warp * L::TOKENS * UNROLL + in_warp; // the first of this lane's UNROLL
+  tokens.template find<L::STEP>(a, w);
+  int token = tokens.at.start + warp * L::TOKENS * UNROLL + in_warp; // the first of this lane's UNROLL
   const T *k =
       static_cast<const T *>(a.k) + w.batch * a.k_batch_stride + w.kv_head * a.k_head_stride + token * a.k_token_stride;
   const T *v =
       static_cast<const T *>(a.v) + w.batch * a.v_batch_stride + w.kv_head * a.v_head_stride + token * a.v_token_stride;
   Vector keys[UNROLL][L::PER_LANE], values[UNROLL][L::PER_LANE];
-  load_tokens<T, HEAD_DIM>(keys, k, a.k_token_stride, lane, token, t.end);
-  load_tokens<T, HEAD_DIM>(values, v, a.v_token_stride, lane, token, t.end);
+  load_tokens<T, HEAD_DIM>(keys, k, a.k_token_stride, lane, token, tokens.at.end);
+  load_tokens<T, HEAD_DIM>(values, v, a.v_token_stride, lane, token, tokens.at.end);
 
   if (piece_row < ROWS) {
     float *to = reinterpret_cast<float *>(queries) + piece_row * HEAD_DIM + piece_index;
 #pragma unroll
     for (int i = 0; i < QueryPiece::ELEMENTS; ++i) to[i] = piece.element(a.q_type, i) * a.scale;
   }
+  if constexpr (Tokens::CHOSEN) tokens.template load_views<ROWS>(a, w);
   __syncthreads(); // q is there
   float q[ROWS][L::HELD];
   RowState<L::HELD> state[ROWS];
-  const int masked = first_masked(a, t);
-  int query[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    query[r] = find_row(a, w, ROWS, r).query;
     state[r].maximum = negative_infinity();
     state[r].denominator = 0.0f;
 #pragma unroll
@@ -148,7 +180,7 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
   }
 
 #pragma unroll 1
-  for (int start = t.begin; start < t.end; start += L::STEP) { // as often in all warps: shuffles need no care
+  while (tokens.at.start < tokens.at.end) { // as often in all warps: shuffles need no care
     float scores[ROWS][UNROLL];
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
@@ -163,15 +195,20 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
         scores[r][u] = sum;
       }
     }
-    k += L::STEP * a.k_token_stride;
-    load_tokens<T, HEAD_DIM>(keys, k, a.k_token_stride, lane, token + L::STEP, t.end);
+    const Place here = tokens.at;
+    tokens.template advance<L::STEP>();
+    const int moved = tokens.at.start - here.start;
+    k += moved * a.k_token_stride;
+    load_tokens<T, HEAD_DIM>(keys, k, a.k_token_stride, lane, token + moved, tokens.at.end);
     sum_over_lanes<L::LANES>(scores);
+    unsigned hidden = 0u;
+    if constexpr (Tokens::CHOSEN) hidden = choose_scores<L::TOKENS, L::STEP>(a, tokens, here, token, scores);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
+      if constexpr (!Tokens::CHOSEN) {
 #pragma unroll
-      for (int u = 0; u < UNROLL; ++u) {
-        const int at = token + u * L::TOKENS;
-        if (at >= t.end || !sees(a, masked, query[r], at)) scores[r][u] = negative_infinity();
+        for (int u = 0; u < UNROLL; ++u)
+          if (token + u * L::TOKENS >= here.end) scores[r][u] = negative_infinity();
       }
       take_scores(state[r], scores[r]);
     }
@@ -181,13 +218,15 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
 #pragma unroll
       for (int i = 0; i < L::PER_LANE; ++i) unpack(values[u][i], value + i * L::ELEMENTS, T{});
 #pragma unroll
-      for (int r = 0; r < ROWS; ++r)
+      for (int r = 0; r < ROWS; ++r) {
+        if (Tokens::CHOSEN && hidden >> (r * UNROLL + u) & 1u) continue;
 #pragma unroll
         for (int i = 0; i < L::HELD; ++i) state[r].numerator[i] = fmaf(scores[r][u], value[i], state[r].numerator[i]);
+      }
     }
-    v += L::STEP * a.v_token_stride;
-    token += L::STEP;
-    load_tokens<T, HEAD_DIM>(values, v, a.v_token_stride, lane, token, t.end);
+    v += moved * a.v_token_stride;
+    token += moved;
+    load_tokens<T, HEAD_DIM>(values, v, a.v_token_stride, lane, token, tokens.at.end);
   }
 
 #pragma unroll

@@ -123,6 +123,17 @@ __device__ __forceinline__ float exp2_fast(float x) {
 #endif
 }
 
+// 1 / x to about a unit in the last place; 0 for infinity.
+__device__ __forceinline__ float reciprocal_fast(float x) {
+#ifdef TREEATTN_PLAIN
+  return 1.0f / x;
+#else
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#endif
+}
+
 // ---- 16-bit numbers
 
 __device__ __forceinline__ float to_float(bfloat16 x) { return __uint_as_float((unsigned)x.bits << 16); }

@@ -12,9 +12,11 @@ import numpy as np
 
 from treeattn import partial
 from treeattn.attention.shape import check_shapes
+from treeattn.attention.visibility import Visible
 from treeattn.backends.cuda.runtime import THREADS, Runtime, check_records, default_runtime, structure
 from treeattn.backends.cuda.splits import MAX_SPLITS, Load, Splits, choose_splits, rounded_steps
 from treeattn.backends.cuda.variants import TYPES, Variant, check_head_dim, choose_variant
+from treeattn.backends.cuda.visible import VisibleTables
 from treeattn.errors import ArgumentError
 
 __all__ = ["PlannedAttention", "check_rows", "partial_attention"]
@@ -22,13 +24,15 @@ __all__ = ["PlannedAttention", "check_rows", "partial_attention"]
 _MAX_GRID = 65535  # blocks along the second and third axis of a grid
 _MAX_TOKENS = 2**31 - 64  # positions of tokens are 32-bit integers, a step beyond the last one too
 
+_LARGEST = float(np.finfo(np.float32).max)
+
 # AttentionArguments of kernels/cuda/attention.cuh.
 _ATTENTION = structure(
-    "q k v lengths mask records numerators states counters",
+    "q k v lengths records numerators states counters tiles spans views q_positions slopes lookup",
     "q_batch_stride q_query_stride q_head_stride k_batch_stride k_token_stride k_head_stride "
-    "v_batch_stride v_token_stride v_head_stride mask_batch_stride",
-    "tokens queries heads kv_heads group mask_words mask_tokens fan q_type q_aligned",
-    "scale",
+    "v_batch_stride v_token_stride v_head_stride",
+    "tokens queries heads kv_heads group fan q_type q_aligned",
+    "scale softcap by_softcap",
     unsigned="by_group by_group_shift by_kv_heads by_kv_heads_shift "
     "by_splits by_splits_shift by_fan by_fan_shift",
 )
@@ -42,8 +46,7 @@ def partial_attention(
     *,
     scale: float,
     lengths: Any = None,
-    mask: Any = None,
-    mask_tokens: int = 0,
+    visible: Visible | None = None,
     num_splits: int | None = None,
     tensor_cores: bool = True,
     runtime: Runtime | None = None,
@@ -58,9 +61,8 @@ def partial_attention(
         scale: factor of the logits, usually 1 / sqrt(head_dim).
         lengths: [batch] int64 on the device, the valid tokens, read at launch and clamped to
             0..tokens (the host cannot look without waiting); None means all.
-        mask: [batch, queries, words] uint64 on the device: bit j % 64 of word j // 64 says whether a query
-            sees the j-th of the last `mask_tokens` valid tokens; earlier ones are seen. None: all are.
-        mask_tokens: how many tokens the mask speaks of.
+        visible: what each query may see, filled by `Visible.look`; lengths are in it, and those above are not
+            looked at. Nothing outside its intervals and drafts is read. None: all valid tokens are seen.
         num_splits: in how many splits to cut the tokens, 1..MAX_SPLITS; None chooses by `choose_splits`.
         tensor_cores: may probabilities be held in 16 bits, for speed? Then |out - exact| can reach
             4e-3 * max|v|. Only used with 16-bit inputs of one type and 4 or more rows for each KV head.
@@ -73,16 +75,22 @@ def partial_attention(
         BackendError: no GPU or no CuPy, a head_dim without a kernel.
     """
     planned = PlannedAttention(
-        records, scale=scale, num_splits=num_splits, tensor_cores=tensor_cores, runtime=runtime
+        *(records,),
+        scale=scale,
+        visible=visible,
+        num_splits=num_splits,
+        tensor_cores=tensor_cores,
+        runtime=runtime,
     )
-    planned(q, k, v, lengths, mask=mask, mask_tokens=mask_tokens)
+    planned(q, k, v, lengths)
 
 
 class PlannedAttention:
     """`partial_attention` into records that stay where they are.
 
     Calling it with the arrays of the last call (the same objects) is one launch: nothing is derived,
-    allocated or waited for. It keeps references to them and to its workspace until the next call.
+    allocated or waited for. It keeps references to them and to its workspace until the next call. With
+    `visible`, tables of the last call are compared, and queued to the device where they changed.
     """
 
     def __init__(
@@ -90,11 +98,13 @@ class PlannedAttention:
         records: Any,
         *,
         scale: float,
+        visible: Visible | None = None,
         num_splits: int | None = None,
         tensor_cores: bool = True,
         runtime: Runtime | None = None,
     ) -> None:
-        """Plan for `records` and the options as in `partial_attention`."""
+        """Plan for `records` and the options as in `partial_attention`; `visible` is filled anew for each
+        call."""
         self._runtime = runtime = runtime or default_runtime()
         check_records(records, runtime)
         if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
@@ -105,6 +115,12 @@ class PlannedAttention:
         self._arguments = np.zeros(1, _ATTENTION)
         self._arguments["scale"] = scale
         self._arguments["records"] = runtime.address(records)
+        self._visible = visible
+        if visible is not None:
+            check_visible(visible, records)
+            softcap = visible.rules.softcap
+            self._arguments["softcap"] = softcap
+            self._arguments["by_softcap"] = min(1 / softcap, _LARGEST) if softcap else 0
         self._addresses = self._arguments.view(np.uint64)  # q, k and v come first
         self._tokens = self._arguments["tokens"]
         self._scratch = runtime.zeros(0, np.float32)
@@ -112,7 +128,7 @@ class PlannedAttention:
         self._workspaces: list[Any] = []
         self._bound: tuple[Any, ...] = ()
         self._layout: tuple[Any, ...] = ()
-        self._mask_tokens = 0
+        self._tables: VisibleTables | None = None
         self._variant: Variant
         #: What the last arrays ask for, and into how many splits it is cut.
         self.load: Load
@@ -120,18 +136,25 @@ class PlannedAttention:
         self._steps: int
         self._launch: Callable[[], object]
 
-    def __call__(
-        self, q: Any, k: Any, v: Any, lengths: Any = None, *, mask: Any = None, mask_tokens: int = 0
-    ) -> None:
+    def __call__(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
         """As `partial_attention`."""
-        bound, given = self._bound, (q, k, v, lengths, mask)
-        if not bound or any(map(operator.is_not, bound, given)) or mask_tokens != self._mask_tokens:
-            self.bind(*given, mask_tokens)
+        bound, given = self._bound, (q, k, v, lengths)
+        if not bound or any(map(operator.is_not, bound, given)):
+            self.bind(*given)
+        elif self._tables is not None:
+            self.refresh()
         self._launch()
 
-    def bind(
-        self, q: Any, k: Any, v: Any, lengths: Any = None, mask: Any = None, mask_tokens: int = 0
-    ) -> None:
+    def refresh(self) -> None:
+        """Queue what changed of `visible` to the device, as a call does before it launches: a captured call
+        reads it there. Raises `ArgumentError` where it speaks of tokens that the last arrays do not have."""
+        tables, bound = self._tables, self._bound
+        if tables is not None and tables.refresh():
+            self._bound = ()
+            self._bind_splits(bound[1])
+            self._bound = bound
+
+    def bind(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
         """What a call does before it launches, when it is given other arrays than the last one.
 
         Arrays laid out as the last ones, but for the number of tokens, cost their addresses.
@@ -142,7 +165,7 @@ class PlannedAttention:
             runtime.check(name, array)
         places = runtime.address(q), runtime.address(k), runtime.address(v)
         layout = (places[0] % 16, *_layout(q, k, v))
-        if bound and layout == self._layout and mask is bound[4] and mask_tokens == self._mask_tokens:
+        if bound and layout == self._layout:
             if (places[1] | places[2]) % 16:
                 check_rows("k", k, runtime)
                 check_rows("v", v, runtime)
@@ -151,14 +174,16 @@ class PlannedAttention:
             if lengths is not bound[3]:
                 self._bind_lengths(lengths, k)
         else:
-            self._bind_layout(q, k, v, mask, mask_tokens)
+            self._bind_layout(q, k, v)
             self._bind_lengths(lengths, k)
         for place, address in enumerate(places):
             self._addresses[place] = address
+        if self._tables is not None:
+            self._tables.refresh()
         self._bind_splits(k)
-        self._bound, self._layout, self._mask_tokens = (q, k, v, lengths, mask), layout, mask_tokens
+        self._bound, self._layout = (q, k, v, lengths), layout
 
-    def _bind_layout(self, q: Any, k: Any, v: Any, mask: Any, mask_tokens: int) -> None:
+    def _bind_layout(self, q: Any, k: Any, v: Any) -> None:
         """All but addresses, lengths and splits."""
         runtime, a = self._runtime, self._arguments
         q_type, kv_type = _check_inputs(q, k, v, self._records, runtime)
@@ -173,12 +198,12 @@ class PlannedAttention:
         a["q_aligned"] = _rows_aligned(q, 16, runtime)
         for name in ("group", "kv_heads"):
             a[f"by_{name}"], a[f"by_{name}_shift"] = divisor(int(a[name][0]))
-        self._bind_mask(mask, mask_tokens, q)
         self._choose_kernel(q, k, q_type, kv_type)
+        self._bind_visible(q, k)
 
     def _bind_lengths(self, lengths: Any, k: Any) -> None:
         self._arguments["lengths"] = 0
-        if lengths is None:
+        if lengths is None or self._visible is not None:
             return
         self._runtime.check("lengths", lengths)
         if lengths.shape != k.shape[:1] or lengths.dtype != np.int64 or not lengths.flags.c_contiguous:
@@ -187,24 +212,21 @@ class PlannedAttention:
             )
         self._arguments["lengths"] = self._runtime.address(lengths)
 
-    def _bind_mask(self, mask: Any, mask_tokens: int, q: Any) -> None:
-        a = self._arguments
-        a["mask"] = a["mask_words"] = a["mask_tokens"] = a["mask_batch_stride"] = 0
-        if mask is None:
+    def _bind_visible(self, q: Any, k: Any) -> None:
+        """Tables for the tiles of the kernel. What was outgrown stays, as the workspaces do."""
+        if self._visible is None:
             return
-        self._runtime.check("mask", mask)
-        if mask.ndim != 3 or mask.shape[:2] != q.shape[:2] or mask.dtype != np.uint64:
-            raise ArgumentError(
-                f"the mask is {mask.dtype} {mask.shape}: uint64 [batch, queries, words] = "
-                f"[{q.shape[0]}, {q.shape[1]}, any] is needed"
-            )
-        if not mask.flags.c_contiguous or not 0 <= mask_tokens <= 64 * mask.shape[2]:
-            raise ArgumentError(
-                f"mask_tokens = {mask_tokens}: a C-contiguous mask of {mask.shape[2]} words holds 64 each"
-            )
-        a["mask"] = self._runtime.address(mask)
-        a["mask_words"], a["mask_tokens"] = mask.shape[2], mask_tokens
-        a["mask_batch_stride"] = mask.shape[1] * mask.shape[2]
+        heads, variant = q.shape[2], self._variant
+        self._tables = VisibleTables(
+            *(self._visible, self._runtime),
+            heads=heads,
+            group=heads // k.shape[2],
+            rows=variant.rows,
+            step=variant.step,
+        )
+        self._workspaces.append(self._tables)
+        for name, address in self._tables.addresses.items():
+            self._arguments[name] = address
 
     def _choose_kernel(self, q: Any, k: Any, q_type: str, kv_type: str) -> None:
         batch, queries, heads, head_dim = q.shape
@@ -214,6 +236,7 @@ class PlannedAttention:
             *(q_type, kv_type, head_dim, rows),
             tensor_cores=self._tensor_cores,
             shared_limit=runtime.shared_bytes,
+            visible=self._visible is not None,
         )
         tiles = kv_heads * math.ceil(rows / variant.rows)
         if tiles > _MAX_GRID:
@@ -235,10 +258,18 @@ class PlannedAttention:
         self.splits, self._steps = Splits(0, 0), -1  # none yet
 
     def _bind_splits(self, k: Any) -> None:
-        """Choose the splits, where tokens are so many others that the choice can be another."""
-        steps = rounded_steps(k.shape[1], self._variant.step)
+        """Choose the splits, where tokens are so many others that the choice can be another: those that
+        somebody sees, in the tile that has the most."""
+        tokens, tables = k.shape[1], self._tables
+        if tables is not None:
+            if tables.end > tokens:
+                raise ArgumentError(
+                    f"queries see up to {tables.end} tokens, but k and v have {tokens}: look() at these arrays"
+                )
+            tokens = tables.steps * self._variant.step
+        steps = rounded_steps(tokens, self._variant.step)
         if steps != self._steps:
-            splits = choose_splits(self.load._replace(tokens=k.shape[1]), self._num_splits)
+            splits = choose_splits(self.load._replace(tokens=tokens), self._num_splits)
             if splits != self.splits:
                 self._cut(splits, k.shape[0])
             self._steps = steps
@@ -271,6 +302,18 @@ class PlannedAttention:
         a, first = self._arguments, runtime.address(self._scratch)
         a["numerators"], a["states"] = first, first + 4 * partials * load.head_dim
         a["counters"] = runtime.address(self._counters)
+
+
+def check_visible(visible: Visible, records: Any) -> None:
+    """Raise `ArgumentError` unless the tables are for as many sequences, queries and heads as the records."""
+    batch, heads, queries = records.shape[:3]
+    slopes = visible.rules.slopes
+    if visible.q_positions.shape != (batch, queries) or (slopes is not None and len(slopes) != heads):
+        raise ArgumentError(
+            f"visible is for batch, queries = {visible.q_positions.shape}"
+            + (f" and {len(slopes)} heads" if slopes is not None else "")
+            + f": the records have {(batch, queries)} and {heads} heads"
+        )
 
 
 def divisor(number: int) -> tuple[int, int]:

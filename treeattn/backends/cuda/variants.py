@@ -29,6 +29,8 @@ TYPES = {
     "uint16": ("bfloat16", 2),
 }
 
+# The last parameter of a kernel; AllTokens where it is not named.
+_TOKENS = {False: "", True: ", VisibleTokens"}
 _TILE = 64  # tokens that a block of the tensor-core kernel takes at a time
 _MMA_ROWS = 16
 _WARPS, _UNROLL = 4, 4  # of the multiply-add kernel
@@ -47,31 +49,38 @@ class Variant(NamedTuple):
 
 
 def choose_variant(
-    q_type: str, kv_type: str, head_dim: int, rows: int, *, tensor_cores: bool, shared_limit: int
+    q_type: str,
+    kv_type: str,
+    head_dim: int,
+    rows: int,
+    *,
+    tensor_cores: bool,
+    shared_limit: int,
+    visible: bool = False,
 ) -> Variant:
     """The kernel for C++ types of q and of the cache, and for `rows` query rows that share a KV head.
 
-    tensor_cores: may they be used? shared_limit: bytes of shared memory that a block can have.
+    tensor_cores: may they be used? shared_limit: bytes of shared memory that a block can have. visible: do
+    queries see some tokens only?
     """
     if tensor_cores and rows >= TENSOR_CORES_FROM_ROWS and q_type == kv_type != "float":
-        variant = mma_kernel(kv_type, head_dim, shared_limit)
+        variant = mma_kernel(kv_type, head_dim, shared_limit, visible=visible)
         if variant is not None:
             return variant
-    return fma_kernel(kv_type, head_dim, rows)
+    return fma_kernel(kv_type, head_dim, rows, visible=visible)
 
 
-def fma_kernel(kv_type: str, head_dim: int, rows: int) -> Variant:
+def fma_kernel(kv_type: str, head_dim: int, rows: int, *, visible: bool = False) -> Variant:
     """The multiply-add kernel; `rows`: query rows that share a KV head."""
     tile = 1 if rows == 1 else 2 if rows == 2 else 4
     vectors = head_dim * (4 if kv_type == "float" else 2) // 16
     lanes = min(32, 1 << (vectors - 1).bit_length())  # that share a token
     step = _WARPS * (32 // lanes) * _UNROLL
-    return Variant(
-        "partial_attention", f"partial_attention<{kv_type}, {head_dim}, {tile}>", 0, tile, step, step
-    )
+    name = f"partial_attention<{kv_type}, {head_dim}, {tile}{_TOKENS[visible]}>"
+    return Variant("partial_attention", name, 0, tile, step, step)
 
 
-def mma_kernel(kv_type: str, head_dim: int, shared_limit: int) -> Variant | None:
+def mma_kernel(kv_type: str, head_dim: int, shared_limit: int, *, visible: bool = False) -> Variant | None:
     """The tensor-core kernel; None where it needs more shared memory than there is.
 
     Three stages if two blocks of them fit beside each other, else two.
@@ -80,7 +89,7 @@ def mma_kernel(kv_type: str, head_dim: int, shared_limit: int) -> Variant | None
     size = _mma_shared_bytes(head_dim, stages)
     if size > shared_limit:
         return None
-    name = f"partial_attention_mma<{kv_type}, {head_dim}, {stages}>"
+    name = f"partial_attention_mma<{kv_type}, {head_dim}, {stages}{_TOKENS[visible]}>"
     return Variant("partial_attention_mma", name, size, _MMA_ROWS, _TILE, _TILE * (stages - 1))
 
 
