@@ -178,6 +178,17 @@ class Visible:
         counts = valid if isinstance(valid, int) else valid[:, None]
         self.intervals[...] = self.rules.all_intervals(runs, counts, self.q_positions)
 
+    def try_out(self, tokens: int, lengths: Any, q_positions: Any, mask: Any, draft_positions: Any) -> None:
+        """Raise `ArgumentError` for what `look` will refuse, before positions are known. `draft_begins` holds
+        then how many tokens of each sequence are no drafts."""
+        stands = self.q_positions if q_positions is None else q_positions
+        self.look(Runs([(0, 1, tokens)]), tokens, lengths, stands, mask, draft_positions)
+
+    def sees_draft(self, row: int, query: int) -> Any:
+        """Which drafts a query sees, bool [drafts]."""
+        bits = np.unpackbits(self.mask[row, query].astype("<u4").view(np.uint8), bitorder="little")
+        return bits[: self.drafts].astype(bool)
+
     def _context(self, tokens: int, lengths: Any) -> Any:
         """Tokens before the drafts: one number for all sequences, or int64 [batch]."""
         if lengths is None:
@@ -185,6 +196,8 @@ class Visible:
                 raise ArgumentError(f"{self.drafts} draft tokens cannot be the last of a shard of {tokens}")
             self.draft_begins[...] = tokens - self.drafts
             return tokens - self.drafts
+        if hasattr(lengths, "__cuda_array_interface__"):
+            lengths = lengths.get() if hasattr(lengths, "get") else lengths.cpu()
         lengths = np.asarray(lengths)
         if lengths.shape != self.draft_begins.shape or lengths.dtype.kind not in "iu":
             raise ArgumentError(

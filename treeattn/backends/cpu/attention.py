@@ -13,6 +13,7 @@ import os
 
 import numpy as np
 
+from treeattn.attention.visibility import Visible
 from treeattn.backends.cpu import arguments, blocked, compile, kernels
 from treeattn.backends.cpu.arguments import Array
 from treeattn.backends.cpu.binding import Binding, planned_binding
@@ -79,9 +80,17 @@ class PlannedAttention:
     """
 
     def __init__(
-        self, records: Array, *, scale: float, threads: int | None = None, order: str | None = None
+        self,
+        records: Array,
+        *,
+        scale: float,
+        threads: int | None = None,
+        order: str | None = None,
+        visible: Visible | None = None,
     ) -> None:
         """Plan for `records` and `scale` as in `partial_attention`.
+
+        visible: tables that say in each call what a query sees; lengths are in them.
 
         threads: how many of this process compute; default ``TREEATTN_THREADS``. order: one of `ORDERS`;
         default `read_order`. Both orders are exact; their last bits differ.
@@ -93,7 +102,8 @@ class PlannedAttention:
         self._lengths: Array | None = None
         self._workspace = np.empty(0, np.uint8)
         compiled = kernels.loaded()[0]
-        self._kernels = compiled if records.dtype == np.float32 else None
+        self._visible = visible
+        self._kernels = compiled if records.dtype == np.float32 and visible is None else None
         self._arguments = _Arguments(
             records=arguments.address(records),
             scale=self._scale,
@@ -104,6 +114,11 @@ class PlannedAttention:
         self._binding = Binding(attention=ctypes.addressof(self._arguments))
         if self._kernels is not None:
             self._rebind = planned_binding(self._kernels, self._binding)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the compiled kernel does it."""
+        return self._kernels is not None
 
     @property
     def address(self) -> int:
@@ -141,7 +156,9 @@ class PlannedAttention:
             lengths = self._bind_lengths(lengths, k)
         if self._kernels is None:
             arguments.check_lengths(lengths, k.shape[1])
-            blocked.partial_attention(q, k, v, self._records, scale=self._scale, lengths=lengths)
+            blocked.partial_attention(
+                *(q, k, v, self._records), scale=self._scale, lengths=lengths, visible=self._visible
+            )
         elif self._kernels.partial_attention(self._pointer):
             arguments.check_lengths(lengths, k.shape[1])
 
