@@ -97,9 +97,8 @@ template <int LANES, int ROWS> __device__ __forceinline__ void sum_over_lanes(fl
 // further on, at a step that begins at `place`. Returns the scores that are hidden, a bit for each: their tokens are
 // not to be multiplied by 0, since nobody knows what is there.
 template <int TOKENS, int STEP, int ROWS>
-__device__ __forceinline__ unsigned choose_scores(const AttentionArguments &a, const VisibleTokens &tokens,
+__device__ __forceinline__ unsigned choose_scores(const AttentionArguments &a, const Views<ROWS> &views,
                                                   const Place &place, int token, float (&scores)[ROWS][UNROLL]) {
-  const RowView *views = tokens.views<ROWS>();
   if (a.softcap > 0.0f) {
 #pragma unroll
     for (int e = 0; e < ROWS * UNROLL; ++e) scores[e / UNROLL][e % UNROLL] = cap(a, scores[e / UNROLL][e % UNROLL]);
@@ -109,17 +108,17 @@ __device__ __forceinline__ unsigned choose_scores(const AttentionArguments &a, c
     for (int u = 0; u < UNROLL; ++u) {
       const int at = token + u * TOKENS;
       if (at >= place.end) break;
-      const long long position = tokens.position(a, at);
+      const long long position = position_of(a, views.tile, at);
 #pragma unroll
-      for (int r = 0; r < ROWS; ++r) scores[r][u] = bias(views[r], position, scores[r][u]);
+      for (int r = 0; r < ROWS; ++r) scores[r][u] = bias(views.rows[r], position, scores[r][u]);
     }
   }
-  if (tokens.whole<STEP>(place)) return 0u;
+  if (see_all<STEP>(views, place)) return 0u;
   unsigned hidden = 0u;
 #pragma unroll
   for (int e = 0; e < ROWS * UNROLL; ++e) {
     const int at = token + e % UNROLL * TOKENS;
-    if (at < place.end && tokens.sees(views[e / UNROLL], at)) continue;
+    if (at < place.end && sees(views, e / UNROLL, at)) continue;
     scores[e / UNROLL][e % UNROLL] = negative_infinity();
     hidden |= 1u << e;
   }
@@ -196,13 +195,14 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
       }
     }
     const Place here = tokens.at;
-    tokens.template advance<L::STEP>();
+    tokens.template advance<L::STEP>(a);
     const int moved = tokens.at.start - here.start;
     k += moved * a.k_token_stride;
     load_tokens<T, HEAD_DIM>(keys, k, a.k_token_stride, lane, token + moved, tokens.at.end);
     sum_over_lanes<L::LANES>(scores);
     unsigned hidden = 0u;
-    if constexpr (Tokens::CHOSEN) hidden = choose_scores<L::TOKENS, L::STEP>(a, tokens, here, token, scores);
+    if constexpr (Tokens::CHOSEN)
+      hidden = choose_scores<L::TOKENS, L::STEP>(a, tokens.template views<ROWS>(), here, token, scores);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       if constexpr (!Tokens::CHOSEN) {

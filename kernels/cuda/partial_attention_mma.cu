@@ -17,7 +17,7 @@ template <typename T, int HEAD_DIM, int STAGES> struct Stages {
   __device__ __forceinline__ T *key(int stage, int token) const { return keys + (stage * TILE + token) * PITCH; }
   __device__ __forceinline__ T *value(int stage, int token) const { return values + (stage * TILE + token) * PITCH; }
 
-  // Starts the copies of a tile of tokens, zeros beyond the end and for what no row sees; always closes a group.
+  // Starts the copies of a tile of tokens, zeros beyond the end and for drafts that no row sees; always closes a group.
   template <typename Tokens>
   __device__ __forceinline__ void start(const AttentionArguments &a, const Tokens &tokens, const T *k, const T *v,
                                         int stage) const {
@@ -26,38 +26,66 @@ template <typename T, int HEAD_DIM, int STAGES> struct Stages {
     if (at.start < at.end) {
       k += at.start * a.k_token_stride;
       v += at.start * a.v_token_stride;
+      if constexpr (Tokens::CHOSEN) {
+        const Views<ROWS> &views = tokens.template views<ROWS>();
+        if (at.end > views.tile.draft_begin) {
+#pragma unroll 1
+          for (int e = threadIdx.x; e < TILE * VECTORS; e += THREADS) {
+            const int token = at.start + e / VECTORS;
+            copy(a, k, v, stage, e, token < at.end && any_sees(views, token));
+          }
+          copy_async_commit();
+          return;
+        }
+      }
 #pragma unroll
       for (int i = 0; i < TILE * VECTORS / THREADS; ++i) {
-        const int e = i * THREADS + threadIdx.x, row = e / VECTORS, index = e % VECTORS * 8;
-        bool valid = at.start + row < at.end;
-        if constexpr (Tokens::CHOSEN) valid = valid && tokens.template seen<ROWS>(at.start + row);
-        const long long from = valid ? row : 0;
-        copy_async(key(stage, row) + index, k + from * a.k_token_stride + index, valid);
-        copy_async(value(stage, row) + index, v + from * a.v_token_stride + index, valid);
+        const int e = i * THREADS + threadIdx.x;
+        copy(a, k, v, stage, e, at.start + e / VECTORS < at.end);
       }
     }
     copy_async_commit();
   }
+
+  // Vector e of the tile's keys and of its values, which begin at k and v.
+  __device__ __forceinline__ void copy(const AttentionArguments &a, const T *k, const T *v, int stage, int e,
+                                       bool valid) const {
+    const int row = e / VECTORS, index = e % VECTORS * 8;
+    const long long from = valid ? row : 0;
+    copy_async(key(stage, row) + index, k + from * a.k_token_stride + index, valid);
+    copy_async(value(stage, row) + index, v + from * a.v_token_stride + index, valid);
+  }
 };
 
-// What becomes of a thread's scores where queries see some tokens only. Those of rows[j / 2], tokens `token` + 8 n + j
-// % 2.
-__device__ __forceinline__ void choose_scores(const AttentionArguments &a, const VisibleTokens &tokens, int token,
-                                              const int (&rows)[2], float (&scores)[2][4]) {
-  const RowView *views = tokens.views<ROWS>();
-  const bool whole = tokens.whole<TILE>(tokens.at);
+// What becomes of a thread's scores where queries see some tokens only. Score j of half n is of rows[j / 2] and token
+// `token` + 8 n + j % 2.
+__device__ __forceinline__ void choose_scores(const AttentionArguments &a, const Views<ROWS> &views, const Place &place,
+                                              int token, const int (&rows)[2], float (&scores)[2][4]) {
 #pragma unroll
-  for (int n = 0; n < 2; ++n)
+  for (int e = 0; e < 8; ++e) scores[e / 4][e % 4] *= a.scale;
+  if (a.softcap > 0.0f) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int at = token + n * 8 + j % 2;
-      const RowView &view = views[rows[j / 2]];
-      float &score = scores[n][j];
-      score *= a.scale;
-      if (a.softcap > 0.0f) score = cap(a, score);
-      if (a.slopes && at < tokens.at.end) score = bias(view, tokens.position(a, at), score);
-      if (!whole && (at >= tokens.at.end || !tokens.sees(view, at))) score = negative_infinity();
+    for (int e = 0; e < 8; ++e) scores[e / 4][e % 4] = cap(a, scores[e / 4][e % 4]);
+  }
+  if (a.slopes) {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const int at = token + t / 2 * 8 + t % 2;
+      if (at >= place.end) break;
+      const long long position = position_of(a, views.tile, at);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float &score = scores[t / 2][2 * half + t % 2];
+        score = bias(views.rows[rows[half]], position, score);
+      }
     }
+  }
+  if (see_all<TILE>(views, place)) return;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    const int at = token + e / 4 * 8 + e % 2;
+    if (at >= place.end || !sees(views, rows[e % 4 / 2], at)) scores[e / 4][e % 4] = negative_infinity();
+  }
 }
 
 // A thread holds two rows of every fragment, lane / 4 and 8 more; `half` 0 and 1. Columns 2 (lane % 4) + 0, 1.
@@ -92,7 +120,7 @@ __global__ void __launch_bounds__(THREADS) partial_attention_mma(const Attention
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) {
     stages.start(a, ahead, k, v, i);
-    ahead.template advance<TILE>();
+    ahead.template advance<TILE>(a);
   }
 
   // q goes through the last stage, which the first turn of the loop fills, after a barrier of its own.
@@ -121,7 +149,7 @@ __global__ void __launch_bounds__(THREADS) partial_attention_mma(const Attention
     copy_async_wait<STAGES - 2>();
     __syncthreads(); // everyone's copies of this tile are there, and nobody reads the stage that is filled next
     stages.start(a, ahead, k, v, (tile + STAGES - 1) % STAGES);
-    ahead.template advance<TILE>();
+    ahead.template advance<TILE>(a);
     const int stage = tile % STAGES, first = warp * TOKENS_PER_WARP;
 
     float scores[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}}; // of tokens 0..7 and 8..15
@@ -134,7 +162,7 @@ __global__ void __launch_bounds__(THREADS) partial_attention_mma(const Attention
     }
     const int token = tokens.at.start + first + column;
     if constexpr (Tokens::CHOSEN) {
-      choose_scores(a, tokens, token, rows, scores);
+      choose_scores(a, tokens.template views<ROWS>(), tokens.at, token, rows, scores);
     } else {
 #pragma unroll
       for (int n = 0; n < 2; ++n)
@@ -142,7 +170,7 @@ __global__ void __launch_bounds__(THREADS) partial_attention_mma(const Attention
         for (int j = 0; j < 4; ++j)
           scores[n][j] = token + n * 8 + j % 2 < tokens.at.end ? scores[n][j] * a.scale : negative_infinity();
     }
-    tokens.template advance<TILE>();
+    tokens.template advance<TILE>(a);
 
     float factor[2];
 #pragma unroll

@@ -33,7 +33,7 @@ struct AllTokens {
     at.end = valid - at.start > chunk ? at.start + chunk : valid;
   }
 
-  template <int STEP> __device__ __forceinline__ void advance() { at.start += STEP; }
+  template <int STEP> __device__ __forceinline__ void advance(const AttentionArguments &) { at.start += STEP; }
 };
 
 // Written by treeattn/backends/cuda/visible.py, which has the same fields in the same order.
@@ -72,12 +72,17 @@ struct alignas(16) RowView {
   float slope;
 };
 
+// A tile and its rows, in shared memory: registers are scarcer.
+template <int ROWS> struct Views {
+  TileView tile;
+  RowView rows[ROWS];
+};
+
 // What the tile's queries see.
 struct VisibleTokens {
   static constexpr bool CHOSEN = true;
   TileView tile;
-  const Span *span;
-  int left; // steps of the block from here on
+  int span, left; // and the steps of the block from here on
   Place at;
 
   __device__ __forceinline__ VisibleTokens(const AttentionArguments &a, const Work &w)
@@ -86,72 +91,73 @@ struct VisibleTokens {
   template <int STEP> __device__ __forceinline__ void find(const AttentionArguments &a, const Work &w) {
     const int chunk = divide(tile.steps + w.splits - 1, a.by_splits), first = w.split * chunk;
     left = min(chunk, tile.steps - first);
-    span = a.spans + tile.first_span;
+    span = tile.first_span;
     Span found = {tile.begin, tile.end, 0, 0};
-    for (int i = 1; i < tile.spans && span[1].first_step <= first; ++i) found = *++span;
+    for (int i = 1; i < tile.spans && a.spans[span + 1].first_step <= first; ++i) found = a.spans[++span];
     at = {found.begin + (first - found.first_step) * STEP, found.end};
     if (left <= 0) at = {0, 0};
   }
 
-  template <int STEP> __device__ __forceinline__ void advance() {
+  template <int STEP> __device__ __forceinline__ void advance(const AttentionArguments &a) {
     at.start += STEP;
     if (--left <= 0) {
       at = {0, 0};
     } else if (at.start >= at.end) {
-      const Span next = *++span;
+      const Span next = a.spans[++span];
       at = {next.begin, next.end};
     }
   }
 
-  // The views of the tile's rows, in shared memory.
-  template <int ROWS> static __device__ __forceinline__ RowView *views() {
-    __shared__ RowView shared[ROWS];
+  template <int ROWS> static __device__ __forceinline__ Views<ROWS> &views() {
+    __shared__ Views<ROWS> shared;
     return shared;
   }
 
-  // Writes them, before a barrier.
-  template <int ROWS> static __device__ __forceinline__ void load_views(const AttentionArguments &a, const Work &w) {
+  // Writes the views, before a barrier.
+  template <int ROWS> __device__ __forceinline__ void load_views(const AttentionArguments &a, const Work &w) const {
+    if (threadIdx.x == 0) views<ROWS>().tile = tile;
     if (threadIdx.x >= ROWS) return;
     const Row row = find_row(a, w, ROWS, threadIdx.x);
     const long long query = (long long)w.batch * a.queries + row.query;
-    views<ROWS>()[threadIdx.x] = {a.views[query], a.lookup->mask + query * a.lookup->mask_words, a.q_positions[query],
-                                  a.slopes ? a.slopes[row.head] : 0.0f};
-  }
-
-  // Do all queries of the tile see all tokens of this step?
-  template <int STEP> __device__ __forceinline__ bool whole(const Place &place) const {
-    return place.start >= tile.whole_begin && place.start + STEP <= tile.whole_end;
-  }
-
-  __device__ __forceinline__ bool sees(const RowView &view, int token) const {
-    const int draft = token - tile.draft_begin;
-    if (draft >= 0) return view.mask[draft / 32] >> (draft % 32) & 1;
-    const int *bound = view.sees.bound;
-    return (token >= bound[0] && token < bound[1]) || (token >= bound[2] && token < bound[3]);
-  }
-
-  // Does any row of the tile? The spans hold what somebody sees, but for the draft, of which they hold all.
-  template <int ROWS> __device__ __forceinline__ bool seen(int token) const {
-    if (token < tile.draft_begin) return true;
-    for (int r = 0; r < ROWS; ++r)
-      if (sees(views<ROWS>()[r], token)) return true;
-    return false;
-  }
-
-  // Where a token of the block stands in the whole sequence.
-  __device__ __forceinline__ long long position(const AttentionArguments &a, int token) const {
-    const TokenTables &lookup = *a.lookup;
-    const int draft = token - tile.draft_begin;
-    if (draft >= 0) return lookup.draft_positions[blockIdx.z * lookup.drafts + draft];
-    int run = 0, above = (int)lookup.run_count; // the last that begins at or before the token
-    while (run + 1 < above) {
-      const int middle = (run + above) / 2;
-      (lookup.runs[4 * middle] <= token ? run : above) = middle;
-    }
-    const long long *found = lookup.runs + 4 * run;
-    return found[1] + (token - found[0]) * found[2];
+    views<ROWS>().rows[threadIdx.x] = {a.views[query], a.lookup->mask + query * a.lookup->mask_words,
+                                       a.q_positions[query], a.slopes ? a.slopes[row.head] : 0.0f};
   }
 };
+
+// Do all queries of the tile see all tokens of this step?
+template <int STEP, int ROWS> __device__ __forceinline__ bool see_all(const Views<ROWS> &views, const Place &place) {
+  return place.start >= views.tile.whole_begin && place.start + STEP <= views.tile.whole_end;
+}
+
+template <int ROWS> __device__ __forceinline__ bool sees(const Views<ROWS> &views, int row, int token) {
+  const RowView &view = views.rows[row];
+  const int draft = token - views.tile.draft_begin, *bound = view.sees.bound;
+  if (draft >= 0) return view.mask[draft / 32] >> (draft % 32) & 1;
+  return (token >= bound[0] && token < bound[1]) || (token >= bound[2] && token < bound[3]);
+}
+
+// Does any row of the tile? The spans hold what somebody sees, but for the draft, of which they hold all.
+template <int ROWS> __device__ __forceinline__ bool any_sees(const Views<ROWS> &views, int token) {
+  if (token < views.tile.draft_begin) return true;
+#pragma unroll 1
+  for (int r = 0; r < ROWS; ++r)
+    if (sees(views, r, token)) return true;
+  return false;
+}
+
+// Where a token of the block stands in the whole sequence.
+__device__ __forceinline__ long long position_of(const AttentionArguments &a, const TileView &tile, int token) {
+  const TokenTables &lookup = *a.lookup;
+  const int draft = token - tile.draft_begin;
+  if (draft >= 0) return lookup.draft_positions[blockIdx.z * lookup.drafts + draft];
+  int run = 0, above = (int)lookup.run_count; // the last that begins at or before the token
+  while (run + 1 < above) {
+    const int middle = (run + above) / 2;
+    (lookup.runs[4 * middle] <= token ? run : above) = middle;
+  }
+  const long long *found = lookup.runs + 4 * run;
+  return found[1] + (token - found[0]) * found[2];
+}
 
 // tanh(x), its relative error a few units in the last place: Cephes' polynomial near 0, else 1 - 2 / (e^2|x| + 1).
 __device__ __forceinline__ float hyperbolic_tangent(float x) {

@@ -23,7 +23,16 @@ from compile_matrix import compilers, cubin  # noqa: E402
 from treeattn.backends.cuda import variants  # noqa: E402
 from treeattn.backends.cuda.compile import source  # noqa: E402
 
-__all__ = ["ARCHITECTURES", "BOUNDS", "Bound", "Row", "compiled", "expressions", "spill_exceptions"]
+__all__ = [
+    "ARCHITECTURES",
+    "BOUNDS",
+    "Bound",
+    "Row",
+    "bound_of",
+    "compiled",
+    "expressions",
+    "spill_exceptions",
+]
 
 #: Architecture and the shared memory that a block can have there, in bytes (CUDA programming guide, table
 #: of technical specifications).
@@ -63,8 +72,19 @@ BOUNDS = {
     "pull_partials": Bound(1100, 1, 11),
 }
 
+#: The same for kernels of queries that see some tokens only.
+VISIBLE_BOUNDS = {
+    "partial_attention": Bound(4000, 0, 7),
+    "partial_attention_mma": Bound(4800, 0, 9),
+}
+
 #: Kernels that may use local memory, each with its reason: (module, expression, architecture).
 spill_exceptions: dict[tuple[str, str, str], str] = {}
+
+
+def bound_of(expression: str) -> Bound:
+    """What a kernel's code may hold."""
+    return (VISIBLE_BOUNDS if "VisibleTokens" in expression else BOUNDS)[expression.partition("<")[0]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +114,8 @@ def expressions(module: str, arch: str, whole: bool = True) -> dict[str, int]:
     """
     if module == "partial_attention":
         kernels = {
-            variants.fma_kernel(kind, head_dim, rows).expression: 0
+            variants.fma_kernel(kind, head_dim, rows, visible=visible).expression: 0
+            for visible in (False, True)
             for kind in ("float", *_TYPES_16)
             for head_dim in variants.HEAD_DIMS
             for rows in (1, 2, 4)
@@ -102,17 +123,24 @@ def expressions(module: str, arch: str, whole: bool = True) -> dict[str, int]:
         return kernels if whole else {name: kernels[name] for name in _CHOICE}
     if module == "partial_attention_mma":
         types, head_dims = (_TYPES_16, variants.HEAD_DIMS) if whole else (("bfloat16",), (80, 128, 256))
-        wanted = (variants.mma_kernel(t, d, ARCHITECTURES[arch]) for t in types for d in head_dims)
+        wanted = (
+            variants.mma_kernel(t, d, ARCHITECTURES[arch], visible=visible)
+            for visible in (False, True)
+            for t in types
+            for d in head_dims
+        )
         return {k.expression: k.shared_bytes for k in wanted if k} if int(arch) >= 80 else {}
     return {module: 0}
 
 
 _CHOICE = tuple(
-    variants.fma_kernel(*kernel).expression
-    for kernel in (
-        *(("float", 80, 2), ("float", 128, 1), ("float", 256, 4)),
-        *(("float16", 96, 2), ("bfloat16", 64, 1), ("bfloat16", 128, 1), ("bfloat16", 128, 4)),
+    variants.fma_kernel(*kernel, visible=visible).expression
+    for visible, kernels in (
+        (False, (("float", 80, 2), ("float", 128, 1), ("float", 256, 4), ("float16", 96, 2))),
+        (False, (("bfloat16", 64, 1), ("bfloat16", 128, 1), ("bfloat16", 128, 4))),
+        (True, (("float", 256, 4), ("bfloat16", 128, 1), ("bfloat16", 128, 4))),
     )
+    for kernel in kernels
 )
 
 
@@ -160,7 +188,7 @@ def compiled(module: str, arch: str, whole: bool = True) -> list[Row]:
 def _plain(mangled: str) -> str:
     """The C++ expression of a mangled kernel name."""
     result = subprocess.run(["c++filt", mangled], capture_output=True, text=True, check=True).stdout.strip()
-    return result.removeprefix("void ").partition("(")[0]
+    return result.removeprefix("void ").partition("(")[0].replace(", AllTokens>", ">")  # a default
 
 
 MODULES = (
@@ -189,6 +217,13 @@ def page() -> str:
         "|---|---|---|---|",
         *(_most(module, rows) for module, rows in matrix.items()),
         "",
+        "The last parameter of a kernel is which tokens it takes: all valid ones where none is named, with",
+        "`VisibleTokens` what its queries may see; these are counted apart:",
+        "",
+        "| file | instructions | divisions | rounds of loads |",
+        "|---|---|---|---|",
+        *(_most(module, matrix[module], visible=True) for module in VISIBLE_BOUNDS),
+        "",
     ]
     for module in MODULES:
         table: dict[str, dict[str, Row]] = {e: {} for a in ARCHITECTURES for e in expressions(module, a)}
@@ -213,8 +248,9 @@ def page() -> str:
     return "\n".join(lines)
 
 
-def _most(module: str, rows: list[Row]) -> str:
-    bound = BOUNDS[module]
+def _most(module: str, rows: list[Row], visible: bool = False) -> str:
+    bound = (VISIBLE_BOUNDS if visible else BOUNDS)[module]
+    rows = [row for row in rows if ("VisibleTokens" in row.expression) == visible]
     pairs = (
         ("instructions", bound.instructions),
         ("integer_division", bound.integer_divisions),

@@ -10,11 +10,12 @@ __all__ = ["FAULTS", "Fault", "faults_source", "planted"]
 
 
 class Fault(NamedTuple):
-    """`old` occurs once in the kernel's text; `new` is wrong."""
+    """`old` occurs once in the kernel's text; `new` is wrong. visible: only where queries see some tokens."""
 
     kernel: str
     old: str
     new: str
+    visible: bool = False
 
 
 _SOURCES = {"fma": "partial_attention.cu", "mma": "partial_attention_mma.cu", "pull": "pull_partials.cu"}
@@ -69,6 +70,36 @@ FAULTS = {
     "groups_mixed": Fault("fma", "groups ? w.splits : g.first", "groups ? 0 : g.first"),
     "first_level_again": Fault("fma", "    from = to;", ""),
     "one_counter_for_all": Fault("fma", "counters + g.number;", "counters;"),
+    # What queries see.
+    "end_seen": Fault("fma", "token < bound[3])", "token <= bound[3])", True),
+    "begin_missed": Fault("fma", "token >= bound[2] &&", "token > bound[2] &&", True),
+    "second_interval_skipped": Fault("fma", "|| (token >= bound[2] &&", "&& (token >= bound[2] ||", True),
+    "mask_of_another_query": Fault("fma", "mask + query *", "mask + (query ^ 1) *", True),
+    "mask_of_another_word": Fault("fma", "view.mask[draft / 32]", "view.mask[0]", True),
+    "edge_not_looked_at": Fault(
+        "fma",
+        "place.start + STEP <= views.tile.whole_end",
+        "place.start <= views.tile.whole_end",
+        True,
+    ),
+    "hidden_multiplied": Fault("fma", "if (Tokens::CHOSEN && hidden", "if (false && hidden", True),
+    "span_begun_late": Fault("fma", "at = {next.begin, next.end};", "at = {next.begin + 1, next.end};", True),
+    "span_skipped": Fault(
+        "fma", "a.spans[++span];\n      at", "a.spans[span += left > 1 ? 2 : 1];\n      at", True
+    ),
+    "split_begins_late": Fault("fma", "first - found.first_step)", "first - found.first_step + 1)", True),
+    "span_of_another_split": Fault("fma", "first_step <= first", "first_step < first", True),
+    "view_of_another_tile": Fault("fma", "a.by_kv_heads) + w.tile]", "a.by_kv_heads)]", True),
+    "step_of_run_ignored": Fault("fma", "(token - found[0]) * found[2]", "token - found[0]", True),
+    "first_run_only": Fault("fma", "run + 1 < above", "false", True),
+    "draft_stands_in_run": Fault("fma", "if (draft >= 0) return lookup", "if (false) return lookup", True),
+    "no_views_barrier": Fault("mma", "__syncthreads(); // the views are there", "", True),
+    "drafts_read_unseen": Fault("mma", "token < at.end && any_sees(views, token)", "token < at.end", True),
+    "end_seen_mma": Fault("mma", "token < bound[3])", "token <= bound[3])", True),
+    "edge_not_looked_at_mma": Fault("mma", "if (see_all<TILE>(views, place)) return;", "return;", True),
+    "row_of_another_half": Fault("mma", "rows[e % 4 / 2]", "rows[0]", True),
+    "bias_of_another_half": Fault("mma", "views.rows[rows[half]]", "views.rows[rows[0]]", True),
+    "copies_do_not_move": Fault("mma", "k += at.start * a.k_token_stride;", "", True),
     "misaligned_scratch": Fault(
         "fma",
         "*numerators = from.numerators + column;",

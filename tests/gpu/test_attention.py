@@ -33,16 +33,10 @@ def to_device(array: Array | None) -> Any:
 
 
 def device_inputs(case: Case) -> list[Any]:
-    inputs = case.inputs()
+    q, k, v, lengths, visible = case.inputs()
     if case.layout != "gaps":
-        return [to_device(array) for array in inputs]
-    q, k, v, lengths, mask = inputs
-    return [
-        to_device(q),
-        *(to_device(x.base)[x_view(x)] for x in (k, v)),
-        to_device(lengths),
-        to_device(mask),
-    ]
+        return [*(to_device(array) for array in (q, k, v, lengths)), visible]
+    return [to_device(q), *(to_device(x.base)[x_view(x)] for x in (k, v)), to_device(lengths), visible]
 
 
 def x_view(view: Array) -> tuple[slice, ...]:
@@ -55,19 +49,23 @@ def x_view(view: Array) -> tuple[slice, ...]:
 def test_gpu_is_exact(case: Case) -> None:
     import cupy
 
-    q, k, v, lengths, mask = device_inputs(case)
+    q, k, v, lengths, visible = device_inputs(case)
     records = cupy.full((case.batch, case.heads, case.queries, case.head_dim + 2), 77, cupy.float32)
     planned = cuda.PlannedAttention(
-        records, scale=case.scale, num_splits=case.splits, tensor_cores=case.tensor_cores
+        *(records,),
+        scale=case.scale,
+        visible=visible,
+        num_splits=case.splits,
+        tensor_cores=case.tensor_cores,
     )
-    planned(q, k, v, lengths, mask=mask, mask_tokens=case.mask_tokens)
+    planned(q, k, v, lengths)
     first = records.get()
     out = cupy.full((case.batch, case.queries, case.heads, case.head_dim), 77, cupy.float32)
     lse = cupy.full((case.batch, case.heads, case.queries), 77, cupy.float32)
     cuda.finish(records, out, lse)
     case.check(out.get(), lse.get(), is_tensor_core_case(case) and cupy_runtime.current().tensor_cores)
     for _ in range(20):
-        planned(q, k, v, lengths, mask=mask, mask_tokens=case.mask_tokens)
+        planned(q, k, v, lengths)
     assert (bits(records.get()) == bits(first)).all()
 
 

@@ -20,7 +20,7 @@ from treeattn.attention.visibility import Visible
 from treeattn.backends import cpu, cuda
 from treeattn.collectives.memory import HOST, Memory, Stream
 from treeattn.collectives.reducer import Reducer
-from treeattn.errors import ArgumentError, BackendError
+from treeattn.errors import ArgumentError
 
 __all__ = ["Cpu", "Cuda", "Device", "WholeStep", "find"]
 
@@ -310,11 +310,13 @@ class Cuda:
     def attention(
         self, shape: Shape, records: Any, scale: float, visible: Visible | None = None
     ) -> Attention:
-        """One launch."""
-        if visible is not None:
-            raise BackendError("what a query may see is not yet limited on device='cuda'")
+        """One launch; with `visible` after a copy of what changed of its tables."""
         return cuda.PlannedAttention(
-            records, scale=scale, tensor_cores=self._tensor_cores, runtime=self.runtime
+            *(records,),
+            scale=scale,
+            visible=visible,
+            tensor_cores=self._tensor_cores,
+            runtime=self.runtime,
         )
 
     def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:

@@ -213,18 +213,14 @@ class PlannedAttention:
         self._arguments["lengths"] = self._runtime.address(lengths)
 
     def _bind_visible(self, q: Any, k: Any) -> None:
-        """Tables for the tiles of the kernel. What was outgrown stays, as the workspaces do."""
+        """Tables for the tiles of the kernel. What other tiles had stays, as the workspaces do."""
         if self._visible is None:
             return
         heads, variant = q.shape[2], self._variant
-        self._tables = VisibleTables(
-            *(self._visible, self._runtime),
-            heads=heads,
-            group=heads // k.shape[2],
-            rows=variant.rows,
-            step=variant.step,
-        )
-        self._workspaces.append(self._tables)
+        tiling = {"group": heads // k.shape[2], "rows": variant.rows, "step": variant.step}
+        if self._tables is None or self._tables.tiling != tiling:
+            self._tables = VisibleTables(self._visible, self._runtime, heads, **tiling)
+            self._workspaces.append(self._tables)
         for name, address in self._tables.addresses.items():
             self._arguments[name] = address
 
@@ -264,7 +260,7 @@ class PlannedAttention:
         if tables is not None:
             if tables.end > tokens:
                 raise ArgumentError(
-                    f"queries see up to {tables.end} tokens, but k and v have {tokens}: look() at these arrays"
+                    f"queries see up to {tables.end} tokens, but k and v have {tokens}: look() at these"
                 )
             tokens = tables.steps * self._variant.step
         steps = rounded_steps(tokens, self._variant.step)
