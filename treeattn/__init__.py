@@ -6,7 +6,8 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from treeattn import collectives
+from treeattn import collectives, token_tree
+from treeattn.cache import ShardedCache
 from treeattn.decoder import Decoder, Merger, decode, merge, schemes
 from treeattn.errors import (
     ArgumentError,
@@ -29,6 +30,7 @@ __all__ = [
     "Merger",
     "RestrictionError",
     "ScheduleError",
+    "ShardedCache",
     "TransportError",
     "TreeattnError",
     "__version__",
@@ -36,4 +38,5 @@ __all__ = [
     "decode",
     "merge",
     "schemes",
+    "token_tree",
 ]

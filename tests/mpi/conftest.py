@@ -11,6 +11,8 @@ import os
 import sys
 import time
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # ranks outnumber cores; before NumPy is loaded
+
 import numpy as np
 import pytest
 from mpi4py import MPI

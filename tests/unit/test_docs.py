@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shlex
@@ -90,14 +89,23 @@ def test_links_point_to_files():
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_pictures_are_current(tmp_path):
-    """Drawn again by the command that the README names."""
-    command = ["schedule", "hierarchical", "--ranks", "16", "--nodes", "4", "--format", "svg"]
-    target = tmp_path / "hierarchical.svg"
+@pytest.mark.parametrize(
+    ("picture", "command"),
+    [
+        ("hierarchical", ["schedule", "hierarchical", "--ranks", "16", "--nodes", "4"]),
+        ("token-tree", ["tree", "docs/mars.txt"]),
+    ],
+)
+def test_pictures_are_current(picture, command, tmp_path):
+    """Drawn again by the command that the README or the page names."""
+    target = tmp_path / "drawn.svg"
     subprocess.run(
-        [sys.executable, "-m", "treeattn", *command, "--out", target], cwd=ROOT, check=True, timeout=60
+        [sys.executable, "-m", "treeattn", *command, "--format", "svg", "--out", target],
+        cwd=ROOT,
+        check=True,
+        timeout=60,
     )
-    assert target.read_text() == (ROOT / "docs/images/hierarchical.svg").read_text()
+    assert target.read_text() == (ROOT / f"docs/images/{picture}.svg").read_text()
 
 
 @pytest.mark.slow
@@ -108,6 +116,7 @@ def test_pictures_are_current(tmp_path):
         ("docs/results/cluster_block.jsonl", "time-reduce", "cluster-time-block"),
         ("docs/results/cluster_cyclic.jsonl", "time-reduce", "cluster-time-cyclic"),
         ("docs/results/cluster_cyclic.jsonl", "traffic-reduce", "cluster-traffic-cyclic"),
+        ("docs/results/compare_2.jsonl", "relative-reduce", "compare-relative-2"),
     ],
 )
 def test_figures_are_those_of_the_results(results, figure, picture, tmp_path):
@@ -123,14 +132,6 @@ def test_figures_are_those_of_the_results(results, figure, picture, tmp_path):
     colours = re.findall(r"fill: (#\w+); stroke: #\w+", kept)
     assert len(colours) > 5
     assert re.findall(r"fill: (#\w+); stroke: #\w+", drawn) == colours
-
-
-@pytest.fixture(scope="module")
-def fill_tables():
-    spec = importlib.util.spec_from_file_location("fill_tables", ROOT / "docs/fill_tables.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ class Runs:
     """Ascending positions: `table` [runs, 4], int64, C-contiguous, a row each with the index of its first
     token within the shard, its position, the step to the next one, and how many there are."""
 
-    __slots__ = ("_ends", "_key", "table")
+    __slots__ = ("_ends", "_key", "_tokens", "table")
 
     def __init__(self, runs: Iterable[tuple[int, int, int]]) -> None:
         """runs: (start, step, count), ascending; those with no token are left out.
@@ -45,10 +45,10 @@ class Runs:
             index, above = index + count, last
         self.table = np.array(rows, np.int64).reshape(-1, 4)
         self._ends = [(start + step * (count - 1), index, start, step) for index, start, step, count in rows]
-        self._key = tuple(rows)
+        self._key, self._tokens = tuple(rows), index
 
     def __len__(self) -> int:
-        return 0 if not self._key else self._key[-1][0] + self._key[-1][3]
+        return self._tokens
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Runs) and self._key == other._key
@@ -71,7 +71,7 @@ class Runs:
         for last, index, start, step in self._ends:
             if position <= last:
                 return index if position <= start else index + -(-(position - start) // step)
-        return len(self)
+        return self._tokens
 
     def all_below(self, positions: Any) -> Any:
         """`below` of every element of an int64 array."""

@@ -27,8 +27,8 @@ INTERRUPTED = 130  # as shells count: 128 + SIGINT
 
 # command -> the module below this package that holds it, loaded only when it is used
 _COMMANDS = (
-    *("decode", "compare", "plot", "paper", "schemes", "schedule"),
-    *("roofline", "check-partials", "doctor"),
+    *("decode", "compare", "plot", "paper", "schemes", "schedule", "visible", "generate", "inspect"),
+    *("tree", "verify", "roofline", "check-partials", "doctor"),
 )
 
 
