@@ -73,6 +73,9 @@ class Device(Protocol):
     def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
         """The lengths of a shard of `tokens` tokens as attention takes them. Raises `ArgumentError`."""
 
+    def host_lengths(self, lengths: Any) -> Any:
+        """The same for tables of what queries see, which are made on the host."""
+
     def from_host(self, array: Any) -> Any:
         """A NumPy array as one of the device."""
 
@@ -154,6 +157,10 @@ class Cpu:
     def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
         """int64, looked at."""
         return None if lengths is None else shape.check_lengths(lengths, tokens)
+
+    def host_lengths(self, lengths: Any) -> Any:
+        """As they are."""
+        return lengths
 
     def from_host(self, array: Any) -> Any:
         """The array itself."""
@@ -287,6 +294,13 @@ class Cuda:
             self._lengths = self.runtime.zeros(shape.batch, np.int64)
         self.runtime.upload(self._lengths, host)
         return self._lengths
+
+    def host_lengths(self, lengths: Any) -> Any:
+        """Lengths that lie on the GPU are waited for."""
+        array = hasattr(lengths, "__dlpack_device__") or hasattr(lengths, "__cuda_array_interface__")
+        if not array or arrays.device_of("lengths", lengths) == "cpu":
+            return lengths
+        return self.to_host(self.view("lengths", lengths))
 
     def from_host(self, array: Any) -> Any:
         """A new device array, there when this returns; bfloat16 as its bits."""
