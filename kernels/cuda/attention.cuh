@@ -45,14 +45,19 @@ struct AttentionArguments {
   const long long *q_positions; // [batch, queries]
   const float *slopes;          // [heads] of ALiBi, or null
   const TokenTables *lookup;
+  const float *k_scales, *v_scales; // [kv_heads], what keys and values of 8 bits are multiplied by; else unused
+  // [batch, pages]: where the pages of a sequence lie in k and v, [pages, page_size, kv_heads, head_dim], whose first
+  // stride is that of pages then. Of Paged tokens alone.
+  const int *block_table;
   long long q_batch_stride, q_query_stride, q_head_stride;
   long long k_batch_stride, k_token_stride, k_head_stride;
   long long v_batch_stride, v_token_stride, v_head_stride;
   int tokens, queries, heads, kv_heads, group;
+  int pages, page_size;
   int fan;       // how many splits are merged at once
   int q_type;    // ElementType
   int q_aligned; // are rows of q aligned to 16 bytes?
-  Divisor by_group, by_kv_heads, by_splits, by_fan;
+  Divisor by_group, by_kv_heads, by_splits, by_fan, by_page_size;
   float scale;
   float softcap, by_softcap; // and its reciprocal; 0: none
 };

@@ -28,11 +28,15 @@ __device__ __forceinline__ void unpack(const Vector &v, float *to, float) {
   for (int i = 0; i < 4; ++i) to[i] = __uint_as_float(v.word[i]);
 }
 
-template <typename T> __device__ __forceinline__ void unpack(const Vector &v, float *to, T) {
+template <typename T> __device__ __forceinline__ void unpack(const Vector &v, float *to, T type) {
+  if constexpr (sizeof(T) == 1) {
+    widen(v, to, type);
+  } else {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    to[2 * i] = to_float(T{(unsigned short)(v.word[i] & 0xffffu)});
-    to[2 * i + 1] = to_float(T{(unsigned short)(v.word[i] >> 16)});
+    for (int i = 0; i < 4; ++i) {
+      to[2 * i] = to_float(T{(unsigned short)(v.word[i] & 0xffffu)});
+      to[2 * i + 1] = to_float(T{(unsigned short)(v.word[i] >> 16)});
+    }
   }
 }
 
@@ -52,6 +56,31 @@ __device__ __forceinline__ void load_tokens(Vector (&to)[UNROLL][(Layout<T, HEAD
     }
     row += L::TOKENS * stride;
   }
+}
+
+// The same of tokens in pages.
+template <typename T, int HEAD_DIM>
+__device__ __forceinline__ void load_paged(Vector (&to)[UNROLL][(Layout<T, HEAD_DIM>::PER_LANE)],
+                                           const AttentionArguments &a, const int (&pages)[UNROLL], const T *all,
+                                           long long page_stride, long long stride, int lane, int token, int end) {
+  using L = Layout<T, HEAD_DIM>;
+#pragma unroll
+  for (int u = 0; u < UNROLL; ++u) {
+    const int at = token + u * L::TOKENS;
+    const T *row = all + row_in_page(a, pages[u], at, page_stride, stride);
+#pragma unroll
+    for (int i = 0; i < L::PER_LANE; ++i) {
+      const int vector = i * L::LANES + lane;
+      to[u][i] = Vector{{0, 0, 0, 0}};
+      if (at < end && pages[u] >= 0 && vector < L::VECTORS) to[u][i] = load_once(row + vector * L::ELEMENTS);
+    }
+  }
+}
+
+template <int TOKENS>
+__device__ __forceinline__ void find_pages(const AttentionArguments &a, int (&pages)[UNROLL], int token, int end) {
+#pragma unroll
+  for (int u = 0; u < UNROLL; ++u) pages[u] = token + u * TOKENS < end ? find_page(a, token + u * TOKENS) : -1;
 }
 
 // One row's online softmax in one lane: `numerator` has the elements that the lane holds.
@@ -78,8 +107,8 @@ template <int HELD> __device__ __forceinline__ void take_scores(RowState<HELD> &
 }
 
 // Blocks that a multiprocessor should hold: as many as leave the compiler enough registers not to spill any.
-constexpr int resident_blocks(int rows, int vectors_per_lane, bool chosen) {
-  return (rows == 4 ? 3 : rows == 2 ? 4 : 5) - (vectors_per_lane > 1 ? 1 : 0) - (chosen ? 1 : 0);
+constexpr int resident_blocks(int rows, bool wide, bool chosen) {
+  return (rows == 4 ? 3 : rows == 2 ? 4 : 5) - (wide ? 1 : 0) - (chosen ? 1 : 0);
 }
 
 // scores[row][token] summed over the lanes of a group. Sums of different rows and tokens take turns, so that the wait
@@ -126,7 +155,8 @@ __device__ __forceinline__ unsigned choose_scores(const AttentionArguments &a, c
 }
 
 template <typename T, int HEAD_DIM, int ROWS, typename Tokens = AllTokens>
-__global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_DIM>::PER_LANE, Tokens::CHOSEN))
+__global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_DIM>::PER_LANE > 1 || sizeof(T) == 1,
+                                                           Tokens::CHOSEN || Tokens::PAGED))
     partial_attention(const AttentionArguments a) {
   using L = Layout<T, HEAD_DIM>;
   constexpr int NEEDED = Readers<HEAD_DIM, ROWS>::SHARED, OWN = L::GROUPS * ROWS * HEAD_DIM;
@@ -145,18 +175,26 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
 
   tokens.template find<L::STEP>(a, w);
   int token = tokens.at.start + warp * L::TOKENS * UNROLL + in_warp; // the first of this lane's UNROLL
-  const T *k =
-      static_cast<const T *>(a.k) + w.batch * a.k_batch_stride + w.kv_head * a.k_head_stride + token * a.k_token_stride;
-  const T *v =
-      static_cast<const T *>(a.v) + w.batch * a.v_batch_stride + w.kv_head * a.v_head_stride + token * a.v_token_stride;
+  const T *k = static_cast<const T *>(a.k) + w.kv_head * a.k_head_stride;
+  const T *v = static_cast<const T *>(a.v) + w.kv_head * a.v_head_stride;
   Vector keys[UNROLL][L::PER_LANE], values[UNROLL][L::PER_LANE];
-  load_tokens<T, HEAD_DIM>(keys, k, a.k_token_stride, lane, token, tokens.at.end);
-  load_tokens<T, HEAD_DIM>(values, v, a.v_token_stride, lane, token, tokens.at.end);
+  int pages[UNROLL];
+  if constexpr (Tokens::PAGED) {
+    find_pages<L::TOKENS>(a, pages, token, tokens.at.end);
+    load_paged<T, HEAD_DIM>(keys, a, pages, k, a.k_batch_stride, a.k_token_stride, lane, token, tokens.at.end);
+    load_paged<T, HEAD_DIM>(values, a, pages, v, a.v_batch_stride, a.v_token_stride, lane, token, tokens.at.end);
+  } else {
+    k += w.batch * a.k_batch_stride + token * a.k_token_stride;
+    v += w.batch * a.v_batch_stride + token * a.v_token_stride;
+    load_tokens<T, HEAD_DIM>(keys, k, a.k_token_stride, lane, token, tokens.at.end);
+    load_tokens<T, HEAD_DIM>(values, v, a.v_token_stride, lane, token, tokens.at.end);
+  }
 
   if (piece_row < ROWS) {
-    float *to = reinterpret_cast<float *>(queries) + piece_row * HEAD_DIM + piece_index;
+    float *to = reinterpret_cast<float *>(queries) + piece_row * HEAD_DIM + piece_index, scale = a.scale;
+    if constexpr (sizeof(T) == 1) scale *= UNIT<T> * a.k_scales[w.kv_head];
 #pragma unroll
-    for (int i = 0; i < QueryPiece::ELEMENTS; ++i) to[i] = piece.element(a.q_type, i) * a.scale;
+    for (int i = 0; i < QueryPiece::ELEMENTS; ++i) to[i] = piece.element(a.q_type, i) * scale;
   }
   if constexpr (Tokens::CHOSEN) tokens.template load_views<ROWS>(a, w);
   __syncthreads(); // q is there
@@ -197,8 +235,14 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
     const Place here = tokens.at;
     tokens.template advance<L::STEP>(a);
     const int moved = tokens.at.start - here.start;
-    k += moved * a.k_token_stride;
-    load_tokens<T, HEAD_DIM>(keys, k, a.k_token_stride, lane, token + moved, tokens.at.end);
+    if constexpr (Tokens::PAGED) {
+      find_pages<L::TOKENS>(a, pages, token + moved, tokens.at.end);
+      load_paged<T, HEAD_DIM>(keys, a, pages, k, a.k_batch_stride, a.k_token_stride, lane, token + moved,
+                              tokens.at.end);
+    } else {
+      k += moved * a.k_token_stride;
+      load_tokens<T, HEAD_DIM>(keys, k, a.k_token_stride, lane, token + moved, tokens.at.end);
+    }
     sum_over_lanes<L::LANES>(scores);
     unsigned hidden = 0u;
     if constexpr (Tokens::CHOSEN)
@@ -224,9 +268,13 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
         for (int i = 0; i < L::HELD; ++i) state[r].numerator[i] = fmaf(scores[r][u], value[i], state[r].numerator[i]);
       }
     }
-    v += moved * a.v_token_stride;
     token += moved;
-    load_tokens<T, HEAD_DIM>(values, v, a.v_token_stride, lane, token, tokens.at.end);
+    if constexpr (Tokens::PAGED) {
+      load_paged<T, HEAD_DIM>(values, a, pages, v, a.v_batch_stride, a.v_token_stride, lane, token, tokens.at.end);
+    } else {
+      v += moved * a.v_token_stride;
+      load_tokens<T, HEAD_DIM>(values, v, a.v_token_stride, lane, token, tokens.at.end);
+    }
   }
 
 #pragma unroll
@@ -234,7 +282,11 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
 #pragma unroll
     for (int i = 0; i < L::HELD; i += 4) {
       const int index = (i / L::ELEMENTS * L::LANES + lane) * L::ELEMENTS + i % L::ELEMENTS;
-      const float *four = state[r].numerator + i;
+      float *four = state[r].numerator + i;
+      if constexpr (sizeof(T) == 1) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) four[j] *= UNIT<T> * a.v_scales[w.kv_head];
+      }
       if (index < HEAD_DIM) shared[((group * ROWS + r) * HEAD_DIM + index) / 4] = {four[0], four[1], four[2], four[3]};
     }
     if (lane == 0) {

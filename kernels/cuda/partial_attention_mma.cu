@@ -24,15 +24,17 @@ template <typename T, int HEAD_DIM, int STAGES> struct Stages {
     static_assert(TILE * VECTORS % THREADS == 0, "as many copies for each thread");
     const Place at = tokens.at;
     if (at.start < at.end) {
-      k += at.start * a.k_token_stride;
-      v += at.start * a.v_token_stride;
+      if constexpr (!Tokens::PAGED) {
+        k += at.start * a.k_token_stride;
+        v += at.start * a.v_token_stride;
+      }
       if constexpr (Tokens::CHOSEN) {
         const Views<ROWS> &views = tokens.template views<ROWS>();
         if (at.end > views.tile.draft_begin) {
 #pragma unroll 1
           for (int e = threadIdx.x; e < TILE * VECTORS; e += THREADS) {
             const int token = at.start + e / VECTORS;
-            copy(a, k, v, stage, e, token < at.end && any_sees(views, token));
+            copy<Tokens>(a, k, v, stage, e, at, token < at.end && any_sees(views, token));
           }
           copy_async_commit();
           return;
@@ -41,19 +43,28 @@ template <typename T, int HEAD_DIM, int STAGES> struct Stages {
 #pragma unroll
       for (int i = 0; i < TILE * VECTORS / THREADS; ++i) {
         const int e = i * THREADS + threadIdx.x;
-        copy(a, k, v, stage, e, at.start + e / VECTORS < at.end);
+        copy<Tokens>(a, k, v, stage, e, at, at.start + e / VECTORS < at.end);
       }
     }
     copy_async_commit();
   }
 
-  // Vector e of the tile's keys and of its values, which begin at k and v.
+  // Vector e of the keys and values of the tile at `at`, which begin at k and v; the pages do, where there are any.
+  template <typename Tokens>
   __device__ __forceinline__ void copy(const AttentionArguments &a, const T *k, const T *v, int stage, int e,
-                                       bool valid) const {
+                                       const Place &at, bool valid) const {
     const int row = e / VECTORS, index = e % VECTORS * 8;
-    const long long from = valid ? row : 0;
-    copy_async(key(stage, row) + index, k + from * a.k_token_stride + index, valid);
-    copy_async(value(stage, row) + index, v + from * a.v_token_stride + index, valid);
+    if constexpr (Tokens::PAGED) {
+      const int token = at.start + row, page = valid ? find_page(a, token) : -1;
+      valid = page >= 0;
+      k += valid ? row_in_page(a, page, token, a.k_batch_stride, a.k_token_stride) : 0;
+      v += valid ? row_in_page(a, page, token, a.v_batch_stride, a.v_token_stride) : 0;
+    } else {
+      k += (valid ? row : 0) * a.k_token_stride;
+      v += (valid ? row : 0) * a.v_token_stride;
+    }
+    copy_async(key(stage, row) + index, k + index, valid);
+    copy_async(value(stage, row) + index, v + index, valid);
   }
 };
 
@@ -114,8 +125,12 @@ __global__ void __launch_bounds__(THREADS) partial_attention_mma(const Attention
     tokens.template load_views<ROWS>(a, w);
     __syncthreads(); // the views are there
   }
-  const T *k = static_cast<const T *>(a.k) + w.batch * a.k_batch_stride + w.kv_head * a.k_head_stride;
-  const T *v = static_cast<const T *>(a.v) + w.batch * a.v_batch_stride + w.kv_head * a.v_head_stride;
+  const T *k = static_cast<const T *>(a.k) + w.kv_head * a.k_head_stride;
+  const T *v = static_cast<const T *>(a.v) + w.kv_head * a.v_head_stride;
+  if constexpr (!Tokens::PAGED) {
+    k += w.batch * a.k_batch_stride;
+    v += w.batch * a.v_batch_stride;
+  }
   Tokens ahead = tokens;
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) {

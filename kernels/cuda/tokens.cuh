@@ -14,7 +14,7 @@ struct Place {
 
 // Valid tokens, all of them.
 struct AllTokens {
-  static constexpr bool CHOSEN = false;
+  static constexpr bool CHOSEN = false, PAGED = false;
   long long length;
   Place at;
 
@@ -80,7 +80,7 @@ template <int ROWS> struct Views {
 
 // What the tile's queries see.
 struct VisibleTokens {
-  static constexpr bool CHOSEN = true;
+  static constexpr bool CHOSEN = true, PAGED = false;
   TileView tile;
   int span, left; // and the steps of the block from here on
   Place at;
@@ -123,6 +123,23 @@ struct VisibleTokens {
                                        a.q_positions[query], a.slopes ? a.slopes[row.head] : 0.0f};
   }
 };
+
+// The same tokens, in pages that lie anywhere.
+template <typename Tokens> struct Paged : Tokens {
+  static constexpr bool PAGED = true;
+  using Tokens::Tokens;
+};
+
+// The page of a token of the block's sequence; below 0: none.
+__device__ __forceinline__ int find_page(const AttentionArguments &a, int token) {
+  return a.block_table[(long long)blockIdx.z * a.pages + divide(token, a.by_page_size)];
+}
+
+// How far from the first element of all pages the row of a token lies.
+__device__ __forceinline__ long long row_in_page(const AttentionArguments &a, int page, int token,
+                                                 long long page_stride, long long token_stride) {
+  return page * page_stride + (token - divide(token, a.by_page_size) * a.page_size) * token_stride;
+}
 
 // Do all queries of the tile see all tokens of this step?
 template <int STEP, int ROWS> __device__ __forceinline__ bool see_all(const Views<ROWS> &views, const Place &place) {

@@ -81,6 +81,29 @@ def run_visible(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
     print("NaN" if np.isnan(records).any() else "finite")
 
 
+def run_cache(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
+    """Pages, of 8 bits where the multiply-add kernel reads them; the last one ends with its memory."""
+    runtime = EmulatorRuntime(seed=3, sanitizer=sanitizer, edit=edit)
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 1, 4, 64)).astype(np.float16)
+    kind = "float8_e4m3fn" if name == "fma_cache" else np.float16
+    k, v = (rng.standard_normal((15, 16, 1, 64)).astype(kind) for _ in "kv")
+    table = np.array([[14, 2, 5, 1, 0, 7, 3], [4, 13, 9, 10, 14, -1, -1]], np.int32)
+    records = np.empty((2, 4, 1, 66), np.float32)
+    scales = {"k_scale": 0.5, "v_scale": 2.0} if name == "fma_cache" else {}
+    cuda.partial_attention(
+        *(q, k, v, records),
+        scale=0.125,
+        lengths=np.array([112, 80], np.int64),
+        block_table=table,
+        num_splits=2,
+        tensor_cores=name == "mma_cache",
+        runtime=runtime,
+        **scales,
+    )
+    print("NaN" if np.isnan(records).any() else "finite")
+
+
 def run_pull(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
     """Three ranks, five steps: the slots of a step are used again two steps later. "scatter": a rank whose
     result counts nobody, for want of records."""
@@ -108,8 +131,8 @@ def main() -> None:
     if not fault:
         run_fault(sanitizer, what)
     else:
-        visible = "visible" in kernel
-        run = run_visible if visible else run_attention if kernel in ("fma", "mma") else run_pull
+        way = kernel.removeprefix("fma").removeprefix("mma")
+        run = {"": run_attention, "_visible": run_visible, "_cache": run_cache}.get(way, run_pull)
         run(sanitizer, kernel, str if fault == "clean" else planted(FAULTS[fault]))
 
 

@@ -121,15 +121,39 @@ def hide(visible: Visible, mask: np.ndarray, array: np.ndarray) -> np.ndarray:
     return np.where(seen[:, :, None, None], array, array.dtype.type(np.nan))
 
 
-def run(fault: str | None, kernel: str, seed: int, visible: bool) -> np.ndarray:
+def cache_records_of(kernel: str, seed: int, fault: str | None) -> np.ndarray:
+    """Of a paged cache, of 8 bits where the multiply-add kernel reads it; a value of it is NaN. One sequence
+    goes on where it has no page."""
+    runtime = EmulatorRuntime(seed=seed, edit=planted(FAULTS[fault]) if fault else str)
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 1, 8, 64)).astype(np.float16)
+    kind = "float8_e4m3fn" if kernel == "fma" else np.float16
+    k, v = (rng.standard_normal((40, 16, 2, 64)).astype(kind) for _ in "kv")
+    v[3, 4, 1, 5] = np.nan
+    table = rng.permutation(40)[:36].astype(np.int32).reshape(2, 18)
+    table[1, 15] = -1
+    table[0, 2] = 3
+    records = np.full((2, 8, 1, 66), 77, np.float32)
+    scales = {"k_scale": [0.5, 2.0], "v_scale": [3.0, 1.0]} if kernel == "fma" else {}
+    planned = cuda.PlannedAttention(
+        *(records,), scale=0.125, num_splits=1, tensor_cores=kernel == "mma", runtime=runtime, **scales
+    )
+    planned(q, k, v, np.array([288, 250], np.int64), table)
+    return records
+
+
+RECORDS_OF = {"plain": records_of, "visible": visible_records_of, "cache": cache_records_of}
+
+
+def run(fault: str | None, kernel: str, seed: int, kind: str) -> np.ndarray:
     """The bits of what a kernel leaves."""
-    return (visible_records_of if visible else records_of)(kernel, seed, fault).view(np.uint32)
+    return RECORDS_OF[kind](kernel, seed, fault).view(np.uint32)
 
 
 def is_seen(fault: str, seed: int, good: np.ndarray) -> bool:
     """By other records, or by what the emulator says."""
     try:
-        return bool((run(fault, FAULTS[fault].kernel, seed, FAULTS[fault].visible) != good).any())
+        return bool((run(fault, FAULTS[fault].kernel, seed, FAULTS[fault].kind) != good).any())
     except EmulatorError as error:
         return "g++" not in str(error)
 
@@ -150,7 +174,7 @@ OF_ATTENTION = [name for name, fault in FAULTS.items() if fault.kernel in ("fma"
 
 @pytest.mark.parametrize("fault", [name for name in OF_ATTENTION if name not in SILENT])
 def test_faults_are_seen(fault: str) -> None:
-    good = run(None, FAULTS[fault].kernel, 0, FAULTS[fault].visible)
+    good = run(None, FAULTS[fault].kernel, 0, FAULTS[fault].kind)
     assert any(is_seen(fault, seed, good) for seed in range(8))
 
 

@@ -65,7 +65,10 @@ def run(sanitizer: str, what: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
-@pytest.mark.parametrize("kernel", ["fma", "mma", "fma_visible", "mma_visible", "pull", "scatter"])
+@pytest.mark.parametrize(
+    "kernel",
+    [f"{path}{way}" for path in ("fma", "mma") for way in ("", "_visible", "_cache")] + ["pull", "scatter"],
+)
 def test_kernels_are_clean(sanitizer: str, kernel: str) -> None:
     result = run(sanitizer, f"{kernel}:clean")
     assert (result.returncode, result.stdout.strip()) == (0, "finite"), result.stderr[-3000:]

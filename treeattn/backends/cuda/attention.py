@@ -13,9 +13,10 @@ import numpy as np
 from treeattn import partial
 from treeattn.attention.shape import check_shapes
 from treeattn.attention.visibility import Visible
+from treeattn.backends.cuda.cache import CacheType, check_pages, wrong_type
 from treeattn.backends.cuda.runtime import THREADS, Runtime, check_records, default_runtime, structure
 from treeattn.backends.cuda.splits import MAX_SPLITS, Load, Splits, choose_splits, rounded_steps
-from treeattn.backends.cuda.variants import TYPES, Variant, check_head_dim, choose_variant
+from treeattn.backends.cuda.variants import TYPES, Tokens, Variant, check_head_dim, choose_variant
 from treeattn.backends.cuda.visible import VisibleTables
 from treeattn.errors import ArgumentError
 
@@ -28,13 +29,14 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 # AttentionArguments of kernels/cuda/attention.cuh.
 _ATTENTION = structure(
-    "q k v lengths records numerators states counters tiles spans views q_positions slopes lookup",
+    "q k v lengths records numerators states counters tiles spans views q_positions slopes lookup "
+    "k_scales v_scales block_table",
     "q_batch_stride q_query_stride q_head_stride k_batch_stride k_token_stride k_head_stride "
     "v_batch_stride v_token_stride v_head_stride",
-    "tokens queries heads kv_heads group fan q_type q_aligned",
+    "tokens queries heads kv_heads group pages page_size fan q_type q_aligned",
     "scale softcap by_softcap",
     unsigned="by_group by_group_shift by_kv_heads by_kv_heads_shift "
-    "by_splits by_splits_shift by_fan by_fan_shift",
+    "by_splits by_splits_shift by_fan by_fan_shift by_page_size by_page_size_shift",
 )
 
 
@@ -47,6 +49,10 @@ def partial_attention(
     scale: float,
     lengths: Any = None,
     visible: Visible | None = None,
+    kv_dtype: str | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    block_table: Any = None,
     num_splits: int | None = None,
     tensor_cores: bool = True,
     runtime: Runtime | None = None,
@@ -63,12 +69,18 @@ def partial_attention(
             0..tokens (the host cannot look without waiting); None means all.
         visible: what each query may see, filled by `Visible.look`; lengths are in it, and those above are not
             looked at. Nothing outside its intervals and drafts is read. None: all valid tokens are seen.
+        kv_dtype: what k and v carry where they are uint8: float8_e4m3fn or float8_e5m2.
+        k_scale, v_scale: of caches of 8 bits, a number or one for each KV head, on the host: what is stored
+            is multiplied by them.
+        block_table: [batch, pages] int32 on the device, the numbers of a sequence's pages in their order,
+            below 0 where there is none; k and v are then [all pages, page_size, kv_heads, head_dim]. Page
+            numbers are not looked at.
         num_splits: in how many splits to cut the tokens, 1..MAX_SPLITS; None chooses by `choose_splits`.
         tensor_cores: may probabilities be held in 16 bits, for speed? Then |out - exact| can reach
             4e-3 * max|v|. Only used with 16-bit inputs of one type and 4 or more rows for each KV head.
         runtime: the device; None is CuPy's current one.
 
-    Inputs are float32, float16, bfloat16 or uint16 (the bits of bfloat16).
+    Inputs are float32, float16, bfloat16 or uint16 (the bits of bfloat16); k and v also of 8 bits.
 
     Raises:
         ArgumentError: shapes, types, strides or devices that cannot be.
@@ -78,11 +90,14 @@ def partial_attention(
         *(records,),
         scale=scale,
         visible=visible,
+        kv_dtype=kv_dtype,
+        k_scale=k_scale,
+        v_scale=v_scale,
         num_splits=num_splits,
         tensor_cores=tensor_cores,
         runtime=runtime,
     )
-    planned(q, k, v, lengths)
+    planned(q, k, v, lengths, block_table)
 
 
 class PlannedAttention:
@@ -99,6 +114,9 @@ class PlannedAttention:
         *,
         scale: float,
         visible: Visible | None = None,
+        kv_dtype: str | None = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
         num_splits: int | None = None,
         tensor_cores: bool = True,
         runtime: Runtime | None = None,
@@ -116,6 +134,7 @@ class PlannedAttention:
         self._arguments["scale"] = scale
         self._arguments["records"] = runtime.address(records)
         self._visible = visible
+        self._cache = CacheType(kv_dtype, k_scale, v_scale)
         if visible is not None:
             check_visible(visible, records)
             softcap = visible.rules.softcap
@@ -136,9 +155,9 @@ class PlannedAttention:
         self._steps: int
         self._launch: Callable[[], object]
 
-    def __call__(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
+    def __call__(self, q: Any, k: Any, v: Any, lengths: Any = None, block_table: Any = None) -> None:
         """As `partial_attention`."""
-        bound, given = self._bound, (q, k, v, lengths)
+        bound, given = self._bound, (q, k, v, lengths, block_table)
         if not bound or any(map(operator.is_not, bound, given)):
             self.bind(*given)
         elif self._tables is not None:
@@ -151,64 +170,81 @@ class PlannedAttention:
         tables, bound = self._tables, self._bound
         if tables is not None and tables.refresh():
             self._bound = ()
-            self._bind_splits(bound[1])
+            self._bind_splits(self._tokens[0])
             self._bound = bound
 
-    def bind(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
+    def bind(self, q: Any, k: Any, v: Any, lengths: Any = None, block_table: Any = None) -> None:
         """What a call does before it launches, when it is given other arrays than the last one.
 
         Arrays laid out as the last ones, but for the number of tokens, cost their addresses.
         """
         runtime, bound = self._runtime, self._bound
         self._bound = ()
-        for name, array in (("q", q), ("k", k), ("v", v)):
+        tables = {} if block_table is None else {"block_table": block_table}
+        for name, array in {"q": q, "k": k, "v": v, **tables}.items():
             runtime.check(name, array)
         places = runtime.address(q), runtime.address(k), runtime.address(v)
-        layout = (places[0] % 16, *_layout(q, k, v))
-        if bound and layout == self._layout:
+        layout = (places[0] % 16, *_layout(q, k, v), None if block_table is None else block_table.shape)
+        if bound and layout == self._layout and block_table is bound[4]:
             if (places[1] | places[2]) % 16:
                 check_rows("k", k, runtime)
                 check_rows("v", v, runtime)
-            _check_tokens(k)
-            self._tokens[0] = k.shape[1]
+            if block_table is None:
+                _check_tokens(k.shape[1])
+                self._tokens[0] = k.shape[1]
             if lengths is not bound[3]:
-                self._bind_lengths(lengths, k)
+                self._bind_lengths(lengths, q)
         else:
-            self._bind_layout(q, k, v)
-            self._bind_lengths(lengths, k)
+            self._bind_layout(q, k, v, block_table)
+            self._bind_lengths(lengths, q)
         for place, address in enumerate(places):
             self._addresses[place] = address
         if self._tables is not None:
             self._tables.refresh()
-        self._bind_splits(k)
-        self._bound, self._layout = (q, k, v, lengths), layout
+        self._bind_splits(self._tokens[0])
+        self._bound, self._layout = (q, k, v, lengths, block_table), layout
 
-    def _bind_layout(self, q: Any, k: Any, v: Any) -> None:
+    def _bind_layout(self, q: Any, k: Any, v: Any, block_table: Any) -> None:
         """All but addresses, lengths and splits."""
         runtime, a = self._runtime, self._arguments
-        q_type, kv_type = _check_inputs(q, k, v, self._records, runtime)
+        kv_type = self._cache.kernel_type(k, v)
+        q_type = _check_inputs(q, k, v, self._records, block_table, runtime)
         for name, array in (("q", q), ("k", k), ("v", v)):
             axes = ("batch", "query" if name == "q" else "token", "head")
             for axis, stride in zip(axes, array.strides[:3], strict=True):
                 a[f"{name}_{axis}_stride"] = stride // (1 if name == "q" else array.dtype.itemsize)
         a["queries"], a["heads"] = q.shape[1:3]
-        a["tokens"], a["kv_heads"] = k.shape[1:3]
+        a["kv_heads"] = k.shape[2]
+        self._bind_pages(k, block_table)
+        a["k_scales"], a["v_scales"] = self._cache.addresses(k.shape[2], runtime)
         a["group"] = q.shape[2] // k.shape[2]
         a["q_type"] = TYPES[q.dtype.name][1]
         a["q_aligned"] = _rows_aligned(q, 16, runtime)
         for name in ("group", "kv_heads"):
             a[f"by_{name}"], a[f"by_{name}_shift"] = divisor(int(a[name][0]))
-        self._choose_kernel(q, k, q_type, kv_type)
+        self._choose_kernel(q, k, q_type, kv_type, block_table is not None)
         self._bind_visible(q, k)
 
-    def _bind_lengths(self, lengths: Any, k: Any) -> None:
+    def _bind_pages(self, k: Any, block_table: Any) -> None:
+        """Where the tokens of a sequence lie, and how many there can be."""
+        a = self._arguments
+        a["tokens"] = k.shape[1]
+        if block_table is None:
+            return
+        page_size, pages = k.shape[1], block_table.shape[1]
+        _check_tokens(page_size * pages)
+        a["tokens"], a["pages"], a["page_size"] = page_size * pages, pages, page_size
+        a["block_table"] = self._runtime.address(block_table)
+        a["by_page_size"], a["by_page_size_shift"] = divisor(page_size)
+
+    def _bind_lengths(self, lengths: Any, q: Any) -> None:
         self._arguments["lengths"] = 0
         if lengths is None or self._visible is not None:
             return
         self._runtime.check("lengths", lengths)
-        if lengths.shape != k.shape[:1] or lengths.dtype != np.int64 or not lengths.flags.c_contiguous:
+        if lengths.shape != q.shape[:1] or lengths.dtype != np.int64 or not lengths.flags.c_contiguous:
             raise ArgumentError(
-                f"lengths are {lengths.dtype} {lengths.shape}: contiguous int64 [{k.shape[0]}] is needed"
+                f"lengths are {lengths.dtype} {lengths.shape}: contiguous int64 [{q.shape[0]}] is needed"
             )
         self._arguments["lengths"] = self._runtime.address(lengths)
 
@@ -224,7 +260,7 @@ class PlannedAttention:
         for name, address in self._tables.addresses.items():
             self._arguments[name] = address
 
-    def _choose_kernel(self, q: Any, k: Any, q_type: str, kv_type: str) -> None:
+    def _choose_kernel(self, q: Any, k: Any, q_type: str, kv_type: str, paged: bool) -> None:
         batch, queries, heads, head_dim = q.shape
         kv_heads, rows = k.shape[2], queries * (heads // k.shape[2])
         runtime = self._runtime
@@ -232,7 +268,7 @@ class PlannedAttention:
             *(q_type, kv_type, head_dim, rows),
             tensor_cores=self._tensor_cores,
             shared_limit=runtime.shared_bytes,
-            visible=self._visible is not None,
+            tokens=Tokens(visible=self._visible is not None, paged=paged),
         )
         tiles = kv_heads * math.ceil(rows / variant.rows)
         if tiles > _MAX_GRID:
@@ -243,7 +279,7 @@ class PlannedAttention:
         self.load = Load(
             tiles=batch * tiles,
             rows=min(variant.rows, rows),
-            tokens=k.shape[1],
+            tokens=int(self._tokens[0]),
             head_dim=head_dim,
             token_bytes=2 * head_dim * k.dtype.itemsize,
             step=variant.step,
@@ -253,10 +289,10 @@ class PlannedAttention:
         )
         self.splits, self._steps = Splits(0, 0), -1  # none yet
 
-    def _bind_splits(self, k: Any) -> None:
+    def _bind_splits(self, given: Any) -> None:
         """Choose the splits, where tokens are so many others that the choice can be another: those that
         somebody sees, in the tile that has the most."""
-        tokens, tables = k.shape[1], self._tables
+        tokens, tables = int(given), self._tables
         if tables is not None:
             if tables.end > tokens:
                 raise ArgumentError(
@@ -267,7 +303,7 @@ class PlannedAttention:
         if steps != self._steps:
             splits = choose_splits(self.load._replace(tokens=tokens), self._num_splits)
             if splits != self.splits:
-                self._cut(splits, k.shape[0])
+                self._cut(splits, self._records.shape[0])
             self._steps = steps
 
     def _cut(self, splits: Splits, batch: int) -> None:
@@ -327,28 +363,27 @@ def _layout(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
     )
 
 
-def _check_inputs(q: Any, k: Any, v: Any, records: Any, runtime: Runtime) -> tuple[str, str]:
-    """C++ types of q and of k, v; an error if anything does not fit."""
+def _check_inputs(q: Any, k: Any, v: Any, records: Any, block_table: Any, runtime: Runtime) -> str:
+    """C++ type of q; an error if anything does not fit."""
     batch, head_dim = records.shape[0], records.shape[3] - partial.EXTRA
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        if array.dtype.name not in TYPES:
-            raise ArgumentError(
-                f"{name} is {array.dtype}: on the GPU it must be float32, float16 or bfloat16 "
-                "(as uint16 bits); float64 is for device='cpu'"
-            )
+    if q.dtype.name not in TYPES:
+        raise wrong_type("q", q)
     check_head_dim(head_dim)
-    check_shapes(q, k, v, records)
+    if block_table is None:
+        check_shapes(q, k, v, records)
+    else:
+        check_pages(q, k, v, records, block_table)
     if batch > _MAX_GRID:
         raise ArgumentError(f"batch {batch}: at most {_MAX_GRID} fits one launch")
-    _check_tokens(k)
+    _check_tokens(k.shape[1])
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_rows(name, array, runtime)
-    return TYPES[q.dtype.name][0], TYPES[k.dtype.name][0]
+    return TYPES[q.dtype.name][0]
 
 
-def _check_tokens(k: Any) -> None:
-    if k.shape[1] >= _MAX_TOKENS:
-        raise ArgumentError(f"{k.shape[1]} tokens: fewer than {_MAX_TOKENS} fit one launch")
+def _check_tokens(tokens: int) -> None:
+    if tokens >= _MAX_TOKENS:
+        raise ArgumentError(f"{tokens} tokens: fewer than {_MAX_TOKENS} fit one launch")
 
 
 def check_rows(name: str, array: Any, runtime: Runtime) -> None:

@@ -1,0 +1,98 @@
+"""What a cache is beside its numbers: 8 bits with scales, and pages that lie anywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from treeattn import partial
+from treeattn.backends.cuda.runtime import Runtime
+from treeattn.backends.cuda.variants import TYPES, TYPES_8
+from treeattn.errors import ArgumentError
+
+__all__ = ["CacheType", "check_pages", "wrong_type"]
+
+
+class CacheType:
+    """The type of k and v, and what numbers of 8 bits are multiplied by."""
+
+    def __init__(self, kv_dtype: str | None, k_scale: Any, v_scale: Any) -> None:
+        """As `partial_attention` takes them. Raises `ArgumentError`."""
+        if kv_dtype is not None and kv_dtype not in TYPES_8:
+            raise ArgumentError(f"kv_dtype {kv_dtype!r} is unknown: use one of {', '.join(TYPES_8)}")
+        self._dtype = kv_dtype
+        self._scales = [_scale("k_scale", k_scale), _scale("v_scale", v_scale)]
+        self._device: Any = None
+
+    def kernel_type(self, k: Any, v: Any) -> str:
+        """The C++ type. Raises `ArgumentError`."""
+        if k.dtype != v.dtype:
+            raise ArgumentError(f"k is {k.dtype} but v is {v.dtype}")
+        name = self._dtype if self._dtype is not None and k.dtype == np.uint8 else k.dtype.name
+        if name in TYPES_8:
+            if any(scale is None for scale in self._scales):
+                raise ArgumentError(f"a cache of {name} needs k_scale and v_scale (1.0 where there is none)")
+            return TYPES_8[name]
+        if name not in TYPES:
+            raise wrong_type("k", k)
+        if any(scale is not None for scale in self._scales):
+            raise ArgumentError(f"k_scale and v_scale are for caches of 8 bits, not of {k.dtype}")
+        return TYPES[name][0]
+
+    def addresses(self, kv_heads: int, runtime: Runtime) -> tuple[int, int]:
+        """Of the scales on the device, [kv_heads] each; 0 where there are none. Raises `ArgumentError`."""
+        if self._scales[0] is None:
+            return 0, 0
+        if self._device is None or self._device.size != 2 * kv_heads:
+            for name, scale in zip(("k_scale", "v_scale"), self._scales, strict=True):
+                if scale.shape not in ((), (kv_heads,)):
+                    raise ArgumentError(f"{name} has shape {list(scale.shape)}: one number, or [{kv_heads}]")
+            self._device = runtime.zeros(2 * kv_heads, np.float32)
+            both = [np.broadcast_to(scale, (kv_heads,)) for scale in self._scales]
+            runtime.upload(self._device, np.concatenate(both, dtype=np.float32))
+        place = runtime.address(self._device)
+        return place, place + 4 * kv_heads
+
+
+def _scale(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    try:
+        scale = np.asarray(value, np.float32)
+    except (TypeError, ValueError):
+        scale = np.array(np.nan, np.float32)
+    if not np.isfinite(scale).all() or scale.ndim > 1:
+        raise ArgumentError(f"{name} must be a finite number, or one for each KV head, not {value!r:.60}")
+    return scale
+
+
+def wrong_type(name: str, array: Any) -> ArgumentError:
+    """Why an array is refused."""
+    return ArgumentError(
+        f"{name} is {array.dtype}: on the GPU it must be float32, float16 or bfloat16 "
+        "(as uint16 bits); float64 is for device='cpu'"
+    )
+
+
+def check_pages(q: Any, k: Any, v: Any, records: Any, block_table: Any) -> None:
+    """Raise `ArgumentError` unless q fits the records, and k, v and the table are those of a paged cache."""
+    batch, heads, queries, width = records.shape
+    head_dim = width - partial.EXTRA
+    if q.shape != (batch, queries, heads, head_dim):
+        raise ArgumentError(
+            f"q has shape {q.shape}: [batch, queries, heads, head_dim] is {(batch, queries, heads, head_dim)}"
+        )
+    if k.ndim != 4 or k.shape != v.shape or k.shape[3] != head_dim or 0 in k.shape[1:3]:
+        raise ArgumentError(
+            f"k {k.shape} and v {v.shape}: both must be [pages, page_size, kv_heads, head_dim] = "
+            f"[any, any, any, {head_dim}]"
+        )
+    if heads % k.shape[2]:
+        raise ArgumentError(f"{heads} query heads cannot share {k.shape[2]} KV heads: it must be a multiple")
+    table = block_table
+    if table.ndim != 2 or table.shape[0] != batch or table.dtype != np.int32 or not table.flags.c_contiguous:
+        raise ArgumentError(
+            f"the block table is {table.dtype} {list(table.shape)}: contiguous int32 [batch, pages] = "
+            f"[{batch}, any] is needed"
+        )
