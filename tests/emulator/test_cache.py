@@ -174,7 +174,7 @@ PAGES = np.zeros((5, 16, 2, 64), np.float32)
     [
         ({"k": PAGES.astype("float8_e5m2"), "v": PAGES.astype("float8_e5m2")}, "needs k_scale and v_scale"),
         ({"k_scale": 1.0}, "are for caches of 8 bits, not of float32"),
-        ({"kv_dtype": "int8"}, "kv_dtype 'int8' is unknown: use one of float8_e4m3fn, float8_e5m2"),
+        ({"kv_dtype": "int8"}, "kv_dtype 'int8' is unknown: use one of .*, float8_e4m3fn, float8_e5m2"),
         ({"k": PAGES.astype(np.uint8), "v": PAGES.astype(np.uint8)}, "k is uint8: on the GPU"),
         (
             {x: PAGES.astype("float8_e5m2") for x in "kv"} | {"k_scale": [1.0] * 3, "v_scale": 1.0},

@@ -67,7 +67,8 @@ def run(sanitizer: str, what: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
 @pytest.mark.parametrize(
     "kernel",
-    [f"{path}{way}" for path in ("fma", "mma") for way in ("", "_visible", "_cache")] + ["pull", "scatter"],
+    [f"{path}{way}" for path in ("fma", "mma") for way in ("", "_visible", "_cache")]
+    + ["pull", "scatter", "nodes"],
 )
 def test_kernels_are_clean(sanitizer: str, kernel: str) -> None:
     result = run(sanitizer, f"{kernel}:clean")
@@ -90,6 +91,7 @@ def test_kernels_are_clean(sanitizer: str, kernel: str) -> None:
         ("pull:relaxed_number", "pull_partials.cu"),
         ("pull:relaxed_look", "pull_partials.cu"),
         ("pull:announced_early", "pull_partials.cu"),
+        ("pull:finished_early", "finish.cuh"),
         ("pull:stale_number", "pull_partials.cu"),
         ("pull:one_set", "pull_partials.cu"),
         ("pull:push", "pull_partials.cu"),

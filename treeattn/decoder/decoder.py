@@ -15,6 +15,7 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import device as devices
 from treeattn.decoder.device import Device
 from treeattn.decoder.plan import Plan, Request, plan, select
+from treeattn.decoder.projection import Projection
 from treeattn.decoder.sight import Stated
 from treeattn.errors import ArgumentError, BackendError, RestrictionError, ScheduleError, TransportError
 
@@ -49,6 +50,11 @@ class Decoder:
     runs that go beyond today's tokens, or come anew with each call. Where queries stand is not known here:
     calls bring `q_positions` where a rule asks for them.
 
+    With `project` [heads, v_dim, out_dim], the same on every rank, out is [batch, queries, heads, out_dim]:
+    each head's result times its matrix (device="cpu"); lse does not change. The matrix is applied to what
+    travels if that makes it shorter (out_dim < v_dim), else to the result, of which the bits are then the
+    same on ranks whose processors and BLAS libraries are alike.
+
     With ``groups=n`` (a divisor of kv_heads; device="cpu") a step is taken apart into n groups of heads, and
     the records of one travel while the next is attended; ``groups="auto"`` takes the number that was the
     fastest in the first steps. `local` then only takes the arrays, and `reduce` does the work.
@@ -79,6 +85,7 @@ class Decoder:
         softcap: float | None = None,
         alibi: Any = None,
         sink_logits: Any = None,
+        project: Any = None,
     ) -> None:
         def ask() -> Request:
             shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype)
@@ -104,6 +111,7 @@ class Decoder:
                 groups=groups,
                 rules=rules,
                 stated=Stated(positions),
+                project=None if project is None else Projection(project, shape),
             )
 
         comm = comm_.intracomm(comm)
@@ -129,7 +137,7 @@ class Decoder:
         self._native, self._foreign = type(self.out), False
         self._comm, self._device = comm, request.device
         self._attention, self._reducer, self._finish = planned.attention, planned.reducer, planned.finish
-        self._whole = planned.whole
+        self._folded, self._whole = planned.folded, planned.whole
         self._sight, self._tables, self._see = planned.sight, planned.visible, planned.see
         self._seeing = self._attention, self._whole
         self._plain, self._add_sinks = planned.visible is None, planned.add_sinks
@@ -164,8 +172,11 @@ class Decoder:
         if whole is not None and whole(q, k, v, lengths):
             return self._results
         self._attend(attention, q, k, v, lengths)
-        self.reduce()
-        return self.finish()
+        if self._folded is None:
+            self.reduce()
+            return self.finish()
+        self._folded()
+        return self._given()
 
     def local(
         self,
@@ -248,6 +259,9 @@ class Decoder:
             if self._sliced:
                 self._buffers.from_wire()
         self._finish()
+        return self._given()
+
+    def _given(self) -> tuple[Any, Any]:
         return self._containers.give() if self._foreign else self._results
 
     @property

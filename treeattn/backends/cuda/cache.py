@@ -19,8 +19,9 @@ class CacheType:
 
     def __init__(self, kv_dtype: str | None, k_scale: Any, v_scale: Any) -> None:
         """As `partial_attention` takes them. Raises `ArgumentError`."""
-        if kv_dtype is not None and kv_dtype not in TYPES_8:
-            raise ArgumentError(f"kv_dtype {kv_dtype!r} is unknown: use one of {', '.join(TYPES_8)}")
+        known = {**TYPES, **TYPES_8}
+        if kv_dtype is not None and kv_dtype not in known:
+            raise ArgumentError(f"kv_dtype {kv_dtype!r} is unknown: use one of {', '.join(known)}")
         self._dtype = kv_dtype
         self._scales = [_scale("k_scale", k_scale), _scale("v_scale", v_scale)]
         self._device: Any = None
@@ -29,7 +30,7 @@ class CacheType:
         """The C++ type. Raises `ArgumentError`."""
         if k.dtype != v.dtype:
             raise ArgumentError(f"k is {k.dtype} but v is {v.dtype}")
-        name = self._dtype if self._dtype is not None and k.dtype == np.uint8 else k.dtype.name
+        name = self._dtype if self._dtype in TYPES_8 and k.dtype == np.uint8 else k.dtype.name
         if name in TYPES_8:
             if any(scale is None for scale in self._scales):
                 raise ArgumentError(f"a cache of {name} needs k_scale and v_scale (1.0 where there is none)")
