@@ -159,6 +159,8 @@ def test_a_plan_follows_its_block_table() -> None:
     swapped = table[::-1].copy()
     wanted = attend(q, pages, values, lengths=lengths, block_table=swapped)
     assert not same(first, wanted)
+    with pytest.raises(ArgumentError, match="the block table is int64"):
+        planned(q, pages, values, lengths, swapped.astype(np.int64))
     for change in (lambda: planned(q, pages, values, lengths, swapped), graph):
         table[...] = swapped
         change()

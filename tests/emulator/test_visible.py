@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import treeattn
+from tests.exporters import OnGpu
 from tests.visible_cases import draw
 from treeattn.attention.positions import Runs
 from treeattn.attention.visibility import Visibility, Visible
@@ -277,6 +278,18 @@ def test_drawn_cases_are_exact(block: int, monkeypatch: pytest.MonkeyPatch) -> N
         np.testing.assert_allclose(lse, wanted_lse, rtol=0, atol=lse_bound, err_msg=where)
         tried += 1
     assert tried >= 5
+
+
+@needs_emulator
+def test_lengths_on_the_gpu_become_part_of_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cupy_runtime, "current", lambda: EmulatorRuntime())
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, n, 2, 64)).astype(np.float32) for n in (1, 90, 90))
+    given = {"device": "cuda", "window": (30, 0), "q_positions": np.array([70])}
+    there = OnGpu(np.array([90, 61], np.int64))
+    found = [array.copy() for array in treeattn.decode(q, k, v, lengths=there, **given)]
+    for array, wanted in zip(found, treeattn.decode(q, k, v, lengths=[90, 61], **given), strict=True):
+        assert (bits(array) == bits(wanted)).all()
 
 
 def test_tables_of_other_tiles_are_others() -> None:

@@ -11,19 +11,26 @@ from typing import Any
 import numpy as np
 
 from treeattn import partial
-from treeattn.attention.shape import check_shapes
 from treeattn.attention.visibility import Visible
-from treeattn.backends.cuda.cache import CacheType, check_pages, wrong_type
+from treeattn.backends.cuda.cache import CacheType
+from treeattn.backends.cuda.inputs import (
+    MAX_GRID,
+    check_inputs,
+    check_rows,
+    check_table,
+    check_tokens,
+    check_visible,
+    layout_of,
+    rows_aligned,
+)
 from treeattn.backends.cuda.runtime import THREADS, Runtime, check_records, default_runtime, structure
 from treeattn.backends.cuda.splits import MAX_SPLITS, Load, Splits, choose_splits, rounded_steps
-from treeattn.backends.cuda.variants import TYPES, Tokens, Variant, check_head_dim, choose_variant
+from treeattn.backends.cuda.variants import TYPES, Tokens, Variant, choose_variant
 from treeattn.backends.cuda.visible import VisibleTables
 from treeattn.errors import ArgumentError
 
-__all__ = ["PlannedAttention", "check_rows", "partial_attention"]
+__all__ = ["PlannedAttention", "partial_attention"]
 
-_MAX_GRID = 65535  # blocks along the second and third axis of a grid
-_MAX_TOKENS = 2**31 - 64  # positions of tokens are 32-bit integers, a step beyond the last one too
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -184,14 +191,18 @@ class PlannedAttention:
         for name, array in {"q": q, "k": k, "v": v, **tables}.items():
             runtime.check(name, array)
         places = runtime.address(q), runtime.address(k), runtime.address(v)
-        layout = (places[0] % 16, *_layout(q, k, v), None if block_table is None else block_table.shape)
-        if bound and layout == self._layout and block_table is bound[4]:
+        paged = None if block_table is None else (k.shape[1], block_table.shape)
+        layout = (places[0] % 16, *layout_of(q, k, v), paged)
+        if bound and layout == self._layout:
             if (places[1] | places[2]) % 16:
                 check_rows("k", k, runtime)
                 check_rows("v", v, runtime)
             if block_table is None:
-                _check_tokens(k.shape[1])
+                check_tokens(k.shape[1])
                 self._tokens[0] = k.shape[1]
+            elif block_table is not bound[4]:
+                check_table(block_table, q.shape[0])
+                self._arguments["block_table"] = runtime.address(block_table)
             if lengths is not bound[3]:
                 self._bind_lengths(lengths, q)
         else:
@@ -208,7 +219,7 @@ class PlannedAttention:
         """All but addresses, lengths and splits."""
         runtime, a = self._runtime, self._arguments
         kv_type = self._cache.kernel_type(k, v)
-        q_type = _check_inputs(q, k, v, self._records, block_table, runtime)
+        q_type = check_inputs(q, k, v, self._records, block_table, runtime)
         for name, array in (("q", q), ("k", k), ("v", v)):
             axes = ("batch", "query" if name == "q" else "token", "head")
             for axis, stride in zip(axes, array.strides[:3], strict=True):
@@ -219,7 +230,7 @@ class PlannedAttention:
         a["k_scales"], a["v_scales"] = self._cache.addresses(k.shape[2], runtime)
         a["group"] = q.shape[2] // k.shape[2]
         a["q_type"] = TYPES[q.dtype.name][1]
-        a["q_aligned"] = _rows_aligned(q, 16, runtime)
+        a["q_aligned"] = rows_aligned(q, 16, runtime)
         for name in ("group", "kv_heads"):
             a[f"by_{name}"], a[f"by_{name}_shift"] = divisor(int(a[name][0]))
         self._choose_kernel(q, k, q_type, kv_type, block_table is not None)
@@ -232,7 +243,7 @@ class PlannedAttention:
         if block_table is None:
             return
         page_size, pages = k.shape[1], block_table.shape[1]
-        _check_tokens(page_size * pages)
+        check_tokens(page_size * pages)
         a["tokens"], a["pages"], a["page_size"] = page_size * pages, pages, page_size
         a["block_table"] = self._runtime.address(block_table)
         a["by_page_size"], a["by_page_size_shift"] = divisor(page_size)
@@ -271,7 +282,7 @@ class PlannedAttention:
             tokens=Tokens(visible=self._visible is not None, paged=paged),
         )
         tiles = kv_heads * math.ceil(rows / variant.rows)
-        if tiles > _MAX_GRID:
+        if tiles > MAX_GRID:
             raise ArgumentError(f"{queries} queries of {heads} heads are too many for one launch: split them")
         self._variant = variant
         self._kernel = runtime.kernel(variant.module, variant.expression, variant.shared_bytes)
@@ -336,71 +347,7 @@ class PlannedAttention:
         a["counters"] = runtime.address(self._counters)
 
 
-def check_visible(visible: Visible, records: Any) -> None:
-    """Raise `ArgumentError` unless the tables are for as many sequences, queries and heads as the records."""
-    batch, heads, queries = records.shape[:3]
-    slopes = visible.rules.slopes
-    if visible.q_positions.shape != (batch, queries) or (slopes is not None and len(slopes) != heads):
-        raise ArgumentError(
-            f"visible is for batch, queries = {visible.q_positions.shape}"
-            + (f" and {len(slopes)} heads" if slopes is not None else "")
-            + f": the records have {(batch, queries)} and {heads} heads"
-        )
-
-
 def divisor(number: int) -> tuple[int, int]:
     """Multiplier and shift of a `Divisor` in kernels/cuda/attention.cuh: for 1 <= number < 2^31."""
     shift = 31 + (number - 1).bit_length()
     return -(-(1 << shift) // number), shift
-
-
-def _layout(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
-    """What decides kernel and strides; of the number of tokens only whether their stride counts."""
-    k_shape, v_shape = k.shape, v.shape
-    return (
-        *(q.shape, q.strides, q.dtype, k.strides, k.dtype, v.strides, v.dtype),
-        *(len(k_shape), k_shape[:1], k_shape[2:], min(k_shape[1:2], (2,)), k_shape == v_shape),
-    )
-
-
-def _check_inputs(q: Any, k: Any, v: Any, records: Any, block_table: Any, runtime: Runtime) -> str:
-    """C++ type of q; an error if anything does not fit."""
-    batch, head_dim = records.shape[0], records.shape[3] - partial.EXTRA
-    if q.dtype.name not in TYPES:
-        raise wrong_type("q", q)
-    check_head_dim(head_dim)
-    if block_table is None:
-        check_shapes(q, k, v, records)
-    else:
-        check_pages(q, k, v, records, block_table)
-    if batch > _MAX_GRID:
-        raise ArgumentError(f"batch {batch}: at most {_MAX_GRID} fits one launch")
-    _check_tokens(k.shape[1])
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        check_rows(name, array, runtime)
-    return TYPES[q.dtype.name][0]
-
-
-def _check_tokens(tokens: int) -> None:
-    if tokens >= _MAX_TOKENS:
-        raise ArgumentError(f"{tokens} tokens: fewer than {_MAX_TOKENS} fit one launch")
-
-
-def check_rows(name: str, array: Any, runtime: Runtime) -> None:
-    """Raise `ArgumentError` unless rows of head_dim can be loaded: those of k and v 16 bytes at a time."""
-    if array.size == 0:
-        return
-    if array.strides[3] != array.dtype.itemsize:
-        raise ArgumentError(f"the last axis of {name} must be contiguous: copy it with ascontiguousarray")
-    bytes_ = array.dtype.itemsize if name == "q" else 16
-    if not _rows_aligned(array, bytes_, runtime):
-        raise ArgumentError(
-            f"rows of {name} must begin at multiples of {bytes_} bytes: strides are {array.strides} bytes; "
-            "copy it with ascontiguousarray"
-        )
-
-
-def _rows_aligned(array: Any, multiple: int, runtime: Runtime) -> bool:
-    """Whether rows begin at multiples of so many bytes."""
-    strides = [stride for stride, size in zip(array.strides[:3], array.shape[:3], strict=True) if size > 1]
-    return not any(at % multiple for at in (runtime.address(array), *strides))

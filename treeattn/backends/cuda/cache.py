@@ -1,4 +1,4 @@
-"""What a cache is beside its numbers: 8 bits with scales, and pages that lie anywhere."""
+"""The type of a cache, and of those of 8 bits the scales."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from treeattn import partial
+from treeattn.backends.cuda.inputs import wrong_type
 from treeattn.backends.cuda.runtime import Runtime
 from treeattn.backends.cuda.variants import TYPES, TYPES_8
 from treeattn.errors import ArgumentError
 
-__all__ = ["CacheType", "check_pages", "wrong_type"]
+__all__ = ["CacheType"]
 
 
 class CacheType:
@@ -28,15 +28,15 @@ class CacheType:
 
     def kernel_type(self, k: Any, v: Any) -> str:
         """The C++ type. Raises `ArgumentError`."""
+        name = self._dtype if self._dtype in TYPES_8 and k.dtype == np.uint8 else k.dtype.name
+        if name not in TYPES and name not in TYPES_8:
+            raise wrong_type("k", k)
         if k.dtype != v.dtype:
             raise ArgumentError(f"k is {k.dtype} but v is {v.dtype}")
-        name = self._dtype if self._dtype in TYPES_8 and k.dtype == np.uint8 else k.dtype.name
         if name in TYPES_8:
             if any(scale is None for scale in self._scales):
                 raise ArgumentError(f"a cache of {name} needs k_scale and v_scale (1.0 where there is none)")
             return TYPES_8[name]
-        if name not in TYPES:
-            raise wrong_type("k", k)
         if any(scale is not None for scale in self._scales):
             raise ArgumentError(f"k_scale and v_scale are for caches of 8 bits, not of {k.dtype}")
         return TYPES[name][0]
@@ -66,34 +66,3 @@ def _scale(name: str, value: Any) -> Any:
     if not np.isfinite(scale).all() or scale.ndim > 1:
         raise ArgumentError(f"{name} must be a finite number, or one for each KV head, not {value!r:.60}")
     return scale
-
-
-def wrong_type(name: str, array: Any) -> ArgumentError:
-    """Why an array is refused."""
-    return ArgumentError(
-        f"{name} is {array.dtype}: on the GPU it must be float32, float16 or bfloat16 "
-        "(as uint16 bits); float64 is for device='cpu'"
-    )
-
-
-def check_pages(q: Any, k: Any, v: Any, records: Any, block_table: Any) -> None:
-    """Raise `ArgumentError` unless q fits the records, and k, v and the table are those of a paged cache."""
-    batch, heads, queries, width = records.shape
-    head_dim = width - partial.EXTRA
-    if q.shape != (batch, queries, heads, head_dim):
-        raise ArgumentError(
-            f"q has shape {q.shape}: [batch, queries, heads, head_dim] is {(batch, queries, heads, head_dim)}"
-        )
-    if k.ndim != 4 or k.shape != v.shape or k.shape[3] != head_dim or 0 in k.shape[1:3]:
-        raise ArgumentError(
-            f"k {k.shape} and v {v.shape}: both must be [pages, page_size, kv_heads, head_dim] = "
-            f"[any, any, any, {head_dim}]"
-        )
-    if heads % k.shape[2]:
-        raise ArgumentError(f"{heads} query heads cannot share {k.shape[2]} KV heads: it must be a multiple")
-    table = block_table
-    if table.ndim != 2 or table.shape[0] != batch or table.dtype != np.int32 or not table.flags.c_contiguous:
-        raise ArgumentError(
-            f"the block table is {table.dtype} {list(table.shape)}: contiguous int32 [batch, pages] = "
-            f"[{batch}, any] is needed"
-        )
