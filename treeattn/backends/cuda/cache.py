@@ -24,7 +24,7 @@ class CacheType:
             raise ArgumentError(f"kv_dtype {kv_dtype!r} is unknown: use one of {', '.join(known)}")
         self._dtype = kv_dtype
         self._scales = [_scale("k_scale", k_scale), _scale("v_scale", v_scale)]
-        self._device: Any = None
+        self._devices: dict[int, Any] = {}
 
     def kernel_type(self, k: Any, v: Any) -> str:
         """The C++ type. Raises `ArgumentError`."""
@@ -45,14 +45,14 @@ class CacheType:
         """Of the scales on the device, [kv_heads] each; 0 where there are none. Raises `ArgumentError`."""
         if self._scales[0] is None:
             return 0, 0
-        if self._device is None or self._device.size != 2 * kv_heads:
+        if kv_heads not in self._devices:
             for name, scale in zip(("k_scale", "v_scale"), self._scales, strict=True):
                 if scale.shape not in ((), (kv_heads,)):
                     raise ArgumentError(f"{name} has shape {list(scale.shape)}: one number, or [{kv_heads}]")
-            self._device = runtime.zeros(2 * kv_heads, np.float32)
+            self._devices[kv_heads] = runtime.zeros(2 * kv_heads, np.float32)
             both = [np.broadcast_to(scale, (kv_heads,)) for scale in self._scales]
-            runtime.upload(self._device, np.concatenate(both, dtype=np.float32))
-        place = runtime.address(self._device)
+            runtime.upload(self._devices[kv_heads], np.concatenate(both, dtype=np.float32))
+        place = runtime.address(self._devices[kv_heads])
         return place, place + 4 * kv_heads
 
 
