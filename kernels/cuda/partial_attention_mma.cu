@@ -8,6 +8,17 @@
 
 constexpr int ROWS = 16, TILE = 64, TOKENS_PER_WARP = TILE / WARPS;
 
+// Where tile `tile` of the block's lies. Registers are what this kernel has least of: all tokens are counted by tiles,
+// only spans are walked along.
+template <typename Tokens> __device__ __forceinline__ Place tile_place(const Tokens &tokens, int tile) {
+  if constexpr (Tokens::CHOSEN) return tokens.at;
+  return {tokens.at.start + tile * TILE, tokens.at.end};
+}
+
+template <typename Tokens> __device__ __forceinline__ void walk(const AttentionArguments &a, Tokens &tokens) {
+  if constexpr (Tokens::CHOSEN) tokens.template advance<TILE>(a);
+}
+
 // A tile of keys and one of values for each stage. Rows are padded so that the eight rows of a matrix lie in
 // different banks of shared memory.
 template <typename T, int HEAD_DIM, int STAGES> struct Stages {
@@ -20,9 +31,10 @@ template <typename T, int HEAD_DIM, int STAGES> struct Stages {
   // Starts the copies of a tile of tokens, zeros beyond the end and for drafts that no row sees; always closes a group.
   template <typename Tokens>
   __device__ __forceinline__ void start(const AttentionArguments &a, const Tokens &tokens, const T *k, const T *v,
-                                        int stage) const {
+                                        int tile) const {
     static_assert(TILE * VECTORS % THREADS == 0, "as many copies for each thread");
-    const Place at = tokens.at;
+    const int stage = tile % STAGES;
+    const Place at = tile_place(tokens, tile);
     if (at.start < at.end) {
       if constexpr (!Tokens::PAGED) {
         k += at.start * a.k_token_stride;
@@ -40,7 +52,7 @@ template <typename T, int HEAD_DIM, int STAGES> struct Stages {
           return;
         }
       }
-#pragma unroll
+#pragma unroll 8 // all but at head_dim 256, where more addresses than these are more than there are registers
       for (int i = 0; i < TILE * VECTORS / THREADS; ++i) {
         const int e = i * THREADS + threadIdx.x;
         copy<Tokens>(a, k, v, stage, e, at, at.start + e / VECTORS < at.end);
@@ -60,8 +72,9 @@ template <typename T, int HEAD_DIM, int STAGES> struct Stages {
       k += valid ? row_in_page(a, page, token, a.k_batch_stride, a.k_token_stride) : 0;
       v += valid ? row_in_page(a, page, token, a.v_batch_stride, a.v_token_stride) : 0;
     } else {
-      k += (valid ? row : 0) * a.k_token_stride;
-      v += (valid ? row : 0) * a.v_token_stride;
+      const long long from = valid ? row : 0;
+      k += from * a.k_token_stride;
+      v += from * a.v_token_stride;
     }
     copy_async(key(stage, row) + index, k + index, valid);
     copy_async(value(stage, row) + index, v + index, valid);
@@ -135,7 +148,7 @@ __global__ void __launch_bounds__(THREADS) partial_attention_mma(const Attention
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) {
     stages.start(a, ahead, k, v, i);
-    ahead.template advance<TILE>(a);
+    walk(a, ahead);
   }
 
   // q goes through the last stage, which the first turn of the loop fills, after a barrier of its own.
@@ -160,11 +173,12 @@ __global__ void __launch_bounds__(THREADS) partial_attention_mma(const Attention
 #pragma unroll
     for (int j = 0; j < 4; ++j) numerator[n][j] = 0.0f;
 
-  for (int tile = 0; tokens.at.start < tokens.at.end; ++tile) {
+  for (int tile = 0; tile_place(tokens, tile).start < tokens.at.end; ++tile) {
+    const Place at = tile_place(tokens, tile);
     copy_async_wait<STAGES - 2>();
     __syncthreads(); // everyone's copies of this tile are there, and nobody reads the stage that is filled next
-    stages.start(a, ahead, k, v, (tile + STAGES - 1) % STAGES);
-    ahead.template advance<TILE>(a);
+    stages.start(a, ahead, k, v, tile + STAGES - 1);
+    walk(a, ahead);
     const int stage = tile % STAGES, first = warp * TOKENS_PER_WARP;
 
     float scores[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}}; // of tokens 0..7 and 8..15
@@ -175,17 +189,17 @@ __global__ void __launch_bounds__(THREADS) partial_attention_mma(const Attention
       multiply_matrices(scores[0], q[step], keys, T{});
       multiply_matrices(scores[1], q[step], keys + 2, T{});
     }
-    const int token = tokens.at.start + first + column;
+    const int token = at.start + first + column;
     if constexpr (Tokens::CHOSEN) {
-      choose_scores(a, tokens.template views<ROWS>(), tokens.at, token, rows, scores);
+      choose_scores(a, tokens.template views<ROWS>(), at, token, rows, scores);
     } else {
 #pragma unroll
       for (int n = 0; n < 2; ++n)
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-          scores[n][j] = token + n * 8 + j % 2 < tokens.at.end ? scores[n][j] * a.scale : negative_infinity();
+          scores[n][j] = token + n * 8 + j % 2 < at.end ? scores[n][j] * a.scale : negative_infinity();
     }
-    tokens.template advance<TILE>(a);
+    walk(a, tokens);
 
     float factor[2];
 #pragma unroll

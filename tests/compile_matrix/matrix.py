@@ -80,12 +80,16 @@ OTHER_BOUNDS = {
 
 #: Kernels that may use local memory, each with its reason: (module, expression, architecture).
 spill_exceptions: dict[tuple[str, str, str], str] = {
-    ("partial_attention_mma", f"partial_attention_mma<{kind}, 256, 2, {tokens}>", arch): (
-        "numerators and q alone take 192 registers, and the way through spans or pages some more"
+    ("partial_attention", f"partial_attention<float8_e4m3fn, {shape}>", arch): (
+        "8 bytes: a lane holds sixteen elements of each row, and of keys and values"
     )
-    for kind in _TYPES_16
-    for tokens in ("VisibleTokens", "Paged<AllTokens>", "Paged<VisibleTokens>")
-    for arch in ("80", "90", "100")
+    for shape, archs in {
+        "64, 1": ("80", "86", "89"),
+        "64, 4": ("90",),
+        "128, 4, Paged<AllTokens>": ("75", "80", "86", "89"),
+        "128, 4, Paged<VisibleTokens>": ("100",),
+    }.items()
+    for arch in archs
 }
 
 
@@ -276,8 +280,7 @@ def page() -> str:
     lines += ["A dash: the backend does not ask for this kernel there.", ""]
     if spill_exceptions:
         lines += ["Kernels that may use local memory:", ""]
-        names = dict.fromkeys((e, why) for (_, e, _), why in spill_exceptions.items())
-        lines += [f"- `{e}`: {why}" for e, why in names] + [""]
+        lines += [f"- `{e}` on sm_{a}: {why}" for (_, e, a), why in spill_exceptions.items()] + [""]
     return "\n".join(lines)
 
 
