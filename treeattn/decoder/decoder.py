@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from treeattn import comm as comm_
 from treeattn.attention import arrays
-from treeattn.attention.shape import Shape
+from treeattn.attention.shape import Shape, check_latent
 from treeattn.attention.visibility import Visibility
 from treeattn.collectives.captured import Captured
 from treeattn.collectives.reducer import Sent
@@ -28,36 +28,41 @@ __all__ = ["CapturedStep", "Decoder"]
 class Decoder:
     """A planned `decode`: everything that can be done once is done once. Creating it is collective.
 
-    Arguments as for `decode`; shapes and dtype are fixed here (the dtype is bfloat16 unless another is
-    named), the shard's tokens may change with every call (a growing cache is passed as a longer array, or as
-    the same array with larger `lengths`). A call returns (out, lse) in the decoder's own buffers, which hold
-    until its next call; in the container of q, and where that cannot share memory that changes (JAX), as
-    copies. `device` has to be said: here nothing is known of q.
+        Arguments as for `decode`; shapes and dtype are fixed here (the dtype is bfloat16 unless another is
+        named), the shard's tokens may change with every call (a growing cache is passed as a longer array, or as
+        the same array with larger `lengths`). A call returns (out, lse) in the decoder's own buffers, which hold
+        until its next call; in the container of q, and where that cannot share memory that changes (JAX), as
+        copies. `device` has to be said: here nothing is known of q.
 
-    `schedule` and `certificate` tell what was planned (None where no schedule is run), `transport` how its
-    records travel, and `executor` who runs it (`fallback`: why nobody faster does); `heads` is the slice of
-    query heads that out and lse cover, all of them unless ``output="heads"``. `local`, `reduce` and `finish`
-    are the three parts of a call, for those who overlap or time them; where a ring computes while it
-    communicates (`kv_ring`, `query_ring`), `local` only takes the arrays, and `reduce` does the work.
+        `schedule` and `certificate` tell what was planned (None where no schedule is run), `transport` how its
+        records travel, and `executor` who runs it (`fallback`: why nobody faster does); `heads` is the slice of
+        query heads that out and lse cover, all of them unless ``output="heads"``. `local`, `reduce` and `finish`
+        are the three parts of a call, for those who overlap or time them; where a ring computes while it
+        communicates (`kv_ring`, `query_ring`), `local` only takes the arrays, and `reduce` does the work.
 
-    `begin` returns while the reduction is under way, and `finish` then ends it: what is done in between costs
-    nothing as long as messages travel meanwhile. MPI moves them within its calls: with ``progress="calls"``
-    within `begin`, `test` and `finish`, with ``progress="thread"`` (device="cpu") within a thread of the
-    decoder's own, which wants a core. Over NCCL the GPU does it.
+        `begin` returns while the reduction is under way, and `finish` then ends it: what is done in between costs
+        nothing as long as messages travel meanwhile. MPI moves them within its calls: with ``progress="calls"``
+        within `begin`, `test` and `finish`, with ``progress="thread"`` (device="cpu") within a thread of the
+        decoder's own, which wants a core. Over NCCL the GPU does it.
 
-    What queries see is planned with the arguments of `treeattn.decode`; a step brings what changes.
-    `positions` of a cache that grows may be a layout that does not depend on its length (``"interleaved"``),
-    runs that go beyond today's tokens, or come anew with each call. Where queries stand is not known here:
-    calls bring `q_positions` where a rule asks for them.
+        What queries see is planned with the arguments of `treeattn.decode`; a step brings what changes.
+        `positions` of a cache that grows may be a layout that does not depend on its length (``"interleaved"``),
+        runs that go beyond today's tokens, or come anew with each call. Where queries stand is not known here:
+        calls bring `q_positions` where a rule asks for them.
 
-    With `project` [heads, v_dim, out_dim], the same on every rank, out is [batch, queries, heads, out_dim]:
-    each head's result times its matrix (device="cpu"); lse does not change. The matrix is applied to what
-    travels if that makes it shorter (out_dim < v_dim), else to the result, of which the bits are then the
-    same on ranks whose processors and BLAS libraries are alike.
+    <<<<<<< HEAD
+        With `project` [heads, v_dim, out_dim], the same on every rank, out is [batch, queries, heads, out_dim]:
+        each head's result times its matrix (device="cpu"); lse does not change. The matrix is applied to what
+        travels if that makes it shorter (out_dim < v_dim), else to the result, of which the bits are then the
+        same on ranks whose processors and BLAS libraries are alike.
+    =======
+        Latent attention: plan with v_dim, how many of k's first channels are the values, and pass v=None, or
+        values of that width of their own.
+    >>>>>>> tiles
 
-    With ``groups=n`` (a divisor of kv_heads; device="cpu") a step is taken apart into n groups of heads, and
-    the records of one travel while the next is attended; ``groups="auto"`` takes the number that was the
-    fastest in the first steps. `local` then only takes the arrays, and `reduce` does the work.
+        With ``groups=n`` (a divisor of kv_heads; device="cpu") a step is taken apart into n groups of heads, and
+        the records of one travel while the next is attended; ``groups="auto"`` takes the number that was the
+        fastest in the first steps. `local` then only takes the arrays, and `reduce` does the work.
     """
 
     def __init__(
@@ -86,9 +91,12 @@ class Decoder:
         alibi: Any = None,
         sink_logits: Any = None,
         project: Any = None,
+        v_dim: int | None = None,
     ) -> None:
         def ask() -> Request:
-            shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype)
+            if v_dim is not None:
+                check_latent(v_dim, head_dim, scale)
+            shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype, v_dim or 0)
             where = devices.find(device)
             rules = Visibility.of(
                 heads,
@@ -116,6 +124,7 @@ class Decoder:
 
         comm = comm_.intracomm(comm)
         self._adopt(comm, plan(comm, ask))
+        self._latent = v_dim is not None
 
     @classmethod
     def of(cls, comm: Intracomm, planned: Plan) -> Decoder:
@@ -143,13 +152,14 @@ class Decoder:
         self._plain, self._add_sinks = planned.visible is None, planned.add_sinks
         self._sliced = planned.buffers.sliced
         self._captured: list[CapturedStep] = []
-        self._begun = False
+        self._begun = self._latent = False
+        self._latent_of: tuple[Any, Any] = (None, None)
 
     def __call__(
         self,
         q: Any,
         k: Any,
-        v: Any,
+        v: Any = None,
         lengths: Any = None,
         *,
         q_positions: Any = None,
@@ -165,6 +175,7 @@ class Decoder:
         Raises `ArgumentError` for arrays that do not fit the plan; on one rank alone, since a step that
         agreed first would cost as much as the reduction: let it end the job (python -m mpi4py).
         """
+        v = self._first_channels(k) if v is None else v
         attention, whole = self._attention, self._whole
         if not self._plain or mask is not None:
             attention, whole = self._look(k, lengths, q_positions, positions, mask, draft_positions)
@@ -182,7 +193,7 @@ class Decoder:
         self,
         q: Any,
         k: Any,
-        v: Any,
+        v: Any = None,
         lengths: Any = None,
         *,
         q_positions: Any = None,
@@ -191,11 +202,20 @@ class Decoder:
         draft_positions: Any = None,
     ) -> None:
         """This rank's partials, from its own tokens, into the records buffer. Arguments as for a call."""
+        v = self._first_channels(k) if v is None else v
         attention = self._attention
         if not self._plain or mask is not None:
             attention, _ = self._look(k, lengths, q_positions, positions, mask, draft_positions)
             lengths = None
         self._attend(attention, q, k, v, lengths)
+
+    def _first_channels(self, k: Any) -> Any:
+        """The values of latent attention, a view of k; the same one for the same array, which is bound."""
+        if not self._latent:
+            raise ArgumentError("v is missing: pass it, or plan with v_dim=, how many channels of k it is")
+        if self._latent_of[0] is not k or type(k) is not self._native:
+            self._latent_of = k, k[..., : self.shape.v_dim]
+        return self._latent_of[1]
 
     def _look(self, k: Any, lengths: Any, *seen: Any) -> tuple[Any, Any]:
         """Fill the tables of a step; attention and whole step that read them."""
@@ -229,7 +249,7 @@ class Decoder:
         self._reducer()
         self._buffers.from_wire()
 
-    def begin(self, q: Any, k: Any, v: Any, lengths: Any = None, **seen: Any) -> None:
+    def begin(self, q: Any, k: Any, v: Any = None, lengths: Any = None, **seen: Any) -> None:
         """`local`, and the start of the reduction: other work may follow, then `finish`. All ranks call.
         Arguments as for a call.
 

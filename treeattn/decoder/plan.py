@@ -143,8 +143,8 @@ class Buffers:
         shape, self._memory = request.shape, request.device.memory
         batch, all_heads, queries = shape.lse_shape
         dtype, empty = shape.record_dtype, self._memory.empty
-        out_dim = request.project.out_dim if request.project else shape.head_dim
-        width = (out_dim if request.projects_first else shape.head_dim) + 2
+        out_dim = request.project.out_dim if request.project else shape.v_dim
+        width = (out_dim if request.projects_first else shape.v_dim) + 2
         self.heads = _own_heads(all_heads, request.output, comm)
         own = self.heads.stop - self.heads.start
         whole = own == all_heads
@@ -156,7 +156,7 @@ class Buffers:
         self.own = self.records if whole else empty((batch, own, queries, width), dtype)
         self.out = self.divided = empty((batch, queries, own, out_dim), dtype)
         if request.project and not request.projects_first:
-            self.divided = empty((batch, queries, own, shape.head_dim), dtype)
+            self.divided = empty((batch, queries, own, shape.v_dim), dtype)
         self.lse = empty((batch, own, queries), dtype)
 
     def to_wire(self) -> None:
@@ -370,7 +370,12 @@ def _check_groups(request: Request) -> None:
 
 
 def _check_rules(request: Request) -> None:
-    """Raise `RestrictionError` where attention happens in a place that knows no rules."""
+    """Raise `RestrictionError` where attention happens in a place that knows no rules, or one width alone."""
+    if request.scheme.row.fused and request.shape.v_dim != request.shape.head_dim:
+        raise RestrictionError(
+            f"{request.scheme.text} attends while it communicates, to keys and values of one width: "
+            "v_dim needs another scheme"
+        )
     if request.rules.rules and (request.scheme.row.fused or request.groups != 1):
         what = request.scheme.text if request.scheme.row.fused else "a step by groups of heads"
         raise RestrictionError(

@@ -35,15 +35,15 @@ class Projection:
         if shape.dtype == "bfloat16" and given.dtype == np.uint16:
             given = given.view(DTYPES["bfloat16"])
         dtype_name(given)
-        if given.ndim != 3 or given.shape[:2] != (shape.heads, shape.head_dim) or not given.shape[2]:
+        if given.ndim != 3 or given.shape[:2] != (shape.heads, shape.v_dim) or not given.shape[2]:
             raise ArgumentError(
                 f"project has shape {list(given.shape)}, expected [heads, v_dim, out_dim] = "
-                f"[{shape.heads}, {shape.head_dim}, any]"
+                f"[{shape.heads}, {shape.v_dim}, any]"
             )
         self._matrix = np.array(given, shape.record_dtype, order="C")  # ours: what was agreed stays
         self.out_dim = int(given.shape[2])
         #: Whether records get shorter by it.
-        self.narrows = self.out_dim < shape.head_dim
+        self.narrows = self.out_dim < shape.v_dim
         #: Equal for equal maps.
         self.digest = f"{given.shape} {hashlib.sha256(self._matrix.tobytes()).hexdigest()[:16]}"
 
@@ -51,7 +51,7 @@ class Projection:
         self, device: Device, shape: Shape, records: Any, scale: float, visible: Visible | None
     ) -> Attention:
         """Attention as `Device.attention` plans it, but into records [batch, heads, queries, out_dim + 2]."""
-        partials = device.memory.empty((*shape.lse_shape, shape.head_dim + EXTRA), shape.record_dtype)
+        partials = device.memory.empty((*shape.lse_shape, shape.v_dim + EXTRA), shape.record_dtype)
         attention = device.attention(shape, partials, scale, visible)
         matrix, wide, narrow = self._matrix, partials[..., EXTRA:], records[..., EXTRA:]
 

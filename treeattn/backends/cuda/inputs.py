@@ -47,6 +47,10 @@ def check_inputs(q: Any, k: Any, v: Any, records: Any, block_table: Any, runtime
     check_head_dim(head_dim)
     if block_table is None:
         check_shapes(q, k, v, records)
+        if q.shape[3] != head_dim:
+            raise ArgumentError(
+                f"values of {head_dim} channels for keys of {q.shape[3]} are for device='cpu'"
+            )
     else:
         check_pages(q, k, v, records, block_table)
     if batch > MAX_GRID:
