@@ -28,41 +28,39 @@ __all__ = ["CapturedStep", "Decoder"]
 class Decoder:
     """A planned `decode`: everything that can be done once is done once. Creating it is collective.
 
-        Arguments as for `decode`; shapes and dtype are fixed here (the dtype is bfloat16 unless another is
-        named), the shard's tokens may change with every call (a growing cache is passed as a longer array, or as
-        the same array with larger `lengths`). A call returns (out, lse) in the decoder's own buffers, which hold
-        until its next call; in the container of q, and where that cannot share memory that changes (JAX), as
-        copies. `device` has to be said: here nothing is known of q.
+    Arguments as for `decode`; shapes and dtype are fixed here (the dtype is bfloat16 unless another is
+    named), the shard's tokens may change with every call (a growing cache is passed as a longer array, or as
+    the same array with larger `lengths`). A call returns (out, lse) in the decoder's own buffers, which hold
+    until its next call; in the container of q, and where that cannot share memory that changes (JAX), as
+    copies. `device` has to be said: here nothing is known of q.
 
-        `schedule` and `certificate` tell what was planned (None where no schedule is run), `transport` how its
-        records travel, and `executor` who runs it (`fallback`: why nobody faster does); `heads` is the slice of
-        query heads that out and lse cover, all of them unless ``output="heads"``. `local`, `reduce` and `finish`
-        are the three parts of a call, for those who overlap or time them; where a ring computes while it
-        communicates (`kv_ring`, `query_ring`), `local` only takes the arrays, and `reduce` does the work.
+    `schedule` and `certificate` tell what was planned (None where no schedule is run), `transport` how its
+    records travel, and `executor` who runs it (`fallback`: why nobody faster does); `heads` is the slice of
+    query heads that out and lse cover, all of them unless ``output="heads"``. `local`, `reduce` and `finish`
+    are the three parts of a call, for those who overlap or time them; where a ring computes while it
+    communicates (`kv_ring`, `query_ring`), `local` only takes the arrays, and `reduce` does the work.
 
-        `begin` returns while the reduction is under way, and `finish` then ends it: what is done in between costs
-        nothing as long as messages travel meanwhile. MPI moves them within its calls: with ``progress="calls"``
-        within `begin`, `test` and `finish`, with ``progress="thread"`` (device="cpu") within a thread of the
-        decoder's own, which wants a core. Over NCCL the GPU does it.
+    `begin` returns while the reduction is under way, and `finish` then ends it: what is done in between costs
+    nothing as long as messages travel meanwhile. MPI moves them within its calls: with ``progress="calls"``
+    within `begin`, `test` and `finish`, with ``progress="thread"`` (device="cpu") within a thread of the
+    decoder's own, which wants a core. Over NCCL the GPU does it.
 
-        What queries see is planned with the arguments of `treeattn.decode`; a step brings what changes.
-        `positions` of a cache that grows may be a layout that does not depend on its length (``"interleaved"``),
-        runs that go beyond today's tokens, or come anew with each call. Where queries stand is not known here:
-        calls bring `q_positions` where a rule asks for them.
+    What queries see is planned with the arguments of `treeattn.decode`; a step brings what changes.
+    `positions` of a cache that grows may be a layout that does not depend on its length (``"interleaved"``),
+    runs that go beyond today's tokens, or come anew with each call. Where queries stand is not known here:
+    calls bring `q_positions` where a rule asks for them.
 
-    <<<<<<< HEAD
-        With `project` [heads, v_dim, out_dim], the same on every rank, out is [batch, queries, heads, out_dim]:
-        each head's result times its matrix (device="cpu"); lse does not change. The matrix is applied to what
-        travels if that makes it shorter (out_dim < v_dim), else to the result, of which the bits are then the
-        same on ranks whose processors and BLAS libraries are alike.
-    =======
-        Latent attention: plan with v_dim, how many of k's first channels are the values, and pass v=None, or
-        values of that width of their own.
-    >>>>>>> tiles
+    With `project` [heads, v_dim, out_dim], the same on every rank, out is [batch, queries, heads, out_dim]:
+    each head's result times its matrix (device="cpu"); lse does not change. The matrix is applied to what
+    travels if that makes it shorter (out_dim < v_dim), else to the result, of which the bits are then the
+    same on ranks whose processors and BLAS libraries are alike.
 
-        With ``groups=n`` (a divisor of kv_heads; device="cpu") a step is taken apart into n groups of heads, and
-        the records of one travel while the next is attended; ``groups="auto"`` takes the number that was the
-        fastest in the first steps. `local` then only takes the arrays, and `reduce` does the work.
+    Latent attention: plan with v_dim, how many of k's first channels are the values, and pass v=None, or
+    values of that width of their own.
+
+    With ``groups=n`` (a divisor of kv_heads; device="cpu") a step is taken apart into n groups of heads, and
+    the records of one travel while the next is attended; ``groups="auto"`` takes the number that was the
+    fastest in the first steps. `local` then only takes the arrays, and `reduce` does the work.
     """
 
     def __init__(
