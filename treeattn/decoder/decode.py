@@ -146,7 +146,7 @@ def decode(
         )
         step = query, *ours, where.lengths(shape, lengths, ours[0].shape[1])
         tables = Sight(rules, shape).tables()
-        tables.try_out(ours[0].shape[1], lengths, q_positions, mask, draft_positions)
+        tables.try_out(ours[0].shape[1], where.host_lengths(lengths), q_positions, mask, draft_positions)
         return Request(
             *(shape, select(scheme), scale, where, transport, output, q_root, executor),
             rules=rules,

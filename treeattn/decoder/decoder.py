@@ -228,6 +228,7 @@ class Decoder:
                 raise RestrictionError(f"{self.scheme} attends while it communicates, and takes no mask")
             tables = self._sight.tables()
             self._tables, self._seeing = tables, self._see(tables)
+        lengths = self._device.host_lengths(lengths)
         self._sight.look(self._tables, k.shape[1] if len(k.shape) == 4 else 0, lengths, *seen)
         return self._seeing
 
