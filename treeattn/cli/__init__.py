@@ -28,7 +28,7 @@ INTERRUPTED = 130  # as shells count: 128 + SIGINT
 # command -> the module below this package that holds it, loaded only when it is used
 _COMMANDS = (
     *("decode", "compare", "plot", "paper", "schemes", "schedule"),
-    *("roofline", "check-partials", "doctor"),
+    *("simulate", "roofline", "check-partials", "doctor"),
 )
 
 
