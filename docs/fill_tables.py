@@ -7,6 +7,7 @@ A page has one of
     <!-- beside FILE -->                          what `benchmarks/side_by_side.py --json` wrote
     <!-- rivals -->                               what is beaten and what is not, from several of them
     <!-- gpu NAME -->                             what `benchmarks/gpu_day.sh` wrote (gpu_tables.py)
+    <!-- published NAME -->                       what `treeattn published --json` wrote (published_tables.py)
     <!-- executors RANKS ... -->                  what `benchmarks/reduction.py --json` wrote, for each number
     <!-- costs RANKS ... -->                      what the schedules of the catalogue cost, by their proofs
 
@@ -33,6 +34,7 @@ from treeattn.study.paper import shown
 DOCS = Path(__file__).resolve().parent
 sys.path.append(str(DOCS))
 import gpu_tables  # noqa: E402
+import published_tables  # noqa: E402
 
 PAPER = re.compile(r"<!-- table (\S+) (\S+) (model|measured) (\d+) -->\n.*?<!-- end -->", re.DOTALL)
 COMPARED = re.compile(r"<!-- compare (reduce|decode) (\d+)((?: \S+\.jsonl)+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -40,9 +42,12 @@ COMPARED = re.compile(r"<!-- compare (reduce|decode) (\d+)((?: \S+\.jsonl)+) -->
 BESIDE = re.compile(r"<!-- beside (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 RIVALS = re.compile(r"<!-- (rivals) -->\n.*?<!-- end -->", re.DOTALL)
 GPU = re.compile(rf"<!-- gpu ({'|'.join(gpu_tables.TABLES)}) -->\n.*?<!-- end -->", re.DOTALL)
+PUBLISHED = re.compile(
+    rf"<!-- published ({'|'.join(published_tables.TABLES)}) -->\n.*?<!-- end -->", re.DOTALL
+)
 EXECUTORS = re.compile(r"<!-- executors((?: \d+)+) -->\n.*?<!-- end -->", re.DOTALL)
 COSTS = re.compile(r"<!-- costs((?: \d+)+) -->\n.*?<!-- end -->", re.DOTALL)
-KINDS = (PAPER, COMPARED, BESIDE, RIVALS, GPU, EXECUTORS, COSTS)
+KINDS = (PAPER, COMPARED, BESIDE, RIVALS, GPU, PUBLISHED, EXECUTORS, COSTS)
 
 # What stands against `hierarchical` in the README: words, file, what was timed, tokens, scheme.
 _RIVALS = (
@@ -60,6 +65,9 @@ def filled(page: str) -> str:
     page = COMPARED.sub(lambda block: _block(block[0], _compared(*block.groups())), page)
     page = BESIDE.sub(lambda block: _block(block[0], _beside(*block.groups())), page)
     page = GPU.sub(lambda block: _block(block[0], _of_the_gpu(block[1])), page)
+    page = PUBLISHED.sub(
+        lambda block: _block(block[0], _markdown(*published_tables.TABLES[block[1]]())), page
+    )
     page = EXECUTORS.sub(lambda block: _block(block[0], _executors(block[1])), page)
     page = COSTS.sub(lambda block: _block(block[0], _costs(block[1])), page)
     return RIVALS.sub(lambda block: _block(block[0], _rivals()), page)
