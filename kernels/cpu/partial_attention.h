@@ -2,7 +2,7 @@
 #ifndef TREEATTN_PARTIAL_ATTENTION_H
 #define TREEATTN_PARTIAL_ATTENTION_H
 
-#include <stdint.h>
+#include "visible.h"
 
 struct attention {
   const char *q;          /* [batch, queries, heads, head_dim] */
@@ -15,15 +15,17 @@ struct attention {
   int64_t k_batch_stride, k_token_stride, k_head_stride;
   int64_t v_batch_stride, v_token_stride, v_head_stride;
   float scale;
-  int32_t q_type, kv_type; /* enum element_type */
-  int32_t threads, order;  /* enum order of attend_block.h */
+  int32_t q_type, kv_type;       /* enum element_type */
+  int32_t threads, order;        /* enum order of attend_block.h */
+  const struct visible *visible; /* or NULL: every query sees the first lengths[b] tokens */
 };
 
 /* Bytes of workspace for these shapes; pointers and strides are not looked at. */
 int64_t attention_workspace(const struct attention *a);
 
-/* Attention of every query head over the first lengths[b] tokens. Returns 0, or b + 1 for the first b
- * whose length is not in 0..tokens: nothing is written then. */
+/* Attention of every query head over the first lengths[b] tokens, or what it may see, where lengths are not looked at.
+ * Returns 0, or b + 1 for the first b of which a length or a visible token is not in 0..tokens: nothing is written
+ * then. */
 int64_t partial_attention(const struct attention *a);
 
 #endif

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shlex
@@ -108,6 +107,7 @@ def test_pictures_are_current(tmp_path):
         ("docs/results/cluster_block.jsonl", "time-reduce", "cluster-time-block"),
         ("docs/results/cluster_cyclic.jsonl", "time-reduce", "cluster-time-cyclic"),
         ("docs/results/cluster_cyclic.jsonl", "traffic-reduce", "cluster-traffic-cyclic"),
+        ("docs/results/compare_2.jsonl", "relative-reduce", "compare-relative-2"),
     ],
 )
 def test_figures_are_those_of_the_results(results, figure, picture, tmp_path):
@@ -123,14 +123,6 @@ def test_figures_are_those_of_the_results(results, figure, picture, tmp_path):
     colours = re.findall(r"fill: (#\w+); stroke: #\w+", kept)
     assert len(colours) > 5
     assert re.findall(r"fill: (#\w+); stroke: #\w+", drawn) == colours
-
-
-@pytest.fixture(scope="module")
-def fill_tables():
-    spec = importlib.util.spec_from_file_location("fill_tables", ROOT / "docs/fill_tables.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 from rich.console import Console
 
 from treeattn import comm as comm_
@@ -30,6 +31,8 @@ from treeattn.cli.console import (
 )
 from treeattn.cli.own_device import own_device
 from treeattn.cli.problem import Judge, Problem
+from treeattn.cli.rules import Rules
+from treeattn.cli.rules import window as read_window
 from treeattn.cli.scheme import given
 from treeattn.collectives.reducer import Sent
 from treeattn.decoder import Decoder
@@ -51,6 +54,7 @@ __all__ = ["command"]
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--transport", default=None,
               help="How records travel: mpi; from GPUs nccl, peer, cuda-mpi or host.")  # fmt: skip
+@Rules.options
 @click.option("--repeat", type=click.IntRange(1), default=10, show_default=True,
               help="Timed steps after the first one.")  # fmt: skip
 @click.option("--check", is_flag=True, help="Compare with the float64 oracle, and q between ranks.")
@@ -65,6 +69,10 @@ def command(
     layout: str,
     device: str,
     transport: str | None,
+    causal: bool,
+    window: str | None,
+    leading: int,
+    softcap: float | None,
     repeat: int,
     check: bool,
     expect: Path | None,
@@ -74,18 +82,21 @@ def command(
     """Decode the query of INPUT over its KV cache, every rank holding a shard of the tokens.
 
     INPUT holds q [batch, queries, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim] and may
-    hold lengths [batch] (valid tokens). The softmax scale comes from the metadata entry "scale", else it
-    is 1/sqrt(head_dim). Exit code 1 means that a result missed its bound or differed between ranks.
+    hold lengths [batch] (valid tokens), positions [tokens] and q_positions [queries] or [batch, queries]
+    (default: the last tokens of each sequence), alibi and sink_logits [heads]. The softmax scale comes from
+    the metadata entry "scale", else it is 1/sqrt(head_dim). Exit code 1 means that a result missed its bound
+    or differed between ranks.
     """
     chosen = parse_layout(layout)
     world = comm_.world()
     named = given(world, schemes)
     if out is not None and len(named) > 1:
         raise ArgumentError("--out takes the result of one scheme: name one with --scheme")
-    options = (schemes, str(chosen), repeat, check, device, transport, str(source), str(expect))
+    rules = Rules(causal, read_window(window), leading, softcap)
+    options = (schemes, str(chosen), repeat, check, device, transport, str(source), str(expect), str(rules))
     comm_.agree(world, {"the command line": options})
     write_out, write_json = _outputs(world, [source, expect], [out, json_path])
-    problem = Problem(world, source, chosen, expect)
+    problem = Problem(world, source, chosen, expect, rules)
     where, inputs = _placed(world, problem, device)
     judge = Judge(world, problem, check, where.rounds_weights(problem.shape))
     rows = [_measure(world, problem, judge, where, inputs, scheme, transport, repeat) for scheme in named]
@@ -135,11 +146,13 @@ def _measure(
         scale=problem.scale,
         device=device.name,
         transport=transport,
+        **problem.planned_rules(),
     ) as decoder:
-        first = _timed_step(world, decoder, device, inputs)
+        seen = problem.step_rules()
+        first = _timed_step(world, decoder, device, inputs, seen)
         steps, say = [], Lines(world.rank == 0)
         for done in range(repeat):
-            steps.append(_timed_step(world, decoder, device, inputs))
+            steps.append(_timed_step(world, decoder, device, inputs, seen))
             say(f"{scheme}: {done + 1:,} of {repeat:,} steps")
         out, lse = device.to_host(decoder.out), device.to_host(decoder.lse)
         digest = hashlib.sha256(out.tobytes() + lse.tobytes()).hexdigest()
@@ -164,13 +177,15 @@ def _measure(
         }
 
 
-def _timed_step(world: Any, decoder: Decoder, device: Device, inputs: tuple[Any, ...]) -> dict[str, float]:
+def _timed_step(
+    world: Any, decoder: Decoder, device: Device, inputs: tuple[Any, ...], seen: dict[str, Any]
+) -> dict[str, float]:
     """Seconds of each part on the slowest rank; a barrier before each part keeps waiting out of the next.
     What a GPU was given to do is waited for."""
     clock = comm_.mpi().Wtime
     seconds = {}
     parts = {
-        "local": lambda: decoder.local(*inputs),
+        "local": lambda: decoder.local(*inputs, **seen),
         "reduce": decoder.reduce,
         "finish": decoder.finish,
     }
@@ -215,6 +230,7 @@ def _summary(problem: Problem, rows: list[dict[str, Any]], placement: list[dict[
         "layout": str(problem.layout),
         "scale": problem.scale,
         "shape": asdict(problem.shape),
+        "rules": {name: np.asarray(rule).tolist() for name, rule in problem.rules.planned().items()},
         "schemes": [row["scheme"] for row in rows],
         "results": [{key: value for key, value in row.items() if key != "arrays"} for row in rows],
         "ranks": placement,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from treeattn import comm as comm_
 from treeattn import files, reference
 from treeattn.attention.shape import Shape, dtype_name
 from treeattn.cli.console import Lines
+from treeattn.cli.rules import Rules
 from treeattn.errors import ArgumentError
 from treeattn.shards import Layout
 
@@ -21,8 +23,10 @@ __all__ = ["Judge", "Problem"]
 class Problem:
     """The input: q whole, k and v as this rank's shard. Raises the same `ArgumentError` on every rank."""
 
-    def __init__(self, world: Any, source: Path, layout: Layout, expect: Path | None) -> None:
-        self.source, self.layout = source, layout
+    def __init__(
+        self, world: Any, source: Path, layout: Layout, expect: Path | None, rules: Rules | None = None
+    ) -> None:
+        self.source, self.layout, self.rules = source, layout, rules or Rules()
         comm_.together(world, lambda: self._open(world, expect))
         comm_.agree(world, {"the input file": self.identity})
         self._load(world)
@@ -46,6 +50,7 @@ class Problem:
         if "lengths" in self.file.tensors:
             lengths = self.shape.check_lengths(self.file["lengths"], self.tokens)
             self.lengths = self.layout.shard_lengths(lengths, self.tokens, world.rank, world.size)
+        self._take_rules(world)
         self.expected = None
         if expect is not None:
             wanted = files.open_cache(expect)
@@ -53,6 +58,36 @@ class Problem:
             if self.expected[0].shape != q.shape or self.expected[1].shape != self.shape.lse_shape:
                 raise ArgumentError(f"{expect}: out and lse do not have the shapes that {self.source} gives")
         self.identity = (self.shape, self.tokens, self.scale, self.source.stat().st_size)
+
+    def _take_rules(self, world: Any) -> None:
+        """Where tokens of this rank and queries stand, and what the rules have for each head."""
+        tensors = self.file.tensors
+        self.rules = replace(self.rules, alibi=tensors.get("alibi"), sink_logits=tensors.get("sink_logits"))
+        positions = np.arange(self.tokens)
+        if "positions" in tensors:
+            positions = np.asarray(tensors["positions"])
+            if positions.shape != (self.tokens,) or positions.dtype.kind not in "iu":
+                raise ArgumentError(
+                    f"{self.source}: positions must be whole numbers [tokens] = [{self.tokens}]"
+                )
+        self.positions = np.concatenate([np.zeros(0, np.int64), *(positions[run] for run in self.runs)])
+        self.q_positions = tensors.get("q_positions")
+        if self.q_positions is None:
+            ends = np.full(self.shape.batch, self.tokens)
+            if "lengths" in tensors:
+                ends = np.asarray(tensors["lengths"])
+            last = np.where(ends > 0, positions[np.maximum(ends, 1) - 1] if self.tokens else 0, 0)
+            stands = last[:, None] + 1 - self.shape.queries + np.arange(self.shape.queries)
+            self.q_positions = np.maximum(stands, 0)
+
+    def step_rules(self) -> dict[str, Any]:
+        """What a step brings for the rules, as `treeattn.Decoder` takes it."""
+        return {"q_positions": self.q_positions} if self.rules.ask_positions else {}
+
+    def planned_rules(self) -> dict[str, Any]:
+        """What a decoder is planned with."""
+        where = {"positions": self.positions} if self.rules.ask_positions else {}
+        return self.rules.planned() | where
 
     def _load(self, world: Any) -> None:
         self.q = np.array(self.file["q"])
@@ -79,8 +114,12 @@ class Judge:
         if check or problem.expected is not None:
             if check:
                 comm_.agree(world, {"q": hashlib.sha256(problem.q.tobytes()).hexdigest()})
-            mine = reference.partial(
-                problem.q, problem.k, problem.v, scale=problem.scale, lengths=problem.lengths
+            mine = problem.rules.partial(
+                *(problem.q, problem.k, problem.v),
+                scale=problem.scale,
+                lengths=problem.lengths,
+                positions=problem.positions,
+                q_positions=problem.q_positions,
             )
             partials = world.gather(mine, root=0)
             if world.rank == 0:
@@ -88,6 +127,8 @@ class Judge:
                 self.bringing_nan = [rank for rank, part in enumerate(partials) if _has_nan(part)]
                 largest = max(part.largest_value for part in partials)
                 self.bounds = (max(bound, 4e-3 * largest) if rounded else bound), lse_bound
+                if problem.rules.sink_logits is not None:
+                    partials.append(reference.sink(mine, problem.rules.sink_logits))
                 if check:
                     self.against["oracle"] = reference.combine(partials)
                 if problem.expected is not None:

@@ -17,11 +17,13 @@ import numpy as np
 from treeattn import comm as comm_
 from treeattn.attention import arrays
 from treeattn.attention.shape import DTYPES, Shape, dtype_name
+from treeattn.attention.visibility import Visibility
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import device as devices
 from treeattn.decoder.decoder import Decoder
 from treeattn.decoder.device import Device
 from treeattn.decoder.plan import CATALOG, Request, plan, select
+from treeattn.decoder.sight import Sight, Stated
 from treeattn.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -50,6 +52,16 @@ def decode(
     dtype: str | None = None,
     q_root: int | None = None,
     executor: str | None = None,
+    positions: Any = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    leading: int = 0,
+    softcap: float | None = None,
+    alibi: Any = None,
+    sink_logits: Any = None,
+    q_positions: Any = None,
+    mask: Any = None,
+    draft_positions: Any = None,
 ) -> tuple[Any, Any]:
     """Exact attention of `q` over a KV cache of which every rank of `comm` holds a shard. Collective.
 
@@ -67,6 +79,17 @@ def decode(
     them. executor: who runs the rounds of a schedule on the host: ``"slots"`` or ``"program"``, compiled, or
     ``"mpi"``, Python (see `treeattn.decoder.executor`). None is the fastest that all ranks can have; the bits
     are the same.
+
+    What a query sees, on any sharding (rules must be equal on all ranks): a key at global position s is
+    visible from t when (not `causal` or s <= t) and (no `window`, or t - left <= s <= t + right, None being
+    unbounded, or s < `leading`). Of a logit x, `softcap` makes softcap * tanh(x / softcap); `alibi` [heads]
+    then takes slope * (t - s) away. `sink_logits` [heads]: of one more key with the value 0, in lse too.
+    positions: of this shard's tokens, ascending: integers [tokens], runs (start, step, count), slices, or a
+    layout of `treeattn.shards` such as ``"zigzag"``; default: the shards' blocks follow one another.
+    q_positions: [queries] or [batch, queries], any order; default: the last ones of each sequence.
+    Draft tokens are the last n of this shard (of each sequence's `lengths`), have no place in `positions`,
+    and are seen where `mask` says so: bool [batch, queries, n], or uint32 [batch, queries, ceil(n / 32)] with
+    bit j % 32 of word j // 32; draft_positions [n] or [batch, n] are for ALiBi.
 
     Returns ``out`` like q and the natural-log ``lse`` [batch, heads, queries], float32 (float64 for
     float64 inputs), in the container of q (of k, where q is broadcast). Every rank gets the same bits: proved
@@ -99,11 +122,27 @@ def decode(
         shape = Shape(batch, queries, heads, ours[0].shape[2], head_dim, elements)
         shape.check_query(query)
         shape.check_cache(*ours)
+        rules = Visibility.of(
+            heads,
+            causal=causal,
+            window=window,
+            leading=leading,
+            softcap=softcap,
+            alibi=alibi,
+            sink_logits=sink_logits,
+        )
         step = query, *ours, where.lengths(shape, lengths, ours[0].shape[1])
-        return Request(shape, select(scheme), scale, where, transport, output, q_root, executor)
+        tables = Sight(rules, shape).tables()
+        tables.try_out(ours[0].shape[1], lengths, q_positions, mask, draft_positions)
+        return Request(
+            *(shape, select(scheme), scale, where, transport, output, q_root, executor),
+            rules=rules,
+            stated=Stated(positions, tuple(tables.draft_begins.tolist())),
+        )
 
     with Decoder.of(comm, plan(comm, ask)) as decoder:
-        return arrays.give(decoder(*step), like)
+        seen = {"q_positions": q_positions, "mask": mask, "draft_positions": draft_positions}
+        return arrays.give(decoder(*step, **seen), like)
 
 
 def _broadcast_query(

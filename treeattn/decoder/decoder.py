@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 from treeattn import comm as comm_
 from treeattn.attention import arrays
 from treeattn.attention.shape import Shape
+from treeattn.attention.visibility import Visibility
 from treeattn.collectives.captured import Captured
 from treeattn.collectives.reducer import Sent
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import device as devices
 from treeattn.decoder.device import Device
 from treeattn.decoder.plan import Plan, Request, plan, select
-from treeattn.errors import ArgumentError, BackendError, ScheduleError, TransportError
+from treeattn.decoder.sight import Stated
+from treeattn.errors import ArgumentError, BackendError, RestrictionError, ScheduleError, TransportError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -42,6 +44,11 @@ class Decoder:
     within `begin`, `test` and `finish`, with ``progress="thread"`` (device="cpu") within a thread of the
     decoder's own, which wants a core. Over NCCL the GPU does it.
 
+    What queries see is planned with the arguments of `treeattn.decode`; a step brings what changes.
+    `positions` of a cache that grows may be a layout that does not depend on its length (``"interleaved"``),
+    runs that go beyond today's tokens, or come anew with each call. Where queries stand is not known here:
+    calls bring `q_positions` where a rule asks for them.
+
     With ``groups=n`` (a divisor of kv_heads; device="cpu") a step is taken apart into n groups of heads, and
     the records of one travel while the next is attended; ``groups="auto"`` takes the number that was the
     fastest in the first steps. `local` then only takes the arrays, and `reduce` does the work.
@@ -65,10 +72,26 @@ class Decoder:
         progress: str = "calls",
         executor: str | None = None,
         groups: int | str = 1,
+        positions: Any = None,
+        causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        leading: int = 0,
+        softcap: float | None = None,
+        alibi: Any = None,
+        sink_logits: Any = None,
     ) -> None:
         def ask() -> Request:
             shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype)
             where = devices.find(device)
+            rules = Visibility.of(
+                heads,
+                causal=causal,
+                window=window,
+                leading=leading,
+                softcap=softcap,
+                alibi=alibi,
+                sink_logits=sink_logits,
+            )
             return Request(
                 shape,
                 select(scheme),
@@ -79,6 +102,8 @@ class Decoder:
                 progress=progress,
                 executor=executor,
                 groups=groups,
+                rules=rules,
+                stated=Stated(positions),
             )
 
         comm = comm_.intracomm(comm)
@@ -105,24 +130,73 @@ class Decoder:
         self._comm, self._device = comm, request.device
         self._attention, self._reducer, self._finish = planned.attention, planned.reducer, planned.finish
         self._whole = planned.whole
+        self._sight, self._tables, self._see = planned.sight, planned.visible, planned.see
+        self._seeing = self._attention, self._whole
+        self._plain, self._add_sinks = planned.visible is None, planned.add_sinks
         self._sliced = planned.buffers.sliced
         self._captured: list[CapturedStep] = []
         self._begun = False
 
-    def __call__(self, q: Any, k: Any, v: Any, lengths: Any = None) -> tuple[Any, Any]:
+    def __call__(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        lengths: Any = None,
+        *,
+        q_positions: Any = None,
+        positions: Any = None,
+        mask: Any = None,
+        draft_positions: Any = None,
+    ) -> tuple[Any, Any]:
         """One step: (out, lse), valid until the next call. Every rank must call.
+
+        q_positions, positions (anew, of a shard that grows), mask and draft_positions as for
+        `treeattn.decode`; looked at on their own rank alone. q_positions must be the same on all.
 
         Raises `ArgumentError` for arrays that do not fit the plan; on one rank alone, since a step that
         agreed first would cost as much as the reduction: let it end the job (python -m mpi4py).
         """
-        if self._whole is not None and self._whole(q, k, v, lengths):
+        attention, whole = self._attention, self._whole
+        if not self._plain or mask is not None:
+            attention, whole = self._look(k, lengths, q_positions, positions, mask, draft_positions)
+            lengths = None
+        if whole is not None and whole(q, k, v, lengths):
             return self._results
-        self.local(q, k, v, lengths)
+        self._attend(attention, q, k, v, lengths)
         self.reduce()
         return self.finish()
 
-    def local(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
-        """This rank's partials, from its own tokens, into the records buffer."""
+    def local(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        lengths: Any = None,
+        *,
+        q_positions: Any = None,
+        positions: Any = None,
+        mask: Any = None,
+        draft_positions: Any = None,
+    ) -> None:
+        """This rank's partials, from its own tokens, into the records buffer. Arguments as for a call."""
+        attention = self._attention
+        if not self._plain or mask is not None:
+            attention, _ = self._look(k, lengths, q_positions, positions, mask, draft_positions)
+            lengths = None
+        self._attend(attention, q, k, v, lengths)
+
+    def _look(self, k: Any, lengths: Any, *seen: Any) -> tuple[Any, Any]:
+        """Fill the tables of a step; attention and whole step that read them."""
+        if self._tables is None:  # a mask, for the first time
+            if self._see is None:
+                raise RestrictionError(f"{self.scheme} attends while it communicates, and takes no mask")
+            tables = self._sight.tables()
+            self._tables, self._seeing = tables, self._see(tables)
+        self._sight.look(self._tables, k.shape[1] if len(k.shape) == 4 else 0, lengths, *seen)
+        return self._seeing
+
+    def _attend(self, attention: Any, q: Any, k: Any, v: Any, lengths: Any) -> None:
         if self._begun:
             raise ScheduleError(
                 f"{self.scheme}: begin() began a step, which finish() must end before another"
@@ -130,7 +204,9 @@ class Decoder:
         self._foreign = not type(q) is type(k) is type(v) is self._native
         if self._foreign:
             q, k, v = self._containers.take(q, k, v)
-        self._attention(q, k, v, self._device.admit(self.shape, q, k, v, lengths))
+        attention(q, k, v, self._device.admit(self.shape, q, k, v, lengths))
+        if self._add_sinks is not None:
+            self._add_sinks()
 
     def reduce(self) -> None:
         """Fold the partials of all ranks. Collective."""
@@ -141,13 +217,14 @@ class Decoder:
         self._reducer()
         self._buffers.from_wire()
 
-    def begin(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
+    def begin(self, q: Any, k: Any, v: Any, lengths: Any = None, **seen: Any) -> None:
         """`local`, and the start of the reduction: other work may follow, then `finish`. All ranks call.
+        Arguments as for a call.
 
         The arrays may be written again when this returns (a ring: after `finish`), on a GPU when its stream
         has come so far. Raises `ScheduleError` where the last step that began is not finished.
         """
-        self.local(q, k, v, lengths)
+        self.local(q, k, v, lengths, **seen)
         if self._sliced:
             self._buffers.to_wire()
         self._reducer.start()
@@ -196,6 +273,10 @@ class Decoder:
 
         Raises `BackendError` unless ``device="cuda"``, `TransportError` where the host moves the records.
         """
+        if not self._plain:
+            raise RestrictionError(
+                f"a captured step finds no intervals anew: {', '.join(self._sight.rules.rules)} need a call"
+            )
         stream = self._device.stream
         if stream is None:
             raise BackendError("a captured step is a CUDA graph: it needs device='cuda'")

@@ -16,10 +16,11 @@ import numpy as np
 
 from treeattn.attention import arrays
 from treeattn.attention.shape import Shape, as_tensor, check_axes, dtype_name
+from treeattn.attention.visibility import Visible
 from treeattn.backends import cpu, cuda
 from treeattn.collectives.memory import HOST, Memory, Stream
 from treeattn.collectives.reducer import Reducer
-from treeattn.errors import ArgumentError
+from treeattn.errors import ArgumentError, BackendError
 
 __all__ = ["Cpu", "Cuda", "Device", "WholeStep", "find"]
 
@@ -78,8 +79,11 @@ class Device(Protocol):
     def to_host(self, array: Any) -> Any:
         """An array of the device as a NumPy array of its own."""
 
-    def attention(self, shape: Shape, records: Any, scale: float) -> Attention:
-        """Called with q, k, v and lengths: writes `records`."""
+    def attention(
+        self, shape: Shape, records: Any, scale: float, visible: Visible | None = None
+    ) -> Attention:
+        """Called with q, k, v and lengths: writes `records`. With `visible` it reads what these tables hold
+        then, lengths among it."""
 
     def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:
         """Writes out and lse from the folded records."""
@@ -159,9 +163,11 @@ class Cpu:
         """A copy."""
         return array.copy()
 
-    def attention(self, shape: Shape, records: Any, scale: float) -> Attention:
+    def attention(
+        self, shape: Shape, records: Any, scale: float, visible: Visible | None = None
+    ) -> Attention:
         """The compiled kernel, or NumPy."""
-        return cpu.PlannedAttention(records, scale=scale)
+        return cpu.PlannedAttention(records, scale=scale, visible=visible)
 
     def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:
         """The compiled kernel, or NumPy."""
@@ -172,7 +178,9 @@ class Cpu:
     ) -> WholeStep | None:
         """One C call, where one C call is all that the reducer is."""
         native = reducer.native_step()
-        return None if native is None else cpu.PlannedStep(attention, native, records, out, lse)
+        if native is None or not attention.compiled:
+            return None
+        return cpu.PlannedStep(attention, native, records, out, lse)
 
     def pack(self, records: Any, factor: float) -> Callable[[Any, Any], object]:
         """NumPy."""
@@ -299,8 +307,12 @@ class Cuda:
         self.runtime.synchronize()
         return moved
 
-    def attention(self, shape: Shape, records: Any, scale: float) -> Attention:
+    def attention(
+        self, shape: Shape, records: Any, scale: float, visible: Visible | None = None
+    ) -> Attention:
         """One launch."""
+        if visible is not None:
+            raise BackendError("what a query may see is not yet limited on device='cuda'")
         return cuda.PlannedAttention(
             records, scale=scale, tensor_cores=self._tensor_cores, runtime=self.runtime
         )

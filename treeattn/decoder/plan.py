@@ -10,7 +10,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from treeattn import baselines
 from treeattn import comm as comm_
 from treeattn.attention.shape import Shape
+from treeattn.attention.visibility import Visibility, Visible
 from treeattn.collectives import background, catalog, waiting
 from treeattn.collectives.catalog import Selection
 from treeattn.collectives.reducer import Reducer, Reduction, duplicate
@@ -26,6 +27,7 @@ from treeattn.decoder import executor as executors
 from treeattn.decoder import pipeline
 from treeattn.decoder import transport as transports
 from treeattn.decoder.device import Attention, Device, WholeStep
+from treeattn.decoder.sight import Sight, Stated, agree
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
 
 if TYPE_CHECKING:
@@ -78,6 +80,8 @@ class Request:
     executor: str | None = None
     progress: str = "calls"
     groups: int | str = 1
+    rules: Visibility = field(default_factory=Visibility)
+    stated: Stated = field(default_factory=Stated)
 
     @property
     def settings(self) -> dict[str, object]:
@@ -93,7 +97,14 @@ class Request:
             "executor": executors.known(self.executor),
             "groups": pipeline.check_groups(self.groups, self.shape),
             "output": self.output,
+            "what a query may see": self.rules,
+            "the layout of positions": self.stated.layout,
         }
+
+    @property
+    def asks_positions(self) -> bool:
+        """Whether ranks must know of each other's tokens."""
+        return self.rules.positional or self.stated.positions is not None
 
     @property
     def logit_scale(self) -> float:
@@ -146,8 +157,10 @@ class Buffers:
 
 @dataclass(slots=True)
 class Plan:
-    """What a step runs: `attention` takes q, k, v and lengths; `reducer` folds what it wrote, or all of it
-    happens there; `finish` divides; `whole`, where there is one, does all three."""
+    """What a step runs: `attention` takes q, k, v and lengths, and reads `visible` where there is one;
+    `reducer` folds what it wrote, or all of it happens there; `finish` divides; `whole`, where there is one,
+    does all three. `add_sinks` comes between attention and reducer, on the one rank that counts them. `see`
+    plans attention and `whole` anew for tables; None where attention is the reducer's."""
 
     request: Request
     buffers: Buffers
@@ -157,6 +170,10 @@ class Plan:
     reducer: Reducer
     finish: Callable[[], object]
     whole: WholeStep | None
+    sight: Sight
+    visible: Visible | None
+    add_sinks: Callable[[], object] | None
+    see: Callable[[Visible], tuple[Attention, WholeStep | None]] | None
 
 
 def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
@@ -169,17 +186,22 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
         device, shape = request.device, request.shape
         _check_progress(request)
         _check_groups(request)
+        _check_rules(request)
         agreed.equal = request.settings
         waiting.limit()
         device.check_shape(shape)
-        agreed.told = device.slow_because()
+        agreed.told = device.slow_because(), request.stated.told() if request.asks_positions else None
         buffers = Buffers(request, comm)
-        attention = None
+        attention, sight = None, Sight(request.rules, shape)
+        visible = sight.tables() if sight.by_tables else None
         if not request.scheme.row.fused and request.groups == 1:
-            attention = device.attention(shape, buffers.records, request.logit_scale)
+            attention = device.attention(shape, buffers.records, request.logit_scale, visible)
         finish = device.finish(buffers.own, buffers.out, buffers.lse)
     if comm.rank == 0:
-        _warn_without_compiler(agreed.everywhere)
+        _warn_without_compiler([slow for slow, _ in agreed.everywhere])
+    if request.asks_positions:
+        sight.runs, ends = agree(request.stated.layout, [told for _, told in agreed.everywhere], comm.rank)
+        sight.stand(ends)
     row = request.scheme.row
     _check_output(row, request.output)
     rounds = schedule(request.scheme, comm)
@@ -200,10 +222,21 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
     if request.progress == "thread":
         reducer = background.BackgroundReducer(reducer)
     assert attention is not None
-    whole = None
-    if not buffers.sliced:
-        whole = device.whole_step(attention, reducer, buffers.records, buffers.out, buffers.lse)
-    return Plan(request, buffers, rounds, chosen, attention, reducer, finish, whole)
+    add_sinks = _sinks(request, buffers.records, operator) if comm.rank == 0 else None
+
+    def whole_of(attention: Attention) -> WholeStep | None:
+        if buffers.sliced or add_sinks is not None:
+            return None
+        return device.whole_step(attention, reducer, buffers.records, buffers.out, buffers.lse)
+
+    def see(tables: Visible) -> tuple[Attention, WholeStep | None]:
+        again = device.attention(shape, buffers.records, request.logit_scale, tables)
+        return again, whole_of(again)
+
+    return Plan(
+        *(request, buffers, rounds, chosen, attention, reducer, finish, whole_of(attention)),
+        *(sight, visible, add_sinks, None if row.fused or request.groups != 1 else see),
+    )
 
 
 def plan_reducer(
@@ -306,6 +339,31 @@ def _check_groups(request: Request) -> None:
         )
     if request.progress != "calls":
         raise RestrictionError("groups of heads are looked after within the step: use progress='calls'")
+
+
+def _check_rules(request: Request) -> None:
+    """Raise `RestrictionError` where attention happens in a place that knows no rules."""
+    if request.rules.rules and (request.scheme.row.fused or request.groups != 1):
+        what = request.scheme.text if request.scheme.row.fused else "a step by groups of heads"
+        raise RestrictionError(
+            f"{what} lets every query see every token: {', '.join(request.rules.rules)} need another scheme, "
+            "and groups=1"
+        )
+
+
+def _sinks(request: Request, records: Any, operator: Any) -> Callable[[], object] | None:
+    """Folds one more key of each head, with the value 0, into the records [batch, heads, queries, width]; it
+    is for one rank alone, so that sinks count once whatever the number of ranks."""
+    if request.rules.sink_logits is None:
+        return None
+    host = np.zeros(records.shape, records.dtype)
+    logits = np.asarray(request.rules.sink_logits, records.dtype)
+    host[..., 0] = logits[:, None]
+    host[..., 1] = logits[:, None] > -np.inf
+    width = records.shape[3]
+    flat = records.reshape(-1, width), request.device.from_host(host).reshape(-1, width)
+    merge: Callable[[], object] = operator.planned_merge(*flat)
+    return merge
 
 
 def _check_progress(request: Request) -> None:

@@ -13,33 +13,12 @@ import pytest
 
 from treeattn import partial
 from treeattn.backends import cpu
-from treeattn.backends.cpu import blocked, compile, kernels
+from treeattn.backends.cpu import blocked, compile
 from treeattn.collectives.operator import Operator
 from treeattn.errors import ArgumentError, BackendError
 
 Array = np.ndarray[Any, Any]
 TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-
-
-BUILDS = [f"{isa}-{order}" for isa in compile.ISA_FLAGS for order in cpu.ORDERS]
-
-
-@pytest.fixture(params=[*BUILDS, "numpy"])
-def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every build that this processor can run, in both orders of reading, and NumPy without a compiler."""
-    name, _, order = request.param.partition("-")
-    monkeypatch.setenv("TREEATTN_READ_ORDER", order)
-    if name == "numpy":
-        monkeypatch.setattr(kernels, "loaded", lambda: (None, "not wanted"))
-        return name
-    if name not in compile.available_isas():
-        pytest.skip(f"this processor has no {name}")
-    try:
-        compile.library(name)
-    except BackendError as error:
-        pytest.skip(str(error))
-    monkeypatch.setenv("TREEATTN_ISA", name)
-    return name
 
 
 def inputs(

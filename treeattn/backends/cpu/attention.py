@@ -13,9 +13,11 @@ import os
 
 import numpy as np
 
+from treeattn.attention.visibility import Visible
 from treeattn.backends.cpu import arguments, blocked, compile, kernels
 from treeattn.backends.cpu.arguments import Array
 from treeattn.backends.cpu.binding import Binding, planned_binding
+from treeattn.backends.cpu.tables import PlannedTables
 from treeattn.errors import ArgumentError
 
 __all__ = [
@@ -45,11 +47,19 @@ class _Arguments(ctypes.Structure):
         + [(f"v_{axis}_stride", ctypes.c_int64) for axis in ("batch", "token", "head")]
         + [("scale", ctypes.c_float)]
         + [(name, ctypes.c_int32) for name in ("q_type", "kv_type", "threads", "order")]
+        + [("visible", ctypes.c_void_p)]
     )
 
 
 def partial_attention(
-    q: Array, k: Array, v: Array, records: Array, *, scale: float, lengths: Array | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    records: Array,
+    *,
+    scale: float,
+    lengths: Array | None = None,
+    visible: Visible | None = None,
 ) -> None:
     """Write the records of every query head attending to this process's tokens.
 
@@ -62,13 +72,14 @@ def partial_attention(
         scale: factor of the logits, usually 1 / sqrt(head_dim).
         lengths: [batch] integers in 0..tokens, the valid tokens; None means all. What lies beyond
             is never read.
+        visible: what each query may see, with the lengths in it; None: the first `lengths` tokens.
 
     Inputs are float32, float16, bfloat16 or uint16 (the bits of bfloat16), or float64.
 
     Raises:
         ArgumentError: shapes, types, strides or lengths that cannot be.
     """
-    PlannedAttention(records, scale=scale)(q, k, v, lengths)
+    PlannedAttention(records, scale=scale, visible=visible)(q, k, v, lengths)
 
 
 class PlannedAttention:
@@ -79,10 +90,17 @@ class PlannedAttention:
     """
 
     def __init__(
-        self, records: Array, *, scale: float, threads: int | None = None, order: str | None = None
+        self,
+        records: Array,
+        *,
+        scale: float,
+        threads: int | None = None,
+        order: str | None = None,
+        visible: Visible | None = None,
     ) -> None:
         """Plan for `records` and `scale` as in `partial_attention`.
 
+        visible: its tables are filled before each call, for the arrays of that; lengths are in them.
         threads: how many of this process compute; default ``TREEATTN_THREADS``. order: one of `ORDERS`;
         default `read_order`. Both orders are exact; their last bits differ.
         """
@@ -91,6 +109,7 @@ class PlannedAttention:
         self._scale = float(scale)
         self._bound: tuple[Array, Array, Array] | None = None
         self._lengths: Array | None = None
+        self._visible = visible
         self._workspace = np.empty(0, np.uint8)
         compiled = kernels.loaded()[0]
         self._kernels = compiled if records.dtype == np.float32 else None
@@ -100,10 +119,18 @@ class PlannedAttention:
             threads=threads or _threads(),
             order=ORDERS.index(order or read_order()),
         )
+        self._tables = None if visible is None or self._kernels is None else PlannedTables(visible)
+        if self._tables is not None:
+            self._arguments.visible = self._tables.address
         self._pointer = ctypes.byref(self._arguments)
         self._binding = Binding(attention=ctypes.addressof(self._arguments))
         if self._kernels is not None:
             self._rebind = planned_binding(self._kernels, self._binding)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the compiled kernel does it."""
+        return self._kernels is not None
 
     @property
     def address(self) -> int:
@@ -116,6 +143,9 @@ class PlannedAttention:
         bound = self._bound
         if bound is None:
             return False
+        if self._tables is not None:
+            self._tables.follow()
+            lengths = None
         if bound[0] is q and bound[1] is k and bound[2] is v and lengths is self._lengths:
             return True
         if not (
@@ -137,13 +167,21 @@ class PlannedAttention:
         bound = self._bound
         if bound is None or bound[0] is not q or bound[1] is not k or bound[2] is not v:
             self._bind(q, k, v)
+        if self._tables is not None:
+            self._tables.follow()
+            lengths = None
         if bound is None or lengths is not self._lengths:
             lengths = self._bind_lengths(lengths, k)
         if self._kernels is None:
             arguments.check_lengths(lengths, k.shape[1])
-            blocked.partial_attention(q, k, v, self._records, scale=self._scale, lengths=lengths)
-        elif self._kernels.partial_attention(self._pointer):
+            blocked.partial_attention(
+                *(q, k, v, self._records), scale=self._scale, lengths=lengths, visible=self._visible
+            )
+        elif row := self._kernels.partial_attention(self._pointer):
             arguments.check_lengths(lengths, k.shape[1])
+            raise ArgumentError(
+                f"sequence {row - 1} sees tokens beyond the {k.shape[1]} of these arrays: look at them first"
+            )
 
     def _bind(self, q: Array, k: Array, v: Array) -> None:
         self._bound = None

@@ -6,11 +6,12 @@ block, so that memory stays small whatever the number of tokens.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from treeattn import partial
+from treeattn.attention.visibility import Visible
 
 __all__ = ["partial_attention"]
 
@@ -20,9 +21,17 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def partial_attention(
-    q: Array, k: Array, v: Array, records: Array, *, scale: float, lengths: Array | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    records: Array,
+    *,
+    scale: float,
+    lengths: Array | None = None,
+    visible: Visible | None = None,
 ) -> None:
-    """Write the records of `q` attending to the first `lengths[b]` tokens of each batch row.
+    """Write the records of `q` attending to the first `lengths[b]` tokens of each batch row, or to those that
+    `visible` says.
 
     Args:
         q: [batch, queries, heads, head_dim]; float32, float64, float16, bfloat16, uint16 (bfloat16 bits).
@@ -30,16 +39,65 @@ def partial_attention(
         records: written, [batch, heads, queries, head_dim + 2], float32 or float64.
         scale: factor of the logits.
         lengths: [batch] integers, or None for all tokens.
+        visible: the tables of a step; lengths are in them.
     """
     partial.set_identity(records)
     for b in range(q.shape[0]):
+        if visible is not None:
+            _visible_row(q[b], k[b], v[b], records[b], scale, visible, b)
+            continue
         tokens = k.shape[1] if lengths is None else int(lengths[b])
         for begin in range(0, tokens, _BLOCK):
             end = min(begin + _BLOCK, tokens)
             partial.merge(records[b], _block(q[b], k[b, begin:end], v[b, begin:end], scale, records.dtype))
 
 
-def _block(q: Array, k: Array, v: Array, scale: float, dtype: Any) -> Array:
+def _visible_row(
+    q: Array, k: Array, v: Array, records: Array, scale: float, visible: Visible, b: int
+) -> None:
+    """One batch row, query by query: what a query does not see is not looked at."""
+    rules = visible.rules
+    for i, (first, first_end, second, second_end) in enumerate(visible.intervals[b].tolist()):
+        pieces = [
+            slice(begin, min(begin + _BLOCK, end))
+            for start, end in ((first, first_end), (second, second_end))
+            for begin in range(start, end, _BLOCK)
+        ]
+        chosen = [(piece, _positions(visible, piece)) for piece in pieces]
+        drafts = np.flatnonzero(visible.sees_draft(b, i))
+        if drafts.size:
+            chosen.append((visible.draft_begins[b] + drafts, visible.draft_positions[b, drafts]))
+        for tokens, positions in chosen:
+            logits = _Logits(rules.softcap, rules.slopes, visible.q_positions[b, i] - positions)
+            found = _block(q[i : i + 1], k[tokens], v[tokens], scale, records.dtype, logits)
+            own = np.ascontiguousarray(records[:, i : i + 1])
+            partial.merge(own, found)
+            records[:, i : i + 1] = own
+
+
+def _positions(visible: Visible, piece: slice) -> Any:
+    """Of a slice of the shard's tokens, where somebody asks; else 0."""
+    return 0 if visible.rules.slopes is None else visible.runs.positions(piece.start, piece.stop)
+
+
+class _Logits(NamedTuple):
+    """What becomes of scaled products. distance: [tokens], from each to the query."""
+
+    softcap: float
+    slopes: tuple[float, ...] | None
+    distance: Any
+
+    def of(self, scores: Array) -> Array:
+        """scores: [kv_heads, heads of a group, tokens]."""
+        if self.softcap:
+            scores = self.softcap * np.tanh(scores / self.softcap)
+        if self.slopes is not None:
+            slopes = np.asarray(self.slopes, scores.dtype).reshape(scores.shape[0], -1, 1)
+            scores = scores - slopes * self.distance.astype(scores.dtype)
+        return np.asarray(scores)
+
+
+def _block(q: Array, k: Array, v: Array, scale: float, dtype: Any, logits: _Logits | None = None) -> Array:
     """Records [heads, queries, head_dim + 2] over a few tokens: one batch row, at least one token."""
     queries, heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -47,6 +105,8 @@ def _block(q: Array, k: Array, v: Array, scale: float, dtype: Any) -> Array:
     rows = _wide(q, dtype).transpose(1, 0, 2).reshape(kv_heads, -1, head_dim) * dtype.type(scale)
     with np.errstate(all="ignore"):
         scores = rows @ _wide(k, dtype).transpose(1, 2, 0)
+        if logits is not None:
+            scores = logits.of(scores)
         maximum = scores.max(axis=-1, keepdims=True)
         weights = np.exp(scores - np.where(maximum == -np.inf, 0, maximum))
         denominator = weights.sum(axis=-1, keepdims=True)

@@ -1,0 +1,157 @@
+/* What a thread sums up in a piece of work: the rows that attend, and how they become records.
+ *
+ * Rows are query heads with their queries. Those that share a KV head are neighbours, and so are those of one query
+ * among them, which see the same. */
+#ifndef TREEATTN_ATTENTION_STATE_H
+#define TREEATTN_ATTENTION_STATE_H
+
+#include "attend_block.h"
+#include "partial_attention.h"
+#include "records.h"
+
+enum { CHUNK = 1008 }; /* tokens of a piece of work, at most */
+
+/* Tokens begin..end of those that stretches of a batch row hold together, and some KV heads. */
+struct piece {
+  int64_t b, head, heads, begin, end, count;
+  const struct stretch *stretches; /* [count] */
+};
+
+/* Neighbouring rows of a KV head that see the same of a block. */
+struct group {
+  int32_t first, rows; /* rows <= MAX_ROWS */
+  uint32_t bits;       /* of the tokens that they see; ALL of them */
+};
+#define ALL 0xffffffffu
+
+/* What a thread sums up: all rows of a range of KV heads. */
+struct state {
+  float *q, *numerator;        /* [rows][row_floats], in unit order */
+  float *denominator;          /* [rows][WIDTH]: sums by lane */
+  float *maximum;              /* [rows] */
+  struct group *groups;        /* [rows of a KV head] */
+  char *keys, *values;         /* [BLOCK][head_dim]: copies */
+  double *slope, *base, *time; /* [rows], for ALiBi: see struct adjustment; time: the query's position */
+  double *position;            /* [CHUNK], for ALiBi */
+};
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t record_width(const struct attention *a) { return a->head_dim + RECORD_NUMERATOR; }
+static int64_t row_floats(const struct attention *a) { return (a->head_dim + UNIT - 1) / UNIT * UNIT; }
+static int64_t rows_per_query(const struct attention *a) { return a->heads / a->kv_heads; }
+static int64_t rows_per_kv_head(const struct attention *a) { return rows_per_query(a) * a->queries; }
+
+/* Of a row, counted over all KV heads. */
+static int64_t query_of(const struct attention *a, int64_t row) {
+  return row % rows_per_kv_head(a) / rows_per_query(a);
+}
+static int64_t head_of(const struct attention *a, int64_t row) {
+  return row / rows_per_kv_head(a) * rows_per_query(a) + row % rows_per_query(a);
+}
+
+/* The next part of a memory, of which `at` bytes are given away. */
+static void *take(char *memory, int64_t *at, int64_t bytes) {
+  void *part = memory ? memory + *at : NULL;
+  *at += (bytes + 63) / 64 * 64;
+  return part;
+}
+
+/* The parts of a state in a memory, or what they would be; returns how many bytes they take. */
+static int64_t lay_out(const struct attention *a, char *memory, struct state *s) {
+  const int64_t rows = a->heads * a->queries, floats = rows * row_floats(a), size = (int64_t)sizeof(float);
+  int64_t at = 0;
+  s->q = take(memory, &at, floats * size);
+  s->numerator = take(memory, &at, floats * size);
+  s->denominator = take(memory, &at, rows * WIDTH * size);
+  s->maximum = take(memory, &at, rows * size);
+  s->groups = take(memory, &at, rows_per_kv_head(a) * (int64_t)sizeof(struct group));
+  if (!a->visible) return at;
+  s->keys = take(memory, &at, BLOCK * a->head_dim * (int64_t)element_size(a->kv_type));
+  s->values = take(memory, &at, BLOCK * a->head_dim * (int64_t)element_size(a->kv_type));
+  s->slope = take(memory, &at, rows * (int64_t)sizeof(double));
+  s->base = take(memory, &at, rows * (int64_t)sizeof(double));
+  s->time = take(memory, &at, rows * (int64_t)sizeof(double));
+  s->position = take(memory, &at, CHUNK * (int64_t)sizeof(double));
+  return at;
+}
+
+static int64_t state_bytes(const struct attention *a) {
+  struct state s;
+  return lay_out(a, NULL, &s);
+}
+
+static struct state state_of(const struct attention *a, int worker) {
+  struct state s = {0};
+  lay_out(a, (char *)a->workspace + worker * state_bytes(a), &s);
+  return s;
+}
+
+/* One row of q to float32, scaled, in the unit order of the keys, padded with 0. */
+static void widen_query(const struct attention *a, const char *from, float *to) {
+  for (int64_t d = 0; d < a->head_dim; d += UNIT) {
+    const int64_t left = a->head_dim - d;
+    const char *at = from + d * (int64_t)element_size(a->q_type);
+    unit u = left >= UNIT ? load_unit(a->q_type, at) : load_part(a->q_type, at, (int)left);
+    if (is_split(a->q_type) && !is_split(a->kv_type)) u = interleave(u);
+    if (!is_split(a->q_type) && is_split(a->kv_type)) u = split(u);
+    store(to + d, u.first * splat(a->scale));
+    store(to + d + WIDTH, u.second * splat(a->scale));
+  }
+}
+
+/* Queries of the rows of a piece; sums emptied. */
+static void prepare(const struct attention *a, const struct state *s, const struct piece *p) {
+  const int64_t floats = row_floats(a), first = p->head * rows_per_kv_head(a), count = p->heads * rows_per_kv_head(a);
+  for (int64_t r = 0; r < count; ++r) {
+    const int64_t head = head_of(a, first + r), query = query_of(a, first + r);
+    const char *from = a->q + p->b * a->q_batch_stride + query * a->q_query_stride + head * a->q_head_stride;
+    widen_query(a, from, s->q + r * floats);
+    s->maximum[r] = -INFINITY;
+  }
+  memset(s->numerator, 0, (size_t)(count * floats) * sizeof(float));
+  memset(s->denominator, 0, (size_t)(count * WIDTH) * sizeof(float));
+}
+
+/* A row's maximum with all of its ALiBi, which is -slope * (time - position). The digits of it that float32 cannot hold
+ * are not lost: the row's sums take them as a factor. */
+static float whole_maximum(const struct attention *a, const struct state *s, int64_t r, float *factor) {
+  if (!a->visible || !a->visible->slopes) return s->maximum[r];
+  enum { LARGEST_EXPONENT = 64 };
+  const double whole = s->maximum[r] + s->slope[r] * (s->base[r] - s->time[r]), rest = whole - (float)whole;
+  if (rest > -LARGEST_EXPONENT && rest < LARGEST_EXPONENT) *factor = (float)exp(rest);
+  return (float)whole;
+}
+
+static void write_numerator(const struct attention *a, float *numerator, float factor, float *to) {
+  if (is_split(a->kv_type))
+    for (int64_t d = 0; d < row_floats(a); d += UNIT) {
+      const unit u = interleave((unit){load(numerator + d), load(numerator + d + WIDTH)});
+      store(numerator + d, u.first);
+      store(numerator + d + WIDTH, u.second);
+    }
+  for (int64_t i = 0; i < a->head_dim; ++i) to[i] = canonical(factor * numerator[i]);
+}
+
+static void write_record(const struct attention *a, const struct state *s, int64_t r, float *record) {
+  const int64_t width = record_width(a);
+  const float denominator = sum_lanes(load(s->denominator + r * WIDTH));
+  if (denominator != denominator) { /* a NaN score: all of the row is NaN */
+    for (int64_t i = 0; i < width; ++i) record[i] = (float)NAN;
+  } else if (s->maximum[r] == -INFINITY) {
+    set_identity(record, width);
+  } else {
+    float factor = 1.0f;
+    record[RECORD_MAX] = whole_maximum(a, s, r, &factor);
+    record[RECORD_DENOMINATOR] = factor * denominator;
+    write_numerator(a, s->numerator + r * row_floats(a), factor, record + RECORD_NUMERATOR);
+  }
+}
+
+/* The rows of a piece, to the records of their batch row. */
+static void write_records(const struct attention *a, const struct state *s, const struct piece *p, float *records) {
+  const int64_t first = p->head * rows_per_kv_head(a), count = p->heads * rows_per_kv_head(a);
+  for (int64_t r = 0; r < count; ++r)
+    write_record(a, s, r, records + (head_of(a, first + r) * a->queries + query_of(a, first + r)) * record_width(a));
+}
+
+#endif

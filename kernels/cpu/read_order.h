@@ -1,0 +1,64 @@
+/* In which order the tokens of a piece of work are read: its blocks, where they lie, and what is prefetched. */
+#ifndef TREEATTN_READ_ORDER_H
+#define TREEATTN_READ_ORDER_H
+
+#include <stdlib.h>
+
+#include "attend_block.h"
+#include "partial_attention.h"
+
+/* Some tokens of some KV heads of one batch row, as blocks in the order in which they are read. */
+struct span {
+  const char *k, *v; /* the first token of the first head */
+  int64_t tokens, heads, blocks;
+  int scattered;
+};
+
+/* SCATTERED: block `i` holds every blocks-th token from the i-th on: BLOCK rows far apart, each followed by its
+ * neighbour in the next block. The number of blocks is odd, lest the streams fall into one set of the cache.
+ * NEIGHBOURS: block `i` holds the i-th BLOCK tokens. */
+static int64_t block_count(int scattered, int64_t tokens) {
+  const int64_t blocks = (tokens + BLOCK - 1) / BLOCK;
+  return scattered && blocks > 8 ? blocks | 1 : blocks;
+}
+
+/* The first token of a block. */
+static int64_t token_at(const struct span *s, int64_t block) { return s->scattered ? block : block * BLOCK; }
+
+/* From each of its tokens to the next. */
+static int64_t step_of(const struct span *s) { return s->scattered ? s->blocks : 1; }
+
+/* Head by head where a head's tokens are neighbours in memory, else block by block through all the heads. */
+static int64_t head_at(const struct attention *a, const struct span *s, int64_t step) {
+  return llabs(a->k_head_stride) > llabs(a->k_token_stride) ? step / s->blocks : step % s->heads;
+}
+
+static int64_t block_at(const struct attention *a, const struct span *s, int64_t step) {
+  return llabs(a->k_head_stride) > llabs(a->k_token_stride) ? step % s->blocks : step / s->heads;
+}
+
+static const char *key_at(const struct attention *a, const struct span *s, int64_t step) {
+  return s->k + token_at(s, block_at(a, s, step)) * a->k_token_stride + head_at(a, s, step) * a->k_head_stride;
+}
+
+static const char *value_at(const struct attention *a, const struct span *s, int64_t step) {
+  return s->v + token_at(s, block_at(a, s, step)) * a->v_token_stride + head_at(a, s, step) * a->v_head_stride;
+}
+
+/* What is prefetched at step `step`, for keys or values: the block of a later step, token by token. Where the heads of
+ * neighbouring tokens fill memory without a gap, all heads of the block that comes are dealt out to the steps of this
+ * one in the order of memory, as if each were BLOCK rows of a head without a gap. `share`: from a token to the next. */
+static const char *coming(const struct attention *a, const struct span *s, int64_t step, int keys, int64_t *share) {
+  const int64_t token = keys ? a->k_token_stride : a->v_token_stride, head = keys ? a->k_head_stride : a->v_head_stride;
+  if (a->order == NEIGHBOURS && token == s->heads * head) {
+    const int64_t next = block_at(a, s, step) + 1, block = next < s->blocks ? next : s->blocks - 1;
+    *share = head;
+    return (keys ? s->k : s->v) + (block * s->heads + head_at(a, s, step)) * BLOCK * head;
+  }
+  enum { AHEAD = 2 };
+  const int64_t last = s->blocks * s->heads - 1, later = step + AHEAD < last ? step + AHEAD : last;
+  *share = step_of(s) * token;
+  return keys ? key_at(a, s, later) : value_at(a, s, later);
+}
+
+#endif

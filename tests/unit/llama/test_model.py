@@ -1,0 +1,141 @@
+"""One process: whatever the configuration says shows in the logits; what is wrong with a model is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from safetensors.numpy import load_file, save_file
+
+from tests.llama_models import LLAMA3, PROMPT, write_model
+from treeattn.attention.shape import Shape
+from treeattn.errors import ArgumentError
+from treeattn.llama import Llama, Session, read_config
+from treeattn.llama import model as model_module
+from treeattn.llama import rope as rope_module
+
+GOLDEN = np.load(Path(__file__).parents[2] / "golden" / "llama" / "logits.npz")
+
+
+def first_logits(path):
+    with Session(MPI.COMM_SELF, Llama(path), PROMPT, capacity=len(PROMPT)) as session:
+        return session.prefill()
+
+
+def error_of(name, path):
+    wanted = GOLDEN[f"{name}.logits"][0]
+    return np.abs(first_logits(path) - wanted).max() / np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rms_norm_eps": 1e-6},
+        {"rope_parameters": LLAMA3 | {"rope_theta": 10000.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+        {"rope_parameters": LLAMA3 | {"factor": 4.0}},
+        {"rope_parameters": LLAMA3 | {"high_freq_factor": 2.0}},
+        {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 128}},
+    ],
+)
+def test_a_wrong_configuration_is_caught_by_the_logits(tmp_path, changes):
+    """So that equal logits mean an equal model: what is allowed is 1e-4."""
+    assert error_of("grouped_llama3", write_model(tmp_path / "right", "grouped_llama3")) < 1e-5
+    assert error_of("grouped_llama3", write_model(tmp_path / "wrong", "grouped_llama3", **changes)) > 2e-4
+
+
+def interleaved(x, positions, frequencies):
+    angles = positions.astype(np.float32)[:, None] * frequencies
+    cosine, sine = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    first, second = x[..., ::2], x[..., 1::2]
+    return np.stack([first * cosine - second * sine, second * cosine + first * sine], -1).reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "wrong"),
+    [
+        (model_module, "rotate", interleaved),
+        (model_module, "inverse_frequencies", lambda rope, d: rope_module.inverse_frequencies(rope, d)[::-1]),
+        (Shape, "default_scale", lambda self: 1.0),
+    ],
+)
+def test_wrong_arithmetic_is_caught_by_the_logits(tmp_path, monkeypatch, where, name, wrong):
+    path = write_model(tmp_path, "grouped_llama3")
+    monkeypatch.setattr(where, name, wrong)
+    assert error_of("grouped_llama3", path) > 2e-4
+
+
+def test_weights_of_16_bits_are_read(tmp_path):
+    import ml_dtypes
+
+    write_model(tmp_path, "tied")
+    for file in tmp_path.glob("*.safetensors"):
+        save_file({n: t.astype(ml_dtypes.bfloat16) for n, t in load_file(file).items()}, file)
+    assert 1e-5 < error_of("tied", tmp_path) < 0.1
+
+
+def test_generation_config_decides_what_ends_a_text(tmp_path):
+    write_model(tmp_path, "eos_list")
+    assert read_config(tmp_path).eos == (253, 254, 255)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert read_config(tmp_path).eos == (7,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "yarn"}}, "config.json: rope_parameters.rope_type 'yarn'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rope_scaling.rope_type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor must be a number above 0"),
+        ({"hidden_size": "96"}, "config.json: hidden_size must be a positive whole number, not '96'"),
+        ({"architectures": ["MistralForCausalLM"]}, "only LlamaForCausalLM is served"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads 4 does not divide 6 heads"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is there"),
+    ],
+)  # fmt: skip
+def test_a_configuration_that_is_not_served(tmp_path, changes, message):
+    write_model(tmp_path, "grouped_llama3")
+    config = json.loads((tmp_path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ArgumentError, match=message.replace(".", r"\.")):
+        read_config(tmp_path)
+
+
+def test_a_directory_without_a_model(tmp_path):
+    with pytest.raises(ArgumentError, match=r"config\.json: cannot be read"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ArgumentError, match=r"config\.json: is not JSON"):
+        read_config(tmp_path)
+
+
+EMBEDDING, INDEX = "model.embed_tokens.weight", "model.safetensors.index.json"
+
+
+def replaced(path, change):
+    """One tensor of a file made another."""
+    file = path / "model-00001-of-00002.safetensors"
+    tensors = load_file(file)
+    save_file(change(tensors), file)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lambda path: (path / "model-00002-of-00002.safetensors").unlink(), "00002.*no such file"),
+        (lambda path: replaced(path, lambda t: t | {EMBEDDING: np.zeros((2, 96), np.float32)}),
+         r"model.embed_tokens.weight has shape \[2, 96\], config.json makes it \[256, 96\]"),
+        (lambda path: replaced(path, lambda t: {n: a.astype(np.int32) for n, a in t.items()}), "is int32: w"),
+        (lambda path: (path / INDEX).write_text('{"weight_map": []}'), "is not an index"),
+        (lambda path: (path / INDEX).write_text('{"weight_map": {}}'), "has no tensor"),
+    ],
+)  # fmt: skip
+def test_weights_that_do_not_fit_are_named(tmp_path, broken, message):
+    path = write_model(tmp_path, "grouped_llama3")
+    broken(path)
+    with pytest.raises(ArgumentError, match=message):
+        Llama(path)

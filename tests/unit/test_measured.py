@@ -1,0 +1,135 @@
+"""What docs/measured.md says of its tables is what their intervals carry.
+
+No time is taken here: these are the results in docs/results. New ones may want another page.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from treeattn.collectives import names
+from treeattn.study.compare.schema import NULL, SUM
+
+pytestmark = pytest.mark.slow
+
+RESULTS = Path(__file__).resolve().parents[2] / "docs/results"
+FLAT_TREES = {"binary_tree", "k_ary_tree", "k_nomial_tree", "double_binary_tree", "chain"}
+RINGS = {"query_ring", "kv_ring"}
+
+
+class Interval(NamedTuple):
+    low: float
+    high: float
+
+    def ahead(self, other: Interval) -> bool:
+        return self.high < other.low
+
+
+def intervals(fill_tables, file, what="reduce", tokens=0) -> dict[str, Interval]:
+    """Of the medians; where there is none, of too few blocks, the median itself twice."""
+    times = {
+        name: row.times["completion"] for name, row in fill_tables._summaries(file, what, tokens).items()
+    }
+    return {name: Interval(t.low or t.median, t.high or t.median) for name, t in times.items()}
+
+
+def ahead(of, name) -> set[str]:
+    return {other for other in of if of[other].ahead(of[name])}
+
+
+def behind(of, name) -> set[str]:
+    return {other for other in of if of[name].ahead(of[other])}
+
+
+@pytest.fixture(params=["block", "cyclic"])
+def placement(request, fill_tables):
+    return request.param, intervals(fill_tables, f"cluster_{request.param}.jsonl")
+
+
+def in_a_row(fill_tables, placement) -> dict[str, int]:
+    file = f"cluster_{placement}.jsonl"
+    rows, nodes = fill_tables._summaries(file, "reduce", 0), fill_tables._nodes(file)
+    return {name: fill_tables._in_a_row(rows[name], nodes) for name in rows if name in names("schedule")}
+
+
+def test_messages_in_a_row_decide(placement, fill_tables):
+    where, of = placement
+    steps = in_a_row(fill_tables, where)
+    groups = [{name for name, many in steps.items() if many in group} for group in ({2}, {4}, {6, 7, 14})]
+    assert all(groups)
+    for fewer, more in ((0, 1), (1, 2)):
+        assert all(groups[more] <= behind(of, name) for name in groups[fewer])
+    assert steps["all_gather_merge"] == 1
+
+
+@pytest.mark.parametrize(
+    ("scheme", "block", "cyclic"),
+    [("chain", 6, 14), ("k_nomial_tree", 4, 4), ("hierarchical", 2, 2), ("bine", 2, 3), ("ring", 7, 14)],
+)
+def test_messages_in_a_row_are_those_counted_by_hand(fill_tables, scheme, block, cyclic):
+    assert in_a_row(fill_tables, "block")[scheme] == block
+    assert in_a_row(fill_tables, "cyclic")[scheme] == cyclic
+
+
+def test_hierarchical_on_the_cluster(placement, fill_tables):
+    where, of = placement
+    later = behind(of, "hierarchical")
+    assert later >= FLAT_TREES | {"all_gather_merge", "mpi_allreduce"}
+    assert later.isdisjoint({"multi_leader", "split_rail", "uneven_nodes", "head_all_to_all"})
+    flat = {"recursive_doubling", "recursive_multiplying", "bine", "logp_optimal"}
+    assert later.isdisjoint(flat) if where == "block" else later >= flat
+    step = intervals(fill_tables, f"cluster_{where}.jsonl", "decode", 4096)
+    assert behind(step, "hierarchical") >= FLAT_TREES
+
+
+def test_other_schemes_on_the_cluster(placement):
+    _, of = placement
+    wide = {"elimination", "reduce_scatter_gather", "circulant", "all_gather_trees"}
+    assert behind(of, "k_nomial_tree") >= wide
+    assert "mpi_allreduce" in ahead(of, SUM)
+    assert behind(of, SUM) >= {"two_allreduce", "three_allreduce"}
+
+
+def test_what_placement_changes(fill_tables):
+    block, cyclic = (intervals(fill_tables, f"cluster_{name}.jsonl") for name in ("block", "cyclic"))
+    sooner = {name for name in block if cyclic[name].ahead(block[name])}
+    later = {name for name in block if block[name].ahead(cyclic[name])}
+    assert sooner == {"circulant", "all_gather_trees", "head_scatter"}
+    assert "hierarchical" not in later
+    assert later >= {"chain", "ring"}
+
+
+def test_one_machine(fill_tables, tmp_path):
+    schedules = set(names("schedule"))
+    of = intervals(fill_tables, "compare_4.jsonl")
+    assert ahead(of, SUM) == schedules | {NULL}
+    assert behind(of, SUM) == {"two_allreduce", "three_allreduce"}
+    command = ["plot", RESULTS / "compare_2.jsonl", "--figures", "relative", "--format", "svg"]
+    command += ["--out", tmp_path, "--json", tmp_path / "numbers.json"]
+    subprocess.run([sys.executable, "-m", "treeattn", *command], check=True, timeout=60)
+    figure = next(f for f in json.loads((tmp_path / "numbers.json").read_text()) if "reduce" in f["name"])
+    points = figure["panels"][0]["series"][0]["points"]
+    ratios = {name: Interval(*point[2:]) for name, point in zip(figure["labels"], points, strict=True)}
+    assert ahead(ratios, SUM) == schedules
+    assert behind(ratios, SUM) == {"mpi_allreduce", "two_allreduce", "three_allreduce"}
+    rooted = {"hierarchical", "logp_optimal", "k_nomial_tree", "chain", "binary_tree", "k_ary_tree"}
+    assert set(figure["labels"][: len(schedules - rooted)]) == schedules - rooted
+    for group in (rooted, schedules - rooted):
+        assert not any(behind(ratios, name) & group for name in group)
+
+
+def test_whole_steps_on_one_machine(fill_tables):
+    of_2, of_4 = (intervals(fill_tables, f"compare_{ranks}.jsonl", "decode", 4096) for ranks in (2, 4))
+    assert ahead(of_2, SUM) | behind(of_2, SUM) == {"kv_ring"}
+    assert ahead(of_4, SUM) - {NULL} == set()
+    assert behind(of_4, SUM) == RINGS | {"two_allreduce", "three_allreduce"}
+    for ranks in (2, 4):
+        of = intervals(fill_tables, f"compare_{ranks}.jsonl", "decode", 65536)
+        others = set(of) - RINGS
+        assert all(behind(of, name) == RINGS for name in others)

@@ -1,0 +1,124 @@
+"""Turn a Llama in a GGUF file into a model directory: python tools/convert_gguf.py MODEL.gguf DIRECTORY
+
+Needs the extra ``models``. Weights are dequantised to float32. GGUF stores the rows of q and k of a Llama in
+the order of interleaved rotary positions; here the halves of a head are rotated against each other, so they
+are put back. The tokenizer is written as tokenizer.json (byte-level BPE only).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGUFReader, dequantize
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+WHOLE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+BLOCK = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+CONTROL = 3  # type of a token that stands for itself, such as the end of a text
+
+
+def main() -> None:
+    if len(sys.argv) != 3:
+        raise SystemExit(f"usage: {sys.argv[0]} MODEL.gguf DIRECTORY")
+    source, directory = Path(sys.argv[1]), Path(sys.argv[2])
+    if not source.is_file():
+        raise SystemExit(f"{source}: no such file")
+    reader = GGUFReader(source)
+    config = read_config(reader, source)
+    tensors = dict(renamed(tensor, config) for tensor in reader.tensors)
+    config["tie_word_embeddings"] = "lm_head.weight" not in tensors
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    tokenizer(reader, source).save(str(directory / "tokenizer.json"))
+    print(f"{directory}: {len(tensors)} tensors, {sum(one.nbytes for one in tensors.values()):,} bytes")
+
+
+def field(reader: Any, name: str, default: Any = None) -> Any:
+    """What the file says under a name. Ends the program where it must say something."""
+    if name in reader.fields:
+        return reader.fields[name].contents()
+    if default is None:
+        raise SystemExit(f"the file does not say {name}")
+    return default
+
+
+def read_config(reader: Any, source: Path) -> dict[str, Any]:
+    """config.json, in the dialect of published Llamas."""
+    architecture = field(reader, "general.architecture")
+    if architecture != "llama":
+        raise SystemExit(f"{source}: is a {architecture}, only llama is served")
+    if "llama.rope.scaling.type" in reader.fields:
+        raise SystemExit(f"{source}: scales its rotary positions, which this converter does not carry over")
+    hidden, heads = field(reader, "llama.embedding_length"), field(reader, "llama.attention.head_count")
+    end = field(reader, "tokenizer.ggml.eos_token_id")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": field(reader, "llama.feed_forward_length"),
+        "num_hidden_layers": field(reader, "llama.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": field(reader, "llama.attention.head_count_kv", heads),
+        "head_dim": field(reader, "llama.attention.key_length", hidden // heads),
+        "vocab_size": len(field(reader, "tokenizer.ggml.tokens")),
+        "max_position_embeddings": field(reader, "llama.context_length"),
+        "rms_norm_eps": float(field(reader, "llama.attention.layer_norm_rms_epsilon")),
+        "rope_theta": float(field(reader, "llama.rope.freq_base", 10000.0)),
+        "eos_token_id": end,
+        "torch_dtype": "float32",
+    }
+
+
+def renamed(tensor: Any, config: dict[str, Any]) -> tuple[str, Any]:
+    """Name and float32 values of a tensor as a model directory has them."""
+    values = np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
+    if tensor.name in WHOLE:
+        return WHOLE[tensor.name], values
+    _, layer, part, kind = tensor.name.split(".")
+    if part in ("attn_q", "attn_k"):
+        heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
+        pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
+        values = np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(values.shape))
+    return f"model.layers.{layer}.{BLOCK[part]}.{kind}", values
+
+
+def tokenizer(reader: Any, source: Path) -> Tokenizer:
+    """Byte-level BPE as GPT-2 has it, digits one by one where the file asks for it."""
+    if field(reader, "tokenizer.ggml.model") != "gpt2":
+        raise SystemExit(f"{source}: its tokenizer is no byte-level BPE, which is all that is served")
+    tokens = field(reader, "tokenizer.ggml.tokens")
+    merges = [tuple(merge.split(" ", 1)) for merge in field(reader, "tokenizer.ggml.merges")]
+    made = Tokenizer(models.BPE(vocab={token: n for n, token in enumerate(tokens)}, merges=merges))
+    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    if field(reader, "tokenizer.ggml.pre", "default") == "smollm":
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Sequence(steps), decoders.ByteLevel()
+    kinds = field(reader, "tokenizer.ggml.token_type")
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
+    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return made
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""``treeattn inspect``: what a model and its cache need on each rank, before any rank is started."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+
+from treeattn import files
+from treeattn.cli.console import console, count, number, table
+from treeattn.collectives import check, traffic
+from treeattn.decoder.plan import select
+from treeattn.llama.config import Config, read_config
+from treeattn.llama.weights import Weights, shapes
+from treeattn.study import environment
+
+__all__ = ["command"]
+
+_SCHEMES = "binary_tree,recursive_doubling,hierarchical,ring"
+
+
+@click.command("inspect")
+@click.option("--model", "directory", required=True, type=click.Path(path_type=Path))
+@click.option("--ctx", default="128Ki", show_default=True, metavar="N", help="Tokens of context.")
+@click.option("--ranks", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--schemes", default=_SCHEMES, show_default=True, metavar="S[,S..]")
+@click.option("--json", "json_path", type=click.Path(path_type=Path))
+def command(directory: Path, ctx: str, ranks: int, schemes: str, json_path: Path | None) -> None:
+    """Show what MODEL needs for a context on so many ranks: memory, and what is sent for one token.
+
+    Reads config.json and the headers of the weights; starts no MPI. Times are measured by generate.
+    """
+    config, tokens = read_config(directory), number("--ctx", ctx)
+    Weights(directory, config)
+    write = files.output_writer(json_path)
+    rows = [_traffic(config, scheme, ranks) for scheme in schemes.split(",")]
+    rows.append(_ring(config, tokens, ranks))
+    facts = _memory(config, tokens, ranks) | {"ctx": tokens, "ranks": ranks, "schemes": rows}
+    write(environment.as_json(facts))
+    screen = console()
+    screen.print(f"{config.layers} layers, {config.heads} heads ({config.kv_heads} KV) x {config.head_dim}")
+    for label, name in (("weights", "weight_bytes"), ("cache", "cache_bytes"), ("prefill", "prefill_bytes")):
+        screen.print(f"{label:8} {facts[name]:>16,} bytes a rank")
+    screen.print(f"\nsent for one token of a context of {tokens:,}, all layers:\n")
+    columns: dict[str, Any] = {
+        "scheme": lambda row: row["scheme"],
+        "rounds": lambda row: count(row["rounds"]),
+        "messages": lambda row: count(row["messages"]),
+        "bytes, all ranks": lambda row: count(row["bytes"]),
+    }
+    table(screen, columns, rows)
+
+
+def _memory(config: Config, tokens: int, ranks: int) -> dict[str, Any]:
+    """Bytes of the fullest rank: weights in float32, its share of the cache, the blocks of a ring prefill."""
+    share = math.ceil(tokens / ranks)
+    block = 2 * 4 * config.kv_heads * config.head_dim * share
+    return {
+        "weight_bytes": 4 * sum(math.prod(shape) for shape in shapes(config).values()),
+        "cache_bytes": share * config.kv_bytes_per_token,
+        "prefill_bytes": 2 * block,
+    }
+
+
+def _traffic(config: Config, scheme: str, ranks: int) -> dict[str, Any]:
+    """What a schedule sends for one token: the same for every context."""
+    schedule = select(scheme).build(ranks, None)
+    sent = list(traffic.messages(schedule, config.heads))
+    width = 4 * (config.head_dim + 2)
+    return {
+        "scheme": scheme,
+        "rounds": config.layers * check(schedule).rounds,
+        "messages": config.layers * len(sent),
+        "bytes": config.layers * width * sum(message.records for message in sent),
+    }
+
+
+def _ring(config: Config, tokens: int, ranks: int) -> dict[str, Any]:
+    """Ring Attention: every rank passes on every block but its own, keys and values."""
+    moved = tokens * (ranks - 1)
+    return {
+        "scheme": "kv_ring",
+        "rounds": config.layers * (ranks - 1),
+        "messages": config.layers * ranks * (ranks - 1),
+        "bytes": moved * config.kv_bytes_per_token,
+    }

@@ -1,0 +1,143 @@
+"""A text in the making over a sharded cache: prefill once, then token by token.
+
+Every rank runs the whole model on the new token, and holds the keys and values of some positions; attention
+over all of them is `treeattn.Decoder`. Tokens are chosen on rank 0 and broadcast, so that ranks cannot
+disagree.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from treeattn import comm as comm_
+from treeattn.attention.positions import Runs, as_runs
+from treeattn.decoder import Decoder
+from treeattn.errors import ArgumentError
+from treeattn.llama.model import Llama
+from treeattn.llama.prefill import PREFILLS
+from treeattn.shards import parse_layout
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["Session"]
+
+
+class Session:
+    """One sequence of at most `capacity` tokens. Collective, as all of its methods are.
+
+    prompt: token numbers, the same on every rank. scheme: of `treeattn.decode`, rings too. prefill: a name of
+    `PREFILLS`. layout: who holds which token of the prompt; a token that comes later lies on rank position
+    mod size.
+
+    Raises `ArgumentError` for a prompt that is empty, longer than the capacity, or not of this model's
+    vocabulary, on every rank alike.
+    """
+
+    def __init__(
+        self,
+        comm: Intracomm | None,
+        model: Llama,
+        prompt: Any,
+        *,
+        capacity: int,
+        scheme: str = "hierarchical",
+        prefill: str = "ring",
+        layout: str = "zigzag",
+    ) -> None:
+        self._comm, self._model = comm_.intracomm(comm), model
+        config = model.config
+        with comm_.Agreement(self._comm) as agreed:
+            self._prompt = _checked(prompt, capacity, config.vocab_size, config.max_position_embeddings)
+            if prefill not in PREFILLS:
+                raise ArgumentError(f"prefill {prefill!r} is unknown: use one of {', '.join(PREFILLS)}")
+            chosen = parse_layout(layout)
+            agreed.equal = {"the prompt": self._prompt.tobytes(), "capacity": capacity, "layout": layout}
+        size, n = self._comm.size, len(self._prompt)
+        self._shards = [as_runs(chosen.runs(n, rank, size)) for rank in range(size)]
+        self._own: Runs = self._shards[self._comm.rank]
+        self._prefill = PREFILLS[prefill](self._comm, config, self._shards)
+        later = len(range(n + (self._comm.rank - n) % size, capacity, size))
+        shape = config.layers, 1, len(self._own) + later, config.kv_heads, config.head_dim
+        self._k, self._v = np.empty(shape, np.float32), np.empty(shape, np.float32)
+        self._held, self.tokens, self._capacity = 0, n, capacity
+        self.decoder = Decoder(
+            self._comm,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            dtype="float32",
+            scheme=scheme,
+        )
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of this rank's share of keys and values."""
+        return self._k.nbytes + self._v.nbytes
+
+    def prefill(self) -> Any:
+        """Run the prompt: logits [vocab_size] of what follows it, on every rank."""
+        positions = self._own.positions()
+        hidden = self._model.run(self._prompt[positions], positions, self._attend_prompt)
+        self._held = len(positions)
+        last = next(rank for rank, runs in enumerate(self._shards) if runs.end == self.tokens)
+        logits = self._model.logits(hidden[-1:])[0] if self._comm.rank == last else None
+        found = np.empty(self._model.config.vocab_size, np.float32) if logits is None else logits
+        self._comm.Bcast(found, root=last)
+        return found
+
+    def step(self, token: int) -> Any:
+        """Take one more token: logits [vocab_size] of what follows. Raises `ArgumentError` where the cache is
+        full."""
+        if self.tokens == self._capacity:
+            raise ArgumentError(f"the cache is full: it was planned for {self._capacity} tokens")
+        self._holds = self.tokens % self._comm.size == self._comm.rank
+        position = np.array([self.tokens])
+        hidden = self._model.run(np.array([token]), position, self._attend_token)
+        self._held += self._holds
+        self.tokens += 1
+        return self._model.logits(hidden)[0]
+
+    def choose(self, logits: Any) -> int:
+        """The likeliest token, as rank 0 sees it."""
+        chosen: int = self._comm.bcast(int(logits.argmax()) if self._comm.rank == 0 else None)
+        return chosen
+
+    def close(self) -> None:
+        """Release the decoder."""
+        self.decoder.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.decoder.__exit__(*exception)
+
+    def _attend_prompt(self, layer: int, q: Any, k: Any, v: Any) -> Any:
+        self._k[layer, 0, : len(k)], self._v[layer, 0, : len(v)] = k, v
+        return self._prefill(q, k, v)
+
+    def _attend_token(self, layer: int, q: Any, k: Any, v: Any) -> Any:
+        end = self._held + self._holds
+        if self._holds:
+            self._k[layer, 0, self._held], self._v[layer, 0, self._held] = k[0], v[0]
+        out, _ = self.decoder(q[None], self._k[layer, :, :end], self._v[layer, :, :end])
+        return out[0]
+
+
+def _checked(prompt: Any, capacity: int, vocabulary: int, longest: int) -> Any:
+    tokens = np.asarray(prompt)
+    if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu":
+        raise ArgumentError("the prompt must be at least one token number")
+    if tokens.min() < 0 or tokens.max() >= vocabulary:
+        raise ArgumentError(
+            f"the prompt has token {int(tokens.max())}, the model's vocabulary ends at {vocabulary - 1}: "
+            "the tokenizer belongs to another model"
+        )
+    if not len(tokens) <= capacity <= longest:
+        raise ArgumentError(
+            f"{len(tokens)} tokens of prompt, room for {capacity}: the model was made for at most {longest}"
+        )
+    return tokens.astype(np.int64)

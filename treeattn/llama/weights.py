@@ -1,0 +1,100 @@
+"""The tensors of a model directory: safetensors, mapped, one file or several with an index."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from treeattn import files
+from treeattn.errors import ArgumentError
+from treeattn.llama.config import Config
+
+__all__ = ["Weights", "shapes"]
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+def shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor that a model of this configuration has; linear maps are [out, in]."""
+    h, mlp = config.hidden_size, config.intermediate_size
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    named: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, h),
+        "model.norm.weight": (h,),
+    }
+    if not config.tied:
+        named["lm_head.weight"] = (config.vocab_size, h)
+    linear = {
+        "self_attn.q_proj": (q, h, config.attention_bias),
+        "self_attn.k_proj": (kv, h, config.attention_bias),
+        "self_attn.v_proj": (kv, h, config.attention_bias),
+        "self_attn.o_proj": (h, q, config.attention_bias),
+        "mlp.gate_proj": (mlp, h, config.mlp_bias),
+        "mlp.up_proj": (mlp, h, config.mlp_bias),
+        "mlp.down_proj": (h, mlp, config.mlp_bias),
+    }
+    for layer in range(config.layers):
+        prefix = f"model.layers.{layer}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            named[f"{prefix}{norm}.weight"] = (h,)
+        for name, (rows, columns, biased) in linear.items():
+            named[f"{prefix}{name}.weight"] = (rows, columns)
+            if biased:
+                named[f"{prefix}{name}.bias"] = (rows,)
+    return named
+
+
+class Weights:
+    """Tensors by name, mapped from their files: ranks of a node share the pages."""
+
+    def __init__(self, directory: str | Path, config: Config) -> None:
+        """Raises `ArgumentError` naming file and tensor: a missing shard or tensor, a shape or type that the
+        configuration does not have."""
+        self._tensors: dict[str, Any] = {}
+        directory = Path(directory)
+        for path, names in _files(directory).items():
+            held = files.open_cache(path)
+            for name in held.tensors if names is None else names:
+                self._tensors[name] = held[name]
+        where = directory / _INDEX if (directory / _INDEX).exists() else directory / _SINGLE
+        for name, shape in shapes(config).items():
+            tensor = self._tensors.get(name)
+            if tensor is None:
+                raise ArgumentError(f"{where}: has no tensor {name}, which config.json asks for")
+            if tensor.shape != shape:
+                raise ArgumentError(
+                    f"{where}: {name} has shape {list(tensor.shape)}, config.json makes it {list(shape)}"
+                )
+            if str(tensor.dtype) not in ("float32", "float16", "bfloat16"):
+                raise ArgumentError(
+                    f"{where}: {name} is {tensor.dtype}: weights are float32, float16 or bfloat16"
+                )
+
+    def __getitem__(self, name: str) -> Any:
+        """As float32: the mapped pages where the file holds that, else a copy."""
+        return np.asarray(self._tensors[name], np.float32)
+
+    def get(self, name: str) -> Any:
+        """The same, or None for a tensor that the model does not have."""
+        return self[name] if name in self._tensors else None
+
+
+def _files(directory: Path) -> dict[Path, list[str] | None]:
+    """Each file with the names that are to be taken from it; None is all."""
+    index = directory / _INDEX
+    if not index.exists():
+        return {directory / _SINGLE: None}
+    try:
+        placed = json.loads(index.read_text())["weight_map"]
+        found: dict[Path, list[str] | None] = {}
+        for name, file in placed.items():
+            names = found.setdefault(directory / file, [])
+            assert names is not None
+            names.append(name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArgumentError(f"{index}: is not an index of safetensors ({type(error).__name__})") from None
+    return found
