@@ -38,7 +38,9 @@ sys.path.append(str(DOCS))
 import gpu_tables  # noqa: E402
 import published_tables  # noqa: E402
 
-PAPER = re.compile(r"<!-- table (\S+) (\S+) (model|measured) (\d+) -->\n.*?<!-- end -->", re.DOTALL)
+PAPER = re.compile(
+    r"<!-- table (\S+) (\S+) (model|measured|predictions) (\d+) -->\n.*?<!-- end -->", re.DOTALL
+)
 COMPARED = re.compile(r"<!-- compare (reduce|decode) (\d+)((?: \S+\.jsonl)+) -->\n.*?<!-- end -->", re.DOTALL)
 
 BESIDE = re.compile(r"<!-- beside (\S+) -->\n.*?<!-- end -->", re.DOTALL)
