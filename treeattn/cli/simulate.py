@@ -175,7 +175,7 @@ def _schedule(name: str, ranks: int, nodes: Sequence[Sequence[int]]) -> Schedule
             raise ArgumentError(f"{name} is for {schedule.size} ranks, --ranks says {ranks}")
     else:
         selection = select(name)
-        if selection.row.kind != "schedule":
+        if selection.row.generator is None:
             known = ", ".join(collectives.names("schedule"))
             raise ScheduleError(f"{selection.text} has no schedule to simulate; take one of {known}")
         schedule = selection.build(ranks, nodes if selection.needs_nodes else None)

@@ -71,7 +71,8 @@ def decode(
     (NumPy, CuPy, torch, JAX), read where they lie; float32, float16, bfloat16 (or its bits: uint16 with
     ``dtype="bfloat16"``) or float64. lengths: valid tokens [batch] of this shard, default all.
     scale: default 1 / sqrt(head_dim). comm: default COMM_WORLD. scheme: a name with its parameters, or a
-    `treeattn.collectives.Schedule` of one's own, the same on every rank.
+    `treeattn.collectives.Schedule` of one's own, the same on every rank; ``"auto"`` chooses by simulation
+    (`treeattn.decoder.auto`).
 
     device: ``"cpu"`` or ``"cuda"``, the GPU that is CuPy's current one (no float64); None is where q lies.
     transport: how records travel: ``"mpi"`` from the host; from GPUs ``"nccl"``, ``"peer"``, ``"cuda-mpi"``

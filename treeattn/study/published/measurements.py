@@ -133,14 +133,13 @@ def read(files: Files) -> list[Measurement]:
                 ) from None
             scheme = _scheme(row["algorithm"], size, key[1])
             host = devices.get((*key, row["library"]), "cpu") == "cpu" and "CUDA" not in row["library"]
-            if not (
-                scheme and host and row["collective"] == "allreduce" and ppn == 1 and LEAST <= size <= MOST
-            ):
+            one_a_node = ppn == 1 and key[1] > 1
+            if not (scheme and host and row["collective"] == "allreduce" and one_a_node):
                 continue
-            if not (math.isfinite(time) and time > 0) or key[1] < 2:
-                raise ArgumentError(
-                    f"{path}, line {line}: median_us {time} on {key[1]} ranks is no measurement; take it out"
-                )
+            if not LEAST <= size <= MOST:
+                continue
+            if not (math.isfinite(time) and time > 0):
+                raise ArgumentError(f"{path}, line {line}: median_us {time} is no measurement; take it out")
             run = Run(*key, row["system"], row["library"], groups.get(key, ()), shapes.get(key, ()))
             counts = row["algorithm"] in _PROGRAMS
             found.append(Measurement(run, row["algorithm"], scheme, size, time, counts))
