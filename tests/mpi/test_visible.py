@@ -135,6 +135,24 @@ def test_what_ranks_say_together_cannot_be(comm, changed, message):
         treeattn.decode(one, one, one, comm=comm, **given)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"mask": np.ones((1, 2, 1), bool)}, "the mask is bool"),
+        ({"mask": np.ones((1, 1, 2), bool)}, "2 draft tokens cannot be the last of a shard of 1"),
+        ({"q_positions": [-1]}, "q_positions must be whole numbers"),
+        ({"q_positions": [0, 1]}, "q_positions have shape"),
+        ({"positions": [5, 4]}, "positions must ascend"),
+        ({"lengths": [2]}, "lengths"),
+    ],
+)
+def test_what_is_wrong_on_one_rank_alone_is_raised_by_all(comm, wrong, message):
+    one = np.ones((1, 1, 1, 8), np.float32)
+    given = {"causal": True, "positions": [comm.rank], "q_positions": [9]}
+    with pytest.raises(ArgumentError, match=message):
+        treeattn.decode(one, one, one, comm=comm, **given | (wrong if comm.rank == comm.size - 1 else {}))
+
+
 def test_a_hole_between_blocks_is_named(comm):
     if comm.size == 1:
         pytest.skip("one rank has no next one")

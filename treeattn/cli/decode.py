@@ -30,7 +30,7 @@ from treeattn.cli.console import (
     table,
 )
 from treeattn.cli.own_device import own_device
-from treeattn.cli.problem import Judge, Problem
+from treeattn.cli.problem import Judge, Problem, open_outputs
 from treeattn.cli.rules import Rules
 from treeattn.cli.rules import window as read_window
 from treeattn.cli.scheme import given
@@ -95,7 +95,7 @@ def command(
     rules = Rules(causal, read_window(window), leading, softcap)
     options = (schemes, str(chosen), repeat, check, device, transport, str(source), str(expect), str(rules))
     comm_.agree(world, {"the command line": options})
-    write_out, write_json = _outputs(world, [source, expect], [out, json_path])
+    write_out, write_json = open_outputs(world, [source, expect], [out, json_path])
     problem = Problem(world, source, chosen, expect, rules)
     where, inputs = _placed(world, problem, device)
     judge = Judge(world, problem, check, where.rounds_weights(problem.shape))
@@ -212,16 +212,6 @@ def _wire(world: Any, decoder: Decoder) -> dict[str, Any]:
         return facts | {"payload": sum(sent.bytes for sent in everyone)}
     sizes = [size for sent in everyone for _, size in sent]
     return facts | {"messages": len(sizes), "bytes": sum(sizes)}
-
-
-def _outputs(world: Any, inputs: list[Path | None], paths: list[Path | None]) -> list[Any]:
-    """One writer per path, opened on rank 0 before any work; the others get writers that do nothing."""
-
-    def opened() -> list[Any]:
-        files.check_distinct(paths, inputs)
-        return [files.output_writer(path) for path in paths]
-
-    return comm_.together(world, lambda: opened() if world.rank == 0 else [lambda _: None for _ in paths])
 
 
 def _summary(problem: Problem, rows: list[dict[str, Any]], placement: list[dict[str, Any]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from treeattn import comm as comm_
 from treeattn.attention import arrays
-from treeattn.attention.shape import DTYPES, Shape, dtype_name
+from treeattn.attention.shape import DTYPES, Shape, dtype_name, values_of
 from treeattn.attention.visibility import Visibility
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import device as devices
@@ -40,7 +40,7 @@ def schemes() -> list[str]:
 def decode(
     q: Any,
     k: Any,
-    v: Any,
+    v: Any = None,
     *,
     comm: Intracomm | None = None,
     scheme: str | Schedule = "hierarchical",
@@ -62,6 +62,7 @@ def decode(
     q_positions: Any = None,
     mask: Any = None,
     draft_positions: Any = None,
+    v_dim: int | None = None,
 ) -> tuple[Any, Any]:
     """Exact attention of `q` over a KV cache of which every rank of `comm` holds a shard. Collective.
 
@@ -70,6 +71,8 @@ def decode(
     tokens may be 0 and may differ between ranks. Arrays of any library with DLPack or the array interface
     (NumPy, CuPy, torch, JAX), read where they lie; float32, float16, bfloat16 (or its bits: uint16 with
     ``dtype="bfloat16"``) or float64. lengths: valid tokens [batch] of this shard, default all.
+    v may have another width than k, [.., v_dim]: so has out then. Latent attention: v=None and v_dim, how
+    many of k's first channels are the values (``device="cpu"``; the scale has to be given).
     scale: default 1 / sqrt(head_dim). comm: default COMM_WORLD. scheme: a name with its parameters, or a
     `treeattn.collectives.Schedule` of one's own, the same on every rank; ``"auto"`` chooses by simulation
     (`treeattn.decoder.auto`).
@@ -116,11 +119,13 @@ def decode(
     def ask() -> Request:
         nonlocal step
         where = place()
-        ours = where.tensor("k", k, dtype), where.tensor("v", v, dtype)
+        keys = where.tensor("k", k, dtype)
+        values = values_of(keys, v, v_dim, scale)
+        ours = keys, values if v is None else where.tensor("v", v, dtype)
         query = where.tensor("q", q, dtype) if q_root is None else where.from_host(q)
         elements = dtype_name(query, "bfloat16" if query.dtype == np.uint16 else None)
         batch, queries, heads, head_dim = query.shape
-        shape = Shape(batch, queries, heads, ours[0].shape[2], head_dim, elements)
+        shape = Shape(batch, queries, heads, keys.shape[2], head_dim, elements, ours[1].shape[3])
         shape.check_query(query)
         shape.check_cache(*ours)
         rules = Visibility.of(

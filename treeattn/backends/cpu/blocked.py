@@ -35,8 +35,8 @@ def partial_attention(
 
     Args:
         q: [batch, queries, heads, head_dim]; float32, float64, float16, bfloat16, uint16 (bfloat16 bits).
-        k, v: [batch, tokens, kv_heads, head_dim], same types; heads is a multiple of kv_heads.
-        records: written, [batch, heads, queries, head_dim + 2], float32 or float64.
+        k, v: [batch, tokens, kv_heads, head_dim and v_dim], same types; heads is a multiple of kv_heads.
+        records: written, [batch, heads, queries, v_dim + 2], float32 or float64.
         scale: factor of the logits.
         lengths: [batch] integers, or None for all tokens.
         visible: the tables of a step; lengths are in them.
@@ -114,7 +114,7 @@ def _block(q: Array, k: Array, v: Array, scale: float, dtype: Any, logits: _Logi
     maximum = np.where(np.isnan(denominator), np.nan, maximum)
     numerator = np.where(np.isnan(denominator), np.nan, numerator)
     joined = np.concatenate((maximum, denominator, numerator), axis=-1, dtype=dtype)
-    return joined.reshape(heads, queries, head_dim + partial.EXTRA)
+    return joined.reshape(heads, queries, joined.shape[-1])
 
 
 def _wide(values: Array, dtype: Any) -> Array:
