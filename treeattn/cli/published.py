@@ -42,7 +42,7 @@ def command(
     wide: bool,
     json_path: Path | None,
 ) -> None:
-    """Predict published all-reductions of four supercomputers. Needs no MPI; FILES are CSV or gzip of it.
+    """Predict all-reductions published of supercomputers. Needs no MPI; FILES are CSV or gzip of it.
 
     Each run of --held is predicted from all other runs of --known and, of its own, recursive doubling at two
     sizes and the ring at one. Options repeat. docs/predicted.md says how well this goes, and what it misses.
