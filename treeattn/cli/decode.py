@@ -6,7 +6,6 @@ import hashlib
 import statistics
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -141,7 +140,7 @@ def _measure(
     """One scheme: plan, first step, timed steps, verdicts. Collective."""
     with Decoder(
         world,
-        **asdict(problem.shape),
+        **problem.shape.plain,
         scheme=scheme,
         scale=problem.scale,
         device=device.name,
@@ -220,7 +219,7 @@ def _summary(problem: Problem, rows: list[dict[str, Any]], placement: list[dict[
         "tokens": problem.tokens,
         "layout": str(problem.layout),
         "scale": problem.scale,
-        "shape": asdict(problem.shape),
+        "shape": problem.shape.plain,
         "rules": {name: np.asarray(rule).tolist() for name, rule in problem.rules.planned().items()},
         "schemes": [row["scheme"] for row in rows],
         "results": [{key: value for key, value in row.items() if key != "arrays"} for row in rows],

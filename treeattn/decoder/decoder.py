@@ -46,6 +46,8 @@ class Decoder:
     within `begin`, `test` and `finish`, with ``progress="thread"`` (device="cpu") within a thread of the
     decoder's own, which wants a core. Over NCCL the GPU does it.
 
+    cache_dtype: of k and v, where it is not that of q; uint8 arrays then carry the bits of a float8.
+
     What queries see is planned with the arguments of `treeattn.decode`; a step brings what changes.
     `positions` of a cache that grows may be a layout that does not depend on its length (``"interleaved"``),
     runs that go beyond today's tokens, or come anew with each call. Where queries stand is not known here:
@@ -74,6 +76,9 @@ class Decoder:
         batch: int = 1,
         queries: int = 1,
         dtype: str = "bfloat16",
+        cache_dtype: str | None = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
         scheme: str | Schedule = "hierarchical",
         scale: float | None = None,
         device: str = "cpu",
@@ -95,7 +100,8 @@ class Decoder:
         def ask() -> Request:
             if v_dim is not None:
                 check_latent(v_dim, head_dim, scale)
-            shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype, v_dim or 0)
+            cache = cache_dtype, k_scale, v_scale, v_dim or 0
+            shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype, *cache)
             where = devices.find(device)
             rules = Visibility.of(
                 heads,
@@ -223,6 +229,7 @@ class Decoder:
                 raise RestrictionError(f"{self.scheme} attends while it communicates, and takes no mask")
             tables = self._sight.tables()
             self._tables, self._seeing = tables, self._see(tables)
+        lengths = self._device.host_lengths(lengths)
         self._sight.look(self._tables, k.shape[1] if len(k.shape) == 4 else 0, lengths, *seen)
         return self._seeing
 

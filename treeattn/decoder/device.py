@@ -15,12 +15,12 @@ import ml_dtypes
 import numpy as np
 
 from treeattn.attention import arrays
-from treeattn.attention.shape import Shape, as_tensor, check_axes, dtype_name
+from treeattn.attention.shape import Shape, as_tensor, bits_of, check_axes, dtype_name
 from treeattn.attention.visibility import Visible
 from treeattn.backends import cpu, cuda
 from treeattn.collectives.memory import HOST, Memory, Stream
 from treeattn.collectives.reducer import Reducer
-from treeattn.errors import ArgumentError, BackendError
+from treeattn.errors import ArgumentError
 
 __all__ = ["Cpu", "Cuda", "Device", "WholeStep", "find"]
 
@@ -72,6 +72,9 @@ class Device(Protocol):
 
     def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
         """The lengths of a shard of `tokens` tokens as attention takes them. Raises `ArgumentError`."""
+
+    def host_lengths(self, lengths: Any) -> Any:
+        """The same for tables of what queries see, which are made on the host."""
 
     def from_host(self, array: Any) -> Any:
         """A NumPy array as one of the device."""
@@ -144,9 +147,9 @@ class Cpu:
         """A few comparisons; attention checks shape and range of the lengths itself."""
         if not shape.accepts(q, k, v):
             # Say what is wrong; what passes is rare but right (bfloat16 as uint16, no tokens).
-            raw = "bfloat16" if shape.dtype == "bfloat16" else None
+            raw, kv_raw = (name if bits_of(name) else None for name in (shape.dtype, shape.kv_dtype))
             shape.check_query(as_tensor("q", q, raw))
-            shape.check_cache(as_tensor("k", k, raw), as_tensor("v", v, raw))
+            shape.check_cache(as_tensor("k", k, kv_raw), as_tensor("v", v, kv_raw))
         if lengths is None or (type(lengths) is np.ndarray and lengths.dtype == np.int64):
             return lengths
         return self.lengths(shape, lengths, k.shape[1])
@@ -154,6 +157,10 @@ class Cpu:
     def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
         """int64, looked at."""
         return None if lengths is None else shape.check_lengths(lengths, tokens)
+
+    def host_lengths(self, lengths: Any) -> Any:
+        """As they are."""
+        return lengths
 
     def from_host(self, array: Any) -> Any:
         """The array itself."""
@@ -167,7 +174,14 @@ class Cpu:
         self, shape: Shape, records: Any, scale: float, visible: Visible | None = None
     ) -> Attention:
         """The compiled kernel, or NumPy."""
-        return cpu.PlannedAttention(records, scale=scale, visible=visible)
+        return cpu.PlannedAttention(
+            records,
+            scale=scale,
+            visible=visible,
+            kv_dtype=shape.kv_dtype,
+            k_scale=shape.k_scale,
+            v_scale=shape.v_scale,
+        )
 
     def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:
         """The compiled kernel, or NumPy."""
@@ -232,6 +246,11 @@ class Cuda:
             raise ArgumentError("float64 is for device='cpu': on the GPU use float32, float16 or bfloat16")
         if shape.v_dim != shape.head_dim:
             raise ArgumentError("values of another width than keys (v_dim) are for device='cpu'")
+        if shape.mixed:
+            raise ArgumentError(
+                f"a cache of {shape.kv_dtype} under queries of {shape.dtype} is for device='cpu': on the GPU "
+                "q, k and v are of one type"
+            )
         cuda.check_head_dim(shape.head_dim)
 
     def slow_because(self) -> str | None:
@@ -290,6 +309,13 @@ class Cuda:
         self.runtime.upload(self._lengths, host)
         return self._lengths
 
+    def host_lengths(self, lengths: Any) -> Any:
+        """Lengths that lie on the GPU are waited for."""
+        array = hasattr(lengths, "__dlpack_device__") or hasattr(lengths, "__cuda_array_interface__")
+        if not array or arrays.device_of("lengths", lengths) == "cpu":
+            return lengths
+        return self.to_host(self.view("lengths", lengths))
+
     def from_host(self, array: Any) -> Any:
         """A new device array, there when this returns; bfloat16 as its bits."""
         array = np.ascontiguousarray(array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array)
@@ -312,11 +338,13 @@ class Cuda:
     def attention(
         self, shape: Shape, records: Any, scale: float, visible: Visible | None = None
     ) -> Attention:
-        """One launch."""
-        if visible is not None:
-            raise BackendError("what a query may see is not yet limited on device='cuda'")
+        """One launch; with `visible` after a copy of what changed of its tables."""
         return cuda.PlannedAttention(
-            records, scale=scale, tensor_cores=self._tensor_cores, runtime=self.runtime
+            *(records,),
+            scale=scale,
+            visible=visible,
+            tensor_cores=self._tensor_cores,
+            runtime=self.runtime,
         )
 
     def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:

@@ -388,7 +388,7 @@ def _check_groups(request: Request) -> None:
 
 
 def _check_rules(request: Request) -> None:
-    """Raise `RestrictionError` where attention happens in a place that knows no rules, or one width alone."""
+    """Raise `RestrictionError` where attention happens in a place of no rules, one type and one width."""
     if request.scheme.row.fused and request.shape.v_dim != request.shape.head_dim:
         raise RestrictionError(
             f"{request.scheme.text} attends while it communicates, to keys and values of one width: "
@@ -399,6 +399,12 @@ def _check_rules(request: Request) -> None:
         raise RestrictionError(
             f"{what} lets every query see every token: {', '.join(request.rules.rules)} need another scheme, "
             "and groups=1"
+        )
+    if request.shape.mixed and (request.scheme.row.fused or request.groups != 1):
+        what = request.scheme.text if request.scheme.row.fused else "a step by groups of heads"
+        raise RestrictionError(
+            f"{what} takes q, k and v of one type: a cache of {request.shape.kv_dtype} under queries of "
+            f"{request.shape.dtype} needs another scheme, and groups=1"
         )
 
 
