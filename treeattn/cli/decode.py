@@ -160,6 +160,7 @@ def _measure(
         passed = world.bcast(judge.passes(errors) and same_bits)
         return {
             "scheme": scheme,
+            "why": decoder.why,
             "device": device.name,
             "transport": decoder.transport,
             "executor": decoder.executor,
@@ -246,6 +247,8 @@ def _print_table(
         screen.print(f"errors: against {references}; at most {bounds[0]:.1e} of out, {bounds[1]:.1e} of lse")
     screen.print(LEGEND)
     for row in rows:
+        if row["why"]:
+            screen.print(f"{row['scheme']}: took {row['why']}")
         if row["nan"]["results"] or any(row["nan"]["references"].values()):
             screen.print(f"{row['scheme']}: {_about_nan(row['nan'])}")
     warning = environment.node_load(placement)

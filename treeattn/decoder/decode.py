@@ -80,7 +80,8 @@ def decode(
     v may have another width than k, [.., v_dim]: so has out then. Latent attention: v=None and v_dim, how
     many of k's first channels are the values (``device="cpu"``; the scale has to be given).
     scale: default 1 / sqrt(head_dim). comm: default COMM_WORLD. scheme: a name with its parameters, or a
-    `treeattn.collectives.Schedule` of one's own, the same on every rank.
+    `treeattn.collectives.Schedule` of one's own, the same on every rank; ``"auto"`` chooses by simulation
+    (`treeattn.decoder.auto`).
 
     device: ``"cpu"`` or ``"cuda"``, the GPU that is CuPy's current one (no float64); None is where q lies.
     transport: how records travel: ``"mpi"`` from the host; from GPUs ``"nccl"``, ``"peer"``, ``"cuda-mpi"``
