@@ -27,12 +27,14 @@ class Case:
     owners: Any
 
     @staticmethod
-    def draw(seed: int, size: int, dtypes: tuple[str, ...] = DTYPES) -> Case:
+    def draw(
+        seed: int, size: int, dtypes: tuple[str, ...] = DTYPES, dims: tuple[int, ...] = (8, 16, 24)
+    ) -> Case:
         """One of many, for `size` ranks."""
         draw = np.random.default_rng(seed)
         batch, beams, columns = (int(draw.integers(1, n)) for n in (4, 6, 5))
         tree = TokenTree.from_beams(draw.integers(0, 2, (batch, beams, columns)))
-        kv_heads, group, head_dim = (int(draw.choice(n)) for n in ((1, 2, 3), (1, 2, 4), (8, 16, 24)))
+        kv_heads, group, head_dim = (int(draw.choice(n)) for n in ((1, 2, 3), (1, 2, 4), dims))
         tokens, dtype = int(draw.integers(0, 40)), dtypes[seed % len(dtypes)]
 
         def rows(count: int, heads: int) -> Any:

@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 import treeattn
+from tests.emulator.raw_module import compiler_problem
+from tests.emulator.runtime import EmulatorRuntime
 from tests.token_tree_cases import DTYPES, Case
 from treeattn import collectives, reference
+from treeattn.backends.cuda import cupy_runtime
 from treeattn.baselines import BASELINES
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.token_tree import (
@@ -146,6 +149,24 @@ def test_the_message_is_the_records_alone(comm, scheme):
     with Verifier(comm, nodes=nodes, **plan) as verifier:
         sent = verifier.decoder.sent
     assert {size for _, size in sent} <= {nodes * heads * (head_dim + 2) * 4}
+
+
+@pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+def test_the_kernels_of_gpus_verify_too(comm, monkeypatch):
+    """On the emulator, records by way of the host."""
+    monkeypatch.setattr(cupy_runtime, "current", EmulatorRuntime)
+    for turn, owner in enumerate(OWNERS):
+        case = Case.draw(50 + turn, comm.size, ("float32",), (64,))
+        k, v, lengths = case.shard(comm.rank)
+        out, lse = verify(
+            *(case.q, k, v, case.draft_k, case.draft_v, case.tree),
+            comm=comm, lengths=lengths, owner=owner_of(owner, case, comm), device="cuda", transport="host",
+        )  # fmt: skip
+        wanted, wanted_lse, bound, lse_bound = case.dense()
+        assert np.abs(out - wanted).max() <= bound
+        real = np.broadcast_to(case.tree.real[:, None], lse.shape)
+        assert np.abs(lse[real] - wanted_lse[real]).max() <= lse_bound
+        assert_same_bits(comm, out, lse)
 
 
 def model(seed, batch, vocabulary, positions, shape):

@@ -67,8 +67,7 @@ def verify(
         owner: who counts which draft: "single", "position", "round_robin" or ranks [batch, L]; see
             `treeattn.token_tree.owners.draft_owners`. The result is the same for each.
         comm, scheme, scale, device, transport, dtype, executor: as for `treeattn.decode`. Schemes that attend
-            while they communicate, and those that leave each rank a slice, are refused; so is
-            ``device="cuda"`` as long as its kernels read no masks.
+            while they communicate, and those that leave each rank a slice, are refused.
         project: [heads, head_dim, out_dim], the same on every rank: out is then [batch, L, heads, out_dim],
             as `treeattn.Decoder` has it.
 
