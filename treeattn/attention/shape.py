@@ -13,7 +13,9 @@ from treeattn import partial
 from treeattn.errors import ArgumentError
 
 __all__ = [
+    "CACHE_DTYPES",
     "DTYPES",
+    "FLOAT8",
     "Shape",
     "as_tensor",
     "check_axes",
@@ -30,12 +32,19 @@ DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float64": np.dtype(np.float64),
 }
+#: Of 8 bits, for k and v alone: a scale for each of them belongs to it.
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+CACHE_DTYPES = DTYPES | {name: np.dtype(getattr(ml_dtypes, name)) for name in FLOAT8}
 MAX_HEAD_DIM = 576
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Everything about q, k and v that must be the same on every rank."""
+    """Everything about q, k and v that must be the same on every rank.
+
+    dtype: of q. kv_dtype: of k and v, one of `CACHE_DTYPES`; None is that of q. k_scale, v_scale: what stored
+    elements are multiplied with, a number or one for each KV head; for `FLOAT8`, and needed there.
+    """
 
     batch: int
     queries: int
@@ -43,6 +52,9 @@ class Shape:
     kv_heads: int
     head_dim: int
     dtype: str
+    kv_dtype: str | None = None
+    k_scale: Any = None
+    v_scale: Any = None
     v_dim: int = 0  # of values and results; 0 becomes head_dim
 
     def __post_init__(self) -> None:
@@ -63,11 +75,41 @@ class Shape:
                 )
         if self.dtype not in DTYPES:
             raise ArgumentError(f"dtype {self.dtype!r} is not supported: use one of {', '.join(DTYPES)}")
+        self._check_cache_dtype()
+
+    def _check_cache_dtype(self) -> None:
+        object.__setattr__(self, "kv_dtype", self.kv_dtype or self.dtype)
+        if self.kv_dtype not in CACHE_DTYPES:
+            raise ArgumentError(
+                f"cache_dtype {self.kv_dtype!r} is not supported: use one of {', '.join(CACHE_DTYPES)}"
+            )
+        if self.kv_dtype == "float64" != self.dtype:
+            raise ArgumentError(f"k and v are float64, but q is {self.dtype}: make it float64, too")
+        for name in ("k_scale", "v_scale"):
+            scales = _scales(name, getattr(self, name), self.kv_heads)
+            if (scales is None) == (self.kv_dtype in FLOAT8):
+                raise ArgumentError(
+                    f"a cache of {self.kv_dtype} needs {name}: a number, or one for each KV head"
+                    if scales is None
+                    else f"{name} is for caches of {' and '.join(FLOAT8)}, not of {self.kv_dtype}"
+                )
+            object.__setattr__(self, name, scales)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether k and v are of another type than q."""
+        return self.kv_dtype != self.dtype
 
     @property
     def record_dtype(self) -> np.dtype[Any]:
         """Records, out and lse: float64 for float64 inputs, else float32."""
         return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """What every `Decoder` is planned with, by name; a cache of another type or width asks for more."""
+        names = ("batch", "queries", "heads", "kv_heads", "head_dim", "dtype")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def q_shape(self) -> tuple[int, ...]:
@@ -85,17 +127,19 @@ class Shape:
 
     def accepts(self, q: Any, k: Any, v: Any) -> bool:
         """Whether q, k and v pass the checks below: a few comparisons, for the step."""
-        dtype = DTYPES[self.dtype]
+        dtype, kv_dtype = DTYPES[self.dtype], CACHE_DTYPES[self.kv_dtype or self.dtype]
         return (
             type(q) is type(k) is type(v) is np.ndarray
-            and q.dtype == k.dtype == v.dtype == dtype
+            and q.dtype == dtype
+            and k.dtype == v.dtype == kv_dtype
             and q.shape == self.q_shape
             and k.ndim == v.ndim == 4
             and k.shape[:3] == v.shape[:3]
             and k.shape[0] == self.batch
             and k.shape[2:] == (self.kv_heads, self.head_dim)
             and v.shape[3] == self.v_dim
-            and q.strides[3] == k.strides[3] == v.strides[3] == dtype.itemsize
+            and q.strides[3] == dtype.itemsize
+            and k.strides[3] == v.strides[3] == kv_dtype.itemsize
         )
 
     def check_query(self, q: Any) -> None:
@@ -105,7 +149,7 @@ class Shape:
                 f"q has shape {list(q.shape)}, expected [batch, queries, heads, head_dim] = "
                 f"{list(self.q_shape)}"
             )
-        self._check_elements("q", q)
+        self._check_elements("q", q, self.dtype)
 
     def check_cache(self, k: Any, v: Any) -> None:
         """Raise `ArgumentError` unless k is [batch, tokens, kv_heads, head_dim] and v alike but for v_dim."""
@@ -121,8 +165,8 @@ class Shape:
                 f"v has shape {list(v.shape)}, expected [batch, tokens, kv_heads, v_dim] = "
                 f"{[*k.shape[:3], self.v_dim]}"
             )
-        self._check_elements("k", k)
-        self._check_elements("v", v)
+        self._check_elements("k", k, self.kv_dtype or self.dtype)
+        self._check_elements("v", v, self.kv_dtype or self.dtype)
 
     def check_lengths(self, lengths: Any, tokens: int) -> Any:
         """`lengths` as int64 [batch], each between 0 and `tokens`. Raises `ArgumentError`."""
@@ -138,12 +182,11 @@ class Shape:
             )
         return np.ascontiguousarray(lengths, np.int64)
 
-    def _check_elements(self, name: str, array: Any) -> None:
-        bits = self.dtype == "bfloat16" and array.dtype == np.uint16
-        if array.dtype != DTYPES[self.dtype] and not bits:
+    def _check_elements(self, name: str, array: Any, dtype: str) -> None:
+        if array.dtype != CACHE_DTYPES[dtype] and str(array.dtype) != bits_of(dtype):
             raise ArgumentError(
-                f"{name} is {array.dtype}, expected {self.dtype}: q, k and v are of one type, for a Decoder "
-                "the one it is planned for (dtype=, bfloat16 unless named)"
+                f"{name} is {array.dtype}, expected {dtype}: k and v are of one type; a Decoder takes the "
+                "types it is planned for (dtype=, bfloat16 unless named; cache_dtype=, like q unless named)"
             )
         if array.strides[3] != array.dtype.itemsize and array.size:
             raise ArgumentError(
@@ -151,32 +194,56 @@ class Shape:
             )
 
 
-def dtype_name(array: Any, dtype: str | None = None) -> str:
-    """Name of an array's dtype as in `DTYPES`; `dtype` tells what uint16 carries.
+def _scales(name: str, given: Any, kv_heads: int) -> tuple[float, ...] | None:
+    if given is None:
+        return None
+    array = np.asarray(given)
+    if array.dtype.kind not in "fiu" or array.shape not in ((), (kv_heads,)):
+        raise ArgumentError(f"{name} must be a number, or one for each of {kv_heads} KV heads")
+    array = np.broadcast_to(array, kv_heads).astype(np.float32)
+    if not (np.isfinite(array) & (array > 0)).all():
+        raise ArgumentError(f"{name} must be finite and above 0")
+    return tuple(array.tolist())
+
+
+def bits_of(dtype: str | None) -> str | None:
+    """The integer type that carries the bits of a type that NumPy alone does not have; else None."""
+    if dtype in FLOAT8:
+        return "uint8"
+    return "uint16" if dtype == "bfloat16" else None
+
+
+def dtype_name(array: Any, dtype: str | None = None, served: Any = DTYPES) -> str:
+    """Name of an array's dtype as in `served`; `dtype` tells what uint16 and uint8 carry.
 
     Raises `ArgumentError` for integer and other unsupported dtypes, and where `dtype` contradicts the array.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise ArgumentError(f"dtype {dtype!r} is not supported: use one of {', '.join(DTYPES)}")
+    if dtype is not None and dtype not in served:
+        raise ArgumentError(f"dtype {dtype!r} is not supported: use one of {', '.join(served)}")
     name = str(array.dtype)
+    if name == "uint8" and served is CACHE_DTYPES:
+        if dtype in FLOAT8:
+            return str(dtype)
+        raise ArgumentError(f"uint8 arrays carry float8 bits: say of which, cache_dtype={FLOAT8[0]!r} or so")
     if name == "uint16":
         if dtype == "bfloat16":
             return "bfloat16"
         raise ArgumentError("uint16 arrays carry bfloat16 bits: say so with dtype='bfloat16'")
-    if name not in DTYPES:
-        raise ArgumentError(f"arrays of {name} are not supported: use one of {', '.join(DTYPES)}")
+    if name not in served:
+        raise ArgumentError(f"arrays of {name} are not supported: use one of {', '.join(served)}")
     if dtype is not None and dtype != name:
         raise ArgumentError(f"dtype={dtype!r} was asked for, but the array is {name}")
     return name
 
 
 def as_tensor(name: str, array: Any, dtype: str | None = None) -> Any:
-    """A NumPy array with four axes whose dtype is one of `DTYPES`, without copying.
+    """A NumPy array with four axes whose dtype is one of `DTYPES`, for k and v of `CACHE_DTYPES`; not copied.
 
     Raises `ArgumentError` for another dtype or number of axes.
     """
-    if dtype_name(array, dtype) == "bfloat16" and array.dtype == np.uint16:
-        array = array.view(ml_dtypes.bfloat16)
+    found = dtype_name(array, dtype, DTYPES if name == "q" else CACHE_DTYPES)
+    if str(array.dtype) == bits_of(found):
+        array = array.view(CACHE_DTYPES[found])
     check_axes(name, array)
     return array
 

@@ -34,16 +34,19 @@ class Decoder:
     until its next call; in the container of q, and where that cannot share memory that changes (JAX), as
     copies. `device` has to be said: here nothing is known of q.
 
-    `schedule` and `certificate` tell what was planned (None where no schedule is run), `transport` how its
-    records travel, and `executor` who runs it (`fallback`: why nobody faster does); `heads` is the slice of
-    query heads that out and lse cover, all of them unless ``output="heads"``. `local`, `reduce` and `finish`
-    are the three parts of a call, for those who overlap or time them; where a ring computes while it
-    communicates (`kv_ring`, `query_ring`), `local` only takes the arrays, and `reduce` does the work.
+    `schedule` and `certificate` tell what was planned (None where no schedule is run), `why` the schedule
+    of ``scheme="auto"``, `transport` how its records travel, and `executor` who runs it (`fallback`: why
+    nobody faster does); `heads` is the slice of query heads that out and lse cover, all of them unless
+    ``output="heads"``. `local`, `reduce` and `finish` are the three parts of a call, for those who overlap
+    or time them; where a ring computes while it communicates (`kv_ring`, `query_ring`), `local` only takes
+    the arrays, and `reduce` does the work.
 
     `begin` returns while the reduction is under way, and `finish` then ends it: what is done in between costs
     nothing as long as messages travel meanwhile. MPI moves them within its calls: with ``progress="calls"``
     within `begin`, `test` and `finish`, with ``progress="thread"`` (device="cpu") within a thread of the
     decoder's own, which wants a core. Over NCCL the GPU does it.
+
+    cache_dtype: of k and v, where it is not that of q; uint8 arrays then carry the bits of a float8.
 
     What queries see is planned with the arguments of `treeattn.decode`; a step brings what changes.
     `positions` of a cache that grows may be a layout that does not depend on its length (``"interleaved"``),
@@ -73,6 +76,9 @@ class Decoder:
         batch: int = 1,
         queries: int = 1,
         dtype: str = "bfloat16",
+        cache_dtype: str | None = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
         scheme: str | Schedule = "hierarchical",
         scale: float | None = None,
         device: str = "cpu",
@@ -94,7 +100,8 @@ class Decoder:
         def ask() -> Request:
             if v_dim is not None:
                 check_latent(v_dim, head_dim, scale)
-            shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype, v_dim or 0)
+            cache = cache_dtype, k_scale, v_scale, v_dim or 0
+            shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype, *cache)
             where = devices.find(device)
             rules = Visibility.of(
                 heads,
@@ -134,7 +141,7 @@ class Decoder:
     def _adopt(self, comm: Intracomm, planned: Plan) -> None:
         request, self._buffers = planned.request, planned.buffers
         self.shape, self.scale, self.scheme = request.shape, request.logit_scale, request.scheme.text
-        self.schedule, self.transport = planned.schedule, planned.transport
+        self.schedule, self.transport, self.why = planned.schedule, planned.transport, planned.why
         self.certificate = planned.reducer.certificate
         self.executor, self.fallback = planned.reducer.executor, planned.reducer.fallback
         self.records, self.heads = planned.buffers.records, planned.buffers.heads

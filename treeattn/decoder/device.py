@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from treeattn.attention import arrays
-from treeattn.attention.shape import Shape, as_tensor, check_axes, dtype_name
+from treeattn.attention.shape import Shape, as_tensor, bits_of, check_axes, dtype_name
 from treeattn.attention.visibility import Visible
 from treeattn.backends import cpu, cuda
 from treeattn.collectives.memory import HOST, Memory, Stream
@@ -147,9 +147,9 @@ class Cpu:
         """A few comparisons; attention checks shape and range of the lengths itself."""
         if not shape.accepts(q, k, v):
             # Say what is wrong; what passes is rare but right (bfloat16 as uint16, no tokens).
-            raw = "bfloat16" if shape.dtype == "bfloat16" else None
+            raw, kv_raw = (name if bits_of(name) else None for name in (shape.dtype, shape.kv_dtype))
             shape.check_query(as_tensor("q", q, raw))
-            shape.check_cache(as_tensor("k", k, raw), as_tensor("v", v, raw))
+            shape.check_cache(as_tensor("k", k, kv_raw), as_tensor("v", v, kv_raw))
         if lengths is None or (type(lengths) is np.ndarray and lengths.dtype == np.int64):
             return lengths
         return self.lengths(shape, lengths, k.shape[1])
@@ -174,7 +174,14 @@ class Cpu:
         self, shape: Shape, records: Any, scale: float, visible: Visible | None = None
     ) -> Attention:
         """The compiled kernel, or NumPy."""
-        return cpu.PlannedAttention(records, scale=scale, visible=visible)
+        return cpu.PlannedAttention(
+            records,
+            scale=scale,
+            visible=visible,
+            kv_dtype=shape.kv_dtype,
+            k_scale=shape.k_scale,
+            v_scale=shape.v_scale,
+        )
 
     def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:
         """The compiled kernel, or NumPy."""
@@ -239,6 +246,11 @@ class Cuda:
             raise ArgumentError("float64 is for device='cpu': on the GPU use float32, float16 or bfloat16")
         if shape.v_dim != shape.head_dim:
             raise ArgumentError("values of another width than keys (v_dim) are for device='cpu'")
+        if shape.mixed:
+            raise ArgumentError(
+                f"a cache of {shape.kv_dtype} under queries of {shape.dtype} is for device='cpu': on the GPU "
+                "q, k and v are of one type"
+            )
         cuda.check_head_dim(shape.head_dim)
 
     def slow_because(self) -> str | None:
