@@ -61,8 +61,8 @@ class Bound:
 
 #: By module, on every architecture: a tenth or so above the largest.
 BOUNDS = {
-    "partial_attention": Bound(3300, 0, 5),
-    "partial_attention_mma": Bound(3800, 0, 8),
+    "partial_attention": Bound(2600, 0, 5),
+    "partial_attention_mma": Bound(2900, 0, 8),
     "merge_partials": Bound(470, 0, 16),
     "take_maxima": Bound(30, 0, 1),
     "rescale": Bound(130, 0, 3),
@@ -74,8 +74,8 @@ BOUNDS = {
 
 #: The same for queries that see some tokens only, pages and caches of 8 bits.
 OTHER_BOUNDS = {
-    "partial_attention": Bound(5700, 0, 8),
-    "partial_attention_mma": Bound(6000, 0, 13),
+    "partial_attention": Bound(5600, 0, 8),
+    "partial_attention_mma": Bound(5600, 0, 12),
 }
 
 #: Kernels that may use local memory, each with its reason: (module, expression, architecture).

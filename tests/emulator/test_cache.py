@@ -8,10 +8,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import treeattn
 from treeattn import reference
 from treeattn.attention.positions import Runs
 from treeattn.attention.visibility import Visibility, Visible
 from treeattn.backends import cuda
+from treeattn.backends.cuda import cupy_runtime
 from treeattn.backends.cuda.variants import TYPES_8
 from treeattn.errors import ArgumentError
 
@@ -103,6 +105,20 @@ def test_bits_are_taken_for_what_they_are_said_to_be(kind: str) -> None:
     named = attend(q, k, v, k_scale=1.0, v_scale=2.0)
     carried = attend(q, k.view(np.uint8), v.view(np.uint8), k_scale=1.0, v_scale=2.0, kv_dtype=kind)
     assert same(named, carried)
+
+
+@needs_emulator
+@pytest.mark.parametrize("kind", TYPES_8)
+def test_decode_takes_caches_of_8_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named, or as uint8; the same as on the processor but for the last bits."""
+    monkeypatch.setattr(cupy_runtime, "current", lambda: EmulatorRuntime())
+    q, k, v = arrays(kind, 64, 8, q_kind=np.float16)
+    scales = {"k_scale": [0.5, 2.0], "v_scale": 3.0}
+    wanted, lse = (array.copy() for array in treeattn.decode(q, k, v, **scales))
+    for keys, values, named in ((k, v, None), (k.view(np.uint8), v.view(np.uint8), kind)):
+        out, found = treeattn.decode(q, keys, values, device="cuda", cache_dtype=named, **scales)
+        np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(found, lse, rtol=0, atol=1e-5)
 
 
 def paged(array: Array, page_size: int) -> tuple[Array, Array]:

@@ -73,7 +73,7 @@ def decode(
     broadcasts it; the others may pass None). k, v: [batch, tokens, kv_heads, head_dim], this rank's shard;
     tokens may be 0 and may differ between ranks. Arrays of any library with DLPack or the array interface
     (NumPy, CuPy, torch, JAX), read where they lie; float32, float16, bfloat16 (or its bits: uint16 with
-    ``dtype="bfloat16"``) or float64. k and v may be of another type than q (device="cpu"), float8_e4m3fn and
+    ``dtype="bfloat16"``) or float64. k and v may be of another type than q, float8_e4m3fn and
     float8_e5m2 of ml_dtypes too, or uint8 with the bits of what ``cache_dtype`` names: with `k_scale` and
     `v_scale`, a number or one for each KV head, the same on every rank, of which a stored element is to be
     multiplied. lengths: valid tokens [batch] of this shard, default all.
@@ -155,7 +155,8 @@ def decode(
         )
 
     def cache_name(array: Any) -> str:
-        return dtype_name(array, "bfloat16" if array.dtype == np.uint16 else None, CACHE_DTYPES)
+        carried = {"uint16": "bfloat16", "uint8": cache_dtype}.get(str(array.dtype))
+        return dtype_name(array, carried, CACHE_DTYPES)
 
     with Decoder.of(comm, plan(comm, ask)) as decoder:
         seen = {"q_positions": q_positions, "mask": mask, "draft_positions": draft_positions}

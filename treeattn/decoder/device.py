@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from treeattn.attention import arrays
-from treeattn.attention.shape import Shape, as_tensor, bits_of, check_axes, dtype_name
+from treeattn.attention.shape import CACHE_DTYPES, DTYPES, Shape, as_tensor, bits_of, check_axes, dtype_name
 from treeattn.attention.visibility import Visible
 from treeattn.backends import cpu, cuda
 from treeattn.collectives.memory import HOST, Memory, Stream
@@ -246,11 +246,6 @@ class Cuda:
             raise ArgumentError("float64 is for device='cpu': on the GPU use float32, float16 or bfloat16")
         if shape.v_dim != shape.head_dim:
             raise ArgumentError("values of another width than keys (v_dim) are for device='cpu'")
-        if shape.mixed:
-            raise ArgumentError(
-                f"a cache of {shape.kv_dtype} under queries of {shape.dtype} is for device='cpu': on the GPU "
-                "q, k and v are of one type"
-            )
         cuda.check_head_dim(shape.head_dim)
 
     def slow_because(self) -> str | None:
@@ -260,7 +255,7 @@ class Cuda:
     def rounds_weights(self, shape: Shape) -> bool:
         """Where tensor cores are used."""
         rows = shape.queries * (shape.heads // shape.kv_heads)
-        wide = shape.dtype == "float32" or rows < cuda.TENSOR_CORES_FROM_ROWS
+        wide = shape.dtype == "float32" or shape.mixed or rows < cuda.TENSOR_CORES_FROM_ROWS
         return self._tensor_cores and not wide
 
     def view(self, name: str, array: Any) -> Any:
@@ -268,10 +263,10 @@ class Cuda:
         return arrays.on_gpu(name, array, self.runtime)
 
     def tensor(self, name: str, array: Any, dtype: str | None) -> Any:
-        """A device array as it is: the bits of bfloat16 stay uint16."""
+        """A device array as it is: the bits of bfloat16 stay uint16, those of 8 bits uint8."""
         array = self.view(name, array)
         self.runtime.check(name, array)
-        dtype_name(array, dtype)
+        dtype_name(array, dtype, DTYPES if name == "q" else CACHE_DTYPES)
         check_axes(name, array)
         cuda.check_rows(name, array, self.runtime)
         return array
@@ -343,6 +338,9 @@ class Cuda:
             *(records,),
             scale=scale,
             visible=visible,
+            kv_dtype=shape.kv_dtype,
+            k_scale=shape.k_scale,
+            v_scale=shape.v_scale,
             tensor_cores=self._tensor_cores,
             runtime=self.runtime,
         )
