@@ -10,18 +10,19 @@
 #include "hyperbolic_tangent.h"
 
 enum {
-  PANEL = 48,              /* rows */
-  BLOCK = 48,              /* tokens; whole tiles of either */
-  TILE = 6,                /* rows whose values are summed together */
-  VECTORS = REGISTERS / 8, /* summed together for each of TILE */
-  SUMS = TILE * VECTORS,
-  SEGMENT = 64, /* channels that are packed together */
+  PANEL = 48,                       /* rows */
+  BLOCK = 48,                       /* tokens; whole tiles of either */
+  TILE = 6,                         /* rows whose values are summed together */
+  VECTORS = REGISTERS / 8,          /* of values summed together, for each row of a TILE */
+  SUMS = TILE * VECTORS,            /* that registers hold beside what is added to them */
+  SCORED = REGISTERS == 32 ? 3 : 2, /* vectors of rows scored together */
+  SEGMENT = 64,                     /* channels that are packed together */
+  PACKED = BLOCK * SEGMENT + 16,    /* floats to the next ones, in other sets of the cache */
 };
 
 /* Up to PANEL rows. Lanes without a row hold q = 0 and are never written out. */
 struct panel {
   int rows;
-  int share, shares;             /* this is the share-th panel that looks at a block, of so many */
   const float *q;                /* [key_floats][PANEL], scaled, channels in unit order */
   float *numerator;              /* [rows][value_floats], in unit order */
   float *maximum, *denominator;  /* [PANEL] */
@@ -29,19 +30,21 @@ struct panel {
   const uint64_t *seen;          /* [PANEL]: bit t: whether the row sees token t of the block */
 };
 
-/* Rows of the block that is packed next, one for each of BLOCK tokens. */
+/* What is packed next, in the order of memory: prefetched meanwhile, a few lines at a time, for a core stands still
+ * when it waits for many. */
 struct coming {
-  const char *from; /* NULL: nothing */
-  int64_t stride, bytes;
+  const char *row;
+  int64_t stride;
+  int rows, lines, line, step; /* rows left, lines of a row, and the one to go on with; step: lines at a time */
 };
 
-/* Tokens packed as [segments][BLOCK][SEGMENT] of float32, 0 where nobody sees a token. */
+/* Tokens packed as [segments][BLOCK][SEGMENT] of float32 (segments PACKED apart), 0 where nobody sees a token. */
 struct tokens {
   const float *keys, *values;
-  int key_floats, value_floats;         /* channels rounded up to whole units */
-  struct coming next_keys, next_values; /* prefetched meanwhile */
-  const float *offset;                  /* [BLOCK]: position, from that of the block's first token on; NULL: no ALiBi */
-  float softcap;                        /* 0: none */
+  int key_floats, value_floats; /* channels rounded up to whole units */
+  struct coming next_keys, next_values;
+  const float *offset; /* [BLOCK]: position, from that of the block's first token on; NULL: no ALiBi */
+  float softcap;       /* 0: none */
 };
 
 /* scores[t][row] (+)= key[t] . q[row] over the channels of a segment. */
@@ -84,66 +87,37 @@ INLINE void add_tile(int vectors, int rows, const float *weights, const float *v
     }
 }
 
-/* One compiled function for each number of vectors and rows: the compiler unrolls and keeps sums in registers. */
-typedef void score_function(const float *q, const float *key, int channels, int add, float *scores);
-#define SCORE(VECTORS_USED, TOKENS)                                                                                    \
-  static void score_##VECTORS_USED(const float *q, const float *key, int channels, int add, float *scores) {           \
-    score_tile(VECTORS_USED, TOKENS, q, key, channels, add, scores);                                                   \
+static void prefetch_step(struct coming *c) {
+  for (int i = 0; i < c->step && c->rows; ++i) {
+    __builtin_prefetch(c->row + c->line * 64, 0, 2);
+    if (++c->line == c->lines) c->line = 0, c->row += c->stride, --c->rows;
   }
-typedef void add_function(const float *weights, const float *values, int begin, int end, const float *factor,
-                          float *numerator, int64_t pitch);
-#define ADD(VECTORS_USED, ROWS)                                                                                        \
-  static void add_##VECTORS_USED##_##ROWS(const float *weights, const float *values, int begin, int end,               \
-                                          const float *factor, float *numerator, int64_t pitch) {                      \
-    add_tile(VECTORS_USED, ROWS, weights, values, begin, end, factor, numerator, pitch);                               \
-  }
-#define ADD_ROWS(V) ADD(V, 1) ADD(V, 2) ADD(V, 3) ADD(V, 4) ADD(V, 5) ADD(V, 6)
-#define ADD_NAMES(V) {add_##V##_1, add_##V##_2, add_##V##_3, add_##V##_4, add_##V##_5, add_##V##_6}
-
-ADD_ROWS(2)
-static add_function *const add_unit[TILE] = ADD_NAMES(2);
-#if REGISTERS == 32
-SCORE(1, 12)
-SCORE(2, 12)
-SCORE(3, 8)
-SCORE(4, 6) ADD_ROWS(4) static score_function *const score_vectors[VECTORS] = {score_1, score_2, score_3, score_4};
-static const int tokens_scored[VECTORS] = {12, 12, 8, 6};
-static add_function *const add_units[TILE] = ADD_NAMES(4);
-#else
-SCORE(1, 12) SCORE(2, 6) static score_function *const score_vectors[VECTORS] = {score_1, score_2};
-static const int tokens_scored[VECTORS] = {12, 6};
-static add_function *const *const add_units = add_unit;
-#endif
-
-INLINE void prefetch_rows(const struct coming *next, int part, int parts, int begin, int end) {
-  const int64_t lines = (next->bytes + 63) / 64;
-  if (!next->from) return;
-  for (int t = begin; t < end; ++t)
-    for (int64_t line = part * lines / parts; line < (part + 1) * lines / parts; ++line)
-      __builtin_prefetch(next->from + t * next->stride + line * 64, 0, 2);
 }
 
-/* The part-th of `parts` equal parts of the coming rows begin..end, into the second cache. Few lines at a time: a core
- * stands still when it waits for many. */
-static void prefetch_part(const struct tokens *block, int part, int parts, int begin, int end) {
-  prefetch_rows(&block->next_keys, part, parts, begin, end);
-  prefetch_rows(&block->next_values, part, parts, begin, end);
+static void prefetch_more(struct tokens *block) {
+  prefetch_step(&block->next_keys);
+  prefetch_step(&block->next_values);
 }
 
-static void score_panel(const struct panel *p, const struct tokens *block, int vectors, int begin, int end,
-                        float *scores) {
-  const int segments = (block->key_floats + SEGMENT - 1) / SEGMENT;
-  for (int i = 0; i < segments; ++i) {
-    const int left = block->key_floats - i * SEGMENT, channels = left < SEGMENT ? left : SEGMENT;
-    const float *keys = block->keys + i * SEGMENT * BLOCK, *q = p->q + i * SEGMENT * PANEL;
-    for (int u = 0, together; u < vectors; u += together) {
-      together = vectors - u < VECTORS ? vectors - u : VECTORS;
-      const int tokens = tokens_scored[together - 1];
-      for (int t = begin / tokens * tokens; t < end; t += tokens) {
-        score_vectors[together - 1](q + u * WIDTH, keys + t * SEGMENT, channels, i, scores + t * PANEL + u * WIDTH);
-        if (u == 0) prefetch_part(block, p->share * segments + i, p->shares * segments, t, t + tokens);
-      }
-    }
+/* Channels of segment `i` against the vectors from `first` on, a few tokens at a time. */
+INLINE void score_vectors(int vectors, const struct panel *p, struct tokens *block, int i, int first, int begin,
+                          int end, float *scores) {
+  const int left = block->key_floats - i * SEGMENT, channels = left < SEGMENT ? left : SEGMENT;
+  const int tokens = SUMS / vectors < 12 ? SUMS / vectors : 12;
+  const float *keys = block->keys + i * PACKED, *q = p->q + i * SEGMENT * PANEL + first * WIDTH;
+  for (int t = begin / tokens * tokens; t < end; t += tokens) {
+    score_tile(vectors, tokens, q, keys + t * SEGMENT, channels, i, scores + t * PANEL + first * WIDTH);
+    if (!first) prefetch_more(block);
+  }
+}
+
+static __attribute__((noinline)) void score_panel(const struct panel *p, struct tokens *block, int vectors, int begin,
+                                                  int end, float *scores) {
+  for (int i = 0; i * SEGMENT < block->key_floats; ++i) {
+    int u = 0;
+    for (; u + SCORED <= vectors; u += SCORED) score_vectors(SCORED, p, block, i, u, begin, end, scores);
+    if (vectors - u == 2) score_vectors(2, p, block, i, u, begin, end, scores);
+    if (vectors - u == 1) score_vectors(1, p, block, i, u, begin, end, scores);
   }
 }
 
@@ -167,7 +141,8 @@ static void shape_scores(const struct panel *p, const struct tokens *block, int 
 }
 
 /* Scores to weights exp(score - maximum), in place; factor: of what was summed before. */
-static void weigh_panel(const struct panel *p, int vectors, int begin, int end, float *scores, float *factor) {
+static __attribute__((noinline)) void weigh_panel(const struct panel *p, int vectors, int begin, int end, float *scores,
+                                                  float *factor) {
   for (int i = 0; i < vectors * WIDTH; i += WIDTH) {
     const vector before = load(p->maximum + i);
     vector highest = before, sum = splat(0.0f);
@@ -186,18 +161,41 @@ static void weigh_panel(const struct panel *p, int vectors, int begin, int end, 
   }
 }
 
-static void add_values(const struct panel *p, const struct tokens *block, int begin, int end, const float *weights,
-                       const float *factor) {
-  for (int d = 0, step; d < block->value_floats; d += step) {
-    step = block->value_floats - d < VECTORS * WIDTH ? UNIT : VECTORS * WIDTH;
-    const float *values = block->values + (int64_t)(d / SEGMENT) * BLOCK * SEGMENT + d % SEGMENT;
-    for (int r = 0, rows; r < p->rows; r += rows) {
-      rows = p->rows - r < TILE ? p->rows - r : TILE;
-      (step == UNIT ? add_unit : add_units)[rows - 1](weights + r, values, begin, end, factor + r,
-                                                      p->numerator + (int64_t)r * block->value_floats + d,
-                                                      block->value_floats);
-    }
+/* The channels d.. of `vectors` vectors for all rows of a panel. */
+INLINE void add_channels(int vectors, const struct panel *p, struct tokens *block, int d, int begin, int end,
+                         const float *weights, const float *factor) {
+  const float *values = block->values + (int64_t)(d / SEGMENT) * PACKED + d % SEGMENT;
+  const int64_t pitch = block->value_floats;
+  float *to = p->numerator + d;
+  int r = 0;
+  for (; r + TILE <= p->rows; r += TILE) {
+    add_tile(vectors, TILE, weights + r, values, begin, end, factor + r, to + r * pitch, pitch);
+    if (d % SEGMENT == 0) prefetch_more(block);
   }
+  switch (p->rows - r) { /* the compiler unrolls each, and keeps sums in registers */
+  case 5:
+    add_tile(vectors, 5, weights + r, values, begin, end, factor + r, to + r * pitch, pitch);
+    break;
+  case 4:
+    add_tile(vectors, 4, weights + r, values, begin, end, factor + r, to + r * pitch, pitch);
+    break;
+  case 3:
+    add_tile(vectors, 3, weights + r, values, begin, end, factor + r, to + r * pitch, pitch);
+    break;
+  case 2:
+    add_tile(vectors, 2, weights + r, values, begin, end, factor + r, to + r * pitch, pitch);
+    break;
+  case 1:
+    add_tile(vectors, 1, weights + r, values, begin, end, factor + r, to + r * pitch, pitch);
+  }
+}
+
+static __attribute__((noinline)) void add_values(const struct panel *p, struct tokens *block, int begin, int end,
+                                                 const float *weights, const float *factor) {
+  int d = 0;
+  for (; d + VECTORS * WIDTH <= block->value_floats; d += VECTORS * WIDTH)
+    add_channels(VECTORS, p, block, d, begin, end, weights, factor);
+  if (d < block->value_floats) add_channels(2, p, block, d, begin, end, weights, factor);
 }
 
 /* The same sums where a value is infinite or NaN, and some rows do not see all tokens: what is not seen is left out,
@@ -206,7 +204,7 @@ static void add_seen_values(const struct panel *p, const struct tokens *block, i
                             const float *factor) {
   for (int r = 0; r < p->rows; ++r)
     for (int d = 0; d < block->value_floats; d += WIDTH) {
-      const float *values = block->values + (int64_t)(d / SEGMENT) * BLOCK * SEGMENT + d % SEGMENT;
+      const float *values = block->values + (int64_t)(d / SEGMENT) * PACKED + d % SEGMENT;
       float *to = p->numerator + (int64_t)r * block->value_floats + d;
       vector sum = splat(0.0f);
       for (int t = begin; t < end; ++t)
@@ -219,14 +217,14 @@ static int are_finite(const struct tokens *block) {
   vector strange = splat(0.0f);
   for (int d = 0; d < block->value_floats; d += WIDTH)
     for (int t = 0; t < BLOCK; ++t) {
-      const float *values = block->values + (int64_t)(d / SEGMENT) * BLOCK * SEGMENT + d % SEGMENT;
+      const float *values = block->values + (int64_t)(d / SEGMENT) * PACKED + d % SEGMENT;
       strange += load(values + t * SEGMENT) * 0.0f;
     }
   return sum_lanes(strange) == 0.0f;
 }
 
 /* Of the block's tokens, rows see what `seen` says. scores: [BLOCK][PANEL], overwritten. */
-static void attend_panel(const struct panel *p, const struct tokens *block, float *scores) {
+static void attend_panel(const struct panel *p, struct tokens *block, float *scores) {
   uint64_t any = 0, all = ~UINT64_C(0);
   for (int r = 0; r < p->rows; ++r) any |= p->seen[r], all &= p->seen[r];
   if (!any) return;
@@ -236,7 +234,10 @@ static void attend_panel(const struct panel *p, const struct tokens *block, floa
   score_panel(p, block, vectors, begin, end, scores);
   shape_scores(p, block, vectors, begin, end, masked, scores);
   weigh_panel(p, vectors, begin, end, scores, factor);
-  (masked && !are_finite(block) ? add_seen_values : add_values)(p, block, begin, end, scores, factor);
+  if (masked && !are_finite(block))
+    add_seen_values(p, block, begin, end, scores, factor);
+  else
+    add_values(p, block, begin, end, scores, factor);
 }
 
 #endif

@@ -52,7 +52,7 @@ static int64_t piece_rows(const struct attention *a) {
 }
 
 static int64_t record_width(const struct attention *a) { return a->v_dim + RECORD_NUMERATOR; }
-static int64_t packed_floats(int64_t elements) { return quotient_up(elements, SEGMENT) * SEGMENT * BLOCK; }
+static int64_t packed_floats(int64_t elements) { return quotient_up(elements, SEGMENT) * PACKED; }
 
 /* Cuts `count` floats off what lies at `at`, in whole lines of the cache. */
 static float *cut(uintptr_t *at, int64_t count) {

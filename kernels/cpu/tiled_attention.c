@@ -41,7 +41,7 @@ INLINE void pack(enum element_type type, const char *from, int64_t stride, uint6
       unit u = {splat(0.0f), splat(0.0f)};
       const char *at = from + d * (int64_t)element_size(type);
       if (bits >> t & 1) u = elements - d < UNIT ? load_part(type, at, (int)(elements - d)) : load_unit(type, at);
-      float *into = to + d / SEGMENT * SEGMENT * BLOCK + d % SEGMENT;
+      float *into = to + d / SEGMENT * PACKED + d % SEGMENT;
       store(into, u.first);
       store(into + WIDTH, u.second);
     }
@@ -78,17 +78,25 @@ static int shares_keys(const struct attention *a) {
          a->v_token_stride == a->k_token_stride && a->v_head_stride == a->k_head_stride;
 }
 
+/* Rows from `row` on, all of them by the end of a block that all panels see. */
+static struct coming coming_rows(const struct piece *p, const char *row, int64_t stride, int64_t elements) {
+  const int64_t lines = quotient_up(elements * (int64_t)element_size(p->a->kv_type), 64);
+  const int64_t segments = quotient_up(p->a->head_dim, SEGMENT) + quotient_up(p->a->v_dim, SEGMENT);
+  const int64_t steps = quotient_up(p->rows, PANEL) * segments * (BLOCK / 12);
+  return (struct coming){row, stride, BLOCK, (int)lines, 0, (int)quotient_up(BLOCK * lines, steps)};
+}
+
 /* Packs the tokens in `any`; tells what to prefetch. */
 static struct tokens take_tokens(const struct piece *p, int64_t token, uint64_t any) {
   const struct attention *a = p->a;
-  const int64_t size = (int64_t)element_size(a->kv_type), next = next_block(p, token + BLOCK, a->tokens);
+  const int64_t next = next_block(p, token + BLOCK, a->tokens);
   const int apart = !shares_keys(a), whole = next + BLOCK <= a->tokens;
   struct tokens block = {.keys = p->s.keys, .values = apart ? p->s.values : p->s.keys};
   block.key_floats = (int)whole_units(a->head_dim), block.value_floats = (int)whole_units(a->v_dim);
   pack_block(a->kv_type, keys_at(p, token), a->k_token_stride, any, a->head_dim, p->s.keys);
   if (apart) pack_block(a->kv_type, values_at(p, token), a->v_token_stride, any, a->v_dim, p->s.values);
-  if (whole) block.next_keys = (struct coming){keys_at(p, next), a->k_token_stride, a->head_dim * size};
-  if (whole && apart) block.next_values = (struct coming){values_at(p, next), a->v_token_stride, a->v_dim * size};
+  if (whole) block.next_keys = coming_rows(p, keys_at(p, next), a->k_token_stride, a->head_dim);
+  if (whole && apart) block.next_values = coming_rows(p, values_at(p, next), a->v_token_stride, a->v_dim);
   return block;
 }
 
@@ -103,8 +111,6 @@ static void attend_tokens(const struct piece *p, int64_t token) {
   if (v && v->slopes) measure(p, token, any, offset), block.offset = offset;
   for (int64_t r = 0; r < p->rows; r += PANEL) {
     const struct panel panel = {.rows = (int)least(p->rows - r, PANEL),
-                                .share = (int)(r / PANEL),
-                                .shares = (int)quotient_up(p->rows, PANEL),
                                 .q = s->q + r * block.key_floats,
                                 .numerator = s->numerator + r * block.value_floats,
                                 .maximum = s->maximum + r,
