@@ -131,10 +131,10 @@ lint: .venv/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p treeattn
 	MYPYPATH=jobs $(BIN)/mypy -p emulation
-	MYPYPATH=jobs $(BIN)/mypy --scripts-are-modules jobs/emulated_cluster
+	MYPYPATH=jobs $(BIN)/mypy --scripts-are-modules jobs/emulated_cluster jobs/collect.py
 	$(BIN)/codespell
 	$(BIN)/clang-format --dry-run --Werror kernels/cpu/*.c kernels/cpu/*.h kernels/cuda/*.cu* tests/emulator/*/*.h jobs/emulation/*.c
-	$(BIN)/shellcheck .ci/run benchmarks/*.sh jobs/*.sh jobs/*.sbatch jobs/emulation/remote_shell
+	$(BIN)/shellcheck .ci/run benchmarks/*.sh jobs/*.sh jobs/*.sbatch jobs/sites/*.sh jobs/emulation/remote_shell
 
 # The package from a wheel, in its own environment, away from the checkout.
 wheel-test: .venv/.tests
