@@ -57,8 +57,11 @@ class _Commands(click.Group):
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="treeattn")
-def commands() -> None:
+@click.pass_context
+def commands(context: click.Context) -> None:
     """Exact attention decode over a KV cache sharded across MPI ranks."""
+    if comm.launched_as()[1] > 1 and context.invoked_subcommand != "doctor":  # which tells it in its table
+        comm.world()
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
