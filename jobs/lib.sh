@@ -178,10 +178,11 @@ launch_command() {
 # its tasks if it got the signal; Slurm passes it on to them.
 cut_off() {
   stopped=yes
+  mark 'cut off' # at once: SIGKILL may follow
   say "SIGTERM: the time limit is near, or somebody ends this"
   [ -n "$running" ] || return 0
   if [ "$LAUNCHER" = srun ]; then
-    scancel --signal=TERM "$SLURM_JOB_ID"
+    scancel --signal=TERM "$SLURM_JOB_ID" || true # a job that somebody cancels has had it already
   else
     kill -TERM "$running"
   fi
@@ -190,7 +191,6 @@ cut_off() {
 # Back into the queue, where there is one: the same script finds the same folder and goes on from there.
 go_on_later() {
   trap '' TERM
-  mark 'cut off'
   if [ -z "${SLURM_JOB_ID:-}" ]; then
     say "cut off: TREEATTN_RUN=$run and the same command go on from there"
   elif [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" != RUNNING ]; then
