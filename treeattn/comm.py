@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
+from treeattn import launch
 from treeattn.collectives import waiting
 from treeattn.errors import ArgumentError, BackendError, TreeattnError, no_communicator
+from treeattn.launch import launched_as
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -43,24 +45,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-
-# (rank, size) as the launchers that we know put them into the environment of each process.
-_LAUNCHERS = (
-    ("PMI_RANK", "PMI_SIZE"),  # MPICH's and Intel's mpiexec, srun --mpi=pmi2
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # Open MPI's mpirun
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # srun with any plug-in
-)
-
-# How many ranks of the job run on this machine, as MPICH's and Open MPI's launchers say it.
-_LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
-
-
-def launched_as() -> tuple[int, int]:
-    """(rank, size) that a launcher announced, or (0, 1): known without starting MPI."""
-    for rank, size in _LAUNCHERS:
-        if rank in os.environ and size in os.environ:
-            return int(os.environ[rank]), int(os.environ[size])
-    return 0, 1
 
 
 def mpi() -> Any:
@@ -89,12 +73,8 @@ def library_version() -> str | None:
 def world() -> Intracomm:
     """COMM_WORLD, after making sure that the job did not come up as so many singletons."""
     comm: Intracomm = mpi().COMM_WORLD
-    _, announced = launched_as()
-    if comm.size == 1 and announced > 1:
-        raise BackendError(
-            f"the launcher started {announced} processes but MPI sees one: the launcher belongs to "
-            "another MPI than the one mpi4py loaded; use the mpiexec of that one (treeattn doctor names it)"
-        )
+    if comm.size == 1 and (problem := launch.problem()):
+        raise BackendError(": ".join(problem))
     return comm
 
 
@@ -219,7 +199,9 @@ def _crowded(comm: Intracomm) -> bool:
         everyone = comm.allgather((kernel(), sum(1 << core for core in cores)))
     here = [mask for name, mask in everyone if name == kernel()]
     together = functools.reduce(int.__or__, here).bit_count()
-    launched = max(int(os.environ.get(name, 0)) for name in _LOCAL_SIZES)  # perhaps in other communicators
+    launched = max(
+        int(os.environ.get(name, 0)) for name in launch.LOCAL_SIZES
+    )  # perhaps in other communicators
     return bool(max(len(here), launched) > together)
 
 

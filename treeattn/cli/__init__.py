@@ -1,7 +1,7 @@
 """The ``treeattn`` command. Under MPI only rank 0 prints, and every rank exits with the same code.
 
-Exit codes: 0 done; 2 bad arguments or input (message on stderr, nothing written); 130 interrupted; 1 anything
-else.
+Exit codes: 0 done; 2 bad arguments or input (message on stderr, nothing written); 130 interrupted; 143 ended
+by SIGTERM; 1 anything else.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from treeattn.errors import ArgumentError, ScheduleError, TransportError, Treeat
 __all__ = ["main"]
 
 INTERRUPTED = 130  # as shells count: 128 + SIGINT
+CUT_OFF = 143  # 128 + SIGTERM, which schedulers send before the time limit
 
 # command -> the module below this package that holds it, loaded only when it is used
 _COMMANDS = (
@@ -56,8 +57,11 @@ class _Commands(click.Group):
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="treeattn")
-def commands() -> None:
+@click.pass_context
+def commands(context: click.Context) -> None:
     """Exact attention decode over a KV cache sharded across MPI ranks."""
+    if comm.launched_as()[1] > 1 and context.invoked_subcommand != "doctor":  # which tells it in its table
+        comm.world()
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -66,6 +70,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     warnings.showwarning = _show_warning  # type: ignore[assignment]
     screen = sys.stdout
     sys.stdout = _output(screen, rank)
+    signal.signal(signal.SIGTERM, lambda *_: _end_interrupted(rank, "ended by SIGTERM", CUT_OFF))
     try:
         if size > 1:
             comm.mpi()  # first, so that a rank that fails alone can end the job
@@ -123,13 +128,13 @@ def _written(screen: TextIO | None, code: int) -> int:
     return code
 
 
-def _end_interrupted(rank: int) -> NoReturn:
+def _end_interrupted(rank: int, how: str = "interrupted", code: int = INTERRUPTED) -> NoReturn:
     """At once: unwinding a job would wait for ranks that have gone on, since closing is collective. Where all
     ranks are interrupted, the first that is not within an MPI call speaks, and ends the job."""
     time.sleep(min(rank, 5))
     kept = ", ".join(files.kept)
-    print(f"treeattn: interrupted: {f'kept {kept}' if kept else 'nothing was written'}", file=sys.stderr)
-    comm.end_job(INTERRUPTED)
+    print(f"treeattn: {how}: {f'kept {kept}' if kept else 'nothing was written'}", file=sys.stderr)
+    comm.end_job(code)
 
 
 def _show_warning(message: Warning | str, *_: Any) -> None:

@@ -224,7 +224,7 @@ def _summary(problem: Problem, rows: list[dict[str, Any]], placement: list[dict[
         "schemes": [row["scheme"] for row in rows],
         "results": [{key: value for key, value in row.items() if key != "arrays"} for row in rows],
         "ranks": placement,
-        "warning": environment.node_load(placement),
+        "warning": environment.warning(placement),
         "software": environment.software(),
     }
 
@@ -251,7 +251,7 @@ def _print_table(
             screen.print(f"{row['scheme']}: took {row['why']}")
         if row["nan"]["results"] or any(row["nan"]["references"].values()):
             screen.print(f"{row['scheme']}: {_about_nan(row['nan'])}")
-    warning = environment.node_load(placement)
+    warning = environment.warning(placement)
     if warning:
         screen.print(f"note: {warning}", style="dim")
 

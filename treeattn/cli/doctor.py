@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from treeattn import comm as comm_
-from treeattn import files
+from treeattn import files, launch
 from treeattn.backends import cpu
 from treeattn.backends.cpu import compile
 from treeattn.cli import doctor_gpu, probe
@@ -61,10 +61,27 @@ def _mpi() -> Iterator[Finding]:
         return
     library, launcher = comm_.library_version() or "", probe.launcher()
     yield Finding("MPI library", "ok", library)
+    yield _started()
+    if launch.launched_as()[1] > 1:
+        return  # this job is the trial of its launcher, and a job in a job would be none
     if launcher is None:
         yield Finding("launcher", "missing", "no mpiexec", "srun, or put the MPI library's mpiexec on PATH")
         return
     yield _launched(launcher, as_root="Open MPI" in library and os.geteuid() == 0)
+
+
+def _started() -> Finding:
+    """How this very process was started."""
+    ranks = comm_.mpi().COMM_WORLD.size
+    if ranks > 1:
+        return Finding("this job", "ok", f"{ranks} ranks that find each other")
+    if problem := launch.problem():
+        return Finding("this job", "broken", *problem)
+    if beside := launch.outside_job():
+        what, _, remedy = beside.rpartition(": ")
+        return Finding("this job", "slow", what, f"what is measured here is not the cluster: {remedy}")
+    where = f" in a container ({launch.container()})" if launch.container() else ""
+    return Finding("this job", "ok", f"one process{where}, started by no launcher")
 
 
 def _launched(launcher: str, as_root: bool) -> Finding:

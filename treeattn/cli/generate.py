@@ -255,3 +255,5 @@ def _report(facts: dict[str, Any]) -> None:
         f"cache    {min(cache):,} to {max(cache):,} bytes a rank; sent: {wire}",
     ):
         print(line, file=sys.stderr)
+    if warning := environment.warning(facts["ranks"]):
+        print(f"note: {warning}", file=sys.stderr)

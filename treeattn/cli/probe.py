@@ -39,7 +39,7 @@ def in_two_ranks(launcher: str, program: str) -> tuple[str, str | None]:
     clean = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("PMI", "PMIX", "OMPI_", "HYDI", "MPI_"))
+        if not name.startswith(("PMI", "OMPI_", "HYDI", "MPI_", "SLURM_"))
     } | dict.fromkeys(AS_ROOT, "1")
     command = [launcher, "-n", "2", sys.executable, "-c", program]
     try:

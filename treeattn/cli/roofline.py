@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from treeattn import comm, files
+from treeattn import comm, files, launch
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.cli.console import Lines, console, number, numbers, table
 from treeattn.errors import ArgumentError
@@ -85,6 +85,8 @@ def command(
     measured |= facts
     write(environment.as_json(measured))
     (_show_cuda if device == "cuda" else _show_cpu)(measured)
+    if beside := launch.outside_job():
+        print(f"note: {beside}")
 
 
 def _show_cpu(measured: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treeattn import comm as comm_
+from treeattn import launch
 from treeattn.backends.cpu import compile
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from treeattn.study.compare.clock import Clock
 
-__all__ = ["as_json", "cpu_name", "free_memory", "job", "node_load", "placement", "software"]
+__all__ = ["as_json", "cpu_name", "free_memory", "job", "node_load", "placement", "software", "warning"]
 
 # Variables that change what is measured; others may hold secrets and are nobody's business.
 _PREFIXES = (
@@ -126,8 +127,13 @@ def job(clock: Clock, options: dict[str, Any], used: int | None = None) -> dict[
         },
         "clock": clock.facts(),
         "options": options,
-        "warning": node_load(ranks[:used]),
+        "warning": warning(ranks[:used]),
     }
+
+
+def warning(ranks: list[dict[str, Any]]) -> str | None:
+    """What makes times mean less than they seem to: too many ranks for the cores, or the wrong place."""
+    return "; ".join(filter(None, (node_load(ranks), launch.outside_job()))) or None
 
 
 def node_load(ranks: list[dict[str, Any]]) -> str | None:

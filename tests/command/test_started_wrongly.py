@@ -1,0 +1,71 @@
+"""Processes started as ranks that do not find each other: every command says so, and none prints a table."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from .launch import ROOT, mpiexec, treeattn
+
+CACHE = ROOT / "tests/data/smollm2_layer17_4096.safetensors"
+COMMANDS = (
+    *(f"decode {CACHE}", "compare --schemes ring", "paper", "generate --model M --prompt-ids 1", "schemes"),
+    *("schedule ring --ranks 3", "roofline --tokens 1k", "inspect --model M --ctx 1k --ranks 2"),
+)
+# As `srun --mpi=none -n 4` starts each of its tasks.
+NO_PLUG_IN = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.split()[0])
+def test_srun_without_a_plug_in(command):
+    done = treeattn(*command.split(), **NO_PLUG_IN)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("treeattn: ")]
+    assert line.startswith("treeattn: the launcher started 4 processes")
+    assert "srun --mpi=pmi2 for MPICH and Intel MPI, --mpi=pmix for Open MPI" in line
+
+
+def test_doctor_tells_it_in_its_table():
+    done = treeattn("doctor", **NO_PLUG_IN)
+    words = " ".join(done.stdout.split())
+    assert done.returncode == 1
+    assert "this job broken the launcher started 4 processes" in words
+    assert "srun's plug-in is not the one" in words
+
+
+def test_only_the_first_speaks():
+    done = treeattn("decode", CACHE, **{**NO_PLUG_IN, "SLURM_PROCID": "2"})
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "the launcher started" not in done.stderr
+
+
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec")
+@pytest.mark.parametrize("command", [("decode", CACHE), ("doctor",)], ids=["decode", "doctor"])
+def test_an_environment_that_does_not_arrive(command):
+    """A shell stands for what starts a container, and the clean environment for what is in it."""
+    inside = 'env -i PATH="$PATH" PYTHONPATH="$PYTHONPATH" "$@"; exit $?'
+    words = [str(mpiexec()), "-n", "2", "sh", "-c", inside, "sh", sys.executable, "-m", "treeattn", *command]
+    done = subprocess.run(
+        list(map(str, words)), cwd=ROOT, capture_output=True, text=True, timeout=120,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    said = " ".join((done.stdout + done.stderr).split())
+    assert "one of 2 processes" in said
+    assert "pass" in said
+    assert "pass  " not in done.stdout
+
+
+def test_a_login_node(tmp_path):
+    """Programs of Slurm and its configuration are there, a job is not: said beside every time."""
+    (tmp_path / "srun").symlink_to("/bin/false")
+    login = {"SLURM_CONF": "/nowhere/slurm.conf", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = treeattn("doctor", **login)
+    assert done.returncode == 0, done.stdout
+    assert "this job slow outside of any job of this Slurm cluster" in " ".join(done.stdout.split())
+    done = treeattn("decode", CACHE, "--repeat", 1, **login)
+    assert done.returncode == 0, done.stderr
+    assert "note: outside of any job of this Slurm cluster" in " ".join(done.stdout.split())

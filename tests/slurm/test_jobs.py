@@ -1,0 +1,204 @@
+"""Every job script, submitted for real: as it should go, cut off, and with nodes that die or are missing."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from .conftest import CACHE, NODES, ROOT, lines, numbers, placed
+
+SIZE = "--nodes=2 --ntasks-per-node=2"
+SHORT = ("--schemes", "hierarchical", "--what", "reduce", "--repetitions", 2, "--heads", 4, "--head-dim", 16)
+# Ten points that are measured for so many seconds each, however fast the machine is.
+SCHEMES = "ring,hierarchical,binary_tree,recursive_doubling,chain,bine,double_binary_tree,k_nomial_tree"
+TIMED = ("--schemes", SCHEMES, "--what", "reduce", "--heads", 4, "--head-dim", 16, "--repetitions", 10000,
+         "--seconds", 1000, "--patience")  # fmt: skip
+
+
+def test_every_script(slurm, model):
+    """All at once: they wait for nodes as jobs of other people would."""
+    jobs = {
+        "smoke": slurm.submit(SIZE, "smoke"),
+        "decode": slurm.submit("--nodes=4 --ntasks-per-node=2", "decode", CACHE, "--repeat", 2),
+        "compare": slurm.submit(SIZE, "compare_schemes", *SHORT),
+        "generate": slurm.submit(SIZE, "generate", model, "--prompt-ids", "1,2,3,4,5", "-n", 3),
+    }
+    ranks = slurm.submit(f"{SIZE} --array=0-1", "scale_ranks", "2,4", *SHORT)
+    context = slurm.submit(
+        f"{SIZE} --array=0-1", "scale_context", "4k,8k", "--schemes", "bine", "--repetitions", 2
+    )
+    tasks = [f"{job}_{task}" for job in (ranks, context) for task in (0, 1)]
+    nodes = {job: numbers(slurm.done(job)["NodeList"]) for job in [*jobs.values(), *tasks]}
+    for job in nodes:
+        assert (slurm.run(job) / "status").read_text() == "done\n"
+    for name, each in (("decode", 2), ("smoke", 2), ("generate", 2)):
+        facts = json.loads((slurm.run(jobs[name]) / "results.json").read_text())
+        assert placed(facts["ranks"]) == [node for node in nodes[jobs[name]] for _ in range(each)]
+    decoded = json.loads((slurm.run(jobs["decode"]) / "results.json").read_text())
+    assert all(row["passed"] and row["errors"] for row in decoded["results"])
+    compared = [jobs["compare"], *tasks]
+    assert [len(lines(slurm.run(job))[0]["ranks"]) for job in compared] == [4, 2, 4, 4, 4]
+    tokens = [{line["key"]["tokens"] for line in lines(slurm.run(job))[1:]} for job in tasks[2:]]
+    assert tokens == [{4000}, {8000}]
+    collected(slurm, [slurm.run(job) for job in nodes])
+
+
+def collected(slurm, runs: list[Path]) -> None:
+    out = slurm.folder / "collected"
+    done = slurm.command(sys.executable, "jobs/collect.py", *runs, "--out", out, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with (out / "table.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["run"] for row in rows} == {run.name for run in runs}
+    assert any(row["nodes"] == "4" for row in rows)
+    assert list((out / "figures").glob("*.svg"))
+
+
+def test_mpiexec_within_a_job_asks_slurm_for_its_nodes(slurm):
+    job = slurm.submit("--nodes=2 --ntasks-per-node=2", "decode", CACHE, "--repeat", 1, TREEATTN_SITE="local")
+    nodes = numbers(slurm.done(job)["NodeList"])
+    facts = json.loads((slurm.run(job) / "results.json").read_text())
+    assert sorted(placed(facts["ranks"])) == sorted(2 * nodes)
+    assert "+ mpiexec -n 4 treeattn decode" in slurm.said(job)
+
+
+def test_a_job_cut_off_by_its_time_limit_goes_on(mpich):
+    """Slurm looks every half minute: of a minute, the warning comes after 20 to 50 seconds."""
+    job = mpich.submit(f"{SIZE} --time=1 --signal=B:TERM@10", "compare_schemes", *TIMED, 5)
+    facts = mpich.done(job, 240)
+    assert int(facts["Restarts"]) >= 1
+    log = (mpich.run(job) / "log").read_text()
+    assert "treeattn: ended by SIGTERM: kept" in log
+    assert "cut off and requeued" in log
+    assert "are in the file already and are not measured again" in log
+    assert "removed: it was cut short" not in log
+    assert (mpich.run(job) / "status").read_text() == "done\n"
+    starts = (mpich.run(job) / "command").read_text().splitlines()
+    assert len(starts) == int(facts["Restarts"]) + 1
+    assert len({line["key"]["scheme"] for line in lines(mpich.run(job)) if line["kind"] == "point"}) == 10
+
+
+def begins_to_measure(slurm, job: int) -> dict[str, str]:
+    def some(facts: dict[str, str]) -> bool:
+        found = list((slurm.folder / "runs").glob(f"*-{job}/results.jsonl"))
+        return bool(found) and len(found[0].read_text().splitlines()) > 3
+
+    return slurm.wait(job, some, 60)
+
+
+def test_a_job_that_is_cancelled_stays_so(mpich):
+    job = mpich.submit(SIZE, "compare_schemes", *TIMED, 60)
+    begins_to_measure(mpich, job)
+    assert mpich.command("scancel", job).returncode == 0
+    log = mpich.run(job) / "log"
+    mpich.wait(job, lambda _: "ended by Slurm: submit it again with TREEATTN_RUN=" in log.read_text(), 60)
+    facts = mpich.ended(job)
+    assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0")
+    assert (mpich.run(job) / "status").read_text() == "cut off\n"
+
+
+def test_a_job_survives_the_death_of_a_node(mpich):
+    job = mpich.submit(SIZE, "compare_schemes", *TIMED, 2)
+    _, second = numbers(begins_to_measure(mpich, job)["NodeList"])
+    die(second)
+    facts = mpich.done(job, 200)
+    assert facts["Restarts"] == "1"
+    assert second not in numbers(facts["NodeList"])
+    assert "are in the file already and are not measured again" in (mpich.run(job) / "log").read_text()
+    hosts = [placed(line["ranks"]) for line in lines(mpich.run(job)) if line["kind"] == "run"]
+    assert len(hosts) == 2
+    assert second in hosts[0]
+    assert second not in hosts[1]
+    revive(mpich, second)
+
+
+def on_node(node: str, command: str) -> None:
+    subprocess.run(["/dev/shm/cluster/remote_shell", node, command], check=True, timeout=30)
+
+
+def die(node: str) -> None:
+    """No packet more, and then no process, but the one that is the emulated node."""
+    on_node(node, "ip link set eth0 down")
+    itself = int(Path(f"/dev/shm/cluster/{node}.pid").read_text())
+    network = Path(f"/proc/{itself}/ns/net").stat().st_ino
+    for process in Path("/proc").glob("[0-9]*"):
+        pid = int(process.name)
+        if pid != itself and (process / "ns/net").exists() and (process / "ns/net").stat().st_ino == network:
+            subprocess.run(["kill", "-KILL", str(pid)], check=False, capture_output=True)
+
+
+def revive(slurm, node: str) -> None:
+    on_node(node, "ip link set eth0 up && slurmd")
+    deadline = time.monotonic() + 60
+    while slurm.command("sinfo", "-hn", node, "-o", "%T").stdout.strip() != "idle":
+        assert time.monotonic() < deadline, slurm.command("sinfo", "-Nl").stdout
+        time.sleep(0.5)
+
+
+def test_fewer_nodes_than_asked_for(mpich):
+    gone = f"nodename={NODES[3]}"
+    mpich.command("scontrol", "update", gone, "state=drain", "reason=test")
+    try:
+        job = mpich.submit("--nodes=2-4 --ntasks-per-node=2", "decode", CACHE, "--repeat", 1)
+        assert mpich.done(job)["NumNodes"] == "3"
+        array = mpich.submit("--nodes=2-4 --ntasks-per-node=2 --array=1", "scale_ranks", "2,8", *SHORT)
+        assert mpich.ended(f"{array}_1")["ExitCode"] == "2:0"
+    finally:
+        mpich.command("scontrol", "update", gone, "state=resume")
+    facts = json.loads((mpich.run(job) / "results.json").read_text())
+    assert placed(facts["ranks"]) == [node for node in NODES[:3] for _ in range(2)]
+    assert "8 ranks are wanted and this job has 6 on 3 nodes" in mpich.said(array)
+
+
+def test_a_partition_that_is_not_there(mpich):
+    done = mpich.command("sbatch", "--partition=nowhere", "jobs/smoke.sbatch")
+    assert done.returncode != 0
+    assert "invalid partition specified: nowhere" in done.stderr
+
+
+def test_two_jobs_with_one_results_file(mpich):
+    shared = {"TREEATTN_RUN": str(mpich.folder / "shared")}
+    holder = mpich.submit(SIZE, "compare_schemes", *TIMED, 60, **shared)
+    mpich.wait(holder, lambda _: (mpich.folder / "shared/results.jsonl").exists(), 60)
+    other = mpich.submit(SIZE, "compare_schemes", *SHORT, **shared)
+    assert mpich.ended(other)["ExitCode"] == "2:0"
+    assert "another run is appending to it" in mpich.said(other)
+    mpich.command("scancel", holder)
+    mpich.ended(holder)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Scratch space of 64 KiB on node0 alone."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], check=True)
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def test_a_full_scratch_disk(mpich, small_disk):
+    options = f"{SIZE} --nodelist={NODES[0]}"
+    job = mpich.submit(options, "compare_schemes", *TIMED, 60, TREEATTN_RUNS=str(small_disk))
+    assert mpich.ended(job)["JobState"] == "FAILED"
+    assert "No space left on device" in mpich.said(job)
+    assert "make room, and the same command goes on from there" in mpich.said(job)
+    (run,) = small_disk.iterdir()
+    kept = (run / "results.jsonl").read_text()
+    assert len([line for line in kept.split("\n")[:-1] if json.loads(line)["kind"] == "point"]) > 3
+
+
+def test_the_checkout_is_where_scripts_are_submitted_from(mpich):
+    done = subprocess.run(
+        ["sbatch", "--parsable", f"--output={mpich.folder}/%A-%a-%j.out", ROOT / "jobs/smoke.sbatch"],
+        cwd=mpich.folder, env=mpich.environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    job = int(done.stdout)
+    assert mpich.ended(job)["ExitCode"] == "2:0"
+    assert "jobs/lib.sh" in mpich.said(job)

@@ -1,0 +1,317 @@
+"""The job scripts without a scheduler: what they would run, what they refuse, and real ranks on this machine.
+
+`tests/slurm` submits them to a real Slurm. Here programs of its names stand in, on real ranks of mpiexec.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+JOBS = ROOT / "jobs"
+CACHE = ROOT / "tests/data/smollm2_layer17_4096.safetensors"
+BIN = Path(sys.executable).parent
+SHORT = ("--schemes", "ring", "--what", "reduce", "--heads", "4", "--head-dim", "16", "--repetitions", "1")
+SCRIPTS = {  # name -> what it is given
+    "smoke": (),
+    "decode": (CACHE,),
+    "compare_schemes": SHORT,
+    "scale_ranks": ("1,2", *SHORT),
+    "scale_context": ("4k,8k", "--schemes", "ring"),
+    "generate": ("MODEL", "--prompt", "two words"),
+}
+needs_mpiexec = pytest.mark.skipif(
+    not (BIN / "mpiexec").exists() and shutil.which("mpiexec") is None, reason="no mpiexec"
+)
+STAND_INS = {
+    "srun": """
+echo "srun $*" >> "$CALLS"
+while [ "${1#-}" != "$1" ]; do case $1 in --ntasks=*) tasks=${1#*=} ;; esac; shift; done
+echo $$ > "$CALLS.srun"
+exec mpiexec -n "$tasks" "$@" """,
+    "scancel": 'echo "scancel $*" >> "$CALLS"; kill -TERM "$(cat "$CALLS.srun")"',
+    "squeue": "echo ${STATE:-RUNNING}",
+    "scontrol": 'echo "scontrol $*" >> "$CALLS"',
+}
+JOB = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_TASKS_PER_NODE": "1(x2)",
+    "SLURM_SUBMIT_DIR": str(ROOT),
+}
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """Starts scripts in a folder of their own."""
+    return Bench(tmp_path)
+
+
+class Bench:
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.calls = folder / "calls"
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if name[:6] not in ("SLURM_", "TREEAT")},
+            "PATH": f"{folder}/bin:{BIN}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "CALLS": str(self.calls),
+        }  # fmt: skip
+
+    def stand_in(self) -> None:
+        """Put programs of Slurm's names on the path."""
+        (self.folder / "bin").mkdir()
+        for name, text in STAND_INS.items():
+            program = self.folder / "bin" / name
+            program.write_text(f"#!/bin/bash\n{text}\n")
+            program.chmod(0o755)
+
+    def start(self, script: str | Path, *words: object, **environment: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            ["bash", str(JOBS / script), *map(str, words)], cwd=self.folder, text=True,
+            env={**self.environment, **environment}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+
+    def run(self, script: str | Path, *words: object, **environment: str) -> subprocess.CompletedProcess:
+        process = self.start(script, *words, **environment)
+        try:
+            out, err = process.communicate(timeout=120)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def read(self, name: str) -> str:
+        """A file of the one run folder there is."""
+        (run,) = (self.folder / "runs").iterdir()
+        return (run / name).read_text()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_dry_run_shows_the_command_and_makes_nothing(script, bench):
+    job = {**JOB, "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "6"}
+    done = bench.run(f"{script}.sbatch", "--dry-run", *SCRIPTS[script], **job)
+    assert done.returncode == 0, done.stderr
+    assert "8 ranks on 2 nodes" in done.stderr
+    ranks, nodes = (2, 1) if script == "scale_ranks" else (8, 2)
+    for line in done.stdout.splitlines():
+        assert line.startswith(
+            f"srun --kill-on-bad-exit=1 --wait=60 --nodes={nodes} --ntasks={ranks} treeattn "
+        )
+    assert list(bench.folder.iterdir()) == []
+
+
+def test_a_dry_run_away_from_the_cluster_takes_the_sizes_of_the_script(bench):
+    done = bench.run("decode.sbatch", "--dry-run", "two words.safetensors", TREEATTN_SITE="slurm")
+    assert done.returncode == 0, done.stderr
+    assert "--nodes=2 --ntasks=16 treeattn decode two\\ words.safetensors --check" in done.stdout
+
+
+@pytest.mark.parametrize("site", sorted(path.stem for path in (JOBS / "sites").glob("[a-z]*.sh")))
+def test_every_site_chooses_a_launcher(site, bench):
+    done = bench.run("smoke.sbatch", "--dry-run", TREEATTN_SITE=site)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith({"local": "mpiexec -n 4", "slurm": "srun "}[site])
+
+
+def test_a_site_adds_its_options(bench):
+    jobs = shutil.copytree(JOBS, bench.folder / "jobs")
+    (jobs / "sites/mine.sh").write_text("LAUNCHER=srun\nLAUNCH_OPTIONS=(--mpi=pmix '--comment=a b')\n")
+    done = bench.run(jobs / "smoke.sbatch", "--dry-run", TREEATTN_SITE="mine")
+    assert "--ntasks=4 --mpi=pmix --comment=a\\ b treeattn doctor" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("tasks", "ranks"), [("3", 3), ("2(x3)", 6), ("2(x3),1", 7), ("1,16(x2),4", 37)]
+)  # fmt: skip
+def test_ranks_are_what_slurm_gave(tasks, ranks, bench):
+    done = bench.run("smoke.sbatch", "--dry-run", **{**JOB, "SLURM_TASKS_PER_NODE": tasks})
+    assert f"--ntasks={ranks} " in done.stdout
+
+
+def test_ranks_fill_nodes_before_others_are_used(bench):
+    job = {**JOB, "SLURM_TASKS_PER_NODE": "4(x4)", "SLURM_JOB_NUM_NODES": "4", "SLURM_ARRAY_TASK_ID": "1"}
+    done = bench.run("scale_ranks.sbatch", "--dry-run", "4,6", **job)
+    assert "--nodes=2 --ntasks=6 " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "environment", "remedy"),
+    [
+        ("decode", (), {}, "usage: sbatch jobs/decode.sbatch"),
+        ("generate", ("MODEL",), {}, "usage: sbatch jobs/generate.sbatch"),
+        ("scale_ranks", (), {}, "usage: sbatch"),
+        ("smoke", (), {"TREEATTN_SITE": "nowhere"}, "jobs/sites/EXAMPLE.sh"),
+        ("smoke", (), {"TREEATTN_RANKS": ""}, "mpirun_local.sh RANKS"),
+        ("smoke", (), {"TREEATTN_RANKS": "-1"}, "no number of ranks"),
+        ("smoke", (), {"TREEATTN_SITE": "slurm"}, "no job of Slurm: sbatch smoke.sbatch"),
+        ("smoke", (), {**JOB, "SLURM_TASKS_PER_NODE": "two"}, "not understood"),
+        ("scale_ranks", ("2,4",), {}, "one task of an array"),
+        ("scale_ranks", ("2,4",), {"SLURM_ARRAY_TASK_ID": "2"}, "sbatch --array=0-1"),
+        ("scale_ranks", ("2,4",), {"SLURM_ARRAY_TASK_ID": "1"}, "4 ranks are wanted and this job has 2"),
+        ("scale_ranks", ("2,x",), {"SLURM_ARRAY_TASK_ID": "1"}, "x ranks are wanted"),
+        ("smoke", (), {"TREEATTN_RUNS": "/dev/null/runs"}, "set TREEATTN_RUNS"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_with_the_remedy(script, words, environment, remedy, bench):
+    done = bench.run(f"{script}.sbatch", *words, **{"TREEATTN_RANKS": "2", **environment})
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert remedy in done.stdout + done.stderr
+
+
+def test_without_scheduler_or_package_it_says_so(bench):
+    tools = bench.folder / "bin"
+    tools.mkdir()
+    for name in ("bash", "dirname"):
+        (tools / name).symlink_to(shutil.which(name))
+    jobs = shutil.copytree(JOBS, bench.folder / "jobs")
+    done = bench.run(jobs / "smoke.sbatch", TREEATTN_RANKS="2", PATH=str(tools))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "treeattn is not on the path" in done.stderr
+
+
+@needs_mpiexec
+def test_a_cache_on_this_machine(bench):
+    done = bench.run("mpirun_local.sh", 2, CACHE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks on 1 node" in done.stdout
+    assert bench.read("status") == "done\n"
+    assert bench.read("log") == done.stdout
+    assert str(CACHE) in bench.read("command")
+    assert "2 ranks, 1 nodes" in bench.read("environment")
+    assert '"passed": true' in bench.read("results.json")
+
+
+@needs_mpiexec
+def test_what_fails_says_so_and_keeps_its_code(bench):
+    done = bench.run("mpirun_local.sh", 2, "nothing.safetensors")
+    assert done.returncode == 2
+    assert "nothing.safetensors: no such file" in done.stdout
+    assert bench.read("status") == "failed 2\n"
+    assert "failed with exit code 2; what is finished is kept in runs/" in bench.read("log")
+
+
+def cut_off(bench: Bench, process: subprocess.Popen, run: Path) -> str:
+    """SIGTERM to the script alone, as Slurm sends it, once something is measured; what it said."""
+    held = run / "results.jsonl"
+    deadline = time.monotonic() + 90
+    while not (held.exists() and held.stat().st_size > 10_000) and process.poll() is None:
+        assert time.monotonic() < deadline, "nothing was measured"
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 143, out + err
+    assert "treeattn: ended by SIGTERM: kept" in out
+    assert (run / "status").read_text() == "cut off\n"
+    return out
+
+
+LONG = (*SHORT[:-1], "10000")
+ENOUGH = (*SHORT[:-1], "30")
+
+
+@pytest.mark.slow
+@needs_mpiexec
+def test_a_run_that_is_cut_off_goes_on(bench):
+    run = bench.folder / "mine"
+    words, again = (2, JOBS / "compare_schemes.sbatch"), {"TREEATTN_RUN": "mine"}
+    out = cut_off(bench, bench.start("mpirun_local.sh", *words, *LONG, **again), run)
+    assert "TREEATTN_RUN=mine and the same command go on" in out
+    done = bench.run("mpirun_local.sh", *words, *ENOUGH, **again)
+    assert done.returncode == 0, done.stdout
+    assert "are in the file already and are not measured again" in done.stdout
+    assert (run / "status").read_text() == "done\n"
+    assert len((run / "command").read_text().splitlines()) == 2
+
+
+@pytest.mark.slow
+@needs_mpiexec
+@pytest.mark.parametrize(
+    ("environment", "requeued", "word"),
+    [
+        ({}, True, "cut off and requeued"),
+        ({"STATE": "COMPLETING"}, False, "ended by Slurm"),  # somebody cancelled it
+        ({"SLURM_RESTART_COUNT": "3", "TREEATTN_RESTARTS": "3"}, False, "3 times already"),
+    ],
+    ids=["cut off", "cancelled", "again and again"],
+)
+def test_a_job_that_is_cut_off_is_requeued(environment, requeued, word, bench):
+    bench.stand_in()
+    process = bench.start("compare_schemes.sbatch", *LONG, **JOB, **environment)
+    out = cut_off(bench, process, bench.folder / "runs/compare-7")
+    assert word in out
+    start, *then = bench.calls.read_text().splitlines()
+    assert start.startswith("srun --kill-on-bad-exit=1 --wait=60 --nodes=2 --ntasks=2 treeattn compare")
+    assert then == ["scancel --signal=TERM 7"] + ["scontrol requeue 7"] * requeued
+
+
+@needs_mpiexec
+def test_a_requeued_job_has_nothing_left_to_do(bench):
+    bench.stand_in()
+    first = bench.run("decode.sbatch", CACHE, "--repeat", 1, **JOB)
+    again = bench.run("decode.sbatch", CACHE, "--repeat", 1, **JOB, SLURM_RESTART_COUNT="1")
+    assert (first.returncode, again.returncode) == (0, 0), first.stdout
+    assert "results.json is there already" in again.stdout
+    assert bench.calls.read_text().count("srun") == 1
+
+
+@pytest.mark.slow
+@needs_mpiexec
+def test_tasks_of_an_array_have_folders_of_their_own_and_are_collected(bench):
+    bench.stand_in()
+    for task in ("0", "1"):
+        array = {**JOB, "SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": task}
+        done = bench.run("scale_ranks.sbatch", "1,2", *SHORT, **array)
+        assert done.returncode == 0, done.stdout
+    runs = bench.folder / "runs"
+    assert sorted(run.name for run in runs.iterdir()) == ["scale-ranks-6_0", "scale-ranks-6_1"]
+    (runs / "scale-ranks-6_1/status").write_text("cut off\n")
+    done = collect(bench, *runs.iterdir())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "scale-ranks-6_1: cut off; what it has is in the table" in done.stderr
+    with (bench.folder / "collected/table.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    of_ring = [row for row in rows if row["scheme"] == "ring"]
+    assert sorted((row["run"], row["ranks"], row["nodes"]) for row in of_ring) == [
+        ("scale-ranks-6_0", "1", "1"), ("scale-ranks-6_1", "2", "1")
+    ]  # fmt: skip
+    assert all(float(row["median_us"]) > 0 for row in of_ring)
+    assert list((bench.folder / "collected/figures").glob("*.svg"))
+
+
+def collect(bench: Bench, *words: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(JOBS / "collect.py"), *map(str, words)]
+    return subprocess.run(
+        command, cwd=bench.folder, env=bench.environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_folders_that_hold_no_run_are_named(bench):
+    (bench.folder / "empty").mkdir()
+    broken = bench.folder / "broken"
+    broken.mkdir()
+    (broken / "status").write_text("done\n")
+    (broken / "results.json").write_text('{"results": [{}], "ranks": []}')
+    done = collect(bench, "empty", "broken", "nowhere")
+    assert (done.returncode, done.stdout) == (1, "")
+    for name in ("empty", "broken", "nowhere"):
+        assert f"collect: {name}: no run folder that can be read" in done.stderr
+    assert "no results in these folders" in done.stderr
+
+
+def test_nothing_is_absolute():
+    for script in [*JOBS.glob("*.sbatch"), *JOBS.glob("*.sh"), *(JOBS / "sites").iterdir()]:
+        paths = re.findall(r"""(?<=[\s"'=:>!])/(?:[a-z]+/)+[a-z]*""", script.read_text())
+        assert set(paths) <= {"/usr/bin/env", "/dev/null"}, script.name

@@ -1,0 +1,113 @@
+"""What the variables of launchers say, and what is said where they say something else than MPI."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+from treeattn import launch
+
+STARTERS = ("PMI", "OMPI_", "SLURM", "MPI_", "APPTAINER", "SINGULARITY")
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets variables, with none of a launcher of the tests."""
+    for name in [name for name in os.environ if name.startswith(STARTERS)]:
+        monkeypatch.delenv(name)
+
+    def set_all(**variables: str) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_all
+
+
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "16"}
+SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "announced"),
+    [
+        ({}, (0, 1)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, (1, 4)),
+        (MPIRUN, (2, 16)),
+        (SRUN, (3, 8)),
+        ({"PMIX_RANK": "2"}, (2, 3)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4", **SRUN}, (1, 4)),  # mpiexec, whose proxies srun started
+        ({**MPIRUN, "PMI_RANK": "0", "PMI_SIZE": "4"}, (2, 16)),  # below tasks of srun
+        ({"PMI_RANK": "0", "PMI_SIZE": "1", **SRUN}, (3, 8)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, (0, 1)),  # the batch script itself
+    ],
+)  # fmt: skip
+def test_rank_and_size_that_were_announced(variables, announced):
+    assert launch.launched_as(variables) == announced
+
+
+@pytest.mark.parametrize(
+    ("variables", "what", "remedy"),
+    [
+        (SRUN, "the launcher started 8 processes but", "srun --mpi=pmi2 for MPICH"),
+        ({**SRUN, "PMI_RANK": "0", "PMI_SIZE": "8"}, "8 processes but", "--mpi=pmix for Open MPI"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "4"}, "4 processes but MPI sees one", "use the mpiexec of that one"),
+        (
+            {"MPI_LOCALNRANKS": "2", "PMI_RANK": "0", "PMI_SIZE": "4", **SRUN},
+            "4 processes but MPI sees one",
+            "use the mpiexec of that one",
+        ),
+        (
+            {"APPTAINER_CONTAINER": "/x.sif", "PMI_RANK": "0", "PMI_SIZE": "4"},
+            "4 processes in a container (Apptainer) but",
+            "the same MPI within the container",
+        ),
+    ],
+)
+def test_a_process_that_mpi_finds_alone(variables, what, remedy, environment, monkeypatch):
+    environment(**variables)
+    problem = launch.problem()
+    assert problem is not None
+    assert what in problem[0]
+    assert remedy in problem[1]
+
+
+def test_what_a_launcher_told_the_process_above(environment, monkeypatch):
+    environment()
+    monkeypatch.setattr(launch, "_environments_above", lambda: iter([{"HOME": "/"}, SRUN]))
+    assert launch.problem() == (
+        "one of 8 processes, each of which would be rank 0",
+        "the launcher's environment does not arrive here: pass it on (no --cleanenv, no env -i)",
+    )
+
+
+def test_a_process_that_was_started_alone(environment, monkeypatch):
+    environment(SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="1")
+    monkeypatch.setattr(launch, "_environments_above", lambda: iter([{"PMI_RANK": "0", "PMI_SIZE": "1"}]))
+    assert launch.problem() is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({}, None),
+        ({"SLURM_CONF": "/etc/slurm/slurm.conf"}, "outside of any job of this Slurm cluster"),
+        ({"SLURM_JOB_ID": "7"}, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, "one process in a job of 8 tasks"),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", **SRUN}, None),
+    ],
+)
+def test_beside_a_job(variables, words, environment, monkeypatch):
+    environment(**variables)
+    monkeypatch.setattr(shutil, "which", lambda _: "/usr/bin/srun")
+    monkeypatch.setattr(launch, "_SLURM_FILES", ())
+    said = launch.outside_job()
+    assert said is None if words is None else words in (said or "")
+
+
+def test_programs_of_slurm_without_a_cluster(environment, monkeypatch):
+    environment(SLURM_CONF="/etc/slurm/slurm.conf")
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert launch.outside_job() is None

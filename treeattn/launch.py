@@ -1,0 +1,103 @@
+"""How this process was started, as its environment tells: known without MPI, held against what it finds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+__all__ = ["LOCAL_SIZES", "container", "launched_as", "outside_job", "problem"]
+
+# (rank, size) as launchers put them into the environment of each process. One that runs below another
+# inherits that one's variables, too: those that only an inner one sets stand first.
+_LAUNCHERS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # Open MPI's mpirun
+    ("PMI_RANK", "PMI_SIZE"),  # MPICH's and Intel's mpiexec, srun --mpi=pmi2
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # srun with any plug-in
+)
+
+#: How many ranks of the job run on this machine, as MPICH's and Open MPI's launchers say it.
+LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
+
+_SLURM_FILES = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf", "/opt/slurm/etc/slurm.conf")
+_PLUG_INS = (
+    "srun --mpi=pmi2 for MPICH and Intel MPI, --mpi=pmix for Open MPI (`srun --mpi=list` names what is there)"
+)
+
+
+def launched_as(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """(rank, size) that a launcher announced, or (0, 1)."""
+    for rank, size in _LAUNCHERS:
+        if rank in environment and size in environment and int(environment[size]) > 1:
+            return int(environment[rank]), int(environment[size])
+    # PMIx alone does not tell how many there are: at least those up to this one.
+    rank_of_pmix = int(environment.get("PMIX_RANK", 0))
+    return rank_of_pmix, rank_of_pmix + 1
+
+
+def problem() -> tuple[str, str] | None:
+    """For a process that MPI finds alone: what is wrong where it was started as one of several, and the
+    remedy; None if it was started alone."""
+    _, announced = launched_as()
+    inside = f" in a container ({container()})" if container() else ""
+    if announced > 1:
+        what = f"the launcher started {announced} processes{inside} but MPI sees one"
+        return what, _other_launcher()
+    above = _announced_above()
+    if above > 1:
+        what = f"one of {above} processes{inside}, each of which would be rank 0"
+        return what, "the launcher's environment does not arrive here: pass it on (no --cleanenv, no env -i)"
+    return None
+
+
+def _other_launcher() -> str:
+    if "SLURM_STEP_NUM_TASKS" in os.environ and not any(name in os.environ for name in LOCAL_SIZES):
+        return f"srun's plug-in is not the one of the MPI that mpi4py loaded; {_PLUG_INS}"
+    within = ", the one of the same MPI within the container" if container() else ""
+    return (
+        "the launcher belongs to another MPI than the one mpi4py loaded; use the mpiexec of that one"
+        f"{within} (treeattn doctor names it)"
+    )
+
+
+def _announced_above() -> int:
+    """How many processes a launcher announced to the nearest process above this one that knows it."""
+    for environment in _environments_above():
+        if (announced := launched_as(environment)[1]) > 1:
+            return announced
+    return 1
+
+
+def _environments_above() -> Iterator[dict[str, str]]:
+    """Of the processes above this one, as far as the system shows them."""
+    process = os.getppid()
+    try:
+        while process > 1:
+            words = Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
+            yield dict(word.split("=", 1) for word in words if "=" in word)
+            after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2]
+            process = int(after_name.split()[1])
+    except OSError:  # another user's, or not Linux
+        return
+
+
+def container() -> str | None:
+    """The container that holds this one process, where launchers start one for each rank; None for none."""
+    named = "APPTAINER_CONTAINER" in os.environ or "SINGULARITY_CONTAINER" in os.environ
+    return "Apptainer" if named else None
+
+
+def outside_job() -> str | None:
+    """Says that this runs beside the jobs of a Slurm cluster, or beside the other tasks of its job; or None.
+
+    Not that there is a cluster: a machine whose programs of Slurm have no configuration is none of one.
+    """
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if "SLURM_JOB_ID" in os.environ:
+        alone = tasks.isdecimal() and int(tasks) > 1 and launched_as() == (0, 1)
+        return f"one process in a job of {tasks} tasks: start it with srun" if alone else None
+    configured = "SLURM_CONF" in os.environ or any(Path(path).exists() for path in _SLURM_FILES)
+    if configured and shutil.which("srun"):
+        return "outside of any job of this Slurm cluster, as on a login node: use srun or sbatch"
+    return None
