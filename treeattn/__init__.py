@@ -6,7 +6,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from treeattn import collectives, token_tree
+from treeattn import collectives, energy, token_tree
 from treeattn.cache import ShardedCache
 from treeattn.decoder import Decoder, Merger, decode, merge, schemes
 from treeattn.errors import (
@@ -36,6 +36,7 @@ __all__ = [
     "__version__",
     "collectives",
     "decode",
+    "energy",
     "merge",
     "schemes",
     "token_tree",

@@ -7,6 +7,7 @@ taking tokens back need no message, and move nothing that is there already.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,11 +74,11 @@ class ShardedCache:
                     raise ArgumentError(f"{name} must be a whole number, at least {least}, not {value!r:.60}")
             self._runs = _all_runs(layout, int(capacity), comm.size)
             self.positions = self._runs[comm.rank]
-            where = devices.find(device)
+            self._memory = devices.find(device).memory
             elements = DTYPES[dtype] if device == "cpu" or dtype != "bfloat16" else np.dtype(np.uint16)
 
             def rows(tokens: int) -> Any:
-                return where.memory.empty((batch, tokens, kv_heads, head_dim), elements)
+                return self._memory.empty((batch, tokens, kv_heads, head_dim), elements)
 
             self.k, self.v = rows(len(self.positions)), rows(len(self.positions))
             self._draft_k, self._draft_v = rows(int(drafts)), rows(int(drafts))
@@ -86,6 +87,16 @@ class ShardedCache:
         self.capacity, self.rank, self.size = int(capacity), comm.rank, comm.size
         self.totals, self.lengths = np.zeros(batch, np.int64), np.zeros(batch, np.int64)
         self._tree: TokenTree | None = None
+
+    def another(self) -> ShardedCache:
+        """An empty cache of the same plan, for another layer. Nothing is sent."""
+        other = copy.copy(self)
+        for name in ("k", "v", "_draft_k", "_draft_v"):
+            own = getattr(self, name)
+            setattr(other, name, self._memory.empty(own.shape, own.dtype))
+        other.totals, other.lengths = np.zeros_like(self.totals), np.zeros_like(self.lengths)
+        other._tree = None
+        return other
 
     @property
     def shard_lengths(self) -> Any:
@@ -204,17 +215,17 @@ class ShardedCache:
 
     def _grow(self, counts: Any) -> None:
         self.totals += counts
-        self.lengths[...] = self.positions.all_below(self.totals)
+        self.lengths[...] = [self.positions.below(total) for total in self.totals.tolist()]
         self._tree = None
 
     def _check_rows(self, k: Any, v: Any) -> int:
         """How many tokens they hold."""
         batch, _, *heads = self.k.shape
+        wanted = (batch, k.shape[1] if k.ndim == 4 else 0, *heads)
         for name, array in (("k", k), ("v", v)):
-            shape = tuple(array.shape)
-            if len(shape) != 4 or (shape[0], list(shape[2:])) != (batch, heads) or shape != tuple(k.shape):
+            if tuple(array.shape) != wanted:
                 raise ArgumentError(
-                    f"{name} has shape {list(shape)}: [batch, tokens, kv_heads, head_dim] = "
+                    f"{name} has shape {list(array.shape)}: [batch, tokens, kv_heads, head_dim] = "
                     f"[{batch}, any, {heads[0]}, {heads[1]}] is needed, alike for k and v"
                 )
             if array.dtype != self.k.dtype:

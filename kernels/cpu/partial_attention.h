@@ -6,11 +6,12 @@
 
 struct attention {
   const char *q;          /* [batch, queries, heads, head_dim] */
-  const char *k, *v;      /* [batch, tokens, kv_heads, head_dim] */
-  float *records;         /* [batch, heads, queries, head_dim + 2], written */
+  const char *k;          /* [batch, tokens, kv_heads, head_dim] */
+  const char *v;          /* [batch, tokens, kv_heads, v_dim]; it may be the first channels of k */
+  float *records;         /* [batch, heads, queries, v_dim + 2], written */
   const int64_t *lengths; /* [batch]: valid tokens, or NULL: all are */
   void *workspace;        /* attention_workspace() bytes, aligned to 64 */
-  int64_t batch, queries, heads, kv_heads, head_dim, tokens;
+  int64_t batch, queries, heads, kv_heads, head_dim, v_dim, tokens;
   int64_t q_batch_stride, q_query_stride, q_head_stride;
   int64_t k_batch_stride, k_token_stride, k_head_stride;
   int64_t v_batch_stride, v_token_stride, v_head_stride;

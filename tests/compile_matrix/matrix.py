@@ -60,7 +60,7 @@ BOUNDS = {
     "finish": Bound(480, 2, 3),
     "pack_partials": Bound(130, 0, 5),
     "scale_lse": Bound(30, 0, 1),
-    "pull_partials": Bound(1100, 1, 11),
+    "pull_partials": Bound(1390, 3, 13),
 }
 
 #: Kernels that may use local memory, each with its reason: (module, expression, architecture).

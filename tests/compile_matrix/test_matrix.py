@@ -102,5 +102,5 @@ def test_a_division_is_found(kind: str, arch: str) -> None:
 
 def test_errors_name_the_file_and_line() -> None:
     broken = source("finish").replace("const double square", "const dubble square")
-    with pytest.raises(compilers.CompileError, match=r"kernels/cuda/finish.cu\(\d+\): error"):
+    with pytest.raises(compilers.CompileError, match=r"kernels/cuda/finish.cuh\(\d+\): error"):
         compilers.compile_cubin(broken, ["finish"], "80")

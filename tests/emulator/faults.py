@@ -37,6 +37,9 @@ FAULTS = {
     "stale_number": Fault(
         "pull", "wanted = step * a.numbers + round", "wanted = (step - 1) * a.numbers + round"
     ),
+    "step_not_counted": Fault("pull", "step + a.ends", "step + 0"),
+    "part_counted": Fault("pull", "step + a.ends", "step + 1"),
+    "finished_early": Fault("pull", "__syncthreads(); // everyone has read the step, and", "//"),
     "push": Fault(
         "pull",
         "if (threadIdx.x == RECORD_MAX) own",

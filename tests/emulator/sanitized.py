@@ -56,13 +56,16 @@ def run_attention(sanitizer: str, name: str, edit: Callable[[str], str]) -> None
 
 
 def run_pull(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
-    """Three ranks, five steps: the slots of a step are used again two steps later. "scatter": a rank whose
-    result counts nobody, for want of records."""
+    """Three ranks, five steps: the slots of a step are used again two steps later; results are finished.
+    "scatter": a rank whose result counts nobody, for want of records. "nodes": messages from another node."""
     scheme, records = ("head_scatter", 2) if name == "scatter" else ("all_gather_merge", 4)
     partials = np.random.default_rng(0).standard_normal((5, 3, records, 10)).astype(np.float32)
-    with Node(collectives.build(scheme, 3), records, 8, sanitizer=sanitizer, edit=edit) as node:
-        held = node.run(list(partials))
-    print("NaN" if np.isnan(held).any() else "finite")
+    partials[..., 1] = np.abs(partials[..., 1])
+    nodes = ((0, 1), (2,)) if name == "nodes" else None
+    planned = {"nodes": nodes, "finish": name == "pull", "sanitizer": sanitizer, "edit": edit}
+    with Node(collectives.build(scheme, 3), records, 8, **planned) as node:
+        held = [*node.run(list(partials))[-1], *(out for out, _ in node.results)]
+    print("NaN" if any(np.isnan(array).any() for array in held) else "finite")
 
 
 def run_fault(sanitizer: str, name: str) -> None:

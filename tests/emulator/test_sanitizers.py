@@ -65,7 +65,7 @@ def run(sanitizer: str, what: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
-@pytest.mark.parametrize("kernel", ["fma", "mma", "pull", "scatter"])
+@pytest.mark.parametrize("kernel", ["fma", "mma", "pull", "scatter", "nodes"])
 def test_kernels_are_clean(sanitizer: str, kernel: str) -> None:
     result = run(sanitizer, f"{kernel}:clean")
     assert (result.returncode, result.stdout.strip()) == (0, "finite"), result.stderr[-3000:]
@@ -87,6 +87,7 @@ def test_kernels_are_clean(sanitizer: str, kernel: str) -> None:
         ("pull:relaxed_number", "pull_partials.cu"),
         ("pull:relaxed_look", "pull_partials.cu"),
         ("pull:announced_early", "pull_partials.cu"),
+        ("pull:finished_early", "finish.cuh"),
         ("pull:stale_number", "pull_partials.cu"),
         ("pull:one_set", "pull_partials.cu"),
         ("pull:push", "pull_partials.cu"),

@@ -18,9 +18,12 @@ __all__ = [
     "FLOAT8",
     "Shape",
     "as_tensor",
+    "bits_of",
     "check_axes",
+    "check_latent",
     "check_shapes",
     "dtype_name",
+    "values_of",
 ]
 
 # Input dtypes by name. 16-bit inputs are widened inside the kernels; float64 keeps float64 throughout.
@@ -33,7 +36,7 @@ DTYPES = {
 #: Of 8 bits, for k and v alone: a scale for each of them belongs to it.
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 CACHE_DTYPES = DTYPES | {name: np.dtype(getattr(ml_dtypes, name)) for name in FLOAT8}
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 576
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +53,14 @@ class Shape:
     kv_heads: int
     head_dim: int
     dtype: str
+    v_dim: int = 0  # of values and results; 0 becomes head_dim
     kv_dtype: str | None = None
     k_scale: Any = None
     v_scale: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("batch", "queries", "heads", "kv_heads", "head_dim"):
+        object.__setattr__(self, "v_dim", self.v_dim or self.head_dim)
+        for name in ("batch", "queries", "heads", "kv_heads", "head_dim", "v_dim"):
             value = getattr(self, name)
             if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
                 raise ArgumentError(f"{name} must be a positive whole number, not {value!r}")
@@ -64,10 +69,11 @@ class Shape:
                 f"{self.heads} query heads cannot be grouped over {self.kv_heads} KV heads: "
                 "heads must be a multiple of kv_heads"
             )
-        if self.head_dim % 8 or self.head_dim > MAX_HEAD_DIM:
-            raise ArgumentError(
-                f"head_dim {self.head_dim} is not supported: use a multiple of 8 up to {MAX_HEAD_DIM}"
-            )
+        for name, value in (("head_dim", self.head_dim), ("v_dim", self.v_dim)):
+            if value % 8 or value > MAX_HEAD_DIM:
+                raise ArgumentError(
+                    f"{name} {value} is not supported: use a multiple of 8 up to {MAX_HEAD_DIM}"
+                )
         if self.dtype not in DTYPES:
             raise ArgumentError(f"dtype {self.dtype!r} is not supported: use one of {', '.join(DTYPES)}")
         self._check_cache_dtype()
@@ -122,10 +128,11 @@ class Shape:
             and q.dtype == dtype
             and k.dtype == v.dtype == kv_dtype
             and q.shape == self.q_shape
-            and k.shape == v.shape
-            and k.ndim == 4
+            and k.ndim == v.ndim == 4
+            and k.shape[:3] == v.shape[:3]
             and k.shape[0] == self.batch
             and k.shape[2:] == (self.kv_heads, self.head_dim)
+            and v.shape[3] == self.v_dim
             and q.strides[3] == dtype.itemsize
             and k.strides[3] == v.strides[3] == kv_dtype.itemsize
         )
@@ -140,13 +147,18 @@ class Shape:
         self._check_elements("q", q, self.dtype)
 
     def check_cache(self, k: Any, v: Any) -> None:
-        """Raise `ArgumentError` unless k and v are [batch, tokens, kv_heads, head_dim] and alike."""
-        if k.shape != v.shape:
+        """Raise `ArgumentError` unless k is [batch, tokens, kv_heads, head_dim] and v alike but for v_dim."""
+        if k.shape != v.shape and self.v_dim == self.head_dim:
             raise ArgumentError(f"k has shape {list(k.shape)} and v {list(v.shape)}: they must be the same")
         if len(k.shape) != 4 or (k.shape[0], *k.shape[2:]) != (self.batch, self.kv_heads, self.head_dim):
             raise ArgumentError(
                 f"k and v have shape {list(k.shape)}, expected [batch, tokens, kv_heads, head_dim] = "
                 f"[{self.batch}, any, {self.kv_heads}, {self.head_dim}]"
+            )
+        if tuple(v.shape) != (*k.shape[:3], self.v_dim):
+            raise ArgumentError(
+                f"v has shape {list(v.shape)}, expected [batch, tokens, kv_heads, v_dim] = "
+                f"{[*k.shape[:3], self.v_dim]}"
             )
         self._check_elements("k", k, self.kv_dtype or self.dtype)
         self._check_elements("v", v, self.kv_dtype or self.dtype)
@@ -238,18 +250,48 @@ def check_axes(name: str, array: Any) -> None:
         raise ArgumentError(f"{name} has shape {list(array.shape)}, expected four axes {axes}")
 
 
+def check_latent(v_dim: Any, head_dim: int, scale: float | None) -> None:
+    """Raise `ArgumentError` unless the first `v_dim` channels of keys of `head_dim` can be the values."""
+    if isinstance(v_dim, bool) or not isinstance(v_dim, int | np.integer) or not 1 <= v_dim <= head_dim:
+        raise ArgumentError(f"v_dim {v_dim!r:.60} must be a number of k's {head_dim} channels")
+    if scale is None:
+        raise ArgumentError(
+            "with v_dim the scale has to be given: it is that of the heads before they were made latent, not "
+            f"1/sqrt({head_dim})"
+        )
+
+
+def values_of(k: Any, v: Any, v_dim: int | None, scale: float | None) -> Any:
+    """The values that a call means: v, or, where v is None, the first `v_dim` channels of k, not copied.
+
+    Raises `ArgumentError`.
+    """
+    if v is not None and v_dim is not None:
+        raise ArgumentError("v_dim takes the values out of k: pass v=None, or leave v_dim out")
+    if v is not None:
+        return v
+    if v_dim is None:
+        raise ArgumentError("v is missing: pass it, or v_dim=, how many channels of k are the values")
+    check_latent(v_dim, k.shape[3], scale)
+    return k[..., :v_dim]
+
+
 def check_shapes(q: Any, k: Any, v: Any, records: Any) -> None:
     """Raise `ArgumentError` unless q, k and v belong together and to the records, on whatever device."""
     batch, heads, queries, width = records.shape
-    head_dim = width - partial.EXTRA
-    if q.shape != (batch, queries, heads, head_dim):
+    v_dim = width - partial.EXTRA
+    if q.ndim != 4 or q.shape[:3] != (batch, queries, heads):
         raise ArgumentError(
-            f"q has shape {q.shape}: [batch, queries, heads, head_dim] is {(batch, queries, heads, head_dim)}"
+            f"q has shape {q.shape}: [batch, queries, heads, head_dim] is {(batch, queries, heads)} and any"
         )
-    if k.ndim != 4 or k.shape != v.shape or (k.shape[0], k.shape[3]) != (batch, head_dim):
+    if k.ndim != 4 or (k.shape[0], k.shape[3]) != (batch, q.shape[3]):
         raise ArgumentError(
-            f"k {k.shape} and v {v.shape}: both must be [batch, tokens, kv_heads, head_dim] = "
-            f"[{batch}, any, any, {head_dim}]"
+            f"k {k.shape} must be [batch, tokens, kv_heads, head_dim] = [{batch}, any, any, {q.shape[3]}]"
+        )
+    if v.shape != (*k.shape[:3], v_dim):
+        raise ArgumentError(
+            f"v {v.shape} must be [batch, tokens, kv_heads, v_dim] = {[*k.shape[:3], v_dim]}, as k and the "
+            "records are"
         )
     if k.shape[2] == 0 or heads % k.shape[2]:
         raise ArgumentError(f"{heads} query heads cannot share {k.shape[2]} KV heads: it must be a multiple")

@@ -16,7 +16,7 @@ import numpy as np
 
 from treeattn import comm as comm_
 from treeattn.attention import arrays
-from treeattn.attention.shape import CACHE_DTYPES, DTYPES, Shape, dtype_name
+from treeattn.attention.shape import CACHE_DTYPES, DTYPES, Shape, dtype_name, values_of
 from treeattn.attention.visibility import Visibility
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import device as devices
@@ -40,7 +40,7 @@ def schemes() -> list[str]:
 def decode(
     q: Any,
     k: Any,
-    v: Any,
+    v: Any = None,
     *,
     comm: Intracomm | None = None,
     scheme: str | Schedule = "hierarchical",
@@ -65,6 +65,7 @@ def decode(
     q_positions: Any = None,
     mask: Any = None,
     draft_positions: Any = None,
+    v_dim: int | None = None,
 ) -> tuple[Any, Any]:
     """Exact attention of `q` over a KV cache of which every rank of `comm` holds a shard. Collective.
 
@@ -73,9 +74,11 @@ def decode(
     tokens may be 0 and may differ between ranks. Arrays of any library with DLPack or the array interface
     (NumPy, CuPy, torch, JAX), read where they lie; float32, float16, bfloat16 (or its bits: uint16 with
     ``dtype="bfloat16"``) or float64. k and v may be of another type than q (device="cpu"), float8_e4m3fn and
-    float8_e5m2 of ml_dtypes too, or uint8 with the bits of what ``cache_dtype`` names: with `k_scale` and
-    `v_scale`, a number or one for each KV head, the same on every rank, of which a stored element is to be
+    float8_e5m2 of ml_dtypes too, or uint8 with the bits of what `cache_dtype` names: with `k_scale` and
+    `v_scale`, a number or one for each KV head, the same on every rank, with which stored elements are
     multiplied. lengths: valid tokens [batch] of this shard, default all.
+    v may have another width than k, [.., v_dim]: so has out then. Latent attention: v=None and v_dim, how
+    many of k's first channels are the values (``device="cpu"``; the scale has to be given).
     scale: default 1 / sqrt(head_dim). comm: default COMM_WORLD. scheme: a name with its parameters, or a
     `treeattn.collectives.Schedule` of one's own, the same on every rank.
 
@@ -122,12 +125,14 @@ def decode(
         nonlocal step
         where = place()
         stored = cache_dtype or dtype
-        ours = where.tensor("k", k, stored), where.tensor("v", v, stored)
+        keys = where.tensor("k", k, stored)
+        values = values_of(keys, v, v_dim, scale)
+        ours = keys, values if v is None else where.tensor("v", v, stored)
         query = where.tensor("q", q, dtype) if q_root is None else where.from_host(q)
         elements = dtype_name(query, "bfloat16" if query.dtype == np.uint16 else None)
         batch, queries, heads, head_dim = query.shape
-        cache = cache_name(ours[0]), k_scale, v_scale
-        shape = Shape(batch, queries, heads, ours[0].shape[2], head_dim, elements, *cache)
+        cache = cache_name(keys), k_scale, v_scale
+        shape = Shape(*(batch, queries, heads, keys.shape[2], head_dim, elements, ours[1].shape[3]), *cache)
         shape.check_query(query)
         shape.check_cache(*ours)
         rules = Visibility.of(

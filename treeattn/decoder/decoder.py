@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from treeattn import comm as comm_
 from treeattn.attention import arrays
-from treeattn.attention.shape import Shape
+from treeattn.attention.shape import Shape, check_latent
 from treeattn.attention.visibility import Visibility
 from treeattn.collectives.captured import Captured
 from treeattn.collectives.reducer import Sent
@@ -15,6 +15,7 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import device as devices
 from treeattn.decoder.device import Device
 from treeattn.decoder.plan import Plan, Request, plan, select
+from treeattn.decoder.projection import Projection
 from treeattn.decoder.sight import Stated
 from treeattn.errors import ArgumentError, BackendError, RestrictionError, ScheduleError, TransportError
 
@@ -51,6 +52,14 @@ class Decoder:
     runs that go beyond today's tokens, or come anew with each call. Where queries stand is not known here:
     calls bring `q_positions` where a rule asks for them.
 
+    With `project` [heads, v_dim, out_dim], the same on every rank, out is [batch, queries, heads, out_dim]:
+    each head's result times its matrix (device="cpu"); lse does not change. The matrix is applied to what
+    travels if that makes it shorter (out_dim < v_dim), else to the result, of which the bits are then the
+    same on ranks whose processors and BLAS libraries are alike.
+
+    Latent attention: plan with v_dim, how many of k's first channels are the values, and pass v=None, or
+    values of that width of their own.
+
     With ``groups=n`` (a divisor of kv_heads; device="cpu") a step is taken apart into n groups of heads, and
     the records of one travel while the next is attended; ``groups="auto"`` takes the number that was the
     fastest in the first steps. `local` then only takes the arrays, and `reduce` does the work.
@@ -84,10 +93,14 @@ class Decoder:
         softcap: float | None = None,
         alibi: Any = None,
         sink_logits: Any = None,
+        project: Any = None,
+        v_dim: int | None = None,
     ) -> None:
         def ask() -> Request:
+            if v_dim is not None:
+                check_latent(v_dim, head_dim, scale)
             cache = cache_dtype, k_scale, v_scale
-            shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype, *cache)
+            shape = Shape(*(batch, queries, heads, kv_heads, head_dim, dtype, v_dim or 0), *cache)
             where = devices.find(device)
             rules = Visibility.of(
                 heads,
@@ -110,10 +123,12 @@ class Decoder:
                 groups=groups,
                 rules=rules,
                 stated=Stated(positions),
+                project=None if project is None else Projection(project, shape),
             )
 
         comm = comm_.intracomm(comm)
         self._adopt(comm, plan(comm, ask))
+        self._latent = v_dim is not None
 
     @classmethod
     def of(cls, comm: Intracomm, planned: Plan) -> Decoder:
@@ -135,19 +150,20 @@ class Decoder:
         self._native, self._foreign = type(self.out), False
         self._comm, self._device = comm, request.device
         self._attention, self._reducer, self._finish = planned.attention, planned.reducer, planned.finish
-        self._whole = planned.whole
+        self._folded, self._whole = planned.folded, planned.whole
         self._sight, self._tables, self._see = planned.sight, planned.visible, planned.see
         self._seeing = self._attention, self._whole
         self._plain, self._add_sinks = planned.visible is None, planned.add_sinks
         self._sliced = planned.buffers.sliced
         self._captured: list[CapturedStep] = []
-        self._begun = False
+        self._begun = self._latent = False
+        self._latent_of: tuple[Any, Any] = (None, None)
 
     def __call__(
         self,
         q: Any,
         k: Any,
-        v: Any,
+        v: Any = None,
         lengths: Any = None,
         *,
         q_positions: Any = None,
@@ -163,6 +179,7 @@ class Decoder:
         Raises `ArgumentError` for arrays that do not fit the plan; on one rank alone, since a step that
         agreed first would cost as much as the reduction: let it end the job (python -m mpi4py).
         """
+        v = self._first_channels(k) if v is None else v
         attention, whole = self._attention, self._whole
         if not self._plain or mask is not None:
             attention, whole = self._look(k, lengths, q_positions, positions, mask, draft_positions)
@@ -170,14 +187,17 @@ class Decoder:
         if whole is not None and whole(q, k, v, lengths):
             return self._results
         self._attend(attention, q, k, v, lengths)
-        self.reduce()
-        return self.finish()
+        if self._folded is None:
+            self.reduce()
+            return self.finish()
+        self._folded()
+        return self._given()
 
     def local(
         self,
         q: Any,
         k: Any,
-        v: Any,
+        v: Any = None,
         lengths: Any = None,
         *,
         q_positions: Any = None,
@@ -186,11 +206,20 @@ class Decoder:
         draft_positions: Any = None,
     ) -> None:
         """This rank's partials, from its own tokens, into the records buffer. Arguments as for a call."""
+        v = self._first_channels(k) if v is None else v
         attention = self._attention
         if not self._plain or mask is not None:
             attention, _ = self._look(k, lengths, q_positions, positions, mask, draft_positions)
             lengths = None
         self._attend(attention, q, k, v, lengths)
+
+    def _first_channels(self, k: Any) -> Any:
+        """The values of latent attention, a view of k; the same one for the same array, which is bound."""
+        if not self._latent:
+            raise ArgumentError("v is missing: pass it, or plan with v_dim=, how many channels of k it is")
+        if self._latent_of[0] is not k or type(k) is not self._native:
+            self._latent_of = k, k[..., : self.shape.v_dim]
+        return self._latent_of[1]
 
     def _look(self, k: Any, lengths: Any, *seen: Any) -> tuple[Any, Any]:
         """Fill the tables of a step; attention and whole step that read them."""
@@ -223,7 +252,7 @@ class Decoder:
         self._reducer()
         self._buffers.from_wire()
 
-    def begin(self, q: Any, k: Any, v: Any, lengths: Any = None, **seen: Any) -> None:
+    def begin(self, q: Any, k: Any, v: Any = None, lengths: Any = None, **seen: Any) -> None:
         """`local`, and the start of the reduction: other work may follow, then `finish`. All ranks call.
         Arguments as for a call.
 
@@ -253,6 +282,9 @@ class Decoder:
             if self._sliced:
                 self._buffers.from_wire()
         self._finish()
+        return self._given()
+
+    def _given(self) -> tuple[Any, Any]:
         return self._containers.give() if self._foreign else self._results
 
     @property

@@ -99,7 +99,7 @@ class Device(Protocol):
     def scale(self, lse: Any, factor: float) -> Callable[[], object]:
         """Multiplies lse by `factor`, in place."""
 
-    def merge_operator(self, head_dim: int, dtype: Any) -> Any:
+    def merge_operator(self, v_dim: int, dtype: Any) -> Any:
         """How the records merge: a `treeattn.collectives.operator.Operator`."""
 
 
@@ -197,9 +197,9 @@ class Cpu:
         """NumPy."""
         return cpu.planned_scale(lse, factor)
 
-    def merge_operator(self, head_dim: int, dtype: Any) -> cpu.MergeOperator:
+    def merge_operator(self, v_dim: int, dtype: Any) -> cpu.MergeOperator:
         """The compiled merge, or NumPy's: the same bits."""
-        return cpu.MergeOperator(head_dim, dtype)
+        return cpu.MergeOperator(v_dim, dtype)
 
 
 class Cuda:
@@ -237,6 +237,8 @@ class Cuda:
         """float64 has no kernels here, nor has every head_dim."""
         if shape.dtype == "float64":
             raise ArgumentError("float64 is for device='cpu': on the GPU use float32, float16 or bfloat16")
+        if shape.v_dim != shape.head_dim:
+            raise ArgumentError("values of another width than keys (v_dim) are for device='cpu'")
         if shape.mixed:
             raise ArgumentError(
                 f"a cache of {shape.kv_dtype} under queries of {shape.dtype} is for device='cpu': on the GPU "
@@ -347,6 +349,6 @@ class Cuda:
         """One launch."""
         return cuda.planned_scale(lse, factor, runtime=self.runtime)
 
-    def merge_operator(self, head_dim: int, dtype: Any) -> cuda.MergeOperator:
+    def merge_operator(self, v_dim: int, dtype: Any) -> cuda.MergeOperator:
         """One launch for any number of records."""
-        return cuda.MergeOperator(head_dim, dtype, runtime=self.runtime)
+        return cuda.MergeOperator(v_dim, dtype, runtime=self.runtime)

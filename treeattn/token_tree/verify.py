@@ -22,6 +22,7 @@ from treeattn.decoder import Decoder
 from treeattn.decoder import device as devices
 from treeattn.decoder.device import Device
 from treeattn.decoder.plan import select
+from treeattn.decoder.projection import Projection
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.token_tree.owners import check_owner, draft_owners
 from treeattn.token_tree.tree import TokenTree
@@ -51,6 +52,7 @@ def verify(
     transport: str | None = None,
     dtype: str | None = None,
     executor: str | None = None,
+    project: Any = None,
 ) -> tuple[Any, Any]:
     """Exact attention of the nodes of a token tree over a sharded context and their ancestors. Collective.
 
@@ -65,7 +67,10 @@ def verify(
         owner: who counts which draft: "single", "position", "round_robin" or ranks [batch, L]; see
             `treeattn.token_tree.owners.draft_owners`. The result is the same for each.
         comm, scheme, scale, device, transport, dtype, executor: as for `treeattn.decode`. Schemes that attend
-            while they communicate, and those that leave each rank a slice, are refused.
+            while they communicate, and those that leave each rank a slice, are refused; so is
+            ``device="cuda"`` as long as its kernels read no masks.
+        project: [heads, head_dim, out_dim], the same on every rank: out is then [batch, L, heads, out_dim],
+            as `treeattn.Decoder` has it.
 
     Returns:
         out, like q in float32 (float64 for float64 inputs), and the natural-log lse [batch, heads, L], both
@@ -102,6 +107,7 @@ def verify(
         transport=transport,
         owner=owner,
         executor=executor,
+        project=project,
     ) as verifier:
         step: Any = (*given, tree, lengths)
         return arrays.give(verifier(*step, shard_lengths=agreed.everywhere), q)
@@ -132,6 +138,7 @@ class Verifier:
         transport: str | None = None,
         owner: Any = "single",
         executor: str | None = None,
+        project: Any = None,
     ) -> None:
         comm = comm_.intracomm(comm)
         with comm_.Agreement(comm) as agreed:
@@ -145,7 +152,8 @@ class Verifier:
             self.shape = Shape(batch, nodes, heads, kv_heads, head_dim, dtype)
             self._device = devices.find(device)
             self._device.check_shape(self.shape)
-            self._drafts = _Drafts(self.shape, self._device, scale)
+            projection = None if project is None else Projection(project, self.shape)
+            self._drafts = _Drafts(self.shape, self._device, scale, projection)
         self.owner, self._size, self._rank = owner, comm.size, comm.rank
         self.decoder = Decoder(
             comm,
@@ -160,6 +168,7 @@ class Verifier:
             device=device,
             transport=transport,
             executor=executor,
+            project=project,
         )
         self._merge = self._drafts.merged_into(self.decoder.records)
         self._containers = arrays.Containers(self._device.view, (self.decoder.out, self.decoder.lse))
@@ -217,18 +226,22 @@ class Verifier:
 class _Drafts:
     """The masked pass over draft tokens, into records of its own."""
 
-    def __init__(self, shape: Shape, device: Device, scale: float | None) -> None:
-        width = shape.head_dim + 2
+    def __init__(
+        self, shape: Shape, device: Device, scale: float | None, projection: Projection | None
+    ) -> None:
+        first = projection if projection is not None and projection.narrows else None
+        width = (shape.head_dim if first is None else first.out_dim) + 2  # as the context's records have
         self._shape, self._device = shape, device
         self._records = device.memory.empty((*shape.lse_shape, width), shape.record_dtype)
         self._visible = Visible(Visibility(), shape.batch, shape.queries)
         scale = shape.default_scale() if scale is None else float(scale)
-        self._attention = device.attention(shape, self._records, scale, self._visible)
+        given = shape, self._records, scale, self._visible
+        self._attention = device.attention(*given) if first is None else first.before_merging(device, *given)
         self._seen: tuple[TokenTree | None, Any] = None, None
 
     def merged_into(self, records: Any) -> Any:
         """A call that folds the records of drafts into those of the context."""
-        operator = self._device.merge_operator(self._shape.head_dim, self._shape.record_dtype)
+        operator = self._device.merge_operator(self._records.shape[3] - 2, self._shape.record_dtype)
         own, other = (array.reshape(-1, operator.width) for array in (records, self._records))
         return operator.planned_merge(own, other)
 

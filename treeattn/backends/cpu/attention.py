@@ -38,12 +38,15 @@ MAX_THREADS = 256
 ORDERS = ("scattered", "neighbours")
 
 
+_SIZES = ("batch", "queries", "heads", "kv_heads", "head_dim", "v_dim", "tokens")
+
+
 class _Arguments(ctypes.Structure):
     """struct attention of kernels/cpu/partial_attention.h."""
 
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("q", "k", "v", "records", "lengths", "workspace")]
-        + [(name, ctypes.c_int64) for name in ("batch", "queries", "heads", "kv_heads", "head_dim", "tokens")]
+        + [(name, ctypes.c_int64) for name in _SIZES]
         + [(f"q_{axis}_stride", ctypes.c_int64) for axis in ("batch", "query", "head")]
         + [(f"k_{axis}_stride", ctypes.c_int64) for axis in ("batch", "token", "head")]
         + [(f"v_{axis}_stride", ctypes.c_int64) for axis in ("batch", "token", "head")]
@@ -216,6 +219,7 @@ class PlannedAttention:
             a = self._arguments
             a.q, a.k, a.v = arguments.address(q), arguments.address(k), arguments.address(v)
             a.batch, a.queries, a.heads, a.head_dim = q.shape
+            a.v_dim = v.shape[3]
             a.tokens, a.kv_heads = k.shape[1:3]
             a.q_batch_stride, a.q_query_stride, a.q_head_stride = q.strides[:3]
             a.k_batch_stride, a.k_token_stride, a.k_head_stride = k.strides[:3]

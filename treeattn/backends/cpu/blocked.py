@@ -37,9 +37,9 @@ def partial_attention(
 
     Args:
         q: [batch, queries, heads, head_dim]; float32, float64, float16, bfloat16, uint16 (bfloat16 bits).
-        k, v: [batch, tokens, kv_heads, head_dim], same types, or those of 8 bits; heads is a multiple of
-            kv_heads.
-        records: written, [batch, heads, queries, head_dim + 2], float32 or float64.
+        k, v: [batch, tokens, kv_heads, head_dim and v_dim], same types, or those of 8 bits; heads is a
+            multiple of kv_heads.
+        records: written, [batch, heads, queries, v_dim + 2], float32 or float64.
         k_scale, v_scale: [kv_heads], what elements of k and v are multiplied with; None is 1.
         scale: factor of the logits.
         lengths: [batch] integers, or None for all tokens.
@@ -123,7 +123,7 @@ def _block(q: Array, k: Array, v: Array, scale: float, dtype: Any, logits: _Logi
     maximum = np.where(np.isnan(denominator), np.nan, maximum)
     numerator = np.where(np.isnan(denominator), np.nan, numerator)
     joined = np.concatenate((maximum, denominator, numerator), axis=-1, dtype=dtype)
-    return joined.reshape(heads, queries, head_dim + partial.EXTRA)
+    return joined.reshape(heads, queries, joined.shape[-1])
 
 
 def _wide(values: Array, dtype: Any) -> Array:

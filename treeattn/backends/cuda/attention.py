@@ -299,6 +299,8 @@ def _check_inputs(q: Any, k: Any, v: Any, records: Any, runtime: Runtime) -> tup
             )
     check_head_dim(head_dim)
     check_shapes(q, k, v, records)
+    if q.shape[3] != head_dim:
+        raise ArgumentError(f"values of {head_dim} channels for keys of {q.shape[3]} are for device='cpu'")
     if batch > _MAX_GRID:
         raise ArgumentError(f"batch {batch}: at most {_MAX_GRID} fits one launch")
     _check_tokens(k)
