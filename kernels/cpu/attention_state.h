@@ -91,7 +91,7 @@ static void prepare(const struct attention *a, const struct state *s, const stru
   for (int64_t r = 0; r < count; ++r) {
     const int64_t head = head_of(a, first + r), query = query_of(a, first + r);
     const char *from = a->q + p->b * a->q_batch_stride + query * a->q_query_stride + head * a->q_head_stride;
-    widen_query(a, from, head, s->q + r * floats);
+    widen_query(a, from, a->scale * scale_of(a, a->k_scale, head / rows_per_query(a)), s->q + r * floats);
     s->maximum[r] = -INFINITY;
   }
   memset(s->numerator, 0, (size_t)(count * floats) * sizeof(float));
@@ -108,11 +108,11 @@ static float whole_maximum(const struct attention *a, const struct state *s, int
   return (float)whole;
 }
 
-static void write_record(const struct attention *a, const struct state *s, int64_t r, int64_t head, float *record) {
+static void write_record(const struct attention *a, const struct state *s, int64_t r, float v_scale, float *record) {
   const float denominator = sum_lanes(load(s->denominator + r * WIDTH));
   float factor = 1.0f;
   const float maximum = whole_maximum(a, s, r, &factor);
-  write_row(a, head, maximum, denominator, factor, s->numerator + r * row_floats(a), record);
+  write_row(a, maximum, denominator, factor, v_scale, s->numerator + r * row_floats(a), record);
 }
 
 /* The rows of a piece, to the records of their batch row. */
@@ -120,7 +120,8 @@ static void write_records(const struct attention *a, const struct state *s, cons
   const int64_t first = p->head * rows_per_kv_head(a), count = p->heads * rows_per_kv_head(a);
   for (int64_t r = 0; r < count; ++r) {
     const int64_t head = head_of(a, first + r);
-    write_record(a, s, r, head, records + (head * a->queries + query_of(a, first + r)) * record_width(a));
+    write_record(a, s, r, scale_of(a, a->v_scale, head / rows_per_query(a)),
+                 records + (head * a->queries + query_of(a, first + r)) * record_width(a));
   }
 }
 

@@ -10,22 +10,21 @@
 /* Elements rounded up to whole units. */
 static inline int64_t whole_units(int64_t elements) { return (elements + UNIT - 1) / UNIT * UNIT; }
 
-/* What elements of k or v are multiplied with, as they are loaded for a query head. */
-static inline float scale_of(const struct attention *a, const float *scales, int64_t head) {
-  return unit_factor(a->kv_type) * (scales ? scales[head / (a->heads / a->kv_heads)] : 1.0f);
+/* What elements of a KV head are multiplied with, as they are loaded. */
+static inline float scale_of(const struct attention *a, const float *scales, int64_t kv_head) {
+  return unit_factor(a->kv_type) * (scales ? scales[kv_head] : 1.0f);
 }
 
 /* One row of q to float32, scaled, in the unit order of the keys, padded with 0. */
-static inline void widen_query(const struct attention *a, const char *from, int64_t head, float *to) {
-  const vector scale = splat(a->scale * scale_of(a, a->k_scale, head));
+static inline void widen_query(const struct attention *a, const char *from, float scale, float *to) {
   for (int64_t d = 0; d < a->head_dim; d += UNIT) {
     const int64_t left = a->head_dim - d;
     const char *at = from + d * (int64_t)element_size(a->q_type);
     unit u = left >= UNIT ? load_unit(a->q_type, at) : load_part(a->q_type, at, (int)left);
     if (is_split(a->q_type) && !is_split(a->kv_type)) u = interleave(u);
     if (!is_split(a->q_type) && is_split(a->kv_type)) u = split(u);
-    store(to + d, u.first * scale);
-    store(to + d + WIDTH, u.second * scale);
+    store(to + d, u.first * splat(scale));
+    store(to + d + WIDTH, u.second * splat(scale));
   }
 }
 
@@ -39,8 +38,9 @@ static inline void write_numerator(const struct attention *a, float *numerator, 
   for (int64_t i = 0; i < a->v_dim; ++i) to[i] = canonical(factor * numerator[i]);
 }
 
-/* What was summed up to a record, sums times `factor`. numerator: whole units, brought to memory order in place. */
-static inline void write_row(const struct attention *a, int64_t head, float maximum, float denominator, float factor,
+/* What was summed up to a record: sums times `factor`, those of values times `v_scale` too. numerator: whole units,
+ * brought to memory order in place. */
+static inline void write_row(const struct attention *a, float maximum, float denominator, float factor, float v_scale,
                              float *numerator, float *record) {
   const int64_t width = a->v_dim + RECORD_NUMERATOR;
   if (denominator != denominator) { /* a NaN score: all of the row is NaN */
@@ -50,7 +50,7 @@ static inline void write_row(const struct attention *a, int64_t head, float maxi
   } else {
     record[RECORD_MAX] = maximum;
     record[RECORD_DENOMINATOR] = factor * denominator;
-    write_numerator(a, numerator, factor * scale_of(a, a->v_scale, head), record + RECORD_NUMERATOR);
+    write_numerator(a, numerator, v_scale * factor, record + RECORD_NUMERATOR);
   }
 }
 

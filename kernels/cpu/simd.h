@@ -274,7 +274,7 @@ INLINE unit load_bfloat16(const char *from) {
 
 /* Elements of 8 bits, by way of float16. e5m2 is its upper half. e4m3fn has the sign there too and the rest one place
  * lower, where shifting leaves a copy of the sign to clear; 0x7f of either sign is NaN, but in float16 a number. Words
- * of two come apart in place, as those of bfloat16 do: moves across lanes would cost more than the rest. */
+ * of two come apart in place, as those of bfloat16 do, where that takes fewer instructions than a move across lanes. */
 #if SIMD_AVX512
 INLINE unit load_float8(enum element_type type, const char *from) {
   const __m256i bytes = _mm256_loadu_si256((const void *)from), upper = _mm256_set1_epi16((short)0xff00);

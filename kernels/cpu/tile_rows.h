@@ -147,13 +147,14 @@ static void prepare(struct piece *p) {
   const struct attention *a = p->a;
   const struct state *s = &p->s;
   const int64_t floats = whole_units(a->head_dim), rows = quotient_up(p->rows, PANEL) * PANEL;
+  const float scale = a->scale * scale_of(a, a->k_scale, p->kv_head);
   memset(s->q, 0, (size_t)(rows * floats) * sizeof(float));
   memset(s->seen, 0, (size_t)rows * sizeof *s->seen);
   memset(s->slope, 0, (size_t)rows * sizeof(float));
   memset(s->distance, 0, (size_t)rows * sizeof(float));
   for (int64_t r = 0; r < p->rows; ++r) {
     const char *from = a->q + p->b * a->q_batch_stride + query_of(p, r) * a->q_query_stride;
-    widen_query(a, from + head_of(p, r) * a->q_head_stride, head_of(p, r), s->row);
+    widen_query(a, from + head_of(p, r) * a->q_head_stride, scale, s->row);
     float *to = s->q + r / PANEL * PANEL * floats + r % PANEL;
     for (int64_t d = 0; d < floats; ++d) to[d * PANEL] = s->row[d];
     if (a->visible && a->visible->slopes) {

@@ -49,23 +49,16 @@ INLINE void pack(enum element_type type, const char *from, int64_t stride, uint6
 
 static void pack_block(enum element_type type, const char *from, int64_t stride, uint64_t bits, int64_t elements,
                        float *to) {
-  switch (type) { /* a compiled loop each */
-  case FLOAT32:
-    pack(FLOAT32, from, stride, bits, elements, to);
-    break;
-  case FLOAT16:
+  if (type == FLOAT16)
     pack(FLOAT16, from, stride, bits, elements, to);
-    break;
-  case BFLOAT16:
+  else if (type == BFLOAT16)
     pack(BFLOAT16, from, stride, bits, elements, to);
-    break;
-  case E4M3FN:
+  else if (type == E4M3FN)
     pack(E4M3FN, from, stride, bits, elements, to);
-    break;
-  case E5M2:
+  else if (type == E5M2)
     pack(E5M2, from, stride, bits, elements, to);
-    break;
-  }
+  else
+    pack(FLOAT32, from, stride, bits, elements, to);
 }
 
 /* Rows of the keys or values from `token` on, and what is packed after them. */
@@ -127,11 +120,12 @@ static void attend_tokens(const struct piece *p, int64_t token) {
 static void attend_chunk(const struct piece *p, int64_t chunk, int merge, float *records) {
   const int64_t end = (chunk + 1) * CHUNK, width = record_width(p->a), floats = whole_units(p->a->v_dim);
   const struct state *s = &p->s;
+  const float v_scale = scale_of(p->a, p->a->v_scale, p->kv_head);
   empty(p);
   for (int64_t token = next_block(p, chunk * CHUNK, end); token < end; token = next_block(p, token + BLOCK, end))
     attend_tokens(p, token);
   for (int64_t r = 0; r < p->rows; ++r, records += width) {
-    write_row(p->a, head_of(p, r), s->maximum[r] + 0.0f, s->denominator[r], 1.0f, s->numerator + r * floats,
+    write_row(p->a, s->maximum[r] + 0.0f, s->denominator[r], 1.0f, v_scale, s->numerator + r * floats,
               merge ? s->row : records);
     if (merge) merge_partials(records, s->row, 1, width);
   }

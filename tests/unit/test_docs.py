@@ -142,6 +142,7 @@ def test_tables_of_results_are_those_of_the_results(fill_tables):
         "docs/paper",
         "docs/measured",
         "docs/on-a-gpu",
+        "docs/predicted",
         "docs/results/README",
         "docs/schemes",
     ):

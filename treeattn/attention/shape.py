@@ -18,7 +18,6 @@ __all__ = [
     "FLOAT8",
     "Shape",
     "as_tensor",
-    "bits_of",
     "check_axes",
     "check_latent",
     "check_shapes",
@@ -53,10 +52,10 @@ class Shape:
     kv_heads: int
     head_dim: int
     dtype: str
-    v_dim: int = 0  # of values and results; 0 becomes head_dim
     kv_dtype: str | None = None
     k_scale: Any = None
     v_scale: Any = None
+    v_dim: int = 0  # of values and results; 0 becomes head_dim
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "v_dim", self.v_dim or self.head_dim)
@@ -105,6 +104,12 @@ class Shape:
     def record_dtype(self) -> np.dtype[Any]:
         """Records, out and lse: float64 for float64 inputs, else float32."""
         return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """What every `Decoder` is planned with, by name; a cache of another type or width asks for more."""
+        names = ("batch", "queries", "heads", "kv_heads", "head_dim", "dtype")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def q_shape(self) -> tuple[int, ...]:

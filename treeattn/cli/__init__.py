@@ -28,7 +28,7 @@ INTERRUPTED = 130  # as shells count: 128 + SIGINT
 # command -> the module below this package that holds it, loaded only when it is used
 _COMMANDS = (
     *("decode", "compare", "plot", "paper", "schemes", "schedule", "visible", "generate", "inspect"),
-    *("tree", "verify", "roofline", "check-partials", "doctor"),
+    *("topology", "simulate", "published", "tree", "verify", "roofline", "check-partials", "doctor"),
 )
 
 

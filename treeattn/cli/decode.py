@@ -6,7 +6,6 @@ import hashlib
 import statistics
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -141,7 +140,7 @@ def _measure(
     """One scheme: plan, first step, timed steps, verdicts. Collective."""
     with Decoder(
         world,
-        **asdict(problem.shape),
+        **problem.shape.plain,
         scheme=scheme,
         scale=problem.scale,
         device=device.name,
@@ -161,6 +160,7 @@ def _measure(
         passed = world.bcast(judge.passes(errors) and same_bits)
         return {
             "scheme": scheme,
+            "why": decoder.why,
             "device": device.name,
             "transport": decoder.transport,
             "executor": decoder.executor,
@@ -219,7 +219,7 @@ def _summary(problem: Problem, rows: list[dict[str, Any]], placement: list[dict[
         "tokens": problem.tokens,
         "layout": str(problem.layout),
         "scale": problem.scale,
-        "shape": asdict(problem.shape),
+        "shape": problem.shape.plain,
         "rules": {name: np.asarray(rule).tolist() for name, rule in problem.rules.planned().items()},
         "schemes": [row["scheme"] for row in rows],
         "results": [{key: value for key, value in row.items() if key != "arrays"} for row in rows],
@@ -247,6 +247,8 @@ def _print_table(
         screen.print(f"errors: against {references}; at most {bounds[0]:.1e} of out, {bounds[1]:.1e} of lse")
     screen.print(LEGEND)
     for row in rows:
+        if row["why"]:
+            screen.print(f"{row['scheme']}: took {row['why']}")
         if row["nan"]["results"] or any(row["nan"]["references"].values()):
             screen.print(f"{row['scheme']}: {_about_nan(row['nan'])}")
     warning = environment.node_load(placement)

@@ -169,9 +169,18 @@ class Drafts:
 
 def _measure(world: Any, drafts: Drafts, oracle: Any, scheme: str, repeat: int) -> dict[str, Any]:
     """One scheme: plan, first step, timed steps, verdicts. Collective."""
-    problem, shape = drafts.problem, asdict(drafts.shape)
+    problem, shape = drafts.problem, drafts.shape
     with Verifier(
-        world, nodes=shape.pop("queries"), **shape, scheme=scheme, scale=problem.scale, owner=drafts.owners
+        world,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        nodes=shape.queries,
+        batch=shape.batch,
+        dtype=shape.dtype,
+        scheme=scheme,
+        scale=problem.scale,
+        owner=drafts.owners,
     ) as verifier:
         step = (drafts.q, problem.k, problem.v, drafts.draft_k, drafts.draft_v, drafts.tree, problem.lengths)
         say, times = Lines(world.rank == 0), []

@@ -74,13 +74,14 @@ def decode(
     tokens may be 0 and may differ between ranks. Arrays of any library with DLPack or the array interface
     (NumPy, CuPy, torch, JAX), read where they lie; float32, float16, bfloat16 (or its bits: uint16 with
     ``dtype="bfloat16"``) or float64. k and v may be of another type than q (device="cpu"), float8_e4m3fn and
-    float8_e5m2 of ml_dtypes too, or uint8 with the bits of what `cache_dtype` names: with `k_scale` and
-    `v_scale`, a number or one for each KV head, the same on every rank, with which stored elements are
+    float8_e5m2 of ml_dtypes too, or uint8 with the bits of what ``cache_dtype`` names: with `k_scale` and
+    `v_scale`, a number or one for each KV head, the same on every rank, of which a stored element is to be
     multiplied. lengths: valid tokens [batch] of this shard, default all.
     v may have another width than k, [.., v_dim]: so has out then. Latent attention: v=None and v_dim, how
     many of k's first channels are the values (``device="cpu"``; the scale has to be given).
     scale: default 1 / sqrt(head_dim). comm: default COMM_WORLD. scheme: a name with its parameters, or a
-    `treeattn.collectives.Schedule` of one's own, the same on every rank.
+    `treeattn.collectives.Schedule` of one's own, the same on every rank; ``"auto"`` chooses by simulation
+    (`treeattn.decoder.auto`).
 
     device: ``"cpu"`` or ``"cuda"``, the GPU that is CuPy's current one (no float64); None is where q lies.
     transport: how records travel: ``"mpi"`` from the host; from GPUs ``"nccl"``, ``"peer"``, ``"cuda-mpi"``
@@ -131,8 +132,8 @@ def decode(
         query = where.tensor("q", q, dtype) if q_root is None else where.from_host(q)
         elements = dtype_name(query, "bfloat16" if query.dtype == np.uint16 else None)
         batch, queries, heads, head_dim = query.shape
-        cache = cache_name(keys), k_scale, v_scale
-        shape = Shape(*(batch, queries, heads, keys.shape[2], head_dim, elements, ours[1].shape[3]), *cache)
+        cache = cache_name(keys), k_scale, v_scale, ours[1].shape[3]
+        shape = Shape(batch, queries, heads, keys.shape[2], head_dim, elements, *cache)
         shape.check_query(query)
         shape.check_cache(*ours)
         rules = Visibility.of(
@@ -146,7 +147,7 @@ def decode(
         )
         step = query, *ours, where.lengths(shape, lengths, ours[0].shape[1])
         tables = Sight(rules, shape).tables()
-        tables.try_out(ours[0].shape[1], lengths, q_positions, mask, draft_positions)
+        tables.try_out(ours[0].shape[1], where.host_lengths(lengths), q_positions, mask, draft_positions)
         return Request(
             *(shape, select(scheme), scale, where, transport, output, q_root, executor),
             rules=rules,

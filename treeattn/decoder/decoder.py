@@ -34,11 +34,12 @@ class Decoder:
     until its next call; in the container of q, and where that cannot share memory that changes (JAX), as
     copies. `device` has to be said: here nothing is known of q.
 
-    `schedule` and `certificate` tell what was planned (None where no schedule is run), `transport` how its
-    records travel, and `executor` who runs it (`fallback`: why nobody faster does); `heads` is the slice of
-    query heads that out and lse cover, all of them unless ``output="heads"``. `local`, `reduce` and `finish`
-    are the three parts of a call, for those who overlap or time them; where a ring computes while it
-    communicates (`kv_ring`, `query_ring`), `local` only takes the arrays, and `reduce` does the work.
+    `schedule` and `certificate` tell what was planned (None where no schedule is run), `why` the schedule
+    of ``scheme="auto"``, `transport` how its records travel, and `executor` who runs it (`fallback`: why
+    nobody faster does); `heads` is the slice of query heads that out and lse cover, all of them unless
+    ``output="heads"``. `local`, `reduce` and `finish` are the three parts of a call, for those who overlap
+    or time them; where a ring computes while it communicates (`kv_ring`, `query_ring`), `local` only takes
+    the arrays, and `reduce` does the work.
 
     `begin` returns while the reduction is under way, and `finish` then ends it: what is done in between costs
     nothing as long as messages travel meanwhile. MPI moves them within its calls: with ``progress="calls"``
@@ -99,8 +100,8 @@ class Decoder:
         def ask() -> Request:
             if v_dim is not None:
                 check_latent(v_dim, head_dim, scale)
-            cache = cache_dtype, k_scale, v_scale
-            shape = Shape(*(batch, queries, heads, kv_heads, head_dim, dtype, v_dim or 0), *cache)
+            cache = cache_dtype, k_scale, v_scale, v_dim or 0
+            shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype, *cache)
             where = devices.find(device)
             rules = Visibility.of(
                 heads,
@@ -140,7 +141,7 @@ class Decoder:
     def _adopt(self, comm: Intracomm, planned: Plan) -> None:
         request, self._buffers = planned.request, planned.buffers
         self.shape, self.scale, self.scheme = request.shape, request.logit_scale, request.scheme.text
-        self.schedule, self.transport = planned.schedule, planned.transport
+        self.schedule, self.transport, self.why = planned.schedule, planned.transport, planned.why
         self.certificate = planned.reducer.certificate
         self.executor, self.fallback = planned.reducer.executor, planned.reducer.fallback
         self.records, self.heads = planned.buffers.records, planned.buffers.heads
@@ -228,6 +229,7 @@ class Decoder:
                 raise RestrictionError(f"{self.scheme} attends while it communicates, and takes no mask")
             tables = self._sight.tables()
             self._tables, self._seeing = tables, self._see(tables)
+        lengths = self._device.host_lengths(lengths)
         self._sight.look(self._tables, k.shape[1] if len(k.shape) == 4 else 0, lengths, *seen)
         return self._seeing
 

@@ -20,7 +20,7 @@ from treeattn.attention.visibility import Visible
 from treeattn.backends import cpu, cuda
 from treeattn.collectives.memory import HOST, Memory, Stream
 from treeattn.collectives.reducer import Reducer
-from treeattn.errors import ArgumentError, BackendError
+from treeattn.errors import ArgumentError
 
 __all__ = ["Cpu", "Cuda", "Device", "WholeStep", "find"]
 
@@ -72,6 +72,9 @@ class Device(Protocol):
 
     def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
         """The lengths of a shard of `tokens` tokens as attention takes them. Raises `ArgumentError`."""
+
+    def host_lengths(self, lengths: Any) -> Any:
+        """The same for tables of what queries see, which are made on the host."""
 
     def from_host(self, array: Any) -> Any:
         """A NumPy array as one of the device."""
@@ -154,6 +157,10 @@ class Cpu:
     def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
         """int64, looked at."""
         return None if lengths is None else shape.check_lengths(lengths, tokens)
+
+    def host_lengths(self, lengths: Any) -> Any:
+        """As they are."""
+        return lengths
 
     def from_host(self, array: Any) -> Any:
         """The array itself."""
@@ -302,6 +309,13 @@ class Cuda:
         self.runtime.upload(self._lengths, host)
         return self._lengths
 
+    def host_lengths(self, lengths: Any) -> Any:
+        """Lengths that lie on the GPU are waited for."""
+        array = hasattr(lengths, "__dlpack_device__") or hasattr(lengths, "__cuda_array_interface__")
+        if not array or arrays.device_of("lengths", lengths) == "cpu":
+            return lengths
+        return self.to_host(self.view("lengths", lengths))
+
     def from_host(self, array: Any) -> Any:
         """A new device array, there when this returns; bfloat16 as its bits."""
         array = np.ascontiguousarray(array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array)
@@ -324,11 +338,13 @@ class Cuda:
     def attention(
         self, shape: Shape, records: Any, scale: float, visible: Visible | None = None
     ) -> Attention:
-        """One launch."""
-        if visible is not None:
-            raise BackendError("what a query may see is not yet limited on device='cuda'")
+        """One launch; with `visible` after a copy of what changed of its tables."""
         return cuda.PlannedAttention(
-            records, scale=scale, tensor_cores=self._tensor_cores, runtime=self.runtime
+            *(records,),
+            scale=scale,
+            visible=visible,
+            tensor_cores=self._tensor_cores,
+            runtime=self.runtime,
         )
 
     def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:

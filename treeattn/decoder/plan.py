@@ -21,10 +21,11 @@ from treeattn.attention.shape import Shape
 from treeattn.attention.visibility import Visibility, Visible
 from treeattn.collectives import background, catalog, waiting
 from treeattn.collectives.catalog import Selection
+from treeattn.collectives.clusters.simulate import Payload
 from treeattn.collectives.reducer import Reducer, Reduction, duplicate
 from treeattn.collectives.schedule import Schedule
+from treeattn.decoder import auto, pipeline
 from treeattn.decoder import executor as executors
-from treeattn.decoder import pipeline
 from treeattn.decoder import transport as transports
 from treeattn.decoder.device import Attention, Device, WholeStep
 from treeattn.decoder.projection import Projection
@@ -64,6 +65,8 @@ def make_known(schedule: Schedule) -> str:
 
 def select(scheme: str | Schedule) -> Selection:
     """What ``scheme=`` asks for. Raises `ScheduleError`."""
+    if isinstance(scheme, str) and (chosen := auto.selection(scheme)) is not None:
+        return chosen
     return catalog.select(_own.get(scheme, scheme) if isinstance(scheme, str) else scheme, CATALOG)
 
 
@@ -190,6 +193,7 @@ class Plan:
     visible: Visible | None
     add_sinks: Callable[[], object] | None
     see: Callable[[Visible], tuple[Attention, WholeStep | None]] | None
+    why: str | None = None  # this schedule, where it was chosen for the caller
 
 
 def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
@@ -223,7 +227,7 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
         sight.stand(ends)
     row = request.scheme.row
     _check_output(row, request.output)
-    rounds = schedule(request.scheme, comm)
+    rounds, why = _rounds(request.scheme, comm, buffers.wire, buffers.group)
     chosen = transports.choose(device.name, request.transport, row, comm.size)
     operator = device.merge_operator(buffers.records.shape[3] - 2, shape.record_dtype)
     reduction = Reduction(comm, operator, buffers.wire, buffers.group, device.memory)
@@ -255,7 +259,7 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
 
     return Plan(
         *(request, buffers, rounds, chosen, attention, reducer, finish, folded, whole_of(attention)),
-        *(sight, visible, add_sinks, None if row.fused or request.groups != 1 else see),
+        *(sight, visible, add_sinks, None if row.fused or request.groups != 1 else see, why),
     )
 
 
@@ -282,11 +286,23 @@ def plan_reducer(
     """
     chosen = transports.choose(device.name, transport, scheme.row, comm.size)
     reduction = Reduction(comm, operator, buffer, 1, device.memory)
-    return transports.plan(chosen, scheme, schedule(scheme, comm), reduction, executor)
+    rounds, _ = _rounds(scheme, comm, buffer, 1)
+    return transports.plan(chosen, scheme, rounds, reduction, executor)
+
+
+def _rounds(
+    scheme: Selection, comm: Intracomm, records: Any, group: int
+) -> tuple[Schedule | None, str | None]:
+    """The schedule for such records [.., width], and why it is that one. Collective."""
+    if scheme.row is not auto.ROW:
+        return schedule(scheme, comm), None
+    width = records.shape[-1]
+    return auto.choose(comm, scheme, Payload(records.size // width, width * records.itemsize, group))
 
 
 def schedule(scheme: Selection, comm: Intracomm) -> Schedule | None:
-    """The schedule of `scheme` for `comm`; node groups come from the machine where they are not given.
+    """The schedule of `scheme` for `comm`; node groups come from the machine where they are not given. That
+    of ``auto`` is the one for 16 heads of 128.
 
     None for a scheme that has none: a library's reduction, a baseline. Collective.
     """
@@ -294,6 +310,8 @@ def schedule(scheme: Selection, comm: Intracomm) -> Schedule | None:
         return None
     if scheme.own is not None:
         return scheme.own
+    if scheme.row is auto.ROW:
+        return auto.choose(comm, scheme, Payload()).schedule
     return _built(scheme, comm.size, comm_.node_groups(comm) if scheme.needs_nodes else None)
 
 
@@ -370,8 +388,7 @@ def _check_groups(request: Request) -> None:
 
 
 def _check_rules(request: Request) -> None:
-    """Raise `RestrictionError` where attention happens in a place that knows no rules, one width or one type
-    alone."""
+    """Raise `RestrictionError` where attention happens in a place of no rules, one type and one width."""
     if request.scheme.row.fused and request.shape.v_dim != request.shape.head_dim:
         raise RestrictionError(
             f"{request.scheme.text} attends while it communicates, to keys and values of one width: "
