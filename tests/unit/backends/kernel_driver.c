@@ -44,7 +44,7 @@ static void attend(int with_tables) {
   a.q_type = (int32_t)n[6], a.kv_type = (int32_t)n[7], a.threads = (int32_t)n[8];
   a.order = (int32_t)n[9];
   if (with_tables) take_tables(&a, &visible), a.visible = &visible;
-  const int64_t q_size = a.q_type ? 2 : 4, size = a.kv_type ? 2 : 4;
+  const int64_t q_size = a.q_type ? 2 : 4, size = a.kv_type > 2 ? 1 : a.kv_type ? 2 : 4;
   a.q_head_stride = a.head_dim * q_size;
   a.q_query_stride = a.heads * a.q_head_stride;
   a.q_batch_stride = a.queries * a.q_query_stride;

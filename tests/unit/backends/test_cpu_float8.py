@@ -48,7 +48,9 @@ def test_every_element_is_read_right(stored: Any) -> None:
 
 @pytest.mark.parametrize("stored", FLOAT8)
 @pytest.mark.parametrize("queried", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64])
-@pytest.mark.parametrize("shape", [(2, 1, 2, 1, 128, 1100), (1, 3, 2, 4, 72, 300), (3, 2, 1, 5, 40, 17)])
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 2, 1, 128, 1100), (1, 3, 2, 4, 72, 300), (3, 2, 1, 5, 40, 17), (1, 9, 2, 4, 72, 100)]
+)
 @pytest.mark.usefixtures("build")
 def test_exact_on_the_widened_elements(stored: Any, queried: Any, shape: tuple[int, ...]) -> None:
     batch, queries, kv_heads, group, head_dim, tokens = shape

@@ -124,6 +124,20 @@ def reference(q: Array, k: Array, v: Array, scale: float) -> Array:
     return records
 
 
+@pytest.mark.parametrize(("stored", "number"), [(ml_dtypes.float8_e4m3fn, 3), (ml_dtypes.float8_e5m2, 4)])
+@pytest.mark.parametrize("shape", [(1, 1, 2, 2, 72, 33), (2, 3, 4, 2, 40, 17), (1, 33, 1, 1, 8, 5)])
+def test_attention_to_8_bits(driver: Driver, stored: Any, number: int, shape: tuple[int, ...]) -> None:
+    batch, queries, heads, kv_heads, head_dim, tokens = shape
+    rng = np.random.default_rng(sum(shape))
+    q = rng.standard_normal((batch, queries, heads, head_dim)).astype(np.float32)
+    k, v = (rng.standard_normal((batch, tokens, kv_heads, head_dim)).astype(stored) for _ in "kv")
+    head = " ".join(map(str, ("attend", *shape, 0, number, 1, 0, 0.25)))
+    records = run(driver, head, q, k, v).reshape(batch, heads, queries, head_dim + 2)
+    exact = reference(q, k, v, 0.25)
+    np.testing.assert_allclose(records[..., 0], exact[..., 0], atol=1e-5)
+    np.testing.assert_allclose(records[..., 1:], exact[..., 1:], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_what_a_query_may_see(driver: Driver, seed: int) -> None:
     """Drawn cases: nothing beyond the arrays is read, and the records are those of NumPy."""
