@@ -22,7 +22,8 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import device as devices
 from treeattn.decoder.decoder import Decoder
 from treeattn.decoder.device import Device
-from treeattn.decoder.plan import CATALOG, Request, plan, select
+from treeattn.decoder.plan import CATALOG, plan, select
+from treeattn.decoder.request import Request
 from treeattn.decoder.sight import Sight, Stated
 from treeattn.errors import ArgumentError
 

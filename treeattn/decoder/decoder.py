@@ -14,8 +14,9 @@ from treeattn.collectives.reducer import Sent
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import device as devices
 from treeattn.decoder.device import Device
-from treeattn.decoder.plan import Plan, Request, plan, select
+from treeattn.decoder.plan import Plan, plan, select
 from treeattn.decoder.projection import Projection
+from treeattn.decoder.request import Request
 from treeattn.decoder.sight import Stated
 from treeattn.errors import ArgumentError, BackendError, RestrictionError, ScheduleError, TransportError
 

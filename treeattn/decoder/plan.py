@@ -7,18 +7,16 @@ attend while it communicates. Its row says which, and what it can do; nothing he
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from treeattn import baselines
 from treeattn import comm as comm_
-from treeattn.attention.shape import Shape
-from treeattn.attention.visibility import Visibility, Visible
+from treeattn.attention.visibility import Visible
 from treeattn.collectives import background, catalog, waiting
 from treeattn.collectives.catalog import Selection
 from treeattn.collectives.clusters.simulate import Payload
@@ -28,8 +26,8 @@ from treeattn.decoder import auto, pipeline
 from treeattn.decoder import executor as executors
 from treeattn.decoder import transport as transports
 from treeattn.decoder.device import Attention, Device, WholeStep
-from treeattn.decoder.projection import Projection
-from treeattn.decoder.sight import Sight, Stated, agree
+from treeattn.decoder.request import Request, check
+from treeattn.decoder.sight import Sight, agree
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
 
 if TYPE_CHECKING:
@@ -39,7 +37,6 @@ __all__ = [
     "CATALOG",
     "Buffers",
     "Plan",
-    "Request",
     "make_known",
     "plan",
     "plan_reducer",
@@ -68,70 +65,6 @@ def select(scheme: str | Schedule) -> Selection:
     if isinstance(scheme, str) and (chosen := auto.selection(scheme)) is not None:
         return chosen
     return catalog.select(_own.get(scheme, scheme) if isinstance(scheme, str) else scheme, CATALOG)
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a rank asks for. All of it must be the same on every rank."""
-
-    shape: Shape
-    scheme: Selection
-    scale: float | None
-    device: Device
-    transport: str | None
-    output: str
-    q_root: int | None = None
-    executor: str | None = None
-    progress: str = "calls"
-    groups: int | str = 1
-    rules: Visibility = field(default_factory=Visibility)
-    stated: Stated = field(default_factory=Stated)
-    project: Projection | None = None
-
-    @property
-    def settings(self) -> dict[str, object]:
-        """What is compared, by the names that an error gives it."""
-        return {
-            "q_root": self.q_root,  # first: a rank that broadcasts compares nothing else
-            "the shape or dtype of q, k, v": self.shape,
-            "scale": self.logit_scale,
-            "scheme": self.scheme.text,
-            f"the schedule {self.scheme.text}": self.scheme.digest,
-            "device": self.device.name,
-            "transport": transports.known(self.transport),
-            "executor": executors.known(self.executor),
-            "groups": pipeline.check_groups(self.groups, self.shape),
-            "output": self.output,
-            "what a query may see": self.rules,
-            "the layout of positions": self.stated.layout,
-            "project": self.project and self.project.digest,
-        }
-
-    @property
-    def projects_first(self) -> bool:
-        """Whether `project` comes before the reduction: where that makes the messages shorter."""
-        if self.project is None or self.scheme.row.fused or self.groups != 1:
-            return False
-        return self.project.narrows
-
-    @property
-    def asks_positions(self) -> bool:
-        """Whether ranks must know of each other's tokens."""
-        return self.rules.positional or self.stated.positions is not None
-
-    @property
-    def logit_scale(self) -> float:
-        """`scale`, or the default. Raises `ArgumentError` unless the records' type can hold it."""
-        if self.scale is None:
-            return self.shape.default_scale()
-        try:
-            value = float(self.scale)
-        except (TypeError, ValueError, OverflowError):
-            value = math.nan
-        dtype = self.shape.record_dtype
-        if not abs(value) <= float(np.finfo(dtype).max):
-            raise ArgumentError(f"scale must be a finite number of {dtype}, not {self.scale!r:.60}")
-        return value
 
 
 class Buffers:
@@ -204,10 +137,7 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
     with comm_.Agreement(comm) as agreed:
         request = ask()
         device, shape = request.device, request.shape
-        _check_progress(request)
-        _check_groups(request)
-        _check_rules(request)
-        _check_project(request)
+        check(request)
         agreed.equal = request.settings
         waiting.limit()
         device.check_shape(shape)
@@ -371,51 +301,6 @@ def _pipelined(
     return pipeline.Tried(tried, duplicate(comm)) if len(tried) > 1 else tried[0]
 
 
-def _check_groups(request: Request) -> None:
-    """Raise `RestrictionError` where a step cannot be taken apart into groups of heads."""
-    if request.groups == 1:
-        return
-    if request.device.stream is not None:
-        raise RestrictionError(
-            "groups of heads are for device='cpu': a GPU's stream does one thing at a time"
-        )
-    if request.scheme.row.fused or request.output != "replicated":
-        raise RestrictionError(
-            f"{request.scheme.text} with output={request.output!r} cannot be taken apart: use groups=1"
-        )
-    if request.progress != "calls":
-        raise RestrictionError("groups of heads are looked after within the step: use progress='calls'")
-
-
-def _check_rules(request: Request) -> None:
-    """Raise `RestrictionError` where attention happens in a place of no rules, one type and one width."""
-    if request.scheme.row.fused and request.shape.v_dim != request.shape.head_dim:
-        raise RestrictionError(
-            f"{request.scheme.text} attends while it communicates, to keys and values of one width: "
-            "v_dim needs another scheme"
-        )
-    if request.rules.rules and (request.scheme.row.fused or request.groups != 1):
-        what = request.scheme.text if request.scheme.row.fused else "a step by groups of heads"
-        raise RestrictionError(
-            f"{what} lets every query see every token: {', '.join(request.rules.rules)} need another scheme, "
-            "and groups=1"
-        )
-    if request.shape.mixed and (request.scheme.row.fused or request.groups != 1):
-        what = request.scheme.text if request.scheme.row.fused else "a step by groups of heads"
-        raise RestrictionError(
-            f"{what} takes q, k and v of one type: a cache of {request.shape.kv_dtype} under queries of "
-            f"{request.shape.dtype} needs another scheme, and groups=1"
-        )
-
-
-def _check_project(request: Request) -> None:
-    """Raise `RestrictionError` where results are on a device that projects nothing."""
-    if request.project is not None and request.device.stream is not None:
-        raise RestrictionError(
-            "project= is for device='cpu': on a GPU leave it out, and multiply its result by the map"
-        )
-
-
 def _sinks(request: Request, records: Any, operator: Any) -> Callable[[], object] | None:
     """Folds one more key of each head, with the value 0, into the records [batch, heads, queries, width]; it
     is for one rank alone, so that sinks count once whatever the number of ranks."""
@@ -429,22 +314,6 @@ def _sinks(request: Request, records: Any, operator: Any) -> Callable[[], object
     flat = records.reshape(-1, width), request.device.from_host(host).reshape(-1, width)
     merge: Callable[[], object] = operator.planned_merge(*flat)
     return merge
-
-
-def _check_progress(request: Request) -> None:
-    """Raise unless the reduction can go on in the way that was asked for."""
-    if request.progress not in ("calls", "thread"):
-        raise ArgumentError(f"progress {request.progress!r:.60} is unknown: use 'calls' or 'thread'")
-    if request.progress == "calls":
-        return
-    if request.device.stream is not None:
-        raise RestrictionError(
-            "progress='thread' is for device='cpu': a GPU's stream goes on by itself, and by way of the host "
-            "test() does it"
-        )
-    if request.scheme.row.fused:
-        raise RestrictionError(f"{request.scheme.text} computes while it communicates: use progress='calls'")
-    background.check_threads()
 
 
 def _warn_without_compiler(problems: list[str | None]) -> None:

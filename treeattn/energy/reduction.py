@@ -20,7 +20,8 @@ from treeattn.attention.visibility import Visibility
 from treeattn.collectives.catalog import Selection
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import device as devices
-from treeattn.decoder.plan import Request, plan_reducer, select
+from treeattn.decoder.plan import plan_reducer, select
+from treeattn.decoder.request import Request
 from treeattn.decoder.sight import Sight, Stated, Told, agree
 from treeattn.energy.shard import Features, Shard, records
 from treeattn.errors import ArgumentError, RestrictionError

@@ -17,7 +17,8 @@ from treeattn.decoder import Decoder
 from treeattn.decoder import device as devices
 from treeattn.decoder import plan as routes
 from treeattn.decoder import transport as transports
-from treeattn.decoder.plan import Request, select
+from treeattn.decoder.plan import select
+from treeattn.decoder.request import Request
 from treeattn.errors import RestrictionError
 from treeattn.study.compare import wire, yardsticks
 from treeattn.study.compare.schema import NULL, SUM, Key
