@@ -140,6 +140,8 @@ def test_what_ranks_say_together_cannot_be(comm, changed, message):
     [
         ({"mask": np.ones((1, 2, 1), bool)}, "the mask is bool"),
         ({"mask": np.ones((1, 1, 2), bool)}, "2 draft tokens cannot be the last of a shard of 1"),
+        ({"draft_positions": [3]}, "pass mask="),
+        ({"mask": np.ones((1, 1, 1), bool), "draft_positions": 3}, "draft_positions have shape"),
         ({"q_positions": [-1]}, "q_positions must be whole numbers"),
         ({"q_positions": [0, 1]}, "q_positions have shape"),
         ({"positions": [5, 4]}, "positions must ascend"),
@@ -160,6 +162,13 @@ def test_a_hole_between_blocks_is_named(comm):
     lengths = np.array([3, 1 if comm.rank == 0 else 3])
     with pytest.raises(ArgumentError, match="sequence 1 has a hole: rank 0 holds fewer"):
         treeattn.decode(np.ones((2, 1, 1, 8), np.float32), k, k, comm=comm, lengths=lengths, causal=True)
+
+
+def test_a_ring_refuses_the_mask_of_one_rank_on_all(comm):
+    one = np.ones((1, 1, 1, 8), np.float32)
+    mask = np.ones((1, 1, 1), bool) if comm.rank == comm.size - 1 else None
+    with pytest.raises(RestrictionError, match="lets every query see every token: mask need"):
+        treeattn.decode(one, one, one, comm=comm, scheme="query_ring", mask=mask)
 
 
 @pytest.mark.parametrize("how", [{"scheme": "kv_ring"}, {"groups": 2}])

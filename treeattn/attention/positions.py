@@ -7,6 +7,7 @@ one or two runs (start, step, count), so nothing of context size is stored, sent
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -102,7 +103,7 @@ def as_runs(positions: Any) -> Runs:
     if isinstance(positions, Sequence) and positions and all(isinstance(one, slice) for one in positions):
         return Runs(_triple(one) for one in positions)
     if isinstance(positions, Sequence) and all(isinstance(one, tuple) and len(one) == 3 for one in positions):
-        return Runs(tuple(map(int, one)) for one in positions)  # type: ignore[misc]
+        return Runs(_whole(one) for one in positions)
     array = np.asarray(positions)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         raise ArgumentError(
@@ -110,6 +111,14 @@ def as_runs(positions: Any) -> Runs:
             "runs (start, step, count), or a layout"
         )
     return Runs(_found(array.astype(np.int64)))
+
+
+def _whole(one: tuple[Any, ...]) -> tuple[int, int, int]:
+    try:
+        start, step, count = map(operator.index, one)
+    except TypeError:
+        raise ArgumentError(f"positions {one}: a run is three whole numbers (start, step, count)") from None
+    return start, step, count
 
 
 def _triple(one: slice) -> tuple[int, int, int]:

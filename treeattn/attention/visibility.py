@@ -157,7 +157,7 @@ class Visible:
         lengths: [batch] valid tokens, drafts among them; None: all. The rest as `treeattn.decode` takes it.
         Raises `ArgumentError`.
         """
-        if mask is not None or self.drafts:
+        if mask is not None or self.drafts or draft_positions is not None:
             self._take_drafts(mask, draft_positions)
         valid = self._context(tokens, lengths)
         if runs is None:
@@ -219,6 +219,8 @@ class Visible:
     def _take_drafts(self, mask: Any, draft_positions: Any) -> None:
         batch, queries = self.q_positions.shape
         self.version += 1
+        if mask is None and draft_positions is not None:
+            raise ArgumentError("draft_positions are of draft tokens, which a mask names: pass mask=")
         if mask is None:
             self.drafts, self.mask = 0, np.zeros((batch, queries, 0), np.uint32)
             self.draft_positions = np.zeros((batch, 0), np.int64)
@@ -231,10 +233,14 @@ class Visible:
             )
         drafts = mask.shape[2] * (1 if mask.dtype == np.bool_ else 32)
         if draft_positions is not None:
-            draft_positions = np.broadcast_to(
-                np.asarray(draft_positions), (batch, np.shape(draft_positions)[-1])
-            )
+            draft_positions = np.asarray(draft_positions)
+            if draft_positions.shape[:-1] not in ((), (batch,)) or not draft_positions.ndim:
+                raise ArgumentError(
+                    f"draft_positions have shape {list(draft_positions.shape)}: [drafts] or [batch, drafts], "
+                    f"with batch {batch}, is needed"
+                )
             _check_positions("draft_positions", draft_positions)
+            draft_positions = np.broadcast_to(draft_positions, (batch, draft_positions.shape[-1]))
             drafts = self._agreed_drafts(mask, draft_positions.shape[1])
         elif self.rules.slopes is not None:
             raise ArgumentError("alibi asks where draft tokens stand: pass draft_positions=")
@@ -315,13 +321,17 @@ def _window(window: Any) -> tuple[int | None, int | None]:
     return left, right
 
 
+#: Kernels take these numbers as float32, whatever the inputs are.
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+
 def _softcap(value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if not 0 < number < math.inf:
-        raise ArgumentError(f"softcap must be a finite number above 0, or None, not {value!r:.60}")
+    if isinstance(value, bool) or not _SMALLEST <= number <= _LARGEST:
+        raise ArgumentError(f"softcap must be a number of float32 above 0, or None, not {value!r:.60}")
     return number
 
 
@@ -332,6 +342,7 @@ def _by_head(name: str, values: Any, heads: int, *, finite: bool) -> tuple[float
     if array.shape != (heads,) or array.dtype.kind not in "fiu":
         raise ArgumentError(f"{name} has shape {list(array.shape)}: one number for each of {heads} heads")
     array = array.astype(np.float64)
-    if np.isnan(array).any() or (array == np.inf).any() or (finite and np.isinf(array).any()):
-        raise ArgumentError(f"{name} must be finite{'' if finite else ', or -inf for none'}")
+    if not ((abs(array) <= _LARGEST) | ((array == -np.inf) & (not finite))).all():
+        none = "" if finite else ", or -inf for none"
+        raise ArgumentError(f"{name} must be finite numbers of float32{none}")
     return tuple(array.tolist())

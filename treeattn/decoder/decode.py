@@ -153,6 +153,7 @@ def decode(
             *(shape, select(scheme), scale, where, transport, output, q_root, executor),
             rules=rules,
             stated=Stated(positions, tuple(tables.draft_begins.tolist())),
+            masked=mask is not None,
         )
 
     def cache_name(array: Any) -> str:

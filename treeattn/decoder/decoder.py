@@ -183,7 +183,7 @@ class Decoder:
         """
         v = self._first_channels(k) if v is None else v
         attention, whole = self._attention, self._whole
-        if not self._plain or mask is not None:
+        if not self._plain or mask is not None or draft_positions is not None:
             attention, whole = self._look(k, lengths, q_positions, positions, mask, draft_positions)
             lengths = None
         if whole is not None and whole(q, k, v, lengths):
@@ -210,7 +210,7 @@ class Decoder:
         """This rank's partials, from its own tokens, into the records buffer. Arguments as for a call."""
         v = self._first_channels(k) if v is None else v
         attention = self._attention
-        if not self._plain or mask is not None:
+        if not self._plain or mask is not None or draft_positions is not None:
             attention, _ = self._look(k, lengths, q_positions, positions, mask, draft_positions)
             lengths = None
         self._attend(attention, q, k, v, lengths)
@@ -227,7 +227,8 @@ class Decoder:
         """Fill the tables of a step; attention and whole step that read them."""
         if self._tables is None:  # a mask, for the first time
             if self._see is None:
-                raise RestrictionError(f"{self.scheme} attends while it communicates, and takes no mask")
+                how = "by groups of heads" if self.groups > 1 else f"of {self.scheme}"
+                raise RestrictionError(f"a step {how} lets every query see every token: it takes no mask")
             tables = self._sight.tables()
             self._tables, self._seeing = tables, self._see(tables)
         lengths = self._device.host_lengths(lengths)

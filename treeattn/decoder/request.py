@@ -24,7 +24,7 @@ __all__ = ["Request", "check"]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a rank asks for. All of it must be the same on every rank."""
+    """What a rank asks for. What `settings` names must be the same on every rank."""
 
     shape: Shape
     scheme: Selection
@@ -39,6 +39,7 @@ class Request:
     rules: Visibility = field(default_factory=Visibility)
     stated: Stated = field(default_factory=Stated)
     project: Projection | None = None
+    masked: bool = False  # of this rank alone: the one step that follows brings a mask
 
     @property
     def settings(self) -> dict[str, object]:
@@ -133,11 +134,11 @@ def _check_rules(request: Request) -> None:
             f"{request.scheme.text} attends while it communicates, to keys and values of one width: "
             "v_dim needs another scheme"
         )
-    if request.rules.rules and (request.scheme.row.fused or request.groups != 1):
+    rules = request.rules.rules + ("mask",) * request.masked
+    if rules and (request.scheme.row.fused or request.groups != 1):
         what = request.scheme.text if request.scheme.row.fused else "a step by groups of heads"
         raise RestrictionError(
-            f"{what} lets every query see every token: {', '.join(request.rules.rules)} need another scheme, "
-            "and groups=1"
+            f"{what} lets every query see every token: {', '.join(rules)} need another scheme, and groups=1"
         )
     if request.shape.mixed and (request.scheme.row.fused or request.groups != 1):
         what = request.scheme.text if request.scheme.row.fused else "a step by groups of heads"

@@ -84,7 +84,10 @@ def test_a_position_of_two_ranks_is_found(ours, theirs):
 
 @pytest.mark.parametrize(
     "positions",
-    [[3, 3], [3, 2], [-1, 0], [[1, 2]], [0.5, 1], [(4, 0, 3)], [(4, 1, 3), (6, 1, 1)], slice(0, None)],
+    [
+        *([3, 3], [3, 2], [-1, 0], [[1, 2]], [0.5, 1], [(4, 0, 3)], [(0.5, 1, 3)]),
+        *([(4, 1, 3), (6, 1, 1)], slice(0, None)),
+    ],
 )
 def test_what_does_not_ascend_is_refused(positions):
     with pytest.raises(ArgumentError):
@@ -101,9 +104,12 @@ def test_what_does_not_ascend_is_refused(positions):
         ({"window": (-1, 0)}, "a side of the window must be a whole number from 0 on, not -1"),
         ({"window": 5}, "window must be"),
         ({"leading": -2}, "leading must be a whole number"),
-        ({"softcap": 0}, "softcap must be a finite number above 0"),
+        ({"softcap": 0}, "softcap must be a number of float32 above 0"),
+        ({"softcap": 1e300}, "softcap must be"),
+        ({"softcap": 1e-300}, "softcap must be"),
+        ({"sink_logits": [0.0, 1e300]}, "sink_logits must be finite"),
         ({"alibi": [1.0]}, "alibi has shape \\[1\\]: one number for each of 2 heads"),
-        ({"sink_logits": [0.0, np.nan]}, "sink_logits must be finite, or -inf"),
+        ({"sink_logits": [0.0, np.nan]}, "sink_logits must be finite numbers of float32, or -inf"),
         ({"causal": 2}, "causal must be True or False"),
     ],
 )
