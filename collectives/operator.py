@@ -47,8 +47,15 @@ class ManyOperator(Protocol):
 class Pull(Protocol):
     """A step of `pulls.Program`, planned over memory that never moves."""
 
-    def __call__(self) -> None:
-        """Queue one step."""
+    #: [program.landing, width]: where messages of other nodes land.
+    landed: Any
+
+    def __call__(self, part: int = 0) -> None:
+        """Queue one of `Program.parts`: without messages the only one, and so a step."""
+
+    def followed_by(self, work: Any) -> Callable[[], object] | None:
+        """What queues a step and then `work`, planned on the same device over the same records, at once; None
+        where that cannot be."""
 
     def late(self) -> tuple[int, int] | None:
         """(rank, round) that was waited for in vain, as far as what was queued is done; else None."""

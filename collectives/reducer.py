@@ -150,6 +150,11 @@ class Reducer(ABC):
         """A step for C code that does more in one call; None where no C function runs one."""
         return None
 
+    def followed_by(self, work: Any) -> Callable[[], None] | None:
+        """A call of this reducer with `work` on its records, as their device planned it, in the same launch;
+        None where that cannot be."""
+        return None
+
     def _check_running(self, call: str) -> None:
         """Raise `ScheduleError` unless a step is on its way."""
         if not self._running or self._failed:
@@ -204,7 +209,7 @@ class Reducer(ABC):
             raise
         self._running = 0
 
-    def _run(self, part: Callable[[], None]) -> None:
+    def _run(self, part: Callable[[], object]) -> None:
         """What fails half-way stays running: messages may be in flight, and no other step may begin."""
         try:
             part()

@@ -7,7 +7,9 @@ A page has one of
     <!-- beside FILE -->                          what `benchmarks/side_by_side.py --json` wrote
     <!-- rivals -->                               what is beaten and what is not, from several of them
     <!-- gpu NAME -->                             what `benchmarks/gpu_day.sh` wrote (gpu_tables.py)
+    <!-- published NAME -->                       what `treeattn published --json` wrote (published_tables.py)
     <!-- executors RANKS ... -->                  what `benchmarks/reduction.py --json` wrote, for each number
+    <!-- nodes FILE -->                           the same over emulated nodes: executors side by side
     <!-- costs RANKS ... -->                      what the schedules of the catalogue cost, by their proofs
 
 and `<!-- end -->`; what stands between is replaced by that table of docs/results/FILE. Numbers are never
@@ -35,16 +37,23 @@ from treeattn.study.paper import shown
 DOCS = Path(__file__).resolve().parent
 sys.path.append(str(DOCS))
 import gpu_tables  # noqa: E402
+import published_tables  # noqa: E402
 
-PAPER = re.compile(r"<!-- table (\S+) (\S+) (model|measured) (\d+) -->\n.*?<!-- end -->", re.DOTALL)
+PAPER = re.compile(
+    r"<!-- table (\S+) (\S+) (model|measured|predictions) (\d+) -->\n.*?<!-- end -->", re.DOTALL
+)
 COMPARED = re.compile(r"<!-- compare (reduce|decode) (\d+)((?: \S+\.jsonl)+) -->\n.*?<!-- end -->", re.DOTALL)
 
 BESIDE = re.compile(r"<!-- beside (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 RIVALS = re.compile(r"<!-- (rivals) -->\n.*?<!-- end -->", re.DOTALL)
 GPU = re.compile(rf"<!-- gpu ({'|'.join(gpu_tables.TABLES)}) -->\n.*?<!-- end -->", re.DOTALL)
+PUBLISHED = re.compile(
+    rf"<!-- published ({'|'.join(published_tables.TABLES)}) -->\n.*?<!-- end -->", re.DOTALL
+)
 EXECUTORS = re.compile(r"<!-- executors((?: \d+)+) -->\n.*?<!-- end -->", re.DOTALL)
 COSTS = re.compile(r"<!-- costs((?: \d+)+) -->\n.*?<!-- end -->", re.DOTALL)
-KINDS = (PAPER, COMPARED, BESIDE, RIVALS, GPU, EXECUTORS, COSTS)
+NODES = re.compile(r"<!-- nodes (\S+) -->\n.*?<!-- end -->", re.DOTALL)
+KINDS = (PAPER, COMPARED, BESIDE, RIVALS, GPU, PUBLISHED, EXECUTORS, COSTS, NODES)
 
 # What stands against `hierarchical` in the README: words, file, what was timed, tokens, scheme.
 _RIVALS = (
@@ -62,7 +71,11 @@ def filled(page: str) -> str:
     page = COMPARED.sub(lambda block: _block(block[0], _compared(*block.groups())), page)
     page = BESIDE.sub(lambda block: _block(block[0], _beside(*block.groups())), page)
     page = GPU.sub(lambda block: _block(block[0], _of_the_gpu(block[1])), page)
+    page = PUBLISHED.sub(
+        lambda block: _block(block[0], _markdown(*published_tables.TABLES[block[1]]())), page
+    )
     page = EXECUTORS.sub(lambda block: _block(block[0], _executors(block[1])), page)
+    page = NODES.sub(lambda block: _block(block[0], _over_nodes(block[1])), page)
     page = COSTS.sub(lambda block: _block(block[0], _costs(block[1])), page)
     return RIVALS.sub(lambda block: _block(block[0], _rivals()), page)
 
@@ -213,6 +226,9 @@ _GOALS = {
     ("binary_tree", "slots"): {"2": "0.5; 1.05"},
 }
 
+# Of slots, as part of what Python takes, over emulated nodes.
+_NODES_GOALS = {"hierarchical": 0.7}
+
 
 def _executors(sizes: str) -> str:
     """Ratios to the library's sum, of the medians and of the fastest repeats, with the goals in brackets."""
@@ -228,6 +244,19 @@ def _executors(sizes: str) -> str:
             cells = [_ratios(rows_of[scheme, executor], goals.get(size)) for size, rows_of in found.items()]
             rows.append([f"`{scheme}`", executor, *cells])
     return _markdown(headings, rows)
+
+
+def _over_nodes(file: str) -> str:
+    """Medians of each executor, and what slots take of the time of Python, with the goal."""
+    facts = json.loads((DOCS / "results" / file).read_text())
+    times = {(row["scheme"], row["executor"]): row["median_us"] for row in facts["rows"]}
+    rows = []
+    for scheme in ("hierarchical", "binary_tree", "recursive_doubling"):
+        of_each = [times[scheme, executor] for executor in ("slots", "program", "mpi")]
+        ratio, goal = of_each[0] / of_each[2], _NODES_GOALS.get(scheme)
+        judged = f", goal {goal} {_verdict(ratio <= goal)}" if goal else ""
+        rows.append([f"`{scheme}`", *map(_us, of_each), f"{ratio:.2f}{judged}"])
+    return _markdown(["scheme", "slots, µs", "program, µs", "mpi, µs", "slots / mpi"], rows)
 
 
 def _ratios(row: dict[str, Any], goal: str | None) -> str:

@@ -6,7 +6,8 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from treeattn import collectives
+from treeattn import collectives, energy, token_tree
+from treeattn.cache import ShardedCache
 from treeattn.decoder import Decoder, Merger, decode, merge, schemes
 from treeattn.errors import (
     ArgumentError,
@@ -29,11 +30,14 @@ __all__ = [
     "Merger",
     "RestrictionError",
     "ScheduleError",
+    "ShardedCache",
     "TransportError",
     "TreeattnError",
     "__version__",
     "collectives",
     "decode",
+    "energy",
     "merge",
     "schemes",
+    "token_tree",
 ]

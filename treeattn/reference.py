@@ -83,12 +83,12 @@ def partial(
     becomes softcap * tanh(x / softcap). alibi: [heads], then less alibi * distance, which is t - s
     [batch, queries, tokens].
     """
-    batch, queries, heads, head_dim = q.shape
+    batch, queries, heads, _ = q.shape
     group = heads // k.shape[2]
     result = Partial(
         np.full((batch, heads, queries), -np.inf),
         np.zeros((batch, heads, queries)),
-        np.zeros((batch, heads, queries, head_dim)),
+        np.zeros((batch, heads, queries, v.shape[3])),
         0.0,
         0.0,
     )

@@ -48,12 +48,13 @@ class Results(NamedTuple):
 
 def attend(runtime: Any, case: Case) -> Results:
     """Attention over a case's arrays, and the finish; in one split where the case leaves that open."""
-    q, k, v, lengths, mask = (_uploaded(runtime, array) for array in case.inputs())
+    *arrays, visible = case.inputs()
+    q, k, v, lengths = (_uploaded(runtime, array) for array in arrays)
     records = runtime.empty((case.batch, case.heads, case.queries, case.head_dim + 2), np.float32)
     out = runtime.empty((case.batch, case.queries, case.heads, case.head_dim), np.float32)
     lse = runtime.empty((case.batch, case.heads, case.queries), np.float32)
     cuda.partial_attention(
-        *(q, k, v, records), scale=case.scale, lengths=lengths, mask=mask, mask_tokens=case.mask_tokens,
+        *(q, k, v, records), scale=case.scale, lengths=lengths, visible=visible,
         num_splits=case.splits or 1, tensor_cores=case.tensor_cores, runtime=runtime,
     )  # fmt: skip
     cuda.planned_finish(records, out, lse, runtime=runtime)()

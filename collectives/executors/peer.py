@@ -6,7 +6,8 @@ what is copied, announced, waited for and pulled there.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from treeattn.collectives import pulls, traffic, waiting
 from treeattn.collectives.executors import rounds
@@ -17,7 +18,7 @@ from treeattn.collectives.reducer import Reduction, duplicate
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import TransportError
 
-__all__ = ["Reducer", "Window"]
+__all__ = ["Reducer", "Window", "Windows"]
 
 
 class Window(NamedTuple):
@@ -27,33 +28,32 @@ class Window(NamedTuple):
     blocks: int
 
 
-class Reducer(BaseReducer):
-    """A planned reduction of a buffer in the memory of a GPU, in place, over ranks that share a node.
+class Windows:
+    """The windows of a node's ranks, and what this one does with them in a step.
 
     It is planned in three parts: creating it is collective; `expose` and `connect` are each rank's own and
-    may fail on one alone: agree on both. A step is queued and not waited for. A rank that does not come in
-    time leaves NaN in the records of those who wait, and `TransportError` for their next step, `synchronize`
-    or `close`.
+    may fail on one alone: agree on both. A rank that does not come in time leaves NaN in the records of those
+    who wait, in all later steps too.
 
     Raises `ScheduleError` if the schedule is for another number of ranks or is not a correct reduction.
     """
 
-    executor = "peer"
-    queued = True
-
-    def __init__(self, reduction: Reduction, schedule: Schedule) -> None:
+    def __init__(self, reduction: Reduction, schedule: Schedule, nodes: pulls.Nodes) -> None:
+        """nodes: ranks whose GPUs read one another's memory, the same on every rank."""
         comm = reduction.comm
         proof = rounds.proved(reduction, schedule)
         self.certificate = proof.certificate
-        self._records = reduction.records(schedule.name)
-        self._operator: PullingOperator = reduction.operator
+        #: [records, width].
+        self.records = reduction.records(schedule.name)
+        self._name, self._operator = schedule.name, reduction.operator
         self._memory: PeerMemory = reduction.memory
         self._seconds = waiting.limit()
-        super().__init__(schedule.name)
         self._comm = duplicate(comm)
-        count, group = len(self._records), reduction.group
-        self._program = pulls.plan(schedule, proof, comm.rank, count, group)
-        bytes_each = self._records.nbytes // max(count, 1)
+        self._near = next(node for node in nodes if comm.rank in node)
+        count, group = len(self.records), reduction.group
+        self.program = pulls.plan(schedule, proof, comm.rank, count, group, nodes)
+        bytes_each = self.records.nbytes // max(count, 1)
+        #: As `Reducer.sent`.
         self.sent = [
             (message.dst, message.records * bytes_each)
             for message in traffic.messages(schedule, count, group)
@@ -61,33 +61,31 @@ class Reducer(BaseReducer):
         ]
         self._window = 0  # address; there is none at 0
         self._opened: list[int] = []
-        self._pull: Pull | None = None  # a rank alone has nothing to do
-
-    @property
-    def blocking(self) -> int:
-        """Never: a step is queued, and the kernel minds the time."""
-        return 0
+        #: What runs a part of the program; None before `connect`, and on a rank alone, which has none.
+        self.pull: Pull | None = None
 
     def expose(self) -> Window:
         """This rank's window. Raises `TransportError`, `BackendError`."""
+        operator: PullingOperator = self._operator
         handle = b""
-        if self._comm.size > 1:
-            self._window, handle = self._memory.expose(self._operator.window_bytes(self._program))
-        return Window(handle, self._operator.pull_blocks(len(self._records)))
+        if len(self._near) > 1:
+            self._window, handle = self._memory.expose(operator.window_bytes(self.program))
+        return Window(handle, operator.pull_blocks(len(self.records)))
 
     def connect(self, windows: list[Window]) -> None:
-        """Open the windows of all ranks. Raises `TransportError`, which names the rank, `BackendError`."""
+        """Open those of the node among the windows of all ranks. Raises `TransportError`, which names the
+        rank, `BackendError`."""
         if self._comm.size == 1:
             return
         addresses = [self._open(rank, window.handle) for rank, window in enumerate(windows)]
-        blocks = min(window.blocks for window in windows)
-        self._pull = self._operator.planned_pull(
-            self._records, self._program, self._comm.rank, addresses, self._seconds, blocks
+        blocks = min(windows[rank].blocks for rank in self._near)
+        self.pull = self._operator.planned_pull(
+            self.records, self.program, self._comm.rank, addresses, self._seconds, blocks
         )
 
     def _open(self, rank: int, handle: bytes) -> int:
-        if rank == self._comm.rank:
-            return self._window
+        if rank == self._comm.rank or rank not in self._near:
+            return self._window * (rank == self._comm.rank)
         try:
             address = self._memory.open_exposed(handle)
         except TransportError as error:
@@ -95,43 +93,93 @@ class Reducer(BaseReducer):
         self._opened.append(address)
         return address
 
+    def late(self) -> TransportError | None:
+        """Who was waited for in vain, as far as what was queued is done."""
+        late = self.pull and self.pull.late()
+        if not late:
+            return None
+        what = f"{self._name}, round {late[1]}"
+        return TransportError(waiting.overdue(what, f"rank {late[0]}", self._seconds))
+
+    def raise_if_late(self) -> None:
+        """Raise `TransportError` where somebody was."""
+        error = self.late()
+        if error:
+            raise error
+
+    def close(self) -> None:
+        """The end of steps that are done: all close what they opened before any frees what was open.
+        Collective. Raises `TransportError` where the others do not come to it."""
+        self.pull = None
+        while self._opened:
+            self._memory.close_exposed(self._opened.pop())
+        everyone = self._comm.Ibarrier()
+        if not waiting.until(everyone.Test, self._seconds):
+            what = f"the end of {self._name}"
+            raise TransportError(waiting.overdue(what, "the other ranks", self._seconds))
+        if self._window:
+            self._memory.withdraw(self._window)
+        self._comm.Free()
+
+
+class Reducer(BaseReducer):
+    """A planned reduction of a buffer in the memory of a GPU, in place, over ranks that share a node.
+
+    To be planned as its `windows` are. A step is queued and not waited for. A rank that does not come in time
+    leaves NaN in the records of those who wait, and `TransportError` for their next step, `synchronize` or
+    `close`.
+    """
+
+    executor = "peer"
+    queued = True
+
+    def __init__(self, reduction: Reduction, schedule: Schedule) -> None:
+        """Raises as `Windows`."""
+        self.windows = Windows(reduction, schedule, (tuple(range(reduction.comm.size)),))
+        self.certificate, self.sent = self.windows.certificate, self.windows.sent
+        self._memory: PeerMemory = reduction.memory
+        super().__init__(schedule.name)
+
+    @property
+    def blocking(self) -> int:
+        """Never: a step is queued, and the kernel minds the time."""
+        return 0
+
     def _check(self) -> None:
         super()._check()
-        self._raise_if_late()
-
-    def _raise_if_late(self) -> None:
-        late = self._pull and self._pull.late()
-        if late:
-            what = f"{self.name}, round {late[1]}"
-            raise TransportError(waiting.overdue(what, f"rank {late[0]}", self._seconds))
+        self.windows.raise_if_late()
 
     def _begin(self) -> None:
-        if self._pull:
-            self._pull()
+        if self.windows.pull:
+            self.windows.pull()
 
     def _complete(self) -> None:
         """The stream does the rest."""
+
+    def followed_by(self, work: Any) -> Callable[[], None] | None:
+        """Where this rank is not alone."""
+        launch = self.windows.pull and self.windows.pull.followed_by(work)
+        if launch is None:
+            return None
+
+        def step() -> None:
+            self._check()
+            self._running = self._number = self._number + 1
+            self._run(launch)
+            self._running = 0
+
+        return step
 
     def synchronize(self) -> None:
         """Wait for the steps in the current stream, which end by themselves. Raises `TransportError` where
         one of them waited in vain."""
         self._memory.synchronize()
-        self._raise_if_late()
+        self.windows.raise_if_late()
 
     def _release(self) -> None:
-        """All close what they opened before any frees what was open."""
         self._memory.synchronize_all()
-        self._raise_if_late()  # then others may be lost, and what they read stays
-        self._pull = None
-        while self._opened:
-            self._memory.close_exposed(self._opened.pop())
-        everyone = self._comm.Ibarrier()
-        if not waiting.until(everyone.Test, self._seconds):
-            what = f"the end of {self.name}"
-            raise TransportError(waiting.overdue(what, "the other ranks", self._seconds))
-        if self._window:
-            self._memory.withdraw(self._window)
-        self._comm.Free()
+        self.windows.raise_if_late()  # then others may be lost, and what they read stays
+        self.windows.close()
 
     def _abandon(self) -> None:
         """Nothing: others may be reading what this rank exposes, for as long as it lives."""

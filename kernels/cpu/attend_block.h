@@ -32,9 +32,11 @@ struct block {
   struct adjustment *adjustment; /* NULL: scores stay as they are */
 };
 
-/* Called wherever a unit is read, with a place that comes later. One by one: a core can wait for few lines of memory at
- * a time, and stands still when more are asked for at once. */
-INLINE void prefetch_unit(enum order order, enum element_type type, const char *at) {
+/* Called wherever a unit is read, with a place that comes later, and how far into a row that is. One by one: a core can
+ * wait for few lines of memory at a time, and stands still when more are asked for at once. Units of 8-bit elements are
+ * parts of a line, which is asked for once. */
+INLINE void prefetch_unit(enum order order, enum element_type type, const char *at, int64_t offset) {
+  if (type > BFLOAT16 && offset % 64) return;
   for (size_t i = 0; i < UNIT * element_size(type); i += 64)
     if (order == SCATTERED)
       __builtin_prefetch(at + i);
@@ -72,7 +74,7 @@ INLINE void score_tokens(enum order order, enum element_type type, int rows, con
     for (int t = 0; t < tokens; ++t) {
       key[t] = load_unit(type, keys[t] + d * size);
       const char *next = order == SCATTERED ? keys[t] : b->k + (begin + t) * b->k_share;
-      prefetch_unit(order, type, next + b->next_k + d * size);
+      prefetch_unit(order, type, next + b->next_k + d * size, d * size);
     }
     add_products(rows, tokens, b->q + d, b->row_floats, key, sum);
   }
@@ -140,7 +142,7 @@ INLINE void add_values(enum order order, enum element_type type, int rows, int u
     const char *from = b->v + t * b->v_stride + (size_t)d * element_size(type);
     unit value[MAX_UNITS];
     const char *next = from + b->next_v + (order == SCATTERED ? 0 : t * (b->v_share - b->v_stride));
-    for (int u = 0; u < units; ++u) prefetch_unit(order, type, next + u * UNIT * element_size(type));
+    for (int u = 0; u < units; ++u) prefetch_unit(order, type, next + u * UNIT * element_size(type), d + u * UNIT);
     for (int u = 0; u < units; ++u)
       value[u] = part ? load_part(type, from, part) : load_unit(type, from + u * UNIT * element_size(type));
     for (int r = 0; r < rows; ++r) {
@@ -187,12 +189,16 @@ typedef void attend_function(const struct block *b);
   static void attend_##ORDER##_##TYPE##_##ROWS(const struct block *b) { attend(ORDER, TYPE, ROWS, b); }
 #define ATTEND_ROWS(ORDER, TYPE)                                                                                       \
   ATTEND(ORDER, TYPE, 1) ATTEND(ORDER, TYPE, 2) ATTEND(ORDER, TYPE, 3) ATTEND(ORDER, TYPE, 4)
-#define ATTEND_TYPES(ORDER) ATTEND_ROWS(ORDER, FLOAT32) ATTEND_ROWS(ORDER, FLOAT16) ATTEND_ROWS(ORDER, BFLOAT16)
+#define ATTEND_TYPES(ORDER)                                                                                            \
+  ATTEND_ROWS(ORDER, FLOAT32)                                                                                          \
+  ATTEND_ROWS(ORDER, FLOAT16)                                                                                          \
+  ATTEND_ROWS(ORDER, BFLOAT16) ATTEND_ROWS(ORDER, E4M3FN) ATTEND_ROWS(ORDER, E5M2)
 ATTEND_TYPES(SCATTERED)
 ATTEND_TYPES(NEIGHBOURS)
 #define NAMES(ORDER, TYPE)                                                                                             \
   {attend_##ORDER##_##TYPE##_1, attend_##ORDER##_##TYPE##_2, attend_##ORDER##_##TYPE##_3, attend_##ORDER##_##TYPE##_4}
-#define TYPES(ORDER) {NAMES(ORDER, FLOAT32), NAMES(ORDER, FLOAT16), NAMES(ORDER, BFLOAT16)}
-static attend_function *const attend_rows[2][3][MAX_ROWS] = {TYPES(SCATTERED), TYPES(NEIGHBOURS)};
+#define TYPES(ORDER)                                                                                                   \
+  {NAMES(ORDER, FLOAT32), NAMES(ORDER, FLOAT16), NAMES(ORDER, BFLOAT16), NAMES(ORDER, E4M3FN), NAMES(ORDER, E5M2)}
+static attend_function *const attend_rows[2][5][MAX_ROWS] = {TYPES(SCATTERED), TYPES(NEIGHBOURS)};
 
 #endif

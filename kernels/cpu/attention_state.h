@@ -6,8 +6,7 @@
 #define TREEATTN_ATTENTION_STATE_H
 
 #include "attend_block.h"
-#include "partial_attention.h"
-#include "records.h"
+#include "rows.h"
 
 enum { CHUNK = 1008 }; /* tokens of a piece of work, at most */
 
@@ -37,7 +36,7 @@ struct state {
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t record_width(const struct attention *a) { return a->head_dim + RECORD_NUMERATOR; }
-static int64_t row_floats(const struct attention *a) { return (a->head_dim + UNIT - 1) / UNIT * UNIT; }
+static int64_t row_floats(const struct attention *a) { return whole_units(a->head_dim); }
 static int64_t rows_per_query(const struct attention *a) { return a->heads / a->kv_heads; }
 static int64_t rows_per_kv_head(const struct attention *a) { return rows_per_query(a) * a->queries; }
 
@@ -86,26 +85,13 @@ static struct state state_of(const struct attention *a, int worker) {
   return s;
 }
 
-/* One row of q to float32, scaled, in the unit order of the keys, padded with 0. */
-static void widen_query(const struct attention *a, const char *from, float *to) {
-  for (int64_t d = 0; d < a->head_dim; d += UNIT) {
-    const int64_t left = a->head_dim - d;
-    const char *at = from + d * (int64_t)element_size(a->q_type);
-    unit u = left >= UNIT ? load_unit(a->q_type, at) : load_part(a->q_type, at, (int)left);
-    if (is_split(a->q_type) && !is_split(a->kv_type)) u = interleave(u);
-    if (!is_split(a->q_type) && is_split(a->kv_type)) u = split(u);
-    store(to + d, u.first * splat(a->scale));
-    store(to + d + WIDTH, u.second * splat(a->scale));
-  }
-}
-
 /* Queries of the rows of a piece; sums emptied. */
 static void prepare(const struct attention *a, const struct state *s, const struct piece *p) {
   const int64_t floats = row_floats(a), first = p->head * rows_per_kv_head(a), count = p->heads * rows_per_kv_head(a);
   for (int64_t r = 0; r < count; ++r) {
     const int64_t head = head_of(a, first + r), query = query_of(a, first + r);
     const char *from = a->q + p->b * a->q_batch_stride + query * a->q_query_stride + head * a->q_head_stride;
-    widen_query(a, from, s->q + r * floats);
+    widen_query(a, from, a->scale * scale_of(a, a->k_scale, head / rows_per_query(a)), s->q + r * floats);
     s->maximum[r] = -INFINITY;
   }
   memset(s->numerator, 0, (size_t)(count * floats) * sizeof(float));
@@ -122,36 +108,21 @@ static float whole_maximum(const struct attention *a, const struct state *s, int
   return (float)whole;
 }
 
-static void write_numerator(const struct attention *a, float *numerator, float factor, float *to) {
-  if (is_split(a->kv_type))
-    for (int64_t d = 0; d < row_floats(a); d += UNIT) {
-      const unit u = interleave((unit){load(numerator + d), load(numerator + d + WIDTH)});
-      store(numerator + d, u.first);
-      store(numerator + d + WIDTH, u.second);
-    }
-  for (int64_t i = 0; i < a->head_dim; ++i) to[i] = canonical(factor * numerator[i]);
-}
-
-static void write_record(const struct attention *a, const struct state *s, int64_t r, float *record) {
-  const int64_t width = record_width(a);
+static void write_record(const struct attention *a, const struct state *s, int64_t r, float v_scale, float *record) {
   const float denominator = sum_lanes(load(s->denominator + r * WIDTH));
-  if (denominator != denominator) { /* a NaN score: all of the row is NaN */
-    for (int64_t i = 0; i < width; ++i) record[i] = (float)NAN;
-  } else if (s->maximum[r] == -INFINITY) {
-    set_identity(record, width);
-  } else {
-    float factor = 1.0f;
-    record[RECORD_MAX] = whole_maximum(a, s, r, &factor);
-    record[RECORD_DENOMINATOR] = factor * denominator;
-    write_numerator(a, s->numerator + r * row_floats(a), factor, record + RECORD_NUMERATOR);
-  }
+  float factor = 1.0f;
+  const float maximum = whole_maximum(a, s, r, &factor);
+  write_row(a, maximum, denominator, factor, v_scale, s->numerator + r * row_floats(a), record);
 }
 
 /* The rows of a piece, to the records of their batch row. */
 static void write_records(const struct attention *a, const struct state *s, const struct piece *p, float *records) {
   const int64_t first = p->head * rows_per_kv_head(a), count = p->heads * rows_per_kv_head(a);
-  for (int64_t r = 0; r < count; ++r)
-    write_record(a, s, r, records + (head_of(a, first + r) * a->queries + query_of(a, first + r)) * record_width(a));
+  for (int64_t r = 0; r < count; ++r) {
+    const int64_t head = head_of(a, first + r);
+    write_record(a, s, r, scale_of(a, a->v_scale, head / rows_per_query(a)),
+                 records + (head * a->queries + query_of(a, first + r)) * record_width(a));
+  }
 }
 
 #endif

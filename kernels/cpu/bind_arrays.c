@@ -62,7 +62,7 @@ int64_t bind_arrays(const struct binding *b, void *arrays) {
   if (given != b->none && (!look_at(b, given, 1, &lengths) || lengths.shape[0] != a.batch)) return 1;
   if (!look_at(b, b->item(arrays, 0), 4, &q) || !has_shape(&q, a.batch, a.queries, a.heads, a.head_dim)) return 1;
   if (!look_at(b, b->item(arrays, 1), 4, &k) || !has_shape(&k, a.batch, k.shape[1], a.kv_heads, a.head_dim)) return 1;
-  if (!look_at(b, b->item(arrays, 2), 4, &v) || !has_shape(&v, a.batch, k.shape[1], a.kv_heads, a.head_dim)) return 1;
+  if (!look_at(b, b->item(arrays, 2), 4, &v) || !has_shape(&v, a.batch, k.shape[1], a.kv_heads, a.v_dim)) return 1;
   a.q = q.data, a.k = k.data, a.v = v.data, a.lengths = lengths.data, a.tokens = k.shape[1];
   a.q_batch_stride = q.strides[0], a.q_query_stride = q.strides[1], a.q_head_stride = q.strides[2];
   a.k_batch_stride = k.strides[0], a.k_token_stride = k.strides[1], a.k_head_stride = k.strides[2];

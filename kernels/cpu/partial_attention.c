@@ -7,6 +7,7 @@
 
 #include "attend_span.h"
 #include "thread_pool.h"
+#include "tiled_attention.h"
 
 /* One call, cut into pieces of work: batch x chunks x parts of the KV heads. */
 struct plan {
@@ -44,6 +45,7 @@ static float *records_of(const struct attention *a, int64_t chunk) {
 }
 
 int64_t attention_workspace(const struct attention *a) {
+  if (suits_tiles(a)) return tiled_workspace(a);
   const int64_t partials = quotient_up(a->tokens, CHUNK) * record_count(a) * record_width(a) * (int64_t)sizeof(float);
   return threads_of(a) * state_bytes(a) + a->batch * reading_bytes(a) + partials;
 }
@@ -97,6 +99,10 @@ static int64_t find_wrong(const struct attention *a) {
 int64_t partial_attention(const struct attention *a) {
   const int64_t wrong = find_wrong(a);
   if (wrong) return wrong;
+  if (suits_tiles(a)) {
+    tiled_attention(a);
+    return 0;
+  }
   const int64_t longest = find_readings(a);
   struct plan p = {.a = a, .chunks = longest > CHUNK ? quotient_up(longest, CHUNK) : 1, .parts = 1};
   const int64_t pieces = a->batch * p.chunks, wanted = 2 * threads_of(a);

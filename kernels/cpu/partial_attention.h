@@ -6,18 +6,20 @@
 
 struct attention {
   const char *q;          /* [batch, queries, heads, head_dim] */
-  const char *k, *v;      /* [batch, tokens, kv_heads, head_dim] */
-  float *records;         /* [batch, heads, queries, head_dim + 2], written */
+  const char *k;          /* [batch, tokens, kv_heads, head_dim] */
+  const char *v;          /* [batch, tokens, kv_heads, v_dim]; it may be the first channels of k */
+  float *records;         /* [batch, heads, queries, v_dim + 2], written */
   const int64_t *lengths; /* [batch]: valid tokens, or NULL: all are */
   void *workspace;        /* attention_workspace() bytes, aligned to 64 */
-  int64_t batch, queries, heads, kv_heads, head_dim, tokens;
+  int64_t batch, queries, heads, kv_heads, head_dim, v_dim, tokens;
   int64_t q_batch_stride, q_query_stride, q_head_stride;
   int64_t k_batch_stride, k_token_stride, k_head_stride;
   int64_t v_batch_stride, v_token_stride, v_head_stride;
   float scale;
-  int32_t q_type, kv_type;       /* enum element_type */
-  int32_t threads, order;        /* enum order of attend_block.h */
-  const struct visible *visible; /* or NULL: every query sees the first lengths[b] tokens */
+  int32_t q_type, kv_type;        /* enum element_type */
+  int32_t threads, order;         /* enum order of attend_block.h */
+  const struct visible *visible;  /* or NULL: every query sees the first lengths[b] tokens */
+  const float *k_scale, *v_scale; /* [kv_heads]: what elements of k, v are multiplied with; NULL: 1 */
 };
 
 /* Bytes of workspace for these shapes; pointers and strides are not looked at. */

@@ -38,10 +38,14 @@ typedef float vector __attribute__((vector_size(WIDTH * 4), may_alias));
 typedef int32_t vector_int __attribute__((vector_size(WIDTH * 4), may_alias));
 typedef uint32_t vector_bits __attribute__((vector_size(WIDTH * 4), may_alias));
 
-/* Element types of q, k and v: the numbers that treeattn/backends/cpu.py passes. */
-enum element_type { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
+/* Element types of q, k and v: the numbers that treeattn/backends/cpu/arguments.py passes. Those of 8 bits: k, v only.
+ */
+enum element_type { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2, E4M3FN = 3, E5M2 = 4 };
 
-INLINE size_t element_size(enum element_type type) { return type == FLOAT32 ? 4 : 2; }
+INLINE size_t element_size(enum element_type type) { return type == FLOAT32 ? 4 : type <= BFLOAT16 ? 2 : 1; }
+
+/* What a loaded element has to be multiplied with: e4m3fn is read as float16, whose exponents count from elsewhere. */
+INLINE float unit_factor(enum element_type type) { return type == E4M3FN ? 256.0f : 1.0f; }
 
 INLINE vector splat(float value) { return value - (vector){0}; }
 
@@ -256,9 +260,59 @@ INLINE unit load_bfloat16(const char *from) {
   return split_bfloat16(words);
 }
 
+/* Elements of 8 bits, by way of float16. e5m2 is its upper half. e4m3fn has the sign there too and the rest 7 places
+ * higher than in the byte, which leaves a copy of the sign to clear; 0x7f of either sign is NaN, in float16 a number.
+ */
+#if SIMD_AVX512
+INLINE unit load_float8(enum element_type type, const char *from) {
+  const __m256i bytes = _mm256_loadu_si256((const void *)from);
+  __m512i half = _mm512_slli_epi16(_mm512_cvtepi8_epi16(bytes), type == E5M2 ? 8 : 7);
+  if (type == E4M3FN) {
+    const __m256i all = _mm256_set1_epi8(-1);
+    const __mmask32 nan = _mm256_cmpeq_epi8_mask(_mm256_or_si256(bytes, _mm256_set1_epi8(-128)), all);
+    half = _mm512_and_si512(half, _mm512_set1_epi16((short)0xbfff));
+    half = _mm512_mask_mov_epi16(half, nan, _mm512_set1_epi16(-1));
+  }
+  return (unit){_mm512_cvtph_ps(_mm512_castsi512_si256(half)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1))};
+}
+#elif SIMD_AVX2
+INLINE unit load_float8(enum element_type type, const char *from) {
+  const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)from));
+  __m256i half = _mm256_slli_epi16(words, type == E5M2 ? 8 : 7);
+  if (type == E4M3FN) {
+    const __m256i magnitude = _mm256_set1_epi16(0x3f80);
+    const __m256i nan = _mm256_cmpeq_epi16(_mm256_and_si256(half, magnitude), magnitude);
+    half = _mm256_or_si256(_mm256_and_si256(half, _mm256_set1_epi16((short)0xbfff)), nan);
+  }
+  return (unit){_mm256_cvtph_ps(_mm256_castsi256_si128(half)), _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1))};
+}
+#elif SIMD_NEON
+INLINE unit load_float8(enum element_type type, const char *from) {
+  const int16x8_t words = vmovl_s8(vld1_s8((const int8_t *)from));
+  uint16x8_t half = vreinterpretq_u16_s16(type == E5M2 ? vshlq_n_s16(words, 8) : vshlq_n_s16(words, 7));
+  if (type == E4M3FN) {
+    const uint16x8_t magnitude = vdupq_n_u16(0x3f80), nan = vceqq_u16(vandq_u16(half, magnitude), magnitude);
+    half = vorrq_u16(vandq_u16(half, vdupq_n_u16(0xbfff)), nan);
+  }
+  return (unit){vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(half))),
+                vcvt_f32_f16(vreinterpret_f16_u16(vget_high_u16(half)))};
+}
+#else
+INLINE unit load_float8(enum element_type type, const char *from) {
+  vector_bits upper[2];
+  for (int i = 0; i < UNIT; ++i) {
+    const uint32_t byte = (uint8_t)from[i], magnitude = byte & 0x7f;
+    const uint32_t nan = type == E4M3FN && magnitude == 0x7f ? 0x7fff0000u : 0;
+    upper[i / WIDTH][i % WIDTH] = (byte & 0x80) << 24 | magnitude << (type == E5M2 ? 24 : 23) | nan;
+  }
+  return (unit){widen_half(upper[0]), widen_half(upper[1])};
+}
+#endif
+
 INLINE unit load_unit(enum element_type type, const char *from) {
   if (type == BFLOAT16) return load_bfloat16(from);
   if (type == FLOAT16) return load_float16(from);
+  if (type > BFLOAT16) return load_float8(type, from);
   return (unit){load((const float *)from), load((const float *)from + WIDTH)};
 }
 
@@ -267,6 +321,11 @@ INLINE unit load_part(enum element_type type, const char *from, int count) {
 #if SIMD_AVX512
   const uint32_t mask = (1u << count) - 1;
   if (type == FLOAT32) return (unit){_mm512_maskz_loadu_ps(mask, from), _mm512_maskz_loadu_ps(mask >> 16, from + 64)};
+  if (type > BFLOAT16) {
+    char padded[UNIT];
+    _mm256_storeu_si256((void *)padded, _mm256_maskz_loadu_epi8(mask, from));
+    return load_float8(type, padded);
+  }
   const __m512i bits = _mm512_maskz_loadu_epi16(mask, from);
   if (type == BFLOAT16) return split_bfloat16((vector_bits)bits);
   return (unit){_mm512_cvtph_ps(_mm512_castsi512_si256(bits)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1))};

@@ -4,6 +4,8 @@
 // query * group + head within the group and are taken in tiles. Block (split, kv_head + tile * kv_heads, batch) takes
 // one tile over one contiguous range of tokens, a *split*. combine.cuh merges the splits.
 //
+// Which tokens those are, all valid ones or what its queries may see, is a parameter of the kernels (tokens.cuh).
+//
 // What costs before the first token arrives is one load of the length and instructions one behind the other. So
 // divisors come with their reciprocals, q is loaded once for a block, by vectors, and is waited for only after the
 // first keys and values are asked for.
@@ -22,26 +24,42 @@ struct alignas(8) State {
   float maximum, denominator;
 };
 
+struct TileView; // these are of tokens.cuh
+struct Span;
+struct QueryView;
+struct TokenTables;
+
 // treeattn/backends/cuda/attention.py has the same fields in the same order. Strides are in elements, q's in bytes.
 struct AttentionArguments {
-  const void *q;                  // [batch, queries, heads, head_dim]
-  const void *k, *v;              // [batch, tokens, kv_heads, head_dim], rows of head_dim aligned to 16 bytes
-  const long long *lengths;       // [batch]: valid tokens, clamped to 0..tokens; null: all are
-  const unsigned long long *mask; // [batch, queries, mask_words], bits over the last mask_tokens valid tokens; or null
-  float *records;                 // [batch, heads, queries, head_dim + 2], written
-  Floats *numerators;             // scratch for the splits, as combine.cuh has it; unused with one split
+  const void *q;            // [batch, queries, heads, head_dim]
+  const void *k, *v;        // [batch, tokens, kv_heads, head_dim], rows of head_dim aligned to 16 bytes
+  const long long *lengths; // [batch]: valid tokens, clamped to 0..tokens; null: all are
+  float *records;           // [batch, heads, queries, head_dim + 2], written
+  Floats *numerators;       // scratch for the splits, as combine.cuh has it; unused with one split
   State *states;
   unsigned *counters; // all 0 before and after
+  // What queries see, of VisibleTokens alone. It stays in place for as long as the plan, also for captured graphs.
+  const TileView *tiles;        // [batch, tiles of rows]
+  const Span *spans;            // those of a tile ascend
+  const QueryView *views;       // [batch, queries]
+  const long long *q_positions; // [batch, queries]
+  const float *slopes;          // [heads] of ALiBi, or null
+  const TokenTables *lookup;
+  const float *k_scales, *v_scales; // [kv_heads], what keys and values of 8 bits are multiplied by; else unused
+  // [batch, pages]: where the pages of a sequence lie in k and v, [pages, page_size, kv_heads, head_dim], whose first
+  // stride is that of pages then. Of Paged tokens alone.
+  const int *block_table;
   long long q_batch_stride, q_query_stride, q_head_stride;
   long long k_batch_stride, k_token_stride, k_head_stride;
   long long v_batch_stride, v_token_stride, v_head_stride;
-  long long mask_batch_stride;
-  int tokens, queries, heads, kv_heads, group, mask_words, mask_tokens;
+  int tokens, queries, heads, kv_heads, group;
+  int pages, page_size;
   int fan;       // how many splits are merged at once
   int q_type;    // ElementType
   int q_aligned; // are rows of q aligned to 16 bytes?
-  Divisor by_group, by_kv_heads, by_splits, by_fan;
+  Divisor by_group, by_kv_heads, by_splits, by_fan, by_page_size;
   float scale;
+  float softcap, by_softcap; // and its reciprocal; 0: none
 };
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
@@ -79,30 +97,6 @@ __device__ __forceinline__ Work find_work(const AttentionArguments &a, int rows_
   return w;
 }
 
-// Read from the device's memory at every launch: a captured graph follows a growing cache. All tokens, however many,
-// without lengths: nothing is written after the load, which would make the block wait for it.
-__device__ __forceinline__ long long load_length(const AttentionArguments &a) {
-  long long length = 0x7fffffff;
-  if (a.lengths) length = a.lengths[blockIdx.z];
-  return length;
-}
-
-// The block's tokens begin..end, of `length` valid ones.
-struct Tokens {
-  int length, begin, end;
-};
-
-// `step`: how many tokens a block takes at a time; splits are whole numbers of steps, but for the last.
-__device__ __forceinline__ Tokens find_tokens(const AttentionArguments &a, const Work &w, long long length, int step) {
-  Tokens t;
-  t.length = (int)(length < 0 ? 0 : length > a.tokens ? a.tokens : length);
-  const int steps = (t.length + step - 1) / step, chunk = divide(steps + w.splits - 1, a.by_splits) * step;
-  const long long begin = (long long)w.split * chunk;
-  t.begin = (int)(begin < t.length ? begin : t.length);
-  t.end = t.length - t.begin > chunk ? t.begin + chunk : t.length;
-  return t;
-}
-
 // Which query row `in_tile` of the block's tile is, and which query head. Rows that pad the tile are its first.
 struct Row {
   int query, head;
@@ -111,20 +105,6 @@ struct Row {
 __device__ __forceinline__ Row find_row(const AttentionArguments &a, const Work &w, int rows_of_tile, int in_tile) {
   const int row = w.tile * rows_of_tile + (in_tile < w.tile_rows ? in_tile : 0), query = divide(row, a.by_group);
   return {query, w.kv_head * a.group + row - query * a.group};
-}
-
-// May query `query` see token `token`? Every one before `masked`; of the draft's, from there on, those whose bit is
-// set.
-__device__ __forceinline__ bool sees(const AttentionArguments &a, int masked, int query, int token) {
-  const int bit = token - masked;
-  if (bit < 0) return true;
-  const unsigned long long *words = a.mask + blockIdx.z * a.mask_batch_stride + (long long)query * a.mask_words;
-  return reinterpret_cast<const unsigned *>(words)[bit / 32] >> (bit % 32) & 1;
-}
-
-// The first token that the mask speaks of; none without a mask.
-__device__ __forceinline__ int first_masked(const AttentionArguments &a, const Tokens &t) {
-  return a.mask ? t.length - a.mask_tokens : 0x7fffffff;
 }
 
 // Eight neighbouring elements of q as they lie in memory; the second half is of float32 only.

@@ -7,6 +7,7 @@
 // Memory never waits for arithmetic: the next keys are asked for as soon as these became scores, the next values as
 // soon as these are summed, and the first of both before q is waited for.
 #include "combine.cuh"
+#include "tokens.cuh"
 
 constexpr int UNROLL = 4;
 
@@ -27,11 +28,15 @@ __device__ __forceinline__ void unpack(const Vector &v, float *to, float) {
   for (int i = 0; i < 4; ++i) to[i] = __uint_as_float(v.word[i]);
 }
 
-template <typename T> __device__ __forceinline__ void unpack(const Vector &v, float *to, T) {
+template <typename T> __device__ __forceinline__ void unpack(const Vector &v, float *to, T type) {
+  if constexpr (sizeof(T) == 1) {
+    widen(v, to, type);
+  } else {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    to[2 * i] = to_float(T{(unsigned short)(v.word[i] & 0xffffu)});
-    to[2 * i + 1] = to_float(T{(unsigned short)(v.word[i] >> 16)});
+    for (int i = 0; i < 4; ++i) {
+      to[2 * i] = to_float(T{(unsigned short)(v.word[i] & 0xffffu)});
+      to[2 * i + 1] = to_float(T{(unsigned short)(v.word[i] >> 16)});
+    }
   }
 }
 
@@ -51,6 +56,31 @@ __device__ __forceinline__ void load_tokens(Vector (&to)[UNROLL][(Layout<T, HEAD
     }
     row += L::TOKENS * stride;
   }
+}
+
+// The same of tokens in pages.
+template <typename T, int HEAD_DIM>
+__device__ __forceinline__ void load_paged(Vector (&to)[UNROLL][(Layout<T, HEAD_DIM>::PER_LANE)],
+                                           const AttentionArguments &a, const int (&pages)[UNROLL], const T *all,
+                                           long long page_stride, long long stride, int lane, int token, int end) {
+  using L = Layout<T, HEAD_DIM>;
+#pragma unroll
+  for (int u = 0; u < UNROLL; ++u) {
+    const int at = token + u * L::TOKENS;
+    const T *row = all + row_in_page(a, pages[u], at, page_stride, stride);
+#pragma unroll
+    for (int i = 0; i < L::PER_LANE; ++i) {
+      const int vector = i * L::LANES + lane;
+      to[u][i] = Vector{{0, 0, 0, 0}};
+      if (at < end && pages[u] >= 0 && vector < L::VECTORS) to[u][i] = load_once(row + vector * L::ELEMENTS);
+    }
+  }
+}
+
+template <int TOKENS>
+__device__ __forceinline__ void find_pages(const AttentionArguments &a, int (&pages)[UNROLL], int token, int end) {
+#pragma unroll
+  for (int u = 0; u < UNROLL; ++u) pages[u] = token + u * TOKENS < end ? find_page(a, token + u * TOKENS) : -1;
 }
 
 // One row's online softmax in one lane: `numerator` has the elements that the lane holds.
@@ -77,8 +107,8 @@ template <int HELD> __device__ __forceinline__ void take_scores(RowState<HELD> &
 }
 
 // Blocks that a multiprocessor should hold: as many as leave the compiler enough registers not to spill any.
-constexpr int resident_blocks(int rows, int vectors_per_lane) {
-  return (rows == 4 ? 3 : rows == 2 ? 4 : 5) - (vectors_per_lane > 1 ? 1 : 0);
+constexpr int resident_blocks(int rows, bool wide, bool chosen) {
+  return (rows == 4 ? 3 : rows == 2 ? 4 : 5) - (wide ? 1 : 0) - (chosen ? 1 : 0);
 }
 
 // scores[row][token] summed over the lanes of a group. Sums of different rows and tokens take turns, so that the wait
@@ -92,8 +122,41 @@ template <int LANES, int ROWS> __device__ __forceinline__ void sum_over_lanes(fl
       for (int u = 0; u < UNROLL; ++u) scores[r][u] += __shfl_xor_sync(ALL_LANES, scores[r][u], distance);
 }
 
-template <typename T, int HEAD_DIM, int ROWS>
-__global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_DIM>::PER_LANE))
+// What becomes of scores[row][token] where queries see some tokens only: of tokens `token` and each other TOKENS
+// further on, at a step that begins at `place`. Returns the scores that are hidden, a bit for each: their tokens are
+// not to be multiplied by 0, since nobody knows what is there.
+template <int TOKENS, int STEP, int ROWS>
+__device__ __forceinline__ unsigned choose_scores(const AttentionArguments &a, const Views<ROWS> &views,
+                                                  const Place &place, int token, float (&scores)[ROWS][UNROLL]) {
+  if (a.softcap > 0.0f) {
+#pragma unroll
+    for (int e = 0; e < ROWS * UNROLL; ++e) scores[e / UNROLL][e % UNROLL] = cap(a, scores[e / UNROLL][e % UNROLL]);
+  }
+  if (a.slopes) {
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      const int at = token + u * TOKENS;
+      if (at >= place.end) break;
+      const long long position = position_of(a, views.tile, at);
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) scores[r][u] = bias(views.rows[r], position, scores[r][u]);
+    }
+  }
+  if (see_all<STEP>(views, place)) return 0u;
+  unsigned hidden = 0u;
+#pragma unroll
+  for (int e = 0; e < ROWS * UNROLL; ++e) {
+    const int at = token + e % UNROLL * TOKENS;
+    if (at < place.end && sees(views, e / UNROLL, at)) continue;
+    scores[e / UNROLL][e % UNROLL] = negative_infinity();
+    hidden |= 1u << e;
+  }
+  return hidden;
+}
+
+template <typename T, int HEAD_DIM, int ROWS, typename Tokens = AllTokens>
+__global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_DIM>::PER_LANE > 1 || sizeof(T) == 1,
+                                                           Tokens::CHOSEN || Tokens::PAGED))
     partial_attention(const AttentionArguments a) {
   using L = Layout<T, HEAD_DIM>;
   constexpr int NEEDED = Readers<HEAD_DIM, ROWS>::SHARED, OWN = L::GROUPS * ROWS * HEAD_DIM;
@@ -102,37 +165,43 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
   float *numerators = reinterpret_cast<float *>(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % L::LANES;
   const int in_warp = threadIdx.x % 32 / L::LANES, group = warp * L::TOKENS + in_warp;
-  const long long length = load_length(a);
   const Work w = find_work(a, ROWS);
+  Tokens tokens(a, w);
 
   constexpr int PIECES = HEAD_DIM / QueryPiece::ELEMENTS; // of a row
   static_assert(ROWS * PIECES <= THREADS, "one for each thread");
   const int piece_row = threadIdx.x / PIECES, piece_index = threadIdx.x % PIECES * QueryPiece::ELEMENTS;
   const QueryPiece piece = load_query(a, w, ROWS, piece_row, piece_index);
 
-  const Tokens t = find_tokens(a, w, length, L::STEP);
-  int token = t.begin + warp * L::TOKENS * UNROLL + in_warp; // the first of this lane's UNROLL
-  const T *k =
-      static_cast<const T *>(a.k) + w.batch * a.k_batch_stride + w.kv_head * a.k_head_stride + token * a.k_token_stride;
-  const T *v =
-      static_cast<const T *>(a.v) + w.batch * a.v_batch_stride + w.kv_head * a.v_head_stride + token * a.v_token_stride;
+  tokens.template find<L::STEP>(a, w);
+  int token = tokens.at.start + warp * L::TOKENS * UNROLL + in_warp; // the first of this lane's UNROLL
+  const T *k = static_cast<const T *>(a.k) + w.kv_head * a.k_head_stride;
+  const T *v = static_cast<const T *>(a.v) + w.kv_head * a.v_head_stride;
   Vector keys[UNROLL][L::PER_LANE], values[UNROLL][L::PER_LANE];
-  load_tokens<T, HEAD_DIM>(keys, k, a.k_token_stride, lane, token, t.end);
-  load_tokens<T, HEAD_DIM>(values, v, a.v_token_stride, lane, token, t.end);
+  int pages[UNROLL];
+  if constexpr (Tokens::PAGED) {
+    find_pages<L::TOKENS>(a, pages, token, tokens.at.end);
+    load_paged<T, HEAD_DIM>(keys, a, pages, k, a.k_batch_stride, a.k_token_stride, lane, token, tokens.at.end);
+    load_paged<T, HEAD_DIM>(values, a, pages, v, a.v_batch_stride, a.v_token_stride, lane, token, tokens.at.end);
+  } else {
+    k += w.batch * a.k_batch_stride + token * a.k_token_stride;
+    v += w.batch * a.v_batch_stride + token * a.v_token_stride;
+    load_tokens<T, HEAD_DIM>(keys, k, a.k_token_stride, lane, token, tokens.at.end);
+    load_tokens<T, HEAD_DIM>(values, v, a.v_token_stride, lane, token, tokens.at.end);
+  }
 
   if (piece_row < ROWS) {
-    float *to = reinterpret_cast<float *>(queries) + piece_row * HEAD_DIM + piece_index;
+    float *to = reinterpret_cast<float *>(queries) + piece_row * HEAD_DIM + piece_index, scale = a.scale;
+    if constexpr (sizeof(T) == 1) scale *= UNIT<T> * a.k_scales[w.kv_head];
 #pragma unroll
-    for (int i = 0; i < QueryPiece::ELEMENTS; ++i) to[i] = piece.element(a.q_type, i) * a.scale;
+    for (int i = 0; i < QueryPiece::ELEMENTS; ++i) to[i] = piece.element(a.q_type, i) * scale;
   }
+  if constexpr (Tokens::CHOSEN) tokens.template load_views<ROWS>(a, w);
   __syncthreads(); // q is there
   float q[ROWS][L::HELD];
   RowState<L::HELD> state[ROWS];
-  const int masked = first_masked(a, t);
-  int query[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    query[r] = find_row(a, w, ROWS, r).query;
     state[r].maximum = negative_infinity();
     state[r].denominator = 0.0f;
 #pragma unroll
@@ -148,7 +217,7 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
   }
 
 #pragma unroll 1
-  for (int start = t.begin; start < t.end; start += L::STEP) { // as often in all warps: shuffles need no care
+  while (tokens.at.start < tokens.at.end) { // as often in all warps: shuffles need no care
     float scores[ROWS][UNROLL];
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
@@ -163,15 +232,27 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
         scores[r][u] = sum;
       }
     }
-    k += L::STEP * a.k_token_stride;
-    load_tokens<T, HEAD_DIM>(keys, k, a.k_token_stride, lane, token + L::STEP, t.end);
+    const Place here = tokens.at;
+    tokens.template advance<L::STEP>(a);
+    const int moved = tokens.at.start - here.start;
+    if constexpr (Tokens::PAGED) {
+      find_pages<L::TOKENS>(a, pages, token + moved, tokens.at.end);
+      load_paged<T, HEAD_DIM>(keys, a, pages, k, a.k_batch_stride, a.k_token_stride, lane, token + moved,
+                              tokens.at.end);
+    } else {
+      k += moved * a.k_token_stride;
+      load_tokens<T, HEAD_DIM>(keys, k, a.k_token_stride, lane, token + moved, tokens.at.end);
+    }
     sum_over_lanes<L::LANES>(scores);
+    unsigned hidden = 0u;
+    if constexpr (Tokens::CHOSEN)
+      hidden = choose_scores<L::TOKENS, L::STEP>(a, tokens.template views<ROWS>(), here, token, scores);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
+      if constexpr (!Tokens::CHOSEN) {
 #pragma unroll
-      for (int u = 0; u < UNROLL; ++u) {
-        const int at = token + u * L::TOKENS;
-        if (at >= t.end || !sees(a, masked, query[r], at)) scores[r][u] = negative_infinity();
+        for (int u = 0; u < UNROLL; ++u)
+          if (token + u * L::TOKENS >= here.end) scores[r][u] = negative_infinity();
       }
       take_scores(state[r], scores[r]);
     }
@@ -181,13 +262,19 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
 #pragma unroll
       for (int i = 0; i < L::PER_LANE; ++i) unpack(values[u][i], value + i * L::ELEMENTS, T{});
 #pragma unroll
-      for (int r = 0; r < ROWS; ++r)
+      for (int r = 0; r < ROWS; ++r) {
+        if (Tokens::CHOSEN && hidden >> (r * UNROLL + u) & 1u) continue;
 #pragma unroll
         for (int i = 0; i < L::HELD; ++i) state[r].numerator[i] = fmaf(scores[r][u], value[i], state[r].numerator[i]);
+      }
     }
-    v += L::STEP * a.v_token_stride;
-    token += L::STEP;
-    load_tokens<T, HEAD_DIM>(values, v, a.v_token_stride, lane, token, t.end);
+    token += moved;
+    if constexpr (Tokens::PAGED) {
+      load_paged<T, HEAD_DIM>(values, a, pages, v, a.v_batch_stride, a.v_token_stride, lane, token, tokens.at.end);
+    } else {
+      v += moved * a.v_token_stride;
+      load_tokens<T, HEAD_DIM>(values, v, a.v_token_stride, lane, token, tokens.at.end);
+    }
   }
 
 #pragma unroll
@@ -195,7 +282,11 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
 #pragma unroll
     for (int i = 0; i < L::HELD; i += 4) {
       const int index = (i / L::ELEMENTS * L::LANES + lane) * L::ELEMENTS + i % L::ELEMENTS;
-      const float *four = state[r].numerator + i;
+      float *four = state[r].numerator + i;
+      if constexpr (sizeof(T) == 1) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) four[j] *= UNIT<T> * a.v_scales[w.kv_head];
+      }
       if (index < HEAD_DIM) shared[((group * ROWS + r) * HEAD_DIM + index) / 4] = {four[0], four[1], four[2], four[3]};
     }
     if (lane == 0) {

@@ -4,8 +4,20 @@
 // Scores and sums are float32. Weights are rounded to 16 bits for their product with the values: |out - exact| can
 // reach 4e-3 * max|v|; max and denominator do not see the rounding.
 #include "combine.cuh"
+#include "tokens.cuh"
 
 constexpr int ROWS = 16, TILE = 64, TOKENS_PER_WARP = TILE / WARPS;
+
+// Where tile `tile` of the block's lies. Registers are what this kernel has least of: all tokens are counted by tiles,
+// only spans are walked along.
+template <typename Tokens> __device__ __forceinline__ Place tile_place(const Tokens &tokens, int tile) {
+  if constexpr (Tokens::CHOSEN) return tokens.at;
+  return {tokens.at.start + tile * TILE, tokens.at.end};
+}
+
+template <typename Tokens> __device__ __forceinline__ void walk(const AttentionArguments &a, Tokens &tokens) {
+  if constexpr (Tokens::CHOSEN) tokens.template advance<TILE>(a);
+}
 
 // A tile of keys and one of values for each stage. Rows are padded so that the eight rows of a matrix lie in
 // different banks of shared memory.
@@ -16,29 +28,92 @@ template <typename T, int HEAD_DIM, int STAGES> struct Stages {
   __device__ __forceinline__ T *key(int stage, int token) const { return keys + (stage * TILE + token) * PITCH; }
   __device__ __forceinline__ T *value(int stage, int token) const { return values + (stage * TILE + token) * PITCH; }
 
-  // Starts the copies of tile `tile` of the block's tokens, zeros beyond the end; always closes a group.
-  __device__ __forceinline__ void start(const AttentionArguments &a, const Tokens &t, const T *k, const T *v, int tile,
-                                        int tiles) const {
+  // Starts the copies of a tile of tokens, zeros beyond the end and for drafts that no row sees; always closes a group.
+  template <typename Tokens>
+  __device__ __forceinline__ void start(const AttentionArguments &a, const Tokens &tokens, const T *k, const T *v,
+                                        int tile) const {
     static_assert(TILE * VECTORS % THREADS == 0, "as many copies for each thread");
-    if (tile < tiles) {
-      const int stage = tile % STAGES, begin = t.begin + tile * TILE;
-      k += begin * a.k_token_stride;
-      v += begin * a.v_token_stride;
-#pragma unroll
+    const int stage = tile % STAGES;
+    const Place at = tile_place(tokens, tile);
+    if (at.start < at.end) {
+      if constexpr (!Tokens::PAGED) {
+        k += at.start * a.k_token_stride;
+        v += at.start * a.v_token_stride;
+      }
+      if constexpr (Tokens::CHOSEN) {
+        const Views<ROWS> &views = tokens.template views<ROWS>();
+        if (at.end > views.tile.draft_begin) {
+#pragma unroll 1
+          for (int e = threadIdx.x; e < TILE * VECTORS; e += THREADS) {
+            const int token = at.start + e / VECTORS;
+            copy<Tokens>(a, k, v, stage, e, at, token < at.end && any_sees(views, token));
+          }
+          copy_async_commit();
+          return;
+        }
+      }
+#pragma unroll 8 // all but at head_dim 256, where more addresses than these are more than there are registers
       for (int i = 0; i < TILE * VECTORS / THREADS; ++i) {
-        const int e = i * THREADS + threadIdx.x, row = e / VECTORS, index = e % VECTORS * 8;
-        const bool valid = begin + row < t.end;
-        const long long from = valid ? row : 0;
-        copy_async(key(stage, row) + index, k + from * a.k_token_stride + index, valid);
-        copy_async(value(stage, row) + index, v + from * a.v_token_stride + index, valid);
+        const int e = i * THREADS + threadIdx.x;
+        copy<Tokens>(a, k, v, stage, e, at, at.start + e / VECTORS < at.end);
       }
     }
     copy_async_commit();
   }
+
+  // Vector e of the keys and values of the tile at `at`, which begin at k and v; the pages do, where there are any.
+  template <typename Tokens>
+  __device__ __forceinline__ void copy(const AttentionArguments &a, const T *k, const T *v, int stage, int e,
+                                       const Place &at, bool valid) const {
+    const int row = e / VECTORS, index = e % VECTORS * 8;
+    if constexpr (Tokens::PAGED) {
+      const int token = at.start + row, page = valid ? find_page(a, token) : -1;
+      valid = page >= 0;
+      k += valid ? row_in_page(a, page, token, a.k_batch_stride, a.k_token_stride) : 0;
+      v += valid ? row_in_page(a, page, token, a.v_batch_stride, a.v_token_stride) : 0;
+    } else {
+      const long long from = valid ? row : 0;
+      k += from * a.k_token_stride;
+      v += from * a.v_token_stride;
+    }
+    copy_async(key(stage, row) + index, k + index, valid);
+    copy_async(value(stage, row) + index, v + index, valid);
+  }
 };
 
+// What becomes of a thread's scores where queries see some tokens only. Score j of half n is of rows[j / 2] and token
+// `token` + 8 n + j % 2.
+__device__ __forceinline__ void choose_scores(const AttentionArguments &a, const Views<ROWS> &views, const Place &place,
+                                              int token, const int (&rows)[2], float (&scores)[2][4]) {
+#pragma unroll
+  for (int e = 0; e < 8; ++e) scores[e / 4][e % 4] *= a.scale;
+  if (a.softcap > 0.0f) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) scores[e / 4][e % 4] = cap(a, scores[e / 4][e % 4]);
+  }
+  if (a.slopes) {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const int at = token + t / 2 * 8 + t % 2;
+      if (at >= place.end) break;
+      const long long position = position_of(a, views.tile, at);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float &score = scores[t / 2][2 * half + t % 2];
+        score = bias(views.rows[rows[half]], position, score);
+      }
+    }
+  }
+  if (see_all<TILE>(views, place)) return;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    const int at = token + e / 4 * 8 + e % 2;
+    if (at >= place.end || !sees(views, rows[e % 4 / 2], at)) scores[e / 4][e % 4] = negative_infinity();
+  }
+}
+
 // A thread holds two rows of every fragment, lane / 4 and 8 more; `half` 0 and 1. Columns 2 (lane % 4) + 0, 1.
-template <typename T, int HEAD_DIM, int STAGES>
+template <typename T, int HEAD_DIM, int STAGES, typename Tokens = AllTokens>
 __global__ void __launch_bounds__(THREADS) partial_attention_mma(const AttentionArguments a) {
   constexpr int STEPS = HEAD_DIM / 16, COLUMNS = HEAD_DIM / 8;
   constexpr int PITCH = HEAD_DIM + 8; // of numerators, in floats: rows of one column lie in different banks
@@ -48,8 +123,8 @@ __global__ void __launch_bounds__(THREADS) partial_attention_mma(const Attention
   DYNAMIC_SHARED(T, shared);
   const Stages<T, HEAD_DIM, STAGES> stages{shared, shared + STAGES * TILE * (HEAD_DIM + 8)};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = lane % 4 * 2;
-  const long long length = load_length(a);
   const Work w = find_work(a, ROWS);
+  Tokens tokens(a, w);
 
   constexpr int PIECES = HEAD_DIM / QueryPiece::ELEMENTS, LOADS = (ROWS * PIECES + THREADS - 1) / THREADS;
   Vector pieces[LOADS];
@@ -58,12 +133,23 @@ __global__ void __launch_bounds__(THREADS) partial_attention_mma(const Attention
     const int e = i * THREADS + threadIdx.x;
     pieces[i] = load_query(a, w, ROWS, e / PIECES, e % PIECES * QueryPiece::ELEMENTS).half[0];
   }
-  const Tokens t = find_tokens(a, w, length, TILE);
-  const int tiles = (t.end - t.begin + TILE - 1) / TILE;
-  const T *k = static_cast<const T *>(a.k) + w.batch * a.k_batch_stride + w.kv_head * a.k_head_stride;
-  const T *v = static_cast<const T *>(a.v) + w.batch * a.v_batch_stride + w.kv_head * a.v_head_stride;
+  tokens.template find<TILE>(a, w);
+  if constexpr (Tokens::CHOSEN) {
+    tokens.template load_views<ROWS>(a, w);
+    __syncthreads(); // the views are there
+  }
+  const T *k = static_cast<const T *>(a.k) + w.kv_head * a.k_head_stride;
+  const T *v = static_cast<const T *>(a.v) + w.kv_head * a.v_head_stride;
+  if constexpr (!Tokens::PAGED) {
+    k += w.batch * a.k_batch_stride;
+    v += w.batch * a.v_batch_stride;
+  }
+  Tokens ahead = tokens;
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; ++i) stages.start(a, t, k, v, i, tiles);
+  for (int i = 0; i < STAGES - 1; ++i) {
+    stages.start(a, ahead, k, v, i);
+    walk(a, ahead);
+  }
 
   // q goes through the last stage, which the first turn of the loop fills, after a barrier of its own.
 #pragma unroll
@@ -80,8 +166,6 @@ __global__ void __launch_bounds__(THREADS) partial_attention_mma(const Attention
   for (int step = 0; step < STEPS; ++step)
     load_matrices<false>(q[step], stages.key(STAGES - 1, lane % 16) + step * 16 + lane / 16 * 8);
   const int rows[2] = {lane / 4, lane / 4 + 8};
-  const int masked = first_masked(a, t);
-  const int query[2] = {find_row(a, w, ROWS, rows[0]).query, find_row(a, w, ROWS, rows[1]).query};
 
   float numerator[COLUMNS][4], maximum[2] = {negative_infinity(), negative_infinity()}, denominator[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -89,10 +173,12 @@ __global__ void __launch_bounds__(THREADS) partial_attention_mma(const Attention
 #pragma unroll
     for (int j = 0; j < 4; ++j) numerator[n][j] = 0.0f;
 
-  for (int tile = 0; tile < tiles; ++tile) {
+  for (int tile = 0; tile_place(tokens, tile).start < tokens.at.end; ++tile) {
+    const Place at = tile_place(tokens, tile);
     copy_async_wait<STAGES - 2>();
     __syncthreads(); // everyone's copies of this tile are there, and nobody reads the stage that is filled next
-    stages.start(a, t, k, v, tile + STAGES - 1, tiles);
+    stages.start(a, ahead, k, v, tile + STAGES - 1);
+    walk(a, ahead);
     const int stage = tile % STAGES, first = warp * TOKENS_PER_WARP;
 
     float scores[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}}; // of tokens 0..7 and 8..15
@@ -103,14 +189,17 @@ __global__ void __launch_bounds__(THREADS) partial_attention_mma(const Attention
       multiply_matrices(scores[0], q[step], keys, T{});
       multiply_matrices(scores[1], q[step], keys + 2, T{});
     }
+    const int token = at.start + first + column;
+    if constexpr (Tokens::CHOSEN) {
+      choose_scores(a, tokens.template views<ROWS>(), at, token, rows, scores);
+    } else {
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
+      for (int n = 0; n < 2; ++n)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int token = t.begin + tile * TILE + first + n * 8 + column + j % 2;
-        const bool seen = token < t.end && sees(a, masked, query[j / 2], token);
-        scores[n][j] = seen ? scores[n][j] * a.scale : negative_infinity();
-      }
+        for (int j = 0; j < 4; ++j)
+          scores[n][j] = token + n * 8 + j % 2 < at.end ? scores[n][j] * a.scale : negative_infinity();
+    }
+    walk(a, tokens);
 
     float factor[2];
 #pragma unroll

@@ -28,6 +28,15 @@ struct bfloat16 {
   unsigned short bits;
 };
 
+// Of 8 bits, as caches store them: sign, exponent and mantissa of 1, 4 and 3 bits (without infinity, NaN is all ones),
+// and of 1, 5 and 2.
+struct float8_e4m3fn {
+  unsigned char bits;
+};
+struct float8_e5m2 {
+  unsigned char bits;
+};
+
 // What one load instruction brings: 16 bytes.
 struct alignas(16) Vector {
   unsigned word[4];
@@ -123,6 +132,17 @@ __device__ __forceinline__ float exp2_fast(float x) {
 #endif
 }
 
+// 1 / x to about a unit in the last place; 0 for infinity.
+__device__ __forceinline__ float reciprocal_fast(float x) {
+#ifdef TREEATTN_PLAIN
+  return 1.0f / x;
+#else
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#endif
+}
+
 // ---- 16-bit numbers
 
 __device__ __forceinline__ float to_float(bfloat16 x) { return __uint_as_float((unsigned)x.bits << 16); }
@@ -141,6 +161,34 @@ __device__ __forceinline__ float to_float(float16 x) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x.bits));
   return result;
 #endif
+}
+
+// ---- 8-bit numbers: the upper byte of a float16, or one moved to where it has another exponent
+
+// What `widen` leaves to be multiplied with: float16 counts exponents from another number than float8_e4m3fn.
+template <typename T> constexpr float UNIT = 1.0f;
+template <> constexpr float UNIT<float8_e4m3fn> = 256.0f;
+
+// The sixteen numbers of a vector as float32, each divided by UNIT.
+__device__ __forceinline__ void widen(const Vector &v, float *to, float8_e5m2) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) to[i] = to_float(float16{(unsigned short)((v.word[i / 4] >> i % 4 * 8 & 0xffu) << 8)});
+}
+
+__device__ __forceinline__ void widen(const Vector &v, float *to, float8_e4m3fn) {
+  unsigned invalid = 0u; // the upper bit of a byte whose other bits are all set
+#pragma unroll
+  for (int i = 0; i < 8; ++i) { // two bytes of a word at a time, each into a half of it
+    const unsigned word = v.word[i / 2] >> i % 2 * 8;
+    const unsigned pair = (word & 0x00800080u) << 8 | (word & 0x007f007fu) << 7;
+    to[i / 2 * 4 + i % 2] = to_float(float16{(unsigned short)(pair & 0xffffu)});
+    to[i / 2 * 4 + i % 2 + 2] = to_float(float16{(unsigned short)(pair >> 16)});
+    invalid |= (word & 0x007f007fu) + 0x00010001u;
+  }
+  if (!(invalid & 0x00800080u)) return;
+#pragma unroll
+  for (int i = 0; i < 16; ++i)
+    if ((v.word[i / 4] >> i % 4 * 8 & 0x7fu) == 0x7fu) to[i] = __uint_as_float(0x7fc00000u);
 }
 
 #ifdef TREEATTN_PLAIN

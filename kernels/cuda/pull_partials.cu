@@ -1,11 +1,14 @@
 // Reduces the records of the ranks of a node in one launch. A rank copies what others need into a window of its own
 // memory, announces it by a number there, and pulls what it needs out of the others' windows, in the order of a
 // schedule (collectives/pulls.py makes the program). Nothing is ever written to another rank's memory. Bits as
-// treeattn/partial.py defines them.
+// treeattn/partial.py defines them. The launch that ends a step may finish the records too.
 //
 // A record goes its way alone, so that block b of a rank meets only block b of the others: it needs no barrier over a
 // grid, but all blocks of a grid must run at once. There are two sets of slots, for even and for odd steps.
-#include "state.cuh"
+//
+// Where ranks are on several nodes a step is several launches, each a part of the program: between them messages of
+// other nodes land beside the records.
+#include "finish.cuh"
 
 enum Operation { COPY, ANNOUNCE, AWAIT, PULL };
 
@@ -18,23 +21,28 @@ struct Instruction {
 };
 
 struct Source {
-  int rank;
+  int rank;  // or LANDED
   int place; // the record of that rank's set that belongs to `first`; of this rank's records, where it is the own rank
 };
 
 struct PullArguments {
-  float *records; // [records, width], read and written
+  float *records;      // [records, width], read and written
+  const float *landed; // [.., width], what messages brought before this launch
   const Instruction *program;
   const Source *sources;
   char *const *windows;        // of every rank: a number for each block, and from byte `header` on two sets of records
   long long *steps;            // that each block has done; GIVEN_UP once a rank did not come
   long long *late;             // of the host: round << 32 | rank + 1 of one that did not come
+  float *out, *lse;            // as `finish` writes them, or null
   long long header, limit;     // bytes; nanoseconds that a rank is waited for
   int instructions, numbers;   // numbers: that a step counts, one more than its rounds
+  int ends;                    // steps that end with this launch: 1, or 0 where others of the step follow
   int count, set, width, rank; // records: all of them, and of a set
+  int heads, queries;          // as `finish` knows the records
 };
 
 constexpr int MAX_SOURCES = 128;
+constexpr int LANDED = -1;
 constexpr long long GIVEN_UP = -1;
 
 __device__ __forceinline__ long long *number_of(const PullArguments &a, int rank) {
@@ -83,9 +91,10 @@ __device__ bool await(const PullArguments &a, const Instruction &i, long long st
   bool all = true;
   for (int s = threadIdx.x; s < i.sources; s += blockDim.x) {
     const Source source = a.sources[i.source + s];
-    const bool own = source.rank == a.rank;
-    from[s] = (own ? a.records : set_of(a, source.rank, step)) + (long long)source.place * a.width;
-    all = (own || comes(a, source.rank, i.round, step)) && all;
+    const bool own = source.rank == a.rank, landed = source.rank == LANDED;
+    const float *const held = own ? a.records : landed ? a.landed : set_of(a, source.rank, step);
+    from[s] = held + (long long)source.place * a.width;
+    all = (own || landed || comes(a, source.rank, i.round, step)) && all;
   }
   return __syncthreads_and(all); // what one thread saw is there for all
 }
@@ -119,6 +128,12 @@ __device__ void spoil(const PullArguments &a) {
   for (int record = blockIdx.x; record < a.count; record += gridDim.x)
     for (int e = threadIdx.x; e < a.width; e += blockDim.x)
       a.records[(long long)record * a.width + e] = canonical_nan();
+  __syncthreads(); // before they are finished
+}
+
+__device__ void finish_all(const PullArguments &a) {
+  const FinishArguments finish = {a.records, a.out, a.lse, a.heads, a.queries, a.width - RECORD_NUMERATOR};
+  for (int record = blockIdx.x; record < a.count; record += gridDim.x) finish_record(finish, record);
 }
 
 extern "C" __global__ void __launch_bounds__(128) pull_partials(const PullArguments a) {
@@ -133,7 +148,8 @@ extern "C" __global__ void __launch_bounds__(128) pull_partials(const PullArgume
     if (i.operation == AWAIT || i.operation == PULL) going = await(a, i, step, from);
     if (i.operation == PULL && going) pull(a, i, from);
   }
-  __syncthreads(); // everyone has read the step
+  __syncthreads(); // everyone has read the step, and the block's records are there
   if (!going) spoil(a);
-  if (threadIdx.x == 0) a.steps[blockIdx.x] = going ? step + 1 : GIVEN_UP;
+  if (a.out) finish_all(a);
+  if (threadIdx.x == 0) a.steps[blockIdx.x] = going ? step + a.ends : GIVEN_UP;
 }

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.emulator.raw_module import compiler_problem
+
 from .conftest import PROGRAMS, QUEUE, ROOT, works
 
 
@@ -53,6 +55,17 @@ def test_decode_over_the_nodes_is_exact(cluster, mpi):
     done = cluster.run(*shape, "--", mpi / "mpiexec", "-n", 8, *command, "--scheme", schemes)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8 ranks on 4 nodes" in done.stdout
+
+
+@pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+def test_gpus_pull_within_their_node_and_send_between_nodes(cluster, mpi):
+    """Stand-ins of them, whose memory opens on its own node alone; every schedule."""
+    program = ("-m", "mpi4py", ROOT / "tests/gpu/over_peers.py", "--stand-ins")
+    shape = ("--nodes", 2, "--ranks-per-node", 2, "--bandwidth", "none")
+    ranks = (mpi / "mpiexec", "-n", 4, mpi / "python")
+    done = cluster.run(*shape, "--", *ranks, *program, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " schemes over 4 ranks" in done.stdout
 
 
 def measured(text: str) -> tuple[float, float]:

@@ -162,7 +162,7 @@ BAD_FILES = {
     "mixed dtypes": lambda path: cache_with(path, k=np.ones((1, 6, 2, 16), np.float16)),
     "heads": lambda path: cache_with(path, q=np.ones((1, 1, 3, 16), np.float32)),
     "head_dim": lambda path: cache_with(path, **{n: np.ones((1, 1, 2, 12), np.float32) for n in "qkv"}),
-    "huge head_dim": lambda path: cache_with(path, **{n: np.ones((1, 1, 2, 264), np.float32) for n in "qkv"}),
+    "huge head_dim": lambda path: cache_with(path, **{n: np.ones((1, 1, 2, 584), np.float32) for n in "qkv"}),
     "three axes": lambda path: cache_with(path, q=np.ones((1, 4, 16), np.float32)),
     "lengths": lambda path: cache_with(path, lengths=np.array([7])),
     "scale": bad_scale,

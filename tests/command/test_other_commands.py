@@ -22,8 +22,8 @@ def test_help_lists_each_command_with_its_whole_sentence():
     entries = re.split(r"^  (?=[a-z])", listed, flags=re.MULTILINE)[1:]
     names = [entry.split()[0] for entry in entries]
     assert names == [
-        *("decode", "compare", "plot", "paper", "schemes", "schedule"),
-        *("roofline", "check-partials", "doctor"),
+        *("decode", "compare", "plot", "paper", "schemes", "schedule", "visible", "generate", "inspect"),
+        *("tree", "verify", "roofline", "check-partials", "doctor"),
     ]
     for entry in entries:
         assert entry.rstrip().endswith(".")

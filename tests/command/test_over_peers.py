@@ -20,3 +20,11 @@ def test_every_schedule_over_peer_memory():
     done = run(*program, ranks=2, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines() == [f"{len(collectives.names('schedule'))} schemes over 2 ranks"]
+
+
+@pytest.mark.slow
+def test_every_schedule_over_two_nodes():
+    program = ("-m", "mpi4py", "tests/gpu/over_peers.py", "--two-nodes", "--stand-ins")
+    done = run(*program, ranks=4, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines() == [f"{len(collectives.names('schedule'))} schemes over 4 ranks"]

@@ -23,7 +23,16 @@ from compile_matrix import compilers, cubin  # noqa: E402
 from treeattn.backends.cuda import variants  # noqa: E402
 from treeattn.backends.cuda.compile import source  # noqa: E402
 
-__all__ = ["ARCHITECTURES", "BOUNDS", "Bound", "Row", "compiled", "expressions", "spill_exceptions"]
+__all__ = [
+    "ARCHITECTURES",
+    "BOUNDS",
+    "Bound",
+    "Row",
+    "bound_of",
+    "compiled",
+    "expressions",
+    "spill_exceptions",
+]
 
 #: Architecture and the shared memory that a block can have there, in bytes (CUDA programming guide, table
 #: of technical specifications).
@@ -52,19 +61,46 @@ class Bound:
 
 #: By module, on every architecture: a tenth or so above the largest.
 BOUNDS = {
-    "partial_attention": Bound(3300, 0, 5),
-    "partial_attention_mma": Bound(3800, 0, 8),
+    "partial_attention": Bound(2600, 0, 5),
+    "partial_attention_mma": Bound(2900, 0, 8),
     "merge_partials": Bound(470, 0, 16),
     "take_maxima": Bound(30, 0, 1),
     "rescale": Bound(130, 0, 3),
     "finish": Bound(480, 2, 3),
     "pack_partials": Bound(130, 0, 5),
     "scale_lse": Bound(30, 0, 1),
-    "pull_partials": Bound(1100, 1, 11),
+    "pull_partials": Bound(1390, 3, 13),
+}
+
+#: The same for queries that see some tokens only, pages and caches of 8 bits.
+OTHER_BOUNDS = {
+    "partial_attention": Bound(5600, 0, 8),
+    "partial_attention_mma": Bound(5600, 0, 12),
 }
 
 #: Kernels that may use local memory, each with its reason: (module, expression, architecture).
-spill_exceptions: dict[tuple[str, str, str], str] = {}
+spill_exceptions: dict[tuple[str, str, str], str] = {
+    ("partial_attention", f"partial_attention<float8_e4m3fn, {shape}>", arch): (
+        "8 bytes: a lane holds sixteen elements of each row, and of keys and values"
+    )
+    for shape, archs in {
+        "64, 1": ("80", "86", "89"),
+        "64, 4": ("90",),
+        "128, 4, Paged<AllTokens>": ("75", "80", "86", "89"),
+        "128, 4, Paged<VisibleTokens>": ("100",),
+    }.items()
+    for arch in archs
+}
+
+
+def _other(expression: str) -> bool:
+    """Is it a kernel for `OTHER_BOUNDS`?"""
+    return any(word in expression for word in ("VisibleTokens", "Paged", "float8"))
+
+
+def bound_of(expression: str) -> Bound:
+    """What a kernel's code may hold."""
+    return (OTHER_BOUNDS if _other(expression) else BOUNDS)[expression.partition("<")[0]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,25 +130,52 @@ def expressions(module: str, arch: str, whole: bool = True) -> dict[str, int]:
     """
     if module == "partial_attention":
         kernels = {
-            variants.fma_kernel(kind, head_dim, rows).expression: 0
+            variants.fma_kernel(kind, head_dim, rows, tokens).expression: 0
+            for tokens in (variants.Tokens(), variants.Tokens(visible=True))
             for kind in ("float", *_TYPES_16)
             for head_dim in variants.HEAD_DIMS
             for rows in (1, 2, 4)
         }
+        kernels |= dict.fromkeys(_FEW, 0)
         return kernels if whole else {name: kernels[name] for name in _CHOICE}
     if module == "partial_attention_mma":
         types, head_dims = (_TYPES_16, variants.HEAD_DIMS) if whole else (("bfloat16",), (80, 128, 256))
-        wanted = (variants.mma_kernel(t, d, ARCHITECTURES[arch]) for t in types for d in head_dims)
+        wanted = (
+            variants.mma_kernel(t, d, ARCHITECTURES[arch], variants.Tokens(visible, paged))
+            for visible, paged in _TOKENS
+            for t in types
+            for d in (head_dims if not paged else (128, 256))
+        )
         return {k.expression: k.shared_bytes for k in wanted if k} if int(arch) >= 80 else {}
     return {module: 0}
 
 
-_CHOICE = tuple(
-    variants.fma_kernel(*kernel).expression
-    for kernel in (
-        *(("float", 80, 2), ("float", 128, 1), ("float", 256, 4)),
-        *(("float16", 96, 2), ("bfloat16", 64, 1), ("bfloat16", 128, 1), ("bfloat16", 128, 4)),
+_TOKENS = ((False, False), (True, False), (False, True), (True, True))
+# Caches of 8 bits and in pages: what is asked for with all others as well would take an hour to compile.
+_FEW = tuple(
+    variants.fma_kernel(kind, head_dim, rows, variants.Tokens(*tokens)).expression
+    for kind, head_dims, kinds in (
+        ("float8_e4m3fn", variants.HEAD_DIMS, _TOKENS[:1]),
+        ("float8_e4m3fn", (128,), _TOKENS[1:]),
+        ("float8_e5m2", (128,), _TOKENS[:1]),
+        ("bfloat16", (128, 256), _TOKENS[2:]),
+        ("float", (128,), _TOKENS[2:]),
     )
+    for tokens in kinds
+    for head_dim in head_dims
+    for rows in (1, 2, 4)
+)
+_CHOICE = tuple(
+    variants.fma_kernel(*kernel, variants.Tokens(*tokens)).expression
+    for tokens, kernels in (
+        (_TOKENS[0], (("float", 80, 2), ("float", 128, 1), ("float", 256, 4), ("float16", 96, 2))),
+        (_TOKENS[0], (("bfloat16", 64, 1), ("bfloat16", 128, 1), ("bfloat16", 128, 4))),
+        (_TOKENS[0], (("float8_e4m3fn", 128, 1), ("float8_e4m3fn", 128, 4), ("float8_e5m2", 128, 1))),
+        (_TOKENS[1], (("float", 256, 4), ("bfloat16", 128, 1), ("bfloat16", 128, 4))),
+        (_TOKENS[2], (("bfloat16", 128, 1),)),
+        (_TOKENS[3], (("float8_e4m3fn", 128, 4),)),
+    )
+    for kernel in kernels
 )
 
 
@@ -160,7 +223,7 @@ def compiled(module: str, arch: str, whole: bool = True) -> list[Row]:
 def _plain(mangled: str) -> str:
     """The C++ expression of a mangled kernel name."""
     result = subprocess.run(["c++filt", mangled], capture_output=True, text=True, check=True).stdout.strip()
-    return result.removeprefix("void ").partition("(")[0]
+    return result.removeprefix("void ").partition("(")[0].replace("> >", ">>").replace(", AllTokens>", ">")
 
 
 MODULES = (
@@ -189,6 +252,14 @@ def page() -> str:
         "|---|---|---|---|",
         *(_most(module, rows) for module, rows in matrix.items()),
         "",
+        "The last parameter of a kernel is which tokens it takes: all valid ones where none is named, with",
+        "`VisibleTokens` what its queries may see, `Paged` in pages. These, and caches of 8 bits, of both of",
+        "which the tables below have a choice, are counted apart:",
+        "",
+        "| file | instructions | divisions | rounds of loads |",
+        "|---|---|---|---|",
+        *(_most(module, matrix[module], other=True) for module in OTHER_BOUNDS),
+        "",
     ]
     for module in MODULES:
         table: dict[str, dict[str, Row]] = {e: {} for a in ARCHITECTURES for e in expressions(module, a)}
@@ -213,8 +284,9 @@ def page() -> str:
     return "\n".join(lines)
 
 
-def _most(module: str, rows: list[Row]) -> str:
-    bound = BOUNDS[module]
+def _most(module: str, rows: list[Row], other: bool = False) -> str:
+    bound = (OTHER_BOUNDS if other else BOUNDS)[module]
+    rows = [row for row in rows if _other(row.expression) == other]
     pairs = (
         ("instructions", bound.instructions),
         ("integer_division", bound.integer_divisions),

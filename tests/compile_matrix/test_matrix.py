@@ -10,7 +10,7 @@ import pytest
 from treeattn.backends.cuda.compile import source
 
 from . import compilers, cubin
-from .matrix import ARCHITECTURES, BOUNDS, MODULES, Row, compiled, expressions, spill_exceptions
+from .matrix import ARCHITECTURES, MODULES, Row, bound_of, compiled, expressions, spill_exceptions
 
 pytestmark = [
     pytest.mark.skipif(compilers.compiler_problem() is not None, reason=str(compilers.compiler_problem())),
@@ -58,7 +58,7 @@ def test_instructions_are_those_that_were_meant(rows: list[Row]) -> None:
 def test_cost_that_shows_in_the_code_is_bounded(rows: list[Row]) -> None:
     """The bounds stand in matrix.py; docs/compile-matrix.md says what was measured."""
     for row in rows:
-        bound, count = BOUNDS[row.expression.partition("<")[0]], row.instructions
+        bound, count = bound_of(row.expression), row.instructions
         assert count["integer_division"] <= bound.integer_divisions, row
         assert 0 < count["instructions"] <= bound.instructions, row
         assert count["load_rounds"] <= bound.load_rounds, row
@@ -102,5 +102,5 @@ def test_a_division_is_found(kind: str, arch: str) -> None:
 
 def test_errors_name_the_file_and_line() -> None:
     broken = source("finish").replace("const double square", "const dubble square")
-    with pytest.raises(compilers.CompileError, match=r"kernels/cuda/finish.cu\(\d+\): error"):
+    with pytest.raises(compilers.CompileError, match=r"kernels/cuda/finish.cuh\(\d+\): error"):
         compilers.compile_cubin(broken, ["finish"], "80")

@@ -14,6 +14,8 @@ import ml_dtypes
 import numpy as np
 
 from treeattn import reference
+from treeattn.attention.positions import Runs
+from treeattn.attention.visibility import Visibility, Visible
 
 __all__ = ["CASES", "Case", "Inputs", "is_tensor_core_case"]
 
@@ -23,13 +25,13 @@ _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.b
 
 class Inputs(NamedTuple):
     """q [batch, queries, heads, head_dim]; k, v [batch, tokens, kv_heads, head_dim]; lengths [batch]
-    int64 or None; mask [batch, queries, words] uint64 or None."""
+    int64 or None; what queries see, or None where that is all."""
 
     q: Array
     k: Array
     v: Array
     lengths: Array | None
-    mask: Array | None
+    visible: Visible | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,9 @@ class Case:
 
     layout: "tokens" [batch, tokens, kv_heads, head_dim]; "heads" the same from memory that is
     [batch, kv_heads, tokens, head_dim]; "gaps" with other data between rows.
-    scores: their largest size, about. mask_tokens: draft tokens at the end, under a random tree.
+    scores: their largest size, about. drafts: tokens at the end, under a random tree.
+    causal .. alibi: as `treeattn.decode` takes them; runs: where tokens stand, (start, step, count);
+    q_at: where queries stand in each sequence, None: anywhere.
     """
 
     dtype: str
@@ -52,8 +56,15 @@ class Case:
     splits: int | None = None
     layout: str = "tokens"
     scores: float = 4.0
-    mask_tokens: int = 0
+    drafts: int = 0
     tensor_cores: bool = True
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    leading: int = 0
+    softcap: float | None = None
+    alibi: bool = False
+    runs: tuple[tuple[int, int, int], ...] | None = None
+    q_at: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         parts = [self.dtype, f"d{self.head_dim}", f"g{self.group}", f"q{self.queries}", f"t{self.tokens}"]
@@ -61,7 +72,14 @@ class Case:
         parts += [f"splits{self.splits}"] if self.splits else []
         parts += [self.layout] if self.layout != "tokens" else []
         parts += [f"scores{self.scores:g}"] if self.scores != 4 else []
-        parts += [f"mask{self.mask_tokens}"] if self.mask_tokens else []
+        parts += [f"drafts{self.drafts}"] if self.drafts else []
+        parts += ["causal"] if self.causal else []
+        parts += ["window{}+{}".format(*self.window)] if self.window else []
+        parts += [f"leading{self.leading}"] if self.leading else []
+        parts += [f"softcap{self.softcap:g}"] if self.softcap else []
+        parts += ["alibi"] if self.alibi else []
+        parts += [f"runs{len(self.runs)}"] if self.runs else []
+        parts += [f"at{'+'.join(map(str, self.q_at))}"] if self.q_at else []
         parts += [] if self.tensor_cores else ["fma"]
         return "-".join(parts)
 
@@ -79,17 +97,22 @@ class Case:
         """Valid tokens of a batch row."""
         return self.tokens if self.lengths is None else self.lengths[b]
 
+    @property
+    def limited(self) -> bool:
+        """Whether queries see some tokens only, or not all alike."""
+        return bool(self.drafts or self.causal or self.window or self.softcap or self.alibi)
+
     def inputs(self) -> Inputs:
-        """The arrays, always the same. What lies beyond the lengths is NaN: it must not be read."""
+        """The arrays, always the same. What nobody may see is NaN: it must not be read."""
         rng = np.random.default_rng(20)
         dtype = _DTYPES[self.dtype]
         shape = (self.batch, self.tokens, self.kv_heads, self.head_dim)
         q = rng.standard_normal((self.batch, self.queries, self.heads, self.head_dim)) * self.scores / 4
         k, v = (self._lay_out(rng.standard_normal(shape).astype(dtype)) for _ in "kv")
-        for b in range(self.batch):
-            k[b, self.valid(b) :], v[b, self.valid(b) :] = np.nan, np.nan
+        hidden = ~self.seen().any(axis=1)
+        k[hidden], v[hidden] = np.nan, np.nan
         lengths = None if self.lengths is None else np.array(self.lengths, np.int64)
-        return Inputs(q.astype(dtype), k, v, lengths, self._mask(rng))
+        return Inputs(q.astype(dtype), k, v, lengths, self.visible())
 
     def _lay_out(self, array: Array) -> Array:
         if self.layout == "heads":
@@ -102,20 +125,79 @@ class Case:
             return view
         return array
 
-    def _mask(self, rng: np.random.Generator) -> Array | None:
-        """Query i is draft token i * mask_tokens // queries and sees its ancestors in a random tree."""
-        if not self.mask_tokens:
+    def visible(self) -> Visible | None:
+        """The tables of the backends; None where all valid tokens are seen."""
+        if not self.limited:
             return None
-        words = (self.mask_tokens + 63) // 64
-        mask = np.zeros((self.batch, self.queries, words), np.uint64)
+        rules = Visibility.of(
+            self.heads,
+            causal=self.causal,
+            window=self.window,
+            leading=self.leading,
+            softcap=self.softcap,
+            alibi=self.slopes,
+        )
+        visible = Visible(rules, self.batch, self.queries)
+        tree, stand = self._drafts()
+        visible.look(
+            *(Runs(self._runs), self.tokens, self.lengths, self.q_positions),
+            mask=tree if self.drafts else None,
+            draft_positions=stand if self.drafts else None,
+        )
+        return visible
+
+    def seen(self) -> Array:
+        """Who sees whom, token by token: [batch, queries, tokens]."""
+        rules = {"causal": self.causal, "window": self.window, "leading": self.leading}
+        seen = reference.seen(self._positions(), self.q_positions, **rules)
+        tree, _ = self._drafts()
         for b in range(self.batch):
-            parents = [-1] + [int(rng.integers(0, i)) for i in range(1, self.mask_tokens)]
+            seen[b, :, self.valid(b) - self.drafts :] = False
+            seen[b, :, self.valid(b) - self.drafts : self.valid(b)] = tree[b]
+        return np.asarray(seen)
+
+    def distance(self) -> Array:
+        """From each query to each token: [batch, queries, tokens]."""
+        stands = np.repeat(self._positions()[None], self.batch, axis=0)
+        _, drafts = self._drafts()
+        for b in range(self.batch):
+            stands[b, self.valid(b) - self.drafts : self.valid(b)] = drafts[b]
+        return np.asarray(self.q_positions[:, :, None] - stands[:, None])
+
+    @property
+    def slopes(self) -> Array | None:
+        """[heads] of ALiBi, some below 0, or None."""
+        return np.linspace(-0.02, 0.2, self.heads) if self.alibi else None
+
+    @property
+    def q_positions(self) -> Array:
+        """[batch, queries]"""
+        if self.q_at is not None:
+            return np.broadcast_to(np.array(self.q_at), (self.batch, self.queries)).copy()
+        rng = np.random.default_rng(self.tokens)
+        return rng.integers(0, Runs(self._runs).end + 9, (self.batch, self.queries))
+
+    @property
+    def _runs(self) -> tuple[tuple[int, int, int], ...]:
+        return ((0, 1, self.tokens),) if self.runs is None else self.runs
+
+    def _positions(self) -> Array:
+        return np.asarray(Runs(self._runs).positions(0, self.tokens))
+
+    def _drafts(self) -> tuple[Array, Array]:
+        """The mask, bool [batch, queries, drafts], and where drafts stand. Query i is draft token
+        i * drafts // queries and sees its ancestors in a random tree."""
+        rng = np.random.default_rng(self.drafts)
+        mask = np.zeros((self.batch, self.queries, self.drafts), bool)
+        stand = rng.integers(0, self.tokens + 9, (self.batch, self.drafts))
+        for b in range(self.batch if self.drafts else 0):
+            parents = [-1] + [int(rng.integers(0, i)) for i in range(1, self.drafts)]
             for i in range(self.queries):
-                node = i * self.mask_tokens // self.queries
+                node = i * self.drafts // self.queries
                 while node >= 0:
-                    mask[b, i, node // 64] |= np.uint64(1 << node % 64)
+                    mask[b, i, node] = True
                     node = parents[node]
-        return mask
+        return mask, stand
 
     def check(self, out: Array, lse: Array, tensor_cores: bool) -> None:
         """Hold out [batch, queries, heads, head_dim], lse [batch, heads, queries] to the promised bounds."""
@@ -140,30 +222,18 @@ class _Expected(NamedTuple):
 
 @functools.cache
 def _expected(case: Case) -> _Expected:
-    """The oracle's answer, query by query: each over the tokens that it may see."""
-    q, k, v, _, mask = case.inputs()
-    out = np.empty(q.shape)
-    lse = np.empty((case.batch, case.heads, case.queries))
-    seen = []
-    for b in range(case.batch):
-        for i in range(case.queries):
-            tokens = _visible(case, mask, b, i)
-            part = reference.partial(
-                q[b : b + 1, i : i + 1], k[b : b + 1, tokens], v[b : b + 1, tokens], scale=case.scale
-            )
-            row_out, row_lse = reference.combine([part])
-            out[b, i], lse[b, :, i] = row_out[0, 0], row_lse[0, :, 0]
-            seen.append(part)
-    return _Expected(out, lse, reference.error_bounds(seen), max(p.largest_value for p in seen))
-
-
-def _visible(case: Case, mask: Array | None, b: int, query: int) -> Array:
-    tokens = np.arange(case.valid(b))
-    if mask is None:
-        return tokens
-    bit = tokens - (case.valid(b) - case.mask_tokens)
-    words = mask[b, query, np.maximum(bit, 0) // 64]
-    return tokens[(bit < 0) | ((words >> (np.maximum(bit, 0) % 64).astype(np.uint64)) & np.uint64(1) != 0)]
+    """The oracle's answer, which looks at every token."""
+    q, k, v, _, _ = case.inputs()
+    part = reference.partial(
+        *(q, k, v),
+        scale=case.scale,
+        seen=case.seen(),
+        softcap=case.softcap,
+        alibi=case.slopes,
+        distance=case.distance(),
+    )
+    out, lse = reference.combine([part])
+    return _Expected(out, lse, reference.error_bounds([part]), part.largest_value)
 
 
 def is_tensor_core_case(case: Case) -> bool:
@@ -200,18 +270,90 @@ CASES = (
     # Scores of +-1e4.
     Case("float32", 64, scores=1e4, splits=3),
     Case("bfloat16", 64, group=4, scores=1e4, splits=3),
-    # Draft trees, also with more than one word of the mask and with the shard shorter than the draft.
-    Case("bfloat16", 64, group=2, queries=9, kv_heads=1, tokens=90, mask_tokens=9, splits=2),
-    Case("float32", 64, queries=5, kv_heads=1, tokens=90, mask_tokens=70, splits=2),
+    # Draft trees, also with more than one word of the mask and with nothing before the draft.
+    Case("bfloat16", 64, group=2, queries=9, kv_heads=1, tokens=90, drafts=9, splits=2),
+    Case("float32", 64, queries=5, kv_heads=1, tokens=90, drafts=70, splits=2),
+    Case(
+        "bfloat16", 64, queries=8, kv_heads=1, batch=3, tokens=90, lengths=(90, 70, 80), drafts=70, splits=2
+    ),
+    # One query: a causal bound, a window within the shard, beyond it, and with leading tokens.
+    *(Case(t, 64, group=g, causal=True, q_at=(77,), splits=2) for t, g in (("float32", 1), ("float16", 8))),
+    Case("float32", 128, tokens=600, window=(90, 0), q_at=(333,), splits=3),
+    Case("bfloat16", 128, group=4, tokens=600, window=(90, 0), q_at=(333,), splits=3),
+    Case("float16", 80, tokens=300, window=(50, None), leading=5, q_at=(150,), splits=4),
+    Case("bfloat16", 96, group=8, tokens=300, causal=True, window=(50, 9), leading=5, q_at=(150,), splits=4),
+    Case("float32", 64, window=(9, 9), q_at=(900,), splits=2),
+    Case("bfloat16", 64, group=4, window=(9, 9), q_at=(900,), splits=2),
+    # Several queries of a tile, anywhere: their intervals overlap, or lie apart.
+    Case("float32", 64, queries=4, batch=2, causal=True, splits=2),
+    Case(
+        "float16",
+        64,
+        queries=3,
+        tokens=700,
+        window=(20, 5),
+        q_at=(600, 30, 300),
+        splits=5,
+        tensor_cores=False,
+    ),
+    Case("bfloat16", 64, queries=11, group=3, kv_heads=1, tokens=700, window=(20, 5), leading=3, splits=3),
+    Case("float16", 256, queries=17, kv_heads=1, tokens=200, causal=True, lengths=(160,), splits=2),
+    Case("float32", 256, queries=6, kv_heads=1, tokens=120, causal=True, window=(30, 0), splits=2),
+    # Lengths within the window; sequences of which one sees nothing.
+    Case("float32", 64, batch=3, tokens=90, window=(40, 40), lengths=(90, 61, 0), q_at=(80,), splits=2),
     Case(
         "bfloat16",
         64,
-        queries=8,
-        kv_heads=1,
+        group=4,
         batch=3,
         tokens=90,
-        lengths=(90, 6, 80),
-        mask_tokens=70,
+        window=(40, 40),
+        lengths=(90, 61, 0),
+        q_at=(80,),
         splits=2,
     ),
+    # Interleaved and zigzag shards, and many runs.
+    Case("float32", 64, tokens=120, runs=((2, 3, 120),), window=(100, 0), leading=9, q_at=(250,), splits=2),
+    Case(
+        "float16", 64, group=2, queries=4, tokens=120, runs=((60, 1, 60), (180, 1, 60)), causal=True, splits=2
+    ),
+    Case(
+        "float32",
+        64,
+        tokens=40,
+        runs=tuple((7 * i, 2, 4) for i in range(10)),
+        alibi=True,
+        q_at=(50,),
+        splits=2,
+    ),
+    # Softcap and ALiBi, alone and with all else.
+    Case("float32", 64, softcap=1.5, splits=2),
+    Case("float32", 64, softcap=50.0, scores=1e4, splits=2),
+    Case("bfloat16", 64, group=4, softcap=20.0, splits=2),
+    Case("float32", 64, group=2, alibi=True, q_at=(5000000,), splits=3),
+    Case("bfloat16", 64, group=8, alibi=True, runs=((0, 1, 75), (400, 1, 75)), q_at=(410,), splits=3),
+    *(
+        Case(
+            t,
+            d,
+            group=g,
+            queries=5,
+            kv_heads=1,
+            batch=2,
+            tokens=260,
+            lengths=(260, 171),
+            drafts=35,
+            splits=4,
+            causal=True,
+            window=(60, 4),
+            leading=4,
+            softcap=9.0,
+            alibi=True,
+            runs=((3, 2, 100), (300, 1, 160)),
+        )
+        for t, d, g in (("float32", 64, 1), ("float16", 80, 4), ("bfloat16", 128, 4), ("float32", 256, 2))
+    ),
+    # Splits by the backend's own choice, from what is seen.
+    Case("float32", 64, tokens=3000, window=(700, 0), q_at=(2000,)),
+    Case("bfloat16", 64, group=4, tokens=3000, window=(700, 0), q_at=(2000,)),
 )

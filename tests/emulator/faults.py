@@ -10,11 +10,13 @@ __all__ = ["FAULTS", "Fault", "faults_source", "planted"]
 
 
 class Fault(NamedTuple):
-    """`old` occurs once in the kernel's text; `new` is wrong."""
+    """`old` occurs once in the kernel's text; `new` is wrong. kind: the work that shows it, as
+    test_faults.py names it."""
 
     kernel: str
     old: str
     new: str
+    kind: str = "plain"
 
 
 _SOURCES = {"fma": "partial_attention.cu", "mma": "partial_attention_mma.cu", "pull": "pull_partials.cu"}
@@ -37,6 +39,9 @@ FAULTS = {
     "stale_number": Fault(
         "pull", "wanted = step * a.numbers + round", "wanted = (step - 1) * a.numbers + round"
     ),
+    "step_not_counted": Fault("pull", "step + a.ends", "step + 0"),
+    "part_counted": Fault("pull", "step + a.ends", "step + 1"),
+    "finished_early": Fault("pull", "__syncthreads(); // everyone has read the step, and", "//"),
     "push": Fault(
         "pull",
         "if (threadIdx.x == RECORD_MAX) own",
@@ -69,6 +74,65 @@ FAULTS = {
     "groups_mixed": Fault("fma", "groups ? w.splits : g.first", "groups ? 0 : g.first"),
     "first_level_again": Fault("fma", "    from = to;", ""),
     "one_counter_for_all": Fault("fma", "counters + g.number;", "counters;"),
+    # What queries see.
+    "end_seen": Fault("fma", "token < bound[3])", "token <= bound[3])", "visible"),
+    "begin_missed": Fault("fma", "token >= bound[2] &&", "token > bound[2] &&", "visible"),
+    "second_interval_skipped": Fault(
+        "fma", "|| (token >= bound[2] &&", "&& (token >= bound[2] ||", "visible"
+    ),
+    "mask_of_another_query": Fault("fma", "mask + query *", "mask + (query ^ 1) *", "visible"),
+    "mask_of_another_word": Fault("fma", "view.mask[draft / 32]", "view.mask[0]", "visible"),
+    "edge_not_looked_at": Fault(
+        "fma",
+        "place.start + STEP <= views.tile.whole_end",
+        "place.start <= views.tile.whole_end",
+        "visible",
+    ),
+    "hidden_multiplied": Fault("fma", "if (Tokens::CHOSEN && hidden", "if (false && hidden", "visible"),
+    "span_begun_late": Fault(
+        "fma", "at = {next.begin, next.end};", "at = {next.begin + 1, next.end};", "visible"
+    ),
+    "span_skipped": Fault(
+        "fma", "a.spans[++span];\n      at", "a.spans[span += left > 1 ? 2 : 1];\n      at", "visible"
+    ),
+    "split_begins_late": Fault(
+        "fma", "first - found.first_step)", "first - found.first_step + 1)", "visible"
+    ),
+    "span_of_another_split": Fault("fma", "first_step <= first", "first_step < first", "visible"),
+    "view_of_another_tile": Fault("fma", "a.by_kv_heads) + w.tile]", "a.by_kv_heads)]", "visible"),
+    "step_of_run_ignored": Fault("fma", "(token - found[0]) * found[2]", "token - found[0]", "visible"),
+    "first_run_only": Fault("fma", "run + 1 < above", "false", "visible"),
+    "draft_stands_in_run": Fault(
+        "fma", "if (draft >= 0) return lookup", "if (false) return lookup", "visible"
+    ),
+    "no_views_barrier": Fault("mma", "__syncthreads(); // the views are there", "", "visible"),
+    "drafts_read_unseen": Fault(
+        "mma", "token < at.end && any_sees(views, token)", "token < at.end", "visible"
+    ),
+    "end_seen_mma": Fault("mma", "token < bound[3])", "token <= bound[3])", "visible"),
+    "edge_not_looked_at_mma": Fault("mma", "if (see_all<TILE>(views, place)) return;", "return;", "visible"),
+    "row_of_another_half": Fault("mma", "rows[e % 4 / 2]", "rows[0]", "visible"),
+    "bias_of_another_half": Fault("mma", "views.rows[rows[half]]", "views.rows[rows[0]]", "visible"),
+    # Caches of 8 bits, in pages.
+    "scale_of_another_head": Fault("fma", "* a.k_scales[w.kv_head]", "* a.k_scales[0]", "cache"),
+    "value_scale_of_another_head": Fault("fma", "* a.v_scales[w.kv_head]", "* a.v_scales[0]", "cache"),
+    "unit_forgotten": Fault("fma", "UNIT<float8_e4m3fn> = 256.0f", "UNIT<float8_e4m3fn> = 128.0f", "cache"),
+    "invalid_number_widened": Fault("fma", "if (!(invalid & 0x00800080u)) return;", "return;", "cache"),
+    "bytes_exchanged": Fault(
+        "fma", "to[i / 2 * 4 + i % 2 + 2] =", "to[i / 2 * 4 + (i + 1) % 2 + 2] =", "cache"
+    ),
+    "page_of_another_sequence": Fault("fma", "(long long)blockIdx.z * a.pages", "0", "cache"),
+    "page_begun_late": Fault(
+        "fma", "a.page_size) * token_stride", "a.page_size + 1) * token_stride", "cache"
+    ),
+    "pages_of_the_last_step": Fault(
+        "fma",
+        "find_pages<L::TOKENS>(a, pages, token + moved,",
+        "find_pages<L::TOKENS>(a, pages, token,",
+        "cache",
+    ),
+    "unused_page_read": Fault("mma", "valid = page >= 0;", "", "cache"),
+    "copies_do_not_move": Fault("mma", "k += at.start * a.k_token_stride;", "", "visible"),
     "misaligned_scratch": Fault(
         "fma",
         "*numerators = from.numerators + column;",

@@ -1,7 +1,10 @@
-"""The ranks of a node as threads of one process, each with an emulated GPU, around the kernel that pulls."""
+"""The ranks of a node, or of several, as threads of one process, each with an emulated GPU, around the kernel
+that pulls."""
 
 from __future__ import annotations
 
+import collections
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Node:
-    """One schedule over records [records, head_dim + 2] of each rank, planned once."""
+    """One schedule over records [records, head_dim + 2] of each rank, planned once. Queues stand for NCCL."""
 
     def __init__(
         self,
@@ -30,25 +33,30 @@ class Node:
         head_dim: int = 64,
         *,
         group: int = 1,
+        nodes: pulls.Nodes | None = None,
+        early: bool = False,
+        finish: bool = False,
         seconds: float = 30.0,
-        program: Callable[[pulls.Program], pulls.Program] = lambda program: program,
         **options: Any,
     ) -> None:
-        """program: changes the program of each rank; options: of `EmulatorRuntime`."""
+        """nodes: as `pulls.plan` takes them. early: a fault: launches do not wait for the messages before.
+        finish: a step finishes its records, too. options: of `EmulatorRuntime`."""
         ranks, proof = range(schedule.size), prove(schedule)
         self.runtimes = [EmulatorRuntime(seed=rank, **options) for rank in ranks]
         operators = [cuda.MergeOperator(head_dim, runtime=runtime) for runtime in self.runtimes]
-        programs = [program(pulls.plan(schedule, proof, rank, records, group)) for rank in ranks]
+        self.programs = [pulls.plan(schedule, proof, rank, records, group, nodes) for rank in ranks]
+        self._early = early
+        self._mail: dict[tuple[int, int], queue.Queue[Array]] = collections.defaultdict(queue.Queue)
         self.buffers = [np.zeros((records, head_dim + 2), np.float32) for _ in ranks]
         exposed = [
             runtime.expose(operator.window_bytes(program))
-            for runtime, operator, program in zip(self.runtimes, operators, programs, strict=True)
+            for runtime, operator, program in zip(self.runtimes, operators, self.programs, strict=True)
         ]
         self._windows = [address for address, _ in exposed]
         self.pulls = [
             operators[rank].planned_pull(
                 self.buffers[rank],
-                programs[rank],
+                self.programs[rank],
                 rank,
                 [self.runtimes[rank].open_exposed(handle) for _, handle in exposed],
                 seconds,
@@ -56,6 +64,21 @@ class Node:
             )
             for rank in ranks
         ]
+
+        #: out [1, 1, records, head_dim] and lse [1, records, 1] of each rank, with `finish`.
+        self.results = [
+            (np.zeros((1, 1, records, head_dim), np.float32), np.zeros((1, records, 1), np.float32))
+            for _ in ranks
+        ]
+        self._finishing = [self._planned_finish(rank) for rank in ranks if finish]
+
+    def _planned_finish(self, rank: int) -> Callable[[], object]:
+        """A step that ends with results."""
+        records = self.buffers[rank][None, :, None]
+        finish = cuda.planned_finish(records, *self.results[rank], runtime=self.runtimes[rank])
+        step = self.pulls[rank].followed_by(finish)
+        assert step is not None
+        return step
 
     def run(
         self, partials: Sequence[Sequence[Array]], ranks: Sequence[int] | None = None
@@ -70,7 +93,7 @@ class Node:
         def work(rank: int) -> None:
             for step in partials:
                 self.buffers[rank][...] = step[rank]
-                self.pulls[rank]()
+                self._step(rank)
                 held[rank].append(self.buffers[rank].copy())
 
         threads = [threading.Thread(target=work, args=(rank,)) for rank in ranks]
@@ -79,6 +102,26 @@ class Node:
         for thread in threads:
             thread.join()
         return [[held[rank][step] for rank in ranks] for step in range(len(partials))]
+
+    def _step(self, rank: int) -> None:
+        """As `executors.peer` and `executors.peer_nccl` queue it."""
+        if self._finishing:
+            self._finishing[rank]()
+            return
+        pull = self.pulls[rank]
+        pull()
+        for part, exchange in enumerate(self.programs[rank].exchanges, 1):
+            if self._early:
+                pull(part)
+            self._exchange(rank, exchange)
+            if not self._early:
+                pull(part)
+
+    def _exchange(self, rank: int, exchange: pulls.Exchange) -> None:
+        for peer, first, stop in exchange.sends:
+            self._mail[rank, peer].put(self.buffers[rank][first:stop].copy())
+        for peer, first, stop in exchange.receives:
+            self.pulls[rank].landed[first:stop] = self._mail[peer, rank].get(timeout=60)
 
     @property
     def late(self) -> list[tuple[int, int] | None]:

@@ -20,6 +20,8 @@ from emulator.node import Node  # noqa: E402
 from emulator.raw_module import RawModule  # noqa: E402
 from emulator.runtime import EmulatorRuntime  # noqa: E402
 from treeattn import collectives  # noqa: E402
+from treeattn.attention.positions import Runs  # noqa: E402
+from treeattn.attention.visibility import Visibility, Visible  # noqa: E402
 from treeattn.backends import cuda  # noqa: E402
 from treeattn.backends.cuda import attention  # noqa: E402
 from treeattn.backends.cuda.compile import source  # noqa: E402
@@ -55,14 +57,64 @@ def run_attention(sanitizer: str, name: str, edit: Callable[[str], str]) -> None
     print("NaN" if np.isnan(out).any() else "finite")
 
 
+def run_visible(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
+    """Three queries with spans of their own, drafts and every rule, in three splits."""
+    vars(attention)["choose_splits"] = lambda load, number: Splits(number, 2)
+    runtime = EmulatorRuntime(seed=3, sanitizer=sanitizer, edit=edit)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, n, h, 64)).astype(np.float16) for n, h in ((3, 2), (260, 1), (260, 1)))
+    visible = Visible(Visibility(causal=True, left=60, leading=3, softcap=9.0, slopes=(0.1, 0.0)), 1, 3)
+    visible.look(
+        *(Runs([(0, 2, 100), (300, 1, 160)]), 260, [240], [90, 320, 340]),
+        mask=rng.random((1, 3, 40)) < 0.5,
+        draft_positions=np.arange(40)[None],
+    )
+    records = np.empty((1, 2, 3, 66), np.float32)
+    cuda.partial_attention(
+        *(q, k, v, records),
+        scale=0.125,
+        visible=visible,
+        num_splits=3,
+        tensor_cores=name == "mma_visible",
+        runtime=runtime,
+    )
+    print("NaN" if np.isnan(records).any() else "finite")
+
+
+def run_cache(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
+    """Pages, of 8 bits where the multiply-add kernel reads them; the last one ends with its memory."""
+    runtime = EmulatorRuntime(seed=3, sanitizer=sanitizer, edit=edit)
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 1, 4, 64)).astype(np.float16)
+    kind = "float8_e4m3fn" if name == "fma_cache" else np.float16
+    k, v = (rng.standard_normal((15, 16, 1, 64)).astype(kind) for _ in "kv")
+    table = np.array([[14, 2, 5, 1, 0, 7, 3], [4, 13, 9, 10, 14, -1, -1]], np.int32)
+    records = np.empty((2, 4, 1, 66), np.float32)
+    scales = {"k_scale": 0.5, "v_scale": 2.0} if name == "fma_cache" else {}
+    cuda.partial_attention(
+        *(q, k, v, records),
+        scale=0.125,
+        lengths=np.array([112, 80], np.int64),
+        block_table=table,
+        num_splits=2,
+        tensor_cores=name == "mma_cache",
+        runtime=runtime,
+        **scales,
+    )
+    print("NaN" if np.isnan(records).any() else "finite")
+
+
 def run_pull(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
-    """Three ranks, five steps: the slots of a step are used again two steps later. "scatter": a rank whose
-    result counts nobody, for want of records."""
+    """Three ranks, five steps: the slots of a step are used again two steps later; results are finished.
+    "scatter": a rank whose result counts nobody, for want of records. "nodes": messages from another node."""
     scheme, records = ("head_scatter", 2) if name == "scatter" else ("all_gather_merge", 4)
     partials = np.random.default_rng(0).standard_normal((5, 3, records, 10)).astype(np.float32)
-    with Node(collectives.build(scheme, 3), records, 8, sanitizer=sanitizer, edit=edit) as node:
-        held = node.run(list(partials))
-    print("NaN" if np.isnan(held).any() else "finite")
+    partials[..., 1] = np.abs(partials[..., 1])
+    nodes = ((0, 1), (2,)) if name == "nodes" else None
+    planned = {"nodes": nodes, "finish": name == "pull", "sanitizer": sanitizer, "edit": edit}
+    with Node(collectives.build(scheme, 3), records, 8, **planned) as node:
+        held = [*node.run(list(partials))[-1], *(out for out, _ in node.results)]
+    print("NaN" if any(np.isnan(array).any() for array in held) else "finite")
 
 
 def run_fault(sanitizer: str, name: str) -> None:
@@ -82,7 +134,8 @@ def main() -> None:
     if not fault:
         run_fault(sanitizer, what)
     else:
-        run = run_attention if kernel in ("fma", "mma") else run_pull
+        way = kernel.removeprefix("fma").removeprefix("mma")
+        run = {"": run_attention, "_visible": run_visible, "_cache": run_cache}.get(way, run_pull)
         run(sanitizer, kernel, str if fault == "clean" else planted(FAULTS[fault]))
 
 

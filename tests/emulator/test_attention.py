@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from treeattn.attention.positions import Runs
+from treeattn.attention.visibility import Visibility, Visible
 from treeattn.backends import cpu, cuda
 from treeattn.backends.cuda import attention
 from treeattn.backends.cuda.splits import Splits, choose_splits
@@ -27,15 +29,14 @@ def records_for(case: Case) -> Array:
 
 def attend(case: Case, runtime: EmulatorRuntime, inputs: Inputs | None = None, **options: Any) -> Array:
     """The records of a case."""
-    q, k, v, lengths, mask = inputs or case.inputs()
+    q, k, v, lengths, visible = inputs or case.inputs()
     records = records_for(case)
     options = {"num_splits": case.splits, "tensor_cores": case.tensor_cores, **options}
     cuda.partial_attention(
         *(q, k, v, records),
         scale=case.scale,
         lengths=lengths,
-        mask=mask,
-        mask_tokens=case.mask_tokens,
+        visible=visible,
         runtime=runtime,
         **options,
     )
@@ -64,11 +65,11 @@ def test_emulator_is_exact(case: Case) -> None:
     assert runtime.launches == 2
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.mask_tokens], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_cpu_backend_is_exact(case: Case) -> None:
-    q, k, v, lengths, _ = case.inputs()
+    q, k, v, lengths, visible = case.inputs()
     records = records_for(case)
-    cpu.partial_attention(q, k, v, records, scale=case.scale, lengths=lengths)
+    cpu.PlannedAttention(records, scale=case.scale, visible=visible)(q, k, v, lengths)
     case.check(*finished(records, cpu.finish), tensor_cores=False)
 
 
@@ -186,10 +187,10 @@ def test_scores_of_minus_infinity(case: Case) -> None:
 @needs_emulator
 def test_a_row_whose_mask_hides_everything_is_the_identity() -> None:
     for dtype in ("float32", "bfloat16"):
-        case = Case(dtype, 64, queries=4, kv_heads=1, tokens=20, mask_tokens=20, splits=2)
+        case = Case(dtype, 64, queries=4, kv_heads=1, tokens=20, drafts=20, splits=2)
         inputs = case.inputs()
-        assert inputs.mask is not None
-        inputs.mask[0, 2] = 0
+        assert inputs.visible is not None
+        inputs.visible.mask[0, 2] = 0
         records = attend(case, EmulatorRuntime(), inputs)
         assert records[0, 0, 2, 0] == -np.inf
         assert (records[0, 0, 2, 1:] == 0).all()
@@ -291,6 +292,12 @@ def of_shape(*shape: int) -> Array:
     return np.broadcast_to(np.zeros(shape[3], np.float32), shape)
 
 
+def looking_at(tokens: int) -> Visible:
+    visible = Visible(Visibility(), 1, 1)
+    visible.look(Runs([(0, 1, tokens)]), tokens)
+    return visible
+
+
 UNALIGNED = np.zeros(1 + 9 * 2 * 64, np.float32)[1:].reshape(1, 9, 2, 64)
 assert UNALIGNED.ctypes.data % 16
 
@@ -335,16 +342,15 @@ assert UNALIGNED.ctypes.data % 16
         ({"records": np.zeros((1, 2, 1, 66), np.float64)}, ArgumentError, "float32"),
         ({"num_splits": 0}, ArgumentError, "num_splits"),
         ({"q": np.zeros((1, 1, 2, 64), np.int8)}, ArgumentError, "q is int8"),
-        ({"mask": np.zeros((1, 1, 1), np.uint8), "mask_tokens": 1}, ArgumentError, "uint64"),
-        ({"mask": np.zeros((1, 1, 1), np.uint64), "mask_tokens": 65}, ArgumentError, "mask_tokens"),
+        ({"visible": Visible(Visibility(), 2, 1)}, ArgumentError, "visible is for batch, queries"),
+        ({"visible": Visible(Visibility(slopes=(1.0,)), 1, 1)}, ArgumentError, "and 1 heads"),
+        ({"visible": looking_at(10)}, ArgumentError, "see up to 10 tokens, but k and v have 9"),
         (
             {x: of_shape(2, 1, 2, 64) for x in "qkv"}
             | {"records": np.zeros((2, 2, 1, 66), np.float32), "lengths": np.zeros(4, np.int64)[::2]},
             ArgumentError,
             "contiguous int64",
         ),
-        ({"mask": [[[1]]], "mask_tokens": 1}, ArgumentError, "mask is a list"),
-        ({"mask": np.zeros((1, 1, 4), np.uint64)[..., ::2], "mask_tokens": 1}, ArgumentError, "C-contiguous"),
         (dict.fromkeys("kv", of_shape(1, 2**31 - 64, 2, 64)), ArgumentError, "2147483584 tokens: fewer"),
         (
             {x: of_shape(65536, 1, 2, 64) for x in "qkv"}

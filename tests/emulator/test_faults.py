@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from treeattn.attention.positions import Runs
+from treeattn.attention.visibility import Visibility, Visible
 from treeattn.backends import cuda
 from treeattn.backends.cuda import attention
 from treeattn.backends.cuda.compile import source
 from treeattn.backends.cuda.splits import Splits
+from treeattn.backends.cuda.visible import VisibleTables
 
 from .faults import FAULTS, faults_source, planted
 from .raw_module import EmulatorError, RawModule, compiler_problem
@@ -72,16 +75,97 @@ def records_of(kernel: str, seed: int, fault: str | None) -> np.ndarray:
     return records
 
 
+def visible_records_of(kernel: str, seed: int, fault: str | None) -> np.ndarray:
+    """Of three launches of one plan over other tables: five queries at places of their own, runs and drafts.
+    What nobody sees is NaN; by multiply-add so is a value that one query sees, and the one beside it not."""
+    runtime = EmulatorRuntime(seed=seed, edit=planted(FAULTS[fault]) if fault else str)
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 5, 4, 64)).astype(np.float16)
+    k, v = (rng.standard_normal((2, 1500, 2, 64)).astype(np.float16) for _ in "kv")
+    visible = Visible(Visibility(causal=True, left=400, leading=9, slopes=(0.01, 0.02, 0.0, -0.01)), 2, 5)
+    everything = np.empty((3, 2, 4, 5, 66), np.float32)
+    records = everything[0].copy()
+    planned = cuda.PlannedAttention(
+        *(records,),
+        scale=0.125,
+        visible=visible,
+        num_splits=5,
+        tensor_cores=kernel == "mma",
+        runtime=runtime,
+    )
+    for step, runs in enumerate(
+        ([(0, 2, 700), (2000, 1, 800)], [(7, 1, 1500)], [(3, 3, 900), (4000, 1, 600)])
+    ):
+        mask = rng.random((2, 5, 70)) < 0.1
+        visible.look(
+            *(Runs(runs), 1500, [1500, 1300], [[500, 560, 90, 1200, 2100], [700, 40, 720, 2200, 2210]]),
+            mask=mask,
+            draft_positions=rng.integers(2000, 2100, (2, 70)),
+        )
+        keys, values = hide(visible, mask, k), hide(visible, mask, v)
+        if kernel == "fma":
+            values[0, visible.intervals[0, 1, 3] - 1] = np.nan
+        planned(q, keys, values)
+        everything[step] = records
+    return everything
+
+
+def hide(visible: Visible, mask: np.ndarray, array: np.ndarray) -> np.ndarray:
+    """A copy with NaN in tokens that nobody sees."""
+    seen = np.zeros(array.shape[:2], bool)
+    for b, queries in enumerate(visible.intervals.tolist()):
+        for first, first_end, second, second_end in queries:
+            seen[b, first:first_end] = seen[b, second:second_end] = True
+        begin = visible.draft_begins[b]
+        seen[b, begin : begin + visible.drafts] = mask[b].any(axis=0)
+    return np.where(seen[:, :, None, None], array, array.dtype.type(np.nan))
+
+
+def cache_records_of(kernel: str, seed: int, fault: str | None) -> np.ndarray:
+    """Of a paged cache, of 8 bits where the multiply-add kernel reads it; a value of it is NaN. One sequence
+    goes on where it has no page."""
+    runtime = EmulatorRuntime(seed=seed, edit=planted(FAULTS[fault]) if fault else str)
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 1, 8, 64)).astype(np.float16)
+    kind = "float8_e4m3fn" if kernel == "fma" else np.float16
+    k, v = (rng.standard_normal((40, 16, 2, 64)).astype(kind) for _ in "kv")
+    v[3, 4, 1, 5] = np.nan
+    table = rng.permutation(40)[:36].astype(np.int32).reshape(2, 18)
+    table[1, 15] = -1
+    table[0, 2] = 3
+    records = np.full((2, 8, 1, 66), 77, np.float32)
+    scales = {"k_scale": [0.5, 2.0], "v_scale": [3.0, 1.0]} if kernel == "fma" else {}
+    planned = cuda.PlannedAttention(
+        *(records,), scale=0.125, num_splits=1, tensor_cores=kernel == "mma", runtime=runtime, **scales
+    )
+    planned(q, k, v, np.array([288, 250], np.int64), table)
+    return records
+
+
+RECORDS_OF = {"plain": records_of, "visible": visible_records_of, "cache": cache_records_of}
+
+
+def run(fault: str | None, kernel: str, seed: int, kind: str) -> np.ndarray:
+    """The bits of what a kernel leaves."""
+    return RECORDS_OF[kind](kernel, seed, fault).view(np.uint32)
+
+
 def is_seen(fault: str, seed: int, good: np.ndarray) -> bool:
     """By other records, or by what the emulator says."""
     try:
-        return bool((records_of(FAULTS[fault].kernel, seed, fault) != good).any())
+        return bool((run(fault, FAULTS[fault].kernel, seed, FAULTS[fault].kind) != good).any())
     except EmulatorError as error:
         return "g++" not in str(error)
 
 
 # These change no value here, or end the process: see test_sanitizers.py.
-SILENT = ("no_fence", "no_arrival_barrier", "query_always_by_vectors", "misaligned_scratch")
+SILENT = (
+    "no_fence",
+    "no_views_barrier",
+    "no_arrival_barrier",
+    "query_always_by_vectors",
+    "misaligned_scratch",
+)
 
 
 # Those of pull_partials.cu have a test of their own.
@@ -90,6 +174,22 @@ OF_ATTENTION = [name for name, fault in FAULTS.items() if fault.kernel in ("fma"
 
 @pytest.mark.parametrize("fault", [name for name in OF_ATTENTION if name not in SILENT])
 def test_faults_are_seen(fault: str) -> None:
-    good = records_of(FAULTS[fault].kernel, 0, None)
-    assert np.isfinite(good).all()
+    good = run(None, FAULTS[fault].kernel, 0, FAULTS[fault].kind)
     assert any(is_seen(fault, seed, good) for seed in range(8))
+
+
+@pytest.mark.parametrize("kernel", ["fma", "mma"])
+def test_without_a_fault_nothing_is_invalid(kernel: str) -> None:
+    assert np.isfinite(records_of(kernel, 0, None)).all()
+    invalid = np.isnan(visible_records_of(kernel, 0, None))
+    assert invalid[:, 0, :, 1, 2:].all() == (kernel == "fma")
+    invalid[:, 0, :, 1, 2:] = False
+    assert not invalid.any()
+
+
+def test_tables_of_the_last_step_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's part: what changed has to be uploaded."""
+    good = visible_records_of("fma", 0, None)
+    fill = VisibleTables.fill
+    monkeypatch.setattr(VisibleTables, "fill", lambda tables: tables.steps or fill(tables))
+    assert (visible_records_of("fma", 0, None).view(np.uint32) != good.view(np.uint32)).any()

@@ -15,6 +15,7 @@ from treeattn import collectives
 from treeattn.backends import cpu, cuda
 from treeattn.collectives import pulls
 from treeattn.collectives.executors import loopback
+from treeattn.collectives.pulls import Nodes
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import RestrictionError
 
@@ -26,6 +27,14 @@ from .runtime import EmulatorRuntime
 Array = np.ndarray[Any, Any]
 pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 HEAD_DIM = 8
+#: Ranks of each node: as a launcher fills nodes, of different sizes, dealt out in turn, and a node of one.
+NODES: list[Nodes] = [
+    ((0, 1), (2, 3)),
+    ((0, 1, 2, 3), (4, 5, 6, 7)),
+    ((0, 1, 2), (3, 4)),
+    ((0, 2, 4), (1, 3, 5)),
+    ((0, 1), (2,), (3, 4, 5)),
+]
 
 
 def made(steps: int, size: int, records: int, head_dim: int = HEAD_DIM) -> Array:
@@ -66,6 +75,78 @@ def test_every_schedule_gives_the_bits_of_the_definition(scheme: str, size: int,
             assert_same_bits(schedule, held, step)
         assert node.late == [None] * size
         assert [runtime.launches for runtime in node.runtimes] == [5] * size
+
+
+@pytest.mark.parametrize("records", [2, 11])
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+@pytest.mark.parametrize("scheme", collectives.names("schedule"))
+def test_every_schedule_over_several_nodes(scheme: str, nodes: Nodes, records: int) -> None:
+    """What goes between nodes comes between two launches; whatever the schedule knows of nodes."""
+    size = sum(map(len, nodes))
+    schedule, partials = built(scheme, nodes), made(5, size, records)
+    with Node(schedule, records, HEAD_DIM, nodes=nodes) as node:
+        assert any(program.exchanges for program in node.programs)
+        for held, step in zip(node.run(list(partials)), partials, strict=True):
+            assert_same_bits(schedule, held, step)
+        assert node.late == [None] * size
+
+
+def built(scheme: str, nodes: Nodes) -> Schedule:
+    """Schemes that are shaped by nodes get these."""
+    given = {"nodes": nodes} if collectives.needs_nodes(scheme) else {}
+    return collectives.build(scheme, sum(map(len, nodes)), **given)
+
+
+@pytest.mark.parametrize("scheme", ["hierarchical", "split_rail"])
+def test_schemes_for_nodes_take_few_launches(scheme: str) -> None:
+    """One before the messages between two nodes, one after."""
+    nodes = NODES[1]
+    schedule, partials = built(scheme, nodes), made(3, 8, 8)
+    with Node(schedule, 8, HEAD_DIM, nodes=nodes) as node:
+        node.run(list(partials))
+        leads = {0, 4} if scheme == "hierarchical" else set(range(8))
+        assert [len(program.exchanges) for program in node.programs] == [rank in leads for rank in range(8)]
+        assert [r.launches for r in node.runtimes] == [3 * (1 + (rank in leads)) for rank in range(8)]
+
+
+@pytest.mark.parametrize("scheme", ["hierarchical", "split_rail", "recursive_doubling"])
+def test_a_launch_that_does_not_wait_for_messages_is_seen(scheme: str) -> None:
+    nodes = NODES[0]
+    schedule, partials = built(scheme, nodes), made(3, 4, 8)
+    with Node(schedule, 8, HEAD_DIM, nodes=nodes, early=True) as node:
+        for held, step in zip(node.run(list(partials)), partials, strict=True):
+            with pytest.raises(AssertionError, match="not equal"):
+                assert_same_bits(schedule, held, step)
+
+
+def test_a_step_of_several_launches_counts_once() -> None:
+    """Else a number of the step before is taken for one of this step, or one is awaited that never comes."""
+    nodes = NODES[0]
+    schedule, partials = built("hierarchical", nodes), made(3, 4, 3)
+    seen = {}
+    for fault in (None, "step_not_counted", "part_counted"):
+        edit = planted(FAULTS[fault]) if fault else str
+        with Node(schedule, 3, HEAD_DIM, nodes=nodes, seconds=0.5, edit=edit) as node:
+            node.run(list(partials[:1]))
+            node.run(list(partials[1:2]), ranks=[0, 2, 3])  # rank 0 needs rank 1
+            absent = node.late[0]
+        with Node(schedule, 3, HEAD_DIM, nodes=nodes, seconds=0.5, edit=edit) as node:
+            node.run(list(partials))
+            seen[fault] = absent, node.late
+    assert seen[None] == ((1, 1), [None] * 4)
+    assert seen["step_not_counted"][0] is None
+    assert any(seen["part_counted"][1])
+
+
+def test_a_rank_that_is_late_within_its_node_spoils_the_others() -> None:
+    """Its leader gives up and sends NaN on, which is no result: the other leader waits for nobody in vain."""
+    nodes = NODES[0]
+    schedule, partials = built("hierarchical", nodes), made(3, 4, 3)
+    with Node(schedule, 3, HEAD_DIM, nodes=nodes, seconds=0.3) as node:
+        node.run(list(partials[:1]))
+        (held,) = node.run(list(partials[1:2]), ranks=[0, 2, 3])
+        assert np.isnan(held).all()
+        assert node.late[:3] == [(1, 1), None, None]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 300])
@@ -109,6 +190,30 @@ def test_a_recorded_step_counts_on() -> None:
         assert [runtime.graph_launches for runtime in node.runtimes] == [4, 4]
 
 
+def test_a_step_may_finish_its_records() -> None:
+    """In the same launch, with the bits of the kernel that does it alone; records stay as they are."""
+    schedule, partials = collectives.build("reduce_scatter_gather", 3), made(3, 3, 7)
+    with Node(schedule, 7, HEAD_DIM, finish=True) as node:
+        for step in partials:
+            (held,) = node.run([step])
+            assert_same_bits(schedule, held, step)
+            for records, (out, lse) in zip(held, node.results, strict=True):
+                want = np.empty_like(out), np.empty_like(lse)
+                cuda.finish(records[None, :, None], *want, runtime=EmulatorRuntime())
+                np.testing.assert_array_equal(out.view(np.uint32), want[0].view(np.uint32))
+                np.testing.assert_array_equal(lse.view(np.uint32), want[1].view(np.uint32))
+        assert [runtime.launches for runtime in node.runtimes] == [3] * 3
+
+
+def test_a_step_without_a_rank_has_no_result() -> None:
+    schedule, partials = collectives.build("all_gather_merge", 2), made(3, 2, 3)
+    with Node(schedule, 3, HEAD_DIM, finish=True, seconds=0.3) as node:
+        node.run(list(partials[:1]))
+        node.run(list(partials[:1]), ranks=[0])
+        assert np.isnan(node.results[0][0]).all()
+        assert np.isnan(node.results[0][1]).all()
+
+
 class _Recorded:
     def __init__(self, runtime: EmulatorRuntime, pull: cuda.PlannedPull) -> None:
         self._launch, self.late = runtime.capture(pull), pull.late
@@ -139,7 +244,8 @@ def test_a_rank_that_gave_up_is_not_waited_for() -> None:
     with Node(schedule, 2, HEAD_DIM, seconds=0.3) as node:
         node.run(list(partials[:1]), ranks=[1])
         assert node.late[1] == (2, 1)
-        node.pulls[0]._launch.args[2][0]["limit"] = 1 << 62  # rank 0 waits for rank 1 alone, and for good
+        (launch,) = node.pulls[0]._launches
+        launch.args[2][0]["limit"] = 1 << 62  # rank 0 waits for rank 1 alone, and for good
         node.run(list(partials[:1]), ranks=[0])
         assert node.late[0] == (2, 1)
 

@@ -65,7 +65,11 @@ def run(sanitizer: str, what: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
-@pytest.mark.parametrize("kernel", ["fma", "mma", "pull", "scatter"])
+@pytest.mark.parametrize(
+    "kernel",
+    [f"{path}{way}" for path in ("fma", "mma") for way in ("", "_visible", "_cache")]
+    + ["pull", "scatter", "nodes"],
+)
 def test_kernels_are_clean(sanitizer: str, kernel: str) -> None:
     result = run(sanitizer, f"{kernel}:clean")
     assert (result.returncode, result.stdout.strip()) == (0, "finite"), result.stderr[-3000:]
@@ -87,6 +91,7 @@ def test_kernels_are_clean(sanitizer: str, kernel: str) -> None:
         ("pull:relaxed_number", "pull_partials.cu"),
         ("pull:relaxed_look", "pull_partials.cu"),
         ("pull:announced_early", "pull_partials.cu"),
+        ("pull:finished_early", "finish.cuh"),
         ("pull:stale_number", "pull_partials.cu"),
         ("pull:one_set", "pull_partials.cu"),
         ("pull:push", "pull_partials.cu"),
@@ -105,6 +110,7 @@ def test_thread_sanitizer_sees_missing_synchronisation(what: str, file: str) -> 
         ("beyond_shared", "use-after-poison", "faults.cu"),
         ("beyond_global", "heap-buffer-overflow", "faults.cu"),
         ("misaligned_load", "misaligned address", "faults.cu"),
+        ("mma_visible:no_views_barrier", "overflowed", "tokens.cuh"),
         ("fma:misaligned_scratch", "misaligned address", "ptx.cuh"),
         ("fma:query_always_by_vectors", "misaligned address", "attention.cuh"),
     ],

@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from emulator import test_cache
 from emulator.cases import CASES, Case, is_tensor_core_case
 from emulator.test_records import bits, random_records
 
 from treeattn import partial
 from treeattn.backends import cuda
 from treeattn.backends.cuda import cupy_runtime
+from treeattn.backends.cuda.variants import TYPES_8
 from treeattn.errors import ArgumentError
 
 _PROBLEM = cupy_runtime.problem()
@@ -33,16 +35,10 @@ def to_device(array: Array | None) -> Any:
 
 
 def device_inputs(case: Case) -> list[Any]:
-    inputs = case.inputs()
+    q, k, v, lengths, visible = case.inputs()
     if case.layout != "gaps":
-        return [to_device(array) for array in inputs]
-    q, k, v, lengths, mask = inputs
-    return [
-        to_device(q),
-        *(to_device(x.base)[x_view(x)] for x in (k, v)),
-        to_device(lengths),
-        to_device(mask),
-    ]
+        return [*(to_device(array) for array in (q, k, v, lengths)), visible]
+    return [to_device(q), *(to_device(x.base)[x_view(x)] for x in (k, v)), to_device(lengths), visible]
 
 
 def x_view(view: Array) -> tuple[slice, ...]:
@@ -55,20 +51,45 @@ def x_view(view: Array) -> tuple[slice, ...]:
 def test_gpu_is_exact(case: Case) -> None:
     import cupy
 
-    q, k, v, lengths, mask = device_inputs(case)
+    q, k, v, lengths, visible = device_inputs(case)
     records = cupy.full((case.batch, case.heads, case.queries, case.head_dim + 2), 77, cupy.float32)
     planned = cuda.PlannedAttention(
-        records, scale=case.scale, num_splits=case.splits, tensor_cores=case.tensor_cores
+        *(records,),
+        scale=case.scale,
+        visible=visible,
+        num_splits=case.splits,
+        tensor_cores=case.tensor_cores,
     )
-    planned(q, k, v, lengths, mask=mask, mask_tokens=case.mask_tokens)
+    planned(q, k, v, lengths)
     first = records.get()
     out = cupy.full((case.batch, case.queries, case.heads, case.head_dim), 77, cupy.float32)
     lse = cupy.full((case.batch, case.heads, case.queries), 77, cupy.float32)
     cuda.finish(records, out, lse)
     case.check(out.get(), lse.get(), is_tensor_core_case(case) and cupy_runtime.current().tensor_cores)
     for _ in range(20):
-        planned(q, k, v, lengths, mask=mask, mask_tokens=case.mask_tokens)
+        planned(q, k, v, lengths)
     assert (bits(records.get()) == bits(first)).all()
+
+
+@pytest.mark.parametrize("kind", TYPES_8)
+def test_pages_of_8_bits_are_read(kind: str) -> None:
+    """As the emulator reads them, but for the last bits of 2^x."""
+    import cupy
+
+    q, k, v = test_cache.arrays(kind, 128, 4, q_kind=np.float16)
+    (pages, table), (values, _) = test_cache.paged(k, 16), test_cache.paged(v, 16)
+    records = cupy.zeros((2, 8, 1, 130), cupy.float32)
+    given = {"scale": 0.1, "k_scale": [0.5, 2.0], "v_scale": 3.0, "kv_dtype": kind, "num_splits": 3}
+    cuda.partial_attention(
+        *(to_device(q), to_device(pages.view(np.uint8)), to_device(values.view(np.uint8)), records),
+        lengths=to_device(np.array([150, 111], np.int64)),
+        block_table=to_device(table),
+        **given,
+    )
+    wanted = test_cache.attend(
+        *(q, pages, values), lengths=np.array([150, 111], np.int64), block_table=table, **given
+    )
+    np.testing.assert_allclose(records.get(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_merge_and_finish_have_the_defined_bits() -> None:

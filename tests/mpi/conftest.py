@@ -11,9 +11,14 @@ import os
 import sys
 import time
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # ranks outnumber cores; before NumPy is loaded
+
 import numpy as np
 import pytest
 from mpi4py import MPI
+from nccl_over_mpi import NcclOverMpi
+
+from treeattn.collectives import nccl
 
 WORLD = MPI.COMM_WORLD
 DEADLINE = float(os.environ.get("TREEATTN_TEST_DEADLINE", "120"))  # seconds that ranks may be apart
@@ -26,6 +31,16 @@ def comm():
     duplicate = WORLD.Dup()
     yield duplicate
     duplicate.Free()
+
+
+@pytest.fixture
+def communicators(monkeypatch):
+    """NCCL is there, and made of MPI; the list of what was connected."""
+    made = []
+    monkeypatch.setattr(nccl, "problem", lambda: None)
+    monkeypatch.setattr(nccl, "version", lambda: (2, 30))
+    monkeypatch.setattr(nccl, "connect", lambda *given: made.append(NcclOverMpi(*given)) or made[-1])
+    return made
 
 
 @pytest.hookimpl(trylast=True)

@@ -6,7 +6,6 @@ import hashlib
 
 import numpy as np
 import pytest
-from nccl_over_mpi import NcclOverMpi
 
 import treeattn
 from tests.emulator.cases import Case
@@ -115,16 +114,6 @@ def test_a_transport_is_chosen_never_guessed(comm, runtime):
     mine = "host" if comm.rank else "nccl"
     with pytest.raises(treeattn.ArgumentError, match="transport differs"):
         treeattn.decode(*shard(comm), comm=comm, device="cuda", transport=mine)
-
-
-@pytest.fixture
-def communicators(monkeypatch):
-    """NCCL is there, and made of MPI; the list of what was connected."""
-    made = []
-    monkeypatch.setattr(nccl, "problem", lambda: None)
-    monkeypatch.setattr(nccl, "version", lambda: (2, 30))
-    monkeypatch.setattr(nccl, "connect", lambda *given: made.append(NcclOverMpi(*given)) or made[-1])
-    return made
 
 
 @pytest.mark.parametrize("scheme", REPLICATED)

@@ -16,6 +16,8 @@ from tests.emulator.runtime import EmulatorRuntime
 from treeattn import collectives
 from treeattn import comm as comm_
 from treeattn.backends.cuda import cupy_runtime
+from treeattn.collectives import nccl, waiting
+from treeattn.decoder import transport as transports
 
 pytestmark = [
     pytest.mark.mpi,
@@ -40,7 +42,7 @@ def results_by_way_of_the_host(comm, arrays, case=None, **planned):
 
 @pytest.mark.parametrize("scheme", SCHEDULES)
 def test_it_gives_the_bits_of_the_host(comm, runtime, scheme):
-    """Step after step, in one launch each beside attention and finish, without allocating."""
+    """Step after step, without allocating; one launch after attention, unless the result is a slice."""
     arrays = shard(comm)
     planned = {"scheme": scheme, "output": "replicated" if scheme in REPLICATED else "heads"}
     wanted = results_by_way_of_the_host(comm, arrays, **planned)
@@ -51,11 +53,29 @@ def test_it_gives_the_bits_of_the_host(comm, runtime, scheme):
             for got, want in zip(decoder(*arrays), wanted, strict=True):
                 np.testing.assert_array_equal(got, want)
         assert runtime.allocations == allocations
-        finishes = decoder.heads.start < decoder.heads.stop  # fewer heads than ranks
-        assert runtime.launches - launches == 5 * (1 + (comm.size > 1) + finishes)
+        alone, heads = comm.size == 1, decoder.heads.stop - decoder.heads.start
+        finishes = bool(heads) and (alone or scheme not in REPLICATED)  # there may be fewer heads than ranks
+        assert runtime.launches - launches == 5 * (1 + (not alone) + finishes)
         assert decoder.transport == "peer"
         assert decoder.certificate == collectives.check(decoder.schedule)
     assert not runtime._maps
+
+
+def test_the_parts_of_a_step_are_launches_of_their_own(comm, runtime):
+    """And may take turns with whole steps."""
+    arrays = shard(comm)
+    wanted = results_by_way_of_the_host(comm, arrays)
+    with treeattn.Decoder(comm, **options(), transport="peer") as decoder:
+        for _ in range(3):
+            np.testing.assert_array_equal(decoder(*arrays)[0], wanted[0])
+            decoder.out[...] = 0
+            decoder.local(*arrays)
+            decoder.reduce()
+            assert not decoder.out.any()
+            for got, want in zip(decoder.finish(), wanted, strict=True):
+                np.testing.assert_array_equal(got, want)
+            decoder.begin(*arrays)
+            np.testing.assert_array_equal(decoder.finish()[0], wanted[0])
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -122,13 +142,114 @@ def test_two_decoders_at_a_time(comm, runtime):
     assert not runtime._maps
 
 
-def test_ranks_of_several_nodes_are_refused_by_all(comm, runtime, monkeypatch):
-    if comm.size == 1:
-        return
+def on_two_nodes(comm, monkeypatch):
+    """The first half of the ranks on one, and so on."""
     nodes = tuple(range(comm.size // 2)), tuple(range(comm.size // 2, comm.size))
     monkeypatch.setattr(comm_, "node_groups", lambda comm: nodes)
-    with pytest.raises(treeattn.TransportError, match=r"one node.*ranks 0 and \d.*take transport='nccl', or"):
-        treeattn.Decoder(comm, **options(), scheme="recursive_doubling", transport="peer")
+
+
+@pytest.mark.parametrize("scheme", SCHEDULES)
+def test_two_nodes_give_the_bits_of_the_host(comm, runtime, communicators, monkeypatch, scheme):
+    """Peer memory within them, NCCL between: as it is queued, then as one graph, without allocating."""
+    if comm.size == 1:
+        return
+    on_two_nodes(comm, monkeypatch)
+    runtime.identity = f"emulated GPU {comm.rank}"
+    arrays = shard(comm)
+    planned = {"scheme": scheme, "output": "replicated" if scheme in REPLICATED else "heads"}
+    with treeattn.Decoder(comm, **options(), **planned, transport="host") as staged:
+        wanted, sent = [array.copy() for array in staged(*arrays)], staged.sent
+    with treeattn.Decoder(comm, **options(), **planned, transport="peer") as decoder:
+        assert decoder.executor == "peer_nccl"
+        assert decoder.sent == sent
+        assert decoder.certificate == collectives.check(decoder.schedule)
+        decoder(*arrays)
+        allocations, graphs = runtime.allocations, runtime.graph_launches
+        for _ in range(5):
+            for got, want in zip(decoder(*arrays), wanted, strict=True):
+                np.testing.assert_array_equal(got, want)
+        assert (runtime.allocations, runtime.graph_launches) == (allocations, graphs + 5)
+    assert not runtime._maps
+    assert [communicator.ended for communicator in communicators] == ["closed"]
+
+
+def test_a_captured_step_over_two_nodes_is_one_launch(comm, runtime, communicators, monkeypatch):
+    if comm.size == 1:
+        return
+    on_two_nodes(comm, monkeypatch)
+    runtime.identity = f"emulated GPU {comm.rank}"
+    arrays = shard(comm)
+    wanted = results_by_way_of_the_host(comm, arrays)
+    with treeattn.Decoder(comm, **options(), transport="peer") as decoder:
+        step = decoder.capture(*arrays)
+        launches = runtime.graph_launches
+        for number in range(1, 5):
+            np.testing.assert_array_equal(step()[0], wanted[0])
+            assert runtime.graph_launches == launches + number
+
+
+def test_several_nodes_want_nccl(comm, runtime, monkeypatch):
+    """All say so in one line, and nobody waits."""
+    if comm.size == 1:
+        return
+    on_two_nodes(comm, monkeypatch)
+    lacking = "no NCCL: install treeattn[nccl12]" if comm.rank == comm.size - 1 else None
+    monkeypatch.setattr(nccl, "problem", lambda: lacking)
+    monkeypatch.setattr(nccl, "version", lambda: (2, 30))
+    said = f"transport='peer' sends between nodes by NCCL: rank {comm.size - 1}: no NCCL: install"
+    for problem in (lambda: treeattn.Decoder(comm, **options(), transport="peer"), None):
+        with pytest.raises(treeattn.TransportError) as caught:
+            problem() if problem else transports._check_peers(comm, runtime)
+        assert str(caught.value).startswith(said)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_rank_that_does_not_come_on_one_of_two_nodes(comm, runtime, communicators, monkeypatch):
+    """Its leader names it; the others have NaN in this step, then an error; nobody hangs."""
+    if comm.size < 4:
+        return
+    monkeypatch.setenv("TREEATTN_TIMEOUT", "1")
+    monkeypatch.setattr(waiting, "watch", lambda thing: None)  # the emulator's kernels block where they wait
+    on_two_nodes(comm, monkeypatch)
+    runtime.identity = f"emulated GPU {comm.rank}"
+    arrays, absent, leader = shard(comm), comm.size - 1, comm.size // 2
+    decoder = treeattn.Decoder(comm, **options(), scheme="hierarchical", transport="peer")
+    decoder(*arrays)
+    began = time.monotonic()
+    if comm.rank != absent:
+        assert np.isnan(decoder(*arrays)[0]).all()
+    if comm.rank == leader:
+        for wait in (lambda: decoder(*arrays), decoder.synchronize):
+            with pytest.raises(treeattn.TransportError, match=f"round 1: 1 s without rank {absent}"):
+                wait()
+    else:
+        with pytest.raises(treeattn.TransportError, match=r"1 s without|NCCL's end"):
+            decoder.close()
+    assert time.monotonic() - began < 20
+    comm.Barrier()
+    for _, file in runtime._maps.values():
+        if file:
+            os.unlink(file)
+
+
+@pytest.mark.parametrize("what", ["expose", "open_exposed"])
+def test_gpus_of_one_of_two_nodes_cannot_share_memory(comm, runtime, communicators, monkeypatch, what):
+    if comm.size < 4:  # nobody opens anything on a node of one
+        return
+
+    def refused(*_):
+        raise treeattn.TransportError("cudaErrorNotSupported; take transport='nccl' or 'host'")
+
+    on_two_nodes(comm, monkeypatch)
+    runtime.identity = f"emulated GPU {comm.rank}"
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(runtime, what, refused)
+    with pytest.raises(
+        treeattn.TransportError, match=f"rank {comm.size - 1}: .*cudaErrorNotSupported.*'host'"
+    ):
+        treeattn.Decoder(comm, **options(), transport="peer")
+    assert not runtime._maps
+    assert [communicator.ended for communicator in communicators] == ["closed"]
 
 
 @pytest.mark.parametrize("what", ["expose", "open_exposed"])

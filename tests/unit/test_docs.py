@@ -89,14 +89,23 @@ def test_links_point_to_files():
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_pictures_are_current(tmp_path):
-    """Drawn again by the command that the README names."""
-    command = ["schedule", "hierarchical", "--ranks", "16", "--nodes", "4", "--format", "svg"]
-    target = tmp_path / "hierarchical.svg"
+@pytest.mark.parametrize(
+    ("picture", "command"),
+    [
+        ("hierarchical", ["schedule", "hierarchical", "--ranks", "16", "--nodes", "4"]),
+        ("token-tree", ["tree", "docs/mars.txt"]),
+    ],
+)
+def test_pictures_are_current(picture, command, tmp_path):
+    """Drawn again by the command that the README or the page names."""
+    target = tmp_path / "drawn.svg"
     subprocess.run(
-        [sys.executable, "-m", "treeattn", *command, "--out", target], cwd=ROOT, check=True, timeout=60
+        [sys.executable, "-m", "treeattn", *command, "--format", "svg", "--out", target],
+        cwd=ROOT,
+        check=True,
+        timeout=60,
     )
-    assert target.read_text() == (ROOT / "docs/images/hierarchical.svg").read_text()
+    assert target.read_text() == (ROOT / f"docs/images/{picture}.svg").read_text()
 
 
 @pytest.mark.slow
@@ -133,6 +142,7 @@ def test_tables_of_results_are_those_of_the_results(fill_tables):
         "docs/paper",
         "docs/measured",
         "docs/on-a-gpu",
+        "docs/predicted",
         "docs/results/README",
         "docs/schemes",
     ):

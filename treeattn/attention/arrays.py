@@ -21,7 +21,7 @@ import numpy as np
 
 from treeattn.errors import ArgumentError
 
-__all__ = ["Containers", "device_of", "give", "on_gpu", "on_host"]
+__all__ = ["Containers", "device_of", "give", "in_kind", "on_gpu", "on_host"]
 
 Pair = tuple[Any, Any]
 
@@ -199,6 +199,11 @@ def give(results: Pair, like: Any) -> Pair:
     """
     shared = _shared(results, like)
     return _copies(results, like) if shared is None else shared
+
+
+def in_kind(result: Any, like: Any) -> Any:
+    """One result as `give` gives two."""
+    return give((result, result), like)[0]
 
 
 def _shared(results: Pair, like: Any) -> Pair | None:

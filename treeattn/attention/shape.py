@@ -12,7 +12,18 @@ import numpy as np
 from treeattn import partial
 from treeattn.errors import ArgumentError
 
-__all__ = ["DTYPES", "Shape", "as_tensor", "check_axes", "check_shapes", "dtype_name"]
+__all__ = [
+    "CACHE_DTYPES",
+    "DTYPES",
+    "FLOAT8",
+    "Shape",
+    "as_tensor",
+    "check_axes",
+    "check_latent",
+    "check_shapes",
+    "dtype_name",
+    "values_of",
+]
 
 # Input dtypes by name. 16-bit inputs are widened inside the kernels; float64 keeps float64 throughout.
 DTYPES = {
@@ -21,12 +32,19 @@ DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float64": np.dtype(np.float64),
 }
-MAX_HEAD_DIM = 256
+#: Of 8 bits, for k and v alone: a scale for each of them belongs to it.
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+CACHE_DTYPES = DTYPES | {name: np.dtype(getattr(ml_dtypes, name)) for name in FLOAT8}
+MAX_HEAD_DIM = 576
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Everything about q, k and v that must be the same on every rank."""
+    """Everything about q, k and v that must be the same on every rank.
+
+    dtype: of q. kv_dtype: of k and v, one of `CACHE_DTYPES`; None is that of q. k_scale, v_scale: what stored
+    elements are multiplied with, a number or one for each KV head; for `FLOAT8`, and needed there.
+    """
 
     batch: int
     queries: int
@@ -34,9 +52,14 @@ class Shape:
     kv_heads: int
     head_dim: int
     dtype: str
+    kv_dtype: str | None = None
+    k_scale: Any = None
+    v_scale: Any = None
+    v_dim: int = 0  # of values and results; 0 becomes head_dim
 
     def __post_init__(self) -> None:
-        for name in ("batch", "queries", "heads", "kv_heads", "head_dim"):
+        object.__setattr__(self, "v_dim", self.v_dim or self.head_dim)
+        for name in ("batch", "queries", "heads", "kv_heads", "head_dim", "v_dim"):
             value = getattr(self, name)
             if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
                 raise ArgumentError(f"{name} must be a positive whole number, not {value!r}")
@@ -45,17 +68,48 @@ class Shape:
                 f"{self.heads} query heads cannot be grouped over {self.kv_heads} KV heads: "
                 "heads must be a multiple of kv_heads"
             )
-        if self.head_dim % 8 or self.head_dim > MAX_HEAD_DIM:
-            raise ArgumentError(
-                f"head_dim {self.head_dim} is not supported: use a multiple of 8 up to {MAX_HEAD_DIM}"
-            )
+        for name, value in (("head_dim", self.head_dim), ("v_dim", self.v_dim)):
+            if value % 8 or value > MAX_HEAD_DIM:
+                raise ArgumentError(
+                    f"{name} {value} is not supported: use a multiple of 8 up to {MAX_HEAD_DIM}"
+                )
         if self.dtype not in DTYPES:
             raise ArgumentError(f"dtype {self.dtype!r} is not supported: use one of {', '.join(DTYPES)}")
+        self._check_cache_dtype()
+
+    def _check_cache_dtype(self) -> None:
+        object.__setattr__(self, "kv_dtype", self.kv_dtype or self.dtype)
+        if self.kv_dtype not in CACHE_DTYPES:
+            raise ArgumentError(
+                f"cache_dtype {self.kv_dtype!r} is not supported: use one of {', '.join(CACHE_DTYPES)}"
+            )
+        if self.kv_dtype == "float64" != self.dtype:
+            raise ArgumentError(f"k and v are float64, but q is {self.dtype}: make it float64, too")
+        for name in ("k_scale", "v_scale"):
+            scales = _scales(name, getattr(self, name), self.kv_heads)
+            if (scales is None) == (self.kv_dtype in FLOAT8):
+                raise ArgumentError(
+                    f"a cache of {self.kv_dtype} needs {name}: a number, or one for each KV head"
+                    if scales is None
+                    else f"{name} is for caches of {' and '.join(FLOAT8)}, not of {self.kv_dtype}"
+                )
+            object.__setattr__(self, name, scales)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether k and v are of another type than q."""
+        return self.kv_dtype != self.dtype
 
     @property
     def record_dtype(self) -> np.dtype[Any]:
         """Records, out and lse: float64 for float64 inputs, else float32."""
         return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """What every `Decoder` is planned with, by name; a cache of another type or width asks for more."""
+        names = ("batch", "queries", "heads", "kv_heads", "head_dim", "dtype")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def q_shape(self) -> tuple[int, ...]:
@@ -73,16 +127,19 @@ class Shape:
 
     def accepts(self, q: Any, k: Any, v: Any) -> bool:
         """Whether q, k and v pass the checks below: a few comparisons, for the step."""
-        dtype = DTYPES[self.dtype]
+        dtype, kv_dtype = DTYPES[self.dtype], CACHE_DTYPES[self.kv_dtype or self.dtype]
         return (
             type(q) is type(k) is type(v) is np.ndarray
-            and q.dtype == k.dtype == v.dtype == dtype
+            and q.dtype == dtype
+            and k.dtype == v.dtype == kv_dtype
             and q.shape == self.q_shape
-            and k.shape == v.shape
-            and k.ndim == 4
+            and k.ndim == v.ndim == 4
+            and k.shape[:3] == v.shape[:3]
             and k.shape[0] == self.batch
             and k.shape[2:] == (self.kv_heads, self.head_dim)
-            and q.strides[3] == k.strides[3] == v.strides[3] == dtype.itemsize
+            and v.shape[3] == self.v_dim
+            and q.strides[3] == dtype.itemsize
+            and k.strides[3] == v.strides[3] == kv_dtype.itemsize
         )
 
     def check_query(self, q: Any) -> None:
@@ -92,19 +149,24 @@ class Shape:
                 f"q has shape {list(q.shape)}, expected [batch, queries, heads, head_dim] = "
                 f"{list(self.q_shape)}"
             )
-        self._check_elements("q", q)
+        self._check_elements("q", q, self.dtype)
 
     def check_cache(self, k: Any, v: Any) -> None:
-        """Raise `ArgumentError` unless k and v are [batch, tokens, kv_heads, head_dim] and alike."""
-        if k.shape != v.shape:
+        """Raise `ArgumentError` unless k is [batch, tokens, kv_heads, head_dim] and v alike but for v_dim."""
+        if k.shape != v.shape and self.v_dim == self.head_dim:
             raise ArgumentError(f"k has shape {list(k.shape)} and v {list(v.shape)}: they must be the same")
         if len(k.shape) != 4 or (k.shape[0], *k.shape[2:]) != (self.batch, self.kv_heads, self.head_dim):
             raise ArgumentError(
                 f"k and v have shape {list(k.shape)}, expected [batch, tokens, kv_heads, head_dim] = "
                 f"[{self.batch}, any, {self.kv_heads}, {self.head_dim}]"
             )
-        self._check_elements("k", k)
-        self._check_elements("v", v)
+        if tuple(v.shape) != (*k.shape[:3], self.v_dim):
+            raise ArgumentError(
+                f"v has shape {list(v.shape)}, expected [batch, tokens, kv_heads, v_dim] = "
+                f"{[*k.shape[:3], self.v_dim]}"
+            )
+        self._check_elements("k", k, self.kv_dtype or self.dtype)
+        self._check_elements("v", v, self.kv_dtype or self.dtype)
 
     def check_lengths(self, lengths: Any, tokens: int) -> Any:
         """`lengths` as int64 [batch], each between 0 and `tokens`. Raises `ArgumentError`."""
@@ -120,12 +182,11 @@ class Shape:
             )
         return np.ascontiguousarray(lengths, np.int64)
 
-    def _check_elements(self, name: str, array: Any) -> None:
-        bits = self.dtype == "bfloat16" and array.dtype == np.uint16
-        if array.dtype != DTYPES[self.dtype] and not bits:
+    def _check_elements(self, name: str, array: Any, dtype: str) -> None:
+        if array.dtype != CACHE_DTYPES[dtype] and str(array.dtype) != bits_of(dtype):
             raise ArgumentError(
-                f"{name} is {array.dtype}, expected {self.dtype}: q, k and v are of one type, for a Decoder "
-                "the one it is planned for (dtype=, bfloat16 unless named)"
+                f"{name} is {array.dtype}, expected {dtype}: k and v are of one type; a Decoder takes the "
+                "types it is planned for (dtype=, bfloat16 unless named; cache_dtype=, like q unless named)"
             )
         if array.strides[3] != array.dtype.itemsize and array.size:
             raise ArgumentError(
@@ -133,32 +194,56 @@ class Shape:
             )
 
 
-def dtype_name(array: Any, dtype: str | None = None) -> str:
-    """Name of an array's dtype as in `DTYPES`; `dtype` tells what uint16 carries.
+def _scales(name: str, given: Any, kv_heads: int) -> tuple[float, ...] | None:
+    if given is None:
+        return None
+    array = np.asarray(given)
+    if array.dtype.kind not in "fiu" or array.shape not in ((), (kv_heads,)):
+        raise ArgumentError(f"{name} must be a number, or one for each of {kv_heads} KV heads")
+    array = np.broadcast_to(array, kv_heads).astype(np.float32)
+    if not (np.isfinite(array) & (array > 0)).all():
+        raise ArgumentError(f"{name} must be finite and above 0")
+    return tuple(array.tolist())
+
+
+def bits_of(dtype: str | None) -> str | None:
+    """The integer type that carries the bits of a type that NumPy alone does not have; else None."""
+    if dtype in FLOAT8:
+        return "uint8"
+    return "uint16" if dtype == "bfloat16" else None
+
+
+def dtype_name(array: Any, dtype: str | None = None, served: Any = DTYPES) -> str:
+    """Name of an array's dtype as in `served`; `dtype` tells what uint16 and uint8 carry.
 
     Raises `ArgumentError` for integer and other unsupported dtypes, and where `dtype` contradicts the array.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise ArgumentError(f"dtype {dtype!r} is not supported: use one of {', '.join(DTYPES)}")
+    if dtype is not None and dtype not in served:
+        raise ArgumentError(f"dtype {dtype!r} is not supported: use one of {', '.join(served)}")
     name = str(array.dtype)
+    if name == "uint8" and served is CACHE_DTYPES:
+        if dtype in FLOAT8:
+            return str(dtype)
+        raise ArgumentError(f"uint8 arrays carry float8 bits: say of which, cache_dtype={FLOAT8[0]!r} or so")
     if name == "uint16":
         if dtype == "bfloat16":
             return "bfloat16"
         raise ArgumentError("uint16 arrays carry bfloat16 bits: say so with dtype='bfloat16'")
-    if name not in DTYPES:
-        raise ArgumentError(f"arrays of {name} are not supported: use one of {', '.join(DTYPES)}")
+    if name not in served:
+        raise ArgumentError(f"arrays of {name} are not supported: use one of {', '.join(served)}")
     if dtype is not None and dtype != name:
         raise ArgumentError(f"dtype={dtype!r} was asked for, but the array is {name}")
     return name
 
 
 def as_tensor(name: str, array: Any, dtype: str | None = None) -> Any:
-    """A NumPy array with four axes whose dtype is one of `DTYPES`, without copying.
+    """A NumPy array with four axes whose dtype is one of `DTYPES`, for k and v of `CACHE_DTYPES`; not copied.
 
     Raises `ArgumentError` for another dtype or number of axes.
     """
-    if dtype_name(array, dtype) == "bfloat16" and array.dtype == np.uint16:
-        array = array.view(ml_dtypes.bfloat16)
+    found = dtype_name(array, dtype, DTYPES if name == "q" else CACHE_DTYPES)
+    if str(array.dtype) == bits_of(found):
+        array = array.view(CACHE_DTYPES[found])
     check_axes(name, array)
     return array
 
@@ -170,18 +255,48 @@ def check_axes(name: str, array: Any) -> None:
         raise ArgumentError(f"{name} has shape {list(array.shape)}, expected four axes {axes}")
 
 
+def check_latent(v_dim: Any, head_dim: int, scale: float | None) -> None:
+    """Raise `ArgumentError` unless the first `v_dim` channels of keys of `head_dim` can be the values."""
+    if isinstance(v_dim, bool) or not isinstance(v_dim, int | np.integer) or not 1 <= v_dim <= head_dim:
+        raise ArgumentError(f"v_dim {v_dim!r:.60} must be a number of k's {head_dim} channels")
+    if scale is None:
+        raise ArgumentError(
+            "with v_dim the scale has to be given: it is that of the heads before they were made latent, not "
+            f"1/sqrt({head_dim})"
+        )
+
+
+def values_of(k: Any, v: Any, v_dim: int | None, scale: float | None) -> Any:
+    """The values that a call means: v, or, where v is None, the first `v_dim` channels of k, not copied.
+
+    Raises `ArgumentError`.
+    """
+    if v is not None and v_dim is not None:
+        raise ArgumentError("v_dim takes the values out of k: pass v=None, or leave v_dim out")
+    if v is not None:
+        return v
+    if v_dim is None:
+        raise ArgumentError("v is missing: pass it, or v_dim=, how many channels of k are the values")
+    check_latent(v_dim, k.shape[3], scale)
+    return k[..., :v_dim]
+
+
 def check_shapes(q: Any, k: Any, v: Any, records: Any) -> None:
     """Raise `ArgumentError` unless q, k and v belong together and to the records, on whatever device."""
     batch, heads, queries, width = records.shape
-    head_dim = width - partial.EXTRA
-    if q.shape != (batch, queries, heads, head_dim):
+    v_dim = width - partial.EXTRA
+    if q.ndim != 4 or q.shape[:3] != (batch, queries, heads):
         raise ArgumentError(
-            f"q has shape {q.shape}: [batch, queries, heads, head_dim] is {(batch, queries, heads, head_dim)}"
+            f"q has shape {q.shape}: [batch, queries, heads, head_dim] is {(batch, queries, heads)} and any"
         )
-    if k.ndim != 4 or k.shape != v.shape or (k.shape[0], k.shape[3]) != (batch, head_dim):
+    if k.ndim != 4 or (k.shape[0], k.shape[3]) != (batch, q.shape[3]):
         raise ArgumentError(
-            f"k {k.shape} and v {v.shape}: both must be [batch, tokens, kv_heads, head_dim] = "
-            f"[{batch}, any, any, {head_dim}]"
+            f"k {k.shape} must be [batch, tokens, kv_heads, head_dim] = [{batch}, any, any, {q.shape[3]}]"
+        )
+    if v.shape != (*k.shape[:3], v_dim):
+        raise ArgumentError(
+            f"v {v.shape} must be [batch, tokens, kv_heads, v_dim] = {[*k.shape[:3], v_dim]}, as k and the "
+            "records are"
         )
     if k.shape[2] == 0 or heads % k.shape[2]:
         raise ArgumentError(f"{heads} query heads cannot share {k.shape[2]} KV heads: it must be a multiple")

@@ -202,8 +202,6 @@ class Visible:
             for row in range(len(self._begins)):
                 self._begins[row] = tokens - self.drafts
             return tokens - self.drafts
-        if hasattr(lengths, "__cuda_array_interface__"):
-            lengths = lengths.get() if hasattr(lengths, "get") else lengths.cpu()
         lengths = np.asarray(lengths)
         if lengths.shape != self.draft_begins.shape or lengths.dtype.kind not in "iu":
             raise ArgumentError(

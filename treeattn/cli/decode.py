@@ -6,7 +6,6 @@ import hashlib
 import statistics
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -30,7 +29,7 @@ from treeattn.cli.console import (
     table,
 )
 from treeattn.cli.own_device import own_device
-from treeattn.cli.problem import Judge, Problem
+from treeattn.cli.problem import Judge, Problem, open_outputs
 from treeattn.cli.rules import Rules
 from treeattn.cli.rules import window as read_window
 from treeattn.cli.scheme import given
@@ -95,7 +94,7 @@ def command(
     rules = Rules(causal, read_window(window), leading, softcap)
     options = (schemes, str(chosen), repeat, check, device, transport, str(source), str(expect), str(rules))
     comm_.agree(world, {"the command line": options})
-    write_out, write_json = _outputs(world, [source, expect], [out, json_path])
+    write_out, write_json = open_outputs(world, [source, expect], [out, json_path])
     problem = Problem(world, source, chosen, expect, rules)
     where, inputs = _placed(world, problem, device)
     judge = Judge(world, problem, check, where.rounds_weights(problem.shape))
@@ -141,7 +140,7 @@ def _measure(
     """One scheme: plan, first step, timed steps, verdicts. Collective."""
     with Decoder(
         world,
-        **asdict(problem.shape),
+        **problem.shape.plain,
         scheme=scheme,
         scale=problem.scale,
         device=device.name,
@@ -161,6 +160,7 @@ def _measure(
         passed = world.bcast(judge.passes(errors) and same_bits)
         return {
             "scheme": scheme,
+            "why": decoder.why,
             "device": device.name,
             "transport": decoder.transport,
             "executor": decoder.executor,
@@ -213,23 +213,13 @@ def _wire(world: Any, decoder: Decoder) -> dict[str, Any]:
     return facts | {"messages": len(sizes), "bytes": sum(sizes)}
 
 
-def _outputs(world: Any, inputs: list[Path | None], paths: list[Path | None]) -> list[Any]:
-    """One writer per path, opened on rank 0 before any work; the others get writers that do nothing."""
-
-    def opened() -> list[Any]:
-        files.check_distinct(paths, inputs)
-        return [files.output_writer(path) for path in paths]
-
-    return comm_.together(world, lambda: opened() if world.rank == 0 else [lambda _: None for _ in paths])
-
-
 def _summary(problem: Problem, rows: list[dict[str, Any]], placement: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "input": str(problem.source),
         "tokens": problem.tokens,
         "layout": str(problem.layout),
         "scale": problem.scale,
-        "shape": asdict(problem.shape),
+        "shape": problem.shape.plain,
         "rules": {name: np.asarray(rule).tolist() for name, rule in problem.rules.planned().items()},
         "schemes": [row["scheme"] for row in rows],
         "results": [{key: value for key, value in row.items() if key != "arrays"} for row in rows],
@@ -257,6 +247,8 @@ def _print_table(
         screen.print(f"errors: against {references}; at most {bounds[0]:.1e} of out, {bounds[1]:.1e} of lse")
     screen.print(LEGEND)
     for row in rows:
+        if row["why"]:
+            screen.print(f"{row['scheme']}: took {row['why']}")
         if row["nan"]["results"] or any(row["nan"]["references"].values()):
             screen.print(f"{row['scheme']}: {_about_nan(row['nan'])}")
     warning = environment.warning(placement)

@@ -19,6 +19,7 @@ from treeattn.errors import ArgumentError
 from treeattn.llama.model import Llama
 from treeattn.llama.prefill import PREFILLS
 from treeattn.llama.session import Session
+from treeattn.llama.threads import share_cores
 from treeattn.llama.tokens import Tokenizer
 from treeattn.shards import LAYOUTS
 from treeattn.study import environment
@@ -83,6 +84,7 @@ def command(
         return model, tokenizer, _cut(tokens, prompt_tokens), write
 
     model, tokenizer, tokens, write = comm_.together(world, opened)
+    threads = share_cores(world)
     settings = {
         "capacity": len(tokens) + max_new_tokens,
         "scheme": scheme if decode == "tree" else decode,
@@ -94,7 +96,7 @@ def command(
         stream = _Stream(tokenizer, world.rank == 0 and turn == 0)
         stop = () if ignore_eos else model.config.eos
         runs.append(_run(world, model, tokens, max_new_tokens, stop, settings, stream))
-    facts = _facts(world, model, tokens, settings, runs)
+    facts = _facts(world, model, tokens, settings, runs) | {"blas_threads": threads}
     if world.rank == 0:
         write(environment.as_json(facts))
         _report(facts)

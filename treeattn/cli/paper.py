@@ -19,7 +19,7 @@ from treeattn.cli.console import WIDE, console, table
 from treeattn.errors import ArgumentError
 from treeattn.study import environment
 from treeattn.study.compare.clock import Clock
-from treeattn.study.paper import EXPERIMENTS, NO_SIMULATOR, Table, shown
+from treeattn.study.paper import EXPERIMENTS, NOTHING_TO_SIMULATE, Table, shown
 
 __all__ = ["command"]
 
@@ -88,30 +88,40 @@ def _finish(
 ) -> None:
     """Write and print everything."""
     models = {name: EXPERIMENTS[name].model(**EXPERIMENTS[name].paper) for name in chosen}
-    facts = [_facts(name, models[name], measured[name]) for name in chosen]
+    simulated = {name: _simulated(name) for name in chosen}
+    facts = [_facts(name, models[name], measured[name], simulated[name]) for name in chosen]
     write(environment.as_json({"run": run, "experiments": facts}))
     screen = console(wide)
     for name in chosen:
         experiment = EXPERIMENTS[name]
         screen.print(f"{os.linesep}{name}: {experiment.title}", style="bold")
         screen.print(f"in the paper: {experiment.where}")
-        for made in (*models[name], *measured[name]):
+        for made in (*models[name], *simulated[name], *measured[name]):
             _print(screen, made)
         if not measured[name] and experiment.small is not None:
             screen.print(_why_nothing(run))
-        screen.print(f"the paper's setting on a simulated cluster: {NO_SIMULATOR}")
+        if not simulated[name]:
+            screen.print(NOTHING_TO_SIMULATE)
     screen.print(f"{os.linesep}what these numbers assume, and what is not explained: docs/paper.md")
     if run is not None and run["warning"]:
         screen.print(f"note: {run['warning']}", style="yellow")
 
 
-def _facts(name: str, model: Sequence[Table], here: Sequence[Table]) -> dict[str, Any]:
+def _simulated(name: str) -> list[Table]:
+    """The paper's setting on simulated clusters."""
+    experiment = EXPERIMENTS[name]
+    return [] if experiment.simulated is None else experiment.simulated(**experiment.paper)
+
+
+def _facts(
+    name: str, model: Sequence[Table], here: Sequence[Table], simulated: Sequence[Table]
+) -> dict[str, Any]:
     facts = asdict(EXPERIMENTS[name])
-    del facts["measure"]
+    del facts["measure"], facts["simulated"]
     return {
         "name": name,
         **facts,
-        "predictions": NO_SIMULATOR,
+        "predictions": [asdict(table) for table in simulated] or NOTHING_TO_SIMULATE,
         "model": [asdict(table) for table in model],
         "measured": [asdict(table) for table in here],
     }

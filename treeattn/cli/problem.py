@@ -17,7 +17,7 @@ from treeattn.cli.rules import Rules
 from treeattn.errors import ArgumentError
 from treeattn.shards import Layout
 
-__all__ = ["Judge", "Problem"]
+__all__ = ["Judge", "Problem", "largest_difference", "open_outputs"]
 
 
 class Problem:
@@ -137,7 +137,7 @@ class Judge:
     def errors(self, out: Any, lse: Any) -> dict[str, tuple[float, float]]:
         """Largest |out - reference| and |lse - reference| for each reference, on rank 0."""
         return {
-            name: (_largest_difference(out, wanted[0]), _largest_difference(lse, wanted[1]))
+            name: (largest_difference(out, wanted[0]), largest_difference(lse, wanted[1]))
             for name, wanted in self.against.items()
         }
 
@@ -168,10 +168,20 @@ def _has_nan(part: reference.Partial) -> bool:
     return any(bool(np.isnan(array).any()) for array in (part.max, part.denominator, part.numerator))
 
 
-def _largest_difference(mine: Any, wanted: Any) -> float:
+def largest_difference(mine: Any, wanted: Any) -> float:
     """max |mine - wanted|; equal infinities and NaN in both places differ by nothing."""
     mine, wanted = np.asarray(mine, np.float64), np.asarray(wanted, np.float64)
     same = (mine == wanted) | (np.isnan(mine) & np.isnan(wanted))
     with np.errstate(invalid="ignore"):
         difference = np.where(same, 0.0, np.abs(mine - wanted))
     return float(np.nan_to_num(difference, nan=np.inf).max(initial=0.0))
+
+
+def open_outputs(world: Any, inputs: list[Path | None], paths: list[Path | None]) -> list[Any]:
+    """One writer per path, opened on rank 0 before any work; the others get writers that do nothing."""
+
+    def opened() -> list[Any]:
+        files.check_distinct(paths, inputs)
+        return [files.output_writer(path) for path in paths]
+
+    return comm_.together(world, lambda: opened() if world.rank == 0 else [lambda _: None for _ in paths])

@@ -16,7 +16,7 @@ import numpy as np
 
 from treeattn import comm as comm_
 from treeattn.attention import arrays
-from treeattn.attention.shape import DTYPES, Shape, dtype_name
+from treeattn.attention.shape import CACHE_DTYPES, DTYPES, Shape, dtype_name, values_of
 from treeattn.attention.visibility import Visibility
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import device as devices
@@ -40,7 +40,7 @@ def schemes() -> list[str]:
 def decode(
     q: Any,
     k: Any,
-    v: Any,
+    v: Any = None,
     *,
     comm: Intracomm | None = None,
     scheme: str | Schedule = "hierarchical",
@@ -50,6 +50,9 @@ def decode(
     transport: str | None = None,
     output: str = "replicated",
     dtype: str | None = None,
+    cache_dtype: str | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     q_root: int | None = None,
     executor: str | None = None,
     positions: Any = None,
@@ -62,6 +65,7 @@ def decode(
     q_positions: Any = None,
     mask: Any = None,
     draft_positions: Any = None,
+    v_dim: int | None = None,
 ) -> tuple[Any, Any]:
     """Exact attention of `q` over a KV cache of which every rank of `comm` holds a shard. Collective.
 
@@ -69,9 +73,15 @@ def decode(
     broadcasts it; the others may pass None). k, v: [batch, tokens, kv_heads, head_dim], this rank's shard;
     tokens may be 0 and may differ between ranks. Arrays of any library with DLPack or the array interface
     (NumPy, CuPy, torch, JAX), read where they lie; float32, float16, bfloat16 (or its bits: uint16 with
-    ``dtype="bfloat16"``) or float64. lengths: valid tokens [batch] of this shard, default all.
+    ``dtype="bfloat16"``) or float64. k and v may be of another type than q, float8_e4m3fn and
+    float8_e5m2 of ml_dtypes too, or uint8 with the bits of what ``cache_dtype`` names: with `k_scale` and
+    `v_scale`, a number or one for each KV head, the same on every rank, of which a stored element is to be
+    multiplied. lengths: valid tokens [batch] of this shard, default all.
+    v may have another width than k, [.., v_dim]: so has out then. Latent attention: v=None and v_dim, how
+    many of k's first channels are the values (``device="cpu"``; the scale has to be given).
     scale: default 1 / sqrt(head_dim). comm: default COMM_WORLD. scheme: a name with its parameters, or a
-    `treeattn.collectives.Schedule` of one's own, the same on every rank.
+    `treeattn.collectives.Schedule` of one's own, the same on every rank; ``"auto"`` chooses by simulation
+    (`treeattn.decoder.auto`).
 
     device: ``"cpu"`` or ``"cuda"``, the GPU that is CuPy's current one (no float64); None is where q lies.
     transport: how records travel: ``"mpi"`` from the host; from GPUs ``"nccl"``, ``"peer"``, ``"cuda-mpi"``
@@ -115,11 +125,15 @@ def decode(
     def ask() -> Request:
         nonlocal step
         where = place()
-        ours = where.tensor("k", k, dtype), where.tensor("v", v, dtype)
+        stored = cache_dtype or dtype
+        keys = where.tensor("k", k, stored)
+        values = values_of(keys, v, v_dim, scale)
+        ours = keys, values if v is None else where.tensor("v", v, stored)
         query = where.tensor("q", q, dtype) if q_root is None else where.from_host(q)
         elements = dtype_name(query, "bfloat16" if query.dtype == np.uint16 else None)
         batch, queries, heads, head_dim = query.shape
-        shape = Shape(batch, queries, heads, ours[0].shape[2], head_dim, elements)
+        cache = cache_name(keys), k_scale, v_scale, ours[1].shape[3]
+        shape = Shape(batch, queries, heads, keys.shape[2], head_dim, elements, *cache)
         shape.check_query(query)
         shape.check_cache(*ours)
         rules = Visibility.of(
@@ -133,12 +147,16 @@ def decode(
         )
         step = query, *ours, where.lengths(shape, lengths, ours[0].shape[1])
         tables = Sight(rules, shape).tables()
-        tables.try_out(ours[0].shape[1], lengths, q_positions, mask, draft_positions)
+        tables.try_out(ours[0].shape[1], where.host_lengths(lengths), q_positions, mask, draft_positions)
         return Request(
             *(shape, select(scheme), scale, where, transport, output, q_root, executor),
             rules=rules,
             stated=Stated(positions, tuple(tables.draft_begins.tolist())),
         )
+
+    def cache_name(array: Any) -> str:
+        carried = {"uint16": "bfloat16", "uint8": cache_dtype}.get(str(array.dtype))
+        return dtype_name(array, carried, CACHE_DTYPES)
 
     with Decoder.of(comm, plan(comm, ask)) as decoder:
         seen = {"q_positions": q_positions, "mask": mask, "draft_positions": draft_positions}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from treeattn import comm as comm_
 from treeattn.attention import arrays
-from treeattn.attention.shape import Shape
+from treeattn.attention.shape import Shape, check_latent
 from treeattn.attention.visibility import Visibility
 from treeattn.collectives.captured import Captured
 from treeattn.collectives.reducer import Sent
@@ -15,6 +15,7 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import device as devices
 from treeattn.decoder.device import Device
 from treeattn.decoder.plan import Plan, Request, plan, select
+from treeattn.decoder.projection import Projection
 from treeattn.decoder.sight import Stated
 from treeattn.errors import ArgumentError, BackendError, RestrictionError, ScheduleError, TransportError
 
@@ -33,21 +34,32 @@ class Decoder:
     until its next call; in the container of q, and where that cannot share memory that changes (JAX), as
     copies. `device` has to be said: here nothing is known of q.
 
-    `schedule` and `certificate` tell what was planned (None where no schedule is run), `transport` how its
-    records travel, and `executor` who runs it (`fallback`: why nobody faster does); `heads` is the slice of
-    query heads that out and lse cover, all of them unless ``output="heads"``. `local`, `reduce` and `finish`
-    are the three parts of a call, for those who overlap or time them; where a ring computes while it
-    communicates (`kv_ring`, `query_ring`), `local` only takes the arrays, and `reduce` does the work.
+    `schedule` and `certificate` tell what was planned (None where no schedule is run), `why` the schedule
+    of ``scheme="auto"``, `transport` how its records travel, and `executor` who runs it (`fallback`: why
+    nobody faster does); `heads` is the slice of query heads that out and lse cover, all of them unless
+    ``output="heads"``. `local`, `reduce` and `finish` are the three parts of a call, for those who overlap
+    or time them; where a ring computes while it communicates (`kv_ring`, `query_ring`), `local` only takes
+    the arrays, and `reduce` does the work.
 
     `begin` returns while the reduction is under way, and `finish` then ends it: what is done in between costs
     nothing as long as messages travel meanwhile. MPI moves them within its calls: with ``progress="calls"``
     within `begin`, `test` and `finish`, with ``progress="thread"`` (device="cpu") within a thread of the
     decoder's own, which wants a core. Over NCCL the GPU does it.
 
+    cache_dtype: of k and v, where it is not that of q; uint8 arrays then carry the bits of a float8.
+
     What queries see is planned with the arguments of `treeattn.decode`; a step brings what changes.
     `positions` of a cache that grows may be a layout that does not depend on its length (``"interleaved"``),
     runs that go beyond today's tokens, or come anew with each call. Where queries stand is not known here:
     calls bring `q_positions` where a rule asks for them.
+
+    With `project` [heads, v_dim, out_dim], the same on every rank, out is [batch, queries, heads, out_dim]:
+    each head's result times its matrix (device="cpu"); lse does not change. The matrix is applied to what
+    travels if that makes it shorter (out_dim < v_dim), else to the result, of which the bits are then the
+    same on ranks whose processors and BLAS libraries are alike.
+
+    Latent attention: plan with v_dim, how many of k's first channels are the values, and pass v=None, or
+    values of that width of their own.
 
     With ``groups=n`` (a divisor of kv_heads; device="cpu") a step is taken apart into n groups of heads, and
     the records of one travel while the next is attended; ``groups="auto"`` takes the number that was the
@@ -64,6 +76,9 @@ class Decoder:
         batch: int = 1,
         queries: int = 1,
         dtype: str = "bfloat16",
+        cache_dtype: str | None = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
         scheme: str | Schedule = "hierarchical",
         scale: float | None = None,
         device: str = "cpu",
@@ -79,9 +94,14 @@ class Decoder:
         softcap: float | None = None,
         alibi: Any = None,
         sink_logits: Any = None,
+        project: Any = None,
+        v_dim: int | None = None,
     ) -> None:
         def ask() -> Request:
-            shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype)
+            if v_dim is not None:
+                check_latent(v_dim, head_dim, scale)
+            cache = cache_dtype, k_scale, v_scale, v_dim or 0
+            shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype, *cache)
             where = devices.find(device)
             rules = Visibility.of(
                 heads,
@@ -104,10 +124,12 @@ class Decoder:
                 groups=groups,
                 rules=rules,
                 stated=Stated(positions),
+                project=None if project is None else Projection(project, shape),
             )
 
         comm = comm_.intracomm(comm)
         self._adopt(comm, plan(comm, ask))
+        self._latent = v_dim is not None
 
     @classmethod
     def of(cls, comm: Intracomm, planned: Plan) -> Decoder:
@@ -119,7 +141,7 @@ class Decoder:
     def _adopt(self, comm: Intracomm, planned: Plan) -> None:
         request, self._buffers = planned.request, planned.buffers
         self.shape, self.scale, self.scheme = request.shape, request.logit_scale, request.scheme.text
-        self.schedule, self.transport = planned.schedule, planned.transport
+        self.schedule, self.transport, self.why = planned.schedule, planned.transport, planned.why
         self.certificate = planned.reducer.certificate
         self.executor, self.fallback = planned.reducer.executor, planned.reducer.fallback
         self.records, self.heads = planned.buffers.records, planned.buffers.heads
@@ -129,19 +151,20 @@ class Decoder:
         self._native, self._foreign = type(self.out), False
         self._comm, self._device = comm, request.device
         self._attention, self._reducer, self._finish = planned.attention, planned.reducer, planned.finish
-        self._whole = planned.whole
+        self._folded, self._whole = planned.folded, planned.whole
         self._sight, self._tables, self._see = planned.sight, planned.visible, planned.see
         self._seeing = self._attention, self._whole
         self._plain, self._add_sinks = planned.visible is None, planned.add_sinks
         self._sliced = planned.buffers.sliced
         self._captured: list[CapturedStep] = []
-        self._begun = False
+        self._begun = self._latent = False
+        self._latent_of: tuple[Any, Any] = (None, None)
 
     def __call__(
         self,
         q: Any,
         k: Any,
-        v: Any,
+        v: Any = None,
         lengths: Any = None,
         *,
         q_positions: Any = None,
@@ -157,6 +180,7 @@ class Decoder:
         Raises `ArgumentError` for arrays that do not fit the plan; on one rank alone, since a step that
         agreed first would cost as much as the reduction: let it end the job (python -m mpi4py).
         """
+        v = self._first_channels(k) if v is None else v
         attention, whole = self._attention, self._whole
         if not self._plain or mask is not None:
             attention, whole = self._look(k, lengths, q_positions, positions, mask, draft_positions)
@@ -164,14 +188,17 @@ class Decoder:
         if whole is not None and whole(q, k, v, lengths):
             return self._results
         self._attend(attention, q, k, v, lengths)
-        self.reduce()
-        return self.finish()
+        if self._folded is None:
+            self.reduce()
+            return self.finish()
+        self._folded()
+        return self._given()
 
     def local(
         self,
         q: Any,
         k: Any,
-        v: Any,
+        v: Any = None,
         lengths: Any = None,
         *,
         q_positions: Any = None,
@@ -180,11 +207,20 @@ class Decoder:
         draft_positions: Any = None,
     ) -> None:
         """This rank's partials, from its own tokens, into the records buffer. Arguments as for a call."""
+        v = self._first_channels(k) if v is None else v
         attention = self._attention
         if not self._plain or mask is not None:
             attention, _ = self._look(k, lengths, q_positions, positions, mask, draft_positions)
             lengths = None
         self._attend(attention, q, k, v, lengths)
+
+    def _first_channels(self, k: Any) -> Any:
+        """The values of latent attention, a view of k; the same one for the same array, which is bound."""
+        if not self._latent:
+            raise ArgumentError("v is missing: pass it, or plan with v_dim=, how many channels of k it is")
+        if self._latent_of[0] is not k or type(k) is not self._native:
+            self._latent_of = k, k[..., : self.shape.v_dim]
+        return self._latent_of[1]
 
     def _look(self, k: Any, lengths: Any, *seen: Any) -> tuple[Any, Any]:
         """Fill the tables of a step; attention and whole step that read them."""
@@ -193,6 +229,7 @@ class Decoder:
                 raise RestrictionError(f"{self.scheme} attends while it communicates, and takes no mask")
             tables = self._sight.tables()
             self._tables, self._seeing = tables, self._see(tables)
+        lengths = self._device.host_lengths(lengths)
         self._sight.look(self._tables, k.shape[1] if len(k.shape) == 4 else 0, lengths, *seen)
         return self._seeing
 
@@ -217,7 +254,7 @@ class Decoder:
         self._reducer()
         self._buffers.from_wire()
 
-    def begin(self, q: Any, k: Any, v: Any, lengths: Any = None, **seen: Any) -> None:
+    def begin(self, q: Any, k: Any, v: Any = None, lengths: Any = None, **seen: Any) -> None:
         """`local`, and the start of the reduction: other work may follow, then `finish`. All ranks call.
         Arguments as for a call.
 
@@ -247,6 +284,9 @@ class Decoder:
             if self._sliced:
                 self._buffers.from_wire()
         self._finish()
+        return self._given()
+
+    def _given(self) -> tuple[Any, Any]:
         return self._containers.give() if self._foreign else self._results
 
     @property

@@ -15,12 +15,12 @@ import ml_dtypes
 import numpy as np
 
 from treeattn.attention import arrays
-from treeattn.attention.shape import Shape, as_tensor, check_axes, dtype_name
+from treeattn.attention.shape import CACHE_DTYPES, DTYPES, Shape, as_tensor, bits_of, check_axes, dtype_name
 from treeattn.attention.visibility import Visible
 from treeattn.backends import cpu, cuda
 from treeattn.collectives.memory import HOST, Memory, Stream
 from treeattn.collectives.reducer import Reducer
-from treeattn.errors import ArgumentError, BackendError
+from treeattn.errors import ArgumentError
 
 __all__ = ["Cpu", "Cuda", "Device", "WholeStep", "find"]
 
@@ -73,6 +73,9 @@ class Device(Protocol):
     def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
         """The lengths of a shard of `tokens` tokens as attention takes them. Raises `ArgumentError`."""
 
+    def host_lengths(self, lengths: Any) -> Any:
+        """The same for tables of what queries see, which are made on the host."""
+
     def from_host(self, array: Any) -> Any:
         """A NumPy array as one of the device."""
 
@@ -99,7 +102,7 @@ class Device(Protocol):
     def scale(self, lse: Any, factor: float) -> Callable[[], object]:
         """Multiplies lse by `factor`, in place."""
 
-    def merge_operator(self, head_dim: int, dtype: Any) -> Any:
+    def merge_operator(self, v_dim: int, dtype: Any) -> Any:
         """How the records merge: a `treeattn.collectives.operator.Operator`."""
 
 
@@ -144,9 +147,9 @@ class Cpu:
         """A few comparisons; attention checks shape and range of the lengths itself."""
         if not shape.accepts(q, k, v):
             # Say what is wrong; what passes is rare but right (bfloat16 as uint16, no tokens).
-            raw = "bfloat16" if shape.dtype == "bfloat16" else None
+            raw, kv_raw = (name if bits_of(name) else None for name in (shape.dtype, shape.kv_dtype))
             shape.check_query(as_tensor("q", q, raw))
-            shape.check_cache(as_tensor("k", k, raw), as_tensor("v", v, raw))
+            shape.check_cache(as_tensor("k", k, kv_raw), as_tensor("v", v, kv_raw))
         if lengths is None or (type(lengths) is np.ndarray and lengths.dtype == np.int64):
             return lengths
         return self.lengths(shape, lengths, k.shape[1])
@@ -154,6 +157,10 @@ class Cpu:
     def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
         """int64, looked at."""
         return None if lengths is None else shape.check_lengths(lengths, tokens)
+
+    def host_lengths(self, lengths: Any) -> Any:
+        """As they are."""
+        return lengths
 
     def from_host(self, array: Any) -> Any:
         """The array itself."""
@@ -167,7 +174,14 @@ class Cpu:
         self, shape: Shape, records: Any, scale: float, visible: Visible | None = None
     ) -> Attention:
         """The compiled kernel, or NumPy."""
-        return cpu.PlannedAttention(records, scale=scale, visible=visible)
+        return cpu.PlannedAttention(
+            records,
+            scale=scale,
+            visible=visible,
+            kv_dtype=shape.kv_dtype,
+            k_scale=shape.k_scale,
+            v_scale=shape.v_scale,
+        )
 
     def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:
         """The compiled kernel, or NumPy."""
@@ -190,9 +204,9 @@ class Cpu:
         """NumPy."""
         return cpu.planned_scale(lse, factor)
 
-    def merge_operator(self, head_dim: int, dtype: Any) -> cpu.MergeOperator:
+    def merge_operator(self, v_dim: int, dtype: Any) -> cpu.MergeOperator:
         """The compiled merge, or NumPy's: the same bits."""
-        return cpu.MergeOperator(head_dim, dtype)
+        return cpu.MergeOperator(v_dim, dtype)
 
 
 class Cuda:
@@ -230,6 +244,8 @@ class Cuda:
         """float64 has no kernels here, nor has every head_dim."""
         if shape.dtype == "float64":
             raise ArgumentError("float64 is for device='cpu': on the GPU use float32, float16 or bfloat16")
+        if shape.v_dim != shape.head_dim:
+            raise ArgumentError("values of another width than keys (v_dim) are for device='cpu'")
         cuda.check_head_dim(shape.head_dim)
 
     def slow_because(self) -> str | None:
@@ -239,7 +255,7 @@ class Cuda:
     def rounds_weights(self, shape: Shape) -> bool:
         """Where tensor cores are used."""
         rows = shape.queries * (shape.heads // shape.kv_heads)
-        wide = shape.dtype == "float32" or rows < cuda.TENSOR_CORES_FROM_ROWS
+        wide = shape.dtype == "float32" or shape.mixed or rows < cuda.TENSOR_CORES_FROM_ROWS
         return self._tensor_cores and not wide
 
     def view(self, name: str, array: Any) -> Any:
@@ -247,10 +263,10 @@ class Cuda:
         return arrays.on_gpu(name, array, self.runtime)
 
     def tensor(self, name: str, array: Any, dtype: str | None) -> Any:
-        """A device array as it is: the bits of bfloat16 stay uint16."""
+        """A device array as it is: the bits of bfloat16 stay uint16, those of 8 bits uint8."""
         array = self.view(name, array)
         self.runtime.check(name, array)
-        dtype_name(array, dtype)
+        dtype_name(array, dtype, DTYPES if name == "q" else CACHE_DTYPES)
         check_axes(name, array)
         cuda.check_rows(name, array, self.runtime)
         return array
@@ -288,6 +304,13 @@ class Cuda:
         self.runtime.upload(self._lengths, host)
         return self._lengths
 
+    def host_lengths(self, lengths: Any) -> Any:
+        """Lengths that lie on the GPU are waited for."""
+        array = hasattr(lengths, "__dlpack_device__") or hasattr(lengths, "__cuda_array_interface__")
+        if not array or arrays.device_of("lengths", lengths) == "cpu":
+            return lengths
+        return self.to_host(self.view("lengths", lengths))
+
     def from_host(self, array: Any) -> Any:
         """A new device array, there when this returns; bfloat16 as its bits."""
         array = np.ascontiguousarray(array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array)
@@ -310,11 +333,16 @@ class Cuda:
     def attention(
         self, shape: Shape, records: Any, scale: float, visible: Visible | None = None
     ) -> Attention:
-        """One launch."""
-        if visible is not None:
-            raise BackendError("what a query may see is not yet limited on device='cuda'")
+        """One launch; with `visible` after a copy of what changed of its tables."""
         return cuda.PlannedAttention(
-            records, scale=scale, tensor_cores=self._tensor_cores, runtime=self.runtime
+            *(records,),
+            scale=scale,
+            visible=visible,
+            kv_dtype=shape.kv_dtype,
+            k_scale=shape.k_scale,
+            v_scale=shape.v_scale,
+            tensor_cores=self._tensor_cores,
+            runtime=self.runtime,
         )
 
     def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:
@@ -335,6 +363,6 @@ class Cuda:
         """One launch."""
         return cuda.planned_scale(lse, factor, runtime=self.runtime)
 
-    def merge_operator(self, head_dim: int, dtype: Any) -> cuda.MergeOperator:
+    def merge_operator(self, v_dim: int, dtype: Any) -> cuda.MergeOperator:
         """One launch for any number of records."""
-        return cuda.MergeOperator(head_dim, dtype, runtime=self.runtime)
+        return cuda.MergeOperator(v_dim, dtype, runtime=self.runtime)

@@ -21,12 +21,14 @@ from treeattn.attention.shape import Shape
 from treeattn.attention.visibility import Visibility, Visible
 from treeattn.collectives import background, catalog, waiting
 from treeattn.collectives.catalog import Selection
+from treeattn.collectives.clusters.simulate import Payload
 from treeattn.collectives.reducer import Reducer, Reduction, duplicate
 from treeattn.collectives.schedule import Schedule
+from treeattn.decoder import auto, pipeline
 from treeattn.decoder import executor as executors
-from treeattn.decoder import pipeline
 from treeattn.decoder import transport as transports
 from treeattn.decoder.device import Attention, Device, WholeStep
+from treeattn.decoder.projection import Projection
 from treeattn.decoder.sight import Sight, Stated, agree
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
 
@@ -63,6 +65,8 @@ def make_known(schedule: Schedule) -> str:
 
 def select(scheme: str | Schedule) -> Selection:
     """What ``scheme=`` asks for. Raises `ScheduleError`."""
+    if isinstance(scheme, str) and (chosen := auto.selection(scheme)) is not None:
+        return chosen
     return catalog.select(_own.get(scheme, scheme) if isinstance(scheme, str) else scheme, CATALOG)
 
 
@@ -82,6 +86,7 @@ class Request:
     groups: int | str = 1
     rules: Visibility = field(default_factory=Visibility)
     stated: Stated = field(default_factory=Stated)
+    project: Projection | None = None
 
     @property
     def settings(self) -> dict[str, object]:
@@ -99,7 +104,15 @@ class Request:
             "output": self.output,
             "what a query may see": self.rules,
             "the layout of positions": self.stated.layout,
+            "project": self.project and self.project.digest,
         }
+
+    @property
+    def projects_first(self) -> bool:
+        """Whether `project` comes before the reduction: where that makes the messages shorter."""
+        if self.project is None or self.scheme.row.fused or self.groups != 1:
+            return False
+        return self.project.narrows
 
     @property
     def asks_positions(self) -> bool:
@@ -125,13 +138,16 @@ class Buffers:
     """Records as the kernel writes them, as the reducer cuts them, and this rank's part of the result.
 
     A scattered schedule cuts the records by heads, so they must be head-major on the wire: for one
-    sequence they are; for several, a step reorders into a second buffer.
+    sequence they are; for several, a step reorders into a second buffer. `divided` is what the finish
+    writes: another array than `out` where that is projected afterwards.
     """
 
     def __init__(self, request: Request, comm: Intracomm) -> None:
         shape, self._memory = request.shape, request.device.memory
         batch, all_heads, queries = shape.lse_shape
-        width, dtype, empty = shape.head_dim + 2, shape.record_dtype, self._memory.empty
+        dtype, empty = shape.record_dtype, self._memory.empty
+        out_dim = request.project.out_dim if request.project else shape.v_dim
+        width = (out_dim if request.projects_first else shape.v_dim) + 2
         self.heads = _own_heads(all_heads, request.output, comm)
         own = self.heads.stop - self.heads.start
         whole = own == all_heads
@@ -141,7 +157,9 @@ class Buffers:
         self._reordered = batch > 1 and not whole
         self.wire = empty((all_heads, batch, queries, width), dtype) if self._reordered else self.records
         self.own = self.records if whole else empty((batch, own, queries, width), dtype)
-        self.out = empty((batch, queries, own, shape.head_dim), dtype)
+        self.out = self.divided = empty((batch, queries, own, out_dim), dtype)
+        if request.project and not request.projects_first:
+            self.divided = empty((batch, queries, own, shape.v_dim), dtype)
         self.lse = empty((batch, own, queries), dtype)
 
     def to_wire(self) -> None:
@@ -158,9 +176,9 @@ class Buffers:
 @dataclass(slots=True)
 class Plan:
     """What a step runs: `attention` takes q, k, v and lengths, and reads `visible` where there is one;
-    `reducer` folds what it wrote, or all of it happens there; `finish` divides; `whole`, where there is one,
-    does all three. `add_sinks` comes between attention and reducer, on the one rank that counts them. `see`
-    plans attention and `whole` anew for tables; None where attention is the reducer's."""
+    `reducer` folds what it wrote, or all of it happens there; `finish` divides; `folded`, where there is one,
+    does these two; `whole` all three. `add_sinks` comes between attention and reducer, on the one rank that
+    counts them. `see` plans attention and `whole` anew for tables; None where attention is the reducer's."""
 
     request: Request
     buffers: Buffers
@@ -169,11 +187,13 @@ class Plan:
     attention: Attention
     reducer: Reducer
     finish: Callable[[], object]
+    folded: Callable[[], None] | None
     whole: WholeStep | None
     sight: Sight
     visible: Visible | None
     add_sinks: Callable[[], object] | None
     see: Callable[[Visible], tuple[Attention, WholeStep | None]] | None
+    why: str | None = None  # this schedule, where it was chosen for the caller
 
 
 def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
@@ -187,6 +207,7 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
         _check_progress(request)
         _check_groups(request)
         _check_rules(request)
+        _check_project(request)
         agreed.equal = request.settings
         waiting.limit()
         device.check_shape(shape)
@@ -195,8 +216,10 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
         attention, sight = None, Sight(request.rules, shape)
         visible = sight.tables() if sight.by_tables else None
         if not request.scheme.row.fused and request.groups == 1:
-            attention = device.attention(shape, buffers.records, request.logit_scale, visible)
-        finish = device.finish(buffers.own, buffers.out, buffers.lse)
+            attention = _attention(request, buffers.records, visible)
+        finish = device.finish(buffers.own, buffers.divided, buffers.lse)
+        if request.project and not request.projects_first:
+            finish = request.project.after_finish(finish, buffers.divided, buffers.out, buffers.heads)
     if comm.rank == 0:
         _warn_without_compiler([slow for slow, _ in agreed.everywhere])
     if request.asks_positions:
@@ -204,9 +227,9 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
         sight.stand(ends)
     row = request.scheme.row
     _check_output(row, request.output)
-    rounds = schedule(request.scheme, comm)
+    rounds, why = _rounds(request.scheme, comm, buffers.wire, buffers.group)
     chosen = transports.choose(device.name, request.transport, row, comm.size)
-    operator = device.merge_operator(shape.head_dim, shape.record_dtype)
+    operator = device.merge_operator(buffers.records.shape[3] - 2, shape.record_dtype)
     reduction = Reduction(comm, operator, buffers.wire, buffers.group, device.memory)
     reducer: Any
     if row.fused:
@@ -223,20 +246,29 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
         reducer = background.BackgroundReducer(reducer)
     assert attention is not None
     add_sinks = _sinks(request, buffers.records, operator) if comm.rank == 0 else None
+    folded = None if buffers.sliced else reducer.followed_by(finish)
 
     def whole_of(attention: Attention) -> WholeStep | None:
-        if buffers.sliced or add_sinks is not None:
+        if buffers.sliced or add_sinks is not None or request.project is not None:
             return None
         return device.whole_step(attention, reducer, buffers.records, buffers.out, buffers.lse)
 
     def see(tables: Visible) -> tuple[Attention, WholeStep | None]:
-        again = device.attention(shape, buffers.records, request.logit_scale, tables)
+        again = _attention(request, buffers.records, tables)
         return again, whole_of(again)
 
     return Plan(
-        *(request, buffers, rounds, chosen, attention, reducer, finish, whole_of(attention)),
-        *(sight, visible, add_sinks, None if row.fused or request.groups != 1 else see),
+        *(request, buffers, rounds, chosen, attention, reducer, finish, folded, whole_of(attention)),
+        *(sight, visible, add_sinks, None if row.fused or request.groups != 1 else see, why),
     )
+
+
+def _attention(request: Request, records: Any, visible: Visible | None) -> Attention:
+    """Attention into the records that travel."""
+    given = request.shape, records, request.logit_scale, visible
+    if request.project is None or not request.projects_first:
+        return request.device.attention(*given)
+    return request.project.before_merging(request.device, *given)
 
 
 def plan_reducer(
@@ -254,11 +286,23 @@ def plan_reducer(
     """
     chosen = transports.choose(device.name, transport, scheme.row, comm.size)
     reduction = Reduction(comm, operator, buffer, 1, device.memory)
-    return transports.plan(chosen, scheme, schedule(scheme, comm), reduction, executor)
+    rounds, _ = _rounds(scheme, comm, buffer, 1)
+    return transports.plan(chosen, scheme, rounds, reduction, executor)
+
+
+def _rounds(
+    scheme: Selection, comm: Intracomm, records: Any, group: int
+) -> tuple[Schedule | None, str | None]:
+    """The schedule for such records [.., width], and why it is that one. Collective."""
+    if scheme.row is not auto.ROW:
+        return schedule(scheme, comm), None
+    width = records.shape[-1]
+    return auto.choose(comm, scheme, Payload(records.size // width, width * records.itemsize, group))
 
 
 def schedule(scheme: Selection, comm: Intracomm) -> Schedule | None:
-    """The schedule of `scheme` for `comm`; node groups come from the machine where they are not given.
+    """The schedule of `scheme` for `comm`; node groups come from the machine where they are not given. That
+    of ``auto`` is the one for 16 heads of 128.
 
     None for a scheme that has none: a library's reduction, a baseline. Collective.
     """
@@ -266,6 +310,8 @@ def schedule(scheme: Selection, comm: Intracomm) -> Schedule | None:
         return None
     if scheme.own is not None:
         return scheme.own
+    if scheme.row is auto.ROW:
+        return auto.choose(comm, scheme, Payload()).schedule
     return _built(scheme, comm.size, comm_.node_groups(comm) if scheme.needs_nodes else None)
 
 
@@ -342,12 +388,31 @@ def _check_groups(request: Request) -> None:
 
 
 def _check_rules(request: Request) -> None:
-    """Raise `RestrictionError` where attention happens in a place that knows no rules."""
+    """Raise `RestrictionError` where attention happens in a place of no rules, one type and one width."""
+    if request.scheme.row.fused and request.shape.v_dim != request.shape.head_dim:
+        raise RestrictionError(
+            f"{request.scheme.text} attends while it communicates, to keys and values of one width: "
+            "v_dim needs another scheme"
+        )
     if request.rules.rules and (request.scheme.row.fused or request.groups != 1):
         what = request.scheme.text if request.scheme.row.fused else "a step by groups of heads"
         raise RestrictionError(
             f"{what} lets every query see every token: {', '.join(request.rules.rules)} need another scheme, "
             "and groups=1"
+        )
+    if request.shape.mixed and (request.scheme.row.fused or request.groups != 1):
+        what = request.scheme.text if request.scheme.row.fused else "a step by groups of heads"
+        raise RestrictionError(
+            f"{what} takes q, k and v of one type: a cache of {request.shape.kv_dtype} under queries of "
+            f"{request.shape.dtype} needs another scheme, and groups=1"
+        )
+
+
+def _check_project(request: Request) -> None:
+    """Raise `RestrictionError` where results are on a device that projects nothing."""
+    if request.project is not None and request.device.stream is not None:
+        raise RestrictionError(
+            "project= is for device='cpu': on a GPU leave it out, and multiply its result by the map"
         )
 
 

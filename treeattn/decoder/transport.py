@@ -3,15 +3,18 @@
 From the host there is one way, MPI. From GPUs there are four, each taken only when it is named:
 
 - ``"nccl"``: NCCL, from GPU to GPU: grouped sends and receives with merge kernels between, as one CUDA graph.
-- ``"peer"``: GPUs of one node read one another's memory: a reduction is one kernel.
+- ``"peer"``: GPUs of one node read one another's memory: a reduction is one kernel; over several nodes some
+  launches of it, with NCCL's messages between.
 - ``"cuda-mpi"``: an MPI library that takes GPU buffers; the host starts every round.
 - ``"host"``: any MPI library: down through page-locked memory, folded on the processor, and up again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from treeattn import comm as comm_
@@ -21,6 +24,7 @@ from treeattn.backends.cuda.runtime import Runtime
 from treeattn.collectives import nccl
 from treeattn.collectives.catalog import DEVICES, Scheme, Selection
 from treeattn.collectives.memory import HOST
+from treeattn.collectives.pulls import Nodes
 from treeattn.collectives.reducer import Reducer, Reduction
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import executor as executors
@@ -29,12 +33,14 @@ from treeattn.errors import RestrictionError, TransportError, TreeattnError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+    from treeattn.collectives.executors import peer_nccl
+
 __all__ = ["choose", "connected_by_nccl", "known", "plan", "problems", "shared_gpu"]
 
 _CHOICES = {
     "cpu": "'mpi' or None",
-    "cuda": "transport='nccl' (from GPU to GPU), 'peer' (GPUs of one node), 'cuda-mpi' (the MPI library "
-    "takes GPU buffers) or 'host' (any MPI, through page-locked memory)",
+    "cuda": "transport='nccl' (from GPU to GPU), 'peer' (GPUs of a node by one another's memory, nodes by "
+    "NCCL), 'cuda-mpi' (the MPI library takes GPU buffers) or 'host' (any MPI, through page-locked memory)",
 }
 
 
@@ -155,31 +161,58 @@ def _over_peers(
 
     executors.refuse(executor, "here one kernel runs them")
     assert schedule is not None, f"{selection.text}: only schedules have this transport"
-    comm = reduction.comm
-    _check_one_node(comm)
-    reducer = peer.Reducer(reduction, schedule)
+    comm, nodes = reduction.comm, comm_.node_groups(reduction.comm)
+    between = len(nodes) > 1
+    reducer = _between_nodes(reduction, schedule, nodes) if between else peer.Reducer(reduction, schedule)
     try:
-        window = comm_.together(comm, reducer.expose)
+        window = comm_.together(comm, reducer.windows.expose)
         windows = comm.allgather(window)
-        comm_.together(comm, lambda: reducer.connect(windows))
+        comm_.together(comm, lambda: reducer.windows.connect(windows))
     except TreeattnError:
         reducer.close()
         raise
     return reducer
 
 
+def _between_nodes(reduction: Reduction, schedule: Schedule, nodes: Nodes) -> peer_nccl.Reducer:
+    from treeattn.collectives.executors import peer_nccl
+
+    with _for_other_nodes():
+        communicator = connected_by_nccl(reduction.comm, reduction.memory)
+    try:
+        make = functools.partial(peer_nccl.Reducer, reduction, communicator, schedule, nodes)
+        return comm_.together(reduction.comm, make)
+    except TreeattnError:
+        communicator.abort()
+        raise
+
+
+@contextlib.contextmanager
+def _for_other_nodes() -> Iterator[None]:
+    """Say what NCCL is for."""
+    try:
+        yield
+    except TransportError as error:
+        raise TransportError(f"transport='peer' sends between nodes by NCCL: {error}") from error
+
+
 def _check_peers(comm: Intracomm, runtime: Any) -> None:
     """Raise, on all ranks alike, where they cannot open one another's memory: tried with the least there is.
     Collective."""
-    _check_one_node(comm)
+    nodes = comm_.node_groups(comm)
+    if len(nodes) > 1:
+        with _for_other_nodes():
+            _check_nccl(comm, runtime)
+    near = next(node for node in nodes if comm.rank in node)
     address, handle = comm_.together(comm, lambda: runtime.expose(1))
     handles = comm.allgather(handle)
     opened: list[int] = []
 
     def open_all() -> None:
-        for rank, other in enumerate(handles):
-            if rank != comm.rank:
-                opened.append(runtime.open_exposed(other))
+        for rank in near:
+            if rank == comm.rank:
+                continue
+            opened.append(runtime.open_exposed(handles[rank]))
 
     try:
         comm_.together(comm, open_all)
@@ -282,16 +315,6 @@ def shared_gpu(comm: Intracomm, runtime: Runtime) -> str | None:
         if len(ranks) > 1:
             return f"ranks {', '.join(map(str, ranks))} share GPU {identity} of {told[ranks[0]][1]}"
     return None
-
-
-def _check_one_node(comm: Intracomm) -> None:
-    """CUDA opens the memory of processes of one system only."""
-    nodes = comm_.node_groups(comm)
-    if len(nodes) > 1:
-        apart = f"ranks {nodes[0][0]} and {nodes[1][0]} are on different ones"
-        raise TransportError(
-            f"transport='peer' is for the ranks of one node, and {apart}: take transport='nccl', or 'host'"
-        )
 
 
 _PLANNERS: dict[str, Callable[[Selection, Schedule | None, Reduction, str | None], Reducer]] = {

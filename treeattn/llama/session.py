@@ -13,6 +13,7 @@ import numpy as np
 
 from treeattn import comm as comm_
 from treeattn.attention.positions import Runs, as_runs
+from treeattn.cache import ShardedCache
 from treeattn.decoder import Decoder
 from treeattn.errors import ArgumentError
 from treeattn.llama.model import Llama
@@ -59,29 +60,24 @@ class Session:
         self._shards = [as_runs(chosen.runs(n, rank, size)) for rank in range(size)]
         self._own: Runs = self._shards[self._comm.rank]
         self._prefill = PREFILLS[prefill](self._comm, config, self._shards)
-        later = len(range(n + (self._comm.rank - n) % size, capacity, size))
-        shape = config.layers, 1, len(self._own) + later, config.kv_heads, config.head_dim
-        self._k, self._v = np.empty(shape, np.float32), np.empty(shape, np.float32)
-        self._held, self.tokens, self._capacity = 0, n, capacity
-        self.decoder = Decoder(
-            self._comm,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            dtype="float32",
-            scheme=scheme,
-        )
+        owners = np.arange(capacity) % size
+        for rank, runs in enumerate(self._shards):
+            owners[runs.positions()] = rank
+        heads: dict[str, Any] = {"kv_heads": config.kv_heads, "head_dim": config.head_dim, "dtype": "float32"}
+        first = ShardedCache(self._comm, capacity=capacity, layout=owners, **heads)
+        self._caches = [first, *(first.another() for _ in range(1, config.layers))]
+        self.tokens, self._capacity = n, capacity
+        self.decoder = Decoder(self._comm, heads=config.heads, scheme=scheme, **heads)
 
     @property
     def cache_bytes(self) -> int:
         """Of this rank's share of keys and values."""
-        return self._k.nbytes + self._v.nbytes
+        return sum(int(cache.k.nbytes + cache.v.nbytes) for cache in self._caches)
 
     def prefill(self) -> Any:
         """Run the prompt: logits [vocab_size] of what follows it, on every rank."""
         positions = self._own.positions()
         hidden = self._model.run(self._prompt[positions], positions, self._attend_prompt)
-        self._held = len(positions)
         last = next(rank for rank, runs in enumerate(self._shards) if runs.end == self.tokens)
         logits = self._model.logits(hidden[-1:])[0] if self._comm.rank == last else None
         found = np.empty(self._model.config.vocab_size, np.float32) if logits is None else logits
@@ -93,10 +89,8 @@ class Session:
         full."""
         if self.tokens == self._capacity:
             raise ArgumentError(f"the cache is full: it was planned for {self._capacity} tokens")
-        self._holds = self.tokens % self._comm.size == self._comm.rank
         position = np.array([self.tokens])
         hidden = self._model.run(np.array([token]), position, self._attend_token)
-        self._held += self._holds
         self.tokens += 1
         return self._model.logits(hidden)[0]
 
@@ -116,14 +110,14 @@ class Session:
         self.decoder.__exit__(*exception)
 
     def _attend_prompt(self, layer: int, q: Any, k: Any, v: Any) -> Any:
-        self._k[layer, 0, : len(k)], self._v[layer, 0, : len(v)] = k, v
+        self._caches[layer].append_own(k[None], v[None], [self.tokens])
         return self._prefill(q, k, v)
 
     def _attend_token(self, layer: int, q: Any, k: Any, v: Any) -> Any:
-        end = self._held + self._holds
-        if self._holds:
-            self._k[layer, 0, self._held], self._v[layer, 0, self._held] = k[0], v[0]
-        out, _ = self.decoder(q[None], self._k[layer, :, :end], self._v[layer, :, :end])
+        cache = self._caches[layer]
+        cache.append(k[None], v[None])
+        end = int(cache.lengths[0])  # rings send what they are given: nothing of the spare room
+        out, _ = self.decoder(q[None], cache.k[:, :end], cache.v[:, :end])
         return out[0]
 
 

@@ -17,7 +17,7 @@ class Tokenizer:
         """Raises `ArgumentError` where there is none, or it has tokens that the model does not know;
         `BackendError` without the library."""
         try:
-            from tokenizers import Tokenizer as Reader  # type: ignore[import-not-found,unused-ignore]
+            from tokenizers import Tokenizer as Reader
         except ImportError:
             raise BackendError(
                 "text needs the tokenizers library: pip install 'treeattn[models]', or pass --prompt-ids"

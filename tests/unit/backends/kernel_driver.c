@@ -15,16 +15,35 @@ static void *take(int64_t bytes) {
 
 static void give(const void *memory, int64_t bytes) { fwrite(memory, 1, (size_t)bytes, stdout); }
 
-static void attend(void) {
+/* Counts of runs, drafts and words of the mask, whether there are slopes, the soft cap; then the tables. */
+static void take_tables(const struct attention *a, struct visible *v) {
+  long n[4];
+  if (scanf("%ld %ld %ld %ld %f", n, n + 1, n + 2, n + 3, &v->softcap) != 5) exit(2);
+  getchar();
+  v->run_count = n[0], v->drafts = n[1], v->mask_words = n[2];
+  const int64_t rows = a->batch * a->queries, size = (int64_t)sizeof(int64_t);
+  v->intervals = take(4 * rows * size);
+  v->q_positions = take(rows * size);
+  v->runs = take(4 * v->run_count * size);
+  v->slopes = n[3] ? take(a->heads * size) : NULL;
+  v->mask = take(rows * v->mask_words * (int64_t)sizeof(uint32_t));
+  v->draft_begins = take(a->batch * size);
+  v->draft_positions = take(a->batch * v->drafts * size);
+}
+
+static void attend(int with_tables) {
   long n[10];
+  struct visible visible;
   struct attention a = {0};
   for (int i = 0; i < 10; ++i)
     if (scanf("%ld", n + i) != 1) exit(2);
   if (scanf("%f", &a.scale) != 1) exit(2);
-  getchar();
-  a.batch = n[0], a.queries = n[1], a.heads = n[2], a.kv_heads = n[3], a.head_dim = n[4], a.tokens = n[5];
+  if (!with_tables) getchar();
+  a.batch = n[0], a.queries = n[1], a.heads = n[2], a.kv_heads = n[3], a.head_dim = a.v_dim = n[4];
+  a.tokens = n[5];
   a.q_type = (int32_t)n[6], a.kv_type = (int32_t)n[7], a.threads = (int32_t)n[8];
   a.order = (int32_t)n[9];
+  if (with_tables) take_tables(&a, &visible), a.visible = &visible;
   const int64_t q_size = a.q_type ? 2 : 4, size = a.kv_type ? 2 : 4;
   a.q_head_stride = a.head_dim * q_size;
   a.q_query_stride = a.heads * a.q_head_stride;
@@ -79,7 +98,8 @@ static void finish_all(void) {
 int main(void) {
   char verb[16];
   if (scanf("%15s", verb) != 1) return 2;
-  if (!strcmp(verb, "attend")) attend();
+  if (!strcmp(verb, "attend")) attend(0);
+  if (!strcmp(verb, "see")) attend(1);
   if (!strcmp(verb, "merge")) merge();
   if (!strcmp(verb, "rescale")) rescale();
   if (!strcmp(verb, "finish")) finish_all();

@@ -15,8 +15,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.visible_cases import draw
 from treeattn import partial
-from treeattn.backends.cpu import compile
+from treeattn.attention.positions import as_runs
+from treeattn.attention.visibility import Visibility, Visible
+from treeattn.backends.cpu import blocked, compile
 from treeattn.backends.cpu.rescale import rescale_records
 
 pytestmark = pytest.mark.slow  # four builds of the kernels
@@ -84,6 +87,7 @@ def run(driver: Driver, head: str, *arrays: Array) -> Array:
     [
         (1, 1, 4, 4, 128, 70), (2, 3, 6, 2, 80, 33), (1, 1, 7, 1, 72, 1100), (1, 1, 2, 2, 8, 1),
         (1, 1, 2, 2, 8, 0), (1, 1, 3, 1, 64, 300), (1, 2, 1, 1, 256, 17), (1, 1, 1, 1, 24, 2050),
+        (1, 9, 8, 2, 72, 100), (2, 53, 1, 1, 24, 1030),
     ],
 )  # fmt: skip
 def test_attention(driver: Driver, dtype: str, shape: tuple[int, int, int, int, int, int]) -> None:
@@ -118,6 +122,42 @@ def reference(q: Array, k: Array, v: Array, scale: float) -> Array:
         records[..., 1] = weights.sum(-1)
         records[..., 2:] = np.einsum("bhqt,bthd->bhqd", weights, v)
     return records
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_a_query_may_see(driver: Driver, seed: int) -> None:
+    """Drawn cases: nothing beyond the arrays is read, and the records are those of NumPy."""
+    drawn = (draw(100 * seed + again, 1) for again in range(100))
+    # What a sanitized build does in a second, and the kernels serve.
+    case = next(
+        case
+        for case in drawn
+        if case.q.dtype != np.float64 and case.k.shape[1] > 40 and case.q.size * case.k.shape[1] < 1e6
+    )
+    numbers = {np.dtype(numpy_type): number for numpy_type, number in TYPES.values()}
+    case.rules.pop("sink_logits", None)
+    given, (batch, queries, heads, head_dim) = case.shard(0), case.q.shape
+    visible = Visible(Visibility.of(heads, **case.rules), batch, queries)
+    tokens, kind = given["k"].shape[1], numbers[case.q.dtype]
+    seen = (given.get(name) for name in ("mask", "draft_positions"))
+    visible.look(as_runs(given["positions"]), tokens, given["lengths"], case.q_positions, *seen)
+    rules, table = visible.rules, visible.runs.table
+    slopes = np.zeros(0) if rules.slopes is None else np.array(rules.slopes)
+    tables = (visible.intervals, visible.q_positions, table, slopes, visible.mask, visible.draft_begins)
+    counts = len(table), visible.drafts, visible.mask.shape[2], int(slopes.size > 0), rules.softcap
+    exact = np.empty((batch, heads, queries, head_dim + 2), np.float32)
+    blocked.partial_attention(*(case.q, given["k"], given["v"]), exact, scale=case.scale, visible=visible)
+    for threads, order in ((1, 0), (3, 1)):
+        shape = (batch, queries, heads, given["k"].shape[2], head_dim, tokens)
+        head = " ".join(map(str, ("see", *shape, kind, kind, threads, order, case.scale, *counts)))
+        arrays = (*tables, visible.draft_positions, case.q, given["k"], given["v"])
+        records = run(driver, head, *arrays).reshape(exact.shape)
+        empty = exact[..., 1] == 0
+        assert (records[empty] == exact[empty]).all()
+        ours, theirs = (array[~empty] / array[~empty][:, 1:2] for array in (records, exact))
+        np.testing.assert_allclose(ours[:, 2:], theirs[:, 2:], atol=1e-4)
+        ours, theirs = (array[~empty][:, 0] + np.log(array[~empty][:, 1]) for array in (records, exact))
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
 @pytest.mark.parametrize("width", [3, 10, 23, 130])

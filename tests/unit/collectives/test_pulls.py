@@ -14,7 +14,7 @@ from treeattn.backends import cpu
 from treeattn.collectives import pulls
 from treeattn.collectives.check import prove
 from treeattn.collectives.executors import loopback
-from treeattn.collectives.pulls import Operation, Program
+from treeattn.collectives.pulls import LANDED, Nodes, Operation, Program
 from treeattn.collectives.schedule import Schedule, Transfer
 
 Array = np.ndarray[Any, Any]
@@ -22,10 +22,18 @@ SCHEMES = collectives.names("schedule")
 
 
 class Node:
-    """Ranks that run their programs in any order that the numbers allow."""
+    """Ranks that run their programs in any order that the numbers allow, and the messages of several nodes.
+    careless: launches do not wait for these."""
 
-    def __init__(self, programs: list[Program], operator: cpu.MergeOperator, records: int) -> None:
-        self.programs, self._operator = programs, operator
+    def __init__(
+        self, programs: list[Program], operator: cpu.MergeOperator, records: int, careless: bool = False
+    ) -> None:
+        self.programs, self._operator, self._careless = programs, operator, careless
+        self._landed = [np.full((p.landing, operator.width), np.nan, np.float32) for p in programs]
+        # What is posted from rank to rank, and how many posts of each rank have not met their counterpart.
+        self._leaving: dict[tuple[int, int], list[Array]] = {}
+        self._arriving: dict[tuple[int, int], list[Array]] = {}
+        self._open = [0] * len(programs)
         self.held = [np.zeros((records, operator.width), np.float32) for _ in programs]
         self._slots = [np.full((2, p.set, operator.width), np.nan, np.float32) for p in programs]
         self._numbers = [0] * len(programs)
@@ -50,15 +58,35 @@ class Node:
         program = self.programs[rank]
         for step, of_ranks in enumerate(partials):
             self.held[rank][...] = of_ranks[rank]
-            for instruction in program.instructions:
-                while not self._can(rank, step * program.numbers, instruction):
-                    yield False
-                self._do(rank, step, instruction)
-                yield True
+            for exchange, part in zip((None, *program.exchanges), program.parts, strict=True):
+                if exchange:
+                    yield from self._exchange(rank, exchange)
+                for at in part:
+                    while not self._can(rank, step * program.numbers, program.instructions[at]):
+                        yield False
+                    self._do(rank, step, program.instructions[at])
+                    yield True
             results.append(self.held[rank].copy())
 
+    def _exchange(self, rank: int, exchange: pulls.Exchange) -> Iterator[bool]:
+        """As a group of NCCL: it ends when its messages have met those of groups that peers have come to."""
+        for peer, first, stop in exchange.receives:
+            self._arriving.setdefault((peer, rank), []).append(self._landed[rank][first:stop])
+        for peer, first, stop in exchange.sends:
+            self._leaving.setdefault((rank, peer), []).append(self.held[rank][first:stop])
+        self._open[rank] += len(exchange.sends) + len(exchange.receives)
+        for pair in {(p, rank) for p, *_ in exchange.receives} | {(rank, p) for p, *_ in exchange.sends}:
+            while self._leaving.get(pair) and self._arriving.get(pair):
+                self._arriving[pair].pop(0)[...] = self._leaving[pair].pop(0)
+                for end in pair:
+                    self._open[end] -= 1
+        yield True
+        while self._open[rank] and not self._careless:
+            yield False
+
     def _can(self, rank: int, before: int, instruction: pulls.Instruction) -> bool:
-        others = (source.rank for source in instruction.sources if source.rank != rank)
+        near = (source.rank for source in instruction.sources if source.rank != LANDED)
+        others = (other for other in near if other != rank)
         return all(self._numbers[other] >= before + instruction.round for other in others)
 
     def _do(self, rank: int, step: int, instruction: pulls.Instruction) -> None:
@@ -69,7 +97,8 @@ class Node:
         elif operation is Operation.ANNOUNCE:
             self._numbers[rank] = step * self.programs[rank].numbers + round_
         elif operation is Operation.PULL:
-            where = (self.held[s.rank] if s.rank == rank else slots[s.rank] for s in sources)
+            places = {rank: self.held[rank], LANDED: self._landed[rank]}
+            where = (places.get(s.rank, slots[s.rank]) for s in sources)
             values = [
                 array[s.place : s.place + stop - first] for array, s in zip(where, sources, strict=True)
             ]
@@ -79,9 +108,11 @@ class Node:
             self.held[rank][first:stop] = total
 
 
-def programs_of(schedule: Schedule, records: int, group: int = 1) -> list[Program]:
+def programs_of(
+    schedule: Schedule, records: int, group: int = 1, nodes: Nodes | None = None
+) -> list[Program]:
     proof = prove(schedule)
-    return [pulls.plan(schedule, proof, rank, records, group) for rank in range(schedule.size)]
+    return [pulls.plan(schedule, proof, rank, records, group, nodes) for rank in range(schedule.size)]
 
 
 @pytest.mark.parametrize("records", [2, 7])
@@ -98,6 +129,57 @@ def test_programs_give_what_the_schedule_means(scheme: str, size: int, records: 
             own = range(rank, rank + 1) if schedule.result == "scattered" else range(schedule.chunks)
             part = got[rank][schedule.chunk_slice(own, records)]
             np.testing.assert_array_equal(part.view(np.uint32), want[rank].view(np.uint32))
+
+
+NODES: list[Nodes] = [((0, 1), (2, 3)), ((0, 2, 4), (1, 3, 5)), ((0,), (1, 2, 3, 4), (5, 6))]
+
+
+@pytest.mark.parametrize("records", [2, 7])
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_programs_over_several_nodes(scheme: str, nodes: Nodes, records: int) -> None:
+    """The same, where other nodes are reached by messages alone."""
+    size = sum(map(len, nodes))
+    given = {"nodes": nodes} if collectives.needs_nodes(scheme) else {}
+    schedule, operator = collectives.build(scheme, size, **given), cpu.MergeOperator(4)
+    partials = np.random.default_rng(size).standard_normal((5, size, records, 6)).astype(np.float32)
+    programs = programs_of(schedule, records, nodes=nodes)
+    near = {rank: node for node in nodes for rank in node}
+    for rank, program in enumerate(programs):
+        pulled = {source.rank for i in program.instructions for source in i.sources}
+        assert pulled <= {LANDED, *near[rank]}
+        far = {message.peer for e in program.exchanges for message in (*e.sends, *e.receives)}
+        assert far.isdisjoint(near[rank])
+    held = Node(programs, operator, records).run(partials, seed=size)
+    for got, step in zip(held, partials, strict=True):
+        want = loopback.run(schedule, list(step), operator)
+        for rank in range(size):
+            own = range(rank, rank + 1) if schedule.result == "scattered" else range(schedule.chunks)
+            part = got[rank][schedule.chunk_slice(own, records)]
+            np.testing.assert_array_equal(part.view(np.uint32), want[rank].view(np.uint32))
+
+
+@pytest.mark.parametrize("scheme", ["hierarchical", "split_rail"])
+def test_schemes_for_nodes_send_once_to_each_other_node(scheme: str) -> None:
+    """Two parts: what is done within the node, and what follows the one exchange."""
+    nodes = ((0, 1, 2), (3, 4, 5))
+    programs = programs_of(collectives.build(scheme, 6, nodes=nodes), 6, nodes=nodes)
+    parts = [len(program.parts) for program in programs]
+    assert parts == ([2, 1, 1, 2, 1, 1] if scheme == "hierarchical" else [2] * 6)
+
+
+def test_a_launch_that_does_not_wait_for_messages_is_seen() -> None:
+    schedule, operator = collectives.build("split_rail", 4, nodes=NODES[0]), cpu.MergeOperator(4)
+    partials = np.random.default_rng(0).standard_normal((3, 4, 4, 6)).astype(np.float32)
+    want = [loopback.run(schedule, list(step), operator) for step in partials]
+
+    def wrong(careless: bool, seed: int) -> bool:
+        programs = programs_of(schedule, 4, nodes=NODES[0])
+        held = Node(programs, operator, 4, careless).run(partials, seed)
+        return any((held[s][rank] != want[s][rank]).any() for s in range(3) for rank in range(4))
+
+    assert any(wrong(True, seed) for seed in range(20))
+    assert not any(wrong(False, seed) for seed in range(20))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -33,7 +33,10 @@ _ELEMENT_TYPES = {
     np.dtype(np.float16): 1,
     np.dtype(ml_dtypes.bfloat16): 2,
     np.dtype(np.uint16): 2,
+    np.dtype(ml_dtypes.float8_e4m3fn): 3,
+    np.dtype(ml_dtypes.float8_e5m2): 4,
 }
+_CACHES_ONLY = (3, 4)
 
 
 class _ArrayInterface(ctypes.Structure):
@@ -92,8 +95,11 @@ def check_lengths(lengths: Array | None, tokens: int) -> None:
             raise ArgumentError(f"lengths[{b}] = {length} is not in 0..{tokens}, the tokens of this shard")
 
 
-def check_inputs(q: Array, k: Array, v: Array, records: Array) -> tuple[int, int]:
-    """Element types of q and of k, v for the kernel; ArgumentError if anything does not fit."""
+def check_inputs(
+    q: Array, k: Array, v: Array, records: Array, bits: np.dtype[Any] | None = None
+) -> tuple[int, int]:
+    """Element types of q and of k, v for the kernel; ArgumentError if anything does not fit. bits: what k
+    and v of uint8 carry."""
     check_shapes(q, k, v, records)
     for name, array in (("q", q), ("k", k), ("v", v)):
         if array.strides[3] != array.itemsize and array.shape[3] > 1 and array.size:
@@ -101,11 +107,14 @@ def check_inputs(q: Array, k: Array, v: Array, records: Array) -> tuple[int, int
     if records.dtype == np.float64:
         return 0, 0
     try:
-        types = _ELEMENT_TYPES[q.dtype], _ELEMENT_TYPES[k.dtype]
-    except KeyError as error:
+        types = _ELEMENT_TYPES[q.dtype], _ELEMENT_TYPES[bits if bits and k.dtype == np.uint8 else k.dtype]
+    except KeyError:
+        types = _CACHES_ONLY[0], 0
+    if types[0] in _CACHES_ONLY:
         raise ArgumentError(
-            f"q {q.dtype}, k {k.dtype}: with float32 records they are float32, float16 or bfloat16"
-        ) from error
+            f"q {q.dtype}, k {k.dtype}: with float32 records they are float32, float16 or bfloat16, and k "
+            "may be float8_e4m3fn or float8_e5m2"
+        )
     return types
 
 

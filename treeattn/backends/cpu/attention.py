@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 
 import numpy as np
 
+from treeattn.attention.shape import CACHE_DTYPES, FLOAT8
 from treeattn.attention.visibility import Visible
 from treeattn.backends.cpu import arguments, blocked, compile, kernels
 from treeattn.backends.cpu.arguments import Array
@@ -36,18 +38,21 @@ MAX_THREADS = 256
 ORDERS = ("scattered", "neighbours")
 
 
+_SIZES = ("batch", "queries", "heads", "kv_heads", "head_dim", "v_dim", "tokens")
+
+
 class _Arguments(ctypes.Structure):
     """struct attention of kernels/cpu/partial_attention.h."""
 
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("q", "k", "v", "records", "lengths", "workspace")]
-        + [(name, ctypes.c_int64) for name in ("batch", "queries", "heads", "kv_heads", "head_dim", "tokens")]
+        + [(name, ctypes.c_int64) for name in _SIZES]
         + [(f"q_{axis}_stride", ctypes.c_int64) for axis in ("batch", "query", "head")]
         + [(f"k_{axis}_stride", ctypes.c_int64) for axis in ("batch", "token", "head")]
         + [(f"v_{axis}_stride", ctypes.c_int64) for axis in ("batch", "token", "head")]
         + [("scale", ctypes.c_float)]
         + [(name, ctypes.c_int32) for name in ("q_type", "kv_type", "threads", "order")]
-        + [("visible", ctypes.c_void_p)]
+        + [(name, ctypes.c_void_p) for name in ("visible", "k_scale", "v_scale")]
     )
 
 
@@ -60,6 +65,8 @@ def partial_attention(
     scale: float,
     lengths: Array | None = None,
     visible: Visible | None = None,
+    k_scale: Sequence[float] | None = None,
+    v_scale: Sequence[float] | None = None,
 ) -> None:
     """Write the records of every query head attending to this process's tokens.
 
@@ -73,13 +80,16 @@ def partial_attention(
         lengths: [batch] integers in 0..tokens, the valid tokens; None means all. What lies beyond
             is never read.
         visible: what each query may see, with the lengths in it; None: the first `lengths` tokens.
+        k_scale, v_scale: [kv_heads], what elements of k and v are multiplied with; None: 1.
 
-    Inputs are float32, float16, bfloat16 or uint16 (the bits of bfloat16), or float64.
+    Inputs are float32, float16, bfloat16 or uint16 (the bits of bfloat16), or float64; k and v also
+    float8_e4m3fn or float8_e5m2.
 
     Raises:
         ArgumentError: shapes, types, strides or lengths that cannot be.
     """
-    PlannedAttention(records, scale=scale, visible=visible)(q, k, v, lengths)
+    planned = PlannedAttention(records, scale=scale, visible=visible, k_scale=k_scale, v_scale=v_scale)
+    planned(q, k, v, lengths)
 
 
 class PlannedAttention:
@@ -97,12 +107,17 @@ class PlannedAttention:
         threads: int | None = None,
         order: str | None = None,
         visible: Visible | None = None,
+        kv_dtype: str | None = None,
+        k_scale: Sequence[float] | None = None,
+        v_scale: Sequence[float] | None = None,
     ) -> None:
         """Plan for `records` and `scale` as in `partial_attention`.
 
         visible: its tables are filled before each call, for the arrays of that; lengths are in them.
         threads: how many of this process compute; default ``TREEATTN_THREADS``. order: one of `ORDERS`;
-        default `read_order`. Both orders are exact; their last bits differ.
+        default `read_order`. Both orders are exact; their last bits differ. k_scale, v_scale: [kv_heads],
+        what elements of k and v are multiplied with, as those of 8 bits need; None is 1. kv_dtype: what
+        arrays of uint8 carry.
         """
         arguments.check_records(records)
         self._records = records
@@ -110,6 +125,8 @@ class PlannedAttention:
         self._bound: tuple[Array, Array, Array] | None = None
         self._lengths: Array | None = None
         self._visible = visible
+        self._bits = CACHE_DTYPES[kv_dtype] if kv_dtype in FLOAT8 else None
+        self._scales = _scales(k_scale), _scales(v_scale)
         self._workspace = np.empty(0, np.uint8)
         compiled = kernels.loaded()[0]
         self._kernels = compiled if records.dtype == np.float32 else None
@@ -122,6 +139,9 @@ class PlannedAttention:
         self._tables = None if visible is None or self._kernels is None else PlannedTables(visible)
         if self._tables is not None:
             self._arguments.visible = self._tables.address
+        self._arguments.k_scale, self._arguments.v_scale = (
+            None if one is None else arguments.address(one) for one in self._scales
+        )
         self._pointer = ctypes.byref(self._arguments)
         self._binding = Binding(attention=ctypes.addressof(self._arguments))
         if self._kernels is not None:
@@ -174,8 +194,14 @@ class PlannedAttention:
             lengths = self._bind_lengths(lengths, k)
         if self._kernels is None:
             arguments.check_lengths(lengths, k.shape[1])
+            if k.dtype == np.uint8 and self._bits is not None:
+                k, v = k.view(self._bits), v.view(self._bits)
             blocked.partial_attention(
-                *(q, k, v, self._records), scale=self._scale, lengths=lengths, visible=self._visible
+                *(q, k, v, self._records),
+                *self._scales,
+                scale=self._scale,
+                lengths=lengths,
+                visible=self._visible,
             )
         elif row := self._kernels.partial_attention(self._pointer):
             arguments.check_lengths(lengths, k.shape[1])
@@ -185,11 +211,15 @@ class PlannedAttention:
 
     def _bind(self, q: Array, k: Array, v: Array) -> None:
         self._bound = None
-        types = arguments.check_inputs(q, k, v, self._records)
+        types = arguments.check_inputs(q, k, v, self._records, self._bits)
+        for scales in self._scales:
+            if scales is not None and scales.shape != k.shape[2:3]:
+                raise ArgumentError(f"{len(scales)} scales for {k.shape[2]} KV heads: one for each is needed")
         if self._kernels is not None:
             a = self._arguments
             a.q, a.k, a.v = arguments.address(q), arguments.address(k), arguments.address(v)
             a.batch, a.queries, a.heads, a.head_dim = q.shape
+            a.v_dim = v.shape[3]
             a.tokens, a.kv_heads = k.shape[1:3]
             a.q_batch_stride, a.q_query_stride, a.q_head_stride = q.strides[:3]
             a.k_batch_stride, a.k_token_stride, a.k_head_stride = k.strides[:3]
@@ -217,6 +247,10 @@ class PlannedAttention:
             start = arguments.address(self._workspace)
             self._arguments.workspace = start + -start % _ALIGNMENT
             self._binding.workspace = self._workspace.nbytes - _ALIGNMENT
+
+
+def _scales(given: Sequence[float] | None) -> Array | None:
+    return None if given is None else np.array(given, np.float32)
 
 
 _ALIGNMENT = 64

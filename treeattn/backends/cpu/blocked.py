@@ -25,6 +25,8 @@ def partial_attention(
     k: Array,
     v: Array,
     records: Array,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     *,
     scale: float,
     lengths: Array | None = None,
@@ -35,12 +37,16 @@ def partial_attention(
 
     Args:
         q: [batch, queries, heads, head_dim]; float32, float64, float16, bfloat16, uint16 (bfloat16 bits).
-        k, v: [batch, tokens, kv_heads, head_dim], same types; heads is a multiple of kv_heads.
-        records: written, [batch, heads, queries, head_dim + 2], float32 or float64.
+        k, v: [batch, tokens, kv_heads, head_dim and v_dim], same types, or those of 8 bits; heads is a
+            multiple of kv_heads.
+        records: written, [batch, heads, queries, v_dim + 2], float32 or float64.
+        k_scale, v_scale: [kv_heads], what elements of k and v are multiplied with; None is 1.
         scale: factor of the logits.
         lengths: [batch] integers, or None for all tokens.
         visible: the tables of a step; lengths are in them.
     """
+    if k_scale is not None:  # of q instead: fewer products
+        q = _wide(q, records.dtype) * np.repeat(k_scale, q.shape[2] // k.shape[2])[:, None]
     partial.set_identity(records)
     for b in range(q.shape[0]):
         if visible is not None:
@@ -50,6 +56,9 @@ def partial_attention(
         for begin in range(0, tokens, _BLOCK):
             end = min(begin + _BLOCK, tokens)
             partial.merge(records[b], _block(q[b], k[b, begin:end], v[b, begin:end], scale, records.dtype))
+
+    if v_scale is not None:
+        records[..., partial.EXTRA :] *= np.repeat(v_scale, q.shape[2] // k.shape[2])[:, None, None]
 
 
 def _visible_row(
@@ -114,7 +123,7 @@ def _block(q: Array, k: Array, v: Array, scale: float, dtype: Any, logits: _Logi
     maximum = np.where(np.isnan(denominator), np.nan, maximum)
     numerator = np.where(np.isnan(denominator), np.nan, numerator)
     joined = np.concatenate((maximum, denominator, numerator), axis=-1, dtype=dtype)
-    return joined.reshape(heads, queries, head_dim + partial.EXTRA)
+    return joined.reshape(heads, queries, joined.shape[-1])
 
 
 def _wide(values: Array, dtype: Any) -> Array:

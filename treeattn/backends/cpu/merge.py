@@ -99,8 +99,8 @@ class MergeOperator:
         if address is None:
             raise BackendError(
                 f"no compiled MPI operator for head_dim {self.width - partial.EXTRA}, only for multiples of "
-                "8 up to 256, and mpi_allreduce needs one: take a scheme with a schedule, such as "
-                "recursive_doubling"
+                "8 up to 256 and for 512, and mpi_allreduce needs one: take a scheme with a schedule, such "
+                "as recursive_doubling"
             )
         return address
 

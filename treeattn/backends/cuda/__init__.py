@@ -9,8 +9,9 @@ and finish give its bits.
 A GPU is reached through a `Runtime`: CuPy's where a GPU is, any other that behaves like it in tests.
 """
 
-from treeattn.backends.cuda.attention import PlannedAttention, check_rows, partial_attention
+from treeattn.backends.cuda.attention import PlannedAttention, partial_attention
 from treeattn.backends.cuda.finish import finish, planned_finish
+from treeattn.backends.cuda.inputs import check_rows
 from treeattn.backends.cuda.merge import MergeOperator, merge
 from treeattn.backends.cuda.pack import planned_pack, planned_scale
 from treeattn.backends.cuda.pull import PlannedPull

@@ -11,9 +11,9 @@ from treeattn import partial
 from treeattn.backends.cuda.runtime import Runtime, check_records, default_runtime, planned_launch, structure
 from treeattn.errors import ArgumentError
 
-__all__ = ["finish", "planned_finish"]
+__all__ = ["PlannedFinish", "finish", "planned_finish"]
 
-# FinishArguments of kernels/cuda/finish.cu.
+# FinishArguments of kernels/cuda/finish.cuh.
 _FINISH = structure("records out lse", "", "heads queries head_dim")
 
 
@@ -32,10 +32,20 @@ def finish(records: Any, out: Any, lse: Any, *, runtime: Runtime | None = None) 
     planned_finish(records, out, lse, runtime=runtime)()
 
 
-def planned_finish(
-    records: Any, out: Any, lse: Any, *, runtime: Runtime | None = None
-) -> Callable[[], object]:
+class PlannedFinish:
     """`finish` for arrays that never move: one launch, without checks."""
+
+    def __init__(self, arguments: Any, arrays: tuple[Any, ...], launch: Callable[[], object]) -> None:
+        """arguments: FinishArguments; arrays: what they point to; launch: with them."""
+        self.arguments, self.arrays, self._launch = arguments, arrays, launch
+
+    def __call__(self) -> None:
+        """Queue the launch."""
+        self._launch()
+
+
+def planned_finish(records: Any, out: Any, lse: Any, *, runtime: Runtime | None = None) -> PlannedFinish:
+    """Checks once. Raises `ArgumentError` as `finish` does."""
     runtime = runtime or default_runtime()
     check_records(records, runtime)
     batch, heads, queries, width = records.shape
@@ -53,4 +63,6 @@ def planned_finish(
     arguments["records"], arguments["out"], arguments["lse"] = map(runtime.address, (records, out, lse))
     arguments["heads"], arguments["queries"], arguments["head_dim"] = heads, queries, head_dim
     kernel = runtime.kernel("finish", "finish")
-    return planned_launch(kernel, batch * heads * queries, arguments, (records, out, lse))
+    arrays = records, out, lse
+    launch = planned_launch(kernel, batch * heads * queries, arguments, arrays)
+    return PlannedFinish(arguments, arrays, launch)

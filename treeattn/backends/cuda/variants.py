@@ -10,6 +10,8 @@ __all__ = [
     "HEAD_DIMS",
     "TENSOR_CORES_FROM_ROWS",
     "TYPES",
+    "TYPES_8",
+    "Tokens",
     "Variant",
     "check_head_dim",
     "choose_variant",
@@ -28,10 +30,29 @@ TYPES = {
     "bfloat16": ("bfloat16", 2),
     "uint16": ("bfloat16", 2),
 }
+#: The same of caches of 8 bits; uint8 arrays carry them where the dtype has no name of its own.
+TYPES_8 = {"float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2"}
 
+_BYTES = {"float": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _TILE = 64  # tokens that a block of the tensor-core kernel takes at a time
 _MMA_ROWS = 16
 _WARPS, _UNROLL = 4, 4  # of the multiply-add kernel
+
+
+class Tokens(NamedTuple):
+    """Which tokens a kernel takes: all valid ones or what queries see, in a row or in pages."""
+
+    visible: bool = False
+    paged: bool = False
+
+    @property
+    def expression(self) -> str:
+        """The last parameter of a kernel, AllTokens where it is not named."""
+        kind = "VisibleTokens" if self.visible else "AllTokens"
+        return f", Paged<{kind}>" if self.paged else f", {kind}" if self.visible else ""
+
+
+ALL_TOKENS = Tokens()
 
 
 class Variant(NamedTuple):
@@ -47,31 +68,38 @@ class Variant(NamedTuple):
 
 
 def choose_variant(
-    q_type: str, kv_type: str, head_dim: int, rows: int, *, tensor_cores: bool, shared_limit: int
+    q_type: str,
+    kv_type: str,
+    head_dim: int,
+    rows: int,
+    *,
+    tensor_cores: bool,
+    shared_limit: int,
+    tokens: Tokens = ALL_TOKENS,
 ) -> Variant:
     """The kernel for C++ types of q and of the cache, and for `rows` query rows that share a KV head.
 
-    tensor_cores: may they be used? shared_limit: bytes of shared memory that a block can have.
+    tensor_cores: may they be used? shared_limit: bytes of shared memory that a block can have. tokens: which
+    ones it takes. Caches of 8 bits are widened by the multiply-add kernel alone.
     """
     if tensor_cores and rows >= TENSOR_CORES_FROM_ROWS and q_type == kv_type != "float":
-        variant = mma_kernel(kv_type, head_dim, shared_limit)
+        variant = mma_kernel(kv_type, head_dim, shared_limit, tokens)
         if variant is not None:
             return variant
-    return fma_kernel(kv_type, head_dim, rows)
+    return fma_kernel(kv_type, head_dim, rows, tokens)
 
 
-def fma_kernel(kv_type: str, head_dim: int, rows: int) -> Variant:
+def fma_kernel(kv_type: str, head_dim: int, rows: int, tokens: Tokens = ALL_TOKENS) -> Variant:
     """The multiply-add kernel; `rows`: query rows that share a KV head."""
     tile = 1 if rows == 1 else 2 if rows == 2 else 4
-    vectors = head_dim * (4 if kv_type == "float" else 2) // 16
+    vectors = head_dim * _BYTES[kv_type] // 16
     lanes = min(32, 1 << (vectors - 1).bit_length())  # that share a token
     step = _WARPS * (32 // lanes) * _UNROLL
-    return Variant(
-        "partial_attention", f"partial_attention<{kv_type}, {head_dim}, {tile}>", 0, tile, step, step
-    )
+    name = f"partial_attention<{kv_type}, {head_dim}, {tile}{tokens.expression}>"
+    return Variant("partial_attention", name, 0, tile, step, step)
 
 
-def mma_kernel(kv_type: str, head_dim: int, shared_limit: int) -> Variant | None:
+def mma_kernel(kv_type: str, head_dim: int, shared_limit: int, tokens: Tokens = ALL_TOKENS) -> Variant | None:
     """The tensor-core kernel; None where it needs more shared memory than there is.
 
     Three stages if two blocks of them fit beside each other, else two.
@@ -80,7 +108,7 @@ def mma_kernel(kv_type: str, head_dim: int, shared_limit: int) -> Variant | None
     size = _mma_shared_bytes(head_dim, stages)
     if size > shared_limit:
         return None
-    name = f"partial_attention_mma<{kv_type}, {head_dim}, {stages}>"
+    name = f"partial_attention_mma<{kv_type}, {head_dim}, {stages}{tokens.expression}>"
     return Variant("partial_attention_mma", name, size, _MMA_ROWS, _TILE, _TILE * (stages - 1))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,7 +46,7 @@ def plan(comm: Intracomm, key: Key) -> Decoder:
         return _around(comm, key, select(key.scheme), _bfloat16)
     output = "heads" if select(key.scheme).row.scattered else "replicated"
     way: dict[str, Any] = {"device": key.device, "transport": key.transport, "executor": key.executor}
-    return Decoder(comm, **asdict(shape_of(key)), scheme=key.scheme, output=output, **way)
+    return Decoder(comm, **shape_of(key).plain, scheme=key.scheme, output=output, **way)
 
 
 def plan_null_merge(comm: Intracomm, key: Key) -> Decoder:

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from treeattn.study.statistics import Statistics
 
-__all__ = ["Chart", "Lines", "Panel", "Point", "Rows", "Series", "interval"]
+__all__ = ["Chart", "Curve", "Curves", "Lines", "Panel", "Point", "Rows", "Series", "interval"]
 
 
 class Point(NamedTuple):
@@ -77,7 +77,32 @@ class Rows:
     exact: bool = False
 
 
-Chart = Lines | Rows
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A panel of `Curves`: points in ascending order of x, with a band where they have intervals.
+
+    mark: a point that stands out. line: (x, y, slope) of a straight line, drawn within the curve's limits.
+    """
+
+    label: str
+    points: tuple[Point, ...]
+    mark: Point | None = None
+    line: tuple[float, float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """Computed functions of one quantity, beside each other. notes: what stands below."""
+
+    name: str
+    title: str
+    case: str
+    notes: tuple[str, ...]
+    x_label: str
+    panels: tuple[Curve, ...]
+
+
+Chart = Lines | Rows | Curves
 
 
 def interval(x: float, time: Statistics) -> Point:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from treeattn.errors import BackendError
-from treeattn.study.figures import lines, rows
-from treeattn.study.figures.chart import Chart, Lines
+from treeattn.study.figures import curves, lines, rows
+from treeattn.study.figures.chart import Chart, Curves, Lines, Rows
 from treeattn.study.figures.style import DARK, INK, PAPER
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ __all__ = ["FORMATS", "draw", "problem", "render"]
 
 #: Formats of files.
 FORMATS = ("png", "svg")
+
+_DRAWN_BY = {Lines: lines, Rows: rows, Curves: curves}
 
 _WIDTH = 7.5  # inches: 720 pixels of a page
 
@@ -105,7 +107,7 @@ def draw(chart: Chart) -> Figure:
 
         title = [*textwrap.wrap(chart.title, 118), *textwrap.wrap(chart.case, 118)]
         notes = [line for note in chart.notes for line in textwrap.wrap(note, 142)]
-        ours: Any = lines if isinstance(chart, Lines) else rows
+        ours: Any = _DRAWN_BY[type(chart)]
         heights = [ours.height(chart) + 0.16 * len(title), 0.13 * len(notes) + 0.1]
         figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
         parts: Any = figure.subfigures(2, 1, height_ratios=heights)

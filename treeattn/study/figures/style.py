@@ -14,13 +14,14 @@ from typing import NamedTuple
 from treeattn.decoder.plan import CATALOG
 from treeattn.study.compare.schema import NCCL_SUM, NULL, SUM
 
-__all__ = ["DARK", "INK", "MARKERS", "PAPER", "Style", "in_order", "style"]
+__all__ = ["COLOURS", "DARK", "INK", "MARKERS", "PAPER", "Style", "in_order", "style"]
 
 #: Of text and lines, and of what is below them. DARK: (ink, paper) where the reader's screen is dark.
 INK, PAPER = "#1b1f24", "#ffffff"
 DARK = ("#e8eaed", "#14171c")
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+#: Of schemes, and of curves in this order.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 #: Of schemes, or of the series of a figure that has several for each scheme.
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*")
@@ -43,7 +44,7 @@ def style(name: str) -> Style:
     place = _PLACES.get(scheme.partition(":")[0])
     if place is None:
         return _NEUTRAL.get(scheme, Style(INK, "o"))
-    return Style(_COLOURS[place % len(_COLOURS)], MARKERS[place % len(MARKERS)])
+    return Style(COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)])
 
 
 def in_order(schemes: Iterable[str]) -> list[str]:

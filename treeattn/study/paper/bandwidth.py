@@ -11,6 +11,7 @@ import numpy as np
 
 from treeattn import comm as comm_
 from treeattn.study.compare.sweep import meet_asleep
+from treeattn.study.paper import simulated
 from treeattn.study.paper.experiment import IN_THE_FIGURE, Experiment, Table
 from treeattn.study.paper.machines import BETWEEN, WITHIN
 
@@ -80,6 +81,7 @@ EXPERIMENT = Experiment(
     title="send and receive by message size, within a node and between nodes",
     where="the figure of NCCL send and receive between two H100, in and across nodes",
     model=model,
+    simulated=simulated.bandwidth,
     measure=measure,
     paper={"sizes": tuple(1024 << 4 * step for step in range(6))},
     small={"sizes": tuple(64 << 2 * step for step in range(9)), "volume": 32 << 20, "fewest": 9, "most": 400},

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["IN_THE_FIGURE", "NO_SIMULATOR", "Cell", "Experiment", "Table", "shown"]
+__all__ = ["IN_THE_FIGURE", "NOTHING_TO_SIMULATE", "Cell", "Experiment", "Table", "shown"]
 
-#: What stands where a prediction of a simulated cluster belongs.
-NO_SIMULATOR = "no simulator in this version"
+#: What stands where a prediction of a simulated cluster would, of bytes that are held and not sent.
+NOTHING_TO_SIMULATE = "nothing to simulate: memory is counted"
 
 #: What stands where the paper has a mark in a figure; no number was read off one.
 IN_THE_FIGURE = "in the figure"
@@ -47,14 +47,16 @@ class Table:
 class Experiment:
     """One experiment of Shyam et al., "Tree Attention", arXiv 2408.04093v4.
 
-    where: its place in the paper. paper: its setting, the arguments of `model`, which needs no MPI. small:
-    one that runs for real on a few ranks, the arguments of `measure` after the communicator; None where
-    nothing runs. measure is collective and returns tables on rank 0, nothing elsewhere.
+    where: its place in the paper. paper: its setting, the arguments of `model` and of `simulated`, which
+    need no MPI; simulated: None where there is nothing to simulate. small: one that runs for real on a few
+    ranks, the arguments of `measure` after the communicator; None where nothing runs. measure is collective
+    and returns tables on rank 0, nothing elsewhere.
     """
 
     title: str
     where: str
     model: Callable[..., list[Table]]
     paper: dict[str, Any]
+    simulated: Callable[..., list[Table]] | None = None
     measure: Callable[..., list[Table]] = lambda comm: []
     small: dict[str, Any] | None = None

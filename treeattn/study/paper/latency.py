@@ -9,7 +9,7 @@ from typing import NamedTuple
 from treeattn.study import laws
 from treeattn.study.compare.measure import Effort
 from treeattn.study.compare.schema import Key
-from treeattn.study.paper import machines, measured
+from treeattn.study.paper import machines, measured, simulated
 from treeattn.study.paper.experiment import IN_THE_FIGURE, Cell, Experiment, Table
 from treeattn.study.paper.measured import Points
 
@@ -92,6 +92,7 @@ EXPERIMENT = Experiment(
     title="time of a decoding step against context length and GPUs, ring against tree",
     where="section 6.1, figure 3",
     model=model,
+    simulated=simulated.latency,
     measure=measured.sweep(keys, tables),
     paper=SHAPE | {"tokens": tuple(80_000 << doubling for doubling in range(7)), "ranks": (8, 64, 128)},
     small=SHAPE | {"tokens": (1_000, 4_000, 16_000), "ranks": (2, 4), "effort": EFFORT},

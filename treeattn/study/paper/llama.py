@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from treeattn.study.paper import simulated
 from treeattn.study.paper.experiment import Cell, Experiment, Table
 
 __all__ = ["EXPERIMENT", "PUBLISHED", "Series", "implied", "model"]
@@ -85,5 +86,6 @@ EXPERIMENT = Experiment(
     title="Llama models: prefill and ten tokens, ring against tree",
     where="tables 1 and 2",
     model=model,
+    simulated=simulated.llama,
     paper={"series": PUBLISHED},
 )

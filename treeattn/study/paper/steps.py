@@ -8,7 +8,7 @@ from treeattn import collectives
 from treeattn.study import laws
 from treeattn.study.compare.measure import Effort
 from treeattn.study.compare.schema import Key
-from treeattn.study.paper import machines, measured
+from treeattn.study.paper import machines, measured, simulated
 from treeattn.study.paper.experiment import Cell, Experiment, Table
 from treeattn.study.paper.measured import Points
 
@@ -62,6 +62,7 @@ EXPERIMENT = Experiment(
     title="steps of a reduction against log p",
     where="section 5.1, Theorem 1: O(N/p + log p)",
     model=model,
+    simulated=simulated.steps,
     measure=measured.sweep(keys, tables),
     paper={"ranks": (8, 64, 128), "schemes": (*SCHEMES[:3], "double_binary_tree", *SCHEMES[3:])},
     small={"ranks": (2, 3, 4, 8), "schemes": SCHEMES, "heads": 16, "head_dim": 128, "effort": EFFORT},

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from treeattn.study import laws
 from treeattn.study.compare.schema import Key
-from treeattn.study.paper import machines, measured
+from treeattn.study.paper import machines, measured, simulated
 from treeattn.study.paper.experiment import Cell, Experiment, Table
 from treeattn.study.paper.measured import Points
 
@@ -84,6 +84,7 @@ EXPERIMENT = Experiment(
     title="communication volume, and whether a ring can hide it behind computation",
     where="section 6.3, equations 10 to 14",
     model=model,
+    simulated=simulated.volume,
     measure=measured.sweep(keys, tables),
     paper={"tokens": 640_000, "ranks": 8, "heads": 16, "head_dim": 128},
     small={"tokens": 4_000, "ranks": (2, 4), "heads": 16, "head_dim": 128, "effort": measured.COUNTED},

@@ -1,0 +1,241 @@
+"""What a machine looks like to messages: tiers from the inside out, their prices, who shares which port.
+
+A cluster is a TOML file. Ten lines of one:
+
+    name = "two-tiers"
+    about = "nodes of 8 ranks, one network card for each"
+    node = "node"                   # the tier whose ranks share network cards
+    cards = 8
+    [[tiers]]
+    name = "node"
+    joins = 8                       # ranks; further out: units of the tier before
+    latency = 1.0                   # microseconds under way
+    overhead = 0.25                 # microseconds of processor at each end
+    gap = 0.05                      # microseconds between two messages through one port
+    bandwidth = 100.0               # GB/s each way
+
+The model is LogGP (Alexandrov et al., SPAA 1995) with ports. Each shipped file says where its numbers are
+from.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from importlib import resources
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from treeattn.errors import ArgumentError
+
+__all__ = ["Cluster", "Executor", "Link", "Protocol", "Tier", "load", "shipped"]
+
+Count = Annotated[int, Meta(ge=1, le=1 << 20)]
+Microseconds = Annotated[float, Meta(ge=0)]
+Rate = Annotated[float, Meta(gt=0)]
+Name = Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9_-]*$")]
+
+_REMEDIES = {
+    "missing required field": "add it, as the shipped files have it (treeattn simulate --list)",
+    "unknown field": "take it out, or spell it as the shipped files do",
+    ">= 0": "a time cannot be negative: measure it again",
+    "> 0": "a bandwidth must be more than nothing, in GB/s",
+    ">= 1": "at least one is needed",
+}
+
+
+class _Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Read from TOML; a name that is not a field is an error."""
+
+
+class Protocol(_Data, frozen=True):
+    """How messages of at least `from_bytes` bytes go: they cost another latency, and perhaps bandwidth.
+
+    waits: the sender begins once the receiver is there (rendezvous), as most MPI libraries do for long ones.
+    """
+
+    name: str
+    from_bytes: Annotated[int, Meta(ge=0)]
+    latency: Microseconds
+    bandwidth: Rate | None = None
+    waits: bool = False
+
+
+class Tier(_Data, frozen=True):
+    """A level of the machine: `joins` units of the level within it, or so many ranks, and what a message
+    costs.
+
+    latency, overhead (at each end) and gap in microseconds, bandwidth in GB/s each way. read_latency,
+    read_bandwidth: where a receiver that fetches gets other ones than a sender that stores. mesh: every
+    pair of ranks has a link of its own. taper: an outer tier's uplink from each unit has the bandwidth of
+    its cards divided by this; 0 is a network without any such limit.
+    """
+
+    name: Name
+    joins: Count
+    latency: Microseconds
+    overhead: Microseconds
+    gap: Microseconds
+    bandwidth: Rate
+    read_latency: Microseconds | None = None
+    read_bandwidth: Rate | None = None
+    mesh: bool = False
+    taper: Annotated[float, Meta(ge=0)] = 0.0
+    protocols: tuple[Protocol, ...] = ()
+
+
+class Executor(_Data, frozen=True):
+    """What running a step costs beside the messages: microseconds for the call, for each round in which a
+    rank has something to do, and for each message; GB/s at which arriving bytes are merged.
+
+    pulls: receivers fetch, so a tier's read prices count.
+    """
+
+    call: Microseconds
+    round: Microseconds
+    merge_bandwidth: Rate
+    message: Microseconds = 0.0
+    pulls: bool = False
+
+
+class Link(msgspec.Struct, frozen=True):
+    """What one message of a known size costs on a tier: microseconds, and microseconds for each byte."""
+
+    latency: float
+    overhead: float
+    gap: float
+    byte: float
+    waits: bool
+
+
+class Cluster(_Data, frozen=True, dict=True):
+    """A machine: tiers from the inside out, network cards of a node, executors by name."""
+
+    name: Name
+    about: str
+    node: str
+    tiers: Annotated[tuple[Tier, ...], Meta(min_length=1)]
+    executors: Annotated[dict[str, Executor], Meta(min_length=1)]
+    executor: str
+    cards: Count = 1
+    memory: Rate | None = None  # GB/s that one rank reads its keys and values at
+
+    @cached_property
+    def places(self) -> int:
+        """Ranks that fit."""
+        return prod(tier.joins for tier in self.tiers)
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Ranks of a unit of each tier."""
+        return tuple(prod(tier.joins for tier in self.tiers[: at + 1]) for at in range(len(self.tiers)))
+
+    @cached_property
+    def node_tier(self) -> int:
+        """Index of the tier whose unit is a node."""
+        return [tier.name for tier in self.tiers].index(self.node)
+
+    @cached_property
+    def slots(self) -> int:
+        """Ranks of a node."""
+        return self.widths[self.node_tier]
+
+    def tier_between(self, one: int, other: int) -> int:
+        """Index of the innermost tier that holds both places."""
+        return next(at for at, width in enumerate(self.widths) if one // width == other // width)
+
+    def link(self, tier: int, size: float, pulls: bool = False) -> Link:
+        """What a message of `size` bytes costs on the tier of that index."""
+        prices = self.tiers[tier]
+        latency, bandwidth, waits = prices.latency, prices.bandwidth, False
+        if pulls:
+            latency = latency if prices.read_latency is None else prices.read_latency
+            bandwidth = prices.read_bandwidth or bandwidth
+        for step in prices.protocols:
+            if size >= step.from_bytes:
+                latency, waits = step.latency, step.waits
+                bandwidth = step.bandwidth or bandwidth
+        return Link(latency, prices.overhead, prices.gap, 1e-3 / bandwidth, waits)
+
+    def runs(self, executor: str | None) -> Executor:
+        """The executor of that name, or the file's own. Raises `ArgumentError`."""
+        name = executor or self.executor
+        if name not in self.executors:
+            raise ArgumentError(
+                f"{self.name}: executors: there is no {name!r}; choose from {', '.join(self.executors)}"
+            )
+        return self.executors[name]
+
+
+def shipped() -> list[str]:
+    """Names of the clusters that come with the package."""
+    return sorted(
+        path.name.removesuffix(".toml") for path in _folder().iterdir() if path.name.endswith(".toml")
+    )
+
+
+def load(name: str | Path) -> Cluster:
+    """A shipped cluster by name, or one from a file that ends in .toml. Raises `ArgumentError` that names the
+    file, the key and the remedy."""
+    text = str(name)
+    if not text.endswith(".toml"):
+        if text not in shipped():
+            raise ArgumentError(
+                f"--cluster {text!r}: no such cluster; take one of {', '.join(shipped())}, or FILE.toml"
+            )
+        return _read(f"{text}.toml", _folder().joinpath(f"{text}.toml").read_bytes())
+    try:
+        content = Path(name).read_bytes()
+    except OSError as error:
+        raise ArgumentError(f"{text}: cannot be read ({error.strerror})") from None
+    return _read(text, content)
+
+
+def _folder() -> Any:
+    return resources.files(__package__)
+
+
+def _read(file: str, content: bytes) -> Cluster:
+    try:
+        cluster = msgspec.toml.decode(content, type=Cluster)
+    except msgspec.ValidationError as error:
+        raise ArgumentError(f"{file}: {_where(str(error))}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        raise ArgumentError(f"{file}: not TOML: {error}") from None
+    _check(file, cluster)
+    return cluster
+
+
+def _where(message: str) -> str:
+    """msgspec's message with the key first and the remedy last."""
+    what, at, key = message.partition(" - at ")
+    remedy = next((remedy for words, remedy in _REMEDIES.items() if words in what), "write it so")
+    return (
+        f"{key.strip('`').removeprefix('$.') or 'top level'}: {what}; {remedy}" if at else f"{what}; {remedy}"
+    )
+
+
+def _check(file: str, cluster: Cluster) -> None:
+    """What types cannot say."""
+    names = [tier.name for tier in cluster.tiers]
+    if len(set(names)) < len(names):
+        raise ArgumentError(f"{file}: tiers: two are called alike ({', '.join(names)}); rename one")
+    if cluster.node not in names:
+        raise ArgumentError(
+            f"{file}: node: no tier is called {cluster.node!r}; take one of {', '.join(names)}"
+        )
+    if cluster.executor not in cluster.executors:
+        known = ", ".join(cluster.executors)
+        raise ArgumentError(f"{file}: executor: no [executors.{cluster.executor}]; take one of {known}")
+    if cluster.slots % cluster.cards:
+        raise ArgumentError(
+            f"{file}: cards: {cluster.cards} cards are not shared evenly by the {cluster.slots} ranks "
+            "of a node; take a divisor"
+        )
+    for tier in cluster.tiers:
+        starts = [step.from_bytes for step in tier.protocols]
+        if starts != sorted(set(starts)):
+            raise ArgumentError(f"{file}: tiers ({tier.name}): protocols: from_bytes must grow; sort them")

@@ -1,0 +1,47 @@
+// A record to attention output: numerator / denominator and max + ln(denominator), bits as treeattn/partial.py
+// defines them.
+#pragma once
+#include "state.cuh"
+
+struct FinishArguments {
+  const float *records; // [batch, heads, queries, head_dim + 2]
+  float *out;           // [batch, queries, heads, head_dim]
+  float *lse;           // [batch, heads, queries]
+  int heads, queries, head_dim;
+};
+
+// Natural logarithm of a positive number that was a float32. Separate roundings: nothing may be contracted.
+__device__ double logarithm(double x) {
+  int exponent;
+  double mantissa = frexp(x, &exponent);
+  if (mantissa < 0.70710678118654752) {
+    mantissa += mantissa;
+    exponent -= 1;
+  }
+  const double ratio = (mantissa - 1.0) / (mantissa + 1.0); // ln(m) = 2 atanh((m - 1) / (m + 1))
+  const double square = __dmul_rn(ratio, ratio);
+  double series = 1.0 / 21.0;
+  for (int odd = 19; odd > 0; odd -= 2) series = __dadd_rn(__dmul_rn(series, square), 1.0 / odd);
+  return __dadd_rn(__dmul_rn(exponent, 0.6931471805599453), __dmul_rn(ratio + ratio, series));
+}
+
+// One record by one block.
+__device__ void finish_record(const FinishArguments &a, int index) {
+  const int query = index % a.queries, head = index / a.queries % a.heads;
+  const long long batch = index / a.queries / a.heads;
+  const float *record = a.records + (long long)index * (a.head_dim + RECORD_NUMERATOR);
+  float *out = a.out + ((batch * a.queries + query) * a.heads + head) * a.head_dim;
+  const float maximum = record[RECORD_MAX], denominator = record[RECORD_DENOMINATOR];
+  const bool bounded = greater_exact(-negative_infinity(), maximum); // not for NaN
+  const bool positive = greater_exact(denominator, 0.0f), negative = greater_exact(0.0f, denominator);
+  const bool zero = denominator == denominator && !positive && !negative;
+  const bool empty = maximum == negative_infinity() || (bounded && zero);
+  const bool valid = bounded && !empty && positive && greater_exact(-negative_infinity(), denominator);
+  const float otherwise = empty ? 0.0f : canonical_nan();
+  for (int i = threadIdx.x; i < a.head_dim; i += blockDim.x)
+    out[i] = valid ? canonical(divide_exact(record[RECORD_NUMERATOR + i], denominator)) : otherwise;
+  if (threadIdx.x == 0) {
+    const double total = __dadd_rn(widen_exact(maximum), logarithm(widen_exact(denominator)));
+    a.lse[index] = valid ? narrow_exact(total) : empty ? negative_infinity() : canonical_nan();
+  }
+}

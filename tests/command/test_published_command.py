@@ -1,0 +1,85 @@
+"""`treeattn published` as people use it."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from .launch import treeattn
+
+DATA = Path(__file__).resolve().parents[2] / "treeattn/study/published/data"
+
+
+@pytest.fixture(scope="module")
+def lumi(tmp_path_factory):
+    """(known, held): plain and gzip files of LUMI alone, one run held."""
+    text = gzip.decompress((DATA / "pico_collectives.csv.gz").read_bytes()).decode()
+    rows = [row for row in csv.DictReader(io.StringIO(text)) if row["system"] == "lumi"]
+    folder = tmp_path_factory.mktemp("lumi")
+    files = folder / "known.csv", folder / "held.csv.gz"
+    for path, held in zip(files, (False, True), strict=True):
+        out = io.StringIO()
+        writer = csv.DictWriter(out, rows[0])
+        writer.writeheader()
+        writer.writerows(row for row in rows if (row["run"] == "2025_04_07___16_33_47") == held)
+        content = out.getvalue().encode()
+        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return files
+
+
+def test_a_held_file(lumi, tmp_path):
+    known, held = lumi
+    path = tmp_path / "p.json"
+    words = ["--known", known, "--held", held, "--allocations", DATA / "pico_allocations.csv.gz"]
+    done = treeattn("published", *words, "--runs", DATA / "pico_runs.csv", "--json", path)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(path.read_text())
+    assert {"rows", "median_error", "p90_error", "within_25"} <= set(facts)
+    assert 0 <= facts["median_error"] <= facts["p90_error"]
+    for row in facts["rows"]:
+        assert {"system", "run", "algorithm", "bytes", "measured_us", "predicted_us"} <= set(row)
+        assert row["run"] == "2025_04_07___16_33_47"
+        assert row["predicted_us"] > 0
+    seen = {(row["algorithm"], row["bytes"]) for row in facts["rows"]}
+    assert ("rabenseifner_mpich", 1 << 20) in seen
+    for algorithm, size in (
+        ("recursive_doubling_mpich", 256),
+        ("recursive_doubling_mpich", 1 << 17),
+        ("ring_over", 2048),
+    ):
+        assert (algorithm, size) not in seen  # given
+    assert not [name for name, _ in seen if "bine" in name or "default" in name]
+    assert "ratio of two schemes" in done.stdout
+
+
+def test_options_repeat(lumi):
+    known, held = lumi
+    both = treeattn("published", "--known", known, "--known", held, "--held", held, "--wide")
+    assert both.returncode == 0, both.stderr
+    assert "rabenseifner_mpich" in both.stdout
+
+
+@pytest.mark.parametrize("option", ["--known", "--held", "--allocations", "--runs"])
+def test_a_file_of_another_kind(option, tmp_path):
+    other = tmp_path / "other.csv"
+    other.write_text("date,weather\n1,rain\n")
+    done = treeattn("published", option, other, timeout=60)
+    assert done.returncode == 2, done.stdout
+    assert "other.csv: no column" in done.stderr
+    assert "file of another kind" in done.stderr
+    assert done.stdout == ""
+
+
+def test_nothing_to_predict(lumi, tmp_path):
+    empty = tmp_path / "empty.csv"
+    empty.write_text(lumi[0].read_text().partition("\n")[0] + "\n")
+    for option, words in (("--held", "holds nothing to predict"), ("--known", "holds no all-reduction")):
+        done = treeattn("published", option, empty, "--json", tmp_path / "none.json", timeout=60)
+        assert done.returncode == 2, done.stdout
+        assert words in done.stderr
+    assert not (tmp_path / "none.json").exists()

@@ -1,0 +1,102 @@
+"""`treeattn simulate` as people use it."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from treeattn.collectives import build
+
+from .launch import treeattn
+
+
+def test_the_papers_latency_setting_in_one_command(tmp_path):
+    path = tmp_path / "s.json"
+    done = treeattn("simulate", "--cluster", "dgx-h100", "--ranks", 128, "--tokens", "5120k", "--json", path)
+    assert done.returncode == 0, done.stderr
+    for word in (
+        "128 ranks on dgx-h100",
+        "split_rail",
+        "floor, what no scheme",
+        "kv_ring",
+        "latency (nvlink",
+    ):
+        assert word in done.stdout
+    facts = json.loads(path.read_text())
+    assert {row["scheme"] for row in facts["rows"]} >= {"hierarchical", "recursive_doubling"}
+    for row in facts["rows"]:
+        assert row["floor_microseconds"] <= row["microseconds"]
+        assert row["decode_step"]["kv_ring"] > 100 * row["decode_step"]["time"]
+        total = sum(segment["microseconds"] for segment in row["segments"])
+        assert total == pytest.approx(row["microseconds"])
+
+
+def test_one_schedule_under_several_placements_and_all_schemes():
+    words = ["--cluster", "cpu-hdr200", "--ranks", 16]
+    done = treeattn("simulate", *words, "--schemes", "ring", "--placement", "block,cyclic,suited")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("ring ")][-1] == "cyclic"
+    done = treeattn("simulate", *words, "--schemes", "all", "--wide")
+    assert done.returncode == 0, done.stderr
+    assert "all_gather_merge" in done.stdout
+    assert "chain" in done.stdout
+
+
+def test_a_schedule_of_ones_own_from_its_file_to_its_time(tmp_path):
+    path = tmp_path / "own.json"
+    path.write_text(build("binary_tree", 8).to_json())
+    done = treeattn("simulate", "--cluster", "leonardo", "--ranks", 8, "--schemes", f"{path},binary_tree")
+    assert done.returncode == 0, done.stderr
+    assert "binary_tree@" in done.stdout
+
+
+def test_drawings(tmp_path):
+    words = ["simulate", "--cluster", "dgx-h100", "--ranks", 16, "--schemes", "hierarchical"]
+    svg = treeattn(*words, "--format", "svg")
+    assert svg.returncode == 0, svg.stderr
+    ElementTree.fromstring(svg.stdout)
+    assert svg.stdout.count('class="bar take"') == 14 * 2 + 2
+    target = tmp_path / "t.json"
+    traced = treeattn(*words, "--format", "trace", "--out", target)
+    assert traced.returncode == 0, traced.stderr
+    events = json.loads(target.read_text())["traceEvents"]
+    assert sum(event["ph"] == "s" for event in events) == sum(event["ph"] == "f" for event in events) == 30
+    assert {event["pid"] for event in events} == {0, 1}
+    slices = [event for event in events if event["ph"] == "X"]
+    assert all(event["dur"] > 0 for event in slices)
+
+
+def test_the_clusters_are_listed():
+    done = treeattn("simulate", "--list")
+    assert done.returncode == 0, done.stderr
+    assert {"dgx-h100", "frontier", "laptop"} <= {line.split()[0] for line in done.stdout.splitlines()}
+
+
+BAD = {
+    "--ranks 8": "which cluster",
+    "--cluster summit --ranks 8": "no such cluster",
+    "--cluster none.toml --ranks 8": "cannot be read",
+    "--cluster laptop --ranks 9": "has 8 places",
+    "--cluster laptop --ranks 2 --placement 0+0": "both have place 0",
+    "--cluster laptop --ranks 2 --placement 0+9": "no place 9",
+    "--cluster laptop --ranks 2 --placement 0+1+2": "3 places for 2 ranks",
+    "--cluster laptop --ranks 2 --placement sideways": "take block, cyclic, suited",
+    "--cluster laptop --ranks 2 --executor nccl": "choose from slots",
+    "--cluster laptop --ranks 2 --schemes mpi_allreduce": "has no schedule to simulate",
+    "--cluster laptop --ranks 2 --schemes sorcery": "there is no scheme",
+    "--cluster laptop --ranks 2 --format svg": "draws one scheme",
+    "--cluster laptop --ranks 2 --kv-heads 2": "give --tokens",
+    "--cluster laptop --ranks 2 --out x.svg": "add --format",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_words(words, tmp_path):
+    done = treeattn("simulate", *words.split(), timeout=60)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert BAD[words] in done.stderr
+    assert len([line for line in done.stderr.splitlines() if line.startswith("treeattn:")]) == 1
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""

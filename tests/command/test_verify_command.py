@@ -1,0 +1,135 @@
+"""``treeattn verify`` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from treeattn import files
+
+from .launch import mpiexec, treeattn
+
+pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec")
+
+NODES = 8
+PARENTS = np.array([[-1, 0, 1, 2, 1, 4, 1, 6], [-1, 2, 0, -1, -1, -1, -1, -1]])  # the second row out of order
+DRAFT_LENGTHS = np.array([8, 3])
+TOKENS = np.array([[0, 1, 2, 3, 4, 5, 6, 3], [7, 9, 8, 0, 0, 0, 0, 0]])
+TARGETS = np.array([[1, 6, 3, 9, 5, 9, 3, 8], [8, 5, 9, 0, 0, 0, 0, 0]])
+
+
+def tensors(**changes):
+    draw = np.random.default_rng(0)
+
+    def rows(count, heads):
+        return draw.standard_normal((2, count, heads, 16), np.float32)
+
+    given = {
+        "q": rows(NODES, 4),
+        "k": rows(50, 2),
+        "v": rows(50, 2),
+        "draft_k": rows(NODES, 2),
+        "draft_v": rows(NODES, 2),
+        "parents": PARENTS,
+        "tokens": TOKENS,
+        "target_tokens": TARGETS,
+        "draft_lengths": DRAFT_LENGTHS,
+        "lengths": np.array([50, 7]),
+    }
+    return {name: array for name, array in (given | changes).items() if array is not None}
+
+
+def written(path, **changes):
+    path.write_bytes(files.save_tensors(tensors(**changes), {"scale": "0.3"}))
+    return path
+
+
+def dense(given):
+    """(out, lse): each node over its context and its ancestors, found by climbing."""
+    out, lse = np.zeros((2, NODES, 4, 16)), np.full((2, 4, NODES), -np.inf)
+    for row, count in enumerate(given["draft_lengths"]):
+        for node in range(count):
+            above = [node]
+            while given["parents"][row, above[-1]] >= 0:
+                above.append(given["parents"][row, above[-1]])
+            for head in range(4):
+                k, v = (
+                    np.concatenate([given[name][row, : given["lengths"][row], head // 2],
+                                    given[f"draft_{name}"][row, above, head // 2]]).astype(np.float64)
+                    for name in "kv"
+                )  # fmt: skip
+                scores = 0.3 * k @ given["q"][row, node, head].astype(np.float64)
+                out[row, node, head] = np.exp(scores) @ v / np.exp(scores).sum()
+                lse[row, head, node] = np.log(np.exp(scores).sum())
+    return out, lse
+
+
+@pytest.mark.parametrize(("ranks", "options"), [
+    (1, []), (3, ["--layout", "zigzag", "--owner", "round_robin"]), (4, ["--layout", "sizes=0,50,0,0"]),
+    (2, ["--owner", "position", "--layout", "interleaved"]),
+])  # fmt: skip
+def test_a_tree_of_a_file(tmp_path, ranks, options):
+    source = written(tmp_path / "tree.safetensors")
+    result, facts = tmp_path / "out.safetensors", tmp_path / "facts.json"
+    done = treeattn("verify", source, *options, "--out", result, "--json", facts, "--repeat", 2, ranks=ranks)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "tree.safetensors: 50 tokens and 8+3 drafts, 4 heads (2 KV) x 16, float32" in done.stdout
+    assert "row 0: accepted 0 1 6 7; next token 8\nrow 1: accepted 0 2 1; next token 5\n" in done.stdout
+    read, said = files.open_cache(result), json.loads(facts.read_text())
+    wanted, wanted_lse = dense(tensors())
+    np.testing.assert_allclose(read["out"], wanted, atol=2e-5)
+    np.testing.assert_allclose(read["lse"], wanted_lse, atol=2e-5)
+    assert said["accepted"][1] == {"path": [0, 2, 1], "next_token": 5}
+    (row,) = said["results"]
+    assert row["passed"] and row["same_bits"] and 0 < row["errors"][0] < row["bounds"][0]  # noqa: PT018
+
+
+def test_owners_of_the_file_and_several_schemes(tmp_path):
+    owners = np.random.default_rng(1).integers(0, 2, PARENTS.shape)
+    source = written(tmp_path / "tree.safetensors", owners=owners, target_tokens=None)
+    done = treeattn("verify", source, "--scheme", "binary_tree,recursive_doubling", "--wide", ranks=2)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "drafts: owners of the file" in done.stdout
+    assert done.stdout.count("pass") == 2
+    assert "accepted" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"parents": None}, "no tensor 'parents'"),
+        ({"draft_k": None}, "no tensor 'draft_k'"),
+        ({"parents": PARENTS[:, :4]}, "parents have shape [2, 4]"),
+        ({"parents": np.array([[1, 0, 1, 1, 1, 1, 1, 1], PARENTS[1]])}, "form a cycle"),
+        ({"parents": PARENTS.astype(np.float32)}, "parents are float32: integers are needed"),
+        ({"owners": np.full(PARENTS.shape, 2)}, "ranks from 0 to 1"),
+        ({"owners": np.zeros((2, 3), int)}, "owners has shape [2, 3]"),
+        ({"tokens": None}, "target_tokens accept tokens"),
+        ({"draft_v": np.zeros((2, NODES, 2, 8), np.float32)}, "they must be the same"),
+        ({"draft_lengths": np.array([9, 1])}, "from 0 to 8 nodes"),
+        ({"draft_lengths": None, "parents": np.full(PARENTS.shape, -1)}, "row 0 has 8 roots"),
+    ],
+)
+def test_bad_files(tmp_path, changes, words):
+    source = written(tmp_path / "tree.safetensors", **changes)
+    result = tmp_path / "out.safetensors"
+    done = treeattn("verify", source, "--out", result, "--repeat", 1, ranks=2)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not result.exists()
+
+
+def test_bad_options(tmp_path):
+    source = written(tmp_path / "tree.safetensors")
+    for options, words in (
+        (["--scheme", "kv_ring"], "attends while it communicates"),
+        (["--scheme", "binary_tree,ring", "--out", tmp_path / "out"], "name one with --scheme"),
+        (["--out", source], "named twice"),
+        (["--layout", "sizes=1,2"], "adds up to 3 tokens"),
+    ):
+        done = treeattn("verify", source, *options, ranks=2)
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert words in done.stderr

@@ -1,0 +1,69 @@
+"""Token trees verified with device="cuda", one rank, on the emulator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.token_tree_cases import Case
+from treeattn import ShardedCache
+from treeattn.backends.cuda import cupy_runtime
+from treeattn.token_tree import TokenTree, Verifier, verify
+
+from .raw_module import compiler_problem
+from .runtime import EmulatorRuntime
+
+pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> EmulatorRuntime:
+    """What device="cuda" finds."""
+    emulator = EmulatorRuntime()
+    monkeypatch.setattr(cupy_runtime, "current", lambda: emulator)
+    return emulator
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_packed_is_each_beam_alone(runtime: EmulatorRuntime, seed: int) -> None:
+    case = Case.draw(seed, 1, ("float32",), (64,))
+    k, v, lengths = case.shard(0)
+    out, lse = verify(
+        case.q, k, v, case.draft_k, case.draft_v, case.tree, lengths=lengths.tolist(), device="cuda"
+    )
+    wanted, wanted_lse, bound, lse_bound = case.dense()
+    assert np.abs(out - wanted).max() <= bound
+    real = np.broadcast_to(case.tree.real[:, None], lse.shape)
+    assert np.abs(lse[real] - wanted_lse[real]).max() <= lse_bound
+    assert (lse[~real] == -np.inf).all()
+    assert not out[~case.tree.real].any()
+
+
+def test_nothing_is_allocated_from_step_to_step(runtime: EmulatorRuntime) -> None:
+    """With another tree and other lengths every time, over a cache that lies on the device."""
+    draw, nodes = np.random.default_rng(0), 7
+    plan = {"batch": 2, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16", "device": "cuda"}
+    cache = ShardedCache(capacity=60, drafts=nodes, **plan)
+
+    def rows(count: int, heads: int) -> Any:
+        wide = draw.standard_normal((2, count, heads, 64)).astype(np.float32)
+        return (wide.view(np.uint32) >> 16).astype(np.uint16)  # the bits of bfloat16
+
+    with Verifier(heads=4, nodes=nodes, **plan) as verifier:
+        for step in range(4):
+            if step == 2:
+                allocated = runtime.allocations
+            parents = [[int(draw.integers(-1, node)) for node in range(nodes)] for _ in range(2)]
+            tree = TokenTree.from_parents([list(range(nodes))] * 2, parents, [nodes, 3])
+            q, draft_k, draft_v = rows(nodes, 4), rows(nodes, 2), rows(nodes, 2)
+            out, _ = verifier(
+                *(q, cache.k, cache.v, draft_k, draft_v, tree, cache.lengths),
+                shard_lengths=cache.shard_lengths,
+            )  # fmt: skip
+            assert np.isfinite(out).all()
+            cache.propose(draft_k, draft_v, tree)
+            cache.commit([tree.leaf_paths[row, 0] for row in range(2)])
+        assert runtime.allocations == allocated
+    assert (cache.totals > 0).all()

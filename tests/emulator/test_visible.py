@@ -1,0 +1,310 @@
+"""What queries see, on the emulator: tables that follow the steps, and nothing that is not seen."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treeattn
+from tests.exporters import OnGpu
+from tests.visible_cases import draw
+from treeattn.attention.positions import Runs
+from treeattn.attention.visibility import Visibility, Visible
+from treeattn.backends import cuda
+from treeattn.backends.cuda import cupy_runtime
+from treeattn.backends.cuda.variants import HEAD_DIMS
+from treeattn.backends.cuda.visible import VisibleTables, find_spans
+from treeattn.errors import ArgumentError
+
+from .raw_module import compiler_problem
+from .runtime import EmulatorRuntime
+
+Array = np.ndarray[Any, Any]
+needs_emulator = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+
+
+def bits(array: Array) -> Array:
+    return array.view(np.uint32)
+
+
+def test_spans_are_what_pieces_cover_together() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(300):
+        tiles, n = rng.integers(1, 4), rng.integers(1, 6)
+        begin = rng.integers(0, 30, (tiles, n))
+        pieces = np.stack([begin, begin + rng.integers(-1, 9, (tiles, n)).clip(0)], axis=-1)
+        spans = find_spans(pieces)
+        assert spans.counts.sum() == len(spans.begin) == len(spans.end)
+        at = 0
+        for tile, count in zip(pieces.tolist(), spans.counts.tolist(), strict=True):
+            covered = sorted({token for b, e in tile for token in range(b, e)})
+            found = [
+                list(range(*pair))
+                for pair in zip(spans.begin[at:][:count], spans.end[at:][:count], strict=True)
+            ]
+            assert [token for span in found for token in span] == covered
+            assert all(last[-1] + 1 < following[0] for last, following in itertools.pairwise(found))
+            at += count
+
+
+def test_one_query_has_the_tables_of_many() -> None:
+    """The short way of a step with one query ends where the long one does."""
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        visible = Visible(Visibility(), 1, 1)
+        tables = VisibleTables(visible, EmulatorRuntime(), 4, group=4, rows=4, step=16)
+        visible.drafts = int(rng.choice([0, 3]))
+        visible.draft_begins[0] = rng.choice([60, 90])
+        cuts = np.sort(rng.integers(0, 61, 4))
+        visible.intervals[0, 0] = rng.choice([cuts, [0, 0, *cuts[2:]], cuts * 0, cuts[[0, 1, 1, 3]]])
+        found = []
+        for fill in (tables.fill, tables.fill_one):
+            tables._host[:] = 0
+            fill()
+            found.append((tables._host.tobytes(), tables.steps, tables.end))
+        assert found[0] == found[1]
+
+
+class Counting(EmulatorRuntime):
+    """Launches nothing; counts splits and uploads, on a large device."""
+
+    multiprocessors = 132
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.splits: list[int] = []
+        self.uploads = 0
+
+    def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Any:
+        return lambda grid, *_, **__: self.splits.append(grid[0])
+
+    def upload(self, into: Any, source: Any) -> None:
+        self.uploads += 1
+        super().upload(into, source)
+
+
+def shaped(*shape: int) -> Array:
+    """An array of any size in the memory of one row."""
+    return np.broadcast_to(np.zeros(shape[-1], np.float16), shape)
+
+
+@pytest.mark.parametrize("queries", [1, 16])
+def test_a_window_launches_for_the_window(queries: int) -> None:
+    """And not for the million tokens around it."""
+    splits = []
+    for tokens, window in ((1 << 20, 4095), (4096, None)):
+        runtime = Counting()
+        visible = Visible(Visibility(left=window, causal=True), 1, queries)
+        records = np.zeros((1, 8, queries, 130), np.float32)
+        planned = cuda.PlannedAttention(records, scale=1.0, visible=visible, runtime=runtime)
+        visible.look(Runs([(0, 1, tokens)]), tokens, None, np.full(queries, tokens - 1))
+        planned(shaped(1, queries, 8, 128), *(shaped(1, tokens, 8, 128),) * 2)
+        splits.append((runtime.splits, planned.load.step))
+    assert splits[0] == splits[1]
+    assert splits[0][0][0] > 1
+
+
+def test_only_what_changed_is_uploaded_and_nothing_allocated() -> None:
+    runtime = Counting()
+    visible = Visible(Visibility(causal=True), 1, 4)
+    records = np.zeros((1, 2, 4, 66), np.float32)
+    planned = cuda.PlannedAttention(records, scale=1.0, visible=visible, num_splits=3, runtime=runtime)
+    q, k = shaped(1, 4, 2, 64), shaped(1, 5000, 2, 64)
+    runs, drafts = Runs([(0, 1, 5000)]), np.ones((1, 4, 70), bool)
+    visible.look(runs, 5000, None, np.arange(4), drafts, np.zeros((1, 70), int))
+    planned(q, k, k)
+    uploads, allocations = runtime.uploads, runtime.allocations
+    assert uploads == 2  # the tables, and what they refer to
+    planned(q, k, k)
+    assert runtime.uploads == uploads
+    for start in range(1, 4000, 7):
+        visible.draft_begins[0] = start + 4
+        visible.intervals[..., 3] = np.arange(start, start + 4)
+        planned(q, k, k)
+    assert runtime.uploads == uploads + len(range(1, 4000, 7))
+    assert runtime.allocations == allocations
+    visible.look(runs, 5000, None, np.arange(4), drafts[..., :69], np.zeros((1, 69), int))
+    planned(q, k, k)
+    assert runtime.uploads == uploads + len(range(1, 4000, 7)) + 2
+    assert runtime.allocations == allocations
+
+
+RULES = Visibility(causal=True, left=300, leading=5, softcap=9.0, slopes=(0.01, 0.3, -0.01, 0.0))
+
+
+def step_arrays(kernel: str, rng: np.random.Generator) -> tuple[Array, Array, Array]:
+    """Of 5 queries and 4 heads that share a KV head: float16, or float32 for the multiply-add kernel."""
+    dtype = np.float32 if kernel == "fma" else np.float16
+    q = rng.standard_normal((2, 5, 4, 64)).astype(dtype)
+    return q, *(rng.standard_normal((2, 900, 1, 64)).astype(dtype) for _ in "kv")
+
+
+def look(visible: Visible, number: int) -> None:
+    """The tables of step `number`: others in everything."""
+    rng = np.random.default_rng(number)
+    drafts = int(rng.integers(1, 90))
+    runs = Runs([(0, 2, 50 * (number + 1)), (4000, 1, 900 - 50 * (number + 1))])
+    visible.look(
+        *(runs, 900, rng.integers(drafts, 901, 2), rng.integers(3900, 5000, (2, 5))),
+        mask=rng.random((2, 5, drafts)) < 0.5,
+        draft_positions=rng.integers(4000, 5000, (2, drafts)),
+    )
+
+
+def fresh(arrays: tuple[Array, Array, Array], number: int) -> Array:
+    """Records of step `number` from a plan of their own."""
+    visible, records = Visible(RULES, 2, 5), np.full((2, 4, 5, 66), 77, np.float32)
+    look(visible, number)
+    cuda.partial_attention(
+        *(*arrays, records), scale=0.125, visible=visible, num_splits=3, runtime=EmulatorRuntime()
+    )
+    return records
+
+
+@needs_emulator
+@pytest.mark.parametrize("kernel", ["fma", "mma"])
+def test_a_plan_follows_its_tables(kernel: str) -> None:
+    arrays, runtime = step_arrays(kernel, np.random.default_rng(0)), EmulatorRuntime()
+    visible, records = Visible(RULES, 2, 5), np.zeros((2, 4, 5, 66), np.float32)
+    planned = cuda.PlannedAttention(records, scale=0.125, visible=visible, num_splits=3, runtime=runtime)
+    for number in range(6):
+        look(visible, number)
+        planned(*arrays)
+        assert (bits(records) == bits(fresh(arrays, number))).all()
+
+
+@needs_emulator
+@pytest.mark.parametrize("kernel", ["fma", "mma"])
+def test_a_captured_call_reads_the_tables_of_its_launch(kernel: str) -> None:
+    """Wherever they lie by then: drafts and runs may outgrow their places."""
+    arrays, runtime = step_arrays(kernel, np.random.default_rng(0)), EmulatorRuntime()
+    visible, records = Visible(RULES, 2, 5), np.zeros((2, 4, 5, 66), np.float32)
+    planned = cuda.PlannedAttention(records, scale=0.125, visible=visible, num_splits=3, runtime=runtime)
+    look(visible, 0)
+    planned(*arrays)
+    graph = runtime.capture(lambda: planned(*arrays))
+    for number in range(1, 6):
+        look(visible, number)
+        planned.refresh()
+        graph()
+        assert (bits(records) == bits(fresh(arrays, number))).all()
+
+
+@needs_emulator
+def test_tables_are_not_captured() -> None:
+    arrays, runtime, visible = (
+        step_arrays("fma", np.random.default_rng(0)),
+        EmulatorRuntime(),
+        Visible(RULES, 2, 5),
+    )
+    planned = cuda.PlannedAttention(
+        np.zeros((2, 4, 5, 66), np.float32), scale=0.125, visible=visible, runtime=runtime
+    )
+    look(visible, 0)
+    planned(*arrays)
+    look(visible, 1)
+    with pytest.raises(ArgumentError, match="make one step before the capture, and refresh"):
+        runtime.capture(lambda: planned(*arrays))
+
+
+@needs_emulator
+@pytest.mark.parametrize("kernel", ["fma", "mma"])
+def test_what_nobody_sees_changes_no_bit(kernel: str) -> None:
+    """NaN between and around the intervals, and among drafts that nobody sees."""
+    q, k, v = step_arrays(kernel, np.random.default_rng(0))
+    visible = Visible(Visibility(left=20, right=0, leading=3), 2, 5)
+    mask = np.random.default_rng(1).random((2, 5, 80)) < 0.1
+    visible.look(
+        Runs([(0, 1, 900)]), 900, None, np.array([700, 60, 65, 350, 10]), mask, np.zeros((2, 80), int)
+    )
+    seen = np.zeros((2, 900), bool)
+    for b in range(2):
+        for i in range(5):
+            first, first_end, second, second_end = visible.intervals[b, i]
+            seen[b, first:first_end] = seen[b, second:second_end] = True
+        seen[b, 820:] = mask[b].any(axis=0)
+    assert not seen[:, 820:].all()
+    found = []
+    for value in (0, np.nan, np.inf):
+        k[~seen], v[~seen] = value, -value
+        records = np.full((2, 4, 5, 66), 77, np.float32)
+        cuda.partial_attention(
+            q, k, v, records, scale=0.125, visible=visible, num_splits=3, runtime=EmulatorRuntime()
+        )
+        found.append(records)
+    assert np.isfinite(found[0]).all()
+    assert (bits(found[1]) == bits(found[0])).all()
+    assert (bits(found[2]) == bits(found[0])).all()
+
+
+@needs_emulator
+def test_nan_that_one_query_sees_stays_with_it() -> None:
+    """By multiply-add; tensor cores multiply all rows of a tile with all of its values."""
+    q, k, v = step_arrays("fma", np.random.default_rng(0))
+    visible, runs = Visible(Visibility(causal=True), 2, 5), Runs([(0, 1, 900)])
+    records = np.zeros((2, 4, 5, 66), np.float32)
+    planned = cuda.PlannedAttention(records, scale=0.125, visible=visible, runtime=EmulatorRuntime())
+    visible.look(runs, 900, None, np.array([100, 500, 101, 102, 103]))
+    planned(q, k, v)
+    clean = records.copy()
+    k[0, 104], v[0, 105], v[1, 500] = np.nan, np.nan, np.nan
+    planned(q, k.copy(), v)
+    assert np.isnan(records[:, :, 1, 2:]).all()
+    others = [0, 2, 3, 4]
+    assert (bits(records[:, :, others].copy()) == bits(clean[:, :, others].copy())).all()
+
+
+@needs_emulator
+@pytest.mark.parametrize("block", range(4))
+def test_drawn_cases_are_exact(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the verb, one rank: the cases of tests/mpi/test_visible.py that a GPU serves."""
+    monkeypatch.setattr(cupy_runtime, "current", lambda: EmulatorRuntime())
+    tried = 0
+    for seed in range(block, 80, 4):
+        case = draw(seed, 1)
+        if case.q.shape[3] not in HEAD_DIMS or case.q.dtype == np.float64:
+            continue
+        out, lse = treeattn.decode(device="cuda", **case.shard(0))
+        wanted_out, wanted_lse, out_bound, lse_bound = case.expected()
+        group = case.q.shape[2] // case.k.shape[2]
+        if case.q.dtype != np.float32 and group * case.q.shape[1] >= 4:
+            values = np.abs(np.concatenate([case.v, case.drafts[1]], 1).astype(float))
+            out_bound = max(out_bound, 4e-3 * values.max(initial=0))
+        where = f"seed {seed}, {case.rules}, q {case.q.shape} {case.q.dtype}, k {case.k.shape}"
+        np.testing.assert_allclose(out, wanted_out, rtol=0, atol=out_bound, err_msg=where)
+        np.testing.assert_allclose(lse, wanted_lse, rtol=0, atol=lse_bound, err_msg=where)
+        tried += 1
+    assert tried >= 5
+
+
+@needs_emulator
+def test_lengths_on_the_gpu_become_part_of_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cupy_runtime, "current", lambda: EmulatorRuntime())
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, n, 2, 64)).astype(np.float32) for n in (1, 90, 90))
+    given = {"device": "cuda", "window": (30, 0), "q_positions": np.array([70])}
+    there = OnGpu(np.array([90, 61], np.int64))
+    found = [array.copy() for array in treeattn.decode(q, k, v, lengths=there, **given)]
+    for array, wanted in zip(found, treeattn.decode(q, k, v, lengths=[90, 61], **given), strict=True):
+        assert (bits(array) == bits(wanted)).all()
+
+
+def test_tables_of_other_tiles_are_others() -> None:
+    """The same plan with another kernel, as arrays of another type ask for it."""
+    visible = Visible(Visibility(causal=True), 1, 4)
+    visible.look(Runs([(0, 1, 90)]), 90, None, np.arange(4))
+    runtime = Counting()
+    planned = cuda.PlannedAttention(
+        np.zeros((1, 2, 4, 66), np.float32), scale=1.0, visible=visible, runtime=runtime
+    )
+    steps = []
+    for dtype in (np.float16, np.float32, np.float16):
+        q, k = np.zeros((1, 4, 2, 64), dtype), np.zeros((1, 90, 2, 64), dtype)
+        planned(q, k, k)
+        steps.append(planned.load.step)
+        assert isinstance(planned._tables, VisibleTables)
+        assert planned._tables.tiling["step"] == planned.load.step
+    assert steps[0] != steps[1]

@@ -1,0 +1,109 @@
+"""Where ranks are, and a scheme that is chosen for them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import treeattn
+from treeattn.collectives import build, check
+from treeattn.collectives.catalog import select
+from treeattn.collectives.clusters.placement import explicit
+from treeattn.collectives.clusters.simulate import Payload
+from treeattn.decoder import auto
+from treeattn.topology import detect
+
+pytestmark = pytest.mark.mpi
+
+
+def test_every_rank_finds_the_same_places(comm):
+    found = detect(comm)
+    assert len(set(comm.allgather(repr(found)))) == 1
+    assert [rank.rank for rank in found.ranks] == list(range(comm.size))
+    assert found.nodes == treeattn.comm.node_groups(comm)
+    drawn = found.drawing()
+    assert all(f"[{rank}]" in drawn for rank in range(comm.size))
+    cluster, places = found.cluster()
+    assert explicit(cluster, places) == places
+    for node in found.nodes:
+        assert len({places[rank] // cluster.slots for rank in node}) == 1
+
+
+def problem(comm):
+    rng = np.random.default_rng(7)
+    q = rng.standard_normal((1, 1, 4, 8), np.float32)
+    k, v = (rng.standard_normal((1, 6 * comm.size, 2, 8), np.float32) for _ in range(2))
+    mine = slice(6 * comm.rank, 6 * comm.rank + 6)
+    return q, k[:, mine], v[:, mine]
+
+
+def test_auto_gives_the_result_and_says_why(comm):
+    q, k, v = problem(comm)
+    wanted, _ = treeattn.decode(q, k, v, comm=comm, scheme="recursive_doubling")
+    with treeattn.Decoder(comm, heads=4, kv_heads=2, head_dim=8, dtype="float32", scheme="auto") as decoder:
+        out, _ = decoder(q, k, v)
+        assert np.allclose(out, wanted, atol=1e-6)
+        assert len(set(comm.allgather(out.tobytes()))) == 1
+        assert len(set(comm.allgather(decoder.why))) == 1
+        assert decoder.why.startswith(decoder.schedule.name.partition(":")[0])
+        check(decoder.schedule)
+    with treeattn.Decoder(comm, heads=4, kv_heads=2, head_dim=8, dtype="float32") as decoder:
+        assert decoder.why is None
+
+
+def test_merging_takes_auto_too(comm):
+    q, k, v = problem(comm)
+    out, lse = treeattn.decode(q, k, v, comm=MPI.COMM_SELF)
+    lse = lse.transpose(0, 2, 1)
+    wanted, _ = treeattn.merge(out, lse, comm=comm, scheme="recursive_doubling")
+    found, _ = treeattn.merge(out, lse, comm=comm, scheme="auto:cluster=frontier")
+    assert np.allclose(found, wanted, atol=1e-6)
+
+
+def test_the_machine_that_is_named_decides(comm, monkeypatch):
+    small, large = Payload(1, 8), Payload(4096, 4096)
+    asked = auto.selection("auto:cluster=leonardo")
+    assert "on leonardo (" in auto.choose(comm, asked, small).why
+    if comm.size >= 8:
+        names = [auto.choose(comm, asked, payload).schedule.name for payload in (small, large)]
+        assert names[0] != names[1]
+    monkeypatch.setenv("TREEATTN_CLUSTER", "lumi")
+    assert "on lumi (" in auto.choose(comm, auto.selection("auto"), small).why
+    monkeypatch.delenv("TREEATTN_CLUSTER")
+    assert "on detected (" in auto.choose(comm, auto.selection("auto"), small).why
+
+
+def test_the_choice_is_the_least_of_its_candidates(comm):
+    cluster, places = detect(comm).cluster()
+    payload = Payload(16, 520)
+    chosen = auto.choose(comm, auto.selection("auto"), payload).schedule
+    nodes = treeattn.comm.node_groups(comm)
+    for text in ("k_nomial_tree", "recursive_doubling", "hierarchical", "split_rail"):
+        other = build(text, comm.size, nodes=nodes if select(text).needs_nodes else None)
+        times = [auto.simulate(schedule, cluster, places, payload).time for schedule in (chosen, other)]
+        assert times[0] <= times[1]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "error", "words"),
+    [
+        ("auto:cluster=nowhere", treeattn.ArgumentError, "no such cluster"),
+        ("auto:cluster=none.toml", treeattn.ArgumentError, "cannot be read"),
+        ("auto:speed=11", treeattn.ScheduleError, "auto takes cluster=NAME"),
+        ("auto:cluster=", treeattn.ScheduleError, "auto takes cluster=NAME"),
+    ],
+)
+def test_what_auto_refuses_on_every_rank(comm, scheme, error, words):
+    q, k, v = problem(comm)
+    with pytest.raises(error, match=words):
+        treeattn.decode(q, k, v, comm=comm, scheme=scheme)
+    comm.Barrier()
+
+
+def test_more_ranks_than_places(comm):
+    if comm.size < 3:
+        pytest.skip("dual-4090 has two places")
+    with pytest.raises(treeattn.ArgumentError, match="has 2 places"):
+        auto.choose(comm, auto.selection("auto:cluster=dual-4090"), Payload())
+    comm.Barrier()

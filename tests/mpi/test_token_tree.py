@@ -1,0 +1,309 @@
+"""Token trees over the job's ranks: what one rank decides for all, and what all compute together."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+
+import treeattn
+from tests.emulator.raw_module import compiler_problem
+from tests.emulator.runtime import EmulatorRuntime
+from tests.token_tree_cases import DTYPES, Case
+from treeattn import collectives, reference
+from treeattn.backends.cuda import cupy_runtime
+from treeattn.baselines import BASELINES
+from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.token_tree import (
+    TokenTree,
+    Verifier,
+    accept_greedy,
+    accept_sample,
+    accept_speculative,
+    pack,
+    unpack,
+    verify,
+)
+
+pytestmark = pytest.mark.mpi
+
+TREE = TokenTree.from_beams(np.array([[[0, 1, 2], [0, 2, 3]], [[0, 3, 1], [0, 3, 2]]]))
+SCHEMES = [
+    *(name for name in collectives.names("schedule") if collectives.build(name, 4).result == "replicated"),
+    *("mpi_allreduce", "three_allreduce", "two_allreduce"),
+]
+OWNERS = ("single", "position", "round_robin", "drawn")
+
+
+def assert_same_bits(comm, *arrays):
+    digest = hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
+    assert comm.allgather(digest) == [digest] * comm.size
+
+
+def owner_of(name, case, comm):
+    if name != "drawn":
+        return name
+    return np.random.default_rng(1).integers(0, comm.size, case.tree.tokens.shape)
+
+
+def serves(scheme, comm):
+    """Whether a scheme takes so many ranks on these nodes."""
+    try:
+        with Verifier(comm, heads=1, kv_heads=1, head_dim=8, nodes=1, dtype="float32", scheme=scheme):
+            return True
+    except RestrictionError:
+        return False
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_packed_is_each_beam_alone(comm, scheme):
+    """Every owner, layouts with empty shards, ragged batches; the cases differ from scheme to scheme."""
+    if not serves(scheme, comm):
+        pytest.skip(f"{scheme} does not serve {comm.size} ranks")
+    dtypes = DTYPES[1:] if scheme == "mpi_allreduce" else DTYPES  # which has no float64
+    for turn in range(len(OWNERS)):
+        case = Case.draw(1000 * SCHEMES.index(scheme) + turn, comm.size, dtypes)
+        k, v, lengths = case.shard(comm.rank)
+        owner = owner_of(OWNERS[turn], case, comm)
+        out, lse = verify(
+            *(case.q, k, v, case.draft_k, case.draft_v, case.tree),
+            comm=comm, scheme=scheme, lengths=lengths, owner=owner,
+        )  # fmt: skip
+        wanted, wanted_lse, bound, lse_bound = case.dense()
+        assert out.dtype == lse.dtype == (np.float64 if case.q.dtype == np.float64 else np.float32)
+        assert np.abs(out - wanted).max() <= bound
+        real = np.broadcast_to(case.tree.real[:, None], lse.shape)
+        assert np.abs(lse[real] - wanted_lse[real]).max() <= lse_bound
+        assert (lse[~real] == -np.inf).all()
+        assert not out[~case.tree.real].any()
+        assert_same_bits(comm, out, lse)
+
+
+def test_each_key_is_counted_once(comm):
+    """Keys of 0 and values that name their key: the result says who was seen, and how often."""
+    case = Case.draw(6, comm.size)
+    tree, tokens = case.tree, 5
+    dim = -(-(tokens + tree.nodes) // 8) * 8
+    names = np.eye(dim)[None, :, None]
+    q = np.zeros((tree.batch, tree.nodes, 1, dim))
+    own = slice(comm.rank, tokens, comm.size)
+    k, draft_k = np.zeros((tree.batch, len(range(*own.indices(tokens))), 1, dim)), q
+    v = np.broadcast_to(names[:, :tokens][:, own], k.shape)
+    draft_v = np.broadcast_to(names[:, tokens : tokens + tree.nodes], q.shape)
+    for owner in OWNERS:
+        out, _ = verify(
+            q, k, v, draft_k, draft_v, tree, comm=comm, owner=owner_of(owner, case, comm)
+        )  # fmt: skip
+        seen = np.concatenate([np.ones((*q.shape[:2], tokens), bool), tree.mask], 2) & tree.real[..., None]
+        counted = out[:, :, 0, : tokens + tree.nodes] * np.maximum(seen.sum(2), 1)[..., None]
+        np.testing.assert_allclose(counted, seen, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_pads_change_no_bit(comm, dtype, poison):
+    tree = TokenTree.from_parents([[1] * 6] * 3, [[-1, 0, 0, 1, 1, 2]] * 3, lengths=[6, 2, 0])
+    draw = np.random.default_rng(3)
+    q, draft_k, draft_v = (draw.standard_normal((3, 6, heads, 16)).astype(dtype) for heads in (4, 2, 2))
+    k, v = np.random.default_rng(comm.rank).standard_normal((2, 3, 9, 2, 16)).astype(dtype)
+    lengths = np.array([9 if comm.rank else 0, 4, 5])
+    with Verifier(comm, heads=4, kv_heads=2, head_dim=16, nodes=6, batch=3, dtype=dtype) as verifier:
+        results = []
+        for filled in (0, poison):
+            for array in (q, draft_k, draft_v):
+                array[~tree.real] = filled
+            for row, length in enumerate(lengths):
+                k[row, length:], v[row, length:] = filled, filled
+            out, lse = verifier(q, k, v, draft_k, draft_v, tree, lengths)
+            results.append(out.tobytes() + lse.tobytes())
+    assert results[0] == results[1]
+    assert not out[~tree.real].any()
+
+
+def test_a_chain_is_causal_and_one_node_is_a_decode_step(comm):
+    case = Case.draw(4, comm.size)
+    k, v, lengths = case.shard(comm.rank)
+    batch, _, kv_heads, head_dim = k.shape
+    draft = np.random.default_rng(0).standard_normal((3, batch, 1, kv_heads, head_dim)).astype(k.dtype)
+    out, lse = verify(
+        *(draft[0], k, v, draft[1], draft[2]), TokenTree.chain([[1]] * batch), comm=comm, lengths=lengths
+    )
+    longer = [np.zeros((batch, k.shape[1] + (comm.rank == 0), kv_heads, head_dim), k.dtype) for _ in range(2)]
+    for row, length in enumerate(lengths):
+        for whole, shard, last in zip(longer, (k, v), draft[1:], strict=True):
+            whole[row, :length] = shard[row, :length]
+            if comm.rank == 0:
+                whole[row, length] = last[row, 0]
+    wanted, wanted_lse = treeattn.decode(draft[0], *longer, comm=comm, lengths=lengths + (comm.rank == 0))
+    tolerance = 1e-12 if k.dtype == np.float64 else 1e-5
+    np.testing.assert_allclose(out, wanted, atol=tolerance)
+    np.testing.assert_allclose(lse, wanted_lse, atol=tolerance)
+
+
+@pytest.mark.parametrize("scheme", ["binary_tree", "recursive_doubling"])
+def test_the_message_is_the_records_alone(comm, scheme):
+    """However long the context is; and nothing else is sent in a step."""
+    nodes, heads, head_dim = 12, 4, 16
+    plan = {"heads": heads, "kv_heads": 2, "head_dim": head_dim, "dtype": "float32", "scheme": scheme}
+    with Verifier(comm, nodes=nodes, **plan) as verifier:
+        sent = verifier.decoder.sent
+    assert {size for _, size in sent} <= {nodes * heads * (head_dim + 2) * 4}
+
+
+@pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+def test_the_kernels_of_gpus_verify_too(comm, monkeypatch):
+    """On the emulator, records by way of the host."""
+    monkeypatch.setattr(cupy_runtime, "current", EmulatorRuntime)
+    for turn, owner in enumerate(OWNERS):
+        case = Case.draw(50 + turn, comm.size, ("float32",), (64,))
+        k, v, lengths = case.shard(comm.rank)
+        out, lse = verify(
+            *(case.q, k, v, case.draft_k, case.draft_v, case.tree),
+            comm=comm, lengths=lengths, owner=owner_of(owner, case, comm), device="cuda", transport="host",
+        )  # fmt: skip
+        wanted, wanted_lse, bound, lse_bound = case.dense()
+        assert np.abs(out - wanted).max() <= bound
+        real = np.broadcast_to(case.tree.real[:, None], lse.shape)
+        assert np.abs(lse[real] - wanted_lse[real]).max() <= lse_bound
+        assert_same_bits(comm, out, lse)
+
+
+def model(seed, batch, vocabulary, positions, shape):
+    """Keys, values and queries of each token at each position, and what a model says after an output."""
+    draw = np.random.default_rng(seed)
+    tables = draw.standard_normal((3, batch, positions, vocabulary, *shape))
+    head = draw.standard_normal((shape[0] * shape[1], vocabulary))
+    return tables, lambda out: (out.reshape(*out.shape[:-2], -1) @ head).argmax(-1)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "interleaved", "zigzag", "drawn"])
+@pytest.mark.parametrize("owner", ["single", "where they will lie"])
+def test_speculating_with_a_cache_is_decoding_token_by_token(comm, layout, owner):
+    """Verify, accept, commit, again: the tokens are those of one dense run over the whole sequence."""
+    batch, vocabulary, capacity, heads, dim = 2, 3, 48, 2, 8
+    (q_of, k_of, v_of), says = model(5, batch, vocabulary, capacity, (heads, dim))
+    shared, rows = np.random.default_rng(17), np.arange(batch)
+    where = shared.integers(0, comm.size, capacity) if layout == "drawn" else layout
+    plan = {"batch": batch, "kv_heads": heads, "head_dim": dim, "dtype": "float64"}
+    cache = treeattn.ShardedCache(comm, capacity=capacity, layout=where, drafts=40, **plan)
+    kept_drafts = 0
+    said = [[0], [1]]  # the last token of each has no keys and values yet
+    for _ in range(6):
+        beams = np.concatenate(
+            [
+                np.array([row[-1] for row in said])[:, None, None].repeat(4, 1),
+                shared.integers(0, 3, (batch, 4, 3)),
+            ],
+            2,
+        )
+        tree = TokenTree.from_beams(beams)
+        stands = cache.draft_positions(tree)
+        q, k, v = (table[rows[:, None], stands, tree.tokens] for table in (q_of, k_of, v_of))
+        owners = "single" if owner == "single" else cache.owners(stands)
+        with Verifier(comm, heads=heads, nodes=tree.nodes, **plan) as verifier:
+            out, _ = verifier(
+                *(q, cache.k, cache.v, k, v, tree, cache.lengths),
+                shard_lengths=cache.shard_lengths, owner=owners,
+            )  # fmt: skip
+        accepted = accept_greedy(tree, says(out), comm=comm)
+        kept_drafts += int((accepted.counts - 1).sum())
+        cache.propose(k, v, tree)
+        cache.commit(accepted.path)
+        for row in range(batch):
+            kept = accepted.path[row, 1 : accepted.counts[row]]
+            said[row] += [*tree.tokens[row, kept].tolist(), int(accepted.next_tokens[row])]
+        assert cache.totals.tolist() == [len(row) - 1 for row in said]
+    assert kept_drafts > 3
+    for row in range(batch):
+        for length in range(1, len(said[row])):
+            places, tokens = np.arange(length), said[row][:length]
+            k, v = (table[row, places, tokens][None] for table in (k_of, v_of))
+            q = q_of[row, length - 1, said[row][length - 1]][None, None]
+            out, _ = reference.attention(q, k, v, scale=dim**-0.5)
+            assert says(out)[0, 0] == said[row][length]
+
+
+def raised(comm, call):
+    """The one message that all ranks raised."""
+    with pytest.raises(treeattn.TreeattnError) as error:
+        call()
+    messages = comm.allgather((type(error.value).__name__, str(error.value)))
+    assert messages == [messages[0]] * comm.size
+    assert "\n" not in messages[0][1]
+    return messages[0][1]
+
+
+def test_what_ranks_disagree_about(comm):
+    if comm.size == 1:
+        pytest.skip("one rank agrees with itself")
+    case, odd = Case.draw(2, comm.size), comm.rank == comm.size - 1
+    k, v, lengths = case.shard(comm.rank)
+    given = {"q": case.q, "k": k, "v": v, "draft_k": case.draft_k, "draft_v": case.draft_v, "tree": case.tree}
+    given |= {"comm": comm, "lengths": lengths}
+    moved = TokenTree.from_parents(case.tree.tokens + 1, case.tree.parents, case.tree.lengths)
+    for name, other in (("q", case.q + 1), ("draft_k", case.draft_k + 1), ("draft_v", case.draft_v * 2)):
+        said = raised(comm, lambda name=name, other=other: verify(**given | ({name: other} if odd else {})))
+        assert f"{name} differs between ranks" in said
+    assert "the tree differs" in raised(comm, lambda: verify(**given | ({"tree": moved} if odd else {})))
+    said = raised(comm, lambda: verify(**given, owner="round_robin" if odd else "single"))
+    assert "owner differs between ranks" in said
+    said = raised(comm, lambda: verify(**given | ({"draft_v": case.draft_v[:, 1:]} if odd else {})))
+    assert f"rank {comm.size - 1}: draft_v has shape" in said
+
+
+def test_what_cannot_be_verified(comm):
+    case = Case.draw(2, comm.size)
+    k, v, lengths = case.shard(comm.rank)
+    given = {"q": case.q, "k": k, "v": v, "draft_k": case.draft_k, "draft_v": case.draft_v, "tree": case.tree}
+    given |= {"comm": comm, "lengths": lengths}
+    wrong = {
+        "the tree has": {"tree": TokenTree.chain([[1]])},
+        "is needed": {"tree": case.tree.mask},
+        "draft_k has shape": {"draft_k": case.draft_k[..., :4]},
+        "owner 'nobody' is unknown": {"owner": "nobody"},
+        f"ranks from 0 to {comm.size - 1}": {"owner": np.full(case.tree.tokens.shape, comm.size)},
+        "must lie between 0 and": {"lengths": lengths + 1000},
+        "not supported": {"q": case.q.astype(int)},
+    }
+    for words, change in wrong.items():
+        assert words in raised(comm, lambda change=change: verify(**given | change))
+    for name, row in BASELINES.items():
+        if row.fused:
+            with pytest.raises(RestrictionError, match="attends while it communicates"):
+                verify(**given, scheme=name)
+
+
+def test_unpacking_what_was_verified(comm):
+    """As the page shows it: packed, verified, unpacked."""
+    case = Case.draw(9, comm.size)
+    beams = np.random.default_rng(0).integers(0, 2, (case.tree.batch, 3, 4))
+    tree, packed = TokenTree.from_beams(beams), pack(beams)
+    draw = np.random.default_rng(1)
+    q, draft_k, draft_v = draw.standard_normal((3, tree.batch, tree.nodes, 2, 8)).astype(np.float32)
+    k, v = np.random.default_rng(comm.rank).standard_normal((2, tree.batch, 4, 2, 8)).astype(np.float32)
+    out, _ = verify(q, k, v, draft_k, draft_v, tree, comm=comm)
+    assert unpack(out, packed.unpack_map).shape == (*beams.shape, 2, 8)
+
+
+def test_rank_0_decides_for_all(comm):
+    """The others hold other numbers, or nothing that could be judged."""
+    p = np.random.default_rng(comm.rank).dirichlet(np.ones(4), TREE.tokens.shape)
+    q = np.random.default_rng(99).dirichlet(np.ones(4), TREE.tokens.shape)
+    targets = p.argmax(-1) if comm.rank == 0 else None
+    generator = np.random.default_rng(comm.rank) if comm.rank == 0 else None
+    for accepted in (
+        accept_greedy(TREE, targets, comm=comm),
+        accept_sample(TREE, p, generator, comm=comm),
+        accept_speculative(TREE, p, q, generator, comm=comm),
+    ):
+        everyone = comm.allgather([array.tolist() for array in accepted])
+        assert everyone == [everyone[0]] * comm.size
+        for row, count in enumerate(accepted.counts):
+            TREE.check_path(row, accepted.path[row, :count])
+
+
+def test_what_rank_0_cannot_judge_every_rank_raises(comm):
+    targets = np.zeros((2, 3), int) if comm.rank == 0 else np.zeros(TREE.tokens.shape, int)
+    with pytest.raises(ArgumentError, match=r"integers \[2, 5\] are needed"):
+        accept_greedy(TREE, targets, comm=comm)

@@ -1,0 +1,102 @@
+"""Caches of 8-bit elements under queries of other types: exact on what the elements stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from treeattn import reference
+from treeattn.attention.positions import Runs
+from treeattn.attention.visibility import Visibility, Visible
+from treeattn.backends import cpu
+from treeattn.errors import ArgumentError
+
+Array = np.ndarray[Any, Any]
+FLOAT8 = (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+
+
+def attend(q: Array, k: Array, v: Array, **plan: Any) -> tuple[Array, Array]:
+    batch, queries, heads, head_dim = q.shape
+    dtype = np.float64 if q.dtype == np.float64 else np.float32
+    records = np.empty((batch, heads, queries, head_dim + 2), dtype)
+    cpu.partial_attention(q, k, v, records, **{"scale": 0.1} | plan)
+    out, lse = np.empty(q.shape, dtype), np.empty((batch, heads, queries), dtype)
+    cpu.finish(records, out, lse)
+    return out, lse
+
+
+@pytest.mark.parametrize("stored", FLOAT8)
+@pytest.mark.usefixtures("build")
+def test_every_element_is_read_right(stored: Any) -> None:
+    """One token: the output is its value, by whole vectors and by the last few elements of a row."""
+    every = np.arange(256, dtype=np.uint8).view(stored)
+    for head_dim in (8, 40, 64):
+        for row in np.resize(every, (-(-256 // head_dim), head_dim)):
+            v = row.reshape(1, 1, 1, -1)
+            out, _ = attend(np.zeros(v.shape, np.float32), np.zeros_like(v), v, v_scale=[0.5])
+            np.testing.assert_array_equal(out, 0.5 * v.astype(np.float32))
+            q = np.eye(head_dim, dtype=np.float32)[None, :, None]  # each query: one element of the key
+            _, lse = attend(q, v, np.zeros_like(v), k_scale=[2.0], scale=1.0)
+            scores = 2 * row.astype(np.float32)
+            expected = np.where(np.isposinf(scores), np.nan, scores)  # inf - inf in the softmax
+            others = np.isfinite(row.astype(np.float32)).all()  # else 0 * inf
+            np.testing.assert_array_equal(lse[0, 0], expected if others else np.full_like(expected, np.nan))
+
+
+@pytest.mark.parametrize("stored", FLOAT8)
+@pytest.mark.parametrize("queried", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64])
+@pytest.mark.parametrize("shape", [(2, 1, 2, 1, 128, 1100), (1, 3, 2, 4, 72, 300), (3, 2, 1, 5, 40, 17)])
+@pytest.mark.usefixtures("build")
+def test_exact_on_the_widened_elements(stored: Any, queried: Any, shape: tuple[int, ...]) -> None:
+    batch, queries, kv_heads, group, head_dim, tokens = shape
+    rng = np.random.default_rng(tokens)
+    q = rng.standard_normal((batch, queries, kv_heads * group, head_dim)).astype(queried)
+    k = (3 * rng.standard_normal((batch, tokens, kv_heads, head_dim))).astype(stored)
+    v = rng.standard_normal(k.shape).astype(stored)
+    scales = rng.uniform(0.3, 2, (2, kv_heads)).astype(np.float32)
+    k_scale, v_scale = scales.tolist()
+    got = attend(q, k, v, k_scale=k_scale, v_scale=v_scale)
+    wide = [array.astype(np.float64) * one[:, None] for array, one in zip((k, v), scales, strict=True)]
+    part = reference.partial(q, *wide, scale=0.1)
+    for ours, exact, bound in zip(
+        got, reference.combine([part]), reference.error_bounds([part]), strict=True
+    ):
+        np.testing.assert_allclose(ours, exact, rtol=0, atol=bound)
+
+
+@pytest.mark.usefixtures("build")
+def test_bits_and_rules() -> None:
+    """uint8 where it is named; a window with drafts, whose tokens are copied side by side."""
+    rng = np.random.default_rng(5)
+    q = rng.standard_normal((1, 2, 4, 64)).astype(np.float32)
+    k, v = (rng.standard_normal((1, 200, 2, 64)).astype(ml_dtypes.float8_e5m2) for _ in "kv")
+    visible = Visible(Visibility.of(4, causal=True, window=(50, 0), softcap=3.0), 1, 2)
+    mask = np.array([[[True, False, True, False, True], [False, True, True, False, False]]])
+    visible.look(Runs([(0, 1, 195)]), 200, None, [100, 150], mask)
+    out, lse = attend(q, k, v, visible=visible, k_scale=[1.0, 2.0], v_scale=[0.5, 3.0])
+    wide = [array.astype(np.float64) * one for array, one in ((k, [[1], [2]]), (v, [[0.5], [3]]))]
+    seen = reference.seen(np.arange(195), [[100, 150]], causal=True, window=(50, 0))
+    part = reference.partial(q, *wide, scale=0.1, softcap=3.0, seen=np.concatenate([seen, mask], 2))
+    for ours, exact, bound in zip(
+        (out, lse), reference.combine([part]), reference.error_bounds([part]), strict=True
+    ):
+        np.testing.assert_allclose(ours, exact, rtol=0, atol=bound)
+    records, raw = (np.empty((1, 4, 2, 66), np.float32) for _ in "12")
+    plan = {"scale": 0.1, "k_scale": [1.0, 2.0], "v_scale": [0.5, 3.0]}
+    cpu.PlannedAttention(records, **plan)(q, k, v)
+    cpu.PlannedAttention(raw, kv_dtype="float8_e5m2", **plan)(q, k.view(np.uint8), v.view(np.uint8))
+    assert records.tobytes() == raw.tobytes()
+
+
+@pytest.mark.usefixtures("build")
+def test_what_does_not_fit_is_refused() -> None:
+    q, k = np.zeros((1, 1, 4, 8), np.float32), np.zeros((1, 3, 2, 8), ml_dtypes.float8_e5m2)
+    with pytest.raises(ArgumentError, match="3 scales for 2 KV heads"):
+        attend(q, k, k, k_scale=[1.0, 1.0, 1.0], v_scale=[1.0, 1.0])
+    with pytest.raises(ArgumentError, match="with float32 records"):
+        attend(q.astype(ml_dtypes.float8_e5m2), k, k)
+    with pytest.raises(ArgumentError, match="with float32 records"):
+        attend(q, k.view(np.uint8), k.view(np.uint8))

@@ -1,0 +1,239 @@
+"""Acceptance: greedy against the published vectors, sampling against the model's distribution.
+
+Seeds are fixed, so a test that passes goes on to pass. The critical values are those that chi-square of a
+right rule exceeds in one of 10,000 runs.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from treeattn.errors import ArgumentError
+from treeattn.token_tree import (
+    TokenTree,
+    accept_greedy,
+    accept_sample,
+    accept_speculative,
+)
+
+VECTORS = np.load(Path(__file__).resolve().parents[2] / "data/token_tree_vectors.npz", allow_pickle=False)
+GREEDY = [e["case"] for e in json.loads(VECTORS["manifest_json"].tobytes()) if e["greedy"]]
+
+CRITICAL = {3: 21.11, 15: 44.26}  # degrees of freedom -> chi-square of probability 1e-4
+
+# A model over four tokens that looks at the last one, and a drafter that is wrong about it.
+MODEL = np.array([[0.3, 0.3, 0.25, 0.15], [0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1], [0.25, 0.25, 0.5, 0.0]])
+DRAFT = np.array([[0.6, 0.2, 0.15, 0.05], [0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.5, 0.0, 0.25, 0.25]])
+START = 0
+
+
+def chi_square(tokens, expected):
+    """Of tokens (numbers from 0) that should have these probabilities."""
+    counts = np.bincount(tokens, minlength=expected.size)
+    wanted = expected.ravel() * len(tokens)
+    assert not counts[wanted == 0].any()
+    return float(((counts - wanted) ** 2 / np.where(wanted, wanted, 1)).sum())
+
+
+def two_emitted(tree, accepted, generator):
+    """The first two tokens after the root, as one number; where one is missing the model goes on alone."""
+    emitted = []
+    for row, path in enumerate(accepted.path):
+        said = [*tree.tokens[row, path[path >= 0]][1:], accepted.next_tokens[row]]
+        if len(said) < 2:
+            said.append(generator.choice(4, p=MODEL[said[-1]]))
+        emitted.append(said[0] * 4 + said[1])
+    return np.array(emitted)
+
+
+PAIRS = MODEL[START][:, None] * MODEL  # of the first two tokens
+ROWS = 20_000
+
+
+def beams_of(kind, generator):
+    """Beams [ROWS, M, 3] that begin with START; `kind` says how the rest was found."""
+    made = {
+        "one": [[0, 1]],
+        "the most probable": [[0, 0], [1, 3]],
+        "a shared first token": [[0, 0], [0, 1], [0, 2], [0, 3]],
+        "everything": [[a, b] for a in range(4) for b in range(4)],
+        "nonsense": [[3, 3], [3, 2]],
+    }
+    if kind == "sampled":
+        first = generator.choice(4, (ROWS, 3), p=DRAFT[START])
+        second = np.array([generator.choice(4, p=DRAFT[token]) for token in first.ravel()])
+        drafts = np.stack([first, second.reshape(first.shape)], 2)
+    else:
+        drafts = np.broadcast_to(np.array(made[kind]), (ROWS, len(made[kind]), 2))
+    return np.concatenate([np.full((*drafts.shape[:2], 1), START), drafts], 2)
+
+
+@pytest.mark.parametrize("case", GREEDY)
+def test_greedy_is_the_published_rule(case):
+    def wanted(name):
+        return VECTORS[f"c{case:02d}.{name}"]
+
+    tree = TokenTree.from_beams(wanted("beams"))
+    targets = np.where(tree.real, wanted("llm_next_packed"), -99)
+    accepted = accept_greedy(tree, targets)
+    np.testing.assert_array_equal(accepted.counts - 1, wanted("greedy_n_accepted"))
+    np.testing.assert_array_equal(accepted.next_tokens, wanted("greedy_next_token"))
+    for row, count in enumerate(accepted.counts):
+        path = tree.check_path(row, accepted.path[row, :count])
+        beam = wanted("beams")[row, wanted("greedy_row")[row], :count]
+        np.testing.assert_array_equal(tree.tokens[row, path], beam)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_greedy_is_decoding_token_by_token(seed):
+    draw = np.random.default_rng(seed)
+    tree = TokenTree.from_beams(draw.integers(0, 3, (3, 6, 5)))
+    says = draw.integers(0, 3, (3, 3**5))  # of a context: the model's next token
+
+    def key(tokens):
+        return sum((token + 1) * 4**place for place, token in enumerate(tokens)) % says.shape[1]
+
+    targets = np.array([[says[row, key(tree.tokens[row, tree.path(row, slot)])] for slot in range(tree.nodes)]
+                        for row in range(3)])  # fmt: skip
+    first = np.array([says[row, key([])] for row in range(3)])
+    accepted = accept_greedy(tree, targets, first=first)
+    words = [
+        {tuple(tree.tokens[row, tree.path(row, s)]) for s in range(tree.lengths[row])} for row in range(3)
+    ]
+    for row in range(3):
+        said = [int(first[row])]
+        while tuple(said) in words[row]:
+            said.append(int(says[row, key(said)]))
+        count = accepted.counts[row]
+        path = accepted.path[row, :count]
+        assert [*tree.tokens[row, path], accepted.next_tokens[row]] == said
+        assert (accepted.path[row, count:] == -1).all()
+
+
+@pytest.mark.parametrize(
+    "kind", ["one", "the most probable", "a shared first token", "everything", "nonsense", "sampled"]
+)
+def test_sampling_follows_the_model_for_any_drafts(kind):
+    generator = np.random.default_rng(7)
+    tree = TokenTree.from_beams(beams_of(kind, generator))
+    accepted = accept_sample(tree, MODEL[tree.tokens], generator)
+    assert chi_square(two_emitted(tree, accepted, generator), PAIRS) < CRITICAL[15]
+
+
+def test_sampling_keeps_what_the_model_gives_the_drafts():
+    """The most that is possible for drafts that are no samples: their own probability."""
+    generator = np.random.default_rng(3)
+    tree = TokenTree.from_beams(beams_of("the most probable", generator))
+    counts = accept_sample(tree, MODEL[tree.tokens], generator).counts
+    kept = MODEL[START, 0] + MODEL[START, 1]
+    assert abs((counts > 1).mean() - kept) < 4 * np.sqrt(kept * (1 - kept) / ROWS)
+
+
+@pytest.mark.parametrize("siblings", [1, 2, 3, 8])
+def test_speculation_follows_the_model(siblings):
+    """Drafts drawn with replacement and packed: siblings are then drawn without."""
+    generator = np.random.default_rng(11 + siblings)
+    first = generator.choice(4, (ROWS, siblings), p=DRAFT[START])
+    second = np.array([generator.choice(4, p=DRAFT[token]) for token in first.ravel()]).reshape(first.shape)
+    beams = np.stack([np.full_like(first, START), first, second], 2)
+    tree = TokenTree.from_beams(beams)
+    accepted = accept_speculative(tree, MODEL[tree.tokens], DRAFT[tree.tokens], generator)
+    assert chi_square(two_emitted(tree, accepted, generator), PAIRS) < CRITICAL[15]
+    if siblings == 1:
+        kept = np.minimum(MODEL[START], DRAFT[START]).sum()  # what Leviathan et al. keep
+        assert abs((accepted.counts > 1).mean() - kept) < 4 * np.sqrt(kept * (1 - kept) / ROWS)
+
+
+def published_rule(beams, generator):
+    """Acceptance as published with beam drafts: each beam draws a number of its own for each of its tokens,
+    and the beam that gets furthest is kept. The first token after the root."""
+    tokens = beams[..., 1]
+    lucky = generator.random(tokens.shape) < np.minimum(1, MODEL[START, tokens] / DRAFT[START, tokens])
+    rest = np.maximum(MODEL[START] - DRAFT[START], 0)
+    spare = generator.choice(4, len(beams), p=rest / rest.sum())
+    return np.where(lucky.any(1), tokens[np.arange(len(beams)), lucky.argmax(1)], spare)
+
+
+def test_the_published_rule_would_fail_here():
+    """For beams that share their first token, of probability 0.3, it emits that in most cases."""
+    generator = np.random.default_rng(5)
+    beams = beams_of("a shared first token", generator)
+    assert chi_square(published_rule(beams, generator), MODEL[START]) > 1000
+    tree = TokenTree.from_beams(beams)
+    accepted = accept_sample(tree, MODEL[tree.tokens], generator)
+    first = two_emitted(tree, accepted, generator) // 4
+    assert chi_square(first, MODEL[START]) < CRITICAL[3]
+
+
+def test_the_published_rule_is_right_for_one_sampled_beam():
+    """So what the test above finds is the rule, not a slip in how it is written here."""
+    generator = np.random.default_rng(6)
+    beams = np.stack([np.full((ROWS, 1), START), generator.choice(4, (ROWS, 1), p=DRAFT[START])], 2)
+    assert chi_square(published_rule(beams, generator), MODEL[START]) < CRITICAL[3]
+
+
+@pytest.mark.parametrize("speculative", [False, True])
+def test_roots_that_are_drafts(speculative):
+    generator = np.random.default_rng(8)
+    tree = TokenTree.from_beams(generator.choice(4, (ROWS, 2, 1), p=DRAFT[START]))
+    p, q = MODEL[tree.tokens], DRAFT[tree.tokens]
+    first, draft_first = (np.broadcast_to(table[START], (ROWS, 4)) for table in (MODEL, DRAFT))
+    if speculative:
+        accepted = accept_speculative(tree, p, q, generator, first=first, draft_first=draft_first)
+    else:
+        accepted = accept_sample(tree, p, generator, first=first)
+    kept = accepted.path[:, 0]
+    said = np.where(kept >= 0, tree.tokens[np.arange(ROWS), kept], accepted.next_tokens)
+    assert chi_square(said, MODEL[START]) < CRITICAL[3]
+    assert 0 < (accepted.counts == 0).sum() < ROWS
+
+
+def test_a_token_of_probability_zero_is_never_emitted():
+    tree = TokenTree.from_beams(np.broadcast_to([[3, 3], [3, 1]], (2000, 2, 2)))
+    accepted = accept_sample(tree, MODEL[tree.tokens], np.random.default_rng(0))
+    assert not (accepted.next_tokens[accepted.counts == 1] == 3).any()
+    assert (tree.tokens[0, accepted.path[accepted.counts == 2, 1]] == 1).all()
+
+
+FOREST = TokenTree.from_parents([[1, 2]], [[-1, -1]])
+CHAIN = TokenTree.chain([[0, 1]])
+ONES = np.full((1, 2, 4), 0.25)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: accept_greedy(CHAIN, [[1, 2, 3]]), "target_tokens are int64 [1, 3]: integers [1, 2]"),
+        (lambda: accept_greedy(CHAIN, [[1.0, 2.0]]), "target_tokens are float64"),
+        (lambda: accept_greedy(CHAIN, [[1, 2]], first=[[1]]), "first are int64 [1, 1]"),
+        (lambda: accept_greedy(FOREST, [[1, 2]]), "row 0 has 2 roots"),
+        (lambda: accept_sample(CHAIN, ONES[0], None), "[1, 2, vocabulary] is needed"),
+        (lambda: accept_sample(CHAIN, ONES * 2, None), "probabilities are no probabilities"),
+        (lambda: accept_sample(CHAIN, ONES * np.nan, None), "probabilities are no probabilities"),
+        (lambda: accept_sample(CHAIN, ONES, None, first=np.ones((1, 1))), "first is over 1 tokens"),
+        (lambda: accept_speculative(CHAIN, ONES, ONES, None, first=ONES[:, 0]), "go together"),
+        (lambda: accept_speculative(CHAIN, ONES, ONES * 3, None), "draft_probabilities are no prob"),
+        (lambda: accept_speculative(CHAIN, ONES, np.eye(4)[[[0, 0]]], None), "cannot have drawn"),
+    ],
+)
+def test_what_cannot_be_judged(call, words):
+    with pytest.raises(ArgumentError) as raised:
+        call()
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_pads_are_not_looked_at():
+    tree = TokenTree.chain([[0, 1, 2], [0, 9, 9]], lengths=[3, 1])
+    p = np.full((2, 3, 4), np.nan)
+    p[tree.real] = 0.25
+    accepted = accept_sample(tree, p, np.random.default_rng(0))
+    assert accepted.counts[1] == 1
+    q = p.copy()
+    q[:, -1] = np.nan  # leaves have no children
+    q[1] = np.nan
+    accept_speculative(tree, p, q, np.random.default_rng(0))

@@ -1,0 +1,157 @@
+"""Packing: the published vectors, a trie as the oracle, and input that cannot be packed.
+
+Arrays are NumPy's: no machine that these tests ran on has had CuPy and a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trie import beams, packed_row
+
+from treeattn.errors import ArgumentError
+from treeattn.token_tree import mask_from_words, mask_words, pack, prefix_tree, unpack
+
+VECTORS = np.load(Path(__file__).resolve().parents[2] / "data/token_tree_vectors.npz", allow_pickle=False)
+CASES = [entry["case"] for entry in json.loads(VECTORS["manifest_json"].tobytes())]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_published_implementation_packs_alike(case):
+    """Its pads are another request's tokens; ours are compared elsewhere, its mask's columns here."""
+
+    def wanted(name):
+        return VECTORS[f"c{case:02d}.{name}"]
+
+    packed = pack(wanted("beams"))
+    np.testing.assert_array_equal(prefix_tree(wanted("beams")), wanted("prefix_tree"))
+    np.testing.assert_array_equal(packed.lengths, wanted("n_selected"))
+    np.testing.assert_array_equal(packed.unpack_map, wanted("unpacker"))
+    assert packed.packed_beam.dtype == wanted("packed_beams").dtype
+    assert packed.attention_mask.shape == wanted("tree_mask").shape
+    for row, nodes in enumerate(packed.lengths):
+        for ours, theirs in (
+            (packed.packed_beam, "packed_beams"),
+            (packed.packed_token_indices, "packed_token_indices"),
+            (packed.position_offsets, "position_offsets"),
+            (packed.attention_mask, "tree_mask"),
+        ):
+            np.testing.assert_array_equal(ours[row, :nodes], wanted(theirs)[row, :nodes])
+        assert not packed.attention_mask[row, :, nodes:].any()
+    real = np.arange(packed.packed_beam.shape[1]) < packed.lengths[:, None]
+    payload = np.where(real[..., None], wanted("unpack_in"), np.nan)
+    np.testing.assert_array_equal(unpack(payload, packed.unpack_map), wanted("unpack_out"))
+
+
+@settings(max_examples=300, deadline=None)
+@given(beams())
+def test_packing_is_a_trie(given_beams):
+    packed, first = pack(given_beams), prefix_tree(given_beams)
+    assert packed.packed_beam.dtype == given_beams.dtype
+    assert packed.lengths.max() == packed.packed_beam.shape[1]
+    for row, nodes in enumerate(packed.lengths):
+        wanted = packed_row(given_beams[row])
+        assert first[row].tolist() == wanted["first"]
+        assert packed.packed_beam[row, :nodes].tolist() == wanted["tokens"]
+        assert packed.position_offsets[row, :nodes].tolist() == wanted["depths"]
+        assert packed.packed_token_indices[row, :nodes].tolist() == wanted["indices"]
+        assert packed.attention_mask[row, :nodes, :nodes].tolist() == wanted["mask"]
+        assert packed.unpack_map[row].tolist() == wanted["unpack_map"]
+    np.testing.assert_array_equal(unpack(packed.packed_beam, packed.unpack_map), given_beams)
+
+
+@settings(max_examples=100, deadline=None)
+@given(beams())
+def test_pads_are_the_rows_own_first_node(given_beams):
+    packed = pack(given_beams)
+    for row, nodes in enumerate(packed.lengths):
+        assert (packed.packed_beam[row, nodes:] == given_beams[row, 0, 0]).all()
+        assert not packed.packed_token_indices[row, nodes:].any()
+        assert not packed.position_offsets[row, nodes:].any()
+        seen = packed.attention_mask[row, nodes:]
+        assert seen[:, 0].all()
+        assert not seen[:, 1:].any()
+
+
+@settings(max_examples=100, deadline=None)
+@given(beams(), st.integers(0, 3))
+def test_bits_hold_the_mask(given_beams, more):
+    mask = pack(given_beams).attention_mask
+    words = mask_words(mask, -(-mask.shape[-1] // 32) + more)
+    assert words.dtype == np.uint32
+    for column in range(mask.shape[-1]):
+        np.testing.assert_array_equal(words[..., column // 32] >> (column % 32) & 1, mask[..., column])
+    np.testing.assert_array_equal(mask_from_words(words, mask.shape[-1]), mask)
+    np.testing.assert_array_equal(pack(given_beams).mask_words, mask_words(mask))
+
+
+def test_a_row_may_borrow_from_several_rows():
+    assert prefix_tree([[[1, 2, 3], [1, 4, 5], [1, 4, 6]]]).tolist() == [[[0, 0, 0], [0, 1, 1], [0, 1, 2]]]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_slots_beyond_the_range_of_narrow_tokens(dtype):
+    """Index arithmetic in the type of the tokens goes wrong past 127, or 255."""
+    narrow = np.arange(300).reshape(1, 100, 3).astype(dtype)
+    packed = pack(narrow)
+    wide = pack(narrow.astype(np.int64))
+    assert packed.lengths.tolist() == wide.lengths.tolist()
+    assert packed.lengths[0] > 255
+    np.testing.assert_array_equal(packed.unpack_map, wide.unpack_map)
+    np.testing.assert_array_equal(unpack(packed.packed_beam, packed.unpack_map), narrow)
+
+
+def test_any_strides_will_do():
+    base = np.random.default_rng(0).integers(0, 3, (5, 2, 4))
+    view = base.transpose(1, 0, 2)[..., ::-1]
+    np.testing.assert_array_equal(pack(view).packed_beam, pack(view.copy()).packed_beam)
+
+
+@pytest.mark.parametrize("trailing", [(), (3,), (2, 5)])
+def test_anything_that_nodes_hold_is_unpacked(trailing):
+    packed = pack(np.random.default_rng(1).integers(0, 2, (2, 4, 3)))
+    x = np.random.default_rng(2).random((*packed.packed_beam.shape, *trailing))
+    unpacked = unpack(x, packed.unpack_map)
+    assert unpacked.shape == (2, 4, 3, *trailing)
+    for place in np.ndindex(2, 4, 3):
+        np.testing.assert_array_equal(unpacked[place], x[place[0], packed.unpack_map[place]])
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (np.zeros((1, 2, 3)), "float64: token ids are integers"),
+        (np.zeros((1, 2, 3), bool), "bool: token ids are integers"),
+        (np.zeros((2, 3), int), "expected [batch, beams, tokens]"),
+        (np.zeros((0, 2, 3), int), "each at least 1"),
+        (np.zeros((1, 0, 3), int), "each at least 1"),
+        (np.zeros((1, 2, 0), int), "each at least 1"),
+        ([[[1, 2], [3]]], "rows of equal length"),
+    ],
+)
+def test_what_are_no_beams(bad, words):
+    for take in (pack, prefix_tree):
+        with pytest.raises(ArgumentError) as raised:
+            take(bad)
+        assert words in str(raised.value)
+
+
+def test_maps_and_words_that_do_not_fit():
+    packed = pack([[[1, 2], [1, 3]]])
+    with pytest.raises(ArgumentError, match="outside the 2 nodes"):
+        unpack(np.zeros((1, 2)), packed.unpack_map)
+    with pytest.raises(ArgumentError, match="are needed"):
+        unpack(np.zeros((2, 3)), packed.unpack_map)
+    with pytest.raises(ArgumentError, match="33 nodes do not fit into 1 mask words"):
+        mask_words(np.ones((1, 33), bool), 1)
+    with pytest.raises(ArgumentError, match="a mask is bool"):
+        mask_words(np.ones((1, 33)))
+    with pytest.raises(ArgumentError, match="33 nodes: 1 mask words hold 0 to 32"):
+        mask_from_words(np.ones((2, 1), np.uint32), 33)
+    with pytest.raises(ArgumentError, match="mask words are uint32"):
+        mask_from_words(np.ones((2, 1), np.int64), 3)

@@ -1,0 +1,233 @@
+"""Token trees from everything they can be made of."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trie import beams, packed_row
+
+from treeattn.errors import ArgumentError
+from treeattn.token_tree import TokenTree, mask_words, pack
+
+
+@st.composite
+def rows_of_parents(draw):
+    """(tokens, parents, lengths) of a batch, in an order where parents need not come first."""
+    batch, nodes = draw(st.integers(1, 3)), draw(st.integers(1, 12))
+    tokens = np.array(draw(st.lists(st.integers(0, 99), min_size=batch * nodes, max_size=batch * nodes)))
+    parents, lengths = np.full((batch, nodes), -7), []
+    for row in range(batch):
+        lengths.append(draw(st.integers(0, nodes)))
+        order = draw(st.permutations(range(lengths[-1])))
+        for place, node in enumerate(order):
+            above = draw(st.integers(-1, place - 1))
+            parents[row, node] = -1 if above < 0 else order[above]
+    return tokens.reshape(batch, nodes), parents, lengths
+
+
+def climb(parents, node):
+    """The node and all before it, by the arrays that were given."""
+    path = [node]
+    while parents[path[-1]] >= 0:
+        path.append(int(parents[path[-1]]))
+    return path
+
+
+@settings(max_examples=200, deadline=None)
+@given(beams())
+def test_from_beams_is_the_packing(given_beams):
+    tree, packed = TokenTree.from_beams(given_beams), pack(given_beams)
+    np.testing.assert_array_equal(tree.tokens, packed.packed_beam)
+    np.testing.assert_array_equal(tree.depths, packed.position_offsets)
+    np.testing.assert_array_equal(tree.mask, packed.attention_mask)
+    np.testing.assert_array_equal(tree.unpack_map, packed.unpack_map)
+    np.testing.assert_array_equal(tree.origin, packed.packed_token_indices)
+    np.testing.assert_array_equal(tree.mask_words(), packed.mask_words)
+    for row, nodes in enumerate(tree.lengths):
+        assert tree.parents[row, :nodes].tolist() == packed_row(given_beams[row])["parents"]
+        assert (tree.parents[row, nodes:] == -1).all()
+
+
+@settings(max_examples=300, deadline=None)
+@given(rows_of_parents())
+def test_from_parents_takes_any_order(made):
+    tokens, parents, lengths = made
+    tree = TokenTree.from_parents(tokens, parents, lengths)
+    assert tree.lengths.tolist() == lengths
+    assert tree.parents.dtype == np.int32
+    for row, nodes in enumerate(lengths):
+        origin = tree.origin[row, :nodes]
+        assert sorted(origin) == list(range(nodes))
+        assert tree.unpack_map[row, origin].tolist() == list(range(nodes))
+        for slot, node in enumerate(origin):
+            assert tree.parents[row, slot] < slot
+            ancestors = climb(parents[row], node)
+            assert origin[tree.path(row, slot)].tolist() == ancestors[::-1]
+            assert set(origin[tree.mask[row, slot, :nodes]]) == set(ancestors)
+            assert tree.depths[row, slot] == len(ancestors) - 1
+            assert tree.tokens[row, slot] == tokens[row, node]
+        # Nodes before which all their ancestors stand keep their order.
+        ready = [
+            n
+            for n in origin
+            if all(a > b for a, b in zip(climb(parents[row], n), climb(parents[row], n)[1:], strict=False))
+        ]
+        assert ready == sorted(ready)
+        assert not tree.mask[row, :, nodes:].any()
+
+
+def test_an_order_that_will_do_is_kept():
+    parents = [[-1, 0, 0, -1, 2, 1, 3]]
+    tree = TokenTree.from_parents([range(7)], parents)
+    assert tree.parents.tolist() == parents
+    assert tree.origin.tolist() == [list(range(7))]
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows_of_parents())
+def test_children_and_leaf_paths(made):
+    tree = TokenTree.from_parents(*made)
+    for row, nodes in enumerate(tree.lengths):
+        below = {slot: tree.children(row, slot).tolist() for slot in range(-1, nodes)}
+        assert sorted(child for children in below.values() for child in children) == list(range(nodes))
+        assert all(tree.parents[row, child] == slot for slot in below for child in below[slot])
+        leaves = [slot for slot in range(nodes) if not below[slot]]
+        paths = [path[path >= 0].tolist() for path in tree.leaf_paths[row]]
+        assert [path for path in paths if path] == [tree.path(row, leaf).tolist() for leaf in leaves]
+        for path in paths:
+            assert tree.check_path(row, path).tolist() == path
+            if len(path) > 1:
+                with pytest.raises(ArgumentError, match="is no path of row"):
+                    tree.check_path(row, path[1:])
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows_of_parents(), st.integers(1, 12), st.randoms(use_true_random=False))
+def test_pruning_keeps_ancestors_and_the_best(made, budget, random):
+    tree = TokenTree.from_parents(*made)
+    scores = np.array([[random.choice([0.0, -1.0, -2.5, 3.0]) for _ in row] for row in tree.tokens])
+    kept = tree.prune(scores, budget)
+    for row, nodes in enumerate(kept.lengths):
+        assert nodes == min(budget, tree.lengths[row])
+        origin = kept.origin[row, :nodes].tolist()
+        assert origin == sorted(origin)
+        worth = [scores[row, tree.path(row, slot)].min() for slot in range(tree.lengths[row])]
+        left_out = [worth[slot] for slot in range(tree.lengths[row]) if slot not in origin]
+        assert max(left_out, default=-np.inf) <= min((worth[slot] for slot in origin), default=np.inf)
+        for slot in range(nodes):
+            wanted = tree.path(row, origin[slot]).tolist()
+            assert kept.origin[row, kept.path(row, slot)].tolist() == wanted
+        dropped = set(range(tree.nodes)) - set(origin)
+        assert all(kept.unpack_map[row, slot] == -1 for slot in dropped)
+        assert kept.unpack_map[row, origin].tolist() == list(range(nodes))
+
+
+def words_of(tree, row):
+    return {tuple(tree.tokens[row, tree.path(row, slot)]) for slot in range(tree.lengths[row])}
+
+
+@settings(max_examples=200, deadline=None)
+@given(beams(), st.data())
+def test_a_union_holds_every_path_once(given_beams, data):
+    first = TokenTree.from_beams(given_beams)
+    shape = (len(given_beams), data.draw(st.integers(1, 4)))
+    size = shape[0] * shape[1]
+    words = data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))
+    second = TokenTree.chain(np.array(words).reshape(shape))
+    both = TokenTree.union(first, second)
+    assert both.batch == first.batch
+    for row in range(both.batch):
+        assert words_of(both, row) == words_of(first, row) | words_of(second, row)
+        assert len(words_of(both, row)) == both.lengths[row]
+        for tree, start in ((first, 0), (second, first.nodes)):
+            for slot in range(tree.lengths[row]):
+                there = both.unpack_map[row, start + slot]
+                assert both.tokens[row, both.path(row, there)].tolist() == (
+                    tree.tokens[row, tree.path(row, slot)].tolist()
+                )
+        for slot in range(both.lengths[row]):
+            assert both.unpack_map[row, both.origin[row, slot]] == slot
+
+
+def test_paths_are_named_as_medusa_names_them():
+    tree = TokenTree.from_paths([[0], [1], [0, 0], [0, 1], [0, 0, 0]])
+    assert tree.parents.tolist() == [[-1, -1, 0, 0, 2]]
+    assert tree.tokens.tolist() == [[0, 1, 0, 1, 0]]
+    assert tree.depths.tolist() == [[0, 0, 1, 1, 2]]
+    assert tree.unpack_map[0, 4].tolist() == [0, 2, 4]
+
+
+def test_paths_of_a_ragged_batch():
+    tree = TokenTree.from_paths([[[5, 6], [5, 7, 8]], [[9]]])
+    assert tree.lengths.tolist() == [4, 1]
+    assert tree.tokens.tolist() == [[5, 6, 7, 8], [9, 9, 9, 9]]
+    assert tree.unpack_map.tolist() == [[[0, 1, -1], [0, 2, 3]], [[0, -1, -1], [-1, -1, -1]]]
+    assert tree.origin.tolist() == [[0, 1, 4, 5], [0, 0, 0, 0]]
+
+
+def test_a_chain_sees_what_came_before():
+    tree = TokenTree.chain([[4, 5, 6], [7, 8, 9]], lengths=[3, 2])
+    assert tree.parents.tolist() == [[-1, 0, 1], [-1, 0, -1]]
+    assert tree.mask[0].tolist() == np.tri(3, dtype=bool).tolist()
+    assert tree.leaf_paths.tolist() == [[[0, 1, 2]], [[0, 1, -1]]]
+
+
+def test_equal_trees_have_one_digest():
+    tree = TokenTree.from_paths([[1, 2], [1, 3]])
+    assert tree.digest == TokenTree.from_parents([[1, 2, 3]], [[-1, 0, 0]]).digest
+    others = [
+        TokenTree.from_parents([[1, 2, 4]], [[-1, 0, 0]]),
+        TokenTree.from_parents([[1, 2, 3]], [[-1, 0, 1]]),
+        TokenTree.from_parents([[1, 2, 3]], [[-1, 0, 0]], [2]),
+    ]
+    assert len({tree.digest, *(other.digest for other in others)}) == 4
+
+
+def test_arrays_of_a_tree_are_not_written():
+    tree = TokenTree.chain([[1, 2]])
+    with pytest.raises(ValueError, match="read-only"):
+        tree.parents[0, 0] = 1
+
+
+CHAIN = TokenTree.chain([[1, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: TokenTree.from_parents([[1, 2, 3]], [[-1, 2, 1]]), "nodes [1, 2] form a cycle"),
+        (lambda: TokenTree.from_parents([[1]], [[0]]), "nodes [0] form a cycle"),
+        (lambda: TokenTree.from_parents([[1, 2]], [[-1, 2]]), "node 1 has parent 2"),
+        (lambda: TokenTree.from_parents([[1, 2]], [[-1, -2]]), "node 1 has parent -2"),
+        (lambda: TokenTree.from_parents([[1, 2]], [[1, -1]], [1]), "node 0 has parent 1"),
+        (lambda: TokenTree.from_parents([[1, 2]], [[-1, 0]], [3]), "from 0 to 2 nodes"),
+        (lambda: TokenTree.from_parents([[1.0]], [[-1]]), "tokens are float64"),
+        (lambda: TokenTree.from_parents([[1]], [[-1.0]]), "parents are float64"),
+        (lambda: TokenTree.from_parents([[True]], [[-1]]), "tokens are bool"),
+        (lambda: TokenTree.from_parents([1], [-1]), "both are [batch, nodes]"),
+        (lambda: TokenTree.from_parents([[]], [[]]), "float64: integers are needed"),
+        (lambda: TokenTree.from_parents(np.zeros((1, 0), int), np.zeros((1, 0), int)), "both are"),
+        (lambda: TokenTree.from_beams(np.zeros((1, 1, 1))), "float64: token ids are integers"),
+        (lambda: TokenTree.from_paths([[1, "a"]]), "integers"),
+        (lambda: TokenTree.from_paths([]), "no paths"),
+        (lambda: TokenTree.from_paths([[[]]]), "no path with a token"),
+        (lambda: TokenTree.from_paths([1, 2]), "lists of token ids"),
+        (lambda: CHAIN.prune([[1.0, 2.0]], 1), "numbers [1, 3] are needed"),
+        (lambda: CHAIN.prune([[1.0, np.nan, 0]], 1), "no NaN"),
+        (lambda: CHAIN.prune([[1.0, 2.0, 0]], 0), "at least 1"),
+        (lambda: CHAIN.prune([[1.0, 2.0, 0]], 1.5), "at least 1"),
+        (lambda: CHAIN.union(TokenTree.chain([[1], [2]])), "only those of one batch"),
+        (lambda: CHAIN.check_path(0, [0, 2]), "is no path of row 0"),
+        (lambda: CHAIN.check_path(0, [0, 1, 2, 3]), "is no path of row 0"),
+        (lambda: CHAIN.check_path(0, [-1]), "is no path of row 0"),
+        (lambda: CHAIN.check_path(0, [0.0]), "a path is a list of slots"),
+        (lambda: mask_words(CHAIN.mask, 0), "3 nodes do not fit into 0 mask words"),
+    ],
+)
+def test_what_is_no_tree(make, words):
+    with pytest.raises(ArgumentError) as raised:
+        make()
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,134 @@
+"""Which arrays the attention kernels take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from treeattn import partial
+from treeattn.attention.shape import check_shapes
+from treeattn.attention.visibility import Visible
+from treeattn.backends.cuda.runtime import Runtime
+from treeattn.backends.cuda.variants import TYPES, check_head_dim
+from treeattn.errors import ArgumentError
+
+__all__ = [
+    "MAX_GRID",
+    "check_inputs",
+    "check_rows",
+    "check_table",
+    "check_tokens",
+    "check_visible",
+    "layout_of",
+    "rows_aligned",
+    "wrong_type",
+]
+
+#: Blocks along the second and third axis of a grid.
+MAX_GRID = 65535
+_MAX_TOKENS = 2**31 - 64  # positions of tokens are 32-bit integers, a step beyond the last one too
+
+
+def layout_of(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
+    """What decides kernel and strides; of the number of tokens only whether their stride counts."""
+    k_shape, v_shape = k.shape, v.shape
+    return (
+        *(q.shape, q.strides, q.dtype, k.strides, k.dtype, v.strides, v.dtype),
+        *(len(k_shape), k_shape[:1], k_shape[2:], min(k_shape[1:2], (2,)), k_shape == v_shape),
+    )
+
+
+def check_inputs(q: Any, k: Any, v: Any, records: Any, block_table: Any, runtime: Runtime) -> str:
+    """C++ type of q; an error if anything does not fit."""
+    batch, head_dim = records.shape[0], records.shape[3] - partial.EXTRA
+    if q.dtype.name not in TYPES:
+        raise wrong_type("q", q)
+    check_head_dim(head_dim)
+    if block_table is None:
+        check_shapes(q, k, v, records)
+        if q.shape[3] != head_dim:
+            raise ArgumentError(
+                f"values of {head_dim} channels for keys of {q.shape[3]} are for device='cpu'"
+            )
+    else:
+        check_pages(q, k, v, records, block_table)
+    if batch > MAX_GRID:
+        raise ArgumentError(f"batch {batch}: at most {MAX_GRID} fits one launch")
+    check_tokens(k.shape[1])
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        check_rows(name, array, runtime)
+    return TYPES[q.dtype.name][0]
+
+
+def check_tokens(tokens: int) -> None:
+    """Raise `ArgumentError` for more than a launch can number."""
+    if tokens >= _MAX_TOKENS:
+        raise ArgumentError(f"{tokens} tokens: fewer than {_MAX_TOKENS} fit one launch")
+
+
+def check_rows(name: str, array: Any, runtime: Runtime) -> None:
+    """Raise `ArgumentError` unless rows of head_dim can be loaded: those of k and v 16 bytes at a time."""
+    if array.size == 0:
+        return
+    if array.strides[3] != array.dtype.itemsize:
+        raise ArgumentError(f"the last axis of {name} must be contiguous: copy it with ascontiguousarray")
+    bytes_ = array.dtype.itemsize if name == "q" else 16
+    if not rows_aligned(array, bytes_, runtime):
+        raise ArgumentError(
+            f"rows of {name} must begin at multiples of {bytes_} bytes: strides are {array.strides} bytes; "
+            "copy it with ascontiguousarray"
+        )
+
+
+def rows_aligned(array: Any, multiple: int, runtime: Runtime) -> bool:
+    """Whether rows begin at multiples of so many bytes."""
+    strides = [stride for stride, size in zip(array.strides[:3], array.shape[:3], strict=True) if size > 1]
+    return not any(at % multiple for at in (runtime.address(array), *strides))
+
+
+def check_pages(q: Any, k: Any, v: Any, records: Any, block_table: Any) -> None:
+    """Raise `ArgumentError` unless q fits the records, and k, v and the table are those of a paged cache."""
+    batch, heads, queries, width = records.shape
+    head_dim = width - partial.EXTRA
+    if q.shape != (batch, queries, heads, head_dim):
+        raise ArgumentError(
+            f"q has shape {q.shape}: [batch, queries, heads, head_dim] is {(batch, queries, heads, head_dim)}"
+        )
+    if k.ndim != 4 or k.shape != v.shape or k.shape[3] != head_dim or 0 in k.shape[1:3]:
+        raise ArgumentError(
+            f"k {k.shape} and v {v.shape}: both must be [pages, page_size, kv_heads, head_dim] = "
+            f"[any, any, any, {head_dim}]"
+        )
+    if heads % k.shape[2]:
+        raise ArgumentError(f"{heads} query heads cannot share {k.shape[2]} KV heads: it must be a multiple")
+    check_table(block_table, batch)
+
+
+def check_table(table: Any, batch: int) -> None:
+    """Raise `ArgumentError` unless it is a block table."""
+    if table.ndim != 2 or table.shape[0] != batch or table.dtype != np.int32 or not table.flags.c_contiguous:
+        raise ArgumentError(
+            f"the block table is {table.dtype} {list(table.shape)}: contiguous int32 [batch, pages] = "
+            f"[{batch}, any] is needed"
+        )
+
+
+def check_visible(visible: Visible, records: Any) -> None:
+    """Raise `ArgumentError` unless the tables are for as many sequences, queries and heads as the records."""
+    batch, heads, queries = records.shape[:3]
+    slopes = visible.rules.slopes
+    if visible.q_positions.shape != (batch, queries) or (slopes is not None and len(slopes) != heads):
+        raise ArgumentError(
+            f"visible is for batch, queries = {visible.q_positions.shape}"
+            + (f" and {len(slopes)} heads" if slopes is not None else "")
+            + f": the records have {(batch, queries)} and {heads} heads"
+        )
+
+
+def wrong_type(name: str, array: Any) -> ArgumentError:
+    """Why an array is refused."""
+    return ArgumentError(
+        f"{name} is {array.dtype}: on the GPU it must be float32, float16 or bfloat16 "
+        "(as uint16 bits); float64 is for device='cpu'"
+    )

@@ -1,0 +1,110 @@
+"""``scheme="auto"``: a schedule chosen by simulation on the machine that is there, or on one that is
+described.
+
+Rank 0 prices every candidate on the cluster of ``auto:cluster=FILE`` (or a shipped name), else of the
+variable ``TREEATTN_CLUSTER``, else on what is detected, whose prices are assumed; all ranks are told the
+fastest, and why.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from treeattn import comm as comm_
+from treeattn import topology
+from treeattn.collectives import catalog, parameters
+from treeattn.collectives.catalog import Scheme, Selection
+from treeattn.collectives.clusters import description
+from treeattn.collectives.clusters.description import Cluster
+from treeattn.collectives.clusters.placement import Placement, block
+from treeattn.collectives.clusters.simulate import Payload, simulate
+from treeattn.collectives.schedule import Schedule
+from treeattn.errors import RestrictionError, ScheduleError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["NAME", "ROW", "Choice", "choose", "selection"]
+
+NAME = "auto"
+ROW = Scheme(NAME, None, "the least of its candidates on a simulated cluster")
+
+_CANDIDATES = (
+    "recursive_doubling", "k_nomial_tree", "k_nomial_tree:radix=4", "double_binary_tree", "bine",
+    "reduce_scatter_gather", "reduce_scatter_gather:order=near", "circulant", "hierarchical",
+    "hierarchical:inner=k_nomial_tree", "hierarchical:inner=(k_ary_tree:radix=8)",
+    "split_rail", "multi_leader",
+)  # fmt: skip
+# Of p * p messages: priced where that is soon done.
+_DENSE, _DENSE_RANKS = ("all_gather_merge", "ring", "recursive_multiplying"), 64
+
+
+class Choice(NamedTuple):
+    """What was chosen, and why in a line."""
+
+    schedule: Schedule
+    why: str
+
+
+def selection(scheme: str) -> Selection | None:
+    """What ``auto`` asks for; None for any other scheme. Raises `ScheduleError` for other parameters."""
+    name, *assignments = parameters.split(scheme)
+    if name.strip() != NAME:
+        return None
+    given = dict(assignment.partition("=")[::2] for assignment in assignments)
+    if set(given) - {"cluster"} or not all(given.values()):
+        raise ScheduleError(f"{scheme!r}: auto takes cluster=NAME or cluster=FILE.toml alone")
+    return Selection(ROW, tuple(given.items()), scheme)
+
+
+def choose(comm: Intracomm, asked: Selection, payload: Payload) -> Choice:
+    """The fastest schedule for the payload. Collective. Raises what reading the cluster raises, and
+    `ArgumentError` for more ranks than it has places, on every rank alike."""
+    nodes, found = comm_.node_groups(comm), topology.detect(comm)
+    wanted = dict(asked.given).get("cluster") or os.environ.get("TREEATTN_CLUSTER")
+
+    def decide() -> tuple[str, str] | None:
+        return None if comm.rank else _fastest(wanted, found, nodes, payload)
+
+    text, why = comm.bcast(comm_.together(comm, decide))
+    return Choice(_build(text, comm.size, nodes), why)
+
+
+def _fastest(
+    wanted: str | None, found: topology.Topology, nodes: tuple[tuple[int, ...], ...], payload: Payload
+) -> tuple[str, str]:
+    """(scheme, why)."""
+    cluster, places = _where(wanted, found)
+    size = len(places)
+    times = {}
+    for text in (*_CANDIDATES, *(_DENSE if size <= _DENSE_RANKS else ())):
+        try:
+            schedule = _build(text, size, nodes)
+        except RestrictionError:
+            continue
+        times[text] = simulate(schedule, cluster, places, payload).time
+    first, *others = sorted(times, key=times.__getitem__)
+    what = f"{first}, {times[first]:.1f} µs for {payload.bytes:,} bytes on {cluster.name} ({cluster.about})"
+    second = next((text for text in others if times[text] > times[first]), None)
+    return first, what + (f"; next {second}, {times[second]:.1f}" if second else "")
+
+
+def _where(wanted: str | None, found: topology.Topology) -> tuple[Cluster, Placement]:
+    """The cluster, and the places of ranks: by the nodes that they are on if those fit, else in blocks."""
+    if wanted is None:
+        return found.cluster()
+    cluster = description.load(wanted)
+    if len(found.nodes) * cluster.slots > cluster.places or max(map(len, found.nodes)) > cluster.slots:
+        return cluster, block(cluster, len(found.ranks))
+    where = {
+        rank: node * cluster.slots + slot
+        for node, ranks in enumerate(found.nodes)
+        for slot, rank in enumerate(ranks)
+    }
+    return cluster, tuple(where[rank] for rank in range(len(found.ranks)))
+
+
+def _build(text: str, size: int, nodes: Any) -> Schedule:
+    asked = catalog.select(text)
+    return asked.build(size, nodes if asked.needs_nodes else None)

@@ -1,0 +1,94 @@
+"""A whole decode step on a described cluster: attention at the memory's rate, then the reduction; and the
+rings'.
+
+Attention reads the shard once at `Cluster.memory`, the measured or assumed rate of one rank. A tree reduces
+afterwards. The ring of keys and values (Liu et al., "Ring Attention", 2023) sends shards p - 1 times,
+attending meanwhile; the ring of queries passes the partials of slices of heads on (pass-Q, Yang et al.,
+2024), attending a p-th of its work in each hop, and gathers the slices in the end.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from treeattn.collectives import Schedule, Transfer
+from treeattn.collectives.clusters.description import Cluster
+from treeattn.collectives.clusters.placement import Placement
+from treeattn.collectives.clusters.simulate import Payload, simulate
+from treeattn.errors import ArgumentError
+
+__all__ = ["DecodeStep", "Shape", "decode_step"]
+
+
+class Shape(NamedTuple):
+    """Of the step: tokens over all ranks. bytes: of an element of the cache."""
+
+    tokens: int
+    heads: int = 16
+    kv_heads: int = 16
+    head_dim: int = 128
+    batch: int = 1
+    queries: int = 1
+    bytes: int = 2
+
+
+class DecodeStep(NamedTuple):
+    """Microseconds: a rank's attention, the reduction alone, the step, and the steps of the two rings."""
+
+    attention: float
+    reduction: float
+    time: float
+    kv_ring: float
+    query_ring: float
+
+    def in_words(self) -> str:
+        """One line."""
+        return (
+            f"whole step: attention {self.attention:,.1f} µs + reduction {self.reduction:,.1f} µs; "
+            f"kv_ring {self.kv_ring:,.0f} µs, query_ring {self.query_ring:,.1f} µs"
+        )
+
+
+def decode_step(
+    cluster: Cluster, places: Placement, schedule: Schedule, shape: Shape, executor: str | None = None
+) -> DecodeStep:
+    """The step with `schedule`, and the rings with the same places. Raises `ArgumentError` for a cluster that
+    does not say how fast a rank reads."""
+    if cluster.memory is None:
+        raise ArgumentError(
+            f"{cluster.name}: memory: missing, in GB/s that a rank reads its cache at; add it"
+        )
+    ranks = len(places)
+    shard = 2 * shape.batch * shape.tokens * shape.kv_heads * shape.head_dim * shape.bytes / ranks
+    attention = shard / (1e3 * cluster.memory)
+    record = 4 * (shape.head_dim + 2)
+    records = shape.batch * shape.heads * shape.queries
+    reduction = simulate(schedule, cluster, places, Payload(records, record, shape.queries), executor).time
+    hop = _hop(cluster, places, round(shard), executor)
+    kv_ring = (ranks - 1) * max(hop, attention) + attention
+    slice_ = -(-records // ranks) * record
+    pass_on = _hop(cluster, places, slice_, executor)
+    gather = simulate(_gather(ranks), cluster, places, Payload(ranks, slice_), executor).time
+    query_ring = attention + (ranks - 1) * pass_on + gather
+    return DecodeStep(attention, reduction, attention + reduction, kv_ring, query_ring)
+
+
+def _hop(cluster: Cluster, places: Placement, size: int, executor: str | None) -> float:
+    """Every rank sends `size` bytes to the next, all at once."""
+    ranks = len(places)
+    if ranks == 1:
+        return 0.0
+    turn = tuple(Transfer(rank, (rank + 1) % ranks, range(1), False) for rank in range(ranks))
+    shift = Schedule("one hop of a ring", ranks, 1, (turn,))
+    return simulate(shift, cluster, places, Payload(1, size), executor).time
+
+
+def _gather(ranks: int) -> Schedule:
+    """Every rank sends its slice to all others in one round, as `query_ring` ends."""
+    sends = tuple(
+        Transfer(src, dst, range(src, src + 1), False)
+        for src in range(ranks)
+        for dst in range(ranks)
+        if src != dst
+    )
+    return Schedule("gather of slices", ranks, ranks, (sends,) if sends else ())

@@ -1,0 +1,111 @@
+"""The paper's settings on simulated clusters: the shipped descriptions of its machines, schedules message by
+message. One function for each experiment that has something to simulate, with the arguments of its model.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from treeattn import collectives
+from treeattn.collectives import Schedule, Transfer
+from treeattn.collectives.clusters import description
+from treeattn.collectives.clusters.description import Cluster
+from treeattn.collectives.clusters.placement import Placement, block, node_groups
+from treeattn.collectives.clusters.simulate import Payload, simulate
+from treeattn.study.decode_step import Shape, decode_step
+from treeattn.study.paper.experiment import IN_THE_FIGURE, Cell, Table
+
+if TYPE_CHECKING:
+    from treeattn.study.paper.llama import Series
+
+__all__ = ["MACHINES", "bandwidth", "latency", "llama", "steps", "volume"]
+
+MACHINE = "dgx-h100"
+#: The paper's name of a machine -> its description.
+MACHINES = {"8 H100": MACHINE, "4 MI300X": "mi300x", "2 RTX 4090": "dual-4090"}
+TREE = "hierarchical"
+DECODED = 9  # of ten tokens the first comes from the prefill
+
+
+def steps(ranks: Sequence[int], schemes: Sequence[str]) -> list[Table]:
+    """Microseconds of a reduction of 16 x 128, beside the floor."""
+    cluster = description.load(MACHINE)
+    rows: list[tuple[Cell, ...]] = []
+    for size, scheme in itertools.product(ranks, schemes):
+        schedule, places = _placed(cluster, scheme, size)
+        found = simulate(schedule, cluster, places)
+        rows.append((size, scheme, found.time, found.bound))
+    headings = ("ranks", "scheme", "µs: simulated", "no scheme is faster than, µs: simulated")
+    return [Table(f"{MACHINE}, simulated: the reduction alone, 16 x 128", headings, rows)]
+
+
+def bandwidth(sizes: Sequence[int]) -> list[Table]:
+    """GB/s of one message."""
+    cluster = description.load(MACHINE)
+    send = Schedule("send", 2, 1, ((Transfer(0, 1, range(1), False),),))
+    rows: list[tuple[Cell, ...]] = []
+    for size in sizes:
+        one = Payload(1, size)
+        rates = (
+            size / (1e3 * (simulate(send, cluster, places, one).time - cluster.runs(None).call))
+            for places in ((0, 1), (0, cluster.slots))
+        )
+        rows.append((size, *rates, IN_THE_FIGURE))
+    headings = ("bytes", "within a node, GB/s: simulated", "between nodes, GB/s: simulated", "paper")
+    return [Table(f"{MACHINE}, simulated: one message, without the call", headings, rows)]
+
+
+def latency(tokens: Sequence[int], ranks: Sequence[int], heads: int, head_dim: int) -> list[Table]:
+    """Whole steps in milliseconds: the ring of keys and values, that of queries, and our tree."""
+    cluster = description.load(MACHINE)
+    rows: list[tuple[Cell, ...]] = []
+    for size, gpus in itertools.product(tokens, ranks):
+        schedule, places = _placed(cluster, TREE, gpus)
+        step = decode_step(cluster, places, schedule, Shape(size, heads, heads, head_dim))
+        times = (value / 1000 for value in (step.attention, step.kv_ring, step.query_ring, step.time))
+        rows.append((size, gpus, *times, step.kv_ring / step.time))
+    headings = (
+        "tokens", "GPUs", "attention, ms: simulated", "kv_ring, ms: simulated", "query_ring, ms: simulated",
+        f"{TREE}, ms: simulated", "ring / tree: simulated",
+    )  # fmt: skip
+    return [Table(f"{MACHINE}, simulated: whole steps", headings, rows)]
+
+
+def volume(tokens: int, ranks: int, heads: int, head_dim: int) -> list[Table]:
+    """Elements that a GPU sends, as counted on the simulated links."""
+    cluster = description.load(MACHINE)
+    payload = Payload(heads, 4 * (head_dim + 2))
+    rows: list[tuple[Cell, ...]] = []
+    for scheme in ("ring", "reduce_scatter_gather", "recursive_doubling", "binary_tree", TREE):
+        schedule, places = _placed(cluster, scheme, ranks)
+        sent = sum(tier.bytes for tier in simulate(schedule, cluster, places, payload).traffic)
+        rows.append((scheme, sent / ranks / 4))
+    headings = ("scheme", "elements a GPU sends, mean: simulated")
+    title = (
+        f"{MACHINE}, simulated: {ranks} GPUs, hidden size {heads * head_dim}; {tokens} tokens or any number"
+    )
+    return [Table(title, headings, rows)]
+
+
+def llama(series: Sequence[Series]) -> list[Table]:
+    """Seconds by which the ring is later than the tree: of nine tokens in all layers, the ring with keys and
+    values repeated for every query head, as published."""
+    rows: list[tuple[Cell, ...]] = []
+    for one in series:
+        cluster = description.load(MACHINES[one.machine])
+        schedule, places = _placed(cluster, TREE, one.gpus)
+        for tokens, tree, ring in zip(one.tokens, one.tree, one.ring, strict=True):
+            step = decode_step(cluster, places, schedule, Shape(tokens, one.heads, one.heads, one.head_dim))
+            late = DECODED * one.layers * (step.kv_ring - step.time) / 1e6
+            rows.append((one.machine, one.model, tokens, ring - tree, late))
+    headings = ("machine", "model", "tokens", "ring minus tree, s: paper", "ring minus tree, s: simulated")
+    return [Table("simulated: what the ring takes longer, prefill left out", headings, rows)]
+
+
+def _placed(cluster: Cluster, scheme: str, ranks: int) -> tuple[Schedule, Placement]:
+    """Neighbouring ranks share nodes."""
+    places = block(cluster, ranks)
+    nodes = node_groups(cluster, places) if collectives.needs_nodes(scheme) else None
+    return collectives.build(scheme, ranks, nodes=nodes), places

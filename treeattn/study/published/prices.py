@@ -1,0 +1,134 @@
+"""Times from sums over rounds, and what is thought of the prices before anything is measured.
+
+    time = call * C  +  latency * l * sum over rounds of step(size) (1 + hop * reach + leave)
+         + bytes * (b * sent (1 + load * log2 of the busiest link's) + g * merged + c * copied)
+
+Capitals and small letters are prices of a machine and its software; call, latency and bytes are factors of
+a run, which has its own state: the same machine took 6.0 or 2.2 microseconds a round on different days.
+Everything that must be positive is a logarithm. What is thought beforehand is a normal distribution: prices
+of machines resemble each other somewhat, factors of runs do when day, library and number of nodes are near.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from treeattn.study.published.measurements import Measurement, Run
+from treeattn.study.published.rounds import STEPS, sums
+
+__all__ = ["Prices", "resemblance"]
+
+
+class Prior(NamedTuple):
+    """Of one price: where it is thought to lie, how far machines differ, how far all of them may be off.
+    Half of the variance between machines is between families of libraries."""
+
+    mean: float
+    own: float
+    shared: float
+
+
+# Logarithms of microseconds (a round, a call) and of microseconds a byte, unless said otherwise.
+_PRICES = {
+    "round": Prior(math.log(2.5), 0.7, 0.35),
+    "call": Prior(math.log(1.5), 0.6, 0.3),
+    "sent": Prior(math.log(1e-4), 0.8, 0.4),
+    "merged": Prior(math.log(1e-4), 0.6, 0.3),
+    "copied": Prior(math.log(1e-4), 0.6, 0.3),
+    # logarithm of the factor that a size class has over the one before
+    "step 0": Prior(0.2, 0.25, 0.3),
+    "step 1": Prior(0.2, 0.25, 0.3),
+    "step 2": Prior(0.5, 0.35, 0.3),
+    # fractions, for each doubling of the hops or of the load of a link; for leaving a group
+    "hop": Prior(0.2, 0.15, 0.075),
+    "load": Prior(0.7, 0.4, 0.2),
+    "leave": Prior(0.2, 0.15, 0.075),
+}
+#: How far runs differ in the logarithm of their factors.
+_FACTORS = {"latency": 0.6, "bytes": 0.35, "calls": 0.6}
+
+
+class Prices:
+    """The parameters of a set of measurements, and the times that they give."""
+
+    def __init__(self, rows: Sequence[Measurement]) -> None:
+        families = {(row.run.system, row.stack): (row.run.family, row.stack) for row in rows}
+        stacks = list(families)
+        runs = list(dict.fromkeys(row.run for row in rows))
+        names: list[tuple[str, Any]] = [(price, stack) for price in _PRICES for stack in stacks]
+        names += [(factor, run) for factor in _FACTORS for run in runs]
+        self._at = {name: index for index, name in enumerate(names)}
+        self.mean = np.array([_PRICES[name].mean if name in _PRICES else 0.0 for name, _ in names])
+        self.covariance = np.zeros((len(names), len(names)))
+        related = np.array([[families[one] == families[other] for other in stacks] for one in stacks])
+        for price, prior in _PRICES.items():
+            of = [self._at[price, stack] for stack in stacks]
+            own = prior.own**2 * (np.eye(len(of)) + related) / 2
+            self.covariance[np.ix_(of, of)] = prior.shared**2 + own
+        alike = np.array([[resemblance(one, other) for other in runs] for one in runs])
+        for factor, deviation in _FACTORS.items():
+            of = [self._at[factor, run] for run in runs]
+            self.covariance[np.ix_(of, of)] = deviation**2 * alike
+
+    def sheet(self, rows: Sequence[Measurement]) -> Sheet:
+        """The sums of rows, and where their parameters are."""
+        found = [sums(row) for row in rows]
+        where = {price: [self._at[price, (row.run.system, row.stack)] for row in rows] for price in _PRICES}
+        where |= {factor: [self._at[factor, row.run] for row in rows] for factor in _FACTORS}
+        return Sheet(
+            np.array([one.rounds for one in found]), np.array([one.reach for one in found]),
+            np.array([one.leaving for one in found]),
+            np.array([[one.sent, one.sent_loaded, one.merged, one.copied] for one in found]),
+            {name: np.array(index) for name, index in where.items()}, len(self._at),
+        )  # fmt: skip
+
+
+class Sheet(NamedTuple):
+    """Sums of several rows as columns."""
+
+    rounds: Any
+    reach: Any
+    leaving: Any
+    bytes: Any
+    where: dict[str, Any]
+    parameters: int
+
+    def log_times(self, parameters: Any) -> tuple[Any, Any]:
+        """Logarithms of microseconds, and their derivatives by the parameters."""
+        p = {name: parameters[index] for name, index in self.where.items()}
+        steps = [p[f"step {at}"] for at in range(len(STEPS))]
+        classes = np.exp(np.cumsum([np.zeros_like(steps[0]), *steps], axis=0)).T
+        per_class = self.rounds + p["hop"][:, None] * self.reach + p["leave"][:, None] * self.leaving
+        unit = np.exp(p["latency"] + p["round"])[:, None] * classes
+        latency = unit * per_class
+        state = np.exp(p["bytes"])
+        sent, loaded = (state * np.exp(p["sent"]) * self.bytes[:, column] for column in (0, 1))
+        merged = state * np.exp(p["merged"]) * self.bytes[:, 2]
+        copied = state * np.exp(p["copied"]) * self.bytes[:, 3]
+        call = np.exp(p["calls"] + p["call"])
+        travelled = sent + p["load"] * loaded
+        by = {
+            "round": latency.sum(1), "latency": latency.sum(1), "call": call, "calls": call,
+            "sent": travelled, "merged": merged, "copied": copied, "bytes": travelled + merged + copied,
+            "hop": (unit * self.reach).sum(1), "leave": (unit * self.leaving).sum(1), "load": loaded,
+        }  # fmt: skip
+        by |= {f"step {at}": latency[:, at + 1 :].sum(1) for at in range(len(STEPS))}
+        times = latency.sum(1) + call + travelled + merged + copied
+        slopes = np.zeros((len(times), self.parameters))
+        for name, part in by.items():
+            slopes[np.arange(len(times)), self.where[name]] += part / times
+        return np.log(times), slopes
+
+
+def resemblance(one: Run, other: Run) -> float:
+    """Correlation of two runs' factors."""
+    if one == other:
+        return 1.0
+    if one.system != other.system:
+        return 0.0
+    near = math.exp(-abs(math.log2(one.ranks / other.ranks)) / 2)
+    return 0.2 + 0.3 * near + 0.3 * near * (one.day == other.day) + 0.1 * (one.library == other.library)
