@@ -12,6 +12,7 @@ import numpy as np
 from treeattn import comm as comm_
 from treeattn import files, reference
 from treeattn.attention.shape import Shape, dtype_name
+from treeattn.attention.visibility import Visibility
 from treeattn.cli.console import Lines
 from treeattn.cli.rules import Rules
 from treeattn.errors import ArgumentError
@@ -63,6 +64,7 @@ class Problem:
         """Where tokens of this rank and queries stand, and what the rules have for each head."""
         tensors = self.file.tensors
         self.rules = replace(self.rules, alibi=tensors.get("alibi"), sink_logits=tensors.get("sink_logits"))
+        Visibility.of(self.shape.heads, **self.rules.planned())  # the oracle takes what fits by broadcasting
         positions = np.arange(self.tokens)
         if "positions" in tensors:
             positions = np.asarray(tensors["positions"])
