@@ -105,9 +105,10 @@ class ShardedCache:
 
     def owners(self, positions: Any) -> Any:
         """The ranks that these positions belong to, int64. Raises `ArgumentError` beyond the capacity."""
-        positions = np.asarray(positions)
+        positions = _whole_numbers("positions", positions)
         if positions.size and not (positions.min() >= 0 and positions.max() < self.capacity):
-            raise ArgumentError(f"position {int(positions.max())}: the cache has room for {self.capacity}")
+            outside = int(positions.min() if positions.min() < 0 else positions.max())
+            raise ArgumentError(f"position {outside}: the cache has room for {self.capacity}")
         found = np.zeros(positions.shape, np.int64)
         for rank, runs in enumerate(self._runs):
             found[runs.all_below(positions + 1) > runs.all_below(positions)] = rank
@@ -174,13 +175,11 @@ class ShardedCache:
 
         Raises `ArgumentError` for what is no path, or without `propose`; then nothing has changed.
         """
-        tree, rows = self._tree, np.asarray(path)
+        tree, rows = self._tree, _whole_numbers("path", path)
         if tree is None:
             raise ArgumentError("there are no drafts to commit: propose them first")
-        if rows.ndim != 2 or len(rows) != tree.batch or rows.dtype.kind not in "iu":
-            raise ArgumentError(
-                f"path is {rows.dtype} {list(rows.shape)}: slots, then -1, for each of {tree.batch} rows"
-            )
+        if rows.ndim != 2 or len(rows) != tree.batch:
+            raise ArgumentError(f"path is {list(rows.shape)}: slots, then -1, for each of {tree.batch} rows")
         paths = [tree.check_path(row, _until_minus_one(slots)) for row, slots in enumerate(rows)]
         counts = self._check_counts([len(slots) for slots in paths], rows.shape[1])
         for row, slots in enumerate(paths):
@@ -194,8 +193,8 @@ class ShardedCache:
         Raises `ArgumentError` for more tokens than there are.
         """
         if totals is not None:
-            totals = np.asarray(totals)
-            right = totals.shape == self.totals.shape and totals.dtype.kind in "iu"
+            totals = _whole_numbers("totals", totals)
+            right = totals.shape == self.totals.shape
             if not right or (totals < 0).any() or (totals > self.totals).any():
                 raise ArgumentError(
                     f"cannot go back to {totals.tolist()} tokens: from 0 to {self.totals.tolist()} are there"
@@ -233,8 +232,8 @@ class ShardedCache:
         return int(k.shape[1])
 
     def _check_counts(self, counts: Any, most: int) -> Any:
-        counts = np.full(len(self.totals), most) if counts is None else np.asarray(counts)
-        right = counts.shape == self.totals.shape and counts.dtype.kind in "iu"
+        counts = np.full(len(self.totals), most) if counts is None else _whole_numbers("counts", counts)
+        right = counts.shape == self.totals.shape
         if not right or (counts < 0).any() or (counts > most).any():
             raise ArgumentError(
                 f"counts {counts.tolist()}: {len(self.totals)} whole numbers from 0 to {most} are needed"
@@ -260,6 +259,17 @@ def _all_runs(layout: Any, capacity: int, size: int) -> list[Runs]:
             f"of {capacity} positions"
         )
     return [as_runs(np.flatnonzero(owners == rank)) for rank in range(size)]
+
+
+def _whole_numbers(name: str, given: Any) -> Any:
+    """As an array; one without elements is of any type. Raises `ArgumentError`."""
+    try:
+        array = np.asarray(given)
+    except ValueError as error:
+        raise ArgumentError(f"{name}: no array of whole numbers ({error})") from None
+    if array.dtype.kind not in "iu" and array.size:
+        raise ArgumentError(f"{name} of {array.dtype}: whole numbers are needed")
+    return array.astype(np.int64) if array.dtype.kind not in "iu" else array
 
 
 def _until_minus_one(slots: Any) -> Any:

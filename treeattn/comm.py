@@ -28,6 +28,7 @@ __all__ = [
     "Neighbours",
     "abort",
     "agree",
+    "as_told",
     "cuda_aware",
     "end_job",
     "intracomm",
@@ -109,10 +110,7 @@ class Agreement:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, Exception):
             return  # such as Ctrl-C: it ends this process, and so the job
-        problem, cause = error, error
-        if error is not None and not isinstance(error, TreeattnError):
-            named = isinstance(error, TypeError | ValueError | OverflowError)  # what arguments bring about
-            problem = (ArgumentError if named else TreeattnError)(f"{type(error).__name__}: {error}")
+        problem, cause = None if error is None else as_told(error), error
         mine = {} if error else self.equal
         with waiting.watched("what all ranks plan together"):
             views: list[Any] = self._comm.allgather((mine, problem, self.told))
@@ -130,6 +128,14 @@ class Agreement:
                     "the same"
                 )
         self.everywhere = [told for _, _, told in views]
+
+
+def as_told(error: Exception) -> TreeattnError:
+    """What other ranks are told of an error of this one."""
+    if isinstance(error, TreeattnError):
+        return error
+    named = isinstance(error, TypeError | ValueError | OverflowError)  # what arguments bring about
+    return (ArgumentError if named else TreeattnError)(f"{type(error).__name__}: {error}")
 
 
 def agree(comm: Intracomm, mine: Mapping[str, object], error: Exception | None = None) -> None:

@@ -8,7 +8,9 @@ with its traceback and fails the test on all; a rank that does not come back end
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 import time
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # ranks outnumber cores; before NumPy is loaded
@@ -41,6 +43,17 @@ def communicators(monkeypatch):
     monkeypatch.setattr(nccl, "version", lambda: (2, 30))
     monkeypatch.setattr(nccl, "connect", lambda *given: made.append(NcclOverMpi(*given)) or made[-1])
     return made
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """A temporary folder for each rank: pytest keeps the last three of all, and ranks that clean up the same
+    ones at the same time trip over one another."""
+    config.option.basetemp = tempfile.mkdtemp(prefix=f"treeattn-rank{WORLD.rank}-")
+
+
+def pytest_unconfigure(config):
+    shutil.rmtree(config.option.basetemp, ignore_errors=True)
 
 
 @pytest.hookimpl(trylast=True)

@@ -166,7 +166,10 @@ ROWS = np.zeros((1, 2, HEADS, DIM), np.float32)
         (lambda shard: shard.propose(ROWS, ROWS, TokenTree.chain([[1, 2]])), "at most drafts=1"),
         (lambda shard: shard.commit([[0]]), "propose them first"),
         (lambda shard: shard.rollback([1]), "from 0 to [0] are there"),
+        (lambda shard: shard.rollback([[1], [0, 1]]), "totals: no array of whole numbers"),
         (lambda shard: shard.owners([5]), "room for 5"),
+        (lambda shard: shard.owners([-1, 2]), "position -1"),
+        (lambda shard: shard.owners([0.5]), "positions of float64: whole numbers"),
     ],
 )
 def test_what_does_not_fit(call, words):
@@ -175,6 +178,15 @@ def test_what_does_not_fit(call, words):
         call(shard)
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_keeping_nothing_forgets_the_drafts():
+    (shard,) = caches(1, capacity=5, drafts=2)
+    shard.propose(ROWS, ROWS, TokenTree.chain([[1, 2]]))
+    shard.commit([[]])
+    assert shard.totals.tolist() == [0]
+    with pytest.raises(ArgumentError, match="propose them first"):
+        shard.commit([[0]])
 
 
 def test_a_path_that_is_none():
@@ -186,7 +198,8 @@ def test_a_path_that_is_none():
         ([[0, 1, 2]], "is no path of row 0"),
         ([[0, -1, 1]], "and then nothing but -1"),
         ([0], "for each of 1 rows"),
-        ([[0.0]], "path is float64"),
+        ([[0.0]], "path of float64: whole numbers"),
+        ([[0], [0, 1]], "path: no array of whole numbers"),
     ):
         with pytest.raises(ArgumentError) as raised:
             shard.commit(path)

@@ -25,8 +25,8 @@ from treeattn.decoder import device as devices
 from treeattn.decoder import executor as executors
 from treeattn.decoder import transport as transports
 from treeattn.decoder.device import Device
-from treeattn.decoder.plan import plan_reducer, select
-from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.decoder.plan import folding, plan_reducer
+from treeattn.errors import ArgumentError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -78,7 +78,7 @@ def merge(
         shape = step[0].shape
         parts = Parts(shape[:-1], shape[-1] if shape else 0, dtype_name(step[0], dtype))
         parts.check(*step, where.lse_dtypes)
-        return Settings(parts, _mergeable(scheme), base, bool(strict), where, transport, executor)
+        return Settings(parts, _folding(scheme), base, bool(strict), where, transport, executor)
 
     with Merger.of(comm, ask) as merger:
         return arrays.give(merger(*step), out)
@@ -175,7 +175,7 @@ class Merger:
         def ask() -> Settings:
             parts = Parts(tuple(lse_shape), head_dim, dtype)
             where = devices.find(device)
-            return Settings(parts, _mergeable(scheme), base, bool(strict), where, transport, executor)
+            return Settings(parts, _folding(scheme), base, bool(strict), where, transport, executor)
 
         self._plan(comm_.intracomm(comm), ask)
 
@@ -262,17 +262,5 @@ def _marked_otherwise(lse: Any) -> ArgumentError | None:
     )
 
 
-def _mergeable(scheme: str | Schedule) -> Selection:
-    """A scheme that merges finished parts. Raises `ScheduleError`, `RestrictionError`."""
-    selection = select(scheme)
-    if selection.row.scattered:
-        raise RestrictionError(
-            f"{selection.text} leaves each rank a slice of the result, and merge gives every rank all of it: "
-            "take another scheme, such as hierarchical"
-        )
-    if selection.row.fused:
-        raise RestrictionError(
-            f"{selection.text} attends while it communicates, so it cannot merge parts that are finished: "
-            "take another scheme, such as hierarchical"
-        )
-    return selection
+def _folding(scheme: str | Schedule) -> Selection:
+    return folding(scheme, "merge folds finished parts and gives every rank all of the result")

@@ -37,6 +37,7 @@ __all__ = [
     "CATALOG",
     "Buffers",
     "Plan",
+    "folding",
     "make_known",
     "plan",
     "plan_reducer",
@@ -65,6 +66,20 @@ def select(scheme: str | Schedule) -> Selection:
     if isinstance(scheme, str) and (chosen := auto.selection(scheme)) is not None:
         return chosen
     return catalog.select(_own.get(scheme, scheme) if isinstance(scheme, str) else scheme, CATALOG)
+
+
+def folding(scheme: str | Schedule, because: str) -> Selection:
+    """`select` for those who bring finished records and want all of them folded on every rank.
+
+    because: what an error says of why. Raises `ScheduleError`, `RestrictionError`.
+    """
+    selection = select(scheme)
+    if selection.row.scattered or selection.row.fused:
+        does = "attends while it communicates" if selection.row.fused else "leaves each rank a slice of heads"
+        raise RestrictionError(
+            f"{selection.text} {does}, and {because}: take another scheme, such as hierarchical"
+        )
+    return selection
 
 
 class Buffers:

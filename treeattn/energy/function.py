@@ -161,19 +161,20 @@ def log_likelihood(
     """
     comm = comm_.intracomm(comm)
     with comm_.Agreement(comm):
-        products = _products(zeta, z, dtype)
+        products = _products(zeta, z, q, dtype)
     options = Options(comm, scheme, scale, lengths, causal, positions, q_positions, dtype)
     energy = reduce(zeta, q, k, v, options, _Nothing()).lse
     return arrays.in_kind((products - energy).astype(energy.dtype), q)
 
 
-def _products(zeta: Any, z: Any, dtype: str | None) -> Any:
+def _products(zeta: Any, z: Any, q: Any, dtype: str | None) -> Any:
     """zeta.z of each query head, float64 [batch, heads, queries]; 0 without a zeta."""
     z = arrays.on_host("z", z) if arrays.device_of("z", z) == "cpu" else z
     z = tensor("z", z, dtype if z.dtype == np.uint16 else None)
-    given = z if zeta is None else tensor("zeta", zeta, dtype)
+    given = tensor("q", q, dtype) if zeta is None else tensor("zeta", zeta, dtype)
     if given.shape != z.shape:
-        raise ArgumentError(f"z has shape {list(z.shape)}, expected {list(given.shape)}, as zeta has")
+        like = "q" if zeta is None else "zeta"
+        raise ArgumentError(f"z has shape {list(z.shape)}, expected {list(given.shape)}, as {like} has")
     if zeta is None:
         return np.zeros((z.shape[0], z.shape[2], z.shape[1]))
     return (given.astype(np.float64) * z.astype(np.float64)).sum(axis=-1).transpose(0, 2, 1)

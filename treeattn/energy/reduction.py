@@ -17,19 +17,20 @@ from treeattn import partial
 from treeattn.attention import arrays
 from treeattn.attention.shape import Shape, as_tensor, dtype_name
 from treeattn.attention.visibility import Visibility
-from treeattn.collectives.catalog import Selection
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import device as devices
-from treeattn.decoder.plan import plan_reducer, select
+from treeattn.decoder.plan import folding, plan_reducer
 from treeattn.decoder.request import Request
 from treeattn.decoder.sight import Sight, Stated, Told, agree
 from treeattn.energy.shard import Features, Shard, records
-from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.errors import ArgumentError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 __all__ = ["Averages", "Options", "Statistic", "reduce", "tensor"]
+
+_BECAUSE = "an energy is a sum over all keys on every rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ def _ask(zeta: Any, q: Any, k: Any, v: Any, options: Options) -> _Asked:
     lengths = np.full(shape.batch, k.shape[1]) if options.lengths is None else options.lengths
     lengths = shape.check_lengths(lengths, k.shape[1])
     request = Request(
-        *(shape, _whole(options.scheme), options.scale, devices.find("cpu"), None, "replicated"),
+        *(shape, folding(options.scheme, _BECAUSE), options.scale, devices.find("cpu"), None, "replicated"),
         rules=Visibility.of(heads, causal=options.causal),
         stated=Stated(options.positions, tuple(lengths.tolist())),
     )
@@ -144,18 +145,6 @@ def tensor(name: str, array: Any, dtype: str | None) -> Any:
     if arrays.device_of(name, array) != "cpu":
         raise ArgumentError(f"{name} lies on a GPU: energies are computed on the processor, so move it there")
     return as_tensor(name, arrays.on_host(name, array), dtype)
-
-
-def _whole(scheme: str | Schedule) -> Selection:
-    """A scheme that folds records and leaves them on every rank. Raises `ScheduleError`."""
-    selection = select(scheme)
-    if selection.row.scattered or selection.row.fused:
-        does = "attends while it communicates" if selection.row.fused else "leaves each rank a slice of heads"
-        raise RestrictionError(
-            f"{selection.text} {does}, and an energy is a sum over all keys on every rank: take another "
-            "scheme, such as hierarchical"
-        )
-    return selection
 
 
 def _intervals(asked: _Asked, places: Sequence[Told], comm: Intracomm) -> Any:

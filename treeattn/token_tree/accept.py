@@ -142,6 +142,12 @@ def accept_speculative(
             raise ArgumentError("first and draft_first go together: roots that are drafts were drawn")
         target = _distributions(tree, probabilities, first)
         draft = _distributions(tree, draft_probabilities, draft_first, "draft_", inner_only=True)
+        sizes = np.shape(probabilities)[-1], np.shape(draft_probabilities)[-1]
+        if sizes[0] != sizes[1]:
+            raise ArgumentError(
+                f"probabilities are over {sizes[0]} tokens, draft_probabilities over {sizes[1]}: one "
+                "vocabulary is needed, in which what the drafter does not know has draft probability 0"
+            )
 
         def step(row: int, node: int) -> Walk:
             p, q = target(row, node), None
@@ -217,15 +223,17 @@ def _decided(comm: Intracomm | None, decide: Callable[[], list[Walk]]) -> Accept
     """What rank 0 decides, or its error, on every rank."""
     comm = comm_.intracomm(comm)
     told: Accepted | TreeattnError | None = None
+    cause: Exception | None = None
     if comm.rank == 0:
         try:
             told = _accepted(decide())
-        except TreeattnError as error:
-            told = error
+        except Exception as error:  # whatever it is, the others wait for this rank
+            told = comm_.as_told(error)
+            cause = None if told is error else error
     with waiting.watched("what rank 0 accepts"):
         told = comm.bcast(told)
     if not isinstance(told, Accepted):
-        raise told or TreeattnError("rank 0 decided nothing")
+        raise (told or TreeattnError("rank 0 decided nothing")) from cause
     return told
 
 

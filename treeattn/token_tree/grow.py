@@ -13,7 +13,7 @@ from treeattn.errors import ArgumentError
 if TYPE_CHECKING:
     from treeattn.token_tree.tree import TokenTree
 
-__all__ = ["Fields", "along_paths", "pruned", "real", "sorted_by_parents", "united"]
+__all__ = ["Fields", "along_paths", "integers", "pruned", "real", "sorted_by_parents", "united"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -35,7 +35,7 @@ def real(lengths: Array, nodes: int) -> Array:
 
 def sorted_by_parents(tokens: Any, parents: Any, lengths: Any) -> Fields:
     """See `TokenTree.from_parents`."""
-    tokens, parents = _integers("tokens", tokens), _integers("parents", parents)
+    tokens, parents = integers("tokens", tokens), integers("parents", parents)
     if tokens.ndim != 2 or tokens.shape != parents.shape or 0 in tokens.shape:
         raise ArgumentError(
             f"tokens {list(tokens.shape)} and parents {list(parents.shape)}: both are [batch, nodes]"
@@ -98,6 +98,8 @@ def _batch_of_paths(paths: Sequence[Any]) -> list[list[list[int]]]:
             raise ArgumentError(f"row {row} has no path with a token in it")
         if not all(isinstance(t, int | np.integer) and not isinstance(t, bool) for p in given for t in p):
             raise ArgumentError(f"row {row}: a path holds token ids, which are integers")
+        if not all(-(2**63) <= t < 2**63 for p in given for t in p):
+            raise ArgumentError(f"row {row}: a token id lies beyond int64")
     if not deep:
         raise ArgumentError("no paths: give a list of them for each row of the batch")
     return deep
@@ -145,13 +147,28 @@ def united(trees: Sequence[TokenTree]) -> Fields:
         rows.append(_trie(row, paths))
     nodes = max(1, *(len(tokens) for tokens, _, _ in rows))
     shape = len(rows), nodes
-    tokens = np.zeros(shape, np.result_type(*(tree.tokens for tree in trees)))
+    tokens = np.zeros(shape, _common_integers(trees))
     parents, lengths = np.full(shape, -1), np.array([len(ids) for ids, _, _ in rows])
     unpack_map = np.array([[path[-1] if path else -1 for path in slots] for _, _, slots in rows])
     for row, (ids, above, _) in enumerate(rows):
         tokens[row, : len(ids)], parents[row, : len(ids)] = ids, above
     fields = _kept(tokens, parents, [list(range(length)) for length in lengths])
     return fields._replace(origin=_first_places(unpack_map, lengths, nodes), unpack_map=unpack_map)
+
+
+def _common_integers(trees: Sequence[TokenTree]) -> np.dtype[Any]:
+    """A type that holds the tokens of all; NumPy makes floats of uint64 beside int64.
+
+    Raises `ArgumentError` where there is none.
+    """
+    found = np.result_type(*(tree.tokens.dtype for tree in trees))
+    if found.kind in "iu":
+        return found
+    least = min(int(tree.tokens.min()) for tree in trees)
+    most = max(int(tree.tokens.max()) for tree in trees)
+    if least < 0 and most >= 2**63:
+        raise ArgumentError(f"no type of integers holds both token {least} and token {most}")
+    return np.dtype(np.int64 if most < 2**63 else np.uint64)
 
 
 def _words(tree: TokenTree, row: int, slot: int) -> list[int]:
@@ -161,7 +178,10 @@ def _words(tree: TokenTree, row: int, slot: int) -> list[int]:
 
 def pruned(tree: TokenTree, scores: Any, budget: int) -> Fields:
     """See `TokenTree.prune`."""
-    scores = np.asarray(scores, np.float64)
+    try:
+        scores = np.asarray(scores, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"scores are no numbers ({error})") from None
     if scores.shape != tree.tokens.shape or np.isnan(scores[tree.real]).any():
         raise ArgumentError(
             f"scores {list(scores.shape)}: numbers {list(tree.tokens.shape)} are needed, and no NaN"
@@ -199,7 +219,8 @@ def _kept(tokens: Array, parents: Array, orders: Sequence[Sequence[int]], nodes:
     )
 
 
-def _integers(name: str, array: Any) -> Array:
+def integers(name: str, array: Any) -> Array:
+    """`array` as one of integers. Raises `ArgumentError`."""
     try:
         array = np.asarray(array)
     except ValueError as error:
@@ -212,7 +233,7 @@ def _integers(name: str, array: Any) -> Array:
 def _lengths(lengths: Any, batch: int, nodes: int) -> Array:
     if lengths is None:
         return np.full(batch, nodes)
-    lengths = _integers("lengths", lengths)
+    lengths = integers("lengths", lengths)
     if lengths.shape != (batch,) or (lengths < 0).any() or (lengths > nodes).any():
         raise ArgumentError(
             f"lengths {lengths.tolist()}: one for each of {batch} rows, from 0 to {nodes} nodes"

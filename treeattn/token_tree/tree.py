@@ -88,7 +88,7 @@ class TokenTree:
     @classmethod
     def chain(cls, tokens: Any, lengths: Any = None) -> TokenTree:
         """The tree of one path: each of the tokens [batch, L] follows the one before it."""
-        tokens = np.asarray(tokens)
+        tokens = grow.integers("tokens", tokens)
         parents = np.broadcast_to(np.arange(-1, tokens.shape[-1] - 1), tokens.shape) if tokens.ndim else 0
         return cls.from_parents(tokens, parents, lengths)
 

@@ -21,9 +21,9 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder
 from treeattn.decoder import device as devices
 from treeattn.decoder.device import Device
-from treeattn.decoder.plan import select
+from treeattn.decoder.plan import folding
 from treeattn.decoder.projection import Projection
-from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.errors import ArgumentError
 from treeattn.token_tree.owners import check_owner, draft_owners
 from treeattn.token_tree.tree import TokenTree
 
@@ -142,12 +142,7 @@ class Verifier:
         comm = comm_.intracomm(comm)
         with comm_.Agreement(comm) as agreed:
             agreed.equal = {"owner": check_owner(owner)}
-            row = select(scheme).row
-            if row.fused:
-                raise RestrictionError(
-                    f"{row.name} attends while it communicates, so records of drafts cannot join those of "
-                    "the context: take another scheme, such as hierarchical"
-                )
+            folding(scheme, "drafts join the records of the context before a reduction to every rank")
             self.shape = Shape(batch, nodes, heads, kv_heads, head_dim, dtype)
             self._device = devices.find(device)
             self._device.check_shape(self.shape)
@@ -194,6 +189,7 @@ class Verifier:
         Raises `ArgumentError` for arrays that do not fit the plan, on one rank alone as a `Decoder` does.
         """
         q, k, v, draft_k, draft_v = self._containers.take(q, k, v, draft_k, draft_v, names=_NAMES)
+        _check_tree(tree)
         owners = draft_owners(self.owner if owner is None else owner, tree, self._size, shard_lengths)
         _check_drafts(self.shape, tree, draft_k, draft_v)
         self.decoder.local(q, k, v, lengths)
@@ -261,8 +257,7 @@ class _Drafts:
 def _shape(tree: TokenTree, given: list[Any]) -> Shape:
     """Of a step whose arrays fit each other and the tree. Raises `ArgumentError`."""
     q, k, v, draft_k, draft_v = given
-    if not isinstance(tree, TokenTree):
-        raise ArgumentError(f"tree is a {type(tree).__name__}: a treeattn.token_tree.TokenTree is needed")
+    _check_tree(tree)
     elements = dtype_name(q, "bfloat16" if q.dtype == np.uint16 else None)
     shape = Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], elements)
     shape.check_query(q)
@@ -270,6 +265,11 @@ def _shape(tree: TokenTree, given: list[Any]) -> Shape:
     _check_drafts(shape, tree, draft_k, draft_v)
     shape.check_cache(draft_k, draft_v)
     return shape
+
+
+def _check_tree(tree: Any) -> None:
+    if not isinstance(tree, TokenTree):
+        raise ArgumentError(f"tree is a {type(tree).__name__}: a treeattn.token_tree.TokenTree is needed")
 
 
 def _check_drafts(shape: Shape, tree: TokenTree, draft_k: Any, draft_v: Any) -> None:

@@ -440,6 +440,10 @@ BAD = {
         lambda: energy.log_likelihood(ZETA, Q[:1], Q, K, V),
         r"z has shape \[1, 3, 4, 8\], expected \[2, 3, 4, 8\]",
     ),
+    "z of another batch, without zeta": (
+        lambda: energy.log_likelihood(None, Q[:1], Q, K, V),
+        r"z has shape \[1, 3, 4, 8\], expected \[2, 3, 4, 8\], as q has",
+    ),
     "z of whole numbers": (lambda: energy.log_likelihood(ZETA, Q.astype(int), Q, K, V), "arrays of int64"),
     "no dimension": (lambda: energy.moments(Q, K, V, covariance=[8]), r"covariance=\[8\]: True, or distinct"),
     "a dimension twice": (lambda: energy.moments(Q, K, V, covariance=[1, 1]), "distinct dimensions"),

@@ -218,6 +218,7 @@ ONES = np.full((1, 2, 4), 0.25)
         (lambda: accept_speculative(CHAIN, ONES, ONES, None, first=ONES[:, 0]), "go together"),
         (lambda: accept_speculative(CHAIN, ONES, ONES * 3, None), "draft_probabilities are no prob"),
         (lambda: accept_speculative(CHAIN, ONES, np.eye(4)[[[0, 0]]], None), "cannot have drawn"),
+        (lambda: accept_speculative(CHAIN, ONES, np.full((1, 2, 8), 0.125), None), "over 8: one vocabulary"),
     ],
 )
 def test_what_cannot_be_judged(call, words):

@@ -191,7 +191,15 @@ def test_arrays_of_a_tree_are_not_written():
         tree.parents[0, 0] = 1
 
 
+def test_a_union_of_unsigned_and_signed_tokens_is_of_integers():
+    both = TokenTree.chain([[1, 2]]).union(TokenTree.chain(np.array([[1, 2**53 + 1]], np.uint64)))
+    assert both.tokens.dtype == np.int64
+    assert both.tokens.tolist() == [[1, 2, 2**53 + 1]]
+    assert CHAIN.union(BEYOND_INT64).tokens.tolist() == [[1, 2, 3, 2**63]]
+
+
 CHAIN = TokenTree.chain([[1, 2, 3]])
+BEYOND_INT64 = TokenTree.chain(np.array([[2**63]], np.uint64))
 
 
 @pytest.mark.parametrize(
@@ -211,11 +219,15 @@ CHAIN = TokenTree.chain([[1, 2, 3]])
         (lambda: TokenTree.from_parents(np.zeros((1, 0), int), np.zeros((1, 0), int)), "both are"),
         (lambda: TokenTree.from_beams(np.zeros((1, 1, 1))), "float64: token ids are integers"),
         (lambda: TokenTree.from_paths([[1, "a"]]), "integers"),
+        (lambda: TokenTree.from_paths([[1, 2**63]]), "beyond int64"),
         (lambda: TokenTree.from_paths([]), "no paths"),
+        (lambda: TokenTree.chain([[1], [2, 3]]), "rows of equal length"),
+        (lambda: TokenTree.chain([[-1]]).union(BEYOND_INT64), "holds both token -1 and"),
         (lambda: TokenTree.from_paths([[[]]]), "no path with a token"),
         (lambda: TokenTree.from_paths([1, 2]), "lists of token ids"),
         (lambda: CHAIN.prune([[1.0, 2.0]], 1), "numbers [1, 3] are needed"),
         (lambda: CHAIN.prune([[1.0, np.nan, 0]], 1), "no NaN"),
+        (lambda: CHAIN.prune([["a", "b", "c"]], 1), "scores are no numbers"),
         (lambda: CHAIN.prune([[1.0, 2.0, 0]], 0), "at least 1"),
         (lambda: CHAIN.prune([[1.0, 2.0, 0]], 1.5), "at least 1"),
         (lambda: CHAIN.union(TokenTree.chain([[1], [2]])), "only those of one batch"),
