@@ -124,6 +124,8 @@ def test_a_mask_may_come_to_a_decoder_without_rules(comm):
         (lambda rank, size: {"window": (rank, 0)}, "what a query may see"),
         (lambda rank, size: {"positions": f"sizes={size}" + (size - 1) * ",0"}, "gives rank"),
         (lambda rank, size: {"positions": "zigzag" if rank else "interleaved"}, "layout of positions"),
+        (lambda rank, size: {"q_positions": [rank]}, "q_positions"),
+        (lambda rank, size: {"q_positions": [0]} if rank else {}, "q_positions"),
     ],
 )  # fmt: skip
 def test_what_ranks_say_together_cannot_be(comm, changed, message):

@@ -8,6 +8,7 @@ chosen schedule, and every rank divides. Exact whatever the schedule, the shardi
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -149,10 +150,11 @@ def decode(
         step = query, *ours, where.lengths(shape, lengths, ours[0].shape[1])
         tables = Sight(rules, shape).tables()
         tables.try_out(ours[0].shape[1], where.host_lengths(lengths), q_positions, mask, draft_positions)
+        stands = None if q_positions is None else _named(tables.q_positions)
         return Request(
             *(shape, select(scheme), scale, where, transport, output, q_root, executor),
             rules=rules,
-            stated=Stated(positions, tuple(tables.draft_begins.tolist())),
+            stated=Stated(positions, tuple(tables.draft_begins.tolist()), stands),
             masked=mask is not None,
         )
 
@@ -163,6 +165,11 @@ def decode(
     with Decoder.of(comm, plan(comm, ask)) as decoder:
         seen = {"q_positions": q_positions, "mask": mask, "draft_positions": draft_positions}
         return arrays.give(decoder(*step, **seen), like)
+
+
+def _named(positions: Any) -> str:
+    """A few of them, and a digest of all."""
+    return f"{positions.tolist()!r:.60} ({hashlib.sha256(positions.tobytes()).hexdigest()[:8]})"
 
 
 def _broadcast_query(

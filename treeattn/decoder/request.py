@@ -57,6 +57,7 @@ class Request:
             "output": self.output,
             "what a query may see": self.rules,
             "the layout of positions": self.stated.layout,
+            "q_positions": self.stated.stands,
             "project": self.project and self.project.digest,
         }
 

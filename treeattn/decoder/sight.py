@@ -21,11 +21,12 @@ class Stated(NamedTuple):
     """What a rank says of its tokens at planning.
 
     positions: as ``positions=`` was given. valid: tokens of each sequence, drafts not counted, [batch] or one
-    for all; None where arrays come later.
+    for all; None where arrays come later. stands: where queries do: equal on ranks for which they are.
     """
 
     positions: Any = None
     valid: tuple[int, ...] | None = None
+    stands: str | None = None
 
     @property
     def layout(self) -> Layout | None:
