@@ -235,6 +235,7 @@ def test_doctor_says_what_open_mpi_wants_of_root(tmp_path, monkeypatch, told):
     launcher.write_text(OPEN_MPI)
     launcher.chmod(0o755)
     monkeypatch.setattr(doctor.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(doctor, "_started", lambda: doctor.Finding("this job", "ok", "one process"))
     monkeypatch.setattr(comm, "mpi", lambda: None)
     monkeypatch.setattr(comm, "library_version", lambda: "Open MPI v5.0.7")
     monkeypatch.setattr(probe, "launcher", lambda: str(launcher))

@@ -305,7 +305,8 @@ assert UNALIGNED.ctypes.data % 16
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"q": np.zeros((1, 1, 2, 72), np.float32)}, ArgumentError, "q has shape"),
+        ({"q": np.zeros((1, 1, 3, 64), np.float32)}, ArgumentError, "q has shape"),
+        ({"q": np.zeros((1, 1, 2, 72), np.float32)}, ArgumentError, r"kv_heads, head_dim\] = .* 72\]"),
         ({"k": np.zeros((1, 9, 2, 64), np.float16)}, ArgumentError, "k is float16 but v is float32"),
         ({"k": np.zeros((1, 9, 2, 64), np.float64)}, ArgumentError, "device='cpu'"),
         (
