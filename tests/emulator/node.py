@@ -3,7 +3,7 @@ that pulls."""
 
 from __future__ import annotations
 
-import collections
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -46,7 +46,10 @@ class Node:
         operators = [cuda.MergeOperator(head_dim, runtime=runtime) for runtime in self.runtimes]
         self.programs = [pulls.plan(schedule, proof, rank, records, group, nodes) for rank in ranks]
         self._early = early
-        self._mail: dict[tuple[int, int], queue.Queue[Array]] = collections.defaultdict(queue.Queue)
+        # All at once: made when two threads first ask, one of them would write to a queue that nobody reads.
+        self._mail: dict[tuple[int, int], queue.Queue[Array]] = {
+            pair: queue.Queue() for pair in itertools.product(ranks, ranks)
+        }
         self.buffers = [np.zeros((records, head_dim + 2), np.float32) for _ in ranks]
         exposed = [
             runtime.expose(operator.window_bytes(program))
