@@ -157,6 +157,14 @@ def test_what_is_wrong_on_one_rank_alone_is_raised_by_all(comm, wrong, message):
         treeattn.decode(one, one, one, comm=comm, **given | (wrong if comm.rank == comm.size - 1 else {}))
 
 
+def test_positions_of_some_ranks_alone_are_refused_by_all_without_a_rule_too(comm):
+    if comm.size == 1:
+        pytest.skip("one rank cannot contradict itself")
+    one = np.ones((1, 1, 1, 8), np.float32)
+    with pytest.raises(ArgumentError, match="whether positions are known differs"):
+        treeattn.decode(one, one, one, comm=comm, positions=[comm.rank] if comm.rank else None)
+
+
 def test_a_hole_between_blocks_is_named(comm):
     if comm.size == 1:
         pytest.skip("one rank has no next one")

@@ -78,12 +78,15 @@ def command(
     comm_.agree(world, {"the command line": [*options, prefill, layout, ignore_eos, repeat]})
 
     def opened() -> tuple[Llama, Tokenizer | None, list[int], Any]:
-        write = files.output_writer(json_path if world.rank == 0 else None)
+        """Text is rank 0's business."""
         model = Llama(directory)
+        if world.rank:
+            return model, None, [], None
         tokenizer, tokens = _prompt(directory, model, sources, seed)
-        return model, tokenizer, _cut(tokens, prompt_tokens), write
+        return model, tokenizer, _cut(tokens, prompt_tokens), files.output_writer(json_path)
 
     model, tokenizer, tokens, write = comm_.together(world, opened)
+    tokens = world.bcast(tokens)
     threads = share_cores(world)
     settings = {
         "capacity": len(tokens) + max_new_tokens,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-from dataclasses import asdict
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -169,18 +168,10 @@ class Drafts:
 
 def _measure(world: Any, drafts: Drafts, oracle: Any, scheme: str, repeat: int) -> dict[str, Any]:
     """One scheme: plan, first step, timed steps, verdicts. Collective."""
-    problem, shape = drafts.problem, drafts.shape
+    problem, shape = drafts.problem, drafts.shape.plain
+    nodes = shape.pop("queries")
     with Verifier(
-        world,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        nodes=shape.queries,
-        batch=shape.batch,
-        dtype=shape.dtype,
-        scheme=scheme,
-        scale=problem.scale,
-        owner=drafts.owners,
+        world, nodes=nodes, **shape, scheme=scheme, scale=problem.scale, owner=drafts.owners
     ) as verifier:
         step = (drafts.q, problem.k, problem.v, drafts.draft_k, drafts.draft_v, drafts.tree, problem.lengths)
         say, times = Lines(world.rank == 0), []
@@ -216,7 +207,7 @@ def _summary(
         "tokens": drafts.problem.tokens,
         "layout": str(drafts.problem.layout),
         "scale": drafts.problem.scale,
-        "shape": asdict(drafts.shape),
+        "shape": drafts.shape.plain,
         "nodes": drafts.tree.lengths.tolist(),
         "owner": drafts.owners if isinstance(drafts.owners, str) else "owners of the file",
         "results": [{name: value for name, value in row.items() if name != "arrays"} for row in rows],

@@ -148,13 +148,16 @@ def decode(
             sink_logits=sink_logits,
         )
         step = query, *ours, where.lengths(shape, lengths, ours[0].shape[1])
-        tables = Sight(rules, shape).tables()
-        tables.try_out(ours[0].shape[1], where.host_lengths(lengths), q_positions, mask, draft_positions)
-        stands = None if q_positions is None else _named(tables.q_positions)
+        stated = Stated()
+        if rules.rules or any(one is not None for one in (positions, q_positions, mask, draft_positions)):
+            tables, tokens = Sight(rules, shape).tables(), ours[0].shape[1]
+            tables.try_out(tokens, where.host_lengths(lengths), q_positions, mask, draft_positions)
+            stands = None if q_positions is None else _named(tables.q_positions)
+            stated = Stated(positions, tuple(tables.draft_begins.tolist()), stands)
         return Request(
             *(shape, select(scheme), scale, where, transport, output, q_root, executor),
             rules=rules,
-            stated=Stated(positions, tuple(tables.draft_begins.tolist()), stands),
+            stated=stated,
             masked=mask is not None,
         )
 

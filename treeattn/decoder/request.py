@@ -56,6 +56,7 @@ class Request:
             "groups": pipeline.check_groups(self.groups, self.shape),
             "output": self.output,
             "what a query may see": self.rules,
+            "whether positions are known": self.asks_positions,  # where ranks then exchange them
             "the layout of positions": self.stated.layout,
             "q_positions": self.stated.stands,
             "project": self.project and self.project.digest,
@@ -130,19 +131,21 @@ def _check_groups(request: Request) -> None:
 
 def _check_rules(request: Request) -> None:
     """Raise `RestrictionError` where attention happens in a place of no rules, one type and one width."""
-    if request.scheme.row.fused and request.shape.v_dim != request.shape.head_dim:
+    fused = request.scheme.row.fused
+    if fused and request.shape.v_dim != request.shape.head_dim:
         raise RestrictionError(
             f"{request.scheme.text} attends while it communicates, to keys and values of one width: "
             "v_dim needs another scheme"
         )
+    if not fused and request.groups == 1:
+        return
+    what = request.scheme.text if fused else "a step by groups of heads"
     rules = request.rules.rules + ("mask",) * request.masked
-    if rules and (request.scheme.row.fused or request.groups != 1):
-        what = request.scheme.text if request.scheme.row.fused else "a step by groups of heads"
+    if rules:
         raise RestrictionError(
             f"{what} lets every query see every token: {', '.join(rules)} need another scheme, and groups=1"
         )
-    if request.shape.mixed and (request.scheme.row.fused or request.groups != 1):
-        what = request.scheme.text if request.scheme.row.fused else "a step by groups of heads"
+    if request.shape.mixed:
         raise RestrictionError(
             f"{what} takes q, k and v of one type: a cache of {request.shape.kv_dtype} under queries of "
             f"{request.shape.dtype} needs another scheme, and groups=1"

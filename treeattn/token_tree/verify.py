@@ -92,14 +92,11 @@ def verify(
             **{name: _digest(where, given[_NAMES.index(name)], tree) for name in ("q", "draft_k", "draft_v")},
         }
         agreed.told = valid.tolist()
+    planned = shape.plain
     with Verifier(
         comm,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        nodes=shape.queries,
-        batch=shape.batch,
-        dtype=shape.dtype,
+        nodes=planned.pop("queries"),
+        **planned,
         scheme=scheme,
         scale=scale,
         device=where.name,

@@ -19,11 +19,24 @@ def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if name == "numpy":
         monkeypatch.setattr(kernels, "loaded", lambda: (None, "not wanted"))
         return name
-    if name not in compile.available_isas():
-        pytest.skip(f"this processor has no {name}")
+    take(name, monkeypatch)
+    return name
+
+
+@pytest.fixture(params=compile.ISA_FLAGS)
+def each_isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every build that this processor can run."""
+    name: str = request.param
+    take(name, monkeypatch)
+    return name
+
+
+def take(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let kernels be of this build, or skip the test with the reason."""
+    if isa not in compile.available_isas():
+        pytest.skip(f"this processor has no {isa}")
     try:
-        compile.library(name)
+        compile.library(isa)
     except BackendError as error:
         pytest.skip(str(error))
-    monkeypatch.setenv("TREEATTN_ISA", name)
-    return name
+    monkeypatch.setenv("TREEATTN_ISA", isa)

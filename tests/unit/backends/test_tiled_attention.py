@@ -12,24 +12,9 @@ from treeattn import reference
 from treeattn.attention.positions import Runs
 from treeattn.attention.visibility import Visibility, Visible
 from treeattn.backends import cpu
-from treeattn.backends.cpu import compile
-from treeattn.errors import BackendError
 
 Array = np.ndarray[Any, Any]
 TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-
-
-@pytest.fixture(params=compile.ISA_FLAGS)
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    name: str = request.param
-    if name not in compile.available_isas():
-        pytest.skip(f"this processor has no {name}")
-    try:
-        compile.library(name)
-    except BackendError as error:
-        pytest.skip(str(error))
-    monkeypatch.setenv("TREEATTN_ISA", name)
-    return name
 
 
 def inputs(
@@ -75,7 +60,7 @@ def assert_exact(got: tuple[Array, Array], *arrays: Array, scale: float = 0.2, *
         (1, 40, 1, 1, 8, 49), (1, 35, 1, 1, 200, 0), (1, 9, 8, 2, 256, 1), (1, 11, 7, 1, 72, 96),
     ],
 )  # fmt: skip
-@pytest.mark.usefixtures("isa")
+@pytest.mark.usefixtures("each_isa")
 def test_exact(shape: tuple[int, int, int, int, int, int], dtype: str) -> None:
     q, k, v = inputs(shape, dtype, sum(shape))
     lengths = np.array([shape[5] // (b + 1) for b in range(shape[0])])
@@ -88,7 +73,7 @@ def test_exact(shape: tuple[int, int, int, int, int, int], dtype: str) -> None:
             assert np.array_equal(ours, theirs)
 
 
-@pytest.mark.usefixtures("isa")
+@pytest.mark.usefixtures("each_isa")
 def test_exact_where_equal_terms_round_alike() -> None:
     q, k, v = inputs((1, 33, 1, 1, 256, 3000))
     q[...], k[...], v[...] = 1.1, 1.3, 0.7
@@ -136,7 +121,7 @@ def visible_case(
 
 @pytest.mark.parametrize("rules", RULES, ids=str)
 @pytest.mark.parametrize("shape", [(2, 70, 4, 2, 40, 1300), (1, 17, 2, 1, 16, 150), (2, 300, 1, 1, 8, 211)])
-@pytest.mark.usefixtures("isa")
+@pytest.mark.usefixtures("each_isa")
 def test_exact_for_what_is_visible(rules: dict[str, Any], shape: tuple[int, int, int, int, int, int]) -> None:
     visible, oracle, _ = visible_case(rules, shape, len(str(rules)))
     q, k, v = inputs(shape, "bfloat16")
@@ -151,7 +136,7 @@ def test_exact_for_what_is_visible(rules: dict[str, Any], shape: tuple[int, int,
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.usefixtures("isa")
+@pytest.mark.usefixtures("each_isa")
 def test_a_row_is_not_touched_by_what_others_see(bad: float) -> None:
     shape = (1, 200, 2, 2, 24, 200)
     visible = Visible(Visibility(causal=True), 1, 200)
@@ -165,7 +150,7 @@ def test_a_row_is_not_touched_by_what_others_see(bad: float) -> None:
     assert not np.isfinite(out[:, 120:, :, 5]).any()
 
 
-@pytest.mark.usefixtures("isa")
+@pytest.mark.usefixtures("each_isa")
 def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     visible, _, lengths = visible_case({"window": (200, 0), "leading": 5}, (1, 300, 1, 1, 32, 1500), 3)
     q, k, v = inputs((1, 300, 1, 1, 32, 1500), "float16")
@@ -178,7 +163,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
         assert np.array_equal(part_lse, lse[..., chosen])
 
 
-@pytest.mark.usefixtures("isa")
+@pytest.mark.usefixtures("each_isa")
 def test_distances_of_a_query_far_from_all_it_sees() -> None:
     visible = Visible(Visibility(slopes=(0.5, 0.01)), 1, 33)
     visible.look(Runs([(0, 1, 300)]), 300, q_positions=np.full(33, 10_000_000))
