@@ -353,6 +353,8 @@ class Decoder:
             raise RestrictionError(
                 f"a captured step finds no intervals anew: {', '.join(self._sight.rules.rules)} need a call"
             )
+        if self.shape.page_size is not None:
+            raise RestrictionError("a captured step takes no block table: call the decoder of a paged cache")
         stream = self._device.stream
         if stream is None:
             raise BackendError("a captured step is a CUDA graph: it needs device='cuda'")
