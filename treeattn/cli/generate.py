@@ -90,6 +90,7 @@ def command(
     options = [directory, *sources.values(), prompt_tokens, max_new_tokens, decode, scheme, weights]
     options += [draft, draft_model, draft_tokens, prefill, layout, seed, ignore_eos, repeat]
     comm_.agree(world, {"the command line": list(map(str, options))})
+    threads = share_cores(world)
     if weights == "sharded":
         model = Llama(directory, world)
     else:
@@ -113,7 +114,6 @@ def command(
         "layout": layout,
         "drafts": draft_tokens + 1 if draft or draft_model else 0,
     }
-    threads = share_cores(world)
     stop = () if ignore_eos else model.config.eos
     runs = []
     for turn in range(repeat):

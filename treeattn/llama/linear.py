@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from treeattn.backends.cpu import PlannedProduct
 from treeattn.shards import block
 
 if TYPE_CHECKING:
@@ -53,9 +54,10 @@ class Linear:
 
     def __init__(self, weight: Any, bias: Any) -> None:
         self.weight, self.bias = weight, bias
+        self._product = PlannedProduct(weight)
 
     def __call__(self, x: Any) -> Any:
-        y = x @ self.weight.T
+        y = self._product(x)
         return y if self.bias is None else np.add(y, self.bias, out=y)
 
     def whole(self) -> Linear:
@@ -137,7 +139,7 @@ class Reduced(Linear):
     def __call__(self, x: Any) -> Any:
         """x: all inputs, or this rank's alone."""
         mine = x[:, self._own] if x.shape[1] == self._inputs.length else x
-        part = np.ascontiguousarray(mine @ self.weight.T)
+        part = np.ascontiguousarray(self._product(mine))
         y = np.empty_like(part)
         self._comm.Allreduce(part, y)
         return y if self.bias is None else np.add(y, self.bias, out=y)

@@ -15,7 +15,7 @@ import numpy as np
 from treeattn import comm as comm_
 from treeattn.llama.config import Config, read_config
 from treeattn.llama.linear import Axis, Gathered, Linear, Reduced, Rows, Stacked
-from treeattn.llama.rope import inverse_frequencies, rotate
+from treeattn.llama.rope import inverse_frequencies, rotate, rotation
 from treeattn.llama.vocabulary import DealtVocabulary, Vocabulary
 from treeattn.llama.weights import Weights
 
@@ -90,10 +90,11 @@ class Llama:
         """
         config, x = self.config, self._vocabulary.vectors(tokens, dealt)
         both, width = config.heads + config.kv_heads, config.head_dim
+        by = rotation(positions, self._frequencies)
         for number, layer in enumerate(self._layers):
             qkv = _placed(layer.qkv, dealt)(self._normed(x, layer.input_norm))
             qkv = qkv.reshape(len(x), both + config.kv_heads, width)
-            rotated = rotate(qkv[:, :both], positions, self._frequencies)
+            rotated = rotate(qkv[:, :both], by)
             q, k, v = rotated[:, : config.heads], rotated[:, config.heads :], qkv[:, both:]
             attended = attend(number, q, k, v)
             heads = attended.shape[1] * width

@@ -1,4 +1,4 @@
-"""How many threads NumPy's linear algebra has, where several ranks share the cores of a node."""
+"""How many threads a rank has, where several share the cores of a node."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ _SETTINGS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 
 
 def share_cores(comm: Intracomm) -> int | None:
-    """Give this rank's linear algebra its share of the node's cores, at least one: how many, or None where
-    the environment has decided. By itself every rank takes all of them, and they wait for each other.
-    Collective.
+    """Give this rank its share of the node's cores, at least one: how many threads NumPy's linear algebra
+    has then, or None where the environment or the library itself has decided. Our own kernels, planned from
+    now on, take as many, unless ``TREEATTN_THREADS`` says otherwise. By itself NumPy takes all cores in every
+    rank, and they wait for each other. Collective.
 
     Raises `BackendError` without the threadpoolctl library, where ranks share a node.
     """
     together = next(ranks for ranks in comm_.node_groups(comm) if comm.rank in ranks)
+    share = max(1, len(os.sched_getaffinity(0)) // len(together))
+    os.environ.setdefault("TREEATTN_THREADS", str(share))
     if any(name in os.environ for name in _SETTINGS) or len(together) == 1:
         return None
     try:
@@ -34,6 +37,5 @@ def share_cores(comm: Intracomm) -> int | None:
             f"{len(together)} ranks of a node would each take all of its cores: "
             "pip install 'treeattn[models]', or set OPENBLAS_NUM_THREADS"
         ) from None
-    share = max(1, len(os.sched_getaffinity(0)) // len(together))
     threadpool_limits(share)
     return share

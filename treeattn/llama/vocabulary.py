@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from treeattn.backends.cpu import PlannedProduct
 from treeattn.llama.linear import Axis, together
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ class Vocabulary:
 
     def __init__(self, embedding: Any, head: Any) -> None:
         self.embedding, self.head = embedding, head
+        self._product = PlannedProduct(head)
 
     def vectors(self, tokens: Any, dealt: bool = False) -> Any:
         """Of tokens [tokens], float32 [tokens, hidden_size]. Every rank passes the same, or its own
@@ -30,7 +32,7 @@ class Vocabulary:
     def logits(self, hidden: Any) -> Any:
         """float32 [tokens, vocab_size] of hidden [tokens, hidden_size], the same on every rank. Collective
         where rows are dealt out."""
-        return hidden @ self.head.T
+        return self._product(hidden)
 
     @property
     def arrays(self) -> list[Any]:
