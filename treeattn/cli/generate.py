@@ -23,7 +23,7 @@ from treeattn.llama.generate import Drafting, Made, generate
 from treeattn.llama.model import WEIGHTS, Llama
 from treeattn.llama.prefill import PREFILLS
 from treeattn.llama.session import Session
-from treeattn.llama.threads import share_cores
+from treeattn.llama.threads import CoreShare
 from treeattn.llama.tokens import Tokenizer
 from treeattn.shards import LAYOUTS
 from treeattn.study import environment
@@ -90,7 +90,7 @@ def command(
     options = [directory, *sources.values(), prompt_tokens, max_new_tokens, decode, scheme, weights]
     options += [draft, draft_model, draft_tokens, prefill, layout, seed, ignore_eos, repeat]
     comm_.agree(world, {"the command line": list(map(str, options))})
-    threads = share_cores(world)
+    cores = CoreShare(world)
     if weights == "sharded":
         model = Llama(directory, world)
     else:
@@ -123,7 +123,7 @@ def command(
             drafting = Drafting(settings["drafts"], drafter) if settings["drafts"] else None
             runs.append(_run(world, session, tokens, max_new_tokens, stop, drafting, stream))
             settings["scheme"] = session.decoder.scheme
-    facts = _facts(world, model, tokens, settings, runs) | {"blas_threads": threads}
+    facts = _facts(world, model, tokens, settings, runs) | {"blas_threads": cores.blas_threads}
     facts |= {"weights": weights, "draft": draft or (draft_model and str(draft_model))}
     if world.rank == 0:
         write(environment.as_json(facts))

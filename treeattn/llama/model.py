@@ -17,7 +17,7 @@ from treeattn.llama.config import Config, read_config
 from treeattn.llama.linear import Axis, Gathered, Linear, Reduced, Rows, Stacked
 from treeattn.llama.rope import inverse_frequencies, rotate, rotation
 from treeattn.llama.vocabulary import DealtVocabulary, Vocabulary
-from treeattn.llama.weights import Weights
+from treeattn.llama.weights import DrawnWeights, Weights
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -54,16 +54,21 @@ class Llama:
         """Raises `ArgumentError` for a directory that holds no such model; with `comm` on every rank, and
         then this is collective."""
         if comm is None:
-            self._open(directory, None)
+            self._adopt(*_opened(directory), None)
             return
         comm = comm_.intracomm(comm)
         with comm_.Agreement(comm):
-            self._open(directory, comm)
+            self._adopt(*_opened(directory), comm)
 
-    def _open(self, directory: str | Path, comm: Intracomm | None) -> None:
-        self.config: Config = read_config(directory)
-        self.comm = comm
-        weights = Weights(directory, self.config)
+    @classmethod
+    def drawn(cls, config: Config, seed: int = 0) -> Llama:
+        """A model whose weights are drawn, on every rank the same: for times, which do not depend on them."""
+        model = cls.__new__(cls)
+        model._adopt(config, DrawnWeights(config, seed), None)
+        return model
+
+    def _adopt(self, config: Config, weights: Any, comm: Intracomm | None) -> None:
+        self.config, self.comm = config, comm
         self._norm = weights["model.norm.weight"]
         self._frequencies = inverse_frequencies(self.config.rope, self.config.head_dim)
         names = [f"model.layers.{i}." for i in range(self.config.layers)]
@@ -121,6 +126,11 @@ class Llama:
         return weight * (x / np.sqrt(mean + np.float32(self.config.rms_norm_eps)))
 
 
+def _opened(directory: str | Path) -> tuple[Config, Weights]:
+    config = read_config(directory)
+    return config, Weights(directory, config)
+
+
 def _silu(x: Any) -> Any:
     with np.errstate(over="ignore"):  # exp of a large negative x's opposite: the quotient is 0
         return x / (1 + np.exp(-x))
@@ -131,12 +141,12 @@ def _placed(linear: Any, dealt: bool) -> Any:
     return linear.whole() if dealt else linear
 
 
-def _vocabulary(weights: Weights, config: Config) -> Vocabulary:
+def _vocabulary(weights: Any, config: Config) -> Vocabulary:
     embedding = weights["model.embed_tokens.weight"]
     return Vocabulary(embedding, embedding if config.tied else weights["lm_head.weight"])
 
 
-def _dealt_vocabulary(weights: Weights, config: Config, comm: Intracomm) -> Vocabulary:
+def _dealt_vocabulary(weights: Any, config: Config, comm: Intracomm) -> Vocabulary:
     tokens = Axis(config.vocab_size)
     rows = tokens.part(comm.rank, comm.size)
     embedding = weights.part("model.embed_tokens.weight", rows)
@@ -144,7 +154,7 @@ def _dealt_vocabulary(weights: Weights, config: Config, comm: Intracomm) -> Voca
     return DealtVocabulary(comm, tokens, embedding, head)
 
 
-def _layer(weights: Weights, prefix: str) -> _Layer:
+def _layer(weights: Any, prefix: str) -> _Layer:
     def linear(name: str) -> Linear:
         return Linear(weights[f"{prefix}{name}.weight"], weights.get(f"{prefix}{name}.bias"))
 
@@ -159,7 +169,7 @@ def _layer(weights: Weights, prefix: str) -> _Layer:
     )
 
 
-def _sharded_layer(weights: Weights, prefix: str, config: Config, comm: Intracomm) -> _Layer:
+def _sharded_layer(weights: Any, prefix: str, config: Config, comm: Intracomm) -> _Layer:
     """Heads and the MLP's width as they are dealt out; norms, and biases of sums, whole."""
     heads, kv_heads = (Axis(count, config.head_dim) for count in (config.heads, config.kv_heads))
     mlp = Axis(config.intermediate_size)

@@ -12,7 +12,7 @@ from treeattn import files
 from treeattn.errors import ArgumentError
 from treeattn.llama.config import Config
 
-__all__ = ["Weights", "shapes"]
+__all__ = ["DrawnWeights", "Weights", "shapes"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -90,6 +90,27 @@ class Weights:
     def get(self, name: str) -> Any:
         """The same, or None for a tensor that the model does not have."""
         return self[name] if name in self._tensors else None
+
+
+class DrawnWeights:
+    """What `Weights` would give of a model that is none: norms of 1, all else drawn."""
+
+    def __init__(self, config: Config, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self._tensors = {name: self._drawn(rng, shape) for name, shape in shapes(config).items()}
+
+    @staticmethod
+    def _drawn(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
+        if len(shape) == 1:
+            return np.ones(shape, np.float32)
+        return rng.standard_normal(shape, np.float32) / np.float32(shape[1] ** 0.5)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._tensors[name]
+
+    def get(self, name: str) -> Any:
+        """The same, or None for a tensor that the model does not have."""
+        return self._tensors.get(name)
 
 
 def _files(directory: Path) -> dict[Path, list[str] | None]:
