@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.llama_models import PROMPT, write_model
@@ -50,6 +51,32 @@ def test_tokens_are_those_of_hugging_face(model, tmp_path, decode):
     per_token = 4 * 2 * 3 * 2 * 16  # float32, k and v, layers, KV heads, head_dim
     assert sum(facts["cache_bytes"]) >= 317 * per_token
     assert max(facts["cache_bytes"]) <= (317 // 3 + 2) * per_token
+
+
+@pytest.mark.parametrize("options", [("--draft", "ngram"), ("--draft-model",)])
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_drafts_and_sharded_weights_give_the_same_tokens(model, tmp_path, options, weights):
+    out = tmp_path / "facts.json"
+    options = (*options, model) if options == ("--draft-model",) else options
+    done = treeattn(
+        "generate", "--model", model, "--prompt-ids", IDS, "-n", 16, "--ignore-eos", "--weights", weights,
+        *options, "--json", out, ranks=2,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    wanted = GOLDEN["grouped_llama3.tokens"].tolist()
+    assert done.stdout == ",".join(map(str, wanted)) + "\n"
+    facts = json.loads(out.read_text())
+    accepted = facts["accepted"][0]
+    assert len(accepted) + sum(accepted) == 15
+    assert f"drafts   {sum(accepted) / len(accepted):.2f} of 7 accepted a step" in done.stderr
+    if "--draft-model" in options:
+        assert accepted == [7, 6]
+    whole = sum(4 * t.size for file in model.glob("*.safetensors") for t in load_file(file).values())
+    least = whole if weights == "replicated" else 0.5 * whole
+    assert all(
+        least <= held <= (whole if weights == "replicated" else 0.6 * whole) for held in facts["weight_bytes"]
+    )
+    assert all(peak > held for peak, held in zip(facts["peak_bytes"], facts["weight_bytes"], strict=True))
 
 
 def test_text_goes_in_and_comes_out(model):

@@ -141,7 +141,7 @@ class PlannedAttention:
         self._arguments = _Arguments(
             records=arguments.address(records),
             scale=self._scale,
-            threads=threads or _threads(),
+            threads=threads or process_threads(),
             order=ORDERS.index(order or read_order()),
         )
         self._tables = None if visible is None or self._kernels is None else PlannedTables(visible)
@@ -282,7 +282,7 @@ _INT64 = np.dtype(np.int64)
 
 def check_environment() -> None:
     """Raise `ArgumentError` for settings that cannot be used, before anything is planned with them."""
-    _threads()
+    process_threads()
     read_order()
 
 
@@ -300,7 +300,7 @@ def read_order() -> str:
     return wanted or ("neighbours" if compile.processor_vendor() == "AuthenticAMD" else "scattered")
 
 
-def _threads() -> int:
+def process_threads() -> int:
     text = os.environ.get("TREEATTN_THREADS", "1")
     if not text.isdecimal() or not 1 <= int(text) <= MAX_THREADS:
         raise ArgumentError(f"TREEATTN_THREADS={text}: a number of threads, from 1 to {MAX_THREADS}")
