@@ -21,6 +21,7 @@ from treeattn.collectives.catalog import select
 from treeattn.collectives.check import check
 from treeattn.collectives.clusters.candidates import candidates
 from treeattn.collectives.clusters.description import Cluster
+from treeattn.collectives.clusters.levels import nested
 from treeattn.collectives.clusters.placement import Placement, node_groups, suited
 from treeattn.collectives.clusters.simulate import Payload, simulate
 from treeattn.collectives.schedule import Round, Schedule, Transfer, on_ranks
@@ -63,7 +64,8 @@ def search(machine: Machine) -> tuple[list[Priced], list[str]]:
     that have too many transfers."""
     found, left = [], []
     groups = node_groups(machine.cluster, machine.places)
-    for text in candidates(len(machine.places), len(groups), max(map(len, groups))):
+    named = candidates(len(machine.places), len(groups), max(map(len, groups)))
+    for text in (*named, *nested(machine.cluster, machine.places)):
         asked = select(text)
         try:
             schedule = asked.build(len(machine.places), groups if asked.needs_nodes else None)
