@@ -15,7 +15,8 @@ from treeattn import topology
 from treeattn.collectives import catalog, parameters
 from treeattn.collectives.catalog import Scheme, Selection
 from treeattn.collectives.clusters.description import Cluster
-from treeattn.collectives.clusters.placement import Placement
+from treeattn.collectives.clusters.levels import nested
+from treeattn.collectives.clusters.placement import Placement, node_groups
 from treeattn.collectives.clusters.simulate import Payload, simulate
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import RestrictionError, ScheduleError
@@ -81,7 +82,8 @@ def _fastest(
     cluster, places = _where(wanted, found)
     size = len(places)
     times = {}
-    for text in candidates(size):
+    deeper = nested(cluster, places) if node_groups(cluster, places) == nodes else ()
+    for text in (*candidates(size), *deeper):
         try:
             schedule = _build(text, size, nodes)
         except RestrictionError:

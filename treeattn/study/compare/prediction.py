@@ -49,7 +49,8 @@ def predicted(cluster: Cluster, places: Placement, nodes: Sequence[Sequence[int]
         return None
     scheme = "recursive_doubling" if key.scheme in ("kv_ring", "query_ring") else key.scheme
     selection = select(scheme)
-    if selection.row.generator is None or (key.what == "decode" and cluster.memory is None):
+    scheduled = selection.own is not None or selection.row.generator is not None
+    if not scheduled or (key.what == "decode" and cluster.memory is None):
         return None
     own = [[rank for rank in node if rank < key.ranks] for node in nodes]
     try:
