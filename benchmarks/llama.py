@@ -193,7 +193,7 @@ def main() -> None:
     facts = {
         "command": "python benchmarks/llama.py --model DIR --oracle PYTHON",
         "note": options.note,
-        "software": environment.software(),
+        "software": {name: what for name, what in environment.software().items() if name != "command"},
         "cpu": environment.cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "prompt": options.prompt,
