@@ -80,7 +80,7 @@ def decode(
     `v_scale`, a number or one for each KV head, the same on every rank, of which a stored element is to be
     multiplied. lengths: valid tokens [batch] of this shard, default all.
     v may have another width than k, [.., v_dim]: so has out then. Latent attention: v=None and v_dim, how
-    many of k's first channels are the values (``device="cpu"``; the scale has to be given).
+    many of k's first channels are the values; the scale has to be given (on a GPU keys of 576, v_dim 512).
     scale: default 1 / sqrt(head_dim). comm: default COMM_WORLD. scheme: a name with its parameters, or a
     `treeattn.collectives.Schedule` of one's own, the same on every rank; ``"auto"`` chooses by simulation
     (`treeattn.decoder.auto`).
