@@ -273,9 +273,7 @@ class Cuda:
         """float64 has no kernels here, nor has every head_dim."""
         if shape.dtype == "float64":
             raise ArgumentError("float64 is for device='cpu': on the GPU use float32, float16 or bfloat16")
-        if shape.v_dim != shape.head_dim:
-            raise ArgumentError("values of another width than keys (v_dim) are for device='cpu'")
-        cuda.check_head_dim(shape.head_dim)
+        cuda.check_head_dim(shape.head_dim, shape.v_dim)
 
     def slow_because(self) -> str | None:
         """Kernels are always compiled here."""

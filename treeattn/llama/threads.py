@@ -20,8 +20,8 @@ _OURS = "TREEATTN_THREADS"
 
 class CoreShare:
     """This rank's share of the node's cores, at least one, given to NumPy's linear algebra and to our own
-    kernels that are planned from now on, until `give_back`. By itself NumPy takes all cores in every rank, and
-    they wait for each other.
+    kernels that are planned from now on, until `give_back`. By itself NumPy takes all cores in every rank,
+    and they wait for each other.
 
     blas_threads: of NumPy's library; None where the environment or the library itself has decided. The
     environment goes first for our kernels too (``TREEATTN_THREADS``).
