@@ -72,9 +72,10 @@ static const char *coming(const struct attention *a, const struct span *s, int64
   if (a->order == NEIGHBOURS && token == s->heads * head) {
     const int64_t far = s->k_rows && token > 0 ? (FORESEEN + BLOCK * token - 1) / (BLOCK * token) : 1;
     const int64_t next = block_at(a, s, step) + far, block = next < s->blocks ? next : s->blocks - 1;
+    const int64_t row = head_at(a, s, step) * BLOCK, first = block * BLOCK + row / s->heads;
+    const int64_t known = first < s->tokens ? first : s->tokens - 1; /* a short block has no such rows */
     *share = head;
-    return (keys ? key_at(a, s, block * BLOCK, 0) : value_at(a, s, block * BLOCK, 0)) +
-           head_at(a, s, step) * BLOCK * head;
+    return keys ? key_at(a, s, known, row % s->heads) : value_at(a, s, known, row % s->heads);
   }
   enum { AHEAD = 2 };
   const int64_t last = s->blocks * s->heads - 1, later = step + AHEAD < last ? step + AHEAD : last;

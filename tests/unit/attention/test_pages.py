@@ -46,8 +46,8 @@ def test_tables_that_can_be() -> None:
     ],
 )
 def test_tables_that_cannot_be(table: Any, lengths: Any, message: str) -> None:
+    given = None if lengths is None else np.array(lengths)
     with pytest.raises(ArgumentError, match=message):
-        given = None if lengths is None else np.array(lengths)
         CheckedTable().check(as_table(table, 2), (6, 4), given, None)
 
 
