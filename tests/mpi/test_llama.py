@@ -99,7 +99,7 @@ class Oracle:
         return [known[: budget - 2], [known[0] ^ 3, 5]] if len(known) > 1 else []
 
 
-@pytest.mark.parametrize("directory", ["grouped_llama3", "biases"], indirect=True)
+@pytest.mark.parametrize("directory", ["biases"], indirect=True)
 @pytest.mark.parametrize("drafter", ["ngram", "model", "oracle", "wrong"])
 def test_drafts_change_no_token_and_no_logit(comm, model, directory, request, drafter):
     name = request.node.callspec.params["directory"]
