@@ -60,13 +60,15 @@ def test_drafts_and_sharded_weights_give_the_same_tokens(model, tmp_path, option
     options = (*options, model) if options == ("--draft-model",) else options
     done = treeattn(
         "generate", "--model", model, "--prompt-ids", IDS, "-n", 16, "--ignore-eos", "--weights", weights,
-        *options, "--json", out, ranks=2,
+        *options, "--repeat", 2, "--json", out, ranks=2,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     wanted = GOLDEN["grouped_llama3.tokens"].tolist()
     assert done.stdout == ",".join(map(str, wanted)) + "\n"
     facts = json.loads(out.read_text())
-    accepted = facts["accepted"][0]
+    accepted, again = facts["accepted"]
+    assert again == accepted
+    assert facts["scheme"] == {"replicated": "hierarchical", "sharded": "head_scatter"}[weights]
     assert len(accepted) + sum(accepted) == 15
     assert f"drafts   {sum(accepted) / len(accepted):.2f} of 7 accepted a step" in done.stderr
     if "--draft-model" in options:
