@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 from safetensors.numpy import load_file
 
 from tests.llama_models import MODELS, PROMPT, write_model
@@ -85,6 +86,21 @@ def test_a_prompt_of_fewer_tokens_than_ranks(comm, model, request, prefill):
             session.step(5)
     with Session(comm, model, PROMPT[:19], capacity=20, prefill=prefill) as session:
         assert_logits(session.prefill(), logits)
+
+
+@pytest.mark.parametrize("directory", ["tied"], indirect=True)
+def test_a_model_that_is_sharded_over_other_ranks(comm, directory):
+    if comm.size == 1:
+        pytest.skip("one rank has no other ranks")
+    model = Llama(directory, comm)
+    with pytest.raises(ArgumentError, match="sharded over other ranks than the session's"):
+        Session(MPI.COMM_SELF, model, [3], capacity=8)
+    twin = comm.Dup()
+    with Session(twin, model, PROMPT[:9], capacity=9) as session:
+        logits = session.prefill()
+    twin.Free()
+    with Session(comm, Llama(directory), PROMPT[:9], capacity=9) as session:
+        assert_logits(logits, session.prefill())
 
 
 class Oracle:
