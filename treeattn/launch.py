@@ -17,6 +17,15 @@ _LAUNCHERS = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # srun with any plug-in
 )
 
+# What starts the processes of a machine, as /proc/PID/comm names it: MPICH's and Intel's, Open MPI's, Slurm's.
+_STARTERS = ("hydra_pmi_proxy", "prterun", "prted", "mpirun", "orted", "slurmstepd")
+
+# By their variables, and by files where those were not passed on.
+_CONTAINERS = {
+    "Apptainer": ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER", "/.singularity.d"),
+    "Charliecloud": ("CH_RUNNING",),
+}
+
 #: How many ranks of the job run on this machine, as MPICH's and Open MPI's launchers say it.
 LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
@@ -62,30 +71,59 @@ def _other_launcher() -> str:
 
 
 def _announced_above() -> int:
-    """How many processes a launcher announced to the nearest process above this one that knows it."""
-    for environment in _environments_above():
-        if (announced := launched_as(environment)[1]) > 1:
+    """How many processes a launcher announced to the nearest process above this one that knows it, or has
+    started on this machine."""
+    for process in _above():
+        if (announced := launched_as(_environment(process))[1]) > 1:
             return announced
+        if _name(process) in _STARTERS and (started := _children(process)) > 1:
+            return started
     return 1
 
 
-def _environments_above() -> Iterator[dict[str, str]]:
-    """Of the processes above this one, as far as the system shows them."""
+def _above() -> Iterator[int]:
+    """The processes above this one, as far as the system shows them."""
     process = os.getppid()
+    while process > 1:
+        yield process
+        process = _parent(process)
+
+
+def _environment(process: int) -> dict[str, str]:
+    """That it was started with; empty for another user's, or one outside of this container."""
+    words = _said(process, "environ").split("\0")
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def _name(process: int) -> str:
+    return _said(process, "comm").strip()
+
+
+def _parent(process: int | str) -> int:
+    """0 for none, or none that is known."""
+    after_name = _said(process, "stat").rpartition(")")[2].split()
+    return int(after_name[1]) if after_name else 0
+
+
+def _children(process: int) -> int:
+    everything = (path.name for path in Path("/proc").glob("[0-9]*"))
+    return sum(_parent(other) == process for other in everything)
+
+
+def _said(process: int | str, what: str) -> str:
+    """A file of /proc; "" where there is none, or none for us."""
     try:
-        while process > 1:
-            words = Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
-            yield dict(word.split("=", 1) for word in words if "=" in word)
-            after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2]
-            process = int(after_name.split()[1])
-    except OSError:  # another user's, or not Linux
-        return
+        return Path(f"/proc/{process}/{what}").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def container() -> str | None:
     """The container that holds this one process, where launchers start one for each rank; None for none."""
-    named = "APPTAINER_CONTAINER" in os.environ or "SINGULARITY_CONTAINER" in os.environ
-    return "Apptainer" if named else None
+    for name, signs in _CONTAINERS.items():
+        if any(os.path.exists(sign) if sign.startswith("/") else sign in os.environ for sign in signs):
+            return name
+    return None
 
 
 def outside_job() -> str | None:

@@ -106,6 +106,8 @@ def _first_guess(shape: Cluster, record_bytes: int, measured: Mapping[Probe, flo
         guess[f"{tier.name} latency"] = latency
         guess[f"{tier.name} overhead"] = 0.1 * latency
         guess[f"{tier.name} byte"] = max(late - soon, 0.1 * late) / max(large - small, 1)
+        guess[f"{tier.name} shared gap"] = 0.03 * latency
+        guess[f"{tier.name} shared byte"] = 0.1 * guess[f"{tier.name} byte"]
         guess |= {f"{tier.name} from {size}": 0.05 * latency for size in _STEPS}
     return guess
 
@@ -130,4 +132,6 @@ def _priced_tier(tier: Tier, prices: Mapping[str, float]) -> Tier:
     return Tier(
         tier.name, tier.joins, latency, prices[f"{tier.name} overhead"], 0.0,
         1e-3 / prices[f"{tier.name} byte"], protocols=protocols,
+        shared_gap=prices[f"{tier.name} shared gap"],
+        shared_bandwidth=1e-3 / prices[f"{tier.name} shared byte"],
     )  # fmt: skip

@@ -74,9 +74,10 @@ static struct span span_of(const struct attention *a, const struct state *state,
   span.k = a->k + p->head * a->k_head_stride;
   span.v = a->v + p->head * a->v_head_stride;
   if (a->block_table) {
-    span.k_rows = state->k_rows, span.v_rows = state->v_rows;
+    span.k_rows = state->k_rows;
+    span.v_rows = lie_alike(a) ? state->k_rows : state->v_rows;
     find_rows(a, p->b, s->begin, s->end, 1, state->k_rows);
-    find_rows(a, p->b, s->begin, s->end, 0, state->v_rows);
+    if (!lie_alike(a)) find_rows(a, p->b, s->begin, s->end, 0, state->v_rows);
   } else {
     span.k += p->b * a->k_batch_stride + s->begin * a->k_token_stride;
     span.v += p->b * a->v_batch_stride + s->begin * a->v_token_stride;

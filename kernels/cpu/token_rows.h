@@ -13,8 +13,16 @@ static inline void find_rows(const struct attention *a, int64_t b, int64_t begin
     return;
   }
   const int32_t *page = a->block_table + b * a->pages + begin / a->page_size;
-  for (int64_t slot = begin % a->page_size; begin < end; slot = 0, ++page)
-    for (; begin < end && slot < a->page_size; ++begin, ++slot) *rows++ = *page * far + slot * near;
+  for (int64_t slot = begin % a->page_size, count; begin < end; slot = 0, begin += count, rows += count) {
+    const int64_t first = *page++ * far + slot * near;
+    count = end - begin < a->page_size - slot ? end - begin : a->page_size - slot;
+    for (int64_t i = 0; i < count; ++i) rows[i] = first + i * near;
+  }
+}
+
+/* Whether values lie as keys do, from their first row on. */
+static inline int lie_alike(const struct attention *a) {
+  return a->k_batch_stride == a->v_batch_stride && a->k_token_stride == a->v_token_stride;
 }
 
 #endif

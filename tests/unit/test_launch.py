@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 
 import pytest
 
 from treeattn import launch
 
-STARTERS = ("PMI", "OMPI_", "SLURM", "MPI_", "APPTAINER", "SINGULARITY")
+STARTERS = ("PMI", "OMPI_", "SLURM", "MPI_", "APPTAINER", "SINGULARITY", "CH_RUNNING")
 
 
 @pytest.fixture
@@ -17,6 +18,7 @@ def environment(monkeypatch):
     """Sets variables, with none of a launcher of the tests."""
     for name in [name for name in os.environ if name.startswith(STARTERS)]:
         monkeypatch.delenv(name)
+    monkeypatch.setattr(os.path, "exists", lambda path: False)
 
     def set_all(**variables: str) -> None:
         for name, value in variables.items():
@@ -73,9 +75,18 @@ def test_a_process_that_mpi_finds_alone(variables, what, remedy, environment, mo
     assert remedy in problem[1]
 
 
+def above(monkeypatch, *environments: dict[str, str], names: dict[int, str] | None = None) -> None:
+    """Processes 100, 101, .. stand above this one."""
+    told = dict(enumerate(environments, 100))
+    monkeypatch.setattr(launch, "_above", lambda: iter(told))
+    monkeypatch.setattr(launch, "_environment", lambda process: told[process])
+    monkeypatch.setattr(launch, "_name", lambda process: (names or {}).get(process, "sh"))
+    monkeypatch.setattr(launch, "container", lambda: None)
+
+
 def test_what_a_launcher_told_the_process_above(environment, monkeypatch):
     environment()
-    monkeypatch.setattr(launch, "_environments_above", lambda: iter([{"HOME": "/"}, SRUN]))
+    above(monkeypatch, {"HOME": "/"}, SRUN)
     assert launch.problem() == (
         "one of 8 processes, each of which would be rank 0",
         "the launcher's environment does not arrive here: pass it on (no --cleanenv, no env -i)",
@@ -84,8 +95,36 @@ def test_what_a_launcher_told_the_process_above(environment, monkeypatch):
 
 def test_a_process_that_was_started_alone(environment, monkeypatch):
     environment(SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="1")
-    monkeypatch.setattr(launch, "_environments_above", lambda: iter([{"PMI_RANK": "0", "PMI_SIZE": "1"}]))
+    above(monkeypatch, {"PMI_RANK": "0", "PMI_SIZE": "1"})
     assert launch.problem() is None
+
+
+@pytest.mark.parametrize("name", ["hydra_pmi_proxy", "prted", "slurmstepd"])
+def test_a_launcher_whose_environment_nobody_may_read(name, environment, monkeypatch):
+    """Out of a user namespace, as containers without root have it, only the names of processes show."""
+    environment()
+    above(monkeypatch, {}, {}, names={101: name})
+    monkeypatch.setattr(launch, "_children", {101: 3}.__getitem__)
+    assert (launch.problem() or ("",))[0] == "one of 3 processes, each of which would be rank 0"
+    monkeypatch.setattr(launch, "_children", {101: 1}.__getitem__)
+    assert launch.problem() is None
+
+
+def test_the_processes_above_and_below_are_those_of_the_system():
+    assert next(launch._above()) == os.getppid()
+    before = launch._children(os.getpid())
+    with subprocess.Popen(["sleep", "60"]) as started:
+        assert launch._children(os.getpid()) == before + 1
+        assert launch._parent(started.pid) == os.getpid()
+        started.kill()
+
+
+def test_who_would_be_a_container(environment, monkeypatch):
+    environment(APPTAINER_CONTAINER="/x.sif")
+    assert launch.container() == "Apptainer"
+    environment(CH_RUNNING="yes")
+    monkeypatch.delenv("APPTAINER_CONTAINER")
+    assert launch.container() == "Charliecloud"
 
 
 @pytest.mark.parametrize(

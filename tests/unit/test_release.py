@@ -1,4 +1,4 @@
-"""The version stands in setup.cfg, and whatever else names it agrees; so do the recipes of other packagers."""
+"""The version and the dependencies stand in setup.cfg, and whatever else names them agrees."""
 
 from __future__ import annotations
 

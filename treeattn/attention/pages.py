@@ -42,8 +42,8 @@ def check_lengths(lengths: Any, page_size: int, pages: int) -> None:
         raise ArgumentError(
             "a paged cache needs lengths= [batch]: how many tokens each sequence has in this rank's pages"
         )
-    most = np.max(lengths, initial=0)
-    if most > pages * page_size:
+    given = np.asarray(lengths)
+    if given.dtype.kind in "iu" and given.size and (most := int(given.max())) > pages * page_size:
         raise ArgumentError(
             f"a length of {most} is more than the block table holds, {pages} pages of {page_size} tokens: "
             "add pages to it"
@@ -65,22 +65,18 @@ class CheckedTable:
         pages, page_size = cache
         if visible is None:
             check_lengths(lengths, page_size, table.shape[1])
-        used = _pages_in_use(lengths, page_size) if visible is None else _pages_seen(visible, page_size)
-        given = (pages, table.shape, table.tobytes(), used.tobytes())
+            used = [[(0, -(-length // page_size))] for length in np.asarray(lengths).tolist()]
+        else:
+            used = _pages_seen(visible, page_size)
+        given = (pages, table.shape, table.tobytes(), used)
         if given != self._passed:
-            _check_entries(table, pages, used)
+            _check_entries(table, pages, np.array(used, np.int64).reshape(len(table), -1, 2))
             self._passed = given
 
 
-def _pages_in_use(lengths: Any, page_size: int) -> Any:
-    """Which entries of a table are read, int64 [batch, ranges, 2]: from one to before the other."""
-    ends = -(-np.asarray(lengths) // page_size)
-    return np.stack([np.zeros_like(ends), ends], axis=-1)[:, None]
-
-
 def _pages_seen(visible: Visible, page_size: int) -> Any:
-    """The same of what queries see: leading tokens, what lies between the first and the last of the others,
-    and drafts."""
+    """Which entries of a table are read for what queries see, [batch, 3, 2], from one to before the other: of
+    leading tokens, of what lies between the first and the last of the others, of drafts."""
     begin, end = visible.intervals[..., 0::2], visible.intervals[..., 1::2]  # [batch, queries, 2]
     there = begin < end
     used = np.empty((len(begin), 3, 2), np.int64)
@@ -88,7 +84,7 @@ def _pages_seen(visible: Visible, page_size: int) -> Any:
     used[:, :2, 1] = np.where(there, -(-end // page_size), 0).max(axis=1)
     used[:, 2, 0] = visible.draft_begins // page_size
     used[:, 2, 1] = -(-(visible.draft_begins + visible.drafts) // page_size) if visible.drafts else 0
-    return used
+    return used.tolist()
 
 
 _NEVER = 2**62

@@ -106,6 +106,7 @@ def _print(found: Calibration, out: Path, wide: bool) -> None:
             f"{tier.name}: latency {microseconds(tier.latency)} µs, overhead {tier.overhead:.2f} µs, "
             f"{tier.bandwidth:.3g} GB/s"
         )
+    screen.print(f"attention of each rank reads {found.cluster.memory:.3g} GB/s while all do")
     errors = [abs(row.error) for row in found.residuals]
     screen.print(f"errors of the fit: median {np.median(errors):.0%}, largest {max(errors):.0%}")
     screen.print(f"{out} holds the cluster; it took {found.seconds:.0f} s")

@@ -82,7 +82,7 @@ def decode(
     `v_scale`, a number or one for each KV head, the same on every rank, of which a stored element is to be
     multiplied. lengths: valid tokens [batch] of this shard, default all.
     v may have another width than k, [.., v_dim]: so has out then. Latent attention: v=None and v_dim, how
-    many of k's first channels are the values (``device="cpu"``; the scale has to be given).
+    many of k's first channels are the values; the scale has to be given (on a GPU keys of 576, v_dim 512).
     block_table: k and v are this rank's pages, [pages, page_size, kv_heads, head_dim], and the integers
     [batch, pages of a sequence] those in which its tokens lie, in the order of `positions`; -1 where there is
     none, or nobody sees a token of it. lengths are needed then. Sequences may share pages, which are of one

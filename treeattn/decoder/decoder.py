@@ -196,6 +196,19 @@ class Decoder:
             visible, lengths = self._tables, None
         if whole is not None and block_table is None and whole(q, k, v, lengths):
             return self._results
+        return self._step(attention, q, k, v, lengths, block_table, visible)
+
+    def _step(
+        self,
+        attention: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        lengths: Any,
+        block_table: Any = None,
+        visible: Visible | None = None,
+    ) -> tuple[Any, Any]:
+        """The three parts."""
         self._attend(attention, q, k, v, lengths, block_table, visible)
         if self._folded is None:
             self.reduce()
@@ -339,7 +352,18 @@ class Decoder:
         """
         return self._reducer.sent
 
-    def capture(self, q: Any, k: Any, v: Any, lengths: Any = None) -> CapturedStep:
+    def capture(
+        self,
+        q: Any,
+        k: Any,
+        v: Any = None,
+        lengths: Any = None,
+        *,
+        q_positions: Any = None,
+        positions: Any = None,
+        mask: Any = None,
+        draft_positions: Any = None,
+    ) -> CapturedStep:
         """The whole step over arrays that stay where they are, as one CUDA graph. Collective.
 
         Runs one step, then records one. Calling the result is one launch on the current stream and gives
@@ -347,12 +371,13 @@ class Decoder:
         or None for all) hold then, so a cache may grow within them. Every rank must call it in the same step:
         NCCL allows a captured step on all ranks or on none. It ends with the decoder.
 
+        Where rules are planned, or a mask is passed, lengths and the rest are as for a call: what queries see
+        is found anew by each call of the result, which takes them too.
+
         Raises `BackendError` unless ``device="cuda"``, `TransportError` where the host moves the records.
         """
-        if not self._plain:
-            raise RestrictionError(
-                f"a captured step finds no intervals anew: {', '.join(self._sight.rules.rules)} need a call"
-            )
+        if self.shape.page_size is not None:
+            raise RestrictionError("a captured step takes no block table: call the decoder of a paged cache")
         stream = self._device.stream
         if stream is None:
             raise BackendError("a captured step is a CUDA graph: it needs device='cuda'")
@@ -363,16 +388,42 @@ class Decoder:
             )
 
         containers = arrays.Containers(self._device.view, (self.out, self.lse))
+        attention: Any = self._attention
+        look: Callable[..., None] | None = None
+        seen = q_positions, positions, mask, draft_positions
+        v = self._first_channels(k) if v is None else v
 
         def taken() -> tuple[Any, ...]:
-            views = *containers.take(q, k, v), _on_device(self._device, lengths)
+            nonlocal attention, look
+            rest = None
+            if not self._plain or any(one is not None for one in seen):
+                attention, look = self._tables_of_its_own(k.shape[1], lengths, *seen)
+            else:
+                rest = _on_device(self._device, lengths)
+            views = *containers.take(q, k, v), rest
             self._device.admit(self.shape, *views)
             return views
 
         views = comm_.together(self._comm, taken)
-        step = CapturedStep(Captured(stream, lambda: self(*views)), containers.give, (self, q, k, v, lengths))
+        captured = Captured(stream, lambda: self._step(attention, *views))
+        step = CapturedStep(captured, containers.give, (self, q, k, v, lengths), look)
         self._captured.append(step)
         return step
+
+    def _tables_of_its_own(self, tokens: int, *first: Any) -> tuple[Any, Callable[..., None]]:
+        """Attention by tables that no other step fills, and what fills them again over as many tokens: with
+        lengths and what else it is given then, and with `first`, as it is then, in place of None."""
+        assert self._see is not None  # the device has a stream
+        tables = self._sight.tables()
+        attention: Any = self._see(tables)[0]
+
+        def look(*given: Any) -> None:
+            lengths, *seen = (old if new is None else new for old, new in zip(first, given, strict=True))
+            self._sight.look(tables, tokens, self._device.host_lengths(lengths), *seen)
+            attention.refresh()
+
+        look(*first)
+        return attention, look
 
     def synchronize(self) -> None:
         """Wait for the steps that were queued to a GPU; without one they are done when they return.
@@ -414,17 +465,43 @@ class CapturedStep:
     """What `Decoder.capture` makes."""
 
     def __init__(
-        self, captured: Captured, give: Callable[[], tuple[Any, Any]], owners: tuple[Any, ...]
+        self,
+        captured: Captured,
+        give: Callable[[], tuple[Any, Any]],
+        owners: tuple[Any, ...],
+        look: Callable[..., None] | None,
     ) -> None:
-        self._captured, self._give = captured, give
+        self._captured, self._give, self._look = captured, give, look
         self._owners = owners  # of the memory that the graph works on: it knows addresses only
         captured()
         captured.record()
 
-    def __call__(self) -> tuple[Any, Any]:
-        """One launch: (out, lse), valid until the decoder's next step."""
+    def __call__(
+        self,
+        lengths: Any = None,
+        *,
+        q_positions: Any = None,
+        positions: Any = None,
+        mask: Any = None,
+        draft_positions: Any = None,
+    ) -> tuple[Any, Any]:
+        """One launch: (out, lse), valid until the decoder's next step.
+
+        Of a step that was captured with rules or a mask: lengths, q_positions, positions, mask and
+        draft_positions as for a call of the decoder; those left out are the arrays of the capture, as they
+        are now. What changed is copied to the GPU before the launch, which keeps the number of splits that
+        the capture had: capture with about as many visible tokens as are to come. Raises `ArgumentError`.
+        """
         if not self._owners:
             raise ArgumentError("the decoder of this captured step is closed")
+        given = lengths, q_positions, positions, mask, draft_positions
+        if self._look is not None:
+            self._look(*given)
+        elif any(one is not None for one in given):
+            raise ArgumentError(
+                "this step was captured without rules or a mask: it sees all, by the lengths in the array of "
+                "the capture; pass what queries see to capture(), and change lengths in place"
+            )
         self._captured()
         return self._give()
 

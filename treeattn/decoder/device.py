@@ -6,7 +6,6 @@ A GPU is looked for, and CuPy imported, only when ``device="cuda"`` is asked for
 
 from __future__ import annotations
 
-import functools
 import operator
 import os
 from collections.abc import Callable
@@ -274,9 +273,7 @@ class Cuda:
         """float64 has no kernels here, nor has every head_dim."""
         if shape.dtype == "float64":
             raise ArgumentError("float64 is for device='cpu': on the GPU use float32, float16 or bfloat16")
-        if shape.v_dim != shape.head_dim:
-            raise ArgumentError("values of another width than keys (v_dim) are for device='cpu'")
-        cuda.check_head_dim(shape.head_dim)
+        cuda.check_head_dim(shape.head_dim, shape.v_dim)
 
     def slow_because(self) -> str | None:
         """Kernels are always compiled here."""
@@ -322,7 +319,10 @@ class Cuda:
         self._check(shape, q, k, v)
         if visible is None and lengths is None:
             pages.check_lengths(None, k.shape[1], 0)
-        host_lengths = functools.partial(self.host_lengths, lengths)
+
+        def host_lengths(tokens: int) -> Any:
+            return shape.check_lengths(self.host_lengths(lengths), tokens)
+
         table = self._block_tables.admit(block_table, shape.batch, k.shape[:2], host_lengths, visible)
         if visible is None:
             lengths = self.lengths(shape, lengths, k.shape[1] * table.shape[1])

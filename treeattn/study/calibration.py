@@ -25,6 +25,7 @@ from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.probes import Probe, probes
 from treeattn.collectives.executors import mpi, program, slots
 from treeattn.collectives.reducer import Reducer, Reduction
+from treeattn.decoder import Decoder
 from treeattn.decoder import executor as executors
 from treeattn.errors import ArgumentError
 from treeattn.study import environment
@@ -39,10 +40,16 @@ __all__ = ["Calibration", "calibrate"]
 
 HEAD_DIM = 128
 _BLOCKS, _WARMUP, _FEWEST, _MOST = 4, 3, 4, 100
+_HEADS, _TOKENS, _ONE = (
+    8,
+    8192,
+    0x3F80,
+)  # 32 MiB of keys and values, more than a core's caches; 1.0 in bfloat16
 
 
 class Calibration(NamedTuple):
-    """What was found, on rank 0. cluster: as a file holds it; places: of the ranks of this job."""
+    """What was found, on rank 0. cluster: as a file holds it, with the rate at which a rank reads its cache;
+    places: of the ranks of this job."""
 
     cluster: Cluster
     places: Placement
@@ -70,11 +77,13 @@ def calibrate(
             say(f"{block * len(wanted) + at} of {_BLOCKS * len(wanted)} blocks are done")
             samples[probe].append(bench.measure(probe))
     shape, places = _shape(found, name, bench.executor)
+    reading = bench.reading()
     if comm.rank:
         return None
     medians = {probe: describe(samples[probe]).median for probe in wanted}
     cluster, residuals = fit(shape, places, bench.record_bytes, medians)
-    return Calibration(_kept(cluster), places, residuals, time.perf_counter() - began)
+    cluster = structs.replace(_kept(cluster), memory=reading)
+    return Calibration(cluster, places, residuals, time.perf_counter() - began)
 
 
 def _shape(found: topology.Topology, name: str, executor: str) -> tuple[Cluster, Placement]:
@@ -146,6 +155,15 @@ class _Bench:
             found = self._timed(reducer, lambda: np.copyto(buffer, values))
         members.Free()
         return found
+
+    def reading(self) -> float:
+        """GB/s at which the attention of each rank reads its cache while all do. Collective."""
+        q = np.full((1, 1, _HEADS, HEAD_DIM), _ONE, np.uint16)
+        k, v = np.full((2, 1, _TOKENS, _HEADS, HEAD_DIM), _ONE, np.uint16)
+        alone = comm_.mpi().COMM_SELF
+        with Decoder(alone, heads=_HEADS, kv_heads=_HEADS, head_dim=HEAD_DIM, dtype="bfloat16") as decoder:
+            times = self._timed(lambda: decoder(q, k, v), tuple)
+        return float((k.nbytes + v.nbytes) / 1e3 / np.median(times)) if times else 0.0
 
     def _timed(self, step: Callable[[], object], prepare: Callable[[], object]) -> list[float]:
         began = time.perf_counter()

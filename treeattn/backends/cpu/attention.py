@@ -201,13 +201,13 @@ class PlannedAttention:
         if bound is None or not same or bound[3] is not block_table:
             self._bind(q, k, v, block_table)
         tokens = k.shape[1] if block_table is None else k.shape[1] * block_table.shape[1]
-        if block_table is not None:
-            self._pages.check(block_table, k.shape[:2], lengths, self._visible)
         if self._tables is not None:
             self._tables.follow()
             lengths = None
         if bound is None or lengths is not self._lengths:
             lengths = self._bind_lengths(lengths, q)
+        if block_table is not None:
+            self._pages.check(block_table, k.shape[:2], lengths, self._visible)
         if self._kernels is None:
             arguments.check_lengths(lengths, tokens)
             if k.dtype == np.uint8 and self._bits is not None:

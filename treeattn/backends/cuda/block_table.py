@@ -37,11 +37,11 @@ class BlockTables:
         block_table: Any,
         batch: int,
         cache: tuple[int, int],
-        lengths: Callable[[], Any],
+        lengths: Callable[[int], Any],
         visible: Visible | None,
     ) -> Any:
         """The same on the device; one of the host is looked at first, as `CheckedTable.check` does. lengths:
-        gives them on the host."""
+        gives them on the host, for so many tokens."""
         table = self.take(block_table, batch)
         if not self._on_host(block_table):
             return table
@@ -49,7 +49,8 @@ class BlockTables:
             raise ArgumentError(
                 "a captured step reads its block table from the GPU: pass it as an int32 device array"
             )
-        self._checked.check(table, cache, lengths() if visible is None else None, visible)
+        valid = lengths(table.shape[1] * cache[1]) if visible is None else None
+        self._checked.check(table, cache, valid, visible)
         if self._room.size < table.size:
             self._room = self._runtime.zeros(table.size * 3 // 2, np.int32)
         into = self._room[: table.size].reshape(table.shape)
