@@ -1,5 +1,6 @@
-"""Tables of docs/topology.md and docs/predicted.md: the simulator beside measurements on a calibrated cluster,
-from what `benchmarks/calibrated.py` wrote, and beside SimGrid, from `benchmarks/second_opinion.py`."""
+"""Tables of docs/topology.md and docs/predicted.md: the simulator beside measurements on a calibrated
+cluster, from what `benchmarks/calibrated.py` wrote, and beside SimGrid, from that of
+`benchmarks/second_opinion.py`."""
 
 from __future__ import annotations
 
