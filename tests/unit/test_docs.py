@@ -145,7 +145,6 @@ def test_tables_of_results_are_those_of_the_results(fill_tables):
         "docs/predicted",
         "docs/results/README",
         "docs/schemes",
-        "docs/topology",
     ):
         page = (ROOT / f"{name}.md").read_text()
         found = [block for kind in fill_tables.KINDS for block in kind.findall(page)]
