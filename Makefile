@@ -11,7 +11,8 @@
 #   wheel-test    installs the package from a wheel, away from the checkout
 #   release-check the wheel and the sdist of this commit as they would be published; tests out of the sdist
 #   slurm-test    every job script on a real Slurm on 4 emulated nodes (root; minutes)
-#   cluster-demo  every scheme on 4 emulated nodes (root); test-cluster tests such clusters
+#   cluster-demo  every scheme on 4 emulated nodes (root); cluster-calibrated holds predictions against it;
+#                 test-cluster tests such clusters
 #   amd-compiler  Debian's compiler for AMD's GPUs (root), for which the compile matrix then compiles too
 #   venv, clean   make the environment of the tests; remove all that was made
 #
@@ -32,7 +33,7 @@ comma  := ,
 CACHE  := tests/data/smollm2_layer17_4096
 SOURCES := setup.cfg pyproject.toml
 
-.PHONY: release-check slurm-test generate-demo fuzz-visible soak cluster-demo test-cluster demo test test-quick coverage test-unit test-mpi test-openmpi venv lint wheel-test docs amd-compiler clean help
+.PHONY: release-check slurm-test generate-demo fuzz-visible soak cluster-demo cluster-calibrated test-cluster demo test test-quick coverage test-unit test-mpi test-openmpi venv lint wheel-test docs amd-compiler clean help
 
 help:
 	@sed '/^$$/,$$d; s/^# \{0,1\}//' Makefile
@@ -113,6 +114,10 @@ cluster-demo: .venv/.installed
 	    echo "== $$placement placement"; \
 	    jobs/emulated_cluster $(CLUSTER) --placement $$placement --measure -- $(MPIEXEC) -n 8 $(CLUSTER_JOB) || exit 1; \
 	done
+
+# Prices of that cluster, and all schemes predicted with them and measured: docs/topology.md.
+cluster-calibrated: .venv/.tests
+	jobs/emulated_cluster $(CLUSTER) -- $(BIN)/python benchmarks/calibrated.py --out docs/results/calibrated $(CALIBRATED)
 
 # Every job script on a real Slurm, whose daemons run on 4 emulated nodes. Needs root, and Debian's packages.
 SLURM := jobs/emulated_cluster --nodes 4 --ranks-per-node 2 -- jobs/emulation/slurm 2

@@ -8,6 +8,7 @@ A page has one of
     <!-- rivals -->                               what is beaten and what is not, from several of them
     <!-- gpu NAME -->                             what `benchmarks/gpu_day.sh` wrote (gpu_tables.py)
     <!-- published NAME -->                       what `treeattn published --json` wrote (published_tables.py)
+    <!-- simulator NAME -->                       the simulator beside others (simulator_tables.py)
     <!-- executors RANKS ... -->                  what `benchmarks/reduction.py --json` wrote, for each number
     <!-- llama FILE -->                          what `benchmarks/llama.py --json` wrote
     <!-- nodes FILE -->                           the same over emulated nodes: executors side by side
@@ -39,6 +40,7 @@ DOCS = Path(__file__).resolve().parent
 sys.path.append(str(DOCS))
 import gpu_tables  # noqa: E402
 import published_tables  # noqa: E402
+import simulator_tables  # noqa: E402
 
 PAPER = re.compile(
     r"<!-- table (\S+) (\S+) (model|measured|predictions) (\d+) -->\n.*?<!-- end -->", re.DOTALL
@@ -51,11 +53,14 @@ GPU = re.compile(rf"<!-- gpu ({'|'.join(gpu_tables.TABLES)}) -->\n.*?<!-- end --
 PUBLISHED = re.compile(
     rf"<!-- published ({'|'.join(published_tables.TABLES)}) -->\n.*?<!-- end -->", re.DOTALL
 )
+SIMULATOR = re.compile(
+    rf"<!-- simulator ({'|'.join(simulator_tables.TABLES)}) -->\n.*?<!-- end -->", re.DOTALL
+)
 EXECUTORS = re.compile(r"<!-- executors((?: \d+)+) -->\n.*?<!-- end -->", re.DOTALL)
 COSTS = re.compile(r"<!-- costs((?: \d+)+) -->\n.*?<!-- end -->", re.DOTALL)
 LLAMA = re.compile(r"<!-- llama (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 NODES = re.compile(r"<!-- nodes (\S+) -->\n.*?<!-- end -->", re.DOTALL)
-KINDS = (PAPER, COMPARED, BESIDE, RIVALS, GPU, PUBLISHED, EXECUTORS, COSTS, NODES, LLAMA)
+KINDS = (PAPER, COMPARED, BESIDE, RIVALS, GPU, PUBLISHED, SIMULATOR, EXECUTORS, COSTS, NODES, LLAMA)
 
 # What stands against `hierarchical` in the README: words, file, what was timed, tokens, scheme.
 _RIVALS = (
@@ -75,6 +80,9 @@ def filled(page: str) -> str:
     page = GPU.sub(lambda block: _block(block[0], _of_the_gpu(block[1])), page)
     page = PUBLISHED.sub(
         lambda block: _block(block[0], _markdown(*published_tables.TABLES[block[1]]())), page
+    )
+    page = SIMULATOR.sub(
+        lambda block: _block(block[0], _markdown(*simulator_tables.TABLES[block[1]]())), page
     )
     page = EXECUTORS.sub(lambda block: _block(block[0], _executors(block[1])), page)
     page = LLAMA.sub(lambda block: _block(block[0], _llama(block[1])), page)
