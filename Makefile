@@ -16,13 +16,15 @@
 #   venv, clean   make the environment of the tests; remove all that was made
 #
 # Variables: PY the Python to build on; EXTRAS the MPI runtime to install (empty where the site has its
-# own); MPIEXEC the launcher; NP the ranks of the demo; SIZES the communicator sizes of the MPI tests.
+# own); MPIEXEC the launcher; NP the ranks of the demo; SIZES the communicator sizes of the MPI tests; JOBS the
+# processes of the tests without ranks.
 
 PY      ?= python3
 EXTRAS  ?= mpich
 MPIEXEC ?= .venv/bin/mpiexec
 NP      ?= 4
 SIZES   ?= 1 2 3 4 5 7 8
+JOBS    ?= 2
 SCHEMES ?= binary_tree,recursive_doubling,hierarchical
 
 BIN    := .venv/bin
@@ -43,7 +45,7 @@ demo: .venv/.installed
 test: test-unit test-mpi
 
 test-unit: .venv/.tests
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 # Names what takes long, so that it is marked slow or made fast.
 test-quick: .venv/.tests

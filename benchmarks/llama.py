@@ -1,10 +1,14 @@
 """A decoded token beside Hugging Face's: python benchmarks/llama.py --model DIR --oracle PYTHON [--json FILE]
 
-`transformers` on the processor and `treeattn generate`, one after the other and again, each in processes of
-its own, with the same total threads: two, on 1 rank with two BLAS and attention threads, on 2 ranks with one
-each. The same random prompt, the same number of tokens, greedily; float32. PYTHON: one that has the extra
-`oracle`.
-Goal: faster than it per decoded token at 2 ranks once weights are sharded, not slower at 1.
+`transformers` on the processor and `treeattn generate`, one after the other and again, each in processes
+of its own, with the same total threads: two. On a busy machine two threads wait for each other, so
+`transformers` on one is there as well. The same random prompt, the same number of tokens, greedily; float32.
+And attention alone with its communication, a token of all layers, on 4 ranks, by tree and by ring in turn.
+PYTHON: one that has the extra `oracle`.
+
+Goals: faster than `transformers` per decoded token on 2 ranks with sharded weights, not slower on 1;
+attention 3 times as fast by tree as by kv_ring; a rank's memory below its weights, its share of the cache,
+10 percent and 200 MB.
 """
 
 from __future__ import annotations
@@ -16,9 +20,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from treeattn import Decoder
+from treeattn.llama import read_config
 from treeattn.study import environment
 
 HUGGING_FACE = """
@@ -26,7 +35,7 @@ import json, sys, time
 import numpy as np, torch
 from transformers import AutoModelForCausalLM
 directory, prompt, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-torch.set_num_threads(2)
+torch.set_num_threads(int(sys.argv[4]))
 model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 ids = torch.tensor(np.random.default_rng(0).integers(0, model.config.vocab_size, prompt))[None]
 with torch.no_grad():
@@ -42,32 +51,128 @@ with torch.no_grad():
         steps.append(time.perf_counter() - began)
 print(json.dumps({"first_token_s": first, "step_s": steps, "tokens": tokens}))
 """
+LEFT_OVER = 1.1, 200e6  # what a rank may need beside weights and cache
 
 
-def hugging_face(options: argparse.Namespace) -> dict[str, Any]:
-    words = [options.oracle, "-c", HUGGING_FACE, options.model, str(options.prompt), str(options.tokens)]
+def hugging_face(options: argparse.Namespace, threads: int) -> dict[str, Any]:
+    words = [options.oracle, "-c", HUGGING_FACE, options.model]
+    words += [str(n) for n in (options.prompt, options.tokens, threads)]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     facts: dict[str, Any] = json.loads(done.stdout)
     return facts
 
 
-def ours(options: argparse.Namespace, ranks: int, decode: str) -> dict[str, Any]:
-    threads = str(2 // ranks)
+def job(ranks: int, *words: str) -> None:
+    """Two threads together, or one for each rank."""
+    threads = str(max(1, 2 // ranks))
     settings = {"OPENBLAS_NUM_THREADS": threads, "TREEATTN_THREADS": threads}
+    command = ["mpiexec", "-n", str(ranks), sys.executable, *words]
+    subprocess.run(command, capture_output=True, check=True, env=os.environ | settings)
+
+
+def ours(options: argparse.Namespace, ranks: int, *more: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "facts.json"
-        words = [
-            *("mpiexec", "-n", str(ranks), sys.executable, "-m", "treeattn", "generate", "--ignore-eos"),
-            *("--model", options.model, "--random-tokens", str(options.prompt), "--decode", decode),
-            *("-n", str(options.tokens), "--json", str(out)),
-        ]
-        subprocess.run(words, capture_output=True, check=True, env=os.environ | settings)
+        words = ["-m", "treeattn", "generate", "--ignore-eos", "--model", options.model, *more]
+        words += ["--random-tokens", str(options.prompt), "-n", str(options.tokens), "--json", str(out)]
+        job(ranks, *words)
         facts = json.loads(out.read_text())
+    held = zip(facts["weight_bytes"], facts["cache_bytes"], strict=True)
+    allowed = [LEFT_OVER[0] * (weights + cache) + LEFT_OVER[1] for weights, cache in held]
     return {
         "first_token_s": facts["first_token_s"][0],
         "step_s": facts["step_s"][0],
         "tokens": facts["tokens"],
+        "peak_bytes": max(facts["peak_bytes"]),
+        "within_memory": all(peak <= most for peak, most in zip(facts["peak_bytes"], allowed, strict=True)),
     }
+
+
+def beside_hugging_face(options: argparse.Namespace) -> list[dict[str, Any]]:
+    cases = {
+        "transformers, 2 threads": lambda: hugging_face(options, 2),
+        "transformers, 1 thread": lambda: hugging_face(options, 1),
+        "1 rank": lambda: ours(options, 1),
+        "2 ranks, weights replicated": lambda: ours(options, 2),
+        "2 ranks, weights sharded": lambda: ours(options, 2, "--weights", "sharded"),
+    }
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
+    for _ in range(options.repeats):
+        for name, run in cases.items():
+            found[name].append(run())
+    return [row(name, runs, found["transformers, 2 threads"][0]["tokens"]) for name, runs in found.items()]
+
+
+def row(name: str, runs: list[dict[str, Any]], wanted: list[int]) -> dict[str, Any]:
+    medians = [statistics.median(run["step_s"]) * 1e3 for run in runs]
+    made = {
+        "case": name,
+        "first_token_s": statistics.median(run["first_token_s"] for run in runs),
+        "step_ms": statistics.median(medians),
+        "step_ms_by_run": medians,
+        "step_ms_fastest": min(step for run in runs for step in run["step_s"]) * 1e3,
+        "same_tokens": all(run["tokens"] == wanted for run in runs),
+    }
+    told = "the same" if made["same_tokens"] else "OTHER"
+    print(
+        f"{name:40s} first token {made['first_token_s']:7.2f} s, then {made['step_ms']:7.1f} ms each "
+        f"(at best {made['step_ms_fastest']:.1f}), {told} tokens"
+    )
+    if "peak_bytes" in runs[0]:
+        made["peak_bytes"] = max(run["peak_bytes"] for run in runs)
+        made["within_memory"] = all(run["within_memory"] for run in runs)
+        print(
+            f"{'':40s} at most {made['peak_bytes']:,} bytes a rank, within the goal: {made['within_memory']}"
+        )
+    return made
+
+
+def attention_alone(directory: str, tokens: int, turns: int, out: Path) -> None:
+    """One rank of the job that measures attention: a token is a step of every layer."""
+    from mpi4py import MPI
+
+    comm, config = MPI.COMM_WORLD, read_config(directory)
+    rng, share = np.random.default_rng(comm.rank), tokens // comm.size
+    kv = rng.standard_normal((config.layers, 2, 1, share, config.kv_heads, config.head_dim), np.float32)
+    q = np.random.default_rng(99).standard_normal((1, 1, config.heads, config.head_dim), np.float32)
+    plan = {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
+    decoders = {
+        name: Decoder(comm, dtype="float32", scheme=name, **plan) for name in ("hierarchical", "kv_ring")
+    }
+    times: dict[str, list[float]] = {name: [] for name in decoders}
+    for turn in range(turns + 2):
+        for name, decoder in decoders.items():
+            comm.Barrier()
+            began = time.perf_counter()
+            for k, v in kv:
+                decoder(q, k, v)
+            took = comm.allreduce(time.perf_counter() - began, MPI.MAX)
+            if turn >= 2:
+                times[name].append(took * 1e3)
+    for decoder in decoders.values():
+        decoder.close()
+    if comm.rank == 0:
+        out.write_text(json.dumps(times))
+
+
+def attention(options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "times.json"
+        words = [__file__, "--model", options.model, "--prompt", str(options.prompt)]
+        job(4, "-m", "mpi4py", *words, "--attention", str(out), "--turns", str(options.turns))
+        times = json.loads(out.read_text())
+    made: dict[str, Any] = {"ranks": 4, "tokens": options.prompt}
+    for name, taken in times.items():
+        made[name] = {"ms": statistics.median(taken), "ms_fastest": min(taken), "turns": len(taken)}
+    tree, ring = made["hierarchical"], made["kv_ring"]
+    made["ring / tree"] = ring["ms"] / tree["ms"]
+    made["ring / tree, fastest"] = ring["ms_fastest"] / tree["ms_fastest"]
+    print(
+        f"attention and its communication, 4 ranks, ms a token (at best): tree {tree['ms']:.2f} "
+        f"({tree['ms_fastest']:.2f}), ring {ring['ms']:.2f} ({ring['ms_fastest']:.2f}): "
+        f"{made['ring / tree']:.1f} x"
+    )
+    return made
 
 
 def main() -> None:
@@ -77,40 +182,27 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--note", default="", help="Such as what else the machine does; it is kept.")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--attention", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    cases = {
-        "transformers": lambda: hugging_face(options),
-        "1 rank, tree": lambda: ours(options, 1, "tree"),
-        "2 ranks, tree": lambda: ours(options, 2, "tree"),
-        "2 ranks, kv_ring": lambda: ours(options, 2, "kv_ring"),
+    if options.attention:
+        attention_alone(options.model, options.prompt, options.turns, options.attention)
+        return
+    facts = {
+        "command": "python benchmarks/llama.py --model DIR --oracle PYTHON",
+        "note": options.note,
+        "software": {name: what for name, what in environment.software().items() if name != "command"},
+        "cpu": environment.cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "prompt": options.prompt,
+        "tokens": options.tokens,
+        "repeats": options.repeats,
+        "attention": attention(options),
+        "rows": beside_hugging_face(options),
     }
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
-    for _ in range(options.repeats):
-        for name, run in cases.items():
-            found[name].append(run())
-    rows = []
-    for name, runs in found.items():
-        steps = [step for run in runs for step in run["step_s"]]
-        rows.append(
-            {
-                "case": name,
-                "first_token_s": statistics.median(run["first_token_s"] for run in runs),
-                "step_ms": statistics.median(steps) * 1e3,
-                "same_tokens": all(run["tokens"] == found["transformers"][0]["tokens"] for run in runs),
-            }
-        )
-        told = "the same" if rows[-1]["same_tokens"] else "OTHER"
-        first, step = rows[-1]["first_token_s"], rows[-1]["step_ms"]
-        print(f"{name:20s} first token {first:7.2f} s, then {step:7.1f} ms each, {told} tokens")
     if options.json:
-        facts = {
-            "software": environment.software(),
-            "cpu": environment.cpu_name(),
-            "prompt": options.prompt,
-            "tokens": options.tokens,
-            "rows": rows,
-        }
         options.json.write_text(json.dumps(facts, indent=1) + "\n")
 
 

@@ -9,6 +9,7 @@ A page has one of
     <!-- gpu NAME -->                             what `benchmarks/gpu_day.sh` wrote (gpu_tables.py)
     <!-- published NAME -->                       what `treeattn published --json` wrote (published_tables.py)
     <!-- executors RANKS ... -->                  what `benchmarks/reduction.py --json` wrote, for each number
+    <!-- llama FILE -->                          what `benchmarks/llama.py --json` wrote
     <!-- nodes FILE -->                           the same over emulated nodes: executors side by side
     <!-- costs RANKS ... -->                      what the schedules of the catalogue cost, by their proofs
 
@@ -52,8 +53,9 @@ PUBLISHED = re.compile(
 )
 EXECUTORS = re.compile(r"<!-- executors((?: \d+)+) -->\n.*?<!-- end -->", re.DOTALL)
 COSTS = re.compile(r"<!-- costs((?: \d+)+) -->\n.*?<!-- end -->", re.DOTALL)
+LLAMA = re.compile(r"<!-- llama (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 NODES = re.compile(r"<!-- nodes (\S+) -->\n.*?<!-- end -->", re.DOTALL)
-KINDS = (PAPER, COMPARED, BESIDE, RIVALS, GPU, PUBLISHED, EXECUTORS, COSTS, NODES)
+KINDS = (PAPER, COMPARED, BESIDE, RIVALS, GPU, PUBLISHED, EXECUTORS, COSTS, NODES, LLAMA)
 
 # What stands against `hierarchical` in the README: words, file, what was timed, tokens, scheme.
 _RIVALS = (
@@ -75,6 +77,7 @@ def filled(page: str) -> str:
         lambda block: _block(block[0], _markdown(*published_tables.TABLES[block[1]]())), page
     )
     page = EXECUTORS.sub(lambda block: _block(block[0], _executors(block[1])), page)
+    page = LLAMA.sub(lambda block: _block(block[0], _llama(block[1])), page)
     page = NODES.sub(lambda block: _block(block[0], _over_nodes(block[1])), page)
     page = COSTS.sub(lambda block: _block(block[0], _costs(block[1])), page)
     return RIVALS.sub(lambda block: _block(block[0], _rivals()), page)
@@ -189,6 +192,27 @@ def _beside_cells(facts: dict[str, Any]) -> dict[str, str]:
         "rounded to the cache's type": f"{errors[f'treeattn, rounded to {dtype}']['max']:.1e}",
         "largest error, `tree_attn_decode`": f"{errors['tree_attn_decode']['max']:.1e}",
     }
+
+
+def _llama(file: str) -> str:
+    """A decoded token of each case, in milliseconds."""
+    facts = json.loads((DOCS / "results" / file).read_text())
+    rows = [
+        [
+            row["case"],
+            f"{row['step_ms']:.1f}",
+            f"{row['step_ms_fastest']:.1f}",
+            f"{row['first_token_s']:.1f}",
+            f"{row['peak_bytes'] / 1e6:.0f}" if "peak_bytes" in row else "-",
+        ]
+        for row in facts["rows"]
+    ]
+    for scheme in ("hierarchical", "kv_ring"):
+        alone = facts["attention"][scheme]
+        name = f"attention and its communication alone, 4 ranks, `{scheme}`"
+        rows.append([name, f"{alone['ms']:.1f}", f"{alone['ms_fastest']:.1f}", "-", "-"])
+    headings = ["", "a token, ms", "the fastest, ms", "first token, s", "memory of a rank at most, MB"]
+    return _markdown(headings, rows)
 
 
 def _rivals() -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from tests.paged_cases import in_pages
 from treeattn import reference
 from treeattn.shards import LAYOUTS, parse_layout
 
@@ -30,6 +31,7 @@ class Case:
     runs: list[tuple[slice, ...]]
     owner: int
     hidden: float
+    page_size: int  # 0: the cache lies in a row
 
     @property
     def scale(self) -> float:
@@ -56,7 +58,11 @@ class Case:
             given |= {"mask": self.mask, "draft_positions": self.draft_positions}
         for b, length in enumerate(lengths):
             k[b, length:], v[b, length:] = self.hidden, self.hidden
-        return given | {"q": self.q, "k": k, "v": v, "lengths": lengths, "scale": self.scale}
+        given |= {"q": self.q, "k": k, "v": v, "lengths": lengths, "scale": self.scale}
+        if self.page_size:
+            pages = [in_pages(one, self.page_size, lengths, self.hidden) for one in (k, v)]
+            given |= {"k": pages[0][0], "v": pages[1][0], "block_table": pages[0][1]}
+        return given
 
     def expected(self) -> tuple[Any, Any, float, float]:
         """out and lse of the float64 oracle with the whole mask, and the bounds of their errors."""
@@ -112,6 +118,7 @@ def draw(seed: int, size: int) -> Case:
         runs=_runs(rng, tokens, size),
         owner=int(rng.integers(size)),
         hidden=float(rng.choice([np.nan, np.inf, 0])),
+        page_size=int(rng.choice([0, 0, 0, 1, 7, 16, 64])),
     )
 
 

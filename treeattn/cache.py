@@ -30,7 +30,8 @@ __all__ = ["ShardedCache"]
 class ShardedCache:
     """This rank's part of the keys and values of `batch` sequences, for one layer. Creating it is collective.
 
-    What `treeattn.decode`, a `Decoder` and `treeattn.token_tree.verify` take of it, without a copy:
+    Tokens of a sequence lie in a row; pages (``block_table=``) are the caller's own. What `treeattn.decode`,
+    a `Decoder` and `treeattn.token_tree.verify` take of it, without a copy:
 
     - k, v: [batch, own capacity, kv_heads, head_dim], this rank's shard; valid up to `lengths`.
     - lengths: int64 [batch], valid tokens of this shard; the same array in every step.

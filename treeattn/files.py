@@ -53,6 +53,7 @@ class CacheFile:
     tensors: dict[str, Any]
     metadata: dict[str, str]
     unsupported: dict[str, str]  # name -> dtype, of tensors that NumPy has no type for
+    starts: dict[str, int]  # name -> the first byte of a tensor in the file
 
     def __getitem__(self, name: str) -> Any:
         try:
@@ -64,6 +65,18 @@ class CacheFile:
                 ) from None
             held = ", ".join(sorted(self.tensors)) or "none"
             raise ArgumentError(f"{self.path}: no tensor {name!r} in the file; it holds {held}") from None
+
+    def read(self, name: str, rows: range, columns: range) -> Any:
+        """A part of a matrix [rows, columns] in memory of its own: no other byte of the file is asked for."""
+        tensor = self[name]
+        width, size = tensor.shape[1], tensor.dtype.itemsize
+        part = np.empty((len(rows), len(columns)), tensor.dtype)
+        whole = len(columns) == width
+        with self.path.open("rb", buffering=0) as file:
+            for into, row in [(part, rows.start)] if whole else zip(part, rows, strict=True):
+                at = self.starts[name] + size * (row * width + columns.start)
+                _fill(file.fileno(), at, into.reshape(-1).view(np.uint8).data)
+        return part
 
     def scale(self) -> float | None:
         """The softmax scale that the file's metadata states, if any. Raises `ArgumentError`."""
@@ -93,15 +106,25 @@ def open_cache(path: str | Path) -> CacheFile:
         reason = getattr(error, "strerror", None) or str(error).strip().split("\n")[0] or type(error).__name__
         raise ArgumentError(f"{path}: not a readable safetensors file ({reason})") from None
     metadata = header.pop("__metadata__", {})
-    tensors, unsupported = {}, {}
+    tensors, unsupported, starts = {}, {}, {}
     for name, entry in header.items():
         if entry["dtype"] not in _DTYPES:
             unsupported[name] = entry["dtype"]
             continue
         start, stop = entry["data_offsets"]
+        starts[name] = 8 + length + start
         raw = np.empty(0, np.uint8) if data is None else data[start:stop]
         tensors[name] = raw.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    return CacheFile(path, tensors, metadata, unsupported)
+    return CacheFile(path, tensors, metadata, unsupported, starts)
+
+
+def _fill(file: int, at: int, into: memoryview) -> None:
+    """Read exactly so many bytes from a place in a file."""
+    while into:
+        count = os.preadv(file, [into], at)
+        if not count:
+            raise ArgumentError("a file of weights became shorter while it was read")
+        at, into = at + count, into[count:]
 
 
 def load_runs(

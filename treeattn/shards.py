@@ -14,7 +14,7 @@ import numpy as np
 
 from treeattn.errors import ArgumentError
 
-__all__ = ["LAYOUTS", "Layout", "parse_layout"]
+__all__ = ["LAYOUTS", "Layout", "block", "parse_layout"]
 
 LAYOUTS = ("contiguous", "interleaved", "zigzag", "sizes=a,b,..")
 
@@ -34,11 +34,11 @@ class Layout:
         Raises `ArgumentError` if explicit sizes do not fit `size` ranks or `tokens`.
         """
         if self.name == "contiguous":
-            return (_block(tokens, rank, size),)
+            return (block(tokens, rank, size),)
         if self.name == "interleaved":
             return (slice(min(rank, tokens), tokens, size),)
         if self.name == "zigzag":
-            return (_block(tokens, rank, 2 * size), _block(tokens, 2 * size - 1 - rank, 2 * size))
+            return (block(tokens, rank, 2 * size), block(tokens, 2 * size - 1 - rank, 2 * size))
         if len(self.sizes) != size:
             raise ArgumentError(
                 f"layout {self} names {len(self.sizes)} shards for {size} ranks: give one size per rank"
@@ -67,7 +67,8 @@ class Layout:
         return self.name if self.name != "sizes" else "sizes=" + ",".join(map(str, self.sizes))
 
 
-def _block(tokens: int, index: int, count: int) -> slice:
+def block(tokens: int, index: int, count: int) -> slice:
+    """Block `index` of `count` balanced ones."""
     return slice(index * tokens // count, (index + 1) * tokens // count)
 
 

@@ -21,12 +21,12 @@ from msgspec import structs
 from treeattn import comm as comm_
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.description import Cluster, Tier
-from treeattn.collectives.clusters.placement import Placement
+from treeattn.collectives.clusters.placement import Placement, block
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["Rank", "Topology", "detect"]
+__all__ = ["Rank", "Topology", "described", "detect"]
 
 #: Whose prices stand in for those of a machine that nobody has measured: of one node, and of several.
 ONE_NODE, SEVERAL_NODES = "laptop", "cpu-hdr200"
@@ -110,6 +110,26 @@ class Topology:
             rank: at * widest + slot for at, ranks in enumerate(nodes) for slot, rank in enumerate(ranks)
         }
         return found, tuple(where[rank] for rank in range(len(self.ranks)))
+
+    def places_on(self, cluster: Cluster) -> Placement:
+        """The place of each rank: by the nodes that they are on if those fit, else in blocks. Raises
+        `ArgumentError` for more ranks than places."""
+        nodes = self.nodes
+        if len(nodes) * cluster.slots > cluster.places or max(map(len, nodes)) > cluster.slots:
+            return block(cluster, len(self.ranks))
+        where = {
+            rank: node * cluster.slots + slot
+            for node, ranks in enumerate(nodes)
+            for slot, rank in enumerate(ranks)
+        }
+        return tuple(where[rank] for rank in range(len(self.ranks)))
+
+
+def described(name: str | None) -> Cluster | None:
+    """The cluster that is named, else the one of ``TREEATTN_CLUSTER``; None where neither is. Raises as
+    `description.load`."""
+    name = name or os.environ.get("TREEATTN_CLUSTER")
+    return description.load(name) if name else None
 
 
 def detect(comm: Intracomm) -> Topology:

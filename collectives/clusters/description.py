@@ -71,7 +71,9 @@ class Tier(_Data, frozen=True):
     latency, overhead (at each end) and gap in microseconds, bandwidth in GB/s each way. read_latency,
     read_bandwidth: where a receiver that fetches gets other ones than a sender that stores. mesh: every
     pair of ranks has a link of its own. taper: an outer tier's uplink from each unit has the bandwidth of
-    its cards divided by this; 0 is a network without any such limit.
+    its cards divided by this; 0 is a network without any such limit. shared_gap, shared_bandwidth: of what
+    all messages within a unit of the tier go through one after the other, such as a bus, or the cores of a
+    machine that emulates several.
     """
 
     name: Name
@@ -84,6 +86,8 @@ class Tier(_Data, frozen=True):
     read_bandwidth: Rate | None = None
     mesh: bool = False
     taper: Annotated[float, Meta(ge=0)] = 0.0
+    shared_gap: Microseconds = 0.0
+    shared_bandwidth: Rate | None = None
     protocols: tuple[Protocol, ...] = ()
 
 
@@ -159,6 +163,11 @@ class Cluster(_Data, frozen=True, dict=True):
                 latency, waits = step.latency, step.waits
                 bandwidth = step.bandwidth or bandwidth
         return Link(latency, prices.overhead, prices.gap, 1e-3 / bandwidth, waits)
+
+    def shared(self, tier: int, size: float) -> float:
+        """Microseconds for which a message of `size` bytes takes what all messages of the tier share."""
+        prices = self.tiers[tier]
+        return prices.shared_gap + (size * 1e-3 / prices.shared_bandwidth if prices.shared_bandwidth else 0.0)
 
     def runs(self, executor: str | None) -> Executor:
         """The executor of that name, or the file's own. Raises `ArgumentError`."""

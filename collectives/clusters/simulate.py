@@ -4,7 +4,7 @@ A rank enters a round when it has finished the one before (rounds are no barrier
 the round, then the overhead of each message that it sends; a message waits for the sender's port, is under
 way for the tier's latency, waits for the receiver's port, and takes its bytes; the receiver, once its own
 are sent, pays overhead and merge for one arrival after the other. Ports: of the rank, of the pair on a
-mesh, of the network card that ranks of a node share, and of tapered uplinks.
+mesh, of the network card that ranks of a node share, of tapered uplinks, and of what a whole tier shares.
 
 Source: LogGP (Alexandrov et al., SPAA 1995), simulated event by event as LogGOPSim does (Hoefler,
 Schneider, Lumsdaine, HPDC 2010), with ports in place of one gap.
@@ -142,7 +142,7 @@ def simulate(
 
 # A port: its tier or kind, whose it is, 0 out of there or 1 in, and both ends where each pair has a link.
 _Taken = tuple[tuple[int, ...], float]
-_CARD, _UPLINK = -1, -2
+_CARD, _UPLINK, _SHARED = -1, -2, -1000
 
 
 class _Run:
@@ -224,6 +224,7 @@ class _Run:
         """Through the sender's ports and the receiver's; each is taken for the bytes, or the gap."""
         link = self.link(flight.tier, flight.bytes)
         out, into = self._ports(flight, link)
+        now = self._through_shared(flight, now)
         flight.began = max(now, *(self.free[port] for port, _ in out))
         for port, taken in out:
             self.free[port] = flight.began + taken
@@ -233,15 +234,26 @@ class _Run:
         flight.landed = flight.landing + flight.bytes * link.byte
         self._push(flight.landed, flight, True)
 
+    def _through_shared(self, flight: Flight, now: float) -> float:
+        """When it is through what all messages of its tier share; that is before its ports, not with them."""
+        shared = self.cluster.shared(flight.tier, flight.bytes)
+        if not shared:
+            return now
+        unit = (_SHARED, flight.tier, self.places[flight.src] // self.cluster.widths[flight.tier])
+        self.free[unit] = max(now, self.free[unit]) + shared
+        return self.free[unit]
+
     def _ports(self, flight: Flight, link: Link) -> tuple[list[_Taken], list[_Taken]]:
         """(port, microseconds that it is taken) of the sender's side and of the receiver's."""
         cluster, tier = self.cluster, flight.tier
         here, there = self.places[flight.src], self.places[flight.dst]
         taken = max(link.gap, flight.bytes * link.byte)
+        sides: tuple[list[_Taken], list[_Taken]] = ([], [])
         if tier <= cluster.node_tier:
             link_of = (here, there) if cluster.tiers[tier].mesh else ()
-            return [((tier, here, 0, *link_of), taken)], [((tier, there, 1, *link_of), taken)]
-        sides: tuple[list[_Taken], list[_Taken]] = ([], [])
+            sides[0].append(((tier, here, 0, *link_of), taken))
+            sides[1].append(((tier, there, 1, *link_of), taken))
+            return sides
         for side, place in enumerate((here, there)):
             sides[side].append(((_CARD, self._card(place), side), taken))
             for outer in range(cluster.node_tier + 1, tier + 1):

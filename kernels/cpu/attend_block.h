@@ -19,8 +19,8 @@ enum order { SCATTERED = 0, NEIGHBOURS = 1 };
 
 /* Rows that attend to one block of tokens of one KV head. */
 struct block {
-  const char *k, *v;             /* the first token's row */
-  int64_t k_stride, v_stride;    /* bytes to the next token */
+  const char *keys[BLOCK];       /* the tokens' rows; a short block repeats the last */
+  const char *values[BLOCK];     /* the same */
   int64_t next_k, next_v;        /* bytes to the block that comes after this one: prefetched meanwhile */
   int64_t k_share, v_share;      /* bytes from one token's share of that to the next token's; NEIGHBOURS only */
   int tokens;                    /* 1..BLOCK */
@@ -73,7 +73,7 @@ INLINE void score_tokens(enum order order, enum element_type type, int rows, con
   for (; d + UNIT <= b->head_dim; d += UNIT) {
     for (int t = 0; t < tokens; ++t) {
       key[t] = load_unit(type, keys[t] + d * size);
-      const char *next = order == SCATTERED ? keys[t] : b->k + (begin + t) * b->k_share;
+      const char *next = order == SCATTERED ? keys[t] : b->keys[0] + (begin + t) * b->k_share;
       prefetch_unit(order, type, next + b->next_k + d * size, d * size);
     }
     add_products(rows, tokens, b->q + d, b->row_floats, key, sum);
@@ -90,15 +90,12 @@ INLINE void score_tokens(enum order order, enum element_type type, int rows, con
   for (int r = 0; r < rows; ++r) memcpy(scores[r] + begin, result + r * tokens, (size_t)tokens * sizeof(float));
 }
 
-/* Whole groups of tokens always: a short block repeats its last key; drop_scores() drops what came of it. */
+/* Whole groups of tokens always: drop_scores() drops what came of keys that a short block repeats. */
 INLINE void score_block(enum order order, enum element_type type, int rows, const struct block *b,
                         float (*scores)[BLOCK]) {
   const int tokens = tokens_together(order, rows);
-  for (int begin = 0; begin < BLOCK; begin += tokens) {
-    const char *keys[BLOCK];
-    for (int t = 0; t < tokens; ++t) keys[t] = b->k + (begin + t < b->tokens ? begin + t : b->tokens - 1) * b->k_stride;
-    score_tokens(order, type, rows, b, begin, keys, scores);
-  }
+  for (int begin = 0; begin < BLOCK; begin += tokens)
+    score_tokens(order, type, rows, b, begin, b->keys + begin, scores);
 }
 
 INLINE void drop_scores(int rows, const struct block *b, float (*scores)[BLOCK]) {
@@ -139,9 +136,10 @@ INLINE void add_values(enum order order, enum element_type type, int rows, int u
   for (int r = 0; r < rows; ++r)
     for (int u = 0; u < 2 * units; ++u) sum[r][u] = splat(0.0f);
   for (int t = 0; t < b->tokens; ++t) {
-    const char *from = b->v + t * b->v_stride + (size_t)d * element_size(type);
+    const size_t at = (size_t)d * element_size(type);
+    const char *from = b->values[t] + at;
     unit value[MAX_UNITS];
-    const char *next = from + b->next_v + (order == SCATTERED ? 0 : t * (b->v_share - b->v_stride));
+    const char *next = (order == SCATTERED ? from : b->values[0] + t * b->v_share + at) + b->next_v;
     for (int u = 0; u < units; ++u) prefetch_unit(order, type, next + u * UNIT * element_size(type), d + u * UNIT);
     for (int u = 0; u < units; ++u)
       value[u] = part ? load_part(type, from, part) : load_unit(type, from + u * UNIT * element_size(type));

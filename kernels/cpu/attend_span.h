@@ -33,28 +33,21 @@ static int64_t group_rows(const struct attention *a, const struct state *s, int6
   return groups;
 }
 
-/* Rows attend to those tokens of a block that `bits` name, side by side: a part of it, or copies. */
-static void attend_part(const struct attention *a, const struct state *s, const struct block *whole, uint32_t bits,
-                        attend_function *attend) {
-  const size_t bytes = (size_t)a->head_dim * element_size(a->kv_type);
-  const int first = __builtin_ctz(bits), together = bits >> first == (1u << __builtin_popcount(bits)) - 1;
+/* Rows attend to those tokens of a block that `bits` name. */
+static void attend_part(const struct block *whole, uint32_t bits, attend_function *attend) {
   struct adjustment adjustment;
   struct block b = *whole;
   if (whole->adjustment) adjustment = *whole->adjustment, b.adjustment = &adjustment;
-  b.tokens = 0;
-  for (int t = first; t < whole->tokens; ++t) {
-    if (!(bits >> t & 1)) continue;
-    if (!together) memcpy(s->keys + (size_t)b.tokens * bytes, whole->k + t * whole->k_stride, bytes);
-    if (!together) memcpy(s->values + (size_t)b.tokens * bytes, whole->v + t * whole->v_stride, bytes);
-    if (b.adjustment) adjustment.position[b.tokens] = whole->adjustment->position[t];
-    b.tokens += 1;
+  b.tokens = __builtin_popcount(bits);
+  for (int to = 0; to < BLOCK; ++to) {
+    const int from = __builtin_ctz(bits);
+    b.keys[to] = whole->keys[from];
+    b.values[to] = whole->values[from];
+    if (b.adjustment) adjustment.position[to] = whole->adjustment->position[from];
+    if (to + 1 < b.tokens) bits &= bits - 1;
   }
-  if (together)
-    b.k += first * b.k_stride, b.v += first * b.v_stride;
-  else
-    b.k = s->keys, b.v = s->values, b.k_stride = b.v_stride = (int64_t)bytes;
-  b.next_k = whole->k + whole->next_k - b.k;
-  b.next_v = whole->v + whole->next_v - b.v;
+  b.next_k += whole->keys[0] - b.keys[0];
+  b.next_v += whole->values[0] - b.values[0];
   attend(&b);
 }
 
@@ -71,35 +64,40 @@ static void attend_group(const struct attention *a, const struct state *s, struc
   if (g->bits == ALL)
     attend(b);
   else
-    attend_part(a, s, b, g->bits, attend);
+    attend_part(b, g->bits, attend);
 }
 
-static struct span span_of(const struct attention *a, const struct piece *p, const struct stretch *s) {
+static struct span span_of(const struct attention *a, const struct state *state, const struct piece *p,
+                           const struct stretch *s) {
   struct span span = {.tokens = s->end - s->begin, .heads = p->heads, .scattered = a->order == SCATTERED && s->uniform};
   span.blocks = block_count(span.scattered, span.tokens);
-  span.k = a->k + p->b * a->k_batch_stride + s->begin * a->k_token_stride + p->head * a->k_head_stride;
-  span.v = a->v + p->b * a->v_batch_stride + s->begin * a->v_token_stride + p->head * a->v_head_stride;
+  span.k = a->k + p->head * a->k_head_stride;
+  span.v = a->v + p->head * a->v_head_stride;
+  if (a->block_table) {
+    span.k_rows = state->k_rows;
+    span.v_rows = lie_alike(a) ? state->k_rows : state->v_rows;
+    find_rows(a, p->b, s->begin, s->end, 1, state->k_rows);
+    if (!lie_alike(a)) find_rows(a, p->b, s->begin, s->end, 0, state->v_rows);
+  } else {
+    span.k += p->b * a->k_batch_stride + s->begin * a->k_token_stride;
+    span.v += p->b * a->v_batch_stride + s->begin * a->v_token_stride;
+  }
   return span;
 }
 
 /* Rows attend to tokens that lie side by side. `position`: of each, where there is an adjustment. */
 static void attend_stretch(const struct attention *a, const struct state *state, const struct piece *p,
                            const struct stretch *stretch, struct adjustment *adjustment, const double *position) {
-  const struct span span = span_of(a, p, stretch), *const s = &span;
+  const struct span span = span_of(a, state, p, stretch), *const s = &span;
   const int64_t steps = s->blocks * s->heads;
-  struct block b = {.k_stride = step_of(s) * a->k_token_stride,
-                    .v_stride = step_of(s) * a->v_token_stride,
-                    .head_dim = (int)a->head_dim,
-                    .row_floats = (int)row_floats(a),
-                    .adjustment = adjustment};
+  struct block b = {.head_dim = (int)a->head_dim, .row_floats = (int)row_floats(a), .adjustment = adjustment};
   int64_t groups = group_rows(a, state, p->b, stretch->begin, 1);
   for (int64_t step = 0; step < steps; ++step) {
     const int64_t token = token_at(s, block_at(a, s, step)), left = s->tokens - token;
-    b.k = key_at(a, s, step);
-    b.v = value_at(a, s, step);
-    b.next_k = coming(a, s, step, 1, &b.k_share) - b.k;
-    b.next_v = coming(a, s, step, 0, &b.v_share) - b.v;
     b.tokens = (int)least((left + step_of(s) - 1) / step_of(s), BLOCK);
+    point_at_tokens(a, s, token, head_at(a, s, step), &b);
+    b.next_k = coming(a, s, step, 1, &b.k_share) - b.keys[0];
+    b.next_v = coming(a, s, step, 0, &b.v_share) - b.values[0];
     if (!stretch->uniform) groups = group_rows(a, state, p->b, stretch->begin + token, b.tokens);
     if (position)
       for (int t = 0; t < BLOCK; ++t) adjustment->position[t] = position[least(token + t * step_of(s), s->tokens - 1)];

@@ -33,9 +33,9 @@ struct panel {
 /* What is packed next, in the order of memory: prefetched meanwhile, a few lines at a time, for a core stands still
  * when it waits for many. */
 struct coming {
-  const char *row;
-  int64_t stride;
-  int rows, lines, line, step; /* rows left, lines of a row, and the one to go on with; step: lines at a time */
+  const char *first;
+  int64_t rows[BLOCK];        /* bytes from there to each */
+  int row, lines, line, step; /* lines of a row, and where to go on; step: lines at a time, 0: nothing comes */
 };
 
 /* Tokens packed as [segments][BLOCK][SEGMENT] of float32 (segments PACKED apart), 0 where nobody sees a token. */
@@ -88,9 +88,9 @@ INLINE void add_tile(int vectors, int rows, const float *weights, const float *v
 }
 
 static void prefetch_step(struct coming *c) {
-  for (int i = 0; i < c->step && c->rows; ++i) {
-    __builtin_prefetch(c->row + c->line * 64, 0, 2);
-    if (++c->line == c->lines) c->line = 0, c->row += c->stride, --c->rows;
+  for (int i = 0; i < c->step && c->row < BLOCK; ++i) {
+    __builtin_prefetch(c->first + c->rows[c->row] + c->line * 64, 0, 2);
+    if (++c->line == c->lines) c->line = 0, ++c->row;
   }
 }
 

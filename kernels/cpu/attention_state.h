@@ -29,9 +29,9 @@ struct state {
   float *denominator;          /* [rows][WIDTH]: sums by lane */
   float *maximum;              /* [rows] */
   struct group *groups;        /* [rows of a KV head] */
-  char *keys, *values;         /* [BLOCK][head_dim]: copies */
   double *slope, *base, *time; /* [rows], for ALiBi: see struct adjustment; time: the query's position */
   double *position;            /* [CHUNK], for ALiBi */
+  int64_t *k_rows, *v_rows;    /* [CHUNK], for pages: see struct span */
 };
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -64,9 +64,11 @@ static int64_t lay_out(const struct attention *a, char *memory, struct state *s)
   s->denominator = take(memory, &at, rows * WIDTH * size);
   s->maximum = take(memory, &at, rows * size);
   s->groups = take(memory, &at, rows_per_kv_head(a) * (int64_t)sizeof(struct group));
+  if (a->block_table) {
+    s->k_rows = take(memory, &at, CHUNK * (int64_t)sizeof(int64_t));
+    s->v_rows = take(memory, &at, CHUNK * (int64_t)sizeof(int64_t));
+  }
   if (!a->visible) return at;
-  s->keys = take(memory, &at, BLOCK * a->head_dim * (int64_t)element_size(a->kv_type));
-  s->values = take(memory, &at, BLOCK * a->head_dim * (int64_t)element_size(a->kv_type));
   s->slope = take(memory, &at, rows * (int64_t)sizeof(double));
   s->base = take(memory, &at, rows * (int64_t)sizeof(double));
   s->time = take(memory, &at, rows * (int64_t)sizeof(double));

@@ -6,8 +6,8 @@
 
 struct attention {
   const char *q;          /* [batch, queries, heads, head_dim] */
-  const char *k;          /* [batch, tokens, kv_heads, head_dim] */
-  const char *v;          /* [batch, tokens, kv_heads, v_dim]; it may be the first channels of k */
+  const char *k;          /* [batch, tokens, kv_heads, head_dim], or [any, page_size, ..] with a block table */
+  const char *v;          /* [batch, tokens, kv_heads, v_dim], or as k; it may be the first channels of k */
   float *records;         /* [batch, heads, queries, v_dim + 2], written */
   const int64_t *lengths; /* [batch]: valid tokens, or NULL: all are */
   void *workspace;        /* attention_workspace() bytes, aligned to 64 */
@@ -20,12 +20,15 @@ struct attention {
   int32_t threads, order;         /* enum order of attend_block.h */
   const struct visible *visible;  /* or NULL: every query sees the first lengths[b] tokens */
   const float *k_scale, *v_scale; /* [kv_heads]: what elements of k, v are multiplied with; NULL: 1 */
+  const int32_t *block_table;     /* [batch, pages]: where a sequence's pages lie; NULL: its tokens lie in a row */
+  int64_t pages, page_size;       /* tokens is pages * page_size, and the batch strides are those of pages */
 };
 
 /* Bytes of workspace for these shapes; pointers and strides are not looked at. */
 int64_t attention_workspace(const struct attention *a);
 
 /* Attention of every query head over the first lengths[b] tokens, or what it may see, where lengths are not looked at.
+ * Page numbers are not looked at, but for those of tokens that some query sees, which have to be right.
  * Returns 0, or b + 1 for the first b of which a length or a visible token is not in 0..tokens: nothing is written
  * then. */
 int64_t partial_attention(const struct attention *a);

@@ -5,11 +5,12 @@
 #include <stdlib.h>
 
 #include "attend_block.h"
-#include "partial_attention.h"
+#include "token_rows.h"
 
 /* Some tokens of some KV heads of one batch row, as blocks in the order in which they are read. */
 struct span {
-  const char *k, *v; /* the first token of the first head */
+  const char *k, *v;              /* the first head; its first token, where tokens lie in a row */
+  const int64_t *k_rows, *v_rows; /* [tokens]: how far from there each token's row is; NULL: they lie in a row */
   int64_t tokens, heads, blocks;
   int scattered;
 };
@@ -37,12 +38,23 @@ static int64_t block_at(const struct attention *a, const struct span *s, int64_t
   return llabs(a->k_head_stride) > llabs(a->k_token_stride) ? step % s->blocks : step / s->heads;
 }
 
-static const char *key_at(const struct attention *a, const struct span *s, int64_t step) {
-  return s->k + token_at(s, block_at(a, s, step)) * a->k_token_stride + head_at(a, s, step) * a->k_head_stride;
+static const char *key_at(const struct attention *a, const struct span *s, int64_t token, int64_t head) {
+  return s->k + (s->k_rows ? s->k_rows[token] : token * a->k_token_stride) + head * a->k_head_stride;
 }
 
-static const char *value_at(const struct attention *a, const struct span *s, int64_t step) {
-  return s->v + token_at(s, block_at(a, s, step)) * a->v_token_stride + head_at(a, s, step) * a->v_head_stride;
+static const char *value_at(const struct attention *a, const struct span *s, int64_t token, int64_t head) {
+  return s->v + (s->v_rows ? s->v_rows[token] : token * a->v_token_stride) + head * a->v_head_stride;
+}
+
+/* The rows of a block of `tokens` tokens from `token` on. */
+static void point_at_tokens(const struct attention *a, const struct span *s, int64_t token, int64_t head,
+                            struct block *b) {
+  const int64_t step = step_of(s);
+  for (int t = 0; t < BLOCK; ++t) {
+    b->keys[t] = key_at(a, s, token, head);
+    b->values[t] = value_at(a, s, token, head);
+    if (t + 1 < b->tokens) token += step;
+  }
 }
 
 /* What is prefetched at step `step`, for keys or values: the block of a later step, token by token. Where the heads of
@@ -53,12 +65,14 @@ static const char *coming(const struct attention *a, const struct span *s, int64
   if (a->order == NEIGHBOURS && token == s->heads * head) {
     const int64_t next = block_at(a, s, step) + 1, block = next < s->blocks ? next : s->blocks - 1;
     *share = head;
-    return (keys ? s->k : s->v) + (block * s->heads + head_at(a, s, step)) * BLOCK * head;
+    return (keys ? key_at(a, s, block * BLOCK, 0) : value_at(a, s, block * BLOCK, 0)) +
+           head_at(a, s, step) * BLOCK * head;
   }
   enum { AHEAD = 2 };
   const int64_t last = s->blocks * s->heads - 1, later = step + AHEAD < last ? step + AHEAD : last;
+  const int64_t first = token_at(s, block_at(a, s, later));
   *share = step_of(s) * token;
-  return keys ? key_at(a, s, later) : value_at(a, s, later);
+  return keys ? key_at(a, s, first, head_at(a, s, later)) : value_at(a, s, first, head_at(a, s, later));
 }
 
 #endif

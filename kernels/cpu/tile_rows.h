@@ -4,6 +4,7 @@
 
 #include "attend_tile.h"
 #include "rows.h"
+#include "token_rows.h"
 
 enum {
   CHUNK = 21 * BLOCK,

@@ -34,12 +34,13 @@ static float *records_of(const struct attention *a, int64_t chunk) {
   return chunk ? others + (chunk - 1) * record_count(a) * record_width(a) : a->records;
 }
 
-/* Rows of the tokens in `bits` to float32, as struct tokens has them. */
-INLINE void pack(enum element_type type, const char *from, int64_t stride, uint64_t bits, int64_t elements, float *to) {
-  for (int t = 0; t < BLOCK; ++t, from += stride, to += SEGMENT)
+/* Rows of the tokens in `bits`, which lie at `rows` from `from` on, to float32, as struct tokens has them. */
+INLINE void pack(enum element_type type, const char *from, const int64_t *rows, uint64_t bits, int64_t elements,
+                 float *to) {
+  for (int t = 0; t < BLOCK; ++t, to += SEGMENT)
     for (int64_t d = 0; d < elements; d += UNIT) {
       unit u = {splat(0.0f), splat(0.0f)};
-      const char *at = from + d * (int64_t)element_size(type);
+      const char *at = from + rows[t] + d * (int64_t)element_size(type);
       if (bits >> t & 1) u = elements - d < UNIT ? load_part(type, at, (int)(elements - d)) : load_unit(type, at);
       float *into = to + d / SEGMENT * PACKED + d % SEGMENT;
       store(into, u.first);
@@ -47,29 +48,27 @@ INLINE void pack(enum element_type type, const char *from, int64_t stride, uint6
     }
 }
 
-static void pack_block(enum element_type type, const char *from, int64_t stride, uint64_t bits, int64_t elements,
+static void pack_block(enum element_type type, const char *from, const int64_t *rows, uint64_t bits, int64_t elements,
                        float *to) {
   if (type == FLOAT16)
-    pack(FLOAT16, from, stride, bits, elements, to);
+    pack(FLOAT16, from, rows, bits, elements, to);
   else if (type == BFLOAT16)
-    pack(BFLOAT16, from, stride, bits, elements, to);
+    pack(BFLOAT16, from, rows, bits, elements, to);
   else if (type == E4M3FN)
-    pack(E4M3FN, from, stride, bits, elements, to);
+    pack(E4M3FN, from, rows, bits, elements, to);
   else if (type == E5M2)
-    pack(E5M2, from, stride, bits, elements, to);
+    pack(E5M2, from, rows, bits, elements, to);
   else
-    pack(FLOAT32, from, stride, bits, elements, to);
+    pack(FLOAT32, from, rows, bits, elements, to);
 }
 
-/* Rows of the keys or values from `token` on, and what is packed after them. */
-static const char *keys_at(const struct piece *p, int64_t token) {
-  const struct attention *a = p->a;
-  return a->k + p->b * a->k_batch_stride + token * a->k_token_stride + p->kv_head * a->k_head_stride;
-}
+/* Where the keys, or the values, of a KV head begin. */
+static const char *head_of_keys(const struct piece *p) { return p->a->k + p->kv_head * p->a->k_head_stride; }
+static const char *head_of_values(const struct piece *p) { return p->a->v + p->kv_head * p->a->v_head_stride; }
 
-static const char *values_at(const struct piece *p, int64_t token) {
-  const struct attention *a = p->a;
-  return a->v + p->b * a->v_batch_stride + token * a->v_token_stride + p->kv_head * a->v_head_stride;
+/* The rows of a block; nobody reads beyond the last token. */
+static void find_block(const struct piece *p, int64_t token, int keys, int64_t *rows) {
+  find_rows(p->a, p->b, token, least(token + BLOCK, p->a->tokens), keys, rows);
 }
 
 /* Whether the values are the first channels of the keys: then these are read once for both. */
@@ -78,25 +77,33 @@ static int shares_keys(const struct attention *a) {
          a->v_token_stride == a->k_token_stride && a->v_head_stride == a->k_head_stride;
 }
 
-/* Rows from `row` on, all of them by the end of a block that all panels see. */
-static struct coming coming_rows(const struct piece *p, const char *row, int64_t stride, int64_t elements) {
+/* The keys or values from `token` on, all of them by the end of a block that all panels see. */
+static void find_coming(const struct piece *p, int64_t token, int keys, struct coming *c) {
+  const int64_t elements = keys ? p->a->head_dim : p->a->v_dim;
   const int64_t lines = quotient_up(elements * (int64_t)element_size(p->a->kv_type), 64);
   const int64_t segments = quotient_up(p->a->head_dim, SEGMENT) + quotient_up(p->a->v_dim, SEGMENT);
   const int64_t steps = quotient_up(p->rows, PANEL) * segments * (BLOCK / 12);
-  return (struct coming){row, stride, BLOCK, (int)lines, 0, (int)quotient_up(BLOCK * lines, steps)};
+  c->first = keys ? head_of_keys(p) : head_of_values(p);
+  c->lines = (int)lines, c->step = (int)quotient_up(BLOCK * lines, steps);
+  find_block(p, token, keys, c->rows);
 }
 
 /* Packs the tokens in `any`; tells what to prefetch. */
 static struct tokens take_tokens(const struct piece *p, int64_t token, uint64_t any) {
   const struct attention *a = p->a;
+  int64_t rows[BLOCK] = {0};
   const int64_t next = next_block(p, token + BLOCK, a->tokens);
   const int apart = !shares_keys(a), whole = next + BLOCK <= a->tokens;
   struct tokens block = {.keys = p->s.keys, .values = apart ? p->s.values : p->s.keys};
   block.key_floats = (int)whole_units(a->head_dim), block.value_floats = (int)whole_units(a->v_dim);
-  pack_block(a->kv_type, keys_at(p, token), a->k_token_stride, any, a->head_dim, p->s.keys);
-  if (apart) pack_block(a->kv_type, values_at(p, token), a->v_token_stride, any, a->v_dim, p->s.values);
-  if (whole) block.next_keys = coming_rows(p, keys_at(p, next), a->k_token_stride, a->head_dim);
-  if (whole && apart) block.next_values = coming_rows(p, values_at(p, next), a->v_token_stride, a->v_dim);
+  find_block(p, token, 1, rows);
+  pack_block(a->kv_type, head_of_keys(p), rows, any, a->head_dim, p->s.keys);
+  if (apart) {
+    find_block(p, token, 0, rows);
+    pack_block(a->kv_type, head_of_values(p), rows, any, a->v_dim, p->s.values);
+  }
+  if (whole) find_coming(p, next, 1, &block.next_keys);
+  if (whole && apart) find_coming(p, next, 0, &block.next_values);
   return block;
 }
 

@@ -7,7 +7,7 @@
 // Memory never waits for arithmetic: the next keys are asked for as soon as these became scores, the next values as
 // soon as these are summed, and the first of both before q is waited for.
 #include "combine.cuh"
-#include "tokens.cuh"
+#include "rows.cuh"
 
 constexpr int UNROLL = 4;
 
@@ -22,23 +22,6 @@ template <typename T, int HEAD_DIM> struct Layout {
   static constexpr int STEP = GROUPS * UNROLL;     // tokens that a block takes at a time
   static_assert(HEAD_DIM % ELEMENTS == 0, "rows of keys are whole vectors");
 };
-
-__device__ __forceinline__ void unpack(const Vector &v, float *to, float) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) to[i] = __uint_as_float(v.word[i]);
-}
-
-template <typename T> __device__ __forceinline__ void unpack(const Vector &v, float *to, T type) {
-  if constexpr (sizeof(T) == 1) {
-    widen(v, to, type);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      to[2 * i] = to_float(T{(unsigned short)(v.word[i] & 0xffffu)});
-      to[2 * i + 1] = to_float(T{(unsigned short)(v.word[i] >> 16)});
-    }
-  }
-}
 
 // The vectors that this lane holds of UNROLL tokens: `token` lies at `row`, and each other TOKENS further on. Zeros,
 // and nothing read, where there are none. (In parentheses: clang takes the comma for the end of an expression.)
@@ -83,75 +66,9 @@ __device__ __forceinline__ void find_pages(const AttentionArguments &a, int (&pa
   for (int u = 0; u < UNROLL; ++u) pages[u] = token + u * TOKENS < end ? find_page(a, token + u * TOKENS) : -1;
 }
 
-// One row's online softmax in one lane: `numerator` has the elements that the lane holds.
-template <int HELD> struct RowState {
-  float maximum, denominator, numerator[HELD];
-};
-
-// Takes UNROLL scores in: they become weights, and what was summed before is rescaled.
-template <int HELD> __device__ __forceinline__ void take_scores(RowState<HELD> &state, float (&scores)[UNROLL]) {
-  float top = state.maximum;
-#pragma unroll
-  for (int u = 0; u < UNROLL; ++u) top = fmaxf(top, scores[u]);
-  const float base = top == negative_infinity() ? 0.0f : top; // -inf minus -inf would be NaN
-  const float factor = weigh(state.maximum - base);
-  state.maximum = top;
-  state.denominator *= factor;
-#pragma unroll
-  for (int i = 0; i < HELD; ++i) state.numerator[i] *= factor;
-#pragma unroll
-  for (int u = 0; u < UNROLL; ++u) {
-    scores[u] = weigh(scores[u] - base);
-    state.denominator += scores[u];
-  }
-}
-
 // Blocks that a multiprocessor should hold: as many as leave the compiler enough registers not to spill any.
 constexpr int resident_blocks(int rows, bool wide, bool chosen) {
   return (rows == 4 ? 3 : rows == 2 ? 4 : 5) - (wide ? 1 : 0) - (chosen ? 1 : 0);
-}
-
-// scores[row][token] summed over the lanes of a group. Sums of different rows and tokens take turns, so that the wait
-// for one shuffle is filled with others.
-template <int LANES, int ROWS> __device__ __forceinline__ void sum_over_lanes(float (&scores)[ROWS][UNROLL]) {
-#pragma unroll
-  for (int distance = LANES / 2; distance > 0; distance /= 2)
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-      for (int u = 0; u < UNROLL; ++u) scores[r][u] += __shfl_xor_sync(ALL_LANES, scores[r][u], distance);
-}
-
-// What becomes of scores[row][token] where queries see some tokens only: of tokens `token` and each other TOKENS
-// further on, at a step that begins at `place`. Returns the scores that are hidden, a bit for each: their tokens are
-// not to be multiplied by 0, since nobody knows what is there.
-template <int TOKENS, int STEP, int ROWS>
-__device__ __forceinline__ unsigned choose_scores(const AttentionArguments &a, const Views<ROWS> &views,
-                                                  const Place &place, int token, float (&scores)[ROWS][UNROLL]) {
-  if (a.softcap > 0.0f) {
-#pragma unroll
-    for (int e = 0; e < ROWS * UNROLL; ++e) scores[e / UNROLL][e % UNROLL] = cap(a, scores[e / UNROLL][e % UNROLL]);
-  }
-  if (a.slopes) {
-#pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-      const int at = token + u * TOKENS;
-      if (at >= place.end) break;
-      const long long position = position_of(a, views.tile, at);
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) scores[r][u] = bias(views.rows[r], position, scores[r][u]);
-    }
-  }
-  if (see_all<STEP>(views, place)) return 0u;
-  unsigned hidden = 0u;
-#pragma unroll
-  for (int e = 0; e < ROWS * UNROLL; ++e) {
-    const int at = token + e % UNROLL * TOKENS;
-    if (at < place.end && sees(views, e / UNROLL, at)) continue;
-    scores[e / UNROLL][e % UNROLL] = negative_infinity();
-    hidden |= 1u << e;
-  }
-  return hidden;
 }
 
 template <typename T, int HEAD_DIM, int ROWS, typename Tokens = AllTokens>
@@ -246,7 +163,7 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
     sum_over_lanes<L::LANES>(scores);
     unsigned hidden = 0u;
     if constexpr (Tokens::CHOSEN)
-      hidden = choose_scores<L::TOKENS, L::STEP>(a, tokens.template views<ROWS>(), here, token, scores);
+      hidden = choose_scores<L::TOKENS, L::STEP>(a, tokens.template views<ROWS>(), 0, here, token, scores);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       if constexpr (!Tokens::CHOSEN) {

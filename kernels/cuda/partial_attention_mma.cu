@@ -4,7 +4,7 @@
 // Scores and sums are float32. Weights are rounded to 16 bits for their product with the values: |out - exact| can
 // reach 4e-3 * max|v|; max and denominator do not see the rounding.
 #include "combine.cuh"
-#include "tokens.cuh"
+#include "fragments.cuh"
 
 constexpr int ROWS = 16, TILE = 64, TOKENS_PER_WARP = TILE / WARPS;
 
@@ -81,37 +81,6 @@ template <typename T, int HEAD_DIM, int STAGES> struct Stages {
   }
 };
 
-// What becomes of a thread's scores where queries see some tokens only. Score j of half n is of rows[j / 2] and token
-// `token` + 8 n + j % 2.
-__device__ __forceinline__ void choose_scores(const AttentionArguments &a, const Views<ROWS> &views, const Place &place,
-                                              int token, const int (&rows)[2], float (&scores)[2][4]) {
-#pragma unroll
-  for (int e = 0; e < 8; ++e) scores[e / 4][e % 4] *= a.scale;
-  if (a.softcap > 0.0f) {
-#pragma unroll
-    for (int e = 0; e < 8; ++e) scores[e / 4][e % 4] = cap(a, scores[e / 4][e % 4]);
-  }
-  if (a.slopes) {
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      const int at = token + t / 2 * 8 + t % 2;
-      if (at >= place.end) break;
-      const long long position = position_of(a, views.tile, at);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float &score = scores[t / 2][2 * half + t % 2];
-        score = bias(views.rows[rows[half]], position, score);
-      }
-    }
-  }
-  if (see_all<TILE>(views, place)) return;
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    const int at = token + e / 4 * 8 + e % 2;
-    if (at >= place.end || !sees(views, rows[e % 4 / 2], at)) scores[e / 4][e % 4] = negative_infinity();
-  }
-}
-
 // A thread holds two rows of every fragment, lane / 4 and 8 more; `half` 0 and 1. Columns 2 (lane % 4) + 0, 1.
 template <typename T, int HEAD_DIM, int STAGES, typename Tokens = AllTokens>
 __global__ void __launch_bounds__(THREADS) partial_attention_mma(const AttentionArguments a) {
@@ -167,7 +136,8 @@ __global__ void __launch_bounds__(THREADS) partial_attention_mma(const Attention
     load_matrices<false>(q[step], stages.key(STAGES - 1, lane % 16) + step * 16 + lane / 16 * 8);
   const int rows[2] = {lane / 4, lane / 4 + 8};
 
-  float numerator[COLUMNS][4], maximum[2] = {negative_infinity(), negative_infinity()}, denominator[2] = {0.0f, 0.0f};
+  float numerator[COLUMNS][4];
+  RowPair state;
 #pragma unroll
   for (int n = 0; n < COLUMNS; ++n)
 #pragma unroll
@@ -190,40 +160,13 @@ __global__ void __launch_bounds__(THREADS) partial_attention_mma(const Attention
       multiply_matrices(scores[1], q[step], keys + 2, T{});
     }
     const int token = at.start + first + column;
-    if constexpr (Tokens::CHOSEN) {
-      choose_scores(a, tokens.template views<ROWS>(), at, token, rows, scores);
-    } else {
-#pragma unroll
-      for (int n = 0; n < 2; ++n)
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-          scores[n][j] = token + n * 8 + j % 2 < at.end ? scores[n][j] * a.scale : negative_infinity();
-    }
+    find_scores<TILE, ROWS>(a, tokens, at, token, rows, scores);
     walk(a, tokens);
 
     float factor[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float top = fmaxf(fmaxf(scores[0][2 * half], scores[0][2 * half + 1]),
-                        fmaxf(scores[1][2 * half], scores[1][2 * half + 1]));
-      top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 1)); // the four lanes that share the row
-      top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 2));
-      top = fmaxf(top, maximum[half]);
-      const float base = top == negative_infinity() ? 0.0f : top; // -inf minus -inf would be NaN
-      factor[half] = weigh(maximum[half] - base);
-      maximum[half] = top;
-      denominator[half] *= factor[half];
-#pragma unroll
-      for (int n = 0; n < 2; ++n)
-#pragma unroll
-        for (int j = 2 * half; j < 2 * half + 2; ++j) {
-          scores[n][j] = weigh(scores[n][j] - base);
-          denominator[half] += scores[n][j];
-        }
-    }
-    // The scores' layout is that of the left operand of the next product.
-    const unsigned weights[4] = {pack(scores[0][0], scores[0][1], T{}), pack(scores[0][2], scores[0][3], T{}),
-                                 pack(scores[1][0], scores[1][1], T{}), pack(scores[1][2], scores[1][3], T{})};
+    state.take(scores, factor);
+    unsigned weights[4];
+    pack_weights<T>(weights, scores, 0);
 #pragma unroll
     for (int n = 0; n < COLUMNS; n += 2) {
       unsigned values[4];
@@ -242,14 +185,13 @@ __global__ void __launch_bounds__(THREADS) partial_attention_mma(const Attention
 
   float *numerators = reinterpret_cast<float *>(shared);
   float *maxima = numerators + WARPS * ROWS * PITCH, *denominators = maxima + WARPS * ROWS;
+  state.sum_denominators();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int at = warp * ROWS + rows[half];
-    denominator[half] += __shfl_xor_sync(ALL_LANES, denominator[half], 1);
-    denominator[half] += __shfl_xor_sync(ALL_LANES, denominator[half], 2);
     if (lane % 4 == 0) {
-      maxima[at] = maximum[half];
-      denominators[at] = denominator[half];
+      maxima[at] = state.maximum[half];
+      denominators[at] = state.denominator[half];
     }
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n)

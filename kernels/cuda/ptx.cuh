@@ -285,10 +285,13 @@ __device__ __forceinline__ unsigned add_ordered(unsigned *counter, unsigned valu
 
 #ifndef __HIP__ // from here on it is the tensor-core path's alone
 
-// Asynchronous copy of 16 bytes to shared memory; zeros land there when `valid` is false, and nothing is read.
+// Asynchronous copy of 16 bytes to shared memory; zeros land there when `valid` is false, and nothing is read. GPUs
+// before sm_80 have no such copies: it is made at once.
 __device__ __forceinline__ void copy_async(void *to, const void *from, bool valid) {
 #ifdef TREEATTN_EMULATOR
   emulator::copy_async(to, from, 16, valid ? 16 : 0);
+#elif __CUDA_ARCH__ < 800
+  *static_cast<Vector *>(to) = valid ? load_once(from) : Vector{};
 #else
   const unsigned address = (unsigned)__cvta_generic_to_shared(to), bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(bytes)
@@ -300,7 +303,7 @@ __device__ __forceinline__ void copy_async(void *to, const void *from, bool vali
 __device__ __forceinline__ void copy_async_commit() {
 #ifdef TREEATTN_EMULATOR
   emulator::copy_async_commit();
-#else
+#elif __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
@@ -309,7 +312,7 @@ __device__ __forceinline__ void copy_async_commit() {
 template <int PENDING> __device__ __forceinline__ void copy_async_wait() {
 #ifdef TREEATTN_EMULATOR
   emulator::copy_async_wait(PENDING);
-#else
+#elif __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 #endif
 }

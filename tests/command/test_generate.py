@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.llama_models import PROMPT, write_model
@@ -52,6 +53,32 @@ def test_tokens_are_those_of_hugging_face(model, tmp_path, decode):
     assert max(facts["cache_bytes"]) <= (317 // 3 + 2) * per_token
 
 
+@pytest.mark.parametrize("options", [("--draft", "ngram"), ("--draft-model",)])
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_drafts_and_sharded_weights_give_the_same_tokens(model, tmp_path, options, weights):
+    out = tmp_path / "facts.json"
+    options = (*options, model) if options == ("--draft-model",) else options
+    done = treeattn(
+        "generate", "--model", model, "--prompt-ids", IDS, "-n", 16, "--ignore-eos", "--weights", weights,
+        *options, "--json", out, ranks=2,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    wanted = GOLDEN["grouped_llama3.tokens"].tolist()
+    assert done.stdout == ",".join(map(str, wanted)) + "\n"
+    facts = json.loads(out.read_text())
+    accepted = facts["accepted"][0]
+    assert len(accepted) + sum(accepted) == 15
+    assert f"drafts   {sum(accepted) / len(accepted):.2f} of 7 accepted a step" in done.stderr
+    if "--draft-model" in options:
+        assert accepted == [7, 6]
+    whole = sum(4 * t.size for file in model.glob("*.safetensors") for t in load_file(file).values())
+    least = whole if weights == "replicated" else 0.5 * whole
+    assert all(
+        least <= held <= (whole if weights == "replicated" else 0.6 * whole) for held in facts["weight_bytes"]
+    )
+    assert all(peak > held for peak, held in zip(facts["peak_bytes"], facts["weight_bytes"], strict=True))
+
+
 def test_text_goes_in_and_comes_out(model):
     byte_tokenizer().save(str(model / "tokenizer.json"))
     done = treeattn("generate", "--model", model, "--prompt", "Grüße, world", "-n", 8, ranks=2)
@@ -80,6 +107,10 @@ def test_a_text_ends_with_the_token_that_ends_it(tmp_path):
         (("--random-tokens", "5k"), "the model was made for at most 4096"),
         (("--prompt-ids", "1", "--prompt-tokens", "2"), "the prompt has 1 tokens"),
         (("--prompt-file", "/nowhere.txt"), "/nowhere.txt: cannot be read"),
+        (("--prompt-ids", "1", "--draft", "ngram", "--draft-model", "x"), "are two ways to find drafts"),
+        (("--prompt-ids", "1", "--draft", "ngram", "--decode", "kv_ring"), "attends while it communicates"),
+        (("--prompt-ids", "1", "--draft-model", "/nowhere"), "/nowhere/config.json: cannot be read"),
+        (("--prompt-ids", "1", "--scheme", "head_scatter"), "leaves each rank its slice of heads"),
     ],
 )
 def test_bad_input_ends_all_ranks_with_code_2(model, options, message):
@@ -96,6 +127,70 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     done = treeattn("generate", "--model", path, "--prompt", "a", ranks=2)
     assert done.returncode == 2
     assert "tokenizer.json: has 300 tokens, config.json's vocab_size is 256" in done.stderr
+
+
+INDEX, LAST = "model.safetensors.index.json", "model-00002-of-00002.safetensors"
+
+
+def changed_config(**changes):
+    def change(path):
+        config = json.loads((path / "config.json").read_text()) | changes
+        (path / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def changed_tensor(make):
+    """The first of the last file."""
+
+    def change(path):
+        tensors = load_file(path / LAST)
+        name = min(tensors)
+        save_file(tensors | {name: make(tensors[name])}, path / LAST)
+
+    return change
+
+
+def unindexed(path):
+    index = json.loads((path / INDEX).read_text())
+    del index["weight_map"]["model.layers.1.mlp.up_proj.weight"]
+    (path / INDEX).write_text(json.dumps(index))
+
+
+REPLICATED, SHARDED = "replicated", "sharded"
+
+
+@pytest.mark.parametrize(
+    ("weights", "broken", "message"),
+    [
+        (REPLICATED, lambda path: (path / "config.json").unlink(), "config.json: cannot be read (No such"),
+        (SHARDED, lambda path: (path / "config.json").unlink(), "config.json: cannot be read (No such"),
+        (REPLICATED, lambda path: (path / LAST).unlink(), f"{LAST}: no such file"),
+        (SHARDED, lambda path: (path / LAST).unlink(), f"{LAST}: no such file"),
+        (SHARDED, lambda path: (path / LAST).write_bytes(b"12345678"), f"{LAST}: not a readable safetensors"),
+        (REPLICATED, unindexed, f"{INDEX}: has no tensor model.layers.1.mlp.up_proj.weight"),
+        (SHARDED, changed_tensor(lambda tensor: tensor[:-1]), "config.json makes it ["),
+        (SHARDED, changed_tensor(lambda tensor: tensor.astype(np.int16)), "is int16: weights are float32, f"),
+        (REPLICATED, changed_config(architectures=["GPT2LMHeadModel"]), "json: architectures is ['GPT2"),
+        (SHARDED, changed_config(rope_parameters={"rope_type": "yarn"}), "rope_parameters.rope_type 'yarn'"),
+        (REPLICATED, changed_config(max_position_embeddings=8), "the model was made for at most 8"),
+        (SHARDED, changed_config(vocab_size=200), "config.json's vocab_size is 200"),
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_be_used_is_named_on_all_ranks(tmp_path, broken, message, weights):
+    """Each file and field of it; the prompt is text, whose tokenizer has 256 tokens."""
+    path = write_model(tmp_path, "grouped_llama3")
+    byte_tokenizer().save(str(path / "tokenizer.json"))
+    if "vocab_size" in message:  # the weights fit
+        path = write_model(tmp_path, "grouped_llama3", vocab_size=200)
+    else:
+        broken(path)
+    options = ("--prompt", "Hello, world", "--weights", weights)
+    done = treeattn("generate", "--model", path, *options, ranks=2, timeout=60)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not done.stdout.strip()
 
 
 def test_inspect_counts_what_generate_needs(model, tmp_path):

@@ -36,7 +36,8 @@ _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?);")
 _LABEL = re.compile(r"^(\.L_\w+):")
 _BRANCH = re.compile(r"\bBRA\b.*\((\.L_\w+)\)")
 _LOAD = re.compile(r"\bLDG(\S*)\s+(R\d+|RZ)")
-_STREAMED = re.compile(r"\bLDG\.\S*\.NA\.|\bHMMA\.")  # only the main loop reads past the cache, or multiplies
+# Only the main loop reads past the cache, multiplies matrices, or adds what lanes found of keys.
+_STREAMED = re.compile(r"\bLDG\.\S*\.NA\.|\bHMMA\.|\bSHFL\.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,8 @@ class Bound:
 BOUNDS = {
     "partial_attention": Bound(2600, 0, 5),
     "partial_attention_mma": Bound(2900, 0, 8),
+    "latent_attention": Bound(3800, 0, 11),
+    "latent_attention_mma": Bound(2600, 0, 12),
     "merge_partials": Bound(470, 0, 16),
     "take_maxima": Bound(30, 0, 1),
     "rescale": Bound(130, 0, 3),
@@ -76,6 +78,8 @@ BOUNDS = {
 OTHER_BOUNDS = {
     "partial_attention": Bound(5600, 0, 8),
     "partial_attention_mma": Bound(5600, 0, 12),
+    "latent_attention": Bound(5600, 0, 22),
+    "latent_attention_mma": Bound(4800, 0, 22),
 }
 
 #: Kernels that may use local memory, each with its reason: (module, expression, architecture).
@@ -147,6 +151,20 @@ def expressions(module: str, arch: str, whole: bool = True) -> dict[str, int]:
             for d in (head_dims if not paged else (128, 256))
         )
         return {k.expression: k.shared_bytes for k in wanted if k} if int(arch) >= 80 else {}
+    if module == "latent_attention":
+        kinds = ("float", *_TYPES_16, *variants.TYPES_8) if whole else ("float", "bfloat16", "float8_e4m3fn")
+        return {
+            variants.latent_kernel(kind, variants.Tokens(*tokens)).expression: 0
+            for tokens in (_TOKENS if whole else (_TOKENS[0], _TOKENS[3]))
+            for kind in kinds
+        }
+    if module == "latent_attention_mma":
+        kernels = (
+            variants.latent_mma_kernel(kind, ARCHITECTURES[arch], variants.Tokens(*tokens))
+            for tokens in (_TOKENS if whole else (_TOKENS[0], _TOKENS[3]))
+            for kind in (_TYPES_16 if whole else ("bfloat16",))
+        )
+        return {k.expression: k.shared_bytes for k in kernels if k} if int(arch) >= 80 else {}
     return {module: 0}
 
 
@@ -227,7 +245,8 @@ def _plain(mangled: str) -> str:
 
 
 MODULES = (
-    *("partial_attention", "partial_attention_mma", "merge_partials", "take_maxima", "rescale", "finish"),
+    *("partial_attention", "partial_attention_mma", "latent_attention", "latent_attention_mma"),
+    *("merge_partials", "take_maxima", "rescale", "finish"),
     *("pack_partials", "scale_lse", "pull_partials"),
 )
 

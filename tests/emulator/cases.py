@@ -42,7 +42,8 @@ class Case:
     [batch, kv_heads, tokens, head_dim]; "gaps" with other data between rows.
     scores: their largest size, about. drafts: tokens at the end, under a random tree.
     causal .. alibi: as `treeattn.decode` takes them; runs: where tokens stand, (start, step, count);
-    q_at: where queries stand in each sequence, None: anywhere.
+    q_at: where queries stand in each sequence, None: anywhere. v_dim: of latent attention, values are the
+    first channels of the keys.
     """
 
     dtype: str
@@ -65,6 +66,7 @@ class Case:
     alibi: bool = False
     runs: tuple[tuple[int, int, int], ...] | None = None
     q_at: tuple[int, ...] | None = None
+    v_dim: int | None = None
 
     def __str__(self) -> str:
         parts = [self.dtype, f"d{self.head_dim}", f"g{self.group}", f"q{self.queries}", f"t{self.tokens}"]
@@ -80,6 +82,7 @@ class Case:
         parts += ["alibi"] if self.alibi else []
         parts += [f"runs{len(self.runs)}"] if self.runs else []
         parts += [f"at{'+'.join(map(str, self.q_at))}"] if self.q_at else []
+        parts += [f"v{self.v_dim}"] if self.v_dim else []
         parts += [] if self.tensor_cores else ["fma"]
         return "-".join(parts)
 
@@ -87,6 +90,11 @@ class Case:
     def scale(self) -> float:
         """1 / sqrt(head_dim)"""
         return float(self.head_dim**-0.5)
+
+    @property
+    def width(self) -> int:
+        """Channels of a value."""
+        return self.v_dim or self.head_dim
 
     @property
     def heads(self) -> int:
@@ -111,6 +119,7 @@ class Case:
         k, v = (self._lay_out(rng.standard_normal(shape).astype(dtype)) for _ in "kv")
         hidden = ~self.seen().any(axis=1)
         k[hidden], v[hidden] = np.nan, np.nan
+        v = k[..., : self.v_dim] if self.v_dim else v
         lengths = None if self.lengths is None else np.array(self.lengths, np.int64)
         return Inputs(q.astype(dtype), k, v, lengths, self.visible())
 
@@ -356,4 +365,48 @@ CASES = (
     # Splits by the backend's own choice, from what is seen.
     Case("float32", 64, tokens=3000, window=(700, 0), q_at=(2000,)),
     Case("bfloat16", 64, group=4, tokens=3000, window=(700, 0), q_at=(2000,)),
+    # Latent attention: one head of keys, of which the values are a part.
+    *(
+        Case(t, 576, v_dim=512, kv_heads=1, group=g, splits=3, tensor_cores=cores)
+        for t, g, cores in (
+            ("float32", 16, True),
+            ("float16", 16, True),
+            ("bfloat16", 16, True),
+            ("bfloat16", 16, False),
+            ("bfloat16", 3, True),
+            ("float32", 21, True),
+            ("float16", 37, True),
+        )
+    ),
+    *(
+        Case(t, 576, v_dim=512, kv_heads=1, group=16, batch=4, tokens=70, lengths=(70, 33, 1, 0), splits=2)
+        for t in ("float32", "bfloat16")
+    ),
+    *(Case(t, 576, v_dim=512, kv_heads=1, group=4, tokens=0, splits=2) for t in ("float32", "bfloat16")),
+    Case("bfloat16", 576, v_dim=512, kv_heads=2, group=4, layout="heads", splits=2),
+    Case("float16", 576, v_dim=512, kv_heads=1, group=5, queries=4, layout="gaps", splits=2),
+    Case("float32", 576, v_dim=512, kv_heads=1, group=8, scores=60.0, splits=2),
+    Case("bfloat16", 576, v_dim=512, kv_heads=1, group=16, tokens=700),
+    *(
+        Case(
+            t,
+            576,
+            v_dim=512,
+            group=6,
+            queries=5,
+            kv_heads=1,
+            batch=2,
+            tokens=260,
+            lengths=(260, 171),
+            drafts=35,
+            splits=4,
+            causal=True,
+            window=(60, 4),
+            leading=4,
+            softcap=9.0,
+            alibi=True,
+            runs=((3, 2, 100), (300, 1, 160)),
+        )
+        for t in ("float32", "bfloat16")
+    ),
 )

@@ -19,7 +19,13 @@ class Fault(NamedTuple):
     kind: str = "plain"
 
 
-_SOURCES = {"fma": "partial_attention.cu", "mma": "partial_attention_mma.cu", "pull": "pull_partials.cu"}
+_SOURCES = {
+    "fma": "partial_attention.cu",
+    "mma": "partial_attention_mma.cu",
+    "latent": "latent_attention.cu",
+    "latent_mma": "latent_attention_mma.cu",
+    "pull": "pull_partials.cu",
+}
 
 FAULTS = {
     "no_barrier": Fault("fma", "__syncthreads(); // the groups' states are there", ""),
@@ -133,6 +139,34 @@ FAULTS = {
     ),
     "unused_page_read": Fault("mma", "valid = page >= 0;", "", "cache"),
     "copies_do_not_move": Fault("mma", "k += at.start * a.k_token_stride;", "", "visible"),
+    # Latent attention.
+    "no_tile_barrier": Fault("latent", "__syncthreads(); // everyone's copies of this tile", "// ", "latent"),
+    "no_tile_barrier_mma": Fault(
+        "latent_mma", "__syncthreads(); // everyone's copies of this tile", "// ", "latent"
+    ),
+    "short_wait_latent": Fault("latent", "wait<STAGES - 2>", "wait<STAGES - 1>", "latent"),
+    "short_wait_latent_mma": Fault("latent_mma", "wait<STAGES - 2>", "wait<STAGES - 1>", "latent"),
+    "no_query_barrier_latent": Fault("latent", "__syncthreads(); // q is there", "", "latent"),
+    "no_query_barrier_latent_mma": Fault("latent_mma", "__syncthreads(); // q is there", "", "latent"),
+    "half_overwritten": Fault("latent", "if (half) __syncthreads();", "", "latent"),
+    "rows_left_early": Fault("latent", "__syncthreads(); // all rows are there", "", "latent"),
+    "stage_filled_too_early": Fault("latent", "k, stages.before(stage))", "k, stage)", "latent"),
+    "stage_filled_too_early_mma": Fault("latent_mma", "k, stages.before(stage))", "k, stage)", "latent"),
+    "no_parts_barrier": Fault("latent_mma", "__syncthreads(); // all parts of the scores", "//", "latent"),
+    "part_forgotten": Fault(
+        "latent_mma", "i < WARPS; ++i) add_scaled", "i < WARPS - 1; ++i) add_scaled", "latent"
+    ),
+    "columns_left_early": Fault("latent_mma", "__syncthreads(); // all columns are there", "", "latent"),
+    "stages_reused_early_latent": Fault(
+        "latent_mma", "__syncthreads(); // the stages are free", "", "latent"
+    ),
+    "rest_forgotten": Fault("latent", "i < S::REST; ++i) key", "i < S::REST - 1; ++i) key", "latent"),
+    "row_of_another_warp": Fault(
+        "latent", "views<ROWS>(), first_row, here", "views<ROWS>(), 0, here", "latent"
+    ),
+    "hidden_multiplied_latent": Fault(
+        "latent", "if (Tokens::CHOSEN && hidden", "if (false && hidden", "latent"
+    ),
     "misaligned_scratch": Fault(
         "fma",
         "*numerators = from.numerators + column;",

@@ -104,6 +104,32 @@ def run_cache(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
     print("NaN" if np.isnan(records).any() else "finite")
 
 
+def run_latent(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
+    """Two queries of two heads; all tokens, then those in a window, and pages."""
+    vars(attention)["choose_splits"] = lambda load, number: Splits(number, 2)
+    runtime = EmulatorRuntime(seed=3, sanitizer=sanitizer, edit=edit)
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((1, n, h, 576)).astype(np.float16) for n, h in ((2, 2), (160, 1)))
+    visible = Visible(Visibility(causal=True, left=40), 1, 2)
+    visible.look(Runs([(0, 1, 160)]), 160, None, [60, 130])
+    table = np.array([[4, 1, 3, 0, 2]], np.int32)
+    records = np.empty((3, 1, 2, 2, 514), np.float32)
+    for into, keys, given in zip(
+        *(records, (k, k, k.reshape(5, 32, 1, 576))),
+        ({}, {"visible": visible}, {"block_table": table}),
+        strict=True,
+    ):
+        cuda.partial_attention(
+            *(q, keys, keys[..., :512], into),
+            scale=0.1,
+            num_splits=2,
+            tensor_cores=name == "latent_mma",
+            runtime=runtime,
+            **given,
+        )
+    print("NaN" if np.isnan(records).any() else "finite")
+
+
 def run_pull(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
     """Three ranks, five steps: the slots of a step are used again two steps later; results are finished.
     "scatter": a rank whose result counts nobody, for want of records. "nodes": messages from another node."""
@@ -135,7 +161,8 @@ def main() -> None:
         run_fault(sanitizer, what)
     else:
         way = kernel.removeprefix("fma").removeprefix("mma")
-        run = {"": run_attention, "_visible": run_visible, "_cache": run_cache}.get(way, run_pull)
+        runs = {"": run_attention, "_visible": run_visible, "_cache": run_cache}
+        run = run_latent if kernel.startswith("latent") else runs.get(way, run_pull)
         run(sanitizer, kernel, str if fault == "clean" else planted(FAULTS[fault]))
 
 

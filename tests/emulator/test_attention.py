@@ -24,7 +24,7 @@ needs_emulator = pytest.mark.skipif(compiler_problem() is not None, reason=str(c
 
 
 def records_for(case: Case) -> Array:
-    return np.full((case.batch, case.heads, case.queries, case.head_dim + 2), 77, np.float32)
+    return np.full((case.batch, case.heads, case.queries, case.width + 2), 77, np.float32)
 
 
 def attend(case: Case, runtime: EmulatorRuntime, inputs: Inputs | None = None, **options: Any) -> Array:
@@ -365,7 +365,23 @@ assert UNALIGNED.ctypes.data % 16
             ArgumentError,
             "65536 heads are too many for one launch",
         ),
-        ({"records": np.zeros((1, 2, 1, 74), np.float32)}, BackendError, "head_dim 72: there are 64, 80"),
+        (
+            {"records": np.zeros((1, 2, 1, 58), np.float32), "v": np.zeros((1, 9, 2, 56), np.float32)},
+            BackendError,
+            "keys of 64 and values of 56 channels.*576 and 512",
+        ),
+        (
+            {x: np.zeros((1, n, 2, 72), np.float32) for x, n in (("q", 1), ("k", 9), ("v", 9))}
+            | {"records": np.zeros((1, 2, 1, 74), np.float32)},
+            BackendError,
+            "head_dim 72: there are 64, 80",
+        ),
+        (
+            {x: np.zeros((1, n, 2, 576), np.float32) for x, n in (("q", 1), ("k", 9))}
+            | {"v": np.zeros((1, 9, 2, 512), np.float32), "records": np.zeros((1, 2, 1, 514), np.float32)},
+            ArgumentError,
+            "values of 512 channels are the first ones of the keys: pass v=None and v_dim=512",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import treeattn
+from tests.paged_cases import in_pages
 from treeattn import reference
 from treeattn.attention.positions import Runs
 from treeattn.attention.visibility import Visibility, Visible
@@ -121,21 +122,6 @@ def test_decode_takes_caches_of_8_bits(kind: str, monkeypatch: pytest.MonkeyPatc
         np.testing.assert_allclose(found, lse, rtol=0, atol=1e-5)
 
 
-def paged(array: Array, page_size: int) -> tuple[Array, Array]:
-    """The pages, in any order with others between them, and the block table; what is no token is NaN."""
-    batch, tokens, heads, head_dim = array.shape
-    pages = -(-tokens // page_size)
-    order = np.random.default_rng(page_size).permutation(batch * pages + 3)
-    table = np.full((batch, pages + 1), -1, np.int32)
-    table[:, :pages] = order[: batch * pages].reshape(batch, pages)
-    every = np.zeros((batch * pages + 3, page_size, heads, head_dim), array.dtype)
-    every.view(np.uint8)[...] = 0x7F
-    for b in range(batch):
-        for token in range(tokens):
-            every[table[b, token // page_size], token % page_size] = array[b, token]
-    return every, table
-
-
 @needs_emulator
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("page_size", [1, 16, 7, 64])
@@ -156,16 +142,16 @@ def test_pages_have_the_bits_of_a_cache_in_one_piece(
     else:
         given["lengths"] = lengths
     whole = attend(q, k, v, **given)
-    pages, table = paged(k, page_size)
+    pages, table = in_pages(k, page_size)
     assert np.isfinite(whole).all()
-    assert same(attend(q, pages, paged(v, page_size)[0], block_table=table, **given), whole)
+    assert same(attend(q, pages, in_pages(v, page_size)[0], block_table=table, **given), whole)
 
 
 @needs_emulator
 def test_a_plan_follows_its_block_table() -> None:
     """In place, as a serving engine writes it, also within a captured graph; and another one."""
     q, k, v = arrays(np.float32, 64, 1)
-    (pages, table), (values, _) = paged(k, 16), paged(v, 16)
+    (pages, table), (values, _) = in_pages(k, 16), in_pages(v, 16)
     records, runtime = np.zeros((2, 2, 1, 66), np.float32), EmulatorRuntime()
     lengths = np.array([150, 111], np.int64)
     planned = cuda.PlannedAttention(records, scale=0.125, num_splits=3, runtime=runtime)
@@ -204,7 +190,7 @@ PAGES = np.zeros((5, 16, 2, 64), np.float32)
         ({"block_table": np.zeros((2, 3), np.int32)}, r"contiguous int32 \[batch, pages\] = \[1, any\]"),
         ({"block_table": np.zeros((1, 3), np.int64)}, "the block table is int64"),
         ({"block_table": [[0]]}, "block_table is a list"),
-        ({"k": PAGES[:, :0], "v": PAGES[:, :0]}, r"must be \[pages, page_size, kv_heads, head_dim\]"),
+        ({"k": PAGES[:, :0], "v": PAGES[:, :0]}, r"must be \[pages, page_size, kv_heads, head_dim and v_dim\]"),
         ({"q": np.zeros((2, 1, 2, 64), np.float32)}, r"\[1, 3\]: contiguous int32 .* \[2, any\]"),
     ],
 )

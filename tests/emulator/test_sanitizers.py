@@ -68,7 +68,7 @@ def run(sanitizer: str, what: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "kernel",
     [f"{path}{way}" for path in ("fma", "mma") for way in ("", "_visible", "_cache")]
-    + ["pull", "scatter", "nodes"],
+    + ["latent", "latent_mma", "pull", "scatter", "nodes"],
 )
 def test_kernels_are_clean(sanitizer: str, kernel: str) -> None:
     result = run(sanitizer, f"{kernel}:clean")
@@ -87,6 +87,9 @@ def test_kernels_are_clean(sanitizer: str, kernel: str) -> None:
         ("fma:no_sums_barrier", "combine.cuh"),
         ("mma:no_pipeline_barrier", "partial_attention_mma.cu"),
         ("mma:stages_reused_early", "partial_attention_mma.cu"),
+        ("latent:no_tile_barrier", "latent_attention.cu"),
+        ("latent_mma:no_parts_barrier", "latent_attention_mma.cu"),
+        ("latent_mma:stages_reused_early_latent", "latent_attention_mma.cu"),
         ("shared_race", "faults.cu"),
         ("pull:relaxed_number", "pull_partials.cu"),
         ("pull:relaxed_look", "pull_partials.cu"),

@@ -308,3 +308,58 @@ def test_tables_of_other_tiles_are_others() -> None:
         assert isinstance(planned._tables, VisibleTables)
         assert planned._tables.tiling["step"] == planned.load.step
     assert steps[0] != steps[1]
+
+
+@needs_emulator
+@pytest.mark.parametrize("kernel", ["fma", "mma"])
+def test_a_captured_step_sees_anew(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replay has the bits of a call: with lengths, q_positions and runs of its own, and the same graph.
+    Other steps of the decoder, over a shorter cache, change nothing of it."""
+    runtime = EmulatorRuntime()
+    monkeypatch.setattr(cupy_runtime, "current", lambda: runtime)
+    rng = np.random.default_rng(0)
+    q, k, v = step_arrays(kernel, rng)
+    planned = {"heads": 4, "kv_heads": 1, "head_dim": 64, "batch": 2, "queries": 5, "dtype": q.dtype.name}
+    rules = {"causal": True, "window": (300, 0), "leading": 5, "alibi": [0.01, 0.3, -0.01, 0.0]}
+    decoder, other = (treeattn.Decoder(**planned, **rules, device="cuda") for _ in range(2))
+    lengths, runs = np.array([900, 700]), [(0, 2, 400), (4000, 1, 500)]
+    given = {"q_positions": rng.integers(3900, 4500, (2, 5)), "positions": runs}
+    step = decoder.capture(q, k, v, lengths, **given)
+    launches = runtime.launches
+    for number in range(4):
+        decoder(q, k[:, :60], v[:, :60], [60, 3], q_positions=np.arange(5), positions=[(7, 1, 60)])
+        if number % 2:
+            lengths[:] = rng.integers(100, 901, 2)  # in place
+            given = {**given, "q_positions": rng.integers(0, 5000, (2, 5))}
+        else:
+            given = {"q_positions": np.array([3, 999, 50, 200, 0]), "positions": [(number, 1, 900)]}
+        wanted = [array.copy() for array in other(q, k, v, lengths, **given)]
+        before = runtime.launches
+        for array, bits_of in zip(step(**given), wanted, strict=True):
+            assert (bits(array) == bits(bits_of)).all()
+        assert runtime.launches == before
+    assert runtime.launches > launches
+    with pytest.raises(ArgumentError, match="must lie between 0 .* and the shard's 900"):
+        step([901, 3])
+    with pytest.raises(ArgumentError, match="q_positions have shape"):
+        step(q_positions=np.arange(4))
+
+
+@needs_emulator
+def test_a_captured_step_takes_masks_where_it_had_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cupy_runtime, "current", EmulatorRuntime)
+    rng = np.random.default_rng(0)
+    q, k, v = step_arrays("fma", rng)
+    planned = {"heads": 4, "kv_heads": 1, "head_dim": 64, "batch": 2, "queries": 5, "dtype": "float32"}
+    decoder, other = (treeattn.Decoder(**planned, device="cuda") for _ in range(2))
+    plain = decoder.capture(q, k, v)
+    with pytest.raises(ArgumentError, match="captured without rules or a mask"):
+        plain(mask=np.ones((2, 5, 3), bool))
+    with pytest.raises(ArgumentError, match="captured without rules or a mask"):
+        plain([3, 4])
+    step = decoder.capture(q, k, v, mask=np.ones((2, 5, 3), bool))
+    for drafts in (3, 70, 9):
+        mask = rng.random((2, 5, drafts)) < 0.5
+        wanted = [array.copy() for array in other(q, k, v, mask=mask)]
+        for array, bits_of in zip(step(mask=mask), wanted, strict=True):
+            assert (bits(array) == bits(bits_of)).all()

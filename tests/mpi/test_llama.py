@@ -2,39 +2,63 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from tests.llama_models import MODELS, PROMPT, write_model
-from treeattn.errors import ArgumentError
+from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.files import open_cache
 from treeattn.llama import Llama, Session
+from treeattn.llama.drafts import ModelDrafts, NgramDrafts, draft_tree
+from treeattn.llama.generate import Drafting, generate
 
 pytestmark = pytest.mark.mpi
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "llama" / "logits.npz")
-WAYS = [("ring", "hierarchical"), ("gather", "kv_ring"), ("ring", "query_ring"), ("gather", "binary_tree")]
+WAYS = [
+    ("replicated", "ring", None),
+    ("replicated", "gather", "kv_ring"),
+    ("replicated", "ring", "query_ring"),
+    ("replicated", "gather", "binary_tree"),
+    ("sharded", "ring", None),
+    ("sharded", "gather", "kv_ring"),
+]
+
+
+@pytest.fixture(params=["replicated", "sharded"])
+def weights(request):
+    return request.param
 
 
 @pytest.fixture
-def model(comm, request, tmp_path):
+def directory(comm, request, tmp_path):
     """Written by rank 0, read by all."""
     path = comm.bcast(tmp_path)
     if comm.rank == 0:
         write_model(path, request.param)
     comm.Barrier()
-    return Llama(path)
+    return path
+
+
+@pytest.fixture
+def model(comm, directory, weights):
+    return Llama(directory, comm if weights == "sharded" else None)
 
 
 def assert_logits(got, wanted):
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("model", MODELS, indirect=True)
-@pytest.mark.parametrize(("prefill", "scheme"), WAYS)
+@pytest.mark.parametrize("directory", MODELS, indirect=True)
+@pytest.mark.parametrize(("weights", "prefill", "scheme"), WAYS)
 def test_logits_and_tokens_are_hugging_faces(comm, model, request, prefill, scheme):
-    name = request.node.callspec.params["model"]
+    name = request.node.callspec.params["directory"]
     wanted, tokens = GOLDEN[f"{name}.logits"], GOLDEN[f"{name}.tokens"]
     layout = "zigzag" if prefill == "ring" else "contiguous"
     with Session(
@@ -48,10 +72,10 @@ def test_logits_and_tokens_are_hugging_faces(comm, model, request, prefill, sche
             logits = session.step(int(token))
 
 
-@pytest.mark.parametrize("model", ["grouped_llama3", "biases"], indirect=True)
+@pytest.mark.parametrize("directory", ["grouped_llama3", "biases"], indirect=True)
 @pytest.mark.parametrize("prefill", ["ring", "gather"])
 def test_a_prompt_of_fewer_tokens_than_ranks(comm, model, request, prefill):
-    name = request.node.callspec.params["model"]
+    name = request.node.callspec.params["directory"]
     with Session(comm, model, PROMPT[:3], capacity=20, prefill=prefill) as session:
         assert_logits(session.prefill(), GOLDEN[f"{name}.short"])
         for token in PROMPT[3:19]:
@@ -63,7 +87,106 @@ def test_a_prompt_of_fewer_tokens_than_ranks(comm, model, request, prefill):
         assert_logits(session.prefill(), logits)
 
 
-@pytest.mark.parametrize("model", ["tied"], indirect=True)
+class Oracle:
+    """Drafts that are right for so many tokens, then wrong, beside a path that is wrong at once."""
+
+    def __init__(self, tokens, right):
+        self.tokens, self.right = tokens, right
+
+    def __call__(self, tokens, budget, depth):
+        known = self.tokens[len(tokens) - len(PROMPT) :][:depth]
+        known = known[: self.right] + [token ^ 1 for token in known[self.right :]]
+        return [known[: budget - 2], [known[0] ^ 3, 5]] if len(known) > 1 else []
+
+
+@pytest.mark.parametrize("directory", ["grouped_llama3", "biases"], indirect=True)
+@pytest.mark.parametrize("drafter", ["ngram", "model", "oracle", "wrong"])
+def test_drafts_change_no_token_and_no_logit(comm, model, directory, request, drafter):
+    name = request.node.callspec.params["directory"]
+    wanted = GOLDEN[f"{name}.tokens"].tolist()
+    capacity = len(PROMPT) + len(wanted)
+    makers = {
+        "ngram": NgramDrafts,
+        "model": lambda: ModelDrafts(directory, 256, capacity),
+        "oracle": lambda: Oracle(wanted, 3),
+        "wrong": lambda: Oracle(wanted, 0),
+    }
+    drafting = Drafting(8, makers[drafter]() if comm.rank == 0 else None)
+    with Session(comm, model, PROMPT, capacity=capacity, drafts=8) as session:
+        made = generate(comm, session, PROMPT.tolist(), len(wanted), drafting=drafting)
+        assert made.tokens == wanted
+        assert 1 + sum(made.accepted) + len(made.accepted) == len(wanted)
+        assert session.tokens == capacity - 1
+        last = session.step(wanted[-1])
+        if drafter == "model":  # which says what it says itself
+            assert len(made.step_s) == 2
+        if drafter == "oracle":
+            assert made.accepted[:2] == [3, 3]
+        if drafter == "wrong":
+            assert set(made.accepted) == {0}
+    text = np.concatenate([PROMPT, wanted])
+    with Session(comm, model, text, capacity=capacity) as session:
+        assert_logits(last, session.prefill())
+
+
+@pytest.mark.parametrize("directory", ["tied"], indirect=True)
+def test_trees_that_were_not_planned(comm, model):
+    tree = draft_tree(3, [[4, 5]], 4)
+    with (
+        Session(comm, model, [3], capacity=8, drafts=5) as session,
+        pytest.raises(ArgumentError, match="the session was planned without trees, or for others"),
+    ):
+        session.verify(tree)
+    with pytest.raises(RestrictionError, match="attends while it communicates"):
+        Session(comm, model, [3], capacity=8, drafts=5, scheme="kv_ring")
+
+
+@pytest.mark.parametrize("directory", ["biases", "tied"], indirect=True)
+def test_no_rank_reads_anothers_part(comm, directory, monkeypatch, tmp_path):
+    """Every rank has a copy of the model in which all that it does not read is NaN."""
+    read = []
+
+    def recorded(file, buffers, at):
+        read.append((os.readlink(f"/proc/self/fd/{file}"), at, sum(map(len, buffers))))
+        return preadv(file, buffers, at)
+
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", recorded)
+    Llama(directory, comm)
+    monkeypatch.undo()
+    poisoned(directory, tmp_path / "own", read)
+    with Session(comm, Llama(tmp_path / "own", comm), PROMPT[:40], capacity=48) as session:
+        logits = session.prefill()
+        for token in PROMPT[40:47]:
+            logits = session.step(int(token))
+    with Session(comm, Llama(directory), PROMPT[:47], capacity=48) as session:
+        assert_logits(logits, session.prefill())
+    parts = comm.allgather(sorted(set(read)))
+    everything = sorted(piece for part in parts for piece in part)
+    for (file, at, length), (other, after, _) in itertools.pairwise(everything):
+        assert file != other or at + length <= after
+    matrices = [
+        t for file in directory.glob("*.safetensors") for t in load_file(file).values() if t.ndim == 2
+    ]
+    assert sum(length for _, _, length in everything) == sum(matrix.nbytes for matrix in matrices)
+
+
+def poisoned(directory, copy, read):
+    """A copy whose matrices are NaN but for what was read."""
+    shutil.copytree(directory, copy)
+    for path in copy.glob("*.safetensors"):
+        original, data = (directory / path.name).read_bytes(), bytearray(path.read_bytes())
+        for name, tensor in (held := open_cache(path)).tensors.items():
+            if tensor.ndim == 2:
+                begin = held.starts[name]
+                data[begin : begin + tensor.nbytes] = np.full(tensor.size, np.nan, np.float32).tobytes()
+        for file, at, length in read:
+            if Path(file).name == path.name:
+                data[at : at + length] = original[at : at + length]
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("directory", ["tied"], indirect=True)
 @pytest.mark.parametrize(
     ("prompt", "changed", "message"),
     [
@@ -79,7 +202,7 @@ def test_what_cannot_be_continued(comm, model, prompt, changed, message):
         Session(comm, model, np.array(prompt, np.int64), **{"capacity": 8} | changed)
 
 
-@pytest.mark.parametrize("model", ["tied"], indirect=True)
+@pytest.mark.parametrize("directory", ["tied"], indirect=True)
 def test_ranks_must_continue_the_same_prompt(comm, model):
     if comm.size == 1:
         pytest.skip("one rank cannot contradict itself")

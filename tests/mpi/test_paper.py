@@ -116,3 +116,17 @@ def test_files_of_this_machine_are_not_recorded(comm, monkeypatch):
     environment = facts.job(Clock(comm), {})["environment"]
     assert environment["MPICH_ANY"] == "1"
     assert "OMPI_MCA_plm_rsh_agent" not in environment
+
+
+def test_llama(comm):
+    tables = EXPERIMENTS["llama"].measure(comm, tokens=(30, 50), repeats=2, ranks=3)
+    rows = rows_of(comm, tables)
+    if rows is None:
+        return
+    assert [row["tokens"] for row in rows] == [30, 50]
+    for row in rows:
+        by_tree, by_ring = row["nine tokens by tree, s: here"], row["nine tokens by ring, s: here"]
+        assert row["ring / tree: here"] == pytest.approx(by_ring / by_tree)
+        assert row["+- (standard error)"] > 0
+    assert f"{min(comm.size, 3)} ranks" in tables[0].title
+    assert "means of 2 repeats, +- their standard error" in tables[0].title

@@ -208,7 +208,7 @@ def test_a_rank_that_does_not_come_on_one_of_two_nodes(comm, runtime, communicat
     """Its leader names it; the others have NaN in this step, then an error; nobody hangs."""
     if comm.size < 4:
         return
-    monkeypatch.setenv("TREEATTN_TIMEOUT", "1")
+    monkeypatch.setenv("TREEATTN_TIMEOUT", "3")  # ranks share cores
     monkeypatch.setattr(waiting, "watch", lambda thing: None)  # the emulator's kernels block where they wait
     on_two_nodes(comm, monkeypatch)
     runtime.identity = f"emulated GPU {comm.rank}"
@@ -221,14 +221,14 @@ def test_a_rank_that_does_not_come_on_one_of_two_nodes(comm, runtime, communicat
     if comm.rank == leader:
         # whoever waits for it says so to the leader, unless the leader's own time is over first
         between = {step.dst for one in decoder.schedule.rounds for step in one if step.src == absent}
-        late = [f"round 1: 1 s without rank {absent}", *(f"1 s without rank {rank}," for rank in between)]
+        late = [f"round 1: 3 s without rank {absent}", *(f"3 s without rank {rank}," for rank in between)]
         for wait in (lambda: decoder(*arrays), decoder.synchronize):
             with pytest.raises(treeattn.TransportError, match="|".join(late)):
                 wait()
     else:
-        with pytest.raises(treeattn.TransportError, match=r"1 s without|NCCL's end"):
+        with pytest.raises(treeattn.TransportError, match=r"3 s without|NCCL's end"):
             decoder.close()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 40
     comm.Barrier()
     for _, file in runtime._maps.values():
         if file:
@@ -277,7 +277,7 @@ def test_a_rank_that_does_not_come_is_named(comm, runtime, monkeypatch):
     """Those who wait get NaN at once, and an error at the next step and at the end; nobody hangs."""
     if comm.size == 1:
         return
-    monkeypatch.setenv("TREEATTN_TIMEOUT", "1")
+    monkeypatch.setenv("TREEATTN_TIMEOUT", "3")  # ranks share cores
     arrays, absent = shard(comm), comm.size - 1
     decoder = treeattn.Decoder(comm, **options(), scheme="all_gather_merge", transport="peer")
     decoder(*arrays)
@@ -287,14 +287,14 @@ def test_a_rank_that_does_not_come_is_named(comm, runtime, monkeypatch):
         assert np.isnan(out).all()
         with pytest.raises(treeattn.TransportError, match=f"without rank {absent}"):
             decoder.synchronize()
-        late = f"all_gather_merge, round 1: 1 s without rank {absent}.*TREEATTN_TIMEOUT"
+        late = f"all_gather_merge, round 1: 3 s without rank {absent}.*TREEATTN_TIMEOUT"
         with pytest.raises(treeattn.TransportError, match=late):
             decoder(*arrays)
     with pytest.raises(
-        treeattn.TransportError, match=f"1 s without {'the' if comm.rank == absent else 'rank'}"
+        treeattn.TransportError, match=f"3 s without {'the' if comm.rank == absent else 'rank'}"
     ):
         decoder.close()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 40
     comm.Barrier()
     for _, file in runtime._maps.values():
         if file:

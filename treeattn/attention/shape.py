@@ -56,10 +56,12 @@ class Shape:
     k_scale: Any = None
     v_scale: Any = None
     v_dim: int = 0  # of values and results; 0 becomes head_dim
+    page_size: int | None = None  # tokens of a page; None: those of a sequence lie in a row
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "v_dim", self.v_dim or self.head_dim)
-        for name in ("batch", "queries", "heads", "kv_heads", "head_dim", "v_dim"):
+        paged = () if self.page_size is None else ("page_size",)
+        for name in ("batch", "queries", "heads", "kv_heads", "head_dim", "v_dim", *paged):
             value = getattr(self, name)
             if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
                 raise ArgumentError(f"{name} must be a positive whole number, not {value!r}")
@@ -135,7 +137,7 @@ class Shape:
             and q.shape == self.q_shape
             and k.ndim == v.ndim == 4
             and k.shape[:3] == v.shape[:3]
-            and k.shape[0] == self.batch
+            and (k.shape[0] == self.batch if self.page_size is None else k.shape[1] == self.page_size)
             and k.shape[2:] == (self.kv_heads, self.head_dim)
             and v.shape[3] == self.v_dim
             and q.strides[3] == dtype.itemsize
@@ -152,17 +154,22 @@ class Shape:
         self._check_elements("q", q, self.dtype)
 
     def check_cache(self, k: Any, v: Any) -> None:
-        """Raise `ArgumentError` unless k is [batch, tokens, kv_heads, head_dim] and v alike but for v_dim."""
+        """Raise `ArgumentError` unless k is [batch, tokens, kv_heads, head_dim], or [pages, page_size, ..],
+        and v alike but for v_dim."""
         if k.shape != v.shape and self.v_dim == self.head_dim:
             raise ArgumentError(f"k has shape {list(k.shape)} and v {list(v.shape)}: they must be the same")
-        if len(k.shape) != 4 or (k.shape[0], *k.shape[2:]) != (self.batch, self.kv_heads, self.head_dim):
+        paged = self.page_size is not None
+        axes = "pages, page_size" if paged else "batch, tokens"
+        own = k.shape[1 if paged else 0] if len(k.shape) == 4 else None
+        if (own, *k.shape[2:]) != (self.page_size or self.batch, self.kv_heads, self.head_dim):
+            first = f"any, {self.page_size}" if paged else f"{self.batch}, any"
             raise ArgumentError(
-                f"k and v have shape {list(k.shape)}, expected [batch, tokens, kv_heads, head_dim] = "
-                f"[{self.batch}, any, {self.kv_heads}, {self.head_dim}]"
+                f"k and v have shape {list(k.shape)}, expected [{axes}, kv_heads, head_dim] = "
+                f"[{first}, {self.kv_heads}, {self.head_dim}]"
             )
         if tuple(v.shape) != (*k.shape[:3], self.v_dim):
             raise ArgumentError(
-                f"v has shape {list(v.shape)}, expected [batch, tokens, kv_heads, v_dim] = "
+                f"v has shape {list(v.shape)}, expected [{axes}, kv_heads, v_dim] = "
                 f"{[*k.shape[:3], self.v_dim]}"
             )
         self._check_elements("k", k, self.kv_dtype or self.dtype)
@@ -281,21 +288,23 @@ def values_of(k: Any, v: Any, v_dim: int | None, scale: float | None) -> Any:
     return k[..., :v_dim]
 
 
-def check_shapes(q: Any, k: Any, v: Any, records: Any) -> None:
-    """Raise `ArgumentError` unless q, k and v belong together and to the records, on whatever device."""
+def check_shapes(q: Any, k: Any, v: Any, records: Any, *, paged: bool = False) -> None:
+    """Raise `ArgumentError` unless q, k and v belong together and to the records, on whatever device. paged:
+    k and v are [pages, page_size, ..]."""
     batch, heads, queries, width = records.shape
     v_dim = width - partial.EXTRA
     if q.ndim != 4 or q.shape[:3] != (batch, queries, heads):
         raise ArgumentError(
             f"q has shape {q.shape}: [batch, queries, heads, head_dim] is {(batch, queries, heads)} and any"
         )
-    if k.ndim != 4 or (k.shape[0], k.shape[3]) != (batch, q.shape[3]):
+    axes, first = ("pages, page_size", "any") if paged else ("batch, tokens", batch)
+    if k.ndim != 4 or k.shape[3] != q.shape[3] or (k.shape[1] == 0 if paged else k.shape[0] != batch):
         raise ArgumentError(
-            f"k {k.shape} must be [batch, tokens, kv_heads, head_dim] = [{batch}, any, any, {q.shape[3]}]"
+            f"k {k.shape} must be [{axes}, kv_heads, head_dim] = [{first}, any, any, {q.shape[3]}]"
         )
     if v.shape != (*k.shape[:3], v_dim):
         raise ArgumentError(
-            f"v {v.shape} must be [batch, tokens, kv_heads, v_dim] = {[*k.shape[:3], v_dim]}, as k and the "
+            f"v {v.shape} must be [{axes}, kv_heads, v_dim] = {[*k.shape[:3], v_dim]}, as k and the "
             "records are"
         )
     if k.shape[2] == 0 or heads % k.shape[2]:

@@ -29,7 +29,8 @@ CUT_OFF = 143  # 128 + SIGTERM, which schedulers send before the time limit
 # command -> the module below this package that holds it, loaded only when it is used
 _COMMANDS = (
     *("decode", "compare", "plot", "paper", "schemes", "schedule", "visible", "generate", "inspect"),
-    *("topology", "simulate", "published", "tree", "verify", "roofline", "check-partials", "doctor"),
+    *("topology", "calibrate", "simulate", "tune", "trace", "published"),
+    *("tree", "verify", "roofline", "check-partials", "doctor"),
 )
 
 

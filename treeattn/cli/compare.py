@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +25,7 @@ from treeattn.collectives import nccl
 from treeattn.decoder.device import Cuda
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.study import environment
-from treeattn.study.compare import results
+from treeattn.study.compare import prediction, results
 from treeattn.study.compare.clock import Clock
 from treeattn.study.compare.measure import Effort
 from treeattn.study.compare.schema import FORMAT, Failure, Key, Point, Run
@@ -61,6 +61,8 @@ def _lists(name: str, default: str | None, words: str | None = None, one: str = 
 @click.option("--transport", default=None, metavar="T[,T..]|all",
               help="From GPUs: host, nccl, peer, cuda-mpi; default all that are there.")  # fmt: skip
 @_lists("executor", None, "Who runs schedules: slots, program, mpi; default the best that there is.", "E")
+@click.option("--cluster", metavar="NAME|FILE.toml",
+              help="Predict times on it, beside; default TREEATTN_CLUSTER if that is set.")  # fmt: skip
 @click.option("--repetitions", type=click.IntRange(1, 10_000), default=10, show_default=True,
               help="Blocks of each point: planned anew, in a new random order.")  # fmt: skip
 @click.option("--iterations", type=click.IntRange(3, 1_000_000), default=200, show_default=True,
@@ -91,6 +93,7 @@ def command(
     seed: int,
     device: str,
     transport: str | None,
+    cluster: str | None,
     **lists: str | None,
 ) -> int:
     """Measure schemes against each other: cold and warm, with intervals, errors, payload and memory.
@@ -107,11 +110,12 @@ def command(
     named = None if schemes == "all" else given(world, schemes)
     effort = Effort(repetitions, iterations, seconds, patience)
     options = {"schemes": schemes, **lists, **asdict(effort), "launch": launch, "seed": seed}
-    options |= {"device": device, "transport": transport}
+    options |= {"device": device, "transport": transport, "cluster": cluster}
     comm_.agree(world, {"the command line": (options, str(out))})
     where, shared = own_device(world, device)
     over = transports_of(world, where, transport)
     plan = comm_.together(world, lambda: points(world.size, named, lists, device, over))
+    predictions = prediction.predictions(world, cluster, plan)
     job = environment.job(Clock(world), options, used=max(key.ranks for key in plan))
     if "nccl" in over:
         job["options"]["nccl"] = ".".join(map(str, nccl.version()))
@@ -120,7 +124,7 @@ def command(
         for rank, name in zip(job["ranks"], world.allgather(where.runtime.name), strict=True):
             rank["gpu"] = name
     line = msgspec.convert({"kind": "run", "format": FORMAT, "run": results.run_id(), **job}, Run)
-    with closing(_Session(world, out, json_path, line, plan, effort, launch)) as session:
+    with closing(_Session(world, out, json_path, line, plan, effort, launch, predictions)) as session:
         for block, found in Sweep(plan, effort, launch, seed, session.done).run(world):
             session.take(block, found)
         return int(world.bcast(comm_.together(world, lambda: session.report(wide))))
@@ -138,9 +142,10 @@ class _Session:
         plan: list[Key],
         effort: Effort,
         launch: int,
+        predictions: Mapping[Key, float],
     ) -> None:
         self._line, self._launch, self._plan, self._out = line, launch, plan, out
-        self._rank_0 = world.rank == 0
+        self._rank_0, self._predictions = world.rank == 0, predictions
         self._writer: results.Writer | None = None
         comm_.together(world, lambda: self._open(json_path) if self._rank_0 else None)
         if out is not None:  # on every rank: one that is not within an MPI call tells it
@@ -199,7 +204,9 @@ class _Session:
             self._errors[block.key] = str(found)
             self._append(Failure(**self._fields(block.key), message=str(found)))
         else:
-            point = Point(**self._fields(block.key), repetition=block.repetition, **found)
+            predicted = self._predictions.get(block.key)
+            fields = self._fields(block.key) | {"predicted": predicted}
+            point = Point(**fields, repetition=block.repetition, **found)
             self._append(point)
             self._held.points.append(point)
             self._measured += 1
@@ -231,6 +238,8 @@ class _Session:
             for summary in results.summarise(self._held)
             if summary.key in place and summary.version == self._version(summary.key)
         ]
+        for summary in summaries:  # those of this command, also where an older one measured
+            summary.facts["predicted"] = self._predictions.get(summary.key)
         summaries.sort(key=lambda summary: place[summary.key])
         facts = {
             "run": self._line,

@@ -16,7 +16,16 @@ from treeattn.study.compare.schema import NCCL_SUM, NULL, SUM, Key, Run
 __all__ = ["show"]
 
 # What stands in 80 columns: with a skew the time from the last entry, else the error.
-_NARROW = ("scheme", "transport", "median", "95 % interval", "from last\nentry", "x SUM", "identical\nbits")
+_NARROW = (
+    "scheme",
+    "transport",
+    "median",
+    "95 % interval",
+    "predicted",
+    "from last\nentry",
+    "x SUM",
+    "identical\nbits",
+)
 _ERRORS = tuple(itertools.product(("out", "lse"), ("error", "bound")))
 _EXACT = "error\nof out"
 
@@ -36,7 +45,7 @@ def show(
             table(console, times, rows, words=words, style=_style)
             table(console, results, judged, words=words, style=_style)
         else:
-            chosen = _NARROW if rows[0].key.skew else (*_NARROW, _EXACT)
+            chosen = _NARROW if rows[0].key.skew or "predicted" in times else (*_NARROW, _EXACT)
             both = {**times, **results}
             columns = {name: both[name] for name in chosen if name in both}
             table(console, columns, rows, words=words, style=_style)
@@ -95,6 +104,7 @@ def _times(rows: Sequence[Summary]) -> Columns[Summary]:
         **{name: median(name) for name in ("plan", "first")},
         "median": completion("median"),
         "95 % interval": _interval,
+        **({"predicted": _predicted} if any(row.facts["predicted"] for row in rows) else {}),
         **{name: completion(name) for name in ("p5", "p95", "p99")},
         "slowest\nrank": median("slowest"),
         **({"from last\nentry": median("after_last_entry")} if key.skew else {}),
@@ -121,6 +131,11 @@ def _interval(row: Summary) -> str:
     if time.low is None or time.high is None:
         return "-"
     return f"{microseconds(time.low)} to {microseconds(time.high)}"
+
+
+def _predicted(row: Summary) -> str:
+    value = row.facts["predicted"]
+    return "-" if value is None else microseconds(value)
 
 
 def _results(key: Key) -> Columns[Summary]:

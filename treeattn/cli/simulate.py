@@ -25,7 +25,7 @@ from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
 from treeattn.study import environment
 from treeattn.study.decode_step import DecodeStep, Shape, decode_step
 
-__all__ = ["command"]
+__all__ = ["command", "placed"]
 
 _DRAWINGS: dict[str, Callable[[Simulation], str]] = {"svg": timeline, "trace": trace}
 _SCHEMES = "recursive_doubling,k_nomial_tree,reduce_scatter_gather,hierarchical,split_rail"
@@ -146,15 +146,20 @@ def _placed(cluster: Cluster, ranks: int, name: str, where: str) -> tuple[Schedu
     if where == "suited":
         schedule = _schedule(name, ranks, placement.node_groups(cluster, placement.block(cluster, ranks)))
         return schedule, placement.suited(cluster, schedule)
+    places = placed(cluster, ranks, where)
+    return _schedule(name, ranks, placement.node_groups(cluster, places)), places
+
+
+def placed(cluster: Cluster, ranks: int, where: str) -> Placement:
+    """What an option says of places. Raises `ArgumentError`."""
     if where in placement.PLACEMENTS:
-        places = placement.PLACEMENTS[where](cluster, ranks)
-    else:
-        places = placement.explicit(cluster, _numbers(where))
+        return placement.PLACEMENTS[where](cluster, ranks)
+    places = placement.explicit(cluster, _numbers(where))
     if len(places) != ranks:
         raise ArgumentError(
             f"--placement {where:.40}: {len(places)} places for {ranks} ranks; give one for each"
         )
-    return _schedule(name, ranks, placement.node_groups(cluster, places)), places
+    return places
 
 
 def _numbers(text: str) -> tuple[int, ...]:

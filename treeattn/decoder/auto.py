@@ -8,16 +8,15 @@ fastest, and why.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from treeattn import comm as comm_
 from treeattn import topology
 from treeattn.collectives import catalog, parameters
 from treeattn.collectives.catalog import Scheme, Selection
-from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.description import Cluster
-from treeattn.collectives.clusters.placement import Placement, block
+from treeattn.collectives.clusters.levels import nested
+from treeattn.collectives.clusters.placement import Placement, node_groups
 from treeattn.collectives.clusters.simulate import Payload, simulate
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import RestrictionError, ScheduleError
@@ -25,7 +24,7 @@ from treeattn.errors import RestrictionError, ScheduleError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["NAME", "ROW", "Choice", "choose", "selection"]
+__all__ = ["NAME", "ROW", "Choice", "candidates", "choose", "selection"]
 
 NAME = "auto"
 ROW = Scheme(NAME, None, "the least of its candidates on a simulated cluster")
@@ -47,6 +46,11 @@ class Choice(NamedTuple):
     why: str
 
 
+def candidates(size: int) -> tuple[str, ...]:
+    """What is priced for so many ranks."""
+    return (*_CANDIDATES, *(_DENSE if size <= _DENSE_RANKS else ()))
+
+
 def selection(scheme: str) -> Selection | None:
     """What ``auto`` asks for; None for any other scheme. Raises `ScheduleError` for other parameters."""
     name, *assignments = parameters.split(scheme)
@@ -62,7 +66,7 @@ def choose(comm: Intracomm, asked: Selection, payload: Payload) -> Choice:
     """The fastest schedule for the payload. Collective. Raises what reading the cluster raises, and
     `ArgumentError` for more ranks than it has places, on every rank alike."""
     nodes, found = comm_.node_groups(comm), topology.detect(comm)
-    wanted = dict(asked.given).get("cluster") or os.environ.get("TREEATTN_CLUSTER")
+    wanted = dict(asked.given).get("cluster")
 
     def decide() -> tuple[str, str] | None:
         return None if comm.rank else _fastest(wanted, found, nodes, payload)
@@ -78,7 +82,8 @@ def _fastest(
     cluster, places = _where(wanted, found)
     size = len(places)
     times = {}
-    for text in (*_CANDIDATES, *(_DENSE if size <= _DENSE_RANKS else ())):
+    deeper = nested(cluster, places) if node_groups(cluster, places) == nodes else ()
+    for text in (*candidates(size), *deeper):
         try:
             schedule = _build(text, size, nodes)
         except RestrictionError:
@@ -91,18 +96,9 @@ def _fastest(
 
 
 def _where(wanted: str | None, found: topology.Topology) -> tuple[Cluster, Placement]:
-    """The cluster, and the places of ranks: by the nodes that they are on if those fit, else in blocks."""
-    if wanted is None:
-        return found.cluster()
-    cluster = description.load(wanted)
-    if len(found.nodes) * cluster.slots > cluster.places or max(map(len, found.nodes)) > cluster.slots:
-        return cluster, block(cluster, len(found.ranks))
-    where = {
-        rank: node * cluster.slots + slot
-        for node, ranks in enumerate(found.nodes)
-        for slot, rank in enumerate(ranks)
-    }
-    return cluster, tuple(where[rank] for rank in range(len(found.ranks)))
+    """The cluster, and the places of ranks."""
+    cluster = topology.described(wanted)
+    return found.cluster() if cluster is None else (cluster, found.places_on(cluster))
 
 
 def _build(text: str, size: int, nodes: Any) -> Schedule:

@@ -17,6 +17,7 @@ import numpy as np
 
 from treeattn import comm as comm_
 from treeattn.attention import arrays
+from treeattn.attention.pages import check_lengths
 from treeattn.attention.shape import CACHE_DTYPES, DTYPES, Shape, dtype_name, values_of
 from treeattn.attention.visibility import Visibility
 from treeattn.collectives.schedule import Schedule
@@ -68,6 +69,7 @@ def decode(
     mask: Any = None,
     draft_positions: Any = None,
     v_dim: int | None = None,
+    block_table: Any = None,
 ) -> tuple[Any, Any]:
     """Exact attention of `q` over a KV cache of which every rank of `comm` holds a shard. Collective.
 
@@ -80,7 +82,11 @@ def decode(
     `v_scale`, a number or one for each KV head, the same on every rank, of which a stored element is to be
     multiplied. lengths: valid tokens [batch] of this shard, default all.
     v may have another width than k, [.., v_dim]: so has out then. Latent attention: v=None and v_dim, how
-    many of k's first channels are the values (``device="cpu"``; the scale has to be given).
+    many of k's first channels are the values; the scale has to be given (on a GPU keys of 576, v_dim 512).
+    block_table: k and v are this rank's pages, [pages, page_size, kv_heads, head_dim], and the integers
+    [batch, pages of a sequence] those in which its tokens lie, in the order of `positions`; -1 where there is
+    none, or nobody sees a token of it. lengths are needed then. Sequences may share pages, which are of one
+    size on all ranks.
     scale: default 1 / sqrt(head_dim). comm: default COMM_WORLD. scheme: a name with its parameters, or a
     `treeattn.collectives.Schedule` of one's own, the same on every rank; ``"auto"`` chooses by simulation
     (`treeattn.decoder.auto`).
@@ -134,7 +140,8 @@ def decode(
         query = where.tensor("q", q, dtype) if q_root is None else where.from_host(q)
         elements = dtype_name(query, "bfloat16" if query.dtype == np.uint16 else None)
         batch, queries, heads, head_dim = query.shape
-        cache = cache_name(keys), k_scale, v_scale, ours[1].shape[3]
+        page_size = None if block_table is None else keys.shape[1]
+        cache = cache_name(keys), k_scale, v_scale, ours[1].shape[3], page_size
         shape = Shape(batch, queries, heads, keys.shape[2], head_dim, elements, *cache)
         shape.check_query(query)
         shape.check_cache(*ours)
@@ -147,10 +154,15 @@ def decode(
             alibi=alibi,
             sink_logits=sink_logits,
         )
-        step = query, *ours, where.lengths(shape, lengths, ours[0].shape[1])
+        tokens = keys.shape[1]
+        if page_size is not None:
+            pages = where.block_table(shape, block_table).shape[1]
+            check_lengths(where.host_lengths(lengths), page_size, pages)
+            tokens = pages * page_size
+        step = query, *ours, where.lengths(shape, lengths, tokens)
         stated = Stated()
         if rules.rules or any(one is not None for one in (positions, q_positions, mask, draft_positions)):
-            tables, tokens = Sight(rules, shape).tables(), ours[0].shape[1]
+            tables = Sight(rules, shape).tables()
             tables.try_out(tokens, where.host_lengths(lengths), q_positions, mask, draft_positions)
             stands = None if q_positions is None else _named(tables.q_positions)
             stated = Stated(positions, tuple(tables.draft_begins.tolist()), stands)
@@ -167,7 +179,12 @@ def decode(
 
     with Decoder.of(comm, plan(comm, ask)) as decoder:
         seen = {"q_positions": q_positions, "mask": mask, "draft_positions": draft_positions}
-        return arrays.give(decoder(*step, **seen), like)
+        if block_table is None:
+            return arrays.give(decoder(*step, **seen), like)
+        # What queries see of the table is known only now: who has it wrong tells the others.
+        comm_.together(comm, lambda: decoder.local(*step, **seen, block_table=block_table))
+        decoder.reduce()
+        return arrays.give(decoder.finish(), like)
 
 
 def _named(positions: Any) -> str:

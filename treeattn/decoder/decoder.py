@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from treeattn import comm as comm_
 from treeattn.attention import arrays
+from treeattn.attention.pages import check_lengths
 from treeattn.attention.shape import Shape, check_latent
-from treeattn.attention.visibility import Visibility
+from treeattn.attention.visibility import Visibility, Visible
 from treeattn.collectives.captured import Captured
 from treeattn.collectives.reducer import Sent
 from treeattn.collectives.schedule import Schedule
@@ -59,6 +60,9 @@ class Decoder:
     travels if that makes it shorter (out_dim < v_dim), else to the result, of which the bits are then the
     same on ranks whose processors and BLAS libraries are alike.
 
+    With `page_size` k and v are the pages of this rank, [pages, page_size, kv_heads, head_dim], and each call
+    brings block_table and lengths: as many pages, and entries of the table, as there are by then.
+
     Latent attention: plan with v_dim, how many of k's first channels are the values, and pass v=None, or
     values of that width of their own.
 
@@ -97,11 +101,12 @@ class Decoder:
         sink_logits: Any = None,
         project: Any = None,
         v_dim: int | None = None,
+        page_size: int | None = None,
     ) -> None:
         def ask() -> Request:
             if v_dim is not None:
                 check_latent(v_dim, head_dim, scale)
-            cache = cache_dtype, k_scale, v_scale, v_dim or 0
+            cache = cache_dtype, k_scale, v_scale, v_dim or 0, page_size
             shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype, *cache)
             where = devices.find(device)
             rules = Visibility.of(
@@ -172,10 +177,11 @@ class Decoder:
         positions: Any = None,
         mask: Any = None,
         draft_positions: Any = None,
+        block_table: Any = None,
     ) -> tuple[Any, Any]:
         """One step: (out, lse), valid until the next call. Every rank must call.
 
-        q_positions, positions (anew, of a shard that grows), mask and draft_positions as for
+        q_positions, positions (anew, of a shard that grows), mask, draft_positions and block_table as for
         `treeattn.decode`; looked at on their own rank alone. q_positions must be the same on all.
 
         Raises `ArgumentError` for arrays that do not fit the plan; on one rank alone, since a step that
@@ -183,12 +189,27 @@ class Decoder:
         """
         v = self._first_channels(k) if v is None else v
         attention, whole = self._attention, self._whole
+        visible = None
         if not self._plain or mask is not None or draft_positions is not None:
-            attention, whole = self._look(k, lengths, q_positions, positions, mask, draft_positions)
-            lengths = None
-        if whole is not None and whole(q, k, v, lengths):
+            tokens = self._tokens(k, lengths, block_table)
+            attention, whole = self._look(tokens, lengths, q_positions, positions, mask, draft_positions)
+            visible, lengths = self._tables, None
+        if whole is not None and block_table is None and whole(q, k, v, lengths):
             return self._results
-        self._attend(attention, q, k, v, lengths)
+        return self._step(attention, q, k, v, lengths, block_table, visible)
+
+    def _step(
+        self,
+        attention: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        lengths: Any,
+        block_table: Any = None,
+        visible: Visible | None = None,
+    ) -> tuple[Any, Any]:
+        """The three parts."""
+        self._attend(attention, q, k, v, lengths, block_table, visible)
         if self._folded is None:
             self.reduce()
             return self.finish()
@@ -206,14 +227,16 @@ class Decoder:
         positions: Any = None,
         mask: Any = None,
         draft_positions: Any = None,
+        block_table: Any = None,
     ) -> None:
         """This rank's partials, from its own tokens, into the records buffer. Arguments as for a call."""
         v = self._first_channels(k) if v is None else v
-        attention = self._attention
+        attention, visible = self._attention, None
         if not self._plain or mask is not None or draft_positions is not None:
-            attention, _ = self._look(k, lengths, q_positions, positions, mask, draft_positions)
-            lengths = None
-        self._attend(attention, q, k, v, lengths)
+            tokens = self._tokens(k, lengths, block_table)
+            attention, _ = self._look(tokens, lengths, q_positions, positions, mask, draft_positions)
+            visible, lengths = self._tables, None
+        self._attend(attention, q, k, v, lengths, block_table, visible)
 
     def _first_channels(self, k: Any) -> Any:
         """The values of latent attention, a view of k; the same one for the same array, which is bound."""
@@ -223,7 +246,25 @@ class Decoder:
             self._latent_of = k, k[..., : self.shape.v_dim]
         return self._latent_of[1]
 
-    def _look(self, k: Any, lengths: Any, *seen: Any) -> tuple[Any, Any]:
+    def _tokens(self, k: Any, lengths: Any, block_table: Any) -> int:
+        """How many there can be of a sequence."""
+        page_size = self._page_size(block_table)
+        if page_size is None:
+            return k.shape[1] if len(k.shape) == 4 else 0
+        pages = self._device.block_table(self.shape, block_table).shape[1]
+        check_lengths(self._device.host_lengths(lengths), page_size, pages)
+        return int(pages * page_size)
+
+    def _page_size(self, block_table: Any) -> int | None:
+        """As planned, which a step cannot change."""
+        if (block_table is None) != (self.shape.page_size is None):
+            raise ArgumentError(
+                f"this decoder is planned with page_size={self.shape.page_size}: "
+                + ("pass block_table=" if block_table is None else "plan with page_size= for a block_table")
+            )
+        return self.shape.page_size
+
+    def _look(self, tokens: int, lengths: Any, *seen: Any) -> tuple[Any, Any]:
         """Fill the tables of a step; attention and whole step that read them."""
         if self._tables is None:  # a mask, for the first time
             if self._see is None:
@@ -232,10 +273,12 @@ class Decoder:
             tables = self._sight.tables()
             self._tables, self._seeing = tables, self._see(tables)
         lengths = self._device.host_lengths(lengths)
-        self._sight.look(self._tables, k.shape[1] if len(k.shape) == 4 else 0, lengths, *seen)
+        self._sight.look(self._tables, tokens, lengths, *seen)
         return self._seeing
 
-    def _attend(self, attention: Any, q: Any, k: Any, v: Any, lengths: Any) -> None:
+    def _attend(
+        self, attention: Any, q: Any, k: Any, v: Any, lengths: Any, block_table: Any, visible: Visible | None
+    ) -> None:
         if self._begun:
             raise ScheduleError(
                 f"{self.scheme}: begin() began a step, which finish() must end before another"
@@ -243,7 +286,11 @@ class Decoder:
         self._foreign = not type(q) is type(k) is type(v) is self._native
         if self._foreign:
             q, k, v = self._containers.take(q, k, v)
-        attention(q, k, v, self._device.admit(self.shape, q, k, v, lengths))
+        if self._page_size(block_table) is None:
+            attention(q, k, v, self._device.admit(self.shape, q, k, v, lengths))
+        else:
+            given = lengths, block_table, visible
+            attention(q, k, v, *self._device.admit_pages(self.shape, q, k, v, *given))
         if self._add_sinks is not None:
             self._add_sinks()
 
@@ -305,7 +352,18 @@ class Decoder:
         """
         return self._reducer.sent
 
-    def capture(self, q: Any, k: Any, v: Any, lengths: Any = None) -> CapturedStep:
+    def capture(
+        self,
+        q: Any,
+        k: Any,
+        v: Any = None,
+        lengths: Any = None,
+        *,
+        q_positions: Any = None,
+        positions: Any = None,
+        mask: Any = None,
+        draft_positions: Any = None,
+    ) -> CapturedStep:
         """The whole step over arrays that stay where they are, as one CUDA graph. Collective.
 
         Runs one step, then records one. Calling the result is one launch on the current stream and gives
@@ -313,12 +371,13 @@ class Decoder:
         or None for all) hold then, so a cache may grow within them. Every rank must call it in the same step:
         NCCL allows a captured step on all ranks or on none. It ends with the decoder.
 
+        Where rules are planned, or a mask is passed, lengths and the rest are as for a call: what queries see
+        is found anew by each call of the result, which takes them too.
+
         Raises `BackendError` unless ``device="cuda"``, `TransportError` where the host moves the records.
         """
-        if not self._plain:
-            raise RestrictionError(
-                f"a captured step finds no intervals anew: {', '.join(self._sight.rules.rules)} need a call"
-            )
+        if self.shape.page_size is not None:
+            raise RestrictionError("a captured step takes no block table: call the decoder of a paged cache")
         stream = self._device.stream
         if stream is None:
             raise BackendError("a captured step is a CUDA graph: it needs device='cuda'")
@@ -329,16 +388,42 @@ class Decoder:
             )
 
         containers = arrays.Containers(self._device.view, (self.out, self.lse))
+        attention: Any = self._attention
+        look: Callable[..., None] | None = None
+        seen = q_positions, positions, mask, draft_positions
+        v = self._first_channels(k) if v is None else v
 
         def taken() -> tuple[Any, ...]:
-            views = *containers.take(q, k, v), _on_device(self._device, lengths)
+            nonlocal attention, look
+            rest = None
+            if not self._plain or any(one is not None for one in seen):
+                attention, look = self._tables_of_its_own(k.shape[1], lengths, *seen)
+            else:
+                rest = _on_device(self._device, lengths)
+            views = *containers.take(q, k, v), rest
             self._device.admit(self.shape, *views)
             return views
 
         views = comm_.together(self._comm, taken)
-        step = CapturedStep(Captured(stream, lambda: self(*views)), containers.give, (self, q, k, v, lengths))
+        captured = Captured(stream, lambda: self._step(attention, *views))
+        step = CapturedStep(captured, containers.give, (self, q, k, v, lengths), look)
         self._captured.append(step)
         return step
+
+    def _tables_of_its_own(self, tokens: int, *first: Any) -> tuple[Any, Callable[..., None]]:
+        """Attention by tables that no other step fills, and what fills them again over as many tokens: with
+        lengths and what else it is given then, and with `first`, as it is then, in place of None."""
+        assert self._see is not None  # the device has a stream
+        tables = self._sight.tables()
+        attention: Any = self._see(tables)[0]
+
+        def look(*given: Any) -> None:
+            lengths, *seen = (old if new is None else new for old, new in zip(first, given, strict=True))
+            self._sight.look(tables, tokens, self._device.host_lengths(lengths), *seen)
+            attention.refresh()
+
+        look(*first)
+        return attention, look
 
     def synchronize(self) -> None:
         """Wait for the steps that were queued to a GPU; without one they are done when they return.
@@ -380,17 +465,43 @@ class CapturedStep:
     """What `Decoder.capture` makes."""
 
     def __init__(
-        self, captured: Captured, give: Callable[[], tuple[Any, Any]], owners: tuple[Any, ...]
+        self,
+        captured: Captured,
+        give: Callable[[], tuple[Any, Any]],
+        owners: tuple[Any, ...],
+        look: Callable[..., None] | None,
     ) -> None:
-        self._captured, self._give = captured, give
+        self._captured, self._give, self._look = captured, give, look
         self._owners = owners  # of the memory that the graph works on: it knows addresses only
         captured()
         captured.record()
 
-    def __call__(self) -> tuple[Any, Any]:
-        """One launch: (out, lse), valid until the decoder's next step."""
+    def __call__(
+        self,
+        lengths: Any = None,
+        *,
+        q_positions: Any = None,
+        positions: Any = None,
+        mask: Any = None,
+        draft_positions: Any = None,
+    ) -> tuple[Any, Any]:
+        """One launch: (out, lse), valid until the decoder's next step.
+
+        Of a step that was captured with rules or a mask: lengths, q_positions, positions, mask and
+        draft_positions as for a call of the decoder; those left out are the arrays of the capture, as they
+        are now. What changed is copied to the GPU before the launch, which keeps the number of splits that
+        the capture had: capture with about as many visible tokens as are to come. Raises `ArgumentError`.
+        """
         if not self._owners:
             raise ArgumentError("the decoder of this captured step is closed")
+        given = lengths, q_positions, positions, mask, draft_positions
+        if self._look is not None:
+            self._look(*given)
+        elif any(one is not None for one in given):
+            raise ArgumentError(
+                "this step was captured without rules or a mask: it sees all, by the lengths in the array of "
+                "the capture; pass what queries see to capture(), and change lengths in place"
+            )
         self._captured()
         return self._give()
 

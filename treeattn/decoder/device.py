@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from treeattn.attention import arrays
+from treeattn.attention import arrays, pages
 from treeattn.attention.shape import CACHE_DTYPES, DTYPES, Shape, as_tensor, bits_of, check_axes, dtype_name
 from treeattn.attention.visibility import Visible
 from treeattn.backends import cpu, cuda
@@ -69,6 +69,16 @@ class Device(Protocol):
 
     def admit(self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any) -> Any:
         """Check the arrays of a step; the lengths as attention takes them. Raises `ArgumentError`."""
+
+    def admit_pages(
+        self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any, block_table: Any, visible: Visible | None
+    ) -> tuple[Any, Any]:
+        """The same for a paged cache: lengths and block table as attention takes them. visible: the tables of
+        the step, with the lengths in them."""
+
+    def block_table(self, shape: Shape, block_table: Any) -> Any:
+        """A block table of this device or of the host; int32 [batch, pages of a sequence]. Raises
+        `ArgumentError`."""
 
     def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
         """The lengths of a shard of `tokens` tokens as attention takes them. Raises `ArgumentError`."""
@@ -145,14 +155,32 @@ class Cpu:
 
     def admit(self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any) -> Any:
         """A few comparisons; attention checks shape and range of the lengths itself."""
+        self._check(shape, q, k, v)
+        if lengths is None or (type(lengths) is np.ndarray and lengths.dtype == np.int64):
+            return lengths
+        return self.lengths(shape, lengths, k.shape[1])
+
+    def _check(self, shape: Shape, q: Any, k: Any, v: Any) -> None:
         if not shape.accepts(q, k, v):
             # Say what is wrong; what passes is rare but right (bfloat16 as uint16, no tokens).
             raw, kv_raw = (name if bits_of(name) else None for name in (shape.dtype, shape.kv_dtype))
             shape.check_query(as_tensor("q", q, raw))
             shape.check_cache(as_tensor("k", k, kv_raw), as_tensor("v", v, kv_raw))
-        if lengths is None or (type(lengths) is np.ndarray and lengths.dtype == np.int64):
-            return lengths
-        return self.lengths(shape, lengths, k.shape[1])
+
+    def admit_pages(
+        self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any, block_table: Any, visible: Visible | None
+    ) -> tuple[Any, Any]:
+        """Attention looks at the pages itself."""
+        self._check(shape, q, k, v)
+        table = self.block_table(shape, block_table)
+        if visible is None:
+            pages.check_lengths(lengths, k.shape[1], table.shape[1])
+            lengths = self.lengths(shape, lengths, k.shape[1] * table.shape[1])
+        return lengths, table
+
+    def block_table(self, shape: Shape, block_table: Any) -> Any:
+        """Of the host."""
+        return pages.as_table(block_table, shape.batch)
 
     def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
         """int64, looked at."""
@@ -229,6 +257,7 @@ class Cuda:
         self._tensor_cores = wanted == "1" and self.runtime.tensor_cores
         self._admitted: tuple[Any, ...] = (None,) * 3
         self._lengths: Any = None
+        self._block_tables = cuda.BlockTables(self.runtime)
 
     @property
     def memory(self) -> Memory:
@@ -244,9 +273,7 @@ class Cuda:
         """float64 has no kernels here, nor has every head_dim."""
         if shape.dtype == "float64":
             raise ArgumentError("float64 is for device='cpu': on the GPU use float32, float16 or bfloat16")
-        if shape.v_dim != shape.head_dim:
-            raise ArgumentError("values of another width than keys (v_dim) are for device='cpu'")
-        cuda.check_head_dim(shape.head_dim)
+        cuda.check_head_dim(shape.head_dim, shape.v_dim)
 
     def slow_because(self) -> str | None:
         """Kernels are always compiled here."""
@@ -273,6 +300,10 @@ class Cuda:
 
     def admit(self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any) -> Any:
         """Arrays that passed the last time are not looked at again."""
+        self._check(shape, q, k, v)
+        return self.lengths(shape, lengths, k.shape[1])
+
+    def _check(self, shape: Shape, q: Any, k: Any, v: Any) -> None:
         given = (q, k, v)
         if any(map(operator.is_not, given, self._admitted)):
             for name, array in zip("qkv", given, strict=True):
@@ -280,7 +311,26 @@ class Cuda:
             shape.check_query(q)
             shape.check_cache(k, v)
             self._admitted = given
-        return self.lengths(shape, lengths, k.shape[1])
+
+    def admit_pages(
+        self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any, block_table: Any, visible: Visible | None
+    ) -> tuple[Any, Any]:
+        """A table of the host is looked at and copied; one of the device is used as it is, unread."""
+        self._check(shape, q, k, v)
+        if visible is None and lengths is None:
+            pages.check_lengths(None, k.shape[1], 0)
+
+        def host_lengths(tokens: int) -> Any:
+            return shape.check_lengths(self.host_lengths(lengths), tokens)
+
+        table = self._block_tables.admit(block_table, shape.batch, k.shape[:2], host_lengths, visible)
+        if visible is None:
+            lengths = self.lengths(shape, lengths, k.shape[1] * table.shape[1])
+        return lengths, table
+
+    def block_table(self, shape: Shape, block_table: Any) -> Any:
+        """Of the device, or of the host."""
+        return self._block_tables.take(block_table, shape.batch)
 
     def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
         """Lengths of the host are copied into one buffer of the device, without allocating after the first

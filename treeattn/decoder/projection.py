@@ -55,8 +55,8 @@ class Projection:
         attention = device.attention(shape, partials, scale, visible)
         matrix, wide, narrow = self._matrix, partials[..., EXTRA:], records[..., EXTRA:]
 
-        def attend(q: Any, k: Any, v: Any, lengths: Any) -> None:
-            attention(q, k, v, lengths)
+        def attend(q: Any, k: Any, v: Any, *lengths_and_pages: Any) -> None:
+            attention(q, k, v, *lengths_and_pages)
             records[..., :EXTRA] = partials[..., :EXTRA]
             with np.errstate(all="ignore"):
                 np.matmul(wide, matrix, out=narrow)

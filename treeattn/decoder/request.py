@@ -145,6 +145,10 @@ def _check_rules(request: Request) -> None:
         raise RestrictionError(
             f"{what} lets every query see every token: {', '.join(rules)} need another scheme, and groups=1"
         )
+    if request.shape.page_size is not None:
+        raise RestrictionError(
+            f"{what} takes the tokens of a shard in a row: a paged cache needs another scheme, and groups=1"
+        )
     if request.shape.mixed:
         raise RestrictionError(
             f"{what} takes q, k and v of one type: a cache of {request.shape.kv_dtype} under queries of "

@@ -8,103 +8,191 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from treeattn import comm as comm_
 from treeattn.llama.config import Config, read_config
-from treeattn.llama.rope import inverse_frequencies, rotate
-from treeattn.llama.weights import Weights
+from treeattn.llama.linear import Axis, Gathered, Linear, Reduced, Rows, Stacked
+from treeattn.llama.rope import inverse_frequencies, rotate, rotation
+from treeattn.llama.vocabulary import DealtVocabulary, Vocabulary
+from treeattn.llama.weights import DrawnWeights, Weights
 
-__all__ = ["Attend", "Llama"]
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["WEIGHTS", "Attend", "Llama"]
+
+#: Where weights are: all on every rank, or each on one.
+WEIGHTS = ("replicated", "sharded")
 
 #: Called with a layer's number, q [tokens, heads, head_dim] and k, v [tokens, kv_heads, head_dim] of the
-#: tokens that run through the model, rotated; gives what each query makes of all that it may see, like q.
+#: tokens that run through the model, rotated; gives what each query makes of all that it may see, like q, or
+#: this rank's heads of it.
 Attend = Callable[[int, Any, Any, Any], Any]
 
-
-class _Linear(NamedTuple):
-    weight: Any
-    bias: Any
-
-    def __call__(self, x: Any) -> Any:
-        y = x @ self.weight.T
-        return y if self.bias is None else y + self.bias
+_BLOCK = 512  # tokens that go through an MLP at once, which is several times as wide as they are
 
 
 class _Layer(NamedTuple):
     input_norm: Any
-    q: _Linear
-    k: _Linear
-    v: _Linear
-    o: _Linear
+    qkv: Linear | Stacked
+    o: Linear
     post_norm: Any
-    gate: _Linear
-    up: _Linear
-    down: _Linear
+    gate: Linear
+    up: Linear
+    down: Linear
 
 
 class Llama:
-    """A model whose weights every rank holds whole, in float32."""
+    """A model in float32. With `comm`, its ranks hold a part of the weights each: heads of the attention,
+    rows and columns of the MLP, rows of the vocabulary; no rank reads another's part.
+    """
 
-    def __init__(self, directory: str | Path) -> None:
-        """Raises `ArgumentError` for a directory that holds no such model."""
-        self.config: Config = read_config(directory)
-        weights = Weights(directory, self.config)
-        self._embedding = weights["model.embed_tokens.weight"]
+    def __init__(self, directory: str | Path, comm: Intracomm | None = None) -> None:
+        """Raises `ArgumentError` for a directory that holds no such model; with `comm` on every rank, and
+        then this is collective."""
+        if comm is None:
+            self._adopt(*_opened(directory), None)
+            return
+        comm = comm_.intracomm(comm)
+        with comm_.Agreement(comm):
+            self._adopt(*_opened(directory), comm)
+
+    @classmethod
+    def drawn(cls, config: Config, seed: int = 0) -> Llama:
+        """A model whose weights are drawn, on every rank the same: for times, which do not depend on them."""
+        model = cls.__new__(cls)
+        model._adopt(config, DrawnWeights(config, seed), None)
+        return model
+
+    def _adopt(self, config: Config, weights: Any, comm: Intracomm | None) -> None:
+        self.config, self.comm = config, comm
         self._norm = weights["model.norm.weight"]
-        self._head = self._embedding if self.config.tied else weights["lm_head.weight"]
-        self._layers = [_layer(weights, f"model.layers.{i}.") for i in range(self.config.layers)]
         self._frequencies = inverse_frequencies(self.config.rope, self.config.head_dim)
+        names = [f"model.layers.{i}." for i in range(self.config.layers)]
+        if comm is None:
+            self._vocabulary = _vocabulary(weights, self.config)
+            self._layers = [_layer(weights, name) for name in names]
+        else:
+            self._vocabulary = _dealt_vocabulary(weights, self.config, comm)
+            self._layers = [_sharded_layer(weights, name, self.config, comm) for name in names]
 
     @property
     def weight_bytes(self) -> int:
-        """Of all weights in float32."""
-        layers = [part for layer in self._layers for part in layer]
-        arrays = [array for part in layers for array in (part if isinstance(part, _Linear) else (part,))]
-        head = [] if self.config.tied else [self._head]
-        return sum(
-            array.nbytes for array in (*arrays, *head, self._embedding, self._norm) if array is not None
-        )
+        """Of the weights that this rank holds, in float32."""
+        arrays = [self._norm, *self._vocabulary.arrays]
+        for layer in self._layers:
+            for part in layer:
+                arrays += part.arrays if isinstance(part, Linear | Stacked) else [part]
+        return sum(int(array.nbytes) for array in arrays)
 
-    def run(self, tokens: Any, positions: Any, attend: Attend) -> Any:
-        """Token numbers [tokens] at `positions` [tokens] through all layers: float32 [tokens,
-        hidden_size]."""
-        config, x = self.config, self._embedding[tokens]
+    def run(self, tokens: Any, positions: Any, attend: Attend, dealt: bool = False) -> Any:
+        """Token numbers [tokens] at `positions` [tokens] through all layers: float32 [tokens, hidden_size].
+
+        Every rank runs the same tokens, or its own (`dealt`); with sharded weights this is collective.
+        """
+        config, x = self.config, self._vocabulary.vectors(tokens, dealt)
+        both, width = config.heads + config.kv_heads, config.head_dim
+        by = rotation(positions, self._frequencies)
         for number, layer in enumerate(self._layers):
-            normed = self._normed(x, layer.input_norm)
-            q = layer.q(normed).reshape(len(x), config.heads, config.head_dim)
-            k = layer.k(normed).reshape(len(x), config.kv_heads, config.head_dim)
-            v = layer.v(normed).reshape(len(x), config.kv_heads, config.head_dim)
-            q, k = (rotate(one, positions, self._frequencies) for one in (q, k))
-            x = x + layer.o(attend(number, q, k, v).reshape(len(x), config.heads * config.head_dim))
-            normed = self._normed(x, layer.post_norm)
-            gate = layer.gate(normed)
-            with np.errstate(over="ignore"):  # exp of a large negative gate's opposite: the product is 0
-                x = x + layer.down(gate / (1 + np.exp(-gate)) * layer.up(normed))
+            qkv = _placed(layer.qkv, dealt)(self._normed(x, layer.input_norm))
+            qkv = qkv.reshape(len(x), both + config.kv_heads, width)
+            rotated = rotate(qkv[:, :both], by)
+            q, k, v = rotated[:, : config.heads], rotated[:, config.heads :], qkv[:, both:]
+            attended = attend(number, q, k, v)
+            heads = attended.shape[1] * width
+            x = x + _placed(layer.o, dealt)(attended.reshape(len(x), heads))
+            x = x + self._mlp(layer, x, dealt)
         return x
 
     def logits(self, hidden: Any) -> Any:
-        """float32 [tokens, vocab_size] of hidden [tokens, hidden_size]."""
-        return self._normed(hidden, self._norm) @ self._head.T
+        """float32 [tokens, vocab_size] of hidden [tokens, hidden_size], the same on every rank; with sharded
+        weights this is collective."""
+        return self._vocabulary.logits(self._normed(hidden, self._norm))
+
+    def _mlp(self, layer: _Layer, x: Any, dealt: bool) -> Any:
+        gate, up, down = (_placed(one, dealt) for one in (layer.gate, layer.up, layer.down))
+        y = np.empty_like(x)
+        for begin in range(0, len(x), _BLOCK):
+            rows = slice(begin, begin + _BLOCK)
+            normed = self._normed(x[rows], layer.post_norm)
+            y[rows] = down(_silu(gate(normed)) * up(normed))
+        return y
 
     def _normed(self, x: Any, weight: Any) -> Any:
         mean = np.mean(x * x, axis=-1, keepdims=True)
         return weight * (x / np.sqrt(mean + np.float32(self.config.rms_norm_eps)))
 
 
-def _layer(weights: Weights, prefix: str) -> _Layer:
-    def linear(name: str) -> _Linear:
-        return _Linear(weights[f"{prefix}{name}.weight"], weights.get(f"{prefix}{name}.bias"))
+def _opened(directory: str | Path) -> tuple[Config, Weights]:
+    config = read_config(directory)
+    return config, Weights(directory, config)
+
+
+def _silu(x: Any) -> Any:
+    with np.errstate(over="ignore"):  # exp of a large negative x's opposite: the quotient is 0
+        return x / (1 + np.exp(-x))
+
+
+def _placed(linear: Any, dealt: bool) -> Any:
+    """The map for tokens that are each rank's own, or the same on all."""
+    return linear.whole() if dealt else linear
+
+
+def _vocabulary(weights: Any, config: Config) -> Vocabulary:
+    embedding = weights["model.embed_tokens.weight"]
+    return Vocabulary(embedding, embedding if config.tied else weights["lm_head.weight"])
+
+
+def _dealt_vocabulary(weights: Any, config: Config, comm: Intracomm) -> Vocabulary:
+    tokens = Axis(config.vocab_size)
+    rows = tokens.part(comm.rank, comm.size)
+    embedding = weights.part("model.embed_tokens.weight", rows)
+    head = embedding if config.tied else weights.part("lm_head.weight", rows)
+    return DealtVocabulary(comm, tokens, embedding, head)
+
+
+def _layer(weights: Any, prefix: str) -> _Layer:
+    def linear(name: str) -> Linear:
+        return Linear(weights[f"{prefix}{name}.weight"], weights.get(f"{prefix}{name}.bias"))
 
     return _Layer(
         input_norm=weights[f"{prefix}input_layernorm.weight"],
-        q=linear("self_attn.q_proj"),
-        k=linear("self_attn.k_proj"),
-        v=linear("self_attn.v_proj"),
+        qkv=Stacked([linear(f"self_attn.{name}_proj") for name in "qkv"]),
         o=linear("self_attn.o_proj"),
         post_norm=weights[f"{prefix}post_attention_layernorm.weight"],
         gate=linear("mlp.gate_proj"),
         up=linear("mlp.up_proj"),
         down=linear("mlp.down_proj"),
+    )
+
+
+def _sharded_layer(weights: Any, prefix: str, config: Config, comm: Intracomm) -> _Layer:
+    """Heads and the MLP's width as they are dealt out; norms, and biases of sums, whole."""
+    heads, kv_heads = (Axis(count, config.head_dim) for count in (config.heads, config.kv_heads))
+    mlp = Axis(config.intermediate_size)
+
+    def rows(name: str, axis: Axis) -> tuple[Any, Any]:
+        part, bias = axis.part(comm.rank, comm.size), weights.get(f"{prefix}{name}.bias")
+        return weights.part(f"{prefix}{name}.weight", rows=part), None if bias is None else bias[part]
+
+    def reduced(name: str, axis: Axis) -> Reduced:
+        columns = weights.part(f"{prefix}{name}.weight", columns=axis.part(comm.rank, comm.size))
+        return Reduced(comm, axis, columns, weights.get(f"{prefix}{name}.bias"))
+
+    outputs = heads, kv_heads, kv_heads
+    given = [rows(f"self_attn.{name}_proj", axis) for name, axis in zip("qkv", outputs, strict=True)]
+    weight, bias = zip(*given, strict=True)
+    return _Layer(
+        input_norm=weights[f"{prefix}input_layernorm.weight"],
+        qkv=Gathered(
+            comm, outputs, np.concatenate(weight), np.concatenate(bias) if config.attention_bias else None
+        ),
+        o=reduced("self_attn.o_proj", heads),
+        post_norm=weights[f"{prefix}post_attention_layernorm.weight"],
+        gate=Rows(comm, mlp, *rows("mlp.gate_proj", mlp)),
+        up=Rows(comm, mlp, *rows("mlp.up_proj", mlp)),
+        down=reduced("mlp.down_proj", mlp),
     )

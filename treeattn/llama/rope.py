@@ -13,7 +13,7 @@ import numpy as np
 
 from treeattn.llama.config import Rope
 
-__all__ = ["inverse_frequencies", "rotate"]
+__all__ = ["inverse_frequencies", "rotate", "rotation"]
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Any:
@@ -33,9 +33,13 @@ def _llama3(frequencies: Any, rope: Rope) -> Any:
     return ((1 - blend) * frequencies / rope.factor + blend * frequencies).astype(np.float32)
 
 
-def rotate(x: Any, positions: Any, frequencies: Any) -> Any:
-    """x [tokens, heads, head_dim] rotated to `positions` [tokens]: a new array of x's type."""
-    angles = positions.astype(np.float32)[:, None] * frequencies
-    cosine, sine = np.cos(angles)[:, None], np.sin(angles)[:, None]
-    first, second = np.split(x, 2, axis=-1)
+def rotation(positions: Any, frequencies: Any) -> tuple[Any, Any]:
+    """Cosines and sines [tokens, 1, head_dim / 2] of `positions` [tokens]: the same for all layers."""
+    angles = positions.astype(np.float32)[:, None, None] * frequencies
+    return np.cos(angles), np.sin(angles)
+
+
+def rotate(x: Any, by: tuple[Any, Any]) -> Any:
+    """x [tokens, heads, head_dim] rotated: a new array of x's type. The halves of a head make the pairs."""
+    (cosine, sine), (first, second) = by, np.split(x, 2, axis=-1)
     return np.concatenate([first * cosine - second * sine, second * cosine + first * sine], -1)

@@ -1,12 +1,14 @@
 """A text in the making over a sharded cache: prefill once, then token by token.
 
-Every rank runs the whole model on the new token, and holds the keys and values of some positions; attention
-over all of them is `treeattn.Decoder`. Tokens are chosen on rank 0 and broadcast, so that ranks cannot
-disagree.
+Every rank runs the model on the new token, all of its weights or its part of them, and holds the keys and
+values of some positions; attention over all of them is `treeattn.Decoder`. Tokens are chosen on rank 0 and
+broadcast, so that ranks cannot disagree.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,10 +17,12 @@ from treeattn import comm as comm_
 from treeattn.attention.positions import Runs, as_runs
 from treeattn.cache import ShardedCache
 from treeattn.decoder import Decoder
+from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError
 from treeattn.llama.model import Llama
 from treeattn.llama.prefill import PREFILLS
 from treeattn.shards import parse_layout
+from treeattn.token_tree import TokenTree, Verifier
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -29,9 +33,15 @@ __all__ = ["Session"]
 class Session:
     """One sequence of at most `capacity` tokens. Collective, as all of its methods are.
 
-    prompt: token numbers, the same on every rank. scheme: of `treeattn.decode`, rings too. prefill: a name of
+    `tokens` says how many of at most `capacity` the cache has, `attention_s` how many seconds attention of
+    the steps took so far, with its communication.
+
+    model: with weights that are sharded, over these ranks. prompt: token numbers, the same on every rank.
+    scheme: of `treeattn.decode`, rings too, and with sharded weights those that leave each rank its heads;
+    None: `head_scatter` with sharded weights, else `hierarchical`. prefill: a name of
     `PREFILLS`. layout: who holds which token of the prompt; a token that comes later lies on rank position
-    mod size.
+    mod size. drafts: slots of the trees that `verify` takes; trees are reduced by `scheme`, by `hierarchical`
+    where it is None, and by none that attends while it communicates or leaves each rank its heads.
 
     Raises `ArgumentError` for a prompt that is empty, longer than the capacity, or not of this model's
     vocabulary, on every rank alike.
@@ -44,12 +54,16 @@ class Session:
         prompt: Any,
         *,
         capacity: int,
-        scheme: str = "hierarchical",
+        scheme: str | None = None,
         prefill: str = "ring",
         layout: str = "zigzag",
+        drafts: int = 0,
     ) -> None:
-        self._comm, self._model = comm_.intracomm(comm), model
-        config = model.config
+        self._comm, self.model = comm_.intracomm(comm), model
+        config, sharded = model.config, model.comm is not None
+        folding = scheme or "hierarchical"
+        if scheme is None:
+            scheme = "head_scatter" if sharded else "hierarchical"
         with comm_.Agreement(self._comm) as agreed:
             self._prompt = _checked(prompt, capacity, config.vocab_size, config.max_position_embeddings)
             if prefill not in PREFILLS:
@@ -64,35 +78,73 @@ class Session:
         for rank, runs in enumerate(self._shards):
             owners[runs.positions()] = rank
         heads: dict[str, Any] = {"kv_heads": config.kv_heads, "head_dim": config.head_dim, "dtype": "float32"}
-        first = ShardedCache(self._comm, capacity=capacity, layout=owners, **heads)
+        first = ShardedCache(self._comm, capacity=capacity, layout=owners, drafts=drafts, **heads)
         self._caches = [first, *(first.another() for _ in range(1, config.layers))]
-        self.tokens, self._capacity = n, capacity
-        self.decoder = Decoder(self._comm, heads=config.heads, scheme=scheme, **heads)
+        self.tokens, self.capacity = n, capacity
+        output = "heads" if sharded and select(scheme).row.scattered else "replicated"
+        self.decoder = Decoder(self._comm, heads=config.heads, scheme=scheme, output=output, **heads)
+        self._verifier = None
+        if drafts:
+            self._verifier = Verifier(self._comm, heads=config.heads, nodes=drafts, scheme=folding, **heads)
+        self.attention_s = 0.0
 
     @property
     def cache_bytes(self) -> int:
         """Of this rank's share of keys and values."""
         return sum(int(cache.k.nbytes + cache.v.nbytes) for cache in self._caches)
 
-    def prefill(self) -> Any:
-        """Run the prompt: logits [vocab_size] of what follows it, on every rank."""
+    def prefill(self, told: Callable[[int], object] = lambda layer: None) -> Any:
+        """Run the prompt: logits [vocab_size] of what follows it, on every rank. told: called with the number
+        of every layer whose attention is done."""
+
+        def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
+            self._caches[layer].append_own(k[None], v[None], [self.tokens])
+            attended = self._prefill(q, k, v)
+            told(layer)
+            return attended
+
         positions = self._own.positions()
-        hidden = self._model.run(self._prompt[positions], positions, self._attend_prompt)
+        hidden = self.model.run(self._prompt[positions], positions, attend, dealt=True)
         last = next(rank for rank, runs in enumerate(self._shards) if runs.end == self.tokens)
-        logits = self._model.logits(hidden[-1:])[0] if self._comm.rank == last else None
-        found = np.empty(self._model.config.vocab_size, np.float32) if logits is None else logits
-        self._comm.Bcast(found, root=last)
-        return found
+        shape = 1, self.model.config.hidden_size
+        end = hidden[-1:].copy() if self._comm.rank == last else np.empty(shape, np.float32)
+        self._comm.Bcast(end, root=last)
+        return self.model.logits(end)[0]
 
     def step(self, token: int) -> Any:
         """Take one more token: logits [vocab_size] of what follows. Raises `ArgumentError` where the cache is
         full."""
-        if self.tokens == self._capacity:
-            raise ArgumentError(f"the cache is full: it was planned for {self._capacity} tokens")
+        if self.tokens == self.capacity:
+            raise ArgumentError(f"the cache is full: it was planned for {self.capacity} tokens")
         position = np.array([self.tokens])
-        hidden = self._model.run(np.array([token]), position, self._attend_token)
+        hidden = self.model.run(np.array([token]), position, self._attend_token)
         self.tokens += 1
-        return self._model.logits(hidden)[0]
+        return self.model.logits(hidden)[0]
+
+    def verify(self, tree: TokenTree) -> Any:
+        """Run the nodes of a tree [1, drafts], whose root is the last token: logits [drafts, vocab_size] of
+        what follows each. `commit` says what is kept. Raises `ArgumentError` for a tree of another size."""
+        if self._verifier is None or tree.nodes != self._verifier.shape.queries or tree.batch != 1:
+            raise ArgumentError(f"{tree}: the session was planned without trees, or for others: see drafts=")
+        lengths = self._caches[0].shard_lengths
+        positions = self._caches[0].draft_positions(tree)[0]
+
+        def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
+            return self._attend_tree(layer, q, k, v, tree, lengths)
+
+        return self.model.logits(self.model.run(tree.tokens[0], positions, attend))
+
+    def commit(self, path: Any) -> None:
+        """Keep the nodes on a path of the tree, as `Accepted.path` has it, and forget the others."""
+        for cache in self._caches:
+            cache.commit(path)
+        self.tokens = int(self._caches[0].totals[0])
+
+    def rollback(self, tokens: int) -> None:
+        """Forget all but the first `tokens` tokens. Raises `ArgumentError` for more than there are."""
+        for cache in self._caches:
+            cache.rollback([tokens])
+        self.tokens = tokens
 
     def choose(self, logits: Any) -> int:
         """The likeliest token, as rank 0 sees it."""
@@ -100,24 +152,37 @@ class Session:
         return chosen
 
     def close(self) -> None:
-        """Release the decoder."""
+        """Release what was planned. Collective."""
         self.decoder.close()
+        if self._verifier is not None:
+            self._verifier.close()
 
     def __enter__(self) -> Session:
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self.decoder.__exit__(*exception)
-
-    def _attend_prompt(self, layer: int, q: Any, k: Any, v: Any) -> Any:
-        self._caches[layer].append_own(k[None], v[None], [self.tokens])
-        return self._prefill(q, k, v)
+        if self._verifier is not None:
+            self._verifier.__exit__(*exception)
 
     def _attend_token(self, layer: int, q: Any, k: Any, v: Any) -> Any:
         cache = self._caches[layer]
         cache.append(k[None], v[None])
         end = int(cache.lengths[0])  # rings send what they are given: nothing of the spare room
+        began = time.perf_counter()
         out, _ = self.decoder(q[None], cache.k[:, :end], cache.v[:, :end])
+        self.attention_s += time.perf_counter() - began
+        return out[0]
+
+    def _attend_tree(self, layer: int, q: Any, k: Any, v: Any, tree: TokenTree, lengths: Any) -> Any:
+        assert self._verifier is not None
+        cache, drafts = self._caches[layer], (k[None], v[None])
+        cache.propose(*drafts, tree)
+        end = int(cache.lengths[0])
+        shard = cache.k[:, :end], cache.v[:, :end]
+        began = time.perf_counter()
+        out, _ = self._verifier(q[None], *shard, *drafts, tree, shard_lengths=lengths)
+        self.attention_s += time.perf_counter() - began
         return out[0]
 
 

@@ -12,7 +12,7 @@ from treeattn import files
 from treeattn.errors import ArgumentError
 from treeattn.llama.config import Config
 
-__all__ = ["Weights", "shapes"]
+__all__ = ["DrawnWeights", "Weights", "shapes"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -55,11 +55,12 @@ class Weights:
         """Raises `ArgumentError` naming file and tensor: a missing shard or tensor, a shape or type that the
         configuration does not have."""
         self._tensors: dict[str, Any] = {}
+        self._files: dict[str, files.CacheFile] = {}
         directory = Path(directory)
         for path, names in _files(directory).items():
             held = files.open_cache(path)
             for name in held.tensors if names is None else names:
-                self._tensors[name] = held[name]
+                self._tensors[name], self._files[name] = held[name], held
         where = directory / _INDEX if (directory / _INDEX).exists() else directory / _SINGLE
         for name, shape in shapes(config).items():
             tensor = self._tensors.get(name)
@@ -78,9 +79,38 @@ class Weights:
         """As float32: the mapped pages where the file holds that, else a copy."""
         return np.asarray(self._tensors[name], np.float32)
 
+    def part(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Any:
+        """Rows or columns of a matrix, as float32 in memory of its own; nothing else of it is read."""
+        height, width = self._tensors[name].shape
+        chosen = (
+            range(n)[slice(None) if one is None else one] for n, one in ((height, rows), (width, columns))
+        )
+        return np.asarray(self._files[name].read(name, *chosen), np.float32)
+
     def get(self, name: str) -> Any:
         """The same, or None for a tensor that the model does not have."""
         return self[name] if name in self._tensors else None
+
+
+class DrawnWeights:
+    """What `Weights` would give of a model that is none: norms of 1, all else drawn."""
+
+    def __init__(self, config: Config, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self._tensors = {name: self._drawn(rng, shape) for name, shape in shapes(config).items()}
+
+    @staticmethod
+    def _drawn(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
+        if len(shape) == 1:
+            return np.ones(shape, np.float32)
+        return rng.standard_normal(shape, np.float32) / np.float32(shape[1] ** 0.5)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._tensors[name]
+
+    def get(self, name: str) -> Any:
+        """The same, or None for a tensor that the model does not have."""
+        return self._tensors.get(name)
 
 
 def _files(directory: Path) -> dict[Path, list[str] | None]:

@@ -15,11 +15,13 @@ static void *take(int64_t bytes) {
 
 static void give(const void *memory, int64_t bytes) { fwrite(memory, 1, (size_t)bytes, stdout); }
 
-/* Counts of runs, drafts and words of the mask, whether there are slopes, the soft cap; then the tables. */
-static void take_tables(const struct attention *a, struct visible *v) {
-  long n[4];
-  if (scanf("%ld %ld %ld %ld %f", n, n + 1, n + 2, n + 3, &v->softcap) != 5) exit(2);
+/* Counts of runs, drafts and words of the mask, whether there are slopes, the soft cap; pages of a sequence, 0 where
+ * tokens lie in a row, and tokens of a page; then the tables. */
+static void take_tables(struct attention *a, struct visible *v) {
+  long n[6];
+  if (scanf("%ld %ld %ld %ld %f %ld %ld", n, n + 1, n + 2, n + 3, &v->softcap, n + 4, n + 5) != 7) exit(2);
   getchar();
+  a->pages = n[4], a->page_size = n[5];
   v->run_count = n[0], v->drafts = n[1], v->mask_words = n[2];
   const int64_t rows = a->batch * a->queries, size = (int64_t)sizeof(int64_t);
   v->intervals = take(4 * rows * size);
@@ -29,6 +31,15 @@ static void take_tables(const struct attention *a, struct visible *v) {
   v->mask = take(rows * v->mask_words * (int64_t)sizeof(uint32_t));
   v->draft_begins = take(a->batch * size);
   v->draft_positions = take(a->batch * v->drafts * size);
+  if (a->pages) a->block_table = take(a->batch * a->pages * (int64_t)sizeof(int32_t));
+}
+
+/* Pages of the cache: those that the block table names. */
+static int64_t count_pages(const struct attention *a) {
+  int64_t most = -1;
+  for (int64_t i = 0; i < a->batch * a->pages; ++i)
+    if (a->block_table[i] > most) most = a->block_table[i];
+  return most + 1;
 }
 
 static void attend(int with_tables) {
@@ -50,10 +61,11 @@ static void attend(int with_tables) {
   a.q_batch_stride = a.queries * a.q_query_stride;
   a.k_head_stride = a.v_head_stride = a.head_dim * size;
   a.k_token_stride = a.v_token_stride = a.kv_heads * a.k_head_stride;
-  a.k_batch_stride = a.v_batch_stride = a.tokens * a.k_token_stride;
+  a.k_batch_stride = a.v_batch_stride = (a.block_table ? a.page_size : a.tokens) * a.k_token_stride;
+  const int64_t rows = a.block_table ? count_pages(&a) : a.batch;
   a.q = take(a.batch * a.q_batch_stride);
-  a.k = take(a.batch * a.k_batch_stride);
-  a.v = take(a.batch * a.v_batch_stride);
+  a.k = take(rows * a.k_batch_stride);
+  a.v = take(rows * a.v_batch_stride);
   const int64_t bytes = a.batch * a.heads * a.queries * (a.head_dim + RECORD_NUMERATOR) * (int64_t)sizeof(float);
   a.records = malloc((size_t)bytes);
   a.workspace = aligned_alloc(64, (size_t)(attention_workspace(&a) + 63) / 64 * 64);

@@ -31,11 +31,13 @@ def records_of(case: Case, rank: int, **plan: Any) -> Array:
     records = np.full((batch, heads, queries, head_dim + 2), 77, dtype)
     given = case.shard(rank)
     planned = cpu.PlannedAttention(records, scale=case.scale, visible=visible, **plan)
+    table = given.get("block_table")
+    tokens = given["k"].shape[1] * (1 if table is None else table.shape[1])
     visible.look(
-        *(as_runs(given["positions"]), given["k"].shape[1], given["lengths"], given["q_positions"]),
+        *(as_runs(given["positions"]), tokens, given["lengths"], given["q_positions"]),
         *(given.get("mask"), given.get("draft_positions")),
     )
-    planned(given["q"], given["k"], given["v"])
+    planned(given["q"], given["k"], given["v"], None, table)
     return records
 
 

@@ -47,9 +47,8 @@ def test_a_wrong_configuration_is_caught_by_the_logits(tmp_path, changes):
     assert error_of("grouped_llama3", write_model(tmp_path / "wrong", "grouped_llama3", **changes)) > 2e-4
 
 
-def interleaved(x, positions, frequencies):
-    angles = positions.astype(np.float32)[:, None] * frequencies
-    cosine, sine = np.cos(angles)[:, None], np.sin(angles)[:, None]
+def interleaved(x, by):
+    cosine, sine = by
     first, second = x[..., ::2], x[..., 1::2]
     return np.stack([first * cosine - second * sine, second * cosine + first * sine], -1).reshape(x.shape)
 

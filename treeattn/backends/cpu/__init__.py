@@ -17,6 +17,7 @@ from treeattn.backends.cpu.decode_step import PlannedStep
 from treeattn.backends.cpu.finish import finish, planned_finish
 from treeattn.backends.cpu.kernels import compiled_kernels_problem
 from treeattn.backends.cpu.merge import MergeOperator, NullOperator, merge
+from treeattn.backends.cpu.multiply_rows import PlannedProduct
 from treeattn.backends.cpu.pack import planned_pack, planned_scale
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "MergeOperator",
     "NullOperator",
     "PlannedAttention",
+    "PlannedProduct",
     "PlannedStep",
     "check_environment",
     "compiled_kernels_problem",

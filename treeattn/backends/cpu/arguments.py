@@ -96,11 +96,11 @@ def check_lengths(lengths: Array | None, tokens: int) -> None:
 
 
 def check_inputs(
-    q: Array, k: Array, v: Array, records: Array, bits: np.dtype[Any] | None = None
+    q: Array, k: Array, v: Array, records: Array, bits: np.dtype[Any] | None = None, *, paged: bool = False
 ) -> tuple[int, int]:
     """Element types of q and of k, v for the kernel; ArgumentError if anything does not fit. bits: what k
-    and v of uint8 carry."""
-    check_shapes(q, k, v, records)
+    and v of uint8 carry. paged: k and v are [pages, page_size, ..]."""
+    check_shapes(q, k, v, records, paged=paged)
     for name, array in (("q", q), ("k", k), ("v", v)):
         if array.strides[3] != array.itemsize and array.shape[3] > 1 and array.size:
             raise ArgumentError(f"the last axis of {name} must be contiguous")

@@ -11,9 +11,11 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from treeattn.attention.pages import CheckedTable, as_table
 from treeattn.attention.shape import CACHE_DTYPES, FLOAT8
 from treeattn.attention.visibility import Visible
 from treeattn.backends.cpu import arguments, blocked, compile, kernels
@@ -52,7 +54,8 @@ class _Arguments(ctypes.Structure):
         + [(f"v_{axis}_stride", ctypes.c_int64) for axis in ("batch", "token", "head")]
         + [("scale", ctypes.c_float)]
         + [(name, ctypes.c_int32) for name in ("q_type", "kv_type", "threads", "order")]
-        + [(name, ctypes.c_void_p) for name in ("visible", "k_scale", "v_scale")]
+        + [(name, ctypes.c_void_p) for name in ("visible", "k_scale", "v_scale", "block_table")]
+        + [(name, ctypes.c_int64) for name in ("pages", "page_size")]
     )
 
 
@@ -67,6 +70,7 @@ def partial_attention(
     visible: Visible | None = None,
     k_scale: Sequence[float] | None = None,
     v_scale: Sequence[float] | None = None,
+    block_table: Array | None = None,
 ) -> None:
     """Write the records of every query head attending to this process's tokens.
 
@@ -81,6 +85,9 @@ def partial_attention(
             is never read.
         visible: what each query may see, with the lengths in it; None: the first `lengths` tokens.
         k_scale, v_scale: [kv_heads], what elements of k and v are multiplied with; None: 1.
+        block_table: integers [batch, pages of a sequence], in which pages its tokens lie, -1 for none; k and
+            v are then [pages, page_size, ..]. lengths are needed, if not in `visible`. Pages are looked at
+            where a query sees a token of them.
 
     Inputs are float32, float16, bfloat16 or uint16 (the bits of bfloat16), or float64; k and v also
     float8_e4m3fn or float8_e5m2.
@@ -89,14 +96,14 @@ def partial_attention(
         ArgumentError: shapes, types, strides or lengths that cannot be.
     """
     planned = PlannedAttention(records, scale=scale, visible=visible, k_scale=k_scale, v_scale=v_scale)
-    planned(q, k, v, lengths)
+    planned(q, k, v, lengths, block_table)
 
 
 class PlannedAttention:
     """`partial_attention` into records that stay where they are.
 
-    Calling it with the arrays of the last call (the same objects) derives nothing again. It keeps
-    references to them and to its workspace until the next call.
+    Calling it with the arrays of the last call (the same objects) derives nothing again; a block table is
+    looked at where it changed. It keeps references to them and to its workspace until the next call.
     """
 
     def __init__(
@@ -122,7 +129,8 @@ class PlannedAttention:
         arguments.check_records(records)
         self._records = records
         self._scale = float(scale)
-        self._bound: tuple[Array, Array, Array] | None = None
+        self._bound: tuple[Any, ...] | None = None
+        self._pages = CheckedTable()
         self._lengths: Array | None = None
         self._visible = visible
         self._bits = CACHE_DTYPES[kv_dtype] if kv_dtype in FLOAT8 else None
@@ -133,7 +141,7 @@ class PlannedAttention:
         self._arguments = _Arguments(
             records=arguments.address(records),
             scale=self._scale,
-            threads=threads or _threads(),
+            threads=threads or process_threads(),
             order=ORDERS.index(order or read_order()),
         )
         self._tables = None if visible is None or self._kernels is None else PlannedTables(visible)
@@ -161,7 +169,7 @@ class PlannedAttention:
         """Whether the compiled kernel can now run on these arrays: those of the last call, or others that
         differ from them in place, strides and tokens alone. Else they are for a call, which looks closer."""
         bound = self._bound
-        if bound is None:
+        if bound is None or bound[3] is not None:
             return False
         if self._tables is not None:
             self._tables.follow()
@@ -179,21 +187,29 @@ class PlannedAttention:
         if self._rebind((q, k, v, lengths)):
             return False
         self._lengths = lengths
-        self._bound = (q, k, v)
+        self._bound = (q, k, v, None)
         return True
 
-    def __call__(self, q: Array, k: Array, v: Array, lengths: Array | None = None) -> None:
+    def __call__(
+        self, q: Array, k: Array, v: Array, lengths: Array | None = None, block_table: Array | None = None
+    ) -> None:
         """As `partial_attention`."""
+        if block_table is not None:
+            block_table = as_table(block_table, q.shape[0])
         bound = self._bound
-        if bound is None or bound[0] is not q or bound[1] is not k or bound[2] is not v:
-            self._bind(q, k, v)
+        same = bound is not None and bound[0] is q and bound[1] is k and bound[2] is v
+        if bound is None or not same or bound[3] is not block_table:
+            self._bind(q, k, v, block_table)
+        tokens = k.shape[1] if block_table is None else k.shape[1] * block_table.shape[1]
         if self._tables is not None:
             self._tables.follow()
             lengths = None
         if bound is None or lengths is not self._lengths:
-            lengths = self._bind_lengths(lengths, k)
+            lengths = self._bind_lengths(lengths, q)
+        if block_table is not None:
+            self._pages.check(block_table, k.shape[:2], lengths, self._visible)
         if self._kernels is None:
-            arguments.check_lengths(lengths, k.shape[1])
+            arguments.check_lengths(lengths, tokens)
             if k.dtype == np.uint8 and self._bits is not None:
                 k, v = k.view(self._bits), v.view(self._bits)
             blocked.partial_attention(
@@ -202,16 +218,18 @@ class PlannedAttention:
                 scale=self._scale,
                 lengths=lengths,
                 visible=self._visible,
+                block_table=block_table,
             )
         elif row := self._kernels.partial_attention(self._pointer):
-            arguments.check_lengths(lengths, k.shape[1])
+            arguments.check_lengths(lengths, tokens)
             raise ArgumentError(
-                f"sequence {row - 1} sees tokens beyond the {k.shape[1]} of these arrays: look at them first"
+                f"sequence {row - 1} sees tokens beyond the {tokens} of these arrays: look at them first"
             )
 
-    def _bind(self, q: Array, k: Array, v: Array) -> None:
+    def _bind(self, q: Array, k: Array, v: Array, block_table: Array | None) -> None:
         self._bound = None
-        types = arguments.check_inputs(q, k, v, self._records, self._bits)
+        paged = block_table is not None
+        types = arguments.check_inputs(q, k, v, self._records, self._bits, paged=paged)
         for scales in self._scales:
             if scales is not None and scales.shape != k.shape[2:3]:
                 raise ArgumentError(f"{len(scales)} scales for {k.shape[2]} KV heads: one for each is needed")
@@ -225,17 +243,22 @@ class PlannedAttention:
             a.k_batch_stride, a.k_token_stride, a.k_head_stride = k.strides[:3]
             a.v_batch_stride, a.v_token_stride, a.v_head_stride = v.strides[:3]
             a.q_type, a.kv_type = types
+            a.block_table = None
+            if block_table is not None:
+                a.block_table, a.page_size = arguments.address(block_table), k.shape[1]
+                a.pages = block_table.shape[1]
+                a.tokens = a.pages * a.page_size
             self._reserve(self._kernels.attention_workspace(self._pointer))
-        self._bound = (q, k, v)
+        self._bound = (q, k, v, block_table)
 
-    def _bind_lengths(self, lengths: Array | None, k: Array) -> Array | None:
+    def _bind_lengths(self, lengths: Array | None, q: Array) -> Array | None:
         self._lengths = None
         self._arguments.lengths = None
         if lengths is None:
             return None
         lengths = np.ascontiguousarray(lengths, np.int64)
-        if lengths.shape != k.shape[:1]:
-            raise ArgumentError(f"lengths has shape {lengths.shape}: one for each of {k.shape[0]} batch rows")
+        if lengths.shape != q.shape[:1]:
+            raise ArgumentError(f"lengths has shape {lengths.shape}: one for each of {q.shape[0]} batch rows")
         self._arguments.lengths = arguments.address(lengths)
         # Perhaps a converted copy, which no argument ever is: it is made anew in the next call.
         self._lengths = lengths
@@ -259,7 +282,7 @@ _INT64 = np.dtype(np.int64)
 
 def check_environment() -> None:
     """Raise `ArgumentError` for settings that cannot be used, before anything is planned with them."""
-    _threads()
+    process_threads()
     read_order()
 
 
@@ -277,7 +300,7 @@ def read_order() -> str:
     return wanted or ("neighbours" if compile.processor_vendor() == "AuthenticAMD" else "scattered")
 
 
-def _threads() -> int:
+def process_threads() -> int:
     text = os.environ.get("TREEATTN_THREADS", "1")
     if not text.isdecimal() or not 1 <= int(text) <= MAX_THREADS:
         raise ArgumentError(f"TREEATTN_THREADS={text}: a number of threads, from 1 to {MAX_THREADS}")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from treeattn import partial
+from treeattn.attention.pages import rows_of
 from treeattn.attention.visibility import Visible
 
 __all__ = ["partial_attention"]
@@ -31,6 +32,7 @@ def partial_attention(
     scale: float,
     lengths: Array | None = None,
     visible: Visible | None = None,
+    block_table: Array | None = None,
 ) -> None:
     """Write the records of `q` attending to the first `lengths[b]` tokens of each batch row, or to those that
     `visible` says.
@@ -44,26 +46,44 @@ def partial_attention(
         scale: factor of the logits.
         lengths: [batch] integers, or None for all tokens.
         visible: the tables of a step; lengths are in them.
+        block_table: [batch, pages of a sequence], or None; then k and v are [pages, page_size, ..].
     """
     if k_scale is not None:  # of q instead: fewer products
         q = _wide(q, records.dtype) * np.repeat(k_scale, q.shape[2] // k.shape[2])[:, None]
     partial.set_identity(records)
     for b in range(q.shape[0]):
+        cache = _Sequence(k, v, b, block_table)
         if visible is not None:
-            _visible_row(q[b], k[b], v[b], records[b], scale, visible, b)
+            _visible_row(q[b], cache, records[b], scale, visible, b)
             continue
         tokens = k.shape[1] if lengths is None else int(lengths[b])
         for begin in range(0, tokens, _BLOCK):
             end = min(begin + _BLOCK, tokens)
-            partial.merge(records[b], _block(q[b], k[b, begin:end], v[b, begin:end], scale, records.dtype))
+            partial.merge(records[b], _block(q[b], *cache.rows(slice(begin, end)), scale, records.dtype))
 
     if v_scale is not None:
         records[..., partial.EXTRA :] *= np.repeat(v_scale, q.shape[2] // k.shape[2])[:, None, None]
 
 
-def _visible_row(
-    q: Array, k: Array, v: Array, records: Array, scale: float, visible: Visible, b: int
-) -> None:
+class _Sequence(NamedTuple):
+    """Keys and values of one batch row, wherever they lie."""
+
+    k: Array
+    v: Array
+    b: int
+    block_table: Array | None
+
+    def rows(self, tokens: Any) -> tuple[Array, Array]:
+        """[tokens, kv_heads, head_dim and v_dim] of a slice of tokens, or of an array of their numbers."""
+        if self.block_table is None:
+            return self.k[self.b, tokens], self.v[self.b, tokens]
+        if isinstance(tokens, slice):
+            tokens = np.arange(tokens.start, tokens.stop)
+        table = self.block_table[self.b]
+        return rows_of(self.k, table, tokens), rows_of(self.v, table, tokens)
+
+
+def _visible_row(q: Array, cache: _Sequence, records: Array, scale: float, visible: Visible, b: int) -> None:
     """One batch row, query by query: what a query does not see is not looked at."""
     rules = visible.rules
     for i, (first, first_end, second, second_end) in enumerate(visible.intervals[b].tolist()):
@@ -78,7 +98,7 @@ def _visible_row(
             chosen.append((visible.draft_begins[b] + drafts, visible.draft_positions[b, drafts]))
         for tokens, positions in chosen:
             logits = _Logits(rules.softcap, rules.slopes, visible.q_positions[b, i] - positions)
-            found = _block(q[i : i + 1], k[tokens], v[tokens], scale, records.dtype, logits)
+            found = _block(q[i : i + 1], *cache.rows(tokens), scale, records.dtype, logits)
             own = np.ascontiguousarray(records[:, i : i + 1])
             partial.merge(own, found)
             records[:, i : i + 1] = own

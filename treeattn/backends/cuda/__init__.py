@@ -10,6 +10,7 @@ A GPU is reached through a `Runtime`: CuPy's where a GPU is, any other that beha
 """
 
 from treeattn.backends.cuda.attention import PlannedAttention, partial_attention
+from treeattn.backends.cuda.block_table import BlockTables
 from treeattn.backends.cuda.finish import finish, planned_finish
 from treeattn.backends.cuda.inputs import check_rows
 from treeattn.backends.cuda.merge import MergeOperator, merge
@@ -22,6 +23,7 @@ from treeattn.backends.cuda.variants import TENSOR_CORES_FROM_ROWS, check_head_d
 __all__ = [
     "MAX_SPLITS",
     "TENSOR_CORES_FROM_ROWS",
+    "BlockTables",
     "MergeOperator",
     "PlannedAttention",
     "PlannedPull",

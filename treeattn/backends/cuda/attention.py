@@ -69,8 +69,8 @@ def partial_attention(
     Args:
         q: [batch, queries, heads, head_dim].
         k, v: [batch, tokens, kv_heads, head_dim], any strides that keep rows aligned to 16 bytes, the
-            last axis contiguous; tokens may be 0.
-        records: written, C-contiguous [batch, heads, queries, head_dim + 2], float32.
+            last axis contiguous; tokens may be 0. Latent attention: v is k[..., :512] of keys of 576.
+        records: written, C-contiguous [batch, heads, queries, v's channels + 2], float32.
         scale: factor of the logits, usually 1 / sqrt(head_dim).
         lengths: [batch] int64 on the device, the valid tokens, read at launch and clamped to
             0..tokens (the host cannot look without waiting); None means all.
@@ -192,7 +192,7 @@ class PlannedAttention:
             runtime.check(name, array)
         places = runtime.address(q), runtime.address(k), runtime.address(v)
         paged = None if block_table is None else (k.shape[1], block_table.shape)
-        layout = (places[0] % 16, *layout_of(q, k, v), paged)
+        layout = (places[0] % 16, *layout_of(q, k, v), paged, places[1] == places[2])
         if bound and layout == self._layout:
             if (places[1] | places[2]) % 16:
                 check_rows("k", k, runtime)
@@ -273,6 +273,8 @@ class PlannedAttention:
 
     def _choose_kernel(self, q: Any, k: Any, q_type: str, kv_type: str, paged: bool) -> None:
         batch, queries, heads, head_dim = q.shape
+        v_dim = self._records.shape[3] - partial.EXTRA
+        latent = v_dim != head_dim
         kv_heads, rows = k.shape[2], queries * (heads // k.shape[2])
         runtime = self._runtime
         variant = choose_variant(
@@ -280,6 +282,7 @@ class PlannedAttention:
             tensor_cores=self._tensor_cores,
             shared_limit=runtime.shared_bytes,
             tokens=Tokens(visible=self._visible is not None, paged=paged),
+            latent=latent,
         )
         tiles = kv_heads * math.ceil(rows / variant.rows)
         if tiles > MAX_GRID:
@@ -291,8 +294,8 @@ class PlannedAttention:
             tiles=batch * tiles,
             rows=min(variant.rows, rows),
             tokens=int(self._tokens[0]),
-            head_dim=head_dim,
-            token_bytes=2 * head_dim * k.dtype.itemsize,
+            head_dim=v_dim,
+            token_bytes=(1 if latent else 2) * head_dim * k.dtype.itemsize,
             step=variant.step,
             in_flight=variant.in_flight,
             slots=resident * runtime.multiprocessors,

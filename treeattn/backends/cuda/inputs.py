@@ -41,24 +41,31 @@ def layout_of(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
 
 def check_inputs(q: Any, k: Any, v: Any, records: Any, block_table: Any, runtime: Runtime) -> str:
     """C++ type of q; an error if anything does not fit."""
-    batch, head_dim = records.shape[0], records.shape[3] - partial.EXTRA
+    batch, v_dim = records.shape[0], records.shape[3] - partial.EXTRA
     if q.dtype.name not in TYPES:
         raise wrong_type("q", q)
-    check_head_dim(head_dim)
     if block_table is None:
         check_shapes(q, k, v, records)
-        if q.shape[3] != head_dim:
-            raise ArgumentError(
-                f"values of {head_dim} channels for keys of {q.shape[3]} are for device='cpu'"
-            )
     else:
         check_pages(q, k, v, records, block_table)
+    check_head_dim(q.shape[3], v_dim)
+    if v_dim != q.shape[3] and not is_latent(k, v, runtime):
+        raise ArgumentError(
+            f"on the GPU values of {v_dim} channels are the first ones of the keys: pass v=None and "
+            f"v_dim={v_dim}; values of their own with another width than keys are for device='cpu'"
+        )
     if batch > MAX_GRID:
         raise ArgumentError(f"batch {batch}: at most {MAX_GRID} fits one launch")
     check_tokens(k.shape[1])
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_rows(name, array, runtime)
     return TYPES[q.dtype.name][0]
+
+
+def is_latent(k: Any, v: Any, runtime: Runtime) -> bool:
+    """Whether v is the first channels of k, in k's own memory."""
+    same = v.shape[3] < k.shape[3] and (v.dtype, v.strides) == (k.dtype, k.strides)
+    return same and (v.size == 0 or runtime.address(v) == runtime.address(k))
 
 
 def check_tokens(tokens: int) -> None:
@@ -90,15 +97,15 @@ def rows_aligned(array: Any, multiple: int, runtime: Runtime) -> bool:
 def check_pages(q: Any, k: Any, v: Any, records: Any, block_table: Any) -> None:
     """Raise `ArgumentError` unless q fits the records, and k, v and the table are those of a paged cache."""
     batch, heads, queries, width = records.shape
-    head_dim = width - partial.EXTRA
-    if q.shape != (batch, queries, heads, head_dim):
+    v_dim = width - partial.EXTRA
+    if q.ndim != 4 or q.shape[:3] != (batch, queries, heads):
         raise ArgumentError(
-            f"q has shape {q.shape}: [batch, queries, heads, head_dim] is {(batch, queries, heads, head_dim)}"
+            f"q has shape {q.shape}: [batch, queries, heads, head_dim] is {(batch, queries, heads)} and any"
         )
-    if k.ndim != 4 or k.shape != v.shape or k.shape[3] != head_dim or 0 in k.shape[1:3]:
+    if k.ndim != 4 or v.shape != (*k.shape[:3], v_dim) or k.shape[3] != q.shape[3] or 0 in k.shape[1:3]:
         raise ArgumentError(
-            f"k {k.shape} and v {v.shape}: both must be [pages, page_size, kv_heads, head_dim] = "
-            f"[any, any, any, {head_dim}]"
+            f"k {k.shape} and v {v.shape}: they must be [pages, page_size, kv_heads, head_dim and v_dim] = "
+            f"[any, any, any, {q.shape[3]} and {v_dim}]"
         )
     if heads % k.shape[2]:
         raise ArgumentError(f"{heads} query heads cannot share {k.shape[2]} KV heads: it must be a multiple")

@@ -8,6 +8,7 @@ from treeattn.errors import BackendError
 
 __all__ = [
     "HEAD_DIMS",
+    "LATENT",
     "TENSOR_CORES_FROM_ROWS",
     "TYPES",
     "TYPES_8",
@@ -16,11 +17,15 @@ __all__ = [
     "check_head_dim",
     "choose_variant",
     "fma_kernel",
+    "latent_kernel",
+    "latent_mma_kernel",
     "mma_kernel",
 ]
 
 #: Head dimensions that the attention kernels are built for.
 HEAD_DIMS = (64, 80, 96, 128, 256)
+#: Of latent attention: channels of keys, and how many of them, the first ones, are the values.
+LATENT = (576, 512)
 #: Query rows of a KV head from which tensor cores are used: fewer would make them multiply mostly padding.
 TENSOR_CORES_FROM_ROWS = 4
 #: C++ type and ElementType of kernels/cuda/attention.cuh. uint16 stands for the bits of bfloat16.
@@ -36,6 +41,7 @@ TYPES_8 = {"float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2"}
 _BYTES = {"float": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _TILE = 64  # tokens that a block of the tensor-core kernel takes at a time
 _MMA_ROWS = 16
+_LATENT_TILE = 32  # tokens of the tensor-core kernel of latent attention; the other one: bytes of a channel
 _WARPS, _UNROLL = 4, 4  # of the multiply-add kernel
 
 
@@ -76,17 +82,23 @@ def choose_variant(
     tensor_cores: bool,
     shared_limit: int,
     tokens: Tokens = ALL_TOKENS,
+    latent: bool = False,
 ) -> Variant:
     """The kernel for C++ types of q and of the cache, and for `rows` query rows that share a KV head.
 
     tensor_cores: may they be used? shared_limit: bytes of shared memory that a block can have. tokens: which
-    ones it takes. Caches of 8 bits are widened by the multiply-add kernel alone.
+    ones it takes. latent: are the values the first channels of the keys? Caches of 8 bits are widened by the
+    multiply-add kernels alone.
     """
     if tensor_cores and rows >= TENSOR_CORES_FROM_ROWS and q_type == kv_type != "float":
-        variant = mma_kernel(kv_type, head_dim, shared_limit, tokens)
+        variant = (
+            latent_mma_kernel(kv_type, shared_limit, tokens)
+            if latent
+            else mma_kernel(kv_type, head_dim, shared_limit, tokens)
+        )
         if variant is not None:
             return variant
-    return fma_kernel(kv_type, head_dim, rows, tokens)
+    return latent_kernel(kv_type, tokens) if latent else fma_kernel(kv_type, head_dim, rows, tokens)
 
 
 def fma_kernel(kv_type: str, head_dim: int, rows: int, tokens: Tokens = ALL_TOKENS) -> Variant:
@@ -117,8 +129,41 @@ def _mma_shared_bytes(head_dim: int, stages: int) -> int:
     return 2 * stages * _TILE * (head_dim + 8) * 2
 
 
-def check_head_dim(head_dim: int) -> None:
-    """Raise `BackendError` where there is no kernel for it."""
+def latent_kernel(kv_type: str, tokens: Tokens = ALL_TOKENS) -> Variant:
+    """The multiply-add kernel of latent attention. It has a tile of keys at hand and one on its way."""
+    step = _LATENT_TILE // _BYTES[kv_type]
+    name = f"latent_attention<{kv_type}, {LATENT[0]}, {LATENT[1]}{tokens.expression}>"
+    return Variant("latent_attention", name, 0, _MMA_ROWS, step, step)
+
+
+def latent_mma_kernel(kv_type: str, shared_limit: int, tokens: Tokens = ALL_TOKENS) -> Variant | None:
+    """The tensor-core kernel of latent attention; None where it needs more shared memory than there is.
+
+    Two stages if two blocks of them fit beside each other, with 2 KiB more for each; else three, if they fit.
+    """
+    two, three = (_latent_shared_bytes(stages) for stages in (2, 3))
+    stages, size = (3, three) if three <= shared_limit < 2 * (two + 2048) else (2, two)
+    if size > shared_limit:
+        return None
+    name = f"latent_attention_mma<{kv_type}, {LATENT[0]}, {LATENT[1]}, {stages}{tokens.expression}>"
+    in_flight = _LATENT_TILE * (stages - 1)
+    return Variant("latent_attention_mma", name, size, _MMA_ROWS, _LATENT_TILE, in_flight)
+
+
+def _latent_shared_bytes(stages: int) -> int:
+    """Stages of keys, rows padded by 16 bytes, and each warp's part of the scores."""
+    return stages * _LATENT_TILE * (LATENT[0] + 8) * 2 + _WARPS * _MMA_ROWS * _LATENT_TILE * 4
+
+
+def check_head_dim(head_dim: int, v_dim: int | None = None) -> None:
+    """Raise `BackendError` where there is no kernel for it, or for values of another width, `v_dim`."""
+    if v_dim not in (None, head_dim):
+        if (head_dim, v_dim) != LATENT:
+            raise BackendError(
+                f"no CUDA kernel for keys of {head_dim} and values of {v_dim} channels: of two widths there "
+                f"are {LATENT[0]} and {LATENT[1]}, latent attention; use device='cpu'"
+            )
+        return
     if head_dim not in HEAD_DIMS:
         raise BackendError(
             f"no CUDA kernel for head_dim {head_dim}: there are {', '.join(map(str, HEAD_DIMS))}; "

@@ -1,17 +1,34 @@
-"""Tables 1 and 2 of the paper: Llama models, prefill and ten tokens. Not measured here yet."""
+"""Tables 1 and 2 of the paper: Llama models, prefill and ten tokens, ring against tree.
+
+Run here: a small model of drawn weights, whose times are those of any weights, prefill and decode apart; both
+rows have the same prefill, as in the paper. The paper's settings are priced on simulated clusters.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from treeattn import comm as comm_
+from treeattn.errors import BackendError
+from treeattn.llama.config import Config, Rope
+from treeattn.llama.generate import generate
+from treeattn.llama.model import Llama
+from treeattn.llama.session import Session
+from treeattn.llama.threads import CoreShare
+from treeattn.study.compare.sweep import meet_asleep
 from treeattn.study.paper import simulated
 from treeattn.study.paper.experiment import Cell, Experiment, Table
 
-__all__ = ["EXPERIMENT", "PUBLISHED", "Series", "implied", "model"]
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
 
-NOT_MEASURED = "not measured yet"
+__all__ = ["EXPERIMENT", "PUBLISHED", "Series", "implied", "measure", "model"]
+
 DECODED = 9  # of ten tokens the first comes from the prefill
 BYTES = 2
 
@@ -20,8 +37,9 @@ BYTES = 2
 class Series:
     """One machine's rows: tokens -> seconds with the tree and with the ring, as the paper prints them.
 
-    heads: of the query, which the published ring sends keys and values repeated for. link: what joins two
-    of its GPUs, with GB/s each way and their source.
+    heads: of the query, which the published ring sends keys and values repeated for. parameters: of the
+    model; peak: dense bfloat16 FLOP/s of a GPU on paper. link: what joins two of its GPUs, with GB/s each way
+    and their source.
     """
 
     table: int
@@ -31,6 +49,8 @@ class Series:
     layers: int
     heads: int
     head_dim: int
+    parameters: float
+    peak: float
     link: str
     tokens: tuple[int, ...]
     tree: tuple[float, ...]
@@ -40,15 +60,18 @@ class Series:
 LONG = (32_000, 64_000, 128_000, 256_000)
 PUBLISHED = (
     Series(
-        1, "8 H100", "Llama 3.1 8B", 8, 32, 32, 128, "NVLink 4: 371 to 377 in copies (NVIDIA/nccl#1264)",
+        1, "8 H100", "Llama 3.1 8B", 8, 32, 32, 128, 8.03e9, 989e12,
+        "NVLink 4: 371 to 377 in copies (NVIDIA/nccl#1264)",
         LONG, (0.60, 1.08, 2.68, 2.89), (2.57, 4.42, 6.38, 8.19),
     ),
     Series(
-        1, "4 MI300X", "Llama 3.1 8B", 4, 32, 32, 128, "one xGMI link: 48 in copies (AMD ROCm blog)",
+        1, "4 MI300X", "Llama 3.1 8B", 4, 32, 32, 128, 8.03e9, 1307e12,
+        "one xGMI link: 48 in copies (AMD ROCm blog)",
         LONG, (1.05, 2.36, 6.43, 15.30), (3.57, 7.33, 16.40, 35.12),
     ),
     Series(
-        2, "2 RTX 4090", "Llama 3.2 1B", 2, 16, 32, 64, "PCIe 4 x16: 26 on paper",
+        2, "2 RTX 4090", "Llama 3.2 1B", 2, 16, 32, 64, 1.24e9, 165e12,
+        "PCIe 4 x16: 26 on paper",
         (8_000, 16_000, 20_000, 32_000), (0.34, 0.58, 0.74, 1.01), (1.38, 2.77, 3.47, 5.45),
     ),
 )  # fmt: skip
@@ -66,11 +89,11 @@ def implied(series: Series) -> tuple[float, float]:
 def model(series: Sequence[Series]) -> list[Table]:
     """The paper's tables, and the bandwidth that they imply."""
     headings = (
-        "table", "machine", "model", "tokens", "here", "tree, s: paper", "ring, s: paper",
+        "table", "machine", "model", "tokens", "tree, s: paper", "ring, s: paper",
         "ring / tree: paper",
     )  # fmt: skip
     rows: list[tuple[Cell, ...]] = [
-        (one.table, one.machine, one.model, tokens, NOT_MEASURED, tree, ring, ring / tree)
+        (one.table, one.machine, one.model, tokens, tree, ring, ring / tree)
         for one in series
         for tokens, tree, ring in zip(one.tokens, one.tree, one.ring, strict=True)
     ]
@@ -82,10 +105,79 @@ def model(series: Sequence[Series]) -> list[Table]:
     ]
 
 
+SMALL = Config(
+    hidden_size=256, intermediate_size=512, layers=2, heads=4, kv_heads=2, head_dim=64, vocab_size=512,
+    rms_norm_eps=1e-5, max_position_embeddings=1 << 20, tied=True, attention_bias=False, mlp_bias=False,
+    eos=(), rope=Rope("default", 10000.0),
+)  # fmt: skip
+SCHEMES = ("hierarchical", "kv_ring")
+
+
+def measure(comm: Intracomm, tokens: Sequence[int], repeats: int, ranks: int) -> list[Table]:
+    """Prefill and nine more tokens of the small model, by tree and by ring in turn."""
+    size = min(comm.size, ranks)
+    if size == 1:
+        return []
+    rows: list[tuple[Cell, ...]] = []
+    part: Any = comm.Split(0 if comm.rank < size else comm_.mpi().UNDEFINED, comm.rank)
+    if comm.rank < size:
+        cores, threads = _shared(part)
+        llama = Llama.drawn(SMALL)
+        rows = [_row(part, llama, count, repeats) for count in tokens]
+        if cores is not None:
+            cores.give_back()
+        part.Free()
+    meet_asleep(comm)
+    if comm.rank:
+        return []
+    title = (
+        f"run here: {size} ranks, {SMALL.layers} layers of {SMALL.heads} heads ({SMALL.kv_heads} KV) x "
+        f"{SMALL.head_dim}, drawn weights; means of {repeats} repeats, +- their standard error; {threads}"
+    )
+    headings = ("tokens", "prefill, s: here", "+- (standard error)", "nine tokens by tree, s: here",
+                "+- (standard error) ", "nine tokens by ring, s: here", "+- (standard error)  ",
+                "ring / tree: here")  # fmt: skip
+    return [Table(title, headings, rows)]
+
+
+def _shared(comm: Intracomm) -> tuple[CoreShare | None, str]:
+    """Give ranks their share of the cores; what came of it."""
+    try:
+        cores = CoreShare(comm)
+    except BackendError as error:
+        return None, str(error)
+    threads = cores.blas_threads
+    return cores, "as the environment says" if threads is None else f"BLAS threads of a rank: {threads}"
+
+
+def _row(comm: Intracomm, llama: Llama, tokens: int, repeats: int) -> tuple[Cell, ...]:
+    """Of rank 0's times. Collective."""
+    prompt = np.random.default_rng(tokens).integers(0, SMALL.vocab_size, tokens).tolist()
+    first: list[float] = []
+    later: dict[str, list[float]] = {scheme: [] for scheme in SCHEMES}
+    for _ in range(repeats):
+        for scheme in SCHEMES:
+            with Session(comm, llama, prompt, capacity=tokens + DECODED + 1, scheme=scheme) as session:
+                made = generate(comm, session, prompt, DECODED + 1)
+            first.append(made.first_token_s)
+            later[scheme].append(sum(made.step_s))
+    tree, ring = (later[scheme] for scheme in SCHEMES)
+    ratio = statistics.mean(ring) / statistics.mean(tree)
+    return (tokens, *_mean(first), *_mean(tree), *_mean(ring), ratio)
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    """With its standard error, of values that are independent."""
+    spread = statistics.stdev(values) if len(values) > 1 else float("nan")
+    return statistics.mean(values), spread / len(values) ** 0.5
+
+
 EXPERIMENT = Experiment(
     title="Llama models: prefill and ten tokens, ring against tree",
     where="tables 1 and 2",
     model=model,
     simulated=simulated.llama,
+    measure=measure,
     paper={"series": PUBLISHED},
+    small={"tokens": (2048, 8192), "repeats": 10, "ranks": 4},
 )

@@ -26,6 +26,7 @@ MACHINE = "dgx-h100"
 #: The paper's name of a machine -> its description.
 MACHINES = {"8 H100": MACHINE, "4 MI300X": "mi300x", "2 RTX 4090": "dual-4090"}
 TREE = "hierarchical"
+PEAK_SHARE = 0.4  # of a GPU's arithmetic that a prefill reaches: assumed
 DECODED = 9  # of ten tokens the first comes from the prefill
 
 
@@ -90,18 +91,41 @@ def volume(tokens: int, ranks: int, heads: int, head_dim: int) -> list[Table]:
 
 
 def llama(series: Sequence[Series]) -> list[Table]:
-    """Seconds by which the ring is later than the tree: of nine tokens in all layers, the ring with keys and
-    values repeated for every query head, as published."""
-    rows: list[tuple[Cell, ...]] = []
+    """Seconds by which the ring is later than the tree, of nine tokens in all layers, the ring with keys and
+    values repeated for every query head, as published; and prefill and decode apart."""
+    late: list[tuple[Cell, ...]] = []
+    apart: list[tuple[Cell, ...]] = []
     for one in series:
         cluster = description.load(MACHINES[one.machine])
         schedule, places = _placed(cluster, TREE, one.gpus)
+        assert cluster.memory is not None
+        weights = DECODED * 2 * one.parameters / (1e9 * cluster.memory)  # every GPU reads all of them
         for tokens, tree, ring in zip(one.tokens, one.tree, one.ring, strict=True):
             step = decode_step(cluster, places, schedule, Shape(tokens, one.heads, one.heads, one.head_dim))
-            late = DECODED * one.layers * (step.kv_ring - step.time) / 1e6
-            rows.append((one.machine, one.model, tokens, ring - tree, late))
+            by_tree, by_ring = (DECODED * one.layers * each / 1e6 for each in (step.time, step.kv_ring))
+            late.append((one.machine, one.model, tokens, ring - tree, by_ring - by_tree))
+            first = _prefill(one, tokens)
+            decoded = (weights + by_tree, weights + by_ring)
+            apart.append(
+                (one.machine, tokens, first, *decoded, *(first + each for each in decoded), tree, ring)
+            )
     headings = ("machine", "model", "tokens", "ring minus tree, s: paper", "ring minus tree, s: simulated")
-    return [Table("simulated: what the ring takes longer, prefill left out", headings, rows)]
+    columns = (
+        "machine", "tokens", "prefill, s: model", "nine tokens by tree, s: simulated",
+        "nine tokens by ring, s: simulated", "all by tree, s", "all by ring, s", "all by tree, s: paper",
+        "all by ring, s: paper",
+    )  # fmt: skip
+    return [
+        Table("simulated: what the ring takes longer, prefill left out", headings, late),
+        Table("simulated: prefill and decode apart", columns, apart),
+    ]
+
+
+def _prefill(one: Series, tokens: int) -> float:
+    """Seconds of the arithmetic alone: every weight and every pair of tokens, dealt out evenly."""
+    linear = 2 * one.parameters * tokens
+    attention = 2 * one.layers * one.heads * one.head_dim * tokens**2  # QK and PV, half of the pairs
+    return (linear + attention) / (one.gpus * PEAK_SHARE * one.peak)
 
 
 def _placed(cluster: Cluster, scheme: str, ranks: int) -> tuple[Schedule, Placement]:

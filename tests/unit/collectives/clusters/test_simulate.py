@@ -7,6 +7,7 @@ from math import ceil, isclose, log2
 
 import pytest
 from made_clusters import rendezvous, two_tiers, with_executor
+from msgspec.structs import replace
 
 from treeattn.collectives import Schedule, Transfer, build, names, needs_nodes
 from treeattn.collectives.clusters import description
@@ -248,3 +249,16 @@ def test_4096_ranks_and_128_gpus():
             continue
         assert simulate(schedule, dgx, places).time > 0
     assert ceil(log2(4096)) == 12
+
+
+def test_what_a_tier_shares_is_taken_one_after_the_other():
+    """Four pairs at once: the last is through when all have been. Within nodes each has its own."""
+    cluster = two_tiers(8, 2, within=1.0, between=10.0)
+    node, net = cluster.tiers
+    cluster = replace(cluster, tiers=(replace(node, shared_gap=3.0), replace(net, shared_bandwidth=1e-3)))
+    pairs = tuple(Transfer(4 * pair, 4 * pair + 2, range(1), False) for pair in range(4))
+    found = simulate(Schedule("pairs", 16, 1, (pairs,)), cluster, block(cluster, 16), Payload(1, 5))
+    assert sorted(flight.landed for flight in found.flights) == pytest.approx([15.0, 20.0, 25.0, 30.0])
+    near = tuple(Transfer(2 * node, 2 * node + 1, range(1), False) for node in range(4))
+    found = simulate(Schedule("near", 16, 1, (near,)), cluster, block(cluster, 16), Payload(1, 5))
+    assert [flight.landed for flight in found.flights] == pytest.approx([4.0] * 4)

@@ -1,0 +1,127 @@
+"""A cache in pages against one in a row, on the processor: python benchmarks/paged.py [--json FILE]
+
+One thread, head_dim 128, 65536 tokens in pages of 64; all results have the same bits. Goal: within 5 percent
+of the time over a cache in a row. "in_order": pages in the order of memory, where only the kernel's way to a
+row differs. "shuffled": in any order, in which memory itself is read more slowly: "read_shuffled" is what
+bare reading of the pages, one after the other, loses. All take turns; of a thread's processor time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from treeattn.backends import cpu
+from treeattn.backends.cpu import compile
+from treeattn.study import environment
+from treeattn.study.roofline.reading import Reader, fastest_reader, seconds
+
+HEAD_DIM, TOKENS, PAGE_SIZE = 128, 65536, 64
+PAGES = TOKENS // PAGE_SIZE
+TYPES = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+}
+# Query heads and KV heads.
+HEADS = ((8, 8), (32, 8), (1, 1))
+
+
+def steps(name: str, heads: int, kv_heads: int, order: str) -> dict[str, Callable[[], object]]:
+    """A step over a cache in a row, and over the same in pages; the pages are read, too."""
+    draw = np.random.default_rng(heads)
+    q = draw.standard_normal((1, 1, heads, HEAD_DIM)).astype(ml_dtypes.bfloat16)
+    few = draw.standard_normal((2, 1, 256, kv_heads, HEAD_DIM)).astype(TYPES[name])
+    k, v = (np.tile(one, (1, TOKENS // 256, 1, 1)) for one in few)
+    in_order, shuffled = np.arange(PAGES, dtype=np.int32), draw.permutation(PAGES).astype(np.int32)
+    pages = [one.reshape(PAGES, PAGE_SIZE, kv_heads, HEAD_DIM) for one in (k, v)]
+    moved = [np.empty_like(one) for one in pages]
+    for into, one in zip(moved, pages, strict=True):
+        into[shuffled] = one
+    records = [np.empty((1, heads, 1, HEAD_DIM + 2), np.float32) for _ in range(3)]
+    lengths = np.array([TOKENS])
+    scales = [0.5] * kv_heads if name.startswith("float8") else None
+    plan: dict[str, Any] = {"scale": HEAD_DIM**-0.5, "k_scale": scales, "v_scale": scales, "order": order}
+    row, first, second = (cpu.PlannedAttention(one, **plan) for one in records)
+    runs: dict[str, Callable[[], object]] = {
+        "row": lambda: row(q, k, v, lengths),
+        "in_order": lambda: first(q, *pages, lengths, in_order[None]),
+        "shuffled": lambda: second(q, *moved, lengths, shuffled[None]),
+    }
+    for run in runs.values():
+        run()
+    assert len({one.tobytes() for one in records}) == 1, "pages change no bit"
+    reader = fastest_reader(k)
+    return runs | {
+        "read_in_order": reading(reader, moved, in_order),
+        "read_shuffled": reading(reader, moved, shuffled),
+    }
+
+
+def reading(reader: Reader, caches: list[Any], order: Any) -> Callable[[], object]:
+    """Reads pages one by one."""
+    read = compile.library(reader.isa).read_memory
+    size, numbers = ctypes.c_int64(caches[0][0].nbytes), [ctypes.c_int32(n) for n in (1, *reader[1:])]
+    places = [ctypes.c_void_p(one[page].ctypes.data) for page in order for one in caches]
+
+    def run() -> None:
+        for place in places:
+            read(place, size, *numbers)
+
+    return run
+
+
+def measure(rounds: int, order: str) -> list[dict[str, Any]]:
+    rows = []
+    for heads, kv_heads in HEADS:
+        for name in TYPES:
+            runs = steps(name, heads, kv_heads, order)
+            times: dict[str, list[float]] = {where: [] for where in runs}
+            for _ in range(rounds):
+                for where, run in runs.items():
+                    times[where].append(1e3 * seconds(run))
+            row: dict[str, Any] = {"dtype": name, "kv_heads": kv_heads, "group": heads // kv_heads}
+            row |= {f"best_ms_{where}": round(min(taken), 3) for where, taken in times.items()}
+            for where, base in (("in_order", "row"), ("shuffled", "row"), ("read_shuffled", "read_in_order")):
+                row[f"ratio_{where}"] = round(min(times[where]) / min(times[base]), 3)
+            rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--rounds", type=int, default=40)
+    chosen = parser.parse_args()
+    results: dict[str, Any] = {
+        "software": environment.software(),
+        "machine": {
+            "cpu": environment.cpu_name(),
+            "cores": len(os.sched_getaffinity(0)),
+            "load": os.getloadavg(),
+        },
+        "tokens": TOKENS,
+        "page_size": PAGE_SIZE,
+        "builds": {},
+    }
+    for isa in compile.available_isas()[:2]:
+        os.environ["TREEATTN_ISA"] = isa
+        for order in cpu.ORDERS:
+            rows = results["builds"][f"{isa}, {order}"] = measure(chosen.rounds, order)
+            for row in rows:
+                print(f"{isa}, {order}:", *(f"{name}={value}" for name, value in row.items()))
+    if chosen.json:
+        chosen.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Schedules for a machine: the catalogue searched through, and its best made better transfer by transfer.
+
+Every candidate is proved by the checker and priced by the simulator. Three things count: time, bytes of the
+busiest network card, and how identical bits come about (class A needs less of an executor than class C).
+What is not beaten in all three is the Pareto front.
+
+The local search takes a schedule and changes one thing at a time: a transfer goes a round earlier or later,
+one rank's transfers to or from another are turned to a third, or two ranks change places. What the checker
+refuses is no schedule; what the simulator finds slower is dropped. As in TACCL (Shah et al., NSDI 2023) the
+simulator stands for the machine; unlike there nothing is optimal, only proved and faster.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from treeattn.collectives.catalog import select
+from treeattn.collectives.check import check
+from treeattn.collectives.clusters.candidates import candidates
+from treeattn.collectives.clusters.description import Cluster
+from treeattn.collectives.clusters.levels import nested
+from treeattn.collectives.clusters.placement import Placement, node_groups, suited
+from treeattn.collectives.clusters.simulate import Payload, simulate
+from treeattn.collectives.schedule import Round, Schedule, Transfer, on_ranks
+from treeattn.errors import RestrictionError, ScheduleError
+
+__all__ = ["Machine", "Priced", "front", "improved", "priced", "search"]
+
+#: Candidates of more are left alone: they would take longer to price than all others together.
+MOST_TRANSFERS = 40_000
+
+
+class Machine(NamedTuple):
+    """What schedules are made for: ranks at these places, reducing this."""
+
+    cluster: Cluster
+    places: Placement
+    payload: Payload
+    executor: str | None = None
+
+
+class Priced(NamedTuple):
+    """A proved schedule. name: scheme string, or what it was made from; microseconds; bytes of the busiest
+    network card; bits: "A" or "C"."""
+
+    name: str
+    schedule: Schedule
+    time: float
+    card: int
+    bits: str
+
+    def beats(self, other: Priced) -> bool:
+        """Nowhere worse, and somewhere better."""
+        mine, theirs = (self.time, self.card, self.bits), (other.time, other.card, other.bits)
+        worse = self.time > other.time or self.card > other.card or self.bits > other.bits
+        return mine != theirs and not worse
+
+
+def search(machine: Machine) -> tuple[list[Priced], list[str]]:
+    """Every candidate, the fastest first, each also with its ranks reordered to suit the places; and those
+    that have too many transfers."""
+    found, left = [], []
+    groups = node_groups(machine.cluster, machine.places)
+    named = candidates(len(machine.places), len(groups), max(map(len, groups)))
+    for text in (*named, *nested(machine.cluster, machine.places)):
+        asked = select(text)
+        try:
+            schedule = asked.build(len(machine.places), groups if asked.needs_nodes else None)
+        except RestrictionError:
+            continue
+        if schedule.messages > MOST_TRANSFERS:
+            left.append(text)
+            continue
+        found.append(priced(machine, asked.text, schedule))
+        if not asked.needs_nodes and len(groups) > 1:
+            found.append(priced(machine, f"{asked.text}, reordered", _reordered(machine, schedule)))
+    return sorted(found, key=lambda one: (one.time, one.card, one.bits)), left
+
+
+def priced(machine: Machine, name: str, schedule: Schedule) -> Priced:
+    """Proved and simulated. Raises `ScheduleError`, also where ranks may end with other bits."""
+    bits = check(schedule).determinism
+    if bits == "none" or schedule.result != "replicated":
+        raise ScheduleError(f"{name}: ranks do not end with one result")
+    found = simulate(schedule, machine.cluster, machine.places, machine.payload, machine.executor)
+    return Priced(name, schedule, found.time, found.busiest_card, bits)
+
+
+def front(found: Iterable[Priced]) -> list[Priced]:
+    """What no other beats, the fastest first; of equals the first."""
+    kept: dict[tuple[float, int, str], Priced] = {}
+    everyone = list(found)
+    for one in everyone:
+        if not any(other.beats(one) for other in everyone):
+            kept.setdefault((one.time, one.card, one.bits), one)
+    return sorted(kept.values(), key=lambda one: one.time)
+
+
+def improved(machine: Machine, start: Priced, moves: int, seed: int = 0) -> Priced:
+    """The best that so many tried moves lead to from `start`; faster, or as fast with fewer bytes."""
+    draw, best = random.Random(seed), start
+    for _ in range(moves):
+        changed = _moved(draw, best.schedule)
+        if changed == best.schedule.rounds:
+            continue
+        try:
+            other = priced(machine, f"{start.name}, improved", replace(best.schedule, rounds=changed))
+        except ScheduleError:
+            continue
+        if (other.time, other.card) < (best.time, best.card):
+            best = other
+    return best
+
+
+def _reordered(machine: Machine, schedule: Schedule) -> Schedule:
+    """The ranks of the schedule become those that sit where `suited` would put them."""
+    wanted = suited(machine.cluster, schedule)
+    order = sorted(range(schedule.size), key=wanted.__getitem__)
+    sits = sorted(range(schedule.size), key=machine.places.__getitem__)
+    becomes = dict(zip(order, sits, strict=True))
+    ranks = [becomes[rank] for rank in range(schedule.size)]
+    return replace(schedule, rounds=on_ranks(schedule.rounds, ranks))
+
+
+def _moved(draw: random.Random, schedule: Schedule) -> tuple[Round, ...]:
+    if schedule.size < 2 or not schedule.rounds:
+        return schedule.rounds
+    return draw.choice((_exchanged, _turned, _shifted))(draw, schedule)
+
+
+def _exchanged(draw: random.Random, schedule: Schedule) -> tuple[Round, ...]:
+    """Two ranks change places."""
+    one, other = draw.sample(range(schedule.size), 2)
+    ranks = list(range(schedule.size))
+    ranks[one], ranks[other] = other, one
+    return on_ranks(schedule.rounds, ranks)
+
+
+def _turned(draw: random.Random, schedule: Schedule) -> tuple[Round, ...]:
+    """What a rank exchanges with its partner, it exchanges with another instead."""
+    chosen = draw.choice(draw.choice(schedule.rounds))
+    rank, partner = draw.choice(((chosen.src, chosen.dst), (chosen.dst, chosen.src)))
+    instead = draw.choice([other for other in range(schedule.size) if other != rank])
+
+    def turned(t: Transfer) -> Transfer:
+        if (t.src, t.dst) == (rank, partner):
+            return t._replace(dst=instead)
+        return t._replace(src=instead) if (t.src, t.dst) == (partner, rank) else t
+
+    return tuple(tuple(map(turned, round_)) for round_ in schedule.rounds)
+
+
+def _shifted(draw: random.Random, schedule: Schedule) -> tuple[Round, ...]:
+    """A transfer goes a round earlier or later; a round that was left empty goes."""
+    at = draw.randrange(len(schedule.rounds))
+    to = at + draw.choice((-1, 1))
+    moving = draw.randrange(len(schedule.rounds[at]))
+    return tuple(_without_empty(_shift(schedule.rounds, at, moving, to)))
+
+
+def _shift(rounds: Sequence[Round], at: int, moving: int, to: int) -> Iterator[Round]:
+    transfer = rounds[at][moving]
+    if to < 0:
+        yield (transfer,)
+    for number, round_ in enumerate(rounds):
+        kept = tuple(t for index, t in enumerate(round_) if (number, index) != (at, moving))
+        yield (*kept, transfer) if number == to else kept
+    if to == len(rounds):
+        yield (transfer,)
+
+
+def _without_empty(rounds: Iterable[Round]) -> Iterator[Round]:
+    return (round_ for round_ in rounds if round_)

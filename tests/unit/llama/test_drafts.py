@@ -1,0 +1,45 @@
+"""One process: what n-grams propose, and the tree of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.llama_models import write_model
+from treeattn.errors import ArgumentError
+from treeattn.llama.drafts import ModelDrafts, NgramDrafts, draft_tree
+
+
+def test_what_followed_the_longest_words_is_proposed():
+    assert NgramDrafts()([1, 2, 3, 9, 8, 7, 5, 3, 1, 1, 2, 3], 4, 4) == [[9, 8, 7, 5]]
+    assert NgramDrafts()([1, 2, 3, 9, 8, 7, 5, 3, 1, 1, 2, 3], 4, 2) == [[9, 8]]
+    assert NgramDrafts()([4, 3, 1, 1, 2, 3], 4, 4) == [[1, 1, 2, 3]]
+    assert NgramDrafts()([1, 2, 3], 4, 4) == []
+
+
+def test_two_places_that_differ_share_the_budget():
+    text = [5, 1, 8, 5, 2, 6, 5, 2, 6, 5]
+    assert NgramDrafts()(text, 4, 9) == [[2, 6, 5]]  # by three tokens there is one
+    assert NgramDrafts(longest=1)(text, 4, 9) == [[2, 6], [1, 8]]
+    assert NgramDrafts(longest=1)(text, 1, 9) == [[2]]
+
+
+def test_a_text_that_grows_is_known_from_where_it_was():
+    grown, tokens = NgramDrafts(), [1, 2, 3, 1]
+    for token in (2, 3, 7, 1, 2, 3):
+        tokens.append(token)
+        assert grown(tokens, 4, 4) == NgramDrafts()(tokens, 4, 4)
+
+
+def test_a_tree_has_the_last_token_as_its_root():
+    tree = draft_tree(7, [[1, 2], [1, 3]], 6)
+    assert (tree.nodes, tree.lengths.tolist()) == (6, [4])
+    assert tree.tokens[0, :4].tolist() == [7, 1, 2, 3]
+    assert tree.parents[0, :4].tolist() == [-1, 0, 1, 1]
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
+    path = write_model(tmp_path, "tied")
+    with pytest.raises(ArgumentError, match="vocab_size is 256, that of the model is 300"):
+        ModelDrafts(path, 300, 10)
+    with pytest.raises(ArgumentError, match="was made for 4096 tokens, not 5000"):
+        ModelDrafts(path, 256, 5000)

@@ -1,0 +1,179 @@
+"""Caches in pages: what a block table says, whether it can be, and what of a whole one is a rank's.
+
+Token t of sequence b lies in page block_table[b, t // page_size], in slot t % page_size. Pages lie anywhere,
+in any order, and sequences may share them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from treeattn.attention import arrays
+from treeattn.attention.positions import Runs
+from treeattn.attention.visibility import Visible
+from treeattn.errors import ArgumentError
+
+__all__ = ["CheckedTable", "OwnPages", "as_table", "check_lengths", "own_pages", "rows_of"]
+
+
+def as_table(block_table: Any, batch: int) -> Any:
+    """A block table as C-contiguous int32 [batch, pages of a sequence]; one that is so already is not copied.
+    Raises `ArgumentError`."""
+    given = np.asarray(block_table) if isinstance(block_table, list | tuple) else block_table
+    table = arrays.on_host("block_table", given)
+    if table.ndim != 2 or table.shape[0] != batch or table.dtype.kind not in "iu":
+        raise ArgumentError(
+            f"block_table is {table.dtype} {list(table.shape)}: whole numbers [batch, pages of a sequence] = "
+            f"[{batch}, any] are needed, -1 where there is no page"
+        )
+    if table.dtype == np.int32 and table.flags.c_contiguous:
+        return table
+    if table.size and not -(2**31) <= int(table.min()) <= int(table.max()) < 2**31:
+        raise ArgumentError("block_table holds numbers beyond int32, which no page has")
+    return np.ascontiguousarray(table, np.int32)
+
+
+def check_lengths(lengths: Any, page_size: int, pages: int) -> None:
+    """Raise `ArgumentError` unless lengths are given and `pages` pages of a sequence hold so many tokens."""
+    if lengths is None:
+        raise ArgumentError(
+            "a paged cache needs lengths= [batch]: how many tokens each sequence has in this rank's pages"
+        )
+    given = np.asarray(lengths)
+    if given.dtype.kind in "iu" and given.size and (most := int(given.max())) > pages * page_size:
+        raise ArgumentError(
+            f"a length of {most} is more than the block table holds, {pages} pages of {page_size} tokens: "
+            "add pages to it"
+        )
+
+
+class CheckedTable:
+    """The last block table that passed: looked at again where it, or what is read of it, changed."""
+
+    def __init__(self) -> None:
+        self._passed: tuple[Any, ...] = ()
+
+    def check(self, table: Any, cache: tuple[int, int], lengths: Any, visible: Visible | None) -> None:
+        """Raise `ArgumentError` for entries that cannot be, among those of tokens that some query sees.
+
+        table: as `as_table` gives it. cache: how many pages k and v have, and tokens of each. lengths:
+        [batch], where there is no `visible`, which has them.
+        """
+        pages, page_size = cache
+        if visible is None:
+            check_lengths(lengths, page_size, table.shape[1])
+            used = [[(0, -(-length // page_size))] for length in np.asarray(lengths).tolist()]
+        else:
+            used = _pages_seen(visible, page_size)
+        given = (pages, table.shape, table.tobytes(), used)
+        if given != self._passed:
+            _check_entries(table, pages, np.array(used, np.int64).reshape(len(table), -1, 2))
+            self._passed = given
+
+
+def _pages_seen(visible: Visible, page_size: int) -> Any:
+    """Which entries of a table are read for what queries see, [batch, 3, 2], from one to before the other: of
+    leading tokens, of what lies between the first and the last of the others, of drafts."""
+    begin, end = visible.intervals[..., 0::2], visible.intervals[..., 1::2]  # [batch, queries, 2]
+    there = begin < end
+    used = np.empty((len(begin), 3, 2), np.int64)
+    used[:, :2, 0] = np.where(there, begin // page_size, _NEVER).min(axis=1)
+    used[:, :2, 1] = np.where(there, -(-end // page_size), 0).max(axis=1)
+    used[:, 2, 0] = visible.draft_begins // page_size
+    used[:, 2, 1] = -(-(visible.draft_begins + visible.drafts) // page_size) if visible.drafts else 0
+    return used.tolist()
+
+
+_NEVER = 2**62
+
+
+def _check_entries(table: Any, pages: int, used: Any) -> None:
+    entry = np.arange(table.shape[1])
+    read = ((entry >= used[..., :1]) & (entry < used[..., 1:])).any(axis=1)
+    wrong = read & ((table < 0) | (table >= pages))
+    if wrong.any():
+        b, p = np.argwhere(wrong)[0].tolist()
+        told = f"block_table[{b}, {p}] is {table[b, p]}"
+        if table[b, p] < 0:
+            raise ArgumentError(
+                f"{told}, no page, but sequence {b} has tokens there: pass its page, or lengths"
+            )
+        raise ArgumentError(f"{told}, but k and v have {pages} pages: local numbers, from 0 on, are needed")
+    ordered = np.sort(np.where(read, table, -1 - entry), axis=1)
+    twice = ordered[:, 1:] == ordered[:, :-1]
+    if twice.any():
+        b, p = np.argwhere(twice)[0].tolist()
+        raise ArgumentError(
+            f"block_table has page {ordered[b, p]} twice in sequence {b}, whose tokens would count twice: "
+            "only other sequences may share it"
+        )
+
+
+def rows_of(cache: Any, table: Any, tokens: Any) -> Any:
+    """Keys or values of some tokens of one sequence, a copy [tokens, kv_heads, head_dim].
+
+    cache: [pages, page_size, kv_heads, head_dim]. table: the sequence's row of a block table. tokens: their
+    numbers in the order of the table.
+    """
+    page_size = cache.shape[1]
+    return cache[table[tokens // page_size], tokens % page_size]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPages:
+    """What a rank passes to `treeattn.decode`: block_table int32 [batch, pages], lengths int64 [batch].
+
+    places: int64 [batch, pages], the how manyth page of its sequence each entry is; -1 where there is none.
+    """
+
+    block_table: Any
+    lengths: Any
+    places: Any
+    page_size: int
+
+    @property
+    def positions(self) -> Runs:
+        """Of the rank's tokens in the order of the table, those of pages that are not full yet among them.
+
+        Raises `ArgumentError` where sequences have other places on this rank: ``positions=`` is one for all.
+        """
+        common = self.places.max(axis=0, initial=-1)
+        other = (self.places >= 0) & (self.places != common)
+        if other.any():
+            raise ArgumentError(
+                f"sequence {int(np.argwhere(other)[0, 0])} has other places on this rank than another one, "
+                "and positions= is one for all: decode them apart, or give pages to ranks by their place"
+            )
+        joined = np.flatnonzero(np.diff(common, prepend=-2) != 1)  # where pages do not follow one another
+        counts = np.diff(joined, append=len(common))
+        starts = common[joined] * self.page_size
+        return Runs(
+            (int(start), 1, int(count) * self.page_size) for start, count in zip(starts, counts, strict=True)
+        )
+
+
+def own_pages(block_table: Any, owners: Any, rank: int, *, page_size: int, lengths: Any) -> OwnPages:
+    """What of a block table over all ranks is this rank's.
+
+    block_table: integers [batch, pages of a sequence], numbers of pages of the whole pool, -1 for none.
+    owners: integers [pages of the pool], the rank of each; a rank has its pages in the order of their
+    numbers, ``pool[owners == rank]``. lengths: [batch], tokens of the whole sequences.
+
+    Raises `ArgumentError` for a table that cannot be.
+    """
+    owners, lengths = np.asarray(owners), np.asarray(lengths)
+    table = as_table(block_table, len(lengths))
+    CheckedTable().check(table, (len(owners), page_size), lengths, None)
+    place = np.arange(table.shape[1])
+    valid = np.clip(lengths[:, None] - place * page_size, 0, page_size)  # tokens of each entry
+    own = (valid > 0) & (owners[np.maximum(table, 0)] == rank)
+    local = np.cumsum(owners == rank) - 1
+    order = np.argsort(~own, axis=1, kind="stable")[:, : int(own.sum(axis=1).max(initial=0))]
+    there = np.take_along_axis(own, order, axis=1)
+    numbers = np.where(there, local[np.take_along_axis(np.maximum(table, 0), order, axis=1)], -1)
+    return OwnPages(
+        numbers.astype(np.int32), (valid * own).sum(axis=1), np.where(there, order, -1), int(page_size)
+    )

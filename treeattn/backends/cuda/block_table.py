@@ -1,0 +1,63 @@
+"""Block tables of steps: of the host, looked at and copied, or of the device, used as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from treeattn.attention import arrays
+from treeattn.attention.pages import CheckedTable, as_table
+from treeattn.attention.visibility import Visible
+from treeattn.backends.cuda.inputs import check_table
+from treeattn.backends.cuda.runtime import Runtime
+from treeattn.errors import ArgumentError
+
+__all__ = ["BlockTables"]
+
+
+class BlockTables:
+    """Of one decoder."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime, self._checked = runtime, CheckedTable()
+        self._room: Any = runtime.zeros(0, np.int32)
+
+    def take(self, block_table: Any, batch: int) -> Any:
+        """int32 [batch, pages of a sequence], where it lies. Raises `ArgumentError`."""
+        if self._on_host(block_table):
+            return as_table(block_table, batch)
+        table = arrays.on_gpu("block_table", block_table, self._runtime)
+        check_table(table, batch)
+        return table
+
+    def admit(
+        self,
+        block_table: Any,
+        batch: int,
+        cache: tuple[int, int],
+        lengths: Callable[[int], Any],
+        visible: Visible | None,
+    ) -> Any:
+        """The same on the device; one of the host is looked at first, as `CheckedTable.check` does. lengths:
+        gives them on the host, for so many tokens."""
+        table = self.take(block_table, batch)
+        if not self._on_host(block_table):
+            return table
+        if self._runtime.capturing():
+            raise ArgumentError(
+                "a captured step reads its block table from the GPU: pass it as an int32 device array"
+            )
+        valid = lengths(table.shape[1] * cache[1]) if visible is None else None
+        self._checked.check(table, cache, valid, visible)
+        if self._room.size < table.size:
+            self._room = self._runtime.zeros(table.size * 3 // 2, np.int32)
+        into = self._room[: table.size].reshape(table.shape)
+        self._runtime.upload(into, table)
+        return into
+
+    def _on_host(self, block_table: Any) -> bool:
+        if self._runtime.holds(block_table):
+            return False
+        return isinstance(block_table, list | tuple) or arrays.device_of("block_table", block_table) == "cpu"

@@ -1,0 +1,85 @@
+"""The text that a model continues, and what it says: tokens from the command line, text on stdout."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from treeattn.cli.console import number
+from treeattn.errors import ArgumentError
+from treeattn.llama.tokens import Tokenizer
+
+__all__ = ["Stream", "prompt"]
+
+
+def prompt(
+    directory: Path, vocabulary: int, sources: dict[str, Any], seed: int, first: str | None
+) -> tuple[Tokenizer | None, list[int]]:
+    """The tokenizer where text is asked for, and the tokens of the one source that was given; only the first
+    so many where `first` says so. Raises `ArgumentError`."""
+    given = {name: value for name, value in sources.items() if value is not None}
+    if len(given) != 1:
+        raise ArgumentError(f"give one of {', '.join(sources)}")
+    ((name, value),) = given.items()
+    if name == "--random-tokens":
+        drawn = np.random.default_rng(seed).integers(0, vocabulary, number(name, value))
+        return None, _cut(drawn.tolist(), first)
+    if name == "--prompt-ids":
+        if not all(one.strip().isdecimal() for one in value.split(",")):
+            raise ArgumentError(f"--prompt-ids {value:.40}: whole numbers, separated by commas")
+        return None, _cut([int(one) for one in value.split(",")], first)
+    tokenizer = Tokenizer(directory, vocabulary)
+    return tokenizer, _cut(tokenizer.encode(value if name == "--prompt" else _read(value)), first)
+
+
+def _cut(tokens: list[int], first: str | None) -> list[int]:
+    if first is None:
+        return tokens
+    count = number("--prompt-tokens", first)
+    if not 1 <= count <= len(tokens):
+        raise ArgumentError(f"--prompt-tokens {first}: the prompt has {len(tokens):,} tokens")
+    return tokens[:count]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"{path}: cannot be read ({error})") from None
+
+
+class Stream:
+    """Prints tokens as they come: whole characters, or numbers. A reader that goes away ends no rank."""
+
+    def __init__(self, tokenizer: Tokenizer | None, shown: bool) -> None:
+        self._tokenizer, self.shown = tokenizer, shown
+        self._printed, self._count = "", 0
+
+    def __call__(self, tokens: list[int]) -> None:
+        """All tokens so far; what is new is printed."""
+        if self._tokenizer is None:
+            new = ",".join(map(str, tokens[self._count :]))
+            self._print(f",{new}" if self._count else new)
+        else:
+            text = self._tokenizer.decode(tokens)
+            if not text.endswith("\ufffd"):  # the rest of a character is still to come
+                self._print(text[len(self._printed) :])
+                self._printed = text
+        self._count = len(tokens)
+
+    def end(self) -> None:
+        """The end of the text."""
+        self._print("\n")
+
+    def _print(self, text: str) -> None:
+        screen = sys.__stdout__
+        if not self.shown or screen is None:
+            return
+        try:
+            screen.write(text)
+            screen.flush()
+        except OSError:
+            self.shown = False

@@ -1,0 +1,174 @@
+"""The prices of the machine that this job runs on: probes measured as `compare` measures schemes, and fitted.
+
+Probes are reductions over some ranks, by the executor whose prices are wanted; all ranks meet before each, so
+what is measured is what a step of a scheme would meet: ranks that enter apart, and share cores where they do.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from msgspec import structs
+
+from treeattn import comm as comm_
+from treeattn import topology
+from treeattn.backends.cpu import MergeOperator
+from treeattn.collectives import build
+from treeattn.collectives.clusters.description import Cluster, Executor
+from treeattn.collectives.clusters.fit import Residual, fit
+from treeattn.collectives.clusters.placement import Placement
+from treeattn.collectives.clusters.probes import Probe, probes
+from treeattn.collectives.executors import mpi, program, slots
+from treeattn.collectives.reducer import Reducer, Reduction
+from treeattn.decoder import Decoder
+from treeattn.decoder import executor as executors
+from treeattn.errors import ArgumentError
+from treeattn.study import environment
+from treeattn.study.compare.clock import Clock
+from treeattn.study.compare.loop import Loop
+from treeattn.study.statistics import describe
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["Calibration", "calibrate"]
+
+HEAD_DIM = 128
+_BLOCKS, _WARMUP, _FEWEST, _MOST = 4, 3, 4, 100
+_HEADS, _TOKENS, _ONE = (
+    8,
+    8192,
+    0x3F80,
+)  # 32 MiB of keys and values, more than a core's caches; 1.0 in bfloat16
+
+
+class Calibration(NamedTuple):
+    """What was found, on rank 0. cluster: as a file holds it, with the rate at which a rank reads its cache;
+    places: of the ranks of this job."""
+
+    cluster: Cluster
+    places: Placement
+    residuals: list[Residual]
+    seconds: float
+
+
+def calibrate(
+    comm: Intracomm, name: str, executor: str | None, seconds: float, say: Callable[[str], object]
+) -> Calibration | None:
+    """Measure for about so many seconds, and fit. Collective; None on ranks other than 0.
+
+    executor: as in `treeattn.decoder.executor`; None: the best that there is. Raises `ArgumentError` for one
+    rank, and what planning raises.
+    """
+    if comm.size < 2:
+        raise ArgumentError("calibrate needs two ranks or more: mpiexec -n 4 treeattn calibrate ..")
+    began = time.perf_counter()
+    found = topology.detect(comm)
+    wanted = list(probes(found.nodes))
+    bench = _Bench(comm, executor, seconds / len(wanted) / _BLOCKS)
+    samples: defaultdict[Probe, list[Any]] = defaultdict(list)
+    for block in range(_BLOCKS):
+        for at, probe in enumerate(random.Random(block).sample(wanted, len(wanted))):
+            say(f"{block * len(wanted) + at} of {_BLOCKS * len(wanted)} blocks are done")
+            samples[probe].append(bench.measure(probe))
+    shape, places = _shape(found, name, bench.executor)
+    reading = bench.reading()
+    if comm.rank:
+        return None
+    medians = {probe: describe(samples[probe]).median for probe in wanted}
+    cluster, residuals = fit(shape, places, bench.record_bytes, medians)
+    cluster = structs.replace(_kept(cluster), memory=reading)
+    return Calibration(cluster, places, residuals, time.perf_counter() - began)
+
+
+def _shape(found: topology.Topology, name: str, executor: str) -> tuple[Cluster, Placement]:
+    """As many nodes as there are; prices are still to come."""
+    base, places = found.cluster()
+    names = ("node", "network")[: len(base.tiers)]
+    tiers = tuple(structs.replace(tier, name=of) for tier, of in zip(base.tiers, names, strict=True))
+    widest = max(map(len, found.nodes))
+    about = f"{len(found.nodes)} x {widest} ranks, calibrated with {executor}"
+    free = {executor: Executor(0.0, 0.0, 1.0)}
+    shape = structs.replace(base, name=name, about=about, node="node", tiers=tiers, executors=free,
+                            executor=executor, memory=None)  # fmt: skip
+    return shape, places
+
+
+def _kept(cluster: Cluster) -> Cluster:
+    """Without the assumed prices of what was not measured: of one rank a node, the node's are never used."""
+    node, *outer = cluster.tiers
+    if node.joins > 1 or not outer:
+        return cluster
+    alone = structs.replace(outer[0], name=node.name, joins=1)
+    return structs.replace(cluster, tiers=(alone, *outer))
+
+
+class _Bench:
+    """Measures blocks of probes on one communicator. Creating it is collective."""
+
+    def __init__(self, comm: Intracomm, executor: str | None, seconds: float) -> None:
+        self._comm, self._seconds = comm, seconds
+        self._crowded = environment.node_load(environment.placement(comm)) is not None
+        self._loop = Loop(comm, Clock(comm), self._crowded, seed=0)
+        self._operator = MergeOperator(HEAD_DIM)
+        self.record_bytes = 4 * self._operator.width
+        self.executor = self._chosen(executor)
+
+    def _chosen(self, wanted: str | None) -> str:
+        """Who runs a schedule over all ranks. Collective."""
+        schedule = build("k_nomial_tree", self._comm.size)
+        with executors.plan(wanted, schedule, self._reduction(self._comm, self._fresh(1)[0])) as reducer:
+            return str(reducer.executor)
+
+    def _fresh(self, records: int) -> tuple[Any, Any]:
+        """A buffer, and what it holds before each step: a reduction in place would overflow in time."""
+        values = np.random.default_rng(self._comm.rank).random((records, self._operator.width), np.float32)
+        return values.copy(), values
+
+    def _reduction(self, comm: Intracomm, buffer: Any) -> Reduction:
+        return Reduction(comm, self._operator, buffer)
+
+    def _reducer(self, comm: Intracomm, scheme: str, buffer: Any) -> Reducer:
+        """As over all ranks. Not by `executors.plan`, which sees a few ranks alone, and cores enough."""
+        reduction, schedule = self._reduction(comm, buffer), build(scheme, comm.size)
+        nodes = comm_.node_groups(comm)
+        if self.executor == "mpi":
+            return mpi.Reducer(reduction, schedule)
+        if self.executor == "program" or len(nodes) == comm.size:
+            return program.Reducer(reduction, schedule, crowded=self._crowded)
+        return slots.Reducer(reduction, schedule, nodes=nodes, crowded=self._crowded)
+
+    def measure(self, probe: Probe) -> list[float]:
+        """Microseconds of each iteration of a block, on rank 0. Collective."""
+        mine = next((at for at, group in enumerate(probe.groups) if self._comm.rank in group), None)
+        undefined = comm_.mpi().UNDEFINED
+        members: Any = self._comm.Split(undefined if mine is None else mine, self._comm.rank)
+        if mine is None:
+            return self._timed(tuple, tuple)
+        buffer, values = self._fresh(probe.records)
+        with self._reducer(members, probe.scheme, buffer) as reducer:
+            found = self._timed(reducer, lambda: np.copyto(buffer, values))
+        members.Free()
+        return found
+
+    def reading(self) -> float:
+        """GB/s at which the attention of each rank reads its cache while all do. Collective."""
+        q = np.full((1, 1, _HEADS, HEAD_DIM), _ONE, np.uint16)
+        k, v = np.full((2, 1, _TOKENS, _HEADS, HEAD_DIM), _ONE, np.uint16)
+        alone = comm_.mpi().COMM_SELF
+        with Decoder(alone, heads=_HEADS, kv_heads=_HEADS, head_dim=HEAD_DIM, dtype="bfloat16") as decoder:
+            times = self._timed(lambda: decoder(q, k, v), tuple)
+        return float((k.nbytes + v.nbytes) / 1e3 / np.median(times)) if times else 0.0
+
+    def _timed(self, step: Callable[[], object], prepare: Callable[[], object]) -> list[float]:
+        began = time.perf_counter()
+        self._loop.run((step,), prepare, _WARMUP)
+        each = self._loop.agree_on_slowest(time.perf_counter() - began) / _WARMUP
+        count = int(max(_FEWEST, min(_MOST, self._seconds / each - _WARMUP)))
+        times = self._loop.run((step,), prepare, count)
+        return [] if times is None else times.samples()["completion"]

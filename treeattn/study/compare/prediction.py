@@ -1,0 +1,67 @@
+"""What the simulator says of the points of a comparison, on a cluster that is described."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from treeattn import comm as comm_
+from treeattn import topology
+from treeattn.attention.shape import DTYPES
+from treeattn.collectives.clusters.description import Cluster
+from treeattn.collectives.clusters.placement import Placement
+from treeattn.collectives.clusters.simulate import Payload, simulate
+from treeattn.decoder.plan import select
+from treeattn.errors import RestrictionError
+from treeattn.study.compare.schema import NULL, SUM, Key
+from treeattn.study.decode_step import Shape, decode_step
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["predicted", "predictions"]
+
+_WIRES = {"float32": 4, "bfloat16": 2, "float64": 8}
+
+
+def predictions(world: Intracomm, name: str | None, keys: Sequence[Key]) -> dict[Key, float]:
+    """Microseconds of every key that can be predicted, on rank 0; empty where no cluster is named, here or
+    in TREEATTN_CLUSTER. Collective. Raises what reading the cluster raises, on every rank alike."""
+    found = topology.detect(world)
+
+    def predict() -> dict[Key, float]:
+        cluster = topology.described(name) if world.rank == 0 else None
+        if cluster is None:
+            return {}
+        places = found.places_on(cluster)
+        times = {key: predicted(cluster, places[: key.ranks], found.nodes, key) for key in keys}
+        return {key: time for key, time in times.items() if time is not None}
+
+    return comm_.together(world, predict)
+
+
+def predicted(cluster: Cluster, places: Placement, nodes: Sequence[Sequence[int]], key: Key) -> float | None:
+    """Microseconds of one key; None for libraries and baselines without a schedule or a ring's formula, for
+    an executor that the cluster has not, and for whole steps where it does not say how fast a rank reads."""
+    if key.scheme in (SUM, NULL) or (key.executor and key.executor not in cluster.executors):
+        return None
+    scheme = "recursive_doubling" if key.scheme in ("kv_ring", "query_ring") else key.scheme
+    selection = select(scheme)
+    scheduled = selection.own is not None or selection.row.generator is not None
+    if not scheduled or (key.what == "decode" and cluster.memory is None):
+        return None
+    own = [[rank for rank in node if rank < key.ranks] for node in nodes]
+    try:
+        schedule = selection.build(key.ranks, list(filter(None, own)) if selection.needs_nodes else None)
+    except RestrictionError:  # to run it will say so
+        return None
+    if key.what == "reduce":
+        records = key.batch * key.heads * key.queries
+        payload = Payload(records, _WIRES[key.wire] * (key.head_dim + 2), key.queries)
+        return simulate(schedule, cluster, places, payload, key.executor).time
+    size = np.dtype(DTYPES[key.dtype]).itemsize
+    shape = Shape(key.tokens, key.heads, key.kv_heads, key.head_dim, key.batch, key.queries, size)
+    step = decode_step(cluster, places, schedule, shape, key.executor)
+    return {"kv_ring": step.kv_ring, "query_ring": step.query_ring}.get(key.scheme, step.time)

@@ -1,0 +1,93 @@
+"""A measured step of a schedule, round by round on all ranks: what the simulator says, as it happened.
+
+Python runs the rounds (`executors/mpi.py`) and reads the clock four times in each; a step takes that much
+longer, and longer than by the compiled executors. All ranks read one clock, or clocks that were compared.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from mpi4py import MPI
+
+from treeattn import comm as comm_
+from treeattn.backends.cpu import MergeOperator
+from treeattn.collectives import Schedule
+from treeattn.collectives.drawings.trace import Instants, measured
+from treeattn.collectives.executors import mpi
+from treeattn.collectives.reducer import Reduction
+from treeattn.collectives.traffic import messages
+from treeattn.study import environment
+from treeattn.study.compare.clock import Clock, Offset, on_common_clock
+from treeattn.study.compare.loop import Loop
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["measure"]
+
+_WARMUP = 5
+
+
+class _Noting(mpi.Reducer):
+    """The reducer that notes nanoseconds: of each step, of each of this rank's rounds, four."""
+
+    def __init__(self, reduction: Reduction, schedule: Schedule, clock: Clock) -> None:
+        super().__init__(reduction, schedule)
+        self._now = clock.now
+        self.noted: list[list[int]] = []
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of the rounds in which this rank has something to do."""
+        return [step.planned.number for step in self._steps]
+
+    def _step(self) -> None:
+        now, noted = self._now, []
+        for step in self._steps:
+            noted.append(now())
+            MPI.Prequest.Startall(step.requests)
+            noted.append(now())
+            MPI.Prequest.Waitall(step.requests)
+            noted.append(now())
+            for action in step.actions:
+                action()
+            noted.append(now())
+        self.noted.append(noted)
+
+
+def measure(
+    comm: Intracomm, schedule: Schedule, heads: int, head_dim: int, queries: int, iterations: int
+) -> str | None:
+    """The trace of the iteration with the median time, of so many, on rank 0. Collective."""
+    values = np.random.default_rng(comm.rank).random((heads * queries, head_dim + 2), np.float32)
+    buffer, clock = values.copy(), Clock(comm)
+    crowded = environment.node_load(environment.placement(comm)) is not None
+    loop = Loop(comm, clock, crowded, seed=0)
+    reduction = Reduction(comm, MergeOperator(head_dim), buffer, queries)
+    with _Noting(reduction, schedule, clock) as reducer:
+        before = clock.compare()
+        times = loop.run((reducer,), lambda: np.copyto(buffer, values), _WARMUP + iterations)
+        mine = _common(reducer, before, clock.compare())
+        everyone = comm.gather((reducer.numbers, mine))
+    if times is None or everyone is None:
+        return None
+    completions = times.samples()["completion"][_WARMUP:]
+    chosen = _WARMUP + int(np.argsort(completions)[len(completions) // 2])
+    start = int(times.instants[:, chosen, 0].min())
+    ranks = [_rounds(numbers, noted[chosen] - start) for numbers, noted in everyone]
+    node = {rank: at for at, ranks in enumerate(comm_.node_groups(comm)) for rank in ranks}
+    sent = list(messages(schedule, heads * queries, queries))
+    return measured(schedule.name, [node[rank] for rank in range(comm.size)], sent, ranks)
+
+
+def _common(reducer: _Noting, before: Offset, after: Offset) -> Any:
+    """[iterations, 4 x rounds] on rank 0's clock."""
+    noted = np.array(reducer.noted, np.int64)
+    return on_common_clock(noted.ravel(), before, after).reshape(noted.shape)
+
+
+def _rounds(numbers: list[int], noted: Any) -> dict[int, Instants]:
+    times = (noted.reshape(-1, 4) / 1000).tolist()
+    return {number: Instants(*four) for number, four in zip(numbers, times, strict=True)}
