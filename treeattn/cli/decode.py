@@ -82,9 +82,10 @@ def command(
 
     INPUT holds q [batch, queries, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim] and may
     hold lengths [batch] (valid tokens), positions [tokens] and q_positions [queries] or [batch, queries]
-    (default: the last tokens of each sequence), alibi and sink_logits [heads]. The softmax scale comes from
-    the metadata entry "scale", else it is 1/sqrt(head_dim). Exit code 1 means that a result missed its bound
-    or differed between ranks.
+    (default: the last tokens of each sequence), alibi and sink_logits [heads]. With block_table [batch,
+    pages of a sequence] k and v are [pages, page_size, kv_heads, head_dim], lengths are needed, and the
+    layout deals out pages. The softmax scale comes from the metadata entry "scale", else it is
+    1/sqrt(head_dim). Exit code 1 means that a result missed its bound or differed between ranks.
     """
     chosen = parse_layout(layout)
     world = comm_.world()
@@ -141,6 +142,7 @@ def _measure(
     with Decoder(
         world,
         **problem.shape.plain,
+        page_size=problem.shape.page_size,
         scheme=scheme,
         scale=problem.scale,
         device=device.name,

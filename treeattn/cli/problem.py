@@ -14,6 +14,7 @@ from treeattn import files, reference
 from treeattn.attention.shape import Shape, dtype_name
 from treeattn.attention.visibility import Visibility
 from treeattn.cli.console import Lines
+from treeattn.cli.paged import PagedShard
 from treeattn.cli.rules import Rules
 from treeattn.errors import ArgumentError
 from treeattn.shards import Layout
@@ -40,17 +41,16 @@ class Problem:
                 raise ArgumentError(
                     f"{self.source}: {name} has shape {list(tensor.shape)}, expected four axes"
                 )
-        self.shape = Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], dtype_name(q))
+        table = self.file.tensors.get("block_table")
+        page_size = None if table is None else k.shape[1]
+        batch, queries, heads, head_dim = q.shape
+        kind = dtype_name(q)
+        self.shape = Shape(batch, queries, heads, k.shape[2], head_dim, kind, page_size=page_size)
         self.shape.check_query(q)
         self.shape.check_cache(k, v)
-        self.tokens = k.shape[1]
         stated = self.file.scale()
         self.scale = self.shape.default_scale() if stated is None else stated
-        self.runs = self.layout.runs(self.tokens, world.rank, world.size)
-        self.lengths = None
-        if "lengths" in self.file.tensors:
-            lengths = self.shape.check_lengths(self.file["lengths"], self.tokens)
-            self.lengths = self.layout.shard_lengths(lengths, self.tokens, world.rank, world.size)
+        self._take_tokens(world, table)
         self._take_rules(world)
         self.expected = None
         if expect is not None:
@@ -59,6 +59,22 @@ class Problem:
             if self.expected[0].shape != q.shape or self.expected[1].shape != self.shape.lse_shape:
                 raise ArgumentError(f"{expect}: out and lse do not have the shapes that {self.source} gives")
         self.identity = (self.shape, self.tokens, self.scale, self.source.stat().st_size)
+
+    def _take_tokens(self, world: Any, table: Any) -> None:
+        """How many tokens a sequence can have, and which are this rank's."""
+        pages, self.paged, self.lengths = self.file["k"].shape[:2], None, None
+        self.tokens = pages[1] if table is None else pages[1] * table.shape[-1]
+        given = self.file["lengths"] if table is not None or "lengths" in self.file.tensors else None
+        lengths = None if given is None else self.shape.check_lengths(given, self.tokens)
+        if table is not None:
+            self.paged = PagedShard(table, pages, lengths, self.layout, world.rank, world.size)
+            self.lengths, self.own = self.paged.lengths, self.paged.tokens
+            return
+        self.runs = self.layout.runs(self.tokens, world.rank, world.size)
+        every = np.arange(self.tokens)
+        self.own = np.concatenate([every[:0], *(every[run] for run in self.runs)])
+        if lengths is not None:
+            self.lengths = self.layout.shard_lengths(lengths, self.tokens, world.rank, world.size)
 
     def _take_rules(self, world: Any) -> None:
         """Where tokens of this rank and queries stand, and what the rules have for each head."""
@@ -72,7 +88,7 @@ class Problem:
                 raise ArgumentError(
                     f"{self.source}: positions must be whole numbers [tokens] = [{self.tokens}]"
                 )
-        self.positions = np.concatenate([np.zeros(0, np.int64), *(positions[run] for run in self.runs)])
+        self.positions = positions[self.own]
         self.q_positions = tensors.get("q_positions")
         if self.q_positions is None:
             ends = np.full(self.shape.batch, self.tokens)
@@ -84,7 +100,8 @@ class Problem:
 
     def step_rules(self) -> dict[str, Any]:
         """What a step brings for the rules, as `treeattn.Decoder` takes it."""
-        return {"q_positions": self.q_positions} if self.rules.ask_positions else {}
+        table = {} if self.paged is None else {"block_table": self.paged.block_table}
+        return table | ({"q_positions": self.q_positions} if self.rules.ask_positions else {})
 
     def planned_rules(self) -> dict[str, Any]:
         """What a decoder is planned with."""
@@ -93,6 +110,9 @@ class Problem:
 
     def _load(self, world: Any) -> None:
         self.q = np.array(self.file["q"])
+        if self.paged is not None:
+            self.k, self.v = (self.file[name][self.paged.numbers] for name in "kv")
+            return
         nbytes = 2 * self.file["k"].nbytes * sum(len(range(*r.indices(self.tokens))) for r in self.runs)
         say, total, done = Lines(world.rank == 0), nbytes // max(self.tokens, 1), 0
 
@@ -102,6 +122,10 @@ class Problem:
             say(f"reading the shard of rank 0: {done / total:.0%} of {total:,} bytes")
 
         self.k, self.v = (files.load_runs(self.file[name], self.runs, told) for name in "kv")
+
+    def rows(self) -> tuple[Any, Any]:
+        """This rank's keys and values, [batch, tokens, kv_heads, head_dim] each."""
+        return (self.k, self.v) if self.paged is None else (self.paged.rows(self.k), self.paged.rows(self.v))
 
 
 class Judge:
@@ -117,7 +141,7 @@ class Judge:
             if check:
                 comm_.agree(world, {"q": hashlib.sha256(problem.q.tobytes()).hexdigest()})
             mine = problem.rules.partial(
-                *(problem.q, problem.k, problem.v),
+                *(problem.q, *problem.rows()),
                 scale=problem.scale,
                 lengths=problem.lengths,
                 positions=problem.positions,
