@@ -123,8 +123,8 @@ class Problem:
         return "v" not in self.file.tensors
 
     def meant(self) -> tuple[Any, Any]:
-        """k and v of this rank, [batch, tokens, kv_heads, head_dim and v_dim], as what they stand for: those of
-        8 bits times their scales, float64."""
+        """k and v of this rank, [batch, tokens, kv_heads, head_dim and v_dim], as what they stand for: those
+        of 8 bits times their scales, float64."""
         k, v = self.k, self.k[..., : self.shape.v_dim] if self.latent else self.v
         if self.paged is not None:
             k, v = self.paged.rows(k), self.paged.rows(v)
