@@ -43,6 +43,7 @@ def steps(name: str, heads: int, kv_heads: int, order: str) -> dict[str, Callabl
     few = draw.standard_normal((2, 1, 256, kv_heads, HEAD_DIM)).astype(TYPES[name])
     k, v = (np.tile(one, (1, TOKENS // 256, 1, 1)) for one in few)
     in_order, shuffled = np.arange(PAGES, dtype=np.int32), draw.permutation(PAGES).astype(np.int32)
+    tables = in_order[None], shuffled[None]
     pages = [one.reshape(PAGES, PAGE_SIZE, kv_heads, HEAD_DIM) for one in (k, v)]
     moved = [np.empty_like(one) for one in pages]
     for into, one in zip(moved, pages, strict=True):
@@ -54,8 +55,8 @@ def steps(name: str, heads: int, kv_heads: int, order: str) -> dict[str, Callabl
     row, first, second = (cpu.PlannedAttention(one, **plan) for one in records)
     runs: dict[str, Callable[[], object]] = {
         "row": lambda: row(q, k, v, lengths),
-        "in_order": lambda: first(q, *pages, lengths, in_order[None]),
-        "shuffled": lambda: second(q, *moved, lengths, shuffled[None]),
+        "in_order": lambda: first(q, *pages, lengths, tables[0]),
+        "shuffled": lambda: second(q, *moved, lengths, tables[1]),
     }
     for run in runs.values():
         run()

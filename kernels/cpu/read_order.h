@@ -46,27 +46,36 @@ static const char *value_at(const struct attention *a, const struct span *s, int
   return s->v + (s->v_rows ? s->v_rows[token] : token * a->v_token_stride) + head * a->v_head_stride;
 }
 
-/* The rows of a block of `tokens` tokens from `token` on. */
+/* The rows of a block whose first token is `token`. */
 static void point_at_tokens(const struct attention *a, const struct span *s, int64_t token, int64_t head,
                             struct block *b) {
   const int64_t step = step_of(s);
+  const char *key = key_at(a, s, token, head), *value = value_at(a, s, token, head);
   for (int t = 0; t < BLOCK; ++t) {
-    b->keys[t] = key_at(a, s, token, head);
-    b->values[t] = value_at(a, s, token, head);
-    if (t + 1 < b->tokens) token += step;
+    b->keys[t] = key;
+    b->values[t] = value;
+    if (t + 1 >= b->tokens) continue;
+    if (s->k_rows)
+      token += step, key = key_at(a, s, token, head), value = value_at(a, s, token, head);
+    else
+      key += step * a->k_token_stride, value += step * a->v_token_stride;
   }
 }
 
 /* What is prefetched at step `step`, for keys or values: the block of a later step, token by token. Where the heads of
  * neighbouring tokens fill memory without a gap, all heads of the block that comes are dealt out to the steps of this
- * one in the order of memory, as if each were BLOCK rows of a head without a gap. `share`: from a token to the next. */
+ * one in the order of memory, as if each were BLOCK rows of a head without a gap. At the end of a page the hardware no
+ * longer foresees what comes: in pages blocks of few bytes are asked for earlier. `share`: from a token to the next. */
 static const char *coming(const struct attention *a, const struct span *s, int64_t step, int keys, int64_t *share) {
   const int64_t token = keys ? a->k_token_stride : a->v_token_stride, head = keys ? a->k_head_stride : a->v_head_stride;
+  enum { FORESEEN = 16384 }; /* bytes */
   if (a->order == NEIGHBOURS && token == s->heads * head) {
-    const int64_t next = block_at(a, s, step) + 1, block = next < s->blocks ? next : s->blocks - 1;
+    const int64_t far = s->k_rows && token > 0 ? (FORESEEN + BLOCK * token - 1) / (BLOCK * token) : 1;
+    const int64_t next = block_at(a, s, step) + far, block = next < s->blocks ? next : s->blocks - 1;
+    const int64_t row = head_at(a, s, step) * BLOCK, first = block * BLOCK + row / s->heads;
+    const int64_t known = first < s->tokens ? first : s->tokens - 1; /* a short block has no such rows */
     *share = head;
-    return (keys ? key_at(a, s, block * BLOCK, 0) : value_at(a, s, block * BLOCK, 0)) +
-           head_at(a, s, step) * BLOCK * head;
+    return keys ? key_at(a, s, known, row % s->heads) : value_at(a, s, known, row % s->heads);
   }
   enum { AHEAD = 2 };
   const int64_t last = s->blocks * s->heads - 1, later = step + AHEAD < last ? step + AHEAD : last;

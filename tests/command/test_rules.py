@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.paged_cases import in_pages
 from treeattn import reference
 
 from .launch import mpiexec, treeattn
@@ -60,6 +61,45 @@ def test_the_file_says_where_tokens_stand(cache, tmp_path, layout):
     got = load_file(out)
     np.testing.assert_allclose(got["out"], wanted, rtol=0, atol=1e-4)
     np.testing.assert_allclose(got["lse"], lse, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "interleaved", "zigzag"])
+def test_the_file_may_hold_pages(cache, tmp_path, layout):
+    """The result is that of the same tokens in rows."""
+    path, tensors = cache
+    (k, table), (v, _) = (in_pages(tensors[name], 16, tensors["lengths"]) for name in "kv")
+    table = np.ascontiguousarray(table[:, :6])  # 96 tokens
+    stands = np.arange(96) * 2 + 5
+    paged = tmp_path / "paged.safetensors"
+    save_file(tensors | {"k": k, "v": v, "block_table": table, "positions": stands}, paged)
+    found = []
+    for source in (path, paged):
+        out = tmp_path / "out.safetensors"
+        options = ("--causal", "--window", "40,", "--leading", 15, "--check", "--repeat", 1, "--out", out)
+        done = treeattn("decode", source, *options, "--layout", layout, ranks=3)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found.append(load_file(out))
+    for name in ("out", "lse"):
+        np.testing.assert_allclose(found[0][name], found[1][name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"block_table": np.full((2, 6), 7)}, "has page 7 twice in sequence 0"),
+        ({"block_table": np.full((2, 6), 99)}, "block_table[0, 0] is 99, but k and v have"),
+        ({"block_table": np.zeros(6, np.int64)}, "block_table is int64 [6]"),
+        ({"block_table": np.zeros((2, 1), np.int64)}, "lengths [90, 61] must lie between 0 and"),
+    ],
+)
+def test_bad_pages_end_all_ranks_with_code_2(cache, changed, message):
+    path, tensors = cache
+    k, _ = in_pages(tensors["k"], 16, tensors["lengths"])
+    save_file(tensors | {"k": k, "v": k} | changed, path)
+    done = treeattn("decode", path, ranks=2)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_queries_are_the_last_tokens_unless_the_file_says_so(cache, tmp_path):

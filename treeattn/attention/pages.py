@@ -59,19 +59,22 @@ class CheckedTable:
     def check(self, table: Any, cache: tuple[int, int], lengths: Any, visible: Visible | None) -> None:
         """Raise `ArgumentError` for entries that cannot be, among those of tokens that some query sees.
 
-        table: as `as_table` gives it. cache: how many pages k and v have, and tokens of each. lengths:
+        table: as `as_table` gives it. cache: how many pages k and v have, and tokens of each. lengths: int64
         [batch], where there is no `visible`, which has them.
         """
+        used: list[Any] = []
         pages, page_size = cache
+        if visible is not None:
+            used = _pages_seen(visible, page_size)
+        elif lengths is not None:
+            used = [[(0, -(-length // page_size))] for length in lengths.tolist()]
+        given = (pages, table.shape, table.tobytes(), used)
+        if given == self._passed:
+            return
         if visible is None:
             check_lengths(lengths, page_size, table.shape[1])
-            used = [[(0, -(-length // page_size))] for length in np.asarray(lengths).tolist()]
-        else:
-            used = _pages_seen(visible, page_size)
-        given = (pages, table.shape, table.tobytes(), used)
-        if given != self._passed:
-            _check_entries(table, pages, np.array(used, np.int64).reshape(len(table), -1, 2))
-            self._passed = given
+        _check_entries(table, pages, np.array(used, np.int64).reshape(len(table), -1, 2))
+        self._passed = given
 
 
 def _pages_seen(visible: Visible, page_size: int) -> Any:
@@ -165,6 +168,10 @@ def own_pages(block_table: Any, owners: Any, rank: int, *, page_size: int, lengt
     Raises `ArgumentError` for a table that cannot be.
     """
     owners, lengths = np.asarray(owners), np.asarray(lengths)
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
+        raise ArgumentError(
+            f"lengths are {lengths.dtype} {list(lengths.shape)}: whole numbers [batch] are needed"
+        )
     table = as_table(block_table, len(lengths))
     CheckedTable().check(table, (len(owners), page_size), lengths, None)
     place = np.arange(table.shape[1])

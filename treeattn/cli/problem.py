@@ -11,9 +11,10 @@ import numpy as np
 
 from treeattn import comm as comm_
 from treeattn import files, reference
-from treeattn.attention.shape import Shape, dtype_name
+from treeattn.attention.shape import CACHE_DTYPES, Shape, dtype_name, values_of
 from treeattn.attention.visibility import Visibility
 from treeattn.cli.console import Lines
+from treeattn.cli.paged import PagedShard
 from treeattn.cli.rules import Rules
 from treeattn.errors import ArgumentError
 from treeattn.shards import Layout
@@ -34,31 +35,51 @@ class Problem:
 
     def _open(self, world: Any, expect: Path | None) -> None:
         self.file = files.open_cache(self.source)
-        q, k, v = (self.file[name] for name in "qkv")
+        stated, v_dim = self.file.scale(), self.file.v_dim()
+        q, k = self.file["q"], self.file["k"]
+        v = values_of(k, None, v_dim, stated) if v_dim is not None and k.ndim == 4 else self.file["v"]
         for name, tensor in zip("qkv", (q, k, v), strict=True):
             if tensor.ndim != 4:
                 raise ArgumentError(
                     f"{self.source}: {name} has shape {list(tensor.shape)}, expected four axes"
                 )
-        self.shape = Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], dtype_name(q))
+        table = self.file.tensors.get("block_table")
+        page_size = None if table is None else k.shape[1]
+        scales = (self.file.tensors.get(name) for name in ("k_scale", "v_scale"))
+        cache = dtype_name(k, served=CACHE_DTYPES), *scales, v.shape[3], page_size
+        batch, queries, heads, head_dim = q.shape
+        self.shape = Shape(batch, queries, heads, k.shape[2], head_dim, dtype_name(q), *cache)
         self.shape.check_query(q)
         self.shape.check_cache(k, v)
-        self.tokens = k.shape[1]
-        stated = self.file.scale()
         self.scale = self.shape.default_scale() if stated is None else stated
-        self.runs = self.layout.runs(self.tokens, world.rank, world.size)
-        self.lengths = None
-        if "lengths" in self.file.tensors:
-            lengths = self.shape.check_lengths(self.file["lengths"], self.tokens)
-            self.lengths = self.layout.shard_lengths(lengths, self.tokens, world.rank, world.size)
+        self._take_tokens(world, table)
         self._take_rules(world)
         self.expected = None
         if expect is not None:
             wanted = files.open_cache(expect)
             self.expected = (np.array(wanted["out"]), np.array(wanted["lse"]))
-            if self.expected[0].shape != q.shape or self.expected[1].shape != self.shape.lse_shape:
+            if (
+                self.expected[0].shape != (*q.shape[:3], v.shape[3])
+                or self.expected[1].shape != self.shape.lse_shape
+            ):
                 raise ArgumentError(f"{expect}: out and lse do not have the shapes that {self.source} gives")
         self.identity = (self.shape, self.tokens, self.scale, self.source.stat().st_size)
+
+    def _take_tokens(self, world: Any, table: Any) -> None:
+        """How many tokens a sequence can have, and which are this rank's."""
+        pages, self.paged, self.lengths = self.file["k"].shape[:2], None, None
+        self.tokens = pages[1] if table is None else pages[1] * table.shape[-1]
+        given = self.file["lengths"] if table is not None or "lengths" in self.file.tensors else None
+        lengths = None if given is None else self.shape.check_lengths(given, self.tokens)
+        if table is not None:
+            self.paged = PagedShard(table, pages, lengths, self.layout, world.rank, world.size)
+            self.lengths, self.own = self.paged.lengths, self.paged.tokens
+            return
+        self.runs = self.layout.runs(self.tokens, world.rank, world.size)
+        every = np.arange(self.tokens)
+        self.own = np.concatenate([every[:0], *(every[run] for run in self.runs)])
+        if lengths is not None:
+            self.lengths = self.layout.shard_lengths(lengths, self.tokens, world.rank, world.size)
 
     def _take_rules(self, world: Any) -> None:
         """Where tokens of this rank and queries stand, and what the rules have for each head."""
@@ -72,7 +93,7 @@ class Problem:
                 raise ArgumentError(
                     f"{self.source}: positions must be whole numbers [tokens] = [{self.tokens}]"
                 )
-        self.positions = np.concatenate([np.zeros(0, np.int64), *(positions[run] for run in self.runs)])
+        self.positions = positions[self.own]
         self.q_positions = tensors.get("q_positions")
         if self.q_positions is None:
             ends = np.full(self.shape.batch, self.tokens)
@@ -84,16 +105,44 @@ class Problem:
 
     def step_rules(self) -> dict[str, Any]:
         """What a step brings for the rules, as `treeattn.Decoder` takes it."""
-        return {"q_positions": self.q_positions} if self.rules.ask_positions else {}
+        table = {} if self.paged is None else {"block_table": self.paged.block_table}
+        return table | ({"q_positions": self.q_positions} if self.rules.ask_positions else {})
 
-    def planned_rules(self) -> dict[str, Any]:
+    def planned(self) -> dict[str, Any]:
         """What a decoder is planned with."""
+        shape = self.shape
         where = {"positions": self.positions} if self.rules.ask_positions else {}
-        return self.rules.planned() | where
+        cache = {"cache_dtype": shape.kv_dtype, "k_scale": shape.k_scale, "v_scale": shape.v_scale}
+        width = {} if shape.v_dim == shape.head_dim else {"v_dim": shape.v_dim}
+        cache["page_size"] = shape.page_size
+        return shape.plain | cache | width | {"scale": self.scale} | self.rules.planned() | where
+
+    @property
+    def latent(self) -> bool:
+        """Whether the values are channels of the keys."""
+        return "v" not in self.file.tensors
+
+    def meant(self) -> tuple[Any, Any]:
+        """k and v of this rank, [batch, tokens, kv_heads, head_dim and v_dim], as what they stand for: those of
+        8 bits times their scales, float64."""
+        k, v = self.k, self.k[..., : self.shape.v_dim] if self.latent else self.v
+        if self.paged is not None:
+            k, v = self.paged.rows(k), self.paged.rows(v)
+        if self.shape.k_scale is None:
+            return k, v
+        scales = (np.array(scale)[:, None] for scale in (self.shape.k_scale, self.shape.v_scale))
+        k, v = (array.astype(np.float64) * scale for array, scale in zip((k, v), scales, strict=True))
+        return k, v
 
     def _load(self, world: Any) -> None:
         self.q = np.array(self.file["q"])
-        nbytes = 2 * self.file["k"].nbytes * sum(len(range(*r.indices(self.tokens))) for r in self.runs)
+        names = "k" if self.latent else "kv"
+        if self.paged is not None:
+            paged = {name: self.file[name][self.paged.numbers] for name in names}
+            self.k, self.v = paged["k"], paged.get("v")
+            return
+        size = sum(self.file[name].nbytes for name in names)
+        nbytes = size * sum(len(range(*r.indices(self.tokens))) for r in self.runs)
         say, total, done = Lines(world.rank == 0), nbytes // max(self.tokens, 1), 0
 
         def told(size: int) -> None:
@@ -101,7 +150,8 @@ class Problem:
             done += size
             say(f"reading the shard of rank 0: {done / total:.0%} of {total:,} bytes")
 
-        self.k, self.v = (files.load_runs(self.file[name], self.runs, told) for name in "kv")
+        loaded = {name: files.load_runs(self.file[name], self.runs, told) for name in names}
+        self.k, self.v = loaded["k"], loaded.get("v")
 
 
 class Judge:
@@ -117,7 +167,7 @@ class Judge:
             if check:
                 comm_.agree(world, {"q": hashlib.sha256(problem.q.tobytes()).hexdigest()})
             mine = problem.rules.partial(
-                *(problem.q, problem.k, problem.v),
+                *(problem.q, *problem.meant()),
                 scale=problem.scale,
                 lengths=problem.lengths,
                 positions=problem.positions,

@@ -70,6 +70,8 @@ def command(
     comm_.agree(world, {"the command line": options})
     write_out, write_json = open_outputs(world, [source], [out, json_path])
     problem = Problem(world, source, chosen, None)
+    if problem.paged is not None:
+        raise ArgumentError(f"{source}: verify takes a cache in rows, not in pages: leave block_table out")
     drafts = Drafts(world, problem, owner)
     oracle = None if no_check else drafts.oracle(world)
     rows = [_measure(world, drafts, oracle, scheme, repeat) for scheme in named]
@@ -101,6 +103,8 @@ class Drafts:
 
     def _read(self, owner: str | None) -> None:
         file, given = self.problem.file, self.problem.file.tensors
+        if self.shape.mixed or self.shape.v_dim != self.shape.head_dim:
+            raise ArgumentError(f"{file.path}: verify takes q, k and v of one type and one width")
         parents = file["parents"]
         if parents.shape != (self.shape.batch, self.shape.queries):
             raise ArgumentError(

@@ -15,7 +15,7 @@ from treeattn.errors import ArgumentError
 
 def check(table: Any, lengths: Any = (9, 5), pages: int = 6, visible: Visible | None = None) -> None:
     """Pages of 4 tokens."""
-    CheckedTable().check(as_table(table, len(lengths)), (pages, 4), lengths, visible)
+    CheckedTable().check(as_table(table, len(lengths)), (pages, 4), np.array(lengths), visible)
 
 
 TABLE = [[0, 3, 5, -1], [2, 1, -1, -1]]
@@ -46,20 +46,21 @@ def test_tables_that_can_be() -> None:
     ],
 )
 def test_tables_that_cannot_be(table: Any, lengths: Any, message: str) -> None:
+    given = None if lengths is None else np.array(lengths)
     with pytest.raises(ArgumentError, match=message):
-        CheckedTable().check(as_table(table, 2), (6, 4), lengths, None)
+        CheckedTable().check(as_table(table, 2), (6, 4), given, None)
 
 
 def test_a_table_is_looked_at_again_where_it_changed() -> None:
     table, checked = np.array(TABLE, np.int32), CheckedTable()
-    checked.check(table, (6, 4), [9, 5], None)
-    checked.check(table, (6, 4), [10, 6], None)
+    checked.check(table, (6, 4), np.array([9, 5]), None)
+    checked.check(table, (6, 4), np.array([10, 6]), None)
     for change in ({"lengths": [13, 5]}, {"pages": 5}):
         with pytest.raises(ArgumentError):
-            checked.check(table, (change.get("pages", 6), 4), change.get("lengths", [9, 5]), None)  # type: ignore[arg-type]
+            checked.check(table, (change.get("pages", 6), 4), np.array(change.get("lengths", [9, 5])), None)  # type: ignore[arg-type]
     table[1, 0] = 6
     with pytest.raises(ArgumentError, match=r"block_table\[1, 0\] is 6"):
-        checked.check(table, (6, 4), [9, 5], None)
+        checked.check(table, (6, 4), np.array([9, 5]), None)
 
 
 def test_pages_that_no_query_sees_may_be_gone() -> None:

@@ -194,12 +194,15 @@ class PlannedAttention:
         self, q: Array, k: Array, v: Array, lengths: Array | None = None, block_table: Array | None = None
     ) -> None:
         """As `partial_attention`."""
-        if block_table is not None:
-            block_table = as_table(block_table, q.shape[0])
         bound = self._bound
+        if block_table is not None and (bound is None or bound[3] is not block_table):
+            block_table = as_table(block_table, q.shape[0])
         same = bound is not None and bound[0] is q and bound[1] is k and bound[2] is v
-        if bound is None or not same or bound[3] is not block_table:
+        if bound is None or not same or (bound[3] is None) != (block_table is None):
             self._bind(q, k, v, block_table)
+        elif bound[3] is not block_table:
+            self._bind_table(k, block_table)
+            self._bound = q, k, v, block_table
         tokens = k.shape[1] if block_table is None else k.shape[1] * block_table.shape[1]
         if self._tables is not None:
             self._tables.follow()
@@ -243,13 +246,19 @@ class PlannedAttention:
             a.k_batch_stride, a.k_token_stride, a.k_head_stride = k.strides[:3]
             a.v_batch_stride, a.v_token_stride, a.v_head_stride = v.strides[:3]
             a.q_type, a.kv_type = types
-            a.block_table = None
-            if block_table is not None:
-                a.block_table, a.page_size = arguments.address(block_table), k.shape[1]
-                a.pages = block_table.shape[1]
-                a.tokens = a.pages * a.page_size
-            self._reserve(self._kernels.attention_workspace(self._pointer))
+            self._bind_table(k, block_table)
         self._bound = (q, k, v, block_table)
+
+    def _bind_table(self, k: Array, block_table: Array | None) -> None:
+        if self._kernels is None:
+            return
+        a = self._arguments
+        a.block_table = None
+        if block_table is not None:
+            a.block_table, a.page_size = arguments.address(block_table), k.shape[1]
+            a.pages = block_table.shape[1]
+            a.tokens = a.pages * a.page_size
+        self._reserve(self._kernels.attention_workspace(self._pointer))
 
     def _bind_lengths(self, lengths: Array | None, q: Array) -> Array | None:
         self._lengths = None
