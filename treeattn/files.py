@@ -77,8 +77,15 @@ class CacheFile:
         with self.path.open("rb", buffering=0) as file:
             for into, row in [(part, rows.start)] if whole else zip(part, rows, strict=True):
                 at = self.starts[name] + size * (row * width + columns.start)
-                _fill(file.fileno(), at, into.reshape(-1).view(np.uint8).data)
+                self._fill(file.fileno(), at, into.reshape(-1).view(np.uint8).data)
         return part
+
+    def _fill(self, file: int, at: int, into: memoryview) -> None:
+        while into:
+            count = os.preadv(file, [into], at)
+            if not count:
+                raise ArgumentError(f"{self.path}: became shorter while it was read")
+            at, into = at + count, into[count:]
 
     def v_dim(self) -> int | None:
         """How many of k's first channels are the values, where there is no tensor v. Raises
@@ -131,15 +138,6 @@ def open_cache(path: str | Path) -> CacheFile:
         raw = np.empty(0, np.uint8) if data is None else data[start:stop]
         tensors[name] = raw.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
     return CacheFile(path, tensors, metadata, unsupported, starts)
-
-
-def _fill(file: int, at: int, into: memoryview) -> None:
-    """Read exactly so many bytes from a place in a file."""
-    while into:
-        count = os.preadv(file, [into], at)
-        if not count:
-            raise ArgumentError("a file of weights became shorter while it was read")
-        at, into = at + count, into[count:]
 
 
 def load_runs(

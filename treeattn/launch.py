@@ -17,7 +17,7 @@ _LAUNCHERS = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # srun with any plug-in
 )
 
-# What starts the processes of a machine, as /proc/PID/comm names it: MPICH's and Intel's, Open MPI's, Slurm's.
+# What starts the processes of a machine, by /proc/PID/comm: MPICH's and Intel's, Open MPI's, Slurm's.
 _STARTERS = ("hydra_pmi_proxy", "prterun", "prted", "mpirun", "orted", "slurmstepd")
 
 # By their variables, and by files where those were not passed on.

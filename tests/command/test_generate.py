@@ -60,18 +60,25 @@ def test_drafts_and_sharded_weights_give_the_same_tokens(model, tmp_path, option
     options = (*options, model) if options == ("--draft-model",) else options
     done = treeattn(
         "generate", "--model", model, "--prompt-ids", IDS, "-n", 16, "--ignore-eos", "--weights", weights,
-        *options, "--json", out, ranks=2,
+        *options, "--repeat", 2, "--json", out, ranks=2,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     wanted = GOLDEN["grouped_llama3.tokens"].tolist()
     assert done.stdout == ",".join(map(str, wanted)) + "\n"
     facts = json.loads(out.read_text())
-    accepted = facts["accepted"][0]
+    accepted, again = facts["accepted"]
+    assert again == accepted
+    assert facts["scheme"] == {"replicated": "hierarchical", "sharded": "head_scatter"}[weights]
     assert len(accepted) + sum(accepted) == 15
     assert f"drafts   {sum(accepted) / len(accepted):.2f} of 7 accepted a step" in done.stderr
     if "--draft-model" in options:
         assert accepted == [7, 6]
     whole = sum(4 * t.size for file in model.glob("*.safetensors") for t in load_file(file).values())
+    looked = treeattn("inspect", "--model", model, "--ctx", 300, "--ranks", 2, "--json", tmp_path / "i.json")
+    assert looked.returncode == 0, looked.stderr
+    told = json.loads((tmp_path / "i.json").read_text())
+    name = "weight_bytes" if weights == "replicated" else "sharded_weight_bytes"
+    assert max(facts["weight_bytes"]) == told[name]
     least = whole if weights == "replicated" else 0.5 * whole
     assert all(
         least <= held <= (whole if weights == "replicated" else 0.6 * whole) for held in facts["weight_bytes"]
@@ -200,6 +207,17 @@ def test_inspect_counts_what_generate_needs(model, tmp_path):
     assert done.returncode == 0, done.stderr
     facts = json.loads(out.read_text())
     assert facts["cache_bytes"] == 100 * 4 * 2 * 3 * 2 * 16
+    assert facts["sharded_weight_bytes"] < 0.5 * facts["weight_bytes"]
     sent = {row["scheme"]: row["bytes"] for row in facts["schemes"]}
     assert sent["kv_ring"] == 2 * 300 * 4 * 2 * 3 * 2 * 16
     assert sent["ring"] == 3 * 2 * 2 * 6 * 18 * 4
+
+
+def test_inspect_prices_attention_on_a_machine(model, tmp_path):
+    out = tmp_path / "facts.json"
+    options = ("--ctx", "128Ki", "--ranks", 16, "--cluster", "dgx-h100", "--json", out)
+    done = treeattn("inspect", "--model", model, *options)
+    assert done.returncode == 0, done.stderr
+    times = {row["scheme"]: row["attention_ms"] for row in json.loads(out.read_text())["schemes"]}
+    assert 0 < times["hierarchical"] < times["kv_ring"]
+    assert "attention on dgx-h100" in " ".join(done.stdout.split())

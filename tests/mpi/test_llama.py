@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 from safetensors.numpy import load_file
 
 from tests.llama_models import MODELS, PROMPT, write_model
@@ -87,6 +88,21 @@ def test_a_prompt_of_fewer_tokens_than_ranks(comm, model, request, prefill):
         assert_logits(session.prefill(), logits)
 
 
+@pytest.mark.parametrize("directory", ["tied"], indirect=True)
+def test_a_model_that_is_sharded_over_other_ranks(comm, directory):
+    if comm.size == 1:
+        pytest.skip("one rank has no other ranks")
+    model = Llama(directory, comm)
+    with pytest.raises(ArgumentError, match="sharded over other ranks than the session's"):
+        Session(MPI.COMM_SELF, model, [3], capacity=8)
+    twin = comm.Dup()
+    with Session(twin, model, PROMPT[:9], capacity=9) as session:
+        logits = session.prefill()
+    twin.Free()
+    with Session(comm, Llama(directory), PROMPT[:9], capacity=9) as session:
+        assert_logits(logits, session.prefill())
+
+
 class Oracle:
     """Drafts that are right for so many tokens, then wrong, beside a path that is wrong at once."""
 
@@ -99,7 +115,7 @@ class Oracle:
         return [known[: budget - 2], [known[0] ^ 3, 5]] if len(known) > 1 else []
 
 
-@pytest.mark.parametrize("directory", ["grouped_llama3", "biases"], indirect=True)
+@pytest.mark.parametrize("directory", ["biases"], indirect=True)
 @pytest.mark.parametrize("drafter", ["ngram", "model", "oracle", "wrong"])
 def test_drafts_change_no_token_and_no_logit(comm, model, directory, request, drafter):
     name = request.node.callspec.params["directory"]

@@ -9,8 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
+from treeattn.cli import commands
 from treeattn.decoder.plan import CATALOG
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +56,30 @@ def test_console_blocks_print_what_they_show(page):
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.rstrip() == wanted.rstrip()
+
+
+def shell_lines(page: Path) -> list[str]:
+    """Of `sh` blocks and indented ones, with what a backslash continues."""
+    text = re.sub(r"\\\n\s*", " ", page.read_text())
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    fenced = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [*"".join(fenced).splitlines(), *re.findall(r"^ {4}(\S.*)$", prose, re.MULTILINE)]
+
+
+def test_every_command_of_the_pages_is_one_with_these_options():
+    """Many need files, ranks or devices that are not here; their names and options are read all the same."""
+    read = 0
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "jobs/README.md"]:
+        for line in (line for line in shell_lines(page) if re.search(r"\btreeattn [a-z]", line)):
+            words = shlex.split(line, comments=True)
+            start = max(place for place, word in enumerate(words) if word.endswith("treeattn"))
+            context = click.Context(commands, info_name="treeattn")
+            command = commands.get_command(context, words[start + 1])
+            assert command is not None, f"{page.name}: {line}"
+            arguments = words[start + 2 :]
+            command.make_parser(click.Context(command, info_name=command.name)).parse_args(arguments)
+            read += 1
+    assert read > 50
 
 
 def test_every_scheme_has_its_line_and_every_schedule_its_picture():

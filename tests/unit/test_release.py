@@ -39,3 +39,54 @@ def test_no_source_names_the_version():
     assert len(sources) > 150
     for path in sources:
         assert VERSION not in path.read_text(), f"{path.relative_to(ROOT)} names {VERSION}"
+
+
+def needs(text: str) -> dict[str, str]:
+    """name -> least version, of lines like `numpy>=1.26`, `numpy >=1.26` or `py-numpy@1.26:`, but Python."""
+    found = re.findall(r"(?:^|[\s\"])(?:py-)?([a-z][\w-]+)(?: ?>=|@)([\d.]+)", text)
+    return {name.replace("-", "_"): least for name, least in found if name != "python"}
+
+
+REQUIRED = needs(SETUP["options"]["install_requires"])
+PYTHON = SETUP["options"]["python_requires"].removeprefix(">=")
+SPACK = "packaging/spack/spack_repo/treeattn/packages/py_treeattn/package.py"
+
+
+def test_dependencies_are_read():
+    assert REQUIRED["numpy"] == "1.26"
+    assert len(REQUIRED) == len(SETUP["options"]["install_requires"].split("\n")) - 1
+
+
+def test_the_conda_recipe():
+    recipe = read("packaging/conda/recipe.yaml")
+    assert f'version: "{VERSION}"' in recipe
+    assert f'python_min: "{PYTHON}"' in recipe
+    run = re.search(r"^  run:\n((?:    .*\n)+)", recipe, re.MULTILINE)
+    assert run is not None
+    assert needs(run[1]) == REQUIRED
+    (script,) = SETUP["options.entry_points"]["console_scripts"].split("\n")[1:]
+    assert f"- {script}" in recipe
+
+
+def test_the_spack_recipe():
+    recipe = read(SPACK)
+    assert re.findall(r'version\("(.*?)", url=.*-(.*?)\.tar\.gz"', recipe) == [(VERSION, VERSION)]
+    run = recipe.partition('type=("build", "run")')[2]
+    assert f'"python@{PYTHON}:"' in run
+    assert needs(run) == REQUIRED
+
+
+def test_recipes_build_with_the_setuptools_that_the_package_asks_for():
+    asked = needs(read("pyproject.toml"))["setuptools"]
+    assert f'"py-setuptools@{asked}:"' in read(SPACK)
+    assert f"setuptools >={asked}" in read("packaging/conda/recipe.yaml")
+
+
+def test_the_apptainer_definition():
+    definition = read("packaging/apptainer/treeattn.def")
+    assert re.findall(r"^    version=(.*)$", definition, re.MULTILINE) == [VERSION]
+    (mpi,) = re.findall(r"^    mpi=(.*)$", definition, re.MULTILINE)
+    assert mpi in SETUP["options.extras_require"]
+    base = re.search(r"^From: python:3\.(\d+)-", definition, re.MULTILINE)
+    assert base is not None
+    assert int(base[1]) >= int(PYTHON.partition(".")[2])

@@ -122,9 +122,10 @@ def command(
             drafter = comm_.together(world, lambda: _drafter(world.rank, draft_model, model, session))
             drafting = Drafting(settings["drafts"], drafter) if settings["drafts"] else None
             runs.append(_run(world, session, tokens, max_new_tokens, stop, drafting, stream))
-            settings["scheme"] = session.decoder.scheme
-    facts = _facts(world, model, tokens, settings, runs) | {"blas_threads": cores.blas_threads}
+            chosen = session.decoder.scheme
+    facts = _facts(world, model, tokens, settings | {"scheme": chosen}, runs)
     facts |= {"weights": weights, "draft": draft or (draft_model and str(draft_model))}
+    facts["blas_threads"] = cores.blas_threads
     if world.rank == 0:
         write(environment.as_json(facts))
         _report(facts)

@@ -11,10 +11,13 @@ import click
 from treeattn import files
 from treeattn.cli.console import console, count, number, table
 from treeattn.collectives import check, traffic
+from treeattn.collectives.clusters import description, placement
+from treeattn.collectives.clusters.description import Cluster
 from treeattn.decoder.plan import select
 from treeattn.llama.config import Config, read_config
-from treeattn.llama.weights import Weights, shapes
+from treeattn.llama.weights import Weights, shapes, sharded_bytes
 from treeattn.study import environment
+from treeattn.study.decode_step import Shape, decode_step
 
 __all__ = ["command"]
 
@@ -26,22 +29,28 @@ _SCHEMES = "binary_tree,recursive_doubling,hierarchical,ring"
 @click.option("--ctx", default="128Ki", show_default=True, metavar="N", help="Tokens of context.")
 @click.option("--ranks", type=click.IntRange(1), default=8, show_default=True)
 @click.option("--schemes", default=_SCHEMES, show_default=True, metavar="S[,S..]")
+@click.option("--cluster", "cluster_name", metavar="NAME|FILE.toml", help="Predict times on this machine.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path))
-def command(directory: Path, ctx: str, ranks: int, schemes: str, json_path: Path | None) -> None:
+def command(
+    directory: Path, ctx: str, ranks: int, schemes: str, cluster_name: str | None, json_path: Path | None
+) -> None:
     """Show what MODEL needs for a context on so many ranks: memory, and what is sent for one token.
 
-    Reads config.json and the headers of the weights; starts no MPI. Times are measured by generate.
+    Reads config.json and the headers of the weights; starts no MPI. With --cluster attention is priced too,
+    with its communication, by simulation.
     """
     config, tokens = read_config(directory), number("--ctx", ctx)
     Weights(directory, config)
     write = files.output_writer(json_path)
-    rows = [_traffic(config, scheme, ranks) for scheme in schemes.split(",")]
-    rows.append(_ring(config, tokens, ranks))
+    cluster = None if cluster_name is None else description.load(cluster_name)
+    rows = [_traffic(config, scheme, ranks, tokens, cluster) for scheme in schemes.split(",")]
+    rows.append(_ring(config, tokens, ranks, rows[-1].get("kv_ring_ms")))
     facts = _memory(config, tokens, ranks) | {"ctx": tokens, "ranks": ranks, "schemes": rows}
     write(environment.as_json(facts))
     screen = console()
     screen.print(f"{config.layers} layers, {config.heads} heads ({config.kv_heads} KV) x {config.head_dim}")
-    for label, name in (("weights", "weight_bytes"), ("cache", "cache_bytes"), ("prefill", "prefill_bytes")):
+    for label, name in (("weights", "weight_bytes"), ("sharded", "sharded_weight_bytes"),
+                        ("cache", "cache_bytes"), ("prefill", "prefill_bytes")):  # fmt: skip
         screen.print(f"{label:8} {facts[name]:>16,} bytes a rank")
     screen.print(f"\nsent for one token of a context of {tokens:,}, all layers:\n")
     columns: dict[str, Any] = {
@@ -50,6 +59,8 @@ def command(directory: Path, ctx: str, ranks: int, schemes: str, json_path: Path
         "messages": lambda row: count(row["messages"]),
         "bytes, all ranks": lambda row: count(row["bytes"]),
     }
+    if cluster is not None:
+        columns[f"attention on {cluster.name}, ms: simulated"] = lambda row: f"{row['attention_ms']:.3f}"
     table(screen, columns, rows)
 
 
@@ -59,14 +70,27 @@ def _memory(config: Config, tokens: int, ranks: int) -> dict[str, Any]:
     block = 2 * 4 * config.kv_heads * config.head_dim * share
     return {
         "weight_bytes": 4 * sum(math.prod(shape) for shape in shapes(config).values()),
+        "sharded_weight_bytes": max(sharded_bytes(config, rank, ranks) for rank in range(ranks)),
         "cache_bytes": share * config.kv_bytes_per_token,
         "prefill_bytes": 2 * block,
     }
 
 
-def _traffic(config: Config, scheme: str, ranks: int) -> dict[str, Any]:
-    """What a schedule sends for one token: the same for every context."""
-    schedule = select(scheme).build(ranks, None)
+def _traffic(config: Config, scheme: str, ranks: int, tokens: int, cluster: Cluster | None) -> dict[str, Any]:
+    """What a schedule sends for one token, the same for every context; how long attention takes with it."""
+    selection, nodes = select(scheme), None
+    if cluster is not None and selection.needs_nodes:
+        nodes = placement.node_groups(cluster, placement.block(cluster, ranks))
+    schedule = selection.build(ranks, nodes)
+    priced: dict[str, Any] = {}
+    if cluster is not None:
+        places = placement.block(cluster, ranks)
+        shape = Shape(tokens, config.heads, config.kv_heads, config.head_dim, bytes=4)
+        step = decode_step(cluster, places, schedule, shape)
+        priced = {
+            "attention_ms": config.layers * step.time / 1e3,
+            "kv_ring_ms": config.layers * step.kv_ring / 1e3,
+        }
     sent = list(traffic.messages(schedule, config.heads))
     width = 4 * (config.head_dim + 2)
     return {
@@ -74,10 +98,11 @@ def _traffic(config: Config, scheme: str, ranks: int) -> dict[str, Any]:
         "rounds": config.layers * check(schedule).rounds,
         "messages": config.layers * len(sent),
         "bytes": config.layers * width * sum(message.records for message in sent),
+        **priced,
     }
 
 
-def _ring(config: Config, tokens: int, ranks: int) -> dict[str, Any]:
+def _ring(config: Config, tokens: int, ranks: int, milliseconds: float | None) -> dict[str, Any]:
     """Ring Attention: every rank passes on every block but its own, keys and values."""
     moved = tokens * (ranks - 1)
     return {
@@ -85,4 +110,5 @@ def _ring(config: Config, tokens: int, ranks: int) -> dict[str, Any]:
         "rounds": config.layers * (ranks - 1),
         "messages": config.layers * ranks * (ranks - 1),
         "bytes": moved * config.kv_bytes_per_token,
+        "attention_ms": milliseconds,
     }

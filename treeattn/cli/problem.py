@@ -112,10 +112,10 @@ class Problem:
         """What a decoder is planned with."""
         shape = self.shape
         where = {"positions": self.positions} if self.rules.ask_positions else {}
-        cache = {"cache_dtype": shape.kv_dtype, "k_scale": shape.k_scale, "v_scale": shape.v_scale}
+        cache = {"cache_dtype": shape.kv_dtype, "page_size": shape.page_size}
+        scales = {"k_scale": shape.k_scale, "v_scale": shape.v_scale}
         width = {} if shape.v_dim == shape.head_dim else {"v_dim": shape.v_dim}
-        cache["page_size"] = shape.page_size
-        return shape.plain | cache | width | {"scale": self.scale} | self.rules.planned() | where
+        return shape.plain | cache | scales | width | {"scale": self.scale} | self.rules.planned() | where
 
     @property
     def latent(self) -> bool:
@@ -123,8 +123,8 @@ class Problem:
         return "v" not in self.file.tensors
 
     def meant(self) -> tuple[Any, Any]:
-        """k and v of this rank, [batch, tokens, kv_heads, head_dim and v_dim], as what they stand for: those of
-        8 bits times their scales, float64."""
+        """k and v of this rank, [batch, tokens, kv_heads, head_dim and v_dim], as what they stand for: those
+        of 8 bits times their scales, float64."""
         k, v = self.k, self.k[..., : self.shape.v_dim] if self.latent else self.v
         if self.paged is not None:
             k, v = self.paged.rows(k), self.paged.rows(v)

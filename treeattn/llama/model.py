@@ -17,7 +17,7 @@ from treeattn.llama.config import Config, read_config
 from treeattn.llama.linear import Axis, Gathered, Linear, Reduced, Rows, Stacked
 from treeattn.llama.rope import inverse_frequencies, rotate, rotation
 from treeattn.llama.vocabulary import DealtVocabulary, Vocabulary
-from treeattn.llama.weights import DrawnWeights, Weights
+from treeattn.llama.weights import DrawnWeights, Weights, axes
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -147,7 +147,7 @@ def _vocabulary(weights: Any, config: Config) -> Vocabulary:
 
 
 def _dealt_vocabulary(weights: Any, config: Config, comm: Intracomm) -> Vocabulary:
-    tokens = Axis(config.vocab_size)
+    tokens = axes(config)["embed_tokens"]
     rows = tokens.part(comm.rank, comm.size)
     embedding = weights.part("model.embed_tokens.weight", rows)
     head = embedding if config.tied else weights.part("lm_head.weight", rows)
@@ -171,28 +171,27 @@ def _layer(weights: Any, prefix: str) -> _Layer:
 
 def _sharded_layer(weights: Any, prefix: str, config: Config, comm: Intracomm) -> _Layer:
     """Heads and the MLP's width as they are dealt out; norms, and biases of sums, whole."""
-    heads, kv_heads = (Axis(count, config.head_dim) for count in (config.heads, config.kv_heads))
-    mlp = Axis(config.intermediate_size)
+    dealt = axes(config)
 
-    def rows(name: str, axis: Axis) -> tuple[Any, Any]:
-        part, bias = axis.part(comm.rank, comm.size), weights.get(f"{prefix}{name}.bias")
-        return weights.part(f"{prefix}{name}.weight", rows=part), None if bias is None else bias[part]
+    def rows(name: str) -> tuple[Axis, Any, Any]:
+        axis, bias = dealt[name.split(".")[1]], weights.get(f"{prefix}{name}.bias")
+        part = axis.part(comm.rank, comm.size)
+        return axis, weights.part(f"{prefix}{name}.weight", rows=part), None if bias is None else bias[part]
 
-    def reduced(name: str, axis: Axis) -> Reduced:
+    def reduced(name: str) -> Reduced:
+        axis = dealt[name.split(".")[1]]
         columns = weights.part(f"{prefix}{name}.weight", columns=axis.part(comm.rank, comm.size))
         return Reduced(comm, axis, columns, weights.get(f"{prefix}{name}.bias"))
 
-    outputs = heads, kv_heads, kv_heads
-    given = [rows(f"self_attn.{name}_proj", axis) for name, axis in zip("qkv", outputs, strict=True)]
-    weight, bias = zip(*given, strict=True)
+    outputs, weight, bias = zip(*(rows(f"self_attn.{name}_proj") for name in "qkv"), strict=True)
     return _Layer(
         input_norm=weights[f"{prefix}input_layernorm.weight"],
         qkv=Gathered(
             comm, outputs, np.concatenate(weight), np.concatenate(bias) if config.attention_bias else None
         ),
-        o=reduced("self_attn.o_proj", heads),
+        o=reduced("self_attn.o_proj"),
         post_norm=weights[f"{prefix}post_attention_layernorm.weight"],
-        gate=Rows(comm, mlp, *rows("mlp.gate_proj", mlp)),
-        up=Rows(comm, mlp, *rows("mlp.up_proj", mlp)),
-        down=reduced("mlp.down_proj", mlp),
+        gate=Rows(comm, *rows("mlp.gate_proj")),
+        up=Rows(comm, *rows("mlp.up_proj")),
+        down=reduced("mlp.down_proj"),
     )

@@ -68,6 +68,8 @@ class Session:
             self._prompt = _checked(prompt, capacity, config.vocab_size, config.max_position_embeddings)
             if prefill not in PREFILLS:
                 raise ArgumentError(f"prefill {prefill!r} is unknown: use one of {', '.join(PREFILLS)}")
+            if model.comm is not None and not _same_ranks(model.comm, self._comm):
+                raise ArgumentError("the model's weights are sharded over other ranks than the session's")
             chosen = parse_layout(layout)
             agreed.equal = {"the prompt": self._prompt.tobytes(), "capacity": capacity, "layout": layout}
         size, n = self._comm.size, len(self._prompt)
@@ -184,6 +186,11 @@ class Session:
         out, _ = self._verifier(q[None], *shard, *drafts, tree, shard_lengths=lengths)
         self.attention_s += time.perf_counter() - began
         return out[0]
+
+
+def _same_ranks(one: Intracomm, other: Intracomm) -> bool:
+    mpi = comm_.mpi()
+    return mpi.Comm.Compare(one, other) in (mpi.IDENT, mpi.CONGRUENT)
 
 
 def _checked(prompt: Any, capacity: int, vocabulary: int, longest: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import numpy as np
 from treeattn import files
 from treeattn.errors import ArgumentError
 from treeattn.llama.config import Config
+from treeattn.llama.linear import Axis
 
-__all__ = ["DrawnWeights", "Weights", "shapes"]
+__all__ = ["DrawnWeights", "Weights", "axes", "shapes", "sharded_bytes"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -46,6 +48,29 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
             if biased:
                 named[f"{prefix}{name}.bias"] = (rows,)
     return named
+
+
+def axes(config: Config) -> dict[str, Axis]:
+    """What is dealt out over ranks where weights are sharded, by the last word of a matrix's name: rows; of
+    o_proj and down_proj columns."""
+    heads, kv_heads = (Axis(count, config.head_dim) for count in (config.heads, config.kv_heads))
+    tokens, mlp = Axis(config.vocab_size), Axis(config.intermediate_size)
+    attention = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "o_proj": heads}
+    dense = {"gate_proj": mlp, "up_proj": mlp, "down_proj": mlp}
+    return {"embed_tokens": tokens, "lm_head": tokens} | attention | dense
+
+
+def sharded_bytes(config: Config, rank: int, size: int) -> int:
+    """Of one rank's part of the weights, in float32."""
+    dealt, total = axes(config), 0
+    for name, shape in shapes(config).items():
+        axis, count = dealt.get(name.split(".")[-2]), math.prod(shape)
+        summed = len(shape) == 1 and ("o_proj" in name or "down_proj" in name)  # added once, by every rank
+        if axis is not None and not summed:
+            part = axis.part(rank, size)
+            count = count // axis.length * (part.stop - part.start)
+        total += 4 * count
+    return total
 
 
 class Weights:

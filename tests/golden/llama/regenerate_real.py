@@ -16,10 +16,11 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 HERE = Path(__file__).parent
-PAGE, STEPS = 450, 64
-QUESTION = (
-    "<|im_start|>user\nHere is a page:\n",
-    "\nWrite a short story about trees and ants.<|im_end|>\n<|im_start|>assistant\n",
+PAGE, STEPS = 400, 64
+AROUND = (
+    "<|im_start|>system\nNotes of another day:\n",
+    "<|im_end|>\n<|im_start|>user\nForget the notes. "
+    "Tell me a story about an ant who climbs an oak.<|im_end|>\n<|im_start|>assistant\nOnce upon a time,",
 )
 
 
@@ -27,7 +28,7 @@ def main() -> None:
     directory = Path(sys.argv[1])
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     page = tokenizer.encode((HERE.parents[2] / "docs/two-trees.md").read_text()).ids[:PAGE]
-    before, after = (tokenizer.encode(text).ids for text in QUESTION)
+    before, after = (tokenizer.encode(text).ids for text in AROUND)
     prompt = before + page + after
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     ids = torch.tensor([prompt])
