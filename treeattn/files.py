@@ -30,6 +30,8 @@ _DTYPES: dict[str, Any] = {
     "F32": np.float32,
     "F16": np.float16,
     "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
     "I64": np.int64,
     "I32": np.int32,
     "I16": np.int16,
@@ -77,6 +79,19 @@ class CacheFile:
                 at = self.starts[name] + size * (row * width + columns.start)
                 _fill(file.fileno(), at, into.reshape(-1).view(np.uint8).data)
         return part
+
+    def v_dim(self) -> int | None:
+        """How many of k's first channels are the values, where there is no tensor v. Raises
+        `ArgumentError`."""
+        text = self.metadata.get("v_dim", "")
+        if "v" in self.tensors or "v" in self.unsupported:
+            return None
+        if not text.isdecimal():
+            raise ArgumentError(
+                f"{self.path}: no tensor 'v' in the file, and no metadata 'v_dim', how many of k's first "
+                "channels are the values"
+            )
+        return int(text)
 
     def scale(self) -> float | None:
         """The softmax scale that the file's metadata states, if any. Raises `ArgumentError`."""

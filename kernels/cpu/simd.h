@@ -274,16 +274,22 @@ INLINE unit load_bfloat16(const char *from) {
 
 /* Elements of 8 bits, by way of float16. e5m2 is its upper half. e4m3fn has the sign there too and the rest one place
  * lower, where shifting leaves a copy of the sign to clear; 0x7f of either sign is NaN, but in float16 a number. Words
- * of two come apart in place, as those of bfloat16 do, where that takes fewer instructions than a move across lanes. */
+ * of two come apart in place, as those of bfloat16 do, where that takes fewer instructions than a move across lanes.
+ *
+ * On x86 a signed byte of e4m3fn times 128 is in its place; with AVX-512 that product takes words apart too, the other
+ * byte times 0. The copy of the sign lies where the exponent's upper bit belongs. One more in the last place changes it
+ * for NaN alone, whose other bits are all set: copy ^ changed copy is that upper bit, for numbers and for NaN. */
 #if SIMD_AVX512
 INLINE unit load_float8(enum element_type type, const char *from) {
-  const __m256i bytes = _mm256_loadu_si256((const void *)from), upper = _mm256_set1_epi16((short)0xff00);
-  __m256i even = _mm256_slli_epi16(bytes, 8), odd = _mm256_and_si256(bytes, upper);
-  if (type == E4M3FN) {
-    const __m256i kept = _mm256_set1_epi16((short)0xbf80), all = _mm256_set1_epi8(-1);
-    const __m256i nan = _mm256_cmpeq_epi8(_mm256_or_si256(bytes, _mm256_set1_epi8(-128)), all);
-    even = _mm256_ternarylogic_epi32(_mm256_srai_epi16(even, 1), kept, _mm256_slli_epi16(nan, 8), 0xea);
-    odd = _mm256_ternarylogic_epi32(_mm256_srai_epi16(bytes, 1), kept, _mm256_and_si256(nan, upper), 0xea);
+  const __m256i bytes = _mm256_loadu_si256((const void *)from);
+  __m256i even, odd;
+  if (type == E5M2) {
+    even = _mm256_slli_epi16(bytes, 8), odd = _mm256_and_si256(bytes, _mm256_set1_epi16((short)0xff00));
+  } else {
+    const __m256i one = _mm256_set1_epi16(0x80), copy = _mm256_set1_epi16(0x4000);
+    even = _mm256_maddubs_epi16(one, bytes), odd = _mm256_maddubs_epi16(_mm256_slli_epi16(one, 8), bytes);
+    even = _mm256_ternarylogic_epi32(even, _mm256_add_epi16(even, one), copy, 0x78); /* a ^ (b & c) */
+    odd = _mm256_ternarylogic_epi32(odd, _mm256_add_epi16(odd, one), copy, 0x78);
   }
   return (unit){_mm512_cvtph_ps(even), _mm512_cvtph_ps(odd)};
 }
@@ -293,9 +299,9 @@ INLINE unit load_float8(enum element_type type, const char *from) {
   if (type == E5M2)
     return (unit){_mm256_cvtph_ps(_mm_slli_epi16(bytes, 8)),
                   _mm256_cvtph_ps(_mm_and_si128(bytes, _mm_set1_epi16((short)0xff00)))};
-  const __m256i magnitude = _mm256_set1_epi16(0x3f80), half = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
-  const __m256i nan = _mm256_cmpeq_epi16(_mm256_and_si256(half, magnitude), magnitude);
-  const __m256i whole = _mm256_or_si256(_mm256_and_si256(half, _mm256_set1_epi16((short)0xbfff)), nan);
+  const __m256i half = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
+  const __m256i above = _mm256_add_epi16(half, _mm256_set1_epi16(0x80));
+  const __m256i whole = _mm256_xor_si256(half, _mm256_and_si256(above, _mm256_set1_epi16(0x4000)));
   return (unit){_mm256_cvtph_ps(_mm256_castsi256_si128(whole)), _mm256_cvtph_ps(_mm256_extracti128_si256(whole, 1))};
 }
 #elif SIMD_NEON

@@ -116,7 +116,7 @@ FAULTS = {
         "mma", "token < at.end && any_sees(views, token)", "token < at.end", "visible"
     ),
     "end_seen_mma": Fault("mma", "token < bound[3])", "token <= bound[3])", "visible"),
-    "edge_not_looked_at_mma": Fault("mma", "if (see_all<TILE>(views, place)) return;", "return;", "visible"),
+    "edge_not_looked_at_mma": Fault("mma", "if (see_all<STEP>(views, place)) return;", "return;", "visible"),
     "row_of_another_half": Fault("mma", "rows[e % 4 / 2]", "rows[0]", "visible"),
     "bias_of_another_half": Fault("mma", "views.rows[rows[half]]", "views.rows[rows[0]]", "visible"),
     # Caches of 8 bits, in pages.

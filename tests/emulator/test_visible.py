@@ -363,3 +363,34 @@ def test_a_captured_step_takes_masks_where_it_had_one(monkeypatch: pytest.Monkey
         wanted = [array.copy() for array in other(q, k, v, mask=mask)]
         for array, bits_of in zip(step(mask=mask), wanted, strict=True):
             assert (bits(array) == bits(bits_of)).all()
+
+
+@needs_emulator
+@pytest.mark.parametrize("block", range(2))
+def test_drawn_steps_of_a_decoder_have_the_bits_of_decode(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a step over other lengths and positions, which leaves tables of its own behind."""
+    runtime = EmulatorRuntime()
+    monkeypatch.setattr(cupy_runtime, "current", lambda: runtime)
+    tried = 0
+    for seed in range(100 + block, 140, 2):
+        case = draw(seed, 1)
+        if case.q.shape[3] not in HEAD_DIMS or case.q.dtype == np.float64:
+            continue
+        given = case.shard(0)
+        wanted = treeattn.decode(device="cuda", **given)
+        batch, queries, heads, head_dim = case.q.shape
+        shape = {"batch": batch, "queries": queries, "heads": heads, "kv_heads": case.k.shape[2]}
+        shape |= {"head_dim": head_dim, "dtype": case.q.dtype.name, "page_size": case.page_size or None}
+        step = {name: one for name, one in given.items() if name not in case.rules and name != "scale"}
+        fewer = {
+            "lengths": np.maximum(given["lengths"] // 2, case.mask.shape[2]),
+            "q_positions": np.zeros(queries, int),
+        }
+        with treeattn.Decoder(**shape, scale=case.scale, device="cuda", **case.rules) as decoder:
+            decoder(**step | fewer)
+            for array, one in zip(decoder(**step), wanted, strict=True):
+                assert (bits(array) == bits(one)).all(), f"seed {seed}, {case.rules}"
+        tried += 1
+    assert tried >= 4

@@ -36,6 +36,9 @@ def to_device(array: Array | None) -> Any:
 
 def device_inputs(case: Case) -> list[Any]:
     q, k, v, lengths, visible = case.inputs()
+    if case.v_dim:  # the values are channels of the keys, in their memory
+        keys = to_device(k) if case.layout != "gaps" else to_device(k.base)[x_view(k)]
+        return [to_device(q), keys, keys[..., : case.v_dim], to_device(lengths), visible]
     if case.layout != "gaps":
         return [*(to_device(array) for array in (q, k, v, lengths)), visible]
     return [to_device(q), *(to_device(x.base)[x_view(x)] for x in (k, v)), to_device(lengths), visible]
@@ -52,7 +55,7 @@ def test_gpu_is_exact(case: Case) -> None:
     import cupy
 
     q, k, v, lengths, visible = device_inputs(case)
-    records = cupy.full((case.batch, case.heads, case.queries, case.head_dim + 2), 77, cupy.float32)
+    records = cupy.full((case.batch, case.heads, case.queries, case.width + 2), 77, cupy.float32)
     planned = cuda.PlannedAttention(
         *(records,),
         scale=case.scale,
@@ -62,7 +65,7 @@ def test_gpu_is_exact(case: Case) -> None:
     )
     planned(q, k, v, lengths)
     first = records.get()
-    out = cupy.full((case.batch, case.queries, case.heads, case.head_dim), 77, cupy.float32)
+    out = cupy.full((case.batch, case.queries, case.heads, case.width), 77, cupy.float32)
     lse = cupy.full((case.batch, case.heads, case.queries), 77, cupy.float32)
     cuda.finish(records, out, lse)
     case.check(out.get(), lse.get(), is_tensor_core_case(case) and cupy_runtime.current().tensor_cores)

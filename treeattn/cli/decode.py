@@ -80,12 +80,14 @@ def command(
 ) -> int:
     """Decode the query of INPUT over its KV cache, every rank holding a shard of the tokens.
 
-    INPUT holds q [batch, queries, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim] and may
-    hold lengths [batch] (valid tokens), positions [tokens] and q_positions [queries] or [batch, queries]
-    (default: the last tokens of each sequence), alibi and sink_logits [heads]. With block_table [batch,
-    pages of a sequence] k and v are [pages, page_size, kv_heads, head_dim], lengths are needed, and the
-    layout deals out pages. The softmax scale comes from the metadata entry "scale", else it is
-    1/sqrt(head_dim). Exit code 1 means that a result missed its bound or differed between ranks.
+    INPUT holds q [batch, queries, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim]; k and v of
+    8 bits with k_scale and v_scale, one number or [kv_heads]; without v the metadata entry "v_dim" says how
+    many of k's first channels are the values (latent attention, which needs "scale" too). It may hold lengths
+    [batch] (valid tokens), positions [tokens] and q_positions [queries] or [batch, queries] (default: the
+    last tokens of each sequence), alibi and sink_logits [heads]. With block_table [batch, pages of a
+    sequence] k and v are [pages, page_size, kv_heads, head_dim], lengths are needed, and the layout deals out
+    pages. The softmax scale comes from the metadata entry "scale", else it is 1/sqrt(head_dim). Exit code 1
+    means that a result missed its bound or differed between ranks.
     """
     chosen = parse_layout(layout)
     world = comm_.world()
@@ -141,13 +143,10 @@ def _measure(
     """One scheme: plan, first step, timed steps, verdicts. Collective."""
     with Decoder(
         world,
-        **problem.shape.plain,
-        page_size=problem.shape.page_size,
+        **problem.planned(),
         scheme=scheme,
-        scale=problem.scale,
         device=device.name,
         transport=transport,
-        **problem.planned_rules(),
     ) as decoder:
         seen = problem.step_rules()
         first = _timed_step(world, decoder, device, inputs, seen)
@@ -221,7 +220,7 @@ def _summary(problem: Problem, rows: list[dict[str, Any]], placement: list[dict[
         "tokens": problem.tokens,
         "layout": str(problem.layout),
         "scale": problem.scale,
-        "shape": problem.shape.plain,
+        "shape": problem.shape.plain | {"cache_dtype": problem.shape.kv_dtype, "v_dim": problem.shape.v_dim},
         "rules": {name: np.asarray(rule).tolist() for name, rule in problem.rules.planned().items()},
         "schemes": [row["scheme"] for row in rows],
         "results": [{key: value for key, value in row.items() if key != "arrays"} for row in rows],
@@ -240,7 +239,9 @@ def _print_table(
 ) -> None:
     shape, nodes = problem.shape, len({entry["node"] for entry in placement})
     heads = f"{shape.heads} heads ({shape.kv_heads} KV) x {shape.head_dim}"
-    screen.print(f"{problem.source.name}: {problem.tokens} tokens, {heads}, {shape.dtype}")
+    heads += f", values of {shape.v_dim}" if shape.v_dim != shape.head_dim else ""
+    dtypes = f"{shape.dtype} over {shape.kv_dtype}" if shape.mixed else shape.dtype
+    screen.print(f"{problem.source.name}: {problem.tokens} tokens, {heads}, {dtypes}")
     where = f"{_plural(len(placement), 'rank')} on {_plural(nodes, 'node')}, {problem.layout} shards"
     screen.print(f"{where}; times: median step, slowest rank, µs\n")
     table(screen, _columns(rows[0], wide), rows)

@@ -11,7 +11,7 @@ import numpy as np
 
 from treeattn import comm as comm_
 from treeattn import files, reference
-from treeattn.attention.shape import Shape, dtype_name
+from treeattn.attention.shape import CACHE_DTYPES, Shape, dtype_name, values_of
 from treeattn.attention.visibility import Visibility
 from treeattn.cli.console import Lines
 from treeattn.cli.paged import PagedShard
@@ -35,7 +35,9 @@ class Problem:
 
     def _open(self, world: Any, expect: Path | None) -> None:
         self.file = files.open_cache(self.source)
-        q, k, v = (self.file[name] for name in "qkv")
+        stated, v_dim = self.file.scale(), self.file.v_dim()
+        q, k = self.file["q"], self.file["k"]
+        v = values_of(k, None, v_dim, stated) if v_dim is not None and k.ndim == 4 else self.file["v"]
         for name, tensor in zip("qkv", (q, k, v), strict=True):
             if tensor.ndim != 4:
                 raise ArgumentError(
@@ -43,12 +45,12 @@ class Problem:
                 )
         table = self.file.tensors.get("block_table")
         page_size = None if table is None else k.shape[1]
+        scales = (self.file.tensors.get(name) for name in ("k_scale", "v_scale"))
+        cache = dtype_name(k, served=CACHE_DTYPES), *scales, v.shape[3], page_size
         batch, queries, heads, head_dim = q.shape
-        kind = dtype_name(q)
-        self.shape = Shape(batch, queries, heads, k.shape[2], head_dim, kind, page_size=page_size)
+        self.shape = Shape(batch, queries, heads, k.shape[2], head_dim, dtype_name(q), *cache)
         self.shape.check_query(q)
         self.shape.check_cache(k, v)
-        stated = self.file.scale()
         self.scale = self.shape.default_scale() if stated is None else stated
         self._take_tokens(world, table)
         self._take_rules(world)
@@ -56,7 +58,10 @@ class Problem:
         if expect is not None:
             wanted = files.open_cache(expect)
             self.expected = (np.array(wanted["out"]), np.array(wanted["lse"]))
-            if self.expected[0].shape != q.shape or self.expected[1].shape != self.shape.lse_shape:
+            if (
+                self.expected[0].shape != (*q.shape[:3], v.shape[3])
+                or self.expected[1].shape != self.shape.lse_shape
+            ):
                 raise ArgumentError(f"{expect}: out and lse do not have the shapes that {self.source} gives")
         self.identity = (self.shape, self.tokens, self.scale, self.source.stat().st_size)
 
@@ -103,17 +108,41 @@ class Problem:
         table = {} if self.paged is None else {"block_table": self.paged.block_table}
         return table | ({"q_positions": self.q_positions} if self.rules.ask_positions else {})
 
-    def planned_rules(self) -> dict[str, Any]:
+    def planned(self) -> dict[str, Any]:
         """What a decoder is planned with."""
+        shape = self.shape
         where = {"positions": self.positions} if self.rules.ask_positions else {}
-        return self.rules.planned() | where
+        cache = {"cache_dtype": shape.kv_dtype, "k_scale": shape.k_scale, "v_scale": shape.v_scale}
+        width = {} if shape.v_dim == shape.head_dim else {"v_dim": shape.v_dim}
+        cache["page_size"] = shape.page_size
+        return shape.plain | cache | width | {"scale": self.scale} | self.rules.planned() | where
+
+    @property
+    def latent(self) -> bool:
+        """Whether the values are channels of the keys."""
+        return "v" not in self.file.tensors
+
+    def meant(self) -> tuple[Any, Any]:
+        """k and v of this rank, [batch, tokens, kv_heads, head_dim and v_dim], as what they stand for: those of
+        8 bits times their scales, float64."""
+        k, v = self.k, self.k[..., : self.shape.v_dim] if self.latent else self.v
+        if self.paged is not None:
+            k, v = self.paged.rows(k), self.paged.rows(v)
+        if self.shape.k_scale is None:
+            return k, v
+        scales = (np.array(scale)[:, None] for scale in (self.shape.k_scale, self.shape.v_scale))
+        k, v = (array.astype(np.float64) * scale for array, scale in zip((k, v), scales, strict=True))
+        return k, v
 
     def _load(self, world: Any) -> None:
         self.q = np.array(self.file["q"])
+        names = "k" if self.latent else "kv"
         if self.paged is not None:
-            self.k, self.v = (self.file[name][self.paged.numbers] for name in "kv")
+            paged = {name: self.file[name][self.paged.numbers] for name in names}
+            self.k, self.v = paged["k"], paged.get("v")
             return
-        nbytes = 2 * self.file["k"].nbytes * sum(len(range(*r.indices(self.tokens))) for r in self.runs)
+        size = sum(self.file[name].nbytes for name in names)
+        nbytes = size * sum(len(range(*r.indices(self.tokens))) for r in self.runs)
         say, total, done = Lines(world.rank == 0), nbytes // max(self.tokens, 1), 0
 
         def told(size: int) -> None:
@@ -121,11 +150,8 @@ class Problem:
             done += size
             say(f"reading the shard of rank 0: {done / total:.0%} of {total:,} bytes")
 
-        self.k, self.v = (files.load_runs(self.file[name], self.runs, told) for name in "kv")
-
-    def rows(self) -> tuple[Any, Any]:
-        """This rank's keys and values, [batch, tokens, kv_heads, head_dim] each."""
-        return (self.k, self.v) if self.paged is None else (self.paged.rows(self.k), self.paged.rows(self.v))
+        loaded = {name: files.load_runs(self.file[name], self.runs, told) for name in names}
+        self.k, self.v = loaded["k"], loaded.get("v")
 
 
 class Judge:
@@ -141,7 +167,7 @@ class Judge:
             if check:
                 comm_.agree(world, {"q": hashlib.sha256(problem.q.tobytes()).hexdigest()})
             mine = problem.rules.partial(
-                *(problem.q, *problem.rows()),
+                *(problem.q, *problem.meant()),
                 scale=problem.scale,
                 lengths=problem.lengths,
                 positions=problem.positions,

@@ -5,8 +5,9 @@ arrow, with partial results that other kernels made. `plan` turns the name of a 
 `device` is where it computes, `transport` how its records travel.
 """
 
+from treeattn.decoder.captured_step import CapturedStep
 from treeattn.decoder.decode import decode, schemes
-from treeattn.decoder.decoder import CapturedStep, Decoder
+from treeattn.decoder.decoder import Decoder
 from treeattn.decoder.merge import Merger, merge
 
 __all__ = ["CapturedStep", "Decoder", "Merger", "decode", "merge", "schemes"]

@@ -14,6 +14,7 @@ from treeattn.collectives.captured import Captured
 from treeattn.collectives.reducer import Sent
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import device as devices
+from treeattn.decoder.captured_step import CapturedStep
 from treeattn.decoder.device import Device
 from treeattn.decoder.plan import Plan, plan, select
 from treeattn.decoder.projection import Projection
@@ -24,7 +25,7 @@ from treeattn.errors import ArgumentError, BackendError, RestrictionError, Sched
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["CapturedStep", "Decoder"]
+__all__ = ["Decoder"]
 
 
 class Decoder:
@@ -459,53 +460,3 @@ def _on_device(device: Device, lengths: Any) -> Any:
         return None if lengths is None else device.view("lengths", lengths)
     except ArgumentError as error:
         raise ArgumentError(f"lengths of a captured step must be an int64 device array: {error}") from None
-
-
-class CapturedStep:
-    """What `Decoder.capture` makes."""
-
-    def __init__(
-        self,
-        captured: Captured,
-        give: Callable[[], tuple[Any, Any]],
-        owners: tuple[Any, ...],
-        look: Callable[..., None] | None,
-    ) -> None:
-        self._captured, self._give, self._look = captured, give, look
-        self._owners = owners  # of the memory that the graph works on: it knows addresses only
-        captured()
-        captured.record()
-
-    def __call__(
-        self,
-        lengths: Any = None,
-        *,
-        q_positions: Any = None,
-        positions: Any = None,
-        mask: Any = None,
-        draft_positions: Any = None,
-    ) -> tuple[Any, Any]:
-        """One launch: (out, lse), valid until the decoder's next step.
-
-        Of a step that was captured with rules or a mask: lengths, q_positions, positions, mask and
-        draft_positions as for a call of the decoder; those left out are the arrays of the capture, as they
-        are now. What changed is copied to the GPU before the launch, which keeps the number of splits that
-        the capture had: capture with about as many visible tokens as are to come. Raises `ArgumentError`.
-        """
-        if not self._owners:
-            raise ArgumentError("the decoder of this captured step is closed")
-        given = lengths, q_positions, positions, mask, draft_positions
-        if self._look is not None:
-            self._look(*given)
-        elif any(one is not None for one in given):
-            raise ArgumentError(
-                "this step was captured without rules or a mask: it sees all, by the lengths in the array of "
-                "the capture; pass what queries see to capture(), and change lengths in place"
-            )
-        self._captured()
-        return self._give()
-
-    def drop(self) -> None:
-        """Give the graph back."""
-        self._captured.drop()
-        self._owners = ()

