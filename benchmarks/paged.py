@@ -36,7 +36,7 @@ TYPES = {
 HEADS = ((8, 8), (32, 8), (1, 1))
 
 
-def steps(name: str, heads: int, kv_heads: int, order: str) -> dict[str, Callable[[], object]]:
+def steps(name: str, heads: int, kv_heads: int) -> dict[str, Callable[[], object]]:
     """A step over a cache in a row, and over the same in pages; the pages are read, too."""
     draw = np.random.default_rng(heads)
     q = draw.standard_normal((1, 1, heads, HEAD_DIM)).astype(ml_dtypes.bfloat16)
@@ -51,7 +51,7 @@ def steps(name: str, heads: int, kv_heads: int, order: str) -> dict[str, Callabl
     records = [np.empty((1, heads, 1, HEAD_DIM + 2), np.float32) for _ in range(3)]
     lengths = np.array([TOKENS])
     scales = [0.5] * kv_heads if name.startswith("float8") else None
-    plan: dict[str, Any] = {"scale": HEAD_DIM**-0.5, "k_scale": scales, "v_scale": scales, "order": order}
+    plan: dict[str, Any] = {"scale": HEAD_DIM**-0.5, "k_scale": scales, "v_scale": scales}
     row, first, second = (cpu.PlannedAttention(one, **plan) for one in records)
     runs: dict[str, Callable[[], object]] = {
         "row": lambda: row(q, k, v, lengths),
@@ -81,11 +81,11 @@ def reading(reader: Reader, caches: list[Any], order: Any) -> Callable[[], objec
     return run
 
 
-def measure(rounds: int, order: str) -> list[dict[str, Any]]:
+def measure(rounds: int) -> list[dict[str, Any]]:
     rows = []
     for heads, kv_heads in HEADS:
         for name in TYPES:
-            runs = steps(name, heads, kv_heads, order)
+            runs = steps(name, heads, kv_heads)
             times: dict[str, list[float]] = {where: [] for where in runs}
             for _ in range(rounds):
                 for where, run in runs.items():
@@ -112,14 +112,14 @@ def main() -> None:
         },
         "tokens": TOKENS,
         "page_size": PAGE_SIZE,
+        "read_order": cpu.read_order(),
         "builds": {},
     }
     for isa in compile.available_isas()[:2]:
         os.environ["TREEATTN_ISA"] = isa
-        for order in cpu.ORDERS:
-            rows = results["builds"][f"{isa}, {order}"] = measure(chosen.rounds, order)
-            for row in rows:
-                print(f"{isa}, {order}:", *(f"{name}={value}" for name, value in row.items()))
+        rows = results["builds"][isa] = measure(chosen.rounds)
+        for row in rows:
+            print(isa, *(f"{name}={value}" for name, value in row.items()))
     if chosen.json:
         chosen.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
