@@ -38,16 +38,18 @@ static void attend_part(const struct block *whole, uint32_t bits, attend_functio
   struct adjustment adjustment;
   struct block b = *whole;
   if (whole->adjustment) adjustment = *whole->adjustment, b.adjustment = &adjustment;
+  const int64_t k_first = whole->k_rows[__builtin_ctz(bits)], v_first = whole->v_rows[__builtin_ctz(bits)];
+  b.k += k_first, b.next_k -= k_first;
+  b.v += v_first, b.next_v -= v_first;
   b.tokens = __builtin_popcount(bits);
+  if (bits >> __builtin_ctz(bits) != (1u << b.tokens) - 1) b.in_row = 0;
   for (int to = 0; to < BLOCK; ++to) {
     const int from = __builtin_ctz(bits);
-    b.keys[to] = whole->keys[from];
-    b.values[to] = whole->values[from];
+    b.k_rows[to] = whole->k_rows[from] - k_first;
+    b.v_rows[to] = whole->v_rows[from] - v_first;
     if (b.adjustment) adjustment.position[to] = whole->adjustment->position[from];
     if (to + 1 < b.tokens) bits &= bits - 1;
   }
-  b.next_k += whole->keys[0] - b.keys[0];
-  b.next_v += whole->values[0] - b.values[0];
   attend(&b);
 }
 
@@ -94,10 +96,9 @@ static void attend_stretch(const struct attention *a, const struct state *state,
   int64_t groups = group_rows(a, state, p->b, stretch->begin, 1);
   for (int64_t step = 0; step < steps; ++step) {
     const int64_t token = token_at(s, block_at(a, s, step)), left = s->tokens - token;
-    b.tokens = (int)least((left + step_of(s) - 1) / step_of(s), BLOCK);
-    point_at_tokens(a, s, token, head_at(a, s, step), &b);
-    b.next_k = coming(a, s, step, 1, &b.k_share) - b.keys[0];
-    b.next_v = coming(a, s, step, 0, &b.v_share) - b.values[0];
+    point_at_tokens(a, s, token, head_at(a, s, step), (int)least((left + step_of(s) - 1) / step_of(s), BLOCK), &b);
+    b.next_k = coming(a, s, step, 1, &b.k_share) - b.k;
+    b.next_v = coming(a, s, step, 0, &b.v_share) - b.v;
     if (!stretch->uniform) groups = group_rows(a, state, p->b, stretch->begin + token, b.tokens);
     if (position)
       for (int t = 0; t < BLOCK; ++t) adjustment->position[t] = position[least(token + t * step_of(s), s->tokens - 1)];

@@ -46,19 +46,30 @@ static const char *value_at(const struct attention *a, const struct span *s, int
   return s->v + (s->v_rows ? s->v_rows[token] : token * a->v_token_stride) + head * a->v_head_stride;
 }
 
-/* The rows of a block whose first token is `token`. */
-static void point_at_tokens(const struct attention *a, const struct span *s, int64_t token, int64_t head,
+/* Whether tokens of a block lie one after the other, from `token` on. In pages no smaller than a block they are of two
+ * pages at most, which follow one another if first and last token lie as if they did. */
+static int lie_in_row(const struct attention *a, const struct span *s, int64_t token, int tokens) {
+  if (!s->k_rows) return 1;
+  const int64_t last = token + tokens - 1;
+  return !s->scattered && tokens <= a->page_size &&
+         s->k_rows[last] - s->k_rows[token] == (tokens - 1) * a->k_token_stride &&
+         s->v_rows[last] - s->v_rows[token] == (tokens - 1) * a->v_token_stride;
+}
+
+/* The rows of a block of `tokens` tokens, of which `token` is the first. Those of tokens in a row lie from one another
+ * as in the block before, which is not worked out again. */
+static void point_at_tokens(const struct attention *a, const struct span *s, int64_t token, int64_t head, int tokens,
                             struct block *b) {
   const int64_t step = step_of(s);
-  const char *key = key_at(a, s, token, head), *value = value_at(a, s, token, head);
+  const int in_row = lie_in_row(a, s, token, tokens);
+  b->k = key_at(a, s, token, head), b->v = value_at(a, s, token, head);
+  if (b->tokens == tokens && in_row && b->in_row) return;
+  b->tokens = tokens, b->in_row = in_row;
+  b->k_step = step * a->k_token_stride, b->v_step = step * a->v_token_stride;
   for (int t = 0; t < BLOCK; ++t) {
-    b->keys[t] = key;
-    b->values[t] = value;
-    if (t + 1 >= b->tokens) continue;
-    if (s->k_rows)
-      token += step, key = key_at(a, s, token, head), value = value_at(a, s, token, head);
-    else
-      key += step * a->k_token_stride, value += step * a->v_token_stride;
+    const int64_t known = token + (t < tokens ? t : tokens - 1) * step;
+    b->k_rows[t] = key_at(a, s, known, head) - b->k;
+    b->v_rows[t] = value_at(a, s, known, head) - b->v;
   }
 }
 
@@ -72,10 +83,12 @@ static const char *coming(const struct attention *a, const struct span *s, int64
   if (a->order == NEIGHBOURS && token == s->heads * head) {
     const int64_t far = s->k_rows && token > 0 ? (FORESEEN + BLOCK * token - 1) / (BLOCK * token) : 1;
     const int64_t next = block_at(a, s, step) + far, block = next < s->blocks ? next : s->blocks - 1;
-    const int64_t row = head_at(a, s, step) * BLOCK, first = block * BLOCK + row / s->heads;
-    const int64_t known = first < s->tokens ? first : s->tokens - 1; /* a short block has no such rows */
+    const int64_t share_of = head_at(a, s, step) * BLOCK; /* rows of heads before this step's */
     *share = head;
-    return keys ? key_at(a, s, known, row % s->heads) : value_at(a, s, known, row % s->heads);
+    if (!s->k_rows) return (keys ? s->k : s->v) + (block * s->heads * BLOCK + share_of) * head;
+    const int64_t first = block * BLOCK + share_of / s->heads;
+    const int64_t known = first < s->tokens ? first : s->tokens - 1; /* a short block has no such rows */
+    return keys ? key_at(a, s, known, share_of % s->heads) : value_at(a, s, known, share_of % s->heads);
   }
   enum { AHEAD = 2 };
   const int64_t last = s->blocks * s->heads - 1, later = step + AHEAD < last ? step + AHEAD : last;
