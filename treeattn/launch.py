@@ -38,11 +38,17 @@ _PLUG_INS = (
 def launched_as(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """(rank, size) that a launcher announced, or (0, 1)."""
     for rank, size in _LAUNCHERS:
-        if rank in environment and size in environment and int(environment[size]) > 1:
-            return int(environment[rank]), int(environment[size])
+        if (announced := _number(environment, size)) > 1 and rank in environment:
+            return _number(environment, rank), announced
     # PMIx alone does not tell how many there are: at least those up to this one.
-    rank_of_pmix = int(environment.get("PMIX_RANK", 0))
+    rank_of_pmix = _number(environment, "PMIX_RANK")
     return rank_of_pmix, rank_of_pmix + 1
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    """0 for none, or what no launcher writes."""
+    text = environment.get(name, "")
+    return int(text) if text.isdecimal() else 0
 
 
 def problem() -> tuple[str, str] | None:

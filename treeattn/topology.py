@@ -22,6 +22,7 @@ from treeattn import comm as comm_
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.description import Cluster, Tier
 from treeattn.collectives.clusters.placement import Placement, block
+from treeattn.errors import ArgumentError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -128,8 +129,13 @@ class Topology:
 def described(name: str | None) -> Cluster | None:
     """The cluster that is named, else the one of ``TREEATTN_CLUSTER``; None where neither is. Raises as
     `description.load`."""
-    name = name or os.environ.get("TREEATTN_CLUSTER")
-    return description.load(name) if name else None
+    if name:
+        return description.load(name)
+    preset = os.environ.get("TREEATTN_CLUSTER")
+    try:
+        return description.load(preset) if preset else None
+    except ArgumentError as error:  # nobody typed it just now
+        raise ArgumentError(f"TREEATTN_CLUSTER: {error}") from None
 
 
 def detect(comm: Intracomm) -> Topology:

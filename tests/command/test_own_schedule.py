@@ -100,3 +100,12 @@ def test_a_schedule_for_other_ranks_is_refused_once(star):
     done = treeattn("decode", CACHE, "--scheme", star, ranks=2)
     assert done.returncode == 2
     assert done.stderr.count("made for 3 ranks, the communicator has 2") == 1
+
+
+@pytest.mark.parametrize("cluster", [(), ("--cluster", "laptop")], ids=["measured", "predicted"])
+def test_compare_goes_on_where_a_schedule_is_for_other_ranks(star, cluster):
+    short = ("--what", "reduce", "--seconds", 0.01, "--repetitions", 1, "--ranks", "2,3", *cluster)
+    done = treeattn("compare", "--schemes", f"{star},chain", *short, ranks=3)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "made for 3 ranks" in " ".join(done.stdout.split())
+    assert done.stdout.count("MPI_Allreduce(SUM)") >= 2

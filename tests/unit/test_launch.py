@@ -42,6 +42,8 @@ SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8"}
         ({"PMI_RANK": "1", "PMI_SIZE": "4", **SRUN}, (1, 4)),  # mpiexec, whose proxies srun started
         ({**MPIRUN, "PMI_RANK": "0", "PMI_SIZE": "4"}, (2, 16)),  # below tasks of srun
         ({"PMI_RANK": "0", "PMI_SIZE": "1", **SRUN}, (3, 8)),
+        ({"PMI_RANK": "0", "PMI_SIZE": ""}, (0, 1)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "x", "PMIX_RANK": "-1"}, (0, 1)),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, (0, 1)),  # the batch script itself
     ],
 )  # fmt: skip

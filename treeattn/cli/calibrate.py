@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -42,6 +43,10 @@ def command(out: Path, executor: str | None, seconds: float, wide: bool, json_pa
     it as the job would be: mpiexec -n 8 treeattn calibrate --out here.toml.
     """
     world = comm_.world()
+    if not math.isfinite(seconds):
+        raise ArgumentError(f"--seconds {seconds}: give a number of seconds")
+    said = (str(out), executor, seconds, str(json_path))
+    comm_.agree(world, {"the command line": said})
     if out.suffix != ".toml" or not _NAME.fullmatch(out.stem):
         raise ArgumentError(
             f"--out {str(out)!r}: name it FILE.toml, in small letters, digits, - and _: the cluster is "

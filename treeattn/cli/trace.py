@@ -32,6 +32,8 @@ def command(scheme: str, out: Path, queries: int, heads: int, head_dim: int, ite
     Python runs the rounds, so that they can be seen. simulate --format trace writes the same of a simulation.
     """
     world = comm_.world()
+    said = (scheme, str(out), queries, heads, head_dim, iterations)
+    comm_.agree(world, {"the command line": said})
     if "," in scheme:
         raise ArgumentError(f"{scheme}: one scheme at a time is traced; name one")
     (name,) = given(world, scheme)

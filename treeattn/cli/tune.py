@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from treeattn import files
-from treeattn.cli.console import WIDE, Cell, console, count, microseconds, table
+from treeattn.cli.console import WIDE, Cell, Lines, console, count, microseconds, table
 from treeattn.cli.simulate import placed
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.bound import lower_bound
@@ -76,9 +76,10 @@ def command(
     write, write_json = files.output_writer(out), files.output_writer(json_path)
     payload = Payload(batch * heads * queries, 4 * (head_dim + 2), queries)
     machine = Machine(found, placed(found, ranks, where), payload, executor)
-    priced, left = search(machine)
+    say = Lines()
+    priced, left = search(machine, say)
     starts = front(priced)[:_STARTS]
-    better = [improved(machine, start, moves // len(starts), seed) for start in starts]
+    better = [improved(machine, start, moves // len(starts), seed, say) for start in starts]
     everything = [*priced, *(one for one in better if one not in priced)]
     best = front(everything)
     floor = lower_bound(found, machine.places, payload.bytes, found.runs(executor))
@@ -103,7 +104,7 @@ def _print(
         "µs": lambda row: microseconds(row.time),
         "x floor": lambda row: f"{row.time / floor:.2f}",
         "card": lambda row: count(row.card),
-        "identical bits": lambda row: "always" if row.bits == "A" else "in order",
+        "bits": lambda row: "always" if row.bits == "A" else "in order",
         "messages": lambda row: count(row.schedule.messages),
     }
     table(screen, columns, best)

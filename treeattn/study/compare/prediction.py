@@ -50,12 +50,14 @@ def predicted(cluster: Cluster, places: Placement, nodes: Sequence[Sequence[int]
     scheme = "recursive_doubling" if key.scheme in ("kv_ring", "query_ring") else key.scheme
     selection = select(scheme)
     scheduled = selection.own is not None or selection.row.generator is not None
+    if selection.own is not None and selection.own.size != key.ranks:  # to run it will say so
+        return None
     if not scheduled or (key.what == "decode" and cluster.memory is None):
         return None
     own = [[rank for rank in node if rank < key.ranks] for node in nodes]
     try:
         schedule = selection.build(key.ranks, list(filter(None, own)) if selection.needs_nodes else None)
-    except RestrictionError:  # to run it will say so
+    except RestrictionError:  # likewise
         return None
     if key.what == "reduce":
         records = key.batch * key.heads * key.queries

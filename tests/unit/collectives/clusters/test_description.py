@@ -73,6 +73,7 @@ def test_tiers_and_links(tmp_path):
 
 BAD = {
     "latency = 5.0": ("latency = -5.0", "tiers[1].latency", "cannot be negative"),
+    "overhead = 0.5": ("overhead = inf", "tiers[1].overhead", "look at the unit"),
     "bandwidth = 5.0": ("bandwidth = 0.0", "tiers[1].bandwidth", "more than nothing"),
     "gap = 0.2\n": ("", "tiers[1]", "missing required field `gap`"),
     "joins = 3": ("joins = 0", "tiers[1].joins", "at least one"),

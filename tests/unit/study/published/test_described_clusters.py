@@ -19,9 +19,9 @@ QUIET = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("system", QUIET)
-def test_simulated_times_are_near_the_measured_ones(system):
-    """Up to 128 KiB, below the humps of 1 MiB: half of the rows within 12 percent, most within 30."""
+@pytest.mark.parametrize(("system", "percent", "rows"), [("leonardo", 7, 25), ("lumi", 4, 24)])
+def test_simulated_times_are_near_the_measured_ones(system, percent, rows):
+    """Up to 128 KiB, below the humps of 1 MiB; docs/topology.md shows these percentages."""
     cluster = description.load(system)
     errors = []
     for row in read(SHIPPED):
@@ -33,6 +33,6 @@ def test_simulated_times_are_near_the_measured_ones(system):
         payload = Payload(row.bytes // ELEMENT, ELEMENT)
         found = simulate(build(row.scheme, row.run.ranks), cluster, places, payload).time
         errors.append(abs(found / row.microseconds - 1))
-    assert len(errors) > 15
-    assert score(errors).median < 0.12
+    assert len(errors) == rows
+    assert round(100 * score(errors).median) == percent
     assert score(errors).p90 < 0.3
