@@ -10,8 +10,8 @@ A page has one of
     <!-- published NAME -->                       what `treeattn published --json` wrote (published_tables.py)
     <!-- simulator NAME -->                       the simulator beside others (simulator_tables.py)
     <!-- executors RANKS ... -->                  what `benchmarks/reduction.py --json` wrote, for each number
-    <!-- llama FILE -->                          what `benchmarks/llama.py --json` wrote
     <!-- nodes FILE -->                           the same over emulated nodes: executors side by side
+    <!-- llama FILE -->                           what `benchmarks/llama.py --json` wrote
     <!-- costs RANKS ... -->                      what the schedules of the catalogue cost, by their proofs
 
 and `<!-- end -->`; what stands between is replaced by that table of docs/results/FILE. Numbers are never

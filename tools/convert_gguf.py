@@ -44,12 +44,14 @@ def main() -> None:
         raise SystemExit(f"{source}: no such file")
     reader = GGUFReader(source)
     config = read_config(reader, source)
-    tensors = dict(renamed(tensor, config) for tensor in reader.tensors)
+    tensors, words = dict(renamed(tensor, config) for tensor in reader.tensors), tokenizer(reader, source)
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
+    for kind, part in (("attention_bias", "self_attn"), ("mlp_bias", "mlp")):
+        config[kind] = any(f".{part}." in name and name.endswith(".bias") for name in tensors)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    words.save(str(directory / "tokenizer.json"))
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    tokenizer(reader, source).save(str(directory / "tokenizer.json"))
     print(f"{directory}: {len(tensors)} tensors, {sum(one.nbytes for one in tensors.values()):,} bytes")
 
 
@@ -67,7 +69,8 @@ def read_config(reader: Any, source: Path) -> dict[str, Any]:
     architecture = field(reader, "general.architecture")
     if architecture != "llama":
         raise SystemExit(f"{source}: is a {architecture}, only llama is served")
-    if "llama.rope.scaling.type" in reader.fields:
+    scaled = any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors)  # Llama 3.1's way
+    if scaled or "llama.rope.scaling.type" in reader.fields:
         raise SystemExit(f"{source}: scales its rotary positions, which this converter does not carry over")
     hidden, heads = field(reader, "llama.embedding_length"), field(reader, "llama.attention.head_count")
     end = field(reader, "tokenizer.ggml.eos_token_id")
@@ -95,7 +98,9 @@ def renamed(tensor: Any, config: dict[str, Any]) -> tuple[str, Any]:
     values = np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
     if tensor.name in WHOLE:
         return WHOLE[tensor.name], values
-    _, layer, part, kind = tensor.name.split(".")
+    _, layer, part, kind = [*tensor.name.split("."), "", "", ""][:4]
+    if part not in BLOCK:
+        raise SystemExit(f"the file has a tensor {tensor.name}, which a Llama here does not have")
     if part in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
         pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
@@ -111,7 +116,14 @@ def tokenizer(reader: Any, source: Path) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in field(reader, "tokenizer.ggml.merges")]
     made = Tokenizer(models.BPE(vocab={token: n for n, token in enumerate(tokens)}, merges=merges))
     steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    if field(reader, "tokenizer.ggml.pre", "default") == "smollm":
+    splits = field(reader, "tokenizer.ggml.pre", "gpt-2")
+    if splits not in ("gpt-2", "smollm"):
+        raise SystemExit(
+            f"{source}: its tokenizer splits words as {splits}, only gpt-2 and smollm are served"
+        )
+    if field(reader, "tokenizer.ggml.add_bos_token", False):
+        raise SystemExit(f"{source}: its tokenizer puts a token before each text, which is not carried over")
+    if splits == "smollm":
         steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
     made.pre_tokenizer, made.decoder = pre_tokenizers.Sequence(steps), decoders.ByteLevel()
     kinds = field(reader, "tokenizer.ggml.token_type")

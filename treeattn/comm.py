@@ -30,6 +30,7 @@ __all__ = [
     "agree",
     "as_told",
     "cuda_aware",
+    "decided",
     "end_job",
     "intracomm",
     "kernel",
@@ -153,6 +154,26 @@ def together(comm: Intracomm, make: Callable[[], T]) -> T:
     """Collective: what `make` makes on this rank; where it fails on one, every rank raises the same."""
     with Agreement(comm):
         return make()
+
+
+def decided(comm: Intracomm, decide: Callable[[], T], what: str) -> T:
+    """Collective: what rank 0 decides, on every rank; where it fails, every rank raises the same.
+
+    what: the wait for it, as a late rank is told of.
+    """
+    told: tuple[T | None, TreeattnError | None] = None, None
+    cause: Exception | None = None
+    if comm.rank == 0:
+        try:
+            told = decide(), None
+        except Exception as error:  # whatever it is, the others wait for this rank
+            told, cause = (None, as_told(error)), error
+    with waiting.watched(what):
+        decision, problem = comm.bcast(told)
+    if problem is not None:
+        raise problem from (None if cause is problem else cause)
+    made: T = decision
+    return made
 
 
 class Neighbours(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import shutil
@@ -224,3 +225,31 @@ def test_ranks_must_continue_the_same_prompt(comm, model):
         pytest.skip("one rank cannot contradict itself")
     with pytest.raises(ArgumentError, match="the prompt"):
         Session(comm, model, [comm.rank], capacity=8)
+
+
+@pytest.mark.parametrize("directory", ["tied"], indirect=True)
+@pytest.mark.parametrize("weights", ["replicated"])
+def test_ranks_must_have_the_same_model_and_prefill(comm, model):
+    """As where nodes have copies of a directory: other tokens that end a text would leave ranks waiting."""
+    if comm.size == 1:
+        pytest.skip("one rank cannot contradict itself")
+    with pytest.raises(ArgumentError, match="prefill differs between ranks"):
+        Session(comm, model, [3], capacity=8, prefill="gather" if comm.rank else "ring")
+    model.config = dataclasses.replace(model.config, eos=(comm.rank,))
+    with pytest.raises(
+        ArgumentError, match=r"the model's eos differs between ranks: \(0,\) on rank 0, \(1,\)"
+    ):
+        Session(comm, model, [3], capacity=8)
+
+
+@pytest.mark.parametrize("directory", ["tied"], indirect=True)
+def test_drafts_that_fail_on_rank_0_fail_on_all(comm, model):
+    def broken(tokens, budget, depth):
+        raise ValueError("no idea")
+
+    drafting = Drafting(5, broken if comm.rank == 0 else None)
+    with (
+        Session(comm, model, [3], capacity=8, drafts=5) as session,
+        pytest.raises(ArgumentError, match="ValueError: no idea"),
+    ):
+        generate(comm, session, [3], 7, drafting=drafting)

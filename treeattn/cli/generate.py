@@ -17,6 +17,7 @@ from treeattn import files
 from treeattn.cli.console import Lines
 from treeattn.cli.text import Stream, prompt
 from treeattn.collectives.reducer import Sent
+from treeattn.decoder import Decoder
 from treeattn.errors import ArgumentError
 from treeattn.llama.drafts import Drafter, ModelDrafts, NgramDrafts
 from treeattn.llama.generate import Drafting, Made, generate
@@ -102,7 +103,7 @@ def command(
             raise ArgumentError("--draft and --draft-model are two ways to find drafts: take one")
         if world.rank:
             return None, [], None
-        tokenizer, tokens = prompt(directory, model.config.vocab_size, sources, seed, prompt_tokens)
+        tokenizer, tokens = prompt(directory, model.config, sources, seed, prompt_tokens)
         return tokenizer, tokens, files.output_writer(json_path)
 
     tokenizer, tokens, write = comm_.together(world, opened)
@@ -122,8 +123,12 @@ def command(
             drafter = comm_.together(world, lambda: _drafter(world.rank, draft_model, model, session))
             drafting = Drafting(settings["drafts"], drafter) if settings["drafts"] else None
             runs.append(_run(world, session, tokens, max_new_tokens, stop, drafting, stream))
-            chosen = session.decoder.scheme
-    facts = _facts(world, model, tokens, settings | {"scheme": chosen}, runs)
+            trees = session.tree_decoder
+            chosen = {
+                "scheme": session.decoder.scheme,
+                "tree_scheme": None if trees is None else trees.scheme,
+            }
+    facts = _facts(world, model, tokens, settings | chosen, runs)
     facts |= {"weights": weights, "draft": draft or (draft_model and str(draft_model))}
     facts["blas_threads"] = cores.blas_threads
     if world.rank == 0:
@@ -168,16 +173,17 @@ def _run(
         "attention_s": world.allgather(made.attention_s),
         "accepted": made.accepted,
         "cache_bytes": world.allgather(session.cache_bytes),
-        "sent_bytes": world.allgather(_sent(session)),
+        "sent_bytes": world.allgather(_sent(session, session.decoder)),
+        "tree_bytes": world.allgather(_sent(session, session.tree_decoder)),
     }
 
 
-def _sent(session: Session) -> int | None:
-    """Bytes of attention that this rank hands over for a token; None where only the library knows."""
-    layers = session.model.config.layers
-    sent = session.decoder.sent
+def _sent(session: Session, decoder: Decoder | None) -> int | None:
+    """Bytes of attention that this rank hands over in a step; None where only the library knows."""
+    sent = None if decoder is None else decoder.sent
     if sent is None:
         return None
+    layers = session.model.config.layers
     return layers * (sent.bytes if isinstance(sent, Sent) else sum(size for _, size in sent))
 
 
@@ -206,6 +212,7 @@ def _facts(
         "accepted": [run["accepted"] for run in runs],
         "cache_bytes": runs[0]["cache_bytes"],
         "sent_bytes_per_token": runs[0]["sent_bytes"],
+        "sent_bytes_per_tree": runs[0]["tree_bytes"] if settings["drafts"] else None,
         "ranks": environment.placement(world),
         "software": environment.software() if world.rank == 0 else None,
     }
@@ -218,6 +225,8 @@ def _report(facts: dict[str, Any]) -> None:
     if facts["step_p50_s"] is not None:
         decode = f"{facts['step_p50_s'] * 1e3:.1f} ms a step (p95 {facts['step_p95_s'] * 1e3:.1f})"
     wire = "known to the library only" if sent[0] is None else f"{max(sent):,} bytes a token and rank"
+    if (trees := facts["sent_bytes_per_tree"]) is not None:
+        wire += f", {'?' if trees[0] is None else format(max(trees), ',')} a tree ({facts['tree_scheme']})"
     for line in (
         f"prompt   {facts['prompt_tokens']:,} tokens, first token after {first:.2f} s "
         f"({facts['prompt_tokens'] / first:,.0f} tokens/s, {facts['prefill']})",

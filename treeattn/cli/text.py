@@ -10,25 +10,29 @@ import numpy as np
 
 from treeattn.cli.console import number
 from treeattn.errors import ArgumentError
+from treeattn.llama.config import Config
 from treeattn.llama.tokens import Tokenizer
 
 __all__ = ["Stream", "prompt"]
 
 
 def prompt(
-    directory: Path, vocabulary: int, sources: dict[str, Any], seed: int, first: str | None
+    directory: Path, config: Config, sources: dict[str, Any], seed: int, first: str | None
 ) -> tuple[Tokenizer | None, list[int]]:
     """The tokenizer where text is asked for, and the tokens of the one source that was given; only the first
     so many where `first` says so. Raises `ArgumentError`."""
+    vocabulary, longest = config.vocab_size, config.max_position_embeddings
     given = {name: value for name, value in sources.items() if value is not None}
     if len(given) != 1:
         raise ArgumentError(f"give one of {', '.join(sources)}")
     ((name, value),) = given.items()
     if name == "--random-tokens":
-        drawn = np.random.default_rng(seed).integers(0, vocabulary, number(name, value))
+        if (wanted := number(name, value)) > longest:  # found out before they are drawn
+            raise ArgumentError(f"{name} {value}: the model was made for at most {longest:,} tokens")
+        drawn = np.random.default_rng(seed).integers(0, vocabulary, wanted)
         return None, _cut(drawn.tolist(), first)
     if name == "--prompt-ids":
-        if not all(one.strip().isdecimal() for one in value.split(",")):
+        if not all(one.strip().isdecimal() and len(one) <= 18 for one in value.split(",")):
             raise ArgumentError(f"--prompt-ids {value:.40}: whole numbers, separated by commas")
         return None, _cut([int(one) for one in value.split(",")], first)
     tokenizer = Tokenizer(directory, vocabulary)
@@ -56,7 +60,7 @@ class Stream:
 
     def __init__(self, tokenizer: Tokenizer | None, shown: bool) -> None:
         self._tokenizer, self.shown = tokenizer, shown
-        self._printed, self._count = "", 0
+        self._printed, self._text, self._count = "", "", 0
 
     def __call__(self, tokens: list[int]) -> None:
         """All tokens so far; what is new is printed."""
@@ -64,15 +68,15 @@ class Stream:
             new = ",".join(map(str, tokens[self._count :]))
             self._print(f",{new}" if self._count else new)
         else:
-            text = self._tokenizer.decode(tokens)
-            if not text.endswith("\ufffd"):  # the rest of a character is still to come
-                self._print(text[len(self._printed) :])
-                self._printed = text
+            self._text = self._tokenizer.decode(tokens)
+            if not self._text.endswith("\ufffd"):  # the rest of a character is still to come
+                self._print(self._text[len(self._printed) :])
+                self._printed = self._text
         self._count = len(tokens)
 
     def end(self) -> None:
-        """The end of the text."""
-        self._print("\n")
+        """The end of the text, perhaps within a character."""
+        self._print(self._text[len(self._printed) :] + "\n")
 
     def _print(self, text: str) -> None:
         screen = sys.__stdout__

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from treeattn.attention.shape import Shape
 from treeattn.errors import ArgumentError
 
 __all__ = ["Config", "Rope", "read_config"]
@@ -98,9 +99,7 @@ def read_config(directory: str | Path) -> Config:
     """The configuration of the model in `directory`. Raises `ArgumentError` naming file and field."""
     path = Path(directory) / "config.json"
     fields = _Fields(path, _read(path))
-    architectures = fields.values.get("architectures") or list(_ARCHITECTURES)
-    if fields.values.get("model_type", "llama") != "llama" or architectures[0] not in _ARCHITECTURES:
-        raise fields.refuse("architectures", f"is {architectures!r:.60}: only {_ARCHITECTURES[0]} is served")
+    _check_kind(fields)
     if fields.values.get("hidden_act", "silu") != "silu":
         raise fields.refuse("hidden_act", f"is {fields.values['hidden_act']!r:.40}: only silu is served")
     if fields.values.get("quantization_config"):
@@ -124,7 +123,20 @@ def read_config(directory: str | Path) -> Config:
     )
     if config.heads % config.kv_heads:
         raise fields.refuse("num_key_value_heads", f"{config.kv_heads} does not divide {config.heads} heads")
+    try:
+        Shape(1, 1, config.heads, config.kv_heads, config.head_dim, "float32")
+    except ArgumentError as error:
+        raise ArgumentError(f"{path}: {error}") from None
     return config
+
+
+def _check_kind(fields: _Fields) -> None:
+    known = list(_ARCHITECTURES)
+    architectures = fields.values.get("architectures") or known
+    if not isinstance(architectures, list) or architectures[0] not in known:
+        raise fields.refuse("architectures", f"is {architectures!r:.60}: only {known[0]} is served")
+    if fields.values.get("model_type", "llama") != "llama":
+        raise fields.refuse("model_type", f"is {fields.values['model_type']!r:.40}: only llama is served")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -147,12 +159,14 @@ def _eos(directory: Path, fields: _Fields) -> tuple[int, ...]:
 
 
 def _rope(fields: _Fields) -> Rope:
-    stated = fields.values.get("rope_parameters")
-    prefix = "rope_parameters."
-    if stated is None:
-        prefix, stated = "rope_scaling.", dict(fields.values.get("rope_scaling") or {})
-        stated.setdefault("rope_theta", fields.values.get("rope_theta", 10000.0))
-    rope = _Fields(fields.path, stated, prefix)
+    """Of two dialects in one file rope_scaling goes first, and a theta that it lacks stands beside it: so
+    Transformers 5 reads them."""
+    name = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+    stated = fields.values.get(name) or {}
+    if not isinstance(stated, dict):
+        raise fields.refuse(name, f"must be an object, not {stated!r:.40}")
+    stated = {"rope_theta": fields.values.get("rope_theta", 10000.0)} | stated
+    rope = _Fields(fields.path, stated, f"{name}.")
     kind = stated.get("rope_type", stated.get("type", "default"))
     theta = rope.number("rope_theta", 10000.0)
     if kind == "default":
@@ -161,13 +175,7 @@ def _rope(fields: _Fields) -> Rope:
         return Rope(kind, theta, rope.number("factor"))
     if kind != "llama3":
         raise rope.refuse("rope_type", f"{kind!r:.40} is not served: default, linear and llama3 are")
-    return Rope(
-        *(
-            kind,
-            theta,
-            rope.number("factor"),
-            rope.number("low_freq_factor"),
-            rope.number("high_freq_factor"),
-        ),
-        rope.whole("original_max_position_embeddings"),
-    )
+    factor, low, high = (rope.number(f"{name}factor") for name in ("", "low_freq_", "high_freq_"))
+    if low >= high:
+        raise rope.refuse("low_freq_factor", f"{low} must be below high_freq_factor, {high}")
+    return Rope(kind, theta, factor, low, high, rope.whole("original_max_position_embeddings"))

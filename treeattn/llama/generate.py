@@ -55,7 +55,8 @@ def generate(
     """`count` tokens after the prompt of a new session, at most up to one of `stop`. Collective.
 
     told: called after every step; say: with a line of progress, while the prompt runs. Drafts change the
-    number of steps, and no token: those that are kept are what the model would have said itself.
+    number of steps, and no token that is not as likely as another to within rounding: those that are kept are
+    what the model would have said itself.
     """
     clock = comm_.mpi().Wtime
     comm.Barrier()
@@ -89,9 +90,12 @@ def _step(
     """The next tokens, at least one and at most `left`."""
     paths: list[list[int]] = []
     if drafting is not None and left > 1:
-        if drafting.drafter is not None:
-            paths = drafting.drafter(tokens, drafting.nodes - 1, left - 1)
-        paths = comm.bcast(paths)
+        drafter, budget = drafting.drafter, drafting.nodes - 1
+
+        def proposed() -> list[list[int]]:
+            return drafter(tokens, budget, left - 1) if drafter is not None else []
+
+        paths = comm_.decided(comm, proposed, "the drafts of rank 0")
     if drafting is None or not paths:
         return [session.choose(session.step(tokens[-1]))]
     tree = draft_tree(tokens[-1], paths, drafting.nodes)

@@ -7,8 +7,10 @@ broadcast, so that ranks cannot disagree.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,7 +73,14 @@ class Session:
             if model.comm is not None and not _same_ranks(model.comm, self._comm):
                 raise ArgumentError("the model's weights are sharded over other ranks than the session's")
             chosen = parse_layout(layout)
-            agreed.equal = {"the prompt": self._prompt.tobytes(), "capacity": capacity, "layout": layout}
+            agreed.equal = {
+                "the prompt": f"{hashlib.sha256(self._prompt.tobytes()).hexdigest():.16} (its SHA-256)",
+                "capacity": capacity,
+                "layout": layout,
+                "prefill": prefill,
+                "sharded weights": sharded,
+                **{f"the model's {one.name}": getattr(config, one.name) for one in fields(config)},
+            }
         size, n = self._comm.size, len(self._prompt)
         self._shards = [as_runs(chosen.runs(n, rank, size)) for rank in range(size)]
         self._own: Runs = self._shards[self._comm.rank]
@@ -91,13 +100,20 @@ class Session:
         self.attention_s = 0.0
 
     @property
+    def tree_decoder(self) -> Decoder | None:
+        """What reduces the trees of `verify`; None where none were planned."""
+        return None if self._verifier is None else self._verifier.decoder
+
+    @property
     def cache_bytes(self) -> int:
         """Of this rank's share of keys and values."""
         return sum(int(cache.k.nbytes + cache.v.nbytes) for cache in self._caches)
 
     def prefill(self, told: Callable[[int], object] = lambda layer: None) -> Any:
         """Run the prompt: logits [vocab_size] of what follows it, on every rank. told: called with the number
-        of every layer whose attention is done."""
+        of every layer whose attention is done. Raises `ArgumentError` the second time."""
+        if self._caches[0].totals[0]:
+            raise ArgumentError("the prompt is in the cache already: a session has one")
 
         def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
             self._caches[layer].append_own(k[None], v[None], [self.tokens])
@@ -115,7 +131,8 @@ class Session:
 
     def step(self, token: int) -> Any:
         """Take one more token: logits [vocab_size] of what follows. Raises `ArgumentError` where the cache is
-        full."""
+        full, or without the prompt."""
+        self._check_read()
         if self.tokens == self.capacity:
             raise ArgumentError(f"the cache is full: it was planned for {self.capacity} tokens")
         position = np.array([self.tokens])
@@ -128,6 +145,7 @@ class Session:
         what follows each. `commit` says what is kept. Raises `ArgumentError` for a tree of another size."""
         if self._verifier is None or tree.nodes != self._verifier.shape.queries or tree.batch != 1:
             raise ArgumentError(f"{tree}: the session was planned without trees, or for others: see drafts=")
+        self._check_read()
         lengths = self._caches[0].shard_lengths
         positions = self._caches[0].draft_positions(tree)[0]
 
@@ -166,6 +184,10 @@ class Session:
         self.decoder.__exit__(*exception)
         if self._verifier is not None:
             self._verifier.__exit__(*exception)
+
+    def _check_read(self) -> None:
+        if self._caches[0].totals[0] != self.tokens:
+            raise ArgumentError("the prompt is not in the cache yet: call prefill first")
 
     def _attend_token(self, layer: int, q: Any, k: Any, v: Any) -> Any:
         cache = self._caches[layer]

@@ -29,6 +29,8 @@ class Tokenizer:
             self._reader: Any = Reader.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
             raise ArgumentError(f"{path}: is not a tokenizer ({error!s:.80})") from None
+        self._reader.no_truncation()  # a file may ask for both, for the batches of a training
+        self._reader.no_padding()
         known = self._reader.get_vocab_size()
         if known > vocab_size:
             raise ArgumentError(

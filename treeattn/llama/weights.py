@@ -77,20 +77,27 @@ class Weights:
     """Tensors by name, mapped from their files: ranks of a node share the pages."""
 
     def __init__(self, directory: str | Path, config: Config) -> None:
-        """Raises `ArgumentError` naming file and tensor: a missing shard or tensor, a shape or type that the
-        configuration does not have."""
+        """Tensors that the configuration does not ask for are left alone, as by Hugging Face.
+
+        Raises `ArgumentError` naming file and tensor: a missing shard or tensor, a shape or type that the
+        configuration does not have.
+        """
         self._tensors: dict[str, Any] = {}
         self._files: dict[str, files.CacheFile] = {}
-        directory = Path(directory)
+        directory, wanted = Path(directory), shapes(config)
         for path, names in _files(directory).items():
             held = files.open_cache(path)
-            for name in held.tensors if names is None else names:
-                self._tensors[name], self._files[name] = held[name], held
-        where = directory / _INDEX if (directory / _INDEX).exists() else directory / _SINGLE
-        for name, shape in shapes(config).items():
-            tensor = self._tensors.get(name)
-            if tensor is None:
+            present = [*held.tensors, *held.unsupported]
+            for name in present if names is None else names:
+                if name in wanted and name not in present:
+                    raise ArgumentError(f"{path}: has no tensor {name}, which {_INDEX} places there")
+                if name in wanted:
+                    self._tensors[name], self._files[name] = held[name], held
+        for name, shape in wanted.items():
+            if name not in self._tensors:
+                where = directory / (_INDEX if (directory / _INDEX).exists() else _SINGLE)
                 raise ArgumentError(f"{where}: has no tensor {name}, which config.json asks for")
+            tensor, where = self._tensors[name], self._files[name].path
             if tensor.shape != shape:
                 raise ArgumentError(
                     f"{where}: {name} has shape {list(tensor.shape)}, config.json makes it {list(shape)}"

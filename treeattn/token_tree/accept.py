@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from treeattn import comm as comm_
-from treeattn.collectives import waiting
-from treeattn.errors import ArgumentError, TreeattnError
+from treeattn.errors import ArgumentError
 from treeattn.token_tree.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -221,20 +220,7 @@ def _root(tree: TokenTree, row: int) -> list[int]:
 
 def _decided(comm: Intracomm | None, decide: Callable[[], list[Walk]]) -> Accepted:
     """What rank 0 decides, or its error, on every rank."""
-    comm = comm_.intracomm(comm)
-    told: Accepted | TreeattnError | None = None
-    cause: Exception | None = None
-    if comm.rank == 0:
-        try:
-            told = _accepted(decide())
-        except Exception as error:  # whatever it is, the others wait for this rank
-            told = comm_.as_told(error)
-            cause = None if told is error else error
-    with waiting.watched("what rank 0 accepts"):
-        told = comm.bcast(told)
-    if not isinstance(told, Accepted):
-        raise (told or TreeattnError("rank 0 decided nothing")) from cause
-    return told
+    return comm_.decided(comm_.intracomm(comm), lambda: _accepted(decide()), "what rank 0 accepts")
 
 
 def _accepted(walks: list[Walk]) -> Accepted:

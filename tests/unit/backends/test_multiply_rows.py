@@ -48,6 +48,11 @@ def test_what_the_kernel_does_not_take_is_numpys():
     assert np.allclose(PlannedProduct(held)(vectors[::20]), vectors[::20] @ held.T)
 
 
+def test_vectors_of_another_length_are_refused():
+    with pytest.raises(ValueError, match="mismatch"):
+        PlannedProduct(np.ones((3, 5), np.float32))(np.ones((1, 4), np.float32))
+
+
 def test_without_a_compiler_it_is_numpys(monkeypatch):
     monkeypatch.setattr(kernels, "loaded", lambda: (None, "none"))
     matrix, vector = np.ones((3, 5), np.float32), np.arange(5, dtype=np.float32)[None]

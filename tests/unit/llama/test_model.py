@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tests.llama_models import LLAMA3, PROMPT, write_model
 from treeattn.attention.shape import Shape
 from treeattn.errors import ArgumentError
-from treeattn.llama import Llama, Session, read_config
+from treeattn.llama import Llama, Rope, Session, read_config
 from treeattn.llama import model as model_module
 from treeattn.llama import rope as rope_module
 
@@ -94,14 +95,29 @@ def test_generation_config_decides_what_ends_a_text(tmp_path):
         ({"num_key_value_heads": 4}, "num_key_value_heads 4 does not divide 6 heads"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is there"),
+        ({"architectures": 5}, "config.json: architectures is 5: only LlamaForCausalLM"),
+        ({"model_type": "qwen2"}, "config.json: model_type is 'qwen2': only llama is served"),
+        ({"rope_parameters": "linear"}, "config.json: rope_parameters must be an object, not 'linear'"),
+        ({"rope_scaling": [2.0]}, "config.json: rope_scaling must be an object, not [2.0]"),
+        ({"rope_parameters": LLAMA3 | {"low_freq_factor": 4}}, "low_freq_factor 4.0 must be below high_freq"),
+        ({"head_dim": 15}, "config.json: head_dim 15 is not supported: use a multiple of 8"),
     ],
 )  # fmt: skip
 def test_a_configuration_that_is_not_served(tmp_path, changes, message):
     write_model(tmp_path, "grouped_llama3")
     config = json.loads((tmp_path / "config.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ArgumentError, match=message.replace(".", r"\.")):
+    with pytest.raises(ArgumentError, match=re.escape(message)):
         read_config(tmp_path)
+
+
+def test_theta_may_stand_beside_either_dialect(tmp_path):
+    plain = {"rope_type": "default"}
+    write_model(tmp_path, "default_rope", rope_parameters=plain, rope_theta=500000.0)
+    assert read_config(tmp_path).rope == Rope("default", 500000.0)
+    both = {"rope_scaling": {"type": "linear", "factor": 2}, "rope_theta": 300.0, "rope_parameters": LLAMA3}
+    write_model(tmp_path, "default_rope", **both)
+    assert read_config(tmp_path).rope == Rope("linear", 300.0, 2.0)
 
 
 def test_a_directory_without_a_model(tmp_path):
@@ -129,6 +145,11 @@ def replaced(path, change):
         (lambda path: replaced(path, lambda t: t | {EMBEDDING: np.zeros((2, 96), np.float32)}),
          r"model.embed_tokens.weight has shape \[2, 96\], config.json makes it \[256, 96\]"),
         (lambda path: replaced(path, lambda t: {n: a.astype(np.int32) for n, a in t.items()}), "is int32: w"),
+        (lambda path: replaced(path, lambda t: {n: a.astype(bool) for n, a in t.items()}), "' is BOOL, whic"),
+        (lambda path: replaced(path, lambda t: t | {EMBEDDING: np.zeros((2, 96), np.float32)}),
+         "model-00001-of-00002.safetensors: model.embed_tokens.weight has shape"),
+        (lambda path: (path / INDEX).write_text((path / INDEX).read_text().replace("01-of", "02-of")),
+         "00002-of-00002.safetensors: has no tensor .*, which model.safetensors.index.json places there$"),
         (lambda path: (path / INDEX).write_text('{"weight_map": []}'), "is not an index"),
         (lambda path: (path / INDEX).write_text('{"weight_map": {}}'), "has no tensor"),
     ],
@@ -138,3 +159,26 @@ def test_weights_that_do_not_fit_are_named(tmp_path, broken, message):
     broken(path)
     with pytest.raises(ArgumentError, match=message):
         Llama(path)
+
+
+@pytest.mark.parametrize("comm", [None, MPI.COMM_SELF])
+def test_tensors_that_the_configuration_does_not_have_are_left_alone(tmp_path, comm):
+    """As Hugging Face does: the biases of a map that has none, the head of a model whose ends are tied."""
+    write_model(tmp_path, "tied")
+    wanted = GOLDEN["tied.logits"][0]
+    tensors = {n: t for file in tmp_path.glob("*.safetensors") for n, t in load_file(file).items()}
+    more = {f"{name.removesuffix('weight')}bias": t[:, 0] for name, t in tensors.items() if "proj" in name}
+    assert len(more) == 21
+    (tmp_path / INDEX).unlink()
+    save_file(tensors | more | {"lm_head.weight": tensors[EMBEDDING] + 1}, tmp_path / "model.safetensors")
+    with Session(MPI.COMM_SELF, Llama(tmp_path, comm), PROMPT, capacity=len(PROMPT)) as session:
+        np.testing.assert_allclose(session.prefill(), wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
+
+
+def test_a_session_reads_its_prompt_once_and_first(tmp_path):
+    with Session(MPI.COMM_SELF, Llama(write_model(tmp_path, "tied")), [3, 4], capacity=9) as session:
+        with pytest.raises(ArgumentError, match="the prompt is not in the cache yet: call prefill first"):
+            session.step(5)
+        session.step(session.choose(session.prefill()))
+        with pytest.raises(ArgumentError, match="the prompt is in the cache already"):
+            session.prefill()

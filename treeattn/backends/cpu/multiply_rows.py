@@ -35,7 +35,8 @@ class PlannedProduct:
             self._shape = [ctypes.c_int64(n) for n in matrix.shape]
 
     def __call__(self, vectors: Array) -> Array:
-        if self._call is None or not 0 < len(vectors) <= MOST:
+        fits = vectors.shape[1:] == self._matrix.shape[1:]  # the kernel would read on; NumPy raises
+        if self._call is None or not fits or not 0 < len(vectors) <= MOST:
             return np.asarray(vectors @ self._matrix.T)
         vectors = np.ascontiguousarray(vectors, np.float32)
         out = np.empty((len(vectors), len(self._matrix)), np.float32)
