@@ -71,18 +71,19 @@ class CheckedTable:
         table: as `as_table` gives it. cache: how many pages k and v have, and tokens of each. lengths: int64
         [batch], where there is no `visible`, which has them.
         """
-        used: list[Any] = []
         pages, page_size = cache
+        used: Any = b""
         if visible is not None:
             used = _pages_seen(visible, page_size)
         elif lengths is not None:
-            used = [[(0, -(-length // page_size))] for length in lengths.tolist()]
-        given = (pages, table.shape, table.tobytes(), used)
+            used = np.zeros((len(lengths), 1, 2), np.int64)
+            used[:, 0, 1] = (lengths + (page_size - 1)) // page_size
+        given = (pages, table.shape, table.tobytes(), bytes(used))
         if given == self._passed:
             return
         if visible is None:
             check_lengths(lengths, page_size, table.shape[1])
-        _check_entries(table, pages, np.array(used, np.int64).reshape(len(table), -1, 2))
+        _check_entries(table, pages, used)
         self._passed = given
 
 
@@ -96,7 +97,7 @@ def _pages_seen(visible: Visible, page_size: int) -> Any:
     if visible.drafts:
         used[:, -1, 0] = visible.draft_begins // page_size
         used[:, -1, 1] = -(-(visible.draft_begins + visible.drafts) // page_size)
-    return used.tolist()
+    return used
 
 
 def _check_entries(table: Any, pages: int, used: Any) -> None:
@@ -193,7 +194,7 @@ def own_pages(block_table: Any, owners: Any, rank: int, *, page_size: int, lengt
         )
     if isinstance(page_size, bool) or not isinstance(page_size, int | np.integer) or page_size < 1:
         raise ArgumentError(f"page_size must be a positive whole number, not {page_size!r:.60}")
-    table = as_table(block_table, len(lengths))
+    table, lengths = as_table(block_table, len(lengths)), lengths.astype(np.int64)
     CheckedTable().check(table, (len(owners), page_size), lengths, None)
     place = np.arange(table.shape[1])
     valid = np.clip(lengths[:, None] - place * page_size, 0, page_size)  # tokens of each entry

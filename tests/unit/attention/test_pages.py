@@ -141,6 +141,10 @@ def test_own_pages_looks_at_nothing_behind_lengths() -> None:
     own = own_pages([[2, 99, -7], [0, 1, 99]], [1, 0, 1], 1, page_size=4, lengths=[3, 8])
     assert own.block_table.tolist() == [[1], [0]]
     assert own.lengths.tolist() == [3, 4]
+    narrow = own_pages(
+        [list(range(16))], np.zeros(16, int), 0, page_size=16, lengths=np.array([250], np.uint8)
+    )
+    assert narrow.lengths.tolist() == [250]
     nothing = own_pages([[-1]], [], 0, page_size=4, lengths=[0])
     assert nothing.block_table.shape == (1, 0)
 
