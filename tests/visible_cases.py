@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +13,7 @@ from treeattn import reference
 from treeattn.shards import LAYOUTS, parse_layout
 
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16, np.float64)
+FLOAT8 = (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
 
 
 @dataclass
@@ -32,10 +33,26 @@ class Case:
     owner: int
     hidden: float
     page_size: int  # 0: the cache lies in a row
+    scales: tuple[Any, Any] | None = None  # of k and v
+    v_dim: int = 0  # above 0: so many first channels of k are the values
 
     @property
     def scale(self) -> float:
         return float(self.q.shape[-1] ** -0.5)
+
+    def in_8_bits(self, seed: int) -> Case:
+        """The same rules over a cache of 8 bits."""
+        rng = np.random.default_rng(seed)
+        kind = FLOAT8[rng.integers(2)]
+        k, v, *drafts = (one.astype(kind) for one in (self.k, self.v, *self.drafts))
+        scales = rng.uniform(0.25, 4, (2, k.shape[2])).astype(np.float32)
+        return replace(self, k=k, v=v, drafts=tuple(drafts), scales=tuple(scales))
+
+    def latent(self) -> Case:
+        """The same rules where the values are the first half of the keys."""
+        v_dim = -(-self.k.shape[3] // 16) * 8
+        drafts = self.drafts[0], self.drafts[0][..., :v_dim]
+        return replace(self, v=self.k[..., :v_dim], drafts=drafts, v_dim=v_dim)
 
     def shard(self, rank: int) -> dict[str, Any]:
         """The arguments of `rank`. What lies beyond its lengths is NaN."""
@@ -62,7 +79,9 @@ class Case:
         if self.page_size:
             pages = [in_pages(one, self.page_size, lengths, self.hidden) for one in (k, v)]
             given |= {"k": pages[0][0], "v": pages[1][0], "block_table": pages[0][1]}
-        return given
+        if self.scales is not None:
+            given |= {"k_scale": self.scales[0], "v_scale": self.scales[1]}
+        return given | ({"v": None, "v_dim": self.v_dim} if self.v_dim else {})
 
     def expected(self) -> tuple[Any, Any, float, float]:
         """out and lse of the float64 oracle with the whole mask, and the bounds of their errors."""
@@ -77,6 +96,8 @@ class Case:
             [np.broadcast_to(positions, (len(t), len(positions))), self.draft_positions], 1
         )
         k, v = (np.concatenate(pair, 1) for pair in zip((self.k, self.v), self.drafts, strict=True))
+        if self.scales is not None:
+            k, v = (a.astype(float) * one[:, None] for a, one in zip((k, v), self.scales, strict=True))
         part = reference.partial(
             *(self.q, k, v),
             scale=self.scale,

@@ -48,15 +48,16 @@ def test_a_cache_of_8_bits(tmp_path, kind):
         np.testing.assert_allclose(got[name], array, rtol=0, atol=bound)
 
 
-def test_a_latent_cache(tmp_path):
-    tensors = arrays(np.float32, kv_heads=1, width=576)
+@pytest.mark.parametrize(("width", "v_dim"), [(576, 512), (64, 64)])
+def test_a_latent_cache(tmp_path, width, v_dim):
+    tensors = arrays(np.float32, kv_heads=1, width=width)
     tensors = {"q": tensors["q"].astype(np.float32), "k": tensors["k"]}
     path = tmp_path / "latent.safetensors"
-    save_file(tensors, path, metadata={"v_dim": "512", "scale": "0.07"})
+    save_file(tensors, path, metadata={"v_dim": str(v_dim), "scale": "0.07"})
     got, report, said = decoded(path, tmp_path)
-    assert "x 576, values of 512" in said
-    assert report["shape"]["v_dim"] == 512
-    wanted, _ = reference.attention(*(tensors[x] for x in "qk"), tensors["k"][..., :512], scale=0.07)
+    assert ("x 576, values of 512" in said) == (v_dim < width)
+    assert report["shape"]["v_dim"] == v_dim
+    wanted, _ = reference.attention(*(tensors[x] for x in "qk"), tensors["k"][..., :v_dim], scale=0.07)
     np.testing.assert_allclose(got["out"], wanted, rtol=0, atol=1e-4)
 
 
@@ -79,15 +80,31 @@ def test_what_cannot_be_is_one_line(tmp_path, left_out, metadata, message):
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_trees_take_one_type(tmp_path):
-    tensors = arrays("float8_e5m2") | {"k_scale": np.ones(2), "v_scale": np.ones(2)}
-    tensors |= {
-        "parents": np.array([[-1, 0]]),
-        "draft_k": tensors["k"][:, :2],
-        "draft_v": tensors["v"][:, :2],
-    }
+def test_a_latent_cache_has_four_axes(tmp_path):
+    path = tmp_path / "latent.safetensors"
+    save_file(
+        {"q": np.ones((1, 1, 2, 8), np.float32), "k": np.ones((5, 1, 8), np.float32)},
+        path,
+        metadata={"v_dim": "8", "scale": "1"},
+    )
+    done = treeattn("decode", path, ranks=1)
+    assert done.returncode == 2
+    assert "k has shape [5, 1, 8], expected four axes" in done.stderr
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_trees_take_one_type(tmp_path, latent):
+    tensors = arrays(np.float32 if latent else "float8_e5m2", kv_heads=1)
+    tensors |= {"q": tensors["q"].astype(np.float32), "parents": np.array([[-1, 0]])}
+    tensors |= {"draft_k": tensors["k"][:, :2], "draft_v": tensors["v"][:, :2]}
+    metadata = None
+    if latent:
+        metadata = {"v_dim": "64", "scale": "0.1"}
+        del tensors["v"]
+    else:
+        tensors |= {"k_scale": np.ones(1), "v_scale": np.ones(1)}
     path = tmp_path / "tree.safetensors"
-    save_file(tensors, path)
+    save_file(tensors, path, metadata)
     done = treeattn("verify", path, ranks=1)
     assert done.returncode == 2
     assert "verify takes q, k and v of one type and one width" in done.stderr

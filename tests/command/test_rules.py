@@ -89,6 +89,7 @@ def test_the_file_may_hold_pages(cache, tmp_path, layout):
         ({"block_table": np.full((2, 6), 7)}, "has page 7 twice in sequence 0"),
         ({"block_table": np.full((2, 6), 99)}, "block_table[0, 0] is 99, but k and v have"),
         ({"block_table": np.zeros(6, np.int64)}, "block_table is int64 [6]"),
+        ({"block_table": np.zeros((), np.int64)}, "block_table is int64 []"),
         ({"block_table": np.zeros((2, 1), np.int64)}, "lengths [90, 61] must lie between 0 and"),
     ],
 )

@@ -192,7 +192,7 @@ PAGES = np.zeros((5, 16, 2, 64), np.float32)
         ({"block_table": [[0]]}, "block_table is a list"),
         (
             {"k": PAGES[:, :0], "v": PAGES[:, :0]},
-            r"must be \[pages, page_size, kv_heads, head_dim and v_dim\]",
+            r"must be \[pages, page_size, kv_heads, head_dim\]",
         ),
         ({"q": np.zeros((2, 1, 2, 64), np.float32)}, r"\[1, 3\]: contiguous int32 .* \[2, any\]"),
     ],

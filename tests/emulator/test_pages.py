@@ -86,7 +86,7 @@ def test_a_decoder_follows_its_table_of_the_host(runtime: EmulatorRuntime) -> No
     [
         ({"block_table": [[0, 1, 2, 3, 4, 99]] * 2}, r"block_table\[0, 5\] is 99, but k and v have"),
         ({"block_table": [[0, 1, 2, 3, -1, 5]] * 2}, r"block_table\[0, 4\] is -1, no page"),
-        ({"block_table": [[0, 1, 2, 4, 4, 5]] * 2}, "has page 4 twice in sequence 0"),
+        ({"block_table": [[0, 1, 2, 3, 2, 5]] * 2}, "has page 2 twice in sequence 0"),
         ({"block_table": [[0, 1]] * 2}, "a length of 90 is more than the block table holds"),
         ({"block_table": [0, 1]}, r"whole numbers \[batch, pages of a sequence\]"),
         ({"block_table": np.zeros((2, 9))}, "the block table is float64"),

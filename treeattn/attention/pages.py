@@ -22,9 +22,9 @@ __all__ = ["CheckedTable", "OwnPages", "as_table", "check_lengths", "own_pages",
 def as_table(block_table: Any, batch: int) -> Any:
     """A block table as C-contiguous int32 [batch, pages of a sequence]; one that is so already is not copied.
     Raises `ArgumentError`."""
-    given = np.asarray(block_table) if isinstance(block_table, list | tuple) else block_table
+    given = _listed(block_table) if isinstance(block_table, list | tuple) else block_table
     table = arrays.on_host("block_table", given)
-    if table.ndim != 2 or table.shape[0] != batch or table.dtype.kind not in "iu":
+    if table.ndim != 2 or table.shape[0] != batch or (table.dtype.kind not in "iu" and table.size):
         raise ArgumentError(
             f"block_table is {table.dtype} {list(table.shape)}: whole numbers [batch, pages of a sequence] = "
             f"[{batch}, any] are needed, -1 where there is no page"
@@ -34,6 +34,15 @@ def as_table(block_table: Any, batch: int) -> Any:
     if table.size and not -(2**31) <= int(table.min()) <= int(table.max()) < 2**31:
         raise ArgumentError("block_table holds numbers beyond int32, which no page has")
     return np.ascontiguousarray(table, np.int32)
+
+
+def _listed(rows: Any) -> Any:
+    try:
+        return np.asarray(rows)
+    except ValueError:
+        raise ArgumentError(
+            "block_table has rows of different lengths: fill them up with -1, where there is no page"
+        ) from None
 
 
 def check_lengths(lengths: Any, page_size: int, pages: int) -> None:
@@ -62,40 +71,46 @@ class CheckedTable:
         table: as `as_table` gives it. cache: how many pages k and v have, and tokens of each. lengths: int64
         [batch], where there is no `visible`, which has them.
         """
-        used: list[Any] = []
         pages, page_size = cache
+        used: Any = b""
         if visible is not None:
             used = _pages_seen(visible, page_size)
         elif lengths is not None:
-            used = [[(0, -(-length // page_size))] for length in lengths.tolist()]
-        given = (pages, table.shape, table.tobytes(), used)
+            used = np.zeros((len(lengths), 1, 2), np.int64)
+            used[:, 0, 1] = (lengths + (page_size - 1)) // page_size
+        given = (pages, table.shape, table.tobytes(), bytes(used))
         if given == self._passed:
             return
         if visible is None:
             check_lengths(lengths, page_size, table.shape[1])
-        _check_entries(table, pages, np.array(used, np.int64).reshape(len(table), -1, 2))
+        _check_entries(table, pages, used)
         self._passed = given
 
 
 def _pages_seen(visible: Visible, page_size: int) -> Any:
-    """Which entries of a table are read for what queries see, [batch, 3, 2], from one to before the other: of
-    leading tokens, of what lies between the first and the last of the others, of drafts."""
-    begin, end = visible.intervals[..., 0::2], visible.intervals[..., 1::2]  # [batch, queries, 2]
-    there = begin < end
-    used = np.empty((len(begin), 3, 2), np.int64)
-    used[:, :2, 0] = np.where(there, begin // page_size, _NEVER).min(axis=1)
-    used[:, :2, 1] = np.where(there, -(-end // page_size), 0).max(axis=1)
-    used[:, 2, 0] = visible.draft_begins // page_size
-    used[:, 2, 1] = -(-(visible.draft_begins + visible.drafts) // page_size) if visible.drafts else 0
-    return used.tolist()
-
-
-_NEVER = 2**62
+    """Which entries of a table are read, [batch, n, 2], from one to before the other: for each query those of
+    its two intervals, and those of drafts."""
+    begins, ends = visible.intervals[..., 0::2], visible.intervals[..., 1::2]  # [batch, queries, 2]
+    used = np.zeros((len(begins), begins[0].size + 1, 2), np.int64)
+    used[:, :-1, 0] = (begins // page_size).reshape(len(begins), -1)
+    used[:, :-1, 1] = np.where(begins < ends, -(-ends // page_size), 0).reshape(len(begins), -1)
+    if visible.drafts:
+        used[:, -1, 0] = visible.draft_begins // page_size
+        used[:, -1, 1] = -(-(visible.draft_begins + visible.drafts) // page_size)
+    return used
 
 
 def _check_entries(table: Any, pages: int, used: Any) -> None:
-    entry = np.arange(table.shape[1])
-    read = ((entry >= used[..., :1]) & (entry < used[..., 1:])).any(axis=1)
+    """used: [batch, n, 2], as `_pages_seen` gives it; nothing where an end is not above its begin."""
+    entries = table.shape[1]
+    used = np.clip(used, 0, entries)
+    row, piece = np.nonzero(used[..., 0] < used[..., 1])
+    opened = np.zeros(
+        (len(table), entries + 1), np.int64
+    )  # ranges that begin at an entry, less those that end
+    np.add.at(opened, (row, used[row, piece, 0]), 1)
+    np.add.at(opened, (row, used[row, piece, 1]), -1)
+    read = opened.cumsum(axis=1)[:, :entries] > 0
     wrong = read & ((table < 0) | (table >= pages))
     if wrong.any():
         b, p = np.argwhere(wrong)[0].tolist()
@@ -105,7 +120,7 @@ def _check_entries(table: Any, pages: int, used: Any) -> None:
                 f"{told}, no page, but sequence {b} has tokens there: pass its page, or lengths"
             )
         raise ArgumentError(f"{told}, but k and v have {pages} pages: local numbers, from 0 on, are needed")
-    ordered = np.sort(np.where(read, table, -1 - entry), axis=1)
+    ordered = np.sort(np.where(read, table, -1 - np.arange(entries)), axis=1)
     twice = ordered[:, 1:] == ordered[:, :-1]
     if twice.any():
         b, p = np.argwhere(twice)[0].tolist()
@@ -161,26 +176,33 @@ class OwnPages:
 def own_pages(block_table: Any, owners: Any, rank: int, *, page_size: int, lengths: Any) -> OwnPages:
     """What of a block table over all ranks is this rank's.
 
-    block_table: integers [batch, pages of a sequence], numbers of pages of the whole pool, -1 for none.
-    owners: integers [pages of the pool], the rank of each; a rank has its pages in the order of their
-    numbers, ``pool[owners == rank]``. lengths: [batch], tokens of the whole sequences.
+    block_table: integers [batch, pages of a sequence], numbers of pages of the whole pool; behind `lengths`
+    anything. owners: integers [pages of the pool], the rank of each; a rank has its pages in the order of
+    their numbers, ``pool[owners == rank]``. lengths: [batch], tokens of the whole sequences.
 
     Raises `ArgumentError` for a table that cannot be.
     """
     owners, lengths = np.asarray(owners), np.asarray(lengths)
-    if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (lengths < 0).any():
         raise ArgumentError(
-            f"lengths are {lengths.dtype} {list(lengths.shape)}: whole numbers [batch] are needed"
+            f"lengths are {lengths.dtype} {list(lengths.shape)}: whole numbers [batch] from 0 on are needed"
         )
-    table = as_table(block_table, len(lengths))
+    if owners.ndim != 1 or (owners.dtype.kind not in "iu" and owners.size):
+        raise ArgumentError(
+            f"owners are {owners.dtype} {list(owners.shape)}: whole numbers [pages of the pool] are needed, "
+            "the rank of each page"
+        )
+    if isinstance(page_size, bool) or not isinstance(page_size, int | np.integer) or page_size < 1:
+        raise ArgumentError(f"page_size must be a positive whole number, not {page_size!r:.60}")
+    table, lengths = as_table(block_table, len(lengths)), lengths.astype(np.int64)
     CheckedTable().check(table, (len(owners), page_size), lengths, None)
     place = np.arange(table.shape[1])
     valid = np.clip(lengths[:, None] - place * page_size, 0, page_size)  # tokens of each entry
-    own = (valid > 0) & (owners[np.maximum(table, 0)] == rank)
-    local = np.cumsum(owners == rank) - 1
+    held = np.flatnonzero(owners == rank)
+    own = (valid > 0) & np.isin(table, held)
     order = np.argsort(~own, axis=1, kind="stable")[:, : int(own.sum(axis=1).max(initial=0))]
     there = np.take_along_axis(own, order, axis=1)
-    numbers = np.where(there, local[np.take_along_axis(np.maximum(table, 0), order, axis=1)], -1)
+    numbers = np.where(there, np.searchsorted(held, np.take_along_axis(table, order, axis=1)), -1)
     return OwnPages(
         numbers.astype(np.int32), (valid * own).sum(axis=1), np.where(there, order, -1), int(page_size)
     )

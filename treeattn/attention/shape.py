@@ -205,7 +205,8 @@ def _scales(name: str, given: Any, kv_heads: int) -> tuple[float, ...] | None:
     if given is None:
         return None
     array = np.asarray(given)
-    if array.dtype.kind not in "fiu" or array.shape not in ((), (kv_heads,)):
+    number = array.dtype.kind in "fiu" or array.dtype == DTYPES["bfloat16"]
+    if not number or array.shape not in ((), (kv_heads,)):
         raise ArgumentError(f"{name} must be a number, or one for each of {kv_heads} KV heads")
     array = np.broadcast_to(array, kv_heads).astype(np.float32)
     if not (np.isfinite(array) & (array > 0)).all():

@@ -215,12 +215,14 @@ def _wire(world: Any, decoder: Decoder) -> dict[str, Any]:
 
 
 def _summary(problem: Problem, rows: list[dict[str, Any]], placement: list[dict[str, Any]]) -> dict[str, Any]:
+    shape = problem.shape
+    cache = {"cache_dtype": shape.kv_dtype, "v_dim": shape.v_dim, "page_size": shape.page_size}
     return {
         "input": str(problem.source),
         "tokens": problem.tokens,
         "layout": str(problem.layout),
         "scale": problem.scale,
-        "shape": problem.shape.plain | {"cache_dtype": problem.shape.kv_dtype, "v_dim": problem.shape.v_dim},
+        "shape": shape.plain | cache,
         "rules": {name: np.asarray(rule).tolist() for name, rule in problem.rules.planned().items()},
         "schemes": [row["scheme"] for row in rows],
         "results": [{key: value for key, value in row.items() if key != "arrays"} for row in rows],

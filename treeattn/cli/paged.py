@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from treeattn.attention.pages import CheckedTable, as_table, rows_of
+from treeattn.attention.pages import CheckedTable, rows_of
 from treeattn.shards import Layout
 
 __all__ = ["PagedShard"]
@@ -22,8 +22,9 @@ class PagedShard:
     def __init__(
         self, table: Any, pages: tuple[int, int], lengths: Any, layout: Layout, rank: int, size: int
     ) -> None:
-        """pages: how many the file has, and tokens of each. Raises `ArgumentError`."""
-        table, page_size = as_table(table, len(lengths)), pages[1]
+        """table: as `as_table` gives it. pages: how many the file has, and tokens of each. Raises
+        `ArgumentError`."""
+        page_size = pages[1]
         CheckedTable().check(table, pages, lengths, None)
         every = np.arange(table.shape[1])
         places = np.concatenate([every[:0], *(every[run] for run in layout.runs(len(every), rank, size))])

@@ -11,6 +11,7 @@ import numpy as np
 
 from treeattn import comm as comm_
 from treeattn import files, reference
+from treeattn.attention.pages import as_table
 from treeattn.attention.shape import CACHE_DTYPES, Shape, dtype_name, values_of
 from treeattn.attention.visibility import Visibility
 from treeattn.cli.console import Lines
@@ -36,13 +37,8 @@ class Problem:
     def _open(self, world: Any, expect: Path | None) -> None:
         self.file = files.open_cache(self.source)
         stated, v_dim = self.file.scale(), self.file.v_dim()
-        q, k = self.file["q"], self.file["k"]
-        v = values_of(k, None, v_dim, stated) if v_dim is not None and k.ndim == 4 else self.file["v"]
-        for name, tensor in zip("qkv", (q, k, v), strict=True):
-            if tensor.ndim != 4:
-                raise ArgumentError(
-                    f"{self.source}: {name} has shape {list(tensor.shape)}, expected four axes"
-                )
+        q, k = self._four_axes("q"), self._four_axes("k")
+        v = self._four_axes("v") if v_dim is None else values_of(k, None, v_dim, stated)
         table = self.file.tensors.get("block_table")
         page_size = None if table is None else k.shape[1]
         scales = (self.file.tensors.get(name) for name in ("k_scale", "v_scale"))
@@ -65,10 +61,17 @@ class Problem:
                 raise ArgumentError(f"{expect}: out and lse do not have the shapes that {self.source} gives")
         self.identity = (self.shape, self.tokens, self.scale, self.source.stat().st_size)
 
+    def _four_axes(self, name: str) -> Any:
+        tensor = self.file[name]
+        if tensor.ndim != 4:
+            raise ArgumentError(f"{self.source}: {name} has shape {list(tensor.shape)}, expected four axes")
+        return tensor
+
     def _take_tokens(self, world: Any, table: Any) -> None:
         """How many tokens a sequence can have, and which are this rank's."""
         pages, self.paged, self.lengths = self.file["k"].shape[:2], None, None
-        self.tokens = pages[1] if table is None else pages[1] * table.shape[-1]
+        table = None if table is None else as_table(table, self.shape.batch)
+        self.tokens = pages[1] if table is None else pages[1] * table.shape[1]
         given = self.file["lengths"] if table is not None or "lengths" in self.file.tensors else None
         lengths = None if given is None else self.shape.check_lengths(given, self.tokens)
         if table is not None:
@@ -114,7 +117,7 @@ class Problem:
         where = {"positions": self.positions} if self.rules.ask_positions else {}
         cache = {"cache_dtype": shape.kv_dtype, "page_size": shape.page_size}
         scales = {"k_scale": shape.k_scale, "v_scale": shape.v_scale}
-        width = {} if shape.v_dim == shape.head_dim else {"v_dim": shape.v_dim}
+        width = {"v_dim": shape.v_dim} if self.latent or shape.v_dim != shape.head_dim else {}
         return shape.plain | cache | scales | width | {"scale": self.scale} | self.rules.planned() | where
 
     @property

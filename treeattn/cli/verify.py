@@ -103,7 +103,7 @@ class Drafts:
 
     def _read(self, owner: str | None) -> None:
         file, given = self.problem.file, self.problem.file.tensors
-        if self.shape.mixed or self.shape.v_dim != self.shape.head_dim:
+        if self.shape.mixed or self.problem.latent or self.shape.v_dim != self.shape.head_dim:
             raise ArgumentError(f"{file.path}: verify takes q, k and v of one type and one width")
         parents = file["parents"]
         if parents.shape != (self.shape.batch, self.shape.queries):

@@ -46,6 +46,7 @@ class Request:
         """What is compared, by the names that an error gives it."""
         return {
             "q_root": self.q_root,  # first: a rank that broadcasts compares nothing else
+            "page_size (None without a block_table)": self.shape.page_size,
             "the shape or dtype of q, k, v": self.shape,
             "scale": self.logit_scale,
             "scheme": self.scheme.text,

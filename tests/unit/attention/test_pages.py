@@ -27,6 +27,7 @@ def test_tables_that_can_be() -> None:
     check([[0, 0, 9, -7]], (3,))  # what nobody reads is not looked at
     check(np.zeros((2, 0), np.int64), (0, 0), pages=0)
     check(np.maximum(TABLE, 0).astype(np.uint8))
+    check([[], []], (0, 0), pages=0)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,7 @@ def test_tables_that_can_be() -> None:
         ([[0.0], [1.0]], (1, 1), r"block_table is float64 \[2, 1\]"),
         ([[0]], (1, 1), r"= \[2, any\] are needed"),
         ([[2**40], [0]], (1, 1), "beyond int32"),
+        ([[0], [1, 2]], (1, 1), "rows of different lengths: fill them up with -1"),
         (object(), (1, 1), "block_table is a object"),
     ],
 )
@@ -77,6 +79,19 @@ def test_pages_that_no_query_sees_may_be_gone() -> None:
     visible.look(Runs([(0, 1, 40)]), 40, [33], [20, 22], np.ones((1, 2, 2), bool))
     with pytest.raises(ArgumentError, match=r"block_table\[0, 7\] is -1"):
         check(table, [33], 8, visible)
+
+
+def test_pages_between_what_queries_see_may_be_gone() -> None:
+    """Two queries far apart: what lies between their windows is neither read nor looked at."""
+    visible = Visible(Visibility(causal=True, left=3), 1, 2)
+    visible.look(Runs([(0, 1, 40)]), 40, [40], [4, 38])
+    table = np.array([[7, 0, 99, 99, -5, 7, 7, 7, 1, 2]])
+    check(table, [40], 8, visible)
+    for entry in (0, 1, 8, 9):
+        broken = table.copy()
+        broken[0, entry] = -1
+        with pytest.raises(ArgumentError, match=rf"block_table\[0, {entry}\] is -1"):
+            check(broken, [40], 8, visible)
 
 
 def test_every_token_is_on_one_rank_at_its_position() -> None:
@@ -120,3 +135,34 @@ def test_sequences_with_other_places_have_no_common_positions() -> None:
     assert own.block_table.tolist() == [[0], [1]]
     with pytest.raises(ArgumentError, match="has other places on this rank"):
         _ = own.positions
+
+
+def test_own_pages_looks_at_nothing_behind_lengths() -> None:
+    own = own_pages([[2, 99, -7], [0, 1, 99]], [1, 0, 1], 1, page_size=4, lengths=[3, 8])
+    assert own.block_table.tolist() == [[1], [0]]
+    assert own.lengths.tolist() == [3, 4]
+    narrow = own_pages(
+        [list(range(16))], np.zeros(16, int), 0, page_size=16, lengths=np.array([250], np.uint8)
+    )
+    assert narrow.lengths.tolist() == [250]
+    nothing = own_pages([[-1]], [], 0, page_size=4, lengths=[0])
+    assert nothing.block_table.shape == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_table": [[0, 3]]}, "but k and v have 2 pages"),
+        ({"owners": [[0, 0]]}, r"owners are int64 \[1, 2\]"),
+        ({"owners": [0.0, 0.0]}, "owners are float64"),
+        ({"lengths": [-1]}, r"whole numbers \[batch\] from 0 on"),
+        ({"lengths": 3}, r"whole numbers \[batch\] from 0 on"),
+        ({"page_size": 0}, "page_size must be a positive whole number"),
+        ({"page_size": 4.5}, "page_size must be a positive whole number"),
+    ],
+)
+def test_what_nobody_can_own(change: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"block_table": [[0, 1]], "owners": [0, 0], "page_size": 4, "lengths": [8]}
+    given |= change
+    with pytest.raises(ArgumentError, match=message):
+        own_pages(given.pop("block_table"), given.pop("owners"), 0, **given)

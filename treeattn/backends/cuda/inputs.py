@@ -44,10 +44,9 @@ def check_inputs(q: Any, k: Any, v: Any, records: Any, block_table: Any, runtime
     batch, v_dim = records.shape[0], records.shape[3] - partial.EXTRA
     if q.dtype.name not in TYPES:
         raise wrong_type("q", q)
-    if block_table is None:
-        check_shapes(q, k, v, records)
-    else:
-        check_pages(q, k, v, records, block_table)
+    check_shapes(q, k, v, records, paged=block_table is not None)
+    if block_table is not None:
+        check_table(block_table, batch)
     check_head_dim(q.shape[3], v_dim)
     if v_dim != q.shape[3] and not is_latent(k, v, runtime):
         raise ArgumentError(
@@ -92,24 +91,6 @@ def rows_aligned(array: Any, multiple: int, runtime: Runtime) -> bool:
     """Whether rows begin at multiples of so many bytes."""
     strides = [stride for stride, size in zip(array.strides[:3], array.shape[:3], strict=True) if size > 1]
     return not any(at % multiple for at in (runtime.address(array), *strides))
-
-
-def check_pages(q: Any, k: Any, v: Any, records: Any, block_table: Any) -> None:
-    """Raise `ArgumentError` unless q fits the records, and k, v and the table are those of a paged cache."""
-    batch, heads, queries, width = records.shape
-    v_dim = width - partial.EXTRA
-    if q.ndim != 4 or q.shape[:3] != (batch, queries, heads):
-        raise ArgumentError(
-            f"q has shape {q.shape}: [batch, queries, heads, head_dim] is {(batch, queries, heads)} and any"
-        )
-    if k.ndim != 4 or v.shape != (*k.shape[:3], v_dim) or k.shape[3] != q.shape[3] or 0 in k.shape[1:3]:
-        raise ArgumentError(
-            f"k {k.shape} and v {v.shape}: they must be [pages, page_size, kv_heads, head_dim and v_dim] = "
-            f"[any, any, any, {q.shape[3]} and {v_dim}]"
-        )
-    if heads % k.shape[2]:
-        raise ArgumentError(f"{heads} query heads cannot share {k.shape[2]} KV heads: it must be a multiple")
-    check_table(block_table, batch)
 
 
 def check_table(table: Any, batch: int) -> None:
