@@ -23,7 +23,8 @@ def test_help_lists_each_command_with_its_whole_sentence():
     names = [entry.split()[0] for entry in entries]
     assert names == [
         *("decode", "compare", "plot", "paper", "schemes", "schedule", "visible", "generate", "inspect"),
-        *("topology", "simulate", "published", "tree", "verify", "roofline", "check-partials", "doctor"),
+        *("topology", "calibrate", "simulate", "tune", "trace", "published"),
+        *("tree", "verify", "roofline", "check-partials", "doctor"),
     ]
     for entry in entries:
         assert entry.rstrip().endswith(".")

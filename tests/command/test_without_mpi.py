@@ -34,6 +34,7 @@ def without_mpi(request, tmp_path):
     [
         "--help", "decode --help", "compare --help", "plot --help", "paper --help", "schemes --help",
         "schedule --help", "roofline --help", "doctor --help", "check-partials --help", "schemes",
+        "calibrate --help", "tune --help", "trace --help",
         "schedule ring --ranks 3",
         "paper --list", "paper --ranks-free volume",
         "roofline --tokens 1k --groups 1 --dtypes float32 --repeat 1",

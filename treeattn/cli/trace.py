@@ -12,7 +12,6 @@ from treeattn.cli.scheme import given
 from treeattn.decoder import plan as routes
 from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError
-from treeattn.study import trace
 
 __all__ = ["command"]
 
@@ -31,6 +30,8 @@ def command(scheme: str, out: Path, queries: int, heads: int, head_dim: int, ite
 
     Python runs the rounds, so that they can be seen. simulate --format trace writes the same of a simulation.
     """
+    from treeattn.study import trace  # needs an MPI library, which help does not
+
     world = comm_.world()
     said = (scheme, str(out), queries, heads, head_dim, iterations)
     comm_.agree(world, {"the command line": said})

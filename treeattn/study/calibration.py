@@ -23,7 +23,6 @@ from treeattn.collectives.clusters.description import Cluster, Executor
 from treeattn.collectives.clusters.fit import Residual, fit
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.probes import Probe, probes
-from treeattn.collectives.executors import mpi, program, slots
 from treeattn.collectives.reducer import Reducer, Reduction
 from treeattn.decoder import Decoder
 from treeattn.decoder import executor as executors
@@ -40,11 +39,8 @@ __all__ = ["Calibration", "calibrate"]
 
 HEAD_DIM = 128
 _BLOCKS, _WARMUP, _FEWEST, _MOST = 4, 3, 4, 100
-_HEADS, _TOKENS, _ONE = (
-    8,
-    8192,
-    0x3F80,
-)  # 32 MiB of keys and values, more than a core's caches; 1.0 in bfloat16
+_HEADS, _TOKENS = 8, 8192  # 32 MiB of keys and values, more than a core's caches
+_ONE = 0x3F80  # in bfloat16
 
 
 class Calibration(NamedTuple):
@@ -135,6 +131,8 @@ class _Bench:
 
     def _reducer(self, comm: Intracomm, scheme: str, buffer: Any) -> Reducer:
         """As over all ranks. Not by `executors.plan`, which sees a few ranks alone, and cores enough."""
+        from treeattn.collectives.executors import mpi, program, slots
+
         reduction, schedule = self._reduction(comm, buffer), build(scheme, comm.size)
         nodes = comm_.node_groups(comm)
         if self.executor == "mpi":
