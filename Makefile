@@ -18,8 +18,8 @@
 #   venv, clean   make the environment of the tests; remove all that was made
 #
 # Variables: PY the Python to build on; EXTRAS the MPI runtime to install (empty where the site has its
-# own); MPIEXEC the launcher; NP the ranks of the demo; SIZES the communicator sizes of the MPI tests; JOBS the
-# processes of the tests without ranks.
+# own); MPIEXEC the launcher; NP the ranks of the demo; SIZES the communicator sizes of the MPI tests
+# (OPENMPI_SIZES with Open MPI); JOBS the processes of the tests without ranks.
 
 PY      ?= python3
 EXTRAS  ?= mpich
@@ -27,6 +27,7 @@ MPIEXEC ?= .venv/bin/mpiexec
 NP      ?= 4
 SIZES   ?= 1 2 3 4 5 7 8
 JOBS    ?= 2
+OPENMPI_SIZES ?= 1 2 3 4
 SCHEMES ?= binary_tree,recursive_doubling,hierarchical
 
 BIN    := .venv/bin
@@ -58,7 +59,7 @@ test-quick: .venv/.tests
 test-mpi: .venv/.tests
 	@for n in $(SIZES); do \
 	    echo "== $$n ranks"; \
-	    timeout -k 10 600 $(MPIEXEC) -n $$n $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi || exit 1; \
+	    timeout -k 10 900 $(MPIEXEC) -n $$n $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi || exit 1; \
 	done
 
 # Drawn cases of what a query may see, against a dense oracle: 2000 on each number of ranks.
@@ -96,9 +97,9 @@ OPENMPI := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_pm
            OMPI_MCA_btl=self,sm,tcp OMPI_MCA_mpi_yield_when_idle=1
 
 test-openmpi: .venv-openmpi/.tests
-	@for n in 1 2 3 4; do \
+	@for n in $(OPENMPI_SIZES); do \
 	    echo "== $$n ranks, Open MPI"; \
-	    $(OPENMPI) timeout -k 10 600 .venv-openmpi/bin/mpiexec --oversubscribe --bind-to none -n $$n \
+	    $(OPENMPI) timeout -k 10 900 .venv-openmpi/bin/mpiexec --oversubscribe --bind-to none -n $$n \
 	        .venv-openmpi/bin/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi || exit 1; \
 	done
 
