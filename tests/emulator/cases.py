@@ -250,6 +250,23 @@ def is_tensor_core_case(case: Case) -> bool:
     return case.tensor_cores and case.dtype != "float32" and case.group * case.queries >= 4
 
 
+#: All at once, over a ragged batch with drafts.
+_ALL_RULES: dict[str, Any] = {
+    "queries": 5,
+    "kv_heads": 1,
+    "batch": 2,
+    "tokens": 260,
+    "lengths": (260, 171),
+    "drafts": 35,
+    "splits": 4,
+    "causal": True,
+    "window": (60, 4),
+    "leading": 4,
+    "softcap": 9.0,
+    "alibi": True,
+    "runs": ((3, 2, 100), (300, 1, 160)),
+}
+
 CASES = (
     # Every type and head dimension, one query head for each KV head.
     *(Case(dtype, d, splits=3) for dtype in _DTYPES for d in (64, 80, 96, 128, 256)),
@@ -342,24 +359,7 @@ CASES = (
     Case("float32", 64, group=2, alibi=True, q_at=(5000000,), splits=3),
     Case("bfloat16", 64, group=8, alibi=True, runs=((0, 1, 75), (400, 1, 75)), q_at=(410,), splits=3),
     *(
-        Case(
-            t,
-            d,
-            group=g,
-            queries=5,
-            kv_heads=1,
-            batch=2,
-            tokens=260,
-            lengths=(260, 171),
-            drafts=35,
-            splits=4,
-            causal=True,
-            window=(60, 4),
-            leading=4,
-            softcap=9.0,
-            alibi=True,
-            runs=((3, 2, 100), (300, 1, 160)),
-        )
+        Case(t, d, group=g, **_ALL_RULES)
         for t, d, g in (("float32", 64, 1), ("float16", 80, 4), ("bfloat16", 128, 4), ("float32", 256, 2))
     ),
     # Splits by the backend's own choice, from what is seen.
@@ -387,26 +387,5 @@ CASES = (
     Case("float16", 576, v_dim=512, kv_heads=1, group=5, queries=4, layout="gaps", splits=2),
     Case("float32", 576, v_dim=512, kv_heads=1, group=8, scores=60.0, splits=2),
     Case("bfloat16", 576, v_dim=512, kv_heads=1, group=16, tokens=700),
-    *(
-        Case(
-            t,
-            576,
-            v_dim=512,
-            group=6,
-            queries=5,
-            kv_heads=1,
-            batch=2,
-            tokens=260,
-            lengths=(260, 171),
-            drafts=35,
-            splits=4,
-            causal=True,
-            window=(60, 4),
-            leading=4,
-            softcap=9.0,
-            alibi=True,
-            runs=((3, 2, 100), (300, 1, 160)),
-        )
-        for t in ("float32", "bfloat16")
-    ),
+    *(Case(t, 576, v_dim=512, group=6, **_ALL_RULES) for t in ("float32", "bfloat16")),
 )

@@ -189,11 +189,10 @@ class Decoder:
         agreed first would cost as much as the reduction: let it end the job (python -m mpi4py).
         """
         v = self._first_channels(k) if v is None else v
-        attention, whole = self._attention, self._whole
-        visible = None
+        attention, whole, visible = self._attention, self._whole, None
         if not self._plain or mask is not None or draft_positions is not None:
-            tokens = self._tokens(k, lengths, block_table)
-            attention, whole = self._look(tokens, lengths, q_positions, positions, mask, draft_positions)
+            seen = q_positions, positions, mask, draft_positions
+            attention, whole = self._look(k, lengths, block_table, *seen)
             visible, lengths = self._tables, None
         if whole is not None and block_table is None and whole(q, k, v, lengths):
             return self._results
@@ -234,8 +233,8 @@ class Decoder:
         v = self._first_channels(k) if v is None else v
         attention, visible = self._attention, None
         if not self._plain or mask is not None or draft_positions is not None:
-            tokens = self._tokens(k, lengths, block_table)
-            attention, _ = self._look(tokens, lengths, q_positions, positions, mask, draft_positions)
+            seen = q_positions, positions, mask, draft_positions
+            attention, _ = self._look(k, lengths, block_table, *seen)
             visible, lengths = self._tables, None
         self._attend(attention, q, k, v, lengths, block_table, visible)
 
@@ -265,8 +264,9 @@ class Decoder:
             )
         return self.shape.page_size
 
-    def _look(self, tokens: int, lengths: Any, *seen: Any) -> tuple[Any, Any]:
+    def _look(self, k: Any, lengths: Any, block_table: Any, *seen: Any) -> tuple[Any, Any]:
         """Fill the tables of a step; attention and whole step that read them."""
+        tokens = self._tokens(k, lengths, block_table)
         if self._tables is None:  # a mask, for the first time
             if self._see is None:
                 how = "by groups of heads" if self.groups > 1 else f"of {self.scheme}"

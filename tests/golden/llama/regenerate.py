@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from continuation import continuation
 from transformers import AutoModelForCausalLM
 
 HERE = Path(__file__).parent
@@ -29,21 +30,12 @@ def main() -> None:
             model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, attn_implementation="eager"
             )
-            ids = torch.tensor(PROMPT)[None]
-            made = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=STEPS,
-                do_sample=False,
-                eos_token_id=None,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
+            tokens, logits = continuation(model, list(PROMPT), STEPS)
             short = torch.tensor(PROMPT[:SHORT])[None]
             with torch.no_grad():
                 found[f"{name}.short"] = model(short).logits[0, -1].numpy()
-        found[f"{name}.tokens"] = made.sequences[0, len(PROMPT) :].numpy()
-        found[f"{name}.logits"] = torch.stack(made.logits).squeeze(1).numpy()[:KEPT]
+        found[f"{name}.tokens"] = np.array(tokens)
+        found[f"{name}.logits"] = logits.numpy()[:KEPT]
         print(name, found[f"{name}.tokens"].tolist(), np.abs(found[f"{name}.logits"]).max())
     np.savez_compressed(HERE / "logits.npz", **found)
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
+from continuation import continuation
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -31,20 +32,11 @@ def main() -> None:
     before, after = (tokenizer.encode(text).ids for text in AROUND)
     prompt = before + page + after
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    ids = torch.tensor([prompt])
-    made = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=STEPS,
-        do_sample=False,
-        eos_token_id=None,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    best = torch.stack(made.logits).squeeze(1).topk(2).values
+    tokens, logits = continuation(model, prompt, STEPS)
+    best = logits.topk(2).values
     facts = {
         "prompt": prompt,
-        "tokens": made.sequences[0, len(prompt) :].tolist(),
+        "tokens": tokens,
         "closest": float((best[:, 0] - best[:, 1]).min()),
     }
     (HERE / "smollm2_135m.json").write_text(json.dumps(facts) + "\n")
