@@ -105,9 +105,8 @@ def _check_entries(table: Any, pages: int, used: Any) -> None:
     entries = table.shape[1]
     used = np.clip(used, 0, entries)
     row, piece = np.nonzero(used[..., 0] < used[..., 1])
-    opened = np.zeros(
-        (len(table), entries + 1), np.int64
-    )  # ranges that begin at an entry, less those that end
+    # At each entry: ranges that begin there, less those that end.
+    opened = np.zeros((len(table), entries + 1), np.int64)
     np.add.at(opened, (row, used[row, piece, 0]), 1)
     np.add.at(opened, (row, used[row, piece, 1]), -1)
     read = opened.cumsum(axis=1)[:, :entries] > 0
