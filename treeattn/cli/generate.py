@@ -16,6 +16,7 @@ from treeattn import comm as comm_
 from treeattn import files
 from treeattn.cli.console import Lines
 from treeattn.cli.text import Stream, prompt
+from treeattn.collectives import waiting
 from treeattn.collectives.reducer import Sent
 from treeattn.decoder import Decoder
 from treeattn.errors import ArgumentError
@@ -107,7 +108,8 @@ def command(
         return tokenizer, tokens, files.output_writer(json_path)
 
     tokenizer, tokens, write = comm_.together(world, opened)
-    tokens = world.bcast(tokens)
+    with waiting.watched("the prompt"):
+        tokens = world.bcast(tokens)
     settings: dict[str, Any] = {
         "capacity": len(tokens) + max_new_tokens,
         "scheme": scheme if decode == "tree" else decode,
@@ -128,7 +130,8 @@ def command(
                 "scheme": session.decoder.scheme,
                 "tree_scheme": None if trees is None else trees.scheme,
             }
-    facts = _facts(world, model, tokens, settings | chosen, runs)
+    with waiting.watched("what was measured"):
+        facts = _facts(world, model, tokens, settings | chosen, runs)
     facts |= {"weights": weights, "draft": draft or (draft_model and str(draft_model))}
     facts["blas_threads"] = cores.blas_threads
     if world.rank == 0:
@@ -166,15 +169,20 @@ def _run(
 
     made = generate(world, session, tokens, count, stop, drafting, told, say)
     stream.end()
+    mine = {
+        "attention_s": made.attention_s,
+        "cache_bytes": session.cache_bytes,
+        "sent_bytes": _sent(session, session.decoder),
+        "tree_bytes": _sent(session, session.tree_decoder),
+    }
+    with waiting.watched("what was measured"):
+        everyones = world.allgather(mine)
     return {
         "tokens": made.tokens,
         "first_token_s": made.first_token_s,
         "step_s": made.step_s,
-        "attention_s": world.allgather(made.attention_s),
         "accepted": made.accepted,
-        "cache_bytes": world.allgather(session.cache_bytes),
-        "sent_bytes": world.allgather(_sent(session, session.decoder)),
-        "tree_bytes": world.allgather(_sent(session, session.tree_decoder)),
+        **{name: [one[name] for one in everyones] for name in mine},
     }
 
 

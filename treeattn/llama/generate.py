@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from treeattn import comm as comm_
+from treeattn.collectives import waiting
 from treeattn.llama.drafts import Drafter, draft_tree
 from treeattn.llama.session import Session
 from treeattn.token_tree import accept_greedy
@@ -59,7 +60,8 @@ def generate(
     what the model would have said itself.
     """
     clock = comm_.mpi().Wtime
-    comm.Barrier()
+    with waiting.watched("the beginning of a text"):
+        comm.Barrier()
     began = clock()
     layers = session.model.config.layers
 

@@ -18,6 +18,7 @@ import numpy as np
 from treeattn import comm as comm_
 from treeattn.attention.positions import Runs, as_runs
 from treeattn.cache import ShardedCache
+from treeattn.collectives import waiting
 from treeattn.decoder import Decoder
 from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError
@@ -84,7 +85,7 @@ class Session:
         size, n = self._comm.size, len(self._prompt)
         self._shards = [as_runs(chosen.runs(n, rank, size)) for rank in range(size)]
         self._own: Runs = self._shards[self._comm.rank]
-        self._prefill = PREFILLS[prefill](self._comm, config, self._shards)
+        self._prefill = PREFILLS[prefill]
         owners = np.arange(capacity) % size
         for rank, runs in enumerate(self._shards):
             owners[runs.positions()] = rank
@@ -117,16 +118,18 @@ class Session:
 
         def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
             self._caches[layer].append_own(k[None], v[None], [self.tokens])
-            attended = self._prefill(q, k, v)
+            attended = seen(q, k, v)
             told(layer)
             return attended
 
         positions = self._own.positions()
-        hidden = self.model.run(self._prompt[positions], positions, attend, dealt=True)
+        with self._prefill(self._comm, self.model.config, self._shards) as seen:
+            hidden = self.model.run(self._prompt[positions], positions, attend, dealt=True)
         last = next(rank for rank, runs in enumerate(self._shards) if runs.end == self.tokens)
         shape = 1, self.model.config.hidden_size
         end = hidden[-1:].copy() if self._comm.rank == last else np.empty(shape, np.float32)
-        self._comm.Bcast(end, root=last)
+        with waiting.watched("the prompt's last token"):
+            self._comm.Bcast(end, root=last)
         return self.model.logits(end)[0]
 
     def step(self, token: int) -> Any:
