@@ -86,6 +86,21 @@ def test_drafts_and_sharded_weights_give_the_same_tokens(model, tmp_path, option
     assert all(peak > held for peak, held in zip(facts["peak_bytes"], facts["weight_bytes"], strict=True))
 
 
+def test_tokens_are_drawn_by_a_seed_whatever_the_ranks_and_the_drafts(model, tmp_path):
+    """With --repeat too: each time from the seed on."""
+    out, said = tmp_path / "facts.json", {}
+    common = ("generate", "--model", model, "--prompt-ids", IDS, "-n", 24, "--ignore-eos")
+    common += ("--temperature", 1.2, "--top-k", 40, "--top-p", 0.95, "--json", out)
+    cases = {(1, 7): ("--repeat", 2), (3, 7): (), (2, 7): ("--draft", "ngram"), (1, 8): ()}
+    for (ranks, seed), more in cases.items():
+        done = treeattn(*common, "--seed", seed, *more, ranks=ranks)
+        assert done.returncode == 0, done.stdout + done.stderr
+        said[ranks, seed] = done.stdout
+    assert said[1, 7] == said[2, 7] == said[3, 7] != said[1, 8]
+    wanted = {"temperature": 1.2, "top_k": 40, "top_p": 0.95, "seed": 8}
+    assert json.loads(out.read_text())["sampling"] == wanted
+
+
 def test_text_goes_in_and_comes_out(model):
     byte_tokenizer().save(str(model / "tokenizer.json"))
     done = treeattn("generate", "--model", model, "--prompt", "Grüße, world", "-n", 8, ranks=2)
@@ -119,6 +134,12 @@ def test_a_text_ends_with_the_token_that_ends_it(tmp_path):
         (("--prompt-ids", "1", "--draft", "ngram", "--draft-model", "x"), "are two ways to find drafts"),
         (("--prompt-ids", "1", "--draft", "ngram", "--decode", "kv_ring"), "attends while it communicates"),
         (("--prompt-ids", "1", "--draft-model", "/nowhere"), "/nowhere/config.json: cannot be read"),
+        (("--prompt-ids", "1", "--temperature", "-0.5"), "temperature -0.5: give a number from 0 on"),
+        (("--prompt-ids", "1", "--temperature", "nan"), "temperature nan: give a number from 0 on"),
+        (("--prompt-ids", "1", "--temperature", "warm"), "'warm' is not a valid float"),
+        (("--prompt-ids", "1", "--temperature", "1", "--top-k", "-1"), "top_k -1: give a number of tokens"),
+        (("--prompt-ids", "1", "--temperature", "1", "--top-p", "0"), "top_p 0.0: give a probability above"),
+        (("--prompt-ids", "1", "--top-p", "0.9"), "give a temperature above 0 too"),
         (("--prompt-ids", "1", "--scheme", "head_scatter"), "leaves each rank its slice of heads"),
     ],
 )

@@ -117,6 +117,7 @@ session.step(token)
         ("replicated", "ring", 2, "layer 0", "the prefill's ring: 1 s without the blocks of rank "),
         ("replicated", "gather", 2, "layer 0", "the prefill gathers keys and values: 1 s without the "),
         ("replicated", "gather", 0, "layer 2", "the prompt's last token: 1 s without the other ranks,"),
+        ("replicated", "gather", 0, "choice", "the token that rank 0 chooses: 1 s without the other ranks,"),
         ("sharded", "ring", 2, "layer 0", "the model's sharded weights: 1 s without the other ranks,"),
         ("sharded", "ring", 2, "step", "the model's sharded weights: 1 s without the other ranks,"),
     ],

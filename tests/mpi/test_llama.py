@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from tests.llama_models import MODELS, PROMPT, write_model
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.files import open_cache
-from treeattn.llama import Llama, Session
+from treeattn.llama import Llama, Sampling, Session
 from treeattn.llama import model as model_module
 from treeattn.llama import prefill as prefill_module
 from treeattn.llama.drafts import ModelDrafts, NgramDrafts, draft_tree
@@ -136,6 +136,27 @@ def test_a_callers_messages_stay_the_callers(comm, model, monkeypatch, prefill):
     sent.Wait()
     assert set(theirs) == {(comm.rank - 1) % comm.size}
     assert kept == [MPI.COMM_NULL]
+
+
+DRAWN = Sampling(temperature=1.5, top_k=50, top_p=0.95, seed=3)
+
+
+@pytest.mark.parametrize("directory", ["biases"], indirect=True)
+@pytest.mark.parametrize("drafter", [None, "ngram", "oracle"])
+def test_drawn_tokens_are_the_same_on_any_number_of_ranks_and_with_drafts(comm, model, directory, drafter):
+    with Session(MPI.COMM_SELF, Llama(directory), PROMPT, capacity=400, sampling=DRAWN) as session:
+        wanted = generate(MPI.COMM_SELF, session, PROMPT.tolist(), 40).tokens
+    assert len(set(wanted)) > 20
+    makers = {"ngram": NgramDrafts, "oracle": lambda: Oracle(wanted, 3)}
+    drafting = None
+    if drafter:
+        drafting = Drafting(8, makers[drafter]() if comm.rank == 0 else None)
+    options = {"capacity": 400, "drafts": 8 if drafter else 0, "sampling": DRAWN}
+    with Session(comm, model, PROMPT, **options) as session:
+        made = generate(comm, session, PROMPT.tolist(), 40, drafting=drafting)
+    assert comm.allgather(made.tokens) == [wanted] * comm.size
+    if drafter == "oracle":
+        assert made.accepted[:3] == [3, 3, 3]
 
 
 @pytest.mark.parametrize("directory", ["tied"], indirect=True)
@@ -284,6 +305,8 @@ def test_ranks_must_have_the_same_model_and_prefill(comm, model):
         pytest.skip("one rank cannot contradict itself")
     with pytest.raises(ArgumentError, match="prefill differs between ranks"):
         Session(comm, model, [3], capacity=8, prefill="gather" if comm.rank else "ring")
+    with pytest.raises(ArgumentError, match="sampling differs between ranks"):
+        Session(comm, model, [3], capacity=8, sampling=Sampling(1.0, seed=comm.rank))
     model.config = dataclasses.replace(model.config, eos=(comm.rank,))
     with pytest.raises(
         ArgumentError, match=r"the model's eos differs between ranks: \(0,\) on rank 0, \(1,\)"

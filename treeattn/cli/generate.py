@@ -6,6 +6,7 @@ import hashlib
 import resource
 import statistics
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from treeattn.llama.drafts import Drafter, ModelDrafts, NgramDrafts
 from treeattn.llama.generate import Drafting, Made, generate
 from treeattn.llama.model import WEIGHTS, Llama
 from treeattn.llama.prefill import PREFILLS
+from treeattn.llama.sampling import Sampling
 from treeattn.llama.session import Session
 from treeattn.llama.threads import CoreShare
 from treeattn.llama.tokens import Tokenizer
@@ -60,7 +62,13 @@ _RINGS = ("kv_ring", "query_ring")
 @click.option("--prefill", type=click.Choice(list(PREFILLS)), default="ring", show_default=True)
 @click.option("--layout", default="zigzag", show_default=True, metavar="|".join(LAYOUTS),
               help="Which tokens of the prompt go to which rank.")  # fmt: skip
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of random tokens.")
+@click.option("--temperature", type=float, default=0.0, show_default=True,
+              help="Draw tokens, by logits divided by this; 0: the likeliest.")  # fmt: skip
+@click.option("--top-k", type=int, default=0, show_default=True, help="Of so many of the likeliest; 0: all.")
+@click.option("--top-p", type=float, default=1.0, show_default=True,
+              help="Of the fewest that are so likely together.")  # fmt: skip
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True,
+              help="Of what is drawn, and of random tokens.")  # fmt: skip
 @click.option("--ignore-eos", is_flag=True, help="Go on after a token that ends the text.")
 @click.option("--repeat", type=click.IntRange(1), default=1, show_default=True, help="All of it, so often.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write everything measured.")
@@ -76,13 +84,16 @@ def command(
     draft_tokens: int,
     prefill: str,
     layout: str,
+    temperature: float,
+    top_k: int,
+    top_p: float,
     seed: int,
     ignore_eos: bool,
     repeat: int,
     json_path: Path | None,
     **sources: Any,
 ) -> int:
-    """Continue a prompt, greedily: text on stdout as it comes, what was measured on stderr.
+    """Continue a prompt: text on stdout as it comes, what was measured on stderr.
 
     Every rank holds the keys and values of its share of the tokens, and the model in float32, all of it or a
     share. Without a tokenizer (--prompt-ids, --random-tokens) token numbers are printed.
@@ -91,7 +102,9 @@ def command(
     sources = {f"--{name.replace('_', '-')}": value for name, value in sources.items()}
     options = [directory, *sources.values(), prompt_tokens, max_new_tokens, decode, scheme, weights]
     options += [draft, draft_model, draft_tokens, prefill, layout, seed, ignore_eos, repeat]
+    options += [temperature, top_k, top_p]
     comm_.agree(world, {"the command line": list(map(str, options))})
+    sampling = Sampling(temperature, top_k, top_p, seed)
     cores = CoreShare(world)
     if weights == "sharded":
         model = Llama(directory, world)
@@ -116,6 +129,7 @@ def command(
         "prefill": prefill,
         "layout": layout,
         "drafts": draft_tokens + 1 if draft or draft_model else 0,
+        "sampling": sampling,
     }
     stop = () if ignore_eos else model.config.eos
     runs = []
@@ -133,7 +147,7 @@ def command(
     with waiting.watched("what was measured"):
         facts = _facts(world, model, tokens, settings | chosen, runs)
     facts |= {"weights": weights, "draft": draft or (draft_model and str(draft_model))}
-    facts["blas_threads"] = cores.blas_threads
+    facts |= {"sampling": asdict(sampling), "blas_threads": cores.blas_threads}
     if world.rank == 0:
         write(environment.as_json(facts))
         _report(facts)
