@@ -6,6 +6,7 @@ import hashlib
 import resource
 import statistics
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -123,8 +124,9 @@ def command(
     tokenizer, tokens, write = comm_.together(world, opened)
     with waiting.watched("the prompt"):
         tokens = world.bcast(tokens)
+    capacity = len(tokens) + max_new_tokens
     settings: dict[str, Any] = {
-        "capacity": len(tokens) + max_new_tokens,
+        "capacity": capacity,
         "scheme": scheme if decode == "tree" else decode,
         "prefill": prefill,
         "layout": layout,
@@ -135,8 +137,8 @@ def command(
     runs = []
     for turn in range(repeat):
         stream = Stream(tokenizer, world.rank == 0 and turn == 0)
-        with Session(world, model, tokens, **settings) as session:
-            drafter = comm_.together(world, lambda: _drafter(world.rank, draft_model, model, session))
+        drafts = comm_.together(world, lambda: _drafter(world.rank, draft_model, model, capacity))
+        with Session(world, model, tokens, **settings) as session, drafts as drafter:
             drafting = Drafting(settings["drafts"], drafter) if settings["drafts"] else None
             runs.append(_run(world, session, tokens, max_new_tokens, stop, drafting, stream))
             trees = session.tree_decoder
@@ -154,13 +156,13 @@ def command(
     return 0
 
 
-def _drafter(rank: int, draft_model: Path | None, model: Llama, session: Session) -> Drafter | None:
+def _drafter(
+    rank: int, draft_model: Path | None, model: Llama, capacity: int
+) -> AbstractContextManager[Drafter | None]:
     """Of rank 0."""
-    if rank:
-        return None
-    if draft_model is None:
-        return NgramDrafts()
-    return ModelDrafts(draft_model, model.config.vocab_size, session.capacity)
+    if rank or draft_model is None:
+        return nullcontext(None if rank else NgramDrafts())
+    return ModelDrafts(draft_model, model.config.vocab_size, capacity)
 
 
 def _run(
