@@ -97,9 +97,15 @@ def test_bad_input_is_named_in_one_line(star, tmp_path, arguments, message):
 
 
 def test_a_schedule_for_other_ranks_is_refused_once(star):
-    done = treeattn("decode", CACHE, "--scheme", star, ranks=2)
-    assert done.returncode == 2
-    assert done.stderr.count("made for 3 ranks, the communicator has 2") == 1
+    """In one line with file, key and remedy."""
+    for command in (
+        ("decode", CACHE, "--scheme", star),
+        ("trace", star, "--out", star.with_suffix(".trace")),
+    ):
+        done = treeattn(*command, ranks=2)
+        assert done.returncode == 2
+        assert done.stderr.count(f"{star}: size: the schedule is for 3 ranks, this job has 2: ") == 1
+        assert "treeattn tune --ranks 2 --out" in done.stderr
 
 
 @pytest.mark.parametrize("cluster", [(), ("--cluster", "laptop")], ids=["measured", "predicted"])

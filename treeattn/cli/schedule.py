@@ -72,9 +72,7 @@ def command(
 
 def _schedule(scheme: str, ranks: int | None, nodes: str | None) -> tuple[Schedule, tuple[int, ...] | None]:
     """The schedule, and the ranks of each node where they are given."""
-    own = from_file(scheme) if is_file(scheme) else None
-    if own is not None and ranks not in (None, own.size):
-        raise ArgumentError(f"{scheme} is for {own.size} ranks, --ranks says {ranks}: leave the option out")
+    own = from_file(scheme, ranks, "--ranks says") if is_file(scheme) else None
     if own is not None:
         return own, None if nodes is None else _node_sizes(nodes, own.size)
     if ranks is None:

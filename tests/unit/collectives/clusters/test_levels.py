@@ -22,12 +22,12 @@ def cluster(*joins, latencies=(1.0, 2.0, 20.0, 200.0)):
 
 def test_levels_of_even_and_uneven_places():
     machine = cluster(2, 3, 4)
-    assert levels(machine, block(machine, 24)) == [(3, 3, 3, 3)]
-    assert levels(machine, block(machine, 16)) == [(3, 3, 2)]
-    assert levels(machine, block(machine, 6)) == []  # one switch
-    assert levels(machine, (0, 6, 12)) == []  # each node on a switch of its own
-    assert levels(cluster(2, 2, 2, 2), tuple(range(16))) == [(2, 2, 2, 2), (2, 2)]
-    assert levels(cluster(2, 1, 2, 2), tuple(range(8))) == [(2, 2)]  # a switch of one node joins nothing
+    assert levels(machine, block(machine, 24), 0) == [(3, 3, 3, 3)]
+    assert levels(machine, block(machine, 16), 0) == [(3, 3, 2)]
+    assert levels(machine, block(machine, 6), 0) == []  # one switch
+    assert levels(machine, (0, 6, 12), 0) == []  # each node on a switch of its own
+    assert levels(cluster(2, 2, 2, 2), tuple(range(16)), 0) == [(2, 2, 2, 2), (2, 2)]
+    assert levels(cluster(2, 1, 2, 2), tuple(range(8)), 0) == [(2, 2)]  # a switch of one node joins nothing
 
 
 @pytest.mark.parametrize(("joins", "ranks"), [((2, 3, 4), 24), ((2, 3, 4), 17), ((2, 2, 2, 2), 16)])
@@ -35,9 +35,9 @@ def test_nested_schemes_are_reductions_and_leave_the_outermost_links_alone(joins
     machine = cluster(*joins)
     places = block(machine, ranks)
     groups = node_groups(machine, places)
-    texts = list(nested(machine, places))
-    assert len(texts) == 3
-    for text in texts:
+    found = list(nested(machine, places))
+    assert len(found) == 3
+    for text, *_ in found:
         schedule = build(text, ranks, nodes=groups)
         assert check(schedule).determinism == "A"
         plain = build(text.partition(":")[0], ranks, nodes=groups)
@@ -52,7 +52,7 @@ def test_two_levels_have_nothing_to_nest():
 
 def test_one_rank_a_node_has_its_switches_for_nodes():
     machine = cluster(1, 4, 4)
-    texts = list(nested(machine, block(machine, 16)))
+    texts = [one.text for one in nested(machine, block(machine, 16))]
     assert texts[0] == "hierarchical:nodes=4+4+4+4:outer=(recursive_doubling)"
     for text in texts:
         found = simulate(build(text, 16), machine, block(machine, 16), Payload())
