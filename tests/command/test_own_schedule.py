@@ -74,6 +74,7 @@ def test_a_file_is_drawn_and_exported(star, tmp_path):
     [
         (("{star}", "--ranks", 4), "is for 3 ranks, --ranks says 4"),
         (("chain",), "--ranks N"),
+        (("auto", "--ranks", 4), "auto takes the fastest of many"),
         (("chain", "--ranks", 2, "--merge-ns", 3), "go with --format goal"),
         (("{folder}/none.json",), "cannot be read"),
         (("{folder}/broken.json",), "not the JSON of a schedule"),

@@ -95,6 +95,8 @@ BAD = {
     "--ranks 8": "for which machine",
     "--cluster laptop": "over how many of the 8 places",
     "--cluster laptop --ranks 2 --schemes {own}": "own.json: size: the schedule is for 3 ranks",
+    "--cluster laptop --ranks 2 --schemes auto": "auto takes the fastest of many",
+    "--cluster laptop --ranks 2 --tokens 9 --kv-heads 3": "--kv-heads 3 does not divide --heads 16",
     "--cluster summit --ranks 8": "no such cluster",
     "--cluster none.toml --ranks 8": "cannot be read",
     "--cluster laptop --ranks 9": "has 8 places",

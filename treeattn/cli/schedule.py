@@ -14,6 +14,7 @@ from treeattn import collectives, files
 from treeattn.cli.scheme import from_file, is_file
 from treeattn.collectives import Schedule
 from treeattn.collectives.drawings import text as draw
+from treeattn.decoder import auto
 from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, ScheduleError
 
@@ -78,6 +79,8 @@ def _schedule(scheme: str, ranks: int | None, nodes: str | None) -> tuple[Schedu
     if ranks is None:
         raise ArgumentError(f"--ranks N: over how many ranks is {scheme} to be shown?")
     selection = select(scheme)
+    if selection.row is auto.ROW:
+        raise ScheduleError(auto.NOT_NAMED)
     if selection.row.kind == "baseline":
         known = ", ".join(collectives.names("schedule"))
         raise ScheduleError(f"{selection.row.name} is a baseline and has no schedule; schedules: {known}")

@@ -20,6 +20,7 @@ from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.simulate import Payload, Simulation, simulate
 from treeattn.collectives.drawings.timeline import timeline
 from treeattn.collectives.drawings.trace import trace
+from treeattn.decoder import auto
 from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
 from treeattn.study import environment
@@ -104,6 +105,8 @@ def command(
     shape = None
     if tokens is not None:
         shape = Shape(number("--tokens", tokens), heads, kv_heads or heads, head_dim, batch, queries)
+        if heads % shape.kv_heads:
+            raise ArgumentError(f"--kv-heads {kv_heads} does not divide --heads {heads}: give a divisor")
     elif kv_heads is not None:
         raise ArgumentError("--kv-heads says how large the cache is: give --tokens N too, or leave it out")
     rows = list(_rows(cluster, ranks, schemes, placements, payload, executor, shape))
@@ -183,6 +186,8 @@ def _schedule(name: str, ranks: int, nodes: Sequence[Sequence[int]]) -> Schedule
         schedule = from_file(name, ranks, "--ranks says")
     else:
         selection = select(name)
+        if selection.row is auto.ROW:
+            raise ScheduleError(auto.NOT_NAMED)
         if selection.row.generator is None:
             known = ", ".join(collectives.names("schedule"))
             raise ScheduleError(f"{selection.text} has no schedule to simulate; take one of {known}")

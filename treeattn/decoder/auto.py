@@ -24,9 +24,14 @@ from treeattn.errors import RestrictionError, ScheduleError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["NAME", "ROW", "Choice", "candidates", "choose", "selection"]
+__all__ = ["NAME", "NOT_NAMED", "ROW", "Choice", "candidates", "choose", "selection"]
 
 NAME = "auto"
+#: For commands that show one schedule.
+NOT_NAMED = (
+    "auto takes the fastest of many for the ranks of a job: name a schedule, such as hierarchical, or let "
+    "treeattn tune find one"
+)
 ROW = Scheme(NAME, None, "the least of its candidates on a simulated cluster")
 
 _CANDIDATES = (
