@@ -21,8 +21,10 @@ from msgspec import structs
 from treeattn import comm as comm_
 from treeattn import hardware
 from treeattn.backends.cuda import driver
+from treeattn.collectives import build
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.description import Cluster
+from treeattn.collectives.clusters.levels import nested
 from treeattn.collectives.clusters.placement import Placement, block
 from treeattn.errors import ArgumentError, BackendError
 from treeattn.hardware import ROOT, Device, Devices
@@ -110,6 +112,18 @@ class Topology:
         if any(not rank.sockets for rank in self.ranks):
             return "sockets are no level: the system does not say to which one cores belong"
         return "sockets are no level: one in each node, or one for each rank"
+
+    @property
+    def over_sockets(self) -> str:
+        """The scheme over sockets, nodes and the network that `hierarchical` can be, as it is named; where
+        ranks of a socket do not follow one another no name says it, and ``auto`` alone tries it. Empty where
+        sockets are no level."""
+        if not self.sockets:
+            return ""
+        one = next(one for one in nested(*self.cluster()) if one.tier == _SOCKET)
+        name = build(one.text, len(self.ranks), nodes=one.groups).name
+        in_order = [rank for group in one.groups for rank in group] == list(range(len(self.ranks)))
+        return name if in_order else "auto (ranks of a socket do not follow one another)"
 
     def drawing(self) -> str:
         """Ranks and devices on sockets on nodes, and what joins GPUs, as text."""

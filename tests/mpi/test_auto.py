@@ -12,10 +12,13 @@ import treeattn
 from tests.made_machine import CORES, GPUS, machine
 from treeattn.collectives import build, check
 from treeattn.collectives.catalog import select
+from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.levels import nested
 from treeattn.collectives.clusters.placement import explicit
 from treeattn.collectives.clusters.simulate import Payload
+from treeattn.collectives.clusters.writing import as_toml
 from treeattn.decoder import auto
+from treeattn.study import calibration
 from treeattn.topology import detect
 
 pytestmark = pytest.mark.mpi
@@ -170,6 +173,20 @@ def test_schemes_over_sockets_give_the_result(comm, on_sockets):
         out, _ = treeattn.decode(q, k, v, comm=comm, scheme=schedule)
         assert np.allclose(out, wanted, atol=1e-6)
         assert len(set(comm.allgather(out.tobytes()))) == 1
+
+
+def test_calibrate_measures_sockets_apart(comm, on_sockets, tmp_path, monkeypatch):
+    if comm.size < 3 or len(on_sockets.nodes) > 1:
+        pytest.skip("three ranks of a node share two sockets")
+    monkeypatch.setattr(calibration.topology, "detect", lambda _: on_sockets)
+    found = calibration.calibrate(comm, "made", "mpi", 1.0, lambda _: None)
+    if comm.rank == 0:
+        assert [tier.name for tier in found.cluster.tiers] == ["socket", "node"]
+        assert {one.probe.tier for one in found.residuals} == {"", "socket", "node"}
+        path = tmp_path / "made.toml"
+        path.write_text(as_toml(found.cluster))
+        assert on_sockets.places_on(description.load(path)) == found.places
+    comm.Barrier()
 
 
 def test_auto_takes_sockets_for_a_level(comm, on_sockets, tmp_path, monkeypatch):

@@ -76,6 +76,16 @@ def test_schemes_over_all_levels_are_reductions(found):
     assert ("nodes=" + "+".join(map(str, sizes)) in by_socket[0].text) == (len(sizes) > 1)
 
 
+def test_the_scheme_over_sockets_is_named_where_a_name_says_it():
+    in_order = bound((0, 0, 1), (0, 1, 1, 1))
+    name = "hierarchical:outer=(hierarchical:nodes=2+2):nodes=2+1+1+3"
+    assert in_order.over_sockets == name
+    check(build(name, 7))
+    assert bound((0, 0, 1, 1)).over_sockets == "hierarchical:nodes=2+2"
+    assert UNEVEN.over_sockets.startswith("auto (ranks of a socket do not follow")
+    assert bound((0, 0)).over_sockets == ""
+
+
 def test_leaders_of_one_node_meet_before_those_of_several():
     """Ranks that are dealt out over nodes: sockets in order of their first ranks would mix the nodes."""
     ranks = tuple(

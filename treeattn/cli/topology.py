@@ -9,7 +9,6 @@ import click
 
 from treeattn import comm as comm_
 from treeattn import files
-from treeattn.collectives.clusters.levels import nested
 from treeattn.hardware import LEGEND
 from treeattn.study import environment
 from treeattn.topology import detect
@@ -39,7 +38,7 @@ def command(json_path: Path | None) -> None:
         "devices": [asdict(devices) for devices in found.devices],
         "cluster": cluster.about,
         "places": places,
-        "levels": [one._asdict() for one in nested(cluster, places) if one.text.startswith("hierarchical")],
+        "over_sockets": found.over_sockets,
     }
     write(environment.as_json(facts))
     print(found.drawing())
@@ -48,4 +47,6 @@ def command(json_path: Path | None) -> None:
     said = ", ".join(f"{name}={value}" for name, value in found.ranks[0].launcher.items())
     print(f"\nlauncher, rank 0: {said or 'says nothing of places'}")
     print(found.binding)
+    if found.over_sockets:
+        print(f"scheme over sockets and nodes: {found.over_sockets}")
     print(f"to simulate: {cluster.about}")
