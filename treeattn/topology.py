@@ -167,13 +167,23 @@ class Topology:
         cluster has a tier of that name and those fit; else in blocks. Raises `ArgumentError` for more ranks
         than places."""
         nodes, inner = self.nodes, cluster.node_tier - 1
-        if len(nodes) * cluster.slots > cluster.places or max(map(len, nodes)) > cluster.slots:
+        if self.misfit(cluster):
             return block(cluster, len(self.ranks))
         if self.sockets and inner >= 0 and cluster.tiers[inner].name == _SOCKET:
             width, most = cluster.widths[inner], cluster.tiers[cluster.node_tier].joins
             if _widest(self.sockets) <= width and max(map(len, self.sockets)) <= most:
                 return _placed(self.sockets, width, cluster.slots)
         return _placed(tuple((node,) for node in nodes), cluster.slots, cluster.slots)
+
+    def misfit(self, cluster: Cluster) -> str:
+        """Why the nodes of this job are not those of the cluster; nothing where they fit."""
+        widest, most = max(map(len, self.nodes)), cluster.places // cluster.slots
+        if widest <= cluster.slots and len(self.nodes) <= most:
+            return ""
+        return (
+            f"ranks are taken to fill its {most} nodes of {cluster.slots} one after the other, which is not "
+            f"how this job has them ({len(self.nodes)} of up to {widest})"
+        )
 
     def _units(self) -> tuple[tuple[Group, ...], ...]:
         """What is innermost, of each node: its sockets, or all of it."""

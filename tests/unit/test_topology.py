@@ -112,6 +112,15 @@ def test_a_cluster_with_sockets_takes_ranks_by_them():
         bound([0] * 9).places_on(one_node)
 
 
+def test_nodes_that_do_not_fit_are_said():
+    """Such as a file of four nodes for a job on one."""
+    cluster = description.load("dgx-h100")
+    wide = bound([0] * 9)
+    assert wide.places_on(cluster) == tuple(range(9))
+    assert "one after the other, which is not how this job has them (1 of up to 9)" in wide.misfit(cluster)
+    assert UNEVEN.misfit(cluster) == ""
+
+
 def test_network_cards_are_counted_if_nodes_can_share_them_evenly():
     two = ("mlx5_0", "mlx5_1")
     assert bound((0, 0), (0, 0), cards=two).cluster()[0].cards == 2

@@ -118,8 +118,8 @@ def command(
     plan = comm_.together(world, lambda: points(world.size, named, lists, device, over))
     predictions = prediction.predictions(world, cluster, plan)
     job = environment.job(Clock(world), options, used=max(key.ranks for key in plan))
-    if predictions.named is not None:
-        job["options"]["predicted_on"] = predictions.named.shown
+    if predictions.shown:
+        job["options"]["predicted_on"] = predictions.shown
     if "nccl" in over:
         job["options"]["nccl"] = ".".join(map(str, nccl.version()))
     if isinstance(where, Cuda):
@@ -253,8 +253,8 @@ class _Session:
         self._write_json(environment.as_json(msgspec.to_builtins(facts)))
         screen = console(wide)
         passed = compare_table.show(screen, self._line, summaries, self._errors, wide)
-        if named := self._predictions.named:
-            screen.print(f"predicted: on {named.shown}")
+        if shown := self._predictions.shown:
+            screen.print(f"predicted: on {shown}")
         return 0 if passed and not self._errors and not self._mixed else 1
 
     def close(self) -> None:

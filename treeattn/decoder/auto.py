@@ -106,11 +106,13 @@ def _called(one: Nested, nodes: Any) -> str:
 
 
 def _where(wanted: str | None, found: topology.Topology) -> tuple[Cluster, Placement, str]:
-    """The cluster, the places of ranks, and which word named it."""
+    """The cluster, the places of ranks, and who named it and how well it fits."""
     named = topology.described(wanted, "auto:cluster=")
     if named is None:
         return *found.cluster(), ""
-    return named.cluster, found.places_on(named.cluster), f", named by {named.by}"
+    misfit = found.misfit(named.cluster)
+    by = f", named by {named.by}" + (f"; {misfit}" if misfit else "")
+    return named.cluster, found.places_on(named.cluster), by
 
 
 def _build(one: Nested, size: int) -> Schedule:

@@ -27,11 +27,11 @@ _WIRES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
 class Predictions(NamedTuple):
-    """Microseconds of every key that can be predicted, and on which cluster: on rank 0, where one is
-    named."""
+    """Microseconds of every key that can be predicted, and on which cluster, in words: on rank 0, where one
+    is named."""
 
     times: dict[Key, float]
-    named: topology.Described | None = None
+    shown: str = ""
 
 
 def predictions(world: Intracomm, name: str | None, keys: Sequence[Key]) -> Predictions:
@@ -45,7 +45,8 @@ def predictions(world: Intracomm, name: str | None, keys: Sequence[Key]) -> Pred
             return Predictions({})
         places = found.places_on(named.cluster)
         times = {key: predicted(named.cluster, places[: key.ranks], found.nodes, key) for key in keys}
-        return Predictions({key: time for key, time in times.items() if time is not None}, named)
+        known = {key: time for key, time in times.items() if time is not None}
+        return Predictions(known, "; ".join(filter(None, (named.shown, found.misfit(named.cluster)))))
 
     return comm_.together(world, predict)
 
