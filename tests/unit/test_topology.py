@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from textwrap import indent
+
 import pytest
 from msgspec import structs
 
@@ -14,6 +17,8 @@ from treeattn.collectives.clusters.placement import explicit, groups, node_group
 from treeattn.collectives.clusters.probes import probes
 from treeattn.errors import ArgumentError
 from treeattn.topology import Rank, Topology
+
+PAGE = Path(__file__).parents[2] / "docs/topology.md"
 
 
 def made(*nodes, cards=(), gpus=()):
@@ -128,12 +133,7 @@ def test_network_cards_are_counted_if_nodes_can_share_them_evenly():
     assert "2 cards a node" in bound((0, 0), (0, 0), cards=two).cluster()[0].about
 
 
-def test_the_drawing(tmp_path):
-    devices = hardware.devices(machine(tmp_path))
-    found = Topology(bound((0, 1, 0), gpus=(GPUS[0],)).ranks, (devices,))
-    assert (
-        found.drawing()
-        == """\
+DRAWING = """\
 node 0  cn0
   socket 0    [0] [2]
     GPU 0     NVIDIA H100  (for 0 1 2)
@@ -148,7 +148,13 @@ node 0  cn0
   GPU 1      PHB       -     SYS     SYS     PHB     SYS
   GPU 2      SYS     SYS       -     PXB     SYS    NODE
   GPU 3      SYS     SYS     PXB       -     SYS    NODE"""
-    )
+
+
+def test_the_drawing(tmp_path):
+    devices = hardware.devices(machine(tmp_path))
+    found = Topology(bound((0, 1, 0), gpus=(GPUS[0],)).ranks, (devices,))
+    assert found.drawing() == DRAWING
+    assert indent(DRAWING, "    ") in PAGE.read_text()
     loose = Topology(made([(0, 1)]).ranks, (devices,)).drawing()
     assert "  any socket  [0]" in loose
     assert "  socket 0\n    GPU 0" in loose

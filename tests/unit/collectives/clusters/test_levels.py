@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from treeattn.collectives import build, check
+from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.description import Cluster, Executor, Tier
 from treeattn.collectives.clusters.levels import levels, nested
 from treeattn.collectives.clusters.placement import block, node_groups
@@ -58,3 +59,21 @@ def test_one_rank_a_node_has_its_switches_for_nodes():
         found = simulate(build(text, 16), machine, block(machine, 16), Payload())
         assert check(found.schedule).determinism == "A"
     assert list(nested(machine, (1, 0, *range(2, 16)))) == []
+
+
+def test_packages_within_nodes_are_a_level_of_a_described_machine():
+    machine = description.load("frontier")
+    found = [one for one in nested(machine, block(machine, 32)) if one.tier == "package"]
+    assert found[0].groups == tuple((rank, rank + 1) for rank in range(0, 32, 2))
+    assert found[0].text == "hierarchical:outer=(hierarchical:nodes=4+4+4+4:outer=(recursive_doubling))"
+    for one in found:
+        assert check(build(one.text, 32, nodes=one.groups)).determinism == "A"
+
+
+def test_groups_come_in_order_of_places():
+    """As sizes of levels count them: by first ranks, the switches of these nodes would be mixed."""
+    machine = cluster(2, 2, 2)
+    places = (6, 7, 0, 1, 4, 5, 2, 3)
+    assert node_groups(machine, places) == ((2, 3), (6, 7), (4, 5), (0, 1))
+    schedule = build(next(nested(machine, places)).text, 8, nodes=node_groups(machine, places))
+    assert simulate(schedule, machine, places, Payload()).traffic[-1].messages == 2
