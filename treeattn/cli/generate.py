@@ -17,6 +17,7 @@ import numpy as np
 from treeattn import comm as comm_
 from treeattn import files
 from treeattn.cli.console import Lines
+from treeattn.cli.scheme import given, is_file
 from treeattn.cli.text import Stream, prompt
 from treeattn.collectives import waiting
 from treeattn.collectives.reducer import Sent
@@ -50,7 +51,8 @@ _RINGS = ("kv_ring", "query_ring")
 @click.option("--decode", type=click.Choice(["tree", *_RINGS]), default="tree", show_default=True,
               help="tree: partials are reduced by --scheme; else a ring.")  # fmt: skip
 @click.option(
-    "--scheme", help="Of --decode tree: hierarchical unless said; with sharded weights head_scatter."
+    "--scheme",
+    help="Of --decode tree: hierarchical unless said; with sharded weights head_scatter. Or FILE.json.",
 )
 @click.option("--weights", type=click.Choice(WEIGHTS), default="replicated", show_default=True,
               help="sharded: each rank reads and holds a part.")  # fmt: skip
@@ -105,6 +107,8 @@ def command(
     options += [draft, draft_model, draft_tokens, prefill, layout, seed, ignore_eos, repeat]
     options += [temperature, top_k, top_p]
     comm_.agree(world, {"the command line": list(map(str, options))})
+    if scheme is not None and is_file(scheme):
+        (scheme,) = given(world, scheme)
     sampling = Sampling(temperature, top_k, top_p, seed)
     cores = CoreShare(world)
     if weights == "sharded":
