@@ -84,7 +84,18 @@ def test_a_job_cut_off_by_its_time_limit_goes_on(mpich):
     assert len({line["key"]["scheme"] for line in lines(mpich.run(job)) if line["kind"] == "point"}) == 10
 
 
-def begins_to_measure(slurm, job: int) -> dict[str, str]:
+def test_a_task_of_an_array_that_is_cut_off_leaves_the_others_alone(mpich):
+    """That task whose number is the array's: what is said of the number is meant for all of them."""
+    array = mpich.submit(f"{SIZE} --array=0-1", "scale_ranks", "4,4", *TIMED, 1)
+    tasks = {f"{array}_{task}": begins_to_measure(mpich, f"{array}_{task}") for task in (0, 1)}
+    (first,) = [task for task, facts in tasks.items() if facts["JobId"] == str(array)]
+    assert mpich.command("scancel", "--batch", "--signal=TERM", first).returncode == 0
+    restarts = {task: mpich.done(task)["Restarts"] for task in tasks}
+    assert restarts == {task: "1" if task == first else "0" for task in tasks}
+    assert "cut off and requeued" in (mpich.run(first) / "log").read_text()
+
+
+def begins_to_measure(slurm, job: int | str) -> dict[str, str]:
     def some(facts: dict[str, str]) -> bool:
         found = list((slurm.folder / "runs").glob(f"*-{job}/results.jsonl"))
         return bool(found) and len(found[0].read_text().splitlines()) > 3
