@@ -182,26 +182,27 @@ launch_command() {
 }
 
 # SIGTERM: the time limit is near. treeattn ends by itself, with all that it has measured on disk. srun would kill
-# its tasks if it got the signal; Slurm passes it on to them.
+# its tasks if it got the signal; Slurm passes it on to them. All is said at once: SIGKILL may follow.
 cut_off() {
   stopped=yes
-  mark 'cut off' || true # at once: SIGKILL may follow
+  mark 'cut off' || true
   say "SIGTERM: the time limit is near, or somebody ends this"
-  [ -n "$running" ] || return 0
-  if [ "$LAUNCHER" = srun ]; then
-    scancel --signal=TERM "$job" || true # a job that somebody cancels has had it already
-  else
-    kill -TERM "$running" || true # it may just have ended
+  case ${running:+$LAUNCHER} in
+    srun) scancel --signal=TERM "$job" || true ;; # a job that somebody cancels has had it already
+    mpirun) kill -TERM "$running" || true ;;      # it may just have ended
+  esac
+  if [ -n "$job" ] && [ "$(squeue --noheader --jobs="$job" --format=%T)" != RUNNING ]; then
+    stopped='by Slurm'
+    say "ended by Slurm: unless Slurm starts it again, TREEATTN_RUN=$run and the same sbatch go on from there"
   fi
 }
 
 # Back into the queue, where there is one: the same script finds the same folder and goes on from there.
 go_on_later() {
   trap '' TERM
+  [ "$stopped" = yes ] || exit 143
   if [ -z "$job" ]; then
     say "cut off: TREEATTN_RUN=$run and the same command go on from there"
-  elif [ "$(squeue --noheader --jobs="$job" --format=%T)" != RUNNING ]; then
-    say "ended by Slurm: submit it again with TREEATTN_RUN=$run to go on"
   elif [ "${SLURM_RESTART_COUNT:-0}" -ge "${TREEATTN_RESTARTS:-10}" ]; then
     say "cut off, and started again $SLURM_RESTART_COUNT times already: a longer --time, with TREEATTN_RUN=$run"
   elif scontrol requeue "$job"; then
