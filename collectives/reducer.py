@@ -62,15 +62,15 @@ class Reduction(NamedTuple):
         return self.buffer.reshape(-1, self.operator.width)
 
 
-def duplicate(comm: Intracomm) -> Intracomm:
-    """A private communicator of the same ranks. Collective.
+def duplicate(comm: Intracomm, what: str = "planning a reduction") -> Intracomm:
+    """A private communicator of the same ranks. Collective. what: the wait for it, as a late rank is told of.
 
     Raises `TransportError` where the MPI library has none left: each that is not closed keeps one.
     """
     from mpi4py import MPI
 
     try:
-        with waiting.watched("planning a reduction"):
+        with waiting.watched(what):
             return comm.Dup()
     except MPI.Exception as error:
         raise no_communicator(error) from error

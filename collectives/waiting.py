@@ -6,24 +6,23 @@ NCCL that nothing can interrupt. So every wait has the limit that ``TREEATTN_TIM
 - What waits for a GPU polls (`until`), what may be left behind runs in a thread (`within`): both can be given
   up, and the caller raises.
 - A blocking call of MPI cannot. A thread looks at it now and then, and after the limit says what this rank
-  waits for and ends the job (`watch`, `watched`). A step only counts itself (decision 8).
+  waits for and ends the job (`watch`, `Waits`, `watched`). A step only counts itself (decision 8).
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 from treeattn.errors import ArgumentError
 
-__all__ = ["VARIABLE", "Watched", "limit", "overdue", "until", "watch", "watched", "within"]
+__all__ = ["VARIABLE", "Waits", "Watched", "limit", "overdue", "until", "watch", "watched", "within"]
 
 #: Seconds that anything waits for other ranks; 0: as long as it takes.
 VARIABLE = "TREEATTN_TIMEOUT"
@@ -117,25 +116,29 @@ def watch(thing: Watched) -> None:
             _thread[0].start()
 
 
-@contextlib.contextmanager
-def watched(what: str, peers: str = "the other ranks") -> Iterator[None]:
-    """Around a blocking call that all ranks make once."""
-    call = _Call(what, peers)
-    watch(call)
-    try:
-        yield
-    finally:
-        call.blocking = 0
+class Waits:
+    """``with waits:`` around each of the blocking calls of a kind, one at a time. Entering only counts."""
 
-
-class _Call:
-    blocking = 1
-
-    def __init__(self, what: str, peers: str) -> None:
+    def __init__(self, what: str, peers: str = "the other ranks") -> None:
+        """As `overdue` takes them."""
         self._what = what, peers
+        self._number = self.blocking = 0
+        watch(self)
+
+    def __enter__(self) -> None:
+        self._number = self.blocking = self._number + 1
+
+    def __exit__(self, *exception: object) -> None:
+        self.blocking = 0
 
     def waits_for(self) -> tuple[str, str]:
+        """As `Watched`."""
         return self._what
+
+
+def watched(what: str, peers: str = "the other ranks") -> Waits:
+    """Around a blocking call that all ranks make once."""
+    return Waits(what, peers)
 
 
 _lock = threading.Lock()

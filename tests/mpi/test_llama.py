@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import os
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,9 @@ from safetensors.numpy import load_file
 from tests.llama_models import MODELS, PROMPT, write_model
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.files import open_cache
-from treeattn.llama import Llama, Session
+from treeattn.llama import Llama, Sampling, Session
+from treeattn.llama import model as model_module
+from treeattn.llama import prefill as prefill_module
 from treeattn.llama.drafts import ModelDrafts, NgramDrafts, draft_tree
 from treeattn.llama.generate import Drafting, generate
 
@@ -87,6 +90,73 @@ def test_a_prompt_of_fewer_tokens_than_ranks(comm, model, request, prefill):
             session.step(5)
     with Session(comm, model, PROMPT[:19], capacity=20, prefill=prefill) as session:
         assert_logits(session.prefill(), logits)
+
+
+def peak_of_a_prefill(comm, model, tokens):
+    """Bytes that this rank allocates beside its cache."""
+    tracemalloc.start()
+    with Session(comm, model, np.arange(tokens) % 256, capacity=tokens) as session:
+        session.prefill()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return peak - session.cache_bytes
+
+
+@pytest.mark.parametrize("directory", ["grouped_llama3"], indirect=True)
+def test_a_prefill_holds_what_a_layer_hands_on_and_no_more(comm, model, monkeypatch):
+    """For a token: x, q, k and v, the records and what they finish as; with other ranks two blocks of keys
+    and values, and the records so far. No second q, k and v, nor anything of the width of an MLP."""
+    monkeypatch.setattr(model_module, "_BLOCK", 32)
+    config, width = model.config, model.config.head_dim
+    floats = config.hidden_size + (2 * config.heads + 2 * config.kv_heads) * width
+    records = config.heads * (width + 2)
+    floats += records + (0 if comm.size == 1 else records + 4 * config.kv_heads * width)
+    _, small, large = (peak_of_a_prefill(comm, model, tokens * comm.size) for tokens in (64, 256, 512))
+    tables = 256  # positions, their sines and cosines, intervals
+    assert large - small <= 256 * (4 * floats + tables)
+
+
+@pytest.mark.parametrize("directory", ["grouped_llama3"], indirect=True)
+@pytest.mark.parametrize("prefill", ["ring", "gather"])
+def test_a_callers_messages_stay_the_callers(comm, model, monkeypatch, prefill):
+    """And a prefill gives its communicator back."""
+    kept = []
+
+    def recorded(*arguments):
+        kept.append(duplicate(*arguments))
+        return kept[-1]
+
+    duplicate = prefill_module.duplicate
+    monkeypatch.setattr(prefill_module, "duplicate", recorded)
+    mine, theirs = np.full(4, comm.rank, np.float32), np.empty(4, np.float32)
+    sent = comm.Isend(mine, (comm.rank + 1) % comm.size)
+    with Session(comm, model, PROMPT, capacity=len(PROMPT), prefill=prefill) as session:
+        assert_logits(session.prefill(), GOLDEN["grouped_llama3.logits"][0])
+    comm.Recv(theirs, (comm.rank - 1) % comm.size)
+    sent.Wait()
+    assert set(theirs) == {(comm.rank - 1) % comm.size}
+    assert kept == [MPI.COMM_NULL]
+
+
+DRAWN = Sampling(temperature=1.5, top_k=50, top_p=0.95, seed=3)
+
+
+@pytest.mark.parametrize("directory", ["biases"], indirect=True)
+@pytest.mark.parametrize("drafter", [None, "ngram", "oracle"])
+def test_drawn_tokens_are_the_same_on_any_number_of_ranks_and_with_drafts(comm, model, directory, drafter):
+    with Session(MPI.COMM_SELF, Llama(directory), PROMPT, capacity=400, sampling=DRAWN) as session:
+        wanted = generate(MPI.COMM_SELF, session, PROMPT.tolist(), 40).tokens
+    assert len(set(wanted)) > 20
+    makers = {"ngram": NgramDrafts, "oracle": lambda: Oracle(wanted, 3)}
+    drafting = None
+    if drafter:
+        drafting = Drafting(8, makers[drafter]() if comm.rank == 0 else None)
+    options = {"capacity": 400, "drafts": 8 if drafter else 0, "sampling": DRAWN}
+    with Session(comm, model, PROMPT, **options) as session:
+        made = generate(comm, session, PROMPT.tolist(), 40, drafting=drafting)
+    assert comm.allgather(made.tokens) == [wanted] * comm.size
+    if drafter == "oracle":
+        assert made.accepted[:3] == [3, 3, 3]
 
 
 @pytest.mark.parametrize("directory", ["tied"], indirect=True)
@@ -235,6 +305,8 @@ def test_ranks_must_have_the_same_model_and_prefill(comm, model):
         pytest.skip("one rank cannot contradict itself")
     with pytest.raises(ArgumentError, match="prefill differs between ranks"):
         Session(comm, model, [3], capacity=8, prefill="gather" if comm.rank else "ring")
+    with pytest.raises(ArgumentError, match="sampling differs between ranks"):
+        Session(comm, model, [3], capacity=8, sampling=Sampling(1.0, seed=comm.rank))
     model.config = dataclasses.replace(model.config, eos=(comm.rank,))
     with pytest.raises(
         ArgumentError, match=r"the model's eos differs between ranks: \(0,\) on rank 0, \(1,\)"

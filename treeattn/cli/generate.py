@@ -6,6 +6,8 @@ import hashlib
 import resource
 import statistics
 import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from treeattn import comm as comm_
 from treeattn import files
 from treeattn.cli.console import Lines
 from treeattn.cli.text import Stream, prompt
+from treeattn.collectives import waiting
 from treeattn.collectives.reducer import Sent
 from treeattn.decoder import Decoder
 from treeattn.errors import ArgumentError
@@ -23,6 +26,7 @@ from treeattn.llama.drafts import Drafter, ModelDrafts, NgramDrafts
 from treeattn.llama.generate import Drafting, Made, generate
 from treeattn.llama.model import WEIGHTS, Llama
 from treeattn.llama.prefill import PREFILLS
+from treeattn.llama.sampling import Sampling
 from treeattn.llama.session import Session
 from treeattn.llama.threads import CoreShare
 from treeattn.llama.tokens import Tokenizer
@@ -59,7 +63,13 @@ _RINGS = ("kv_ring", "query_ring")
 @click.option("--prefill", type=click.Choice(list(PREFILLS)), default="ring", show_default=True)
 @click.option("--layout", default="zigzag", show_default=True, metavar="|".join(LAYOUTS),
               help="Which tokens of the prompt go to which rank.")  # fmt: skip
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of random tokens.")
+@click.option("--temperature", type=float, default=0.0, show_default=True,
+              help="Draw tokens, by logits divided by this; 0: the likeliest.")  # fmt: skip
+@click.option("--top-k", type=int, default=0, show_default=True, help="Of so many of the likeliest; 0: all.")
+@click.option("--top-p", type=float, default=1.0, show_default=True,
+              help="Of the fewest that are so likely together.")  # fmt: skip
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True,
+              help="Of what is drawn, and of random tokens.")  # fmt: skip
 @click.option("--ignore-eos", is_flag=True, help="Go on after a token that ends the text.")
 @click.option("--repeat", type=click.IntRange(1), default=1, show_default=True, help="All of it, so often.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write everything measured.")
@@ -75,13 +85,16 @@ def command(
     draft_tokens: int,
     prefill: str,
     layout: str,
+    temperature: float,
+    top_k: int,
+    top_p: float,
     seed: int,
     ignore_eos: bool,
     repeat: int,
     json_path: Path | None,
     **sources: Any,
 ) -> int:
-    """Continue a prompt, greedily: text on stdout as it comes, what was measured on stderr.
+    """Continue a prompt: text on stdout as it comes, what was measured on stderr.
 
     Every rank holds the keys and values of its share of the tokens, and the model in float32, all of it or a
     share. Without a tokenizer (--prompt-ids, --random-tokens) token numbers are printed.
@@ -90,7 +103,9 @@ def command(
     sources = {f"--{name.replace('_', '-')}": value for name, value in sources.items()}
     options = [directory, *sources.values(), prompt_tokens, max_new_tokens, decode, scheme, weights]
     options += [draft, draft_model, draft_tokens, prefill, layout, seed, ignore_eos, repeat]
+    options += [temperature, top_k, top_p]
     comm_.agree(world, {"the command line": list(map(str, options))})
+    sampling = Sampling(temperature, top_k, top_p, seed)
     cores = CoreShare(world)
     if weights == "sharded":
         model = Llama(directory, world)
@@ -107,20 +122,23 @@ def command(
         return tokenizer, tokens, files.output_writer(json_path)
 
     tokenizer, tokens, write = comm_.together(world, opened)
-    tokens = world.bcast(tokens)
+    with waiting.watched("the prompt"):
+        tokens = world.bcast(tokens)
+    capacity = len(tokens) + max_new_tokens
     settings: dict[str, Any] = {
-        "capacity": len(tokens) + max_new_tokens,
+        "capacity": capacity,
         "scheme": scheme if decode == "tree" else decode,
         "prefill": prefill,
         "layout": layout,
         "drafts": draft_tokens + 1 if draft or draft_model else 0,
+        "sampling": sampling,
     }
     stop = () if ignore_eos else model.config.eos
     runs = []
     for turn in range(repeat):
         stream = Stream(tokenizer, world.rank == 0 and turn == 0)
-        with Session(world, model, tokens, **settings) as session:
-            drafter = comm_.together(world, lambda: _drafter(world.rank, draft_model, model, session))
+        drafts = comm_.together(world, lambda: _drafter(world.rank, draft_model, model, capacity))
+        with Session(world, model, tokens, **settings) as session, drafts as drafter:
             drafting = Drafting(settings["drafts"], drafter) if settings["drafts"] else None
             runs.append(_run(world, session, tokens, max_new_tokens, stop, drafting, stream))
             trees = session.tree_decoder
@@ -128,22 +146,23 @@ def command(
                 "scheme": session.decoder.scheme,
                 "tree_scheme": None if trees is None else trees.scheme,
             }
-    facts = _facts(world, model, tokens, settings | chosen, runs)
+    with waiting.watched("what was measured"):
+        facts = _facts(world, model, tokens, settings | chosen, runs)
     facts |= {"weights": weights, "draft": draft or (draft_model and str(draft_model))}
-    facts["blas_threads"] = cores.blas_threads
+    facts |= {"sampling": asdict(sampling), "blas_threads": cores.blas_threads}
     if world.rank == 0:
         write(environment.as_json(facts))
         _report(facts)
     return 0
 
 
-def _drafter(rank: int, draft_model: Path | None, model: Llama, session: Session) -> Drafter | None:
+def _drafter(
+    rank: int, draft_model: Path | None, model: Llama, capacity: int
+) -> AbstractContextManager[Drafter | None]:
     """Of rank 0."""
-    if rank:
-        return None
-    if draft_model is None:
-        return NgramDrafts()
-    return ModelDrafts(draft_model, model.config.vocab_size, session.capacity)
+    if rank or draft_model is None:
+        return nullcontext(None if rank else NgramDrafts())
+    return ModelDrafts(draft_model, model.config.vocab_size, capacity)
 
 
 def _run(
@@ -166,15 +185,20 @@ def _run(
 
     made = generate(world, session, tokens, count, stop, drafting, told, say)
     stream.end()
+    mine = {
+        "attention_s": made.attention_s,
+        "cache_bytes": session.cache_bytes,
+        "sent_bytes": _sent(session, session.decoder),
+        "tree_bytes": _sent(session, session.tree_decoder),
+    }
+    with waiting.watched("what was measured"):
+        everyones = world.allgather(mine)
     return {
         "tokens": made.tokens,
         "first_token_s": made.first_token_s,
         "step_s": made.step_s,
-        "attention_s": world.allgather(made.attention_s),
         "accepted": made.accepted,
-        "cache_bytes": world.allgather(session.cache_bytes),
-        "sent_bytes": world.allgather(_sent(session, session.decoder)),
-        "tree_bytes": world.allgather(_sent(session, session.tree_decoder)),
+        **{name: [one[name] for one in everyones] for name in mine},
     }
 
 

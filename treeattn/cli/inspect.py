@@ -10,14 +10,15 @@ import click
 
 from treeattn import files
 from treeattn.cli.console import console, count, number, table
-from treeattn.collectives import check, traffic
+from treeattn.collectives import traffic
 from treeattn.collectives.clusters import description, placement
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.decoder.plan import select
+from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.llama.config import Config, read_config
 from treeattn.llama.weights import Weights, shapes, sharded_bytes
 from treeattn.study import environment
-from treeattn.study.decode_step import Shape, decode_step
+from treeattn.study.decode_step import Shape, attention_time, kv_ring_time, reduction_time
 
 __all__ = ["command"]
 
@@ -40,12 +41,19 @@ def command(
     with its communication, by simulation.
     """
     config, tokens = read_config(directory), number("--ctx", ctx)
+    if not tokens:
+        raise ArgumentError(f"--ctx {ctx}: give the tokens of a context, at least one")
     Weights(directory, config)
     write = files.output_writer(json_path)
     cluster = None if cluster_name is None else description.load(cluster_name)
-    rows = [_traffic(config, scheme, ranks, tokens, cluster) for scheme in schemes.split(",")]
-    rows.append(_ring(config, tokens, ranks, rows[-1].get("kv_ring_ms")))
-    facts = _memory(config, tokens, ranks) | {"ctx": tokens, "ranks": ranks, "schemes": rows}
+    notes, rows = _beyond(config, tokens), []
+    for scheme in schemes.split(","):
+        try:
+            rows.append(_traffic(config, scheme, ranks, tokens, cluster))
+        except RestrictionError as error:  # which others need not share
+            notes.append(f"{scheme} is left out: {error}")
+    rows.append(_ring(config, tokens, ranks, cluster))
+    facts = _memory(config, tokens, ranks) | {"ctx": tokens, "ranks": ranks, "schemes": rows, "notes": notes}
     write(environment.as_json(facts))
     screen = console()
     screen.print(f"{config.layers} layers, {config.heads} heads ({config.kv_heads} KV) x {config.head_dim}")
@@ -62,6 +70,16 @@ def command(
     if cluster is not None:
         columns[f"attention on {cluster.name}, ms: simulated"] = lambda row: f"{row['attention_ms']:.3f}"
     table(screen, columns, rows)
+    for note in notes:
+        print(f"note: {note}")
+
+
+def _beyond(config: Config, tokens: int) -> list[str]:
+    """What to say of a context that the model does not have."""
+    longest = config.max_position_embeddings
+    if tokens <= longest:
+        return []
+    return [f"the model was made for at most {longest:,} tokens, generate takes no more"]
 
 
 def _memory(config: Config, tokens: int, ranks: int) -> dict[str, Any]:
@@ -70,7 +88,7 @@ def _memory(config: Config, tokens: int, ranks: int) -> dict[str, Any]:
     block = 2 * 4 * config.kv_heads * config.head_dim * share
     return {
         "weight_bytes": 4 * sum(math.prod(shape) for shape in shapes(config).values()),
-        "sharded_weight_bytes": max(sharded_bytes(config, rank, ranks) for rank in range(ranks)),
+        "sharded_weight_bytes": sharded_bytes(config, ranks),
         "cache_bytes": share * config.kv_bytes_per_token,
         "prefill_bytes": 2 * block,
     }
@@ -84,27 +102,26 @@ def _traffic(config: Config, scheme: str, ranks: int, tokens: int, cluster: Clus
     schedule = selection.build(ranks, nodes)
     priced: dict[str, Any] = {}
     if cluster is not None:
-        places = placement.block(cluster, ranks)
-        shape = Shape(tokens, config.heads, config.kv_heads, config.head_dim, bytes=4)
-        step = decode_step(cluster, places, schedule, shape)
-        priced = {
-            "attention_ms": config.layers * step.time / 1e3,
-            "kv_ring_ms": config.layers * step.kv_ring / 1e3,
-        }
+        places, shape = placement.block(cluster, ranks), _shape(config, tokens)
+        step = attention_time(cluster, ranks, shape) + reduction_time(cluster, places, schedule, shape)
+        priced["attention_ms"] = config.layers * step / 1e3
     sent = list(traffic.messages(schedule, config.heads))
     width = 4 * (config.head_dim + 2)
     return {
         "scheme": scheme,
-        "rounds": config.layers * check(schedule).rounds,
+        "rounds": config.layers * len(schedule.rounds),
         "messages": config.layers * len(sent),
         "bytes": config.layers * width * sum(message.records for message in sent),
         **priced,
     }
 
 
-def _ring(config: Config, tokens: int, ranks: int, milliseconds: float | None) -> dict[str, Any]:
+def _ring(config: Config, tokens: int, ranks: int, cluster: Cluster | None) -> dict[str, Any]:
     """Ring Attention: every rank passes on every block but its own, keys and values."""
-    moved = tokens * (ranks - 1)
+    moved, milliseconds = tokens * (ranks - 1), None
+    if cluster is not None:
+        step = kv_ring_time(cluster, placement.block(cluster, ranks), _shape(config, tokens))
+        milliseconds = config.layers * step / 1e3
     return {
         "scheme": "kv_ring",
         "rounds": config.layers * (ranks - 1),
@@ -112,3 +129,7 @@ def _ring(config: Config, tokens: int, ranks: int, milliseconds: float | None) -
         "bytes": moved * config.kv_bytes_per_token,
         "attention_ms": milliseconds,
     }
+
+
+def _shape(config: Config, tokens: int) -> Shape:
+    return Shape(tokens, config.heads, config.kv_heads, config.head_dim, bytes=4)

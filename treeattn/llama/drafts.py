@@ -59,7 +59,8 @@ class NgramDrafts:
 
 
 class ModelDrafts:
-    """What a small model says: one path, its likeliest tokens. It runs on the rank that asks, alone."""
+    """What a small model says: one path, its likeliest tokens. It runs on the rank that asks, alone, which
+    closes it."""
 
     def __init__(self, directory: str | Path, vocab_size: int, capacity: int) -> None:
         """vocab_size: of the model that is drafted for. capacity: tokens of the longest text.
@@ -89,6 +90,17 @@ class ModelDrafts:
             if len(path) < min(budget, depth):
                 logits = self._step(path[-1])
         return [path] if path else []
+
+    def close(self) -> None:
+        """Release what its session planned."""
+        if self._session is not None:
+            self._session.close()
+
+    def __enter__(self) -> ModelDrafts:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def _caught_up(self, tokens: list[int]) -> Any:
         """Logits after `tokens`: its own drafts that were not kept are taken back."""

@@ -1,4 +1,4 @@
-"""Continue a prompt greedily, with draft tokens or without, and take the times."""
+"""Continue a prompt, with draft tokens or without, and take the times."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from treeattn import comm as comm_
+from treeattn.collectives import waiting
 from treeattn.llama.drafts import Drafter, draft_tree
 from treeattn.llama.session import Session
-from treeattn.token_tree import accept_greedy
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -56,10 +54,11 @@ def generate(
 
     told: called after every step; say: with a line of progress, while the prompt runs. Drafts change the
     number of steps, and no token that is not as likely as another to within rounding: those that are kept are
-    what the model would have said itself.
+    what would have been chosen without them.
     """
     clock = comm_.mpi().Wtime
-    comm.Barrier()
+    with waiting.watched("the beginning of a text"):
+        comm.Barrier()
     began = clock()
     layers = session.model.config.layers
 
@@ -99,8 +98,7 @@ def _step(
     if drafting is None or not paths:
         return [session.choose(session.step(tokens[-1]))]
     tree = draft_tree(tokens[-1], paths, drafting.nodes)
-    said = session.verify(tree).argmax(axis=1)[None].astype(np.int64)
-    accepted = accept_greedy(tree, said, comm=comm)
+    accepted = session.accept(tree, session.verify(tree))
     session.commit(accepted.path)
     kept = accepted.path[0, 1 : int(accepted.counts[0])]
     return [*tree.tokens[0, kept].tolist(), int(accepted.next_tokens[0])]

@@ -14,7 +14,7 @@ import numpy as np
 
 from treeattn import comm as comm_
 from treeattn.llama.config import Config, read_config
-from treeattn.llama.linear import Axis, Gathered, Linear, Reduced, Rows, Stacked
+from treeattn.llama.linear import Axis, Gathered, Linear, Ranks, Reduced, Rows, Stacked
 from treeattn.llama.rope import inverse_frequencies, rotate, rotation
 from treeattn.llama.vocabulary import DealtVocabulary, Vocabulary
 from treeattn.llama.weights import DrawnWeights, Weights, axes
@@ -28,11 +28,11 @@ __all__ = ["WEIGHTS", "Attend", "Llama"]
 WEIGHTS = ("replicated", "sharded")
 
 #: Called with a layer's number, q [tokens, heads, head_dim] and k, v [tokens, kv_heads, head_dim] of the
-#: tokens that run through the model, rotated; gives what each query makes of all that it may see, like q, or
-#: this rank's heads of it.
+#: tokens that run through the model, rotated, in arrays that will hold those of the next layer; gives what
+#: each query makes of all that it may see, like q, or this rank's heads of it.
 Attend = Callable[[int, Any, Any, Any], Any]
 
-_BLOCK = 512  # tokens that go through an MLP at once, which is several times as wide as they are
+_BLOCK = 512  # tokens that go through linear maps at once, where they become several times as wide
 
 
 class _Layer(NamedTuple):
@@ -76,8 +76,9 @@ class Llama:
             self._vocabulary = _vocabulary(weights, self.config)
             self._layers = [_layer(weights, name) for name in names]
         else:
-            self._vocabulary = _dealt_vocabulary(weights, self.config, comm)
-            self._layers = [_sharded_layer(weights, name, self.config, comm) for name in names]
+            ranks = Ranks(comm)
+            self._vocabulary = _dealt_vocabulary(weights, self.config, ranks)
+            self._layers = [_sharded_layer(weights, name, self.config, ranks) for name in names]
 
     @property
     def weight_bytes(self) -> int:
@@ -94,17 +95,13 @@ class Llama:
         Every rank runs the same tokens, or its own (`dealt`); with sharded weights this is collective.
         """
         config, x = self.config, self._vocabulary.vectors(tokens, dealt)
-        both, width = config.heads + config.kv_heads, config.head_dim
         by = rotation(positions, self._frequencies)
+        qkv = np.empty((len(x), config.heads + 2 * config.kv_heads, config.head_dim), np.float32)
+        q, k, v = np.split(qkv, [config.heads, config.heads + config.kv_heads], axis=1)
         for number, layer in enumerate(self._layers):
-            qkv = _placed(layer.qkv, dealt)(self._normed(x, layer.input_norm))
-            qkv = qkv.reshape(len(x), both + config.kv_heads, width)
-            rotated = rotate(qkv[:, :both], by)
-            q, k, v = rotated[:, : config.heads], rotated[:, config.heads :], qkv[:, both:]
-            attended = attend(number, q, k, v)
-            heads = attended.shape[1] * width
-            x = x + _placed(layer.o, dealt)(attended.reshape(len(x), heads))
-            x = x + self._mlp(layer, x, dealt)
+            self._project(layer, x, by, dealt, qkv)
+            self._add_attended(layer, x, attend(number, q, k, v), dealt)
+            self._add_mlp(layer, x, dealt)
         return x
 
     def logits(self, hidden: Any) -> Any:
@@ -112,14 +109,24 @@ class Llama:
         weights this is collective."""
         return self._vocabulary.logits(self._normed(hidden, self._norm))
 
-    def _mlp(self, layer: _Layer, x: Any, dealt: bool) -> Any:
+    def _project(self, layer: _Layer, x: Any, by: tuple[Any, Any], dealt: bool, qkv: Any) -> None:
+        """q, k and v of x into `qkv` [tokens, all of their heads, head_dim], the first two rotated."""
+        project, rotated = _placed(layer.qkv, dealt), self.config.heads + self.config.kv_heads
+        for rows in _blocks(x):
+            made = project(self._normed(x[rows], layer.input_norm)).reshape(qkv[rows].shape)
+            qkv[rows, :rotated] = rotate(made[:, :rotated], (by[0][rows], by[1][rows]))
+            qkv[rows, rotated:] = made[:, rotated:]
+
+    def _add_attended(self, layer: _Layer, x: Any, attended: Any, dealt: bool) -> None:
+        project, width = _placed(layer.o, dealt), attended.shape[1] * attended.shape[2]
+        for rows in _blocks(x):
+            x[rows] += project(attended[rows].reshape(len(x[rows]), width))
+
+    def _add_mlp(self, layer: _Layer, x: Any, dealt: bool) -> None:
         gate, up, down = (_placed(one, dealt) for one in (layer.gate, layer.up, layer.down))
-        y = np.empty_like(x)
-        for begin in range(0, len(x), _BLOCK):
-            rows = slice(begin, begin + _BLOCK)
+        for rows in _blocks(x):
             normed = self._normed(x[rows], layer.post_norm)
-            y[rows] = down(_silu(gate(normed)) * up(normed))
-        return y
+            x[rows] += down(_silu(gate(normed)) * up(normed))
 
     def _normed(self, x: Any, weight: Any) -> Any:
         mean = np.mean(x * x, axis=-1, keepdims=True)
@@ -129,6 +136,11 @@ class Llama:
 def _opened(directory: str | Path) -> tuple[Config, Weights]:
     config = read_config(directory)
     return config, Weights(directory, config)
+
+
+def _blocks(x: Any) -> list[slice]:
+    """The tokens of x in parts, so that what a layer makes of them on its way takes little memory."""
+    return [slice(begin, begin + _BLOCK) for begin in range(0, len(x), _BLOCK)]
 
 
 def _silu(x: Any) -> Any:
@@ -146,12 +158,12 @@ def _vocabulary(weights: Any, config: Config) -> Vocabulary:
     return Vocabulary(embedding, embedding if config.tied else weights["lm_head.weight"])
 
 
-def _dealt_vocabulary(weights: Any, config: Config, comm: Intracomm) -> Vocabulary:
+def _dealt_vocabulary(weights: Any, config: Config, ranks: Ranks) -> Vocabulary:
     tokens = axes(config)["embed_tokens"]
-    rows = tokens.part(comm.rank, comm.size)
+    rows = tokens.part(ranks.rank, ranks.size)
     embedding = weights.part("model.embed_tokens.weight", rows)
     head = embedding if config.tied else weights.part("lm_head.weight", rows)
-    return DealtVocabulary(comm, tokens, embedding, head)
+    return DealtVocabulary(ranks, tokens, embedding, head)
 
 
 def _layer(weights: Any, prefix: str) -> _Layer:
@@ -169,29 +181,29 @@ def _layer(weights: Any, prefix: str) -> _Layer:
     )
 
 
-def _sharded_layer(weights: Any, prefix: str, config: Config, comm: Intracomm) -> _Layer:
+def _sharded_layer(weights: Any, prefix: str, config: Config, ranks: Ranks) -> _Layer:
     """Heads and the MLP's width as they are dealt out; norms, and biases of sums, whole."""
     dealt = axes(config)
 
     def rows(name: str) -> tuple[Axis, Any, Any]:
         axis, bias = dealt[name.split(".")[1]], weights.get(f"{prefix}{name}.bias")
-        part = axis.part(comm.rank, comm.size)
+        part = axis.part(ranks.rank, ranks.size)
         return axis, weights.part(f"{prefix}{name}.weight", rows=part), None if bias is None else bias[part]
 
     def reduced(name: str) -> Reduced:
         axis = dealt[name.split(".")[1]]
-        columns = weights.part(f"{prefix}{name}.weight", columns=axis.part(comm.rank, comm.size))
-        return Reduced(comm, axis, columns, weights.get(f"{prefix}{name}.bias"))
+        columns = weights.part(f"{prefix}{name}.weight", columns=axis.part(ranks.rank, ranks.size))
+        return Reduced(ranks, axis, columns, weights.get(f"{prefix}{name}.bias"))
 
     outputs, weight, bias = zip(*(rows(f"self_attn.{name}_proj") for name in "qkv"), strict=True)
     return _Layer(
         input_norm=weights[f"{prefix}input_layernorm.weight"],
         qkv=Gathered(
-            comm, outputs, np.concatenate(weight), np.concatenate(bias) if config.attention_bias else None
+            ranks, outputs, np.concatenate(weight), np.concatenate(bias) if config.attention_bias else None
         ),
         o=reduced("self_attn.o_proj"),
         post_norm=weights[f"{prefix}post_attention_layernorm.weight"],
-        gate=Rows(comm, *rows("mlp.gate_proj")),
-        up=Rows(comm, *rows("mlp.up_proj")),
+        gate=Rows(ranks, *rows("mlp.gate_proj")),
+        up=Rows(ranks, *rows("mlp.up_proj")),
         down=reduced("mlp.down_proj"),
     )

@@ -1,8 +1,8 @@
 """A text in the making over a sharded cache: prefill once, then token by token.
 
 Every rank runs the model on the new token, all of its weights or its part of them, and holds the keys and
-values of some positions; attention over all of them is `treeattn.Decoder`. Tokens are chosen on rank 0 and
-broadcast, so that ranks cannot disagree.
+values of some positions; attention over all of them is `treeattn.Decoder`. Tokens are chosen on rank 0,
+likeliest or drawn, and broadcast, so that ranks cannot disagree.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ import numpy as np
 from treeattn import comm as comm_
 from treeattn.attention.positions import Runs, as_runs
 from treeattn.cache import ShardedCache
+from treeattn.collectives import waiting
 from treeattn.decoder import Decoder
 from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError
 from treeattn.llama.model import Llama
 from treeattn.llama.prefill import PREFILLS
+from treeattn.llama.sampling import Sampling
 from treeattn.shards import parse_layout
-from treeattn.token_tree import TokenTree, Verifier
+from treeattn.token_tree import Accepted, TokenTree, Verifier, accept_greedy, accept_sample
+from treeattn.token_tree.accept import drawn
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -44,6 +47,7 @@ class Session:
     `PREFILLS`. layout: who holds which token of the prompt; a token that comes later lies on rank position
     mod size. drafts: slots of the trees that `verify` takes; trees are reduced by `scheme`, by `hierarchical`
     where it is None, and by none that attends while it communicates or leaves each rank its heads.
+    sampling: how tokens are chosen; the likeliest unless said.
 
     Raises `ArgumentError` for a prompt that is empty, longer than the capacity, or not of this model's
     vocabulary, on every rank alike.
@@ -60,8 +64,11 @@ class Session:
         prefill: str = "ring",
         layout: str = "zigzag",
         drafts: int = 0,
+        sampling: Sampling | None = None,
     ) -> None:
         self._comm, self.model = comm_.intracomm(comm), model
+        self._sampling = sampling or Sampling()
+        self._generator = np.random.default_rng(self._sampling.seed)
         config, sharded = model.config, model.comm is not None
         folding = scheme or "hierarchical"
         if scheme is None:
@@ -78,13 +85,14 @@ class Session:
                 "capacity": capacity,
                 "layout": layout,
                 "prefill": prefill,
+                "sampling": self._sampling,
                 "sharded weights": sharded,
                 **{f"the model's {one.name}": getattr(config, one.name) for one in fields(config)},
             }
         size, n = self._comm.size, len(self._prompt)
         self._shards = [as_runs(chosen.runs(n, rank, size)) for rank in range(size)]
         self._own: Runs = self._shards[self._comm.rank]
-        self._prefill = PREFILLS[prefill](self._comm, config, self._shards)
+        self._prefill = PREFILLS[prefill]
         owners = np.arange(capacity) % size
         for rank, runs in enumerate(self._shards):
             owners[runs.positions()] = rank
@@ -117,16 +125,18 @@ class Session:
 
         def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
             self._caches[layer].append_own(k[None], v[None], [self.tokens])
-            attended = self._prefill(q, k, v)
+            attended = seen(q, k, v)
             told(layer)
             return attended
 
         positions = self._own.positions()
-        hidden = self.model.run(self._prompt[positions], positions, attend, dealt=True)
+        with self._prefill(self._comm, self.model.config, self._shards) as seen:
+            hidden = self.model.run(self._prompt[positions], positions, attend, dealt=True)
         last = next(rank for rank, runs in enumerate(self._shards) if runs.end == self.tokens)
         shape = 1, self.model.config.hidden_size
         end = hidden[-1:].copy() if self._comm.rank == last else np.empty(shape, np.float32)
-        self._comm.Bcast(end, root=last)
+        with waiting.watched("the prompt's last token"):
+            self._comm.Bcast(end, root=last)
         return self.model.logits(end)[0]
 
     def step(self, token: int) -> Any:
@@ -167,9 +177,26 @@ class Session:
         self.tokens = tokens
 
     def choose(self, logits: Any) -> int:
-        """The likeliest token, as rank 0 sees it."""
-        chosen: int = self._comm.bcast(int(logits.argmax()) if self._comm.rank == 0 else None)
-        return chosen
+        """The next token by logits [vocab_size], as rank 0 sees them. Raises `ArgumentError` where they
+        let none be drawn."""
+
+        def chosen() -> int:
+            if self._sampling.greedy:
+                return int(logits.argmax())
+            return drawn(self._sampling.probabilities(logits), self._generator)
+
+        return comm_.decided(self._comm, chosen, "the token that rank 0 chooses")
+
+    def accept(self, tree: TokenTree, logits: Any) -> Accepted:
+        """Which nodes of a tree are kept by logits [drafts, vocab_size] of `verify`, as rank 0 sees them, and
+        the token after them. Tokens are those that `choose` would have chosen, one by one, whatever the
+        drafts are: a draft is kept where it is what was drawn."""
+        if self._sampling.greedy:
+            said = logits.argmax(axis=1)[None].astype(np.int64)
+            return accept_greedy(tree, said, comm=self._comm)
+        counts = self._comm.rank == 0  # only there
+        probabilities = self._sampling.probabilities(logits)[None] if counts else None
+        return accept_sample(tree, probabilities, self._generator, comm=self._comm)
 
     def close(self) -> None:
         """Release what was planned. Collective."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from treeattn.backends.cpu import PlannedProduct
-from treeattn.llama.linear import Axis, together
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+from treeattn.llama.linear import Axis, Ranks
 
 __all__ = ["DealtVocabulary", "Vocabulary"]
 
@@ -43,27 +40,28 @@ class Vocabulary:
 class DealtVocabulary(Vocabulary):
     """Every rank holds the rows of some tokens."""
 
-    def __init__(self, comm: Intracomm, tokens: Axis, embedding: Any, head: Any) -> None:
+    def __init__(self, ranks: Ranks, tokens: Axis, embedding: Any, head: Any) -> None:
         super().__init__(embedding, head)
-        self._comm, self._tokens, self._own = comm, tokens, tokens.part(comm.rank, comm.size)
+        self._ranks, self._tokens, self._own = ranks, tokens, tokens.part(ranks.rank, ranks.size)
 
     def vectors(self, tokens: Any, dealt: bool = False) -> Any:
         """As `Vocabulary.vectors`: one rank has a token's vector, the others add 0."""
         if not dealt:
-            found = self._known(tokens)
-            total = np.empty_like(found)
-            self._comm.Allreduce(found, total)
-            return total
+            return self._ranks.total(self._known(tokens))
         mine = np.empty((len(tokens), self.embedding.shape[1]), np.float32)
-        for root, theirs in enumerate(self._comm.allgather(tokens)):
+        with self._ranks.waits:
+            wanted = self._ranks.comm.allgather(tokens)
+        for root, theirs in enumerate(wanted):
             for begin in range(0, len(theirs), _BLOCK):
-                into = mine[begin : begin + _BLOCK] if self._comm.rank == root else None
-                self._comm.Reduce(self._known(theirs[begin : begin + _BLOCK]), into, root=root)
+                into = mine[begin : begin + _BLOCK] if self._ranks.rank == root else None
+                known = self._known(theirs[begin : begin + _BLOCK])
+                with self._ranks.waits:
+                    self._ranks.comm.Reduce(known, into, root=root)
         return mine
 
     def logits(self, hidden: Any) -> Any:
         """As `Vocabulary.logits`."""
-        return together(self._comm, super().logits(hidden).T, self._tokens).T
+        return self._ranks.together(super().logits(hidden).T, self._tokens).T
 
     def _known(self, tokens: Any) -> Any:
         vectors = np.zeros((len(tokens), self.embedding.shape[1]), np.float32)

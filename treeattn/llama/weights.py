@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +61,23 @@ def axes(config: Config) -> dict[str, Axis]:
     return {"embed_tokens": tokens, "lm_head": tokens} | attention | dense
 
 
-def sharded_bytes(config: Config, rank: int, size: int) -> int:
-    """Of one rank's part of the weights, in float32."""
-    dealt, total = axes(config), 0
+def sharded_bytes(config: Config, size: int) -> int:
+    """Of the weights, in float32, what the fullest of so many ranks has of them."""
+    dealt, everyones = axes(config), 0
+    of_a_row: Counter[Axis] = Counter()
     for name, shape in shapes(config).items():
         axis, count = dealt.get(name.split(".")[-2]), math.prod(shape)
         summed = len(shape) == 1 and ("o_proj" in name or "down_proj" in name)  # added once, by every rank
-        if axis is not None and not summed:
-            part = axis.part(rank, size)
-            count = count // axis.length * (part.stop - part.start)
-        total += 4 * count
-    return total
+        if axis is None or summed:
+            everyones += count
+        else:
+            of_a_row[axis] += count // axis.length
+
+    def part(rank: int) -> int:
+        parts = ((axis.part(rank, size), count) for axis, count in of_a_row.items())
+        return sum((rows.stop - rows.start) * count for rows, count in parts)
+
+    return 4 * (everyones + max(part(rank) for rank in range(size)))
 
 
 class Weights:

@@ -17,7 +17,7 @@ from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.simulate import Payload, simulate
 from treeattn.errors import ArgumentError
 
-__all__ = ["DecodeStep", "Shape", "decode_step"]
+__all__ = ["DecodeStep", "Shape", "attention_time", "decode_step", "kv_ring_time", "reduction_time"]
 
 
 class Shape(NamedTuple):
@@ -54,23 +54,47 @@ def decode_step(
 ) -> DecodeStep:
     """The step with `schedule`, and the rings with the same places. Raises `ArgumentError` for a cluster that
     does not say how fast a rank reads."""
+    ranks = len(places)
+    attention = attention_time(cluster, ranks, shape)
+    reduction = reduction_time(cluster, places, schedule, shape, executor)
+    record = 4 * (shape.head_dim + 2)
+    slice_ = -(-shape.batch * shape.heads * shape.queries // ranks) * record
+    pass_on = _hop(cluster, places, slice_, executor)
+    gather = simulate(_gather(ranks), cluster, places, Payload(ranks, slice_), executor).time
+    query_ring = attention + (ranks - 1) * pass_on + gather
+    kv_ring = kv_ring_time(cluster, places, shape, executor)
+    return DecodeStep(attention, reduction, attention + reduction, kv_ring, query_ring)
+
+
+def attention_time(cluster: Cluster, ranks: int, shape: Shape) -> float:
+    """Microseconds of a rank's attention. Raises as `decode_step`."""
     if cluster.memory is None:
         raise ArgumentError(
             f"{cluster.name}: memory: missing, in GB/s that a rank reads its cache at; add it"
         )
-    ranks = len(places)
-    shard = 2 * shape.batch * shape.tokens * shape.kv_heads * shape.head_dim * shape.bytes / ranks
-    attention = shard / (1e3 * cluster.memory)
-    record = 4 * (shape.head_dim + 2)
+    return _shard(ranks, shape) / (1e3 * cluster.memory)
+
+
+def reduction_time(
+    cluster: Cluster, places: Placement, schedule: Schedule, shape: Shape, executor: str | None = None
+) -> float:
+    """Microseconds of the reduction alone."""
     records = shape.batch * shape.heads * shape.queries
-    reduction = simulate(schedule, cluster, places, Payload(records, record, shape.queries), executor).time
-    hop = _hop(cluster, places, round(shard), executor)
-    kv_ring = (ranks - 1) * max(hop, attention) + attention
-    slice_ = -(-records // ranks) * record
-    pass_on = _hop(cluster, places, slice_, executor)
-    gather = simulate(_gather(ranks), cluster, places, Payload(ranks, slice_), executor).time
-    query_ring = attention + (ranks - 1) * pass_on + gather
-    return DecodeStep(attention, reduction, attention + reduction, kv_ring, query_ring)
+    payload = Payload(records, 4 * (shape.head_dim + 2), shape.queries)
+    return simulate(schedule, cluster, places, payload, executor).time
+
+
+def kv_ring_time(cluster: Cluster, places: Placement, shape: Shape, executor: str | None = None) -> float:
+    """Microseconds of the step by the ring of keys and values. Raises as `decode_step`."""
+    ranks = len(places)
+    attention = attention_time(cluster, ranks, shape)
+    hop = _hop(cluster, places, round(_shard(ranks, shape)), executor)
+    return (ranks - 1) * max(hop, attention) + attention
+
+
+def _shard(ranks: int, shape: Shape) -> float:
+    """Bytes of a rank's keys and values."""
+    return 2 * shape.batch * shape.tokens * shape.kv_heads * shape.head_dim * shape.bytes / ranks
 
 
 def _hop(cluster: Cluster, places: Placement, size: int, executor: str | None) -> float:

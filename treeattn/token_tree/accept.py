@@ -24,7 +24,7 @@ from treeattn.token_tree.tree import TokenTree
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["Accepted", "accept_greedy", "accept_sample", "accept_speculative"]
+__all__ = ["Accepted", "accept_greedy", "accept_sample", "accept_speculative", "drawn"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Walk = tuple[list[int], int]
@@ -97,7 +97,7 @@ def accept_sample(
         at = _distributions(tree, probabilities, first)
 
         def step(row: int, node: int) -> Walk:
-            return _descend(tree, row, node, _drawn(at(row, node), generator))
+            return _descend(tree, row, node, drawn(at(row, node), generator))
 
         return _walks(tree, first is not None, step)
 
@@ -161,7 +161,7 @@ def accept_speculative(
                 if generator.random() * q[token] < p[token]:
                     return [child], token
                 p, q = _residual(p, q, token)
-            return [], _drawn(p, generator)
+            return [], drawn(p, generator)
 
         return _walks(tree, first is not None, step)
 
@@ -184,10 +184,13 @@ def _descend(tree: TokenTree, row: int, node: int, token: int) -> Walk:
     return children[tree.tokens[row, children] == token][:1].tolist(), token
 
 
-def _drawn(p: Array, generator: np.random.Generator) -> int:
-    """A token from probabilities that add up to 1; never one of probability 0."""
+def drawn(p: Array, generator: np.random.Generator) -> int:
+    """A token from probabilities [vocabulary] that add up to 1, by one number of the generator; never one of
+    probability 0. Raises `ArgumentError` for NaN."""
     reached = np.cumsum(p)
     total = reached[-1]
+    if not total > 0:
+        raise ArgumentError(f"no token can be drawn: probabilities add up to {total}")
     return int(np.searchsorted(reached, min(generator.random() * total, np.nextafter(total, 0)), "right"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.llama_models import write_model
-from treeattn.errors import ArgumentError
+from treeattn.errors import ArgumentError, ScheduleError
 from treeattn.llama.drafts import ModelDrafts, NgramDrafts, draft_tree
 
 
@@ -43,3 +43,11 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
         ModelDrafts(path, 300, 10)
     with pytest.raises(ArgumentError, match="was made for 4096 tokens, not 5000"):
         ModelDrafts(path, 256, 5000)
+
+
+def test_a_draft_model_closes_what_it_planned(tmp_path):
+    with ModelDrafts(write_model(tmp_path, "tied"), 256, 10) as drafts:
+        assert len(drafts([3, 4], 4, 4)[0]) == 4
+    with pytest.raises(ScheduleError, match="closed"):
+        drafts([3, 4, 5], 4, 4)
+    ModelDrafts(tmp_path, 256, 10).close()  # nothing was planned yet

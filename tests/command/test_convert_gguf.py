@@ -1,0 +1,224 @@
+"""``tools/convert_gguf.py``: a tiny model, written as GGUF here, is the model that it was."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from safetensors.numpy import load_file, save_file
+from tokenizers import pre_tokenizers
+
+from tests.llama_models import write_model
+from treeattn.llama import Llama, Session, read_config
+from treeattn.llama import model as model_module
+from treeattn.llama.tokens import Tokenizer
+
+from .launch import ROOT, run
+
+gguf = pytest.importorskip("gguf", reason="no gguf: pip install 'treeattn[models]'")
+
+TYPES = gguf.GGMLQuantizationType
+NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 3)
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+#: What single bytes are written as.
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def interleaved(rows, heads):
+    """Rows of q or k as GGUF has them: those that are rotated against each other side by side."""
+    d = len(rows) // heads
+    order = np.arange(d).reshape(2, d // 2).T.ravel()
+    return rows.reshape(heads, d, *rows.shape[1:])[:, order].reshape(rows.shape)
+
+
+def tensors_of(directory):
+    """Name of GGUF -> float32 values as GGUF has them."""
+    config = read_config(directory)
+    heads = {"q_proj": config.heads, "k_proj": config.kv_heads}
+    for file in sorted(directory.glob("*.safetensors")):
+        for name, values in load_file(file).items():
+            part = name.split(".")[-2]
+            values = interleaved(values, heads[part]) if part in heads else values
+            yield NAMES.get_name(name, (".weight", ".bias")), values
+
+
+def write_gguf(path, directory, kind="F32", **changes):
+    """changes: of the file's keys, None leaves one out; tensors: more of them; raw: bits in Q6_K instead."""
+    config, writer = read_config(directory), gguf.GGUFWriter(path, changes.pop("architecture", "llama"))
+    more, raw = changes.pop("tensors", {}), changes.pop("raw", {})
+    tokens = [*BYTES[: config.vocab_size - 2], "ab", "<end>"]
+    values = {
+        "llama.context_length": config.max_position_embeddings,
+        "llama.embedding_length": config.hidden_size,
+        "llama.block_count": config.layers,
+        "llama.feed_forward_length": config.intermediate_size,
+        "llama.attention.head_count": config.heads,
+        "llama.attention.head_count_kv": config.kv_heads,
+        "llama.attention.key_length": config.head_dim,
+        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "llama.rope.freq_base": config.rope.theta,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * (len(tokens) - 1) + [3],
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.eos_token_id": config.vocab_size - 1,
+    }
+    for key, value in (values | changes).items():
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif value is not None:
+            writer.add_array(key, value)
+    for name, array in [*tensors_of(directory), *more.items()]:
+        own = TYPES.Q6_K if name in raw else TYPES[kind] if array.ndim == 2 else TYPES.F32
+        bits = raw[name] if name in raw else gguf.quants.quantize(array, own)
+        writer.add_tensor(name, bits, raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def convert(*words):
+    return run(ROOT / "tools" / "convert_gguf.py", *words)
+
+
+def converted(source, directory):
+    done = convert(source, directory)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{directory}: ")
+    return directory
+
+
+def logits(directory, prompt=tuple(range(2, 40))):
+    with Session(MPI.COMM_SELF, Llama(directory), prompt, capacity=len(prompt)) as session:
+        return session.prefill()
+
+
+@pytest.mark.parametrize("name", ["default_rope", "biases", "tied", "wide_heads"])
+def test_a_model_comes_through_as_it_was(tmp_path, name):
+    """Biases, heads that are wider than their share, and ends that are tied among them."""
+    original = write_model(tmp_path / "original", name, rope_parameters=PLAIN)
+    made = converted(write_gguf(tmp_path / "model.gguf", original), tmp_path / "made")
+    wanted = {n: t for file in original.glob("*.safetensors") for n, t in load_file(file).items()}
+    got = load_file(made / "model.safetensors")
+    assert got.keys() == wanted.keys()
+    for tensor, values in wanted.items():
+        np.testing.assert_array_equal(got[tensor], values, err_msg=tensor)
+    config = read_config(original)
+    rounded = float(np.float32(config.rms_norm_eps))  # as GGUF holds it
+    assert read_config(made) == dataclasses.replace(config, rms_norm_eps=rounded)
+    np.testing.assert_array_equal(logits(made), logits(original))
+
+
+def test_rows_of_q_and_k_are_those_of_interleaved_positions(tmp_path, monkeypatch):
+    """The rows as GGUF has them, rotated pair by pair side by side, make the same model."""
+    original = write_model(tmp_path / "original", "default_rope")
+    made = converted(write_gguf(tmp_path / "model.gguf", original), tmp_path / "made")
+    wanted, path = logits(made), made / "model.safetensors"
+    held = {tensor.name: np.array(tensor.data) for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    tensors = load_file(path)
+    for name in tensors:
+        if "q_proj" in name or "k_proj" in name:
+            tensors[name] = held[NAMES.get_name(name, (".weight",))]
+    save_file(tensors, path)
+
+    def rotate(x, by):
+        (cosine, sine), (first, second) = by, (x[..., ::2], x[..., 1::2])
+        return np.stack([first * cosine - second * sine, second * cosine + first * sine], -1).reshape(x.shape)
+
+    monkeypatch.setattr(model_module, "rotate", rotate)
+    np.testing.assert_allclose(logits(made), wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
+    monkeypatch.undo()
+    assert np.abs(logits(made) - wanted).max() > 1e-2 * np.abs(wanted).max()
+
+
+def step_of(kind, blocks):
+    """How far apart the values of a type are, in blocks [.., 32] of original ones."""
+    span, largest = np.ptp(blocks, -1), np.abs(blocks).max(-1)
+    steps = {"F16": largest / 2**10, "BF16": largest / 2**7, "Q8_0": largest / 127, "Q4_0": largest / 8}
+    return (steps | {"Q5_0": largest / 16, "Q4_1": span / 15, "Q5_1": span / 31})[kind]
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"])
+def test_values_of_fewer_bits_are_what_they_stand_for(tmp_path, kind):
+    """Within a step of the originals, and most of them not the originals: norms are kept as they are."""
+    original = write_model(tmp_path / "original", "tied", rope_parameters=PLAIN)
+    made = converted(write_gguf(tmp_path / "model.gguf", original, kind), tmp_path / "made")
+    wanted = {n: t for file in original.glob("*.safetensors") for n, t in load_file(file).items()}
+    for name, got in load_file(made / "model.safetensors").items():
+        assert got.dtype == np.float32
+        if got.ndim == 1:
+            np.testing.assert_array_equal(got, wanted[name])
+            continue
+        blocks = wanted[name].reshape(-1, 32)
+        error, step = np.abs(got.reshape(blocks.shape) - blocks).max(-1), step_of(kind, blocks)
+        assert (error <= 1.01 * step).all()
+        assert (error > 0.01 * step).mean() > 0.9
+
+
+def block_of_q6(scale, part):
+    """256 values of Q6_K: half precision `scale` times one of `part` [16] times (a number of 6 bits - 32),
+    which is 5 everywhere: of each four bits lie in ql, and two in qh, where 32 + 5 has 2."""
+    ql, qh = np.full(128, 5 | 5 << 4, np.uint8), np.full(64, 0b10101010, np.uint8)
+    return np.concatenate([ql, qh, part.astype(np.int8).view(np.uint8), np.float16([scale]).view(np.uint8)])
+
+
+def test_blocks_of_256_values_are_read_too(tmp_path):
+    """Q6_K, which the gguf package reads but does not write."""
+    sizes = {"hidden_size": 256, "head_dim": 16, "vocab_size": 256}
+    original = write_model(tmp_path / "original", "tied", rope_parameters=PLAIN, **sizes)
+    part = np.arange(1, 17)
+    row = block_of_q6(0.25, part)
+    source = write_gguf(tmp_path / "model.gguf", original, raw={"token_embd.weight": np.tile(row, (256, 1))})
+    got = load_file(converted(source, tmp_path / "made") / "model.safetensors")["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(got, np.tile(np.repeat(0.25 * part * 5, 16), (256, 1)))
+
+
+def test_text_is_split_into_the_files_tokens(tmp_path):
+    original = write_model(tmp_path / "original", "tied", rope_parameters=PLAIN)
+    made = Tokenizer(converted(write_gguf(tmp_path / "model.gguf", original), tmp_path / "made"), 256)
+    numbers = made.encode("abba 42<end>")
+    letters = [BYTES.index(one) for one in "b"], [BYTES.index(one) for one in "42"]
+    assert numbers == [254, *letters[0], BYTES.index("a"), BYTES.index("\u0120"), *letters[1], 255]
+    assert made.decode(numbers[:-1]) == "abba 42"
+
+
+STRANGE = np.ones((4, 96), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architecture": "qwen2"}, "model.gguf: is a qwen2, only llama is served"),
+        ({"llama.rope.scaling.type": "linear"}, "scales its rotary positions"),
+        ({"tensors": {"rope_freqs.weight": np.ones(8, np.float32)}}, "scales its rotary positions"),
+        ({"tokenizer.ggml.model": "llama"}, "its tokenizer is no byte-level BPE"),
+        ({"tokenizer.ggml.pre": "llama-bpe"}, "splits words as llama-bpe, only gpt-2 and smollm are served"),
+        ({"tokenizer.ggml.add_bos_token": True}, "puts a token before each text"),
+        ({"tokenizer.ggml.eos_token_id": None}, "the file does not say tokenizer.ggml.eos_token_id"),
+        ({"llama.context_length": None}, "the file does not say llama.context_length"),
+        ({"tensors": {"blk.0.attn_qkv.weight": STRANGE}}, "has a tensor blk.0.attn_qkv.weight"),
+    ],
+)  # fmt: skip
+def test_what_is_not_carried_over_is_refused(tmp_path, changes, message):
+    original = write_model(tmp_path / "original", "tied", rope_parameters=PLAIN)
+    done = convert(write_gguf(tmp_path / "model.gguf", original, **changes), tmp_path / "made")
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "made").exists()
+
+
+def test_files_that_are_none(tmp_path):
+    assert "usage: " in convert(tmp_path / "model.gguf").stderr
+    assert "model.gguf: no such file" in convert(tmp_path / "model.gguf", tmp_path / "made").stderr

@@ -1,0 +1,132 @@
+"""One process: what may be drawn, and how often it is."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from tests.llama_models import write_model
+from treeattn.errors import ArgumentError
+from treeattn.llama import Llama, Sampling, Session
+from treeattn.llama.drafts import draft_tree
+
+#: Probabilities 0.4, 0.3, 0.15, 0.1, 0.05, in another order.
+P = np.array([0.1, 0.4, 0.05, 0.3, 0.15])
+LOGITS = (np.log(P) + 7).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights"),
+    [
+        ({}, P),
+        ({"temperature": 2.0}, np.sqrt(P)),
+        ({"top_k": 2}, P * [0, 1, 0, 1, 0]),
+        ({"top_k": 9}, P),
+        ({"top_p": 0.75}, P * [0, 1, 0, 1, 1]),  # 0.7 is too little, 0.85 is enough
+        ({"top_p": 0.01}, P * [0, 1, 0, 0, 0]),
+        ({"top_k": 4, "top_p": 0.9}, P * [1, 1, 0, 1, 1]),  # 0.85 of 0.95 is too little
+        ({"top_k": 3, "top_p": 0.8}, P * [0, 1, 0, 1, 0]),  # 0.7 of 0.85 is enough
+        ({"temperature": 0.5, "top_p": 0.8}, P**2 * [0, 1, 0, 1, 0]),
+        ({"temperature": 1e-300}, P * [0, 1, 0, 0, 0]),
+    ],
+)
+def test_what_may_be_drawn(settings, weights):
+    probabilities = Sampling(**{"temperature": 1.0} | settings).probabilities(LOGITS)
+    np.testing.assert_allclose(probabilities, weights / weights.sum(), rtol=1e-5)
+    rows = np.stack([LOGITS, LOGITS[::-1]])
+    both = Sampling(**{"temperature": 1.0} | settings).probabilities(rows)
+    np.testing.assert_allclose(both, [probabilities, probabilities[::-1]])
+
+
+def test_tokens_that_are_equally_likely_stay_together_in_top_k():
+    probabilities = Sampling(1.0, top_k=2).probabilities(np.float32([1, 0, 1, 1]))
+    np.testing.assert_allclose(probabilities, [1 / 3, 0, 1 / 3, 1 / 3])
+    np.testing.assert_allclose(Sampling(1.0, top_p=0.3).probabilities(np.zeros(4)), [0.5, 0.5, 0, 0])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return Llama(write_model(tmp_path_factory.mktemp("model"), "tied"))
+
+
+def session(model, **sampling):
+    options = {"capacity": 12, "drafts": 5, "sampling": Sampling(**sampling)}
+    return Session(MPI.COMM_SELF, model, [3, 4], **options)
+
+
+def chi_square(counts, p):
+    expected = counts.sum() * p[p > 0]
+    assert counts[p == 0].sum() == 0
+    return ((counts[p > 0] - expected) ** 2 / expected).sum()
+
+
+#: Of chi-square with 4 and with 2 degrees of freedom, once in a thousand.
+RARE = {5: 18.47, 3: 13.82}
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.8}])
+def test_tokens_are_drawn_as_often_as_their_probability_says(model, settings):
+    sampling = {"temperature": 1.0, "seed": 5} | settings
+    p = Sampling(**sampling).probabilities(LOGITS)
+    with session(model, **sampling) as drawing:
+        counts = np.bincount([drawing.choose(LOGITS) for _ in range(20_000)], minlength=5)
+    assert chi_square(counts, p) < RARE[int((p > 0).sum())]
+    assert chi_square(counts, (p > 0) / (p > 0).sum()) > 100
+
+
+def test_drafts_change_no_distribution(model):
+    """A wrong draft beside a likely one, and one after that: the token after the root is drawn all the same,
+    and so is the one after it."""
+    tree = draft_tree(9, [[1, 2], [0]], 5)
+    after = np.stack([LOGITS, LOGITS[::-1], LOGITS, LOGITS, LOGITS])
+    first, second = np.zeros(5, int), np.zeros(5, int)
+    with session(model, temperature=1.0, seed=6) as drawing:
+        for _ in range(20_000):
+            accepted = drawing.accept(tree, after)
+            kept = tree.tokens[0, accepted.path[0, 1 : accepted.counts[0]]].tolist()
+            tokens = [*kept, int(accepted.next_tokens[0])]
+            first[tokens[0]] += 1
+            if tokens[0] == 1:
+                second[tokens[1]] += 1
+    assert chi_square(first, P) < RARE[5]
+    assert chi_square(second, P[::-1]) < RARE[5]
+
+
+def test_greedy_is_the_default_and_draws_nothing(model):
+    with Session(MPI.COMM_SELF, model, [3], capacity=4) as greedy:
+        assert {greedy.choose(LOGITS) for _ in range(50)} == {1}
+    assert Sampling() == Sampling(temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    "logits", [np.full(5, np.nan), np.float32([1, np.nan, 0, 0, 0]), np.full(5, -np.inf)]
+)
+def test_logits_that_are_no_numbers_are_refused(model, logits):
+    with session(model, temperature=1.0, top_k=3, top_p=0.9) as drawing:
+        with pytest.raises(ArgumentError, match="no token can be drawn: probabilities add up to nan"):
+            drawing.choose(logits)
+        with pytest.raises(ArgumentError, match="are no probabilities"):
+            drawing.accept(draft_tree(9, [[1, 2]], 5), np.stack([logits] * 5))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -1.0}, "temperature -1.0: give a number from 0 on"),
+        ({"temperature": math.nan}, "temperature nan: give"),
+        ({"temperature": math.inf}, "temperature inf: give"),
+        ({"temperature": 1.0, "top_k": -1}, "top_k -1: give a number of tokens, 0 for all"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p 0.0: give a probability above 0"),
+        ({"temperature": 1.0, "top_p": 1.5}, "top_p 1.5: give a probability above 0"),
+        ({"temperature": 1.0, "seed": -1}, "seed -1: give a whole number"),
+        ({"top_k": 4}, "top_k and top_p say what may be drawn: give a temperature above 0 too"),
+        ({"top_p": 0.9}, "give a temperature above 0 too"),
+    ],
+)
+def test_settings_that_are_none(settings, message):
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        Sampling(**settings)
