@@ -186,10 +186,10 @@ def test_two_jobs_with_one_results_file(mpich):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Scratch space of 64 KiB on node0 alone."""
+    """Scratch space of 40 KiB on node0 alone."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", disk], check=True)
     yield disk
     subprocess.run(["umount", "--lazy", disk], check=True)
 
