@@ -9,7 +9,7 @@ On the emulated cluster, as root:
 then `treeattn plot --figures predicted`. Goals: the median of |predicted / measured - 1| over all schemes and
 sizes under 20 percent, and the scheme that `auto` would take within 10 percent of the best measured, at every
 size.
-Left in FOLDER: cluster.toml, compare.jsonl, calibrated.json, predicted-*.svg.
+Left in FOLDER: cluster.toml, compare.jsonl, calibrated.json, predicted-*.png.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def measure(folder: Path, ranks: int, schemes: list[str], seconds: float, repeti
     mpi(ranks, "compare", "--schemes", ",".join(schemes), "--what", "reduce", "--heads",
         ",".join(map(str, HEADS)), "--cluster", cluster, "--seconds", seconds, "--repetitions", repetitions,
         "--out", lines)  # fmt: skip
-    subprocess.run([*TREEATTN, "plot", lines, "--figures", "predicted", "--format", "svg", "--out", folder],
+    subprocess.run([*TREEATTN, "plot", lines, "--figures", "predicted", "--format", "png", "--out", folder],
                    check=True)  # fmt: skip
 
 
