@@ -12,11 +12,11 @@ from mpi4py import MPI
 from safetensors.numpy import load_file, save_file
 
 from tests.llama_models import LLAMA3, PROMPT, write_model
-from treeattn.attention.shape import Shape
 from treeattn.errors import ArgumentError
 from treeattn.llama import Llama, Rope, Session, read_config
 from treeattn.llama import model as model_module
 from treeattn.llama import rope as rope_module
+from treeattn.llama.heads import Heads
 
 GOLDEN = np.load(Path(__file__).parents[2] / "golden" / "llama" / "logits.npz")
 
@@ -59,7 +59,7 @@ def interleaved(x, by):
     [
         (model_module, "rotate", interleaved),
         (model_module, "inverse_frequencies", lambda rope, d: rope_module.inverse_frequencies(rope, d)[::-1]),
-        (Shape, "default_scale", lambda self: 1.0),
+        (Heads, "scale", 1.0),
     ],
 )
 def test_wrong_arithmetic_is_caught_by_the_logits(tmp_path, monkeypatch, where, name, wrong):
