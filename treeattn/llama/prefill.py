@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from treeattn import comm as comm_
 from treeattn.attention.positions import Runs, as_runs
 from treeattn.attention.visibility import Visibility, Visible
 from treeattn.collectives import waiting
@@ -63,14 +64,13 @@ class Prefill(ABC):
     several = False
 
     def __init__(self, comm: Intracomm, heads: Heads, shards: Sequence[Runs]) -> None:
-        """shards: the positions of every rank."""
-        self._comm, self._shards = duplicate(comm, "planning the prefill"), shards
-        self._device, stands = heads.device, shards[comm.rank].positions()
-        self._out = heads.device.memory.empty((len(stands), heads.heads, heads.head_dim), np.float32)
-        most = heads.device.most_queries(heads.heads, heads.kv_heads) or len(stands)
-        blocks = [slice(begin, begin + most) for begin in range(0, len(stands), most or 1)]
-        several = self.several and comm.size > 1
-        self._parts = [(rows, _Part(heads, stands[rows], self._out[rows], several)) for rows in blocks]
+        """shards: the positions of every rank. Raises what planning raises, on every rank alike."""
+        self._comm, self._shards, self._device = duplicate(comm, "planning the prefill"), shards, heads.device
+        stands, several = shards[comm.rank].positions(), self.several and comm.size > 1
+        with comm_.Agreement(self._comm):
+            self._out = heads.device.memory.empty((len(stands), heads.heads, heads.head_dim), np.float32)
+            blocks = _blocks(len(stands), heads.device.most_queries(heads.heads, heads.kv_heads))
+            self._parts = [(rows, _Part(heads, stands[rows], self._out[rows], several)) for rows in blocks]
 
     @abstractmethod
     def __call__(self, q: Any, k: Any, v: Any) -> Any:
@@ -94,6 +94,12 @@ class Prefill(ABC):
         """Give the communicator back; not after an exception, when nobody may be waited for."""
         if exception[0] is None:
             self._comm.Free()
+
+
+def _blocks(queries: int, most: int | None) -> list[slice]:
+    """Queries in as many parts as a device wants."""
+    step = most or max(1, queries)
+    return [slice(begin, begin + step) for begin in range(0, queries, step)]
 
 
 class Gather(Prefill):
