@@ -35,6 +35,13 @@ class DeviceArray:
     def __bool__(self) -> bool:
         raise TypeError("a look at an array of the device makes the host wait")
 
+    def __int__(self) -> int:
+        return int(self._inside)
+
+    def get(self) -> Any:
+        """A copy for the host."""
+        return self._inside.copy()
+
     def __len__(self) -> int:
         return len(self._inside)
 
@@ -125,7 +132,7 @@ def _equip() -> None:
     DeviceArray.__neg__ = lambda self: on_device(-self._inside)  # type: ignore[attr-defined]
     for dotted, parameters in SIGNATURES.items():
         kind, _, name = dotted.partition(".")
-        if kind == "ndarray" and name:
+        if kind == "ndarray" and name and name not in vars(DeviceArray):
             made = _property(name) if parameters is None else _method(name)
             setattr(DeviceArray, name, made)
 
@@ -133,6 +140,7 @@ def _equip() -> None:
 def _functions() -> SimpleNamespace:
     """What the list has of functions on arrays: those that NumPy has under the same name."""
     found: dict[str, Any] = {"ndarray": DeviceArray}
+    found |= {kind.__name__: kind for kind in (np.int64, np.uint32, np.uint8)}
     for name, parameters in SIGNATURES.items():
         function = getattr(np, name, None)
         if "." not in name and parameters is not None and function is not None:

@@ -279,8 +279,8 @@ def _report(facts: dict[str, Any]) -> None:
 
 
 def _travels(facts: dict[str, Any]) -> str:
-    """What a GPU needs beside the scheme."""
-    if facts["device"] == "cpu":
+    """How records do, from GPUs."""
+    if facts["device"] == "cpu" or len(facts["ranks"]) == 1:
         return ""
     sums = ", sums of the layers over host" if facts["weights"] == "sharded" else ""
     return f" over {facts['transport']}{sums}"
