@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
+from treeattn.collectives.parameters import RANK_LIMIT
 from treeattn.errors import RestrictionError, ScheduleError
 
 __all__ = [
@@ -36,6 +37,16 @@ __all__ = [
 # A plan of p * p transfers at thousands of ranks would fill the memory of every rank before the first
 # message leaves. 2**19 transfers (about 100 MB, a second to check) is a ring over 512 ranks.
 TRANSFER_LIMIT = 1 << 19
+
+# How to_json writes a transfer.
+_COLUMNS = ("src", "dst", "first_chunk", "end_chunk", "merge")
+_WANTED = {
+    "name": "give it a name in quotes",
+    "size": f"give the number of ranks, 1 to {RANK_LIMIT}",
+    "chunks": f"give the number of pieces that records are cut in, 1 to {RANK_LIMIT}; 1 leaves them whole",
+    "result": "replicated (every rank ends with everything) or scattered",
+    "rounds": f"give a list of rounds, each a list of transfers [{', '.join(_COLUMNS)}], merge being 1 or 0",
+}
 
 
 class Transfer(NamedTuple):
@@ -110,7 +121,7 @@ class Schedule:
 
     def to_json(self) -> str:
         """One line of JSON; `from_json` gives an equal schedule back."""
-        columns = ["src", "dst", "first_chunk", "end_chunk", "merge", *(["own"] if self.keeps_apart else [])]
+        columns = [*_COLUMNS, *(["own"] if self.keeps_apart else [])]
         rounds = [
             [
                 [t.src, t.dst, t.chunks.start, t.chunks.stop, int(t.merge), int(t.own)][: len(columns)]
@@ -131,16 +142,25 @@ class Schedule:
 
     @staticmethod
     def from_json(text: str) -> Schedule:
-        """Read what `to_json` wrote. Raises `ScheduleError` for anything else."""
+        """Read what `to_json` wrote, or somebody by hand. Raises `ScheduleError` that names the key and the
+        remedy for anything else."""
         try:
             data = json.loads(text)
-            rounds = tuple(tuple(map(_transfer_from_json, round_)) for round_ in data["rounds"])
-            name, size, chunks, result = (data[key] for key in ("name", "size", "chunks", "result"))
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ScheduleError(f"not the JSON of a schedule: {error!r}") from error
-        if not isinstance(name, str) or type(size) is not int or type(chunks) is not int:
-            raise ScheduleError(f"not the JSON of a schedule: {name=}, {size=}, {chunks=}")
-        return Schedule(name, size, chunks, rounds, result)
+        except (ValueError, RecursionError) as error:
+            raise ScheduleError(f"not the JSON of a schedule: {error}") from error
+        for key, wanted in _WANTED.items():
+            if not isinstance(data, dict) or key not in data:
+                raise _unlike(key, f"missing; {wanted}")
+        for key in ("size", "chunks"):
+            if not _is_whole(data[key]) or not 1 <= data[key] <= RANK_LIMIT:
+                raise _unlike(key, f"{data[key]!r:.40}; {_WANTED[key]}")
+        if not isinstance(data["name"], str) or data["result"] not in ("replicated", "scattered"):
+            raise _unlike("name, result", f"{_WANTED['name']}; {_WANTED['result']}")
+        columns = data.get("transfer", [*_COLUMNS])
+        if columns not in ([*_COLUMNS], [*_COLUMNS, "own"]):
+            raise _unlike("transfer", f"{columns!r:.80}; the columns are {', '.join(_COLUMNS)} in this order")
+        rounds = _rounds(data["rounds"])
+        return Schedule(data["name"], data["size"], data["chunks"], rounds, data["result"])
 
 
 def _is_whole(number: object) -> bool:
@@ -153,11 +173,31 @@ def _is_transfer(entry: object) -> bool:
     return _is_whole(entry.src) and _is_whole(entry.dst) and {type(entry.merge), type(entry.own)} == {bool}
 
 
-def _transfer_from_json(row: Any) -> Transfer:
-    src, dst, first, end, merge, *own = row
-    if not all(type(number) is int for number in row) or len(own) > 1:
-        raise ValueError(f"transfer {row} must hold five integers, or six")
-    return Transfer(src, dst, range(first, end), bool(merge), *map(bool, own))
+def _rounds(data: Any) -> tuple[Round, ...]:
+    if not isinstance(data, list) or not all(isinstance(round_, list) for round_ in data):
+        raise _unlike("rounds", _WANTED["rounds"])
+    for number, round_ in enumerate(data, 1):
+        for row in round_:
+            if not _is_row(row):
+                what = f"round {number}: {row!r:.80} is no transfer"
+                raise _unlike("rounds", f"{what}; {_WANTED['rounds']}")
+    return tuple(
+        tuple(
+            Transfer(src, dst, range(first, end), *map(bool, merge_and_own))
+            for src, dst, first, end, *merge_and_own in round_
+        )
+        for round_ in data
+    )
+
+
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, list) or len(row) not in (5, 6):
+        return False
+    return all(map(_is_whole, row[:4])) and all(flag in (0, 1) for flag in row[4:])
+
+
+def _unlike(key: str, what: str) -> ScheduleError:
+    return ScheduleError(f"not the JSON of a schedule: {key}: {what}")
 
 
 def refuse_above_limit(scheme: str, size: int, transfers: int) -> None:

@@ -35,14 +35,14 @@ __all__ = ["Cluster", "Executor", "Link", "Protocol", "Tier", "load", "shipped"]
 
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Microseconds = Annotated[float, Meta(ge=0, le=1e12)]
-Rate = Annotated[float, Meta(gt=0)]
+Rate = Annotated[float, Meta(ge=1e-9, le=1e12)]
 Name = Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9_-]*$")]
 
 _REMEDIES = {
     "missing required field": "add it, as the shipped files have it (treeattn simulate --list)",
     "unknown field": "take it out, or spell it as the shipped files do",
+    ">= 1e-09": "a bandwidth must be more than nothing, in GB/s",
     ">= 0": "a time cannot be negative: measure it again",
-    "> 0": "a bandwidth must be more than nothing, in GB/s",
     ">= 1": "at least one is needed",
     "<= ": "more than any machine has: look at the unit",
 }
@@ -86,7 +86,7 @@ class Tier(_Data, frozen=True):
     read_latency: Microseconds | None = None
     read_bandwidth: Rate | None = None
     mesh: bool = False
-    taper: Annotated[float, Meta(ge=0)] = 0.0
+    taper: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     shared_gap: Microseconds = 0.0
     shared_bandwidth: Rate | None = None
     protocols: tuple[Protocol, ...] = ()
@@ -231,6 +231,8 @@ def _where(message: str) -> str:
 def _check(file: str, cluster: Cluster) -> None:
     """What types cannot say."""
     names = [tier.name for tier in cluster.tiers]
+    if not cluster.about.isprintable():
+        raise ArgumentError(f"{file}: about: {cluster.about!r:.60} is no line of text: write one")
     if len(set(names)) < len(names):
         raise ArgumentError(f"{file}: tiers: two are called alike ({', '.join(names)}); rename one")
     if cluster.node not in names:

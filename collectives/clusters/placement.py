@@ -9,7 +9,7 @@ from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError
 
-__all__ = ["PLACEMENTS", "Placement", "block", "cyclic", "explicit", "node_groups", "suited"]
+__all__ = ["PLACEMENTS", "Placement", "block", "cyclic", "explicit", "groups", "node_groups", "suited"]
 
 #: Place of each rank.
 Placement = tuple[int, ...]
@@ -70,12 +70,17 @@ def suited(cluster: Cluster, schedule: Schedule) -> Placement:
 PLACEMENTS: dict[str, Callable[[Cluster, int], Placement]] = {"block": block, "cyclic": cyclic}
 
 
-def node_groups(cluster: Cluster, places: Placement) -> tuple[tuple[int, ...], ...]:
-    """Ranks of each node, ascending: what schemes that are shaped by nodes take."""
-    nodes: defaultdict[int, list[int]] = defaultdict(list)
+def groups(cluster: Cluster, places: Placement, tier: int) -> tuple[tuple[int, ...], ...]:
+    """Ranks of each unit of the tier of that index, ascending, units in order of their places."""
+    units: defaultdict[int, list[int]] = defaultdict(list)
     for rank, place in enumerate(places):
-        nodes[place // cluster.slots].append(rank)
-    return tuple(map(tuple, sorted(nodes.values())))
+        units[place // cluster.widths[tier]].append(rank)
+    return tuple(tuple(units[unit]) for unit in sorted(units))
+
+
+def node_groups(cluster: Cluster, places: Placement) -> tuple[tuple[int, ...], ...]:
+    """Ranks of each node: what schemes that are shaped by nodes take."""
+    return groups(cluster, places, cluster.node_tier)
 
 
 def _fits(cluster: Cluster, ranks: int) -> None:

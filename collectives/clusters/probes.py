@@ -30,7 +30,7 @@ _LARGEST_FAN = 64  # records: of p (p - 1) messages
 class Probe:
     """`scheme` over each of `groups` at once, `records` records of each rank; no groups: an empty call.
 
-    tier: "node" or "network".
+    tier: "socket", "node" or "network".
     """
 
     kind: str
@@ -47,16 +47,26 @@ class Probe:
         return on_ranks(build(self.scheme, len(group)).rounds, group)
 
 
-def probes(nodes: Sequence[Group]) -> Iterator[Probe]:
-    """What to measure where nodes hold these ranks. At least two ranks are needed."""
+def probes(nodes: Sequence[Group], sockets: Sequence[Sequence[Group]] = ()) -> Iterator[Probe]:
+    """What to measure where nodes hold these ranks, and the sockets of each those, if they are a tier. At
+    least two ranks are needed."""
     yield Probe("call", "", "", (), RECORDS[0])
-    columns = [tuple(rank for rank in column if rank is not None) for column in zip_longest(*nodes)]
-    yield from _of_tier("node", [node for node in nodes if len(node) > 1])
-    yield from _of_tier("network", [column for column in columns if len(column) > 1])
+    if sockets:
+        yield from _of_tier("socket", [socket for of_node in sockets for socket in of_node])
+    joined = [column for of_node in sockets for column in _columns(of_node)] if sockets else nodes
+    yield from _of_tier("node", joined)
+    yield from _of_tier("network", _columns(nodes))
+
+
+def _columns(units: Sequence[Group]) -> list[Group]:
+    """The first of each unit, the second of each that has one, and so on."""
+    return [tuple(rank for rank in column if rank is not None) for column in zip_longest(*units)]
 
 
 def _of_tier(tier: str, units: Sequence[Group]) -> Iterator[Probe]:
-    """units: disjoint groups of ranks, each of which is joined by this tier."""
+    """units: disjoint groups of ranks, each of which is joined by this tier; those of one rank tell
+    nothing."""
+    units = [unit for unit in units if len(unit) > 1]
     if not units:
         return
     pairs = tuple(unit[at : at + 2] for unit in units for at in range(0, len(unit) - 1, 2))

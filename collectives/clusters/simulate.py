@@ -231,7 +231,8 @@ class _Run:
         flight.landing = max(flight.began + link.latency, *(self.free[port] for port, _ in into))
         for port, taken in into:
             self.free[port] = flight.landing + taken
-        flight.landed = flight.landing + flight.bytes * link.byte
+        uplinks = (taken for port, taken in (*out, *into) if port[0] <= _UPLINK)
+        flight.landed = flight.landing + max(flight.bytes * link.byte, *uplinks, 0.0)
         self._push(flight.landed, flight, True)
 
     def _through_shared(self, flight: Flight, now: float) -> float:

@@ -21,7 +21,7 @@ from treeattn.collectives.catalog import select
 from treeattn.collectives.check import check
 from treeattn.collectives.clusters.candidates import candidates
 from treeattn.collectives.clusters.description import Cluster
-from treeattn.collectives.clusters.levels import nested
+from treeattn.collectives.clusters.levels import Nested, nested
 from treeattn.collectives.clusters.placement import Placement, node_groups, suited
 from treeattn.collectives.clusters.simulate import Payload, simulate
 from treeattn.collectives.schedule import Round, Schedule, Transfer, on_ranks
@@ -70,17 +70,19 @@ def search(machine: Machine, say: Callable[[str], object] = _nothing) -> tuple[l
     left: list[str] = []
     groups = node_groups(machine.cluster, machine.places)
     named = candidates(len(machine.places), len(groups), max(map(len, groups)))
-    for text in (*named, *nested(machine.cluster, machine.places)):
+    flat = (Nested(text, groups, machine.cluster.node) for text in named)
+    for text, members, tier in (*flat, *nested(machine.cluster, machine.places)):
         asked = select(text)
         try:
-            schedule = asked.build(len(machine.places), groups if asked.needs_nodes else None)
+            schedule = asked.build(len(machine.places), members if asked.needs_nodes else None)
         except RestrictionError:
             continue
         if schedule.messages > MOST_TRANSFERS:
             left.append(text)
             continue
-        say(f"priced {len(found)} candidates; now {asked.text}")
-        found.append(priced(machine, asked.text, schedule))
+        name = asked.text if members == groups else f"{asked.text}, by {tier}"
+        say(f"priced {len(found)} candidates; now {name}")
+        found.append(priced(machine, name, schedule))
         if not asked.needs_nodes and len(groups) > 1:
             found.append(priced(machine, f"{asked.text}, reordered", _reordered(machine, schedule)))
     return sorted(found, key=lambda one: (one.time, one.card, one.bits)), left

@@ -82,7 +82,7 @@ def proved(reduction: Reduction, schedule: Schedule) -> Proof:
     if schedule.size != size:
         raise ScheduleError(
             f"{schedule.name}: made for {schedule.size} ranks, the communicator has {size}; "
-            f"build it with size={size}"
+            f"run it on {schedule.size}, or build one with size={size}"
         )
     proof = prove(schedule)
     if schedule.keeps_apart:

@@ -39,7 +39,8 @@ def test_from_calibrate_to_those_who_read_the_file(tmp_path):
         option = () if given else ("--cluster", here)
         done = treeattn(*words, *option, ranks=4, MPIR_CVAR_NUM_CLIQUES="2", **given)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "predicted" in done.stdout
+        named = f"predicted: on here{' (TREEATTN_CLUSTER)' if given else ''}: 2 x 2 ranks, calibrated with"
+        assert named in " ".join(done.stdout.split())
     points = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
     points = [line for line in points if line["kind"] == "point"]
     predicted = {(line["key"]["what"], line["key"]["scheme"]): line.get("predicted") for line in points}

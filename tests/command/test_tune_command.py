@@ -44,6 +44,12 @@ def test_the_same_search_gives_the_same_schedule(tmp_path):
     assert found[0] == found[1]
 
 
+def test_the_variable_names_the_cluster():
+    done = treeattn("tune", "--ranks", 2, "--moves", 0, TREEATTN_CLUSTER="dual-4090")
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks on dual-4090 (TREEATTN_CLUSTER): " in done.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -58,7 +64,7 @@ def test_the_same_search_gives_the_same_schedule(tmp_path):
     ],
 )
 def test_bad_words(words, message):
-    done = treeattn("tune", *words.split(), timeout=60)
+    done = treeattn("tune", *words.split(), timeout=60, TREEATTN_CLUSTER="")
     assert done.returncode == 2, done.stdout
     assert message in done.stderr
     assert "Traceback" not in done.stderr

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import treeattn
+from tests.made_machine import CORES, GPUS, machine
 from treeattn.collectives import build, check
 from treeattn.collectives.catalog import select
+from treeattn.collectives.clusters import description
+from treeattn.collectives.clusters.levels import nested
 from treeattn.collectives.clusters.placement import explicit
 from treeattn.collectives.clusters.simulate import Payload
+from treeattn.collectives.clusters.writing import as_toml
 from treeattn.decoder import auto
+from treeattn.study import calibration
 from treeattn.topology import detect
 
 pytestmark = pytest.mark.mpi
@@ -107,3 +114,90 @@ def test_more_ranks_than_places(comm):
     with pytest.raises(treeattn.ArgumentError, match="has 2 places"):
         auto.choose(comm, auto.selection("auto:cluster=dual-4090"), Payload())
     comm.Barrier()
+
+
+SOCKETS_SHARE_A_BUS = """
+name = "bus"
+about = "two sockets, one message between them at a time"
+node = "node"
+executor = "e"
+executors.e = { call = 0.0, round = 0.0, merge_bandwidth = 10.0 }
+[[tiers]]
+name = "socket"
+joins = 8
+latency = 1.0
+overhead = 0.1
+gap = 0.0
+bandwidth = 10.0
+[[tiers]]
+name = "node"
+joins = 2
+latency = 1.0
+overhead = 0.1
+gap = 0.0
+bandwidth = 10.0
+shared_gap = 1000.0
+"""
+
+
+@pytest.fixture
+def on_sockets(comm, tmp_path):
+    """Ranks bound to the sockets of a machine in a folder, in turn."""
+    usable = os.sched_getaffinity(0)
+    if not {CORES[0][0], CORES[1][0]} <= usable:
+        pytest.skip("needs cores 0 and 1")
+    os.sched_setaffinity(0, {CORES[comm.rank % 2][0]})
+    try:
+        return detect(comm, devices=True, root=machine(tmp_path))
+    finally:
+        os.sched_setaffinity(0, usable)
+
+
+def test_sockets_that_ranks_are_bound_to(comm, on_sockets):
+    assert [rank.socket for rank in on_sockets.ranks] == [rank % 2 for rank in range(comm.size)]
+    assert all(rank.cards == ("mlx5_0", "mlx5_1") for rank in on_sockets.ranks)
+    assert [gpu.address for gpu in on_sockets.devices[0].gpus] == GPUS
+    if comm.size > 2 and len(on_sockets.nodes) == 1:
+        halves = tuple(range(0, comm.size, 2)), tuple(range(1, comm.size, 2))
+        assert on_sockets.sockets == (halves,)
+    drawn = on_sockets.drawing()
+    assert "  socket 0    [0]" in drawn
+    assert "GPU 3" in drawn
+
+
+def test_schemes_over_sockets_give_the_result(comm, on_sockets):
+    q, k, v = problem(comm)
+    wanted, _ = treeattn.decode(q, k, v, comm=comm, scheme="recursive_doubling")
+    for one in nested(*on_sockets.cluster()):
+        schedule = build(one.text, comm.size, nodes=one.groups)
+        out, _ = treeattn.decode(q, k, v, comm=comm, scheme=schedule)
+        assert np.allclose(out, wanted, atol=1e-6)
+        assert len(set(comm.allgather(out.tobytes()))) == 1
+
+
+def test_calibrate_measures_sockets_apart(comm, on_sockets, tmp_path, monkeypatch):
+    if comm.size < 3 or len(on_sockets.nodes) > 1:
+        pytest.skip("three ranks of a node share two sockets")
+    monkeypatch.setattr(calibration.topology, "detect", lambda _: on_sockets)
+    found = calibration.calibrate(comm, "made", "mpi", 1.0, lambda _: None)
+    if comm.rank == 0:
+        assert [tier.name for tier in found.cluster.tiers] == ["socket", "node"]
+        assert {one.probe.tier for one in found.residuals} == {"", "socket", "node"}
+        path = tmp_path / "made.toml"
+        path.write_text(as_toml(found.cluster))
+        assert on_sockets.places_on(description.load(path)) == found.places
+    comm.Barrier()
+
+
+def test_auto_takes_sockets_for_a_level(comm, on_sockets, tmp_path, monkeypatch):
+    path = tmp_path / "bus.toml"
+    path.write_text(SOCKETS_SHARE_A_BUS)
+    monkeypatch.setattr(auto.topology, "detect", lambda _: on_sockets)
+    chosen = auto.choose(comm, auto.selection(f"auto:cluster={path}"), Payload(16, 520))
+    check(chosen.schedule)
+    assert len(set(comm.allgather(chosen.schedule))) == 1
+    assert "named by auto:cluster=" in chosen.why
+    if comm.size > 3 and len(on_sockets.nodes) == 1:
+        assert "over each socket" in chosen.why.partition(";")[0]
+        between = [t for round_ in chosen.schedule.rounds for t in round_ if t.src % 2 != t.dst % 2]
+        assert len(between) == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +28,7 @@ from treeattn.study import environment
 from treeattn.study.compare import prediction, results
 from treeattn.study.compare.clock import Clock
 from treeattn.study.compare.measure import Effort
+from treeattn.study.compare.prediction import Predictions
 from treeattn.study.compare.schema import FORMAT, Failure, Key, Point, Run
 from treeattn.study.compare.sweep import Block, Sweep
 
@@ -107,7 +108,7 @@ def command(
     if not math.isfinite(seconds + patience):
         raise ArgumentError("--seconds and --patience take a number of seconds; for no limit a large one")
     world = comm_.world()
-    named = None if schemes == "all" else given(world, schemes)
+    named = None if schemes == "all" else given(world, schemes, on_all=False)
     effort = Effort(repetitions, iterations, seconds, patience)
     options = {"schemes": schemes, **lists, **asdict(effort), "launch": launch, "seed": seed}
     options |= {"device": device, "transport": transport, "cluster": cluster}
@@ -117,6 +118,8 @@ def command(
     plan = comm_.together(world, lambda: points(world.size, named, lists, device, over))
     predictions = prediction.predictions(world, cluster, plan)
     job = environment.job(Clock(world), options, used=max(key.ranks for key in plan))
+    if predictions.shown:
+        job["options"]["predicted_on"] = predictions.shown
     if "nccl" in over:
         job["options"]["nccl"] = ".".join(map(str, nccl.version()))
     if isinstance(where, Cuda):
@@ -142,7 +145,7 @@ class _Session:
         plan: list[Key],
         effort: Effort,
         launch: int,
-        predictions: Mapping[Key, float],
+        predictions: Predictions,
     ) -> None:
         self._line, self._launch, self._plan, self._out = line, launch, plan, out
         self._rank_0, self._predictions = world.rank == 0, predictions
@@ -204,7 +207,7 @@ class _Session:
             self._errors[block.key] = str(found)
             self._append(Failure(**self._fields(block.key), message=str(found)))
         else:
-            predicted = self._predictions.get(block.key)
+            predicted = self._predictions.times.get(block.key)
             fields = self._fields(block.key) | {"predicted": predicted}
             point = Point(**fields, repetition=block.repetition, **found)
             self._append(point)
@@ -239,7 +242,7 @@ class _Session:
             if summary.key in place and summary.version == self._version(summary.key)
         ]
         for summary in summaries:  # those of this command, also where an older one measured
-            summary.facts["predicted"] = self._predictions.get(summary.key)
+            summary.facts["predicted"] = self._predictions.times.get(summary.key)
         summaries.sort(key=lambda summary: place[summary.key])
         facts = {
             "run": self._line,
@@ -248,7 +251,10 @@ class _Session:
             "problems": self._problems,
         }
         self._write_json(environment.as_json(msgspec.to_builtins(facts)))
-        passed = compare_table.show(console(wide), self._line, summaries, self._errors, wide)
+        screen = console(wide)
+        passed = compare_table.show(screen, self._line, summaries, self._errors, wide)
+        if shown := self._predictions.shown:
+            screen.print(f"predicted: on {shown}")
         return 0 if passed and not self._errors and not self._mixed else 1
 
     def close(self) -> None:

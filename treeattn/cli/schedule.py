@@ -14,6 +14,7 @@ from treeattn import collectives, files
 from treeattn.cli.scheme import from_file, is_file
 from treeattn.collectives import Schedule
 from treeattn.collectives.drawings import text as draw
+from treeattn.decoder import auto
 from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, ScheduleError
 
@@ -72,14 +73,14 @@ def command(
 
 def _schedule(scheme: str, ranks: int | None, nodes: str | None) -> tuple[Schedule, tuple[int, ...] | None]:
     """The schedule, and the ranks of each node where they are given."""
-    own = from_file(scheme) if is_file(scheme) else None
-    if own is not None and ranks not in (None, own.size):
-        raise ArgumentError(f"{scheme} is for {own.size} ranks, --ranks says {ranks}: leave the option out")
+    own = from_file(scheme, ranks, "--ranks says") if is_file(scheme) else None
     if own is not None:
         return own, None if nodes is None else _node_sizes(nodes, own.size)
     if ranks is None:
         raise ArgumentError(f"--ranks N: over how many ranks is {scheme} to be shown?")
     selection = select(scheme)
+    if selection.row is auto.ROW:
+        raise ScheduleError(auto.NOT_NAMED)
     if selection.row.kind == "baseline":
         known = ", ".join(collectives.names("schedule"))
         raise ScheduleError(f"{selection.row.name} is a baseline and has no schedule; schedules: {known}")

@@ -23,11 +23,12 @@ def is_file(scheme: str) -> bool:
     return scheme.endswith(".json")
 
 
-def from_file(path: str | Path) -> Schedule:
+def from_file(path: str | Path, ranks: int | None = None, said: str = "this job has") -> Schedule:
     """The schedule of a file that ``treeattn schedule`` wrote with ``--format json`` or ``--json``.
 
-    Its name gets a digest of what it does, by which results tell schedules of one name apart. Raises
-    `ArgumentError` for a file that cannot be read, `ScheduleError` for one that holds no schedule.
+    ranks: how many it has to be for, and who said so. Its name gets a digest of what it does, by which
+    results tell schedules of one name apart. Raises `ArgumentError` for a file that cannot be read or is for
+    other ranks, `ScheduleError` for one that holds no schedule.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -44,20 +45,27 @@ def from_file(path: str | Path) -> Schedule:
         raise ScheduleError(f"{path}: {error}") from None
     if not schedule.name.isprintable() or len(schedule.name) > _NAME_LIMIT:
         raise ScheduleError(f"{path}: its name is not one of at most {_NAME_LIMIT} printable characters")
+    if ranks not in (None, schedule.size):
+        raise ArgumentError(
+            f"{path}: size: the schedule is for {schedule.size} ranks, {said} {ranks}: take as many, or make "
+            f"one for {ranks} (treeattn tune --ranks {ranks} --out FILE.json)"
+        )
     nameless = replace(schedule, name="")
     digest = hashlib.sha256(nameless.to_json().encode()).hexdigest()[:6]
     return replace(schedule, name=f"{schedule.name.partition('@')[0]}@{digest}")
 
 
-def given(world: Any, names: str) -> list[str]:
-    """The schemes of a list, each in its one spelling. Files are read by rank 0.
+def given(world: Any, names: str, on_all: bool = True) -> list[str]:
+    """The schemes of a list, each in its one spelling. Files are read by rank 0; on_all: their schedules have
+    to be for all ranks of the job.
 
     Collective. Raises `ArgumentError` or `ScheduleError`, on every rank alike.
     """
 
     def read() -> list[str | Schedule]:
         items = [name.strip() for name in names.split(",")]
-        return [from_file(name) if is_file(name) else select(name).text for name in items]
+        ranks = world.size if on_all else None
+        return [from_file(name, ranks) if is_file(name) else select(name).text for name in items]
 
     found = world.bcast(comm_.together(world, read if world.rank == 0 else list))
     return [make_known(scheme) if isinstance(scheme, Schedule) else scheme for scheme in found]

@@ -20,10 +20,12 @@ from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.simulate import Payload, Simulation, simulate
 from treeattn.collectives.drawings.timeline import timeline
 from treeattn.collectives.drawings.trace import trace
+from treeattn.decoder import auto
 from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
 from treeattn.study import environment
 from treeattn.study.decode_step import DecodeStep, Shape, decode_step
+from treeattn.topology import Described, described, unnamed
 
 __all__ = ["command", "placed"]
 
@@ -42,7 +44,10 @@ class Row(NamedTuple):
 
 @click.command("simulate")
 @click.option(
-    "--cluster", "cluster_name", metavar="NAME|FILE.toml", help="A shipped cluster, or a file of your own."
+    "--cluster",
+    "cluster_name",
+    metavar="NAME|FILE.toml",
+    help="A shipped cluster, or a file of your own; default TREEATTN_CLUSTER.",
 )
 @click.option("--list", "listing", is_flag=True, help="Only name the shipped clusters.")
 @click.option("--ranks", type=click.IntRange(1), help="Number of ranks.")
@@ -86,27 +91,30 @@ def command(
     if listing:
         _list()
         return
-    if cluster_name is None or ranks is None:
-        raise ArgumentError(
-            "--cluster NAME --ranks N: which cluster, and how many ranks? --list names the clusters"
-        )
+    named = described(cluster_name)
+    if named is None:
+        raise unnamed()
+    if ranks is None:
+        raise ArgumentError(f"--ranks N: over how many of the {named.cluster.places} places?")
     if form == "table" and out is not None:
         raise ArgumentError("--out takes a drawing: add --format svg or --format trace, or write --json FILE")
     files.check_distinct([json_path, out])
     write_json, write = files.output_writer(json_path), files.output_writer(out)
-    cluster = description.load(cluster_name)
+    cluster = named.cluster
     payload = Payload(batch * heads * queries, 4 * (head_dim + 2), queries)
     shape = None
     if tokens is not None:
         shape = Shape(number("--tokens", tokens), heads, kv_heads or heads, head_dim, batch, queries)
+        if heads % shape.kv_heads:
+            raise ArgumentError(f"--kv-heads {kv_heads} does not divide --heads {heads}: give a divisor")
     elif kv_heads is not None:
         raise ArgumentError("--kv-heads says how large the cache is: give --tokens N too, or leave it out")
     rows = list(_rows(cluster, ranks, schemes, placements, payload, executor, shape))
     if form != "table":
         _draw(rows, form, out, write)
     else:
-        _print(cluster, rows, wide, payload, shape)
-    write_json(environment.as_json(_facts(cluster, ranks, payload, rows)))
+        _print(named, rows, wide, payload, shape)
+    write_json(environment.as_json(_facts(named, ranks, payload, rows)))
 
 
 def _list() -> None:
@@ -175,11 +183,11 @@ def _numbers(text: str) -> tuple[int, ...]:
 def _schedule(name: str, ranks: int, nodes: Sequence[Sequence[int]]) -> Schedule:
     """Proved before it is priced."""
     if is_file(name):
-        schedule = from_file(name)
-        if schedule.size != ranks:
-            raise ArgumentError(f"{name} is for {schedule.size} ranks, --ranks says {ranks}")
+        schedule = from_file(name, ranks, "--ranks says")
     else:
         selection = select(name)
+        if selection.row is auto.ROW:
+            raise ScheduleError(auto.NOT_NAMED)
         if selection.row.generator is None:
             known = ", ".join(collectives.names("schedule"))
             raise ScheduleError(f"{selection.text} has no schedule to simulate; take one of {known}")
@@ -200,11 +208,11 @@ def _draw(rows: Sequence[Row], form: str, out: Path | None, write: Callable[[byt
     )
 
 
-def _print(cluster: Cluster, rows: Sequence[Row], wide: bool, payload: Payload, shape: Shape | None) -> None:
+def _print(named: Described, rows: Sequence[Row], wide: bool, payload: Payload, shape: Shape | None) -> None:
     screen = console(wide)
     ordered = sorted(rows, key=lambda row: row.simulation.time)
     size = rows[0].simulation.schedule.size
-    screen.print(f"{size} ranks on {cluster.name}: {cluster.about}; {payload.bytes:,} bytes each")
+    screen.print(f"{size} ranks on {named.shown}; {payload.bytes:,} bytes each")
     columns: dict[str, Cell[Row]] = {"scheme": lambda row: row.scheme}
     if len({row.placement for row in rows}) > 1:
         columns |= {"placement": lambda row: row.placement}
@@ -234,9 +242,10 @@ def _between(simulation: Simulation, what: str) -> int:
     return sum(getattr(traffic, what) for traffic in outer)
 
 
-def _facts(cluster: Cluster, ranks: int, payload: Payload, rows: Sequence[Row]) -> dict[str, Any]:
+def _facts(named: Described, ranks: int, payload: Payload, rows: Sequence[Row]) -> dict[str, Any]:
     return {
-        "cluster": cluster.name,
+        "cluster": named.cluster.name,
+        "named_by": named.by,
         "ranks": ranks,
         "bytes": payload.bytes,
         "rows": [_row_facts(row) for row in rows],

@@ -11,13 +11,12 @@ import click
 from treeattn import files
 from treeattn.cli.console import WIDE, Cell, Lines, console, count, microseconds, table
 from treeattn.cli.simulate import placed
-from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.bound import lower_bound
 from treeattn.collectives.clusters.simulate import Payload
 from treeattn.collectives.clusters.synthesis import Machine, Priced, front, improved, search
 from treeattn.errors import ArgumentError
 from treeattn.study import environment
-from treeattn.topology import described
+from treeattn.topology import Described, described, unnamed
 
 __all__ = ["command"]
 
@@ -64,17 +63,15 @@ def command(
 
     Shows what nothing else beats in time, bytes of the busiest network card, and identical bits.
     """
-    found = described(cluster)
-    if found is None:
-        known = ", ".join(description.shipped())
-        raise ArgumentError(
-            f"--cluster: for which machine? One of {known}, or FILE.toml as calibrate writes it"
-        )
+    named = described(cluster)
+    if named is None:
+        raise unnamed()
     if out is not None and out.suffix != ".json":
         raise ArgumentError(f"--out {str(out)!r}: schedules are files that end in .json; name it so")
     files.check_distinct([out, json_path])
     write, write_json = files.output_writer(out), files.output_writer(json_path)
     payload = Payload(batch * heads * queries, 4 * (head_dim + 2), queries)
+    found = named.cluster
     machine = Machine(found, placed(found, ranks, where), payload, executor)
     say = Lines()
     priced, left = search(machine, say)
@@ -83,22 +80,25 @@ def command(
     everything = [*priced, *(one for one in better if one not in priced)]
     best = front(everything)
     floor = lower_bound(found, machine.places, payload.bytes, found.runs(executor))
-    _print(machine, best, floor, len(priced), left, wide)
+    _print(named, machine, best, floor, len(priced), left, wide)
     winner = replace(best[0].schedule, name="tuned")
     write((winner.to_json() + "\n").encode())
-    write_json(environment.as_json(_facts(machine, everything, best, floor, left)))
+    write_json(environment.as_json(_facts(named, machine, everything, best, floor, left)))
     if out is not None:
         print(f"{out} holds the fastest: treeattn decode --scheme {out}, treeattn schedule {out}")
 
 
 def _print(
-    machine: Machine, best: list[Priced], floor: float, tried: int, left: list[str], wide: bool
+    named: Described,
+    machine: Machine,
+    best: list[Priced],
+    floor: float,
+    tried: int,
+    left: list[str],
+    wide: bool,
 ) -> None:
     screen = console(wide)
-    cluster, payload = machine.cluster, machine.payload
-    screen.print(
-        f"{len(machine.places)} ranks on {cluster.name}: {cluster.about}; {payload.bytes:,} bytes each"
-    )
+    screen.print(f"{len(machine.places)} ranks on {named.shown}; {machine.payload.bytes:,} bytes each")
     columns: dict[str, Cell[Priced]] = {
         "schedule": lambda row: row.name,
         "µs": lambda row: microseconds(row.time),
@@ -117,10 +117,16 @@ def _print(
 
 
 def _facts(
-    machine: Machine, everything: list[Priced], best: list[Priced], floor: float, left: list[str]
+    named: Described,
+    machine: Machine,
+    everything: list[Priced],
+    best: list[Priced],
+    floor: float,
+    left: list[str],
 ) -> dict[str, object]:
     return {
-        "cluster": machine.cluster.name,
+        "cluster": named.cluster.name,
+        "named_by": named.by,
         "ranks": len(machine.places),
         "bytes": machine.payload.bytes,
         "floor_microseconds": floor,

@@ -15,7 +15,7 @@ from treeattn import topology
 from treeattn.collectives import catalog, parameters
 from treeattn.collectives.catalog import Scheme, Selection
 from treeattn.collectives.clusters.description import Cluster
-from treeattn.collectives.clusters.levels import nested
+from treeattn.collectives.clusters.levels import Nested, nested
 from treeattn.collectives.clusters.placement import Placement, node_groups
 from treeattn.collectives.clusters.simulate import Payload, simulate
 from treeattn.collectives.schedule import Schedule
@@ -24,9 +24,14 @@ from treeattn.errors import RestrictionError, ScheduleError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["NAME", "ROW", "Choice", "candidates", "choose", "selection"]
+__all__ = ["NAME", "NOT_NAMED", "ROW", "Choice", "candidates", "choose", "selection"]
 
 NAME = "auto"
+#: For commands that show one schedule.
+NOT_NAMED = (
+    "auto takes the fastest of many for the ranks of a job: name a schedule, such as hierarchical, or let "
+    "treeattn tune find one"
+)
 ROW = Scheme(NAME, None, "the least of its candidates on a simulated cluster")
 
 _CANDIDATES = (
@@ -68,39 +73,48 @@ def choose(comm: Intracomm, asked: Selection, payload: Payload) -> Choice:
     nodes, found = comm_.node_groups(comm), topology.detect(comm)
     wanted = dict(asked.given).get("cluster")
 
-    def decide() -> tuple[str, str] | None:
+    def decide() -> tuple[Nested, str] | None:
         return None if comm.rank else _fastest(wanted, found, nodes, payload)
 
-    text, why = comm.bcast(comm_.together(comm, decide))
-    return Choice(_build(text, comm.size, nodes), why)
+    chosen, why = comm.bcast(comm_.together(comm, decide))
+    return Choice(_build(chosen, comm.size), why)
 
 
 def _fastest(
     wanted: str | None, found: topology.Topology, nodes: tuple[tuple[int, ...], ...], payload: Payload
-) -> tuple[str, str]:
-    """(scheme, why)."""
-    cluster, places = _where(wanted, found)
-    size = len(places)
-    times = {}
+) -> tuple[Nested, str]:
+    """(scheme with the groups of ranks that shape it, why)."""
+    cluster, places, by = _where(wanted, found)
+    flat = (Nested(text, nodes, cluster.node) for text in candidates(len(places)))
     deeper = nested(cluster, places) if node_groups(cluster, places) == nodes else ()
-    for text in (*candidates(size), *deeper):
+    times = {}
+    for one in (*flat, *deeper):
         try:
-            schedule = _build(text, size, nodes)
+            schedule = _build(one, len(places))
         except RestrictionError:
             continue
-        times[text] = simulate(schedule, cluster, places, payload).time
+        times[one] = simulate(schedule, cluster, places, payload).time
     first, *others = sorted(times, key=times.__getitem__)
-    what = f"{first}, {times[first]:.1f} µs for {payload.bytes:,} bytes on {cluster.name} ({cluster.about})"
-    second = next((text for text in others if times[text] > times[first]), None)
-    return first, what + (f"; next {second}, {times[second]:.1f}" if second else "")
+    what = f"{_called(first, nodes)}, {times[first]:.1f} µs for {payload.bytes:,} bytes on {cluster.name}"
+    second = next((one for one in others if times[one] > times[first]), None)
+    after = f"; next {_called(second, nodes)}, {times[second]:.1f}" if second else ""
+    return first, f"{what} ({cluster.about}){by}{after}"
 
 
-def _where(wanted: str | None, found: topology.Topology) -> tuple[Cluster, Placement]:
-    """The cluster, and the places of ranks."""
-    cluster = topology.described(wanted)
-    return found.cluster() if cluster is None else (cluster, found.places_on(cluster))
+def _called(one: Nested, nodes: Any) -> str:
+    return one.text if one.groups == nodes else f"{one.text} over each {one.tier}"
 
 
-def _build(text: str, size: int, nodes: Any) -> Schedule:
-    asked = catalog.select(text)
-    return asked.build(size, nodes if asked.needs_nodes else None)
+def _where(wanted: str | None, found: topology.Topology) -> tuple[Cluster, Placement, str]:
+    """The cluster, the places of ranks, and who named it and how well it fits."""
+    named = topology.described(wanted, "auto:cluster=")
+    if named is None:
+        return *found.cluster(), ""
+    misfit = found.misfit(named.cluster)
+    by = f", named by {named.by}" + (f"; {misfit}" if misfit else "")
+    return named.cluster, found.places_on(named.cluster), by
+
+
+def _build(one: Nested, size: int) -> Schedule:
+    asked = catalog.select(one.text)
+    return asked.build(size, one.groups if asked.needs_nodes else None)

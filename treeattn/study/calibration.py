@@ -65,7 +65,7 @@ def calibrate(
         raise ArgumentError("calibrate needs two ranks or more: mpiexec -n 4 treeattn calibrate ..")
     began = time.perf_counter()
     found = topology.detect(comm)
-    wanted = list(probes(found.nodes))
+    wanted = list(probes(found.nodes, found.sockets))
     bench = _Bench(comm, executor, seconds / len(wanted) / _BLOCKS)
     samples: defaultdict[Probe, list[Any]] = defaultdict(list)
     for block in range(_BLOCKS):
@@ -85,7 +85,7 @@ def calibrate(
 def _shape(found: topology.Topology, name: str, executor: str) -> tuple[Cluster, Placement]:
     """As many nodes as there are; prices are still to come."""
     base, places = found.cluster()
-    names = ("node", "network")[: len(base.tiers)]
+    names = ("socket", "node", "network")[0 if found.sockets else 1 :][: len(base.tiers)]
     tiers = tuple(structs.replace(tier, name=of) for tier, of in zip(base.tiers, names, strict=True))
     widest = max(map(len, found.nodes))
     about = f"{len(found.nodes)} x {widest} ranks, calibrated with {executor}"

@@ -25,6 +25,10 @@ int cuDeviceGetName(char *name, int length, int device) {
     strncpy(name, device == 70 ? "First" : "Second", length);
     return 0;
 }
+int cuDeviceGetPCIBusId(char *text, int length, int device) {
+    strncpy(text, device == 70 ? "0000:19:00.0" : "0000:9A:00.0", length);
+    return 0;
+}
 int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = (size_t)device << 30; return 0; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
     *value = attribute == 75 ? 9 : attribute == 76 ? device - 70 : -1;
@@ -108,6 +112,19 @@ def test_a_gpu_that_is_not_there_has_no_uuid(monkeypatch: pytest.MonkeyPatch, tm
         cuda_driver.identity(0)
 
 
+def test_where_gpus_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, tmp_path)
+    assert cuda_driver.addresses() == ("0000:19:00.0", "0000:9a:00.0")
+
+
+def test_a_driver_that_does_not_start_has_gpus_nowhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch, tmp_path, init=803)
+    assert cuda_driver.addresses() == ()
+
+
 def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "_LIBRARY", "/nowhere/libcuda.so.1")
+    assert cuda_driver.addresses() == ()
     assert cuda_driver.driver() is None

@@ -72,6 +72,38 @@ def test_json_of_something_else_is_refused(change):
         Schedule.from_json(json.dumps(data))
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"size": 10**11}, "size: 100000000000; give the number of ranks, 1 to 262144"),  # filled the memory
+        ({"chunks": 0}, "chunks: 0; give the number of pieces"),
+        ({"result": "gone"}, "scattered"),
+        ({"rounds": [[[0, 1, 0, 1, 1], [0, 1]]]}, "rounds: round 1: [0, 1] is no transfer; give a list"),
+        ({"rounds": [[[0, 1, 0, 1, 7]]]}, "merge being 1 or 0"),
+        ({"transfer": ["dst", "src", "first_chunk", "end_chunk", "merge"]}, "the columns are src, dst"),
+    ],
+    ids=str,
+)
+def test_json_written_by_hand_is_told_the_key_and_the_remedy(change, words):
+    whole = json.loads(Schedule("pair", 2, 1, PAIR).to_json())
+    with pytest.raises(ScheduleError) as caught:
+        Schedule.from_json(json.dumps(whole | change))
+    assert words in str(caught.value)
+    for key in ("name", "size", "chunks", "result", "rounds"):
+        with pytest.raises(ScheduleError, match=f"{key}: missing; "):
+            Schedule.from_json(json.dumps({name: value for name, value in whole.items() if name != key}))
+
+
+def test_json_needs_no_columns_and_takes_true_for_1():
+    pair = Schedule("pair", 2, 1, PAIR)
+    data = json.loads(pair.to_json())
+    del data["transfer"]
+    for round_ in data["rounds"]:
+        for row in round_:
+            row[4] = bool(row[4])
+    assert Schedule.from_json(json.dumps(data)) == pair
+
+
 def test_json_says_what_leaves_out_the_senders_own():
     apart = Schedule("apart", 2, 1, ((Transfer(1, 0), Transfer(0, 1)), (Transfer(1, 0, own=False),)))
     assert Schedule.from_json(apart.to_json()) == apart

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from treeattn.errors import BackendError
 
-__all__ = ["Driver", "Gpu", "driver", "identity"]
+__all__ = ["Driver", "Gpu", "addresses", "driver", "identity"]
 
 _LIBRARY = "libcuda.so.1"
 _MODULE_VERSION = Path("/proc/driver/nvidia/version")
@@ -55,6 +55,26 @@ def driver() -> Driver | None:
     count = 0 if started == _NO_DEVICE else _integer(library, "cuDeviceGetCount")
     gpus = tuple(_gpu(library, index) for index in range(count))
     return Driver(_release(), (version // 1000, version % 1000 // 10), gpus)
+
+
+def addresses() -> tuple[str, ...]:
+    """Where on the PCI bus the GPUs are that this process may use, as the kernel writes it
+    ("0000:19:00.0"). Empty where there is no driver, or one that does not start. Partitions of a GPU have
+    its address.
+    """
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+    except OSError:
+        return ()
+    if library.cuInit(ctypes.c_uint(0)):
+        return ()
+    return tuple(_address(library, index) for index in range(_integer(library, "cuDeviceGetCount")))
+
+
+def _address(library: ctypes.CDLL, index: int) -> str:
+    text, device = ctypes.create_string_buffer(32), _integer(library, "cuDeviceGet", index)
+    _call(library, "cuDeviceGetPCIBusId", text, len(text), device)
+    return text.value.decode().lower()
 
 
 def identity(index: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -21,23 +21,32 @@ from treeattn.study.decode_step import Shape, decode_step
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["predicted", "predictions"]
+__all__ = ["Predictions", "predicted", "predictions"]
 
 _WIRES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
-def predictions(world: Intracomm, name: str | None, keys: Sequence[Key]) -> dict[Key, float]:
-    """Microseconds of every key that can be predicted, on rank 0; empty where no cluster is named, here or
-    in TREEATTN_CLUSTER. Collective. Raises what reading the cluster raises, on every rank alike."""
+class Predictions(NamedTuple):
+    """Microseconds of every key that can be predicted, and on which cluster, in words: on rank 0, where one
+    is named."""
+
+    times: dict[Key, float]
+    shown: str = ""
+
+
+def predictions(world: Intracomm, name: str | None, keys: Sequence[Key]) -> Predictions:
+    """On the cluster of that name, else the one of TREEATTN_CLUSTER. Collective. Raises what reading the
+    cluster raises, on every rank alike."""
     found = topology.detect(world)
 
-    def predict() -> dict[Key, float]:
-        cluster = topology.described(name) if world.rank == 0 else None
-        if cluster is None:
-            return {}
-        places = found.places_on(cluster)
-        times = {key: predicted(cluster, places[: key.ranks], found.nodes, key) for key in keys}
-        return {key: time for key, time in times.items() if time is not None}
+    def predict() -> Predictions:
+        named = topology.described(name) if world.rank == 0 else None
+        if named is None:
+            return Predictions({})
+        places = found.places_on(named.cluster)
+        times = {key: predicted(named.cluster, places[: key.ranks], found.nodes, key) for key in keys}
+        known = {key: time for key, time in times.items() if time is not None}
+        return Predictions(known, "; ".join(filter(None, (named.shown, found.misfit(named.cluster)))))
 
     return comm_.together(world, predict)
 

@@ -75,6 +75,8 @@ BAD = {
     "latency = 5.0": ("latency = -5.0", "tiers[1].latency", "cannot be negative"),
     "overhead = 0.5": ("overhead = inf", "tiers[1].overhead", "look at the unit"),
     "bandwidth = 5.0": ("bandwidth = 0.0", "tiers[1].bandwidth", "more than nothing"),
+    "bandwidth = 5.0\n": ("bandwidth = 1e-300\n", "tiers[1].bandwidth", "more than nothing"),  # 300 digits
+    "gap = 0.2": ("gap = 0.2\ntaper = 1e300", "tiers[1].taper", "look at the unit"),
     "gap = 0.2\n": ("", "tiers[1]", "missing required field `gap`"),
     "joins = 3": ("joins = 0", "tiers[1].joins", "at least one"),
     "joins = 4": ('joins = "four"', "tiers[0].joins", "Expected `int`"),
@@ -84,6 +86,7 @@ BAD = {
     'name = "net"': ('name = "node"', "tiers", "rename one"),
     "from_bytes = 1000": ("from_bytes = 10", "protocols", "sort them"),
     'about = "two tiers"': ("about = ", "not TOML", ""),
+    'about = "two tiers"\n': ('about = "\\u001b[31mred"\n', "about", "no line of text"),
     "[executors.fast]\ncall": ("[executors.fast]\ncalls = 1\ncall", "executors", "unknown field `calls`"),
 }
 

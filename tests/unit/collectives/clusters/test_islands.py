@@ -32,15 +32,15 @@ def nccl(kilobytes):
 @pytest.mark.parametrize("size", MEASURED)
 def test_the_ranking_of_every_size(size):
     predicted = nccl(size), microseconds(STAR, size), microseconds(RAILS, size)
-    for one, other in zip(predicted, MEASURED[size], strict=True):
-        assert one == pytest.approx(other, rel=0.07)
+    for one, other, most in zip(predicted, MEASURED[size], (0.07, 0.04, 0.04), strict=True):
+        assert one == pytest.approx(other, rel=most)
     ranking = sorted(range(3), key=MEASURED[size].__getitem__)
     assert sorted(range(3), key=predicted.__getitem__) == ranking
 
 
 def test_they_change_places_near_28_kb():
     switch = next(size for size in range(14, 58) if microseconds(RAILS, size) < microseconds(STAR, size))
-    assert 20 <= switch <= 32  # by the measurements, interpolated, at 24
+    assert 24 <= switch <= 28  # straight lines through the measurements cross at 23.6
 
 
 def test_storing_is_far_slower_than_fetching():

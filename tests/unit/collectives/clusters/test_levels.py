@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from treeattn.collectives import build, check
+from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.description import Cluster, Executor, Tier
 from treeattn.collectives.clusters.levels import levels, nested
 from treeattn.collectives.clusters.placement import block, node_groups
@@ -22,12 +23,12 @@ def cluster(*joins, latencies=(1.0, 2.0, 20.0, 200.0)):
 
 def test_levels_of_even_and_uneven_places():
     machine = cluster(2, 3, 4)
-    assert levels(machine, block(machine, 24)) == [(3, 3, 3, 3)]
-    assert levels(machine, block(machine, 16)) == [(3, 3, 2)]
-    assert levels(machine, block(machine, 6)) == []  # one switch
-    assert levels(machine, (0, 6, 12)) == []  # each node on a switch of its own
-    assert levels(cluster(2, 2, 2, 2), tuple(range(16))) == [(2, 2, 2, 2), (2, 2)]
-    assert levels(cluster(2, 1, 2, 2), tuple(range(8))) == [(2, 2)]  # a switch of one node joins nothing
+    assert levels(machine, block(machine, 24), 0) == [(3, 3, 3, 3)]
+    assert levels(machine, block(machine, 16), 0) == [(3, 3, 2)]
+    assert levels(machine, block(machine, 6), 0) == []  # one switch
+    assert levels(machine, (0, 6, 12), 0) == []  # each node on a switch of its own
+    assert levels(cluster(2, 2, 2, 2), tuple(range(16)), 0) == [(2, 2, 2, 2), (2, 2)]
+    assert levels(cluster(2, 1, 2, 2), tuple(range(8)), 0) == [(2, 2)]  # a switch of one node joins nothing
 
 
 @pytest.mark.parametrize(("joins", "ranks"), [((2, 3, 4), 24), ((2, 3, 4), 17), ((2, 2, 2, 2), 16)])
@@ -35,9 +36,9 @@ def test_nested_schemes_are_reductions_and_leave_the_outermost_links_alone(joins
     machine = cluster(*joins)
     places = block(machine, ranks)
     groups = node_groups(machine, places)
-    texts = list(nested(machine, places))
-    assert len(texts) == 3
-    for text in texts:
+    found = list(nested(machine, places))
+    assert len(found) == 3
+    for text, *_ in found:
         schedule = build(text, ranks, nodes=groups)
         assert check(schedule).determinism == "A"
         plain = build(text.partition(":")[0], ranks, nodes=groups)
@@ -52,9 +53,27 @@ def test_two_levels_have_nothing_to_nest():
 
 def test_one_rank_a_node_has_its_switches_for_nodes():
     machine = cluster(1, 4, 4)
-    texts = list(nested(machine, block(machine, 16)))
+    texts = [one.text for one in nested(machine, block(machine, 16))]
     assert texts[0] == "hierarchical:nodes=4+4+4+4:outer=(recursive_doubling)"
     for text in texts:
         found = simulate(build(text, 16), machine, block(machine, 16), Payload())
         assert check(found.schedule).determinism == "A"
     assert list(nested(machine, (1, 0, *range(2, 16)))) == []
+
+
+def test_packages_within_nodes_are_a_level_of_a_described_machine():
+    machine = description.load("frontier")
+    found = [one for one in nested(machine, block(machine, 32)) if one.tier == "package"]
+    assert found[0].groups == tuple((rank, rank + 1) for rank in range(0, 32, 2))
+    assert found[0].text == "hierarchical:outer=(hierarchical:nodes=4+4+4+4:outer=(recursive_doubling))"
+    for one in found:
+        assert check(build(one.text, 32, nodes=one.groups)).determinism == "A"
+
+
+def test_groups_come_in_order_of_places():
+    """As sizes of levels count them: by first ranks, the switches of these nodes would be mixed."""
+    machine = cluster(2, 2, 2)
+    places = (6, 7, 0, 1, 4, 5, 2, 3)
+    assert node_groups(machine, places) == ((2, 3), (6, 7), (4, 5), (0, 1))
+    schedule = build(next(nested(machine, places)).text, 8, nodes=node_groups(machine, places))
+    assert simulate(schedule, machine, places, Payload()).traffic[-1].messages == 2

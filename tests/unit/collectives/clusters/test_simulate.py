@@ -159,6 +159,10 @@ def test_tapered_uplinks_are_shared():
     # Four messages of 1 microsecond share an uplink with the bandwidth of one card.
     assert simulate(pairs, free, tuple(range(8)), Payload(1, 1000)).time == pytest.approx(11)
     assert simulate(pairs, tapered, tuple(range(8)), Payload(1, 1000)).time == pytest.approx(14)
+    # Of a single card an uplink has a quarter of the bandwidth, for one message too.
+    one_card = msgspec.structs.replace(tapered, cards=1)
+    one = Schedule("one", 5, 1, ((Transfer(0, 4),),))
+    assert simulate(one, one_card, tuple(range(5)), Payload(1, 1000)).time == pytest.approx(14)
 
 
 def test_rendezvous_waits_for_the_receiver():
