@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from treeattn.errors import ArgumentError
 from treeattn.llama import Llama, Sampling, Session
 from treeattn.llama.drafts import draft_tree
 
+GOLDEN = Path(__file__).parents[2] / "golden" / "llama" / "sampling.npz"
 #: Probabilities 0.4, 0.3, 0.15, 0.1, 0.05, in another order.
 P = np.array([0.1, 0.4, 0.05, 0.3, 0.15])
 LOGITS = (np.log(P) + 7).astype(np.float32)
@@ -40,6 +42,16 @@ def test_what_may_be_drawn(settings, weights):
     rows = np.stack([LOGITS, LOGITS[::-1]])
     both = Sampling(**{"temperature": 1.0} | settings).probabilities(rows)
     np.testing.assert_allclose(both, [probabilities, probabilities[::-1]])
+
+
+def test_what_may_be_drawn_is_what_hugging_face_draws():
+    """Which tokens, and how likely each is (`tests/golden/llama/regenerate_sampling.py`)."""
+    golden = np.load(GOLDEN)
+    assert (golden["probabilities"] == 0).any(1).sum() > 30
+    for settings, logits, wanted in zip(*(golden[name] for name in golden.files), strict=True):
+        temperature, top_k, top_p = settings.tolist()
+        probabilities = Sampling(temperature, int(top_k), top_p).probabilities(logits)
+        np.testing.assert_allclose(probabilities, wanted, rtol=1e-12)
 
 
 def test_tokens_that_are_equally_likely_stay_together_in_top_k():
