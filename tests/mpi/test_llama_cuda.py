@@ -11,7 +11,7 @@ from tests.emulator.raw_module import compiler_problem
 from tests.emulator.runtime import StrictRuntime
 from tests.llama_models import MODELS, PROMPT, write_model
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.errors import BackendError, RestrictionError, TransportError
+from treeattn.errors import ArgumentError, BackendError, RestrictionError, TransportError
 from treeattn.llama import Llama, Session
 from treeattn.llama.drafts import ModelDrafts, NgramDrafts
 from treeattn.llama.generate import Drafting, generate
@@ -136,6 +136,29 @@ def test_what_a_gpu_does_not_serve(comm, written):
     wide = Llama(written("tied", head_dim=512), device="cuda")
     with pytest.raises(BackendError, match="no CUDA kernel for head_dim 512: 256 is the widest"):
         Session(comm, wide, [3], capacity=8, transport="host")
+
+
+def test_ranks_must_have_the_model_on_devices_of_one_kind(comm, written):
+    if comm.size == 1:
+        pytest.skip("one rank cannot contradict itself")
+    with pytest.raises(
+        ArgumentError, match="the model's device differs between ranks: 'cpu' on rank 0, 'cuda"
+    ):
+        Llama(written("tied"), comm, device="cuda" if comm.rank else "cpu")
+
+
+def test_memory_of_a_gpu_that_is_out_on_one_rank_is_told_by_all(comm, written, runtime):
+    """While the prompt is planned: nobody waits."""
+
+    def full(shape, dtype):
+        raise BackendError("out of GPU memory")
+
+    model = Llama(written("tied"), device="cuda")
+    with Session(comm, model, PROMPT[:8], capacity=9, transport="host") as session:
+        if comm.rank == comm.size - 1:
+            runtime.empty = full
+        with pytest.raises(BackendError, match="out of GPU memory"):
+            session.prefill()
 
 
 def test_weights_go_to_the_gpu_once(comm, written, weights, runtime):

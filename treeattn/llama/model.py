@@ -63,8 +63,9 @@ class Llama:
             self._adopt(*_opened(directory), None, device)
             return
         comm = comm_.intracomm(comm)
-        with comm_.Agreement(comm):
+        with comm_.Agreement(comm) as agreed:
             self._adopt(*_opened(directory), comm, device)
+            agreed.equal = {"the model's device": device}
 
     @classmethod
     def drawn(cls, config: Config, seed: int = 0, *, device: str = "cpu") -> Llama:
