@@ -40,6 +40,7 @@ step() {
     host)      take "$1" json "$MPIEXEC" -n 2 "$PYTHON" -m treeattn decode $CACHE.safetensors \
                  --device cuda --transport host --scheme binary_tree,recursive_doubling,hierarchical \
                  --check --expect $CACHE.expected.safetensors --json FILE ;;
+    model)     take "$1" json "$MPIEXEC" -n 2 "$PYTHON" -m mpi4py -m gpu_day.model --json FILE ;;
     ranks)     take "$1" tests "${SEVERAL_RANKS[@]}" "${PYTEST[@]}" tests/gpu/test_ranks.py --junitxml FILE ;;
     peer)      take "$1" tests "${PYTEST[@]}" tests/gpu/test_peer.py --junitxml FILE ;;
     compare)   take "$1" json "${SEVERAL_RANKS[@]}" "$MPIEXEC" -n 2 "$PYTHON" -m treeattn compare \
@@ -47,7 +48,7 @@ step() {
     bits)      take "$1" json "$PYTHON" -m gpu_day.same_bits --json FILE ;;
   esac
 }
-STEPS=(versions doctor tests memcheck initcheck racecheck kernel beside roofline ncu splits host ranks peer compare bits)
+STEPS=(versions doctor tests memcheck initcheck racecheck kernel beside roofline ncu splits host model ranks peer compare bits)
 
 # take STEP READER COMMAND...: run it, and have what it wrote and printed recorded.
 take() {

@@ -25,6 +25,7 @@ STEPS = {
     "ncu": "why: four launches under Nsight Compute",
     "splits": "which number of splits is the fastest",
     "host": "two ranks, records by way of the host",
+    "model": "tiny Llamas: the processor's tokens, Hugging Face's logits",
     "ranks": "several ranks of NCCL on one GPU, every scheme",
     "peer": "ranks that read one another's memory, every schedule",
     "compare": "schemes beside each other, every transport",

@@ -75,7 +75,8 @@ class ShardedCache:
                     raise ArgumentError(f"{name} must be a whole number, at least {least}, not {value!r:.60}")
             self._runs = _all_runs(layout, int(capacity), comm.size)
             self.positions = self._runs[comm.rank]
-            self._memory = devices.find(device).memory
+            self._device = devices.find(device)
+            self._memory = self._device.memory
             elements = DTYPES[dtype] if device == "cpu" or dtype != "bfloat16" else np.dtype(np.uint16)
 
             def rows(tokens: int) -> Any:
@@ -210,8 +211,13 @@ class ShardedCache:
         return begin, self.positions.positions(begin, end) - total
 
     def _write(self, row: int, begin: int, given: tuple[Any, Any], chosen: Any) -> None:
+        if not len(chosen):
+            return
+        taken = _as_slice(chosen)
+        if taken is None:
+            taken = self._device.from_host(chosen)
         for shard, rows in zip((self.k, self.v), given, strict=True):
-            shard[row, begin : begin + len(chosen)] = rows[row, chosen]
+            shard[row, begin : begin + len(chosen)] = rows[row, taken]
 
     def _grow(self, counts: Any) -> None:
         self.totals += counts
@@ -271,6 +277,13 @@ def _whole_numbers(name: str, given: Any) -> Any:
     if array.dtype.kind not in "iu" and array.size:
         raise ArgumentError(f"{name} of {array.dtype}: whole numbers are needed")
     return array.astype(np.int64) if array.dtype.kind not in "iu" else array
+
+
+def _as_slice(ascending: Any) -> slice | None:
+    """Numbers with one step between them: a device needs to be sent nothing."""
+    steps = np.diff(ascending)
+    step = int(steps[0]) if len(steps) else 1
+    return slice(int(ascending[0]), int(ascending[-1]) + 1, step) if (steps == step).all() else None
 
 
 def _until_minus_one(slots: Any) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "mpi")]
 
-from emulator.runtime import EmulatorRuntime  # noqa: E402
+from emulator.runtime import StrictRuntime  # noqa: E402
 
 from treeattn import comm  # noqa: E402
 from treeattn.backends.cuda import cupy_runtime  # noqa: E402
@@ -21,7 +21,7 @@ from treeattn.cli import main  # noqa: E402
 from treeattn.collectives import nccl  # noqa: E402
 
 GPUS = int(os.environ.get("EMULATED_GPUS", "8"))
-runtime = EmulatorRuntime()
+runtime = StrictRuntime()
 
 
 def choose(index: int) -> None:

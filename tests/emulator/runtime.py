@@ -14,9 +14,11 @@ import numpy as np
 from treeattn.backends.cuda.compile import OPTIONS, source
 from treeattn.errors import ArgumentError
 
+from . import device_array
+from .device_array import DeviceArray
 from .raw_module import Kernel, RawModule
 
-__all__ = ["EmulatorRuntime"]
+__all__ = ["EmulatorRuntime", "StrictRuntime"]
 
 # Kernels whose blocks wait for other devices: all run at once.
 _WAITING = ("pull_partials",)
@@ -34,6 +36,7 @@ class EmulatorRuntime:
     tensor_cores = True
     identity = "emulated GPU 0"
     stream = 0
+    namespace: Any = np
     #: Where exposed memory lies: a file, which another process maps.
     shared_folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     _exposed: ClassVar[dict[str, int]] = {}  # file -> address, of this process
@@ -199,6 +202,51 @@ class EmulatorRuntime:
         """ArgumentError unless `array` is a NumPy array."""
         if not isinstance(array, np.ndarray):
             raise ArgumentError(f"{name} is a {type(array).__name__}, not a numpy.ndarray")
+
+
+class StrictRuntime(EmulatorRuntime):
+    """The same with arrays that are none of NumPy's: what mixes them with those of the host is an error, as
+    is what CuPy does not have."""
+
+    namespace = device_array.namespace
+
+    def zeros(self, size: int, dtype: Any) -> Any:
+        """An array of the device."""
+        return DeviceArray(super().zeros(size, dtype))
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """An array of the device."""
+        return DeviceArray(super().empty(shape, dtype))
+
+    def copy(self, into: Any, source: Any) -> None:
+        """Between the host and the device as `CupyRuntime` does it, by addresses and sizes."""
+        arrays = [getattr(array, "_inside", array) for array in (into, source)]
+        assert DeviceArray in (type(into), type(source)), "a copy from the host to the host"
+        if np.ndarray in (type(into), type(source)):
+            assert all(array.flags.c_contiguous for array in arrays), "a copy by address of a strided array"
+        super().copy(*arrays)
+
+    def upload(self, into: Any, source: Any) -> None:
+        """The values that `source` has now."""
+        assert type(source) is np.ndarray
+        super().upload(into, source)
+
+    def holds(self, array: Any) -> bool:
+        """Whether it is the device's."""
+        return isinstance(array, DeviceArray)
+
+    def borrow(self, array: Any) -> Any:
+        """Over what the CUDA array interface describes."""
+        return DeviceArray(super().borrow(array))
+
+    def address(self, array: Any) -> int:
+        """Of an array of the device, and of no other."""
+        return super().address(array._inside)
+
+    def check(self, name: str, array: Any) -> None:
+        """ArgumentError unless `array` is the device's."""
+        if not self.holds(array):
+            raise ArgumentError(f"{name} is a {type(array).__name__}, not an array of the device")
 
 
 @functools.cache

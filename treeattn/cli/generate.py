@@ -17,6 +17,7 @@ import numpy as np
 from treeattn import comm as comm_
 from treeattn import files
 from treeattn.cli.console import Lines
+from treeattn.cli.own_device import own_device
 from treeattn.cli.scheme import given, is_file
 from treeattn.cli.text import Stream, prompt
 from treeattn.collectives import waiting
@@ -56,6 +57,10 @@ _RINGS = ("kv_ring", "query_ring")
 )
 @click.option("--weights", type=click.Choice(WEIGHTS), default="replicated", show_default=True,
               help="sharded: each rank reads and holds a part.")  # fmt: skip
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True,
+              help="Where each rank computes, and holds weights and cache.")  # fmt: skip
+@click.option("--transport", default=None,
+              help="How attention's records travel: mpi; of GPUs nccl, peer, cuda-mpi or host.")  # fmt: skip
 @click.option(
     "--draft", type=click.Choice(["ngram"]), help="Verify drafts found in the text, several at once."
 )
@@ -82,6 +87,8 @@ def command(
     decode: str,
     scheme: str | None,
     weights: str,
+    device: str,
+    transport: str | None,
     draft: str | None,
     draft_model: Path | None,
     draft_tokens: int,
@@ -105,16 +112,17 @@ def command(
     sources = {f"--{name.replace('_', '-')}": value for name, value in sources.items()}
     options = [directory, *sources.values(), prompt_tokens, max_new_tokens, decode, scheme, weights]
     options += [draft, draft_model, draft_tokens, prefill, layout, seed, ignore_eos, repeat]
-    options += [temperature, top_k, top_p]
+    options += [temperature, top_k, top_p, device, transport]
     comm_.agree(world, {"the command line": list(map(str, options))})
     if scheme is not None and is_file(scheme):
         (scheme,) = given(world, scheme)
     sampling = Sampling(temperature, top_k, top_p, seed)
+    _, shared = own_device(world, device)
     cores = CoreShare(world)
     if weights == "sharded":
-        model = Llama(directory, world)
+        model = Llama(directory, world, device=device)
     else:
-        model = comm_.together(world, lambda: Llama(directory))
+        model = comm_.together(world, lambda: Llama(directory, device=device))
 
     def opened() -> tuple[Tokenizer | None, list[int], Any]:
         """Text is rank 0's business."""
@@ -136,6 +144,7 @@ def command(
         "layout": layout,
         "drafts": draft_tokens + 1 if draft or draft_model else 0,
         "sampling": sampling,
+        "transport": transport,
     }
     stop = () if ignore_eos else model.config.eos
     runs = []
@@ -148,15 +157,19 @@ def command(
             trees = session.tree_decoder
             chosen = {
                 "scheme": session.decoder.scheme,
+                "transport": session.decoder.transport,
                 "tree_scheme": None if trees is None else trees.scheme,
             }
     with waiting.watched("what was measured"):
         facts = _facts(world, model, tokens, settings | chosen, runs)
     facts |= {"weights": weights, "draft": draft or (draft_model and str(draft_model))}
     facts |= {"sampling": asdict(sampling), "blas_threads": cores.blas_threads}
+    facts |= {"device": device, "head_dim": session.decoder.shape.head_dim}
     if world.rank == 0:
         write(environment.as_json(facts))
         _report(facts)
+        if shared:
+            print(f"note: {shared}", file=sys.stderr)
     return 0
 
 
@@ -166,7 +179,7 @@ def _drafter(
     """Of rank 0."""
     if rank or draft_model is None:
         return nullcontext(None if rank else NgramDrafts())
-    return ModelDrafts(draft_model, model.config.vocab_size, capacity)
+    return ModelDrafts(draft_model, model.config.vocab_size, capacity, device=model.device.name)
 
 
 def _run(
@@ -190,7 +203,7 @@ def _run(
     made = generate(world, session, tokens, count, stop, drafting, told, say)
     stream.end()
     mine = {
-        "attention_s": made.attention_s,
+        "attention_s": made.attention_s if session.model.device.name == "cpu" else None,
         "cache_bytes": session.cache_bytes,
         "sent_bytes": _sent(session, session.decoder),
         "tree_bytes": _sent(session, session.tree_decoder),
@@ -258,14 +271,23 @@ def _report(facts: dict[str, Any]) -> None:
     for line in (
         f"prompt   {facts['prompt_tokens']:,} tokens, first token after {first:.2f} s "
         f"({facts['prompt_tokens'] / first:,.0f} tokens/s, {facts['prefill']})",
-        f"decode   {decode}, {facts['scheme']}",
+        f"decode   {decode}, {facts['scheme']}{_travels(facts)}",
         *_accepted(facts),
         f"cache    {min(cache):,} to {max(cache):,} bytes a rank; sent for attention: {wire}",
-        f"memory   {max(facts['weight_bytes']):,} bytes of weights, {max(facts['peak_bytes']):,} at most",
+        f"memory   {max(facts['weight_bytes']):,} bytes of weights, {max(facts['peak_bytes']):,} at most"
+        + (" of the host's" if facts["device"] == "cuda" else ""),
     ):
         print(line, file=sys.stderr)
     if warning := environment.warning(facts["ranks"]):
         print(f"note: {warning}", file=sys.stderr)
+
+
+def _travels(facts: dict[str, Any]) -> str:
+    """How records do, from GPUs."""
+    if facts["device"] == "cpu" or len(facts["ranks"]) == 1:
+        return ""
+    sums = ", sums of the layers over host" if facts["weights"] == "sharded" else ""
+    return f" over {facts['transport']}{sums}"
 
 
 def _accepted(facts: dict[str, Any]) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from treeattn import files
+from treeattn.backends.cuda import kernel_head_dim
 from treeattn.cli.console import console, count, number, table
 from treeattn.collectives import traffic
 from treeattn.collectives.clusters import description, placement
@@ -29,11 +31,19 @@ _SCHEMES = "binary_tree,recursive_doubling,hierarchical,ring"
 @click.option("--model", "directory", required=True, type=click.Path(path_type=Path))
 @click.option("--ctx", default="128Ki", show_default=True, metavar="N", help="Tokens of context.")
 @click.option("--ranks", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True,
+              help="Where ranks compute: a GPU fills heads up to those of its kernels.")  # fmt: skip
 @click.option("--schemes", default=_SCHEMES, show_default=True, metavar="S[,S..]")
 @click.option("--cluster", "cluster_name", metavar="NAME|FILE.toml", help="Predict times on this machine.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path))
 def command(
-    directory: Path, ctx: str, ranks: int, schemes: str, cluster_name: str | None, json_path: Path | None
+    directory: Path,
+    ctx: str,
+    ranks: int,
+    device: str,
+    schemes: str,
+    cluster_name: str | None,
+    json_path: Path | None,
 ) -> None:
     """Show what MODEL needs for a context on so many ranks: memory, and what is sent for one token.
 
@@ -46,17 +56,22 @@ def command(
     Weights(directory, config)
     write = files.output_writer(json_path)
     cluster = None if cluster_name is None else description.load(cluster_name)
+    held = config if device == "cpu" else replace(config, head_dim=kernel_head_dim(config.head_dim))
     notes, rows = _beyond(config, tokens), []
     for scheme in schemes.split(","):
         try:
-            rows.append(_traffic(config, scheme, ranks, tokens, cluster))
+            rows.append(_traffic(held, scheme, ranks, tokens, cluster))
         except RestrictionError as error:  # which others need not share
             notes.append(f"{scheme} is left out: {error}")
-    rows.append(_ring(config, tokens, ranks, cluster))
-    facts = _memory(config, tokens, ranks) | {"ctx": tokens, "ranks": ranks, "schemes": rows, "notes": notes}
+    if device == "cpu":
+        rows.append(_ring(held, tokens, ranks, cluster))
+    facts = _memory(config, held, tokens, ranks) | {"ctx": tokens, "ranks": ranks, "schemes": rows}
+    facts |= {"device": device, "head_dim": held.head_dim, "notes": notes}
     write(environment.as_json(facts))
     screen = console()
     screen.print(f"{config.layers} layers, {config.heads} heads ({config.kv_heads} KV) x {config.head_dim}")
+    if held is not config:
+        screen.print(f"cache, blocks and messages of a GPU have heads x {held.head_dim}")
     for label, name in (("weights", "weight_bytes"), ("sharded", "sharded_weight_bytes"),
                         ("cache", "cache_bytes"), ("prefill", "prefill_bytes")):  # fmt: skip
         screen.print(f"{label:8} {facts[name]:>16,} bytes a rank")
@@ -82,14 +97,15 @@ def _beyond(config: Config, tokens: int) -> list[str]:
     return [f"the model was made for at most {longest:,} tokens, generate takes no more"]
 
 
-def _memory(config: Config, tokens: int, ranks: int) -> dict[str, Any]:
-    """Bytes of the fullest rank: weights in float32, its share of the cache, the blocks of a ring prefill."""
+def _memory(config: Config, held: Config, tokens: int, ranks: int) -> dict[str, Any]:
+    """Bytes of the fullest rank: weights in float32, its share of the cache, the blocks of a ring prefill.
+    held: with heads as caches have them."""
     share = math.ceil(tokens / ranks)
-    block = 2 * 4 * config.kv_heads * config.head_dim * share
+    block = 2 * 4 * held.kv_heads * held.head_dim * share
     return {
         "weight_bytes": 4 * sum(math.prod(shape) for shape in shapes(config).values()),
         "sharded_weight_bytes": sharded_bytes(config, ranks),
-        "cache_bytes": share * config.kv_bytes_per_token,
+        "cache_bytes": share * held.kv_bytes_per_token,
         "prefill_bytes": 2 * block,
     }
 

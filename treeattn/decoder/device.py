@@ -49,6 +49,10 @@ class Device(Protocol):
     def stream(self) -> Stream | None:
         """The same where work is queued, and can be recorded; None where it is done at once."""
 
+    @property
+    def namespace(self) -> Any:
+        """Functions on its arrays, by the names that NumPy gives them: NumPy itself, or CuPy."""
+
     def check_shape(self, shape: Shape) -> None:
         """Raise `ArgumentError` or `BackendError` where this device cannot serve the shape."""
 
@@ -91,6 +95,19 @@ class Device(Protocol):
     def to_host(self, array: Any) -> Any:
         """An array of the device as a NumPy array of its own."""
 
+    def readable(self, array: Any) -> Any:
+        """An array of the device where the host can read it: itself on the processor, else `to_host`."""
+
+    def kernel_head_dim(self, head_dim: int) -> int:
+        """The least head_dim from this one on that there is a kernel for: zeros fill heads up to it.
+        Raises `BackendError`."""
+
+    def most_queries(self, heads: int, kv_heads: int) -> int | None:
+        """How many queries attention takes at once; None for any number."""
+
+    def product(self, matrix: Any) -> Callable[[Any], Any]:
+        """Called with vectors [count, columns]: vectors @ matrix.T [count, rows], a new array, in float32."""
+
     def attention(
         self, shape: Shape, records: Any, scale: float, visible: Visible | None = None
     ) -> Attention:
@@ -131,6 +148,7 @@ class Cpu:
     lse_dtypes = ("float32", "float64")
     memory = HOST
     stream = None
+    namespace: Any = np
 
     def check_shape(self, shape: Shape) -> None:
         """Every shape is served; settings of the environment may be wrong."""
@@ -196,6 +214,22 @@ class Cpu:
     def to_host(self, array: Any) -> Any:
         """A copy."""
         return array.copy()
+
+    def readable(self, array: Any) -> Any:
+        """The array itself."""
+        return array
+
+    def kernel_head_dim(self, head_dim: int) -> int:
+        """Itself: every one is served."""
+        return head_dim
+
+    def most_queries(self, heads: int, kv_heads: int) -> int | None:
+        """Any."""
+        return None
+
+    def product(self, matrix: Any) -> Callable[[Any], Any]:
+        """The compiled kernel for a few vectors, or NumPy."""
+        return cpu.PlannedProduct(matrix)
 
     def attention(
         self, shape: Shape, records: Any, scale: float, visible: Visible | None = None
@@ -267,6 +301,11 @@ class Cuda:
     def stream(self) -> Stream:
         """The runtime."""
         return self.runtime
+
+    @property
+    def namespace(self) -> Any:
+        """CuPy."""
+        return self.runtime.namespace
 
     def check_shape(self, shape: Shape) -> None:
         """float64 has no kernels here, nor has every head_dim."""
@@ -378,6 +417,22 @@ class Cuda:
         self.runtime.copy(moved, array)
         self.runtime.synchronize()
         return moved
+
+    def readable(self, array: Any) -> Any:
+        """A copy."""
+        return self.to_host(array)
+
+    def kernel_head_dim(self, head_dim: int) -> int:
+        """The kernels are built for a few."""
+        return cuda.kernel_head_dim(head_dim)
+
+    def most_queries(self, heads: int, kv_heads: int) -> int | None:
+        """As many as the grid of a launch has tiles for."""
+        return cuda.most_queries(heads, kv_heads)
+
+    def product(self, matrix: Any) -> Callable[[Any], Any]:
+        """cuBLAS, through CuPy."""
+        return cuda.PlannedProduct(matrix)
 
     def attention(
         self, shape: Shape, records: Any, scale: float, visible: Visible | None = None

@@ -62,12 +62,13 @@ class ModelDrafts:
     """What a small model says: one path, its likeliest tokens. It runs on the rank that asks, alone, which
     closes it."""
 
-    def __init__(self, directory: str | Path, vocab_size: int, capacity: int) -> None:
-        """vocab_size: of the model that is drafted for. capacity: tokens of the longest text.
+    def __init__(self, directory: str | Path, vocab_size: int, capacity: int, *, device: str = "cpu") -> None:
+        """vocab_size: of the model that is drafted for. capacity: tokens of the longest text. device: where
+        the small one computes.
 
         Raises `ArgumentError` for what is no model, or one of another vocabulary.
         """
-        self._model, self._capacity = Llama(directory), capacity
+        self._model, self._capacity = Llama(directory, device=device), capacity
         config = self._model.config
         if config.vocab_size != vocab_size:
             raise ArgumentError(

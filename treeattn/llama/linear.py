@@ -9,72 +9,31 @@ as they are needed: it costs the weights once, however long the prompt is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from treeattn.backends.cpu import PlannedProduct
-from treeattn.collectives import waiting
-from treeattn.shards import block
+from treeattn.decoder.device import Device
+from treeattn.llama.ranks import Axis, Ranks
 
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
-
-__all__ = ["Axis", "Gathered", "Linear", "Ranks", "Reduced", "Rows", "Stacked"]
-
-
-class Axis(NamedTuple):
-    """Heads, rows or columns that are dealt out to ranks in balanced blocks (heads as by a decoder with
-    ``output="heads"``); a head is `unit` rows."""
-
-    blocks: int
-    unit: int = 1
-
-    @property
-    def length(self) -> int:
-        """Rows of all ranks."""
-        return self.blocks * self.unit
-
-    def part(self, rank: int, size: int) -> slice:
-        """The rows of a rank."""
-        heads = block(self.blocks, rank, size)
-        return slice(heads.start * self.unit, heads.stop * self.unit)
-
-
-class Ranks:
-    """Those that hold a model's weights in parts, and what they bring together; each wait has its limit."""
-
-    def __init__(self, comm: Intracomm) -> None:
-        self.comm, self.rank, self.size = comm, comm.rank, comm.size
-        self.waits = waiting.Waits("the model's sharded weights")
-
-    def together(self, rows: Any, *axes: Axis) -> Any:
-        """The rows of all ranks [length of all axes, columns], ordered by rank, from those of each."""
-        whole = np.empty((sum(axis.length for axis in axes), rows.shape[1]), np.float32)
-        parts = [[axis.part(rank, self.size) for axis in axes] for rank in range(self.size)]
-        counts = [sum(part.stop - part.start for part in own) * rows.shape[1] for own in parts]
-        with self.waits:
-            self.comm.Allgatherv(np.ascontiguousarray(rows), (whole, counts))
-        return whole
-
-    def total(self, part: Any) -> Any:
-        """The sum of what all ranks have, a new array."""
-        whole = np.empty_like(part)
-        with self.waits:
-            self.comm.Allreduce(part, whole)
-        return whole
+__all__ = ["Gathered", "Linear", "Reduced", "Rows", "Stacked"]
 
 
 class Linear:
-    """x [tokens, in] -> x @ weight.T + bias [tokens, out]; weight [out, in], bias [out] or None."""
+    """x [tokens, in] -> x @ weight.T + bias [tokens, out]; weight [out, in], bias [out] or None: float32, of
+    the device."""
 
-    def __init__(self, weight: Any, bias: Any) -> None:
-        self.weight, self.bias = weight, bias
-        self._product = PlannedProduct(weight)
+    def __init__(self, device: Device, weight: Any, bias: Any) -> None:
+        self.device, self.weight, self.bias = device, weight, bias
+        self._product = device.product(weight)
 
     def __call__(self, x: Any) -> Any:
-        y = self._product(x)
-        return y if self.bias is None else np.add(y, self.bias, out=y)
+        return self._biased(self._product(x))
+
+    def _biased(self, y: Any) -> Any:
+        if self.bias is not None:
+            y += self.bias
+        return y
 
     def whole(self) -> Linear:
         """The map that takes and gives everything. Collective where it is in parts."""
@@ -93,7 +52,8 @@ class Stacked:
         self._maps = maps
 
     def __call__(self, x: Any) -> Any:
-        return np.concatenate([one(x) for one in self._maps], axis=1)
+        namespace = self._maps[0].device.namespace
+        return namespace.concatenate([one(x) for one in self._maps], axis=1)
 
     def whole(self) -> Stacked:
         """As `Linear.whole`."""
@@ -109,13 +69,12 @@ class Rows(Linear):
     """This rank's rows of a map: it makes its own part of the outputs."""
 
     def __init__(self, ranks: Ranks, outputs: Axis, weight: Any, bias: Any) -> None:
-        super().__init__(weight, bias)
+        super().__init__(ranks.device, weight, bias)
         self._ranks, self._outputs = ranks, outputs
 
     def whole(self) -> Linear:
         """As `Linear.whole`."""
-        bias = None if self.bias is None else self._ranks.together(self.bias[:, None], self._outputs)[:, 0]
-        return Linear(self._ranks.together(self.weight, self._outputs), bias)
+        return _whole(self._ranks, self.weight, self.bias, self._outputs)
 
 
 class Gathered(Linear):
@@ -123,7 +82,7 @@ class Gathered(Linear):
 
     def __init__(self, ranks: Ranks, outputs: Sequence[Axis], weight: Any, bias: Any) -> None:
         """outputs: of each map. weight, bias: this rank's rows of the first, then of the second, ..."""
-        super().__init__(weight, bias)
+        super().__init__(ranks.device, weight, bias)
         self._ranks, self._outputs = ranks, outputs
         ends = np.cumsum([axis.length for axis in outputs]).tolist()
         places = [  # of what comes together, which is by rank
@@ -134,14 +93,12 @@ class Gathered(Linear):
         self._order = np.argsort(np.concatenate(places))
 
     def __call__(self, x: Any) -> Any:
-        made = self._ranks.together(super().__call__(x).T, *self._outputs)
-        return np.ascontiguousarray(made[self._order].T)
+        made = self._ranks.together(super().__call__(x).T, *self._outputs, order=self._order)
+        return self.device.from_host(np.ascontiguousarray(made.T))
 
     def whole(self) -> Linear:
         """As `Linear.whole`."""
-        rows = [self.weight] if self.bias is None else [self.weight, self.bias[:, None]]
-        weight, *bias = (self._ranks.together(one, *self._outputs)[self._order] for one in rows)
-        return Linear(weight, bias[0][:, 0] if bias else None)
+        return _whole(self._ranks, self.weight, self.bias, *self._outputs, order=self._order)
 
 
 class Reduced(Linear):
@@ -149,15 +106,22 @@ class Reduced(Linear):
 
     def __init__(self, ranks: Ranks, inputs: Axis, weight: Any, bias: Any) -> None:
         """bias: whole, on every rank."""
-        super().__init__(weight, bias)
+        super().__init__(ranks.device, weight, bias)
         self._ranks, self._inputs, self._own = ranks, inputs, inputs.part(ranks.rank, ranks.size)
 
     def __call__(self, x: Any) -> Any:
         """x: all inputs, or this rank's alone."""
         mine = x[:, self._own] if x.shape[1] == self._inputs.length else x
-        y = self._ranks.total(np.ascontiguousarray(self._product(mine)))
-        return y if self.bias is None else np.add(y, self.bias, out=y)
+        return self._biased(self._ranks.total(self._product(mine)))
 
     def whole(self) -> Linear:
         """As `Linear.whole`."""
-        return Linear(self._ranks.together(self.weight.T, self._inputs).T, self.bias)
+        columns = self.device.from_host(self._ranks.together(self.weight.T, self._inputs))
+        return Linear(self.device, columns.T, self.bias)
+
+
+def _whole(ranks: Ranks, weight: Any, bias: Any, *outputs: Axis, order: Any = None) -> Linear:
+    """The map of which every rank holds some rows. Collective."""
+    rows = [weight] if bias is None else [weight, bias[:, None]]
+    whole = [ranks.device.from_host(ranks.together(one, *outputs, order=order)) for one in rows]
+    return Linear(ranks.device, whole[0], None if bias is None else whole[1][:, 0])

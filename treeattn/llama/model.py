@@ -1,7 +1,8 @@
-"""The layers of a Llama on NumPy: everything but attention, which is handed in.
+"""The layers of a Llama: everything but attention, which is handed in.
 
 After Hugging Face's ``modeling_llama.py``: the norm is computed in float32 and multiplied by its weight
-last, query head h reads KV head h // (heads / kv_heads), the gated MLP is down(silu(gate) * up).
+last, query head h reads KV head h // (heads / kv_heads), the gated MLP is down(silu(gate) * up). Arrays are
+those of a device, NumPy's or CuPy's, and so are the functions on them (`Device.namespace`).
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from treeattn import comm as comm_
+from treeattn.decoder import device as devices
+from treeattn.decoder.device import Device
 from treeattn.llama.config import Config, read_config
-from treeattn.llama.linear import Axis, Gathered, Linear, Ranks, Reduced, Rows, Stacked
+from treeattn.llama.linear import Gathered, Linear, Reduced, Rows, Stacked
+from treeattn.llama.ranks import Axis, Ranks
 from treeattn.llama.rope import inverse_frequencies, rotate, rotation
 from treeattn.llama.vocabulary import DealtVocabulary, Vocabulary
-from treeattn.llama.weights import DrawnWeights, Weights, axes
+from treeattn.llama.weights import DrawnWeights, PlacedWeights, Weights, axes
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -48,27 +52,33 @@ class _Layer(NamedTuple):
 class Llama:
     """A model in float32. With `comm`, its ranks hold a part of the weights each: heads of the attention,
     rows and columns of the MLP, rows of the vocabulary; no rank reads another's part.
+
+    `device` is where it computes and where its weights lie, "cpu" or "cuda": each rank's go there once.
     """
 
-    def __init__(self, directory: str | Path, comm: Intracomm | None = None) -> None:
-        """Raises `ArgumentError` for a directory that holds no such model; with `comm` on every rank, and
-        then this is collective."""
+    def __init__(self, directory: str | Path, comm: Intracomm | None = None, *, device: str = "cpu") -> None:
+        """Raises `ArgumentError` for a directory that holds no such model, `BackendError` for a device that
+        is not there; with `comm` on every rank, and then this is collective."""
         if comm is None:
-            self._adopt(*_opened(directory), None)
+            self._adopt(*_opened(directory), None, device)
             return
         comm = comm_.intracomm(comm)
-        with comm_.Agreement(comm):
-            self._adopt(*_opened(directory), comm)
+        with comm_.Agreement(comm) as agreed:
+            self._adopt(*_opened(directory), comm, device)
+            agreed.equal = {"the model's device": device}
 
     @classmethod
-    def drawn(cls, config: Config, seed: int = 0) -> Llama:
+    def drawn(cls, config: Config, seed: int = 0, *, device: str = "cpu") -> Llama:
         """A model whose weights are drawn, on every rank the same: for times, which do not depend on them."""
         model = cls.__new__(cls)
-        model._adopt(config, DrawnWeights(config, seed), None)
+        model._adopt(config, DrawnWeights(config, seed), None, device)
         return model
 
-    def _adopt(self, config: Config, weights: Any, comm: Intracomm | None) -> None:
-        self.config, self.comm = config, comm
+    def _adopt(
+        self, config: Config, source: Weights | DrawnWeights, comm: Intracomm | None, device: str
+    ) -> None:
+        self.config, self.comm, self.device = config, comm, devices.find(device)
+        weights = PlacedWeights(source, self.device)
         self._norm = weights["model.norm.weight"]
         self._frequencies = inverse_frequencies(self.config.rope, self.config.head_dim)
         names = [f"model.layers.{i}." for i in range(self.config.layers)]
@@ -76,7 +86,7 @@ class Llama:
             self._vocabulary = _vocabulary(weights, self.config)
             self._layers = [_layer(weights, name) for name in names]
         else:
-            ranks = Ranks(comm)
+            ranks = Ranks(comm, self.device)
             self._vocabulary = _dealt_vocabulary(weights, self.config, ranks)
             self._layers = [_sharded_layer(weights, name, self.config, ranks) for name in names]
 
@@ -90,14 +100,15 @@ class Llama:
         return sum(int(array.nbytes) for array in arrays)
 
     def run(self, tokens: Any, positions: Any, attend: Attend, dealt: bool = False) -> Any:
-        """Token numbers [tokens] at `positions` [tokens] through all layers: float32 [tokens, hidden_size].
+        """Token numbers [tokens] at `positions` [tokens], both of the host, through all layers: float32
+        [tokens, hidden_size] on the device.
 
         Every rank runs the same tokens, or its own (`dealt`); with sharded weights this is collective.
         """
         config, x = self.config, self._vocabulary.vectors(tokens, dealt)
-        by = rotation(positions, self._frequencies)
-        qkv = np.empty((len(x), config.heads + 2 * config.kv_heads, config.head_dim), np.float32)
-        q, k, v = np.split(qkv, [config.heads, config.heads + config.kv_heads], axis=1)
+        by, namespace = self._rotation(positions), self.device.namespace
+        qkv = namespace.empty((len(x), config.heads + 2 * config.kv_heads, config.head_dim), np.float32)
+        q, k, v = namespace.split(qkv, [config.heads, config.heads + config.kv_heads], axis=1)
         for number, layer in enumerate(self._layers):
             self._project(layer, x, by, dealt, qkv)
             self._add_attended(layer, x, attend(number, q, k, v), dealt)
@@ -105,9 +116,14 @@ class Llama:
         return x
 
     def logits(self, hidden: Any) -> Any:
-        """float32 [tokens, vocab_size] of hidden [tokens, hidden_size], the same on every rank; with sharded
-        weights this is collective."""
+        """float32 [tokens, vocab_size] of hidden [tokens, hidden_size], the same on every rank, of the host;
+        with sharded weights this is collective."""
         return self._vocabulary.logits(self._normed(hidden, self._norm))
+
+    def _rotation(self, positions: Any) -> tuple[Any, Any]:
+        """Made on the host, so that every device has the same."""
+        cosine, sine = rotation(positions, self._frequencies)
+        return self.device.from_host(cosine), self.device.from_host(sine)
 
     def _project(self, layer: _Layer, x: Any, by: tuple[Any, Any], dealt: bool, qkv: Any) -> None:
         """q, k and v of x into `qkv` [tokens, all of their heads, head_dim], the first two rotated."""
@@ -126,11 +142,12 @@ class Llama:
         gate, up, down = (_placed(one, dealt) for one in (layer.gate, layer.up, layer.down))
         for rows in _blocks(x):
             normed = self._normed(x[rows], layer.post_norm)
-            x[rows] += down(_silu(gate(normed)) * up(normed))
+            x[rows] += down(_silu(gate(normed), self.device) * up(normed))
 
     def _normed(self, x: Any, weight: Any) -> Any:
-        mean = np.mean(x * x, axis=-1, keepdims=True)
-        return weight * (x / np.sqrt(mean + np.float32(self.config.rms_norm_eps)))
+        namespace = self.device.namespace
+        mean = namespace.mean(x * x, axis=-1, keepdims=True)
+        return weight * (x / namespace.sqrt(mean + np.float32(self.config.rms_norm_eps)))
 
 
 def _opened(directory: str | Path) -> tuple[Config, Weights]:
@@ -143,9 +160,9 @@ def _blocks(x: Any) -> list[slice]:
     return [slice(begin, begin + _BLOCK) for begin in range(0, len(x), _BLOCK)]
 
 
-def _silu(x: Any) -> Any:
+def _silu(x: Any, device: Device) -> Any:
     with np.errstate(over="ignore"):  # exp of a large negative x's opposite: the quotient is 0
-        return x / (1 + np.exp(-x))
+        return x / (1 + device.namespace.exp(-x))
 
 
 def _placed(linear: Any, dealt: bool) -> Any:
@@ -153,12 +170,12 @@ def _placed(linear: Any, dealt: bool) -> Any:
     return linear.whole() if dealt else linear
 
 
-def _vocabulary(weights: Any, config: Config) -> Vocabulary:
+def _vocabulary(weights: PlacedWeights, config: Config) -> Vocabulary:
     embedding = weights["model.embed_tokens.weight"]
-    return Vocabulary(embedding, embedding if config.tied else weights["lm_head.weight"])
+    return Vocabulary(weights.device, embedding, embedding if config.tied else weights["lm_head.weight"])
 
 
-def _dealt_vocabulary(weights: Any, config: Config, ranks: Ranks) -> Vocabulary:
+def _dealt_vocabulary(weights: PlacedWeights, config: Config, ranks: Ranks) -> Vocabulary:
     tokens = axes(config)["embed_tokens"]
     rows = tokens.part(ranks.rank, ranks.size)
     embedding = weights.part("model.embed_tokens.weight", rows)
@@ -166,9 +183,10 @@ def _dealt_vocabulary(weights: Any, config: Config, ranks: Ranks) -> Vocabulary:
     return DealtVocabulary(ranks, tokens, embedding, head)
 
 
-def _layer(weights: Any, prefix: str) -> _Layer:
+def _layer(weights: PlacedWeights, prefix: str) -> _Layer:
     def linear(name: str) -> Linear:
-        return Linear(weights[f"{prefix}{name}.weight"], weights.get(f"{prefix}{name}.bias"))
+        weight, bias = weights[f"{prefix}{name}.weight"], weights.get(f"{prefix}{name}.bias")
+        return Linear(weights.device, weight, bias)
 
     return _Layer(
         input_norm=weights[f"{prefix}input_layernorm.weight"],
@@ -181,7 +199,7 @@ def _layer(weights: Any, prefix: str) -> _Layer:
     )
 
 
-def _sharded_layer(weights: Any, prefix: str, config: Config, ranks: Ranks) -> _Layer:
+def _sharded_layer(weights: PlacedWeights, prefix: str, config: Config, ranks: Ranks) -> _Layer:
     """Heads and the MLP's width as they are dealt out; norms, and biases of sums, whole."""
     dealt = axes(config)
 
@@ -196,11 +214,10 @@ def _sharded_layer(weights: Any, prefix: str, config: Config, ranks: Ranks) -> _
         return Reduced(ranks, axis, columns, weights.get(f"{prefix}{name}.bias"))
 
     outputs, weight, bias = zip(*(rows(f"self_attn.{name}_proj") for name in "qkv"), strict=True)
+    stacked = ranks.device.namespace.concatenate
     return _Layer(
         input_norm=weights[f"{prefix}input_layernorm.weight"],
-        qkv=Gathered(
-            ranks, outputs, np.concatenate(weight), np.concatenate(bias) if config.attention_bias else None
-        ),
+        qkv=Gathered(ranks, outputs, stacked(weight), stacked(bias) if config.attention_bias else None),
         o=reduced("self_attn.o_proj"),
         post_norm=weights[f"{prefix}post_attention_layernorm.weight"],
         gate=Rows(ranks, *rows("mlp.gate_proj")),

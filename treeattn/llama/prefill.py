@@ -3,7 +3,8 @@
 `gather`: keys and values of all ranks come together, layer by layer, and a rank attends in one pass. `ring`:
 blocks go round, a rank attends to one while the next arrives, and merges; no rank ever holds more than two.
 Both see by position (`treeattn.attention.visibility`), so that any sharding is causal; zigzag balances the
-work. What they need of memory goes with them: a prefill is closed before decode begins.
+work. What they need of memory goes with them: a prefill is closed before decode begins. Keys and values go
+by MPI, those of a GPU by way of the host.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from treeattn import comm as comm_
 from treeattn.attention.positions import Runs, as_runs
-from treeattn.attention.shape import Shape
 from treeattn.attention.visibility import Visibility, Visible
 from treeattn.collectives import waiting
 from treeattn.collectives.reducer import duplicate
-from treeattn.decoder import device as devices
-from treeattn.llama.config import Config
+from treeattn.llama.heads import Heads
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -28,51 +28,63 @@ if TYPE_CHECKING:
 __all__ = ["PREFILLS", "Gather", "Prefill", "Ring"]
 
 
-class _Local:
-    """Causal attention of this rank's queries to one block of keys, as records."""
+class _Part:
+    """Causal attention of some of this rank's queries, to blocks of keys one after the other."""
 
-    def __init__(self, config: Config, positions: Runs) -> None:
-        device, queries = devices.find("cpu"), len(positions)
-        self.shape = Shape(1, queries, config.heads, config.kv_heads, config.head_dim, "float32")
-        self._stands = positions.positions()
-        self._tables = Visible(Visibility(causal=True), 1, queries)
-        self.records = np.empty((*self.shape.lse_shape, config.head_dim + 2), np.float32)
-        self._attention = device.attention(self.shape, self.records, self.shape.default_scale(), self._tables)
+    def __init__(self, heads: Heads, stands: Any, out: Any, several: bool) -> None:
+        """stands: their positions. out: [queries, heads, head_dim], for `finish`. several: whether more than
+        one block comes."""
+        device, shape = heads.device, heads.shape(len(stands))
+        self._memory, empty = device.memory, device.memory.empty
+        self._stands, self._tables = stands, Visible(Visibility(causal=True), 1, len(stands))
+        self._records = empty((*shape.lse_shape, heads.head_dim + 2), np.float32)
+        self._attention = device.attention(shape, self._records, heads.scale, self._tables)
+        self.finish = device.finish(self._records, out[None], empty(shape.lse_shape, np.float32))
+        if several:
+            self._before = empty(self._records.shape, np.float32)
+            operator = device.merge_operator(heads.head_dim, np.dtype(np.float32))
+            flat = (array.reshape(-1, operator.width) for array in (self._records, self._before))
+            self._merge = operator.planned_merge(*flat)
 
-    def __call__(self, q: Any, k: Any, v: Any, positions: Runs) -> None:
-        """Write the records of q [tokens, heads, head_dim] over k, v [keys, kv_heads, head_dim] at
-        `positions`."""
+    def attend(self, q: Any, k: Any, v: Any, positions: Runs, first: bool) -> None:
+        """Records of q [queries, heads, head_dim] over k, v [keys, kv_heads, head_dim] at `positions`, merged
+        with those of the blocks before."""
+        if not first:
+            self._memory.copy(self._before, self._records)
         self._tables.look(positions, len(k), None, self._stands)
         self._attention(q[None], k[None], v[None], None)
-
-
-class _Result:
-    """Attention from records."""
-
-    def __init__(self, local: _Local) -> None:
-        self.out = np.empty(local.shape.q_shape, np.float32)
-        lse = np.empty(local.shape.lse_shape, np.float32)
-        self._finish = devices.find("cpu").finish(local.records, self.out, lse)
-
-    def __call__(self) -> Any:
-        self._finish()
-        return self.out[0]
+        if not first:
+            self._merge()
 
 
 class Prefill(ABC):
     """A way to attend to a whole prompt, over a communicator of its own, so that a caller's messages stay the
     caller's. Planning, a call and closing are collective."""
 
-    def __init__(self, comm: Intracomm, config: Config, shards: Sequence[Runs]) -> None:
-        """shards: the positions of every rank."""
-        self._comm, self._shards, own = duplicate(comm, "planning the prefill"), shards, shards[comm.rank]
-        self._local = _Local(config, own) if len(own) else None
-        self._result = _Result(self._local) if self._local else None
+    several = False
+
+    def __init__(self, comm: Intracomm, heads: Heads, shards: Sequence[Runs]) -> None:
+        """shards: the positions of every rank. Raises what planning raises, on every rank alike."""
+        self._comm, self._shards, self._device = duplicate(comm, "planning the prefill"), shards, heads.device
+        stands, several = shards[comm.rank].positions(), self.several and comm.size > 1
+        with comm_.Agreement(self._comm):
+            self._out = heads.device.memory.empty((len(stands), heads.heads, heads.head_dim), np.float32)
+            blocks = _blocks(len(stands), heads.device.most_queries(heads.heads, heads.kv_heads))
+            self._parts = [(rows, _Part(heads, stands[rows], self._out[rows], several)) for rows in blocks]
 
     @abstractmethod
     def __call__(self, q: Any, k: Any, v: Any) -> Any:
         """One layer: q [tokens, heads, head_dim] and k, v [tokens, kv_heads, head_dim] of this rank's tokens;
         what its queries make of all tokens up to their own, like q: an array of the next call too."""
+
+    def _attend(self, q: Any, k: Any, v: Any, positions: Runs, first: bool = True) -> None:
+        for rows, part in self._parts:
+            part.attend(q[rows], k, v, positions, first)
+
+    def _finished(self) -> Any:
+        for _, part in self._parts:
+            part.finish()
+        return self._out
 
     def __enter__(self) -> Prefill:
         """Itself."""
@@ -84,60 +96,63 @@ class Prefill(ABC):
             self._comm.Free()
 
 
+def _blocks(queries: int, most: int | None) -> list[slice]:
+    """Queries in as many parts as a device wants."""
+    step = most or max(1, queries)
+    return [slice(begin, begin + step) for begin in range(0, queries, step)]
+
+
 class Gather(Prefill):
     """One Allgatherv for keys and one for values in each layer; it holds one layer of the whole prompt."""
 
-    def __init__(self, comm: Intracomm, config: Config, shards: Sequence[Runs]) -> None:
+    def __init__(self, comm: Intracomm, heads: Heads, shards: Sequence[Runs]) -> None:
         """As `Prefill`."""
-        super().__init__(comm, config, shards)
+        super().__init__(comm, heads, shards)
         self._counts = [len(runs) for runs in shards]
         held = np.concatenate([runs.positions() for runs in shards])
         self._order = np.argsort(held)
         self._all = as_runs(held[self._order])
-        self._row = config.kv_heads, config.head_dim
+        self._row = heads.kv_heads, heads.head_dim
         self._waits = waiting.Waits("the prefill gathers keys and values")
 
     def __call__(self, q: Any, k: Any, v: Any) -> Any:
         """As `Prefill`."""
-        k, v = self._together(k), self._together(v)
-        if self._local is None or self._result is None:
-            return q
-        self._local(q, k, v, self._all)
-        return self._result()
+        self._attend(q, self._together(k), self._together(v), self._all)
+        return self._finished()
 
     def _together(self, own: Any) -> Any:
         whole = np.empty((sum(self._counts), *self._row), np.float32)
         width = self._row[0] * self._row[1]
         counts = [count * width for count in self._counts]
+        mine = np.ascontiguousarray(self._device.readable(own))
         with self._waits:
-            self._comm.Allgatherv(np.ascontiguousarray(own), (whole, counts))
-        return whole[self._order]
+            self._comm.Allgatherv(mine, (whole, counts))
+        return self._device.from_host(whole[self._order])
 
 
 class Ring(Prefill):
     """Blocks of keys and values go from rank to rank; each is attended to while the next arrives."""
 
-    def __init__(self, comm: Intracomm, config: Config, shards: Sequence[Runs]) -> None:
+    several = True
+
+    def __init__(self, comm: Intracomm, heads: Heads, shards: Sequence[Runs]) -> None:
         """As `Prefill`."""
-        super().__init__(comm, config, shards)
+        super().__init__(comm, heads, shards)
         if comm.size == 1:
             return
-        most, width = max(len(runs) for runs in shards), config.head_dim + 2
-        self._blocks = [np.empty((2, most, config.kv_heads, config.head_dim), np.float32) for _ in range(2)]
+        most = max(len(runs) for runs in shards)
+        self._blocks = [np.empty((2, most, heads.kv_heads, heads.head_dim), np.float32) for _ in range(2)]
         self._before, self._after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
         beside = " and ".join(f"rank {rank}" for rank in sorted({self._before, self._after}))
         self._waits = waiting.Waits("the prefill's ring", f"the blocks of {beside}")
-        if self._local is not None:
-            self._total = np.empty_like(self._local.records)
-            operator = devices.find("cpu").merge_operator(config.head_dim, np.dtype(np.float32))
-            flat = (array.reshape(-1, width) for array in (self._local.records, self._total))
-            self._merge = operator.planned_merge(*flat)
 
     def __call__(self, q: Any, k: Any, v: Any) -> Any:
         """As `Prefill`."""
         for owner, k_block, v_block in self._passing(k, v):
-            self._attend(q, k_block, v_block, owner)
-        return q if self._result is None else self._result()
+            runs = self._shards[owner]
+            if len(runs):
+                self._attend(q, k_block, v_block, runs, first=owner == self._comm.rank)
+        return self._finished()
 
     def _passing(self, k: Any, v: Any) -> Iterator[tuple[int, Any, Any]]:
         """Ranks, this one first, and their keys and values, each while the next arrive."""
@@ -146,28 +161,18 @@ class Ring(Prefill):
             yield own, k, v
             return
         held, coming = self._blocks
-        held[0, : len(k)], held[1, : len(v)] = k, v
+        held[0, : len(k)], held[1, : len(v)] = self._device.readable(k), self._device.readable(v)
         for step in range(comm.size):
             requests = []
             if step < comm.size - 1:
                 requests = [comm.Irecv(coming, self._before), comm.Isend(held, self._after)]
             owner = (own - step) % comm.size
-            yield owner, *held[:, : len(self._shards[owner])]
+            keys, values = held[:, : len(self._shards[owner])]
+            yield owner, *((k, v) if step == 0 else map(self._device.from_host, (keys, values)))
             with self._waits:
                 for request in requests:
                     request.Wait()
             held, coming = coming, held
-
-    def _attend(self, q: Any, k: Any, v: Any, owner: int) -> None:
-        """Merge the block's records with those before, which wait in `_total`."""
-        runs, first = self._shards[owner], owner == self._comm.rank
-        if self._local is None or (not first and not len(runs)):
-            return
-        if not first:
-            self._total[...] = self._local.records
-        self._local(q, k, v, runs)
-        if not first:
-            self._merge()
 
 
 #: By the name that the command line gives them.

@@ -41,5 +41,8 @@ def rotation(positions: Any, frequencies: Any) -> tuple[Any, Any]:
 
 def rotate(x: Any, by: tuple[Any, Any]) -> Any:
     """x [tokens, heads, head_dim] rotated: a new array of x's type. The halves of a head make the pairs."""
-    (cosine, sine), (first, second) = by, np.split(x, 2, axis=-1)
-    return np.concatenate([first * cosine - second * sine, second * cosine + first * sine], -1)
+    half, rotated = x.shape[-1] // 2, x.copy()
+    (cosine, sine), first, second = by, x[..., :half], x[..., half:]
+    rotated[..., :half] = first * cosine - second * sine
+    rotated[..., half:] = second * cosine + first * sine
+    return rotated

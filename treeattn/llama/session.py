@@ -1,8 +1,8 @@
 """A text in the making over a sharded cache: prefill once, then token by token.
 
 Every rank runs the model on the new token, all of its weights or its part of them, and holds the keys and
-values of some positions; attention over all of them is `treeattn.Decoder`. Tokens are chosen on rank 0,
-likeliest or drawn, and broadcast, so that ranks cannot disagree.
+values of some positions, on the device of its model; attention over all of them is `treeattn.Decoder`. Tokens
+are chosen on rank 0, likeliest or drawn, and broadcast, so that ranks cannot disagree.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from treeattn.collectives import waiting
 from treeattn.decoder import Decoder
 from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError
-from treeattn.llama.model import Llama
+from treeattn.llama.heads import Heads
+from treeattn.llama.model import Attend, Llama
 from treeattn.llama.prefill import PREFILLS
 from treeattn.llama.sampling import Sampling
 from treeattn.shards import parse_layout
@@ -39,7 +40,7 @@ class Session:
     """One sequence of at most `capacity` tokens. Collective, as all of its methods are.
 
     `tokens` says how many of at most `capacity` the cache has, `attention_s` how many seconds attention of
-    the steps took so far, with its communication.
+    the steps took so far, with its communication; on a GPU, which is not waited for, it says nothing.
 
     model: with weights that are sharded, over these ranks. prompt: token numbers, the same on every rank.
     scheme: of `treeattn.decode`, rings too, and with sharded weights those that leave each rank its heads;
@@ -47,7 +48,8 @@ class Session:
     `PREFILLS`. layout: who holds which token of the prompt; a token that comes later lies on rank position
     mod size. drafts: slots of the trees that `verify` takes; trees are reduced by `scheme`, by `hierarchical`
     where it is None, and by none that attends while it communicates or leaves each rank its heads.
-    sampling: how tokens are chosen; the likeliest unless said.
+    sampling: how tokens are chosen; the likeliest unless said. transport: how the records of attention travel
+    from a model's GPU, as for `treeattn.decode`; several ranks have to name one.
 
     Raises `ArgumentError` for a prompt that is empty, longer than the capacity, or not of this model's
     vocabulary, on every rank alike.
@@ -65,6 +67,7 @@ class Session:
         layout: str = "zigzag",
         drafts: int = 0,
         sampling: Sampling | None = None,
+        transport: str | None = None,
     ) -> None:
         self._comm, self.model = comm_.intracomm(comm), model
         self._sampling = sampling or Sampling()
@@ -77,6 +80,7 @@ class Session:
             self._prompt = _checked(prompt, capacity, config.vocab_size, config.max_position_embeddings)
             if prefill not in PREFILLS:
                 raise ArgumentError(f"prefill {prefill!r} is unknown: use one of {', '.join(PREFILLS)}")
+            self._heads = Heads.of(config, model.device)
             if model.comm is not None and not _same_ranks(model.comm, self._comm):
                 raise ArgumentError("the model's weights are sharded over other ranks than the session's")
             chosen = parse_layout(layout)
@@ -96,15 +100,16 @@ class Session:
         owners = np.arange(capacity) % size
         for rank, runs in enumerate(self._shards):
             owners[runs.positions()] = rank
-        heads: dict[str, Any] = {"kv_heads": config.kv_heads, "head_dim": config.head_dim, "dtype": "float32"}
+        heads = self._heads.planned
         first = ShardedCache(self._comm, capacity=capacity, layout=owners, drafts=drafts, **heads)
         self._caches = [first, *(first.another() for _ in range(1, config.layers))]
         self.tokens, self.capacity = n, capacity
         output = "heads" if sharded and select(scheme).row.scattered else "replicated"
-        self.decoder = Decoder(self._comm, heads=config.heads, scheme=scheme, output=output, **heads)
+        heads |= {"heads": config.heads, "scale": self._heads.scale, "transport": transport}
+        self.decoder = Decoder(self._comm, scheme=scheme, output=output, **heads)
         self._verifier = None
         if drafts:
-            self._verifier = Verifier(self._comm, heads=config.heads, nodes=drafts, scheme=folding, **heads)
+            self._verifier = Verifier(self._comm, nodes=drafts, scheme=folding, **heads)
         self.attention_s = 0.0
 
     @property
@@ -130,14 +135,15 @@ class Session:
             return attended
 
         positions = self._own.positions()
-        with self._prefill(self._comm, self.model.config, self._shards) as seen:
-            hidden = self.model.run(self._prompt[positions], positions, attend, dealt=True)
+        with self._prefill(self._comm, self._heads, self._shards) as seen:
+            hidden = self._run(self._prompt[positions], positions, attend, dealt=True)
         last = next(rank for rank, runs in enumerate(self._shards) if runs.end == self.tokens)
         shape = 1, self.model.config.hidden_size
-        end = hidden[-1:].copy() if self._comm.rank == last else np.empty(shape, np.float32)
+        device = self.model.device
+        end = device.to_host(hidden[-1:]) if self._comm.rank == last else np.empty(shape, np.float32)
         with waiting.watched("the prompt's last token"):
             self._comm.Bcast(end, root=last)
-        return self.model.logits(end)[0]
+        return self.model.logits(device.from_host(end))[0]
 
     def step(self, token: int) -> Any:
         """Take one more token: logits [vocab_size] of what follows. Raises `ArgumentError` where the cache is
@@ -146,7 +152,7 @@ class Session:
         if self.tokens == self.capacity:
             raise ArgumentError(f"the cache is full: it was planned for {self.capacity} tokens")
         position = np.array([self.tokens])
-        hidden = self.model.run(np.array([token]), position, self._attend_token)
+        hidden = self._run(np.array([token]), position, self._attend_token)
         self.tokens += 1
         return self.model.logits(hidden)[0]
 
@@ -162,7 +168,7 @@ class Session:
         def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
             return self._attend_tree(layer, q, k, v, tree, lengths)
 
-        return self.model.logits(self.model.run(tree.tokens[0], positions, attend))
+        return self.model.logits(self._run(tree.tokens[0], positions, attend))
 
     def commit(self, path: Any) -> None:
         """Keep the nodes on a path of the tree, as `Accepted.path` has it, and forget the others."""
@@ -215,6 +221,15 @@ class Session:
     def _check_read(self) -> None:
         if self._caches[0].totals[0] != self.tokens:
             raise ArgumentError("the prompt is not in the cache yet: call prefill first")
+
+    def _run(self, tokens: Any, positions: Any, attend: Attend, dealt: bool = False) -> Any:
+        """The model, with heads as `attend` takes them."""
+        heads = self._heads
+
+        def filled(layer: int, *qkv: Any) -> Any:
+            return heads.cut(attend(layer, *map(heads.filled, qkv)))
+
+        return self.model.run(tokens, positions, filled, dealt)
 
     def _attend_token(self, layer: int, q: Any, k: Any, v: Any) -> Any:
         cache = self._caches[layer]

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from treeattn import files
+from treeattn.decoder.device import Device
 from treeattn.errors import ArgumentError
 from treeattn.llama.config import Config
-from treeattn.llama.linear import Axis
+from treeattn.llama.ranks import Axis
 
-__all__ = ["DrawnWeights", "Weights", "axes", "shapes", "sharded_bytes"]
+__all__ = ["DrawnWeights", "PlacedWeights", "Weights", "axes", "shapes", "sharded_bytes"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -150,6 +151,26 @@ class DrawnWeights:
     def get(self, name: str) -> Any:
         """The same, or None for a tensor that the model does not have."""
         return self._tensors.get(name)
+
+
+class PlacedWeights:
+    """What `Weights` or `DrawnWeights` give, on a device: each array goes there when it is asked for."""
+
+    def __init__(self, weights: Weights | DrawnWeights, device: Device) -> None:
+        self._weights, self.device = weights, device
+
+    def __getitem__(self, name: str) -> Any:
+        return self.device.from_host(self._weights[name])
+
+    def part(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Any:
+        """As `Weights.part`."""
+        assert isinstance(self._weights, Weights)
+        return self.device.from_host(self._weights.part(name, rows, columns))
+
+    def get(self, name: str) -> Any:
+        """As `Weights.get`."""
+        found = self._weights.get(name)
+        return None if found is None else self.device.from_host(found)
 
 
 def _files(directory: Path) -> dict[Path, list[str] | None]:

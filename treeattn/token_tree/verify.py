@@ -198,11 +198,11 @@ class Verifier:
         return self._containers.give()
 
     def _blank(self, tree: TokenTree) -> None:
-        """Pads saw the context, too."""
-        if not tree.real.all():
-            rows, slots = np.nonzero(~tree.real)
-            self.decoder.out[rows, slots] = 0
-            self.decoder.lse[rows, :, slots] = -np.inf
+        """Pads saw the context, too. They are the last slots of a row."""
+        for row, nodes in enumerate(tree.lengths.tolist()):
+            if nodes < tree.nodes:
+                self.decoder.out[row, nodes:] = 0
+                self.decoder.lse[row, :, nodes:] = -np.inf
 
     def close(self) -> None:
         """Release communicator and requests. Collective."""

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["ATTRIBUTES", "SIGNATURES", "strict"]
+__all__ = ["ATTRIBUTES", "SIGNATURES", "signature", "strict"]
 
 #: Dotted name below ``cupy`` -> its parameters, without ``self``; None: a property or a type.
 SIGNATURES: dict[str, str | None] = {
@@ -20,11 +20,44 @@ SIGNATURES: dict[str, str | None] = {
     "RawModule.get_function": "name",
     "RawKernel.kernel": None,
     "RawKernel.max_dynamic_shared_size_bytes": None,
-    "asarray": "a, dtype=None, order=None, *, blocking=False",
+    "arange": "start, stop=None, step=1, dtype=None",
+    "asarray": "a, dtype=None, order=None, *, copy=None, blocking=False",
+    "ascontiguousarray": "a, dtype=None",
+    "concatenate": "tup, axis=0, out=None, *, dtype=None, casting='same_kind'",
     "copyto": "dst, src, casting='same_kind', where=None",
+    "cumsum": "a, axis=None, dtype=None, out=None",
     "empty": "shape, dtype=float, order='C'",
+    "exp": "x, /, out=None, *, casting='same_kind', dtype=None",
+    "lexsort": "keys",
+    "mean": "a, axis=None, dtype=None, out=None, keepdims=False",
+    "nonzero": "a",
+    "ones": "shape, dtype=float, order='C'",
+    "packbits": "a, axis=None, bitorder='big'",
+    "repeat": "a, repeats, axis=None",
+    "split": "ary, indices_or_sections, axis=0",
+    "sqrt": "x, /, out=None, *, casting='same_kind', dtype=None",
+    "take_along_axis": "a, indices, axis",
+    "unique": "ar, return_index=False, return_inverse=False, return_counts=False, axis=None, *, "
+    "equal_nan=True",
+    "unpackbits": "a, axis=None, bitorder='big'",
     "zeros": "shape, dtype=float, order='C'",
     "ndarray": None,
+    "ndarray.T": None,
+    "ndarray.astype": "dtype, order='K', casting=None, subok=None, copy=True",
+    "ndarray.copy": "order='C'",
+    "ndarray.dtype": None,
+    "ndarray.flags": None,
+    "ndarray.get": "stream=None, order='C', out=None, blocking=True",
+    "ndarray.max": "axis=None, out=None, keepdims=False",
+    "ndarray.min": "axis=None, out=None, keepdims=False",
+    "ndarray.nbytes": None,
+    "ndarray.ndim": None,
+    "ndarray.reshape": "*shape, order='C', copy=None",
+    "ndarray.shape": None,
+    "ndarray.size": None,
+    "ndarray.strides": None,
+    "ndarray.transpose": "*axes",
+    "ndarray.view": "dtype=None, type=None",
     "cuda.Device": "device=None",
     "cuda.Device.compute_capability": None,
     "cuda.Device.id": None,
@@ -92,15 +125,20 @@ def strict(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises `TypeError` for what CuPy does not take.
     """
+    declared = signature(name)
+
+    @functools.wraps(function)
+    def call(*positional: Any, **named: Any) -> Any:
+        given = declared.bind(*positional, **named).arguments
+        return function(*given.values())
+
+    return call
+
+
+def signature(name: str) -> inspect.Signature:
+    """Of the function of this name, as CuPy declares it."""
     parameters = SIGNATURES[name]
     assert parameters is not None, name
     declared: dict[str, Any] = {}
     exec(f"def declared({parameters}): ...", declared)
-    signature = inspect.signature(declared["declared"])
-
-    @functools.wraps(function)
-    def call(*positional: Any, **named: Any) -> Any:
-        given = signature.bind(*positional, **named).arguments
-        return function(*given.values())
-
-    return call
+    return inspect.signature(declared["declared"])

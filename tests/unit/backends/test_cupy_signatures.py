@@ -19,7 +19,7 @@ def names(parameters: str) -> list[str]:
     """Of "str code=None, *, tuple options=()" the names: code, options."""
     parts = re.sub(r"\([^()]*\)", "", parameters).split(",")
     words = [part.split("=")[0].split(":")[0].split() for part in parts]
-    return [word[-1] for word in words if word and word[-1] not in ("*", "self")]
+    return [word[-1] for word in words if word and word[-1] not in ("*", "\\*", "/", "self")]
 
 
 def declared(thing: Any) -> list[str] | None:

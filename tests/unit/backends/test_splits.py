@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treeattn.backends.cuda import splits, variants
-from treeattn.backends.cuda.attention import divisor
+from treeattn.backends.cuda.attention import divisor, most_queries
+from treeattn.backends.cuda.inputs import MAX_GRID
 from treeattn.backends.cuda.splits import Constants, Load, choose_splits, predict, rounded_steps
 from treeattn.errors import BackendError
 
@@ -152,3 +153,29 @@ def test_a_broken_file_of_constants_is_refused(
     monkeypatch.setattr(splits.resources, "files", lambda _: tmp_path)
     with pytest.raises(BackendError, match=f"{splits.CONSTANTS_FILE}.*{said}.*reinstall treeattn, or run"):
         splits.shipped.__wrapped__()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (9, 3), (1, 1), (64, 64), (128, 8)])
+@pytest.mark.parametrize("dtype", ["float", "bfloat16"])
+def test_as_many_queries_as_a_launch_has_tiles_for(heads: int, kv_heads: int, dtype: str) -> None:
+    """And of the kernel with the smallest tiles not many more."""
+    group, most = heads // kv_heads, most_queries(heads, kv_heads)
+
+    def tiles(queries: int) -> int:
+        rows = queries * group
+        variant = variants.choose_variant(dtype, dtype, 128, rows, tensor_cores=True, shared_limit=227 << 10)
+        return kv_heads * math.ceil(rows / variant.rows)
+
+    assert tiles(most) <= MAX_GRID
+    assert dtype == "bfloat16" or tiles(most + 8) > MAX_GRID
+
+
+@pytest.mark.parametrize(("head_dim", "width"), [(8, 64), (64, 64), (72, 80), (112, 128), (256, 256)])
+def test_heads_are_filled_up_to_the_next_kernel(head_dim: int, width: int) -> None:
+    assert variants.kernel_head_dim(head_dim) == width
+    variants.check_head_dim(width)
+
+
+def test_a_head_that_no_kernel_holds() -> None:
+    with pytest.raises(BackendError, match="no CUDA kernel for head_dim 264: 256 is the widest"):
+        variants.kernel_head_dim(264)

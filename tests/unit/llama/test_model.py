@@ -12,11 +12,12 @@ from mpi4py import MPI
 from safetensors.numpy import load_file, save_file
 
 from tests.llama_models import LLAMA3, PROMPT, write_model
-from treeattn.attention.shape import Shape
+from treeattn.decoder.device import Cpu
 from treeattn.errors import ArgumentError
 from treeattn.llama import Llama, Rope, Session, read_config
 from treeattn.llama import model as model_module
 from treeattn.llama import rope as rope_module
+from treeattn.llama.heads import Heads
 
 GOLDEN = np.load(Path(__file__).parents[2] / "golden" / "llama" / "logits.npz")
 
@@ -59,13 +60,21 @@ def interleaved(x, by):
     [
         (model_module, "rotate", interleaved),
         (model_module, "inverse_frequencies", lambda rope, d: rope_module.inverse_frequencies(rope, d)[::-1]),
-        (Shape, "default_scale", lambda self: 1.0),
+        (Heads, "scale", 1.0),
     ],
 )
 def test_wrong_arithmetic_is_caught_by_the_logits(tmp_path, monkeypatch, where, name, wrong):
     path = write_model(tmp_path, "grouped_llama3")
     monkeypatch.setattr(where, name, wrong)
     assert error_of("grouped_llama3", path) > 2e-4
+
+
+@pytest.mark.parametrize("most", [1, 7, 300])
+def test_a_device_may_take_few_queries_at_once(tmp_path, monkeypatch, most):
+    path = write_model(tmp_path, "grouped_llama3")
+    wanted = first_logits(path)
+    monkeypatch.setattr(Cpu, "most_queries", lambda self, heads, kv_heads: most)
+    np.testing.assert_allclose(first_logits(path), wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
 def test_weights_of_16_bits_are_read(tmp_path):

@@ -29,7 +29,7 @@ from treeattn.backends.cuda.variants import TYPES, Tokens, Variant, choose_varia
 from treeattn.backends.cuda.visible import VisibleTables
 from treeattn.errors import ArgumentError
 
-__all__ = ["PlannedAttention", "partial_attention"]
+__all__ = ["PlannedAttention", "most_queries", "partial_attention"]
 
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -45,6 +45,11 @@ _ATTENTION = structure(
     unsigned="by_group by_group_shift by_kv_heads by_kv_heads_shift "
     "by_splits by_splits_shift by_fan by_fan_shift by_page_size by_page_size_shift",
 )
+
+
+def most_queries(heads: int, kv_heads: int) -> int:
+    """Queries that one launch has blocks for, whatever the kernel: tiles of many rows have 4 or more."""
+    return MAX_GRID // kv_heads * 4 // (heads // kv_heads)
 
 
 def partial_attention(

@@ -108,7 +108,7 @@ class CupyRuntime:
 
     def __init__(self, cupy: Any, index: int) -> None:
         """Device `index` of those that CuPy sees."""
-        self._cupy = cupy
+        self._cupy = self.namespace = cupy
         self._index = index
         self._kernels: dict[tuple[str, str, int], Any] = {}
         # Copies under way and the memory that they read.

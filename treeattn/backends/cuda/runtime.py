@@ -47,6 +47,8 @@ class Runtime(PeerMemory, Protocol):
     tensor_cores: bool
     #: What tells this GPU, or this partition of one, from the others of its host.
     identity: str
+    #: Functions on its arrays, by NumPy's names: CuPy.
+    namespace: Any
 
     def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Callable[..., object]:
         """The kernel `expression` of kernels/cuda/<module>.cu, compiled at its first use, allowed

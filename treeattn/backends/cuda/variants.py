@@ -17,6 +17,7 @@ __all__ = [
     "check_head_dim",
     "choose_variant",
     "fma_kernel",
+    "kernel_head_dim",
     "latent_kernel",
     "latent_mma_kernel",
     "mma_kernel",
@@ -169,3 +170,13 @@ def check_head_dim(head_dim: int, v_dim: int | None = None) -> None:
             f"no CUDA kernel for head_dim {head_dim}: there are {', '.join(map(str, HEAD_DIMS))}; "
             "pad it with zeros, or use device='cpu'"
         )
+
+
+def kernel_head_dim(head_dim: int) -> int:
+    """The least head_dim from this one on that there is a kernel for. Raises `BackendError`."""
+    for width in HEAD_DIMS:
+        if head_dim <= width:
+            return width
+    raise BackendError(
+        f"no CUDA kernel for head_dim {head_dim}: {HEAD_DIMS[-1]} is the widest; use device='cpu'"
+    )
