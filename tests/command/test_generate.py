@@ -159,6 +159,10 @@ def test_a_text_ends_with_the_token_that_ends_it(tmp_path):
         (("--prompt-ids", "1,256"), "the model's vocabulary ends at 255"),
         (("--prompt-ids", "a"), "--prompt-ids a: whole numbers"),
         (("--prompt-ids", "1", "--scheme", "nonsense"), "there is no scheme 'nonsense'"),
+        (
+            ("--prompt-ids", "1", "--scheme", "ring", "--decode", "kv_ring"),
+            "--scheme ring is of --decode tree",
+        ),
         (("--random-tokens", "5k"), "--random-tokens 5k: the model was made for at most 4,096 tokens"),
         (("--random-tokens", "4090"), "4090 tokens of prompt, room for 4106: the model was made for at most"),
         (("--prompt-ids", "1" * 30), "whole numbers, separated by commas"),
@@ -263,6 +267,8 @@ def test_inspect_counts_what_generate_needs(model, tmp_path):
     assert done.returncode == 0, done.stderr
     facts = json.loads(out.read_text())
     assert facts["cache_bytes"] == 100 * 4 * 2 * 3 * 2 * 16
+    ring = 4 * 2 * 16 + 2 * 6 * 18  # two blocks of k and v, records and those so far
+    assert facts["prefill_bytes"] == 100 * 4 * (96 + (6 + 2 * 2) * 16 + 6 * 16 + ring)
     assert facts["sharded_weight_bytes"] < 0.5 * facts["weight_bytes"]
     sent = {row["scheme"]: row["bytes"] for row in facts["schemes"]}
     assert sent["kv_ring"] == 2 * 300 * 4 * 2 * 3 * 2 * 16

@@ -15,11 +15,13 @@ from mpi4py import MPI
 from safetensors.numpy import load_file
 
 from tests.llama_models import MODELS, PROMPT, write_model
-from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.cache import ShardedCache
+from treeattn.errors import ArgumentError, RestrictionError, ScheduleError, TreeattnError
 from treeattn.files import open_cache
 from treeattn.llama import Llama, Sampling, Session
 from treeattn.llama import model as model_module
 from treeattn.llama import prefill as prefill_module
+from treeattn.llama import session as session_module
 from treeattn.llama.drafts import ModelDrafts, NgramDrafts, draft_tree
 from treeattn.llama.generate import Drafting, generate
 
@@ -104,16 +106,12 @@ def peak_of_a_prefill(comm, model, tokens):
 
 @pytest.mark.parametrize("directory", ["grouped_llama3"], indirect=True)
 def test_a_prefill_holds_what_a_layer_hands_on_and_no_more(comm, model, monkeypatch):
-    """For a token: x, q, k and v, the records and what they finish as; with other ranks two blocks of keys
-    and values, and the records so far. No second q, k and v, nor anything of the width of an MLP."""
+    """No second q, k and v, nor anything of the width of an MLP; and what `inspect` says is what it takes."""
     monkeypatch.setattr(model_module, "_BLOCK", 32)
-    config, width = model.config, model.config.head_dim
-    floats = config.hidden_size + (2 * config.heads + 2 * config.kv_heads) * width
-    records = config.heads * (width + 2)
-    floats += records + (0 if comm.size == 1 else records + 4 * config.kv_heads * width)
+    bytes_of_a_token = 4 * prefill_module.ring_floats(model.config, model.config.head_dim, comm.size)
     _, small, large = (peak_of_a_prefill(comm, model, tokens * comm.size) for tokens in (64, 256, 512))
     tables = 256  # positions, their sines and cosines, intervals
-    assert large - small <= 256 * (4 * floats + tables)
+    assert 256 * bytes_of_a_token <= large - small <= 256 * (bytes_of_a_token + tables)
 
 
 @pytest.mark.parametrize("directory", ["grouped_llama3"], indirect=True)
@@ -217,13 +215,14 @@ def test_drafts_change_no_token_and_no_logit(comm, model, directory, request, dr
 
 
 @pytest.mark.parametrize("directory", ["tied"], indirect=True)
-def test_trees_that_were_not_planned(comm, model):
+def test_trees_that_were_not_planned(comm, model, monkeypatch):
     tree = draft_tree(3, [[4, 5]], 4)
     with (
         Session(comm, model, [3], capacity=8, drafts=5) as session,
         pytest.raises(ArgumentError, match="the session was planned without trees, or for others"),
     ):
         session.verify(tree)
+    monkeypatch.setattr(session_module, "Decoder", None)  # which would keep its communicator
     with pytest.raises(RestrictionError, match="attends while it communicates"):
         Session(comm, model, [3], capacity=8, drafts=5, scheme="kv_ring")
 
@@ -278,7 +277,8 @@ def poisoned(directory, copy, read):
     ("prompt", "changed", "message"),
     [
         ([], {}, "at least one token"),
-        ([3, 256], {}, "the model's vocabulary ends at 255"),
+        ([3, 256], {}, "the prompt has token 256, the model's vocabulary ends at 255"),
+        ([-3, 1], {}, "the prompt has token -3, the model's vocabulary ends at 255"),
         ([3], {"capacity": 5000}, "the model was made for at most 4096"),
         ([3, 4], {"capacity": 1}, "room for 1"),
         ([3], {"prefill": "none"}, "prefill 'none' is unknown"),
@@ -312,6 +312,80 @@ def test_ranks_must_have_the_same_model_and_prefill(comm, model):
         ArgumentError, match=r"the model's eos differs between ranks: \(0,\) on rank 0, \(1,\)"
     ):
         Session(comm, model, [3], capacity=8)
+
+
+@pytest.mark.parametrize("directory", ["tied"], indirect=True)
+@pytest.mark.parametrize("weights", ["replicated"])
+def test_ranks_must_have_the_same_weights(comm, model):
+    """Of one configuration: norms, which every rank has whole, tell them apart."""
+    if comm.size == 1:
+        pytest.skip("one rank cannot contradict itself")
+    other = model._layers[1]._replace(post_norm=model._layers[1].post_norm + comm.rank)
+    model._layers[1] = other
+    with pytest.raises(ArgumentError, match="digest of the model's norms differs between ranks"):
+        Session(comm, model, [3], capacity=8)
+
+
+def full(*arguments):
+    raise MemoryError("none left")
+
+
+@pytest.mark.parametrize("directory", ["tied"], indirect=True)
+def test_what_one_rank_fails_at_alone_all_ranks_tell(comm, model, monkeypatch):
+    """While a session and its prefill are planned: nobody waits, and no communicator stays behind."""
+    last, kept = comm.rank == comm.size - 1, []
+    with pytest.raises(ScheduleError, match="there is no scheme 'nonsense'"):
+        Session(comm, model, [3], capacity=8, scheme="nonsense" if last else None)
+    with monkeypatch.context() as patch:
+        if last:
+            patch.setattr(ShardedCache, "another", full)
+        with pytest.raises(TreeattnError, match="MemoryError: none left"):
+            Session(comm, model, [3], capacity=8)
+    with Session(comm, model, PROMPT, capacity=len(PROMPT)) as session:
+        with monkeypatch.context() as patch:
+            patch.setattr(prefill_module, "duplicate", kept.append)
+            if last:
+                patch.setattr(prefill_module.Ring, "_plan", full)
+            with pytest.raises(TreeattnError, match="MemoryError: none left"):
+                session.prefill()
+        assert kept == []
+        session.prefill()
+
+
+@pytest.mark.parametrize("directory", ["tied"], indirect=True)
+def test_a_session_whose_prefill_raised_goes_on_with_no_wrong_token(comm, model):
+    def told(layer):
+        if layer == 1:
+            raise ValueError("stop")
+
+    with Session(comm, model, PROMPT, capacity=320) as session:
+        with pytest.raises(ValueError, match="stop"):
+            session.prefill(told)
+        with pytest.raises(
+            ArgumentError, match="the first layer has 301 tokens in its cache, the last one 0: "
+        ):
+            session.step(5)
+        session.rollback(0)
+        with pytest.raises(ArgumentError, match="the prompt was taken back: make a new session"):
+            session.prefill()
+
+
+@pytest.mark.parametrize("directory", ["tied"], indirect=True)
+def test_what_is_no_token_of_the_model(comm, model):
+    """NumPy would take the last token for -1, a sharded vocabulary none at all."""
+    with Session(comm, model, PROMPT, capacity=320, drafts=3) as session:
+        logits = session.prefill()
+        for token, message in (
+            (-1, "token -1"),
+            (256, "token 256"),
+            (1.5, "float64: token numbers are whole"),
+        ):
+            with pytest.raises(ArgumentError, match=f"the step has {message}"):
+                session.step(token)
+        with pytest.raises(ArgumentError, match="the tree has token 300, the model's vocabulary ends at 255"):
+            session.verify(draft_tree(3, [[300]], 3))
+        assert session.tokens == len(PROMPT)
+        session.step(session.choose(logits))
 
 
 @pytest.mark.parametrize("directory", ["tied"], indirect=True)

@@ -114,6 +114,8 @@ def command(
     options += [draft, draft_model, draft_tokens, prefill, layout, seed, ignore_eos, repeat]
     options += [temperature, top_k, top_p, device, transport]
     comm_.agree(world, {"the command line": list(map(str, options))})
+    if scheme is not None and decode != "tree":
+        raise ArgumentError(f"--scheme {scheme:.40} is of --decode tree: a ring has none")
     if scheme is not None and is_file(scheme):
         (scheme,) = given(world, scheme)
     sampling = Sampling(temperature, top_k, top_p, seed)

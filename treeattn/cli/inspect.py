@@ -18,6 +18,7 @@ from treeattn.collectives.clusters.description import Cluster
 from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.llama.config import Config, read_config
+from treeattn.llama.prefill import ring_floats
 from treeattn.llama.weights import Weights, shapes, sharded_bytes
 from treeattn.study import environment
 from treeattn.study.decode_step import Shape, attention_time, kv_ring_time, reduction_time
@@ -98,15 +99,14 @@ def _beyond(config: Config, tokens: int) -> list[str]:
 
 
 def _memory(config: Config, held: Config, tokens: int, ranks: int) -> dict[str, Any]:
-    """Bytes of the fullest rank: weights in float32, its share of the cache, the blocks of a ring prefill.
-    held: with heads as caches have them."""
+    """Bytes of the fullest rank: weights in float32, its share of the cache, what a ring prefill holds for
+    its tokens. held: with heads as caches have them."""
     share = math.ceil(tokens / ranks)
-    block = 2 * 4 * held.kv_heads * held.head_dim * share
     return {
         "weight_bytes": 4 * sum(math.prod(shape) for shape in shapes(config).values()),
         "sharded_weight_bytes": sharded_bytes(config, ranks),
         "cache_bytes": share * held.kv_bytes_per_token,
-        "prefill_bytes": 2 * block,
+        "prefill_bytes": 4 * share * ring_floats(config, held.head_dim, ranks),
     }
 
 

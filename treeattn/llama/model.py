@@ -7,6 +7,7 @@ those of a device, NumPy's or CuPy's, and so are the functions on them (`Device.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -98,6 +99,18 @@ class Llama:
             for part in layer:
                 arrays += part.arrays if isinstance(part, Linear | Stacked) else [part]
         return sum(int(array.nbytes) for array in arrays)
+
+    @property
+    def norms_digest(self) -> str:
+        """SHA-256 of the norms, which every rank has whole: it tells models of one configuration apart."""
+        norms = [
+            self._norm,
+            *(norm for layer in self._layers for norm in (layer.input_norm, layer.post_norm)),
+        ]
+        digest = hashlib.sha256()
+        for norm in norms:
+            digest.update(self.device.readable(norm).tobytes())
+        return digest.hexdigest()
 
     def run(self, tokens: Any, positions: Any, attend: Attend, dealt: bool = False) -> Any:
         """Token numbers [tokens] at `positions` [tokens], both of the host, through all layers: float32

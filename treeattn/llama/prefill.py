@@ -20,12 +20,13 @@ from treeattn.attention.positions import Runs, as_runs
 from treeattn.attention.visibility import Visibility, Visible
 from treeattn.collectives import waiting
 from treeattn.collectives.reducer import duplicate
+from treeattn.llama.config import Config
 from treeattn.llama.heads import Heads
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["PREFILLS", "Gather", "Prefill", "Ring"]
+__all__ = ["PREFILLS", "Gather", "Prefill", "Ring", "ring_floats"]
 
 
 class _Part:
@@ -65,12 +66,17 @@ class Prefill(ABC):
 
     def __init__(self, comm: Intracomm, heads: Heads, shards: Sequence[Runs]) -> None:
         """shards: the positions of every rank. Raises what planning raises, on every rank alike."""
-        self._comm, self._shards, self._device = duplicate(comm, "planning the prefill"), shards, heads.device
-        stands, several = shards[comm.rank].positions(), self.several and comm.size > 1
-        with comm_.Agreement(self._comm):
-            self._out = heads.device.memory.empty((len(stands), heads.heads, heads.head_dim), np.float32)
-            blocks = _blocks(len(stands), heads.device.most_queries(heads.heads, heads.kv_heads))
-            self._parts = [(rows, _Part(heads, stands[rows], self._out[rows], several)) for rows in blocks]
+        self._shards, self._device = shards, heads.device
+        with comm_.Agreement(comm):
+            self._plan(comm, heads)
+        self._comm = duplicate(comm, "planning the prefill")
+
+    def _plan(self, comm: Intracomm, heads: Heads) -> None:
+        """All that a rank may have no memory for, before anyone waits for it."""
+        stands, several = self._shards[comm.rank].positions(), self.several and comm.size > 1
+        self._out = heads.device.memory.empty((len(stands), heads.heads, heads.head_dim), np.float32)
+        blocks = _blocks(len(stands), heads.device.most_queries(heads.heads, heads.kv_heads))
+        self._parts = [(rows, _Part(heads, stands[rows], self._out[rows], several)) for rows in blocks]
 
     @abstractmethod
     def __call__(self, q: Any, k: Any, v: Any) -> Any:
@@ -105,11 +111,10 @@ def _blocks(queries: int, most: int | None) -> list[slice]:
 class Gather(Prefill):
     """One Allgatherv for keys and one for values in each layer; it holds one layer of the whole prompt."""
 
-    def __init__(self, comm: Intracomm, heads: Heads, shards: Sequence[Runs]) -> None:
-        """As `Prefill`."""
-        super().__init__(comm, heads, shards)
-        self._counts = [len(runs) for runs in shards]
-        held = np.concatenate([runs.positions() for runs in shards])
+    def _plan(self, comm: Intracomm, heads: Heads) -> None:
+        super()._plan(comm, heads)
+        self._counts = [len(runs) for runs in self._shards]
+        held = np.concatenate([runs.positions() for runs in self._shards])
         self._order = np.argsort(held)
         self._all = as_runs(held[self._order])
         self._row = heads.kv_heads, heads.head_dim
@@ -135,12 +140,11 @@ class Ring(Prefill):
 
     several = True
 
-    def __init__(self, comm: Intracomm, heads: Heads, shards: Sequence[Runs]) -> None:
-        """As `Prefill`."""
-        super().__init__(comm, heads, shards)
+    def _plan(self, comm: Intracomm, heads: Heads) -> None:
+        super()._plan(comm, heads)
         if comm.size == 1:
             return
-        most = max(len(runs) for runs in shards)
+        most = max(len(runs) for runs in self._shards)
         self._blocks = [np.empty((2, most, heads.kv_heads, heads.head_dim), np.float32) for _ in range(2)]
         self._before, self._after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
         beside = " and ".join(f"rank {rank}" for rank in sorted({self._before, self._after}))
@@ -173,6 +177,17 @@ class Ring(Prefill):
                 for request in requests:
                     request.Wait()
             held, coming = coming, held
+
+
+def ring_floats(config: Config, head_dim: int, ranks: int) -> int:
+    """What a rank holds of a token of its own while a ring runs the prompt, beside its cache: x, q, k and v,
+    what they attend to, the records. With other ranks the records so far, and two blocks of keys and values.
+
+    head_dim: of the kernels, as `Heads` has it.
+    """
+    records, kv = config.heads * (head_dim + 2), config.kv_heads * head_dim
+    own = config.hidden_size + (config.heads + 2 * config.kv_heads) * config.head_dim
+    return own + config.heads * head_dim + records + (records + 4 * kv if ranks > 1 else 0)
 
 
 #: By the name that the command line gives them.

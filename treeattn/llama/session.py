@@ -71,12 +71,13 @@ class Session:
     ) -> None:
         self._comm, self.model = comm_.intracomm(comm), model
         self._sampling = sampling or Sampling()
-        self._generator = np.random.default_rng(self._sampling.seed)
         config, sharded = model.config, model.comm is not None
         folding = scheme or "hierarchical"
         if scheme is None:
             scheme = "head_scatter" if sharded else "hierarchical"
         with comm_.Agreement(self._comm) as agreed:
+            scattered = sharded and select(scheme).row.scattered
+            self._generator = np.random.default_rng(self._sampling.seed)
             self._prompt = _checked(prompt, capacity, config.vocab_size, config.max_position_embeddings)
             if prefill not in PREFILLS:
                 raise ArgumentError(f"prefill {prefill!r} is unknown: use one of {', '.join(PREFILLS)}")
@@ -92,6 +93,7 @@ class Session:
                 "sampling": self._sampling,
                 "sharded weights": sharded,
                 **{f"the model's {one.name}": getattr(config, one.name) for one in fields(config)},
+                "the digest of the model's norms": f"{model.norms_digest:.16}",
             }
         size, n = self._comm.size, len(self._prompt)
         self._shards = [as_runs(chosen.runs(n, rank, size)) for rank in range(size)]
@@ -102,14 +104,14 @@ class Session:
             owners[runs.positions()] = rank
         heads = self._heads.planned
         first = ShardedCache(self._comm, capacity=capacity, layout=owners, drafts=drafts, **heads)
-        self._caches = [first, *(first.another() for _ in range(1, config.layers))]
+        others = comm_.together(self._comm, lambda: [first.another() for _ in range(1, config.layers)])
+        self._caches = [first, *others]
         self.tokens, self.capacity = n, capacity
-        output = "heads" if sharded and select(scheme).row.scattered else "replicated"
         heads |= {"heads": config.heads, "scale": self._heads.scale, "transport": transport}
+        # First, since it refuses schemes that a decoder takes: then there is no decoder to close.
+        self._verifier = Verifier(self._comm, nodes=drafts, scheme=folding, **heads) if drafts else None
+        output = "heads" if scattered else "replicated"
         self.decoder = Decoder(self._comm, scheme=scheme, output=output, **heads)
-        self._verifier = None
-        if drafts:
-            self._verifier = Verifier(self._comm, nodes=drafts, scheme=folding, **heads)
         self.attention_s = 0.0
 
     @property
@@ -127,6 +129,8 @@ class Session:
         of every layer whose attention is done. Raises `ArgumentError` the second time."""
         if self._caches[0].totals[0]:
             raise ArgumentError("the prompt is in the cache already: a session has one")
+        if self.tokens != len(self._prompt):
+            raise ArgumentError("the prompt was taken back: make a new session to run it")
 
         def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
             self._caches[layer].append_own(k[None], v[None], [self.tokens])
@@ -147,21 +151,24 @@ class Session:
 
     def step(self, token: int) -> Any:
         """Take one more token: logits [vocab_size] of what follows. Raises `ArgumentError` where the cache is
-        full, or without the prompt."""
+        full, without the prompt, or for what is no token of the model."""
         self._check_read()
         if self.tokens == self.capacity:
             raise ArgumentError(f"the cache is full: it was planned for {self.capacity} tokens")
-        position = np.array([self.tokens])
-        hidden = self._run(np.array([token]), position, self._attend_token)
+        position, new = np.array([self.tokens]), np.array([token])
+        _check_tokens("the step", new, self.model.config.vocab_size)
+        hidden = self._run(new, position, self._attend_token)
         self.tokens += 1
         return self.model.logits(hidden)[0]
 
     def verify(self, tree: TokenTree) -> Any:
         """Run the nodes of a tree [1, drafts], whose root is the last token: logits [drafts, vocab_size] of
-        what follows each. `commit` says what is kept. Raises `ArgumentError` for a tree of another size."""
+        what follows each. `commit` says what is kept. Raises `ArgumentError` for a tree of another size,
+        or what is no token of the model."""
         if self._verifier is None or tree.nodes != self._verifier.shape.queries or tree.batch != 1:
             raise ArgumentError(f"{tree}: the session was planned without trees, or for others: see drafts=")
         self._check_read()
+        _check_tokens("the tree", tree.tokens[0], self.model.config.vocab_size)
         lengths = self._caches[0].shard_lengths
         positions = self._caches[0].draft_positions(tree)[0]
 
@@ -219,8 +226,15 @@ class Session:
             self._verifier.__exit__(*exception)
 
     def _check_read(self) -> None:
-        if self._caches[0].totals[0] != self.tokens:
+        """Layers come one after the other: the first and the last say whether an exception came between."""
+        first, last = (int(self._caches[layer].totals[0]) for layer in (0, -1))
+        if first == last == 0 != self.tokens:
             raise ArgumentError("the prompt is not in the cache yet: call prefill first")
+        if not first == last == self.tokens:
+            raise ArgumentError(
+                f"the first layer has {first} tokens in its cache, the last one {last}: an exception ended a "
+                "prefill or step between them; make a new session"
+            )
 
     def _run(self, tokens: Any, positions: Any, attend: Attend, dealt: bool = False) -> Any:
         """The model, with heads as `attend` takes them."""
@@ -261,13 +275,21 @@ def _checked(prompt: Any, capacity: int, vocabulary: int, longest: int) -> Any:
     tokens = np.asarray(prompt)
     if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu":
         raise ArgumentError("the prompt must be at least one token number")
-    if tokens.min() < 0 or tokens.max() >= vocabulary:
-        raise ArgumentError(
-            f"the prompt has token {int(tokens.max())}, the model's vocabulary ends at {vocabulary - 1}: "
-            "the tokenizer belongs to another model"
-        )
+    _check_tokens("the prompt", tokens, vocabulary)
     if not len(tokens) <= capacity <= longest:
         raise ArgumentError(
             f"{len(tokens)} tokens of prompt, room for {capacity}: the model was made for at most {longest}"
         )
     return tokens.astype(np.int64)
+
+
+def _check_tokens(what: str, tokens: Any, vocabulary: int) -> None:
+    """An index below 0 would be another token's, and one past the end nobody's part of the weights."""
+    if tokens.dtype.kind not in "iu":
+        raise ArgumentError(f"{what} has {tokens.dtype}: token numbers are whole")
+    outside = tokens[(tokens < 0) | (tokens >= vocabulary)]
+    if outside.size:
+        raise ArgumentError(
+            f"{what} has token {int(outside[0])}, the model's vocabulary ends at {vocabulary - 1}: "
+            "the tokenizer belongs to another model"
+        )

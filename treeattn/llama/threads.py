@@ -28,13 +28,15 @@ class CoreShare:
     """
 
     def __init__(self, comm: Intracomm) -> None:
-        """Collective. Raises `BackendError` without the threadpoolctl library, where ranks share a node."""
+        """Collective. Raises `BackendError`, on every rank, where ranks share a node and one of them has no
+        threadpoolctl library."""
         together = next(ranks for ranks in comm_.node_groups(comm) if comm.rank in ranks)
         self.blas_threads: int | None = None
         self._limits: Any = None
         share = max(1, len(os.sched_getaffinity(0)) // len(together))
-        if len(together) > 1 and not any(name in os.environ for name in _SETTINGS):
-            self._limits, self.blas_threads = _limited(share, len(together)), share
+        with comm_.Agreement(comm):
+            if len(together) > 1 and not any(name in os.environ for name in _SETTINGS):
+                self._limits, self.blas_threads = _limited(share, len(together)), share
         self._set = _OURS not in os.environ
         os.environ.setdefault(_OURS, str(share))
 
