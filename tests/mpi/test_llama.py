@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from mpi4py import MPI
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from tests.llama_models import MODELS, PROMPT, write_model
 from treeattn.cache import ShardedCache
@@ -315,13 +315,15 @@ def test_ranks_must_have_the_same_model_and_prefill(comm, model):
 
 
 @pytest.mark.parametrize("directory", ["tied"], indirect=True)
-@pytest.mark.parametrize("weights", ["replicated"])
-def test_ranks_must_have_the_same_weights(comm, model):
-    """Of one configuration: norms, which every rank has whole, tell them apart."""
+def test_ranks_must_have_the_same_weights(comm, directory, weights, tmp_path):
+    """As where nodes have copies of a directory: norms, which every rank has whole, tell them apart."""
     if comm.size == 1:
         pytest.skip("one rank cannot contradict itself")
-    other = model._layers[1]._replace(post_norm=model._layers[1].post_norm + comm.rank)
-    model._layers[1] = other
+    own = shutil.copytree(directory, tmp_path / f"copy-{comm.rank}")
+    for file in own.glob("*.safetensors"):
+        changed = {name: t * (comm.rank + 1) if "norm" in name else t for name, t in load_file(file).items()}
+        save_file(changed, file)
+    model = Llama(own, comm if weights == "sharded" else None)
     with pytest.raises(ArgumentError, match="digest of the model's norms differs between ranks"):
         Session(comm, model, [3], capacity=8)
 

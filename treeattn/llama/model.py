@@ -22,7 +22,7 @@ from treeattn.llama.linear import Gathered, Linear, Reduced, Rows, Stacked
 from treeattn.llama.ranks import Axis, Ranks
 from treeattn.llama.rope import inverse_frequencies, rotate, rotation
 from treeattn.llama.vocabulary import DealtVocabulary, Vocabulary
-from treeattn.llama.weights import DrawnWeights, PlacedWeights, Weights, axes
+from treeattn.llama.weights import DrawnWeights, PlacedWeights, Weights, axes, shapes
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -55,6 +55,7 @@ class Llama:
     rows and columns of the MLP, rows of the vocabulary; no rank reads another's part.
 
     `device` is where it computes and where its weights lie, "cpu" or "cuda": each rank's go there once.
+    `norms_digest`, of what every rank has whole, tells models of one configuration apart.
     """
 
     def __init__(self, directory: str | Path, comm: Intracomm | None = None, *, device: str = "cpu") -> None:
@@ -79,6 +80,7 @@ class Llama:
         self, config: Config, source: Weights | DrawnWeights, comm: Intracomm | None, device: str
     ) -> None:
         self.config, self.comm, self.device = config, comm, devices.find(device)
+        self.norms_digest = _norms_digest(source, config)
         weights = PlacedWeights(source, self.device)
         self._norm = weights["model.norm.weight"]
         self._frequencies = inverse_frequencies(self.config.rope, self.config.head_dim)
@@ -99,18 +101,6 @@ class Llama:
             for part in layer:
                 arrays += part.arrays if isinstance(part, Linear | Stacked) else [part]
         return sum(int(array.nbytes) for array in arrays)
-
-    @property
-    def norms_digest(self) -> str:
-        """SHA-256 of the norms, which every rank has whole: it tells models of one configuration apart."""
-        norms = [
-            self._norm,
-            *(norm for layer in self._layers for norm in (layer.input_norm, layer.post_norm)),
-        ]
-        digest = hashlib.sha256()
-        for norm in norms:
-            digest.update(self.device.readable(norm).tobytes())
-        return digest.hexdigest()
 
     def run(self, tokens: Any, positions: Any, attend: Attend, dealt: bool = False) -> Any:
         """Token numbers [tokens] at `positions` [tokens], both of the host, through all layers: float32
@@ -166,6 +156,15 @@ class Llama:
 def _opened(directory: str | Path) -> tuple[Config, Weights]:
     config = read_config(directory)
     return config, Weights(directory, config)
+
+
+def _norms_digest(source: Weights | DrawnWeights, config: Config) -> str:
+    """SHA-256 of the norms, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    for name in shapes(config):
+        if name.endswith("norm.weight"):
+            digest.update(source[name].tobytes())
+    return digest.hexdigest()
 
 
 def _blocks(x: Any) -> list[slice]:
