@@ -42,7 +42,13 @@ def main() -> None:
     source, directory = Path(sys.argv[1]), Path(sys.argv[2])
     if not source.is_file():
         raise SystemExit(f"{source}: no such file")
-    reader = GGUFReader(source)
+    try:
+        reader = GGUFReader(source)
+    except (
+        ValueError,
+        IndexError,
+    ) as error:  # what the library raises where bytes are other ones, or too few
+        raise SystemExit(f"{source}: is not a whole GGUF file ({error})") from None
     config = read_config(reader, source)
     tensors, words = dict(renamed(tensor, config) for tensor in reader.tensors), tokenizer(reader, source)
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors

@@ -222,3 +222,11 @@ def test_what_is_not_carried_over_is_refused(tmp_path, changes, message):
 def test_files_that_are_none(tmp_path):
     assert "usage: " in convert(tmp_path / "model.gguf").stderr
     assert "model.gguf: no such file" in convert(tmp_path / "model.gguf", tmp_path / "made").stderr
+    original = write_model(tmp_path / "original", "tied", rope_parameters=PLAIN)
+    whole = write_gguf(tmp_path / "model.gguf", original).read_bytes()
+    for part in (b"", b"GGU", b"some text that is no model", whole[:500], whole[:-5000]):
+        (tmp_path / "torn.gguf").write_bytes(part)
+        done = convert(tmp_path / "torn.gguf", tmp_path / "made")
+        assert done.returncode == 1
+        assert "torn.gguf: is not a whole GGUF file (" in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
