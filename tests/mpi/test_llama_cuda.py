@@ -11,7 +11,13 @@ from tests.emulator.raw_module import compiler_problem
 from tests.emulator.runtime import StrictRuntime
 from tests.llama_models import MODELS, PROMPT, write_model
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.errors import ArgumentError, BackendError, RestrictionError, TransportError
+from treeattn.errors import (
+    ArgumentError,
+    BackendError,
+    RestrictionError,
+    TransportError,
+    TreeattnError,
+)
 from treeattn.llama import Llama, Session
 from treeattn.llama.drafts import ModelDrafts, NgramDrafts
 from treeattn.llama.generate import Drafting, generate
@@ -174,6 +180,10 @@ def test_weights_go_to_the_gpu_once(comm, written, weights, runtime):
     assert max(moved) < 2000  # logits, or the records of all heads; no matrix is that small
 
 
+def _broadcast(self, tokens, positions, attend, dealt=False):
+    self._comm.Bcast(self.model.device.memory.empty((len(tokens), 96), np.float32))
+
+
 MISTAKES = {
     "tokens that index the embedding stay on the host": lambda patch: patch.setattr(
         "treeattn.llama.vocabulary.Vocabulary.vectors",
@@ -195,6 +205,7 @@ MISTAKES = {
     "MPI is given an array of the GPU": lambda patch: patch.setattr(
         "treeattn.decoder.device.Cuda.readable", lambda self, array: array
     ),
+    "MPI is given the array itself": lambda patch: patch.setattr(Session, "_run", _broadcast),
     "the cache is indexed by the host": lambda patch: patch.setattr("treeattn.cache._as_slice", np.asarray),
 }
 
@@ -204,7 +215,8 @@ def test_arrays_of_the_host_and_of_the_gpu_are_never_mixed(comm, written, monkey
     """What CuPy would refuse is an error with the stand-ins, too."""
     directory = written("biases")
     MISTAKES[mistake](monkeypatch)
-    with pytest.raises((TypeError, AttributeError)):  # noqa: SIM117
+    refused = (TypeError, AttributeError, TreeattnError)  # the last: of another kind, as all ranks are told
+    with pytest.raises(refused, match="DeviceArray|array of the (host|device)|buffer"):  # noqa: SIM117
         with Session(
             comm, Llama(directory, device="cuda"), PROMPT[:8], capacity=9, transport="host"
         ) as session:
