@@ -41,9 +41,10 @@ def _compared(path: Path) -> Iterator[tuple[Any, ...]]:
     found = results.read(path)
     for problem in found.problems:
         print(f"collect: {problem}", file=sys.stderr)
+    used = {found.version(point): found.runs[point.run].ranks[: point.key.ranks] for point in found.points}
     for summary in results.summarise(found):
         key, time = summary.key, summary.times["completion"]
-        nodes = summary.version.rpartition(", ranks ")[2].split(" ")[0].count("+") + 1
+        nodes = len({rank.node for rank in used[summary.version]})
         yield key.what, key.label, key.ranks, nodes, key.tokens or None, time.median, time.low, time.high
 
 

@@ -1,8 +1,8 @@
 # shellcheck shell=bash
 # What every job script shares; sourced, never run. A script calls, in this order:
 #
-#   begin NAME LEAST "$@"             reads --dry-run; chooses the site; makes the run folder, or finds that of a
-#                                     job that was requeued; leaves the other words, LEAST or more, in `words`
+#   begin NAME LEAST "$@"             in jobs/NAME.sbatch: reads --dry-run; chooses the site; makes the run folder, or
+#                                     finds that of a job that was requeued; leaves the other words, LEAST or more, in `words`
 #   on_ranks N COMMAND WORD...        `treeattn COMMAND WORD...` on N ranks; `$ranks` are all of the job
 #   finish                            marks the run as done
 #
@@ -31,12 +31,12 @@ begin() {
   local least=$2
   shift 2
   dry_run=
-  if [ "${1:-}" = --dry-run ]; then
-    dry_run=yes
-    shift
-  fi
-  words=("$@")
-  [ $# -ge "$least" ] || usage
+  words=()
+  local word
+  for word; do
+    if [ "$word" = --dry-run ]; then dry_run=yes; else words+=("$word"); fi
+  done
+  [ ${#words[@]} -ge "$least" ] || usage
   running=
   stopped=
   choose_site
@@ -58,14 +58,16 @@ choose_site() {
   [ -r "$file" ] || refuse "there is no site $site: copy $jobs/sites/EXAMPLE.sh to $file and edit it"
   LAUNCHER=
   LAUNCH_OPTIONS=()
+  set +u # what a site loads, modules and environments, is seldom written for it
   # shellcheck source=/dev/null
   . "$file"
+  set -u
   command -v treeattn > /dev/null || PATH=$(cd "$jobs/.." && pwd)/.venv/bin:$PATH
   command -v treeattn > /dev/null || [ -n "$dry_run" ] ||
     refuse "treeattn is not on the path: activate its environment in $file"
   case $LAUNCHER in
     srun) [ -n "${SLURM_JOB_ID:-}$dry_run" ] ||
-      refuse "this is no job of Slurm: sbatch ${0##*/} ..., or TREEATTN_SITE=local to run on this machine" ;;
+      refuse "this is no job of Slurm: sbatch jobs/$name.sbatch ..., or TREEATTN_SITE=local to run on this machine" ;;
     mpirun) ;;
     *) refuse "$file: LAUNCHER is '$LAUNCHER', not srun or mpirun" ;;
   esac
@@ -101,15 +103,17 @@ tasks_on_nodes() {
   echo "$sum"
 }
 
-# The same folder for a job each time that it is requeued, another for every job.
+# The same folder for a job each time that it is requeued, another for every job. Also sets `job`, as Slurm's programs
+# take it: 6_1 for a task of an array, where the SLURM_JOB_ID of one task is 6 too, which stands for all of them.
 choose_run() {
-  local job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
-  job=${job:-${SLURM_JOB_ID:-$(date +%Y%m%dT%H%M%S)-$$}}
-  run=${TREEATTN_RUN:-${TREEATTN_RUNS:-runs}/$name-$job}
+  job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+  job=${job:-${SLURM_JOB_ID:-}}
+  run=${TREEATTN_RUN:-${TREEATTN_RUNS:-runs}/$name-${job:-$(date +%Y%m%dT%H%M%S)-$$}}
 }
 
 open_run() {
   mkdir -p "$run" || refuse "$run: no folder can be made there; set TREEATTN_RUNS"
+  export TERM=dumb # Open MPI's launcher gives ranks a terminal, and this is a file
   exec 3>&2
   # A signal to all processes of the job must not end the one that writes down what they say.
   exec > >(trap '' TERM INT && exec tee -a "$run/log") 2>&1
@@ -117,7 +121,7 @@ open_run() {
   trap ended EXIT
   trap cut_off TERM
   trap 'exit 130' INT
-  { describe >> "$run/environment" && printf '%q ' "$0" "${words[@]}" >> "$run/command" &&
+  { describe >> "$run/environment" && printf '%q ' "jobs/$name.sbatch" "${words[@]}" >> "$run/command" &&
     echo >> "$run/command" && mark running; } || refuse "$run: cannot be written; make room, or set TREEATTN_RUNS"
   say "$ranks ranks on $nodes nodes, in $run${SLURM_RESTART_COUNT:+, started again: $SLURM_RESTART_COUNT}"
 }
@@ -168,36 +172,40 @@ launch_command() {
     srun)
       local each=$(((ranks + nodes - 1) / nodes))
       local used=$(((count + each - 1) / each))
-      command=(srun --kill-on-bad-exit=1 --wait=60 --nodes="$used" --ntasks="$count" "${LAUNCH_OPTIONS[@]}" "$@")
+      command=(srun --kill-on-bad-exit=1 --wait=60 --nodes="$used" --ntasks="$count")
+      # sbatch's word on it does not reach srun by itself.
+      [ -z "${SLURM_CPUS_PER_TASK:-}" ] || command+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
+      command+=("${LAUNCH_OPTIONS[@]}" "$@")
       ;;
     mpirun) command=("${MPIEXEC:-mpiexec}" "${LAUNCH_OPTIONS[@]}" -n "$count" "$@") ;;
   esac
 }
 
 # SIGTERM: the time limit is near. treeattn ends by itself, with all that it has measured on disk. srun would kill
-# its tasks if it got the signal; Slurm passes it on to them.
+# its tasks if it got the signal; Slurm passes it on to them. All is said at once: SIGKILL may follow.
 cut_off() {
   stopped=yes
-  mark 'cut off' # at once: SIGKILL may follow
+  mark 'cut off' || true
   say "SIGTERM: the time limit is near, or somebody ends this"
-  [ -n "$running" ] || return 0
-  if [ "$LAUNCHER" = srun ]; then
-    scancel --signal=TERM "$SLURM_JOB_ID" || true # a job that somebody cancels has had it already
-  else
-    kill -TERM "$running"
+  case ${running:+$LAUNCHER} in
+    srun) scancel --signal=TERM "$job" || true ;; # a job that somebody cancels has had it already
+    mpirun) kill -TERM "$running" || true ;;      # it may just have ended
+  esac
+  if [ -n "$job" ] && [ "$(squeue --noheader --jobs="$job" --format=%T)" != RUNNING ]; then
+    stopped='by Slurm'
+    say "ended by Slurm: unless Slurm starts it again, TREEATTN_RUN=$run and the same sbatch go on from there"
   fi
 }
 
 # Back into the queue, where there is one: the same script finds the same folder and goes on from there.
 go_on_later() {
   trap '' TERM
-  if [ -z "${SLURM_JOB_ID:-}" ]; then
+  [ "$stopped" = yes ] || exit 143
+  if [ -z "$job" ]; then
     say "cut off: TREEATTN_RUN=$run and the same command go on from there"
-  elif [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" != RUNNING ]; then
-    say "ended by Slurm: submit it again with TREEATTN_RUN=$run to go on"
   elif [ "${SLURM_RESTART_COUNT:-0}" -ge "${TREEATTN_RESTARTS:-10}" ]; then
     say "cut off, and started again $SLURM_RESTART_COUNT times already: a longer --time, with TREEATTN_RUN=$run"
-  elif scontrol requeue "$SLURM_JOB_ID"; then
+  elif scontrol requeue "$job"; then
     say "cut off and requeued: it goes on in $run"
   else
     say "cut off, and Slurm does not requeue it: submit it again with TREEATTN_RUN=$run"
@@ -225,7 +233,7 @@ finish() { [ -n "$dry_run" ] || mark "done"; }
 # Whatever ends the script: the status says how, and the log is whole before it is gone.
 ended() {
   local code=$?
-  if [ "$(cat "$run/status" 2> /dev/null)" = running ]; then
+  if [ "$code" != 0 ] && [ -z "$stopped" ]; then
     mark "failed $code" || true
     say "failed with exit code $code; what is finished is kept in $run"
   fi

@@ -7,6 +7,7 @@ sysfs-class-infiniband, sysfs-devices-system-cpu), of amdkfd drivers/gpu/drm/amd
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -116,7 +117,7 @@ def devices(root: Path = ROOT, ask: Callable[..., str] | None = None) -> Devices
     cards = tuple(
         _device(root, folder.name, _rate(folder), (folder / "device").resolve().name)
         for folder in _cards(root)
-        if (folder / "device").exists()
+        if os.path.exists(folder / "device")
     )
     direct: Pairs = dict(_nvlinks(list(models), ask)) | dict(_xgmi(root))
     links = tuple(tuple(_link(gpu, other, direct) for other in (*gpus, *cards)) for gpu in gpus)

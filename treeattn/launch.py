@@ -59,11 +59,18 @@ def problem() -> tuple[str, str] | None:
     if announced > 1:
         what = f"the launcher started {announced} processes{inside} but MPI sees one"
         return what, _other_launcher()
+    if _only_rank():
+        return None  # whatever else that launcher has started, such as its agents on other nodes
     above = _announced_above()
     if above > 1:
         what = f"one of {above} processes{inside}, each of which would be rank 0"
         return what, "the launcher's environment does not arrive here: pass it on (no --cleanenv, no env -i)"
     return None
+
+
+def _only_rank() -> bool:
+    """Whether a launcher has told this process that there is no other."""
+    return any(_number(os.environ, size) == 1 for _, size in _LAUNCHERS)
 
 
 def _other_launcher() -> str:
@@ -139,7 +146,7 @@ def outside_job() -> str | None:
     """
     tasks = os.environ.get("SLURM_NTASKS", "1")
     if "SLURM_JOB_ID" in os.environ:
-        alone = tasks.isdecimal() and int(tasks) > 1 and launched_as() == (0, 1)
+        alone = tasks.isdecimal() and int(tasks) > 1 and launched_as() == (0, 1) and not _only_rank()
         return f"one process in a job of {tasks} tasks: start it with srun" if alone else None
     configured = "SLURM_CONF" in os.environ or any(Path(path).exists() for path in _SLURM_FILES)
     if configured and shutil.which("srun"):

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.llama_models import PROMPT, write_model
+from treeattn.collectives import build
 
 from .launch import mpiexec, run, treeattn
 
@@ -51,6 +52,19 @@ def test_tokens_are_those_of_hugging_face(model, tmp_path, decode):
     per_token = 4 * 2 * 3 * 2 * 16  # float32, k and v, layers, KV heads, head_dim
     assert sum(facts["cache_bytes"]) >= 317 * per_token
     assert max(facts["cache_bytes"]) <= (317 // 3 + 2) * per_token
+
+
+def test_a_schedule_of_ones_own_reduces(model, tmp_path):
+    own, out = tmp_path / "own.json", tmp_path / "facts.json"
+    own.write_text(build("ring", 2).to_json())
+    words = ("--model", model, "--prompt-ids", IDS, "-n", 4, "--ignore-eos", "--scheme", own, "--json", out)
+    done = treeattn("generate", *words, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == ",".join(map(str, GOLDEN["grouped_llama3.tokens"].tolist()[:4])) + "\n"
+    assert json.loads(out.read_text())["scheme"].startswith("ring@")
+    done = treeattn("generate", *words, ranks=3)
+    assert done.returncode == 2
+    assert f"{own}: size: the schedule is for 2 ranks, this job has 3: " in done.stderr
 
 
 @pytest.mark.parametrize("options", [("--draft", "ngram"), ("--draft-model",)])

@@ -50,6 +50,8 @@ def test_a_schedule_of_ones_own_from_its_file_to_its_time(tmp_path):
     done = treeattn("simulate", "--cluster", "leonardo", "--ranks", 8, "--schemes", f"{path},binary_tree")
     assert done.returncode == 0, done.stderr
     assert "binary_tree@" in done.stdout
+    again = treeattn("simulate", "--cluster", "leonardo", "--schemes", f"{path},binary_tree")
+    assert again.stdout == done.stdout
 
 
 def test_drawings(tmp_path):

@@ -175,6 +175,16 @@ def test_schemes_over_sockets_give_the_result(comm, on_sockets):
         assert len(set(comm.allgather(out.tobytes()))) == 1
 
 
+def test_auto_says_that_ranks_are_not_bound(comm, tmp_path, monkeypatch):
+    if not {CORES[0][0], CORES[1][0]} <= os.sched_getaffinity(0):
+        pytest.skip("needs cores 0 and 1")
+    found = detect(comm, root=machine(tmp_path))
+    assert found.sockets == ()
+    monkeypatch.setattr(auto.topology, "detect", lambda _: found)
+    monkeypatch.delenv("TREEATTN_CLUSTER", raising=False)
+    assert "not bound to one are ranks 0" in auto.choose(comm, auto.selection("auto"), Payload()).why
+
+
 def test_calibrate_measures_sockets_apart(comm, on_sockets, tmp_path, monkeypatch):
     if comm.size < 3 or len(on_sockets.nodes) > 1:
         pytest.skip("three ranks of a node share two sockets")

@@ -44,7 +44,7 @@ class Slurm:
     """Submits from the checkout; runs and logs lie in `folder`, which all nodes see."""
 
     def __init__(self, mpi: str, folder: Path):
-        self.folder = folder
+        self.mpi, self.folder = mpi, folder
         path, plugin = MPIS[mpi]
         self.environment = {
             **os.environ,

@@ -15,17 +15,16 @@ from .conftest import CACHE, NODES, ROOT, lines, numbers, placed
 
 SIZE = "--nodes=2 --ntasks-per-node=2"
 SHORT = ("--schemes", "hierarchical", "--what", "reduce", "--repetitions", 2, "--heads", 4, "--head-dim", 16)
-# Ten points that are measured for so many seconds each, however fast the machine is.
-SCHEMES = "ring,hierarchical,binary_tree,recursive_doubling,chain,bine,double_binary_tree,k_nomial_tree"
-TIMED = ("--schemes", SCHEMES, "--what", "reduce", "--heads", 4, "--head-dim", 16, "--repetitions", 10000,
-         "--seconds", 1000, "--patience")  # fmt: skip
+# Four points that are measured for so many seconds each, however fast the machine is.
+TIMED = ("--schemes", "hierarchical,bine", "--what", "reduce", "--heads", 4, "--head-dim", 16,
+         "--repetitions", 10000, "--seconds", 1000, "--patience")  # fmt: skip
 
 
 def test_every_script(slurm, model):
-    """All at once: they wait for nodes as jobs of other people would."""
+    """All at once: they wait for nodes as jobs of other people would. First the one that wants all nodes."""
     jobs = {
-        "smoke": slurm.submit(SIZE, "smoke"),
         "decode": slurm.submit("--nodes=4 --ntasks-per-node=2", "decode", CACHE, "--repeat", 2),
+        "smoke": slurm.submit(SIZE, "smoke"),
         "compare": slurm.submit(SIZE, "compare_schemes", *SHORT),
         "generate": slurm.submit(SIZE, "generate", model, "--prompt-ids", "1,2,3,4,5", "-n", 3),
     }
@@ -46,7 +45,8 @@ def test_every_script(slurm, model):
     assert [len(lines(slurm.run(job))[0]["ranks"]) for job in compared] == [4, 2, 4, 4, 4]
     tokens = [{line["key"]["tokens"] for line in lines(slurm.run(job))[1:]} for job in tasks[2:]]
     assert tokens == [{4000}, {8000}]
-    collected(slurm, [slurm.run(job) for job in nodes])
+    if slurm.mpi == "mpich":  # drawing takes long, and results are the same with each
+        collected(slurm, [slurm.run(job) for job in nodes])
 
 
 def collected(slurm, runs: list[Path]) -> None:
@@ -69,8 +69,8 @@ def test_mpiexec_within_a_job_asks_slurm_for_its_nodes(slurm):
 
 
 def test_a_job_cut_off_by_its_time_limit_goes_on(mpich):
-    """Slurm looks every half minute: of a minute, the warning comes after 20 to 50 seconds."""
-    job = mpich.submit(f"{SIZE} --time=1 --signal=B:TERM@10", "compare_schemes", *TIMED, 5)
+    """Slurm looks every half minute: of a minute, the warning comes after 10 to 40 seconds."""
+    job = mpich.submit(f"{SIZE} --time=1 --signal=B:TERM@20", "compare_schemes", *TIMED, 11)
     facts = mpich.done(job, 240)
     assert int(facts["Restarts"]) >= 1
     log = (mpich.run(job) / "log").read_text()
@@ -81,10 +81,21 @@ def test_a_job_cut_off_by_its_time_limit_goes_on(mpich):
     assert (mpich.run(job) / "status").read_text() == "done\n"
     starts = (mpich.run(job) / "command").read_text().splitlines()
     assert len(starts) == int(facts["Restarts"]) + 1
-    assert len({line["key"]["scheme"] for line in lines(mpich.run(job)) if line["kind"] == "point"}) == 10
+    assert len({line["key"]["scheme"] for line in lines(mpich.run(job)) if line["kind"] == "point"}) == 4
 
 
-def begins_to_measure(slurm, job: int) -> dict[str, str]:
+def test_a_task_of_an_array_that_is_cut_off_leaves_the_others_alone(mpich):
+    """That task whose number is the array's: what is said of the number is meant for all of them."""
+    array = mpich.submit(f"{SIZE} --array=0-1", "scale_ranks", "4,4", *TIMED, 3)
+    tasks = {f"{array}_{task}": begins_to_measure(mpich, f"{array}_{task}") for task in (0, 1)}
+    (first,) = [task for task, facts in tasks.items() if facts["JobId"] == str(array)]
+    assert mpich.command("scancel", "--batch", "--signal=TERM", first).returncode == 0
+    restarts = {task: mpich.done(task)["Restarts"] for task in tasks}
+    assert restarts == {task: "1" if task == first else "0" for task in tasks}
+    assert "cut off and requeued" in (mpich.run(first) / "log").read_text()
+
+
+def begins_to_measure(slurm, job: int | str) -> dict[str, str]:
     def some(facts: dict[str, str]) -> bool:
         found = list((slurm.folder / "runs").glob(f"*-{job}/results.jsonl"))
         return bool(found) and len(found[0].read_text().splitlines()) > 3
@@ -97,14 +108,14 @@ def test_a_job_that_is_cancelled_stays_so(mpich):
     begins_to_measure(mpich, job)
     assert mpich.command("scancel", job).returncode == 0
     log = mpich.run(job) / "log"
-    mpich.wait(job, lambda _: "ended by Slurm: submit it again with TREEATTN_RUN=" in log.read_text(), 60)
+    mpich.wait(job, lambda _: "ended by Slurm: unless Slurm starts it again" in log.read_text(), 60)
     facts = mpich.ended(job)
     assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0")
     assert (mpich.run(job) / "status").read_text() == "cut off\n"
 
 
 def test_a_job_survives_the_death_of_a_node(mpich):
-    job = mpich.submit(SIZE, "compare_schemes", *TIMED, 2)
+    job = mpich.submit(SIZE, "compare_schemes", *TIMED, 4)
     _, second = numbers(begins_to_measure(mpich, job)["NodeList"])
     die(second)
     facts = mpich.done(job, 200)
@@ -175,10 +186,10 @@ def test_two_jobs_with_one_results_file(mpich):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Scratch space of 64 KiB on node0 alone."""
+    """Scratch space of 40 KiB on node0 alone."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", disk], check=True)
     yield disk
     subprocess.run(["umount", "--lazy", disk], check=True)
 

@@ -112,6 +112,16 @@ def test_a_launcher_whose_environment_nobody_may_read(name, environment, monkeyp
     assert launch.problem() is None
 
 
+def test_an_only_rank_whose_launcher_has_started_its_agents_too(environment, monkeypatch):
+    """mpiexec -n 1 of Open MPI in a job of two nodes: srun, for the agent of the other one, is its child."""
+    environment(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1")
+    above(monkeypatch, {}, names={100: "prterun"})
+    monkeypatch.setattr(launch, "_children", {100: 2}.__getitem__)
+    assert launch.problem() is None
+    environment(SLURM_JOB_ID="7", SLURM_NTASKS="4")
+    assert launch.outside_job() is None
+
+
 def test_the_processes_above_and_below_are_those_of_the_system():
     assert next(launch._above()) == os.getppid()
     before = launch._children(os.getpid())

@@ -18,6 +18,7 @@ from treeattn import comm as comm_
 from treeattn import files
 from treeattn.cli.console import Lines
 from treeattn.cli.own_device import own_device
+from treeattn.cli.scheme import given, is_file
 from treeattn.cli.text import Stream, prompt
 from treeattn.collectives import waiting
 from treeattn.collectives.reducer import Sent
@@ -51,7 +52,8 @@ _RINGS = ("kv_ring", "query_ring")
 @click.option("--decode", type=click.Choice(["tree", *_RINGS]), default="tree", show_default=True,
               help="tree: partials are reduced by --scheme; else a ring.")  # fmt: skip
 @click.option(
-    "--scheme", help="Of --decode tree: hierarchical unless said; with sharded weights head_scatter."
+    "--scheme",
+    help="Of --decode tree: hierarchical unless said; with sharded weights head_scatter. Or FILE.json.",
 )
 @click.option("--weights", type=click.Choice(WEIGHTS), default="replicated", show_default=True,
               help="sharded: each rank reads and holds a part.")  # fmt: skip
@@ -112,6 +114,8 @@ def command(
     options += [draft, draft_model, draft_tokens, prefill, layout, seed, ignore_eos, repeat]
     options += [temperature, top_k, top_p, device, transport]
     comm_.agree(world, {"the command line": list(map(str, options))})
+    if scheme is not None and is_file(scheme):
+        (scheme,) = given(world, scheme)
     sampling = Sampling(temperature, top_k, top_p, seed)
     _, shared = own_device(world, device)
     cores = CoreShare(world)

@@ -50,7 +50,7 @@ class Row(NamedTuple):
     help="A shipped cluster, or a file of your own; default TREEATTN_CLUSTER.",
 )
 @click.option("--list", "listing", is_flag=True, help="Only name the shipped clusters.")
-@click.option("--ranks", type=click.IntRange(1), help="Number of ranks.")
+@click.option("--ranks", type=click.IntRange(1), help="Number of ranks; FILE.json says it itself.")
 @click.option("--schemes", default=_SCHEMES, show_default=True, metavar="A,B,..|all",
               help="Schedules by name, or FILE.json.")  # fmt: skip
 @click.option("--placement", "placements", default="block", show_default=True, metavar="A,B,..|0+8+1+9",
@@ -94,6 +94,7 @@ def command(
     named = described(cluster_name)
     if named is None:
         raise unnamed()
+    ranks = ranks or _ranks_of(schemes)
     if ranks is None:
         raise ArgumentError(f"--ranks N: over how many of the {named.cluster.places} places?")
     if form == "table" and out is not None:
@@ -115,6 +116,12 @@ def command(
     else:
         _print(named, rows, wide, payload, shape)
     write_json(environment.as_json(_facts(named, ranks, payload, rows)))
+
+
+def _ranks_of(schemes: str) -> int | None:
+    """Of the first file among them."""
+    paths = [name.strip() for name in schemes.split(",") if is_file(name.strip())]
+    return from_file(paths[0]).size if paths else None
 
 
 def _list() -> None:

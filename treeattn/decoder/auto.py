@@ -109,7 +109,8 @@ def _where(wanted: str | None, found: topology.Topology) -> tuple[Cluster, Place
     """The cluster, the places of ranks, and who named it and how well it fits."""
     named = topology.described(wanted, "auto:cluster=")
     if named is None:
-        return *found.cluster(), ""
+        loose = any(rank.socket is None and rank.sockets for rank in found.ranks)
+        return *found.cluster(), f"; {found.binding}" if loose else ""
     misfit = found.misfit(named.cluster)
     by = f", named by {named.by}" + (f"; {misfit}" if misfit else "")
     return named.cluster, found.places_on(named.cluster), by

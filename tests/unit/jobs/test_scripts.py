@@ -113,6 +113,16 @@ def test_a_dry_run_shows_the_command_and_makes_nothing(script, bench):
     assert list(bench.folder.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "words", [(CACHE, "--dry-run"), ("--dry-run", CACHE), (JOBS / "decode.sbatch", CACHE, "--dry-run")]
+)
+def test_a_dry_run_may_be_asked_for_anywhere(words, bench):
+    done = bench.run("mpirun_local.sh", 2, *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"mpiexec -n 2 treeattn decode {CACHE} --check --json runs/decode-")
+    assert list(bench.folder.iterdir()) == []
+
+
 def test_a_dry_run_away_from_the_cluster_takes_the_sizes_of_the_script(bench):
     done = bench.run("decode.sbatch", "--dry-run", "two words.safetensors", TREEATTN_SITE="slurm")
     assert done.returncode == 0, done.stderr
@@ -131,6 +141,27 @@ def test_a_site_adds_its_options(bench):
     (jobs / "sites/mine.sh").write_text("LAUNCHER=srun\nLAUNCH_OPTIONS=(--mpi=pmix '--comment=a b')\n")
     done = bench.run(jobs / "smoke.sbatch", "--dry-run", TREEATTN_SITE="mine")
     assert "--ntasks=4 --mpi=pmix --comment=a\\ b treeattn doctor" in done.stdout
+
+
+def test_the_example_is_a_site(bench):
+    """Away from a job too, where its modules are not loaded."""
+    jobs = shutil.copytree(JOBS, bench.folder / "jobs")
+    shutil.copy(jobs / "sites/EXAMPLE.sh", jobs / "sites/mine.sh")
+    done = bench.run(jobs / "smoke.sbatch", "--dry-run", TREEATTN_SITE="mine")
+    assert done.returncode == 0, done.stderr
+    assert "--ntasks=4 --mpi=pmix --cpu-bind=cores treeattn doctor" in done.stdout
+
+
+def test_what_a_site_loads_may_use_what_is_not_set(bench):
+    jobs = shutil.copytree(JOBS, bench.folder / "jobs")
+    (jobs / "sites/mine.sh").write_text("OLD=$NOT_SET_BEFORE\nLAUNCHER=mpirun\n")
+    done = bench.run(jobs / "smoke.sbatch", "--dry-run", TREEATTN_SITE="mine")
+    assert done.returncode == 0, done.stderr
+
+
+def test_srun_is_told_of_the_processors_of_a_rank(bench):
+    done = bench.run("smoke.sbatch", "--dry-run", **JOB, SLURM_CPUS_PER_TASK="3")
+    assert "--ntasks=2 --cpus-per-task=3 treeattn doctor" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -156,7 +187,7 @@ def test_ranks_fill_nodes_before_others_are_used(bench):
         ("smoke", (), {"TREEATTN_SITE": "nowhere"}, "jobs/sites/EXAMPLE.sh"),
         ("smoke", (), {"TREEATTN_RANKS": ""}, "mpirun_local.sh RANKS"),
         ("smoke", (), {"TREEATTN_RANKS": "-1"}, "no number of ranks"),
-        ("smoke", (), {"TREEATTN_SITE": "slurm"}, "no job of Slurm: sbatch smoke.sbatch"),
+        ("smoke", (), {"TREEATTN_SITE": "slurm"}, "no job of Slurm: sbatch jobs/smoke.sbatch"),
         ("smoke", (), {**JOB, "SLURM_TASKS_PER_NODE": "two"}, "not understood"),
         ("scale_ranks", ("2,4",), {}, "one task of an array"),
         ("scale_ranks", ("2,4",), {"SLURM_ARRAY_TASK_ID": "2"}, "sbatch --array=0-1"),
@@ -189,7 +220,7 @@ def test_a_cache_on_this_machine(bench):
     assert "2 ranks on 1 node" in done.stdout
     assert bench.read("status") == "done\n"
     assert bench.read("log") == done.stdout
-    assert str(CACHE) in bench.read("command")
+    assert bench.read("command") == f"jobs/decode.sbatch {CACHE} \n"
     assert "2 ranks, 1 nodes" in bench.read("environment")
     assert '"passed": true' in bench.read("results.json")
 
@@ -242,19 +273,22 @@ def test_a_run_that_is_cut_off_goes_on(bench):
     ("environment", "requeued", "word"),
     [
         ({}, True, "cut off and requeued"),
+        # This task's number is that of its array: 7 would be all of its tasks.
+        ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}, True, "cut off and requeued"),
         ({"STATE": "COMPLETING"}, False, "ended by Slurm"),  # somebody cancelled it
         ({"SLURM_RESTART_COUNT": "3", "TREEATTN_RESTARTS": "3"}, False, "3 times already"),
     ],
-    ids=["cut off", "cancelled", "again and again"],
+    ids=["cut off", "a task of an array", "cancelled", "again and again"],
 )
 def test_a_job_that_is_cut_off_is_requeued(environment, requeued, word, bench):
     bench.stand_in()
     process = bench.start("compare_schemes.sbatch", *LONG, **JOB, **environment)
-    out = cut_off(bench, process, bench.folder / "runs/compare-7")
+    job = "7_1" if "SLURM_ARRAY_JOB_ID" in environment else "7"
+    out = cut_off(bench, process, bench.folder / f"runs/compare_schemes-{job}")
     assert word in out
     start, *then = bench.calls.read_text().splitlines()
     assert start.startswith("srun --kill-on-bad-exit=1 --wait=60 --nodes=2 --ntasks=2 treeattn compare")
-    assert then == ["scancel --signal=TERM 7"] + ["scontrol requeue 7"] * requeued
+    assert then == [f"scancel --signal=TERM {job}"] + [f"scontrol requeue {job}"] * requeued
 
 
 @needs_mpiexec
@@ -276,16 +310,16 @@ def test_tasks_of_an_array_have_folders_of_their_own_and_are_collected(bench):
         done = bench.run("scale_ranks.sbatch", "1,2", *SHORT, **array)
         assert done.returncode == 0, done.stdout
     runs = bench.folder / "runs"
-    assert sorted(run.name for run in runs.iterdir()) == ["scale-ranks-6_0", "scale-ranks-6_1"]
-    (runs / "scale-ranks-6_1/status").write_text("cut off\n")
+    assert sorted(run.name for run in runs.iterdir()) == ["scale_ranks-6_0", "scale_ranks-6_1"]
+    (runs / "scale_ranks-6_1/status").write_text("cut off\n")
     done = collect(bench, *runs.iterdir())
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "scale-ranks-6_1: cut off; what it has is in the table" in done.stderr
+    assert "scale_ranks-6_1: cut off; what it has is in the table" in done.stderr
     with (bench.folder / "collected/table.csv").open() as file:
         rows = list(csv.DictReader(file))
     of_ring = [row for row in rows if row["scheme"] == "ring"]
     assert sorted((row["run"], row["ranks"], row["nodes"]) for row in of_ring) == [
-        ("scale-ranks-6_0", "1", "1"), ("scale-ranks-6_1", "2", "1")
+        ("scale_ranks-6_0", "1", "1"), ("scale_ranks-6_1", "2", "1")
     ]  # fmt: skip
     assert all(float(row["median_us"]) > 0 for row in of_ring)
     assert list((bench.folder / "collected/figures").glob("*.svg"))
