@@ -11,6 +11,7 @@ from tests.emulator.raw_module import compiler_problem
 from tests.emulator.runtime import StrictRuntime
 from tests.llama_models import MODELS, PROMPT, write_model
 from treeattn.backends.cuda import cupy_runtime
+from treeattn.decoder.device import Cuda
 from treeattn.errors import (
     ArgumentError,
     BackendError,
@@ -91,6 +92,18 @@ def test_a_prompt_of_fewer_tokens_than_ranks(comm, written, weights, prefill):
     model = Llama(written("biases"), comm if weights == "sharded" else None, device="cuda")
     with Session(comm, model, PROMPT[:3], capacity=9, prefill=prefill, transport="host") as session:
         assert_logits(session.prefill(), GOLDEN["biases.short"])
+
+
+@pytest.mark.parametrize("prefill", ["ring", "gather"])
+def test_a_prompt_of_more_queries_than_a_launch_takes(comm, written, monkeypatch, prefill):
+    monkeypatch.setattr(Cuda, "most_queries", lambda self, heads, kv_heads: 4)
+    directory, prompt = written("tied"), PROMPT[:37]
+    found = {}
+    for device, transport in (("cuda", "host"), ("cpu", None)):
+        model, given = Llama(directory, device=device), {"prefill": prefill, "transport": transport}
+        with Session(comm, model, prompt, capacity=len(prompt), **given) as session:
+            found[device] = session.prefill()
+    assert_logits(found["cuda"], found["cpu"])
 
 
 @pytest.mark.parametrize("draft", [None, "ngram", "model"])
