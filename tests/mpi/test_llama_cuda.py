@@ -72,6 +72,7 @@ def assert_logits(got, wanted):
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "weights", "prefill"), CASES)
 def test_logits_and_tokens_are_hugging_faces(comm, written, name, weights, prefill):
     if comm.size > 3 and name != "biases":
@@ -106,6 +107,7 @@ def test_a_prompt_of_more_queries_than_a_launch_takes(comm, written, monkeypatch
     assert_logits(found["cuda"], found["cpu"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", [None, "ngram", "model"])
 @pytest.mark.parametrize("changes", [{}, WIDE], ids=["filled", "wide"])
 def test_tokens_are_those_of_the_processor(comm, written, weights, draft, changes):
