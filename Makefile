@@ -54,7 +54,7 @@ test-unit: .venv/.tests
 # Names what takes long, so that it is marked slow or made fast.
 test-quick: .venv/.tests
 	$(BIN)/python -m pytest -q -m 'not slow' --durations 5 --durations-min 2 tests/unit
-	timeout -k 10 120 $(MPIEXEC) -n 3 $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q -m 'not slow' tests/mpi
+	timeout -k 10 300 $(MPIEXEC) -n 3 $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q -m 'not slow' tests/mpi
 
 # One job per size; `timeout` ends a job that hangs in a way no test can see.
 test-mpi: .venv/.tests

@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "mpi")]
 
+from emulator import device_array  # noqa: E402
 from emulator.runtime import StrictRuntime  # noqa: E402
 
 from treeattn import comm  # noqa: E402
@@ -37,5 +38,6 @@ if version := os.environ.get("EMULATED_NCCL"):
     nccl.version = lambda: (2, int(version))
     nccl.connect = NcclOverMpi
 if os.environ.get("EMULATED_CUDA_MPI"):
-    comm.cuda_aware = lambda: True  # of arrays of NumPy every MPI library takes the address
+    comm.cuda_aware = lambda: True
+    device_array.let_mpi_take_them()
 main(sys.argv[1:])

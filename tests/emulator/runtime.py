@@ -198,6 +198,10 @@ class EmulatorRuntime:
         """Where the array begins."""
         return int(array.__array_interface__["data"][0])
 
+    def inside(self, array: Any) -> Any:
+        """The NumPy array that an array of the device is, for stand-ins of what reads its memory."""
+        return array
+
     def check(self, name: str, array: Any) -> None:
         """ArgumentError unless `array` is a NumPy array."""
         if not isinstance(array, np.ndarray):
@@ -239,9 +243,13 @@ class StrictRuntime(EmulatorRuntime):
         """Over what the CUDA array interface describes."""
         return DeviceArray(super().borrow(array))
 
+    def inside(self, array: Any) -> Any:
+        """Of an array of the device, and of no other."""
+        return array._inside
+
     def address(self, array: Any) -> int:
         """Of an array of the device, and of no other."""
-        return super().address(array._inside)
+        return super().address(self.inside(array))
 
     def check(self, name: str, array: Any) -> None:
         """ArgumentError unless `array` is the device's."""

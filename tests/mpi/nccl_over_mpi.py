@@ -27,13 +27,14 @@ class NcclOverMpi:
         self._runtime.queue(lambda: MPI.Request.Waitall([start(array, peer) for start, array, peer in posts]))
 
     def send(self, array, peer):
-        self._posts.append((self._comm.Isend, array, peer))  # only ever in a group
+        self._posts.append((self._comm.Isend, self._runtime.inside(array), peer))  # only ever in a group
 
     def receive(self, array, peer):
-        self._posts.append((self._comm.Irecv, array, peer))
+        self._posts.append((self._comm.Irecv, self._runtime.inside(array), peer))
 
     def all_reduce(self, array, operation):
-        self._runtime.queue(lambda: self._comm.Allreduce(MPI.IN_PLACE, array, OPERATIONS[operation]))
+        inside = self._runtime.inside(array)
+        self._runtime.queue(lambda: self._comm.Allreduce(MPI.IN_PLACE, inside, OPERATIONS[operation]))
 
     def check(self):
         """MPI ends the job where something breaks."""

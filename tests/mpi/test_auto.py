@@ -185,6 +185,7 @@ def test_auto_says_that_ranks_are_not_bound(comm, tmp_path, monkeypatch):
     assert "not bound to one are ranks 0" in auto.choose(comm, auto.selection("auto"), Payload()).why
 
 
+@pytest.mark.slow
 def test_calibrate_measures_sockets_apart(comm, on_sockets, tmp_path, monkeypatch):
     if comm.size < 3 or len(on_sockets.nodes) > 1:
         pytest.skip("three ranks of a node share two sockets")

@@ -11,7 +11,14 @@ from tests.emulator.raw_module import compiler_problem
 from tests.emulator.runtime import StrictRuntime
 from tests.llama_models import MODELS, PROMPT, write_model
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.errors import ArgumentError, BackendError, RestrictionError, TransportError
+from treeattn.decoder.device import Cuda
+from treeattn.errors import (
+    ArgumentError,
+    BackendError,
+    RestrictionError,
+    TransportError,
+    TreeattnError,
+)
 from treeattn.llama import Llama, Session
 from treeattn.llama.drafts import ModelDrafts, NgramDrafts
 from treeattn.llama.generate import Drafting, generate
@@ -65,6 +72,7 @@ def assert_logits(got, wanted):
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "weights", "prefill"), CASES)
 def test_logits_and_tokens_are_hugging_faces(comm, written, name, weights, prefill):
     if comm.size > 3 and name != "biases":
@@ -87,6 +95,19 @@ def test_a_prompt_of_fewer_tokens_than_ranks(comm, written, weights, prefill):
         assert_logits(session.prefill(), GOLDEN["biases.short"])
 
 
+@pytest.mark.parametrize("prefill", ["ring", "gather"])
+def test_a_prompt_of_more_queries_than_a_launch_takes(comm, written, monkeypatch, prefill):
+    monkeypatch.setattr(Cuda, "most_queries", lambda self, heads, kv_heads: 4)
+    directory, prompt = written("tied"), PROMPT[:37]
+    found = {}
+    for device, transport in (("cuda", "host"), ("cpu", None)):
+        model, given = Llama(directory, device=device), {"prefill": prefill, "transport": transport}
+        with Session(comm, model, prompt, capacity=len(prompt), **given) as session:
+            found[device] = session.prefill()
+    assert_logits(found["cuda"], found["cpu"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", [None, "ngram", "model"])
 @pytest.mark.parametrize("changes", [{}, WIDE], ids=["filled", "wide"])
 def test_tokens_are_those_of_the_processor(comm, written, weights, draft, changes):
@@ -174,6 +195,10 @@ def test_weights_go_to_the_gpu_once(comm, written, weights, runtime):
     assert max(moved) < 2000  # logits, or the records of all heads; no matrix is that small
 
 
+def _broadcast(self, tokens, positions, attend, dealt=False):
+    self._comm.Bcast(self.model.device.memory.empty((len(tokens), 96), np.float32))
+
+
 MISTAKES = {
     "tokens that index the embedding stay on the host": lambda patch: patch.setattr(
         "treeattn.llama.vocabulary.Vocabulary.vectors",
@@ -195,6 +220,7 @@ MISTAKES = {
     "MPI is given an array of the GPU": lambda patch: patch.setattr(
         "treeattn.decoder.device.Cuda.readable", lambda self, array: array
     ),
+    "MPI is given the array itself": lambda patch: patch.setattr(Session, "_run", _broadcast),
     "the cache is indexed by the host": lambda patch: patch.setattr("treeattn.cache._as_slice", np.asarray),
 }
 
@@ -204,7 +230,8 @@ def test_arrays_of_the_host_and_of_the_gpu_are_never_mixed(comm, written, monkey
     """What CuPy would refuse is an error with the stand-ins, too."""
     directory = written("biases")
     MISTAKES[mistake](monkeypatch)
-    with pytest.raises((TypeError, AttributeError)):  # noqa: SIM117
+    refused = (TypeError, AttributeError, TreeattnError)  # the last: of another kind, as all ranks are told
+    with pytest.raises(refused, match="DeviceArray|array of the (host|device)|buffer"):  # noqa: SIM117
         with Session(
             comm, Llama(directory, device="cuda"), PROMPT[:8], capacity=9, transport="host"
         ) as session:

@@ -133,8 +133,9 @@ class Session:
             raise ArgumentError("the prompt was taken back: make a new session to run it")
 
         def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
-            self._caches[layer].append_own(k[None], v[None], [self.tokens])
-            attended = seen(q, k, v)
+            cache = self._caches[layer]
+            cache.append_own(k[None], v[None], [self.tokens])
+            attended = seen(q, *(rows[0, : len(q)] for rows in (cache.k, cache.v)))  # which lie closer there
             told(layer)
             return attended
 

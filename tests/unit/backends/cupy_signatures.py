@@ -48,6 +48,7 @@ SIGNATURES: dict[str, str | None] = {
     "ndarray.dtype": None,
     "ndarray.flags": None,
     "ndarray.get": "stream=None, order='C', out=None, blocking=True",
+    "ndarray.itemsize": None,
     "ndarray.max": "axis=None, out=None, keepdims=False",
     "ndarray.min": "axis=None, out=None, keepdims=False",
     "ndarray.nbytes": None,
