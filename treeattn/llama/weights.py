@@ -103,7 +103,7 @@ class Weights:
                     self._tensors[name], self._files[name] = held[name], held
         for name, shape in wanted.items():
             if name not in self._tensors:
-                where = directory / (_INDEX if (directory / _INDEX).exists() else _SINGLE)
+                where = directory / (_INDEX if _indexed(directory) else _SINGLE)
                 raise ArgumentError(f"{where}: has no tensor {name}, which config.json asks for")
             tensor, where = self._tensors[name], self._files[name].path
             if tensor.shape != shape:
@@ -173,11 +173,16 @@ class PlacedWeights:
         return None if found is None else self.device.from_host(found)
 
 
+def _indexed(directory: Path) -> bool:
+    """A file of everything goes before an index that lies beside it, as with Hugging Face."""
+    return (directory / _INDEX).exists() and not (directory / _SINGLE).exists()
+
+
 def _files(directory: Path) -> dict[Path, list[str] | None]:
     """Each file with the names that are to be taken from it; None is all."""
-    index = directory / _INDEX
-    if not index.exists():
+    if not _indexed(directory):
         return {directory / _SINGLE: None}
+    index = directory / _INDEX
     try:
         placed = json.loads(index.read_text())["weight_map"]
         found: dict[Path, list[str] | None] = {}

@@ -184,6 +184,18 @@ def test_tensors_that_the_configuration_does_not_have_are_left_alone(tmp_path, c
         np.testing.assert_allclose(session.prefill(), wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
 
 
+def test_a_file_of_everything_goes_before_an_index(tmp_path):
+    """As with Hugging Face."""
+    write_model(tmp_path, "tied")
+    tensors = {n: t for file in tmp_path.glob("*.safetensors") for n, t in load_file(file).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    for file in tmp_path.glob("model-*.safetensors"):
+        save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, file)
+    assert error_of("tied", tmp_path) < 1e-5
+    (tmp_path / "model.safetensors").unlink()
+    assert error_of("tied", tmp_path) > 1e-2
+
+
 def test_a_session_reads_its_prompt_once_and_first(tmp_path):
     with Session(MPI.COMM_SELF, Llama(write_model(tmp_path, "tied")), [3, 4], capacity=9) as session:
         with pytest.raises(ArgumentError, match="the prompt is not in the cache yet: call prefill first"):
