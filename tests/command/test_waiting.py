@@ -113,20 +113,20 @@ session.step(token)
 @pytest.mark.parametrize(
     ("weights", "prefill", "who", "where", "waits"),
     [
-        ("replicated", "ring", 2, "prompt", "planning the prefill: 5 s without the other ranks,"),
-        ("replicated", "ring", 2, "layer 0", "the prefill's ring: 5 s without the blocks of rank "),
-        ("replicated", "gather", 2, "layer 0", "the prefill gathers keys and values: 5 s without the "),
-        ("replicated", "gather", 0, "layer 2", "the prompt's last token: 5 s without the other ranks,"),
-        ("replicated", "gather", 0, "choice", "the token that rank 0 chooses: 5 s without the other ranks,"),
-        ("sharded", "ring", 2, "layer 0", "the model's sharded weights: 5 s without the other ranks,"),
-        ("sharded", "ring", 2, "step", "the model's sharded weights: 5 s without the other ranks,"),
+        ("replicated", "ring", 2, "prompt", "what all ranks plan together: 3 s without the other ranks,"),
+        ("replicated", "ring", 2, "layer 0", "the prefill's ring: 3 s without the blocks of rank "),
+        ("replicated", "gather", 2, "layer 0", "the prefill gathers keys and values: 3 s without the "),
+        ("replicated", "gather", 0, "layer 2", "the prompt's last token: 3 s without the other ranks,"),
+        ("replicated", "gather", 0, "choice", "the token that rank 0 chooses: 3 s without the other ranks,"),
+        ("sharded", "ring", 2, "layer 0", "the model's sharded weights: 3 s without the other ranks,"),
+        ("sharded", "ring", 2, "step", "the model's sharded weights: 3 s without the other ranks,"),
     ],
 )  # fmt: skip
 def test_a_model_waits_no_longer_than_a_step(tmp_path, weights, prefill, who, where, waits):
     write_model(tmp_path, "tied")
     words = ("-m", "mpi4py", "-c", LLAMA, tmp_path, weights, prefill, who, where)
-    # 5 seconds: so far apart may four ranks on two cores begin.
-    done = run(*words, ranks=4, timeout=60, TREEATTN_TIMEOUT="5")
+    # 3 seconds: so far apart may four ranks on two cores begin.
+    done = run(*words, ranks=4, timeout=60, TREEATTN_TIMEOUT="3")
     lines = [line for line in done.stderr.splitlines() if line.startswith("treeattn:")]
     assert done.returncode == 1, done.stderr
     assert lines, done.stderr
