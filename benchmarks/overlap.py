@@ -57,10 +57,9 @@ def cases(world: MPI.Intracomm, work: Work, batch: int) -> dict[tuple[str, str],
     k, v = (draw.standard_normal((batch, 8, 16, 128)).astype(np.float32) for _ in "kv")
     for scheme in SCHEMES:
         for progress in ("calls", "thread"):
-            decoder = treeattn.Decoder(
-                world, heads=16, kv_heads=16, head_dim=128, batch=batch, dtype="float32", scheme=scheme,
-                progress=progress,
-            )  # fmt: skip
+            how = treeattn.Reduction(scheme, progress=progress)
+            shape = {"heads": 16, "kv_heads": 16, "head_dim": 128, "batch": batch, "dtype": "float32"}
+            decoder = treeattn.Decoder(world, **shape, scheme=how)
 
             def both(between: Callable[[], object] = tuple, decoder: treeattn.Decoder = decoder) -> None:
                 decoder.begin(q, k, v)

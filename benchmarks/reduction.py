@@ -22,11 +22,11 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
-from treeattn import RestrictionError, collectives, comm
+from treeattn import RestrictionError, collectives, communicators
 from treeattn.backends.cpu import MergeOperator, NullOperator
-from treeattn.collectives.executors import mpi, program, slots
+from treeattn.collectives.executors import compiled, mpi, slots
 from treeattn.collectives.libraries.mpi_allreduce import MpiAllreduce
-from treeattn.collectives.reducer import Reduction
+from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.study import environment
 
 SUM = ("MPI_Allreduce(SUM)", None)
@@ -45,7 +45,7 @@ def libraries(world, records) -> dict[Case, Callable[[], object]]:
         world.Allreduce(denominator, small, MPI.SUM)
         world.Allreduce(numerator, large, MPI.SUM)
 
-    reduction = Reduction(world, MergeOperator(records.shape[1] - 2), records.copy())
+    reduction = ReductionSpec(world, MergeOperator(records.shape[1] - 2), records.copy())
     return {
         SUM: lambda: world.Allreduce(packed, received, MPI.SUM),
         ("three allreduces", None): three,
@@ -56,10 +56,10 @@ def libraries(world, records) -> dict[Case, Callable[[], object]]:
 def cases(world, heads: int, head_dim: int, schemes: list[str]) -> dict[Case, Callable[[], object]]:
     """(scheme, executor) -> a callable that does one reduction."""
     records = np.random.default_rng(world.rank).random((heads, head_dim + 2), np.float32) + 1
-    nodes, crowded = comm.neighbours(world)
+    nodes, oversubscribed = communicators.node_groups(world), communicators.oversubscribed(world)
     executors = {
-        "slots": lambda *what: slots.Reducer(*what, nodes=nodes, crowded=crowded),
-        "program": lambda *what: program.Reducer(*what, crowded=crowded),
+        "slots": lambda *what: slots.plan(*what, nodes=nodes, oversubscribed=oversubscribed),
+        "program": lambda *what: compiled.plan(*what, oversubscribed=oversubscribed),
         "mpi": mpi.Reducer,
     }
     made = libraries(world, records)
@@ -67,7 +67,7 @@ def cases(world, heads: int, head_dim: int, schemes: list[str]) -> dict[Case, Ca
 
         def planned(scheme, operator, reducer=reducer):
             schedule = collectives.build(scheme, world.size)
-            return reducer(Reduction(world, operator(head_dim), records.copy()), schedule)
+            return reducer(ReductionSpec(world, operator(head_dim), records.copy()), schedule)
 
         made["recursive_doubling without merges", executor] = planned("recursive_doubling", NullOperator)
         for scheme in schemes:
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--schemes", default=",".join(collectives.names("schedule")))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    world = comm.world()
+    world = communicators.world()
     measured = rows(measure(world, options))
     placement = environment.placement(world)
     if world.rank:

@@ -30,6 +30,7 @@ from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.placement import Placement, block, node_groups
 from treeattn.collectives.clusters.simulate import Payload, Simulation, simulate
 from treeattn.collectives.traffic import messages
+from treeattn.report import as_json
 from treeattn.study import environment
 
 # Of our time: how far apart they may be where no message waits for a port, and elsewhere.
@@ -40,7 +41,8 @@ SCHEMES = (
     "recursive_multiplying", "reduce_scatter_gather", "reduce_scatter_gather:order=near", "ring", "bine",
     "circulant", "double_binary_tree", "hierarchical", "split_rail", "multi_leader", "all_gather_merge",
 )  # fmt: skip
-CLUSTERS = {"cpu-hdr200": (8, 32), "dgx-h100": (16, 32), "leonardo": (16,)}  # name -> numbers of ranks
+# Name -> numbers of ranks. Of frontier two of each unit, so that messages go through tapered uplinks.
+CLUSTERS = {"cpu-hdr200": (8, 32), "dgx-h100": (16, 32), "leonardo": (16,), "frontier": (32,)}
 RECORDS = (16, 256)
 
 # A second of theirs is a microsecond of ours: their clock would lose digits of microseconds.
@@ -57,10 +59,27 @@ def problem() -> str | None:
     return None if shutil.which("smpirun") else "smpirun is not installed: apt-get install libsimgrid-dev"
 
 
+def runs_on(cluster: Cluster) -> str:
+    """An executor whose receivers do not fetch, which SimGrid's do not."""
+    return next(name for name in ("nccl", "program") if name in cluster.executors)
+
+
 def plain(cluster: Cluster) -> Cluster:
-    """Without what SimGrid has no place for."""
-    tiers = tuple(structs.replace(tier, protocols=(), gap=0.0, taper=0.0) for tier in cluster.tiers)
-    return structs.replace(cluster, tiers=tiers)
+    """Without what SimGrid has no place for, and without rounds, which would hide how messages differ."""
+    name = runs_on(cluster)
+    executors = {name: structs.replace(cluster.executors[name], round=0.0)}
+    tiers = tuple(structs.replace(tier, protocols=(), gap=0.0) for tier in cluster.tiers)
+    return structs.replace(cluster, tiers=tiers, executors=executors, executor=name)
+
+
+def cluster_of(name: str) -> Cluster:
+    """A shipped cluster as both simulators know it; frontier with two of each unit."""
+    cluster = plain(description.load(name))
+    if name != "frontier":
+        return cluster
+    return structs.replace(
+        cluster, cards=2, tiers=tuple(structs.replace(tier, joins=2) for tier in cluster.tiers)
+    )
 
 
 def platform(cluster: Cluster, places: Placement) -> Iterator[str]:
@@ -92,9 +111,16 @@ def _links(cluster: Cluster, src: int, here: int, dst: int, there: int) -> Itera
     elif cluster.tiers[tier].mesh:
         out = into = f"mesh {src}-{dst}"
     else:
-        out, into = f"rank {src}", f"rank {dst}"
+        out, into = f"rank {tier}.{src}", f"rank {tier}.{dst}"
     yield f"{out} out", rate
     yield f"{into} in", rate
+    for outer in range(cluster.node_tier + 1, tier + 1):
+        if taper := cluster.tiers[outer].taper:
+            width = cluster.widths[outer - 1]
+            cards = width // cluster.slots * cluster.cards
+            shared = f'bandwidth="{cards / taper / link.byte:.9g}Bps" latency="0s"'
+            yield f"uplink {outer}.{here // width} out", shared
+            yield f"uplink {outer}.{there // width} in", shared
     under_way = f'bandwidth="1e30Bps" latency="{link.latency:.9g}s" sharing_policy="FATPIPE"'
     yield f"latency {cluster.tiers[tier].name}", under_way
 
@@ -109,7 +135,7 @@ def meet(found: Simulation) -> bool:
 
 def trace(schedule: Schedule, cluster: Cluster, places: Placement, payload: Payload) -> list[list[str]]:
     """Lines of each rank, as `smpirun -replay` reads them."""
-    executor = cluster.runs(None)
+    executor = cluster.executors[cluster.executor]
     lines: list[list[str]] = [["init", f"compute {executor.call:.9g}"] for _ in places]
     for _, in_round in groupby(messages(schedule, payload.records, payload.group), key=attrgetter("round")):
         sends, merges, receives = (defaultdict[int, list[str]](list) for _ in range(3))
@@ -152,7 +178,7 @@ def simgrid(schedule: Schedule, cluster: Cluster, places: Placement, payload: Pa
 
 def ours(name: str, ranks: int, scheme: str, records: int) -> Simulation:
     """By our simulator."""
-    cluster = plain(description.load(name))
+    cluster = cluster_of(name)
     places = block(cluster, ranks)
     schedule = build(scheme, ranks, nodes=node_groups(cluster, places) if needs_nodes(scheme) else None)
     return simulate(schedule, cluster, places, Payload(records))
@@ -188,7 +214,7 @@ def main() -> None:
         shown = ", ".join(f"{value:.1%}" for value in found)
         print(f"messages {words}: {len(apart)} cases; median, 90 %, largest: {shown}; band {band:.0%}")
     if options.json:
-        options.json.write_bytes(environment.as_json(facts))
+        options.json.write_bytes(as_json(facts))
 
 
 if __name__ == "__main__":

@@ -32,10 +32,11 @@ import numpy as np
 from mpi4py import MPI
 
 import treeattn
-from treeattn import comm, files, reference
+from treeattn import communicators, files, reference
 from treeattn.attention.shape import DTYPES
 from treeattn.backends import cpu
 from treeattn.backends.cpu import compile
+from treeattn.report import as_json
 from treeattn.study import environment
 from treeattn.study.roofline.reading import fastest_reader
 
@@ -233,7 +234,7 @@ def start_gloo(world: MPI.Intracomm) -> None:
 def check(world: MPI.Intracomm) -> None:
     """Ends the job with one line where there is nothing to measure."""
     problem = MISSING or cpu.compiled_kernels_problem()
-    if len(comm.node_groups(world)) > 1:
+    if len(communicators.node_groups(world)) > 1:
         problem = "this benchmark is for the ranks of one machine"
     problem = next(filter(None, world.allgather(problem)), None)
     if problem:
@@ -250,7 +251,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    world = comm.world()
+    world = communicators.world()
     check(world)
     write = files.output_writer(options.json if world.rank == 0 else None)
     start_gloo(world)
@@ -264,7 +265,7 @@ def main() -> None:
     torch.distributed.destroy_process_group()
     options.json, options.torch_default_threads = str(options.json), DEFAULT_THREADS
     facts = {"machine": machine, "software": software(), "options": vars(options), "results": results}
-    write(environment.as_json(facts))
+    write(as_json(facts))
 
 
 def software() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 import treeattn
-from treeattn import comm
+from treeattn import communicators
 from treeattn.backends.cpu import compile
 from treeattn.study import environment
 from treeattn.study.roofline import cpu as roofline
@@ -46,7 +46,7 @@ def measure(group: int, repeats: int) -> dict[str, Any]:
     alone = [np.ascontiguousarray(q[:, node : node + 1]) for node in range(nodes)]
     plan = {"heads": group * KV_HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": "float32"}
     limits, reading, times = roofline._Limits(compile.library(compile.chosen_isa())), math.inf, []
-    world = comm.world()
+    world = communicators.world()
     with Verifier(world, nodes=nodes, **plan) as verifier, treeattn.Decoder(world, **plan) as decoder:
         for _ in range(repeats + 1):
             reading = min(reading, limits.read_time(k, 1) + limits.read_time(v, 1))

@@ -46,8 +46,8 @@ def stepper(cache: tuple[Any, Any], q: Any, tokens: int, rules: dict[str, Any]) 
         heads=1,
         kv_heads=1,
         head_dim=128,
-        positions=[(0, 1, tokens)] if asks else None,
-        **rules,
+        cache=treeattn.CacheFormat(positions=[(0, 1, tokens)] if asks else None),
+        rules=treeattn.Rules(**rules),
     )
     k, v = (one[:, :tokens] for one in cache)
     if not asks:

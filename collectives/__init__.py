@@ -1,6 +1,6 @@
 """Reductions over ranks as plain data: schedules, the catalogue of schemes, and the proof of each one.
 
-Nothing here knows of attention. Executors move and merge records through an `operator.Operator`.
+Nothing here knows of attention. Executors move and merge records through an `runtime.operator.Operator`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ if __name__ != "treeattn.collectives":
 
 from treeattn.collectives.catalog import build, names, needs_nodes, parse
 from treeattn.collectives.check import Certificate, Fold, Proof, check, prove
-from treeattn.collectives.schedule import (
-    Schedule,
-    Transfer,
+from treeattn.collectives.combinators import (
     on_chunks,
     on_ranks,
     reversed_as_copies,
@@ -22,6 +20,7 @@ from treeattn.collectives.schedule import (
     then,
     with_chunks,
 )
+from treeattn.collectives.schedule import Schedule, Transfer
 
 __all__ = [
     "Certificate",

@@ -1,7 +1,7 @@
 """THE list of schemes. Commands, tests, docs and `treeattn.schemes()` all derive from it.
 
-A scheme is one file in `schemes/` with a pure function ``size, **parameters -> Schedule`` of the same
-name, and one row here. A scheme string is ``name:key=value:key=value``; lists are ``4+4+2``; a scheme
+A scheme is one file in `schemes/` with a pure function ``size, **parameters -> Schedule`` of the same name,
+and one row here. A scheme string is ``name:key=value:key=value``; lists are ``4+4+2``; a scheme
 inside a scheme stands in parentheses: ``hierarchical:inner=(k_nomial_tree:radix=4):outer=ring``.
 """
 
@@ -9,50 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from treeattn.collectives import parameters
-from treeattn.collectives.parameters import Parameter
+from treeattn.collectives.parameters import Parameter, Value
 from treeattn.collectives.schedule import TRANSFER_LIMIT, Schedule
-from treeattn.collectives.schemes.all_gather_merge import all_gather_merge
-from treeattn.collectives.schemes.all_gather_trees import all_gather_trees
-from treeattn.collectives.schemes.binary_tree import binary_tree
-from treeattn.collectives.schemes.bine import bine
-from treeattn.collectives.schemes.census import census
-from treeattn.collectives.schemes.chain import chain
-from treeattn.collectives.schemes.circulant import circulant
-from treeattn.collectives.schemes.double_binary_tree import double_binary_tree
-from treeattn.collectives.schemes.elimination import elimination
-from treeattn.collectives.schemes.head_scatter import head_scatter
-from treeattn.collectives.schemes.hierarchical import hierarchical
-from treeattn.collectives.schemes.k_ary_tree import k_ary_tree
-from treeattn.collectives.schemes.k_nomial_tree import k_nomial_tree
-from treeattn.collectives.schemes.logp_optimal import logp_optimal
-from treeattn.collectives.schemes.multi_leader import multi_leader
-from treeattn.collectives.schemes.recursive_doubling import recursive_doubling
-from treeattn.collectives.schemes.recursive_multiplying import recursive_multiplying
-from treeattn.collectives.schemes.reduce_scatter_gather import reduce_scatter_gather
-from treeattn.collectives.schemes.ring import ring
-from treeattn.collectives.schemes.split_rail import split_rail
-from treeattn.collectives.schemes.uneven_nodes import uneven_nodes
 from treeattn.errors import RestrictionError, ScheduleError
 
-__all__ = [
-    "CATALOG",
-    "DEVICES",
-    "Scheme",
-    "Selection",
-    "build",
-    "find",
-    "names",
-    "needs_nodes",
-    "parse",
-    "select",
-]
+if TYPE_CHECKING:
+    from treeattn.collectives.runtime.reducer import Reducer
 
 #: How records travel -> where they lie.
 DEVICES = {"mpi": "cpu", "nccl": "cuda", "peer": "cuda", "cuda-mpi": "cuda", "host": "cuda"}
@@ -63,21 +32,23 @@ class Scheme:
     """One row of the catalogue.
 
     cost: time of a reduction of n bytes over p ranks; alpha is the latency of a message, beta the time
-    per byte. rooted: gathers at rank 0, then copies back down, so it can be the inner scheme of another.
-    scattered: leaves rank r of p only the r-th of p slices of the result.
-    A row of kind ``"library"`` has no generator: the library decides what it does, `description` says what
-    is known; rows of kind ``"baseline"`` stand in a list of their own, `treeattn.baselines`. Both name the
-    `module` that plans them: its ``plan`` takes a `reducer.Reduction` and the parameters. compiled: it calls
-    the operator's compiled form. fused: attends while it communicates, so it has no reduction of its own; its
-    ``plan`` takes more (`treeattn.baselines`).
+    per byte. aliases: the literature's names, which are read as this one. rooted: gathers at rank 0, then
+    copies back down, so it can be the inner scheme of another. scattered: leaves rank r of p only the r-th of
+    p slices of the result.
+    generator: makes its schedule of a number of ranks and parameters. Rows of kind ``"library"`` have none:
+    the library decides what it does, `description` says what is known; nor have those of kind
+    ``"baseline"``, which stand in a list of their own, `treeattn.baselines`. Both name the `module` that
+    plans them. compiled: it calls the operator's compiled form. fused: attends while it communicates, so it
+    has no reduction of its own; its `plan` takes more (`treeattn.baselines`).
     transports: how its records can travel; none for a schedule that is there to be built, checked and drawn
     alone. elsewhere: what to take on another device, or instead.
     """
 
     name: str
-    generator: Callable[..., Schedule] | None
-    cost: str
     parameters: tuple[Parameter, ...] = ()
+    cost: str = ""
+    generator: Callable[..., Schedule] | None = None
+    aliases: tuple[str, ...] = ()
     restriction: str = "none"
     rooted: bool = False
     scattered: bool = False
@@ -95,16 +66,16 @@ class Scheme:
         return tuple(dict.fromkeys(DEVICES[transport] for transport in self.transports))
 
     @property
-    def planner(self) -> Any:
-        """The module that plans it, imported now: naming schemes needs no MPI library."""
-        return importlib.import_module(self.module)
+    def plan(self) -> Callable[..., Reducer]:
+        """What plans a library or baseline, of a `ReductionSpec` and the parameters; imported now: naming
+        schemes needs no MPI library."""
+        planner: Callable[..., Reducer] = importlib.import_module(self.module).plan
+        return planner
 
     @property
     def summary(self) -> str:
         """One line: what the scheme is."""
-        if self.generator is None:
-            return self.description
-        return (self.generator.__doc__ or "").strip().partition("\n")[0]
+        return self.description or (self.generator.__doc__ or "").strip().partition("\n")[0]
 
     def parameter(self, name: str) -> Parameter | None:
         """The parameter of that name, or None."""
@@ -118,12 +89,12 @@ class Selection(NamedTuple):
     """
 
     row: Scheme
-    given: tuple[tuple[str, Any], ...]
+    given: tuple[tuple[str, Value], ...]
     text: str
     own: Schedule | None = None
 
     @property
-    def parameters(self) -> dict[str, Any]:
+    def parameters(self) -> dict[str, Value]:
         """All parameters, defaults among them."""
         return {p.name: p.default for p in self.row.parameters} | dict(self.given)
 
@@ -137,7 +108,7 @@ class Selection(NamedTuple):
         """Of a schedule of one's own, equal for equal ones; None for a name."""
         return None if self.own is None else hashlib.sha256(self.own.to_json().encode()).hexdigest()[:16]
 
-    def build(self, size: int, nodes: Any = None) -> Schedule:
+    def build(self, size: int, nodes: object = None) -> Schedule:
         """Its schedule over `size` ranks; `nodes` where it `needs_nodes`. Raises as `build` below."""
         if self.own is not None:
             return self.own
@@ -149,30 +120,39 @@ class Selection(NamedTuple):
 
 _RADIX = Parameter("radix", "integer", 2, "branches of the tree", low=2)
 _NODES = Parameter("nodes", "nodes", None, "ranks that share a node; without it one node holds all ranks")
+_LEADERS = Parameter("leaders", "integer", 2, "parts of the records, each with a leader in every node")
+_FORMS = ("latency", "bandwidth")
+_FORM = Parameter("form", "choice", "latency", "whole records, or halves and back", choices=_FORMS)
 _RAIL = Parameter("rail", "scheme", "recursive_doubling", "scheme along each rail")
 _SQUARE = f"refused above {TRANSFER_LIMIT} transfers: at most {{}} ranks"
 _RAIL_LIMIT = "rail must leave its result on every rank; " + _SQUARE.format("about 512") + " per node"
 
+
+def complete(row: Scheme) -> Scheme:
+    """The row of a schedule with what its file says: the function of its name, whose file's head states the
+    cost."""
+    if row.module:
+        return row
+    module = importlib.import_module(f"treeattn.collectives.schemes.{row.name}")
+    cost = (module.__doc__ or "").partition("\nCost: ")[2].partition("\n")[0]
+    return replace(row, cost=cost, generator=getattr(module, row.name))
+
+
 CATALOG: dict[str, Scheme] = {
-    row.name: row
+    row.name: complete(row)
     for row in (
-        Scheme("chain", chain, "2 (p-1) (alpha + n beta)", rooted=True),
-        Scheme("binary_tree", binary_tree, "about 4 log2(p) (alpha + n beta)", rooted=True),
-        Scheme("k_ary_tree", k_ary_tree, "about 2 k log_k(p) (alpha + n beta)", (_RADIX,), rooted=True),
-        Scheme(
-            "k_nomial_tree", k_nomial_tree, "2 ceil(log_k p) (alpha + (k-1) n beta)", (_RADIX,), rooted=True
-        ),
+        Scheme("chain", rooted=True),
+        Scheme("binary_tree", rooted=True),
+        Scheme("k_ary_tree", (_RADIX,), rooted=True),
+        Scheme("k_nomial_tree", (_RADIX,), rooted=True, aliases=("binomial_tree",)),
         Scheme(
             "double_binary_tree",
-            double_binary_tree,
-            "about 4 (log2(p) + c) (alpha + n beta / (2 c)) with c chunks per tree",
             (Parameter("chunks", "integer", 1, "pieces that each tree's half is pipelined in"),),
             restriction=f"refused above {TRANSFER_LIMIT} transfers: 4 chunks (p-1)",
+            aliases=("two_tree",),
         ),
         Scheme(
             "logp_optimal",
-            logp_optimal,
-            "2 T(p), the least t with f(t) = p: f(t) = 1 while t < L + 2 o, then f(t - g) + f(t - L - 2 o)",
             (
                 Parameter("latency", "integer", 1600, "time a message is under way", low=0),
                 Parameter("overhead", "integer", 200, "time it takes sender and receiver", low=0),
@@ -180,51 +160,28 @@ CATALOG: dict[str, Scheme] = {
             ),
             rooted=True,
         ),
-        Scheme(
-            "recursive_doubling",
-            recursive_doubling,
-            "log2(p) (alpha + n beta), and 2 (alpha + n beta) more if p is not a power of two",
-        ),
+        Scheme("recursive_doubling"),
         Scheme(
             "recursive_multiplying",
-            recursive_multiplying,
-            "sum over factors k of (alpha + (k-1) n beta), and 2 (alpha + n beta) more if ranks fold",
             (Parameter("factors", "integers", None, "group size of each round, near first", low=2),),
             restriction="the product of the factors is at most the number of ranks",
         ),
-        Scheme("ring", ring, "2 (p-1) (alpha + n beta / p)", restriction=_SQUARE.format(512)),
+        Scheme("ring", restriction=_SQUARE.format(512)),
         Scheme(
             "reduce_scatter_gather",
-            reduce_scatter_gather,
-            "2 log2(p) alpha + 2 n (p-1)/p beta, and 2 (alpha + n beta) more if p is not a power of two",
             (Parameter("order", "choice", "far", "distance of the first partner", choices=("far", "near")),),
+            aliases=("rabenseifner",),
         ),
-        Scheme(
-            "bine",
-            bine,
-            "log2(p) (alpha + n beta), or 2 log2(p) alpha + 2 n (p-1)/p beta; + 2 (alpha + n beta) for folds",
-            (
-                Parameter(
-                    "form",
-                    "choice",
-                    "latency",
-                    "whole records, or halves and back",
-                    choices=("latency", "bandwidth"),
-                ),
-            ),
-        ),
-        Scheme("circulant", circulant, "2 ceil(log2 p) alpha + 2 n (p-1)/p beta"),
-        Scheme("elimination", elimination, "2 floor(log2 p) alpha + 2 n beta to 3 n beta"),
+        Scheme("bine", (_FORM,)),
+        Scheme("circulant"),
+        Scheme("elimination", aliases=("three_two_elimination",)),
         Scheme(
             "all_gather_trees",
-            all_gather_trees,
-            "2 ceil(log2 p) alpha + 2 n (p-1)/p beta",
             restriction=_SQUARE.format(512) + " if p is odd, more if 2, 4, .. divide it",
+            aliases=("pat",),
         ),
         Scheme(
             "hierarchical",
-            hierarchical,
-            "inner tree up and down within a node + outer over the leaders",
             (
                 Parameter("inner", "tree", "binary_tree", "rooted scheme within each node"),
                 Parameter("outer", "scheme", "recursive_doubling", "scheme across the leaders"),
@@ -233,44 +190,22 @@ CATALOG: dict[str, Scheme] = {
             restriction="outer must leave its result on every rank",
         ),
         Scheme(
-            "split_rail",
-            split_rail,
-            "2 (alpha + n beta) within a node of g ranks + the rail scheme over the nodes on n/g bytes",
-            (_RAIL, _NODES),
-            restriction=_RAIL_LIMIT,
+            "split_rail", (_RAIL, _NODES), restriction=_RAIL_LIMIT, aliases=("rail_aligned", "blueconnect")
         ),
-        Scheme(
-            "multi_leader",
-            multi_leader,
-            "2 (alpha + (g-1) n/l beta) within a node of g ranks + the rail scheme on n/l bytes",
-            (
-                Parameter("leaders", "integer", 2, "parts of the records, each with a leader in every node"),
-                _RAIL,
-                _NODES,
-            ),
-            restriction=_RAIL_LIMIT,
-        ),
-        Scheme(
-            "uneven_nodes",
-            uneven_nodes,
-            "2 (alpha + (g-1)/g n beta) within a node of g ranks + the rail scheme on n/g bytes",
-            (_RAIL, _NODES),
-            restriction=_RAIL_LIMIT,
-        ),
-        Scheme("head_scatter", head_scatter, "ceil(log2 p) alpha + n (p-1)/p beta", scattered=True),
-        Scheme("all_gather_merge", all_gather_merge, "alpha + (p-1) n beta", restriction=_SQUARE.format(724)),
+        Scheme("multi_leader", (_LEADERS, _RAIL, _NODES), restriction=_RAIL_LIMIT, aliases=("dpml",)),
+        Scheme("uneven_nodes", (_RAIL, _NODES), restriction=_RAIL_LIMIT, aliases=("ahc",)),
+        Scheme("head_scatter", scattered=True),
+        Scheme("all_gather_merge", restriction=_SQUARE.format(724), aliases=("one_shot",)),
         Scheme(
             "census",
-            census,
-            "ceil(log2 p) (alpha + n beta)",
             restriction="not run: ranks end with unlike bits",
             transports=(),
             elsewhere="its ranks end with unlike bits: build, check and draw it, but run recursive_doubling",
+            aliases=("bar_noy",),
         ),
         Scheme(
             "mpi_allreduce",
-            None,
-            "the library's",
+            cost="the library's",
             kind="library",
             description="whatever the library chooses for this size and machine",
             module="treeattn.collectives.libraries.mpi_allreduce",
@@ -279,13 +214,12 @@ CATALOG: dict[str, Scheme] = {
         ),
         Scheme(
             "nccl_allreduce",
-            None,
-            "the library's, of n/(d+2) bytes and then of n",
             (
                 Parameter(
                     "calls", "choice", "2", "all-reduces in a step; 3 as in the paper", choices=("2", "3")
                 ),
             ),
+            cost="the library's, of n/(d+2) bytes and then of n",
             restriction="device='cuda' only",
             kind="library",
             description="NCCL's all-reduce of maxima, then of rescaled records: GPUs only; sums, not merges",
@@ -303,13 +237,15 @@ def names(kind: Literal["schedule", "library"] | None = None) -> list[str]:
 
 
 def find(name: str, catalog: Mapping[str, Scheme] = CATALOG) -> Scheme:
-    """The row of a bare name. Raises `ScheduleError` that lists the names."""
-    if name in catalog:
-        return catalog[name]
-    raise ScheduleError(f"there is no scheme {name!r}; {_meant(name, list(catalog))}")
+    """The row of a bare name or alias. Raises `ScheduleError` that lists the names."""
+    for row in catalog.values():
+        if name == row.name or name in row.aliases:
+            return row
+    aliases = [alias for row in catalog.values() for alias in row.aliases]
+    raise ScheduleError(f"there is no scheme {name!r}; {_meant(name, list(catalog), aliases)}")
 
 
-def parse(text: str, catalog: Mapping[str, Scheme] = CATALOG) -> tuple[str, dict[str, Any]]:
+def parse(text: str, catalog: Mapping[str, Scheme] = CATALOG) -> tuple[str, dict[str, Value]]:
     """``"k_nomial_tree:radix=4"`` -> ``("k_nomial_tree", {"radix": 4})``: only what the text gives.
 
     Inner schemes come out in their one spelling. The name is looked for in `catalog`. Raises `ScheduleError`
@@ -320,7 +256,7 @@ def parse(text: str, catalog: Mapping[str, Scheme] = CATALOG) -> tuple[str, dict
         raise ScheduleError(f"{text!r} is not the name of a scheme; {_meant('', list(catalog))}")
     name, *assignments = parameters.split(text)
     row = find(name.strip(), catalog)
-    given: dict[str, Any] = {}
+    given: dict[str, Value] = {}
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
         if not equals:
@@ -335,7 +271,7 @@ def select(scheme: str | Schedule, catalog: Mapping[str, Scheme] = CATALOG) -> S
     """What `scheme` asks for: a scheme string, or a schedule of one's own. Raises as `parse` does."""
     if isinstance(scheme, Schedule):
         scheme.check_types()
-        row = Scheme(scheme.name, None, "one's own", scattered=scheme.result == "scattered")
+        row = Scheme(scheme.name, scattered=scheme.result == "scattered")
         return Selection(row, (), scheme.name, scheme)
     name, given = parse(scheme, catalog)
     return Selection(catalog[name], tuple(given.items()), _spell(catalog[name], given))
@@ -346,7 +282,7 @@ def needs_nodes(text: str) -> bool:
     return select(text).needs_nodes
 
 
-def build(scheme: str, size: int, **params: Any) -> Schedule:
+def build(scheme: str, size: int, **params: object) -> Schedule:
     """The schedule of `scheme` (a name or scheme string) over `size` ranks.
 
     Parameters come from the text or as keywords: ``build("k_nomial_tree", 16, radix=4)``. `nodes` may be
@@ -365,7 +301,7 @@ def build(scheme: str, size: int, **params: Any) -> Schedule:
     return _build(row, given, size)
 
 
-def _build(row: Scheme, given: Mapping[str, Any], size: int) -> Schedule:
+def _build(row: Scheme, given: Mapping[str, Value], size: int) -> Schedule:
     name = row.name
     if row.generator is None:
         raise ScheduleError(
@@ -381,12 +317,12 @@ def _build(row: Scheme, given: Mapping[str, Any], size: int) -> Schedule:
     return replace(row.generator(size, **arguments), name=_spell(row, given))
 
 
-def _read(row: Scheme, key: str, value: Any) -> Any:
+def _read(row: Scheme, key: str, value: object) -> Value:
     parameter = row.parameter(key)
     if parameter is None:
         raise ScheduleError(f"{row.name} has no parameter {key!r}; {_unknown_parameter(row, key)}")
     read = parameters.read(row.name, parameter, value)
-    if parameter.kind not in ("scheme", "tree"):
+    if parameter.kind not in ("scheme", "tree") or not isinstance(read, str):
         return read
     inner_name, inner_given = parse(read)
     inner = find(inner_name)
@@ -400,16 +336,16 @@ def _read(row: Scheme, key: str, value: Any) -> Any:
     return _spell(inner, inner_given)
 
 
-def _argument(row: Scheme, parameter: Parameter, value: Any, size: int) -> Any:
+def _argument(row: Scheme, parameter: Parameter, value: Value, size: int) -> object:
     """What the generator is called with: schemes become functions of a size, nodes become ranks."""
-    if parameter.kind in ("scheme", "tree"):
+    if isinstance(value, str) and parameter.kind in ("scheme", "tree"):
         return partial(build, value)
-    if parameter.kind == "nodes":
+    if not isinstance(value, int | str) and parameter.kind == "nodes":
         return parameters.groups(row.name, value, size)
     return value
 
 
-def _spell(row: Scheme, given: Mapping[str, Any]) -> str:
+def _spell(row: Scheme, given: Mapping[str, Value]) -> str:
     text = row.name
     for parameter in row.parameters:
         value = given.get(parameter.name, parameter.default)
@@ -427,7 +363,7 @@ def _unknown_parameter(row: Scheme, key: str) -> str:
     return _meant(key, [parameter.name for parameter in row.parameters]) + hint
 
 
-def _meant(word: str, known: list[str]) -> str:
-    close = get_close_matches(word, known, n=1)
+def _meant(word: str, known: list[str], aliases: Sequence[str] = ()) -> str:
+    close = get_close_matches(word, [*known, *aliases], n=1)
     guess = f"did you mean {close[0]}? " if close else ""
     return guess + (f"known: {', '.join(known)}" if known else "it takes none")

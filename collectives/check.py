@@ -3,26 +3,25 @@
 The check runs the schedule on expressions instead of numbers (`provenance`). A set of contributors
 would not do: a rank that is merged twice leaves the set as it is and the softmax wrong. MSCCLang's
 checker (Cowan et al., ASPLOS 2023) compares multisets; expressions also show the order of the merges,
-which decides whether all ranks end with the same bits.
+which decides whether all ranks end with the same bits. Proofs are kept, since a schedule is a value.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple, NoReturn
 
-from treeattn.collectives.expressions import ChunkMap, Expressions, Piece, aligned
+from treeattn.collectives.provenance import NOTHING, ChunkMap, Expressions, Piece, aligned
 from treeattn.collectives.schedule import TRANSFER_LIMIT, Round, Schedule, Transfer
 from treeattn.errors import ScheduleError
 
-__all__ = ["Certificate", "Fold", "Proof", "check", "prove"]
-
 Determinism = Literal["A", "C", "none"]
 
-_NOTHING = -1  # in the place of an expression
+_REMEMBERED = 1 << 15  # messages of a schedule whose proof is kept: some megabytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +31,9 @@ class Certificate:
     determinism: ``"A"``: all ranks end with identical bits whenever the pairwise merge is commutative
     to the bit; ``"C"``: they do when merges of three or more values are also folded in ascending order
     of the lowest contributing rank; ``"none"``: every rank is counted once, but bits may differ.
+    min_records_for_double_buffering: from so many records on every rank's result depends on every rank, so no
+    rank can run two steps ahead of another. uniform_merge_order: every chunk is merged in the same order, so
+    permuting the records permutes the result.
     """
 
     determinism: Determinism
@@ -40,16 +42,19 @@ class Certificate:
     messages: int
     fan_in: int  # most messages that reach one rank in one round
     volume: float  # sent by all ranks together, in multiples of one rank's records
-    in_step_from: (
+    min_records_for_double_buffering: (
         int  # records from which each rank's result counts every rank: nobody can be two steps ahead
     )
-    one_order: bool  # every chunk is merged in the same order: permuting the records permutes the result
+    uniform_merge_order: (
+        bool  # every chunk is merged in the same order: permuting the records permutes the result
+    )
 
 
 class Fold(NamedTuple):
     """One merge of `chunks` at a receiver: what the ranks in `sources` held, folded in this order.
 
-    The receiver is one of the sources and stands for its own value.
+    The receiver is one of the sources and stands for its own value. Of a schedule with exclusive transfers,
+    receiver and source size + r are what rank r has received without its own.
     """
 
     chunks: range
@@ -78,24 +83,35 @@ def check(schedule: Schedule) -> Certificate:
 
 def prove(schedule: Schedule) -> Proof:
     """`check`, and the order in which each receiver folds, which executors need. Raises as `check` does."""
+    return (_remembered if schedule.messages <= _REMEMBERED else _prove)(schedule)
+
+
+def _prove(schedule: Schedule) -> Proof:
     return _Prover(schedule).run()
 
 
+_remembered = functools.lru_cache(maxsize=64)(_prove)
+
+
 class _Prover:
+    """What every holder holds, round by round.
+
+    Holder r is rank r. Where some transfer is exclusive, holder size + r is what rank r has received without
+    its own contribution: nothing at first.
+    """
+
     def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
+        self.schedule, self.size = schedule, schedule.size
         self._check_shape()
         self.expressions = Expressions(schedule.size)
         self.everyone = (1 << schedule.size) - 1
         # Complete values go by one name, which stands for the first that was formed of each chunk: complete
         # chunks then lie in one run, however each was merged, where ranks would hold p runs each in the end.
         self.complete = self.expressions.name(self.everyone)
-        self.first_complete = ChunkMap(schedule.chunks, _NOTHING)
+        self.first_complete = ChunkMap(schedule.chunks, NOTHING)
         self.held = [ChunkMap(schedule.chunks, rank) for rank in range(schedule.size)]
-        # What each rank has gathered without what it brought, where a transfer asks for it.
-        apart = schedule.size if schedule.keeps_apart else 0
-        self.gathered = [ChunkMap(schedule.chunks, _NOTHING) for _ in range(apart)]
-        self.gathering: list[tuple[int, Piece]] = []
+        if schedule.has_exclusive:
+            self.held += [ChunkMap(schedule.chunks, NOTHING) for _ in range(schedule.size)]
 
     def run(self) -> Proof:
         rounds = self.schedule.rounds
@@ -108,32 +124,30 @@ class _Prover:
         incoming: dict[int, list[Transfer]] = {}
         for transfer in round_:
             self._check_transfer(number, transfer)
-            incoming.setdefault(transfer.dst, []).append(transfer)
+            for holder in range(transfer.dst, len(self.held), self.size):
+                incoming.setdefault(holder, []).append(transfer)
         # Every transfer reads the state before the round: nothing is written until all is read.
         written: list[tuple[int, list[list[Piece]]]] = []
         folds: dict[int, tuple[Fold, ...]] = {}
-        for dst, transfers in incoming.items():
+        for holder, transfers in incoming.items():
             done: list[Fold] = []
-            written.append((dst, self._receive(number, dst, transfers, done)))
+            written.append((holder, self._receive(number, holder, transfers, done)))
             if done:
-                folds[dst] = tuple(_joined(done, {t.chunks.start for t in transfers}))
-        for dst, parts in written:
+                folds[holder] = tuple(_joined(done, {t.chunks.start for t in transfers}))
+        for holder, parts in written:
             for pieces in parts:
-                self.held[dst].write(pieces)
-        for dst, piece in self.gathering:
-            self.gathered[dst].write([piece])
-        self.gathering.clear()
+                self.held[holder].write(pieces)
         return folds
 
     def _receive(
-        self, number: int, dst: int, transfers: list[Transfer], done: list[Fold]
+        self, number: int, holder: int, transfers: list[Transfer], done: list[Fold]
     ) -> list[list[Piece]]:
-        """What `dst` holds after the round, one list per range of chunks; its folds go to `done`."""
-        simple = len(transfers) == 1 and not self.gathered
+        """What `holder` holds after the round, one list per range of chunks; its folds go to `done`."""
+        simple = len(transfers) == 1 and len(self.held) == self.size
         alone = self._receive_alone(transfers[0], done) if simple else None
         if alone:
             return [alone]
-        return [self._receive_part(number, dst, *part, done) for part in _parts(transfers)]
+        return [self._receive_part(number, holder, *part, done) for part in _parts(transfers)]
 
     def _receive_alone(self, transfer: Transfer, done: list[Fold]) -> list[Piece] | None:
         """One transfer of uniform value: the commonest case, done fast. None if it is another case."""
@@ -152,37 +166,33 @@ class _Prover:
         return self._named(chunks.start, chunks.stop, expressions.pair(a, b))
 
     def _receive_part(
-        self, number: int, dst: int, first: int, end: int, transfers: list[Transfer], done: list[Fold]
+        self, number: int, holder: int, first: int, end: int, transfers: list[Transfer], done: list[Fold]
     ) -> list[Piece]:
-        """The new pieces of chunks first .. end - 1 at `dst`, all of them touched by all `transfers`."""
+        """The new pieces of chunks first .. end - 1 at `holder`, all of them touched by all `transfers`."""
         if not all(t.merge for t in transfers):
             if len(transfers) > 1:
-                self._conflict(number, dst, first, transfers)
-            if self.gathered:
-                self.gathering.append((dst, (first, end, _NOTHING)))
-            return self.held[transfers[0].src].read(first, end)
-        columns = [self.held[dst].read(first, end), *(self._sent(number, t, first, end) for t in transfers)]
-        if self.gathered:
-            columns.append(self.gathered[dst].read(first, end))
+                self._conflict(number, transfers[0].dst, first, transfers)
+            copied = self.held[transfers[0].src].read(first, end)
+            return copied if holder < self.size else [(first, end, NOTHING)]
+        sources = [holder, *(t.src if t.inclusive else self.size + t.src for t in transfers)]
+        columns = [self.held[source].read(first, end) for source in sources]
         lowest = self.expressions.lowest
         pieces = []
-        for start, stop, found in aligned(columns):
-            values = found[: len(transfers) + 1]
+        for start, stop, values in aligned(columns):
             self._check_once(number, start, transfers, values)
-            order = sorted(range(len(values)), key=lambda i: lowest[values[i]])
-            done.append(Fold(range(start, stop), tuple(transfers[i - 1].src if i else dst for i in order)))
-            folded = self.expressions.fold([values[i] for i in order], dst, number)
-            pieces += self._named(start, stop, folded)
-            for before in found[len(values) :]:
-                others = [values[i] if i else before for i in order if i or before != _NOTHING]
-                self.gathering.append((dst, (start, stop, self.expressions.fold(others, dst, number))))
+            present = (i for i, value in enumerate(values) if value != NOTHING)
+            order = sorted(present, key=lambda i: lowest[values[i]])
+            done.append(Fold(range(start, stop), tuple(sources[i] for i in order)))
+            pieces += self._named(
+                start, stop, self.expressions.fold([values[i] for i in order], holder, number)
+            )
         return pieces
 
     def _named(self, first: int, end: int, value: int) -> list[Piece]:
         """`value` for the chunks first .. end - 1, or where it stands for it, the name of complete values."""
         if self.expressions.mask[value] != self.everyone:
             return [(first, end, value)]
-        known = [(a, b, value if v == _NOTHING else v) for a, b, v in self.first_complete.read(first, end)]
+        known = [(a, b, value if v == NOTHING else v) for a, b, v in self.first_complete.read(first, end)]
         self.first_complete.write(known)
         return [(a, b, self.complete if v == value else value) for a, b, v in known]
 
@@ -194,21 +204,15 @@ class _Prover:
             else:
                 yield first, end, value
 
-    def _sent(self, number: int, transfer: Transfer, first: int, end: int) -> list[Piece]:
-        """What the chunks first .. end - 1 of a transfer carry."""
-        if transfer.own:
-            return self.held[transfer.src].read(first, end)
-        pieces = self.gathered[transfer.src].read(first, end)
-        if any(value == _NOTHING for _, _, value in pieces):
-            self._fail(number, transfer, f"sends what rank {transfer.src} has gathered, which is nothing yet")
-        return pieces
-
     def _check_once(
         self, number: int, chunk: int, transfers: list[Transfer], values: tuple[int, ...]
     ) -> None:
         masks = self.expressions.mask
-        counted = masks[values[0]]
+        counted = masks[values[0]] if values[0] != NOTHING else 0
         for transfer, value in zip(transfers, values[1:], strict=True):
+            if value == NOTHING:
+                what = f"sends what rank {transfer.src} has gathered, which is nothing yet"
+                self._fail(number, transfer, what)
             twice = counted & masks[value]
             if twice:
                 ranks = _some(self.expressions.ranks(twice))
@@ -232,20 +236,20 @@ class _Prover:
             messages=schedule.messages,
             fan_in=max((count for counts in reach for count in counts.values()), default=0),
             volume=sent / schedule.chunks,
-            in_step_from=self._in_step_from(),
-            one_order=len(orders) == 1,
+            min_records_for_double_buffering=self._min_records(),
+            uniform_merge_order=len(orders) == 1,
         )
 
-    def _in_step_from(self) -> int:
-        """Chunks that are promised to a rank count everybody, but for those without records: with fewer
+    def _min_records(self) -> int:
+        """Chunks that are promised to a rank depend on all ranks, but for those without records: with fewer
         records than ranks some rank's only chunk is one."""
         return 1 if self.schedule.result == "replicated" else self.schedule.size
 
     def _final(self) -> list[list[Piece]]:
         """Per rank, the pieces that the schedule promises."""
         if self.schedule.result == "scattered":
-            return [held.read(rank, rank + 1) for rank, held in enumerate(self.held)]
-        return [held.pieces() for held in self.held]
+            return [self.held[rank].read(rank, rank + 1) for rank in range(self.size)]
+        return [held.pieces() for held in self.held[: self.size]]
 
     def _check_complete(self, final: list[list[Piece]]) -> None:
         for rank, pieces in enumerate(final):
@@ -279,7 +283,7 @@ class _Prover:
             self._refuse(f"a scattered result needs as many chunks as ranks, not {chunks}")
 
     def _check_transfer(self, number: int, transfer: Transfer) -> None:
-        src, dst, chunks, merge, own = transfer
+        src, dst, chunks, merge, inclusive = transfer
         size = self.schedule.size
         if not (0 <= src < size and 0 <= dst < size):
             self._fail(number, transfer, f"names a rank outside 0 to {size - 1}")
@@ -289,7 +293,7 @@ class _Prover:
             self._fail(number, transfer, "moves no chunk, or not a contiguous range of them")
         if chunks.start < 0 or chunks.stop > self.schedule.chunks:
             self._fail(number, transfer, f"names a chunk outside 0 to {self.schedule.chunks - 1}")
-        if not (merge or own):
+        if not (merge or inclusive):
             self._fail(number, transfer, "overwrites with less than its sender holds: only a merge may")
 
     def _conflict(self, number: int, dst: int, chunk: int, transfers: list[Transfer]) -> NoReturn:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Any, Literal
+from typing import Literal, SupportsIndex, TypeAlias
 
 from treeattn.errors import RestrictionError, ScheduleError
-
-__all__ = ["Groups", "Parameter", "groups", "node_of", "read", "split", "write"]
 
 Kind = Literal["integer", "integers", "choice", "scheme", "tree", "nodes"]
 
@@ -19,8 +17,11 @@ Kind = Literal["integer", "integers", "choice", "scheme", "tree", "nodes"]
 RANK_LIMIT = 2**18
 NESTING_LIMIT = 8
 
-# The ranks of each node.
-Groups = tuple[tuple[int, ...], ...]
+#: The ranks of each node.
+Groups: TypeAlias = tuple[tuple[int, ...], ...]
+
+#: A parameter's value in its one form; of kind "nodes" a tuple of sizes, or the ranks of each node.
+Value: TypeAlias = int | str | tuple[int, ...] | Groups | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Parameter:
 
     name: str
     kind: Kind
-    default: Any
+    default: Value
     doc: str
     low: int = 1
     choices: tuple[str, ...] = ()
@@ -52,11 +53,9 @@ class Parameter:
         }[self.kind]
 
 
-def read(scheme: str, parameter: Parameter, value: Any) -> Any:
-    """The value in its one form: int, tuple of int, str, or for nodes a tuple of sizes or of ranks.
-
-    Raises `ScheduleError` for text or a Python value outside what the parameter allows.
-    """
+def read(scheme: str, parameter: Parameter, value: object) -> Value:
+    """The value in its one form. Raises `ScheduleError` for text or a Python value outside what the parameter
+    allows."""
     try:
         return _READERS[parameter.kind](parameter, value)
     except (TypeError, ValueError) as error:
@@ -66,32 +65,33 @@ def read(scheme: str, parameter: Parameter, value: Any) -> Any:
         ) from error
 
 
-def write(parameter: Parameter, value: Any) -> str | None:
+def write(parameter: Parameter, value: Value) -> str | None:
     """The text that reads back as `value`; None if only Python can say it (scattered nodes)."""
-    if parameter.kind == "integers":
-        return "+".join(map(str, value))
-    if parameter.kind == "nodes":
-        return None if value and isinstance(value[0], tuple) else "+".join(_runs(value))
+    if isinstance(value, tuple):
+        sizes = [size for size in value if isinstance(size, int)]
+        return "+".join(_runs(sizes) if parameter.kind == "nodes" else map(str, sizes)) if sizes else None
     text = str(value)
     return f"({text})" if ":" in text else text
 
 
-def groups(scheme: str, nodes: Sequence[Any] | None, size: int) -> Groups:
+def groups(scheme: str, nodes: Sequence[int] | Sequence[Sequence[int]] | None, size: int) -> Groups:
     """The ranks of each node; without `nodes`, one node holds all ranks.
 
     Raises `RestrictionError` if they do not hold each rank below `size` exactly once.
     """
     if nodes is None:
         return (tuple(range(size)),)
-    if isinstance(nodes[0], int):
-        if sum(nodes) != size:
-            text = "+".join(_runs(nodes))
-            raise RestrictionError(f"{scheme}: nodes={text} hold {sum(nodes)} ranks, but there are {size}")
-        ends = list(accumulate(nodes))
-        return tuple(tuple(range(end - count, end)) for count, end in zip(nodes, ends, strict=True))
-    if sorted(rank for node in nodes for rank in node) != list(range(size)):
-        raise RestrictionError(f"{scheme}: the nodes must hold each of the ranks 0 to {size - 1} once")
-    return tuple(tuple(node) for node in nodes)
+    sizes = [count for count in nodes if isinstance(count, int)]
+    if not sizes:
+        ranks = tuple(tuple(node) for node in nodes if not isinstance(node, int))
+        if sorted(rank for node in ranks for rank in node) != list(range(size)):
+            raise RestrictionError(f"{scheme}: the nodes must hold each of the ranks 0 to {size - 1} once")
+        return ranks
+    if sum(sizes) != size:
+        text = "+".join(_runs(sizes))
+        raise RestrictionError(f"{scheme}: nodes={text} hold {sum(sizes)} ranks, but there are {size}")
+    ends = accumulate(sizes)
+    return tuple(tuple(range(end - count, end)) for count, end in zip(sizes, ends, strict=True))
 
 
 def node_of(nodes: Groups) -> dict[int, int]:
@@ -117,43 +117,57 @@ def split(scheme: str) -> list[str]:
     return parts
 
 
-def _integer(parameter: Parameter, value: Any) -> int:
-    number = int(value) if isinstance(value, str) else operator.index(value)
+def _integer(parameter: Parameter, value: object) -> int:
+    number = int(value) if isinstance(value, str) else _index(value)
     if number < parameter.low:
         raise ValueError(number)
     return number
 
 
-def _integers(parameter: Parameter, value: Any) -> tuple[int, ...]:
-    items = value.split("+") if isinstance(value, str) else tuple(value)
-    if not items:
-        raise ValueError("empty")
+def _integers(parameter: Parameter, value: object) -> tuple[int, ...]:
+    items = value.split("+") if isinstance(value, str) else _items(value)
     return tuple(_integer(parameter, item) for item in items)
 
 
-def _choice(parameter: Parameter, value: Any) -> str:
+def _choice(parameter: Parameter, value: object) -> str:
     if value not in parameter.choices:
         raise ValueError(value)
     return str(value)
 
 
-def _scheme(_: Parameter, value: Any) -> str:
-    text: str = value.strip()
+def _scheme(_: Parameter, value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    text = value.strip()
     return text[1:-1] if text.startswith("(") and text.endswith(")") else text
 
 
-def _nodes(parameter: Parameter, value: Any) -> tuple[Any, ...]:
+def _nodes(parameter: Parameter, value: object) -> tuple[int, ...] | Groups:
     if isinstance(value, str):
         return tuple(size for item in value.split("+") for size in _run(parameter, item))
-    items = tuple(value)
-    if not items or not hasattr(items[0], "__iter__"):
+    items = _items(value)
+    if not isinstance(items[0], Iterable):
         return _integers(parameter, items)
-    nodes = tuple(tuple(operator.index(rank) for rank in node) for node in items)
-    if not all(nodes):
-        raise ValueError("a node without ranks")
+    nodes = tuple(tuple(map(_index, _items(node))) for node in items)
     # Blocks in rank order have a text form; give them one.
     in_order = [rank for node in nodes for rank in node] == list(range(sum(map(len, nodes))))
     return tuple(map(len, nodes)) if in_order else nodes
+
+
+def _items(value: object) -> list[object]:
+    """What there is at least one of."""
+    if not isinstance(value, Iterable):
+        raise TypeError(value)
+    items = list(value)
+    if not items:
+        raise ValueError("empty")
+    return items
+
+
+def _index(value: object) -> int:
+    if not isinstance(value, SupportsIndex):
+        raise TypeError(value)
+    return operator.index(value)
 
 
 def _run(parameter: Parameter, text: str) -> tuple[int, ...]:
@@ -169,7 +183,7 @@ def _runs(sizes: Sequence[int]) -> Iterator[str]:
         yield from [f"{count}x{size}"] if count > 3 else [str(size)] * count
 
 
-_READERS = {
+_READERS: dict[str, Callable[[Parameter, object], Value]] = {
     "integer": _integer,
     "integers": _integers,
     "choice": _choice,

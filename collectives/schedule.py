@@ -2,7 +2,7 @@
 
 A `Schedule` says for all ranks at once who sends which chunks to whom in which round, and whether
 the receiver merges or overwrites. It holds no communicator, no array and no callback, so the same
-object can be proved right (`check`), executed (`executors`) and drawn (`draw`).
+object can be composed (`combinators`), proved right (`check`), executed (`executors`) and drawn (`drawings`).
 
 The idea of an algorithm as rounds of plain sends, composed by re-labelling ranks, is the one of
 MSCCLang (Cowan et al., ASPLOS 2023) and of GOAL (Hoefler et al., 2009).
@@ -11,28 +11,11 @@ MSCCLang (Cowan et al., ASPLOS 2023) and of GOAL (Hoefler et al., 2009).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
 from treeattn.collectives.parameters import RANK_LIMIT
 from treeattn.errors import RestrictionError, ScheduleError
-
-__all__ = [
-    "TRANSFER_LIMIT",
-    "Round",
-    "Schedule",
-    "Transfer",
-    "fold_onto",
-    "on_chunks",
-    "on_ranks",
-    "refuse_above_limit",
-    "reversed_as_copies",
-    "side_by_side",
-    "then",
-    "with_chunks",
-]
 
 # A plan of p * p transfers at thousands of ranks would fill the memory of every rank before the first
 # message leaves. 2**19 transfers (about 100 MB, a second to check) is a ring over 512 ranks.
@@ -53,19 +36,20 @@ class Transfer(NamedTuple):
     """One message: rank `src` sends its value of `chunks` to rank `dst`.
 
     ``merge=True`` folds it into what `dst` holds; ``merge=False`` overwrites (broadcast phases).
-    ``own=False`` sends what `src` has gathered so far, without what it brought itself; only a merge may.
+    ``inclusive=False`` sends what `src` has received so far without its own contribution, as in MPI_Exscan;
+    only a merge may.
     """
 
     src: int
     dst: int
     chunks: range = range(1)
     merge: bool = True
-    own: bool = True
+    inclusive: bool = True
 
     @property
     def arrow(self) -> str:
         """``3->1`` for a merge, ``3=>1`` for a copy, ``3'->1`` for what 3 has gathered without its own."""
-        return f"{self.src}{'' if self.own else chr(39)}{'->' if self.merge else '=>'}{self.dst}"
+        return f"{self.src}{'' if self.inclusive else chr(39)}{'->' if self.merge else '=>'}{self.dst}"
 
 
 # The transfers of one round all read the state that stood when the round began. Several merges into
@@ -106,9 +90,9 @@ class Schedule:
                 )
 
     @property
-    def keeps_apart(self) -> bool:
+    def has_exclusive(self) -> bool:
         """Whether ranks keep what they gather apart from what they brought, as some transfers ask."""
-        return not all(t.own for round_ in self.rounds for t in round_)
+        return not all(t.inclusive for round_ in self.rounds for t in round_)
 
     @property
     def messages(self) -> int:
@@ -121,10 +105,10 @@ class Schedule:
 
     def to_json(self) -> str:
         """One line of JSON; `from_json` gives an equal schedule back."""
-        columns = [*_COLUMNS, *(["own"] if self.keeps_apart else [])]
+        columns = [*_COLUMNS, *(["inclusive"] if self.has_exclusive else [])]
         rounds = [
             [
-                [t.src, t.dst, t.chunks.start, t.chunks.stop, int(t.merge), int(t.own)][: len(columns)]
+                [t.src, t.dst, t.chunks.start, t.chunks.stop, int(t.merge), int(t.inclusive)][: len(columns)]
                 for t in round_
             ]
             for round_ in self.rounds
@@ -157,7 +141,7 @@ class Schedule:
         if not isinstance(data["name"], str) or data["result"] not in ("replicated", "scattered"):
             raise _unlike("name, result", f"{_WANTED['name']}; {_WANTED['result']}")
         columns = data.get("transfer", [*_COLUMNS])
-        if columns not in ([*_COLUMNS], [*_COLUMNS, "own"]):
+        if columns not in ([*_COLUMNS], [*_COLUMNS, "inclusive"]):
             raise _unlike("transfer", f"{columns!r:.80}; the columns are {', '.join(_COLUMNS)} in this order")
         rounds = _rounds(data["rounds"])
         return Schedule(data["name"], data["size"], data["chunks"], rounds, data["result"])
@@ -170,7 +154,9 @@ def _is_whole(number: object) -> bool:
 def _is_transfer(entry: object) -> bool:
     if not isinstance(entry, Transfer) or type(entry.chunks) is not range:
         return False
-    return _is_whole(entry.src) and _is_whole(entry.dst) and {type(entry.merge), type(entry.own)} == {bool}
+    return (
+        _is_whole(entry.src) and _is_whole(entry.dst) and {type(entry.merge), type(entry.inclusive)} == {bool}
+    )
 
 
 def _rounds(data: Any) -> tuple[Round, ...]:
@@ -207,59 +193,3 @@ def refuse_above_limit(scheme: str, size: int, transfers: int) -> None:
             f"{scheme} on {size} ranks needs {transfers} transfers, the limit is {TRANSFER_LIMIT}: "
             "take a scheme with fewer messages, such as recursive_doubling or hierarchical"
         )
-
-
-def fold_onto(core_size: int, size: int) -> tuple[list[int], tuple[Round, ...]]:
-    """Gather `size` ranks at `core_size` of them: (the ranks of the core, at most one round of merges).
-
-    For algorithms that need a certain number of ranks. Runs of neighbours, which most likely share a
-    node, gather at their first rank; the longer runs come first.
-    """
-    length, longer = divmod(size, core_size)
-    core = [place * length + min(place, longer) for place in range(core_size)]
-    ends = [*core[1:], size]
-    fold = tuple(
-        Transfer(rank, first) for first, end in zip(core, ends, strict=True) for rank in range(first + 1, end)
-    )
-    return core, (fold,) if fold else ()
-
-
-def then(*phases: Iterable[Round]) -> tuple[Round, ...]:
-    """One phase after the other."""
-    return tuple(round_ for phase in phases for round_ in phase)
-
-
-def side_by_side(*phases: Sequence[Round]) -> tuple[Round, ...]:
-    """Phases of disjoint ranks or chunks, run at the same time: round i of all of them is one round."""
-    return tuple(tuple(t for part in parts for t in part) for parts in zip_longest(*phases, fillvalue=()))
-
-
-def on_ranks(rounds: Iterable[Round], ranks: Sequence[int]) -> tuple[Round, ...]:
-    """The same rounds with rank i replaced by ``ranks[i]``."""
-    return tuple(
-        tuple(Transfer(ranks[t.src], ranks[t.dst], t.chunks, t.merge, t.own) for t in round_)
-        for round_ in rounds
-    )
-
-
-def on_chunks(rounds: Iterable[Round], first: int, width: int = 1) -> tuple[Round, ...]:
-    """The same rounds with chunk i replaced by `width` chunks from ``first + i * width`` on."""
-    return tuple(
-        tuple(
-            t._replace(chunks=range(first + t.chunks.start * width, first + t.chunks.stop * width))
-            for t in round_
-        )
-        for round_ in rounds
-    )
-
-
-def with_chunks(rounds: Iterable[Round], count: int) -> tuple[Round, ...]:
-    """Rounds of one chunk, made to move the chunks ``0 .. count - 1`` instead."""
-    return tuple(tuple(t._replace(chunks=range(count)) for t in round_) for round_ in rounds)
-
-
-def reversed_as_copies(rounds: Sequence[Round]) -> tuple[Round, ...]:
-    """The way back: what was gathered up a tree is copied down the same tree."""
-    return tuple(
-        tuple(Transfer(t.dst, t.src, t.chunks, False) for t in round_) for round_ in reversed(rounds)
-    )

@@ -24,10 +24,10 @@ class Message(NamedTuple):
     merge: bool
 
 
-def messages(schedule: Schedule, records: int, group: int = 1) -> Iterator[Message]:
-    """All messages of one step over `records` records, never cut within groups of `group`, in order."""
+def messages(schedule: Schedule, records: int, granularity: int = 1) -> Iterator[Message]:
+    """All messages of one step over `records` records, never cut within runs of `granularity`, in order."""
     for number, round_ in enumerate(schedule.rounds):
         for t in round_:
-            part = schedule.chunk_slice(t.chunks, records // group)
+            part = schedule.chunk_slice(t.chunks, records // granularity)
             if part.stop > part.start:
-                yield Message(number, t.src, t.dst, (part.stop - part.start) * group, t.merge)
+                yield Message(number, t.src, t.dst, (part.stop - part.start) * granularity, t.merge)

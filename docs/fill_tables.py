@@ -32,7 +32,7 @@ from typing import Any
 from treeattn.collectives import Schedule, build, check, needs_nodes
 from treeattn.collectives.catalog import CATALOG
 from treeattn.collectives.traffic import messages
-from treeattn.study.compare.results import Summary, read, summarise
+from treeattn.study.compare.results import Summary, compared_series, read, summarise
 from treeattn.study.compare.schema import NULL, SUM
 from treeattn.study.paper import shown
 
@@ -113,15 +113,17 @@ def _compared(what: str, tokens: str, files: str) -> str:
     placements = [_nodes(file) for file in files.split()]
     crossing = any(len(set(nodes)) > 1 for nodes in placements)
     headings = ["scheme"]
-    for file in files.split():
+    series = [compared_series(column.values()) for column in columns]
+    for file, compared in zip(files.split(), series, strict=True):
         name = Path(file).stem.partition("_")[2]
-        headings += [f"{name}: median, µs", "95 % interval", "x SUM"]
+        since = ", from the last entry" if compared == "after_last_entry" else ""
+        headings += [f"{name}: median, µs{since}", "95 % interval", "x SUM"]
         headings += ["messages between nodes", "in a row", "bytes"] if crossing else []
-    order = sorted(columns[0], key=lambda scheme: columns[0][scheme].times["completion"].median)
+    order = sorted(columns[0], key=lambda scheme: columns[0][scheme].times[series[0]].median)
     rows = [[scheme] for scheme in order]
     for row in rows:
-        for column, nodes in zip(columns, placements, strict=True):
-            row += _times(column, row[0]) + (_traffic(column[row[0]], nodes) if crossing else [])
+        for column, nodes, compared in zip(columns, placements, series, strict=True):
+            row += _times(column, row[0], compared) + (_traffic(column[row[0]], nodes) if crossing else [])
     return _markdown(headings, rows)
 
 
@@ -142,8 +144,8 @@ def _nodes(file: str) -> list[int]:
     return [rank.node for rank in run.ranks]
 
 
-def _times(column: dict[str, Summary], scheme: str) -> list[str]:
-    time, of_sum = (column[name].times["completion"] for name in (scheme, SUM))
+def _times(column: dict[str, Summary], scheme: str, series: str) -> list[str]:
+    time, of_sum = (column[name].times[series] for name in (scheme, SUM))
     interval = "-" if time.low is None or time.high is None else f"{_us(time.low)} to {_us(time.high)}"
     return [_us(time.median), interval, "-" if scheme == NULL else f"{time.median / of_sum.median:.2f}"]
 
@@ -228,7 +230,8 @@ def _rivals() -> str:
     rows = [*_beside_rivals("side_by_side.json")]
     for what, file, timed, tokens, rival in _RIVALS:
         summaries = _summaries(file, timed, tokens)
-        theirs, ours = (summaries[name].times["completion"].median / 1000 for name in (rival, "hierarchical"))
+        series = compared_series(summaries.values())
+        theirs, ours = (summaries[name].times[series].median / 1000 for name in (rival, "hierarchical"))
         rows.append(_rival(what, theirs, ours, theirs / ours, file))
     return _markdown(["against", "theirs, ms", "ours, ms", "times as fast", "file"], rows)
 

@@ -42,10 +42,15 @@ def _compared(path: Path) -> Iterator[tuple[Any, ...]]:
     for problem in found.problems:
         print(f"collect: {problem}", file=sys.stderr)
     used = {found.version(point): found.runs[point.run].ranks[: point.key.ranks] for point in found.points}
-    for summary in results.summarise(found):
-        key, time = summary.key, summary.times["completion"]
-        nodes = len({rank.node for rank in used[summary.version]})
-        yield key.what, key.label, key.ranks, nodes, key.tokens or None, time.median, time.low, time.high
+    summaries = results.summarise(found)
+    for summary in summaries:
+        key = summary.key
+        series = results.compared_series(
+            other for other in summaries if (other.key.case, other.version) == (key.case, summary.version)
+        )
+        time, nodes = summary.times[series], len({rank.node for rank in used[summary.version]})
+        what = f"{key.what}, from the last entry" if series == "after_last_entry" else key.what
+        yield what, key.label, key.ranks, nodes, key.tokens or None, time.median, time.low, time.high
 
 
 def _decoded(facts: dict[str, Any]) -> Iterator[tuple[Any, ...]]:

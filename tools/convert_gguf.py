@@ -44,10 +44,7 @@ def main() -> None:
         raise SystemExit(f"{source}: no such file")
     try:
         reader = GGUFReader(source)
-    except (
-        ValueError,
-        IndexError,
-    ) as error:  # what the library raises where bytes are other ones, or too few
+    except (ValueError, IndexError) as error:  # from the library: other bytes, or too few
         raise SystemExit(f"{source}: is not a whole GGUF file ({error})") from None
     config = read_config(reader, source)
     tensors, words = dict(renamed(tensor, config) for tensor in reader.tensors), tokenizer(reader, source)

@@ -7,13 +7,18 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from treeattn import collectives, energy, token_tree
+from treeattn.attention.mask import Rules
+from treeattn.attention.shard import CacheFormat, Shard
 from treeattn.cache import ShardedCache
-from treeattn.decoder import Decoder, Merger, decode, merge, schemes
+from treeattn.decoder import Decoder, Merger, Reduction, decode, merge, schemes
 from treeattn.errors import (
     ArgumentError,
     BackendError,
+    PeerError,
+    PeerTimeoutError,
     RestrictionError,
     ScheduleError,
+    StateError,
     TransportError,
     TreeattnError,
 )
@@ -26,11 +31,18 @@ except PackageNotFoundError:  # a bare checkout
 __all__ = [
     "ArgumentError",
     "BackendError",
+    "CacheFormat",
     "Decoder",
     "Merger",
+    "PeerError",
+    "PeerTimeoutError",
+    "Reduction",
     "RestrictionError",
+    "Rules",
     "ScheduleError",
+    "Shard",
     "ShardedCache",
+    "StateError",
     "TransportError",
     "TreeattnError",
     "__version__",

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treeattn import comm as comm_
+from treeattn import communicators
+from treeattn.agreement import Agreement
 from treeattn.attention.positions import Runs, as_runs
 from treeattn.attention.shape import DTYPES, Shape
 from treeattn.decoder import device as devices
@@ -67,8 +68,8 @@ class ShardedCache:
         drafts: int = 0,
         device: str = "cpu",
     ) -> None:
-        comm = comm_.intracomm(comm)
-        with comm_.Agreement(comm) as agreed:
+        comm = communicators.intracomm(comm)
+        with Agreement(comm) as agreed:
             shape = Shape(batch, 1, kv_heads, kv_heads, head_dim, dtype)
             for name, value, least in (("capacity", capacity, 1), ("drafts", drafts, 0)):
                 if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
@@ -85,7 +86,7 @@ class ShardedCache:
             self.k, self.v = rows(len(self.positions)), rows(len(self.positions))
             self._draft_k, self._draft_v = rows(int(drafts)), rows(int(drafts))
             named = {"batch, kv_heads, head_dim or dtype": shape, "capacity": capacity, "drafts": drafts}
-            agreed.equal = {**named, "layout": tuple(self._runs), "device": device}
+            agreed.must_match = {**named, "layout": tuple(self._runs), "device": device}
         self.capacity, self.rank, self.size = int(capacity), comm.rank, comm.size
         self.totals, self.lengths = np.zeros(batch, np.int64), np.zeros(batch, np.int64)
         self._tree: TokenTree | None = None

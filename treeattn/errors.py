@@ -10,9 +10,12 @@ from typing import Any
 __all__ = [
     "ArgumentError",
     "BackendError",
+    "PeerError",
+    "PeerTimeoutError",
     "RestrictionError",
     "ScheduleError",
     "SharingError",
+    "StateError",
     "TransportError",
     "TreeattnError",
     "no_communicator",
@@ -22,13 +25,20 @@ __all__ = [
 class TreeattnError(Exception):
     """The base of every error below: ``except treeattn.TreeattnError`` catches them all."""
 
+    #: Of the ``treeattn`` command: 2 for what its caller can mend on the command line or in a file.
+    exit_code = 1
+
 
 class ArgumentError(TreeattnError, ValueError):
     """An argument or an input file that cannot be used, or that differs between ranks."""
 
+    exit_code = 2
+
 
 class ScheduleError(TreeattnError, ValueError):
-    """A schedule that is not a correct reduction, a scheme name that does not parse, a step out of order."""
+    """A schedule that is not a correct reduction, or a scheme name that does not parse."""
+
+    exit_code = 2
 
 
 class RestrictionError(ScheduleError):
@@ -42,15 +52,33 @@ class BackendError(TreeattnError, RuntimeError):
 class TransportError(TreeattnError, RuntimeError):
     """Records cannot travel the way that was asked for."""
 
+    exit_code = 2
+
+
+class PeerError(TransportError):
+    """Another rank has ended or failed, or cannot be reached any more, while records travel."""
+
+    exit_code = 1
+
+
+class PeerTimeoutError(PeerError):
+    """A wait for other ranks has reached the limit of ``TREEATTN_TIMEOUT``."""
+
+    exit_code = 124  # as timeout(1)
+
+
+class StateError(TreeattnError, RuntimeError):
+    """A call out of order: on what is closed, before the call that it needs, or a second time."""
+
 
 class SharingError(TransportError):
     """Ranks of one node cannot share memory."""
 
 
-def no_communicator(error: Any) -> TransportError:
+def no_communicator(error: Any) -> BackendError:
     """What to raise for an exception of MPI that says that there are no more communicators."""
     reason = error.Get_error_string().splitlines()[-1].strip()
-    return TransportError(
+    return BackendError(
         f"MPI gives no communicator ({reason}): decoders and reducers keep one each until close() or the "
         "end of their with statement; for good where an exception ended that"
     )

@@ -23,7 +23,13 @@ from safetensors.numpy import save
 
 from treeattn.errors import ArgumentError, BackendError
 
-__all__ = ["CacheFile", "load_runs", "open_cache", "output_writer", "save_tensors"]
+__all__ = [
+    "ARCHIVES", "CacheFile", "check_distinct", "load_runs", "open_arrays", "open_cache", "output_writer",
+    "read_text", "save_tensors",
+]  # fmt: skip
+
+#: Names of files that hold arrays end in one of these.
+ARCHIVES = (".safetensors", ".npz")
 
 _DTYPES: dict[str, Any] = {
     "F64": np.float64,
@@ -125,8 +131,7 @@ def open_cache(path: str | Path) -> CacheFile:
             header = json.loads(file.read(length))
         data = np.memmap(path, np.uint8, "r", offset=8 + length) if path.stat().st_size > 8 + length else None
     except (OSError, SafetensorError, ValueError, struct.error) as error:
-        reason = getattr(error, "strerror", None) or str(error).strip().split("\n")[0] or type(error).__name__
-        raise ArgumentError(f"{path}: not a readable safetensors file ({reason})") from None
+        raise ArgumentError(f"{path}: not a readable safetensors file ({_reason(error)})") from None
     metadata = header.pop("__metadata__", {})
     tensors, unsupported, starts = {}, {}, {}
     for name, entry in header.items():
@@ -138,6 +143,32 @@ def open_cache(path: str | Path) -> CacheFile:
         raw = np.empty(0, np.uint8) if data is None else data[start:stop]
         tensors[name] = raw.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
     return CacheFile(path, tensors, metadata, unsupported, starts)
+
+
+def open_arrays(path: Path) -> dict[str, Any]:
+    """Read the arrays of a .npz file, or map those of a safetensors file. Raises `ArgumentError`."""
+    if path.suffix != ".npz":
+        return open_cache(path).tensors
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = dict(archive)
+    except Exception as error:  # zipfile, zlib and NumPy have many types for what a file can be
+        raise ArgumentError(f"{path}: not a readable .npz file ({_reason(error)})") from None
+    # NumPy writes bfloat16 as two bytes without a meaning.
+    return {name: a.view(ml_dtypes.bfloat16) if a.dtype == "V2" else a for name, a in arrays.items()}
+
+
+def read_text(path: Path) -> str:
+    """Read a text file. Raises `ArgumentError`."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a text"
+        raise ArgumentError(f"{path}: cannot be read ({reason})") from None
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def load_runs(

@@ -7,7 +7,9 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["LOCAL_SIZES", "container", "launched_as", "outside_job", "problem"]
+from treeattn.collectives.runtime.process import Process
+
+__all__ = ["by_launcher", "container", "launched_as", "local_size", "outside_job", "problem", "siblings"]
 
 # (rank, size) as launchers put them into the environment of each process. One that runs below another
 # inherits that one's variables, too: those that only an inner one sets stand first.
@@ -26,8 +28,8 @@ _CONTAINERS = {
     "Charliecloud": ("CH_RUNNING",),
 }
 
-#: How many ranks of the job run on this machine, as MPICH's and Open MPI's launchers say it.
-LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
+# How many ranks of the job run on this machine, as MPICH's and Open MPI's launchers say it.
+_LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 _SLURM_FILES = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf", "/opt/slurm/etc/slurm.conf")
 _PLUG_INS = (
@@ -43,6 +45,16 @@ def launched_as(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
     # PMIx alone does not tell how many there are: at least those up to this one.
     rank_of_pmix = _number(environment, "PMIX_RANK")
     return rank_of_pmix, rank_of_pmix + 1
+
+
+def by_launcher() -> bool:
+    """Whether a launcher started this process: what looks like a terminal here may be its pipe to a file."""
+    return any(name in os.environ for name in ("PMIX_RANK", *(rank for rank, _ in _LAUNCHERS)))
+
+
+def local_size() -> int:
+    """How many ranks of the job run on this machine, as its launcher says; 0 where it does not say."""
+    return max(_number(os.environ, name) for name in _LOCAL_SIZES)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
@@ -74,7 +86,7 @@ def _only_rank() -> bool:
 
 
 def _other_launcher() -> str:
-    if "SLURM_STEP_NUM_TASKS" in os.environ and not any(name in os.environ for name in LOCAL_SIZES):
+    if "SLURM_STEP_NUM_TASKS" in os.environ and not any(name in os.environ for name in _LOCAL_SIZES):
         return f"srun's plug-in is not the one of the MPI that mpi4py loaded; {_PLUG_INS}"
     within = ", the one of the same MPI within the container" if container() else ""
     return (
@@ -83,13 +95,23 @@ def _other_launcher() -> str:
     )
 
 
+def siblings() -> dict[int, Process]:
+    """The processes that the launcher of this one has started on this machine, by rank."""
+    found = {}
+    for process in _started_by(os.getppid()):
+        rank, size = launched_as(_environment(process))
+        if size > 1:
+            found[rank] = Process.of(process)
+    return found
+
+
 def _announced_above() -> int:
     """How many processes a launcher announced to the nearest process above this one that knows it, or has
     started on this machine."""
     for process in _above():
         if (announced := launched_as(_environment(process))[1]) > 1:
             return announced
-        if _name(process) in _STARTERS and (started := _children(process)) > 1:
+        if _name(process) in _STARTERS and (started := len(_started_by(process))) > 1:
             return started
     return 1
 
@@ -112,18 +134,18 @@ def _name(process: int) -> str:
     return _said(process, "comm").strip()
 
 
-def _parent(process: int | str) -> int:
+def _parent(process: int) -> int:
     """0 for none, or none that is known."""
     after_name = _said(process, "stat").rpartition(")")[2].split()
     return int(after_name[1]) if after_name else 0
 
 
-def _children(process: int) -> int:
-    everything = (path.name for path in Path("/proc").glob("[0-9]*"))
-    return sum(_parent(other) == process for other in everything)
+def _started_by(process: int) -> list[int]:
+    everything = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    return [other for other in everything if _parent(other) == process]
 
 
-def _said(process: int | str, what: str) -> str:
+def _said(process: int, what: str) -> str:
     """A file of /proc; "" where there is none, or none for us."""
     try:
         return Path(f"/proc/{process}/{what}").read_bytes().decode(errors="replace")

@@ -14,7 +14,7 @@ import numpy as np
 
 from treeattn.errors import ArgumentError
 
-__all__ = ["LAYOUTS", "Layout", "block", "parse_layout"]
+__all__ = ["LAYOUTS", "Layout", "block", "parse_layout", "parts"]
 
 LAYOUTS = ("contiguous", "interleaved", "zigzag", "sizes=a,b,..")
 
@@ -70,6 +70,12 @@ class Layout:
 def block(tokens: int, index: int, count: int) -> slice:
     """Block `index` of `count` balanced ones."""
     return slice(index * tokens // count, (index + 1) * tokens // count)
+
+
+def parts(tokens: int, most: int | None) -> list[slice]:
+    """Of the tokens 0, 1, .., in order: as few slices of at most `most` as there can be, or one slice."""
+    step = most or max(1, tokens)
+    return [slice(begin, begin + step) for begin in range(0, tokens, step)]
 
 
 def parse_layout(text: str) -> Layout:

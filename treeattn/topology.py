@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
 
-from treeattn import comm as comm_
-from treeattn import hardware
+from treeattn import communicators, hardware
 from treeattn.backends.cuda import driver
 from treeattn.collectives import build
 from treeattn.collectives.clusters import description
@@ -160,7 +159,7 @@ class Topology:
         shape, each = " x ".join(map(str, reversed(joins))), f", {cards} cards a node" if cards > 1 else ""
         about = f"{shape} ranks{each} as detected, with the prices of {base.name}"
         found = structs.replace(base, name="detected", about=about, tiers=tiers, cards=cards)
-        return found, _placed(units, joins[0], slots)
+        return description.wholly_assumed(found), _placed(units, joins[0], slots)
 
     def places_on(self, cluster: Cluster) -> Placement:
         """The place of each rank: by the nodes that they are on if those fit, and within by sockets if the
@@ -266,7 +265,7 @@ def unnamed() -> ArgumentError:
 def detect(comm: Intracomm, devices: bool = False, root: Path = ROOT) -> Topology:
     """Where the ranks are, and the `devices` of their nodes if they are asked for. root: of the file system
     that is read. Collective: the same on every rank."""
-    groups = comm_.node_groups(comm)
+    groups = communicators.node_groups(comm)
     node = next(index for index, ranks in enumerate(groups) if comm.rank in ranks)
     cores = os.sched_getaffinity(0)
     here = Rank(

@@ -10,8 +10,8 @@ import sys
 from typing import Any, NamedTuple
 
 import numpy as np
-from emulator.cases import Case, is_tensor_core_case
 
+from tests.emulator.cases import Case, is_tensor_core_case
 from treeattn.backends import cuda
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.study.roofline.cuda import upload_random

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from treeattn.report import as_json
 from treeattn.study import environment
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -81,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, help="write the versions of the tools here")
     found = tools()
-    parser.parse_args().json.write_bytes(environment.as_json(found))
+    parser.parse_args().json.write_bytes(as_json(found))
     for name, what in found.items():
         print(f"{name}: {what or 'not there'}")
 

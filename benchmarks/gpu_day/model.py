@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.llama_models import PROMPT, write_model
-from treeattn import comm as comm_
+from tests.support.models import PROMPT, write_model
+from treeattn import communicators
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.llama import Llama, Session
 from treeattn.llama.drafts import NgramDrafts
 from treeattn.llama.generate import Drafting, generate
-from treeattn.study import environment
+from treeattn.report import as_json
 
 __all__ = ["CASES", "Case", "compare"]
 
@@ -82,7 +82,7 @@ def _continued(world: Any, case: Case, path: Path, device: str) -> tuple[Any, An
     nodes = NODES if case.drafts else 0
     with Session(world, model, TEXT, capacity=len(TEXT) + TOKENS, drafts=nodes, **given) as session:
         drafting = Drafting(nodes, NgramDrafts() if world.rank == 0 else None) if nodes else None
-        return logits, generate(world, session, TEXT, TOKENS, drafting=drafting)
+        return logits, generate(session, TOKENS, drafting=drafting)
 
 
 def wrong(row: dict[str, Any]) -> bool:
@@ -97,15 +97,15 @@ def main() -> None:
     problem = cupy_runtime.problem()
     if problem:
         sys.exit(f"model.py: {problem}")
-    world = comm_.world()
-    cupy_runtime.choose(comm_.node_local_rank(world))
+    world = communicators.world()
+    cupy_runtime.choose(communicators.node_local_rank(world))
     with tempfile.TemporaryDirectory() as mine:
         folder = Path(world.bcast(mine))
         rows = [compare(world, case, folder) for case in CASES]
         world.Barrier()  # nobody's directory goes before all have read it
     failed = [row for row in rows if wrong(row)]
     if world.rank == 0:
-        options.json.write_bytes(environment.as_json({"rows": rows}))
+        options.json.write_bytes(as_json({"rows": rows}))
         for row in failed:
             print("{case}: {largest_difference}, same tokens: {same_tokens}".format(**row))
         print(f"{len(rows) - len(failed)} of {len(rows)} models say on the GPU what they say elsewhere")

@@ -16,7 +16,7 @@ from typing import Any
 from gpu_day import readers
 from gpu_day.machine import machine
 from treeattn import files
-from treeattn.study import environment
+from treeattn.report import as_json
 
 __all__ = ["record"]
 
@@ -59,7 +59,7 @@ def main(
     except ValueError as error:
         print(f"gpu_day: {step}: no result: {error}", file=sys.stderr)
         return 1
-    files.output_writer(Path(out))(environment.as_json(facts))
+    files.output_writer(Path(out))(as_json(facts))
     print(f"gpu_day: {step}: {facts['problem'] or 'done'} ({seconds} s, {out})", file=sys.stderr)
     return int(facts["problem"] is not None)
 

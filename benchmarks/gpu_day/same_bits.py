@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from emulator.cases import CASES, Case, is_tensor_core_case
-from emulator.raw_module import compiler_problem
-from emulator.runtime import EmulatorRuntime
 
 from gpu_day.attend import Results, attend
+from tests.emulator.cases import CASES, Case, is_tensor_core_case
+from tests.emulator.raw_module import compiler_problem
+from tests.emulator.runtime import EmulatorRuntime
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.backends.cuda.compile import OPTIONS, source
-from treeattn.study import environment
+from treeattn.report import as_json
 
 __all__ = ["TABLE", "Defined", "compare", "defined"]
 
@@ -105,7 +105,7 @@ def main() -> None:
         "as_shipped": compare(TABLE, gpu, EmulatorRuntime()),
         "defined_bits": compare(TABLE, Defined(cupy, gpu), EmulatorRuntime(edit=defined)),
     }
-    options.json.write_bytes(environment.as_json(facts))
+    options.json.write_bytes(as_json(facts))
     wrong = [row for row in facts["defined_bits"] if row["different"]]
     for row in wrong:
         print("{case}: {different} of {words} words differ".format(**row))

@@ -33,7 +33,7 @@ def lower_bound(
         byte = min(_least_byte(cluster, tier) for tier in outer)
         times = 2 if replicated else 1
         found = max(found, times * size * byte * (len(groups) - 1) / len(groups) / cluster.cards)
-    return executor.call + executor.round + found
+    return executor.call + executor.round + (executor.far_round if len(groups) > 1 else 0.0) + found
 
 
 def spread(units: int, senders: int, period: float, delay: float) -> float:

@@ -7,12 +7,12 @@ Segments follow each other without a gap, so they add up to the time of the step
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from treeattn.collectives.clusters.simulate import Flight, Simulation, Step
 
-__all__ = ["Segment", "critical_path", "in_words"]
+__all__ = ["Segment", "assumed_share", "critical_path", "in_words"]
 
 Kind = Literal["start", "executor", "overhead", "merge", "latency", "bytes", "port"]
 
@@ -28,13 +28,15 @@ _WORDS = {
 
 
 class Segment(NamedTuple):
-    """What took `microseconds` of the step: on a tier, or by a rank itself (tier None)."""
+    """What took `microseconds` of the step: on a tier, or by a rank itself (tier None). assumed: by a price
+    that nobody measured."""
 
     kind: Kind
     rank: int
     tier: str | None
     round: int
     microseconds: float
+    assumed: bool = False
 
 
 def critical_path(simulation: Simulation) -> tuple[Segment, ...]:
@@ -53,53 +55,83 @@ def critical_path(simulation: Simulation) -> tuple[Segment, ...]:
         if flight is not None:
             found += _receiving(simulation, flight)
         if flight is None or flight.taken_up > flight.landed:  # the receiver was busy with its own sends
-            found += _own(simulation, rank, step, step.sent)
+            found += _own(simulation, rank, step, step.sends)
         else:
             found += _flying(simulation, flight)
             rank = flight.src
             step = next(step for step in simulation.steps[rank] if step.round == flight.round)
             # A sender that was held up by its receiver waited from when it was ready.
-            found += _own(simulation, rank, step, flight.ready)
+            found += _own(simulation, rank, step, step.sends[: step.sends.index(flight) + 1])
         index = simulation.steps[rank].index(step) - 1
     start = simulation.starts[rank]
-    found += [Segment("executor", rank, None, -1, simulation.executor.call)]
+    found += [_of_executor(simulation, rank, -1, "call")]
     found += [Segment("start", rank, None, -1, start)] if start else []
     return tuple(reversed([segment for segment in found if segment.microseconds > 0]))
 
 
+def _of_executor(simulation: Simulation, rank: int, round_: int, price: str) -> Segment:
+    prices = simulation.prices
+    return Segment("executor", rank, None, round_, getattr(prices, price), price in prices.assumed)
+
+
+def _overheads(simulation: Simulation, rank: int, flight: Flight) -> Iterator[Segment]:
+    """What a message costs the processor at one end."""
+    tier = simulation.cluster.tiers[flight.tier]
+    yield Segment("overhead", rank, None, flight.round, tier.overhead, "overhead" in tier.assumed)
+    yield _of_executor(simulation, rank, flight.round, "message")
+
+
 def _receiving(simulation: Simulation, flight: Flight) -> Iterator[Segment]:
-    merge = flight.bytes * 1e-3 / simulation.executor.merge_bandwidth if flight.merge else 0.0
-    yield Segment("merge", flight.dst, None, flight.round, merge)
-    yield Segment("overhead", flight.dst, None, flight.round, flight.done - flight.taken_up - merge)
+    prices = simulation.prices
+    if flight.merge:
+        merge = flight.bytes * 1e-3 / prices.merge_bandwidth
+        yield Segment("merge", flight.dst, None, flight.round, merge, "merge_bandwidth" in prices.assumed)
+    yield from _overheads(simulation, flight.dst, flight)
 
 
 def _flying(simulation: Simulation, flight: Flight) -> Iterator[Segment]:
-    tier = simulation.cluster.tiers[flight.tier].name
-    link = simulation.cluster.link(flight.tier, flight.bytes, simulation.executor.pulls)
-    waited = flight.landing - flight.began - link.latency
-    for kind, time in (
-        ("bytes", flight.landed - flight.landing),
-        ("port", waited),
-        ("latency", link.latency),
-        ("port", flight.began - flight.ready),
+    tier = simulation.cluster.tiers[flight.tier]
+    link = simulation.cluster.link(flight.tier, flight.bytes, simulation.prices.pulls)
+    of_bytes = not {"bandwidth", "read_bandwidth", "taper"}.isdisjoint(tier.assumed)
+    of_ports = of_bytes or not {"gap", "shared_gap", "shared_bandwidth"}.isdisjoint(tier.assumed)
+    for kind, time, assumed in (
+        ("bytes", flight.landed - flight.landing, of_bytes),
+        ("port", flight.landing - flight.began - link.latency, of_ports),
+        ("latency", link.latency, link.source in tier.assumed),
+        ("port", flight.began - flight.ready, of_ports),
     ):
-        yield Segment(kind, flight.src, tier, flight.round, time)  # type: ignore[arg-type]
+        yield Segment(kind, flight.src, tier.name, flight.round, time, assumed)  # type: ignore[arg-type]
 
 
-def _own(simulation: Simulation, rank: int, step: Step, until: float) -> Iterator[Segment]:
-    """From the step's entry until the rank had sent what is meant."""
-    yield Segment("overhead", rank, None, step.round, until - step.entered - simulation.executor.round)
-    yield Segment("executor", rank, None, step.round, simulation.executor.round)
+def _own(simulation: Simulation, rank: int, step: Step, sends: Sequence[Flight]) -> Iterator[Segment]:
+    """From the step's entry until the rank had sent these messages."""
+    for flight in reversed(sends):
+        yield from _overheads(simulation, rank, flight)
+    yield _of_executor(simulation, rank, step.round, "round")
+    if step.far:
+        yield _of_executor(simulation, rank, step.round, "far_round")
+
+
+def assumed_share(path: tuple[Segment, ...]) -> float:
+    """How much of the time of a path comes from prices that nobody measured, 0 to 1."""
+    total = sum(segment.microseconds for segment in path)
+    return sum(segment.microseconds for segment in path if segment.assumed) / total if total else 0.0
 
 
 def in_words(path: tuple[Segment, ...]) -> str:
-    """``21.3 us: 13.5 latency (rail 3, nvlink 1), 4.2 bytes, ..``, the longest first."""
+    """``21.3 us: 13.5 latency (rail 3, nvlink 1), 4.2 bytes*, ..``, the longest first; a star where a part of
+    it comes from assumed prices."""
     times: Counter[str] = Counter()
     hops: Counter[str] = Counter()
     for segment in path:
         times[segment.kind] += segment.microseconds  # type: ignore[assignment]
         hops[segment.tier or ""] += segment.kind == "latency"
-    parts = [f"{time:.1f} {_WORDS[kind]}" for kind, time in times.most_common() if time >= 0.05]
+    starred = {segment.kind for segment in path if segment.assumed}
+    parts = [
+        f"{time:.1f} {_WORDS[kind]}{'*' if kind in starred else ''}"
+        for kind, time in times.most_common()
+        if time >= 0.05
+    ]
     through = ", ".join(f"{tier} {count}" for tier, count in hops.items() if tier and count)
-    parts = [part + f" ({through})" if part.endswith("latency") and through else part for part in parts]
+    parts = [part + f" ({through})" if "latency" in part and through else part for part in parts]
     return f"{sum(times.values()):.1f} us: {', '.join(parts)}"

@@ -20,6 +20,7 @@ from.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from importlib import resources
 from math import prod
@@ -27,16 +28,32 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from treeattn.errors import ArgumentError
 
-__all__ = ["Cluster", "Executor", "Link", "Protocol", "Tier", "load", "shipped"]
+__all__ = [
+    "EXECUTORS",
+    "Cluster",
+    "Executor",
+    "Link",
+    "Protocol",
+    "Tier",
+    "executor_over",
+    "load",
+    "shipped",
+    "wholly_assumed",
+]
 
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Microseconds = Annotated[float, Meta(ge=0, le=1e12)]
 Rate = Annotated[float, Meta(ge=1e-9, le=1e12)]
 Name = Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9_-]*$")]
+
+#: Runners of a schedule, as `Reducer.executor` names them: on the host, and on GPUs.
+EXECUTORS = ("slots", "program", "mpi", "nccl", "peer", "peer_nccl")
+# Transport from GPUs -> who runs schedules over it.
+_OVER = {"nccl": "nccl", "peer": "peer", "cuda-mpi": "mpi", "host": "mpi"}
 
 _REMEDIES = {
     "missing required field": "add it, as the shipped files have it (treeattn simulate --list)",
@@ -74,7 +91,7 @@ class Tier(_Data, frozen=True):
     pair of ranks has a link of its own. taper: an outer tier's uplink from each unit has the bandwidth of
     its cards divided by this; 0 is a network without any such limit. shared_gap, shared_bandwidth: of what
     all messages within a unit of the tier go through one after the other, such as a bus, or the cores of a
-    machine that emulates several.
+    machine that emulates several. assumed: names of the fields that nobody measured or published.
     """
 
     name: Name
@@ -90,30 +107,38 @@ class Tier(_Data, frozen=True):
     shared_gap: Microseconds = 0.0
     shared_bandwidth: Rate | None = None
     protocols: tuple[Protocol, ...] = ()
+    assumed: tuple[str, ...] = ()
 
 
 class Executor(_Data, frozen=True):
     """What running a step costs beside the messages: microseconds for the call, for each round in which a
-    rank has something to do, and for each message; GB/s at which arriving bytes are merged.
+    rank has something to do, as much again where it has messages between nodes, and for each message; GB/s
+    at which arriving bytes are merged.
 
-    pulls: receivers fetch, so a tier's read prices count.
+    pulls: receivers fetch, so a tier's read prices count. within: the tier that it cannot leave. assumed: as
+    of a tier.
     """
 
     call: Microseconds
     round: Microseconds
     merge_bandwidth: Rate
     message: Microseconds = 0.0
+    far_round: Microseconds = 0.0
     pulls: bool = False
+    within: str = ""
+    assumed: tuple[str, ...] = ()
 
 
 class Link(msgspec.Struct, frozen=True):
-    """What one message of a known size costs on a tier: microseconds, and microseconds for each byte."""
+    """What one message of a known size costs on a tier: microseconds, and microseconds for each byte. source:
+    the tier's field that the latency is of."""
 
     latency: float
     overhead: float
     gap: float
     byte: float
     waits: bool
+    source: str = "latency"
 
 
 class Cluster(_Data, frozen=True, dict=True):
@@ -127,6 +152,7 @@ class Cluster(_Data, frozen=True, dict=True):
     executor: str
     cards: Count = 1
     memory: Rate | None = None  # GB/s that one rank reads its keys and values at
+    assumed: tuple[str, ...] = ()
 
     @cached_property
     def places(self) -> int:
@@ -155,29 +181,58 @@ class Cluster(_Data, frozen=True, dict=True):
     def link(self, tier: int, size: float, pulls: bool = False) -> Link:
         """What a message of `size` bytes costs on the tier of that index."""
         prices = self.tiers[tier]
-        latency, bandwidth, waits = prices.latency, prices.bandwidth, False
+        latency, bandwidth, waits, source = prices.latency, prices.bandwidth, False, "latency"
+        if pulls and prices.read_latency is not None:
+            latency, source = prices.read_latency, "read_latency"
         if pulls:
-            latency = latency if prices.read_latency is None else prices.read_latency
             bandwidth = prices.read_bandwidth or bandwidth
         for step in prices.protocols:
             if size >= step.from_bytes:
-                latency, waits = step.latency, step.waits
+                latency, waits, source = step.latency, step.waits, "protocols"
                 bandwidth = step.bandwidth or bandwidth
-        return Link(latency, prices.overhead, prices.gap, 1e-3 / bandwidth, waits)
+        return Link(latency, prices.overhead, prices.gap, 1e-3 / bandwidth, waits, source)
 
     def shared(self, tier: int, size: float) -> float:
         """Microseconds for which a message of `size` bytes takes what all messages of the tier share."""
         prices = self.tiers[tier]
         return prices.shared_gap + (size * 1e-3 / prices.shared_bandwidth if prices.shared_bandwidth else 0.0)
 
-    def runs(self, executor: str | None) -> Executor:
-        """The executor of that name, or the file's own. Raises `ArgumentError`."""
-        name = executor or self.executor
+    def executor_for(self, places: Sequence[int], wanted: str | None = None) -> str:
+        """Name of the executor that runs a schedule of ranks at these places: the one that is wanted, or the
+        file's own.
+
+        As a `Decoder` does, shared memory gives way to messages alone where every node has one rank, and
+        peer memory to peer memory with NCCL where ranks are further apart than it reaches. Raises
+        `ArgumentError` for one without prices.
+        """
+        name = wanted or self.executor
+        if name == "slots" and not wanted and len({place // self.slots for place in places}) == len(places):
+            name = "program" if "program" in self.executors else name
+        if name in self.executors and (within := self.executors[name].within):
+            width = self.widths[[tier.name for tier in self.tiers].index(within)]
+            name = "peer_nccl" if len({place // width for place in places}) > 1 else name
         if name not in self.executors:
-            raise ArgumentError(
-                f"{self.name}: executors: there is no {name!r}; choose from {', '.join(self.executors)}"
-            )
-        return self.executors[name]
+            known = ", ".join(self.executors)
+            raise ArgumentError(f"{self.name}: executors: there is no {name!r}; choose from {known}")
+        return name
+
+
+def wholly_assumed(cluster: Cluster) -> Cluster:
+    """The cluster with every price marked as assumed: those of another machine."""
+    tiers = tuple(structs.replace(tier, assumed=_prices(tier)) for tier in cluster.tiers)
+    executors = {name: structs.replace(of, assumed=_prices(of)) for name, of in cluster.executors.items()}
+    return structs.replace(cluster, tiers=tiers, executors=executors, assumed=("memory",))
+
+
+def _prices(part: Tier | Executor) -> tuple[str, ...]:
+    apart = ("name", "joins", "mesh", "pulls", "within", "assumed")
+    return tuple(name for name in part.__struct_fields__ if name not in apart)
+
+
+def executor_over(transport: str, executor: str | None = None) -> str | None:
+    """Who runs a schedule over a transport, as ``transport=`` and ``executor=`` take them; None: a cluster's
+    own choice for the host."""
+    return _OVER.get(transport, executor)
 
 
 def shipped() -> list[str]:
@@ -239,6 +294,15 @@ def _check(file: str, cluster: Cluster) -> None:
         raise ArgumentError(
             f"{file}: node: no tier is called {cluster.node!r}; take one of {', '.join(names)}"
         )
+    for name, executor in cluster.executors.items():
+        if name not in EXECUTORS:
+            every = ", ".join(EXECUTORS)
+            raise ArgumentError(f"{file}: executors: there is no executor {name!r}; name those of {every}")
+        if executor.within and executor.within not in names:
+            raise ArgumentError(
+                f"{file}: executors.{name}.within: no tier is called {executor.within!r}; take one of "
+                f"{', '.join(names)}"
+            )
     if cluster.executor not in cluster.executors:
         known = ", ".join(cluster.executors)
         raise ArgumentError(f"{file}: executor: no [executors.{cluster.executor}]; take one of {known}")
@@ -247,6 +311,11 @@ def _check(file: str, cluster: Cluster) -> None:
             f"{file}: cards: {cluster.cards} cards are not shared evenly by the {cluster.slots} ranks "
             "of a node; take a divisor"
         )
+    parts: tuple[Cluster | Tier | Executor, ...] = (cluster, *cluster.tiers, *cluster.executors.values())
+    for part in parts:
+        for field in part.assumed:
+            if field == "assumed" or field not in part.__struct_fields__:
+                raise ArgumentError(f"{file}: assumed: no key beside it is {field!r}; name those that are")
     for tier in cluster.tiers:
         starts = [step.from_bytes for step in tier.protocols]
         if starts != sorted(set(starts)):

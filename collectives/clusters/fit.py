@@ -62,7 +62,7 @@ def fit(
         cluster = _priced(shape, dict(zip(names, np.exp(parameters), strict=True)))
         return np.log([
             simulate(schedules[probe], cluster, places, Payload(probe.records, record_bytes)).time
-            if probe.groups else cluster.runs(None).call
+            if probe.groups else cluster.executors[cluster.executor].call
             for probe in measured
         ])  # fmt: skip
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from treeattn.collectives.catalog import build
-from treeattn.collectives.schedule import Round, Schedule, on_ranks, side_by_side
+from treeattn.collectives.combinators import on_ranks, side_by_side
+from treeattn.collectives.schedule import Round, Schedule
 
 __all__ = ["RECORDS", "Group", "Probe", "probes"]
 

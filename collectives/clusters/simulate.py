@@ -1,10 +1,14 @@
-"""What a schedule costs on a described cluster: every transfer it makes, one clock for each rank.
+"""Simulates what a schedule costs on a described cluster: every transfer it makes, one clock for each rank.
 
 A rank enters a round when it has finished the one before (rounds are no barriers). It pays the executor for
-the round, then the overhead of each message that it sends; a message waits for the sender's port, is under
-way for the tier's latency, waits for the receiver's port, and takes its bytes; the receiver, once its own
-are sent, pays overhead and merge for one arrival after the other. Ports: of the rank, of the pair on a
-mesh, of the network card that ranks of a node share, of tapered uplinks, and of what a whole tier shares.
+the round, then the overhead of each message that it sends. A message passes one port after the other on the
+sender's side, is under way for the tier's latency, and passes those of the receiver's side; the receiver,
+once its own are sent, pays overhead and merge for one arrival after the other. Ports: of the rank, of the
+pair on a mesh, of the NIC that ranks of a node share, of tapered uplinks, and of what a whole tier shares.
+
+A port serves messages in the order in which they come to it, for as long as their bytes take there (or its
+gap), and stands free otherwise: whoever waits for the next port holds none before it. A message goes on to
+the next port as soon as this one takes it (cut-through), and has landed when its last byte is through all.
 
 Source: LogGP (Alexandrov et al., SPAA 1995), simulated event by event as LogGOPSim does (Hoefler,
 Schneider, Lumsdaine, HPDC 2010), with ports in place of one gap.
@@ -18,9 +22,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
+from typing import NamedTuple
 
 from treeattn.collectives.clusters.bound import lower_bound
-from treeattn.collectives.clusters.description import Cluster, Executor, Link
+from treeattn.collectives.clusters.description import Cluster, Executor
 from treeattn.collectives.clusters.placement import Placement, explicit
 from treeattn.collectives.schedule import Schedule
 from treeattn.collectives.traffic import messages
@@ -47,9 +52,9 @@ class Payload:
 class Flight:
     """One message, and when what happened to it, in microseconds.
 
-    ready: the sender has paid for it; began: the sender's ports are free; landing: the receiver's are;
-    landed: its last byte is there; taken up and done: the receiver's overhead and merge. after: who kept
-    the receiver busy until it was taken up, None for what the receiver did itself.
+    ready: the sender has paid for it; began: the last of the sender's ports takes it; landing: the last of
+    the receiver's does; landed: its last byte is there; taken up and done: the receiver's overhead and merge.
+    after: the message that kept the receiver busy until then, None for what the receiver did itself.
     """
 
     round: int
@@ -69,7 +74,8 @@ class Flight:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A round in which a rank has something to do: it enters, has sent, has finished."""
+    """A round in which a rank has something to do: it enters, has sent, has finished. far: with messages
+    between nodes."""
 
     round: int
     sends: list[Flight] = field(default_factory=list)
@@ -77,6 +83,7 @@ class Step:
     entered: float = -1.0
     sent: float = 0.0
     ended: float = -1.0
+    far: bool = False
     last: Flight | None = None  # the arrival that it took up last
 
 
@@ -99,7 +106,7 @@ class Simulation:
     schedule: Schedule
     cluster: Cluster
     places: Placement
-    executor: Executor
+    executor: str
     time: float
     bound: float
     starts: tuple[float, ...]
@@ -107,6 +114,11 @@ class Simulation:
     steps: tuple[tuple[Step, ...], ...]
     traffic: tuple[Traffic, ...]
     busiest_card: int
+
+    @property
+    def prices(self) -> Executor:
+        """Of the executor."""
+        return self.cluster.executors[self.executor]
 
     @property
     def flights(self) -> Iterator[Flight]:
@@ -129,20 +141,39 @@ def simulate(
     """
     if len(places) != schedule.size:
         raise ArgumentError(f"placement: {len(places)} places for {schedule.size} ranks; give one for each")
-    run = _Run(schedule, cluster, explicit(cluster, places), payload, cluster.runs(executor))
+    name = cluster.executor_for(places, executor)
+    run = _Run(schedule, cluster, explicit(cluster, places), payload, cluster.executors[name])
     begin = tuple(starts) if starts is not None else (0.0,) * schedule.size
     run.go(begin)
     ends = tuple(steps[-1].ended if steps else start for start, steps in zip(begin, run.steps, strict=True))
     bound = lower_bound(cluster, run.places, payload.bytes, run.executor, schedule.result == "replicated")
     return Simulation(
-        schedule, cluster, run.places, run.executor, max(ends), min(begin) + bound, begin, ends,
+        schedule, cluster, run.places, name, max(ends), min(begin) + bound, begin, ends,
         tuple(map(tuple, run.steps)), run.traffic(), run.busiest_card(),
     )  # fmt: skip
 
 
-# A port: its tier or kind, whose it is, 0 out of there or 1 in, and both ends where each pair has a link.
-_Taken = tuple[tuple[int, ...], float]
-_CARD, _UPLINK, _SHARED = -1, -2, -1000
+# A port: its tier or kind, its place, which way, and the other end where each pair has a link.
+_NIC, _UPLINK, _SHARED = -1, -2, -1000
+_OUT, _IN, _THROUGH = range(3)
+
+
+class _Stop(NamedTuple):
+    """A port on a message's way: how long it is taken, what the bytes take, and the way on to the next."""
+
+    port: tuple[int, ...]
+    taken: float
+    bytes: float
+    onward: float = 0.0
+
+
+class _Passage(NamedTuple):
+    """A message on its way: at which stop it comes next, and when its last byte is there at the earliest."""
+
+    flight: Flight
+    stops: Sequence[_Stop]
+    at: int = 0
+    tail: float = 0.0
 
 
 class _Run:
@@ -157,14 +188,18 @@ class _Run:
             tier = cluster.tier_between(places[message.src], places[message.dst])
             size = message.records * payload.record_bytes
             flight = Flight(message.round, message.src, message.dst, size, message.merge, tier)
-            self._step(message.src, message.round).sends.append(flight)
-            self._step(message.dst, message.round).arrivals += 1
+            sender = self._step(message.src, message.round)
+            receiver = self._step(message.dst, message.round)
+            sender.sends.append(flight)
+            receiver.arrivals += 1
+            sender.far |= tier > cluster.node_tier
+            receiver.far |= tier > cluster.node_tier
         self.at = [0] * schedule.size  # which of its steps a rank is in
         self.busy = [0.0] * schedule.size  # until when a rank's processor is
         self.free: defaultdict[tuple[int, ...], float] = defaultdict(float)  # when a port is
         self.early: defaultdict[tuple[int, int], list[Flight]] = defaultdict(list)  # landed too soon
         self.held: defaultdict[tuple[int, int], list[Flight]] = defaultdict(list)  # waits for the receiver
-        self.events: list[tuple[float, int, Flight, bool]] = []
+        self.events: list[tuple[float, int, _Passage]] = []  # when, in which order, what
         self.order = count()
         self.link = lru_cache(None)(lambda tier, size: cluster.link(tier, size, executor.pulls))
 
@@ -177,11 +212,11 @@ class _Run:
         for rank, start in enumerate(starts):
             self._advance(rank, start + self.executor.call)
         while self.events:
-            now, _, flight, landed = heapq.heappop(self.events)
-            if landed:
-                self._arrive(flight)
+            now, _, passage = heapq.heappop(self.events)
+            if passage.at < len(passage.stops):
+                self._pass(passage, now)
             else:
-                self._depart(flight, now)
+                self._arrive(passage.flight)
 
     def _advance(self, rank: int, now: float) -> None:
         """The rank goes on at `now`, through all steps for which everything has arrived."""
@@ -196,74 +231,78 @@ class _Run:
     def _enter(self, rank: int, step: Step, now: float) -> None:
         """The step begins with all that it sends."""
         step.entered = now
-        now += self.executor.round
+        now += self.executor.round + (self.executor.far_round if step.far else 0.0)
         for flight in step.sends:
             now += self.link(flight.tier, flight.bytes).overhead + self.executor.message
             flight.ready = now
             self._send(flight)
         step.sent = self.busy[rank] = now
         for flight in self.held.pop((rank, step.round), ()):
-            self._push(max(flight.ready, step.entered), flight, False)
+            self._depart(flight, max(flight.ready, step.entered))
 
     def _send(self, flight: Flight) -> None:
+        if not self.link(flight.tier, flight.bytes).waits:
+            self._depart(flight, flight.ready)
+            return
         receiver = self._now_in(flight.dst)
-        there = receiver is not None and receiver.round == flight.round and receiver.entered >= 0
-        if self.link(flight.tier, flight.bytes).waits and not there:
-            self.held[flight.dst, flight.round].append(flight)
+        if receiver is not None and receiver.round == flight.round and receiver.entered >= 0:
+            self._depart(flight, max(flight.ready, receiver.entered))
         else:
-            self._push(flight.ready, flight, False)
+            self.held[flight.dst, flight.round].append(flight)
 
     def _now_in(self, rank: int) -> Step | None:
         steps = self.steps[rank]
         return steps[self.at[rank]] if self.at[rank] < len(steps) else None
 
-    def _push(self, when: float, flight: Flight, landed: bool) -> None:
-        heapq.heappush(self.events, (when, next(self.order), flight, landed))
+    def _push(self, when: float, passage: _Passage) -> None:
+        heapq.heappush(self.events, (when, next(self.order), passage))
 
     def _depart(self, flight: Flight, now: float) -> None:
-        """Through the sender's ports and the receiver's; each is taken for the bytes, or the gap."""
+        self._push(now, _Passage(flight, self._stops(flight)))
+
+    def _pass(self, passage: _Passage, now: float) -> None:
+        """Through one port, which is taken from then on, to the next, or to its end."""
+        flight, stops, at, tail = passage
+        stop = stops[at]
+        start = max(now, self.free[stop.port])
+        self.free[stop.port] = start + stop.taken
+        tail = max(tail, start + stop.bytes) + stop.onward
+        if stop.port[2] == _OUT:
+            flight.began = start
+        last = at + 1 == len(stops)
+        if last:
+            flight.landing, flight.landed = start, tail
+        self._push(tail if last else start + stop.onward, _Passage(flight, stops, at + 1, tail))
+
+    def _stops(self, flight: Flight) -> Sequence[_Stop]:
+        """All ports on its way, from the sender to the receiver."""
         link = self.link(flight.tier, flight.bytes)
-        out, into = self._ports(flight, link)
-        now = self._through_shared(flight, now)
-        flight.began = max(now, *(self.free[port] for port, _ in out))
-        for port, taken in out:
-            self.free[port] = flight.began + taken
-        flight.landing = max(flight.began + link.latency, *(self.free[port] for port, _ in into))
-        for port, taken in into:
-            self.free[port] = flight.landing + taken
-        uplinks = (taken for port, taken in (*out, *into) if port[0] <= _UPLINK)
-        flight.landed = flight.landing + max(flight.bytes * link.byte, *uplinks, 0.0)
-        self._push(flight.landed, flight, True)
-
-    def _through_shared(self, flight: Flight, now: float) -> float:
-        """When it is through what all messages of its tier share; that is before its ports, not with them."""
-        shared = self.cluster.shared(flight.tier, flight.bytes)
-        if not shared:
-            return now
-        unit = (_SHARED, flight.tier, self.places[flight.src] // self.cluster.widths[flight.tier])
-        self.free[unit] = max(now, self.free[unit]) + shared
-        return self.free[unit]
-
-    def _ports(self, flight: Flight, link: Link) -> tuple[list[_Taken], list[_Taken]]:
-        """(port, microseconds that it is taken) of the sender's side and of the receiver's."""
-        cluster, tier = self.cluster, flight.tier
         here, there = self.places[flight.src], self.places[flight.dst]
-        taken = max(link.gap, flight.bytes * link.byte)
-        sides: tuple[list[_Taken], list[_Taken]] = ([], [])
+        out, into = self._side(flight, here, _OUT, there), self._side(flight, there, _IN, here)
+        crossing = out[-1]._replace(onward=link.latency)
+        return [*self._shared(flight), *out[:-1], crossing, *reversed(into)]
+
+    def _shared(self, flight: Flight) -> list[_Stop]:
+        """What all messages of its tier share: it goes on when it is through with that."""
+        shared = self.cluster.shared(flight.tier, flight.bytes)
+        unit = self.places[flight.src] // self.cluster.widths[flight.tier]
+        return [_Stop((_SHARED - flight.tier, unit, _THROUGH), shared, 0.0, shared)] if shared else []
+
+    def _side(self, flight: Flight, place: int, side: int, other: int) -> list[_Stop]:
+        """Ports at one end, from the rank outwards."""
+        cluster, tier = self.cluster, flight.tier
+        link = self.link(tier, flight.bytes)
+        taken, size = max(link.gap, flight.bytes * link.byte), flight.bytes * link.byte
         if tier <= cluster.node_tier:
-            link_of = (here, there) if cluster.tiers[tier].mesh else ()
-            sides[0].append(((tier, here, 0, *link_of), taken))
-            sides[1].append(((tier, there, 1, *link_of), taken))
-            return sides
-        for side, place in enumerate((here, there)):
-            sides[side].append(((_CARD, self._card(place), side), taken))
-            for outer in range(cluster.node_tier + 1, tier + 1):
-                if taper := cluster.tiers[outer].taper:
-                    width = cluster.widths[outer - 1]
-                    cards = width // cluster.slots * cluster.cards
-                    share = flight.bytes * link.byte * taper / cards
-                    sides[side].append(((_UPLINK - outer, place // width, side), share))
-        return sides
+            pair = (other,) if cluster.tiers[tier].mesh else ()
+            return [_Stop((tier, place, side, *pair), taken, size)]
+        found = [_Stop((_NIC, self._card(place), side), taken, size)]
+        for outer in range(cluster.node_tier + 1, tier + 1):
+            if taper := cluster.tiers[outer].taper:
+                width = cluster.widths[outer - 1]
+                share = size * taper / (width // cluster.slots * cluster.cards)
+                found.append(_Stop((_UPLINK - outer, place // width, side), share, share))
+        return found
 
     def _card(self, place: int) -> int:
         node, slot = divmod(place, self.cluster.slots)

@@ -73,7 +73,7 @@ class _Lanes:
         self.lane = {rank: at for at, rank in enumerate(self.order)}
         self.node = parameters.node_of(nodes)
         self.columns = [_packed(self._arrows(round_)) for round_ in schedule.rounds]
-        self.apart = schedule.keeps_apart
+        self.apart = schedule.has_exclusive
         self.label = max(len(f"node {len(nodes)}") if len(nodes) > 1 else 0, 5)
 
     def header(self) -> Iterator[str]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from treeattn.collectives.check import Fold, prove
-from treeattn.collectives.operator import Operator
+from treeattn.collectives.check import prove
+from treeattn.collectives.runtime.operator import Operator
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError
-
-__all__ = ["run"]
 
 
 def run(schedule: Schedule, partials: Sequence[Any], operator: Operator) -> list[Any]:
@@ -22,42 +20,27 @@ def run(schedule: Schedule, partials: Sequence[Any], operator: Operator) -> list
     chunk if it is scattered. Raises `ScheduleError` for a schedule that does not check and
     `ArgumentError` for partials that do not fit it.
     """
-    held = _copies(schedule, partials, operator)
-    records = held[0].shape[0]
-    keeps_apart = schedule.keeps_apart
-    gathered: dict[tuple[int, range], Any] = {}  # without what the rank brought, where that is kept apart
-    for round_, folds in zip(schedule.rounds, prove(schedule).folds, strict=True):
-        before, apart = [array.copy() for array in held], dict(gathered)
-        without = {(t.src, t.dst, chunk) for t in round_ if not t.own for chunk in t.chunks}
+    _check(schedule, partials, operator)
+    folds_of = prove(schedule).folds
+    held = [np.array(partial, order="C") for partial in partials]
+    records = len(held[0])
+    if schedule.has_exclusive:  # what each rank has received without its own, once there is something
+        held += [np.empty_like(array) for array in held]
+    for round_, folds in zip(schedule.rounds, folds_of, strict=True):
+        before = [array.copy() for array in held]
         for transfer in round_:
             if not transfer.merge:
                 part = schedule.chunk_slice(transfer.chunks, records)
                 held[transfer.dst][part] = before[transfer.src][part]
-        for dst, chunks, sources in _pieces(folds, chunk_by_chunk=keeps_apart):
-            part = schedule.chunk_slice(chunks, records)
-            if part.start == part.stop:
-                continue  # a chunk without records is not sent
-            values = [
-                apart[source, chunks] if (source, dst, chunks.start) in without else before[source][part]
-                for source in sources
-            ]
-            held[dst][part] = _folded(values, operator)
-            if keeps_apart:
-                values[sources.index(dst)] = apart.get((dst, chunks))
-                gathered[dst, chunks] = _folded([v for v in values if v is not None], operator)
+        for holder, its_folds in folds.items():
+            for chunks, sources in its_folds:
+                part = schedule.chunk_slice(chunks, records)
+                if part.stop > part.start:  # a chunk without records is not sent
+                    held[holder][part] = _folded([before[source][part] for source in sources], operator)
     if schedule.result == "replicated":
-        return held
-    return [array[schedule.chunk_slice(range(r, r + 1), records)] for r, array in enumerate(held)]
-
-
-def _pieces(
-    folds: Mapping[int, Sequence[Fold]], chunk_by_chunk: bool
-) -> Iterator[tuple[int, range, tuple[int, ...]]]:
-    """The folds of a round as (dst, chunks, sources)."""
-    for dst, its_folds in folds.items():
-        for chunks, sources in its_folds:
-            for piece in [range(c, c + 1) for c in chunks] if chunk_by_chunk else [chunks]:
-                yield dst, piece, sources
+        return held[: schedule.size]
+    own = (schedule.chunk_slice(range(rank, rank + 1), records) for rank in range(schedule.size))
+    return [array[part] for array, part in zip(held, own, strict=False)]
 
 
 def _folded(values: Sequence[Any], operator: Operator) -> Any:
@@ -67,7 +50,7 @@ def _folded(values: Sequence[Any], operator: Operator) -> Any:
     return total
 
 
-def _copies(schedule: Schedule, partials: Sequence[Any], operator: Operator) -> list[Any]:
+def _check(schedule: Schedule, partials: Sequence[Any], operator: Operator) -> None:
     if len(partials) != schedule.size:
         raise ArgumentError(
             f"{schedule.name} is for {schedule.size} ranks, but there are {len(partials)} partials"
@@ -79,4 +62,3 @@ def _copies(schedule: Schedule, partials: Sequence[Any], operator: Operator) -> 
                 f"the partial of rank {rank} is {partial.dtype} {list(partial.shape)}, "
                 f"the reduction needs {np.dtype(operator.dtype)} {list(shape)}"
             )
-    return [np.array(partial, order="C") for partial in partials]

@@ -1,33 +1,32 @@
-"""Runs one schedule on one MPI communicator: planned once, then nothing but messages and merges.
+"""Runs one schedule on one MPI communicator round by round from Python: nothing but messages and merges.
 
-A planned reducer owns a private duplicate of the communicator, scratch space for what it receives, and
-persistent requests (MPI standard, section 3.9): a step starts them round by round and allocates nothing.
+A planned reducer owns a private duplicate of the communicator, room for what it receives, and persistent
+requests: a step starts them round by round and allocates nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from mpi4py import MPI
 
-from treeattn.collectives.executors import rounds
-from treeattn.collectives.executors.persistent import PersistentReducer
-from treeattn.collectives.reducer import Reduction
+from treeattn.collectives.executors import planned as planning
+from treeattn.collectives.runtime.persistent_requests import PersistentRequests
+from treeattn.collectives.runtime.reducer import Reducer as BaseReducer
+from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.collectives.schedule import Schedule
 
-__all__ = ["Reducer"]
 
+class PlannedRound(NamedTuple):
+    """What one rank does in round `number`: start and complete `requests`, then call `actions` in order."""
 
-class _PlannedRound(NamedTuple):
-    """What one rank does in one round: start and complete `requests`, then run `actions` in order."""
-
+    number: int
     requests: list[MPI.Prequest]
     actions: list[Callable[[], object]]
-    planned: rounds.RankRound
 
 
-class Reducer(PersistentReducer):
+class Reducer(BaseReducer):
     """A planned reduction of a buffer in place over all ranks of a communicator.
 
     Afterwards the buffer holds the result (all of it, or this rank's chunk of a scattered schedule).
@@ -40,45 +39,44 @@ class Reducer(PersistentReducer):
 
     executor = "mpi"
 
-    def __init__(self, reduction: Reduction, schedule: Schedule) -> None:
-        self.certificate, lazily = rounds.plan(reduction, schedule)
+    def __init__(self, spec: ReductionSpec, schedule: Schedule) -> None:
+        planned = planning.plan(spec, schedule)
         # All ranks are here: what may fail on one of them alone comes after what they do together.
-        super().__init__(schedule.name, reduction)
-        planned = list(lazily)
-        self.sent = rounds.sent(planned)
-        self._ready = reduction.memory.synchronize
-        self._steps = [self._plan(reduction, round_) for round_ in planned]
-        self._at: _PlannedRound | None = None
-        self._left: list[_PlannedRound] = []  # of a step in halves, the next one last
-        self.queued = not planned
+        super().__init__(schedule.name)
+        self._requests = PersistentRequests(spec.comm)
+        self.certificate, self.sent, self._program = planned.certificate, planned.sent, planned.program
+        self._ready = spec.memory.synchronize
+        #: What this rank does in a step.
+        self.rounds = list(self._planned_rounds(planning.Interpreter(spec, planned)))
+        self._at: PlannedRound | None = None
+        self._left: list[PlannedRound] = []  # of a step in halves, the next one last
+        self.stream_ordered = not self.rounds
 
     def waits_for(self) -> tuple[str, str]:
         """The round, and its peers."""
         if self._at is None:
             return super().waits_for()
-        return f"{self.name}, round {self._at.planned.number + 1}", rounds.peers(self._at.planned)
+        return f"{self.name}, round {self._at.number}", self._program.peers(self._at.number)
 
-    def _plan(self, reduction: Reduction, planned: rounds.RankRound) -> _PlannedRound:
+    def _planned_rounds(self, interpreter: planning.Interpreter) -> Iterator[PlannedRound]:
         """Tag = round: a fast neighbour may be ahead."""
-        comm, tag = self._comm, planned.number
-        requests = [comm.Recv_init(array, peer, tag) for array, peer, _ in planned.receives]
-        requests += [comm.Send_init(array, peer, tag) for array, peer, _ in planned.sends]
-        self._requests += requests
-        return _PlannedRound(requests, rounds.calls(reduction, planned.actions), planned)
+        for number, instructions in self._program.by_round():
+            requests = self._requests.add(number, *interpreter.messages(instructions))
+            yield PlannedRound(number, requests, interpreter.calls(instructions))
 
     def _begin(self) -> None:
-        self._left = self._steps[::-1]
+        self._left = self.rounds[::-1]
         self._post()
 
     def _post(self) -> None:
-        """The messages of the round that is next, if there is one."""
+        """Start the messages of the next round, if there is one."""
         if self._left:
             self._at = self._left[-1]
             self._ready()
             MPI.Prequest.Startall(self._at.requests)
 
     def _fold(self) -> None:
-        """What has come in that round, and post the one that follows."""
+        """Fold what has come in that round, and post the one that follows."""
         for action in self._left.pop().actions:
             action()
         self._post()
@@ -96,11 +94,20 @@ class Reducer(PersistentReducer):
             self._fold()
 
     def _step(self) -> None:
-        """Without the two calls that a step in halves takes."""
-        for step in self._steps:
+        """Run the rounds without the two calls that a step in halves takes."""
+        for step in self.rounds:
             self._at = step
             self._ready()
             MPI.Prequest.Startall(step.requests)
             MPI.Prequest.Waitall(step.requests)
             for action in step.actions:
                 action()
+
+    def _release(self) -> None:
+        self._requests.close()
+
+    def _abandon(self) -> None:
+        if not self.in_flight:
+            self._requests.free()
+
+    _at_exit = _abandon

@@ -1,120 +1,80 @@
-"""Runs one schedule as a program in which the ranks of a node read each other's records in shared memory.
+"""Runs a schedule as a compiled program whose ranks read one another's records in memory that they share.
 
-What a rank sends to ranks of its node goes into a slot of its own: records behind a flag that holds the
-number of the step. Receivers wait for the number and merge straight out of the slot. Everything else is as in
-`executors/program.py`: messages between nodes, the order of merges, the bits.
+What a rank sends to ranks of its node goes into slots of its own, and a flag with the number of the step
+publishes a round of them. Receivers wait for the number and merge straight out of the slots. Everything else
+is as in `executors/compiled.py`: messages between nodes, the order of merges, the bits.
 
 There are two sets of slots, for even and odd steps, and no barrier. A rank in step s + 2 overwrites what it
-published in step s. It has a result of step s + 1 that counts every rank, so every rank had begun step s + 1
-and was done with reading in step s. Where a result may count nobody (`Certificate.in_step_from`), slots are
-refused.
+published in step s. It has a result of step s + 1 that depends on every rank, so every rank had begun step
+s + 1 and was done with reading in step s. Where there are too few records for that
+(`Certificate.min_records_for_double_buffering`), slots are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from treeattn.collectives.executors import program, shared_memory
-from treeattn.collectives.executors.instructions import Near, Slot
-from treeattn.collectives.reducer import Reduction
+from treeattn.collectives.executors import compiled
+from treeattn.collectives.executors import planned as planning
+from treeattn.collectives.program import Program
+from treeattn.collectives.runtime import shared_memory
+from treeattn.collectives.runtime.reducer import ReductionSpec
+from treeattn.collectives.runtime.shared_memory import Part
 from treeattn.collectives.schedule import Schedule
-from treeattn.errors import RestrictionError, TransportError
-
-__all__ = ["Layout", "Reducer", "Slots"]
+from treeattn.errors import RestrictionError
 
 # Two cache lines: processors fetch them in pairs. A flag has them for itself.
 _LINE = 128
 
 
-class Layout:
-    """Where each rank of a node puts what it sends to the others. It follows from the schedule alone."""
-
-    def __init__(self, schedule: Schedule, node: tuple[int, ...], rows: int, row_bytes: int) -> None:
-        """rows: what chunks are cut from."""
-        members = frozenset(node)
-        self._offsets: dict[tuple[int, int, range], int] = {}
-        #: Bytes of one set of each rank.
-        self.sizes = dict.fromkeys(node, 0)
-        for number, round_ in enumerate(schedule.rounds):
-            for t in round_:
-                part = schedule.chunk_slice(t.chunks, rows)
-                key = number, t.src, t.chunks
-                if part.stop == part.start or key in self._offsets or not {t.src, t.dst} <= members:
-                    continue
-                self._offsets[key] = self.sizes[t.src]
-                self.sizes[t.src] += _LINE + _lines((part.stop - part.start) * row_bytes)
-
-    def offset(self, number: int, source: int, chunks: range, parity: int) -> int:
-        """Bytes from the beginning of the source's part to the flag; the records follow a `_LINE` later."""
-        return parity * self.sizes[source] + self._offsets[number, source, chunks]
-
-
 class Slots:
-    """The slots of one rank and of those near it, as `instructions.Near` takes them."""
+    """Two sets of slots of every rank of a node, each a line for the flag of every round, then records."""
 
-    def __init__(self, rank: int, layout: Layout, parts: Mapping[int, int]) -> None:
-        """parts: rank -> address of its part, of all ranks of the node."""
-        self.rank = rank
-        self._layout, self._parts = layout, parts
+    def __init__(self, parts: Mapping[int, Part], program: Program, record_bytes: int) -> None:
+        """parts: of two sets, zeros, of all ranks of the node."""
+        self._parts, self._flags = parts, program.rounds * _LINE
+        self._set = set_bytes(program, record_bytes)
+        self._addresses = {rank: part.memory.ctypes.data for rank, part in parts.items()}
 
-    def __contains__(self, rank: int) -> bool:
-        """Whether it is of this node."""
-        return rank in self._parts
+    def flag(self, rank: int, round_: int, parity: int) -> int:
+        """Address of the flag of a round, from 1, of even (parity 0) or odd (1) steps."""
+        return self._addresses[rank] + parity * self._set + (round_ - 1) * _LINE
 
-    def slot(self, number: int, source: int, chunks: range, parity: int) -> Slot:
-        """Addresses in the part of `source`."""
-        flag = self._parts[source] + self._layout.offset(number, source, chunks, parity)
-        return Slot(flag, flag + _LINE)
+    def records(self, rank: int, parity: int) -> int:
+        """Address of the records of a set."""
+        return self._addresses[rank] + parity * self._set + self._flags
 
-
-class Reducer(program.Reducer):
-    """As `executors.program.Reducer`. Raises `SharingError` where ranks of a node cannot share memory, and
-    `RestrictionError` where two sets of slots are not enough, both on every rank alike."""
-
-    executor = "slots"
-
-    def __init__(
-        self,
-        reduction: Reduction,
-        schedule: Schedule,
-        *,
-        nodes: tuple[tuple[int, ...], ...],
-        crowded: bool = False,
-    ) -> None:
-        """nodes: ranks that share memory, the same on every rank."""
-        self._node = next(node for node in nodes if reduction.comm.rank in node)
-        super().__init__(reduction, schedule, crowded=crowded)
-
-    def _meet(self, reduction: Reduction, schedule: Schedule) -> Near:
-        records = reduction.records(schedule.name)
-        rows, rank = len(records) // reduction.group, reduction.comm.rank
-        assert self.certificate is not None
-        least = self.certificate.in_step_from
-        if rows < least:
-            raise RestrictionError(
-                f"{schedule.name}: with {rows} records some rank gets none, and could overwrite what others "
-                f"still read; shared memory is for {least} or more"
-            )
-        layout = Layout(schedule, self._node, rows, records[:1].nbytes * reduction.group)
-        self._parts = shared_memory.share(reduction.comm, self._node, 2 * layout.sizes[rank])
-        addresses = {near: part.memory.ctypes.data for near, part in self._parts.items()}
-        return Slots(rank, layout, addresses)
-
-    def _release(self) -> None:
-        super()._release()
-        self._parts = {}  # mapped for as long as they are known
-
-    def _look_around(self) -> None:
-        """Who has ended publishes nothing any more."""
-        super()._look_around()
-        ended = [rank for rank, part in self._parts.items() if part.owner.ended]
-        if ended:
-            round_ = self._at()
-            awaited = {message.peer for message in round_.receives} if round_ else set()
-            rank = min(ended, key=lambda rank: (rank not in awaited, rank))  # others may have ended after it
-            what, peers = self.waits_for()
-            raise TransportError(f"{what}: rank {rank} has ended, while this one waits for {peers}")
+    def ended(self) -> list[int]:
+        """The ranks whose process has ended."""
+        return [rank for rank, part in self._parts.items() if part.owner.ended]
 
 
-def _lines(size: int) -> int:
-    return -(-size // _LINE) * _LINE
+def set_bytes(program: Program, record_bytes: int) -> int:
+    """Bytes of one set of slots of any rank of a node."""
+    return program.rounds * _LINE + -(-program.slots * record_bytes // _LINE) * _LINE
+
+
+def plan(
+    spec: ReductionSpec,
+    schedule: Schedule,
+    *,
+    nodes: tuple[tuple[int, ...], ...],
+    oversubscribed: bool = False,
+) -> compiled.Reducer:
+    """As `compiled.plan`, with shared memory between the ranks of each node. Collective.
+
+    nodes: ranks that share memory, the same on every rank. Raises `SharingError` where ranks of a node
+    cannot, and `RestrictionError` where two sets of slots are not enough, both on every rank alike.
+    """
+    node = next(node for node in nodes if spec.comm.rank in node)
+    planned = planning.plan(spec, schedule, node)
+    least = planned.certificate.min_records_for_double_buffering
+    rows = len(planned.records) // spec.granularity
+    if rows < least:
+        raise RestrictionError(
+            f"{schedule.name}: with {rows} records some rank gets none, and could overwrite what others "
+            f"still read; shared memory is for {least} or more"
+        )
+    record_bytes = planned.records[:1].nbytes
+    parts = shared_memory.share(spec.comm, node, 2 * set_bytes(planned.program, record_bytes))
+    return compiled.Reducer(spec, planned, Slots(parts, planned.program, record_bytes), oversubscribed)

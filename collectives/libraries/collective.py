@@ -7,7 +7,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from treeattn.collectives.reducer import Reducer, Reduction, duplicate
+from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec, duplicate
 
 __all__ = ["CollectiveReducer"]
 
@@ -18,10 +18,11 @@ class CollectiveReducer(Reducer):
     It runs on a private duplicate of the communicator. Raises `ScheduleError` for a buffer that does not fit.
     """
 
-    def __init__(self, name: str, reduction: Reduction) -> None:
+    def __init__(self, name: str, reduction: ReductionSpec) -> None:
         super().__init__(name)
         self._records: Any = reduction.records(name)
-        self._comm = duplicate(reduction.comm)
+        self._private = duplicate(reduction.comm)
+        self._comm = self._private.unwatched  # a step counts itself
 
     @abstractmethod
     def _first(self) -> MPI.Request:
@@ -45,4 +46,4 @@ class CollectiveReducer(Reducer):
         self._rest()
 
     def _release(self) -> None:
-        self._comm.Free()
+        self._private.free()

@@ -14,7 +14,7 @@ import ctypes
 from mpi4py import MPI
 
 from treeattn.collectives.libraries.collective import CollectiveReducer
-from treeattn.collectives.reducer import Reduction
+from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.errors import BackendError
 
 __all__ = ["MpiAllreduce", "plan"]
@@ -27,7 +27,7 @@ class MpiAllreduce(CollectiveReducer):
 
     one_collective = True
 
-    def __init__(self, reduction: Reduction) -> None:
+    def __init__(self, reduction: ReductionSpec) -> None:
         self._op = _operator(reduction.operator.mpi_function())
         super().__init__("mpi_allreduce", reduction)
         operator = reduction.operator

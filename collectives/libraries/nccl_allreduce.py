@@ -5,8 +5,8 @@ So this is another algorithm than the merge: `rescaled_sum`, in two calls or in 
 
 from __future__ import annotations
 
-from treeattn.collectives.libraries.rescaled_sum import RescaledSumOverNccl
+from treeattn.collectives.libraries.rescaled_sum import over_nccl
 
 __all__ = ["plan"]
 
-plan = RescaledSumOverNccl
+plan = over_nccl

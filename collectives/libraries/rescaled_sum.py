@@ -13,12 +13,10 @@ from typing import Any
 
 from mpi4py import MPI
 
-from treeattn.collectives.captured import CapturedReducer
 from treeattn.collectives.libraries.collective import CollectiveReducer
-from treeattn.collectives.operator import RescalingOperator
-from treeattn.collectives.reducer import Reduction, Sent
-
-__all__ = ["RescaledSumOverMpi", "RescaledSumOverNccl"]
+from treeattn.collectives.runtime.cuda_graph import CudaGraphReducer
+from treeattn.collectives.runtime.operator import RescalingOperator
+from treeattn.collectives.runtime.reducer import ReductionSpec, Sent
 
 
 class _Arrays:
@@ -28,7 +26,7 @@ class _Arrays:
     are one: packed, or `in_place` the whole records, whose maxima are overwritten afterwards.
     """
 
-    def __init__(self, records: Any, reduction: Reduction, calls: int, in_place: bool = False) -> None:
+    def __init__(self, records: Any, reduction: ReductionSpec, calls: int, in_place: bool = False) -> None:
         operator: RescalingOperator = reduction.operator
         empty = reduction.memory.empty
         self.own = operator.columns(records)
@@ -58,7 +56,7 @@ class _Arrays:
 class RescaledSumOverMpi(CollectiveReducer):
     """MPI_Allreduce with MAX, then with SUM. `calls`: 2 or 3; float32 and float64."""
 
-    def __init__(self, name: str, reduction: Reduction, calls: int) -> None:
+    def __init__(self, name: str, reduction: ReductionSpec, calls: int) -> None:
         super().__init__(name, reduction)
         self._arrays = _Arrays(self._records, reduction, calls)
         self.sent = Sent(None, self._records.nbytes)  # every element of every record once
@@ -79,23 +77,21 @@ class RescaledSumOverMpi(CollectiveReducer):
         self._arrays.put_back()
 
 
-class RescaledSumOverNccl(CapturedReducer):
-    """NCCL's all-reduce with max, then with sum, queued to a GPU's stream. `calls`: 2 or 3; float32.
+def over_nccl(spec: ReductionSpec, calls: str = "2") -> CudaGraphReducer:
+    """NCCL's all-reduce with max, then with sum, queued to a GPU's stream; calls: 2 or 3; float32.
 
-    `reduction` is over a communicator of NCCL, which the reducer then owns.
-    With 2 the records travel whole, in place: a copy less costs more than an element for each record.
+    spec: over a communicator of NCCL, which the reducer then owns. With 2 calls the records travel whole, in
+    place: a copy less costs more than an element for each record.
     """
+    arrays = _Arrays(spec.records("nccl_allreduce"), spec, int(calls), in_place=True)
+    all_reduce = spec.comm.all_reduce
 
-    def __init__(self, reduction: Reduction, calls: str = "2") -> None:
-        records = reduction.records("nccl_allreduce")
-        super().__init__("nccl_allreduce", reduction)
-        self._arrays = _Arrays(records, reduction, int(calls), in_place=True)
-
-    def _queue(self) -> None:
-        arrays, all_reduce = self._arrays, self._communicator.all_reduce
+    def queue() -> None:
         arrays.take_maxima()
         all_reduce(arrays.maxima, "max")
         arrays.rescale()
         for array in arrays.sums:
             all_reduce(array, "sum")
         arrays.put_back()
+
+    return CudaGraphReducer("nccl_allreduce", spec.comm, spec.memory, queue)

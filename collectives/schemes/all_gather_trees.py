@@ -21,13 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from treeattn.collectives.schedule import (
-    Schedule,
-    Transfer,
-    refuse_above_limit,
-    reversed_as_copies,
-    then,
-)
+from treeattn.collectives.combinators import reversed_as_copies, then
+from treeattn.collectives.schedule import Schedule, Transfer, refuse_above_limit
 
 
 def all_gather_trees(size: int) -> Schedule:

@@ -22,16 +22,8 @@ SC 2025, arXiv:2508.17311; the distances are those of Swing (De Sensi et al., NS
 
 from __future__ import annotations
 
-from treeattn.collectives.schedule import (
-    Round,
-    Schedule,
-    Transfer,
-    fold_onto,
-    on_ranks,
-    reversed_as_copies,
-    then,
-    with_chunks,
-)
+from treeattn.collectives.combinators import fold_onto, on_ranks, reversed_as_copies, then, with_chunks
+from treeattn.collectives.schedule import Round, Schedule, Transfer
 
 
 def bine(size: int, form: str = "latency") -> Schedule:

@@ -28,8 +28,10 @@ def census(size: int) -> Schedule:
     rounds: list[Round] = []
     known = 0  # ranks after it of which each rank has gathered the records
     for digit in f"{size - 1:b}" if size > 1 else "":
-        own = digit == "1"
-        ahead = known + own
-        rounds.append(tuple(Transfer((rank + ahead) % size, rank, own=own) for rank in range(size)))
+        inclusive = digit == "1"
+        ahead = known + inclusive
+        rounds.append(
+            tuple(Transfer((rank + ahead) % size, rank, inclusive=inclusive) for rank in range(size))
+        )
         known += ahead
     return Schedule("census", size, 1, tuple(rounds))

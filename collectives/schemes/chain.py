@@ -11,7 +11,8 @@ Source: the linear algorithm of MPI textbooks; NCCL's intra-node part, src/graph
 
 from __future__ import annotations
 
-from treeattn.collectives.schedule import Schedule, Transfer, reversed_as_copies, then
+from treeattn.collectives.combinators import reversed_as_copies, then
+from treeattn.collectives.schedule import Schedule, Transfer
 
 
 def chain(size: int) -> Schedule:

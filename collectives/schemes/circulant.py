@@ -15,7 +15,8 @@ Source: Traeff, "Optimal, Non-pipelined Reduce-scatter and Allreduce Algorithms"
 
 from __future__ import annotations
 
-from treeattn.collectives.schedule import Schedule, reversed_as_copies, then
+from treeattn.collectives.combinators import reversed_as_copies, then
+from treeattn.collectives.schedule import Schedule
 from treeattn.collectives.schemes.head_scatter import head_scatter
 
 

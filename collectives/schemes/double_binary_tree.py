@@ -17,14 +17,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-from treeattn.collectives.schedule import (
-    Round,
-    Schedule,
-    Transfer,
-    refuse_above_limit,
-    reversed_as_copies,
-    then,
-)
+from treeattn.collectives.combinators import reversed_as_copies, then
+from treeattn.collectives.schedule import Round, Schedule, Transfer, refuse_above_limit
 
 
 class _Edge(NamedTuple):

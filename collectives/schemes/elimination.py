@@ -21,7 +21,8 @@ round.
 
 from __future__ import annotations
 
-from treeattn.collectives.schedule import Round, Schedule, Transfer, reversed_as_copies, then
+from treeattn.collectives.combinators import reversed_as_copies, then
+from treeattn.collectives.schedule import Round, Schedule, Transfer
 
 # Ranks that hold the same chunks cut in as many blocks as there are ranks: the i-th has the i-th block.
 _Group = list[int]

@@ -15,15 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
-from treeattn.collectives.schedule import (
-    Round,
-    Schedule,
-    on_ranks,
-    reversed_as_copies,
-    side_by_side,
-    then,
-    with_chunks,
-)
+from treeattn.collectives.combinators import on_ranks, reversed_as_copies, side_by_side, then, with_chunks
+from treeattn.collectives.schedule import Round, Schedule
 from treeattn.errors import RestrictionError
 
 

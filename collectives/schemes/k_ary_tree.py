@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from treeattn.collectives.schedule import Schedule, Transfer, reversed_as_copies, then
+from treeattn.collectives.combinators import reversed_as_copies, then
+from treeattn.collectives.schedule import Schedule, Transfer
 
 
 def k_ary_tree(size: int, radix: int = 2) -> Schedule:

@@ -12,7 +12,8 @@ Algorithms for the Exascale Era", CLUSTER 2023 (k-nomial).
 
 from __future__ import annotations
 
-from treeattn.collectives.schedule import Round, Schedule, Transfer, reversed_as_copies, then
+from treeattn.collectives.combinators import reversed_as_copies, then
+from treeattn.collectives.schedule import Round, Schedule, Transfer
 
 
 def k_nomial_tree(size: int, radix: int = 2) -> Schedule:

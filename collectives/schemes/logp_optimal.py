@@ -23,7 +23,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heappop, heappush
 
-from treeattn.collectives.schedule import Schedule, Transfer, reversed_as_copies, then
+from treeattn.collectives.combinators import reversed_as_copies, then
+from treeattn.collectives.schedule import Schedule, Transfer
 
 
 def logp_optimal(size: int, latency: int = 1600, overhead: int = 200, gap: int = 500) -> Schedule:

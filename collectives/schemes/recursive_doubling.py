@@ -13,7 +13,8 @@ IJHPCA 2005, section 4.5.
 
 from __future__ import annotations
 
-from treeattn.collectives.schedule import Schedule, Transfer, fold_onto, reversed_as_copies, then
+from treeattn.collectives.combinators import fold_onto, reversed_as_copies, then
+from treeattn.collectives.schedule import Schedule, Transfer
 
 
 def recursive_doubling(size: int) -> Schedule:

@@ -18,15 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from treeattn.collectives.schedule import (
-    Round,
-    Schedule,
-    Transfer,
-    fold_onto,
-    refuse_above_limit,
-    reversed_as_copies,
-    then,
-)
+from treeattn.collectives.combinators import fold_onto, reversed_as_copies, then
+from treeattn.collectives.schedule import Round, Schedule, Transfer, refuse_above_limit
 from treeattn.errors import RestrictionError
 
 

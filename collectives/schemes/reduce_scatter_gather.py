@@ -14,15 +14,8 @@ Gropp, IJHPCA 2005.
 
 from __future__ import annotations
 
-from treeattn.collectives.schedule import (
-    Round,
-    Schedule,
-    Transfer,
-    fold_onto,
-    reversed_as_copies,
-    then,
-    with_chunks,
-)
+from treeattn.collectives.combinators import fold_onto, reversed_as_copies, then, with_chunks
+from treeattn.collectives.schedule import Round, Schedule, Transfer
 
 
 def reduce_scatter_gather(size: int, order: str = "far") -> Schedule:

@@ -12,7 +12,8 @@ Source: Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms for clusters o
 
 from __future__ import annotations
 
-from treeattn.collectives.schedule import Round, Schedule, Transfer, refuse_above_limit, then
+from treeattn.collectives.combinators import then
+from treeattn.collectives.schedule import Round, Schedule, Transfer, refuse_above_limit
 
 
 def ring(size: int) -> Schedule:

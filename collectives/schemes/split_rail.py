@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from treeattn.collectives.rails import Share, on_rails
+from treeattn.collectives.combinators import Share, on_rails
 from treeattn.collectives.schedule import Schedule
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from math import lcm
 
-from treeattn.collectives.rails import Share, on_rails
+from treeattn.collectives.combinators import Share, on_rails
 from treeattn.collectives.schedule import TRANSFER_LIMIT, Schedule
 
 

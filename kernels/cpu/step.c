@@ -1,6 +1,6 @@
 /* One rank's part of a reduction as a flat program, run by one call that can be resumed.
  *
- * collectives/executors/program.py writes the program. MPI is reached through pointers into the library that the
+ * collectives/executors/lowering.py writes the program. MPI is reached through pointers into the library that the
  * process has loaded, without its header: requests and statuses are bytes that nobody looks into here, and a
  * communicator travels by value in a whole register, whether it is an int or a pointer. */
 #include <sched.h>
@@ -9,15 +9,15 @@
 #include <string.h>
 #include <time.h>
 
-/* START and WAIT are about the messages of a round; PUBLISH and AWAIT about a slot: records in memory that several
- * ranks share, behind a flag that holds the number of the step in which they were written. */
+/* START and WAIT are about the messages of a round; PUBLISH and AWAIT about a flag, in memory that
+ * several ranks share: the number of the step in which the slots of a round were written. */
 enum kind { START, WAIT, PUBLISH, AWAIT, COPY, MERGE };
 
 enum result {
   DONE,
   AGAIN,   /* time is up: the caller may look at signals and at the clock, and call once more */
   FAILED,  /* MPI says so: `code` */
-  OVERRUN, /* a slot holds a later step already */
+  OVERRUN, /* slots hold a later step already */
 };
 
 struct instruction {
@@ -38,14 +38,14 @@ struct step {
   intptr_t comm;
   int64_t length, next; /* instructions, and the one to go on with */
   int64_t number;       /* of this step, from 1 */
-  int64_t looks;        /* without a pause, before the processor is offered to others */
+  int64_t spins;        /* polls before the processor is offered to others */
   int64_t width;        /* elements of a record */
   int32_t any_source, any_tag, code;
   int32_t result; /* of the last call */
 };
 
-/* While a flag is awaited MPI must be looked at too: others may wait for messages that move only then. */
-enum { LOOKS_PER_PROBE = 64 };
+/* While a flag is awaited MPI must make progress too: others may wait for messages that move only then. */
+enum { POLLS_PER_PROBE = 64 };
 
 _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "flags are shared by processes");
 
@@ -63,9 +63,9 @@ static int64_t now(void) {
   return time.tv_sec * INT64_C(1000000000) + time.tv_nsec;
 }
 
-/* After a look in vain: whether to look again. `nanoseconds` of waiting in vain end a call. */
-static int look_again(const struct step *step, int64_t looked, int64_t *deadline, int64_t nanoseconds) {
-  if (nanoseconds && looked < step->looks) {
+/* After a poll in vain: whether to poll again. `nanoseconds` of waiting in vain end a call. */
+static int should_spin(const struct step *step, int64_t polls, int64_t *deadline, int64_t nanoseconds) {
+  if (nanoseconds && polls < step->spins) {
     relax();
     return 1;
   }
@@ -78,28 +78,28 @@ static int look_again(const struct step *step, int64_t looked, int64_t *deadline
 
 static enum result wait_for_requests(struct step *step, const struct instruction *wait, int64_t nanoseconds) {
   int64_t deadline = 0;
-  for (int64_t looked = 0;; ++looked) {
+  for (int64_t polls = 0;; ++polls) {
     int complete = 0;
     step->code = step->testall(wait->requests, wait->into, &complete, step->statuses);
     if (step->code) return FAILED;
     if (complete) return DONE;
-    if (!look_again(step, looked, &deadline, nanoseconds)) return AGAIN;
+    if (!should_spin(step, polls, &deadline, nanoseconds)) return AGAIN;
   }
 }
 
 static enum result wait_for_flag(struct step *step, const struct instruction *wait, int64_t nanoseconds) {
   const _Atomic int64_t *flag = (const _Atomic int64_t *)wait->into;
   int64_t deadline = 0;
-  for (int64_t looked = 0;; ++looked) {
+  for (int64_t polls = 0;; ++polls) {
     int64_t number = atomic_load_explicit(flag, memory_order_acquire);
     if (number == step->number) return DONE;
     if (number > step->number) return OVERRUN;
-    if (step->iprobe && (!nanoseconds || looked % LOOKS_PER_PROBE == LOOKS_PER_PROBE - 1)) {
+    if (step->iprobe && (!nanoseconds || polls % POLLS_PER_PROBE == POLLS_PER_PROBE - 1)) {
       int found;
       step->code = step->iprobe(step->any_source, step->any_tag, step->comm, &found, step->statuses);
       if (step->code) return FAILED;
     }
-    if (!look_again(step, looked, &deadline, nanoseconds)) return AGAIN;
+    if (!should_spin(step, polls, &deadline, nanoseconds)) return AGAIN;
   }
 }
 
@@ -124,7 +124,7 @@ static enum result run(struct step *step, const struct instruction *i, int64_t n
   }
 }
 
-/* A step, or what is left of it. It returns after `nanoseconds` of waiting in vain; 0: after one look. */
+/* A step, or what is left of it. It returns after `nanoseconds` of waiting in vain; 0: after one poll. */
 int64_t run_step(struct step *step, int64_t nanoseconds) {
   const struct instruction *program = step->programs[step->number & 1];
   for (; step->next < step->length; ++step->next) {

@@ -1,7 +1,7 @@
 // Reduces the records of the ranks of a node in one launch. A rank copies what others need into a window of its own
 // memory, announces it by a number there, and pulls what it needs out of the others' windows, in the order of a
-// schedule (collectives/pulls.py makes the program). Nothing is ever written to another rank's memory. Bits as
-// treeattn/partial.py defines them. The launch that ends a step may finish the records too.
+// schedule (collectives/program.py). Nothing is ever written to another rank's memory. Bits as treeattn/partial.py
+// defines them. The launch that ends a step may finish the records too.
 //
 // A record goes its way alone, so that block b of a rank meets only block b of the others: it needs no barrier over a
 // grid, but all blocks of a grid must run at once. There are two sets of slots, for even and for odd steps.

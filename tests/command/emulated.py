@@ -11,15 +11,14 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "mpi")]
+sys.path.insert(0, str(ROOT))
 
-from emulator import device_array  # noqa: E402
-from emulator.runtime import StrictRuntime  # noqa: E402
-
-from treeattn import comm  # noqa: E402
+from tests.emulator import device_array  # noqa: E402
+from tests.emulator.runtime import StrictRuntime  # noqa: E402
+from treeattn import mpi_library  # noqa: E402
 from treeattn.backends.cuda import cupy_runtime  # noqa: E402
 from treeattn.cli import main  # noqa: E402
-from treeattn.collectives import nccl  # noqa: E402
+from treeattn.collectives.runtime import nccl  # noqa: E402
 
 GPUS = int(os.environ.get("EMULATED_GPUS", "8"))
 runtime = StrictRuntime()
@@ -32,12 +31,12 @@ def choose(index: int) -> None:
 cupy_runtime.current = lambda: runtime  # type: ignore[assignment,return-value]
 cupy_runtime.choose = choose
 if version := os.environ.get("EMULATED_NCCL"):
-    from nccl_over_mpi import NcclOverMpi
+    from tests.support.nccl import NcclOverMpi
 
     nccl.problem = lambda: None
     nccl.version = lambda: (2, int(version))
     nccl.connect = NcclOverMpi
 if os.environ.get("EMULATED_CUDA_MPI"):
-    comm.cuda_aware = lambda: True
+    mpi_library.cuda_aware = lambda: True
     device_array.let_mpi_take_them()
 main(sys.argv[1:])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from emulator.raw_module import compiler_problem
+
+from tests.emulator.raw_module import compiler_problem
 
 from .launch import mpiexec, run
 

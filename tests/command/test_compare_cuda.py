@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
-from emulator.raw_module import compiler_problem
 
+from tests.emulator.raw_module import compiler_problem
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.study.compare import results
 from treeattn.study.compare.schema import NCCL_SUM, NULL, SUM

@@ -10,10 +10,10 @@ from mpi4py import MPI
 from safetensors.numpy import load_file, save_file
 from tokenizers import pre_tokenizers
 
-from tests.llama_models import write_model
+from tests.support.models import write_model
 from treeattn.llama import Llama, Session, read_config
 from treeattn.llama import model as model_module
-from treeattn.llama.tokens import Tokenizer
+from treeattn.llama.tokenizer import Tokenizer
 
 from .launch import ROOT, run
 
@@ -132,8 +132,8 @@ def test_rows_of_q_and_k_are_those_of_interleaved_positions(tmp_path, monkeypatc
             tensors[name] = held[NAMES.get_name(name, (".weight",))]
     save_file(tensors, path)
 
-    def rotate(x, by):
-        (cosine, sine), (first, second) = by, (x[..., ::2], x[..., 1::2])
+    def rotate(x, cosine, sine):
+        first, second = x[..., ::2], x[..., 1::2]
         return np.stack([first * cosine - second * sine, second * cosine + first * sine], -1).reshape(x.shape)
 
     monkeypatch.setattr(model_module, "rotate", rotate)

@@ -26,7 +26,7 @@ if MPI.COMM_WORLD.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 try:
     decoder(q, k, k)
-except treeattn.TransportError as error:
+except treeattn.PeerError as error:
     open(sys.argv[1], "w").write(str(error))
     raise
 """

@@ -225,11 +225,11 @@ def test_unwritable_folder(tmp_path):
 
 RAISES_ON_ONE_RANK = """
 import sys, treeattn
-from treeattn import comm
-comm.leave.__defaults__ = (1.0,)  # seconds; test_command_lines_that_differ_between_ranks waits them all
+from treeattn import communicators, job
+job.finalize.__defaults__ = (1.0,)  # seconds; test_command_lines_that_differ_between_ranks waits them all
 finish = treeattn.Decoder.{method}
 def broken(self, *arguments):
-    if comm.world().rank == 1:
+    if communicators.world().rank == 1:
         raise {error}
     return finish(self, *arguments)
 treeattn.Decoder.{method} = broken
@@ -253,11 +253,11 @@ def test_one_rank_raising_ends_the_job(method, error):
 
 FAILS_AT_THE_END = """
 import sys, treeattn
-from treeattn import cli, comm
+from treeattn import cli, communicators
 run = cli._run
 def broken(arguments):
     code = run(arguments)
-    if comm.world().rank == 1:
+    if communicators.world().rank == 1:
         raise treeattn.BackendError("planted")
     return code
 cli._run = broken
@@ -291,11 +291,11 @@ def test_nodes_come_from_the_machine(tmp_path):
 
 FLIPS_ONE_BIT = """
 import sys, treeattn
-from treeattn import comm
+from treeattn import communicators, job
 finish = treeattn.Decoder.finish
 def flipped(self):
     out, lse = finish(self)
-    if comm.world().rank == 1:
+    if communicators.world().rank == 1:
         out.view("u4")[0, 0, 0, 0] ^= 1
     return out, lse
 treeattn.Decoder.finish = flipped

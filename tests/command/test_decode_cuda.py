@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-from emulator.cases import Case
-from emulator.raw_module import compiler_problem
 from safetensors.numpy import load_file, save_file
 
+from tests.emulator.cases import Case
+from tests.emulator.raw_module import compiler_problem
 from treeattn.backends.cuda import cupy_runtime
 
 from .launch import mpiexec, run, treeattn

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from emulator.raw_module import compiler_problem
 
-from tests.llama_models import PROMPT, write_model
+from tests.emulator.raw_module import compiler_problem
+from tests.support.models import PROMPT, write_model
 from treeattn.backends.cuda import cupy_runtime
 
 from .launch import mpiexec, run, treeattn

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from treeattn import collectives, comm, schemes
+from treeattn import collectives, mpi_library, schemes
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.cli import console, doctor, probe
 
@@ -22,9 +22,19 @@ def test_help_lists_each_command_with_its_whole_sentence():
     entries = re.split(r"^  (?=[a-z])", listed, flags=re.MULTILINE)[1:]
     names = [entry.split()[0] for entry in entries]
     assert names == [
-        *("decode", "compare", "plot", "paper", "schemes", "schedule", "visible", "generate", "inspect"),
-        *("topology", "calibrate", "simulate", "tune", "trace", "published"),
-        *("tree", "verify", "roofline", "check-partials", "doctor"),
+        *(
+            "calibrate",
+            "check-partials",
+            "compare",
+            "decode",
+            "doctor",
+            "generate",
+            "inspect",
+            "paper",
+            "plot",
+        ),
+        *("plot", "published", "roofline", "schedule", "schemes", "simulate", "topology", "trace", "tree"),
+        *("tune", "verify", "visible"),
     ]
     for entry in entries:
         assert entry.rstrip().endswith(".")
@@ -100,7 +110,7 @@ def test_a_baseline_has_no_schedule():
     done = treeattn("schedule", "kv_ring:rotation=full", "--ranks", 4)
     assert done.returncode == 2
     known = ", ".join(collectives.names("schedule"))
-    assert done.stderr == f"treeattn: kv_ring is a baseline and has no schedule; schedules: {known}\n"
+    assert done.stderr == f"treeattn: kv_ring is a baseline and has no schedule: take one of {known}\n"
 
 
 @pytest.mark.parametrize(
@@ -237,8 +247,8 @@ def test_doctor_says_what_open_mpi_wants_of_root(tmp_path, monkeypatch, told):
     launcher.chmod(0o755)
     monkeypatch.setattr(doctor.os, "geteuid", lambda: 0)
     monkeypatch.setattr(doctor, "_started", lambda: doctor.Finding("this job", "ok", "one process"))
-    monkeypatch.setattr(comm, "mpi", lambda: None)
-    monkeypatch.setattr(comm, "library_version", lambda: "Open MPI v5.0.7")
+    monkeypatch.setattr(mpi_library, "load", lambda: None)
+    monkeypatch.setattr(mpi_library, "version", lambda: "Open MPI v5.0.7")
     monkeypatch.setattr(probe, "launcher", lambda: str(launcher))
     for name in probe.AS_ROOT:
         monkeypatch.setenv(name, "1") if told else monkeypatch.delenv(name, raising=False)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.paged_cases import in_pages
+from tests.support.pages import in_pages
 from treeattn import reference
 
 from .launch import mpiexec, treeattn

@@ -107,7 +107,7 @@ BAD = {
     "--cluster laptop --ranks 2 --placement 0+1+2": "3 places for 2 ranks",
     "--cluster laptop --ranks 2 --placement sideways": "take block, cyclic, suited",
     "--cluster laptop --ranks 2 --executor nccl": "choose from slots",
-    "--cluster laptop --ranks 2 --schemes mpi_allreduce": "has no schedule to simulate",
+    "--cluster laptop --ranks 2 --schemes mpi_allreduce": "has no schedule",
     "--cluster laptop --ranks 2 --schemes sorcery": "there is no scheme",
     "--cluster laptop --ranks 2 --format svg": "draws one scheme",
     "--cluster laptop --ranks 2 --kv-heads 2": "give --tokens",

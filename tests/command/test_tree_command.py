@@ -85,7 +85,7 @@ def test_bad_files(tmp_path):
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "good.txt").write_text("a b\n")
     for words, reason in (
-        ([tmp_path / "damaged.npz"], "not a readable npz file"),
+        ([tmp_path / "damaged.npz"], "not a readable .npz file"),
         ([tmp_path / "missing.safetensors"], "no such file"),
         ([tmp_path / "missing.txt"], "cannot be read (No such file"),
         ([tmp_path / "empty.txt"], "no beams"),

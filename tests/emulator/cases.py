@@ -14,8 +14,9 @@ import ml_dtypes
 import numpy as np
 
 from treeattn import reference
+from treeattn.attention.mask import Rules
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
-from treeattn.attention.visibility import Visibility, Visible
 
 __all__ = ["CASES", "Case", "Inputs", "is_tensor_core_case"]
 
@@ -31,7 +32,7 @@ class Inputs(NamedTuple):
     k: Array
     v: Array
     lengths: Array | None
-    visible: Visible | None
+    visible: MaskTables | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,21 +135,20 @@ class Case:
             return view
         return array
 
-    def visible(self) -> Visible | None:
+    def visible(self) -> MaskTables | None:
         """The tables of the backends; None where all valid tokens are seen."""
         if not self.limited:
             return None
-        rules = Visibility.of(
-            self.heads,
+        rules = Rules(
             causal=self.causal,
             window=self.window,
             leading=self.leading,
             softcap=self.softcap,
             alibi=self.slopes,
         )
-        visible = Visible(rules, self.batch, self.queries)
+        visible = MaskTables(rules, self.batch, self.queries)
         tree, stand = self._drafts()
-        visible.look(
+        visible.update(
             *(Runs(self._runs), self.tokens, self.lengths, self.q_positions),
             mask=tree if self.drafts else None,
             draft_positions=stand if self.drafts else None,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from treeattn.backends import cuda
-from treeattn.collectives import pulls
+from treeattn.collectives import program as ir
 from treeattn.collectives.check import prove
 from treeattn.collectives.schedule import Schedule
 
@@ -33,18 +33,21 @@ class Node:
         head_dim: int = 64,
         *,
         group: int = 1,
-        nodes: pulls.Nodes | None = None,
+        nodes: Sequence[Sequence[int]] | None = None,
         early: bool = False,
         finish: bool = False,
         seconds: float = 30.0,
         **options: Any,
     ) -> None:
-        """nodes: as `pulls.plan` takes them. early: a fault: launches do not wait for the messages before.
-        finish: a step finishes its records, too. options: of `EmulatorRuntime`."""
+        """nodes: ranks that read one another's memory; None: all. early: a fault: launches do not wait for
+        the messages before. finish: a step finishes its records, too. options: of `EmulatorRuntime`."""
         ranks, proof = range(schedule.size), prove(schedule)
         self.runtimes = [EmulatorRuntime(seed=rank, **options) for rank in ranks]
         operators = [cuda.MergeOperator(head_dim, runtime=runtime) for runtime in self.runtimes]
-        self.programs = [pulls.plan(schedule, proof, rank, records, group, nodes) for rank in ranks]
+        node = {rank: node for node in nodes or (tuple(ranks),) for rank in node}
+        self.programs = [
+            ir.plan(schedule, proof, rank, records, granularity=group, node=node[rank]) for rank in ranks
+        ]
         self._early = early
         # All at once: made when two threads first ask, one of them would write to a queue that nobody reads.
         self._mail: dict[tuple[int, int], queue.Queue[Array]] = {
@@ -57,13 +60,12 @@ class Node:
         ]
         self._windows = [address for address, _ in exposed]
         self.pulls = [
-            operators[rank].planned_pull(
+            operators[rank].planned_gets(
                 self.buffers[rank],
                 self.programs[rank],
-                rank,
                 [self.runtimes[rank].open_exposed(handle) for _, handle in exposed],
                 seconds,
-                operators[rank].pull_blocks(records),
+                operators[rank].resident_blocks(records),
             )
             for rank in ranks
         ]
@@ -79,7 +81,7 @@ class Node:
         """A step that ends with results."""
         records = self.buffers[rank][None, :, None]
         finish = cuda.planned_finish(records, *self.results[rank], runtime=self.runtimes[rank])
-        step = self.pulls[rank].followed_by(finish)
+        step = self.pulls[rank].fuse_epilogue(finish)
         assert step is not None
         return step
 
@@ -120,16 +122,18 @@ class Node:
             if not self._early:
                 pull(part)
 
-    def _exchange(self, rank: int, exchange: pulls.Exchange) -> None:
-        for peer, first, stop in exchange.sends:
-            self._mail[rank, peer].put(self.buffers[rank][first:stop].copy())
-        for peer, first, stop in exchange.receives:
-            self.pulls[rank].landed[first:stop] = self._mail[peer, rank].get(timeout=60)
+    def _exchange(self, rank: int, exchange: tuple[list[ir.Send], list[ir.Recv]]) -> None:
+        sends, receives = exchange
+        buffers = {ir.OWN: self.buffers[rank], ir.LANDING: self.pulls[rank].landed}
+        for _, peer, source in sends:
+            self._mail[rank, peer].put(self.buffers[rank][source.first : source.stop].copy())
+        for _, peer, into in receives:
+            buffers[into.buffer][into.first : into.stop] = self._mail[peer, rank].get(timeout=60)
 
     @property
     def late(self) -> list[tuple[int, int] | None]:
         """Of each rank: whom it waited for in vain, and in which round."""
-        return [pull.late() for pull in self.pulls]
+        return [pull.timed_out_peer() for pull in self.pulls]
 
     def close(self) -> None:
         """Free the windows."""

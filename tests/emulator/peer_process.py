@@ -15,16 +15,15 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT.parent)]
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from emulator.faults import FAULTS, planted  # noqa: E402
-from emulator.runtime import EmulatorRuntime  # noqa: E402
-from treeattn import collectives, partial  # noqa: E402
-from treeattn.backends import cpu, cuda  # noqa: E402
-from treeattn.collectives import pulls  # noqa: E402
-from treeattn.collectives.check import prove  # noqa: E402
-from treeattn.collectives.executors import loopback  # noqa: E402
+from tests.emulator.faults import FAULTS, planted
+from tests.emulator.runtime import EmulatorRuntime
+from treeattn import collectives, partial
+from treeattn.backends import cpu, cuda
+from treeattn.collectives import program as ir
+from treeattn.collectives.check import prove
+from treeattn.collectives.executors import loopback
 
 RECORDS, HEAD_DIM, STEPS = 5, 8, 4
 SECONDS = 2.0  # that a rank is waited for
@@ -48,22 +47,22 @@ def main() -> None:
     runtime = EmulatorRuntime(seed=rank, edit=planted(FAULTS[mine]) if mine in FAULTS else str)
     runtime.shared_folder = str(folder)
     schedule = collectives.build("all_gather_merge", size)
-    program = pulls.plan(schedule, prove(schedule), rank, RECORDS)
+    program = ir.plan(schedule, prove(schedule), rank, RECORDS, node=range(size))
     operator = cuda.MergeOperator(HEAD_DIM, runtime=runtime)
     runtime.kernel("pull_partials", "pull_partials")  # compiled before anyone waits
     handle = runtime.expose(operator.window_bytes(program))[1]
     handles = exchanged(folder, rank, size, handle)
     windows = [runtime.open_exposed(handle) for handle in handles]
     buffer = np.zeros((RECORDS, HEAD_DIM + partial.EXTRA), np.float32)
-    pull = operator.planned_pull(buffer, program, rank, windows, SECONDS, operator.pull_blocks(RECORDS))
+    pull = operator.planned_gets(buffer, program, windows, SECONDS, operator.resident_blocks(RECORDS))
     steps = np.random.default_rng(0).standard_normal((STEPS, size, *buffer.shape)).astype(np.float32)
     for number, partials in enumerate(steps):
         if mine == "dies" and number == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         buffer[...] = partials[rank]
         pull()
-        if pull.late() is not None:
-            print("step {}: rank {} is late in round {}".format(number + 1, *pull.late()))
+        if pull.timed_out_peer() is not None:
+            print("step {}: rank {} is late in round {}".format(number + 1, *pull.timed_out_peer()))
             assert np.isnan(buffer).all()
             return
         want = loopback.run(schedule, list(partials), cpu.MergeOperator(HEAD_DIM))[rank]

@@ -1,21 +1,22 @@
 """`RawModule`, a look-alike of ``cupy.RawModule`` that executes CUDA C++ on the processor.
 
 The text is compiled by g++ with `cuda_on_cpu/cuda.h` in front of it; NumPy arrays stand for device
-arrays. Compiled modules are kept among the temporary files, by the content of everything in them.
+arrays.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
+import functools
 import os
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tests.support.builds import built
 
 __all__ = ["EmulatorError", "RawModule", "compiler_problem"]
 
@@ -150,19 +151,13 @@ def _flags() -> tuple[str, ...]:
 
 
 def _compiled(text: str, flags: tuple[str, ...]) -> Path:
-    digest = hashlib.sha256("\0".join((text, *flags)).encode())
-    for header in sorted(_HEADERS.iterdir()):
-        digest.update(header.read_bytes())
-    folder = Path(tempfile.gettempdir()) / f"treeattn-emulator-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    library = folder / f"{digest.hexdigest()[:20]}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as build:
-            unit, unfinished = Path(build) / "module.cpp", Path(build) / "module.so"
-            unit.write_text(text, encoding="utf-8")
-            command = ["g++", *flags, f"-I{_HEADERS}", str(unit), "-o", str(unfinished)]
-            result = subprocess.run(command, capture_output=True, text=True, check=False)
-            if result.returncode:
-                raise EmulatorError(f"g++ refused the kernel:\n{result.stderr[:4000]}")
-            unfinished.replace(library)
-    return library
+    command = ["g++", *flags, f"-I{_HEADERS}", "-x", "c++", "-"]
+    try:
+        return built(".so", command, *_headers(), stdin=text)
+    except subprocess.CalledProcessError as error:
+        raise EmulatorError(f"g++ refused the kernel:\n{error.stderr[:4000]}") from None
+
+
+@functools.cache
+def _headers() -> tuple[bytes, ...]:
+    return tuple(header.read_bytes() for header in sorted(_HEADERS.iterdir()))

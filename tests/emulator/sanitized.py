@@ -12,20 +12,21 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT.parent)]
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from emulator.faults import FAULTS, faults_source, planted  # noqa: E402
-from emulator.node import Node  # noqa: E402
-from emulator.raw_module import RawModule  # noqa: E402
-from emulator.runtime import EmulatorRuntime  # noqa: E402
-from treeattn import collectives  # noqa: E402
-from treeattn.attention.positions import Runs  # noqa: E402
-from treeattn.attention.visibility import Visibility, Visible  # noqa: E402
-from treeattn.backends import cuda  # noqa: E402
-from treeattn.backends.cuda import attention  # noqa: E402
-from treeattn.backends.cuda.compile import source  # noqa: E402
-from treeattn.backends.cuda.splits import Splits  # noqa: E402
+
+from tests.emulator.faults import FAULTS, faults_source, planted
+from tests.emulator.node import Node
+from tests.emulator.raw_module import RawModule
+from tests.emulator.runtime import EmulatorRuntime
+from treeattn import collectives
+from treeattn.attention.mask import Rules
+from treeattn.attention.mask_tables import MaskTables
+from treeattn.attention.positions import Runs
+from treeattn.backends import cuda
+from treeattn.backends.cuda import attention
+from treeattn.backends.cuda.compile import source
+from treeattn.backends.cuda.splits import Splits
 
 
 def run_attention(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
@@ -63,8 +64,10 @@ def run_visible(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
     runtime = EmulatorRuntime(seed=3, sanitizer=sanitizer, edit=edit)
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, n, h, 64)).astype(np.float16) for n, h in ((3, 2), (260, 1), (260, 1)))
-    visible = Visible(Visibility(causal=True, left=60, leading=3, softcap=9.0, slopes=(0.1, 0.0)), 1, 3)
-    visible.look(
+    visible = MaskTables(
+        Rules(causal=True, window=(60, None), leading=3, softcap=9.0, alibi=(0.1, 0.0)), 1, 3
+    )
+    visible.update(
         *(Runs([(0, 2, 100), (300, 1, 160)]), 260, [240], [90, 320, 340]),
         mask=rng.random((1, 3, 40)) < 0.5,
         draft_positions=np.arange(40)[None],
@@ -73,7 +76,7 @@ def run_visible(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
     cuda.partial_attention(
         *(q, k, v, records),
         scale=0.125,
-        visible=visible,
+        tables=visible,
         num_splits=3,
         tensor_cores=name == "mma_visible",
         runtime=runtime,
@@ -110,13 +113,13 @@ def run_latent(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
     runtime = EmulatorRuntime(seed=3, sanitizer=sanitizer, edit=edit)
     rng = np.random.default_rng(0)
     q, k = (rng.standard_normal((1, n, h, 576)).astype(np.float16) for n, h in ((2, 2), (160, 1)))
-    visible = Visible(Visibility(causal=True, left=40), 1, 2)
-    visible.look(Runs([(0, 1, 160)]), 160, None, [60, 130])
+    visible = MaskTables(Rules(causal=True, window=(40, None)), 1, 2)
+    visible.update(Runs([(0, 1, 160)]), 160, None, [60, 130])
     table = np.array([[4, 1, 3, 0, 2]], np.int32)
     records = np.empty((3, 1, 2, 2, 514), np.float32)
     for into, keys, given in zip(
         *(records, (k, k, k.reshape(5, 32, 1, 576))),
-        ({}, {"visible": visible}, {"block_table": table}),
+        ({}, {"tables": visible}, {"block_table": table}),
         strict=True,
     ):
         cuda.partial_attention(

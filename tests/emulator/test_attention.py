@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from treeattn.attention.mask import Rules
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
-from treeattn.attention.visibility import Visibility, Visible
 from treeattn.backends import cpu, cuda
 from treeattn.backends.cuda import attention
 from treeattn.backends.cuda.splits import Splits, choose_splits
@@ -36,7 +37,7 @@ def attend(case: Case, runtime: EmulatorRuntime, inputs: Inputs | None = None, *
         *(q, k, v, records),
         scale=case.scale,
         lengths=lengths,
-        visible=visible,
+        tables=visible,
         runtime=runtime,
         **options,
     )
@@ -69,7 +70,7 @@ def test_emulator_is_exact(case: Case) -> None:
 def test_cpu_backend_is_exact(case: Case) -> None:
     q, k, v, lengths, visible = case.inputs()
     records = records_for(case)
-    cpu.PlannedAttention(records, scale=case.scale, visible=visible)(q, k, v, lengths)
+    cpu.PlannedAttention(records, scale=case.scale, tables=visible)(q, k, v, lengths)
     case.check(*finished(records, cpu.finish), tensor_cores=False)
 
 
@@ -292,9 +293,9 @@ def of_shape(*shape: int) -> Array:
     return np.broadcast_to(np.zeros(shape[3], np.float32), shape)
 
 
-def looking_at(tokens: int) -> Visible:
-    visible = Visible(Visibility(), 1, 1)
-    visible.look(Runs([(0, 1, tokens)]), tokens)
+def looking_at(tokens: int) -> MaskTables:
+    visible = MaskTables(Rules(), 1, 1)
+    visible.update(Runs([(0, 1, tokens)]), tokens)
     return visible
 
 
@@ -343,9 +344,9 @@ assert UNALIGNED.ctypes.data % 16
         ({"records": np.zeros((1, 2, 1, 66), np.float64)}, ArgumentError, "float32"),
         ({"num_splits": 0}, ArgumentError, "num_splits"),
         ({"q": np.zeros((1, 1, 2, 64), np.int8)}, ArgumentError, "q is int8"),
-        ({"visible": Visible(Visibility(), 2, 1)}, ArgumentError, "visible is for batch, queries"),
-        ({"visible": Visible(Visibility(slopes=(1.0,)), 1, 1)}, ArgumentError, "and 1 heads"),
-        ({"visible": looking_at(10)}, ArgumentError, "see up to 10 tokens, but k and v have 9"),
+        ({"tables": MaskTables(Rules(), 2, 1)}, ArgumentError, "the mask tables are for batch, queries"),
+        ({"tables": MaskTables(Rules(alibi=(1.0,)), 1, 1)}, ArgumentError, "and 1 heads"),
+        ({"tables": looking_at(10)}, ArgumentError, "see up to 10 tokens, but k and v have 9"),
         (
             {x: of_shape(2, 1, 2, 64) for x in "qkv"}
             | {"records": np.zeros((2, 2, 1, 66), np.float32), "lengths": np.zeros(4, np.int64)[::2]},

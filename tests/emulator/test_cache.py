@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import treeattn
-from tests.paged_cases import in_pages
+from tests.support.pages import in_pages
 from treeattn import reference
+from treeattn.attention.mask import Rules
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
-from treeattn.attention.visibility import Visibility, Visible
 from treeattn.backends import cuda
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.backends.cuda.variants import TYPES_8
@@ -81,10 +82,12 @@ def test_caches_of_8_bits_are_exact(kind: str, head_dim: int, group: int, visibl
     given: dict[str, Any] = {"lengths": np.array([150, 111], np.int64)}
     if visible:
         slopes = np.linspace(0, 0.2, 2 * group)
-        look = Visible(Visibility(causal=True, left=40, leading=3, softcap=9.0, slopes=tuple(slopes)), 2, 3)
+        look = MaskTables(
+            Rules(causal=True, window=(40, None), leading=3, softcap=9.0, alibi=tuple(slopes)), 2, 3
+        )
         runs, stand = Runs([(0, 2, 80), (300, 1, 70)]), np.array([[90, 140, 330]] * 2)
-        look.look(runs, 150, [150, 111], stand)
-        given = {"visible": look}
+        look.update(runs, 150, [150, 111], stand)
+        given = {"tables": look}
         seen = reference.seen(runs.positions(), stand, causal=True, window=(40, None), leading=3)
         distance = np.broadcast_to(stand[:, :, None] - runs.positions(), seen.shape)
         rules = {"seen": seen, "softcap": 9.0, "alibi": slopes, "distance": distance}
@@ -115,9 +118,9 @@ def test_decode_takes_caches_of_8_bits(kind: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(cupy_runtime, "current", lambda: EmulatorRuntime())
     q, k, v = arrays(kind, 64, 8, q_kind=np.float16)
     scales = {"k_scale": [0.5, 2.0], "v_scale": 3.0}
-    wanted, lse = (array.copy() for array in treeattn.decode(q, k, v, **scales))
+    wanted, lse = (array.copy() for array in treeattn.decode(q, treeattn.Shard(k, v, **scales)))
     for keys, values, named in ((k, v, None), (k.view(np.uint8), v.view(np.uint8), kind)):
-        out, found = treeattn.decode(q, keys, values, device="cuda", cache_dtype=named, **scales)
+        out, found = treeattn.decode(q, treeattn.Shard(keys, values, dtype=named, **scales), device="cuda")
         np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5)
         np.testing.assert_allclose(found, lse, rtol=0, atol=1e-5)
 
@@ -137,8 +140,8 @@ def test_pages_have_the_bits_of_a_cache_in_one_piece(
     given: dict[str, Any] = {"k_scale": K_SCALES, "v_scale": V_SCALE} if is_8 else {}
     lengths = np.array([150, 111], np.int64)
     if limited:
-        given["visible"] = Visible(Visibility(causal=True, left=40, leading=3, softcap=5.0), 2, 2)
-        given["visible"].look(Runs([(0, 2, 80), (300, 1, 70)]), 150, lengths, np.array([90, 330]))
+        given["tables"] = MaskTables(Rules(causal=True, window=(40, None), leading=3, softcap=5.0), 2, 2)
+        given["tables"].update(Runs([(0, 2, 80), (300, 1, 70)]), 150, lengths, np.array([90, 330]))
     else:
         given["lengths"] = lengths
     whole = attend(q, k, v, **given)

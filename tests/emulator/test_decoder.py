@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import treeattn
-from tests.exporters import Dlpack, OnGpu
+from tests.support.exporters import Dlpack, OnGpu
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.errors import ArgumentError, BackendError, RestrictionError, TransportError
 
@@ -83,8 +83,9 @@ def test_bfloat16_comes_as_bits_or_as_a_type_of_its_own(runtime: EmulatorRuntime
     q, k, v, _, _ = case.inputs()
     bits = [x.view(np.uint16) for x in (q, k, v)]
     named = treeattn.decode(q, k, v, device="cuda")
-    raw = treeattn.decode(*bits, device="cuda", dtype="bfloat16")
-    rooted = treeattn.decode(*bits, device="cuda", dtype="bfloat16", q_root=0)
+    given = bits[0], treeattn.Shard(*bits[1:], dtype="bfloat16")
+    raw = treeattn.decode(*given, device="cuda")
+    rooted = treeattn.decode(*given, device="cuda", q_root=0)
     for results in (raw, rooted):
         for one, other in zip(named, results, strict=True):
             np.testing.assert_array_equal(one, other)
@@ -114,7 +115,8 @@ def test_a_query_of_any_strides_comes_by_way_of_the_host(
 def test_output_by_heads(runtime: EmulatorRuntime, batch: int) -> None:
     case = Case("float32", 64, batch=batch)
     q, k, v, _, _ = case.inputs()
-    case.check(*treeattn.decode(q, k, v, device="cuda", scheme="head_scatter", output="heads"), False)
+    how = treeattn.Reduction("head_scatter", output="heads")
+    case.check(*treeattn.decode(q, k, v, device="cuda", scheme=how), False)
 
 
 def good() -> dict[str, Any]:
@@ -126,7 +128,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "float64": ({x: good()[x].astype(np.float64) for x in "qkv"}, ArgumentError, "device='cpu'"),
     "a list": ({"q": [1.0]}, ArgumentError, "q is a list"),
     "k of another type": ({"k": good()["k"].astype(np.float16)}, ArgumentError, "k and v are of one type"),
-    "bits of what": ({"q": good()["q"].astype(np.uint16)}, ArgumentError, "dtype='bfloat16'"),
+    "bits of what": ({x: good()[x].astype(np.uint16) for x in "kv"}, ArgumentError, "dtype='bfloat16'"),
     "three axes": ({"q": good()["q"][0]}, ArgumentError, "four axes"),
     "head_dim": ({x: good()[x][..., :40] for x in "qkv"}, BackendError, "head_dim 40: there are 64"),
     "lengths": ({"lengths": [151]}, ArgumentError, "between 0 and the shard's 150"),
@@ -143,8 +145,9 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ArgumentError,
         "the last axis of k must be contiguous.*ascontiguousarray",
     ),
-    "records of the host": ({"transport": "mpi"}, TransportError, "'nccl'.*'cuda-mpi'.*'host'"),
-    "transport": ({"transport": "pigeon"}, TransportError, "'nccl'.*'cuda-mpi'.*'host'"),
+    "records of the host": (
+        {"scheme": treeattn.Reduction(transport="mpi")}, TransportError, "'nccl'.*'cuda-mpi'.*'host'",
+    ),
     "library": ({"scheme": "mpi_allreduce"}, TransportError, "'host'"),
     "nccl_allreduce on a CPU": (
         {"scheme": "nccl_allreduce", "device": "cpu"}, RestrictionError, "mpi_allreduce",
@@ -214,7 +217,7 @@ def test_staging_waits_before_it_folds_and_before_it_ends(
     log: list[str] = []
     monkeypatch.setattr(runtime, "copy", lambda into, source: log.append("copy"))
     monkeypatch.setattr(runtime, "synchronize", lambda: log.append("wait"))
-    with decoder_for(Case("float32", 64), transport="host") as decoder:
+    with decoder_for(Case("float32", 64), scheme=treeattn.Reduction(transport="host")) as decoder:
         monkeypatch.setattr(decoder._reducer, "_reducer", Logged(log))
         decoder.reduce()
         assert log == ["copy", "wait", "fold", "copy"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from treeattn.attention.mask import Rules
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
-from treeattn.attention.visibility import Visibility, Visible
 from treeattn.backends import cuda
 from treeattn.backends.cuda import attention
 from treeattn.backends.cuda.compile import source
@@ -82,13 +83,15 @@ def visible_records_of(kernel: str, seed: int, fault: str | None) -> np.ndarray:
     rng = np.random.default_rng(0)
     q = rng.standard_normal((2, 5, 4, 64)).astype(np.float16)
     k, v = (rng.standard_normal((2, 1500, 2, 64)).astype(np.float16) for _ in "kv")
-    visible = Visible(Visibility(causal=True, left=400, leading=9, slopes=(0.01, 0.02, 0.0, -0.01)), 2, 5)
+    visible = MaskTables(
+        Rules(causal=True, window=(400, None), leading=9, alibi=(0.01, 0.02, 0.0, -0.01)), 2, 5
+    )
     everything = np.empty((3, 2, 4, 5, 66), np.float32)
     records = everything[0].copy()
     planned = cuda.PlannedAttention(
         *(records,),
         scale=0.125,
-        visible=visible,
+        tables=visible,
         num_splits=5,
         tensor_cores=kernel == "mma",
         runtime=runtime,
@@ -97,7 +100,7 @@ def visible_records_of(kernel: str, seed: int, fault: str | None) -> np.ndarray:
         ([(0, 2, 700), (2000, 1, 800)], [(7, 1, 1500)], [(3, 3, 900), (4000, 1, 600)])
     ):
         mask = rng.random((2, 5, 70)) < 0.1
-        visible.look(
+        visible.update(
             *(Runs(runs), 1500, [1500, 1300], [[500, 560, 90, 1200, 2100], [700, 40, 720, 2200, 2210]]),
             mask=mask,
             draft_positions=rng.integers(2000, 2100, (2, 70)),
@@ -110,7 +113,7 @@ def visible_records_of(kernel: str, seed: int, fault: str | None) -> np.ndarray:
     return everything
 
 
-def hide(visible: Visible, mask: np.ndarray, array: np.ndarray) -> np.ndarray:
+def hide(visible: MaskTables, mask: np.ndarray, array: np.ndarray) -> np.ndarray:
     """A copy with NaN in tokens that nobody sees."""
     seen = np.zeros(array.shape[:2], bool)
     for b, queries in enumerate(visible.intervals.tolist()):
@@ -149,8 +152,8 @@ def latent_records_of(kernel: str, seed: int, fault: str | None) -> np.ndarray:
     rng = np.random.default_rng(0)
     q = rng.standard_normal((1, 5, 3, 576)).astype(np.float16)
     k = rng.standard_normal((1, 300, 1, 576)).astype(np.float16)
-    visible = Visible(Visibility(left=60, causal=True), 1, 5)
-    visible.look(Runs([(0, 1, 300)]), 300, None, np.array([250, 40, 90, 20, 140]))
+    visible = MaskTables(Rules(window=(60, None), causal=True), 1, 5)
+    visible.update(Runs([(0, 1, 300)]), 300, None, np.array([250, 40, 90, 20, 140]))
     everything = np.empty((2, 1, 3, 5, 514), np.float32)
     for records, seen in zip(everything, (None, visible), strict=True):
         if seen and kernel == "latent":
@@ -158,7 +161,7 @@ def latent_records_of(kernel: str, seed: int, fault: str | None) -> np.ndarray:
         cuda.partial_attention(
             *(q, k, k[..., :512], records),
             scale=0.1,
-            visible=seen,
+            tables=seen,
             num_splits=2,
             tensor_cores=kernel == "latent_mma",
             runtime=runtime,
@@ -168,7 +171,7 @@ def latent_records_of(kernel: str, seed: int, fault: str | None) -> np.ndarray:
 
 RECORDS_OF = {
     "plain": records_of,
-    "visible": visible_records_of,
+    "tables": visible_records_of,
     "cache": cache_records_of,
     "latent": latent_records_of,
 }
@@ -201,6 +204,7 @@ SILENT = (
 OF_ATTENTION = [name for name, fault in FAULTS.items() if fault.kernel != "pull"]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("fault", [name for name in OF_ATTENTION if name not in SILENT])
 def test_faults_are_seen(fault: str) -> None:
     good = run(None, FAULTS[fault].kernel, 0, FAULTS[fault].kind)

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command.launch import ROOT, run
 
+from tests.command.launch import ROOT, run
 from treeattn.backends.cuda import cupy_stopwatch
 
 from .raw_module import compiler_problem

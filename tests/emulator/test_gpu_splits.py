@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command.launch import ROOT, run
 
+from tests.command.launch import ROOT, run
 from treeattn.backends.cuda import splits
 from treeattn.backends.cuda.splits import Constants, Load, Splits
 

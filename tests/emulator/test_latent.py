@@ -20,7 +20,7 @@ from .runtime import EmulatorRuntime
 Array = np.ndarray[Any, Any]
 needs_emulator = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 SCALE = 192**-0.5  # of the heads before they were made latent
-LATENT = {"v_dim": 512, "scale": SCALE}
+LATENT = {"cache": treeattn.CacheFormat(v_dim=512), "scale": SCALE}
 
 
 @pytest.fixture
@@ -51,11 +51,12 @@ def assert_exact(q: Array, k: Array, out: Array, lse: Array, rounded: bool, **ru
 @pytest.mark.parametrize("heads", [3, 16, 128])
 def test_decode_is_exact(runtime: EmulatorRuntime, dtype: Any, heads: int) -> None:
     q, k = made_up(dtype, 90, heads)
-    out, lse = treeattn.decode(q, k, device="cuda", **LATENT)
+    shard = treeattn.Shard(k, v_dim=512)
+    out, lse = treeattn.decode(q, shard, device="cuda", scale=SCALE)
     assert out.shape == (1, 1, heads, 512)
     assert_exact(q, k, out, lse, rounded=dtype != np.float32 and heads > 3)
-    window = {"window": (30, 0), "q_positions": [70], "softcap": 9.0}
-    out, lse = treeattn.decode(q, k, device="cuda", **LATENT, **window)
+    window = {"rules": treeattn.Rules(window=(30, 0), softcap=9.0), "q_positions": [70]}
+    out, lse = treeattn.decode(q, shard, device="cuda", scale=SCALE, **window)
     seen = ((np.arange(90) >= 40) & (np.arange(90) <= 70))[None, None]
     assert_exact(q, k, out, lse, rounded=dtype != np.float32 and heads > 3, seen=seen, softcap=9.0)
 
@@ -120,4 +121,6 @@ def test_what_cannot_be(runtime: EmulatorRuntime) -> None:
     with pytest.raises(BackendError, match="keys of 192 and values of 128 channels.*576 and 512"):
         treeattn.decode(q[..., :192], k[..., :192], k[..., :128], device="cuda")
     with pytest.raises(BackendError, match="keys of 576 and values of 64"):
-        treeattn.Decoder(heads=16, kv_heads=1, head_dim=576, v_dim=64, scale=1.0, device="cuda")
+        treeattn.Decoder(
+            heads=16, kv_heads=1, head_dim=576, cache=treeattn.CacheFormat(v_dim=64), scale=1.0, device="cuda"
+        )

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import treeattn
-from tests.exporters import OnGpu
-from tests.paged_cases import in_pages
+from tests.support import arguments
+from tests.support.exporters import OnGpu
+from tests.support.pages import in_pages
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.errors import ArgumentError, RestrictionError
 
@@ -57,9 +58,13 @@ RULES: tuple[dict[str, Any], ...] = (
 def test_pages_have_the_bits_of_a_cache_in_a_row(rules: dict[str, Any]) -> None:
     """With the table on the GPU, or on the host, of any integers."""
     q, row, pages, table = cache()
-    wanted = [one.tobytes() for one in treeattn.decode(q, *row, lengths=LENGTHS, device="cuda", **rules)]
+    plain = treeattn.decode(
+        device="cuda", **arguments.call(q=q, k=row[0], v=row[1], lengths=LENGTHS, **rules)
+    )
+    wanted = [one.tobytes() for one in plain]
     for given in (table, table.tolist(), OnGpu(table)):
-        found = treeattn.decode(q, *pages, lengths=LENGTHS, device="cuda", block_table=given, **rules)
+        shard = {"k": pages[0], "v": pages[1], "lengths": LENGTHS, "block_table": given}
+        found = treeattn.decode(device="cuda", **arguments.call(q=q, **shard, **rules))
         assert [one.tobytes() for one in found] == wanted
 
 
@@ -67,14 +72,14 @@ def test_a_decoder_follows_its_table_of_the_host(runtime: EmulatorRuntime) -> No
     """Longer by a page now and then, in room that is there."""
     q, row, pages, table = cache()
     with (
-        treeattn.Decoder(**SHAPE, device="cuda", page_size=PAGE_SIZE) as paged,
+        treeattn.Decoder(**SHAPE, device="cuda", cache=treeattn.CacheFormat(page_size=PAGE_SIZE)) as paged,
         treeattn.Decoder(**SHAPE, device="cuda") as plain,
     ):
         for step, length in enumerate((64, 65, 70, 80, 90)):
             lengths = np.minimum(LENGTHS, length)
             given = table[:, : -(-length // PAGE_SIZE)].tolist()
             before = runtime.allocations
-            out, lse = paged(q, *pages, lengths, block_table=given)
+            out, lse = paged(q, treeattn.Shard(*pages, lengths, block_table=given))
             assert step < 1 or runtime.allocations == before
             wanted = [one.tobytes() for one in plain(q, *row, lengths)]
             assert [out.tobytes(), lse.tobytes()] == wanted
@@ -98,14 +103,14 @@ def test_what_cannot_be_is_refused(rules: dict[str, Any], change: dict[str, Any]
     q, _, pages, table = cache()
     given: dict[str, Any] = {"lengths": LENGTHS, "block_table": table} | change
     with pytest.raises(ArgumentError, match=message):
-        treeattn.decode(q, *pages, device="cuda", **given, **rules)
+        treeattn.decode(device="cuda", **arguments.call(q=q, k=pages[0], v=pages[1], **given, **rules))
 
 
 @pytest.mark.usefixtures("runtime")
 def test_pages_are_not_captured_yet() -> None:
     q, _, pages, _ = cache()
     with (
-        treeattn.Decoder(**SHAPE, device="cuda", page_size=PAGE_SIZE) as decoder,
+        treeattn.Decoder(**SHAPE, device="cuda", cache=treeattn.CacheFormat(page_size=PAGE_SIZE)) as decoder,
         pytest.raises(RestrictionError, match="a captured step takes no block table"),
     ):
         decoder.capture(q, *pages, LENGTHS)
@@ -117,7 +122,7 @@ def test_latent_heads_in_pages(dtype: Any) -> None:
     rng = np.random.default_rng(0)
     q, k = (rng.standard_normal((2, n, heads, 576)).astype(dtype) for n, heads in ((1, 8), (90, 1)))
     pages, table = in_pages(k, PAGE_SIZE, LENGTHS)
-    given: dict[str, Any] = {"v_dim": 512, "scale": 0.07, "lengths": LENGTHS, "device": "cuda"}
-    wanted = [one.tobytes() for one in treeattn.decode(q, k, **given)]
-    found = treeattn.decode(q, pages, block_table=table, **given)
+    given: dict[str, Any] = {"scale": 0.07, "lengths": LENGTHS, "device": "cuda"}
+    wanted = [one.tobytes() for one in treeattn.decode(q, treeattn.Shard(k, v_dim=512), **given)]
+    found = treeattn.decode(q, treeattn.Shard(pages, block_table=table, v_dim=512), **given)
     assert [one.tobytes() for one in found] == wanted

@@ -13,9 +13,8 @@ import pytest
 
 from treeattn import collectives
 from treeattn.backends import cpu, cuda
-from treeattn.collectives import pulls
+from treeattn.collectives import program as ir
 from treeattn.collectives.executors import loopback
-from treeattn.collectives.pulls import Nodes
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import RestrictionError
 
@@ -28,7 +27,7 @@ Array = np.ndarray[Any, Any]
 pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 HEAD_DIM = 8
 #: Ranks of each node: as a launcher fills nodes, of different sizes, dealt out in turn, and a node of one.
-NODES: list[Nodes] = [
+NODES = [
     ((0, 1), (2, 3)),
     ((0, 1, 2, 3), (4, 5, 6, 7)),
     ((0, 1, 2), (3, 4)),
@@ -80,7 +79,9 @@ def test_every_schedule_gives_the_bits_of_the_definition(scheme: str, size: int,
 @pytest.mark.parametrize("records", [2, 11])
 @pytest.mark.parametrize("nodes", NODES, ids=str)
 @pytest.mark.parametrize("scheme", collectives.names("schedule"))
-def test_every_schedule_over_several_nodes(scheme: str, nodes: Nodes, records: int) -> None:
+def test_every_schedule_over_several_nodes(
+    scheme: str, nodes: tuple[tuple[int, ...], ...], records: int
+) -> None:
     """What goes between nodes comes between two launches; whatever the schedule knows of nodes."""
     size = sum(map(len, nodes))
     schedule, partials = built(scheme, nodes), made(5, size, records)
@@ -91,7 +92,7 @@ def test_every_schedule_over_several_nodes(scheme: str, nodes: Nodes, records: i
         assert node.late == [None] * size
 
 
-def built(scheme: str, nodes: Nodes) -> Schedule:
+def built(scheme: str, nodes: tuple[tuple[int, ...], ...]) -> Schedule:
     """Schemes that are shaped by nodes get these."""
     given = {"nodes": nodes} if collectives.needs_nodes(scheme) else {}
     return collectives.build(scheme, sum(map(len, nodes)), **given)
@@ -158,7 +159,7 @@ def test_records_wider_than_a_block(head_dim: int) -> None:
 
 
 def test_chunks_are_cut_between_groups() -> None:
-    """As `Reduction.group` says: 2 groups of 5 records over 4 ranks, so that some slices are empty."""
+    """As `granularity` says: 2 groups of 5 records over 4 ranks, so that some slices are empty."""
     schedule, partials = collectives.build("ring", 4), made(3, 4, 10)
     with Node(schedule, 10, HEAD_DIM, group=5) as node:
         for held, step in zip(node.run(list(partials)), partials, strict=True):
@@ -216,7 +217,7 @@ def test_a_step_without_a_rank_has_no_result() -> None:
 
 class _Recorded:
     def __init__(self, runtime: EmulatorRuntime, pull: cuda.PlannedPull) -> None:
-        self._launch, self.late = runtime.capture(pull), pull.late
+        self._launch, self.timed_out_peer = runtime.capture(pull), pull.timed_out_peer
 
     def __call__(self) -> None:
         self._launch()
@@ -276,11 +277,11 @@ def test_a_stale_number_lets_a_step_end_before_the_others_begin_it() -> None:
 
 
 def test_more_sources_than_the_kernel_takes_are_refused() -> None:
-    sources = tuple(pulls.Source(rank, 0) for rank in range(129))
-    program = pulls.Program((pulls.Instruction(pulls.Operation.PULL, 1, 0, 1, 0, sources),), 1, 2)
+    sources = tuple(ir.Region(rank, 0, 1) for rank in range(1, 130))
+    program = ir.Program(0, (ir.Fold(1, ir.Region(ir.OWN, 0, 1), sources),), 1, 1, 0)
     operator = cuda.MergeOperator(HEAD_DIM, runtime=EmulatorRuntime())
     with pytest.raises(RestrictionError, match="folds 129 ranks at once.*recursive_doubling"):
-        operator.planned_pull(np.zeros((1, 10), np.float32), program, 0, [0] * 129, 1.0, 1)
+        operator.planned_gets(np.zeros((1, 10), np.float32), program, [0] * 130, 1.0, 1)
 
 
 def processes(folder: Path, size: int, fault: str) -> list[tuple[int, str]]:

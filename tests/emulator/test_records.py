@@ -12,7 +12,7 @@ import pytest
 
 from treeattn import partial
 from treeattn.backends import cpu, cuda
-from treeattn.collectives.operator import Operator
+from treeattn.collectives.runtime.operator import Operator
 from treeattn.errors import ArgumentError
 
 from .raw_module import compiler_problem

@@ -39,7 +39,7 @@ def test_rows_follow_the_clock(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["percent_of_copy_rate"] == pytest.approx(100 * size / 5e-6 / 2e12)
     assert result["copy_rate_gb_s"] == pytest.approx(2000)
     assert stopwatch.runtime.graph_launches == 4 * 3
-    command._show_cuda(result)
+    command._of_cuda(result).show()
     shown = capsys.readouterr().out
     assert "emulator, driver none" in shown
     assert "copy rate: 2000 GB/s" in shown

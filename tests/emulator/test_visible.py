@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 import treeattn
-from tests.exporters import OnGpu
-from tests.visible_cases import draw
+from tests.support import arguments
+from tests.support.exporters import OnGpu
+from tests.support.problems import draw
+from treeattn.attention.mask import Rules
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
-from treeattn.attention.visibility import Visibility, Visible
 from treeattn.backends import cuda
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.backends.cuda.variants import HEAD_DIMS
@@ -54,7 +56,7 @@ def test_one_query_has_the_tables_of_many() -> None:
     """The short way of a step with one query ends where the long one does."""
     rng = np.random.default_rng(0)
     for _ in range(200):
-        visible = Visible(Visibility(), 1, 1)
+        visible = MaskTables(Rules(), 1, 1)
         tables = VisibleTables(visible, EmulatorRuntime(), 4, group=4, rows=4, step=16)
         visible.drafts = int(rng.choice([0, 3]))
         visible.draft_begins[0] = rng.choice([60, 90])
@@ -97,10 +99,10 @@ def test_a_window_launches_for_the_window(queries: int) -> None:
     splits = []
     for tokens, window in ((1 << 20, 4095), (4096, None)):
         runtime = Counting()
-        visible = Visible(Visibility(left=window, causal=True), 1, queries)
+        visible = MaskTables(Rules(window=(window, None), causal=True), 1, queries)
         records = np.zeros((1, 8, queries, 130), np.float32)
-        planned = cuda.PlannedAttention(records, scale=1.0, visible=visible, runtime=runtime)
-        visible.look(Runs([(0, 1, tokens)]), tokens, None, np.full(queries, tokens - 1))
+        planned = cuda.PlannedAttention(records, scale=1.0, tables=visible, runtime=runtime)
+        visible.update(Runs([(0, 1, tokens)]), tokens, None, np.full(queries, tokens - 1))
         planned(shaped(1, queries, 8, 128), *(shaped(1, tokens, 8, 128),) * 2)
         splits.append((runtime.splits, planned.load.step))
     assert splits[0] == splits[1]
@@ -109,12 +111,12 @@ def test_a_window_launches_for_the_window(queries: int) -> None:
 
 def test_only_what_changed_is_uploaded_and_nothing_allocated() -> None:
     runtime = Counting()
-    visible = Visible(Visibility(causal=True), 1, 4)
+    visible = MaskTables(Rules(causal=True), 1, 4)
     records = np.zeros((1, 2, 4, 66), np.float32)
-    planned = cuda.PlannedAttention(records, scale=1.0, visible=visible, num_splits=3, runtime=runtime)
+    planned = cuda.PlannedAttention(records, scale=1.0, tables=visible, num_splits=3, runtime=runtime)
     q, k = shaped(1, 4, 2, 64), shaped(1, 5000, 2, 64)
     runs, drafts = Runs([(0, 1, 5000)]), np.ones((1, 4, 70), bool)
-    visible.look(runs, 5000, None, np.arange(4), drafts, np.zeros((1, 70), int))
+    visible.update(runs, 5000, None, np.arange(4), drafts, np.zeros((1, 70), int))
     planned(q, k, k)
     uploads, allocations = runtime.uploads, runtime.allocations
     assert uploads == 2  # the tables, and what they refer to
@@ -126,13 +128,13 @@ def test_only_what_changed_is_uploaded_and_nothing_allocated() -> None:
         planned(q, k, k)
     assert runtime.uploads == uploads + len(range(1, 4000, 7))
     assert runtime.allocations == allocations
-    visible.look(runs, 5000, None, np.arange(4), drafts[..., :69], np.zeros((1, 69), int))
+    visible.update(runs, 5000, None, np.arange(4), drafts[..., :69], np.zeros((1, 69), int))
     planned(q, k, k)
     assert runtime.uploads == uploads + len(range(1, 4000, 7)) + 2
     assert runtime.allocations == allocations
 
 
-RULES = Visibility(causal=True, left=300, leading=5, softcap=9.0, slopes=(0.01, 0.3, -0.01, 0.0))
+RULES = Rules(causal=True, window=(300, None), leading=5, softcap=9.0, alibi=(0.01, 0.3, -0.01, 0.0))
 
 
 def step_arrays(kernel: str, rng: np.random.Generator) -> tuple[Array, Array, Array]:
@@ -142,12 +144,12 @@ def step_arrays(kernel: str, rng: np.random.Generator) -> tuple[Array, Array, Ar
     return q, *(rng.standard_normal((2, 900, 1, 64)).astype(dtype) for _ in "kv")
 
 
-def look(visible: Visible, number: int) -> None:
+def look(visible: MaskTables, number: int) -> None:
     """The tables of step `number`: others in everything."""
     rng = np.random.default_rng(number)
     drafts = int(rng.integers(1, 90))
     runs = Runs([(0, 2, 50 * (number + 1)), (4000, 1, 900 - 50 * (number + 1))])
-    visible.look(
+    visible.update(
         *(runs, 900, rng.integers(drafts, 901, 2), rng.integers(3900, 5000, (2, 5))),
         mask=rng.random((2, 5, drafts)) < 0.5,
         draft_positions=rng.integers(4000, 5000, (2, drafts)),
@@ -156,10 +158,10 @@ def look(visible: Visible, number: int) -> None:
 
 def fresh(arrays: tuple[Array, Array, Array], number: int) -> Array:
     """Records of step `number` from a plan of their own."""
-    visible, records = Visible(RULES, 2, 5), np.full((2, 4, 5, 66), 77, np.float32)
+    visible, records = MaskTables(RULES, 2, 5), np.full((2, 4, 5, 66), 77, np.float32)
     look(visible, number)
     cuda.partial_attention(
-        *(*arrays, records), scale=0.125, visible=visible, num_splits=3, runtime=EmulatorRuntime()
+        *(*arrays, records), scale=0.125, tables=visible, num_splits=3, runtime=EmulatorRuntime()
     )
     return records
 
@@ -168,8 +170,8 @@ def fresh(arrays: tuple[Array, Array, Array], number: int) -> Array:
 @pytest.mark.parametrize("kernel", ["fma", "mma"])
 def test_a_plan_follows_its_tables(kernel: str) -> None:
     arrays, runtime = step_arrays(kernel, np.random.default_rng(0)), EmulatorRuntime()
-    visible, records = Visible(RULES, 2, 5), np.zeros((2, 4, 5, 66), np.float32)
-    planned = cuda.PlannedAttention(records, scale=0.125, visible=visible, num_splits=3, runtime=runtime)
+    visible, records = MaskTables(RULES, 2, 5), np.zeros((2, 4, 5, 66), np.float32)
+    planned = cuda.PlannedAttention(records, scale=0.125, tables=visible, num_splits=3, runtime=runtime)
     for number in range(6):
         look(visible, number)
         planned(*arrays)
@@ -181,8 +183,8 @@ def test_a_plan_follows_its_tables(kernel: str) -> None:
 def test_a_captured_call_reads_the_tables_of_its_launch(kernel: str) -> None:
     """Wherever they lie by then: drafts and runs may outgrow their places."""
     arrays, runtime = step_arrays(kernel, np.random.default_rng(0)), EmulatorRuntime()
-    visible, records = Visible(RULES, 2, 5), np.zeros((2, 4, 5, 66), np.float32)
-    planned = cuda.PlannedAttention(records, scale=0.125, visible=visible, num_splits=3, runtime=runtime)
+    visible, records = MaskTables(RULES, 2, 5), np.zeros((2, 4, 5, 66), np.float32)
+    planned = cuda.PlannedAttention(records, scale=0.125, tables=visible, num_splits=3, runtime=runtime)
     look(visible, 0)
     planned(*arrays)
     graph = runtime.capture(lambda: planned(*arrays))
@@ -198,10 +200,10 @@ def test_tables_are_not_captured() -> None:
     arrays, runtime, visible = (
         step_arrays("fma", np.random.default_rng(0)),
         EmulatorRuntime(),
-        Visible(RULES, 2, 5),
+        MaskTables(RULES, 2, 5),
     )
     planned = cuda.PlannedAttention(
-        np.zeros((2, 4, 5, 66), np.float32), scale=0.125, visible=visible, runtime=runtime
+        np.zeros((2, 4, 5, 66), np.float32), scale=0.125, tables=visible, runtime=runtime
     )
     look(visible, 0)
     planned(*arrays)
@@ -215,9 +217,9 @@ def test_tables_are_not_captured() -> None:
 def test_what_nobody_sees_changes_no_bit(kernel: str) -> None:
     """NaN between and around the intervals, and among drafts that nobody sees."""
     q, k, v = step_arrays(kernel, np.random.default_rng(0))
-    visible = Visible(Visibility(left=20, right=0, leading=3), 2, 5)
+    visible = MaskTables(Rules(window=(20, 0), leading=3), 2, 5)
     mask = np.random.default_rng(1).random((2, 5, 80)) < 0.1
-    visible.look(
+    visible.update(
         Runs([(0, 1, 900)]), 900, None, np.array([700, 60, 65, 350, 10]), mask, np.zeros((2, 80), int)
     )
     seen = np.zeros((2, 900), bool)
@@ -232,7 +234,7 @@ def test_what_nobody_sees_changes_no_bit(kernel: str) -> None:
         k[~seen], v[~seen] = value, -value
         records = np.full((2, 4, 5, 66), 77, np.float32)
         cuda.partial_attention(
-            q, k, v, records, scale=0.125, visible=visible, num_splits=3, runtime=EmulatorRuntime()
+            q, k, v, records, scale=0.125, tables=visible, num_splits=3, runtime=EmulatorRuntime()
         )
         found.append(records)
     assert np.isfinite(found[0]).all()
@@ -244,10 +246,10 @@ def test_what_nobody_sees_changes_no_bit(kernel: str) -> None:
 def test_nan_that_one_query_sees_stays_with_it() -> None:
     """By multiply-add; tensor cores multiply all rows of a tile with all of its values."""
     q, k, v = step_arrays("fma", np.random.default_rng(0))
-    visible, runs = Visible(Visibility(causal=True), 2, 5), Runs([(0, 1, 900)])
+    visible, runs = MaskTables(Rules(causal=True), 2, 5), Runs([(0, 1, 900)])
     records = np.zeros((2, 4, 5, 66), np.float32)
-    planned = cuda.PlannedAttention(records, scale=0.125, visible=visible, runtime=EmulatorRuntime())
-    visible.look(runs, 900, None, np.array([100, 500, 101, 102, 103]))
+    planned = cuda.PlannedAttention(records, scale=0.125, tables=visible, runtime=EmulatorRuntime())
+    visible.update(runs, 900, None, np.array([100, 500, 101, 102, 103]))
     planned(q, k, v)
     clean = records.copy()
     k[0, 104], v[0, 105], v[1, 500] = np.nan, np.nan, np.nan
@@ -267,7 +269,7 @@ def test_drawn_cases_are_exact(block: int, monkeypatch: pytest.MonkeyPatch) -> N
         case = draw(seed, 1)
         if case.q.shape[3] not in HEAD_DIMS or case.q.dtype == np.float64:
             continue
-        out, lse = treeattn.decode(device="cuda", **case.shard(0))
+        out, lse = treeattn.decode(device="cuda", **arguments.call(**case.shard(0)))
         wanted_out, wanted_lse, out_bound, lse_bound = case.expected()
         group = case.q.shape[2] // case.k.shape[2]
         if case.q.dtype != np.float32 and group * case.q.shape[1] >= 4:
@@ -285,7 +287,7 @@ def test_lengths_on_the_gpu_become_part_of_the_tables(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cupy_runtime, "current", lambda: EmulatorRuntime())
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, n, 2, 64)).astype(np.float32) for n in (1, 90, 90))
-    given = {"device": "cuda", "window": (30, 0), "q_positions": np.array([70])}
+    given = {"device": "cuda", "rules": treeattn.Rules(window=(30, 0)), "q_positions": np.array([70])}
     there = OnGpu(np.array([90, 61], np.int64))
     found = [array.copy() for array in treeattn.decode(q, k, v, lengths=there, **given)]
     for array, wanted in zip(found, treeattn.decode(q, k, v, lengths=[90, 61], **given), strict=True):
@@ -294,11 +296,11 @@ def test_lengths_on_the_gpu_become_part_of_the_tables(monkeypatch: pytest.Monkey
 
 def test_tables_of_other_tiles_are_others() -> None:
     """The same plan with another kernel, as arrays of another type ask for it."""
-    visible = Visible(Visibility(causal=True), 1, 4)
-    visible.look(Runs([(0, 1, 90)]), 90, None, np.arange(4))
+    visible = MaskTables(Rules(causal=True), 1, 4)
+    visible.update(Runs([(0, 1, 90)]), 90, None, np.arange(4))
     runtime = Counting()
     planned = cuda.PlannedAttention(
-        np.zeros((1, 2, 4, 66), np.float32), scale=1.0, visible=visible, runtime=runtime
+        np.zeros((1, 2, 4, 66), np.float32), scale=1.0, tables=visible, runtime=runtime
     )
     steps = []
     for dtype in (np.float16, np.float32, np.float16):
@@ -321,19 +323,25 @@ def test_a_captured_step_sees_anew(kernel: str, monkeypatch: pytest.MonkeyPatch)
     q, k, v = step_arrays(kernel, rng)
     planned = {"heads": 4, "kv_heads": 1, "head_dim": 64, "batch": 2, "queries": 5, "dtype": q.dtype.name}
     rules = {"causal": True, "window": (300, 0), "leading": 5, "alibi": [0.01, 0.3, -0.01, 0.0]}
-    decoder, other = (treeattn.Decoder(**planned, **rules, device="cuda") for _ in range(2))
+    planned |= {"rules": treeattn.Rules(**rules), "device": "cuda"}
+    decoder, other = (treeattn.Decoder(**planned) for _ in range(2))
     lengths, runs = np.array([900, 700]), [(0, 2, 400), (4000, 1, 500)]
     given = {"q_positions": rng.integers(3900, 4500, (2, 5)), "positions": runs}
-    step = decoder.capture(q, k, v, lengths, **given)
+
+    def called(verb: Any) -> Any:
+        return verb(q, treeattn.Shard(k, v, lengths, given["positions"]), q_positions=given["q_positions"])
+
+    step = called(decoder.capture)
     launches = runtime.launches
     for number in range(4):
-        decoder(q, k[:, :60], v[:, :60], [60, 3], q_positions=np.arange(5), positions=[(7, 1, 60)])
+        few = treeattn.Shard(k[:, :60], v[:, :60], [60, 3], [(7, 1, 60)])
+        decoder(q, few, q_positions=np.arange(5))
         if number % 2:
             lengths[:] = rng.integers(100, 901, 2)  # in place
             given = {**given, "q_positions": rng.integers(0, 5000, (2, 5))}
         else:
             given = {"q_positions": np.array([3, 999, 50, 200, 0]), "positions": [(number, 1, 900)]}
-        wanted = [array.copy() for array in other(q, k, v, lengths, **given)]
+        wanted = [array.copy() for array in called(other)]
         before = runtime.launches
         for array, bits_of in zip(step(**given), wanted, strict=True):
             assert (bits(array) == bits(bits_of)).all()
@@ -379,7 +387,7 @@ def test_drawn_steps_of_a_decoder_have_the_bits_of_decode(
         if case.q.shape[3] not in HEAD_DIMS or case.q.dtype == np.float64:
             continue
         given = case.shard(0)
-        wanted = treeattn.decode(device="cuda", **given)
+        wanted = treeattn.decode(device="cuda", **arguments.call(**given))
         batch, queries, heads, head_dim = case.q.shape
         shape = {"batch": batch, "queries": queries, "heads": heads, "kv_heads": case.k.shape[2]}
         shape |= {"head_dim": head_dim, "dtype": case.q.dtype.name, "page_size": case.page_size or None}
@@ -388,9 +396,10 @@ def test_drawn_steps_of_a_decoder_have_the_bits_of_decode(
             "lengths": np.maximum(given["lengths"] // 2, case.mask.shape[2]),
             "q_positions": np.zeros(queries, int),
         }
-        with treeattn.Decoder(**shape, scale=case.scale, device="cuda", **case.rules) as decoder:
-            decoder(**step | fewer)
-            for array, one in zip(decoder(**step), wanted, strict=True):
+        plan = arguments.plan(**shape, scale=case.scale, device="cuda", **case.rules)
+        with treeattn.Decoder(**plan) as decoder:
+            decoder(**arguments.call(**step | fewer))
+            for array, one in zip(decoder(**arguments.call(**step)), wanted, strict=True):
                 assert (bits(array) == bits(one)).all(), f"seed {seed}, {case.rules}"
         tried += 1
     assert tried >= 4

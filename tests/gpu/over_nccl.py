@@ -17,11 +17,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 
 import over_ranks
-from nccl_over_mpi import NcclOverMpi
 from over_ranks import CASE, WORLD, results
 
+from tests.support.nccl import NcclOverMpi
 from treeattn import collectives
-from treeattn.collectives import nccl
+from treeattn.collectives.runtime import nccl
 
 LIBRARY = ("nccl_allreduce", "nccl_allreduce:calls=3")
 

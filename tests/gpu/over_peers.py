@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import over_nccl
 import over_ranks
 
-from treeattn import collectives
-from treeattn import comm as comm_
+from treeattn import collectives, communicators
 
 STEPS = 20
 
@@ -29,14 +28,15 @@ STEPS = 20
 def on_two_nodes():
     """The first half of the ranks on one, and so on."""
     ranks = tuple(range(over_ranks.WORLD.size))
-    comm_.node_groups = lambda comm: (ranks[: len(ranks) // 2], ranks[len(ranks) // 2 :])
+    communicators.node_groups = lambda comm: (ranks[: len(ranks) // 2], ranks[len(ranks) // 2 :])
 
 
 def check(device, given, scheme):
     """Raises `AssertionError` where a step has other bits than by way of the host."""
     wanted = over_ranks.by_the_host(device, given, scheme)
     with over_ranks.planned(scheme, "peer") as decoder:
-        assert decoder.executor == ("peer" if len(comm_.node_groups(over_ranks.WORLD)) == 1 else "peer_nccl")
+        nodes = communicators.node_groups(over_ranks.WORLD)
+        assert decoder.executor == ("peer" if len(nodes) == 1 else "peer_nccl")
         captured = decoder.capture(*given)
         for number in range(STEPS):
             step = captured if number % 2 else lambda: decoder(*given)

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "mpi")]
+sys.path.insert(0, str(ROOT))
 
-from emulator.cases import Case  # noqa: E402
-from emulator.runtime import EmulatorRuntime  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
 import treeattn  # noqa: E402
-from treeattn import comm as comm_  # noqa: E402
+from tests.emulator.cases import Case  # noqa: E402
+from tests.emulator.runtime import EmulatorRuntime  # noqa: E402
+from treeattn import communicators  # noqa: E402
 from treeattn.backends.cuda import cupy_runtime  # noqa: E402
 from treeattn.decoder import device as devices  # noqa: E402
 from treeattn.decoder.plan import select  # noqa: E402
@@ -37,8 +37,8 @@ def planned(scheme, transport):
     output = "heads" if select(scheme).row.scattered else "replicated"
     return treeattn.Decoder(
         WORLD, heads=CASE.heads, kv_heads=CASE.kv_heads, head_dim=CASE.head_dim, batch=CASE.batch,
-        queries=CASE.queries, dtype=CASE.dtype, device="cuda", scheme=scheme, transport=transport,
-        output=output,
+        queries=CASE.queries, dtype=CASE.dtype, device="cuda",
+        scheme=treeattn.Reduction(scheme, transport=transport, output=output),
     )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def by_the_host(device, given, scheme):
 
 def run(checks):
     """Every check (scheme -> called with device, inputs and scheme); exits with 1 if one failed."""
-    cupy_runtime.choose(comm_.node_local_rank(WORLD))
+    cupy_runtime.choose(communicators.node_local_rank(WORLD))
     device, wrong = devices.find("cuda"), {}
     given = inputs(device)
     for scheme, check in checks.items():

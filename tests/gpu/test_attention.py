@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator import test_cache
-from emulator.cases import CASES, Case, is_tensor_core_case
-from emulator.test_records import bits, random_records
 
+from tests.emulator import test_cache
+from tests.emulator.cases import CASES, Case, is_tensor_core_case
+from tests.emulator.test_records import bits, random_records
 from treeattn import partial
 from treeattn.backends import cuda
 from treeattn.backends.cuda import cupy_runtime

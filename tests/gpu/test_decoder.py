@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator.cases import CASES, Case, is_tensor_core_case
 
 import treeattn
+from tests.emulator.cases import CASES, Case, is_tensor_core_case
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.collectives import nccl
+from treeattn.collectives.runtime import nccl
 from treeattn.errors import BackendError
 
 from .test_attention import device_inputs
@@ -43,7 +43,8 @@ def check(case: Case, results: tuple[Any, Any]) -> None:
 def test_decode_is_exact(case: Case) -> None:
     q, k, v, _, _ = device_inputs(case)
     lengths = None if case.lengths is None else list(case.lengths)
-    check(case, treeattn.decode(q, k, v, lengths=lengths, scale=case.scale, device="cuda", dtype=case.dtype))
+    shard = treeattn.Shard(k, v, lengths, dtype=case.dtype)
+    check(case, treeattn.decode(q, shard, scale=case.scale, device="cuda"))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_every_transport_follows_a_growing_cache(scheme: str, transport: str | N
 
     q, k, v, _, _ = device_inputs(CASE)
     lengths = cupy.zeros(2, cupy.int64)
-    with decoder_for(CASE, scheme=scheme, transport=transport) as decoder:
+    with decoder_for(CASE, scheme=treeattn.Reduction(scheme, transport)) as decoder:
         for length in (300, 0, 17, 300):
             lengths[:] = length
             grown = Case("bfloat16", 128, group=4, batch=2, tokens=300, lengths=(length, length))
@@ -93,7 +94,7 @@ def test_a_captured_step_follows_growing_lengths(scheme: str, transport: str | N
 
     q, k, v, _, _ = device_inputs(CASE)
     lengths = cupy.zeros(2, cupy.int64)
-    with decoder_for(CASE, scheme=scheme, transport=transport) as decoder:
+    with decoder_for(CASE, scheme=treeattn.Reduction(scheme, transport)) as decoder:
         step = decoder.capture(q, k, v, lengths)
         for length in (300, 0, 17):
             lengths[:] = length
@@ -126,7 +127,7 @@ def test_out_of_memory_is_one_message() -> None:
 
 def test_a_query_of_one_rank_comes_by_way_of_the_host() -> None:
     q, k, v, _, _ = device_inputs(CASE)
-    check(CASE, treeattn.decode(q, k, v, device="cuda", dtype="bfloat16", q_root=0))
+    check(CASE, treeattn.decode(q, treeattn.Shard(k, v, dtype="bfloat16"), device="cuda", q_root=0))
 
 
 def test_results_match_the_processor_through_float32() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.command.launch import mpiexec, run
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.collectives import nccl
+from treeattn.collectives.runtime import nccl
 
 
 def problem(ranks: int) -> str | None:

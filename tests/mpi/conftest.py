@@ -18,9 +18,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # ranks outnumber cores; bef
 import numpy as np
 import pytest
 from mpi4py import MPI
-from nccl_over_mpi import NcclOverMpi
 
-from treeattn.collectives import nccl
+from tests.support.nccl import NcclOverMpi
+from treeattn import communicators
+from treeattn.collectives.runtime import nccl
 
 WORLD = MPI.COMM_WORLD
 DEADLINE = float(os.environ.get("TREEATTN_TEST_DEADLINE", "120"))  # seconds that ranks may be apart
@@ -30,13 +31,13 @@ OUTCOMES = WORLD.Dup()  # never shared with the code under test
 @pytest.fixture
 def comm():
     """A duplicate of COMM_WORLD, freed after the test."""
-    duplicate = WORLD.Dup()
+    duplicate = communicators.world().dup()
     yield duplicate
-    duplicate.Free()
+    duplicate.free()
 
 
 @pytest.fixture
-def communicators(monkeypatch):
+def nccl_communicators(monkeypatch):
     """NCCL is there, and made of MPI; the list of what was connected."""
     made = []
     monkeypatch.setattr(nccl, "problem", lambda: None)

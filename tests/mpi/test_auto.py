@@ -9,7 +9,8 @@ import pytest
 from mpi4py import MPI
 
 import treeattn
-from tests.made_machine import CORES, GPUS, machine
+from tests.support.machine import CORES, GPUS, machine
+from treeattn import communicators
 from treeattn.collectives import build, check
 from treeattn.collectives.catalog import select
 from treeattn.collectives.clusters import description
@@ -28,7 +29,7 @@ def test_every_rank_finds_the_same_places(comm):
     found = detect(comm)
     assert len(set(comm.allgather(repr(found)))) == 1
     assert [rank.rank for rank in found.ranks] == list(range(comm.size))
-    assert found.nodes == treeattn.comm.node_groups(comm)
+    assert found.nodes == communicators.node_groups(comm)
     drawn = found.drawing()
     assert all(f"[{rank}]" in drawn for rank in range(comm.size))
     cluster, places = found.cluster()
@@ -85,7 +86,7 @@ def test_the_choice_is_the_least_of_its_candidates(comm):
     cluster, places = detect(comm).cluster()
     payload = Payload(16, 520)
     chosen = auto.choose(comm, auto.selection("auto"), payload).schedule
-    nodes = treeattn.comm.node_groups(comm)
+    nodes = communicators.node_groups(comm)
     for text in ("k_nomial_tree", "recursive_doubling", "hierarchical", "split_rail"):
         other = build(text, comm.size, nodes=nodes if select(text).needs_nodes else None)
         times = [auto.simulate(schedule, cluster, places, payload).time for schedule in (chosen, other)]
@@ -120,8 +121,8 @@ SOCKETS_SHARE_A_BUS = """
 name = "bus"
 about = "two sockets, one message between them at a time"
 node = "node"
-executor = "e"
-executors.e = { call = 0.0, round = 0.0, merge_bandwidth = 10.0 }
+executor = "program"
+executors.program = { call = 0.0, round = 0.0, merge_bandwidth = 10.0 }
 [[tiers]]
 name = "socket"
 joins = 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from pathlib import Path
 
 import ml_dtypes
@@ -12,10 +11,12 @@ import pytest
 from mpi4py import MPI
 
 import treeattn
+from tests.support.problems import assert_exact, random_qkv
+from tests.support.ranks import assert_same_bits, own_run
 from treeattn import files, reference
 from treeattn.backends.cpu import MergeOperator
 from treeattn.baselines import BASELINES
-from treeattn.collectives.reducer import Reduction
+from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.shards import parse_layout
 
 pytestmark = pytest.mark.mpi
@@ -28,27 +29,13 @@ ORDINARY = [(0, np.float32), (0, np.float64), (1, BFLOAT16), (3, np.float16), (3
 ORDINARY += [(257, dtype) for dtype in (np.float32, np.float16, BFLOAT16, np.float64)]
 
 
-def made_up(*, tokens, batch=1, queries=1, heads=4, kv_heads=2, head_dim=64, dtype=np.float32, seed=0):
-    """(q, k, v), whole: the same arrays on every rank."""
-    draw = np.random.default_rng(seed)
-    q = draw.standard_normal((batch, queries, heads, head_dim)).astype(dtype)
-    k = draw.standard_normal((batch, tokens, kv_heads, head_dim)).astype(dtype)
-    v = draw.standard_normal((batch, tokens, kv_heads, head_dim)).astype(dtype)
-    return q, k, v
-
-
-def shard(comm, tokens, layout="contiguous"):
-    (run,) = parse_layout(layout).runs(tokens, comm.rank, comm.size)
-    return run
-
-
 def run(comm, scheme, q, k, v, lengths=None, **options):
     """out and lse of all heads and this rank's slice, whatever the scheme leaves where."""
     heads = slice(None)
     if BASELINES[scheme.partition(":")[0]].scattered:
         count = q.shape[2]
         heads = slice(comm.rank * count // comm.size, (comm.rank + 1) * count // comm.size)
-        options["output"] = "heads"
+        scheme = treeattn.Reduction(scheme, output="heads")
     out, lse = treeattn.decode(q, k, v, comm=comm, scheme=scheme, lengths=lengths, **options)
     return out, lse, heads
 
@@ -58,22 +45,9 @@ def planned(comm, scheme, **shape):
     """The decoder of a scheme, with the output that it offers."""
     output = "heads" if BASELINES[scheme.partition(":")[0]].scattered else "replicated"
     with treeattn.Decoder(
-        comm, **shape, head_dim=64, dtype="float32", scheme=scheme, output=output
+        comm, **shape, head_dim=64, dtype="float32", scheme=treeattn.Reduction(scheme, output=output)
     ) as decoder:
         yield decoder
-
-
-def assert_same_bits(comm, *arrays):
-    digest = hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
-    assert comm.allgather(digest) == [digest] * comm.size
-
-
-def assert_exact(q, k, v, out, lse, lengths=None, scale=1 / 8):
-    whole = reference.partial(q, k, v, scale=scale, lengths=lengths)
-    out_bound, lse_bound = reference.error_bounds([whole])
-    wanted_out, wanted_lse = reference.combine([whole])
-    np.testing.assert_allclose(out, wanted_out, rtol=0, atol=out_bound)
-    np.testing.assert_allclose(lse, wanted_lse, rtol=0, atol=lse_bound)
 
 
 @pytest.mark.parametrize("scheme", REPLICATED)
@@ -93,15 +67,15 @@ def test_real_cache_matches_independent_expectation(comm, scheme):
 @pytest.mark.parametrize(("tokens", "dtype"), ORDINARY)
 @pytest.mark.parametrize("scheme", VARIANTS)
 def test_ranks_without_tokens_are_ordinary(comm, scheme, tokens, dtype):
-    q, k, v = made_up(tokens=tokens, batch=2, queries=3, heads=6, kv_heads=3, dtype=dtype)
-    own = shard(comm, tokens)
+    q, k, v = random_qkv(tokens=tokens, batch=2, queries=3, heads=6, kv_heads=3, dtype=dtype)
+    own = own_run(comm, tokens)
     out, lse, heads = run(comm, scheme, q, k[:, own], v[:, own])
     assert out.dtype == lse.dtype == (np.float64 if dtype is np.float64 else np.float32)
     if heads == slice(None):
         assert_same_bits(comm, out, lse)
     k, v = (np.repeat(a, 2, axis=2) for a in (k, v))
     if out.size:
-        assert_exact(q[:, :, heads], k[:, :, heads], v[:, :, heads], out, lse)
+        assert_exact((out, lse), q[:, :, heads], k[:, :, heads], v[:, :, heads], scale=1 / 8)
     if tokens == 0:
         assert not out.any()
         assert (lse == -np.inf).all()
@@ -110,10 +84,10 @@ def test_ranks_without_tokens_are_ordinary(comm, scheme, tokens, dtype):
 @pytest.mark.parametrize("scheme", VARIANTS)
 def test_hostile_values(comm, scheme):
     """Scores of +-1e4, a fully masked row, NaN in one value: exact where defined, spoiled only there."""
-    q, k, v = made_up(tokens=61, batch=2, heads=4, kv_heads=4, seed=3)
+    q, k, v = random_qkv(tokens=61, batch=2, heads=4, kv_heads=4, seed=3)
     k[:, ::7] *= 3e3
     lengths = np.array([61, 0])
-    own = shard(comm, 61)
+    own = own_run(comm, 61)
     own_lengths = parse_layout("contiguous").shard_lengths(lengths, 61, comm.rank, comm.size)
     v[0, 60, 2, 5] = np.nan
     out, lse, heads = run(comm, scheme, q, k[:, own], v[:, own], own_lengths)
@@ -125,7 +99,7 @@ def test_hostile_values(comm, scheme):
             assert np.isnan(out[0, 0, position]).any()
         else:
             arrays = q[:, :, there], k[:, :, there], v[:, :, there]
-            assert_exact(*arrays, out[:, :, here], lse[:, here], lengths)
+            assert_exact((out[:, :, here], lse[:, here]), *arrays, scale=1 / 8, lengths=lengths)
     if heads == slice(None):
         assert_same_bits(comm, out, lse)
 
@@ -134,9 +108,9 @@ def test_hostile_values(comm, scheme):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("scheme", BASELINES)
 def test_a_score_that_is_no_number_spoils_its_own_head_only(comm, scheme, value, dtype):
-    q, k, v = made_up(tokens=40, heads=4, kv_heads=4, seed=4, dtype=dtype)
+    q, k, v = random_qkv(tokens=40, heads=4, kv_heads=4, seed=4, dtype=dtype)
     k[0, 17, 1, 0] = value if q[0, 0, 1, 0] > 0 else -value
-    own = shard(comm, 40)
+    own = own_run(comm, 40)
     out, lse, heads = run(comm, scheme, q, k[:, own], v[:, own])
     for position, head in enumerate(range(4)[heads]):
         expected = np.isnan if head == 1 else np.isfinite
@@ -147,9 +121,9 @@ def test_a_score_that_is_no_number_spoils_its_own_head_only(comm, scheme, value,
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("scheme", VARIANTS)
 def test_a_score_that_is_no_number_spoils_its_head_where_no_other_rank_has_tokens(comm, scheme, value):
-    q, k, v = made_up(tokens=1, heads=4, kv_heads=4, seed=5)
+    q, k, v = random_qkv(tokens=1, heads=4, kv_heads=4, seed=5)
     k[0, 0, 1, 0] = np.copysign(value, q[0, 0, 1, 0])
-    own = shard(comm, 1)
+    own = own_run(comm, 1)
     out, lse, heads = run(comm, scheme, q, k[:, own], v[:, own])
     spoilt = np.arange(4)[heads] == 1
     assert (np.isnan(out).all(-1) == spoilt).all()
@@ -158,13 +132,11 @@ def test_a_score_that_is_no_number_spoils_its_head_where_no_other_rank_has_token
 
 @pytest.mark.parametrize("scheme", BASELINES)
 def test_a_step_out_of_order_is_refused(comm, scheme):
-    options = {"output": "heads"} if BASELINES[scheme].scattered else {}
-    decoder = treeattn.Decoder(
-        comm, heads=4, kv_heads=2, head_dim=64, dtype="float32", scheme=scheme, **options
-    )
+    how = treeattn.Reduction(scheme, output="heads" if BASELINES[scheme].scattered else "replicated")
+    decoder = treeattn.Decoder(comm, heads=4, kv_heads=2, head_dim=64, dtype="float32", scheme=how)
     decoder.close()
     decoder.close()
-    with pytest.raises(treeattn.ScheduleError, match="closed"):
+    with pytest.raises(treeattn.StateError, match="closed"):
         decoder.reduce()
 
 
@@ -172,7 +144,7 @@ def test_a_step_out_of_order_is_refused(comm, scheme):
 def test_decoder_follows_a_growing_cache(comm, scheme):
     """One preallocated array per rank, interleaved tokens, `lengths` grows and differs between sequences."""
     tokens = 6 * comm.size
-    q, k, v = made_up(tokens=tokens, batch=2, heads=4, kv_heads=2)
+    q, k, v = random_qkv(tokens=tokens, batch=2, heads=4, kv_heads=2)
     layout, mine = parse_layout("interleaved"), slice(comm.rank, None, comm.size)
     own_k, own_v = np.full_like(k[:, mine], np.nan), np.full_like(v[:, mine], np.nan)
     with planned(comm, scheme, heads=4, kv_heads=2, batch=2) as decoder:
@@ -184,20 +156,20 @@ def test_decoder_follows_a_growing_cache(comm, scheme):
             out, lse = decoder(q, own_k, own_v, lengths=own)
             wide_k, wide_v = (np.repeat(a, 2, axis=2)[:, :, decoder.heads] for a in (k, v))
             if out.size:
-                assert_exact(q[:, :, decoder.heads], wide_k, wide_v, out, lse, lengths)
+                assert_exact((out, lse), q[:, :, decoder.heads], wide_k, wide_v, scale=1 / 8, lengths=lengths)
 
 
 @pytest.mark.parametrize("which", ["q", "kv", "qkv"])
 @pytest.mark.parametrize("scheme", VARIANTS)
 def test_bits_of_bfloat16_as_uint16_are_not_taken_for_numbers(comm, scheme, which):
     """With lengths, so that a ring packs what it sends."""
-    _, k, v = made_up(tokens=9, batch=2, dtype=BFLOAT16, seed=comm.rank)
-    q, _, _ = made_up(tokens=0, batch=2, dtype=BFLOAT16)
+    _, k, v = random_qkv(tokens=9, batch=2, dtype=BFLOAT16, seed=comm.rank)
+    q, _, _ = random_qkv(tokens=0, batch=2, dtype=BFLOAT16)
     raw = [a.view(np.uint16) if name in which else a for name, a in zip("qkv", (q, k, v), strict=True)]
     lengths = np.array([3, 7])
     shape = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}
     output = "heads" if BASELINES[scheme.partition(":")[0]].scattered else "replicated"
-    with treeattn.Decoder(comm, **shape, scheme=scheme, output=output) as decoder:
+    with treeattn.Decoder(comm, **shape, scheme=treeattn.Reduction(scheme, output=output)) as decoder:
         wanted = [array.copy() for array in decoder(q, k, v, lengths=lengths)]
         found = decoder(*raw, lengths=lengths)
     for ours, theirs in zip(found, wanted, strict=True):
@@ -207,15 +179,16 @@ def test_bits_of_bfloat16_as_uint16_are_not_taken_for_numbers(comm, scheme, whic
 @pytest.mark.parametrize("scheme", VARIANTS)
 def test_new_values_in_the_same_arrays_count(comm, scheme):
     """Strided views that every step must read again, also where a ring packs them."""
-    q, k, v = made_up(tokens=30, batch=2, queries=2, heads=4, kv_heads=4)
-    own = shard(comm, 30)
+    q, k, v = random_qkv(tokens=30, batch=2, queries=2, heads=4, kv_heads=4)
+    own = own_run(comm, 30)
     k_view = np.ascontiguousarray(k[:, own].transpose(1, 0, 2, 3)).transpose(1, 0, 2, 3)
     v_view = np.ascontiguousarray(v[:, own].transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
     with planned(comm, scheme, heads=4, kv_heads=4, batch=2, queries=2) as decoder:
         for _ in range(2):
             out, lse = decoder(q, k_view, v_view)
             if out.size:
-                assert_exact(q[:, :, decoder.heads], k[:, :, decoder.heads], v[:, :, decoder.heads], out, lse)
+                own_heads = (array[:, :, decoder.heads] for array in (q, k, v))
+                assert_exact((out, lse), *own_heads, scale=1 / 8)
             for array in (k, v, k_view, v_view):
                 array *= -0.5
 
@@ -223,8 +196,8 @@ def test_new_values_in_the_same_arrays_count(comm, scheme):
 @pytest.mark.parametrize("scheme", VARIANTS)
 def test_every_run_gives_the_same_bits_on_sub_communicators(comm, scheme):
     half = comm.Split(comm.rank % 2)
-    q, k, v = made_up(tokens=50, heads=8, kv_heads=2, seed=comm.rank % 2)
-    own = shard(half, 50)
+    q, k, v = random_qkv(tokens=50, heads=8, kv_heads=2, seed=comm.rank % 2)
+    own = own_run(half, 50)
     results = set()
     for _ in range(5):
         out, lse, _ = run(half, scheme, q, k[:, own], v[:, own])
@@ -238,8 +211,8 @@ def test_steps_of_several_decoders_stay_apart(comm, scheme):
     """Two decoders whose steps alternate, and a pending receive of the user on the same communicator."""
     received = np.full(1, -1)
     pending = comm.Irecv(received, MPI.ANY_SOURCE, MPI.ANY_TAG)
-    q, k, v = made_up(tokens=20, heads=4, kv_heads=4)
-    own = shard(comm, 20)
+    q, k, v = random_qkv(tokens=20, heads=4, kv_heads=4)
+    own = own_run(comm, 20)
     shape = {"heads": 4, "kv_heads": 4}
     with planned(comm, scheme, **shape) as first, planned(comm, scheme, **shape) as second:
         first.local(q, k[:, own], v[:, own])
@@ -250,7 +223,7 @@ def test_steps_of_several_decoders_stay_apart(comm, scheme):
             out, lse = decoder.finish()
             if out.size:
                 heads = decoder.heads
-                assert_exact(sign * q[:, :, heads], k[:, :, heads], v[:, :, heads], out, lse)
+                assert_exact((out, lse), sign * q[:, :, heads], k[:, :, heads], v[:, :, heads], scale=1 / 8)
     assert not pending.Test()
     comm.Barrier()  # nobody sends before everybody has looked
     comm.Send(np.array([comm.rank]), (comm.rank + 1) % comm.size, tag=0)
@@ -280,13 +253,13 @@ def test_kv_ring_sends_what_equation_10_says(comm, rotation, expanded, dtype):
 
 def test_keys_and_values_beyond_the_largest_message_go_in_parts(comm, monkeypatch):
     monkeypatch.setattr("treeattn.baselines.kv_ring.LARGEST_MESSAGE", 1000)
-    q, k, v = made_up(tokens=9 * comm.size, heads=4, kv_heads=2)
-    own = shard(comm, 9 * comm.size)
+    q, k, v = random_qkv(tokens=9 * comm.size, heads=4, kv_heads=2)
+    own = own_run(comm, 9 * comm.size)
     with treeattn.Decoder(
         comm, heads=4, kv_heads=2, head_dim=64, dtype="float32", scheme="kv_ring:rotation=full"
     ) as decoder:
         out, lse = decoder(q, k[:, own], v[:, own])
-        assert_exact(q, np.repeat(k, 2, axis=2), np.repeat(v, 2, axis=2), out, lse)
+        assert_exact((out, lse), q, np.repeat(k, 2, axis=2), np.repeat(v, 2, axis=2), scale=1 / 8)
         size = 9 * 2 * 64 * 4
         assert totals(decoder.sent) == (2 * comm.size * -(-size // 1000), 2 * comm.size * size)
         assert max(length for _, length in decoder.sent) == 1000
@@ -299,7 +272,7 @@ def totals(sent):
 
 def test_other_baselines_say_what_they_send(comm):
     p, heads = comm.size, 2 * comm.size
-    q, k, v = made_up(tokens=10, heads=heads, kv_heads=heads, batch=3)
+    q, k, v = random_qkv(tokens=10, heads=heads, kv_heads=heads, batch=3)
     sent = {}
     for scheme in BASELINES:
         with planned(comm, scheme, heads=heads, kv_heads=heads, batch=3) as decoder:
@@ -313,7 +286,7 @@ def test_other_baselines_say_what_they_send(comm):
 
 def test_slices_without_heads_are_not_sent(comm):
     """More ranks than KV heads: as many slices travel as there are heads."""
-    q, k, v = made_up(tokens=10, heads=2, kv_heads=1)
+    q, k, v = random_qkv(tokens=10, heads=2, kv_heads=1)
     with planned(comm, "query_ring", heads=2, kv_heads=1) as decoder:
         decoder(q, k, v)
         messages, size = totals(decoder.sent)
@@ -324,10 +297,10 @@ def test_slices_without_heads_are_not_sent(comm):
 @pytest.mark.parametrize("scheme", ["kv_ring", "query_ring"])
 def test_a_ring_needs_the_arrays_of_each_step(comm, scheme):
     """`local` takes them and sends nothing: the last ones count, and for one step."""
-    q, k, v = made_up(tokens=10)
+    q, k, v = random_qkv(tokens=10)
     with planned(comm, scheme, heads=4, kv_heads=2) as decoder:
         for _ in range(2):
-            with pytest.raises(treeattn.ScheduleError, match="local.. comes before reduce"):
+            with pytest.raises(treeattn.StateError, match="local.. comes before reduce"):
                 decoder.reduce()
             if comm.rank == 0:
                 decoder.local(-q, k, v)
@@ -337,14 +310,14 @@ def test_a_ring_needs_the_arrays_of_each_step(comm, scheme):
             decoder.local(q, k, v, lengths=np.array([11]))
         decoder.local(q, k, v)
         decoder._reducer.start()
-        with pytest.raises(treeattn.ScheduleError, match="already running"):
+        with pytest.raises(treeattn.StateError, match="already running"):
             decoder.local(q, k, v)
         decoder._reducer.wait()
 
 
 @pytest.mark.parametrize("scheme", [*BASELINES])
 def test_closing_ends_a_step_in_flight(comm, scheme):
-    q, k, v = made_up(tokens=10)
+    q, k, v = random_qkv(tokens=10)
     with planned(comm, scheme, heads=4, kv_heads=2) as decoder:
         decoder.local(q, k, v)
         decoder._reducer.start()
@@ -353,17 +326,17 @@ def test_closing_ends_a_step_in_flight(comm, scheme):
 @pytest.mark.parametrize("name", ["three_allreduce", "two_allreduce", "head_all_to_all"])
 def test_collectives_start_and_wait(comm, name):
     def reducer_of(buffer):
-        return BASELINES[name].planner.plan(Reduction(comm, MergeOperator(64), buffer))
+        return BASELINES[name].plan(ReductionSpec(comm, MergeOperator(64), buffer))
 
     mine = np.full((comm.size, 66), comm.rank, np.float32)
     once, twice = mine.copy(), mine.copy()
     with reducer_of(once) as one, reducer_of(twice) as other:
         one()
         other.start()
-        with pytest.raises(treeattn.ScheduleError, match="already running"):
+        with pytest.raises(treeattn.StateError, match="already running"):
             other()
         other.wait()
-        with pytest.raises(treeattn.ScheduleError, match="without start"):
+        with pytest.raises(treeattn.StateError, match="without start"):
             other.wait()
     np.testing.assert_allclose(once, twice, rtol=1e-6)
     with pytest.raises(treeattn.ScheduleError, match="C-contiguous"):
@@ -373,7 +346,7 @@ def test_collectives_start_and_wait(comm, name):
 @pytest.mark.parametrize("half_way", [False, True])
 @pytest.mark.parametrize("scheme", BASELINES)
 def test_a_decoder_that_was_left_by_an_error_is_closed(comm, scheme, half_way):
-    q, k, v = made_up(tokens=10)
+    q, k, v = random_qkv(tokens=10)
 
     def fail(decoder):
         if half_way:
@@ -383,7 +356,7 @@ def test_a_decoder_that_was_left_by_an_error_is_closed(comm, scheme, half_way):
 
     with pytest.raises(KeyError), planned(comm, scheme, heads=4, kv_heads=2) as decoder:
         fail(decoder)
-    with pytest.raises(treeattn.ScheduleError, match="closed"):
+    with pytest.raises(treeattn.StateError, match="closed"):
         decoder.reduce()
-    with pytest.raises(treeattn.ScheduleError, match="closed"):
+    with pytest.raises(treeattn.StateError, match="closed"):
         decoder(q, k, v)

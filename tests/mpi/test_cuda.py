@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 import pytest
 
@@ -11,11 +9,11 @@ import treeattn
 from tests.emulator.cases import Case
 from tests.emulator.raw_module import compiler_problem
 from tests.emulator.runtime import EmulatorRuntime
-from treeattn import collectives
-from treeattn import comm as comm_
+from tests.support.ranks import assert_same_bits
+from treeattn import collectives, communicators, mpi_library
 from treeattn.backends import cpu
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.collectives import nccl
+from treeattn.collectives.runtime import nccl
 from treeattn.decoder import device as devices
 from treeattn.shards import parse_layout
 
@@ -45,11 +43,6 @@ def shard(comm, case=CASE):
     return q, np.ascontiguousarray(k[:, run]), np.ascontiguousarray(v[:, run])
 
 
-def assert_same_bits(comm, *arrays):
-    digest = hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
-    assert comm.allgather(digest) == [digest] * comm.size
-
-
 def options(case=CASE):
     """Of a `Decoder`."""
     return {
@@ -62,7 +55,7 @@ def options(case=CASE):
 def test_staged_through_the_host(comm, runtime, scheme):
     """Attention and finish on the GPU, the merges on the processor: they have the same bits."""
     q, k, v = shard(comm)
-    with treeattn.Decoder(comm, **options(), scheme=scheme, transport="host") as decoder:
+    with treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(scheme, transport="host")) as decoder:
         for _ in range(2):
             out, lse = decoder(q, k, v)
             CASE.check(out, lse, tensor_cores=False)
@@ -79,17 +72,17 @@ def test_ranks_share_what_is_wrong(comm, runtime, monkeypatch):
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(runtime, "empty", full)
     with pytest.raises(treeattn.BackendError, match="out of GPU memory"):
-        treeattn.Decoder(comm, **options(), transport="host")
+        treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(transport="host"))
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(cupy_runtime, "current", full)
     with pytest.raises(treeattn.BackendError, match="out of GPU memory"):
-        treeattn.decode(*shard(comm), comm=comm, device="cuda", transport="host")
+        treeattn.decode(*shard(comm), comm=comm, device="cuda", scheme=treeattn.Reduction(transport="host"))
 
 
 def test_trouble_with_the_query_of_one_rank_is_told_by_all(comm, runtime, monkeypatch):
     """Where it is read, by an error that is not ours, and where it arrives."""
     q, k, v = shard(comm)
-    given = {"comm": comm, "device": "cuda", "transport": "host", "q_root": 0}
+    given = {"comm": comm, "device": "cuda", "scheme": treeattn.Reduction(transport="host"), "q_root": 0}
 
     def broken(*_):
         raise RuntimeError("cudaErrorIllegalAddress")
@@ -113,27 +106,27 @@ def test_a_transport_is_chosen_never_guessed(comm, runtime):
         treeattn.decode(*shard(comm), comm=comm, device="cuda")
     mine = "host" if comm.rank else "nccl"
     with pytest.raises(treeattn.ArgumentError, match="transport differs"):
-        treeattn.decode(*shard(comm), comm=comm, device="cuda", transport=mine)
+        treeattn.decode(*shard(comm), comm=comm, device="cuda", scheme=treeattn.Reduction(transport=mine))
 
 
 @pytest.mark.parametrize("scheme", REPLICATED)
-def test_nccl_gives_the_bits_of_the_cpu(comm, runtime, communicators, scheme):
+def test_nccl_gives_the_bits_of_the_cpu(comm, runtime, nccl_communicators, scheme):
     """Through a step as it is, a captured reduction and a launched one."""
     q, k, v = shard(comm)
-    with treeattn.Decoder(comm, **options(), scheme=scheme, transport="host") as staged:
+    with treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(scheme, transport="host")) as staged:
         wanted = [array.copy() for array in staged(q, k, v)]
-    with treeattn.Decoder(comm, **options(), scheme=scheme, transport="nccl") as decoder:
+    with treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(scheme, transport="nccl")) as decoder:
         for _ in range(3):
             results = decoder(q, k, v)
             for got, want in zip(results, wanted, strict=True):
                 np.testing.assert_array_equal(got, want)
         assert decoder.transport == "nccl"
     assert runtime.graph_launches == (2 if comm.size > 1 else 0)
-    assert [communicator.ended for communicator in communicators] == ["closed"]
+    assert [communicator.ended for communicator in nccl_communicators] == ["closed"]
 
 
 @pytest.mark.parametrize("scheme", ["nccl_allreduce", "nccl_allreduce:calls=3"])
-def test_nccl_allreduce_is_exact(comm, runtime, communicators, scheme):
+def test_nccl_allreduce_is_exact(comm, runtime, nccl_communicators, scheme):
     """Sums in the library's order; ranks without tokens add nothing."""
     for tokens in (33, 1, 0):
         case = Case("float32", 64, group=2, batch=2, tokens=tokens)
@@ -145,7 +138,7 @@ def test_nccl_allreduce_is_exact(comm, runtime, communicators, scheme):
     assert runtime.graph_launches == 6
 
 
-def test_nan_and_hostile_scores_through_nccl_allreduce(comm, runtime, communicators):
+def test_nan_and_hostile_scores_through_nccl_allreduce(comm, runtime, nccl_communicators):
     case = Case("float32", 64, tokens=40, scores=1e4)
     q, k, v = shard(comm, case)
     with treeattn.Decoder(comm, **options(case), scheme="nccl_allreduce") as decoder:
@@ -159,11 +152,13 @@ def test_nan_and_hostile_scores_through_nccl_allreduce(comm, runtime, communicat
 
 
 @pytest.mark.parametrize("scheme", ["recursive_doubling", "nccl_allreduce", "ring"])
-def test_a_captured_step_is_one_launch(comm, runtime, communicators, scheme):
+def test_a_captured_step_is_one_launch(comm, runtime, nccl_communicators, scheme):
     case = Case("float32", 64, group=2, tokens=33)
     q, k, v = shard(comm, case)
     lengths = np.zeros(1, np.int64)
-    with treeattn.Decoder(comm, **options(case), scheme=scheme, transport="nccl") as decoder:
+    with treeattn.Decoder(
+        comm, **options(case), scheme=treeattn.Reduction(scheme, transport="nccl")
+    ) as decoder:
         step = decoder.capture(q, k, v, lengths)
         launches = runtime.graph_launches
         for fraction in (1, 2):  # a growing cache
@@ -174,14 +169,14 @@ def test_a_captured_step_is_one_launch(comm, runtime, communicators, scheme):
         case.check(*captured, tensor_cores=False)
         with pytest.raises(treeattn.ArgumentError, match="int64 device array"):
             decoder.capture(q, k, v, [1] if comm.rank == comm.size - 1 else lengths)
-    with pytest.raises(treeattn.ArgumentError, match="closed"):
+    with pytest.raises(treeattn.StateError, match="closed"):
         step()
 
 
 def test_what_cannot_be_captured_is_refused(comm, runtime):
     q, k, v = shard(comm)
     with (
-        treeattn.Decoder(comm, **options(), transport="host") as decoder,
+        treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(transport="host")) as decoder,
         pytest.raises(treeattn.TransportError, match="'nccl'"),
     ):
         decoder.capture(q, k, v)
@@ -200,7 +195,7 @@ def test_what_cannot_be_captured_is_refused(comm, runtime):
     ],
 )
 def test_ranks_on_one_gpu_are_refused_by_all(
-    comm, runtime, communicators, monkeypatch, version, variable, remedy
+    comm, runtime, nccl_communicators, monkeypatch, version, variable, remedy
 ):
     """Also where the variable is missing on one rank alone."""
     runtime.identity = "8f1c0a52"
@@ -209,32 +204,32 @@ def test_ranks_on_one_gpu_are_refused_by_all(
     if comm.size == 1:
         return
     with pytest.raises(treeattn.TransportError, match=rf"ranks 0, 1.* share GPU 8f1c0a52 of .*{remedy}"):
-        treeattn.Decoder(comm, **options(), transport="nccl")
-    assert not communicators
+        treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(transport="nccl"))
+    assert not nccl_communicators
 
 
-def test_other_versions_of_nccl_are_told_before_they_meet(comm, runtime, communicators, monkeypatch):
+def test_other_versions_of_nccl_are_told_before_they_meet(comm, runtime, nccl_communicators, monkeypatch):
     if comm.size == 1:
         return
     monkeypatch.setattr(nccl, "version", lambda: (2, 30 + comm.rank))
     with pytest.raises(treeattn.ArgumentError, match="the version of NCCL differs between ranks"):
-        treeattn.Decoder(comm, **options(), transport="nccl")
-    assert not communicators
+        treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(transport="nccl"))
+    assert not nccl_communicators
 
 
 def test_nccl_that_lacks_on_one_rank_is_refused_by_all(comm, runtime, monkeypatch):
     monkeypatch.setattr(nccl, "version", lambda: (2, 30))
     monkeypatch.setattr(nccl, "problem", lambda: "no NCCL" if comm.rank == comm.size - 1 else None)
     with pytest.raises(treeattn.TransportError, match="no NCCL"):
-        treeattn.Decoder(comm, **options(), transport="nccl")
+        treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(transport="nccl"))
 
 
 @pytest.mark.parametrize("transport", ["nccl", "cuda-mpi"])
 def test_no_room_for_messages_on_one_rank_is_told_by_all(
-    comm, runtime, communicators, monkeypatch, transport
+    comm, runtime, nccl_communicators, monkeypatch, transport
 ):
     """What is allocated while the reduction is planned, after NCCL has connected."""
-    monkeypatch.setattr(comm_, "cuda_aware", lambda: True)
+    monkeypatch.setattr(mpi_library, "cuda_aware", lambda: True)
     if comm.size == 1:
         return
     sizes = []
@@ -247,8 +242,10 @@ def test_no_room_for_messages_on_one_rank_is_told_by_all(
 
     monkeypatch.setattr(runtime, "empty", full)
     with pytest.raises(treeattn.BackendError, match="rank 0: out of GPU memory"):
-        treeattn.Decoder(comm, **options(), scheme="recursive_doubling", transport=transport)
-    assert [communicator.ended for communicator in communicators] == ["aborted"] * (transport == "nccl")
+        treeattn.Decoder(
+            comm, **options(), scheme=treeattn.Reduction("recursive_doubling", transport=transport)
+        )
+    assert [communicator.ended for communicator in nccl_communicators] == ["aborted"] * (transport == "nccl")
 
 
 def test_no_compiled_operator_on_one_rank_is_told_by_all(comm, runtime, monkeypatch):
@@ -258,7 +255,7 @@ def test_no_compiled_operator_on_one_rank_is_told_by_all(comm, runtime, monkeypa
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(cpu.MergeOperator, "mpi_function", none)
     with pytest.raises(treeattn.BackendError, match="no C compiler"):
-        treeattn.Decoder(comm, **options(), scheme="mpi_allreduce", transport="host")
+        treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction("mpi_allreduce", transport="host"))
 
 
 @pytest.mark.parametrize("scheme", SCHEDULES)
@@ -266,24 +263,27 @@ def test_cuda_aware_mpi(comm, runtime, monkeypatch, scheme):
     """The stream is waited for before every round, and nothing else is done by the host."""
     q, k, v = shard(comm)
     output = "replicated" if scheme in REPLICATED else "heads"
-    planned = {**options(), "scheme": scheme, "output": output}
-    with treeattn.Decoder(comm, **{**planned, "device": "cpu"}, executor="mpi") as on_cpu:
-        rounds = len(on_cpu._reducer._steps)
-    monkeypatch.setattr(comm_, "cuda_aware", lambda: False)
+
+    def how(**way):
+        return treeattn.Reduction(scheme, output=output, **way)
+
+    with treeattn.Decoder(comm, **options() | {"device": "cpu"}, scheme=how(executor="mpi")) as on_cpu:
+        rounds = len(on_cpu._reducer.rounds)
+    monkeypatch.setattr(mpi_library, "cuda_aware", lambda: False)
     with pytest.raises(treeattn.TransportError, match="'nccl' or 'host'"):
-        treeattn.Decoder(comm, **planned, transport="cuda-mpi")
-    monkeypatch.setattr(comm_, "cuda_aware", lambda: True)
-    with treeattn.Decoder(comm, **planned, transport="host") as staged:
+        treeattn.Decoder(comm, **options(), scheme=how(transport="cuda-mpi"))
+    monkeypatch.setattr(mpi_library, "cuda_aware", lambda: True)
+    with treeattn.Decoder(comm, **options(), scheme=how(transport="host")) as staged:
         wanted = [array.copy() for array in staged(q, k, v)]
     waits = []
     monkeypatch.setattr(runtime, "synchronize", lambda: waits.append(1))
-    with treeattn.Decoder(comm, **planned, transport="cuda-mpi") as decoder:
+    with treeattn.Decoder(comm, **options(), scheme=how(transport="cuda-mpi")) as decoder:
         for got, want in zip(decoder(q, k, v), wanted, strict=True):
             np.testing.assert_array_equal(got, want)
         assert len(waits) == rounds
 
 
 def test_ranks_of_a_node_count_from_zero(comm):
-    local = comm.allgather(comm_.node_local_rank(comm))
-    for node in comm_.node_groups(comm):
+    local = comm.allgather(communicators.node_local_rank(comm))
+    for node in communicators.node_groups(comm):
         assert [local[rank] for rank in node] == list(range(len(node)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,9 @@ import pytest
 from mpi4py import MPI
 
 import treeattn
-from tests.exporters import Dlpack, Interface, bfloat16_bits
+from tests.support.exporters import Dlpack, Interface, bfloat16_bits
+from tests.support.problems import assert_exact, random_qkv
+from tests.support.ranks import assert_same_bits, own_run
 from treeattn import collectives, files, reference
 from treeattn.shards import parse_layout
 
@@ -32,28 +33,9 @@ def real_shard(layer: str, layout: str, comm):
     return np.array(cache["q"]), k, v, cache.scale(), np.array(expected["out"]), np.array(expected["lse"])
 
 
-def made_up(comm, *, tokens, batch=1, queries=1, heads=4, kv_heads=2, head_dim=64, dtype=np.float32, seed=0):
+def made_up(comm, **shape):
     """(q, whole k, whole v, this rank's run): the same arrays on every rank."""
-    draw = np.random.default_rng(seed)
-    q = draw.standard_normal((batch, queries, heads, head_dim)).astype(dtype)
-    k = draw.standard_normal((batch, tokens, kv_heads, head_dim)).astype(dtype)
-    v = draw.standard_normal((batch, tokens, kv_heads, head_dim)).astype(dtype)
-    (run,) = parse_layout("contiguous").runs(tokens, comm.rank, comm.size)
-    return q, k, v, run
-
-
-def assert_same_bits(comm, *arrays):
-    digest = hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
-    assert comm.allgather(digest) == [digest] * comm.size
-
-
-def assert_exact(q, k, v, scale, out, lse, lengths=None):
-    """Within the package's stated bound of the float64 oracle on the whole cache."""
-    whole = reference.partial(q, k, v, scale=scale, lengths=lengths)
-    out_bound, lse_bound = reference.error_bounds([whole])
-    wanted_out, wanted_lse = reference.combine([whole])
-    np.testing.assert_allclose(out, wanted_out, rtol=0, atol=out_bound)
-    np.testing.assert_allclose(lse, wanted_lse, rtol=0, atol=lse_bound)
+    return *random_qkv(**shape), own_run(comm, shape["tokens"])
 
 
 @pytest.mark.parametrize("layer", ["layer03", "layer17"])
@@ -78,13 +60,14 @@ def test_layout_does_not_matter(comm, layout):
     assert_same_bits(comm, got_out, got_lse)
 
 
+@pytest.mark.many_ranks
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64])
 @pytest.mark.parametrize("tokens", [0, 1, 3, 257])
 def test_ranks_without_tokens_are_ordinary(comm, tokens, dtype):
     q, k, v, run = made_up(comm, tokens=tokens, batch=2, queries=3, heads=6, kv_heads=3, dtype=dtype)
     out, lse = treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme="recursive_doubling")
     assert out.dtype == lse.dtype == (np.float64 if dtype is np.float64 else np.float32)
-    assert_exact(q, k, v, 1 / 8, out, lse)
+    assert_exact((out, lse), q, k, v, scale=1 / 8)
     assert_same_bits(comm, out, lse)
     if tokens == 0:
         assert not out.any()
@@ -103,9 +86,8 @@ def test_hostile_values_keep_bits_equal(comm, scheme):
     out, lse = treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=scheme, lengths=shard_lengths)
     assert np.isnan(out[0, 0, 2]).any()
     whole = [0, 1, 3]
-    assert_exact(
-        q[:, :, whole], k[:, :, whole], v[:, :, whole], 1 / 8, out[:, :, whole], lse[:, whole], lengths
-    )
+    got, clean = (out[:, :, whole], lse[:, whole]), (array[:, :, whole] for array in (q, k, v))
+    assert_exact(got, *clean, scale=1 / 8, lengths=lengths)
     assert not out[1].any()
     assert (lse[1] == -np.inf).all()
     assert_same_bits(comm, out, lse)
@@ -125,7 +107,8 @@ def test_bfloat16_as_uint16_gives_the_same_bits(comm):
     q, k, v, run = made_up(comm, tokens=50, dtype=ml_dtypes.bfloat16)
     shards = q, np.ascontiguousarray(k[:, run]), np.ascontiguousarray(v[:, run])
     named = treeattn.decode(*shards, comm=comm)
-    raw = treeattn.decode(*(a.view(np.uint16) for a in shards), comm=comm, dtype="bfloat16")
+    bits = [array.view(np.uint16) for array in shards]
+    raw = treeattn.decode(bits[0], treeattn.Shard(*bits[1:], dtype="bfloat16"), comm=comm)
     for one, other in zip(named, raw, strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -144,7 +127,7 @@ def test_decoder_follows_a_growing_cache_without_copies(comm):
             own_k[:, : own.max()] = k[:, mine][:, : own.max()]
             own_v[:, : own.max()] = v[:, mine][:, : own.max()]
             out, lse = decoder(q, own_k, own_v, lengths=own)
-            assert_exact(q, k, v, 1 / 8, out, lse, lengths)
+            assert_exact((out, lse), q, k, v, scale=1 / 8, lengths=lengths)
             assert buffers in (None, (out.ctypes.data, lse.ctypes.data))
             buffers = out.ctypes.data, lse.ctypes.data
 
@@ -156,7 +139,7 @@ def test_strided_views_need_no_copy(comm):
     v_view = np.ascontiguousarray(v[:, run].transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
     q_view = np.ascontiguousarray(q.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
     out, lse = treeattn.decode(q_view, k_view, v_view, comm=comm)
-    assert_exact(q, k, v, 1 / 8, out, lse)
+    assert_exact((out, lse), q, k, v, scale=1 / 8)
 
 
 def test_query_of_one_rank_counts(comm):
@@ -164,17 +147,19 @@ def test_query_of_one_rank_counts(comm):
     q, k, v, run = made_up(comm, tokens=70)
     wrong = q if comm.rank == root else None
     out, lse = treeattn.decode(wrong, k[:, run], v[:, run], comm=comm, q_root=root)
-    assert_exact(q, k, v, 1 / 8, out, lse)
+    assert_exact((out, lse), q, k, v, scale=1 / 8)
 
 
+@pytest.mark.many_ranks
 def test_sub_communicators_work_side_by_side(comm):
     half = comm.Split(comm.rank % 2)
     q, k, v, run = made_up(half, tokens=33, seed=comm.rank % 2)
     out, lse = treeattn.decode(q, k[:, run], v[:, run], comm=half, scheme="k_ary_tree:radix=3")
-    assert_exact(q, k, v, 1 / 8, out, lse)
+    assert_exact((out, lse), q, k, v, scale=1 / 8)
     half.Free()
 
 
+@pytest.mark.many_ranks
 def test_every_run_gives_the_same_bits(comm):
     q, k, v, run = made_up(comm, tokens=300, heads=8, kv_heads=2)
     results = {
@@ -204,14 +189,16 @@ BAD = {
     "lengths negative": lambda q, k, v, c: ((q, k, v), {"lengths": [-1]}),
     "lengths of two": lambda q, k, v, c: ((q, k, v), {"lengths": [1, 1]}),
     "scale": lambda q, k, v, c: ((q, k, v), {"scale": float("nan")}),
-    "dtype": lambda q, k, v, c: ((q, k, v), {"dtype": "int4"}),
+    "scale is a flag": lambda q, k, v, c: ((q, k, v), {"scale": True}),
+    "v twice": lambda q, k, v, c: ((q, treeattn.Shard(k, v), v), {}),
+    "lengths twice": lambda q, k, v, c: ((q, treeattn.Shard(k, v, [1])), {"lengths": [1]}),
+    "no v": lambda q, k, v, c: ((q, k), {}),
+    "rules are no rules": lambda q, k, v, c: ((q, k, v), {"rules": {"causal": True}}),
     "scheme": lambda q, k, v, c: ((q, k, v), {"scheme": "binary_three"}),
     "radix": lambda q, k, v, c: ((q, k, v), {"scheme": "k_ary_tree:radix=0"}),
     "parameter": lambda q, k, v, c: ((q, k, v), {"scheme": "chain:radix=2"}),
     "nodes": lambda q, k, v, c: ((q, k, v), {"scheme": "hierarchical:nodes=100+1"}),
     "device": lambda q, k, v, c: ((q, k, v), {"device": "tpu"}),
-    "transport": lambda q, k, v, c: ((q, k, v), {"transport": "pigeon"}),
-    "output": lambda q, k, v, c: ((q, k, v), {"output": "scattered"}),
     "q_root": lambda q, k, v, c: ((q, k, v), {"q_root": c.size}),
     "one rank: shape": lambda q, k, v, c: ((different(c, q, q[:, :, :2]), k, v), {}),
     "one rank: dtype": lambda q, k, v, c: (
@@ -224,18 +211,16 @@ BAD = {
     "scheme is no text": lambda q, k, v, c: ((q, k, v), {"scheme": 5}),
     "one rank: ragged lengths": lambda q, k, v, c: ((q, k, v), {"lengths": different(c, [1], [[1], [2, 3]])}),
     "one rank: huge scale": lambda q, k, v, c: ((q, k, v), {"scale": different(c, 1.0, 10**400)}),
-    "one rank: dtype is a list": lambda q, k, v, c: ((q, k, v), {"dtype": different(c, "float32", ["x"])}),
     "one rank: q_root is no number": lambda q, k, v, c: ((q, k, v), {"q_root": different(c, 0, print)}),
-    "one rank: output": lambda q, k, v, c: ((q, k, v), {"output": different(c, "replicated", "heads")}),
-    "transport of no text": lambda q, k, v, c: ((q, k, v), {"transport": ["mpi"]}),
-    "one rank: transport that cannot travel": lambda q, k, v, c: (
+    "one rank: output": lambda q, k, v, c: (
         (q, k, v),
-        {"transport": different(c, "mpi", lambda: None)},
+        {"scheme": treeattn.Reduction(output=different(c, "replicated", "heads"))},
     ),
     "one rank: q_root": lambda q, k, v, c: ((q, k, v), {"q_root": different(c, 0, None)}),
 }
 
 
+@pytest.mark.many_ranks
 @pytest.mark.parametrize("case", BAD)
 def test_bad_arguments_raise_alike_on_every_rank(comm, case):
     if case.startswith("one rank") and case != "one rank: broken" and comm.size == 1:
@@ -264,27 +249,27 @@ def test_a_decoder_that_was_left_by_an_error_is_closed(comm, scheme):
     options = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": "float32", "scheme": scheme}
     with pytest.raises(KeyError), treeattn.Decoder(comm, **options) as decoder:
         raise KeyError
-    with pytest.raises(treeattn.ScheduleError, match="closed"):
+    with pytest.raises(treeattn.StateError, match="closed"):
         decoder(q, k[:, run], v[:, run])
 
 
 def test_reducer_refuses_misuse(comm):
     from treeattn.backends.cpu import MergeOperator
     from treeattn.collectives.executors.mpi import Reducer
-    from treeattn.collectives.reducer import Reduction
+    from treeattn.collectives.runtime.reducer import ReductionSpec
 
     buffer = np.zeros((2, 10), np.float32)
     operator = MergeOperator(8, np.dtype(np.float32))
     with pytest.raises(treeattn.ScheduleError, match="the communicator has"):
-        Reducer(Reduction(comm, operator, buffer), collectives.build("chain", comm.size + 1))
+        Reducer(ReductionSpec(comm, operator, buffer), collectives.build("chain", comm.size + 1))
     strided = np.zeros((10, 4), np.float32).T
     with pytest.raises(treeattn.ScheduleError, match="C-contiguous"):
-        Reducer(Reduction(comm, operator, strided), collectives.build("chain", comm.size))
-    with Reducer(Reduction(comm, operator, buffer), collectives.build("chain", comm.size)) as reducer:
-        with pytest.raises(treeattn.ScheduleError, match="without start"):
+        Reducer(ReductionSpec(comm, operator, strided), collectives.build("chain", comm.size))
+    with Reducer(ReductionSpec(comm, operator, buffer), collectives.build("chain", comm.size)) as reducer:
+        with pytest.raises(treeattn.StateError, match="without start"):
             reducer.wait()
         reducer()
-    with pytest.raises(treeattn.ScheduleError, match="closed"):
+    with pytest.raises(treeattn.StateError, match="closed"):
         reducer.start()
     reducer.close()  # a second close is harmless
 
@@ -306,16 +291,18 @@ def test_private_communicator_keeps_user_messages_apart(comm):
 @pytest.mark.parametrize("heads", [1, 6, 16])
 def test_scattered_output_is_this_ranks_slice_of_heads(comm, heads, batch):
     q, k, v, run = made_up(comm, tokens=40, batch=batch, queries=2, heads=heads, kv_heads=1)
-    options = {"comm": comm, "scheme": "head_scatter"}
-    out, lse = treeattn.decode(q, k[:, run], v[:, run], output="heads", **options)
+    sliced = treeattn.Reduction("head_scatter", output="heads")
+    out, lse = treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=sliced)
     own = slice(comm.rank * heads // comm.size, (comm.rank + 1) * heads // comm.size)
     assert out.shape == (batch, 2, own.stop - own.start, 64)
     if own.stop > own.start:
-        assert_exact(q[:, :, own], k, v, 1 / 8, out, lse)
+        assert_exact((out, lse), q[:, :, own], k, v, scale=1 / 8)
     with pytest.raises(treeattn.RestrictionError, match="output='heads'"):
-        treeattn.decode(q, k[:, run], v[:, run], **options)
+        treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme="head_scatter")
     with pytest.raises(treeattn.RestrictionError, match="head_scatter"):
-        treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme="chain", output="heads")
+        treeattn.decode(
+            q, k[:, run], v[:, run], comm=comm, scheme=treeattn.Reduction("chain", output="heads")
+        )
 
 
 def test_census_is_not_run(comm):
@@ -326,7 +313,7 @@ def test_census_is_not_run(comm):
     with pytest.raises(treeattn.RestrictionError, match="census is not run: its ranks end with unlike bits"):
         treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme="census")
     own = replace(collectives.build("census", comm.size), name="mine")
-    if own.keeps_apart:  # from 3 ranks on
+    if own.has_exclusive:  # from 3 ranks on
         with pytest.raises(
             treeattn.ScheduleError, match="mine sends what a rank has gathered without its own"
         ):
@@ -348,19 +335,19 @@ def test_library_allreduce_with_the_compiled_operator(comm):
 def test_library_allreduce_starts_and_waits(comm):
     from treeattn.backends.cpu import MergeOperator
     from treeattn.collectives.libraries.mpi_allreduce import MpiAllreduce
-    from treeattn.collectives.reducer import Reduction
+    from treeattn.collectives.runtime.reducer import ReductionSpec
 
     operator = MergeOperator(64)
     mine = np.full((3, 66), comm.rank, np.float32)
     once, twice = mine.copy(), mine.copy()
     with (
-        MpiAllreduce(Reduction(comm, operator, once)) as one,
-        MpiAllreduce(Reduction(comm, operator, twice)) as other,
+        MpiAllreduce(ReductionSpec(comm, operator, once)) as one,
+        MpiAllreduce(ReductionSpec(comm, operator, twice)) as other,
     ):
         one()
         other.start()
         other.wait()
-        with pytest.raises(treeattn.ScheduleError, match="without start"):
+        with pytest.raises(treeattn.StateError, match="without start"):
             other.wait()
     np.testing.assert_allclose(once, twice, rtol=1e-6)
 
@@ -388,7 +375,7 @@ def test_a_schedule_of_ones_own_is_a_scheme(comm):
     q, k, v, run = made_up(comm, tokens=30)
     schedule = star(comm.size)
     out, lse = treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=schedule)
-    assert_exact(q, k, v, 1 / 8, out, lse)
+    assert_exact((out, lse), q, k, v, scale=1 / 8)
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": "float32"}
     with treeattn.Decoder(comm, **shape, scheme=schedule) as decoder:
         assert decoder.schedule is schedule
@@ -399,6 +386,7 @@ def test_a_schedule_of_ones_own_is_a_scheme(comm):
         treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=star(comm.size + 1))
 
 
+@pytest.mark.many_ranks
 def test_schedules_that_differ_between_ranks_are_refused_by_all(comm):
     """Of one name, but another order of messages on the last rank."""
     if comm.size < 3:
@@ -451,7 +439,7 @@ def test_arrays_of_any_library(comm, exporter, scheme):
 
 def test_steps_over_bfloat16_of_another_library(comm):
     bits, k, v = (bfloat16_bits(array) for array in made_up(comm, tokens=9)[:3])
-    wanted = treeattn.decode(bits, k, v, comm=comm, dtype="bfloat16")
+    wanted = treeattn.decode(bits, treeattn.Shard(k, v, dtype="bfloat16"), comm=comm)
     with treeattn.Decoder(comm, heads=4, kv_heads=2, head_dim=64, dtype="bfloat16") as decoder:
         given = [Dlpack(array, code=4) for array in (bits, k, v)]
         for _ in range(2):

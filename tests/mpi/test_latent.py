@@ -3,48 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import treeattn
-from treeattn import reference
+from tests.support import arguments, problems
+from tests.support.problems import random_qkv
+from tests.support.ranks import assert_same_bits, own_run
 from treeattn.errors import ArgumentError, RestrictionError
-from treeattn.shards import parse_layout
 
 pytestmark = pytest.mark.mpi
 
 SCALE = 192**-0.5  # of the heads before they were made latent
 
 
-def made_up(comm, *, tokens, heads=16, dtype=np.float32, kv_heads=1, head_dim=576, v_dim=None, batch=1):
+def made_up(comm, *, tokens, v_dim=None, **shape):
     """(q, whole k, whole v, this rank's run); v are k's first 512 channels, or has v_dim of its own."""
-    draw = np.random.default_rng(tokens)
-    q = draw.standard_normal((batch, 1, heads, head_dim)).astype(dtype)
-    k = draw.standard_normal((batch, tokens, kv_heads, head_dim)).astype(dtype)
-    v = k[..., :512] if v_dim is None else draw.standard_normal((*k.shape[:3], v_dim)).astype(dtype)
-    (run,) = parse_layout("contiguous").runs(tokens, comm.rank, comm.size)
-    return q, k, v, run
+    shape = {"heads": 16, "kv_heads": 1, "head_dim": 576, "seed": tokens} | shape
+    q, k, v = random_qkv(tokens, v_dim=v_dim, **shape)
+    return q, k, v if v_dim else k[..., :512], own_run(comm, tokens)
 
 
 def assert_exact(comm, q, k, v, out, lse, **rules):
-    part = reference.partial(q, k, v, scale=SCALE, **rules)
-    for got, wanted, bound in zip(
-        (out, lse), reference.combine([part]), reference.error_bounds([part]), strict=True
-    ):
-        assert got.shape == wanted.shape
-        np.testing.assert_allclose(got, wanted, rtol=0, atol=bound)
-    digest = hashlib.sha256(out.tobytes() + lse.tobytes()).hexdigest()
-    assert comm.allgather(digest) == [digest] * comm.size
+    problems.assert_exact((out, lse), q, k, v, scale=SCALE, **rules)
+    assert_same_bits(comm, out, lse)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64])
 @pytest.mark.parametrize(("heads", "tokens"), [(16, 700), (128, 61), (3, 1)])
 def test_latent_heads_are_exact(comm, dtype, heads, tokens):
     q, k, v, run = made_up(comm, tokens=tokens, heads=heads, dtype=dtype)
-    out, lse = treeattn.decode(q, k[:, run], None, v_dim=512, scale=SCALE, comm=comm)
+    out, lse = treeattn.decode(q, treeattn.Shard(k[:, run], None, v_dim=512), scale=SCALE, comm=comm)
     assert_exact(comm, q, k, v, out, lse)
 
 
@@ -52,8 +43,8 @@ def test_latent_heads_are_exact(comm, dtype, heads, tokens):
 def test_every_kind_of_reduction(comm, scheme):
     q, k, v, run = made_up(comm, tokens=90)
     output = "heads" if scheme == "head_scatter" else "replicated"
-    given = {"scheme": scheme, "output": output, "comm": comm}
-    out, lse = treeattn.decode(q, k[:, run], v_dim=512, scale=SCALE, **given)
+    how = treeattn.Reduction(scheme, output=output)
+    out, lse = treeattn.decode(q, treeattn.Shard(k[:, run], v_dim=512), scale=SCALE, scheme=how, comm=comm)
     if output == "heads":
         parts = comm.allgather((out, lse))
         out, lse = (
@@ -65,8 +56,8 @@ def test_every_kind_of_reduction(comm, scheme):
 def test_a_decoder_over_a_growing_cache(comm):
     q, k, v, _ = made_up(comm, tokens=40 * comm.size, dtype=ml_dtypes.bfloat16, batch=2)
     own = np.ascontiguousarray(k[:, comm.rank :: comm.size])
-    planned = {"heads": 16, "kv_heads": 1, "head_dim": 576, "v_dim": 512, "batch": 2, "scale": SCALE}
-    with treeattn.Decoder(comm, **planned) as decoder:
+    planned = {"heads": 16, "kv_heads": 1, "head_dim": 576, "batch": 2, "scale": SCALE}
+    with treeattn.Decoder(comm, **planned, cache=treeattn.CacheFormat(v_dim=512)) as decoder:
         for valid in (3, 20, 40):
             lengths = np.array([valid, valid - 1])
             seen = np.zeros((2, 1, k.shape[1]), bool)
@@ -86,13 +77,11 @@ def test_a_decoder_over_a_growing_cache(comm):
 def test_rules_hold_for_latent_heads(comm):
     q, k, v, run = made_up(comm, tokens=200, heads=8)
     out, lse = treeattn.decode(
-        *(q, k[:, run], None),
-        v_dim=512,
+        *(q, treeattn.Shard(k[:, run], v_dim=512)),
         scale=SCALE,
         comm=comm,
-        window=(30, 0),
+        rules=treeattn.Rules(window=(30, 0), softcap=9.0),
         q_positions=[150],
-        softcap=9.0,
     )
     positions = np.arange(200)
     seen = ((positions >= 120) & (positions <= 150))[None, None]
@@ -104,6 +93,23 @@ def test_values_of_their_own_width(comm, head_dim, v_dim):
     q, k, v, run = made_up(comm, tokens=70, heads=6, kv_heads=3, head_dim=head_dim, v_dim=v_dim, batch=2)
     out, lse = treeattn.decode(q, k[:, run], v[:, run], scale=SCALE, comm=comm)
     assert_exact(comm, q, k, v, out, lse)
+    planned = {"heads": 6, "kv_heads": 3, "head_dim": head_dim, "batch": 2, "dtype": "float32"}
+    cache = treeattn.CacheFormat(v_dim=v_dim)
+    with treeattn.Decoder(comm, **planned, scale=SCALE, cache=cache) as decoder:
+        assert np.array_equal(decoder(q, k[:, run], v[:, run])[0], out)
+        if v_dim > head_dim:
+            with pytest.raises(ArgumentError, match="v is missing"):
+                decoder(q, k[:, run])
+
+
+def test_values_wider_than_keys_need_no_scale(comm):
+    """They cannot be channels of the keys, whose scale would be another one."""
+    q, k, v, run = made_up(comm, tokens=30, heads=2, kv_heads=2, head_dim=16, v_dim=24)
+    cache = treeattn.CacheFormat(v_dim=24)
+    with treeattn.Decoder(comm, heads=2, kv_heads=2, head_dim=16, dtype="float32", cache=cache) as decoder:
+        found = [array.copy() for array in decoder(q, k[:, run], v[:, run])]
+    for one, other in zip(found, treeattn.decode(q, k[:, run], v[:, run], comm=comm), strict=True):
+        assert np.array_equal(one, other)
 
 
 def test_without_a_compiler(comm, monkeypatch):
@@ -112,7 +118,7 @@ def test_without_a_compiler(comm, monkeypatch):
     monkeypatch.setattr(kernels, "loaded", lambda: (None, "not wanted"))
     q, k, v, run = made_up(comm, tokens=50, dtype=ml_dtypes.bfloat16)
     with pytest.warns(RuntimeWarning, match="NumPy") if comm.rank == 0 else contextlib.nullcontext():
-        out, lse = treeattn.decode(q, k[:, run], v_dim=512, scale=SCALE, comm=comm)
+        out, lse = treeattn.decode(q, treeattn.Shard(k[:, run], v_dim=512), scale=SCALE, comm=comm)
     assert_exact(comm, q, k, v, out, lse)
 
 
@@ -120,29 +126,31 @@ def test_what_cannot_be(comm):
     q, k, v, run = made_up(comm, tokens=20)
     own = k[:, run]
     for given, match in (
-        ({"v": v[:, run], "v_dim": 512, "scale": 1.0}, "pass v=None, or leave v_dim out"),
         ({"v_dim": 584, "scale": 1.0}, "v_dim 584 must be a number of k's 576 channels"),
-        ({"v_dim": 0, "scale": 1.0}, "v_dim 0 must be"),
         ({"v_dim": 512}, "the scale has to be given"),
-        ({"scale": 1.0}, "v is missing: pass it, or v_dim="),
+        ({"scale": 1.0}, r"v is missing: pass it, or Shard\(v_dim="),
         ({"v": v[:, run, :, :100], "scale": 1.0}, "v_dim 100 is not supported"),
     ):
         with pytest.raises(ArgumentError, match=match):
-            treeattn.decode(q, own, comm=comm, **given)
+            treeattn.decode(comm=comm, **arguments.call(q=q, k=own, **given))
+    with pytest.raises(ArgumentError, match="pass v=None, or leave v_dim out"):
+        treeattn.Shard(own, v[:, run], v_dim=512)
+    with pytest.raises(ArgumentError, match="v_dim must be a positive whole number, not 0"):
+        treeattn.Shard(own, v_dim=0)
     planned = {"heads": 16, "kv_heads": 1, "head_dim": 576, "dtype": "float32"}
     with pytest.raises(ArgumentError, match="the scale has to be given"):
-        treeattn.Decoder(comm, v_dim=512, **planned)
-    with pytest.raises(ArgumentError, match="v_dim 580 must be"):
-        treeattn.Decoder(comm, v_dim=580, scale=1.0, **planned)
+        treeattn.Decoder(comm, cache=treeattn.CacheFormat(v_dim=512), **planned)
+    with pytest.raises(ArgumentError, match="v_dim 580 is not supported"):
+        treeattn.Decoder(comm, cache=treeattn.CacheFormat(v_dim=580), scale=1.0, **planned)
     with pytest.raises(RestrictionError, match="v_dim needs another scheme"):
-        treeattn.Decoder(comm, v_dim=512, scale=1.0, scheme="kv_ring", **planned)
+        treeattn.Decoder(comm, cache=treeattn.CacheFormat(v_dim=512), scale=1.0, scheme="kv_ring", **planned)
     with (
         treeattn.Decoder(comm, scale=1.0, **planned) as decoder,
         pytest.raises(ArgumentError, match="v is missing"),
     ):
         decoder(q, own)
     with (
-        treeattn.Decoder(comm, v_dim=512, scale=1.0, **planned) as decoder,
+        treeattn.Decoder(comm, cache=treeattn.CacheFormat(v_dim=512), scale=1.0, **planned) as decoder,
         pytest.raises(ArgumentError, match=r"expected \[batch, tokens, kv_heads, v_dim\]"),
     ):
         decoder(q, own, own)

@@ -14,7 +14,7 @@ import pytest
 from mpi4py import MPI
 from safetensors.numpy import load_file, save_file
 
-from tests.llama_models import MODELS, PROMPT, write_model
+from tests.support.models import MODELS, PROMPT, write_model
 from treeattn.cache import ShardedCache
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError, TreeattnError
 from treeattn.files import open_cache
@@ -30,12 +30,35 @@ pytestmark = pytest.mark.mpi
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "llama" / "logits.npz")
 WAYS = [
     ("replicated", "ring", None),
-    ("replicated", "gather", "kv_ring"),
-    ("replicated", "ring", "query_ring"),
+    ("sharded", "gather", "kv_ring"),
     ("replicated", "gather", "binary_tree"),
     ("sharded", "ring", None),
-    ("sharded", "gather", "kv_ring"),
+    ("replicated", "ring", "query_ring"),
+    ("replicated", "gather", "kv_ring"),
 ]
+#: Every model one way, in turn, and one of them in all ways.
+CASES = [*zip(MODELS, itertools.cycle(WAYS)), *(("biases", way) for way in WAYS)]
+DRAWN = Sampling(temperature=1.5, top_k=50, top_p=0.95, seed=3)
+
+
+@pytest.fixture
+def written(comm, tmp_path):
+    """Called with the name of a model: its directory, written by rank 0."""
+    path = comm.bcast(tmp_path)
+
+    def write(name):
+        if comm.rank == 0:
+            write_model(path / name, name)
+        comm.Barrier()
+        return path / name
+
+    return write
+
+
+@pytest.fixture
+def tied(written):
+    """The directory of a small model."""
+    return written("tied")
 
 
 @pytest.fixture(params=["replicated", "sharded"])
@@ -43,18 +66,7 @@ def weights(request):
     return request.param
 
 
-@pytest.fixture
-def directory(comm, request, tmp_path):
-    """Written by rank 0, read by all."""
-    path = comm.bcast(tmp_path)
-    if comm.rank == 0:
-        write_model(path, request.param)
-    comm.Barrier()
-    return path
-
-
-@pytest.fixture
-def model(comm, directory, weights):
+def load(comm, directory, weights):
     return Llama(directory, comm if weights == "sharded" else None)
 
 
@@ -62,15 +74,13 @@ def assert_logits(got, wanted):
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("directory", MODELS, indirect=True)
-@pytest.mark.parametrize(("weights", "prefill", "scheme"), WAYS)
-def test_logits_and_tokens_are_hugging_faces(comm, model, request, prefill, scheme):
-    name = request.node.callspec.params["directory"]
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_logits_and_tokens_are_hugging_faces(comm, written, name, way):
+    weights, prefill, scheme = way
     wanted, tokens = GOLDEN[f"{name}.logits"], GOLDEN[f"{name}.tokens"]
     layout = "zigzag" if prefill == "ring" else "contiguous"
-    with Session(
-        comm, model, PROMPT, capacity=len(PROMPT) + 16, scheme=scheme, prefill=prefill, layout=layout
-    ) as session:
+    given = {"capacity": len(PROMPT) + 16, "scheme": scheme, "prefill": prefill, "layout": layout}
+    with Session(comm, load(comm, written(name), weights), PROMPT, **given) as session:
         logits = session.prefill()
         for step, token in enumerate(tokens if name == "biases" else tokens[: len(wanted)]):
             if step < len(wanted):
@@ -79,12 +89,11 @@ def test_logits_and_tokens_are_hugging_faces(comm, model, request, prefill, sche
             logits = session.step(int(token))
 
 
-@pytest.mark.parametrize("directory", ["grouped_llama3", "biases"], indirect=True)
 @pytest.mark.parametrize("prefill", ["ring", "gather"])
-def test_a_prompt_of_fewer_tokens_than_ranks(comm, model, request, prefill):
-    name = request.node.callspec.params["directory"]
+def test_a_prompt_of_fewer_tokens_than_ranks(comm, written, weights, prefill):
+    model = load(comm, written("biases"), weights)
     with Session(comm, model, PROMPT[:3], capacity=20, prefill=prefill) as session:
-        assert_logits(session.prefill(), GOLDEN[f"{name}.short"])
+        assert_logits(session.prefill(), GOLDEN["biases.short"])
         for token in PROMPT[3:19]:
             logits = session.step(int(token))
         session.step(5)
@@ -104,19 +113,18 @@ def peak_of_a_prefill(comm, model, tokens):
         return peak - session.cache_bytes
 
 
-@pytest.mark.parametrize("directory", ["grouped_llama3"], indirect=True)
-def test_a_prefill_holds_what_a_layer_hands_on_and_no_more(comm, model, monkeypatch):
+def test_a_prefill_holds_what_a_layer_hands_on_and_no_more(comm, written, weights, monkeypatch):
     """No second q, k and v, nor anything of the width of an MLP; and what `inspect` says is what it takes."""
     monkeypatch.setattr(model_module, "_BLOCK", 32)
+    model = load(comm, written("grouped_llama3"), weights)
     bytes_of_a_token = 4 * prefill_module.ring_floats(model.config, model.config.head_dim, comm.size)
     _, small, large = (peak_of_a_prefill(comm, model, tokens * comm.size) for tokens in (64, 256, 512))
     tables = 256  # positions, their sines and cosines, intervals
     assert 256 * bytes_of_a_token <= large - small <= 256 * (bytes_of_a_token + tables)
 
 
-@pytest.mark.parametrize("directory", ["grouped_llama3"], indirect=True)
 @pytest.mark.parametrize("prefill", ["ring", "gather"])
-def test_a_callers_messages_stay_the_callers(comm, model, monkeypatch, prefill):
+def test_a_callers_messages_stay_the_callers(comm, written, monkeypatch, prefill):
     """And a prefill gives its communicator back."""
     kept = []
 
@@ -128,48 +136,13 @@ def test_a_callers_messages_stay_the_callers(comm, model, monkeypatch, prefill):
     monkeypatch.setattr(prefill_module, "duplicate", recorded)
     mine, theirs = np.full(4, comm.rank, np.float32), np.empty(4, np.float32)
     sent = comm.Isend(mine, (comm.rank + 1) % comm.size)
+    model = Llama(written("grouped_llama3"))
     with Session(comm, model, PROMPT, capacity=len(PROMPT), prefill=prefill) as session:
         assert_logits(session.prefill(), GOLDEN["grouped_llama3.logits"][0])
     comm.Recv(theirs, (comm.rank - 1) % comm.size)
     sent.Wait()
     assert set(theirs) == {(comm.rank - 1) % comm.size}
     assert kept == [MPI.COMM_NULL]
-
-
-DRAWN = Sampling(temperature=1.5, top_k=50, top_p=0.95, seed=3)
-
-
-@pytest.mark.parametrize("directory", ["biases"], indirect=True)
-@pytest.mark.parametrize("drafter", [None, "ngram", "oracle"])
-def test_drawn_tokens_are_the_same_on_any_number_of_ranks_and_with_drafts(comm, model, directory, drafter):
-    with Session(MPI.COMM_SELF, Llama(directory), PROMPT, capacity=400, sampling=DRAWN) as session:
-        wanted = generate(MPI.COMM_SELF, session, PROMPT.tolist(), 40).tokens
-    assert len(set(wanted)) > 20
-    makers = {"ngram": NgramDrafts, "oracle": lambda: Oracle(wanted, 3)}
-    drafting = None
-    if drafter:
-        drafting = Drafting(8, makers[drafter]() if comm.rank == 0 else None)
-    options = {"capacity": 400, "drafts": 8 if drafter else 0, "sampling": DRAWN}
-    with Session(comm, model, PROMPT, **options) as session:
-        made = generate(comm, session, PROMPT.tolist(), 40, drafting=drafting)
-    assert comm.allgather(made.tokens) == [wanted] * comm.size
-    if drafter == "oracle":
-        assert made.accepted[:3] == [3, 3, 3]
-
-
-@pytest.mark.parametrize("directory", ["tied"], indirect=True)
-def test_a_model_that_is_sharded_over_other_ranks(comm, directory):
-    if comm.size == 1:
-        pytest.skip("one rank has no other ranks")
-    model = Llama(directory, comm)
-    with pytest.raises(ArgumentError, match="sharded over other ranks than the session's"):
-        Session(MPI.COMM_SELF, model, [3], capacity=8)
-    twin = comm.Dup()
-    with Session(twin, model, PROMPT[:9], capacity=9) as session:
-        logits = session.prefill()
-    twin.Free()
-    with Session(comm, Llama(directory), PROMPT[:9], capacity=9) as session:
-        assert_logits(logits, session.prefill())
 
 
 class Oracle:
@@ -184,12 +157,31 @@ class Oracle:
         return [known[: budget - 2], [known[0] ^ 3, 5]] if len(known) > 1 else []
 
 
-@pytest.mark.parametrize("directory", ["biases"], indirect=True)
-@pytest.mark.parametrize("drafter", ["ngram", "model", "oracle", "wrong"])
-def test_drafts_change_no_token_and_no_logit(comm, model, directory, request, drafter):
-    name = request.node.callspec.params["directory"]
-    wanted = GOLDEN[f"{name}.tokens"].tolist()
-    capacity = len(PROMPT) + len(wanted)
+@pytest.mark.parametrize(
+    ("weights", "drafter"), [("replicated", None), ("sharded", "ngram"), ("replicated", "oracle")]
+)
+def test_drawn_tokens_are_the_same_on_any_number_of_ranks_and_with_drafts(comm, written, weights, drafter):
+    directory = written("biases")
+    with Session(MPI.COMM_SELF, Llama(directory), PROMPT, capacity=400, sampling=DRAWN) as session:
+        wanted = generate(session, 40).tokens
+    assert len(set(wanted)) > 20
+    makers = {"ngram": NgramDrafts, "oracle": lambda: Oracle(wanted, 3)}
+    drafting = Drafting(8, makers[drafter]() if comm.rank == 0 else None) if drafter else None
+    options = {"capacity": 400, "drafts": 8 if drafter else 0, "sampling": DRAWN}
+    with Session(comm, load(comm, directory, weights), PROMPT, **options) as session:
+        made = generate(session, 40, drafting=drafting)
+    assert comm.allgather(made.tokens) == [wanted] * comm.size
+    if drafter == "oracle":
+        assert made.accepted[:3] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("weights", "drafter"),
+    [("sharded", "ngram"), ("replicated", "model"), ("sharded", "oracle"), ("replicated", "wrong")],
+)
+def test_drafts_change_no_token_and_no_logit(comm, written, weights, drafter):
+    directory, wanted = written("biases"), GOLDEN["biases.tokens"].tolist()
+    model, capacity = load(comm, directory, weights), len(PROMPT) + len(wanted)
     makers = {
         "ngram": NgramDrafts,
         "model": lambda: ModelDrafts(directory, 256, capacity),
@@ -198,7 +190,7 @@ def test_drafts_change_no_token_and_no_logit(comm, model, directory, request, dr
     }
     drafting = Drafting(8, makers[drafter]() if comm.rank == 0 else None)
     with Session(comm, model, PROMPT, capacity=capacity, drafts=8) as session:
-        made = generate(comm, session, PROMPT.tolist(), len(wanted), drafting=drafting)
+        made = generate(session, len(wanted), drafting=drafting)
         assert made.tokens == wanted
         assert 1 + sum(made.accepted) + len(made.accepted) == len(wanted)
         assert session.tokens == capacity - 1
@@ -209,28 +201,14 @@ def test_drafts_change_no_token_and_no_logit(comm, model, directory, request, dr
             assert made.accepted[:2] == [3, 3]
         if drafter == "wrong":
             assert set(made.accepted) == {0}
-    text = np.concatenate([PROMPT, wanted])
-    with Session(comm, model, text, capacity=capacity) as session:
+    with Session(comm, model, np.concatenate([PROMPT, wanted]), capacity=capacity) as session:
         assert_logits(last, session.prefill())
 
 
-@pytest.mark.parametrize("directory", ["tied"], indirect=True)
-def test_trees_that_were_not_planned(comm, model, monkeypatch):
-    tree = draft_tree(3, [[4, 5]], 4)
-    with (
-        Session(comm, model, [3], capacity=8, drafts=5) as session,
-        pytest.raises(ArgumentError, match="the session was planned without trees, or for others"),
-    ):
-        session.verify(tree)
-    monkeypatch.setattr(session_module, "Decoder", None)  # which would keep its communicator
-    with pytest.raises(RestrictionError, match="attends while it communicates"):
-        Session(comm, model, [3], capacity=8, drafts=5, scheme="kv_ring")
-
-
-@pytest.mark.parametrize("directory", ["biases", "tied"], indirect=True)
-def test_no_rank_reads_anothers_part(comm, directory, monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", ["biases", "tied"])
+def test_no_rank_reads_anothers_part(comm, written, name, monkeypatch, tmp_path):
     """Every rank has a copy of the model in which all that it does not read is NaN."""
-    read = []
+    directory, read = written(name), []
 
     def recorded(file, buffers, at):
         read.append((os.readlink(f"/proc/self/fd/{file}"), at, sum(map(len, buffers))))
@@ -247,14 +225,11 @@ def test_no_rank_reads_anothers_part(comm, directory, monkeypatch, tmp_path):
             logits = session.step(int(token))
     with Session(comm, Llama(directory), PROMPT[:47], capacity=48) as session:
         assert_logits(logits, session.prefill())
-    parts = comm.allgather(sorted(set(read)))
-    everything = sorted(piece for part in parts for piece in part)
+    everything = sorted(piece for part in comm.allgather(sorted(set(read))) for piece in part)
     for (file, at, length), (other, after, _) in itertools.pairwise(everything):
         assert file != other or at + length <= after
-    matrices = [
-        t for file in directory.glob("*.safetensors") for t in load_file(file).values() if t.ndim == 2
-    ]
-    assert sum(length for _, _, length in everything) == sum(matrix.nbytes for matrix in matrices)
+    tensors = [t for file in directory.glob("*.safetensors") for t in load_file(file).values()]
+    assert sum(length for *_, length in everything) == sum(t.nbytes for t in tensors if t.ndim == 2)
 
 
 def poisoned(directory, copy, read):
@@ -272,72 +247,89 @@ def poisoned(directory, copy, read):
         path.write_bytes(data)
 
 
-@pytest.mark.parametrize("directory", ["tied"], indirect=True)
-@pytest.mark.parametrize(
-    ("prompt", "changed", "message"),
-    [
-        ([], {}, "at least one token"),
-        ([3, 256], {}, "the prompt has token 256, the model's vocabulary ends at 255"),
-        ([-3, 1], {}, "the prompt has token -3, the model's vocabulary ends at 255"),
-        ([3], {"capacity": 5000}, "the model was made for at most 4096"),
-        ([3, 4], {"capacity": 1}, "room for 1"),
-        ([3], {"prefill": "none"}, "prefill 'none' is unknown"),
-    ],
-)
-def test_what_cannot_be_continued(comm, model, prompt, changed, message):
-    with pytest.raises(ArgumentError, match=message):
-        Session(comm, model, np.array(prompt, np.int64), **{"capacity": 8} | changed)
+REFUSED = [
+    ({"prompt": []}, "at least one token"),
+    ({"prompt": [3, 256]}, "the prompt has token 256, the model's vocabulary ends at 255"),
+    ({"prompt": [-3, 1]}, "the prompt has token -3, the model's vocabulary ends at 255"),
+    ({"prompt": [1.5]}, "the prompt has float64: token numbers are whole"),
+    ({"capacity": 5000}, "the model was made for at most 4096"),
+    ({"prompt": [3, 4], "capacity": 1}, "room for 1"),
+    ({"prefill": "none"}, "prefill 'none' is unknown"),
+    ({"scheme": "nonsense"}, "there is no scheme 'nonsense'"),
+    ({"drafts": 5, "scheme": "kv_ring"}, "attends while it communicates"),
+]
 
 
-@pytest.mark.parametrize("directory", ["tied"], indirect=True)
-def test_ranks_must_continue_the_same_prompt(comm, model):
+def test_what_cannot_be_continued(comm, tied, weights, monkeypatch):
+    """And nothing stays behind: where trees are refused a decoder would keep its communicator."""
+    model = load(comm, tied, weights)
+    for changes, message in REFUSED:
+        if "drafts" in changes:
+            monkeypatch.setattr(session_module, "Decoder", None)
+        with pytest.raises((ArgumentError, RestrictionError, ScheduleError), match=message):
+            Session(comm, model, **{"prompt": [3], "capacity": 8} | changes)
+
+
+def test_what_is_no_token_of_the_model(comm, tied, weights):
+    """NumPy would take the last token for -1, a sharded vocabulary none at all."""
+    wrong = ((-1, "token -1"), (256, "token 256"), (1.5, "float64: token numbers are whole"))
+    with Session(comm, load(comm, tied, weights), PROMPT, capacity=320, drafts=3) as session:
+        logits = session.prefill()
+        for token, message in wrong:
+            with pytest.raises(ArgumentError, match=f"the step has {message}"):
+                session.step(token)
+        with pytest.raises(ArgumentError, match="the tree has token 300, the model's vocabulary ends at 255"):
+            session.verify(draft_tree(3, [[300]], 3))
+        with pytest.raises(ArgumentError, match="the session was planned without trees, or for others"):
+            session.verify(draft_tree(3, [[4, 5]], 4))
+        assert session.tokens == len(PROMPT)
+        session.step(session.choose(logits))
+
+
+def test_ranks_must_agree(comm, tied, tmp_path):
+    """Also where nodes have copies of a directory: what every rank has whole tells them apart."""
     if comm.size == 1:
         pytest.skip("one rank cannot contradict itself")
-    with pytest.raises(ArgumentError, match="the prompt"):
-        Session(comm, model, [comm.rank], capacity=8)
-
-
-@pytest.mark.parametrize("directory", ["tied"], indirect=True)
-@pytest.mark.parametrize("weights", ["replicated"])
-def test_ranks_must_have_the_same_model_and_prefill(comm, model):
-    """As where nodes have copies of a directory: other tokens that end a text would leave ranks waiting."""
-    if comm.size == 1:
-        pytest.skip("one rank cannot contradict itself")
-    with pytest.raises(ArgumentError, match="prefill differs between ranks"):
-        Session(comm, model, [3], capacity=8, prefill="gather" if comm.rank else "ring")
-    with pytest.raises(ArgumentError, match="sampling differs between ranks"):
-        Session(comm, model, [3], capacity=8, sampling=Sampling(1.0, seed=comm.rank))
-    model.config = dataclasses.replace(model.config, eos=(comm.rank,))
-    with pytest.raises(
-        ArgumentError, match=r"the model's eos differs between ranks: \(0,\) on rank 0, \(1,\)"
-    ):
-        Session(comm, model, [3], capacity=8)
-
-
-@pytest.mark.parametrize("directory", ["tied"], indirect=True)
-def test_ranks_must_have_the_same_weights(comm, directory, weights, tmp_path):
-    """As where nodes have copies of a directory: norms, which every rank has whole, tell them apart."""
-    if comm.size == 1:
-        pytest.skip("one rank cannot contradict itself")
-    own = shutil.copytree(directory, tmp_path / f"copy-{comm.rank}")
+    model, own = Llama(tied), shutil.copytree(tied, tmp_path / "copy")
     for file in own.glob("*.safetensors"):
         changed = {name: t * (comm.rank + 1) if "norm" in name else t for name, t in load_file(file).items()}
         save_file(changed, file)
-    model = Llama(own, comm if weights == "sharded" else None)
-    with pytest.raises(ArgumentError, match="digest of the model's norms differs between ranks"):
-        Session(comm, model, [3], capacity=8)
+    ended = Llama(tied)
+    ended.config = dataclasses.replace(model.config, eos=(comm.rank,))
+    for changes, message in (
+        ({"prompt": [comm.rank]}, "the prompt differs"),
+        ({"prefill": "gather" if comm.rank else "ring"}, "prefill differs between ranks"),
+        ({"sampling": Sampling(1.0, seed=comm.rank)}, "sampling differs between ranks"),
+        ({"model": ended}, r"the model's eos differs between ranks: \(0,\) on rank 0, \(1,\)"),
+        ({"model": Llama(own)}, "digest of the model's norms differs between ranks"),
+        ({"model": Llama(own, comm)}, "digest of the model's norms differs between ranks"),
+        ({"scheme": None if comm.rank else "nonsense"}, "rank 0: there is no scheme 'nonsense'"),
+    ):
+        with pytest.raises((ArgumentError, ScheduleError), match=message):
+            Session(comm, **{"model": model, "prompt": [3], "capacity": 8} | changes)
+
+
+def test_a_model_that_is_sharded_over_other_ranks(comm, tied):
+    if comm.size == 1:
+        pytest.skip("one rank has no other ranks")
+    model = Llama(tied, comm)
+    with pytest.raises(ArgumentError, match="sharded over other ranks than the session's"):
+        Session(MPI.COMM_SELF, model, [3], capacity=8)
+    twin = comm.Dup()
+    with Session(twin, model, PROMPT[:9], capacity=9) as session:
+        logits = session.prefill()
+    twin.Free()
+    with Session(comm, Llama(tied), PROMPT[:9], capacity=9) as session:
+        assert_logits(logits, session.prefill())
 
 
 def full(*arguments):
     raise MemoryError("none left")
 
 
-@pytest.mark.parametrize("directory", ["tied"], indirect=True)
-def test_what_one_rank_fails_at_alone_all_ranks_tell(comm, model, monkeypatch):
-    """While a session and its prefill are planned: nobody waits, and no communicator stays behind."""
-    last, kept = comm.rank == comm.size - 1, []
-    with pytest.raises(ScheduleError, match="there is no scheme 'nonsense'"):
-        Session(comm, model, [3], capacity=8, scheme="nonsense" if last else None)
+def test_what_one_rank_fails_at_alone_all_ranks_tell(comm, tied, weights, monkeypatch):
+    """While a session and its prefill are planned: no rank waits, and no communicator stays behind."""
+    model, last, kept = load(comm, tied, weights), comm.rank == comm.size - 1, []
     with monkeypatch.context() as patch:
         if last:
             patch.setattr(ShardedCache, "another", full)
@@ -347,22 +339,21 @@ def test_what_one_rank_fails_at_alone_all_ranks_tell(comm, model, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(prefill_module, "duplicate", kept.append)
             if last:
-                patch.setattr(prefill_module.Ring, "_plan", full)
+                patch.setattr(prefill_module._Ring, "__init__", full)
             with pytest.raises(TreeattnError, match="MemoryError: none left"):
                 session.prefill()
         assert kept == []
         session.prefill()
 
 
-@pytest.mark.parametrize("directory", ["tied"], indirect=True)
-def test_a_session_whose_prefill_raised_goes_on_with_no_wrong_token(comm, model):
-    def told(layer):
+def test_a_session_whose_prefill_raised_goes_on_with_no_wrong_token(comm, tied):
+    def on_layer(layer):
         if layer == 1:
             raise ValueError("stop")
 
-    with Session(comm, model, PROMPT, capacity=320) as session:
+    with Session(comm, Llama(tied), PROMPT, capacity=320) as session:
         with pytest.raises(ValueError, match="stop"):
-            session.prefill(told)
+            session.prefill(on_layer)
         with pytest.raises(
             ArgumentError, match="the first layer has 301 tokens in its cache, the last one 0: "
         ):
@@ -372,32 +363,23 @@ def test_a_session_whose_prefill_raised_goes_on_with_no_wrong_token(comm, model)
             session.prefill()
 
 
-@pytest.mark.parametrize("directory", ["tied"], indirect=True)
-def test_what_is_no_token_of_the_model(comm, model):
-    """NumPy would take the last token for -1, a sharded vocabulary none at all."""
-    with Session(comm, model, PROMPT, capacity=320, drafts=3) as session:
-        logits = session.prefill()
-        for token, message in (
-            (-1, "token -1"),
-            (256, "token 256"),
-            (1.5, "float64: token numbers are whole"),
-        ):
-            with pytest.raises(ArgumentError, match=f"the step has {message}"):
-                session.step(token)
-        with pytest.raises(ArgumentError, match="the tree has token 300, the model's vocabulary ends at 255"):
-            session.verify(draft_tree(3, [[300]], 3))
-        assert session.tokens == len(PROMPT)
-        session.step(session.choose(logits))
+def test_what_fails_on_rank_0_alone_fails_on_all(comm, tied):
+    """Logits that are NaN there, and drafts."""
 
-
-@pytest.mark.parametrize("directory", ["tied"], indirect=True)
-def test_drafts_that_fail_on_rank_0_fail_on_all(comm, model):
     def broken(tokens, budget, depth):
         raise ValueError("no idea")
 
-    drafting = Drafting(5, broken if comm.rank == 0 else None)
+    model, tree = Llama(tied), draft_tree(3, [[4, 5]], 5)
+    logits = np.full((5, 256), 0 if comm.rank else np.nan, np.float32)
+    for sampling in (None, DRAWN):
+        with Session(comm, model, [3], capacity=8, drafts=5, sampling=sampling) as session:
+            with pytest.raises(ArgumentError, match="nan|NaN"):
+                session.choose(logits[0])
+            with pytest.raises(ArgumentError, match="NaN|no probabilities"):
+                session.accept(tree, logits)
+    drafting = Drafting(5, None if comm.rank else broken)
     with (
         Session(comm, model, [3], capacity=8, drafts=5) as session,
         pytest.raises(ArgumentError, match="ValueError: no idea"),
     ):
-        generate(comm, session, [3], 7, drafting=drafting)
+        generate(session, 7, drafting=drafting)

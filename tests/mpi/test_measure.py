@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from treeattn.collectives.reducer import Reduction
+from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.decoder import plan as routes
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.study.compare import problems, steps, yardsticks
@@ -32,7 +32,7 @@ def key_of(comm, scheme, what="reduce", **changes):
 
 
 def block_of(comm, key):
-    bench = Bench(comm, EFFORT, crowded=True, seed=1)
+    bench = Bench(comm, EFFORT, oversubscribed=True, seed=1)
     return bench.block(key, bench.problem(key), memory=True)
 
 
@@ -69,7 +69,7 @@ def test_nobody_enters_before_all_are_ready(comm):
         time.sleep(0.002 * (comm.rank == 0))
         ready.append(clock.now())
 
-    times = Loop(comm, clock, crowded=True, seed=0).run([lambda: None], prepare, 3)
+    times = Loop(comm, clock, oversubscribed=True, seed=0).run([lambda: None], prepare, 3)
     everyone = comm.gather(ready)
     if times is not None:
         assert (times.instants[:, :, 0].min(0) >= np.array(everyone).max(0)).all()
@@ -80,7 +80,7 @@ def test_offsets_are_interpolated_and_the_larger_error_counts():
     ticks = itertools.count(0, 10)
     offsets = iter([Offset(0, 5, 0), Offset(1000, 7, 1000)])
     clock = SimpleNamespace(now=ticks.__next__, compare=offsets.__next__)
-    loop = Loop(MPI.COMM_SELF, clock, crowded=False, seed=0)
+    loop = Loop(MPI.COMM_SELF, clock, oversubscribed=False, seed=0)
     loop._lead = 0  # the scripted clock does not wait
     times = loop.run([lambda: None], lambda: None, 4)
     own = times.instants.reshape(-1)
@@ -94,7 +94,7 @@ def test_the_lead_may_grow_to_twice_what_an_agreement_takes(agreement_ms, most_m
     """One rank whose clock says that each agreement takes so long."""
     ticks = itertools.count(0, int(1e6 * agreement_ms))
     clock = SimpleNamespace(now=ticks.__next__, compare=lambda: Offset(0, 0, 0))
-    loop = Loop(MPI.COMM_SELF, clock, crowded=False, seed=0)
+    loop = Loop(MPI.COMM_SELF, clock, oversubscribed=False, seed=0)
     loop._adapt_lead(10**9)
     assert loop.lead == 1000 * most_ms
 
@@ -110,7 +110,9 @@ def test_loop_notes_every_instant_on_one_clock(comm):
     clock = Clock(comm, lambda: time.perf_counter_ns() + wrong, identity=str(comm.rank))
     calls = []
     parts = [lambda: calls.append("first"), lambda: calls.append("second")]
-    times = Loop(comm, clock, crowded=True, seed=0).run(parts, lambda: calls.append("prepare"), 4, skew=50.0)
+    times = Loop(comm, clock, oversubscribed=True, seed=0).run(
+        parts, lambda: calls.append("prepare"), 4, skew=50.0
+    )
     assert calls == ["prepare", "first", "second"] * 4
     if comm.rank:
         assert times is None
@@ -154,7 +156,7 @@ def test_every_scheme(comm, scheme, what):
 
 def test_cold_and_warm_are_different_runs(comm, monkeypatch):
     """The first call alone and without skew is cold; then come, with skew, those of the series."""
-    bench, runs = Bench(comm, EFFORT, crowded=True, seed=1), []
+    bench, runs = Bench(comm, EFFORT, oversubscribed=True, seed=1), []
     run = bench.loop.run
 
     def noted(parts, prepare, iterations, skew=0.0):
@@ -188,7 +190,7 @@ class Hungry:
 
 
 def test_memory_is_what_stays_and_what_a_further_step_adds(comm, monkeypatch):
-    bench, key = Bench(comm, EFFORT, crowded=True, seed=1), key_of(comm, "chain")
+    bench, key = Bench(comm, EFFORT, oversubscribed=True, seed=1), key_of(comm, "chain")
     problem = bench.problem(key)
     monkeypatch.setattr("treeattn.study.compare.steps.plan", lambda comm, key: Hungry(problem.records))
     found = bench._memory(key, problem)
@@ -197,7 +199,7 @@ def test_memory_is_what_stays_and_what_a_further_step_adds(comm, monkeypatch):
 
 
 def test_bits_that_differ_between_ranks_are_told(comm):
-    bench, key = Bench(comm, EFFORT, crowded=True, seed=1), key_of(comm, "chain")
+    bench, key = Bench(comm, EFFORT, oversubscribed=True, seed=1), key_of(comm, "chain")
     problem = bench.problem(key)
     expected = comm.bcast(problem.expected)
     out = expected[0] + 1e-3 * (comm.rank + 1)
@@ -219,12 +221,13 @@ def test_bits_that_differ_between_ranks_are_told(comm):
         ("float32", "bfloat16", 2),
     ],
 )
-def test_the_sum_adds_as_many_bytes_as_records_have_under_way(comm, dtype, wire, size):
+def test_the_sum_adds_as_many_bytes_as_records_have_under_way(monkeypatch, comm, dtype, wire, size):
     handed = []
-    spy = SimpleNamespace(Allreduce=lambda *arguments: handed.append(arguments), Free=tuple)
+    spy = SimpleNamespace(Allreduce=lambda *arguments: handed.append(arguments))
+    monkeypatch.setattr(yardsticks, "duplicate", lambda _: SimpleNamespace(unwatched=spy, free=tuple))
     key = key_of(comm, SUM, dtype=dtype, wire=wire)
     records = np.zeros((2, 8, 3, 18), np.float64 if dtype == "float64" else np.float32)
-    yardsticks.library_sum(key, Reduction(SimpleNamespace(Dup=lambda: spy), None, records))()
+    yardsticks.library_sum(key, ReductionSpec(comm, None, records))()
     ((mine, total, operation),) = handed
     assert mine.nbytes == total.nbytes == records.size * size
     assert operation == MPI.SUM

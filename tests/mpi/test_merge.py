@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 
 import ml_dtypes
 import numpy as np
 import pytest
-from nccl_over_mpi import NcclOverMpi
 
 import treeattn
 from tests.emulator.raw_module import compiler_problem
 from tests.emulator.runtime import EmulatorRuntime
-from tests.exporters import Dlpack
+from tests.support.exporters import Dlpack
+from tests.support.nccl import NcclOverMpi
+from tests.support.ranks import assert_same_bits
 from treeattn import collectives
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.baselines import BASELINES
-from treeattn.collectives import nccl
+from treeattn.collectives.runtime import nccl
 
 pytestmark = pytest.mark.mpi
 
@@ -51,11 +51,6 @@ def attend(s, v):
 def whole(s, v):
     """(out, lse) over the tokens of all ranks."""
     return attend(np.concatenate([*s], axis=-1), np.concatenate([*v], axis=-2))
-
-
-def assert_same_bits(comm, *arrays):
-    digest = hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
-    assert comm.allgather(digest) == [digest] * comm.size
 
 
 def assert_whole(comm, got, wanted, tolerance=1e-5):
@@ -98,7 +93,7 @@ def test_bases_and_types(comm, base, dtype):
     assert_whole(comm, got, (wanted[0], wanted[1] / log), rounded)
     if dtype == ml_dtypes.bfloat16:
         bits = out.astype(dtype).view(np.uint16)
-        again = treeattn.merge(bits, (lse / log).astype(results), comm=comm, base=base, dtype="bfloat16")
+        again = treeattn.merge(bits, (lse / log).astype(results), comm=comm, base=base)
         np.testing.assert_array_equal(again[0], got[0])
 
 
@@ -201,7 +196,6 @@ BAD = {
     "lse in 16 bits": (lambda: (_out(), _out((2,), np.float16)), {}, "lse is float16: pass it as float32"),
     "a list": (lambda: ([[1.0]], _out((2,))), {}, "out is a list: pass an array"),
     "base": (lambda: (_out(), _out((2,))), {"base": 10}, "base 10 is unknown: use 'e'"),
-    "dtype": (lambda: (_out(), _out((2,))), {"dtype": "bfloat16"}, "'bfloat16' was asked for, but.* float32"),
 }
 
 
@@ -230,6 +224,12 @@ def test_what_differs_between_ranks_is_named(comm, mine, message):
     options = {"lse_shape": (2,), "head_dim": 8} | (mine if comm.rank == comm.size - 1 else {})
     with pytest.raises(treeattn.ArgumentError, match=message):
         treeattn.Merger(comm, **options)
+
+
+@pytest.mark.parametrize("how", [{"groups": 2}, {"progress": "thread"}, {"output": "heads"}])
+def test_what_is_for_decoders_alone_is_refused(comm, how):
+    with pytest.raises(treeattn.RestrictionError, match="is for treeattn.Decoder"):
+        treeattn.merge(_out(), _out((2,)), comm=comm, scheme=treeattn.Reduction(**how))
 
 
 def test_a_library_without_an_operator_says_so(comm):
@@ -267,7 +267,9 @@ def with_an_empty_head(comm):
 def test_a_gpu_gives_the_bits_of_the_processor(comm, gpu, scheme, base, transport):
     out, lse = with_an_empty_head(comm)
     wanted = treeattn.merge(out, lse, comm=comm, scheme=scheme, base=base)
-    got = treeattn.merge(out, lse, comm=comm, scheme=scheme, base=base, device="cuda", transport=transport)
+    got = treeattn.merge(
+        out, lse, comm=comm, scheme=treeattn.Reduction(scheme, transport=transport), base=base, device="cuda"
+    )
     np.testing.assert_array_equal(got[0], wanted[0])
     np.testing.assert_array_equal(got[1], wanted[1])
     if transport == "host" or comm.size == 1:
@@ -278,7 +280,9 @@ def test_libraries_merge_parts_of_a_gpu(comm, gpu):
     out, lse = with_an_empty_head(comm)
     wanted = treeattn.merge(out, lse, comm=comm)
     for scheme, transport in (("mpi_allreduce", "host"), ("nccl_allreduce", "nccl")):
-        got = treeattn.merge(out, lse, comm=comm, scheme=scheme, device="cuda", transport=transport)
+        got = treeattn.merge(
+            out, lse, comm=comm, scheme=treeattn.Reduction(scheme, transport=transport), device="cuda"
+        )
         np.testing.assert_allclose(got[0], wanted[0], rtol=0, atol=1e-6)
         np.testing.assert_allclose(got[1], wanted[1], rtol=0, atol=1e-5)
 
@@ -286,6 +290,10 @@ def test_libraries_merge_parts_of_a_gpu(comm, gpu):
 def test_what_a_gpu_does_not_merge(comm, gpu):
     out, lse = with_an_empty_head(comm)
     with pytest.raises(treeattn.ArgumentError, match="lse is .*NaN in 1 of 12 places"):
-        treeattn.merge(out, lse, comm=comm, device="cuda", transport="host", strict=True)
+        treeattn.merge(
+            out, lse, comm=comm, device="cuda", scheme=treeattn.Reduction(transport="host"), strict=True
+        )
     with pytest.raises(treeattn.ArgumentError, match="float32, not float64: use device='cpu'"):
-        treeattn.merge(out.astype(np.float64), lse, comm=comm, device="cuda", transport="host")
+        treeattn.merge(
+            out.astype(np.float64), lse, comm=comm, device="cuda", scheme=treeattn.Reduction(transport="host")
+        )

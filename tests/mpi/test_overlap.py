@@ -10,9 +10,10 @@ import pytest
 from mpi4py import MPI
 
 import treeattn
+from tests.support.problems import random_qkv
+from tests.support.ranks import own_run
 from treeattn import collectives
-from treeattn.errors import ArgumentError, RestrictionError, ScheduleError, TransportError
-from treeattn.shards import parse_layout
+from treeattn.errors import ArgumentError, RestrictionError, StateError, TransportError
 
 pytestmark = pytest.mark.mpi
 
@@ -25,11 +26,9 @@ SCHEMES = [name for name in treeattn.schemes() if "nccl" not in name]
 
 
 def shard(comm, seed):
-    draw = np.random.default_rng(seed)
-    q = draw.standard_normal((2, 1, 8, 16)).astype(np.float32)
-    k, v = draw.standard_normal((2, 2, 37, 4, 16)).astype(np.float32)
-    (run,) = parse_layout("contiguous").runs(37, comm.rank, comm.size)
-    return q, np.ascontiguousarray(k[:, run]), np.ascontiguousarray(v[:, run])
+    q, k, v = random_qkv(37, batch=2, heads=8, kv_heads=4, head_dim=16, seed=seed)
+    own = own_run(comm, 37)
+    return q, np.ascontiguousarray(k[:, own]), np.ascontiguousarray(v[:, own])
 
 
 def output(scheme):
@@ -37,7 +36,9 @@ def output(scheme):
 
 
 def planned(comm, scheme, **options):
-    return treeattn.Decoder(comm, **SHAPE, scheme=scheme, output=output(scheme), **options)
+    return treeattn.Decoder(
+        comm, **SHAPE, scheme=treeattn.Reduction(scheme, output=output(scheme), **options)
+    )
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -87,11 +88,11 @@ def test_thread_goes_on_while_the_caller_sleeps(comm):
 def test_a_step_is_finished_before_the_next(comm):
     arrays = shard(comm, 0)
     with planned(comm, "recursive_doubling") as decoder:
-        with pytest.raises(ScheduleError, match="without start"):
+        with pytest.raises(StateError, match="without start"):
             decoder.test()
         decoder.begin(*arrays)
         for again in (decoder.begin, decoder.local, decoder):
-            with pytest.raises(ScheduleError, match="finish"):
+            with pytest.raises(StateError, match="finish"):
                 again(*arrays)
         decoder.finish()
         decoder.finish()  # divides once more

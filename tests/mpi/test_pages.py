@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import treeattn
-from tests.paged_cases import in_pages
+from tests.support import arguments
+from tests.support.pages import in_pages
 from treeattn import reference
 from treeattn.attention.pages import own_pages
 from treeattn.errors import ArgumentError, RestrictionError
@@ -42,15 +43,9 @@ def test_any_owner_map_gives_the_same_attention(comm, rules):
         own = own_pages(table, owners, comm.rank, page_size=PAGE_SIZE, lengths=[90 + seed])
         stands = np.array([90 + seed - 1, 40])
         shard = [one[owners == comm.rank] for one in pool]
-        out, lse = treeattn.decode(
-            *(q, *shard),
-            comm=comm,
-            block_table=own.block_table,
-            lengths=own.lengths,
-            positions=own.positions,
-            q_positions=stands,
-            **rules,
-        )
+        held = treeattn.Shard(*shard, own.lengths, own.positions, own.block_table)
+        given = {"q_positions": stands, "rules": treeattn.Rules(**rules)}
+        out, lse = treeattn.decode(q, held, comm=comm, **given)
         names = [name for name in ("causal", "window", "leading") if name in rules]
         seen = reference.seen(np.arange(k.shape[1]), stands[None], **{name: rules[name] for name in names})
         distance = np.broadcast_to(stands[None, :, None] - np.arange(k.shape[1]), seen.shape)
@@ -81,26 +76,28 @@ def test_a_decoder_whose_sequences_grow_by_pages(comm):
     shard = [one[owners == comm.rank] for one in pool]
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "batch": 2, "queries": 2, "dtype": "float32"}
     with (
-        treeattn.Decoder(comm, **shape, page_size=PAGE_SIZE, causal=True) as paged,
-        treeattn.Decoder(comm, **shape, causal=True) as plain,
+        treeattn.Decoder(
+            comm, **shape, cache=treeattn.CacheFormat(page_size=PAGE_SIZE), rules=treeattn.Rules(causal=True)
+        ) as paged,
+        treeattn.Decoder(comm, **shape, rules=treeattn.Rules(causal=True)) as plain,
     ):
         for lengths in ([1, 1], [8, 9], [17, 9], [64, 30], [70, 33]):
             own = own_pages(table, owners, comm.rank, page_size=PAGE_SIZE, lengths=lengths)
             stands = np.array([[total - 1, rng.integers(total)] for total in lengths])
-            seen = {"positions": own.positions, "q_positions": stands}
-            out, lse = paged(q, *shard, own.lengths, block_table=own.block_table, **seen)
+            held = treeattn.Shard(*shard, own.lengths, own.positions, own.block_table)
+            out, lse = paged(q, held, q_positions=stands)
             row = [one[np.maximum(own.block_table, 0)].reshape(2, -1, 2, 64) for one in shard]
             if own.block_table.shape[1] == 0:
                 row = [np.zeros((2, 0, 2, 64), np.float32)] * 2
-            wanted = plain(q, *row, own.lengths, **seen)
+            wanted = plain(q, treeattn.Shard(*row, own.lengths, own.positions), q_positions=stands)
             assert (out.tobytes(), lse.tobytes()) == tuple(array.tobytes() for array in wanted)
 
 
 def test_what_lies_in_unused_pages_and_slots_changes_no_bit(comm):
     q, _, pool, table = pool_of([50, 21], comm.rank)
     q = comm.bcast(q)
-    given = {"comm": comm, "block_table": table, "lengths": [50, 21]}
-    first = [array.copy() for array in treeattn.decode(q, *pool, **given)]
+    shard = treeattn.Shard(*pool, [50, 21], block_table=table)
+    first = [array.copy() for array in treeattn.decode(q, shard, comm=comm)]
     used = np.zeros((len(pool[0]), PAGE_SIZE), bool)
     for row, length in zip(table, (50, 21), strict=True):
         token = np.arange(length)
@@ -109,7 +106,7 @@ def test_what_lies_in_unused_pages_and_slots_changes_no_bit(comm):
     for value in (0.0, np.inf):
         for one in pool:
             one[~used] = value
-        for array, wanted in zip(treeattn.decode(q, *pool, **given), first, strict=True):
+        for array, wanted in zip(treeattn.decode(q, shard, comm=comm), first, strict=True):
             assert array.tobytes() == wanted.tobytes()
 
 
@@ -137,7 +134,7 @@ def one_rank_wrong(comm, **changed):
 )
 def test_what_is_wrong_on_one_rank_is_raised_by_all(comm, rules, changed, message):
     with pytest.raises(ArgumentError, match=message):
-        treeattn.decode(**one_rank_wrong(comm, **changed), **rules)
+        treeattn.decode(**arguments.call(**one_rank_wrong(comm, **changed), **rules))
 
 
 @pytest.mark.parametrize("cache", [(5, 8, 1, 8), (1, 20, 1, 8)])
@@ -148,37 +145,41 @@ def test_pages_are_of_one_size_on_all_ranks(comm, cache):
     if cache[0] == 1:
         other |= {"block_table": None}
     with pytest.raises(ArgumentError, match=r"page_size \(None without a block_table\) differs"):
-        treeattn.decode(**one_rank_wrong(comm, **other))
+        treeattn.decode(**arguments.call(**one_rank_wrong(comm, **other)))
 
 
-@pytest.mark.parametrize("how", [{"scheme": "kv_ring"}, {"scheme": "query_ring"}, {"groups": 2}])
+@pytest.mark.parametrize("how", ["kv_ring", "query_ring", treeattn.Reduction(groups=2)])
 def test_places_that_know_no_pages_refuse_them(comm, how):
+    cache = treeattn.CacheFormat(page_size=16)
     with pytest.raises(RestrictionError, match="a paged cache needs another scheme, and groups=1"):
-        treeattn.Decoder(comm, heads=2, kv_heads=2, head_dim=8, page_size=16, **how)
+        treeattn.Decoder(comm, heads=2, kv_heads=2, head_dim=8, cache=cache, scheme=how)
 
 
 @pytest.mark.parametrize("page_size", [0, -1, 1.5, True])
-def test_page_sizes_that_cannot_be(comm, page_size):
+def test_page_sizes_that_cannot_be(page_size):
     with pytest.raises(ArgumentError, match="page_size must be a positive whole number"):
-        treeattn.Decoder(comm, heads=2, kv_heads=2, head_dim=8, page_size=page_size)
+        treeattn.CacheFormat(page_size=page_size)
 
 
 def test_a_decoder_takes_pages_if_it_is_planned_for_them(comm):
     one, table = np.ones((1, 1, 1, 8), np.float32), np.zeros((1, 1), np.int32)
     shape = {"heads": 1, "kv_heads": 1, "head_dim": 8, "dtype": "float32"}
-    for rules in ({}, {"softcap": 3.0}):
-        with treeattn.Decoder(comm, **shape, **rules) as decoder:
+    for rules in (None, treeattn.Rules(softcap=3.0)):
+        with treeattn.Decoder(comm, **shape, rules=rules) as decoder:
             step = decoder.local
-            with pytest.raises(ArgumentError, match="page_size=None: plan with page_size="):
-                step(one, one, one, [1], block_table=table)
-        with treeattn.Decoder(comm, **shape, page_size=1, **rules) as decoder:
+            with pytest.raises(
+                ArgumentError, match=r"page_size=None: plan with cache=CacheFormat\(page_size="
+            ):
+                step(one, treeattn.Shard(one, one, [1], block_table=table))
+        cache = treeattn.CacheFormat(page_size=1)
+        with treeattn.Decoder(comm, **shape, cache=cache, rules=rules) as decoder:
             step = decoder.local
-            with pytest.raises(ArgumentError, match="page_size=1: pass block_table="):
+            with pytest.raises(ArgumentError, match=r"page_size=1: pass Shard\(block_table="):
                 step(one, one, one, [1])
             with pytest.raises(ArgumentError, match=r"expected \[pages, page_size, kv_heads, head_dim\]"):
-                step(one, one[:, :0], one[:, :0], [1], block_table=table)
+                step(one, treeattn.Shard(one[:, :0], one[:, :0], [1], block_table=table))
             with pytest.raises(ArgumentError, match="needs lengths="):
-                step(one, one, one, block_table=table)
+                step(one, treeattn.Shard(one, one, block_table=table))
 
 
 @pytest.mark.parametrize("cache", ["float64", "float8_e5m2", "latent", "project"])
@@ -200,10 +201,10 @@ def test_pages_of_other_caches(comm, cache):
     pages, table = in_pages(k, PAGE_SIZE, lengths)
     found = []
     for array, page_size in ((k, None), (pages, PAGE_SIZE)):
-        with treeattn.Decoder(comm, **plan, page_size=page_size) as decoder:
+        with treeattn.Decoder(comm, **arguments.plan(**plan, page_size=page_size)) as decoder:
             values = None if cache == "latent" else array
-            given = {} if page_size is None else {"block_table": table}
-            found.append([one.tobytes() for one in decoder(q, array, values, lengths, **given)])
+            shard = treeattn.Shard(array, values, lengths, block_table=None if page_size is None else table)
+            found.append([one.tobytes() for one in decoder(q, shard)])
     assert found[0] == found[1]
 
 
@@ -211,7 +212,8 @@ def test_a_step_of_pages_can_be_taken_apart(comm):
     q, _, pool, table = pool_of([50, 21], comm.rank)
     q = comm.bcast(q)
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "batch": 2, "queries": 2, "dtype": "float32"}
-    with treeattn.Decoder(comm, **shape, page_size=PAGE_SIZE) as decoder:
-        once = [one.tobytes() for one in decoder(q, *pool, [50, 21], block_table=table)]
-        decoder.begin(q, *pool, [50, 21], block_table=table)
+    with treeattn.Decoder(comm, **shape, cache=treeattn.CacheFormat(page_size=PAGE_SIZE)) as decoder:
+        shard = treeattn.Shard(*pool, [50, 21], block_table=table)
+        once = [one.tobytes() for one in decoder(q, shard)]
+        decoder.begin(q, shard)
         assert [one.tobytes() for one in decoder.finish()] == once

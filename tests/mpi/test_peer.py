@@ -13,10 +13,9 @@ import treeattn
 from tests.emulator.cases import Case
 from tests.emulator.raw_module import compiler_problem
 from tests.emulator.runtime import EmulatorRuntime
-from treeattn import collectives
-from treeattn import comm as comm_
+from treeattn import collectives, communicators
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.collectives import nccl, waiting
+from treeattn.collectives.runtime import nccl, watchdog
 from treeattn.decoder import transport as transports
 
 pytestmark = [
@@ -36,7 +35,8 @@ def runtime(comm, monkeypatch):
 
 def results_by_way_of_the_host(comm, arrays, case=None, **planned):
     """(out, lse) as another transport gives them."""
-    with treeattn.Decoder(comm, **options(*[case] * bool(case)), **planned, transport="host") as decoder:
+    how = treeattn.Reduction(**planned, transport="host")
+    with treeattn.Decoder(comm, **options(*[case] * bool(case)), scheme=how) as decoder:
         return [array.copy() for array in decoder(*arrays)]
 
 
@@ -46,7 +46,8 @@ def test_it_gives_the_bits_of_the_host(comm, runtime, scheme):
     arrays = shard(comm)
     planned = {"scheme": scheme, "output": "replicated" if scheme in REPLICATED else "heads"}
     wanted = results_by_way_of_the_host(comm, arrays, **planned)
-    with treeattn.Decoder(comm, **options(), **planned, transport="peer") as decoder:
+    how = treeattn.Reduction(**planned, transport="peer")
+    with treeattn.Decoder(comm, **options(), scheme=how) as decoder:
         decoder(*arrays)
         launches, allocations = runtime.launches, runtime.allocations
         for _ in range(5):
@@ -65,7 +66,7 @@ def test_the_parts_of_a_step_are_launches_of_their_own(comm, runtime):
     """And may take turns with whole steps."""
     arrays = shard(comm)
     wanted = results_by_way_of_the_host(comm, arrays)
-    with treeattn.Decoder(comm, **options(), transport="peer") as decoder:
+    with treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(transport="peer")) as decoder:
         for _ in range(3):
             np.testing.assert_array_equal(decoder(*arrays)[0], wanted[0])
             decoder.out[...] = 0
@@ -86,8 +87,12 @@ def test_one_shot_and_two_shot(comm, runtime, batch):
     for scheme in ("all_gather_merge", "reduce_scatter_gather"):
         wanted = results_by_way_of_the_host(comm, arrays, case, scheme=scheme)
         with (
-            treeattn.Decoder(comm, **options(case), scheme=scheme, transport="host") as staged,
-            treeattn.Decoder(comm, **options(case), scheme=scheme, transport="peer") as decoder,
+            treeattn.Decoder(
+                comm, **options(case), scheme=treeattn.Reduction(scheme, transport="host")
+            ) as staged,
+            treeattn.Decoder(
+                comm, **options(case), scheme=treeattn.Reduction(scheme, transport="peer")
+            ) as decoder,
         ):
             assert decoder.sent == staged.sent
             out, lse = decoder(*arrays)
@@ -100,7 +105,7 @@ def test_a_schedule_of_ones_own(comm, runtime):
     own = collectives.build("k_nomial_tree:radix=3", comm.size)
     arrays = shard(comm)
     wanted = results_by_way_of_the_host(comm, arrays, scheme=own)
-    with treeattn.Decoder(comm, **options(), scheme=own, transport="peer") as decoder:
+    with treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(own, transport="peer")) as decoder:
         np.testing.assert_array_equal(decoder(*arrays)[0], wanted[0])
 
 
@@ -109,7 +114,9 @@ def test_a_captured_step_is_one_launch(comm, runtime, scheme):
     case = Case("float32", 64, group=2, tokens=33)
     q, k, v = shard(comm, case)
     lengths = np.zeros(1, np.int64)
-    with treeattn.Decoder(comm, **options(case), scheme=scheme, transport="peer") as decoder:
+    with treeattn.Decoder(
+        comm, **options(case), scheme=treeattn.Reduction(scheme, transport="peer")
+    ) as decoder:
         step = decoder.capture(q, k, v, lengths)
         launches = runtime.graph_launches
         for fraction in (1, 2, 2, 2):
@@ -125,7 +132,7 @@ def test_ranks_of_a_node_may_share_a_gpu(comm, runtime):
     runtime.identity = "0000:3b:00.0"
     arrays = shard(comm)
     wanted = results_by_way_of_the_host(comm, arrays)
-    out, _ = treeattn.decode(*arrays, comm=comm, device="cuda", transport="peer")
+    out, _ = treeattn.decode(*arrays, comm=comm, device="cuda", scheme=treeattn.Reduction(transport="peer"))
     np.testing.assert_array_equal(out, wanted[0])
 
 
@@ -133,8 +140,8 @@ def test_two_decoders_at_a_time(comm, runtime):
     arrays = shard(comm)
     wanted = results_by_way_of_the_host(comm, arrays)
     with (
-        treeattn.Decoder(comm, **options(), transport="peer") as one,
-        treeattn.Decoder(comm, **options(), transport="peer", scheme="ring") as other,
+        treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(transport="peer")) as one,
+        treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction("ring", transport="peer")) as other,
     ):
         for _ in range(3):
             np.testing.assert_array_equal(one(*arrays)[0], wanted[0])
@@ -145,11 +152,11 @@ def test_two_decoders_at_a_time(comm, runtime):
 def on_two_nodes(comm, monkeypatch):
     """The first half of the ranks on one, and so on."""
     nodes = tuple(range(comm.size // 2)), tuple(range(comm.size // 2, comm.size))
-    monkeypatch.setattr(comm_, "node_groups", lambda comm: nodes)
+    monkeypatch.setattr(communicators, "node_groups", lambda comm: nodes)
 
 
 @pytest.mark.parametrize("scheme", SCHEDULES)
-def test_two_nodes_give_the_bits_of_the_host(comm, runtime, communicators, monkeypatch, scheme):
+def test_two_nodes_give_the_bits_of_the_host(comm, runtime, nccl_communicators, monkeypatch, scheme):
     """Peer memory within them, NCCL between: as it is queued, then as one graph, without allocating."""
     if comm.size == 1:
         return
@@ -157,9 +164,11 @@ def test_two_nodes_give_the_bits_of_the_host(comm, runtime, communicators, monke
     runtime.identity = f"emulated GPU {comm.rank}"
     arrays = shard(comm)
     planned = {"scheme": scheme, "output": "replicated" if scheme in REPLICATED else "heads"}
-    with treeattn.Decoder(comm, **options(), **planned, transport="host") as staged:
+    how = treeattn.Reduction(**planned, transport="host")
+    with treeattn.Decoder(comm, **options(), scheme=how) as staged:
         wanted, sent = [array.copy() for array in staged(*arrays)], staged.sent
-    with treeattn.Decoder(comm, **options(), **planned, transport="peer") as decoder:
+    how = treeattn.Reduction(**planned, transport="peer")
+    with treeattn.Decoder(comm, **options(), scheme=how) as decoder:
         assert decoder.executor == "peer_nccl"
         assert decoder.sent == sent
         assert decoder.certificate == collectives.check(decoder.schedule)
@@ -170,17 +179,17 @@ def test_two_nodes_give_the_bits_of_the_host(comm, runtime, communicators, monke
                 np.testing.assert_array_equal(got, want)
         assert (runtime.allocations, runtime.graph_launches) == (allocations, graphs + 5)
     assert not runtime._maps
-    assert [communicator.ended for communicator in communicators] == ["closed"]
+    assert [communicator.ended for communicator in nccl_communicators] == ["closed"]
 
 
-def test_a_captured_step_over_two_nodes_is_one_launch(comm, runtime, communicators, monkeypatch):
+def test_a_captured_step_over_two_nodes_is_one_launch(comm, runtime, nccl_communicators, monkeypatch):
     if comm.size == 1:
         return
     on_two_nodes(comm, monkeypatch)
     runtime.identity = f"emulated GPU {comm.rank}"
     arrays = shard(comm)
     wanted = results_by_way_of_the_host(comm, arrays)
-    with treeattn.Decoder(comm, **options(), transport="peer") as decoder:
+    with treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(transport="peer")) as decoder:
         step = decoder.capture(*arrays)
         launches = runtime.graph_launches
         for number in range(1, 5):
@@ -197,23 +206,27 @@ def test_several_nodes_want_nccl(comm, runtime, monkeypatch):
     monkeypatch.setattr(nccl, "problem", lambda: lacking)
     monkeypatch.setattr(nccl, "version", lambda: (2, 30))
     said = f"transport='peer' sends between nodes by NCCL: rank {comm.size - 1}: no NCCL: install"
-    for problem in (lambda: treeattn.Decoder(comm, **options(), transport="peer"), None):
+    for problem in (
+        lambda: treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(transport="peer")),
+        None,
+    ):
         with pytest.raises(treeattn.TransportError) as caught:
             problem() if problem else transports._check_peers(comm, runtime)
         assert str(caught.value).startswith(said)
         assert "\n" not in str(caught.value)
 
 
-def test_a_rank_that_does_not_come_on_one_of_two_nodes(comm, runtime, communicators, monkeypatch):
+def test_a_rank_that_does_not_come_on_one_of_two_nodes(comm, runtime, nccl_communicators, monkeypatch):
     """Its leader names it; the others have NaN in this step, then an error; nobody hangs."""
     if comm.size < 4:
         return
     monkeypatch.setenv("TREEATTN_TIMEOUT", "3")  # ranks share cores
-    monkeypatch.setattr(waiting, "watch", lambda thing: None)  # the emulator's kernels block where they wait
+    # The emulator's kernels block where they wait.
+    monkeypatch.setattr(watchdog, "register", lambda thing: None)
     on_two_nodes(comm, monkeypatch)
     runtime.identity = f"emulated GPU {comm.rank}"
     arrays, absent, leader = shard(comm), comm.size - 1, comm.size // 2
-    decoder = treeattn.Decoder(comm, **options(), scheme="hierarchical", transport="peer")
+    decoder = treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction("hierarchical", transport="peer"))
     decoder(*arrays)
     began = time.monotonic()
     if comm.rank != absent:
@@ -236,7 +249,7 @@ def test_a_rank_that_does_not_come_on_one_of_two_nodes(comm, runtime, communicat
 
 
 @pytest.mark.parametrize("what", ["expose", "open_exposed"])
-def test_gpus_of_one_of_two_nodes_cannot_share_memory(comm, runtime, communicators, monkeypatch, what):
+def test_gpus_of_one_of_two_nodes_cannot_share_memory(comm, runtime, nccl_communicators, monkeypatch, what):
     if comm.size < 4:  # nobody opens anything on a node of one
         return
 
@@ -250,9 +263,9 @@ def test_gpus_of_one_of_two_nodes_cannot_share_memory(comm, runtime, communicato
     with pytest.raises(
         treeattn.TransportError, match=f"rank {comm.size - 1}: .*cudaErrorNotSupported.*'host'"
     ):
-        treeattn.Decoder(comm, **options(), transport="peer")
+        treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(transport="peer"))
     assert not runtime._maps
-    assert [communicator.ended for communicator in communicators] == ["closed"]
+    assert [communicator.ended for communicator in nccl_communicators] == ["closed"]
 
 
 @pytest.mark.parametrize("what", ["expose", "open_exposed"])
@@ -269,7 +282,7 @@ def test_a_rank_that_cannot_share_memory_is_told_by_all(comm, runtime, monkeypat
     with pytest.raises(
         treeattn.TransportError, match=f"rank {comm.size - 1}: .*cudaErrorNotSupported.*'host'"
     ):
-        treeattn.Decoder(comm, **options(), transport="peer")
+        treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(transport="peer"))
     assert not runtime._maps
 
 
@@ -279,7 +292,9 @@ def test_a_rank_that_does_not_come_is_named(comm, runtime, monkeypatch):
         return
     monkeypatch.setenv("TREEATTN_TIMEOUT", "3")  # ranks share cores
     arrays, absent = shard(comm), comm.size - 1
-    decoder = treeattn.Decoder(comm, **options(), scheme="all_gather_merge", transport="peer")
+    decoder = treeattn.Decoder(
+        comm, **options(), scheme=treeattn.Reduction("all_gather_merge", transport="peer")
+    )
     decoder(*arrays)
     began = time.monotonic()
     if comm.rank != absent:

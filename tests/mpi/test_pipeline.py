@@ -8,11 +8,13 @@ import pytest
 from mpi4py import MPI
 
 import treeattn
+from tests.support import arguments
+from tests.support.problems import random_qkv
+from tests.support.ranks import own_run
 from treeattn import collectives
-from treeattn.collectives.executors import persistent
+from treeattn.collectives.runtime import persistent_requests
 from treeattn.decoder import pipeline
-from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
-from treeattn.shards import parse_layout
+from treeattn.errors import ArgumentError, RestrictionError, StateError
 
 pytestmark = pytest.mark.mpi
 
@@ -22,16 +24,15 @@ SCHEMES = [*REPLICATED, "mpi_allreduce", "three_allreduce"]
 
 
 def shard(comm, batch, dtype=np.float32, seed=0):
-    draw = np.random.default_rng(seed)
-    q = draw.standard_normal((batch, 2, 8, 16)).astype(dtype)
-    k, v = draw.standard_normal((2, batch, 61, 4, 16)).astype(dtype)
-    (run,) = parse_layout("contiguous").runs(61, comm.rank, comm.size)
-    return q, np.ascontiguousarray(k[:, run]), np.ascontiguousarray(v[:, run])
+    shape = {"queries": 2, "heads": 8, "kv_heads": 4, "head_dim": 16}
+    q, k, v = random_qkv(61, batch=batch, dtype=dtype, seed=seed, **shape)
+    own = own_run(comm, 61)
+    return q, np.ascontiguousarray(k[:, own]), np.ascontiguousarray(v[:, own])
 
 
 def planned(comm, batch=1, dtype="float32", **options):
     shape = {"heads": 8, "kv_heads": 4, "head_dim": 16, "queries": 2, "batch": batch, "dtype": dtype}
-    return treeattn.Decoder(comm, **shape, **options)
+    return treeattn.Decoder(comm, **arguments.plan(**shape, **options))
 
 
 def assert_same(ours, theirs):
@@ -87,8 +88,8 @@ def test_other_types_and_halves(comm, dtype):
 def test_nothing_is_planned_but_the_groups(comm, monkeypatch):
     """MPI has few communicators, and one that nobody closes is gone for good."""
     taken = []
-    duplicate = persistent.duplicate
-    monkeypatch.setattr(persistent, "duplicate", lambda of: taken.append(duplicate(of)) or taken[-1])
+    duplicate = persistent_requests.duplicate
+    monkeypatch.setattr(persistent_requests, "duplicate", lambda of: taken.append(duplicate(of)) or taken[-1])
     with planned(comm, scheme="recursive_doubling", groups=2) as decoder:
         decoder(*shard(comm, 1))
     assert len(taken) == 2
@@ -144,9 +145,11 @@ def test_the_fastest_is_taken(comm, monkeypatch):
 
 
 def test_what_cannot_be_taken_apart(comm):
-    for groups in (3, 0, -1, True, "many", 2.0):
-        with pytest.raises(ArgumentError, match="divides the 4 KV heads"):
-            planned(comm, groups=groups)
+    for groups in (0, -1, True, "many", 2.0):
+        with pytest.raises(ArgumentError, match="a positive whole number, or 'auto', is needed"):
+            treeattn.Reduction(groups=groups)
+    with pytest.raises(ArgumentError, match="divides the 4 KV heads"):
+        planned(comm, groups=3)
     with pytest.raises(RestrictionError, match="cannot be taken apart"):
         planned(comm, scheme="kv_ring", groups=2)
     with pytest.raises(RestrictionError, match="cannot be taken apart"):
@@ -158,6 +161,6 @@ def test_what_cannot_be_taken_apart(comm):
     with pytest.raises(RestrictionError, match="progress='calls'"):
         planned(comm, groups=2, progress="thread")
     with planned(comm, groups=2) as decoder:
-        with pytest.raises(ScheduleError, match="without arrays"):
+        with pytest.raises(StateError, match="without arrays"):
             decoder.reduce()
         decoder(*shard(comm, 1))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import ml_dtypes
 import numpy as np
 import pytest
 
 import treeattn
-from tests.token_tree_cases import Case
+from tests.support.ranks import assert_same_bits
+from tests.support.token_trees import Case
 from treeattn import collectives, partial, reference
 from treeattn.decoder.plan import CATALOG
 from treeattn.shards import parse_layout
@@ -34,11 +33,6 @@ def made_up(comm, out_dim, dtype=np.float32, tokens=37):
     (own,) = parse_layout("contiguous").runs(tokens, comm.rank, comm.size)
     wanted = np.einsum("bqhi,hio->bqho", out, project.astype(np.float64))
     return q, k[:, own], v[:, own], project, wanted, lse
-
-
-def assert_same_bits(comm, *arrays):
-    digest = hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
-    assert comm.allgather(digest) == [digest] * comm.size
 
 
 @pytest.mark.parametrize(
@@ -110,7 +104,7 @@ def test_a_slice_of_heads(comm, scheme, out_dim):
     if comm.size > SHAPE["heads"]:
         pytest.skip("a rank without heads")
     with treeattn.Decoder(
-        comm, **SHAPE, dtype="float32", scheme=scheme, output="heads", project=project
+        comm, **SHAPE, dtype="float32", scheme=treeattn.Reduction(scheme, output="heads"), project=project
     ) as decoder:
         out, got_lse = decoder(q, k, v)
         np.testing.assert_allclose(out, wanted[:, :, decoder.heads], rtol=0, atol=2e-5)
@@ -121,7 +115,8 @@ def test_a_slice_of_heads(comm, scheme, out_dim):
 @pytest.mark.parametrize("options", [{"groups": 2}, {"progress": "thread"}, {"executor": "mpi"}])
 def test_other_ways_to_reduce(comm, options, out_dim):
     q, k, v, project, wanted, lse = made_up(comm, out_dim)
-    with treeattn.Decoder(comm, **SHAPE, dtype="float32", project=project, **options) as decoder:
+    how = treeattn.Reduction(**options)
+    with treeattn.Decoder(comm, **SHAPE, dtype="float32", project=project, scheme=how) as decoder:
         out, got_lse = decoder(q, k, v)
     np.testing.assert_allclose(out, wanted, rtol=0, atol=2e-5)
     np.testing.assert_allclose(got_lse, lse, rtol=0, atol=2e-5)
@@ -131,11 +126,11 @@ def test_other_ways_to_reduce(comm, options, out_dim):
 def test_rules_masks_and_sinks(comm, out_dim):
     """A sink has no numerator, wherever that is projected; a mask plans attention anew."""
     q, k, v, project, _, _ = made_up(comm, out_dim)
-    rules = {"sink_logits": [1.0, 0, -1, 2], "softcap": 3.0}
+    plan = SHAPE | {"dtype": "float32", "rules": treeattn.Rules(sink_logits=[1.0, 0, -1, 2], softcap=3.0)}
     mask = np.random.default_rng(1).random((2, 3, k.shape[1])) < 0.7
     with (
-        treeattn.Decoder(comm, **SHAPE, dtype="float32", project=project, **rules) as decoder,
-        treeattn.Decoder(comm, **SHAPE, dtype="float32", **rules) as plain,
+        treeattn.Decoder(comm, **plan, project=project) as decoder,
+        treeattn.Decoder(comm, **plan) as plain,
     ):
         for options in ({}, {"mask": mask}):
             out, lse = decoder(q, k, v, **options)

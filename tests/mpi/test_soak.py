@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from treeattn import Decoder
+from treeattn import Decoder, Reduction
 
 pytestmark = pytest.mark.mpi
 
@@ -27,7 +27,7 @@ def resident():
 def test_nothing_grows(comm, executor):
     shape = {"heads": 4, "kv_heads": 4, "head_dim": 16, "dtype": "float32"}
     q, k = np.ones((1, 1, 4, 16), np.float32), np.ones((1, 8, 4, 16), np.float32)
-    with Decoder(comm, **shape, executor=executor) as decoder:
+    with Decoder(comm, **shape, scheme=Reduction(executor=executor)) as decoder:
         first = decoder(q, k, k)[0].copy()
         for _ in range(1000):
             decoder(q, k, k)

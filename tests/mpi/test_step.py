@@ -15,14 +15,15 @@ import pytest
 from mpi4py import MPI
 
 import treeattn
-from treeattn import TransportError, collectives
-from treeattn import comm as comm_
+from treeattn import TransportError, collectives, communicators
 from treeattn.backends.cpu import MergeOperator, NullOperator
-from treeattn.collectives.background import BackgroundReducer
-from treeattn.collectives.executors import mpi_abi, program, shared_memory, slots
-from treeattn.collectives.reducer import Reduction
+from treeattn.collectives.executors import compiled, slots
+from treeattn.collectives.runtime import mpi_abi, shared_memory
+from treeattn.collectives.runtime.process import Process
+from treeattn.collectives.runtime.progress_thread import ProgressThreadReducer
+from treeattn.collectives.runtime.reducer import ReductionSpec
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
 
 EXECUTORS = ("mpi", "program", "slots")
 HEADS = {"heads": 4, "kv_heads": 4, "head_dim": 16}
@@ -30,13 +31,13 @@ HEADS = {"heads": 4, "kv_heads": 4, "head_dim": 16}
 
 def shared(comm):
     """Whether some ranks share a node."""
-    return any(len(node) > 1 for node in comm_.node_groups(comm))
+    return any(len(node) > 1 for node in communicators.node_groups(comm))
 
 
 def reducer(comm, records):
     schedule = collectives.build("recursive_doubling", comm.size)
     buffer = np.full((records, 18), comm.rank, np.float32)
-    return program.Reducer(Reduction(comm, MergeOperator(16), buffer), schedule)
+    return compiled.plan(ReductionSpec(comm, MergeOperator(16), buffer), schedule)
 
 
 def test_an_error_of_mpi_names_round_and_rank(comm):
@@ -57,7 +58,7 @@ def interrupted(step):
     with pytest.raises(KeyboardInterrupt):
         step()
     signal.signal(signal.SIGINT, before)
-    with pytest.raises(treeattn.ScheduleError, match=r"failed|without start"):
+    with pytest.raises(treeattn.StateError, match=r"failed|without start"):
         step()
 
 
@@ -71,7 +72,7 @@ def test_ctrl_c_ends_a_wait_for_messages(comm):
 
 def test_ctrl_c_calls_a_thread_back(comm):
     stuck, threads = reducer(comm, 4), threading.active_count()
-    ahead = BackgroundReducer(stuck)
+    ahead = ProgressThreadReducer(stuck)
     if comm.rank == 0 and comm.size > 1:
         ahead.start()
         interrupted(ahead.wait)
@@ -83,7 +84,7 @@ def test_ctrl_c_calls_a_thread_back(comm):
 def test_a_null_operator_merges_nothing(comm):
     """Rank 0 is the root, to which nothing is copied."""
     buffer, schedule = np.full((4, 18), comm.rank, np.float32), collectives.build("binary_tree", comm.size)
-    with program.Reducer(Reduction(comm, NullOperator(16), buffer), schedule) as step:
+    with compiled.plan(ReductionSpec(comm, NullOperator(16), buffer), schedule) as step:
         step()
     np.testing.assert_array_equal(buffer, 0)
 
@@ -92,9 +93,9 @@ def test_all_ranks_take_the_fastest_that_all_can_have(comm, monkeypatch):
     with treeattn.Decoder(comm, **HEADS) as decoder:
         assert decoder.executor == ("slots" if shared(comm) else "program")
         assert decoder.fallback is None
-    with treeattn.Decoder(comm, **HEADS, executor="program") as decoder:
+    with treeattn.Decoder(comm, **HEADS, scheme=treeattn.Reduction(executor="program")) as decoder:
         assert decoder.executor == "program"
-    with treeattn.Decoder(comm, **HEADS, executor="mpi") as decoder:
+    with treeattn.Decoder(comm, **HEADS, scheme=treeattn.Reduction(executor="mpi")) as decoder:
         assert decoder.executor == "mpi"
     with treeattn.Decoder(comm, **HEADS, dtype="float64") as decoder:
         assert decoder.executor == "mpi"
@@ -102,11 +103,11 @@ def test_all_ranks_take_the_fastest_that_all_can_have(comm, monkeypatch):
     with treeattn.Decoder(comm, **HEADS, scheme="mpi_allreduce") as decoder:
         assert decoder.executor is None
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(program, "problem", lambda reduction: "no compiler")
+        monkeypatch.setattr(compiled, "problem", lambda reduction: "no compiler")
     with treeattn.Decoder(comm, **HEADS) as decoder:
         assert decoder.executor == "mpi"
     with pytest.raises(TransportError, match=f"cannot run here: rank {comm.size - 1}: no compiler; take"):
-        treeattn.Decoder(comm, **HEADS, executor="program")
+        treeattn.Decoder(comm, **HEADS, scheme=treeattn.Reduction(executor="program"))
 
 
 def test_an_unknown_binary_interface_is_said_in_one_line(comm, monkeypatch):
@@ -127,31 +128,34 @@ def test_this_library_is_known():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"executor": "fastest"}, "unknown: use one of"),
-        ({"executor": "program", "dtype": "float64"}, "only float32 has one"),
+        ({"executor": "program"}, "only float32 has one"),
         ({"executor": "mpi", "scheme": "mpi_allreduce"}, "mpi_allreduce has none; leave it out"),
         ({"executor": "mpi", "scheme": "kv_ring"}, "attends while it communicates; leave it out"),
     ],
 )
 def test_what_cannot_be_is_refused_on_every_rank(comm, asked, said):
     with pytest.raises(TransportError, match=said):
-        treeattn.Decoder(comm, **HEADS, **asked)
+        treeattn.Decoder(comm, **HEADS, dtype="float64", scheme=treeattn.Reduction(**asked))
 
 
 def test_ranks_must_ask_for_the_same(comm):
     asked = "mpi" if comm.rank == comm.size - 1 else "program"
     if comm.size > 1:
         with pytest.raises(treeattn.ArgumentError, match="executor differs between ranks"):
-            treeattn.Decoder(comm, **HEADS, executor=asked)
+            treeattn.Decoder(comm, **HEADS, scheme=treeattn.Reduction(executor=asked))
 
 
 def test_merge_and_decode_take_it_too(comm):
     draw = np.random.default_rng(comm.rank)
     q, k, v = (draw.random((1, n, 4, 16), np.float32) for n in (1, 5, 5))
     q = comm.bcast(q)
-    results = [treeattn.decode(q, k, v, comm=comm, executor=name) for name in EXECUTORS]
+    results = [
+        treeattn.decode(q, k, v, comm=comm, scheme=treeattn.Reduction(executor=name)) for name in EXECUTORS
+    ]
     parts = draw.random((3, 8), np.float32), draw.random(3, np.float32)
-    merged = [treeattn.merge(*parts, comm=comm, executor=name) for name in EXECUTORS]
+    merged = [
+        treeattn.merge(*parts, comm=comm, scheme=treeattn.Reduction(executor=name)) for name in EXECUTORS
+    ]
     for by_mpi, *others in (results, merged):
         for other in others:
             np.testing.assert_array_equal(by_mpi[0], other[0])
@@ -174,8 +178,9 @@ def over_memory(comm, records=4):
     """Slots between all ranks."""
     schedule = collectives.build("recursive_doubling", comm.size)
     buffer = np.full((records, 18), comm.rank, np.float32)
-    reduction = Reduction(comm, MergeOperator(16), buffer)
-    return slots.Reducer(reduction, schedule, nodes=comm_.node_groups(comm), crowded=comm.size > 2)
+    reduction = ReductionSpec(comm, MergeOperator(16), buffer)
+    nodes = communicators.node_groups(comm)
+    return slots.plan(reduction, schedule, nodes=nodes, oversubscribed=comm.size > 2)
 
 
 def test_ctrl_c_ends_a_wait_for_a_flag(comm):
@@ -200,13 +205,14 @@ def test_messages_of_the_caller_move_while_flags_are_awaited(comm):
 def test_a_rank_that_has_ended_is_named(comm):
     """A process that ended stands for the last rank, which does not take part."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    owner = shared_memory.Owner(ended.pid, shared_memory._started(ended.pid))
+    owner = Process.of(ended.pid)
     assert not owner.ended
     ended.wait()
     last = comm.size - 1
     step = over_memory(comm)
     if shared(comm) and comm.rank == 0 and comm.size == 2:
-        step._parts[last] = step._parts[last]._replace(owner=owner)
+        parts = step._slots._parts
+        parts[last] = parts[last]._replace(owner=owner)
         with pytest.raises(TransportError, match="recursive_doubling, round 1: rank 1 has ended, while this"):
             step()
     comm.Barrier()
@@ -215,7 +221,7 @@ def test_a_rank_that_has_ended_is_named(comm):
 
 def test_a_child_is_not_taken_for_alive_when_it_is_a_zombie():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    owner = shared_memory.Owner(child.pid, shared_memory._started(child.pid))
+    owner = Process.of(child.pid)
     assert not owner.ended
     child.stdin.close()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has fetched its code
@@ -241,7 +247,7 @@ def test_no_shared_memory_is_said_in_one_line(comm, monkeypatch, fails):
     assert decoder.fallback.startswith("rank ")
     decoder.close()
     with pytest.raises(TransportError, match="executor='slots' cannot run here: rank .*; take executor="):
-        treeattn.Decoder(comm, **HEADS, executor="slots")
+        treeattn.Decoder(comm, **HEADS, scheme=treeattn.Reduction(executor="slots"))
 
 
 def break_sharing(monkeypatch, fails):
@@ -286,7 +292,7 @@ def in_a_fork(call):
         signal.alarm(20)
         try:
             call()
-        except treeattn.ScheduleError as error:
+        except treeattn.StateError as error:
             os._exit(7 if "another process's" in str(error) else 1)
         os._exit(2)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -302,7 +308,7 @@ def test_after_a_fork_a_step_is_refused(comm):
 def test_a_step_that_began_before_a_fork_ends_in_one_process(comm, threaded):
     """The child's flags and messages would be the parent's; and a thread is not there."""
     step = over_memory(comm)
-    with BackgroundReducer(step) if threaded else step as reducer:
+    with ProgressThreadReducer(step) if threaded else step as reducer:
         reducer.start()
         assert in_a_fork(reducer.wait) == 7
         assert in_a_fork(reducer.test) == 7
@@ -313,7 +319,7 @@ def test_a_step_that_began_before_a_fork_ends_in_one_process(comm, threaded):
 def test_fewer_records_than_ranks_of_a_scattered_schedule(comm):
     """Where two sets of slots are not enough, messages travel, and no warning is due."""
     few = {"heads": 1, "kv_heads": 1, "head_dim": 16}
-    with treeattn.Decoder(comm, **few, scheme="head_scatter", output="heads") as decoder:
+    with treeattn.Decoder(comm, **few, scheme=treeattn.Reduction("head_scatter", output="heads")) as decoder:
         if comm.size > 1:
             assert decoder.executor == "program"
             assert not shared(comm) or "some rank gets none" in decoder.fallback

@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 import pytest
 
 import treeattn
 from tests.emulator.raw_module import compiler_problem
 from tests.emulator.runtime import EmulatorRuntime
-from tests.token_tree_cases import DTYPES, Case
-from treeattn import collectives, reference
+from tests.support.ranks import assert_same_bits
+from tests.support.token_trees import DTYPES, Case
+from treeattn import reference
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.baselines import BASELINES
-from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.errors import RestrictionError
 from treeattn.token_tree import (
     TokenTree,
     Verifier,
     accept_greedy,
     accept_sample,
     accept_speculative,
-    pack,
-    unpack,
     verify,
 )
 
 pytestmark = pytest.mark.mpi
 
 TREE = TokenTree.from_beams(np.array([[[0, 1, 2], [0, 2, 3]], [[0, 3, 1], [0, 3, 2]]]))
-SCHEMES = [
-    *(name for name in collectives.names("schedule") if collectives.build(name, 4).result == "replicated"),
-    *("mpi_allreduce", "three_allreduce", "two_allreduce"),
-]
+#: Schedules of both kinds of determinism, and what has none.
+SCHEMES = ["hierarchical", "chain", "ring", "mpi_allreduce", "two_allreduce"]
 OWNERS = ("single", "position", "round_robin", "drawn")
-
-
-def assert_same_bits(comm, *arrays):
-    digest = hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
-    assert comm.allgather(digest) == [digest] * comm.size
 
 
 def owner_of(name, case, comm):
@@ -47,20 +37,9 @@ def owner_of(name, case, comm):
     return np.random.default_rng(1).integers(0, comm.size, case.tree.tokens.shape)
 
 
-def serves(scheme, comm):
-    """Whether a scheme takes so many ranks on these nodes."""
-    try:
-        with Verifier(comm, heads=1, kv_heads=1, head_dim=8, nodes=1, dtype="float32", scheme=scheme):
-            return True
-    except RestrictionError:
-        return False
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_packed_is_each_beam_alone(comm, scheme):
     """Every owner, layouts with empty shards, ragged batches; the cases differ from scheme to scheme."""
-    if not serves(scheme, comm):
-        pytest.skip(f"{scheme} does not serve {comm.size} ranks")
     dtypes = DTYPES[1:] if scheme == "mpi_allreduce" else DTYPES  # which has no float64
     for turn in range(len(OWNERS)):
         case = Case.draw(1000 * SCHEMES.index(scheme) + turn, comm.size, dtypes)
@@ -70,13 +49,7 @@ def test_packed_is_each_beam_alone(comm, scheme):
             *(case.q, k, v, case.draft_k, case.draft_v, case.tree),
             comm=comm, scheme=scheme, lengths=lengths, owner=owner,
         )  # fmt: skip
-        wanted, wanted_lse, bound, lse_bound = case.dense()
-        assert out.dtype == lse.dtype == (np.float64 if case.q.dtype == np.float64 else np.float32)
-        assert np.abs(out - wanted).max() <= bound
-        real = np.broadcast_to(case.tree.real[:, None], lse.shape)
-        assert np.abs(lse[real] - wanted_lse[real]).max() <= lse_bound
-        assert (lse[~real] == -np.inf).all()
-        assert not out[~case.tree.real].any()
+        case.check(out, lse)
         assert_same_bits(comm, out, lse)
 
 
@@ -100,8 +73,9 @@ def test_each_key_is_counted_once(comm):
         np.testing.assert_allclose(counted, seen, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("dtype", "poison"), [("float32", np.nan), ("float16", np.inf), ("float64", -np.inf)]
+)
 def test_pads_change_no_bit(comm, dtype, poison):
     tree = TokenTree.from_parents([[1] * 6] * 3, [[-1, 0, 0, 1, 1, 2]] * 3, lengths=[6, 2, 0])
     draw = np.random.default_rng(3)
@@ -161,12 +135,13 @@ def test_the_kernels_of_gpus_verify_too(comm, monkeypatch):
         k, v, lengths = case.shard(comm.rank)
         out, lse = verify(
             *(case.q, k, v, case.draft_k, case.draft_v, case.tree),
-            comm=comm, lengths=lengths, owner=owner_of(owner, case, comm), device="cuda", transport="host",
-        )  # fmt: skip
-        wanted, wanted_lse, bound, lse_bound = case.dense()
-        assert np.abs(out - wanted).max() <= bound
-        real = np.broadcast_to(case.tree.real[:, None], lse.shape)
-        assert np.abs(lse[real] - wanted_lse[real]).max() <= lse_bound
+            comm=comm,
+            lengths=lengths,
+            owner=owner_of(owner, case, comm),
+            device="cuda",
+            scheme=treeattn.Reduction(transport="host"),
+        )
+        case.check(out, lse)
         assert_same_bits(comm, out, lse)
 
 
@@ -178,8 +153,10 @@ def model(seed, batch, vocabulary, positions, shape):
     return tables, lambda out: (out.reshape(*out.shape[:-2], -1) @ head).argmax(-1)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "interleaved", "zigzag", "drawn"])
-@pytest.mark.parametrize("owner", ["single", "where they will lie"])
+@pytest.mark.parametrize(
+    ("layout", "owner"),
+    [("contiguous", "single"), ("interleaved", "where they will lie"), ("drawn", "where they will lie")],
+)
 def test_speculating_with_a_cache_is_decoding_token_by_token(comm, layout, owner):
     """Verify, accept, commit, again: the tokens are those of one dense run over the whole sequence."""
     batch, vocabulary, capacity, heads, dim = 2, 3, 48, 2, 8
@@ -275,18 +252,6 @@ def test_what_cannot_be_verified(comm):
                 verify(**given, scheme=name)
 
 
-def test_unpacking_what_was_verified(comm):
-    """As the page shows it: packed, verified, unpacked."""
-    case = Case.draw(9, comm.size)
-    beams = np.random.default_rng(0).integers(0, 2, (case.tree.batch, 3, 4))
-    tree, packed = TokenTree.from_beams(beams), pack(beams)
-    draw = np.random.default_rng(1)
-    q, draft_k, draft_v = draw.standard_normal((3, tree.batch, tree.nodes, 2, 8)).astype(np.float32)
-    k, v = np.random.default_rng(comm.rank).standard_normal((2, tree.batch, 4, 2, 8)).astype(np.float32)
-    out, _ = verify(q, k, v, draft_k, draft_v, tree, comm=comm)
-    assert unpack(out, packed.unpack_map).shape == (*beams.shape, 2, 8)
-
-
 def test_rank_0_decides_for_all(comm):
     """The others hold other numbers, or nothing that could be judged."""
     p = np.random.default_rng(comm.rank).dirichlet(np.ones(4), TREE.tokens.shape)
@@ -304,15 +269,13 @@ def test_rank_0_decides_for_all(comm):
             TREE.check_path(row, accepted.path[row, :count])
 
 
-def test_what_rank_0_cannot_judge_every_rank_raises(comm):
-    targets = np.zeros((2, 3), int) if comm.rank == 0 else np.zeros(TREE.tokens.shape, int)
-    with pytest.raises(ArgumentError, match=r"integers \[2, 5\] are needed"):
-        accept_greedy(TREE, targets, comm=comm)
-
-
 def test_whatever_fails_on_rank_0_no_rank_is_left_waiting(comm):
-    """Errors of any type: a generator that is none, targets that are no array."""
-    p = np.full((*TREE.tokens.shape, 4), 0.25)
+    """Errors of any type: of another shape, a generator that is none, targets that are no array."""
+    p, targets = (
+        np.full((*TREE.tokens.shape, 4), 0.25),
+        np.zeros(TREE.tokens.shape if comm.rank else (2, 3), int),
+    )
+    assert "integers [2, 5] are needed" in raised(comm, lambda: accept_greedy(TREE, targets, comm=comm))
     assert "AttributeError" in raised(comm, lambda: accept_sample(TREE, p, None, comm=comm))
     assert "inhomogeneous" in raised(comm, lambda: accept_greedy(TREE, [[1], [2, 3]], comm=comm))
 

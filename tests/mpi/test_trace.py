@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from treeattn import comm as comm_
+from treeattn import communicators
 from treeattn.collectives import build
 from treeattn.collectives.traffic import messages
 from treeattn.study import trace
@@ -34,5 +34,5 @@ def test_all_of_the_schedule_is_in_the_trace(comm, scheme):
     slices = Counter((e["tid"], int(e["name"].split()[1][:-1]) - 1) for e in events if e["ph"] == "X")
     assert slices == dict.fromkeys(busy, 3)
     assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in events if e["ph"] == "X")
-    node = {rank: at for at, ranks in enumerate(comm_.node_groups(comm)) for rank in ranks}
+    node = {rank: at for at, ranks in enumerate(communicators.node_groups(comm)) for rank in ranks}
     assert all(e["pid"] == node[e["tid"]] for e in events)

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import treeattn
-from tests.visible_cases import draw
+from tests.support import arguments
+from tests.support.problems import draw
+from tests.support.ranks import assert_same_bits
 from treeattn import collectives, reference
 from treeattn.errors import ArgumentError, RestrictionError
 
@@ -17,11 +19,6 @@ pytestmark = pytest.mark.mpi
 REPLICATED = [
     name for name in collectives.names("schedule") if collectives.build(name, 4).result == "replicated"
 ]
-
-
-def assert_same_bits(comm, *arrays):
-    everyone = comm.allgather(b"".join(array.tobytes() for array in arrays))
-    assert everyone == [everyone[0]] * comm.size
 
 
 #: How many drawn cases; `make fuzz-visible` asks for more than a run of the tests has time for.
@@ -33,7 +30,7 @@ def assert_case(comm, seed):
     case = case.latent() if seed % 7 == 3 else case
     case = case.in_8_bits(seed) if seed % 5 == 1 else case
     scheme = REPLICATED[seed % len(REPLICATED)]
-    out, lse = treeattn.decode(comm=comm, scheme=scheme, **case.shard(comm.rank))
+    out, lse = treeattn.decode(comm=comm, scheme=scheme, **arguments.call(**case.shard(comm.rank)))
     wanted_out, wanted_lse, out_bound, lse_bound = case.expected()
     where = f"seed {seed}, {scheme}, {case.rules}, q {case.q.shape} {case.q.dtype}, k {case.k.shape}"
     np.testing.assert_allclose(out, wanted_out, rtol=0, atol=out_bound, err_msg=where)
@@ -57,25 +54,25 @@ def shards(comm, tokens=60, heads=2, seed=1, **rules):
 def test_a_sink_counts_once_whatever_the_number_of_ranks(comm):
     logits = np.array([0.5, 3.0])
     (q, k, v), given = shards(comm, sink_logits=logits)
-    out, lse = treeattn.decode(**given)
+    out, lse = treeattn.decode(**arguments.call(**given))
     wanted_out, wanted_lse = reference.attention(q, k, v, scale=0.125, sinks=logits)
     np.testing.assert_allclose(out, wanted_out, rtol=0, atol=1e-5)
     np.testing.assert_allclose(lse, wanted_lse, rtol=0, atol=1e-5)
     empty = {name: given[name][:, :0] for name in "kv"}
-    out, lse = treeattn.decode(**given | empty)
+    out, lse = treeattn.decode(**arguments.call(**given | empty))
     assert not out.any()
     np.testing.assert_allclose(lse[0, :, 0], logits, rtol=1e-7)
 
 
 def test_what_nobody_may_see_changes_no_bit(comm):
     _, given = shards(comm, causal=True, window=(9, 0), leading=2)
-    first = [array.copy() for array in treeattn.decode(**given)]
+    first = [array.copy() for array in treeattn.decode(**arguments.call(**given))]
     total = comm.allreduce(given["k"].shape[1])
     begin = comm.exscan(given["k"].shape[1]) or 0
     for s in range(2, total - 10):
         if begin <= s < begin + given["k"].shape[1]:
             given["k"][:, s - begin], given["v"][:, s - begin] = np.nan, np.inf
-    for got, wanted in zip(treeattn.decode(**given), first, strict=True):
+    for got, wanted in zip(treeattn.decode(**arguments.call(**given)), first, strict=True):
         assert got.tobytes() == wanted.tobytes()
 
 
@@ -87,16 +84,21 @@ def test_a_planned_decoder_over_a_cache_that_grows(comm, rules):
     mine = slice(comm.rank, None, comm.size)
     own_k, own_v = np.ascontiguousarray(k[:, mine]), np.ascontiguousarray(v[:, mine])
     with treeattn.Decoder(
-        comm, heads=2, kv_heads=2, head_dim=64, dtype="float32", positions="interleaved", **rules
+        comm,
+        heads=2,
+        kv_heads=2,
+        head_dim=64,
+        dtype="float32",
+        cache=treeattn.CacheFormat(positions="interleaved"),
+        rules=treeattn.Rules(**rules),
     ) as decoder:
         for total in (1, 2, 17, 18, 40):
             q = rng.standard_normal((1, 1, 2, 64)).astype(np.float32)
             length = np.array([len(range(comm.rank, total, comm.size))])
             out, lse = decoder(q, own_k, own_v, length, q_positions=[total - 1])
             part = slice(0, length[0])
-            once = treeattn.decode(
-                q, own_k[:, part], own_v[:, part], comm=comm, positions="interleaved", **rules
-            )
+            shard = treeattn.Shard(own_k[:, part], own_v[:, part], positions="interleaved")
+            once = treeattn.decode(q, shard, comm=comm, rules=treeattn.Rules(**rules))
             assert (out.tobytes(), lse.tobytes()) == tuple(array.tobytes() for array in once)
             seen = reference.seen(np.arange(total), [[total - 1]], **rules)
             wanted, _ = reference.attention(q, k[:, :total], v[:, :total], scale=0.125, seen=seen)
@@ -123,9 +125,9 @@ def test_a_mask_may_come_to_a_decoder_without_rules(comm):
     [
         (lambda rank, size: {"positions": [3]}, "both claim position 3"),
         (lambda rank, size: {"positions": [rank] if rank else None}, "rank 0 passed no positions"),
-        (lambda rank, size: {"window": (rank, 0)}, "what a query may see"),
+        (lambda rank, size: {"window": (rank, 0)}, "rules differs"),
         (lambda rank, size: {"positions": f"sizes={size}" + (size - 1) * ",0"}, "gives rank"),
-        (lambda rank, size: {"positions": "zigzag" if rank else "interleaved"}, "layout of positions"),
+        (lambda rank, size: {"positions": "zigzag" if rank else "interleaved"}, "the layout of positions"),
         (lambda rank, size: {"q_positions": [rank]}, "q_positions"),
         (lambda rank, size: {"q_positions": [0]} if rank else {}, "q_positions"),
     ],
@@ -136,7 +138,7 @@ def test_what_ranks_say_together_cannot_be(comm, changed, message):
     one = np.ones((1, 1, 1, 8), np.float32)
     given = {"causal": True, **changed(comm.rank, comm.size)}
     with pytest.raises(ArgumentError, match=message):
-        treeattn.decode(one, one, one, comm=comm, **given)
+        treeattn.decode(comm=comm, **arguments.call(q=one, k=one, v=one, **given))
 
 
 @pytest.mark.parametrize(
@@ -148,23 +150,25 @@ def test_what_ranks_say_together_cannot_be(comm, changed, message):
         ({"mask": np.ones((1, 1, 1), bool), "draft_positions": 3}, "draft_positions have shape"),
         ({"q_positions": [-1]}, "q_positions must be whole numbers"),
         ({"q_positions": [0, 1]}, "q_positions have shape"),
-        ({"positions": [5, 4]}, "positions must ascend"),
         ({"lengths": [2]}, "lengths"),
     ],
 )
 def test_what_is_wrong_on_one_rank_alone_is_raised_by_all(comm, wrong, message):
     one = np.ones((1, 1, 1, 8), np.float32)
     given = {"causal": True, "positions": [comm.rank], "q_positions": [9]}
+    given |= wrong if comm.rank == comm.size - 1 else {}
     with pytest.raises(ArgumentError, match=message):
-        treeattn.decode(one, one, one, comm=comm, **given | (wrong if comm.rank == comm.size - 1 else {}))
+        treeattn.decode(comm=comm, **arguments.call(q=one, k=one, v=one, **given))
 
 
 def test_positions_of_some_ranks_alone_are_refused_by_all_without_a_rule_too(comm):
     if comm.size == 1:
         pytest.skip("one rank cannot contradict itself")
     one = np.ones((1, 1, 1, 8), np.float32)
-    with pytest.raises(ArgumentError, match="whether positions are known differs"):
-        treeattn.decode(one, one, one, comm=comm, positions=[comm.rank] if comm.rank else None)
+    with pytest.raises(ArgumentError, match="positions being known differs"):
+        treeattn.decode(
+            one, treeattn.Shard(one, one, positions=[comm.rank] if comm.rank else None), comm=comm
+        )
 
 
 def test_a_hole_between_blocks_is_named(comm):
@@ -173,7 +177,14 @@ def test_a_hole_between_blocks_is_named(comm):
     k = np.ones((2, 3, 1, 8), np.float32)
     lengths = np.array([3, 1 if comm.rank == 0 else 3])
     with pytest.raises(ArgumentError, match="sequence 1 has a hole: rank 0 holds fewer"):
-        treeattn.decode(np.ones((2, 1, 1, 8), np.float32), k, k, comm=comm, lengths=lengths, causal=True)
+        treeattn.decode(
+            np.ones((2, 1, 1, 8), np.float32),
+            k,
+            k,
+            comm=comm,
+            lengths=lengths,
+            rules=treeattn.Rules(causal=True),
+        )
 
 
 def test_a_ring_refuses_the_mask_of_one_rank_on_all(comm):
@@ -183,18 +194,28 @@ def test_a_ring_refuses_the_mask_of_one_rank_on_all(comm):
         treeattn.decode(one, one, one, comm=comm, scheme="query_ring", mask=mask)
 
 
-@pytest.mark.parametrize("how", [{"scheme": "kv_ring"}, {"groups": 2}])
+@pytest.mark.parametrize("how", ["kv_ring", treeattn.Reduction(groups=2)])
 def test_places_that_know_no_rules_refuse_them(comm, how):
+    rules = treeattn.Rules(causal=True)
     with pytest.raises(RestrictionError, match="lets every query see every token"):
-        treeattn.Decoder(comm, heads=2, kv_heads=2, head_dim=8, causal=True, **how)
+        treeattn.Decoder(comm, heads=2, kv_heads=2, head_dim=8, rules=rules, scheme=how)
 
 
 def test_positions_that_the_decoder_cannot_know_are_asked_for(comm):
     with pytest.raises(ArgumentError, match="depends on the number of tokens"):
-        treeattn.Decoder(comm, heads=1, kv_heads=1, head_dim=8, causal=True, positions="zigzag")
+        treeattn.Decoder(
+            comm,
+            heads=1,
+            kv_heads=1,
+            head_dim=8,
+            rules=treeattn.Rules(causal=True),
+            cache=treeattn.CacheFormat(positions="zigzag"),
+        )
     one = np.ones((1, 1, 1, 8), np.float32)
-    with treeattn.Decoder(comm, heads=1, kv_heads=1, head_dim=8, dtype="float32", causal=True) as decoder:
+    with treeattn.Decoder(
+        comm, heads=1, kv_heads=1, head_dim=8, dtype="float32", rules=treeattn.Rules(causal=True)
+    ) as decoder:
         with pytest.raises(ArgumentError, match="pass positions="):
             decoder.local(one, one, one, q_positions=[0])
         with pytest.raises(ArgumentError, match="pass q_positions="):
-            decoder.local(one, one, one, positions=[comm.rank])
+            decoder.local(one, treeattn.Shard(one, one, positions=[comm.rank]))

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 import treeattn
-from tests.exporters import Interface
-from treeattn import ArgumentError, ScheduleError, TransportError, collectives
+from tests.support import arguments
+from tests.support.exporters import Interface
+from treeattn import ArgumentError, StateError, TransportError, collectives
 from treeattn.backends import cpu
-from treeattn.collectives.executors import program
-from treeattn.collectives.reducer import Reduction
+from treeattn.collectives.executors import compiled
+from treeattn.collectives.runtime.reducer import ReductionSpec
 
 pytestmark = pytest.mark.mpi
 
@@ -42,7 +43,8 @@ def planned(request, comm):
     """A decoder of each executor that runs programs."""
 
     def make(**given):
-        return treeattn.Decoder(comm, **{**HEADS, "dtype": "float32", "executor": request.param, **given})
+        flat = {**HEADS, "dtype": "float32", "executor": request.param, **given}
+        return treeattn.Decoder(comm, **arguments.plan(**flat))
 
     return make
 
@@ -169,12 +171,12 @@ def test_states(comm, planned):
     decoder = planned()
     wanted = copies(decoder(q, k, v))
     decoder.begin(q, k, v)
-    with pytest.raises(ScheduleError, match=r"begin\(\) began a step"):
+    with pytest.raises(StateError, match=r"begin\(\) began a step"):
         decoder(q, k, v)
     assert_same(decoder.finish(), wanted)
     assert_same(decoder(q, k, v), wanted)
     decoder.close()
-    with pytest.raises(ScheduleError, match="closed"):
+    with pytest.raises(StateError, match="closed"):
         decoder(q, k, v)
 
 
@@ -208,7 +210,7 @@ def test_a_wait_that_outlasts_one_call(comm, planned):
         decoder(q, k, v)
         decoder.out[:] = np.nan
         reducer, waited = decoder._reducer, []
-        reducer._look_around = lambda: waited.append(reducer.blocking)
+        reducer._check_peers = lambda: waited.append(reducer.blocking)
         comm.Barrier()
         if comm.rank == comm.size - 1:
             time.sleep(0.4)
@@ -233,7 +235,7 @@ def test_ctrl_c_ends_a_wait(comm, planned):
         with pytest.raises(KeyboardInterrupt):
             decoder(q, k, v)
         signal.signal(signal.SIGINT, before)
-        with pytest.raises(ScheduleError, match="failed"):
+        with pytest.raises(StateError, match="failed"):
             decoder(q, k, v)
     comm.Barrier()
     decoder.__exit__(KeyboardInterrupt)
@@ -253,11 +255,12 @@ def test_ctrl_c_after_the_end_breaks_nothing_off(comm, planned):
     q, k, v = tensors(comm, tokens=20)
     with planned() as decoder:
         wanted = copies(decoder(q, k, v))
-        call = decoder._whole._call
-        decoder._whole._call = then_interrupted(call)
+        whole = decoder._whole
+        step, as_step = whole._step, decoder._reducer.native_step().as_step
+        whole._step = as_step(then_interrupted(whole._call))
         with pytest.raises(KeyboardInterrupt):
             decoder(q, k, v)
-        decoder._whole._call = call
+        whole._step = step
         assert_same(decoder(q, k, v), wanted)
 
 
@@ -284,7 +287,7 @@ def test_an_error_of_mpi_names_round_and_rank(comm):
     records = np.empty((1, heads, 1, 18), np.float32)
     out, lse = np.empty((1, 1, heads, 16), np.float32), np.empty((1, heads, 1), np.float32)
     schedule = collectives.build("recursive_doubling", pair.size)
-    reducer = program.Reducer(Reduction(pair, cpu.MergeOperator(16), records), schedule)
+    reducer = compiled.plan(ReductionSpec(pair, cpu.MergeOperator(16), records), schedule)
     attention = cpu.PlannedAttention(records, scale=0.25)
     whole = cpu.PlannedStep(attention, reducer.native_step(), records, out, lse)
     attention(q, k, v)

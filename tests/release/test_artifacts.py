@@ -99,5 +99,4 @@ def test_the_tests_pass_out_of_the_sdist(unpacked, tmp_path):
     folder = tmp_path / "treeattn"
     shutil.copytree(unpacked[1], folder)
     said = run("make", "test-quick", cwd=folder, timeout=900)
-    assert said.count(" passed") >= 2
-    assert "failed" not in said
+    assert ", 0 failed, " in said.splitlines()[-1]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.llama_models import write_model
+from tests.support.models import write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / "tests/data/smollm2_layer17_4096.safetensors"

@@ -63,8 +63,8 @@ def edges():
     for module, path in MODULES.items():
         found[room(module)] |= {room(other) for other in imported(path)} - {room(module)}
     for row in (*catalog.CATALOG.values(), *BASELINES.values()):  # imported by name, when they are planned
-        if row.module and room(row.module) != room(catalog.__name__):
-            found[room(catalog.__name__)] |= {room(row.module)} - {"baselines"}
+        module = row.module or row.generator.__module__
+        found[room(catalog.__name__)] |= {room(module)} - {"baselines", room(catalog.__name__)}
     return {name: sorted(others) for name, others in sorted(found.items()) if others}
 
 

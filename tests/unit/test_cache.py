@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.drawn import examples
 from treeattn import cache as cache_module
 from treeattn.cache import ShardedCache
 from treeattn.errors import ArgumentError
@@ -27,7 +28,7 @@ class Ranks:
 
 def caches(size, **options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache_module.comm_, "intracomm", lambda comm: comm)
+        patch.setattr(cache_module.communicators, "intracomm", lambda comm: comm)
         plan = {"kv_heads": HEADS, "head_dim": DIM, "dtype": "float32", **options}
         return [ShardedCache(Ranks(rank, size), **plan) for rank in range(size)]
 
@@ -61,7 +62,7 @@ def layout_of(kind, size, capacity, draw):
     return kind
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(LAYOUTS, st.integers(1, 8), st.integers(1, 3), st.integers(0, 2**32 - 1))
 def test_what_was_put_in_comes_out(kind, size, batch, seed):
     """Appended, proposed, committed, taken back: the shards together are always the whole sequences."""

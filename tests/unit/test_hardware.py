@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tests.made_machine import DEVICES, GPUS, link, machine, write
+from tests.support.machine import DEVICES, GPUS, link, machine, write
 from treeattn import hardware
 
 LINKS = (

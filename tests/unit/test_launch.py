@@ -106,9 +106,9 @@ def test_a_launcher_whose_environment_nobody_may_read(name, environment, monkeyp
     """Out of a user namespace, as containers without root have it, only the names of processes show."""
     environment()
     above(monkeypatch, {}, {}, names={101: name})
-    monkeypatch.setattr(launch, "_children", {101: 3}.__getitem__)
+    monkeypatch.setattr(launch, "_started_by", {101: [7, 8, 9]}.__getitem__)
     assert (launch.problem() or ("",))[0] == "one of 3 processes, each of which would be rank 0"
-    monkeypatch.setattr(launch, "_children", {101: 1}.__getitem__)
+    monkeypatch.setattr(launch, "_started_by", {101: [7]}.__getitem__)
     assert launch.problem() is None
 
 
@@ -116,7 +116,7 @@ def test_an_only_rank_whose_launcher_has_started_its_agents_too(environment, mon
     """mpiexec -n 1 of Open MPI in a job of two nodes: srun, for the agent of the other one, is its child."""
     environment(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1")
     above(monkeypatch, {}, names={100: "prterun"})
-    monkeypatch.setattr(launch, "_children", {100: 2}.__getitem__)
+    monkeypatch.setattr(launch, "_started_by", {100: [7, 8]}.__getitem__)
     assert launch.problem() is None
     environment(SLURM_JOB_ID="7", SLURM_NTASKS="4")
     assert launch.outside_job() is None
@@ -124,9 +124,8 @@ def test_an_only_rank_whose_launcher_has_started_its_agents_too(environment, mon
 
 def test_the_processes_above_and_below_are_those_of_the_system():
     assert next(launch._above()) == os.getppid()
-    before = launch._children(os.getpid())
     with subprocess.Popen(["sleep", "60"]) as started:
-        assert launch._children(os.getpid()) == before + 1
+        assert started.pid in launch._started_by(os.getpid())
         assert launch._parent(started.pid) == os.getpid()
         started.kill()
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tests.support.drawn import examples
 from treeattn import partial
 from treeattn.backends.cpu import compile
 from treeattn.errors import BackendError
@@ -169,7 +170,7 @@ def exact_fma(a: float, b: float, c: float) -> np.float32:
     return min(candidates, key=key)
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(finite, finite, finite)
 def test_emulated_fma_is_the_exact_one(a: float, b: float, c: float) -> None:
     with np.errstate(all="ignore"):
@@ -244,7 +245,7 @@ def test_bits_of_every_build(kernels: ctypes.CDLL) -> None:
 raw_bits = hnp.arrays(np.uint32, (2, 5, 4), elements=st.integers(0, 2**32 - 1))
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(raw_bits)
 def test_bits_of_any_input(raw: np.ndarray[Any, Any]) -> None:
     a, b = raw.view(np.float32)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.drawn import examples
 from treeattn import ArgumentError
 from treeattn.shards import parse_layout
 
@@ -17,6 +18,7 @@ def owned(layout, tokens, rank, size):
     return np.concatenate([np.arange(tokens)[run] for run in layout.runs(tokens, rank, size)])
 
 
+@examples(100)
 @given(st.sampled_from(LAYOUTS), st.integers(0, 200), st.integers(1, 17))
 def test_tokens_are_partitioned(name, tokens, size):
     layout = parse_layout(name)
@@ -25,6 +27,7 @@ def test_tokens_are_partitioned(name, tokens, size):
     assert all((np.diff(shard) > 0).all() for shard in shards)
 
 
+@examples(100)
 @given(st.sampled_from(LAYOUTS), st.integers(0, 60), st.integers(1, 9), st.data())
 def test_lengths_count_the_valid_tokens_of_the_shard(name, tokens, size, data):
     layout = parse_layout(name)

@@ -8,7 +8,7 @@ from textwrap import indent
 import pytest
 from msgspec import structs
 
-from tests.made_machine import GPUS, machine
+from tests.support.machine import GPUS, machine
 from treeattn import hardware, topology
 from treeattn.collectives import build, check
 from treeattn.collectives.clusters import description

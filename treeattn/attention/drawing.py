@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
+from treeattn.attention.mask import Rules
 from treeattn.attention.positions import Runs
-from treeattn.attention.visibility import Visibility
 
 __all__ = ["svg", "text"]
 
@@ -33,7 +33,7 @@ class _Row(NamedTuple):
     seen: set[int]
 
 
-def _rows(rules: Visibility, shards: Sequence[Runs], q_positions: Sequence[int]) -> Iterator[_Row]:
+def _rows(rules: Rules, shards: Sequence[Runs], q_positions: Sequence[int]) -> Iterator[_Row]:
     for position in q_positions:
         for rank, runs in enumerate(shards):
             owned = runs.positions().tolist()
@@ -42,7 +42,7 @@ def _rows(rules: Visibility, shards: Sequence[Runs], q_positions: Sequence[int])
             yield _Row(f"query {position}, rank {rank}", position, owned, seen)
 
 
-def text(rules: Visibility, shards: Sequence[Runs], q_positions: Sequence[int]) -> str:
+def text(rules: Rules, shards: Sequence[Runs], q_positions: Sequence[int]) -> str:
     """A line for each query and rank, a character for each position: ``#`` is seen, ``.`` lies there unseen.
 
     shards: of each rank. Then the intervals, as kernels get them: indices of the shard.
@@ -61,7 +61,7 @@ def text(rules: Visibility, shards: Sequence[Runs], q_positions: Sequence[int]) 
     return "\n".join(lines)
 
 
-def svg(rules: Visibility, shards: Sequence[Runs], q_positions: Sequence[int], title: str) -> str:
+def svg(rules: Rules, shards: Sequence[Runs], q_positions: Sequence[int], title: str) -> str:
     """The same as an SVG: a lane for each query and rank, whose seen tokens stand out."""
     rows = list(_rows(rules, shards, q_positions))
     tokens = max((runs.end for runs in shards), default=0) or 1
@@ -81,9 +81,9 @@ def svg(rules: Visibility, shards: Sequence[Runs], q_positions: Sequence[int], t
     return "\n".join([*parts, "</svg>"])
 
 
-def _legend(rules: Visibility, tokens: int) -> str:
+def _legend(rules: Rules, tokens: int) -> str:
     return (
-        f"positions 0 to {tokens - 1}; tall: seen; line: the query; rules: {', '.join(rules.rules) or 'none'}"
+        f"positions 0 to {tokens - 1}; tall: seen; line: the query; rules: {', '.join(rules.names) or 'none'}"
     )
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from treeattn.attention import arrays
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
-from treeattn.attention.visibility import Visible
 from treeattn.errors import ArgumentError
 
 __all__ = ["CheckedTable", "OwnPages", "as_table", "check_lengths", "own_pages", "rows_of"]
@@ -65,38 +65,38 @@ class CheckedTable:
     def __init__(self) -> None:
         self._passed: tuple[Any, ...] = ()
 
-    def check(self, table: Any, cache: tuple[int, int], lengths: Any, visible: Visible | None) -> None:
+    def check(self, table: Any, cache: tuple[int, int], lengths: Any, tables: MaskTables | None) -> None:
         """Raise `ArgumentError` for entries that cannot be, among those of tokens that some query sees.
 
         table: as `as_table` gives it. cache: how many pages k and v have, and tokens of each. lengths: int64
-        [batch], where there is no `visible`, which has them.
+        [batch], where there is no `tables`, which has them.
         """
         pages, page_size = cache
         used: Any = b""
-        if visible is not None:
-            used = _pages_seen(visible, page_size)
+        if tables is not None:
+            used = _pages_seen(tables, page_size)
         elif lengths is not None:
             used = np.zeros((len(lengths), 1, 2), np.int64)
             used[:, 0, 1] = (lengths + (page_size - 1)) // page_size
         given = (pages, table.shape, table.tobytes(), bytes(used))
         if given == self._passed:
             return
-        if visible is None:
+        if tables is None:
             check_lengths(lengths, page_size, table.shape[1])
         _check_entries(table, pages, used)
         self._passed = given
 
 
-def _pages_seen(visible: Visible, page_size: int) -> Any:
+def _pages_seen(tables: MaskTables, page_size: int) -> Any:
     """Which entries of a table are read, [batch, n, 2], from one to before the other: for each query those of
     its two intervals, and those of drafts."""
-    begins, ends = visible.intervals[..., 0::2], visible.intervals[..., 1::2]  # [batch, queries, 2]
+    begins, ends = tables.intervals[..., 0::2], tables.intervals[..., 1::2]  # [batch, queries, 2]
     used = np.zeros((len(begins), begins[0].size + 1, 2), np.int64)
     used[:, :-1, 0] = (begins // page_size).reshape(len(begins), -1)
     used[:, :-1, 1] = np.where(begins < ends, -(-ends // page_size), 0).reshape(len(begins), -1)
-    if visible.drafts:
-        used[:, -1, 0] = visible.draft_begins // page_size
-        used[:, -1, 1] = -(-(visible.draft_begins + visible.drafts) // page_size)
+    if tables.drafts:
+        used[:, -1, 0] = tables.draft_begins // page_size
+        used[:, -1, 1] = -(-(tables.draft_begins + tables.drafts) // page_size)
     return used
 
 

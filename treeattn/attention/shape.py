@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
 from treeattn import partial
 from treeattn.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from treeattn.attention.shard import Shard
 
 __all__ = [
     "CACHE_DTYPES",
@@ -83,7 +86,7 @@ class Shape:
         object.__setattr__(self, "kv_dtype", self.kv_dtype or self.dtype)
         if self.kv_dtype not in CACHE_DTYPES:
             raise ArgumentError(
-                f"cache_dtype {self.kv_dtype!r} is not supported: use one of {', '.join(CACHE_DTYPES)}"
+                f"dtype {self.kv_dtype!r} of k and v is not supported: use one of {', '.join(CACHE_DTYPES)}"
             )
         if self.kv_dtype == "float64" != self.dtype:
             raise ArgumentError(f"k and v are float64, but q is {self.dtype}: make it float64, too")
@@ -175,6 +178,24 @@ class Shape:
         self._check_elements("k", k, self.kv_dtype or self.dtype)
         self._check_elements("v", v, self.kv_dtype or self.dtype)
 
+    def check_shard(self, shard: Shard) -> None:
+        """Raise `ArgumentError` where a shard says other things of the cache than were planned."""
+        scales = {name: getattr(shard, name) for name in ("k_scale", "v_scale")}
+        stated = {"dtype": shard.dtype, "v_dim": shard.v_dim, **scales}
+        planned = {
+            "dtype": self.kv_dtype,
+            "v_dim": self.v_dim,
+            "k_scale": self.k_scale,
+            "v_scale": self.v_scale,
+        }
+        for name, value in stated.items():
+            if isinstance(value, float):
+                value = (value,) * self.kv_heads
+            if value is not None and value != planned[name]:
+                raise ArgumentError(
+                    f"{name} of the Shard is {value}, but the Decoder was planned for {planned[name]}"
+                )
+
     def check_lengths(self, lengths: Any, tokens: int) -> Any:
         """`lengths` as int64 [batch], each between 0 and `tokens`. Raises `ArgumentError`."""
         lengths = np.asarray(lengths)
@@ -193,7 +214,7 @@ class Shape:
         if array.dtype != CACHE_DTYPES[dtype] and str(array.dtype) != bits_of(dtype):
             raise ArgumentError(
                 f"{name} is {array.dtype}, expected {dtype}: k and v are of one type; a Decoder takes the "
-                "types it is planned for (dtype=, bfloat16 unless named; cache_dtype=, like q unless named)"
+                "types it is planned for (dtype=, bfloat16 unless named; dtype= of its CacheFormat)"
             )
         if array.strides[3] != array.dtype.itemsize and array.size:
             raise ArgumentError(
@@ -232,11 +253,11 @@ def dtype_name(array: Any, dtype: str | None = None, served: Any = DTYPES) -> st
     if name == "uint8" and served is CACHE_DTYPES:
         if dtype in FLOAT8:
             return str(dtype)
-        raise ArgumentError(f"uint8 arrays carry float8 bits: say of which, cache_dtype={FLOAT8[0]!r} or so")
+        raise ArgumentError(f"uint8 arrays carry float8 bits: say of which, Shard(dtype={FLOAT8[0]!r}) or so")
     if name == "uint16":
         if dtype == "bfloat16":
             return "bfloat16"
-        raise ArgumentError("uint16 arrays carry bfloat16 bits: say so with dtype='bfloat16'")
+        raise ArgumentError("uint16 arrays carry bfloat16 bits: say so with Shard(dtype='bfloat16')")
     if name not in served:
         raise ArgumentError(f"arrays of {name} are not supported: use one of {', '.join(served)}")
     if dtype is not None and dtype != name:
@@ -249,6 +270,8 @@ def as_tensor(name: str, array: Any, dtype: str | None = None) -> Any:
 
     Raises `ArgumentError` for another dtype or number of axes.
     """
+    if name == "q" and array.dtype == np.uint16:
+        dtype = "bfloat16"
     found = dtype_name(array, dtype, DTYPES if name == "q" else CACHE_DTYPES)
     if str(array.dtype) == bits_of(found):
         array = array.view(CACHE_DTYPES[found])
@@ -284,7 +307,7 @@ def values_of(k: Any, v: Any, v_dim: int | None, scale: float | None) -> Any:
     if v is not None:
         return v
     if v_dim is None:
-        raise ArgumentError("v is missing: pass it, or v_dim=, how many channels of k are the values")
+        raise ArgumentError("v is missing: pass it, or Shard(v_dim=), how many channels of k are the values")
     check_latent(v_dim, k.shape[3], scale)
     return k[..., :v_dim]
 

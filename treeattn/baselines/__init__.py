@@ -18,9 +18,8 @@ __all__ = ["BASELINES"]
 def _baseline(name: str, description: str, cost: str, *parameters: Parameter, **fields: Any) -> Scheme:
     return Scheme(
         name,
-        None,
-        cost,
         parameters,
+        cost,
         kind="baseline",
         description=description,
         module=f"treeattn.baselines.{name}",

@@ -10,8 +10,8 @@ import numpy as np
 from mpi4py import MPI
 
 from treeattn.collectives.libraries.collective import CollectiveReducer
-from treeattn.collectives.operator import Operator
-from treeattn.collectives.reducer import Reduction, Sent
+from treeattn.collectives.runtime.operator import Operator
+from treeattn.collectives.runtime.reducer import ReductionSpec, Sent
 
 __all__ = ["HeadAllToAll", "plan"]
 
@@ -24,11 +24,11 @@ class HeadAllToAll(CollectiveReducer):
     what it held. The rank's own slice stays where it is: (p-1)/p of the buffer is handed to the library.
     """
 
-    def __init__(self, reduction: Reduction) -> None:
+    def __init__(self, reduction: ReductionSpec) -> None:
         super().__init__("head_all_to_all", reduction)
         comm, operator, buffer = reduction.comm, reduction.operator, reduction.buffer
         rank, size = comm.rank, comm.size
-        heads = buffer.reshape(-1, reduction.group * operator.width)
+        heads = buffer.reshape(-1, reduction.granularity * operator.width)
         cuts = [len(heads) * r // size for r in range(size + 1)]
         own = heads[cuts[rank] : cuts[rank + 1]]
         self._arrived = np.empty((size, *own.shape), operator.dtype)

@@ -9,8 +9,8 @@ from mpi4py import MPI
 
 from treeattn.attention.shape import DTYPES, Shape
 from treeattn.backends import cpu
-from treeattn.collectives.reducer import Reducer, Reduction, duplicate
-from treeattn.errors import ScheduleError
+from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec, duplicate
+from treeattn.errors import StateError
 
 __all__ = ["KvRing", "plan"]
 
@@ -42,12 +42,13 @@ class KvRing(Reducer):
     """
 
     def __init__(
-        self, reduction: Reduction, shape: Shape, scale: float, records: Any, expanded: str, rotation: str
+        self, reduction: ReductionSpec, shape: Shape, scale: float, records: Any, expanded: str, rotation: str
     ) -> None:
         """Collective. records: [batch, heads, queries, head_dim + 2], where the result goes."""
         super().__init__("kv_ring")
         comm, merge = reduction.comm, reduction.operator
-        self._comm: MPI.Intracomm = duplicate(comm)
+        self._private = duplicate(comm)
+        self._comm = self._private.unwatched  # a step counts itself
         self._rank: int = comm.rank
         self._size: int = comm.size
         self._hops = self._size if rotation == "full" else self._size - 1
@@ -80,7 +81,7 @@ class KvRing(Reducer):
     def _check(self) -> None:
         super()._check()
         if self._q is None:
-            raise ScheduleError("kv_ring: a step without arrays: local() comes before reduce()")
+            raise StateError("kv_ring: a step without arrays: local() comes before reduce()")
 
     def _begin(self) -> None:
         """Agree on lengths, send the own shard on its way and attend to it."""
@@ -183,7 +184,7 @@ class KvRing(Reducer):
     # -- the end ---------------------------------------------------------------------------------
 
     def _release(self) -> None:
-        self._comm.Free()
+        self._private.free()
 
 
 def _as_bytes(block: tuple[Any, Any]) -> tuple[Any, ...]:

@@ -9,15 +9,15 @@ from mpi4py import MPI
 
 from treeattn.attention.shape import Shape
 from treeattn.backends import cpu
-from treeattn.collectives.executors.persistent import PersistentReducer
-from treeattn.collectives.operator import Operator
-from treeattn.collectives.reducer import Reduction
-from treeattn.errors import ScheduleError
+from treeattn.collectives.runtime.operator import Operator
+from treeattn.collectives.runtime.persistent_requests import PersistentRequests
+from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
+from treeattn.errors import StateError
 
 __all__ = ["QueryRing", "plan"]
 
 
-class QueryRing(PersistentReducer):
+class QueryRing(Reducer):
     """Slices of the query heads go around the ring and collect each shard's contribution.
 
     The query is on every rank already, so of a slice only the partial travels. The heads are cut into p
@@ -32,10 +32,11 @@ class QueryRing(PersistentReducer):
     communicate.
     """
 
-    def __init__(self, reduction: Reduction, shape: Shape, scale: float, records: Any) -> None:
+    def __init__(self, reduction: ReductionSpec, shape: Shape, scale: float, records: Any) -> None:
         """Collective. records: [batch, heads, queries, head_dim + 2], where the result goes."""
-        super().__init__("query_ring", reduction)
-        rank, size = self._comm.rank, self._comm.size
+        super().__init__("query_ring")
+        self._messages = PersistentRequests(reduction.comm)
+        self._rank, self._size = rank, size = reduction.comm.rank, reduction.comm.size
         cuts = [shape.kv_heads * s // size for s in range(size + 1)]
         # In the order of the hops: slice `rank` first, then those that arrive from the left.
         self._order = [(rank - hop) % size for hop in range(size)]
@@ -54,7 +55,7 @@ class QueryRing(PersistentReducer):
         self._plan_gathering()
 
     def _plan_hops(self, merge: Operator) -> None:
-        rank, size = self._comm.rank, self._comm.size
+        rank, size = self._rank, self._size
         left, right = (rank - 1) % size, (rank + 1) % size
         self._incoming: list[MPI.Prequest | None] = [None] * size
         self._outgoing: list[MPI.Prequest | None] = [None] * size
@@ -64,20 +65,20 @@ class QueryRing(PersistentReducer):
                 continue
             if hop:
                 arrived = np.empty_like(part)
-                self._incoming[hop] = self._comm.Recv_init(arrived, left, hop - 1)
+                self._incoming[hop] = self._messages.receive(arrived, left, hop - 1)
                 self._merges[hop] = merge.planned_merge(
                     part.reshape(-1, merge.width), arrived.reshape(-1, merge.width)
                 )
             if hop < size - 1:
-                self._outgoing[hop] = self._comm.Send_init(part, right, hop)
+                self._outgoing[hop] = self._messages.send(part, right, hop)
                 self.sent.append((right, part.nbytes))
 
     def _plan_gathering(self) -> None:
         """The last slice of the order is whole on this rank; slice s comes whole from rank s - 1."""
-        rank, size = self._comm.rank, self._comm.size
+        rank, size = self._rank, self._size
         whole = self._parts[-1]
         others = [r for r in range(size) if r != rank] if whole.size else []
-        self._gives = [self._comm.Send_init(whole, r, size) for r in others]
+        self._gives = [self._messages.send(whole, r, size) for r in others]
         self.sent += [(r, whole.nbytes) for r in others]
         self._takes: list[MPI.Prequest] = []
         self._copies = [(self._records[:, self._heads[-1]], whole)]
@@ -86,12 +87,11 @@ class QueryRing(PersistentReducer):
             if not place.size:
                 continue
             target = place if place.flags.c_contiguous else np.empty_like(place, order="C")
-            self._takes.append(self._comm.Recv_init(target, (s - 1) % size, size))
+            self._takes.append(self._messages.receive(target, (s - 1) % size, size))
             if target is not place:
                 self._copies.append((place, target))
         self._receives = [request for request in self._incoming if request] + self._takes
         self._sends = [request for request in self._outgoing if request] + self._gives
-        self._requests = self._receives + self._sends
 
     def take(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
         """The arrays of the next step."""
@@ -107,7 +107,7 @@ class QueryRing(PersistentReducer):
     def _check(self) -> None:
         super()._check()
         if not self._taken:
-            raise ScheduleError("query_ring: a step without arrays: local() comes before reduce()")
+            raise StateError("query_ring: a step without arrays: local() comes before reduce()")
 
     def _begin(self) -> None:
         """Contribute to the slice that starts here and send it on its way."""
@@ -138,6 +138,15 @@ class QueryRing(PersistentReducer):
         for place, whole in self._copies:
             np.copyto(place, whole)
         self._taken = False
+
+    def _release(self) -> None:
+        self._messages.close()
+
+    def _abandon(self) -> None:
+        if not self.in_flight:
+            self._messages.free()
+
+    _at_exit = _abandon
 
 
 plan = QueryRing

@@ -6,19 +6,18 @@ import math
 import re
 from collections.abc import Iterator
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 
-from treeattn import comm as comm_
-from treeattn import files
-from treeattn.cli.console import WIDE, Cell, Lines, console, count, microseconds, table
+from treeattn.cli import options
+from treeattn.cli.options import Output
 from treeattn.collectives.clusters.fit import Residual
 from treeattn.collectives.clusters.writing import as_toml
-from treeattn.decoder.executor import EXECUTORS
+from treeattn.decoder.reduction import EXECUTORS
 from treeattn.errors import ArgumentError
+from treeattn.report import Column, Progress, Report, count, microseconds
 from treeattn.study import environment
 from treeattn.study.calibration import HEAD_DIM, Calibration, calibrate
 
@@ -28,45 +27,66 @@ _NAME = re.compile("[a-z0-9][a-z0-9_-]*")
 
 
 @click.command("calibrate")
-@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="FILE.toml",
-              help="The cluster file to write.")  # fmt: skip
 @click.option("--executor", type=click.Choice(EXECUTORS),
               help="Who runs the rounds; default the best that there is.")  # fmt: skip
-@click.option("--seconds", type=click.FloatRange(1, 3600), default=20.0, show_default=True,
+@click.option("--seconds", type=click.FloatRange(1, 3600), default=20.0,
               help="About so long for all measurements.")  # fmt: skip
-@WIDE
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write every measurement.")
-def command(out: Path, executor: str | None, seconds: float, wide: bool, json_path: Path | None) -> None:
+@options.output_options("The cluster file to write.", "FILE.toml", json="Write every measurement.")
+def command(executor: str | None, seconds: float, output: Output) -> None:
     """Measure what messages cost between the ranks of this job, and write it as a cluster file.
 
     simulate --cluster FILE.toml, compare --cluster FILE.toml and --scheme auto:cluster=FILE.toml read it. Run
     it as the job would be: mpiexec -n 8 treeattn calibrate --out here.toml.
     """
-    world = comm_.world()
     if not math.isfinite(seconds):
         raise ArgumentError(f"--seconds {seconds}: give a number of seconds")
-    said = (str(out), executor, seconds, str(json_path))
-    comm_.agree(world, {"the command line": said})
-    if out.suffix != ".toml" or not _NAME.fullmatch(out.stem):
+    path = output.out
+    if path is None or path.suffix != ".toml" or not _NAME.fullmatch(path.stem):
         raise ArgumentError(
-            f"--out {str(out)!r}: name it FILE.toml, in small letters, digits, - and _: the cluster is "
+            f"--out {str(path)!r}: name it FILE.toml, in small letters, digits, - and _: the cluster is "
             "called by it"
         )
-    comm_.together(world, lambda: files.check_distinct([out, json_path]))
-    paths = (out, json_path) if world.rank == 0 else (None, None)
-    write, write_json = comm_.together(world, lambda: tuple(map(files.output_writer, paths)))
-    found = calibrate(world, out.stem, executor, seconds, Lines(world.rank == 0))
+    world = options.world()
+    output.open(world=world)
+    found = calibrate(world, path.stem, executor, seconds, Progress(world.rank == 0))
     if found is None:
         return
-    write(as_toml(found.cluster, _comments(world.size, found)).encode())
-    write_json(environment.as_json(_facts(found)))
-    _print(found, out, wide)
+    output.write(as_toml(found.cluster, _comments(world.size, found)).encode())
+    rows = [_facts(one) for one in found.residuals]
+    made = Report({
+        **environment.software(),
+        "cluster": found.cluster.about,
+        "places": found.places,
+        "seconds": found.seconds,
+        "residuals": rows,
+    })  # fmt: skip
+    made.table(rows, [
+        Column("tier", words=True),
+        Column("probe", "kind", words=True),
+        Column("bytes", lambda row: row["bytes"] if row["groups"] else None, count),
+        Column("measured, µs", "measured_us", microseconds),
+        Column("fitted", "fitted_us", microseconds),
+        Column("error", lambda row: row["fitted_us"] / row["measured_us"] - 1, "+.0%"),
+    ])  # fmt: skip
+    for tier in found.cluster.tiers:
+        made.line(
+            f"{tier.name}: latency {microseconds(tier.latency)} µs, overhead {tier.overhead:.2f} µs, "
+            f"{tier.bandwidth:.3g} GB/s"
+        )
+    made.line(f"attention of each rank reads {found.cluster.memory:.3g} GB/s while all do")
+    made.line(_errors(found))
+    made.line(f"{path} holds the cluster; it took {found.seconds:.0f} s")
+    output.report(made)
+
+
+def _errors(found: Calibration) -> str:
+    errors = [abs(residual.error) for residual in found.residuals]
+    return f"errors of the fit: median {np.median(errors):.0%}, largest {max(errors):.0%}"
 
 
 def _comments(ranks: int, found: Calibration) -> Iterator[str]:
-    errors = [abs(residual.error) for residual in found.residuals]
     yield f"Written by treeattn calibrate on {datetime.now(timezone.utc):%Y-%m-%d}, {ranks} ranks."
-    yield f"Errors of the fit: median {np.median(errors):.0%}, largest {max(errors):.0%}."
+    yield f"{_errors(found).capitalize()}."
     for residual in found.residuals:
         probe = residual.probe
         size = f"{4 * (HEAD_DIM + 2) * probe.records} B" if probe.groups else ""
@@ -74,44 +94,14 @@ def _comments(ranks: int, found: Calibration) -> Iterator[str]:
         yield f"  {what:32} {residual.measured:10.1f} us measured, {residual.error:+5.0%}"
 
 
-def _facts(found: Calibration) -> dict[str, Any]:
+def _facts(residual: Residual) -> dict[str, Any]:
+    probe = residual.probe
     return {
-        **environment.software(),
-        "cluster": found.cluster.about,
-        "places": found.places,
-        "seconds": found.seconds,
-        "residuals": [
-            {
-                "kind": one.probe.kind,
-                "tier": one.probe.tier,
-                "scheme": one.probe.scheme,
-                "groups": one.probe.groups,
-                "bytes": 4 * (HEAD_DIM + 2) * one.probe.records,
-                "measured_us": one.measured,
-                "fitted_us": one.fitted,
-            }
-            for one in found.residuals
-        ],
+        "kind": probe.kind,
+        "tier": probe.tier,
+        "scheme": probe.scheme,
+        "groups": probe.groups,
+        "bytes": 4 * (HEAD_DIM + 2) * probe.records,
+        "measured_us": residual.measured,
+        "fitted_us": residual.fitted,
     }
-
-
-def _print(found: Calibration, out: Path, wide: bool) -> None:
-    screen = console(wide)
-    columns: dict[str, Cell[Residual]] = {
-        "tier": lambda row: row.probe.tier or "-",
-        "probe": lambda row: row.probe.kind,
-        "bytes": lambda row: count(4 * (HEAD_DIM + 2) * row.probe.records if row.probe.groups else None),
-        "measured, µs": lambda row: microseconds(row.measured),
-        "fitted": lambda row: microseconds(row.fitted),
-        "error": lambda row: f"{row.error:+.0%}",
-    }
-    table(screen, columns, found.residuals, words=2)
-    for tier in found.cluster.tiers:
-        screen.print(
-            f"{tier.name}: latency {microseconds(tier.latency)} µs, overhead {tier.overhead:.2f} µs, "
-            f"{tier.bandwidth:.3g} GB/s"
-        )
-    screen.print(f"attention of each rank reads {found.cluster.memory:.3g} GB/s while all do")
-    errors = [abs(row.error) for row in found.residuals]
-    screen.print(f"errors of the fit: median {np.median(errors):.0%}, largest {max(errors):.0%}")
-    screen.print(f"{out} holds the cluster; it took {found.seconds:.0f} s")

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from treeattn.attention.shape import DTYPES
-from treeattn.cli.console import choose, durations, numbers
+from treeattn.cli.options import choices
 from treeattn.decoder import transport as transports
 from treeattn.decoder.device import Cuda, Device
-from treeattn.decoder.executor import EXECUTORS
 from treeattn.decoder.plan import CATALOG, select
 from treeattn.errors import ArgumentError, TransportError
 from treeattn.study.compare.schema import NULL, SUM, Key
 from treeattn.study.compare.steps import shape_of
 from treeattn.study.compare.sweep import Way, keys
 
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
 __all__ = ["points", "transports_of"]
 
 
-def transports_of(world: Any, device: Device, wanted: str | None) -> tuple[str, ...]:
-    """The transports that are compared. Collective; raises `ArgumentError` or `TransportError` on all ranks.
+def transports_of(world: Intracomm, device: Device, wanted: str | None) -> tuple[str, ...]:
+    """Choose the transports to compare. Collective; raises `ArgumentError` or `TransportError` on all ranks.
 
     From GPUs "all", or None, are those that serve here: rank 0 says which do not, and why.
     """
     if not isinstance(device, Cuda):
-        return choose("--transport", wanted or "mpi", ("mpi",))
+        return _chosen("--transport", wanted or "mpi", ("mpi",))
     problems = transports.problems(world, device.runtime)
-    chosen = choose("--transport", wanted or "all", ("all", *problems))
+    chosen = _chosen("--transport", wanted or "all", ("all", *problems))
     if "all" not in chosen:
         for name in chosen:
             if problem := problems[name]:
@@ -41,56 +42,51 @@ def transports_of(world: Any, device: Device, wanted: str | None) -> tuple[str, 
     return tuple(name for name, problem in problems.items() if not problem)
 
 
+def _chosen(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+    try:
+        return choices(known)(text)
+    except ArgumentError as error:
+        raise ArgumentError(f"{option} {error}") from None
+
+
 def points(
     size: int,
     schemes: list[str] | None,
-    lists: dict[str, str | None],
+    lists: Mapping[str, Any],
     device: str,
     over: Sequence[str],
 ) -> list[Key]:
-    """Every point of the sweep, of all schemes for None. Raises `ArgumentError` or `ScheduleError`."""
-    executors = _executors(lists["executor"], device)
-    ranks = sorted(numbers("--ranks", lists["ranks"] or str(size)))
-    if max(ranks) > size:
-        raise ArgumentError(f"--ranks {max(ranks)}: this job has {size} ranks; start it with more")
-    wires = choose(
-        "--wire", lists["wire"] or "", ("float32", "bfloat16") if device == "cpu" else ("float32",)
-    )
-    own = lists["kv_heads"] is None
+    """Make every point of the sweep, of all schemes for None. Raises `ArgumentError` or `ScheduleError`.
+
+    lists: option -> its values, None for what was not said.
+    """
+    given = dict(lists)
+    radix, chunks, executors = (given.pop(name) for name in ("radix", "chunks", "executor"))
+    if executors is not None and device != "cpu":
+        raise ArgumentError(
+            f"--executor {','.join(executors)} is for --device cpu: GPUs have transports to choose from"
+        )
+    given |= {"ranks": sorted(given["ranks"] or [size]), "kv_heads": given["kv_heads"] or [0]}
+    if max(given["ranks"]) > size:
+        raise ArgumentError(f"--ranks {max(given['ranks'])}: this job has {size} ranks; start it with more")
+    if device == "cuda" and "bfloat16" in given["wire"]:
+        raise ArgumentError("--wire 'bfloat16' is unknown to GPUs: choose from float32")
     place: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
     found = keys(
-        _expanded(schemes or _serving(over), lists["radix"], lists["chunks"]),
-        lambda scheme: _ways(scheme, place, over, executors),
-        ranks=ranks,
-        what=choose("--what", lists["what"] or "", ("reduce", "decode")),
-        batch=numbers("--batch", lists["batch"] or ""),
-        queries=numbers("--queries", lists["queries"] or ""),
-        heads=numbers("--heads", lists["heads"] or ""),
-        kv_heads=[0] if own else numbers("--kv-heads", lists["kv_heads"] or ""),
-        head_dim=numbers("--head-dim", lists["head_dim"] or ""),
-        dtype=choose("--dtype", lists["dtype"] or "", tuple(DTYPES)),
-        wire=choose("--wire", lists["wire"] or "", wires),
-        skew=durations("--skew", lists["skew"] or ""),
-        tokens=numbers("--seq-len", lists["seq_len"] or ""),
+        _expanded(schemes or _serving(over), {"radix": radix, "chunks": chunks}),
+        lambda scheme: _ways(scheme, place, over, executors or (None,)),
+        tokens=given.pop("seq_len"),
+        **given,
     )
     for key in found:
         shape_of(key)
     return [key for key in found if schemes is not None or _may_run(key)]
 
 
-def _executors(wanted: str | None, device: str) -> Sequence[Any]:
-    """Who runs schedules, each of which makes points of its own; None: the best that there is."""
-    if wanted is None:
-        return (None,)
-    if device != "cpu":
-        raise ArgumentError(f"--executor {wanted} is for --device cpu: GPUs have transports to choose from")
-    return choose("--executor", wanted, EXECUTORS)
-
-
 def _ways(
     scheme: str, device: Literal["cpu", "cuda"], over: Sequence[str], executors: Sequence[Any]
 ) -> list[Way]:
-    """Those of a scheme among what is compared. Raises where there is none."""
+    """List the ways of a scheme among what is compared. Raises where there is none."""
     if scheme == NULL:
         return [Way(device, "mpi" if device == "cpu" else "none")]
     if scheme == SUM:
@@ -112,15 +108,14 @@ def _may_run(key: Key) -> bool:
 
 
 def _serving(over: Sequence[str]) -> list[str]:
-    """Every scheme that one of these transports serves."""
+    """Name every scheme that one of these transports serves."""
     return [name for name, row in CATALOG.items() if set(over) & set(row.transports)]
 
 
-def _expanded(chosen: list[str], radix: str | None, chunks: str | None) -> list[str]:
-    """Canonical schemes, one for each radix and chunks where they take such; the sum and null first."""
-    for parameter, text in (("radix", radix), ("chunks", chunks)):
-        if text is not None:
-            values = numbers(f"--{parameter}", text)
+def _expanded(chosen: list[str], parameters: Mapping[str, Sequence[int] | None]) -> list[str]:
+    """Spell schemes once for each radix and chunks where they take such; the sum and null first."""
+    for parameter, values in parameters.items():
+        if values is not None:
             chosen = [variant for name in chosen for variant in _variants(name, parameter, values)]
     return list(dict.fromkeys([NULL, SUM, *chosen]))
 

@@ -1,71 +1,44 @@
-"""The tables of `treeattn compare`; docs/measuring.md derives every column."""
+"""The tables of ``treeattn compare``; docs/measuring.md derives every column."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from rich.console import Console
-
-from treeattn.cli.console import LEGEND, Columns, count, identical, magnitude, microseconds, table
-from treeattn.study.compare.results import Summary
+from treeattn.report import LEGEND, Column, Report, count, identical, microseconds
+from treeattn.study.compare.results import Summary, compared_series
 from treeattn.study.compare.schema import NCCL_SUM, NULL, SUM, Key, Run
+from treeattn.study.statistics import Statistics
 
 __all__ = ["show"]
 
-# What stands in 80 columns: with a skew the time from the last entry, else the error.
-_NARROW = (
-    "scheme",
-    "transport",
-    "median",
-    "95 % interval",
-    "predicted",
-    "from last\nentry",
-    "x SUM",
-    "identical\nbits",
-)
-_ERRORS = tuple(itertools.product(("out", "lse"), ("error", "bound")))
-_EXACT = "error\nof out"
+# What a time is counted from is said where it is not the first entry.
+_SINCE = {"completion": "", "after_last_entry": ", from the last rank's entry"}
 
 
-def show(
-    console: Console, run: Run, summaries: Sequence[Summary], errors: dict[Key, str], wide: bool = False
-) -> bool:
-    """Print everything, case by case; whether every result is within its bound and equal on all ranks."""
-    passed = True
+def show(made: Report, run: Run, summaries: Sequence[Summary], errors: Mapping[Key, str]) -> bool:
+    """Add everything to a report, case by case; whether every result is right and equal on all ranks."""
+    late = False
     for _, group in itertools.groupby(summaries, lambda summary: summary.key.case):
-        rows = sorted(group, key=lambda row: row.times["completion"].median)
-        times, results = _times(rows), _results(rows[0].key)
-        words = len(_named(rows[0].key))
-        console.print(f"\n{_case(rows[0].key)}; times in µs")
-        if wide:
-            judged = [row for row in rows if row.key.scheme not in (SUM, NULL)]
-            table(console, times, rows, words=words, style=_style)
-            table(console, results, judged, words=words, style=_style)
-        else:
-            chosen = _NARROW if rows[0].key.skew or "predicted" in times else (*_NARROW, _EXACT)
-            both = {**times, **results}
-            columns = {name: both[name] for name in chosen if name in both}
-            table(console, columns, rows, words=words, style=_style)
-        wrong = {row.key.label: _wrong(row) for row in rows}
-        for scheme, reason in wrong.items():
-            if reason:
-                console.print(f"wrong: {scheme}: {reason}", style="red")
-        passed &= not any(wrong.values())
+        of_case = list(group)
+        series = compared_series(of_case)
+        late |= series == "after_last_entry"
+        rows = sorted(of_case, key=lambda row: row.times[series].median)
+        made.line(f"\n{_case(rows[0].key)}; times in µs{_SINCE[series]}")
+        made.table(rows, _columns(rows, series), style=lambda row: "red" if _wrong(row) else "")
+        for row in rows:
+            if reason := _wrong(row):
+                made.line(f"wrong: {row.key.label}: {reason}", style="red")
     causes: dict[Any, list[Key]] = {}
     for key, message in errors.items():
         causes.setdefault((key.case, message), []).append(key)
     for (_, message), keys in causes.items():
         schemes = ", ".join(key.label for key in keys)
-        console.print(f"could not run: {schemes} ({_case(keys[0])}): {message}", style="red")
-    _show_notes(console, run, summaries)
-    return passed
-
-
-def _style(row: Summary) -> str:
-    return "red" if _wrong(row) else ""
+        made.line(f"could not run: {schemes} ({_case(keys[0])}): {message}", style="red")
+    _add_notes(made, run, summaries, late)
+    return not any(map(_wrong, summaries))
 
 
 def _case(key: Key) -> str:
@@ -79,104 +52,106 @@ def _case(key: Key) -> str:
     return text + (f", arrival skew {key.skew:g} µs" if key.skew else "")
 
 
-def _times(rows: Sequence[Summary]) -> Columns[Summary]:
-    """Heading -> what depends on time."""
-    sums = {row.key.transport: row.times["completion"].median for row in rows if row.key.scheme == SUM}
-    key = rows[0].key
+def _columns(rows: Sequence[Summary], series: str) -> list[Column[Summary]]:
+    """Choose what stands in 80 columns: another series beside the compared one, else the error."""
+    key, predicted = rows[0].key, any(row.facts["predicted"] for row in rows)
+    sums = {row.key.transport: row.times[series].median for row in rows if row.key.scheme == SUM}
 
-    def median(name: str) -> Callable[[Summary], str]:
-        return lambda row: microseconds(row.times[name].median) if name in row.times else "-"
-
-    def completion(name: str) -> Callable[[Summary], str]:
-        return lambda row: microseconds(getattr(row.times["completion"], name))
-
-    def times_sum(row: Summary) -> str:
+    def times_sum(row: Summary) -> float | None:
         of_sum = sums.get(row.key.transport)
-        if not of_sum or row.key.scheme == NULL:
-            return "-"
-        return f"{row.times['completion'].median / of_sum:.2f}"
+        return row.times[series].median / of_sum if of_sum and row.key.scheme != NULL else None
 
-    parts: tuple[str, ...] = ("local", "reduce") if key.what == "decode" else ("null_merge",)
-    if key.device == "cuda":
-        parts = ()
-    return {
-        **_named(key),
-        **{name: median(name) for name in ("plan", "first")},
-        "median": completion("median"),
-        "95 % interval": _interval,
-        **({"predicted": _predicted} if any(row.facts["predicted"] for row in rows) else {}),
-        **{name: completion(name) for name in ("p5", "p95", "p99")},
-        "slowest\nrank": median("slowest"),
-        **({"from last\nentry": median("after_last_entry")} if key.skew else {}),
-        **{name.replace("_", "\n"): median(name) for name in parts},
-        "x SUM": times_sum,
-        "blocks": lambda row: str(row.times["completion"].blocks),
-        "n": lambda row: str(row.times["completion"].count),
-        "late": lambda row: str(row.facts["late"]),
-    }
+    others = [_time("from last\nentry", "after_last_entry")] if key.skew else []
+    if series == "after_last_entry":
+        others = [_time("from first\nentry", "completion", wide=predicted)]
+    parts = ("local", "reduce") if key.what == "decode" else ("null_merge",)
+    columns = [*_names(key), _time("plan", wide=True), _time("first", wide=True)]
+    columns += [
+        _quantile(series, "median"),
+        Column("95 % interval", lambda row: _interval(row.times[series])),
+    ]
+    columns += [_fact("predicted", "predicted", microseconds, wide=False)] if predicted else []
+    columns += [_quantile(series, name, wide=True) for name in ("p5", "p95", "p99")]
+    columns += [_time("slowest\nrank", "slowest", wide=True)]
+    columns += others
+    columns += [_time(name.replace("_", "\n"), name, wide=True) for name in parts if key.device == "cpu"]
+    columns += [
+        Column("x SUM", times_sum, ".2f"),
+        Column("blocks", lambda row: row.times["completion"].blocks, wide=True),
+        Column("n", lambda row: row.times["completion"].count, wide=True),
+        _fact("late", "late", str),
+        Column("identical\nbits", _bits),
+        _fact("rounds"),
+        _fact("depth"),
+    ]
+    for of, what in itertools.product(("out", "lse"), ("error", "bound")):
+        narrow = (of, what) == ("out", "error") and not others and not predicted
+        columns.append(_fact(f"{what}\nof {of}", f"{what}_{of}", "{:.1e}".format, wide=not narrow))
+    for index, heading in enumerate(("messages\nintra", "messages\ninter", "bytes\nintra", "bytes\ninter")):
+        columns.append(_payload(index, heading))
+    return [*columns, _fact("bytes\nheld", "held"), _fact("step\npeak", "step_peak")]
 
 
-def _named(key: Key) -> Columns[Summary]:
-    """What a row is of: from GPUs the same scheme may travel in several ways."""
+def _names(key: Key) -> list[Column[Summary]]:
+    """Name what a row is of: from GPUs the same scheme may travel in several ways."""
     if key.device == "cpu":
-        return {"scheme": attrgetter("key.label")}
-    return {
-        "scheme": lambda row: NCCL_SUM if row.key.label == NCCL_SUM else row.key.scheme,
-        "transport": attrgetter("key.transport"),
-    }
+        return [Column("scheme", attrgetter("key.label"), words=True)]
+    name = Column[Summary](
+        "scheme", lambda row: NCCL_SUM if row.key.label == NCCL_SUM else row.key.scheme, words=True
+    )
+    return [name, Column("transport", attrgetter("key.transport"), words=True)]
 
 
-def _interval(row: Summary) -> str:
-    time = row.times["completion"]
+def _time(heading: str, name: str = "", wide: bool = False) -> Column[Summary]:
+    """Show the median of a series, where the row has it."""
+
+    def median(row: Summary) -> float | None:
+        series = row.times.get(name or heading)
+        return None if series is None else series.median
+
+    return Column(heading, median, microseconds, wide=wide)
+
+
+def _quantile(series: str, name: str, wide: bool = False) -> Column[Summary]:
+    return Column(name, lambda row: getattr(row.times[series], name), microseconds, wide=wide)
+
+
+def _fact(heading: str, name: str = "", form: Any = count, wide: bool = True) -> Column[Summary]:
+    """Show a fact of a scheme's row that does not depend on time."""
+    return Column(heading, lambda row: row.facts[name or heading], form, wide=wide)
+
+
+def _interval(time: Statistics) -> str | None:
     if time.low is None or time.high is None:
-        return "-"
+        return None
     return f"{microseconds(time.low)} to {microseconds(time.high)}"
-
-
-def _predicted(row: Summary) -> str:
-    value = row.facts["predicted"]
-    return "-" if value is None else microseconds(value)
-
-
-def _results(key: Key) -> Columns[Summary]:
-    """Heading -> what does not: the result, the payload of one step, the memory of a rank."""
-
-    def fact(name: str, shown: Callable[[Any], str] = count) -> Callable[[Summary], str]:
-        return lambda row: shown(row.facts[name])
-
-    def payload(index: int) -> Callable[[Summary], str]:
-        return lambda row: _payload(row.facts["sent"])[index]
-
-    headings = ("messages\nintra", "messages\ninter", "bytes\nintra", "bytes\ninter")
-    return {
-        **_named(key),
-        "identical\nbits": _bits,
-        **{name: fact(name) for name in ("rounds", "depth")},
-        **{f"{what}\nof {of}": fact(f"{what}_{of}", magnitude) for of, what in _ERRORS},
-        **{heading: payload(index) for index, heading in enumerate(headings)},
-        "bytes\nheld": fact("held"),
-        "step\npeak": fact("step_peak"),
-    }
 
 
 def _bits(row: Summary) -> str:
     """Whether all ranks held one result, and all blocks."""
+    if row.key.scheme in (SUM, NULL):
+        return "-"
     text, results = identical(row.facts["determinism"], row.facts["same_bits"]), len(row.facts["digests"])
     return text if results <= 1 else f"{text}, {results} results"
 
 
-def _payload(sent: dict[str, list[Any]] | None) -> list[str]:
-    """Messages, then bytes, by tier; a library tells nothing, or what it was given to send."""
-    if sent is None:
-        return ["library"] * 4
-    if "unknown" in sent:
-        return ["library", "library", count(sent["unknown"][1]), "given"]
-    counts = [sent[tier][index] for index in (0, 1) for tier in ("intra", "inter")]
-    return ["library" if number is None else count(number) for number in counts]
+def _payload(index: int, heading: str) -> Column[Summary]:
+    """Show messages or bytes by tier; a library tells nothing, or what it was given to send."""
+
+    def shown(row: Summary) -> object:
+        sent = row.facts["sent"]
+        if sent is None:
+            return "library"
+        if "unknown" in sent:
+            return ("library", "library", sent["unknown"][1], "given")[index]
+        number = sent[("intra", "inter")[index % 2]][index // 2]
+        return "library" if number is None else number
+
+    return Column(heading, shown, count, wide=True)
 
 
 def _wrong(row: Summary) -> str | None:
-    """What is wrong with a result: bits, payload against the schedule, error of float32 records; or None."""
+    """Say what is wrong with a result: bits, payload against the schedule, error of float32 records."""
     facts = row.facts
     if row.key.scheme in (SUM, NULL):
         return None
@@ -188,17 +163,20 @@ def _wrong(row: Summary) -> str | None:
     return None if exact or row.key.wire == "bfloat16" else "the error is above the bound"
 
 
-def _show_notes(console: Console, run: Run, summaries: Sequence[Summary]) -> None:
+def _add_notes(made: Report, run: Run, summaries: Sequence[Summary], late: bool) -> None:
+    if late:
+        made.line(
+            "\nfrom the last rank's entry: ranks enter further apart (by the row that does nothing) than a "
+            "tenth of the fastest scheme's time; x SUM is of these times"
+        )
     by_way = ", over the same transport" if any(row.key.device == "cuda" for row in summaries) else ""
-    console.print(f"\nx SUM: of the median of {SUM} over as many bytes{by_way}\n{LEGEND}")
+    made.line(f"\nx SUM: of the median of {SUM} over as many bytes{by_way}\n{LEGEND}")
     for null in summaries:
         if null.key.scheme == NULL and null.key.what == "reduce":
-            console.print(
-                f"harness: an iteration that does nothing takes {null.times['slowest'].median:.2f} µs "
-                f"on the slowest of {null.key.ranks} ranks"
-            )
+            median, ranks = null.times["slowest"].median, null.key.ranks
+            nothing = f"an iteration that does nothing takes {median:.2f} µs"
+            made.line(f"harness: {nothing} on the slowest of {ranks} ranks")
     if run.clock is not None:
         source, method, error = run.clock.source, run.clock.method, run.clock.error
-        console.print(f"clock: {source}, {method}; error at most {error:.2f} µs")
-    if run.warning:
-        console.print(f"note: {run.warning}", style="yellow")
+        made.line(f"clock: {source}, {method}; error at most {error:.2f} µs")
+    made.note(run.warning)

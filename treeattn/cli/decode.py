@@ -15,8 +15,9 @@ import click
 import numpy as np
 from rich.console import Console
 
-from treeattn import comm as comm_
-from treeattn import files
+from treeattn import communicators, files, mpi_library
+from treeattn.agreement import collectively, must_match
+from treeattn.attention.mask import Rules
 from treeattn.cli.console import (
     LEGEND,
     WIDE,
@@ -30,13 +31,15 @@ from treeattn.cli.console import (
 )
 from treeattn.cli.own_device import own_device
 from treeattn.cli.problem import Judge, Problem, open_outputs
-from treeattn.cli.rules import Rules
+from treeattn.cli.rules import rule_options
 from treeattn.cli.rules import window as read_window
 from treeattn.cli.scheme import given
-from treeattn.collectives.reducer import Sent
+from treeattn.collectives.runtime.reducer import Sent
 from treeattn.decoder import Decoder
 from treeattn.decoder.device import Device
+from treeattn.decoder.reduction import Reduction
 from treeattn.errors import ArgumentError
+from treeattn.report import as_json
 from treeattn.shards import LAYOUTS, parse_layout
 from treeattn.study import environment
 
@@ -53,7 +56,7 @@ __all__ = ["command"]
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--transport", default=None,
               help="How records travel: mpi; from GPUs nccl, peer, cuda-mpi or host.")  # fmt: skip
-@Rules.options
+@rule_options
 @click.option("--repeat", type=click.IntRange(1), default=10, show_default=True,
               help="Timed steps after the first one.")  # fmt: skip
 @click.option("--check", is_flag=True, help="Compare with the float64 oracle, and q between ranks.")
@@ -90,13 +93,13 @@ def command(
     means that a result missed its bound or differed between ranks.
     """
     chosen = parse_layout(layout)
-    world = comm_.world()
+    world = communicators.world()
     named = given(world, schemes)
     if out is not None and len(named) > 1:
         raise ArgumentError("--out takes the result of one scheme: name one with --scheme")
     rules = Rules(causal, read_window(window), leading, softcap)
     options = (schemes, str(chosen), repeat, check, device, transport, str(source), str(expect), str(rules))
-    comm_.agree(world, {"the command line": options})
+    must_match(world, {"the command line": options})
     write_out, write_json = open_outputs(world, [source, expect], [out, json_path])
     problem = Problem(world, source, chosen, expect, rules)
     where, inputs = _placed(world, problem, device)
@@ -111,7 +114,7 @@ def command(
     placement = environment.placement(world)
     if world.rank == 0:
         if json_path is not None:
-            write_json(environment.as_json(_summary(problem, rows, placement)))
+            write_json(as_json(_summary(problem, rows, placement)))
         _print_table(console(wide), wide, problem, rows, placement)
         if out is not None:
             print(f"out and lse are in {out}")
@@ -122,7 +125,7 @@ def _placed(world: Any, source: Problem, name: str) -> tuple[Device, tuple[Any, 
     """The device of this rank, and q, k, v and lengths on it."""
     device, shared = own_device(world, name)
     arrays = (source.q, source.k, source.v, source.lengths)
-    inputs = comm_.together(
+    inputs = collectively(
         world, lambda: tuple(None if array is None else device.from_host(array) for array in arrays)
     )
     if shared and world.rank == 0:
@@ -144,15 +147,14 @@ def _measure(
     with Decoder(
         world,
         **problem.planned(),
-        scheme=scheme,
+        scheme=Reduction(scheme, transport),
         device=device.name,
-        transport=transport,
     ) as decoder:
-        seen = problem.step_rules()
-        first = _timed_step(world, decoder, device, inputs, seen)
+        step, seen = problem.step(inputs)
+        first = _timed_step(world, decoder, step, seen)
         steps, say = [], Lines(world.rank == 0)
         for done in range(repeat):
-            steps.append(_timed_step(world, decoder, device, inputs, seen))
+            steps.append(_timed_step(world, decoder, step, seen))
             say(f"{scheme}: {done + 1:,} of {repeat:,} steps")
         out, lse = device.to_host(decoder.out), device.to_host(decoder.lse)
         digest = hashlib.sha256(out.tobytes() + lse.tobytes()).hexdigest()
@@ -179,14 +181,14 @@ def _measure(
 
 
 def _timed_step(
-    world: Any, decoder: Decoder, device: Device, inputs: tuple[Any, ...], seen: dict[str, Any]
+    world: Any, decoder: Decoder, step: tuple[Any, ...], seen: dict[str, Any]
 ) -> dict[str, float]:
     """Seconds of each part on the slowest rank; a barrier before each part keeps waiting out of the next.
     What a GPU was given to do is waited for."""
-    clock = comm_.mpi().Wtime
+    clock = mpi_library.load().Wtime
     seconds = {}
     parts = {
-        "local": lambda: decoder.local(*inputs, **seen),
+        "local": lambda: decoder.local(*step, **seen),
         "reduce": decoder.reduce,
         "finish": decoder.finish,
     }
@@ -223,7 +225,7 @@ def _summary(problem: Problem, rows: list[dict[str, Any]], placement: list[dict[
         "layout": str(problem.layout),
         "scale": problem.scale,
         "shape": shape.plain | cache,
-        "rules": {name: np.asarray(rule).tolist() for name, rule in problem.rules.planned().items()},
+        "rules": {name: np.asarray(getattr(problem.rules, name)).tolist() for name in problem.rules.names},
         "schemes": [row["scheme"] for row in rows],
         "results": [{key: value for key, value in row.items() if key != "arrays"} for row in rows],
         "ranks": placement,

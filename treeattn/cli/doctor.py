@@ -6,47 +6,49 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from operator import attrgetter
-from pathlib import Path
 
 import click
 
-from treeattn import comm as comm_
-from treeattn import files, launch
+from treeattn import launch, mpi_library
 from treeattn.backends import cpu
 from treeattn.backends.cpu import compile
 from treeattn.cli import doctor_gpu, probe
-from treeattn.cli.console import Columns, console, table
+from treeattn.cli.options import Output, output_options
 from treeattn.cli.probe import Finding
 from treeattn.errors import TreeattnError
+from treeattn.report import Column, Report
 from treeattn.study import environment
 
 __all__ = ["command"]
 
-_COLUMNS: Columns[Finding] = {
-    "": attrgetter("subject"),
-    "verdict": attrgetter("verdict"),
-    "found → what to do": lambda finding: "\n→ ".join(filter(None, (finding.what, finding.remedy))),
-}
-
 
 @click.command("doctor")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the findings here.")
-def command(json_path: Path | None) -> int:
+@output_options(wide=False, json="Write the findings here.")
+def command(output: Output) -> int:
     """Say what treeattn finds on this machine, and how to mend what it misses.
 
     Exit code 1 if something is broken that every use needs.
     """
+    output.open()
     findings = list(_findings())
-    files.output_writer(json_path)(environment.as_json([finding._asdict() for finding in findings]))
-    table(console(), _COLUMNS, findings, words=len(_COLUMNS))
+    made = Report([finding._asdict() for finding in findings])
+    made.table(findings, [
+        Column("", "subject", words=True),
+        Column("verdict", words=True),
+        Column("found → what to do", _what_and_remedy, words=True),
+    ])  # fmt: skip
+    output.report(made)
     return int(any(finding.verdict == "broken" for finding in findings))
+
+
+def _what_and_remedy(finding: Finding) -> str:
+    return "\n→ ".join(filter(None, (finding.what, finding.remedy)))
 
 
 def _findings() -> Iterator[Finding]:
     yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
     cores = len(os.sched_getaffinity(0))
-    yield Finding("processor", "ok", f"{environment.cpu_name()}, {cores} usable cores, {platform.machine()}")
+    yield Finding("CPU", "ok", f"{environment.cpu_name()}, {cores} usable cores, {platform.machine()}")
     yield from _mpi()
     yield from _kernels()
     yield from doctor_gpu.findings()
@@ -54,12 +56,12 @@ def _findings() -> Iterator[Finding]:
 
 def _mpi() -> Iterator[Finding]:
     try:
-        comm_.mpi()
+        mpi_library.load()
     except TreeattnError as error:
         what, _, remedy = str(error).rpartition(": ")
         yield Finding("MPI library", "broken", what, remedy)
         return
-    library, launcher = comm_.library_version() or "", probe.launcher()
+    library, launcher = mpi_library.version() or "", probe.launcher()
     yield Finding("MPI library", "ok", library)
     yield _started()
     if launch.launched_as()[1] > 1:
@@ -72,7 +74,7 @@ def _mpi() -> Iterator[Finding]:
 
 def _started() -> Finding:
     """How this very process was started."""
-    ranks = comm_.mpi().COMM_WORLD.size
+    ranks = mpi_library.load().COMM_WORLD.size
     if ranks > 1:
         return Finding("this job", "ok", f"{ranks} ranks that find each other")
     if problem := launch.problem():
@@ -102,5 +104,5 @@ def _kernels() -> Iterator[Finding]:
         yield Finding("CPU kernels", "slow", f"NumPy: {problem}", remedy)
         return
     isa = compile.chosen_isa()
-    yield Finding("CPU kernels", "ok", f"{isa} (this processor runs {', '.join(compile.available_isas())})")
+    yield Finding("CPU kernels", "ok", f"{isa} (this CPU runs {', '.join(compile.available_isas())})")
     yield Finding("kernel cache", "ok", str(compile.library_path(isa)))

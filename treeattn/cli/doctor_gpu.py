@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from typing import Any
 
-from treeattn import comm
+from treeattn import mpi_library
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.backends.cuda import driver as cuda_driver
 from treeattn.backends.cuda.driver import Driver
@@ -179,7 +179,7 @@ def _mpi(gpu: bool) -> Finding:
     subject, launcher = "CUDA-aware MPI", probe.launcher()
     remedy = "not needed for transport='host' or 'nccl'; else load an MPI library that is built with CUDA"
     try:
-        aware = comm.cuda_aware()
+        aware = mpi_library.cuda_aware()
     except TreeattnError as error:
         return Finding(subject, "missing", _first_line(error))
     if not aware:

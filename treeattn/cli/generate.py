@@ -14,24 +14,26 @@ from typing import Any
 import click
 import numpy as np
 
-from treeattn import comm as comm_
-from treeattn import files
+from treeattn import communicators, files
+from treeattn.agreement import collectively, must_match
 from treeattn.cli.console import Lines
 from treeattn.cli.own_device import own_device
 from treeattn.cli.scheme import given, is_file
 from treeattn.cli.text import Stream, prompt
-from treeattn.collectives import waiting
-from treeattn.collectives.reducer import Sent
+from treeattn.collectives.runtime import watchdog
+from treeattn.collectives.runtime.reducer import Sent
 from treeattn.decoder import Decoder
+from treeattn.decoder.reduction import Reduction
 from treeattn.errors import ArgumentError
 from treeattn.llama.drafts import Drafter, ModelDrafts, NgramDrafts
-from treeattn.llama.generate import Drafting, Made, generate
+from treeattn.llama.generate import Continuation, Drafting, generate
 from treeattn.llama.model import WEIGHTS, Llama
 from treeattn.llama.prefill import PREFILLS
 from treeattn.llama.sampling import Sampling
 from treeattn.llama.session import Session
-from treeattn.llama.threads import CoreShare
-from treeattn.llama.tokens import Tokenizer
+from treeattn.llama.thread_limits import ThreadLimits
+from treeattn.llama.tokenizer import Tokenizer
+from treeattn.report import as_json
 from treeattn.shards import LAYOUTS
 from treeattn.study import environment
 
@@ -108,23 +110,23 @@ def command(
     Every rank holds the keys and values of its share of the tokens, and the model in float32, all of it or a
     share. Without a tokenizer (--prompt-ids, --random-tokens) token numbers are printed.
     """
-    world = comm_.world()
+    world = communicators.world()
     sources = {f"--{name.replace('_', '-')}": value for name, value in sources.items()}
     options = [directory, *sources.values(), prompt_tokens, max_new_tokens, decode, scheme, weights]
     options += [draft, draft_model, draft_tokens, prefill, layout, seed, ignore_eos, repeat]
     options += [temperature, top_k, top_p, device, transport]
-    comm_.agree(world, {"the command line": list(map(str, options))})
+    must_match(world, {"the command line": list(map(str, options))})
     if scheme is not None and decode != "tree":
         raise ArgumentError(f"--scheme {scheme:.40} is of --decode tree: a ring has none")
     if scheme is not None and is_file(scheme):
         (scheme,) = given(world, scheme)
     sampling = Sampling(temperature, top_k, top_p, seed)
     _, shared = own_device(world, device)
-    cores = CoreShare(world)
+    cores = ThreadLimits(world)
     if weights == "sharded":
         model = Llama(directory, world, device=device)
     else:
-        model = comm_.together(world, lambda: Llama(directory, device=device))
+        model = collectively(world, lambda: Llama(directory, device=device))
 
     def opened() -> tuple[Tokenizer | None, list[int], Any]:
         """Text is rank 0's business."""
@@ -135,40 +137,42 @@ def command(
         tokenizer, tokens = prompt(directory, model.config, sources, seed, prompt_tokens)
         return tokenizer, tokens, files.output_writer(json_path)
 
-    tokenizer, tokens, write = comm_.together(world, opened)
-    with waiting.watched("the prompt"):
+    tokenizer, tokens, write = collectively(world, opened)
+    with watchdog.Activity("the prompt"):
         tokens = world.bcast(tokens)
-    capacity = len(tokens) + max_new_tokens
+    capacity = len(tokens) + max_new_tokens - 1  # the last token is not attended to
+    if scheme is None:
+        scheme = "head_scatter" if weights == "sharded" else "hierarchical"
+    how = Reduction(scheme if decode == "tree" else decode, transport)
     settings: dict[str, Any] = {
         "capacity": capacity,
-        "scheme": scheme if decode == "tree" else decode,
+        "scheme": how,
         "prefill": prefill,
         "layout": layout,
         "drafts": draft_tokens + 1 if draft or draft_model else 0,
         "sampling": sampling,
-        "transport": transport,
     }
     stop = () if ignore_eos else model.config.eos
     runs = []
     for turn in range(repeat):
         stream = Stream(tokenizer, world.rank == 0 and turn == 0)
-        drafts = comm_.together(world, lambda: _drafter(world.rank, draft_model, model, capacity))
+        drafts = collectively(world, lambda: _drafter(world.rank, draft_model, model, capacity))
         with Session(world, model, tokens, **settings) as session, drafts as drafter:
             drafting = Drafting(settings["drafts"], drafter) if settings["drafts"] else None
-            runs.append(_run(world, session, tokens, max_new_tokens, stop, drafting, stream))
+            runs.append(_run(world, session, max_new_tokens, stop, drafting, stream))
             trees = session.tree_decoder
             chosen = {
                 "scheme": session.decoder.scheme,
                 "transport": session.decoder.transport,
                 "tree_scheme": None if trees is None else trees.scheme,
             }
-    with waiting.watched("what was measured"):
+    with watchdog.Activity("what was measured"):
         facts = _facts(world, model, tokens, settings | chosen, runs)
     facts |= {"weights": weights, "draft": draft or (draft_model and str(draft_model))}
     facts |= {"sampling": asdict(sampling), "blas_threads": cores.blas_threads}
     facts |= {"device": device, "head_dim": session.decoder.shape.head_dim}
     if world.rank == 0:
-        write(environment.as_json(facts))
+        write(as_json(facts))
         _report(facts)
         if shared:
             print(f"note: {shared}", file=sys.stderr)
@@ -187,7 +191,6 @@ def _drafter(
 def _run(
     world: Any,
     session: Session,
-    tokens: list[int],
     count: int,
     stop: tuple[int, ...],
     drafting: Drafting | None,
@@ -196,13 +199,13 @@ def _run(
     """Prefill and decode once. Collective."""
     say = Lines(world.rank == 0)
 
-    def told(made: Made) -> None:
+    def told(made: Continuation) -> None:
         stream(made.tokens)
         if not stream.shown and made.step_s:  # where text is shown, it is the progress
             rate = 1 / statistics.median(made.step_s)
             say(f"{len(made.tokens):,} of {count:,} tokens, {rate:.1f} steps a second")
 
-    made = generate(world, session, tokens, count, stop, drafting, told, say)
+    made = generate(session, count, stop, drafting, told, say)
     stream.end()
     mine = {
         "attention_s": made.attention_s if session.model.device.name == "cpu" else None,
@@ -210,7 +213,7 @@ def _run(
         "sent_bytes": _sent(session, session.decoder),
         "tree_bytes": _sent(session, session.tree_decoder),
     }
-    with waiting.watched("what was measured"):
+    with watchdog.Activity("what was measured"):
         everyones = world.allgather(mine)
     return {
         "tokens": made.tokens,

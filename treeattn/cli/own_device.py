@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from treeattn import comm as comm_
+from treeattn import communicators
+from treeattn.agreement import collectively
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.decoder import device as devices
 from treeattn.decoder import transport as transports
@@ -19,7 +20,7 @@ def own_device(world: Any, name: str) -> tuple[Device, str | None]:
 
     Collective. Raises `ArgumentError`, on every rank alike, where a rank has no such device.
     """
-    local = comm_.node_local_rank(world)
+    local = communicators.node_local_rank(world)
 
     def place() -> Device:
         if name == "cuda":
@@ -29,6 +30,6 @@ def own_device(world: Any, name: str) -> tuple[Device, str | None]:
             cupy_runtime.choose(local)
         return devices.find(name)
 
-    device = comm_.together(world, place)
+    device = collectively(world, place)
     shared = transports.shared_gpu(world, device.runtime) if isinstance(device, devices.Cuda) else None
     return device, f"{shared}: times include waiting for each other" if shared else None

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
-from pathlib import Path
+from operator import itemgetter
 from typing import Any
 
 import click
-from rich.console import Console
 
-from treeattn import comm as comm_
-from treeattn import files
-from treeattn.cli.console import WIDE, console, table
+from treeattn.cli import options
+from treeattn.cli.options import Output
 from treeattn.errors import ArgumentError
+from treeattn.report import Column, Report
 from treeattn.study import environment
 from treeattn.study.compare.clock import Clock
 from treeattn.study.paper import EXPERIMENTS, NOTHING_TO_SIMULATE, Table, shown
@@ -28,116 +24,73 @@ __all__ = ["command"]
 @click.argument("experiments", nargs=-1, metavar="[EXPERIMENT]...")
 @click.option("--list", "listing", is_flag=True, help="Only name the experiments.")
 @click.option("--ranks-free", is_flag=True, help="Only the paper and the model: run nothing, need no MPI.")
-@WIDE
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), help="Write settings, tables and notes."
-)
-def command(
-    experiments: tuple[str, ...], listing: bool, ranks_free: bool, wide: bool, json_path: Path | None
-) -> int | None:
+@options.output_options(json="Write settings, tables and notes.")
+def command(experiments: tuple[str, ...], listing: bool, ranks_free: bool, output: Output) -> None:
     """Print the paper's experiments: ours, the paper's number and the model side by side (default: all).
 
     Small settings run for real on up to 4 ranks (mpiexec -n 4 treeattn paper), large ones are the model's.
     What the numbers mean, and which of the paper's are not explained, stands in docs/paper.md.
     """
     if listing:
-        if experiments or ranks_free or json_path:
+        if experiments or ranks_free or output.json:
             raise ArgumentError("--list only names the experiments: leave out what stands beside it")
-        return _list()
-    if ranks_free:
-        write = files.output_writer(json_path)
-        chosen = _chosen(experiments)
-        _finish(write, None, chosen, {name: [] for name in chosen}, wide)
-        return 0
-    return _run(experiments, json_path, wide)
-
-
-def _list() -> int:
-    width = max(map(len, EXPERIMENTS))
-    for name, experiment in EXPERIMENTS.items():
-        print(f"{name:{width}}  {experiment.title} ({experiment.where})")
-    return 0
-
-
-def _chosen(names: Sequence[str]) -> list[str]:
-    for name in names:
+        width = max(map(len, EXPERIMENTS))
+        for name, experiment in EXPERIMENTS.items():
+            print(f"{name:{width}}  {experiment.title} ({experiment.where})")
+        return
+    for name in experiments:
         if name not in EXPERIMENTS:
             raise ArgumentError(f"experiment {name!r} is unknown: choose from {', '.join(EXPERIMENTS)}")
-    return [name for name in EXPERIMENTS if not names or name in names]
-
-
-def _run(names: Sequence[str], json_path: Path | None, wide: bool) -> int:
-    world = comm_.world()
-    with comm_.Agreement(world) as agreed:
-        agreed.equal = {"the command line": (names, str(json_path))}
-        chosen = _chosen(names)
-        write = files.output_writer(json_path if world.rank == 0 else None)
-    run = environment.job(Clock(world), {"experiments": list(names)})
-    found: dict[str, list[Table]] = {}
-    for name in chosen:
-        if world.rank == 0 and sys.stderr.isatty():
-            click.echo(f"running: {EXPERIMENTS[name].title}", err=True)
-        found[name] = EXPERIMENTS[name].measure(world, **EXPERIMENTS[name].small or {})
-    if world.rank == 0:
-        _finish(write, run, chosen, found, wide)
-    return 0
-
-
-def _finish(
-    write: Any, run: Any, chosen: Sequence[str], measured: dict[str, list[Table]], wide: bool
-) -> None:
-    """Write and print everything."""
-    models = {name: EXPERIMENTS[name].model(**EXPERIMENTS[name].paper) for name in chosen}
-    simulated = {name: _simulated(name) for name in chosen}
-    facts = [_facts(name, models[name], measured[name], simulated[name]) for name in chosen]
-    write(environment.as_json({"run": run, "experiments": facts}))
-    screen = console(wide)
+    chosen = [name for name in EXPERIMENTS if not experiments or name in experiments]
+    world = None if ranks_free else options.world()
+    output.open(world=world)
+    run = None if world is None else environment.job(Clock(world), {"experiments": list(experiments)})
+    measured: dict[str, list[Table]] = {name: [] for name in chosen}
     for name in chosen:
         experiment = EXPERIMENTS[name]
-        screen.print(f"{os.linesep}{name}: {experiment.title}", style="bold")
-        screen.print(f"in the paper: {experiment.where}")
-        for made in (*models[name], *simulated[name], *measured[name]):
-            _print(screen, made)
-        if not measured[name] and experiment.small is not None:
-            screen.print(_why_nothing(run))
-        if not simulated[name]:
-            screen.print(NOTHING_TO_SIMULATE)
-    screen.print(f"{os.linesep}what these numbers assume, and what is not explained: docs/paper.md")
-    if run is not None and run["warning"]:
-        screen.print(f"note: {run['warning']}", style="yellow")
+        if world is None:
+            continue
+        if world.rank == 0 and sys.stderr.isatty():
+            click.echo(f"running: {experiment.title}", err=True)
+        measured[name] = experiment.measure(world, **experiment.small or {})
+    if world is None or world.rank == 0:
+        output.report(_report(run, measured))
 
 
-def _simulated(name: str) -> list[Table]:
-    """The paper's setting on simulated clusters."""
-    experiment = EXPERIMENTS[name]
-    return [] if experiment.simulated is None else experiment.simulated(**experiment.paper)
+def _report(run: dict[str, Any] | None, measured: dict[str, list[Table]]) -> Report:
+    facts: list[dict[str, Any]] = []
+    made = Report({"run": run, "experiments": facts})
+    for name, here in measured.items():
+        experiment = EXPERIMENTS[name]
+        model = experiment.model(**experiment.paper)
+        simulated = [] if experiment.simulated is None else experiment.simulated(**experiment.paper)
+        settings = asdict(experiment)
+        del settings["measure"], settings["simulated"]
+        facts.append({
+            "name": name,
+            **settings,
+            "predictions": list(map(asdict, simulated)) or NOTHING_TO_SIMULATE,
+            "model": list(map(asdict, model)),
+            "measured": list(map(asdict, here)),
+        })  # fmt: skip
+        made.line(f"\n{name}: {experiment.title}", style="bold")
+        made.line(f"in the paper: {experiment.where}")
+        for found in (*model, *simulated, *here):
+            made.line(f"\n{found.title}")
+            made.table(found.rows, [
+                Column(heading, itemgetter(index), shown, words=index < 2)
+                for index, heading in enumerate(found.headings)
+            ])  # fmt: skip
+        if not here and experiment.small is not None:
+            made.line(_why_nothing(run))
+        if not simulated:
+            made.line(NOTHING_TO_SIMULATE)
+    made.line("\nwhat these numbers assume, and what is not explained: docs/paper.md")
+    made.note(run and run["warning"])
+    return made
 
 
-def _facts(
-    name: str, model: Sequence[Table], here: Sequence[Table], simulated: Sequence[Table]
-) -> dict[str, Any]:
-    facts = asdict(EXPERIMENTS[name])
-    del facts["measure"], facts["simulated"]
-    return {
-        "name": name,
-        **facts,
-        "predictions": [asdict(table) for table in simulated] or NOTHING_TO_SIMULATE,
-        "model": [asdict(table) for table in model],
-        "measured": [asdict(table) for table in here],
-    }
-
-
-def _print(screen: Console, made: Table) -> None:
-    screen.print(f"{os.linesep}{made.title}")
-    columns = {heading: partial(_cell, index) for index, heading in enumerate(made.headings)}
-    table(screen, columns, made.rows, words=2)
-
-
-def _cell(index: int, row: Sequence[Any]) -> str:
-    return shown(row[index])
-
-
-def _why_nothing(run: Any) -> str:
+def _why_nothing(run: dict[str, Any] | None) -> str:
     if run is None:
         return "not run: --ranks-free leaves out what needs ranks"
     return f"not run: this job has {len(run['ranks'])} rank; mpiexec -n 4 treeattn paper runs it"

@@ -10,34 +10,32 @@ from pathlib import Path
 import click
 
 from treeattn import files
-from treeattn.cli.console import choose
+from treeattn.cli.options import FILE, Output, choices, output_options, read
 from treeattn.errors import ArgumentError, BackendError
-from treeattn.study import environment, plot
+from treeattn.report import Progress, Report
+from treeattn.study import plot
 from treeattn.study.figures import draw
-from treeattn.study.figures.chart import Chart
 
 __all__ = ["command"]
 
 
 @click.command("plot")
-@click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--out", default="figures", show_default=True, metavar="FOLDER",
+@click.argument("results", nargs=-1, required=True, type=FILE)
+@click.option("--out", "folder", default="figures", metavar="FOLDER",
               help="The folder for the figures; made if its parent is there.")  # fmt: skip
-@click.option("--format", "forms", default=",".join(draw.FORMATS), show_default=True, metavar="F[,F]")
-@click.option("--figures", default="all", show_default=True, metavar="F[,F..]|all",
-              help="Of " + ", ".join(plot.FIGURES) + ".")  # fmt: skip
-@click.option("--baseline", default=None, metavar="S",
-              help="The scheme of relative times; default MPI_Allreduce(SUM).")  # fmt: skip
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), help="Write the numbers in the figures."
-)
+@click.option("--format", "formats", callback=read(choices(draw.FORMATS)), default=",".join(draw.FORMATS),
+              metavar="F[,F]")  # fmt: skip
+@click.option("--figures", callback=read(choices(("all", *plot.FIGURES))), default="all",
+              metavar="F[,F..]|all", help="Of " + ", ".join(plot.FIGURES) + ".")  # fmt: skip
+@click.option("--baseline", metavar="S", help="The scheme of relative times; default MPI_Allreduce(SUM).")
+@output_options(wide=False, json="Write the numbers in the figures.")
 def command(
     results: tuple[Path, ...],
-    out: str,
-    forms: str,
-    figures: str,
+    folder: str,
+    formats: tuple[str, ...],
+    figures: tuple[str, ...],
     baseline: str | None,
-    json_path: Path | None,
+    output: Output,
 ) -> int:
     """Draw figures from files of `treeattn compare --out` and `treeattn roofline --json`. Needs no MPI.
 
@@ -45,14 +43,13 @@ def command(
     that was asked for by name is not in these results; the rest is drawn.
     """
     os.environ["MPLBACKEND"] = "agg"  # no screen is used, and a name unknown to matplotlib would stop it
-    names = choose("--figures", figures, ("all", *plot.FIGURES))
-    names = tuple(plot.FIGURES) if "all" in names else names
-    formats = choose("--format", forms, draw.FORMATS)
+    every = "all" in figures
+    names = tuple(plot.FIGURES) if every else figures
     if why := draw.problem():
         raise BackendError(why)
-    if not out:
+    if not folder:
         raise ArgumentError("--out is empty: name a folder for the figures")
-    write_json = files.output_writer(json_path)
+    output.open()
     study, problems = plot.read(results)
     study.baseline = plot.choose_baseline(study, baseline)
     for problem in problems:
@@ -62,27 +59,26 @@ def command(
     if len(missing) == len(names):
         reasons = "; ".join(f"{name}: {plot.FIGURES[name].needs}" for name in missing)
         raise ArgumentError(f"nothing to plot in {', '.join(map(str, results))} ({reasons})")
-    every = [chart for name in names for chart in charts[name]]
-    targets = {form: [Path(out, f"{chart.name}.{form}") for chart in every] for form in formats}
-    files.check_distinct([json_path, *itertools.chain(*targets.values())], list(results))
-    _write(out, every, targets)
-    write_json(environment.as_json([asdict(chart) for chart in every]))
+    drawn = [chart for name in names for chart in charts[name]]
+    targets = [[Path(folder, f"{chart.name}.{form}") for form in formats] for chart in drawn]
+    files.check_distinct([output.json, *itertools.chain(*targets)], list(results))
+    try:
+        Path(folder).mkdir(exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(f"--out {folder}: no folder can be made there ({error.strerror})") from None
+    writers = [list(map(files.output_writer, paths)) for paths in targets]
+    say = Progress()
+    for done, chart in enumerate(drawn):
+        say(f"{done} of {len(drawn)} figures are drawn")
+        for path, write, content in zip(
+            targets[done], writers[done], draw.render(chart, formats).values(), strict=True
+        ):
+            write(content)
+            click.echo(str(path))
+    output.report(Report([asdict(chart) for chart in drawn]))
     for name in names:
         for line in plot.FIGURES[name].left_out(study):
             click.echo(f"{name} leaves out {line}", err=True)
     for name in missing:
-        click.echo(f"left out {name}: {plot.FIGURES[name].needs}", err=figures != "all")
-    return 1 if problems or (missing and figures != "all") else 0
-
-
-def _write(out: str, charts: list[Chart], targets: dict[str, list[Path]]) -> None:
-    """targets: format -> the file of each chart."""
-    try:
-        Path(out).mkdir(exist_ok=True)
-    except OSError as error:
-        raise ArgumentError(f"--out {out}: no folder can be made there ({error.strerror})") from None
-    writers = [{form: files.output_writer(targets[form][i]) for form in targets} for i in range(len(charts))]
-    for place, chart in enumerate(charts):
-        for form, content in draw.render(chart, tuple(targets)).items():
-            writers[place][form](content)
-            click.echo(str(targets[form][place]))
+        click.echo(f"left out {name}: {plot.FIGURES[name].needs}", err=not every)
+    return 1 if problems or (missing and not every) else 0

@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from treeattn import comm as comm_
 from treeattn import files, reference
+from treeattn.agreement import collectively, must_match
+from treeattn.attention.mask import Rules
 from treeattn.attention.pages import as_table
 from treeattn.attention.shape import CACHE_DTYPES, Shape, dtype_name, values_of
-from treeattn.attention.visibility import Visibility
+from treeattn.attention.shard import CacheFormat, Shard
 from treeattn.cli.console import Lines
 from treeattn.cli.paged import PagedShard
-from treeattn.cli.rules import Rules
+from treeattn.cli.rules import oracle
 from treeattn.errors import ArgumentError
 from treeattn.shards import Layout
 
@@ -30,8 +31,8 @@ class Problem:
         self, world: Any, source: Path, layout: Layout, expect: Path | None, rules: Rules | None = None
     ) -> None:
         self.source, self.layout, self.rules = source, layout, rules or Rules()
-        comm_.together(world, lambda: self._open(world, expect))
-        comm_.agree(world, {"the input file": self.identity})
+        collectively(world, lambda: self._open(world, expect))
+        must_match(world, {"the input file": self.identity})
         self._load(world)
 
     def _open(self, world: Any, expect: Path | None) -> None:
@@ -88,7 +89,7 @@ class Problem:
         """Where tokens of this rank and queries stand, and what the rules have for each head."""
         tensors = self.file.tensors
         self.rules = replace(self.rules, alibi=tensors.get("alibi"), sink_logits=tensors.get("sink_logits"))
-        Visibility.of(self.shape.heads, **self.rules.planned())  # the oracle takes what fits by broadcasting
+        self.rules.check_heads(self.shape.heads)  # the oracle takes what fits by broadcasting
         positions = np.arange(self.tokens)
         if "positions" in tensors:
             positions = np.asarray(tensors["positions"])
@@ -106,19 +107,25 @@ class Problem:
             stands = last[:, None] + 1 - self.shape.queries + np.arange(self.shape.queries)
             self.q_positions = np.maximum(stands, 0)
 
-    def step_rules(self) -> dict[str, Any]:
-        """What a step brings for the rules, as `treeattn.Decoder` takes it."""
-        table = {} if self.paged is None else {"block_table": self.paged.block_table}
-        return table | ({"q_positions": self.q_positions} if self.rules.ask_positions else {})
+    def step(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a step of `treeattn.Decoder`, from q, k, v and lengths on its device."""
+        q, k, v, lengths = inputs
+        if self.paged is not None:
+            inputs = q, Shard(k, v, lengths, block_table=self.paged.block_table)
+        return inputs, {"q_positions": self.q_positions} if self.rules.positional else {}
 
     def planned(self) -> dict[str, Any]:
         """What a decoder is planned with."""
         shape = self.shape
-        where = {"positions": self.positions} if self.rules.ask_positions else {}
-        cache = {"cache_dtype": shape.kv_dtype, "page_size": shape.page_size}
-        scales = {"k_scale": shape.k_scale, "v_scale": shape.v_scale}
-        width = {"v_dim": shape.v_dim} if self.latent or shape.v_dim != shape.head_dim else {}
-        return shape.plain | cache | scales | width | {"scale": self.scale} | self.rules.planned() | where
+        held = CacheFormat(
+            dtype=shape.kv_dtype,
+            v_dim=shape.v_dim if self.latent or shape.v_dim != shape.head_dim else None,
+            page_size=shape.page_size,
+            k_scale=shape.k_scale,
+            v_scale=shape.v_scale,
+            positions=self.positions if self.rules.positional else None,
+        )
+        return shape.plain | {"scale": self.scale, "rules": self.rules, "cache": held}
 
     @property
     def latent(self) -> bool:
@@ -168,9 +175,9 @@ class Judge:
         self.bounds: tuple[float, float] | None = None
         if check or problem.expected is not None:
             if check:
-                comm_.agree(world, {"q": hashlib.sha256(problem.q.tobytes()).hexdigest()})
-            mine = problem.rules.partial(
-                *(problem.q, *problem.meant()),
+                must_match(world, {"q": hashlib.sha256(problem.q.tobytes()).hexdigest()})
+            mine = oracle(
+                *(problem.rules, problem.q, *problem.meant()),
                 scale=problem.scale,
                 lengths=problem.lengths,
                 positions=problem.positions,
@@ -239,4 +246,4 @@ def open_outputs(world: Any, inputs: list[Path | None], paths: list[Path | None]
         files.check_distinct(paths, inputs)
         return [files.output_writer(path) for path in paths]
 
-    return comm_.together(world, lambda: opened() if world.rank == 0 else [lambda _: None for _ in paths])
+    return collectively(world, lambda: opened() if world.rank == 0 else [lambda _: None for _ in paths])

@@ -2,60 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import click
 
-from treeattn import files
-from treeattn.cli.console import WIDE, Cell, Lines, console, microseconds, table
+from treeattn.cli.options import FILE, Output, output_options
 from treeattn.errors import ArgumentError
-from treeattn.study import environment
-from treeattn.study.published.held import Predicted, Score, held_out, ratio_error, score, winners
+from treeattn.report import Column, Progress, Report, microseconds
+from treeattn.study.published.held import Predicted, held_out, ratio_error, score, winners
 from treeattn.study.published.measurements import SHIPPED, Files, read
 
 __all__ = ["command"]
 
-_PATHS = click.Path(path_type=Path)
+
+def _files(name: str, about: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return click.option(f"--{name}", multiple=True, type=FILE, metavar="FILE", help=about)
 
 
 @click.command("published")
-@click.option(
-    "--known", multiple=True, type=_PATHS, metavar="FILE", help="Measurements to fit by.  [shipped]"
-)
-@click.option(
-    "--held", multiple=True, type=_PATHS, metavar="FILE", help="Measurements to predict.  [shipped]"
-)
-@click.option("--allocations", multiple=True, type=_PATHS, metavar="FILE", help="Where their ranks were.")
-@click.option("--runs", multiple=True, type=_PATHS, metavar="FILE", help="Their devices and tori.")
+@_files("known", "Measurements to fit by.  [shipped]")
+@_files("held", "Measurements to predict.  [shipped]")
+@_files("allocations", "Where their ranks were.")
+@_files("runs", "Their devices and tori.")
 @click.option("--blind", is_flag=True, help="Give nothing of a held run.")
-@WIDE
-@click.option("--json", "json_path", type=_PATHS, help="Write every prediction.")
+@output_options(json="Write every prediction.")
 def command(
     known: tuple[Path, ...],
     held: tuple[Path, ...],
     allocations: tuple[Path, ...],
     runs: tuple[Path, ...],
     blind: bool,
-    wide: bool,
-    json_path: Path | None,
+    output: Output,
 ) -> None:
-    """Predict all-reductions published of supercomputers. Needs no MPI; FILES are CSV or gzip of it.
+    """Predict all-reductions published of supercomputers. Needs no MPI; each FILE is CSV or gzip of it.
 
     Each run of --held is predicted from all other runs of --known and, of its own, recursive doubling at two
     sizes and the ring at one. Options repeat. docs/predicted.md says how well this goes, and what it misses.
     """
-    files.check_distinct([json_path], [*known, *held, *allocations, *runs])
-    write = files.output_writer(json_path)
+    output.open(*known, *held, *allocations, *runs)
     about = (*SHIPPED.allocations, *allocations), (*SHIPPED.runs, *runs)
     fitted, asked = (read(Files(paths or SHIPPED.measurements, *about)) for paths in (known, held))
     if not fitted:
         raise ArgumentError(
             "--known holds no all-reduction that counts: one rank a node, 256 B to 1 MiB, our schemes"
         )
-    say, rows = Lines(), []
+    say, rows = Progress(), []
     for row in held_out(fitted, asked, blind):
         rows.append(row)
         say(f"predicted {len(rows)} of at most {len(asked)}")
@@ -63,31 +58,50 @@ def command(
         raise ArgumentError(
             "--held holds nothing to predict: one rank a node, 256 B to 1 MiB, programs that are our schemes"
         )
-    _print(rows, wide)
-    write(environment.as_json(_facts(rows)))
+    output.report(_report(rows))
 
 
-def _facts(rows: Sequence[Predicted]) -> dict[str, Any]:
-    overall, simple = _score(rows), _two(rows)
-    named, cases = winners(rows)
-    return {
-        "rows": [_row(row) for row in rows],
-        "median_error": overall.median,
-        "p90_error": overall.p90,
-        "within_25": overall.within_25,
-        "ratio_error": ratio_error(rows),
+def _report(predicted: Sequence[Predicted]) -> Report:
+    rows = list(map(_facts, predicted))
+    named, cases = winners(predicted)
+    ratio, simple = ratio_error(predicted), ratio_error(predicted, two=True)
+    made = Report({
+        "rows": rows,
+        **_score(rows),
+        "ratio_error": ratio,
         "winner_named": named,
         "winner_cases": cases,
-        "two_parameters": {
-            "median_error": simple.median,
-            "p90_error": simple.p90,
-            "within_25": simple.within_25,
-            "ratio_error": ratio_error(rows, two=True),
-        },
-    }
+        "two_parameters": {**_score(rows, "two_parameters_us"), "ratio_error": simple},
+    })  # fmt: skip
+    made.table(rows, _EVERY)
+    made.table([*_groups(rows), {"group": "all", "rows": rows}], [
+        Column("", "group", words=True),
+        Column("rows", lambda group: len(group["rows"])),
+        Column("median\nerror", lambda group: _score(group["rows"])["median_error"], ".1%"),
+        Column("90 %", lambda group: _score(group["rows"])["p90_error"], ".1%"),
+        Column("within\n25 %", lambda group: _score(group["rows"])["within_25"], ".0%"),
+        Column("two parameters:\nmedian", lambda group: _simple(group)["median_error"], ".1%"),
+        Column("\n90 %", lambda group: _simple(group)["p90_error"], ".1%"),
+        Column("within\n25 % ", lambda group: _simple(group)["within_25"], ".0%"),
+    ])  # fmt: skip
+    made.line(f"\nratio of two schemes, median error: {ratio:.1%}; two parameters: {simple:.1%}")
+    made.line(f"fastest program named, or one within 5 % of it: {named} of {cases}")
+    return made
 
 
-def _row(row: Predicted) -> dict[str, Any]:
+_EVERY: list[Column[dict[str, Any]]] = [
+    Column("system", words=True, wide=True),
+    Column("run", words=True, wide=True),
+    Column("program", "algorithm", words=True, wide=True),
+    Column("ranks", wide=True),
+    Column("bytes", wide=True),
+    Column("measured, µs", "measured_us", microseconds, wide=True),
+    Column("predicted", "predicted_us", microseconds, wide=True),
+    Column("error", lambda row: row["predicted_us"] / row["measured_us"] - 1, "+.0%", wide=True),
+]
+
+
+def _facts(row: Predicted) -> dict[str, Any]:
     return {
         "system": row.row.run.system,
         "run": row.row.run.name,
@@ -101,52 +115,16 @@ def _row(row: Predicted) -> dict[str, Any]:
     }
 
 
-def _score(rows: Sequence[Predicted]) -> Score:
-    return score([row.error for row in rows])
+def _groups(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for name in ("system", "scheme", "bytes"):
+        for value, several in groupby(sorted(rows, key=itemgetter(name)), itemgetter(name)):
+            yield {"group": str(value), "rows": list(several)}
 
 
-def _two(rows: Sequence[Predicted]) -> Score:
-    return score([abs(row.two_parameters / row.row.microseconds - 1) for row in rows])
+def _simple(group: dict[str, Any]) -> dict[str, float]:
+    return _score(group["rows"], "two_parameters_us")
 
 
-def _print(rows: Sequence[Predicted], wide: bool) -> None:
-    screen = console(wide)
-    if wide:
-        table(screen, _ROWS, rows, words=3)
-        screen.print()
-    by: tuple[Callable[[Predicted], Any], ...] = (
-        lambda row: row.row.run.system,
-        lambda row: row.row.scheme,
-        lambda row: row.row.bytes,
-    )
-    groups = [
-        (str(name), list(several)) for key in by for name, several in groupby(sorted(rows, key=key), key=key)
-    ]
-    table(screen, _GROUPS, [*groups, ("all", list(rows))])
-    named, cases = winners(rows)
-    screen.print(f"\nratio of two schemes, median error: {ratio_error(rows):.1%}; two parameters: "
-                 f"{ratio_error(rows, two=True):.1%}")  # fmt: skip
-    screen.print(f"fastest program named, or one within 5 % of it: {named} of {cases}")
-
-
-_ROWS: dict[str, Cell[Predicted]] = {
-    "system": lambda row: row.row.run.system,
-    "run": lambda row: row.row.run.name,
-    "program": lambda row: row.row.algorithm,
-    "ranks": lambda row: str(row.row.run.ranks),
-    "bytes": lambda row: str(row.row.bytes),
-    "measured, µs": lambda row: microseconds(row.row.microseconds),
-    "predicted": lambda row: microseconds(row.microseconds),
-    "error": lambda row: f"{row.microseconds / row.row.microseconds - 1:+.0%}",
-}
-_Group = tuple[str, list[Predicted]]
-_GROUPS: dict[str, Cell[_Group]] = {
-    "": lambda group: group[0],
-    "rows": lambda group: str(len(group[1])),
-    "median\nerror": lambda group: f"{_score(group[1]).median:.1%}",
-    "90 %": lambda group: f"{_score(group[1]).p90:.1%}",
-    "within\n25 %": lambda group: f"{_score(group[1]).within_25:.0%}",
-    "two parameters:\nmedian": lambda group: f"{_two(group[1]).median:.1%}",
-    "\n90 %": lambda group: f"{_two(group[1]).p90:.1%}",
-    "within\n25 % ": lambda group: f"{_two(group[1]).within_25:.0%}",
-}
+def _score(rows: Sequence[dict[str, Any]], model: str = "predicted_us") -> dict[str, float]:
+    found = score([abs(row[model] / row["measured_us"] - 1) for row in rows])
+    return {"median_error": found.median, "p90_error": found.p90, "within_25": found.within_25}

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from treeattn import comm as comm_
+from treeattn import collectives
+from treeattn.agreement import broadcast_from_root
 from treeattn.collectives.schedule import Schedule
+from treeattn.decoder import auto
 from treeattn.decoder.plan import make_known, select
 from treeattn.errors import ArgumentError, ScheduleError
 
-__all__ = ["from_file", "given", "is_file"]
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["build", "from_file", "given", "is_file"]
 
 _NAME_LIMIT = 100  # it stands in tables
 
@@ -23,12 +29,28 @@ def is_file(scheme: str) -> bool:
     return scheme.endswith(".json")
 
 
-def from_file(path: str | Path, ranks: int | None = None, said: str = "this job has") -> Schedule:
-    """The schedule of a file that ``treeattn schedule`` wrote with ``--format json`` or ``--json``.
+def build(scheme: str, ranks: int, nodes: Sequence[int] | Sequence[Sequence[int]] | None) -> Schedule:
+    """Build the schedule of a scheme of the catalogue. nodes: sizes or ranks, for schemes that need them.
 
-    ranks: how many it has to be for, and who said so. Its name gets a digest of what it does, by which
-    results tell schedules of one name apart. Raises `ArgumentError` for a file that cannot be read or is for
-    other ranks, `ScheduleError` for one that holds no schedule.
+    Raises `ScheduleError` for a scheme that has none.
+    """
+    selection = select(scheme)
+    if selection.row is auto.ROW:
+        raise ScheduleError(auto.NOT_NAMED)
+    if selection.row.generator is None:
+        known = ", ".join(collectives.names("schedule"))
+        raise ScheduleError(
+            f"{selection.row.name} is a {selection.row.kind} and has no schedule: take one of {known}"
+        )
+    return selection.build(ranks, nodes if selection.needs_nodes else None)
+
+
+def from_file(path: str | Path, ranks: int | None = None, said: str = "this job has") -> Schedule:
+    """Read the schedule of a file that ``treeattn schedule`` wrote with ``--format json`` or ``--json``.
+
+    ranks: how many it has to be for, and which source `said` so. Its name gets a digest of what it does, by
+    which results tell schedules of one name apart. Raises `ArgumentError` for a file that cannot be read or
+    is for other ranks, `ScheduleError` for one that holds no schedule.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -55,11 +77,11 @@ def from_file(path: str | Path, ranks: int | None = None, said: str = "this job 
     return replace(schedule, name=f"{schedule.name.partition('@')[0]}@{digest}")
 
 
-def given(world: Any, names: str, on_all: bool = True) -> list[str]:
-    """The schemes of a list, each in its one spelling. Files are read by rank 0; on_all: their schedules have
-    to be for all ranks of the job.
+def given(world: Intracomm, names: str, on_all: bool = True) -> list[str]:
+    """Read a list of schemes, each in its one spelling; rank 0 reads the files. Collective.
 
-    Collective. Raises `ArgumentError` or `ScheduleError`, on every rank alike.
+    on_all: schedules have to be for all ranks of the job. Raises `ArgumentError` or `ScheduleError`, on
+    every rank alike.
     """
 
     def read() -> list[str | Schedule]:
@@ -67,5 +89,5 @@ def given(world: Any, names: str, on_all: bool = True) -> list[str]:
         ranks = world.size if on_all else None
         return [from_file(name, ranks) if is_file(name) else select(name).text for name in items]
 
-    found = world.bcast(comm_.together(world, read if world.rank == 0 else list))
+    found = broadcast_from_root(world, read, "the schemes that rank 0 reads")
     return [make_known(scheme) if isinstance(scheme, Schedule) else scheme for scheme in found]

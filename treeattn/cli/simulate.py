@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import click
 
-from treeattn import collectives, files
-from treeattn.cli.console import WIDE, Cell, console, count, microseconds, number, table
-from treeattn.cli.scheme import from_file, is_file
+from treeattn import collectives
+from treeattn.cli import options
+from treeattn.cli.options import Output, Sizes
+from treeattn.cli.scheme import build, from_file, is_file
 from treeattn.collectives import Schedule
 from treeattn.collectives.clusters import description, placement
-from treeattn.collectives.clusters.critical_path import critical_path, in_words
+from treeattn.collectives.clusters.critical_path import assumed_share, critical_path, in_words
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.placement import Placement
-from treeattn.collectives.clusters.simulate import Payload, Simulation, simulate
+from treeattn.collectives.clusters.simulate import Simulation, simulate
 from treeattn.collectives.drawings.timeline import timeline
 from treeattn.collectives.drawings.trace import trace
-from treeattn.decoder import auto
 from treeattn.decoder.plan import select
-from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
-from treeattn.study import environment
+from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.report import Column, Report, count, microseconds
 from treeattn.study.decode_step import DecodeStep, Shape, decode_step
-from treeattn.topology import Described, described, unnamed
+from treeattn.topology import described, unnamed
 
 __all__ = ["command", "placed"]
 
-_DRAWINGS: dict[str, Callable[[Simulation], str]] = {"svg": timeline, "trace": trace}
+_DRAWINGS = {"svg": timeline, "trace": trace}
 _SCHEMES = "recursive_doubling,k_nomial_tree,reduce_scatter_gather,hierarchical,split_rail"
 
 
 class Row(NamedTuple):
-    """A line of the table: a scheme under a placement, and what it costs."""
+    """A scheme under a placement, and what it costs."""
 
     scheme: str
     placement: str
@@ -43,85 +41,71 @@ class Row(NamedTuple):
 
 
 @click.command("simulate")
-@click.option(
-    "--cluster",
-    "cluster_name",
-    metavar="NAME|FILE.toml",
-    help="A shipped cluster, or a file of your own; default TREEATTN_CLUSTER.",
-)
+@options.CLUSTER
 @click.option("--list", "listing", is_flag=True, help="Only name the shipped clusters.")
-@click.option("--ranks", type=click.IntRange(1), help="Number of ranks; FILE.json says it itself.")
-@click.option("--schemes", default=_SCHEMES, show_default=True, metavar="A,B,..|all",
-              help="Schedules by name, or FILE.json.")  # fmt: skip
-@click.option("--placement", "placements", default="block", show_default=True, metavar="A,B,..|0+8+1+9",
+@click.option("--ranks", type=options.RANKS, help="Number of ranks; FILE.json says it itself.")
+@click.option("--schemes", default=_SCHEMES, metavar="A,B,..|all", help="Schedules by name, or FILE.json.")
+@click.option("--placement", "placements", default="block", metavar="A,B,..|0+8+1+9",
               help="block, cyclic, suited: where ranks sit: several, or the place of each rank.")  # fmt: skip
 @click.option("--executor", help="Who runs the rounds; each cluster lists its own.")
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--queries", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--heads", type=click.IntRange(1), default=16, show_default=True)
-@click.option("--head-dim", type=click.IntRange(1), default=128, show_default=True)
-@click.option("--tokens", metavar="N", help="Whole decode steps over so many tokens, and the rings' too.")
-@click.option("--kv-heads", type=click.IntRange(1), help="With --tokens.  [heads]")
+@options.size_options
+@click.option("--tokens", callback=options.read(options.number), metavar="N",
+              help="Whole decode steps over so many tokens, and the rings' too.")  # fmt: skip
+@click.option("--kv-heads", type=options.SIZE, help="With --tokens.  [heads]")
 @click.option("--format", "form", type=click.Choice(["table", *_DRAWINGS]), default="table",
-              show_default=True, help="svg, trace (for ui.perfetto.dev): one scheme over time.")  # fmt: skip
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="Write the drawing here instead of to the screen."
-)
-@WIDE
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write everything that was found.")
+              help="svg, trace (for ui.perfetto.dev): one scheme over time.")  # fmt: skip
+@options.output_options("Write the drawing here instead of to the screen.")
 def command(
-    cluster_name: str | None,
+    cluster: str | None,
     listing: bool,
     ranks: int | None,
     schemes: str,
     placements: str,
     executor: str | None,
-    batch: int,
-    queries: int,
-    heads: int,
-    head_dim: int,
-    tokens: str | None,
+    sizes: Sizes,
+    tokens: int | None,
     kv_heads: int | None,
     form: str,
-    out: Path | None,
-    wide: bool,
-    json_path: Path | None,
+    output: Output,
 ) -> None:
     """Predict what a reduction costs on a cluster that need not be here, message by message. Needs no MPI."""
     if listing:
         _list()
         return
-    named = described(cluster_name)
+    named = described(cluster)
     if named is None:
         raise unnamed()
-    ranks = ranks or _ranks_of(schemes)
+    names = [name.strip() for name in schemes.split(",")]
+    own = next((from_file(name) for name in names if is_file(name)), None)
+    if ranks is None and own is not None:
+        ranks = own.size
     if ranks is None:
         raise ArgumentError(f"--ranks N: over how many of the {named.cluster.places} places?")
-    if form == "table" and out is not None:
+    if form == "table" and output.out is not None:
         raise ArgumentError("--out takes a drawing: add --format svg or --format trace, or write --json FILE")
-    files.check_distinct([json_path, out])
-    write_json, write = files.output_writer(json_path), files.output_writer(out)
-    cluster = named.cluster
-    payload = Payload(batch * heads * queries, 4 * (head_dim + 2), queries)
-    shape = None
-    if tokens is not None:
-        shape = Shape(number("--tokens", tokens), heads, kv_heads or heads, head_dim, batch, queries)
-        if heads % shape.kv_heads:
-            raise ArgumentError(f"--kv-heads {kv_heads} does not divide --heads {heads}: give a divisor")
-    elif kv_heads is not None:
-        raise ArgumentError("--kv-heads says how large the cache is: give --tokens N too, or leave it out")
-    rows = list(_rows(cluster, ranks, schemes, placements, payload, executor, shape))
+    output.open()
+    shape = _shape(sizes, tokens, kv_heads)
+    rows = []
+    for name, where, schedule, places in _cases(named.cluster, ranks, names, placements.split(",")):
+        step = None if shape is None else decode_step(named.cluster, places, schedule, shape, executor)
+        found = simulate(schedule, named.cluster, places, sizes.payload, executor)
+        rows.append(Row(name, where, found, step))
+    made = Report({
+        "cluster": named.cluster.name,
+        "named_by": named.by,
+        "ranks": ranks,
+        "bytes": sizes.payload.bytes,
+        "rows": [_facts(row) for row in rows],
+    })  # fmt: skip
+    if form == "table":
+        runs = " and ".join(dict.fromkeys(row.simulation.executor for row in rows))
+        made.line(f"{ranks} ranks on {named.shown}; {sizes.payload.bytes:,} bytes each; run by {runs}")
+        _show(made, sorted(rows, key=lambda row: row.simulation.time))
+    elif len(rows) != 1:
+        raise ArgumentError(f"--format {form} draws one scheme under one placement, not {len(rows)}: name it")
+    output.report(made)
     if form != "table":
-        _draw(rows, form, out, write)
-    else:
-        _print(named, rows, wide, payload, shape)
-    write_json(environment.as_json(_facts(named, ranks, payload, rows)))
-
-
-def _ranks_of(schemes: str) -> int | None:
-    """Of the first file among them."""
-    paths = [name.strip() for name in schemes.split(",") if is_file(name.strip())]
-    return from_file(paths[0]).size if paths else None
+        output.draw(_DRAWINGS[form](rows[0].simulation), f"{rows[0].scheme} on {ranks} ranks over time")
 
 
 def _list() -> None:
@@ -131,45 +115,55 @@ def _list() -> None:
         print(f"{name:12} {cluster.places:>6} places  {cluster.about} (executors: {executors})")
 
 
-def _rows(
-    cluster: Cluster,
-    ranks: int,
-    schemes: str,
-    placements: str,
-    payload: Payload,
-    executor: str | None,
-    shape: Shape | None,
-) -> Iterator[Row]:
-    """Every scheme under every placement. Of all schemes, those that refuse this size are left out."""
-    names = (
-        collectives.names("schedule") if schemes == "all" else [name.strip() for name in schemes.split(",")]
-    )
-    for name in names:
-        for where in placements.split(","):
+def _shape(sizes: Sizes, tokens: int | None, kv_heads: int | None) -> Shape | None:
+    """The whole decode step, where it is asked for."""
+    if tokens is None:
+        if kv_heads is not None:
+            raise ArgumentError(
+                "--kv-heads says how large the cache is: give --tokens N too, or leave it out"
+            )
+        return None
+    if sizes.heads % (kv_heads or 1):
+        raise ArgumentError(f"--kv-heads {kv_heads} does not divide --heads {sizes.heads}: give a divisor")
+    return Shape(tokens, sizes.heads, kv_heads or sizes.heads, sizes.head_dim, sizes.batch, sizes.queries)
+
+
+def _cases(
+    cluster: Cluster, ranks: int, names: list[str], placements: list[str]
+) -> Iterator[tuple[str, str, Schedule, Placement]]:
+    """Prove every scheme under every placement; of all schemes, those that refuse this size are left out."""
+    every = names == ["all"]
+    for name in collectives.names("schedule") if every else names:
+        for where in map(str.strip, placements):
+            suited = where == "suited"
+            places = placed(cluster, ranks, "block" if suited else where)
             try:
-                schedule, places = _placed(cluster, ranks, name, where.strip())
+                schedule = _schedule(name, ranks, placement.node_groups(cluster, places))
             except RestrictionError:
-                if schemes != "all":
+                if not every:
                     raise
                 continue
-            step = None if shape is None else decode_step(cluster, places, schedule, shape, executor)
-            simulation = simulate(schedule, cluster, places, payload, executor)
-            yield Row(schedule.name if is_file(name) else select(name).text, where, simulation, step)
+            collectives.check(schedule)
+            places = placement.suited(cluster, schedule) if suited else places
+            yield schedule.name if is_file(name) else select(name).text, where, schedule, places
 
 
-def _placed(cluster: Cluster, ranks: int, name: str, where: str) -> tuple[Schedule, Placement]:
-    if where == "suited":
-        schedule = _schedule(name, ranks, placement.node_groups(cluster, placement.block(cluster, ranks)))
-        return schedule, placement.suited(cluster, schedule)
-    places = placed(cluster, ranks, where)
-    return _schedule(name, ranks, placement.node_groups(cluster, places)), places
+def _schedule(name: str, ranks: int, nodes: tuple[tuple[int, ...], ...]) -> Schedule:
+    return from_file(name, ranks, "--ranks says") if is_file(name) else build(name, ranks, nodes)
 
 
 def placed(cluster: Cluster, ranks: int, where: str) -> Placement:
-    """What an option says of places. Raises `ArgumentError`."""
+    """Read where ranks sit. Raises `ArgumentError`."""
     if where in placement.PLACEMENTS:
         return placement.PLACEMENTS[where](cluster, ranks)
-    places = placement.explicit(cluster, _numbers(where))
+    try:
+        given = tuple(map(int, where.split("+")))
+    except ValueError:
+        known = ", ".join([*placement.PLACEMENTS, "suited"])
+        raise ArgumentError(
+            f"--placement {where!r:.40}: take {known}, or the place of each rank as 0+8+1+9"
+        ) from None
+    places = placement.explicit(cluster, given)
     if len(places) != ranks:
         raise ArgumentError(
             f"--placement {where:.40}: {len(places)} places for {ranks} ranks; give one for each"
@@ -177,71 +171,33 @@ def placed(cluster: Cluster, ranks: int, where: str) -> Placement:
     return places
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(map(int, text.split("+")))
-    except ValueError:
-        known = ", ".join([*placement.PLACEMENTS, "suited"])
-        raise ArgumentError(
-            f"--placement {text!r:.40}: take {known}, or the place of each rank as 0+8+1+9"
-        ) from None
-
-
-def _schedule(name: str, ranks: int, nodes: Sequence[Sequence[int]]) -> Schedule:
-    """Proved before it is priced."""
-    if is_file(name):
-        schedule = from_file(name, ranks, "--ranks says")
-    else:
-        selection = select(name)
-        if selection.row is auto.ROW:
-            raise ScheduleError(auto.NOT_NAMED)
-        if selection.row.generator is None:
-            known = ", ".join(collectives.names("schedule"))
-            raise ScheduleError(f"{selection.text} has no schedule to simulate; take one of {known}")
-        schedule = selection.build(ranks, nodes if selection.needs_nodes else None)
-    collectives.check(schedule)
-    return schedule
-
-
-def _draw(rows: Sequence[Row], form: str, out: Path | None, write: Callable[[bytes], None]) -> None:
-    if len(rows) != 1:
-        raise ArgumentError(f"--format {form} draws one scheme under one placement, not {len(rows)}: name it")
-    drawing = _DRAWINGS[form](rows[0].simulation)
-    write(drawing.encode())
-    print(
-        f"{rows[0].scheme} on {rows[0].simulation.schedule.size} ranks over time is in {out}"
-        if out
-        else drawing
-    )
-
-
-def _print(named: Described, rows: Sequence[Row], wide: bool, payload: Payload, shape: Shape | None) -> None:
-    screen = console(wide)
-    ordered = sorted(rows, key=lambda row: row.simulation.time)
-    size = rows[0].simulation.schedule.size
-    screen.print(f"{size} ranks on {named.shown}; {payload.bytes:,} bytes each")
-    columns: dict[str, Cell[Row]] = {"scheme": lambda row: row.scheme}
+def _show(made: Report, rows: list[Row]) -> None:
+    fastest = rows[0]
+    columns: list[Column[Row]] = [Column("scheme", words=True)]
     if len({row.placement for row in rows}) > 1:
-        columns |= {"placement": lambda row: row.placement}
-    columns |= {
-        "µs": lambda row: microseconds(row.simulation.time),
-        "x floor": lambda row: _ratio(row.simulation),
-        "messages": lambda row: count(_between(row.simulation, "messages")),
-        "bytes": lambda row: count(_between(row.simulation, "bytes")),
-        "card": lambda row: count(row.simulation.busiest_card),
-    }
-    if shape is not None:
-        columns |= {"step, µs": lambda row: microseconds(row.step.time) if row.step else "-"}
-    table(screen, columns, ordered, words=len(columns) - 5 - (shape is not None))
-    screen.print("\nmessages and bytes: between nodes, of all ranks; of the card that sends most")
-    screen.print(f"floor, what no scheme is faster than: {microseconds(ordered[0].simulation.bound)} µs")
-    if shape is not None and ordered[0].step is not None:
-        screen.print(ordered[0].step.in_words())
-    screen.print(f"{ordered[0].scheme}: {in_words(critical_path(ordered[0].simulation))}")
+        columns.append(Column("placement", words=True))
+    columns += [
+        Column("µs", lambda row: row.simulation.time, microseconds),
+        Column("x floor", _ratio, ".2f"),
+        Column("messages", lambda row: _between(row.simulation, "messages"), count),
+        Column("bytes", lambda row: _between(row.simulation, "bytes"), count),
+        Column("NIC", lambda row: row.simulation.busiest_card, count),
+    ]
+    if fastest.step is not None:
+        columns.append(Column("step, µs", lambda row: row.step and row.step.time, microseconds))
+    made.table(rows, columns)
+    made.line("\nmessages and bytes: between nodes, of all ranks; of the NIC that sends most")
+    made.line(f"floor, what no scheme is faster than: {microseconds(fastest.simulation.bound)} µs")
+    if fastest.step is not None:
+        made.line(fastest.step.in_words())
+    path = critical_path(fastest.simulation)
+    made.line(f"{fastest.scheme}: {in_words(path)}")
+    if share := assumed_share(path):
+        made.line(f"*: by prices that are assumed, not measured; they make {share:.0%} of this time")
 
 
-def _ratio(simulation: Simulation) -> str:
-    return f"{simulation.time / simulation.bound:.2f}" if simulation.bound else "-"
+def _ratio(row: Row) -> float | None:
+    return row.simulation.time / row.simulation.bound if row.simulation.bound else None
 
 
 def _between(simulation: Simulation, what: str) -> int:
@@ -249,27 +205,18 @@ def _between(simulation: Simulation, what: str) -> int:
     return sum(getattr(traffic, what) for traffic in outer)
 
 
-def _facts(named: Described, ranks: int, payload: Payload, rows: Sequence[Row]) -> dict[str, Any]:
-    return {
-        "cluster": named.cluster.name,
-        "named_by": named.by,
-        "ranks": ranks,
-        "bytes": payload.bytes,
-        "rows": [_row_facts(row) for row in rows],
-    }
-
-
-def _row_facts(row: Row) -> dict[str, Any]:
-    simulation = row.simulation
-    path = critical_path(simulation)
+def _facts(row: Row) -> dict[str, object]:
+    simulation, path = row.simulation, critical_path(row.simulation)
     return {
         "scheme": row.scheme,
         "placement": row.placement,
+        "executor": simulation.executor,
+        "assumed_share": assumed_share(path),
         "microseconds": simulation.time,
         "floor_microseconds": simulation.bound,
         "tiers": [{"tier": t.tier, "messages": t.messages, "bytes": t.bytes} for t in simulation.traffic],
         "busiest_card_bytes": simulation.busiest_card,
         "critical_path": in_words(path),
-        "segments": json.loads(json.dumps([segment._asdict() for segment in path])),
-        "decode_step": None if row.step is None else row.step._asdict(),
+        "segments": [segment._asdict() for segment in path],
+        "decode_step": row.step and row.step._asdict(),
     }

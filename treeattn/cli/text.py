@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 from treeattn.cli.console import number
 from treeattn.errors import ArgumentError
 from treeattn.llama.config import Config
-from treeattn.llama.tokens import Tokenizer
+from treeattn.llama.tokenizer import Tokenizer
 
 __all__ = ["Stream", "prompt"]
 
@@ -56,7 +55,7 @@ def _read(path: Path) -> str:
 
 
 class Stream:
-    """Prints tokens as they come: whole characters, or numbers. A reader that goes away ends no rank."""
+    """Prints tokens as they come: whole characters, or numbers."""
 
     def __init__(self, tokenizer: Tokenizer | None, shown: bool) -> None:
         self._tokenizer, self.shown = tokenizer, shown
@@ -79,11 +78,5 @@ class Stream:
         self._print(self._text[len(self._printed) :] + "\n")
 
     def _print(self, text: str) -> None:
-        screen = sys.__stdout__
-        if not self.shown or screen is None:
-            return
-        try:
-            screen.write(text)
-            screen.flush()
-        except OSError:
-            self.shown = False
+        if self.shown:
+            print(text, end="", flush=True)

@@ -12,12 +12,13 @@ from typing import Any
 import click
 import numpy as np
 
-from treeattn import comm as comm_
-from treeattn import files, reference
+from treeattn import communicators, files, mpi_library, reference
+from treeattn.agreement import collectively, must_match
 from treeattn.cli.console import LEGEND, WIDE, Lines, console, identical, magnitude, microseconds, table
 from treeattn.cli.problem import Problem, largest_difference, open_outputs
 from treeattn.cli.scheme import given
 from treeattn.errors import ArgumentError
+from treeattn.report import as_json
 from treeattn.shards import LAYOUTS, parse_layout
 from treeattn.study import environment
 from treeattn.token_tree import TokenTree, Verifier, accept_greedy
@@ -62,12 +63,12 @@ def command(
     result missed its bound or differed between ranks.
     """
     chosen = parse_layout(layout)
-    world = comm_.world()
+    world = communicators.world()
     named = given(world, schemes)
     if out is not None and len(named) > 1:
         raise ArgumentError("--out takes the result of one scheme: name one with --scheme")
     options = (schemes, str(chosen), owner, repeat, no_check, str(source))
-    comm_.agree(world, {"the command line": options})
+    must_match(world, {"the command line": options})
     write_out, write_json = open_outputs(world, [source], [out, json_path])
     problem = Problem(world, source, chosen, None)
     if problem.paged is not None:
@@ -80,7 +81,7 @@ def command(
     if world.rank == 0:
         out_, lse = drafts.as_given(*rows[-1].pop("arrays"))
         write_out(files.save_tensors({"out": out_, "lse": lse}, {"scale": repr(problem.scale)}))
-        write_json(environment.as_json(_summary(drafts, rows, accepted, placement)))
+        write_json(as_json(_summary(drafts, rows, accepted, placement)))
         _print(console(wide), wide, drafts, rows, accepted, placement)
         if out is not None:
             print(f"out and lse are in {out}")
@@ -95,11 +96,11 @@ class Drafts:
 
     def __init__(self, world: Any, problem: Problem, owner: str | None) -> None:
         self.problem, self.shape = problem, problem.shape
-        comm_.together(world, lambda: self._read(owner))
+        collectively(world, lambda: self._read(owner))
         own = problem.lengths
         valid = np.full(self.shape.batch, problem.k.shape[1]) if own is None else own
         self.shard_lengths = world.allgather(valid.tolist())
-        comm_.together(world, lambda: draft_owners(self.owners, self.tree, world.size, self.shard_lengths))
+        collectively(world, lambda: draft_owners(self.owners, self.tree, world.size, self.shard_lengths))
 
     def _read(self, owner: str | None) -> None:
         file, given = self.problem.file, self.problem.file.tensors
@@ -181,9 +182,9 @@ def _measure(world: Any, drafts: Drafts, oracle: Any, scheme: str, repeat: int) 
         say, times = Lines(world.rank == 0), []
         for done in range(repeat + 1):
             world.Barrier()
-            began = comm_.mpi().Wtime()
+            began = mpi_library.load().Wtime()
             out, lse = verifier(*step, shard_lengths=drafts.shard_lengths)
-            times.append(max(world.allgather(comm_.mpi().Wtime() - began)))
+            times.append(max(world.allgather(mpi_library.load().Wtime() - began)))
             say(f"{scheme}: {done:,} of {repeat:,} steps")
         digest = hashlib.sha256(out.tobytes() + lse.tobytes()).hexdigest()
         same = len(set(world.allgather(digest))) == 1

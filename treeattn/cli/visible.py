@@ -8,9 +8,9 @@ import click
 
 from treeattn import files
 from treeattn.attention import drawing
+from treeattn.attention.mask import Rules
 from treeattn.attention.positions import as_runs
-from treeattn.attention.visibility import Visibility
-from treeattn.cli.rules import Rules
+from treeattn.cli.rules import rule_options
 from treeattn.cli.rules import window as read_window
 from treeattn.errors import ArgumentError
 from treeattn.shards import LAYOUTS, parse_layout
@@ -26,7 +26,7 @@ _MOST = 512  # tokens: beyond, a character or a cell of a drawing cannot be told
 @click.option("--layout", default="contiguous", show_default=True, metavar="|".join(LAYOUTS),
               help="Which tokens go to which rank.")  # fmt: skip
 @click.option("--queries", metavar="T[,T..]", help="Positions of queries; default the last one.")
-@Rules.options
+@rule_options
 @click.option("--format", "form", type=click.Choice(["text", "svg"]), default="text", show_default=True)
 @click.option(
     "--out", type=click.Path(path_type=Path), help="Write the drawing here instead of to the screen."
@@ -50,7 +50,7 @@ def command(
     stands = [int(one) for one in asked.split(",")]
     if max(stands) >= tokens:
         raise ArgumentError(f"--queries {asked}: a drawing of {tokens} tokens ends at {tokens - 1}")
-    rules = Visibility.of(1, causal=causal, window=read_window(window), leading=leading, softcap=softcap)
+    rules = Rules(causal=causal, window=read_window(window), leading=leading, softcap=softcap)
     chosen = parse_layout(layout)
     shards = [as_runs(chosen.runs(tokens, rank, ranks)) for rank in range(ranks)]
     if form == "svg":

@@ -9,5 +9,6 @@ from treeattn.decoder.captured_step import CapturedStep
 from treeattn.decoder.decode import decode, schemes
 from treeattn.decoder.decoder import Decoder
 from treeattn.decoder.merge import Merger, merge
+from treeattn.decoder.reduction import Reduction
 
-__all__ = ["CapturedStep", "Decoder", "Merger", "decode", "merge", "schemes"]
+__all__ = ["CapturedStep", "Decoder", "Merger", "Reduction", "decode", "merge", "schemes"]

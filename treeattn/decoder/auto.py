@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from treeattn import comm as comm_
-from treeattn import topology
+from treeattn import communicators, topology
+from treeattn.agreement import collectively
 from treeattn.collectives import catalog, parameters
 from treeattn.collectives.catalog import Scheme, Selection
 from treeattn.collectives.clusters.description import Cluster
@@ -19,7 +19,7 @@ from treeattn.collectives.clusters.levels import Nested, nested
 from treeattn.collectives.clusters.placement import Placement, node_groups
 from treeattn.collectives.clusters.simulate import Payload, simulate
 from treeattn.collectives.schedule import Schedule
-from treeattn.errors import RestrictionError, ScheduleError
+from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -32,7 +32,7 @@ NOT_NAMED = (
     "auto takes the fastest of many for the ranks of a job: name a schedule, such as hierarchical, or let "
     "treeattn tune find one"
 )
-ROW = Scheme(NAME, None, "the least of its candidates on a simulated cluster")
+ROW = Scheme(NAME, cost="the least of its candidates on a simulated cluster")
 
 _CANDIDATES = (
     "recursive_doubling", "k_nomial_tree", "k_nomial_tree:radix=4", "double_binary_tree", "bine",
@@ -67,24 +67,31 @@ def selection(scheme: str) -> Selection | None:
     return Selection(ROW, tuple(given.items()), scheme)
 
 
-def choose(comm: Intracomm, asked: Selection, payload: Payload) -> Choice:
-    """The fastest schedule for the payload. Collective. Raises what reading the cluster raises, and
-    `ArgumentError` for more ranks than it has places, on every rank alike."""
-    nodes, found = comm_.node_groups(comm), topology.detect(comm)
-    wanted = dict(asked.given).get("cluster")
+def choose(comm: Intracomm, asked: Selection, payload: Payload, executor: str | None = None) -> Choice:
+    """The fastest schedule for the payload by this executor, or the cluster's own where it has no prices of
+    it. Collective. Raises what reading the cluster raises, and `ArgumentError` for more ranks than it has
+    places, on every rank alike."""
+    nodes, found = communicators.node_groups(comm), topology.detect(comm)
+    given = dict(asked.given).get("cluster")
+    wanted = given if isinstance(given, str) else None
 
     def decide() -> tuple[Nested, str] | None:
-        return None if comm.rank else _fastest(wanted, found, nodes, payload)
+        return None if comm.rank else _fastest(wanted, found, nodes, payload, executor)
 
-    chosen, why = comm.bcast(comm_.together(comm, decide))
+    chosen, why = comm.bcast(collectively(comm, decide))
     return Choice(_build(chosen, comm.size), why)
 
 
 def _fastest(
-    wanted: str | None, found: topology.Topology, nodes: tuple[tuple[int, ...], ...], payload: Payload
+    wanted: str | None,
+    found: topology.Topology,
+    nodes: tuple[tuple[int, ...], ...],
+    payload: Payload,
+    executor: str | None,
 ) -> tuple[Nested, str]:
     """(scheme with the groups of ranks that shape it, why)."""
     cluster, places, by = _where(wanted, found)
+    runs, lacking = _runs(cluster, places, executor)
     flat = (Nested(text, nodes, cluster.node) for text in candidates(len(places)))
     deeper = nested(cluster, places) if node_groups(cluster, places) == nodes else ()
     times = {}
@@ -93,12 +100,20 @@ def _fastest(
             schedule = _build(one, len(places))
         except RestrictionError:
             continue
-        times[one] = simulate(schedule, cluster, places, payload).time
+        times[one] = simulate(schedule, cluster, places, payload, runs).time
     first, *others = sorted(times, key=times.__getitem__)
-    what = f"{_called(first, nodes)}, {times[first]:.1f} µs for {payload.bytes:,} bytes on {cluster.name}"
+    what = f"{_called(first, nodes)}, {times[first]:.1f} µs for {payload.bytes:,} bytes by {runs}{lacking}"
     second = next((one for one in others if times[one] > times[first]), None)
     after = f"; next {_called(second, nodes)}, {times[second]:.1f}" if second else ""
-    return first, f"{what} ({cluster.about}){by}{after}"
+    return first, f"{what} on {cluster.name} ({cluster.about}){by}{after}"
+
+
+def _runs(cluster: Cluster, places: Placement, executor: str | None) -> tuple[str, str]:
+    """The executor whose prices are taken, and whose are lacking."""
+    try:
+        return cluster.executor_for(places, executor), ""
+    except ArgumentError:
+        return cluster.executor_for(places), f" (no prices of {executor})"
 
 
 def _called(one: Nested, nodes: Any) -> str:

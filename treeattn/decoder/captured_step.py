@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from treeattn.collectives.captured import Captured
-from treeattn.errors import ArgumentError
+from treeattn.collectives.runtime.cuda_graph import CudaGraph
+from treeattn.errors import ArgumentError, StateError
 
 __all__ = ["CapturedStep"]
 
@@ -16,7 +16,7 @@ class CapturedStep:
 
     def __init__(
         self,
-        captured: Captured,
+        captured: CudaGraph,
         give: Callable[[], tuple[Any, Any]],
         owners: tuple[Any, ...],
         look: Callable[..., None] | None,
@@ -43,7 +43,7 @@ class CapturedStep:
         the capture had: capture with about as many visible tokens as are to come. Raises `ArgumentError`.
         """
         if not self._owners:
-            raise ArgumentError("the decoder of this captured step is closed")
+            raise StateError("the decoder of this captured step is closed")
         given = lengths, q_positions, positions, mask, draft_positions
         if self._look is not None:
             self._look(*given)

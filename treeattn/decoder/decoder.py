@@ -5,22 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from treeattn import comm as comm_
+from treeattn import communicators
+from treeattn.agreement import collectively
 from treeattn.attention import arrays
+from treeattn.attention.mask import Rules
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import check_lengths
 from treeattn.attention.shape import Shape, check_latent
-from treeattn.attention.visibility import Visibility, Visible
-from treeattn.collectives.captured import Captured
-from treeattn.collectives.reducer import Sent
+from treeattn.attention.shard import CacheFormat, Shard
+from treeattn.collectives.runtime.cuda_graph import CudaGraph
+from treeattn.collectives.runtime.reducer import Sent
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import device as devices
 from treeattn.decoder.captured_step import CapturedStep
 from treeattn.decoder.device import Device
 from treeattn.decoder.plan import Plan, plan, select
 from treeattn.decoder.projection import Projection
+from treeattn.decoder.reduction import Reduction
 from treeattn.decoder.request import Request
 from treeattn.decoder.sight import Stated
-from treeattn.errors import ArgumentError, BackendError, RestrictionError, ScheduleError, TransportError
+from treeattn.errors import ArgumentError, BackendError, RestrictionError, StateError, TransportError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -31,45 +35,46 @@ __all__ = ["Decoder"]
 class Decoder:
     """A planned `decode`: everything that can be done once is done once. Creating it is collective.
 
-    Arguments as for `decode`; shapes and dtype are fixed here (the dtype is bfloat16 unless another is
-    named), the shard's tokens may change with every call (a growing cache is passed as a longer array, or as
-    the same array with larger `lengths`). A call returns (out, lse) in the decoder's own buffers, which hold
-    until its next call; in the container of q, and where that cannot share memory that changes (JAX), as
-    copies. `device` has to be said: here nothing is known of q.
+    Shapes and types are fixed here; the shard's tokens may change with every call (a growing cache is passed
+    as a longer array, or as the same array with larger `lengths`).
 
-    `schedule` and `certificate` tell what was planned (None where no schedule is run), `why` the schedule
-    of ``scheme="auto"``, `transport` how its records travel, and `executor` who runs it (`fallback`: why
-    nobody faster does); `heads` is the slice of query heads that out and lse cover, all of them unless
-    ``output="heads"``. `local`, `reduce` and `finish` are the three parts of a call, for those who overlap
-    or time them; where a ring computes while it communicates (`kv_ring`, `query_ring`), `local` only takes
-    the arrays, and `reduce` does the work.
+    Parameters
+    ----------
+    comm, scheme, scale, rules
+        As for `decode`.
+    heads, kv_heads, head_dim, batch, queries : int
+        The shape of q, and the KV heads, of which heads is a multiple.
+    dtype : str
+        Of q: "bfloat16", "float16", "float32", or on the CPU "float64".
+    device : {"cpu", "cuda"}
+        Where to compute; "cuda" is CuPy's current device.
+    cache : CacheFormat, optional
+        What is known of the cache: types and scales, pages, the width of values, positions.
+    project : [heads, v_dim, out_dim], optional
+        Maps each head's result, the same on every rank (device="cpu"): out is then [batch, queries, heads,
+        out_dim]. The matrix is applied to what travels if that makes it shorter (out_dim < v_dim), else to
+        the result, whose bits are then equal on ranks whose processors and BLAS libraries are alike.
 
-    `begin` returns while the reduction is under way, and `finish` then ends it: what is done in between costs
-    nothing as long as messages travel meanwhile. MPI moves them within its calls: with ``progress="calls"``
-    within `begin`, `test` and `finish`, with ``progress="thread"`` (device="cpu") within a thread of the
-    decoder's own, which wants a core. Over NCCL the GPU does it.
+    Attributes
+    ----------
+    schedule, certificate
+        What was planned and proved; None where no schedule is run. `why` this schedule, of "auto".
+    transport, executor : str
+        How records travel, and what runs the schedule; `fallback`: why nothing faster does.
+    heads : slice
+        The query heads that out and lse cover: all of them unless ``output="heads"``.
 
-    cache_dtype: of k and v, where it is not that of q; uint8 arrays then carry the bits of a float8.
+    Raises
+    ------
+    ArgumentError, ScheduleError, RestrictionError, BackendError, TransportError
+        On every rank alike.
 
-    What queries see is planned with the arguments of `treeattn.decode`; a step brings what changes.
-    `positions` of a cache that grows may be a layout that does not depend on its length (``"interleaved"``),
-    runs that go beyond today's tokens, or come anew with each call. Where queries stand is not known here:
-    calls bring `q_positions` where a rule asks for them.
-
-    With `project` [heads, v_dim, out_dim], the same on every rank, out is [batch, queries, heads, out_dim]:
-    each head's result times its matrix (device="cpu"); lse does not change. The matrix is applied to what
-    travels if that makes it shorter (out_dim < v_dim), else to the result, of which the bits are then the
-    same on ranks whose processors and BLAS libraries are alike.
-
-    With `page_size` k and v are the pages of this rank, [pages, page_size, kv_heads, head_dim], and each call
-    brings block_table and lengths: as many pages, and entries of the table, as there are by then.
-
-    Latent attention: plan with v_dim, how many of k's first channels are the values, and pass v=None, or
-    values of that width of their own.
-
-    With ``groups=n`` (a divisor of kv_heads; device="cpu") a step is taken apart into n groups of heads, and
-    the records of one travel while the next is attended; ``groups="auto"`` takes the number that was the
-    fastest in the first steps. `local` then only takes the arrays, and `reduce` does the work.
+    Notes
+    -----
+    `local`, `reduce` and `finish` are the three parts of a call, for those who overlap or time them. Where a
+    ring computes while it communicates (`kv_ring`, `query_ring`), or a step goes by groups of heads, `local`
+    only takes the arrays, and `reduce` does the work. `begin` returns while the reduction is under way, and
+    `finish` then ends it.
     """
 
     def __init__(
@@ -82,61 +87,37 @@ class Decoder:
         batch: int = 1,
         queries: int = 1,
         dtype: str = "bfloat16",
-        cache_dtype: str | None = None,
-        k_scale: Any = None,
-        v_scale: Any = None,
-        scheme: str | Schedule = "hierarchical",
+        scheme: str | Schedule | Reduction = "hierarchical",
         scale: float | None = None,
+        rules: Rules | None = None,
         device: str = "cpu",
-        transport: str | None = None,
-        output: str = "replicated",
-        progress: str = "calls",
-        executor: str | None = None,
-        groups: int | str = 1,
-        positions: Any = None,
-        causal: bool = False,
-        window: tuple[int | None, int | None] | None = None,
-        leading: int = 0,
-        softcap: float | None = None,
-        alibi: Any = None,
-        sink_logits: Any = None,
+        cache: CacheFormat | None = None,
         project: Any = None,
-        v_dim: int | None = None,
-        page_size: int | None = None,
     ) -> None:
+        held = CacheFormat() if cache is None else cache
+
         def ask() -> Request:
-            if v_dim is not None:
-                check_latent(v_dim, head_dim, scale)
-            cache = cache_dtype, k_scale, v_scale, v_dim or 0, page_size
-            shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype, *cache)
-            where = devices.find(device)
-            rules = Visibility.of(
-                heads,
-                causal=causal,
-                window=window,
-                leading=leading,
-                softcap=softcap,
-                alibi=alibi,
-                sink_logits=sink_logits,
-            )
+            if not isinstance(held, CacheFormat):
+                raise ArgumentError(f"cache must be a treeattn.CacheFormat, not {cache!r:.60}")
+            if held.v_dim is not None and held.v_dim <= head_dim:
+                check_latent(held.v_dim, head_dim, scale)
+            how = Reduction.of(scheme)
+            stored = held.dtype, held.k_scale, held.v_scale, held.v_dim or 0, held.page_size
+            shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype, *stored)
             return Request(
                 shape,
-                select(scheme),
+                how,
+                select(how.scheme),
                 scale,
-                where,
-                transport,
-                output,
-                progress=progress,
-                executor=executor,
-                groups=groups,
-                rules=rules,
-                stated=Stated(positions),
+                devices.find(device),
+                rules=Rules.of(rules, heads),
+                stated=Stated(held.positions),
                 project=None if project is None else Projection(project, shape),
             )
 
-        comm = comm_.intracomm(comm)
+        comm = communicators.intracomm(comm)
         self._adopt(comm, plan(comm, ask))
-        self._latent = v_dim is not None
+        self._latent = held.v_dim is not None and held.v_dim <= head_dim
 
     @classmethod
     def of(cls, comm: Intracomm, planned: Plan) -> Decoder:
@@ -159,9 +140,9 @@ class Decoder:
         self._comm, self._device = comm, request.device
         self._attention, self._reducer, self._finish = planned.attention, planned.reducer, planned.finish
         self._folded, self._whole = planned.folded, planned.whole
-        self._sight, self._tables, self._see = planned.sight, planned.visible, planned.see
+        self._sight, self._tables, self._see = planned.sight, planned.tables, planned.see
         self._seeing = self._attention, self._whole
-        self._plain, self._add_sinks = planned.visible is None, planned.add_sinks
+        self._plain, self._add_sinks = planned.tables is None, planned.add_sinks
         self._sliced = planned.buffers.sliced
         self._captured: list[CapturedStep] = []
         self._begun = self._latent = False
@@ -175,28 +156,48 @@ class Decoder:
         lengths: Any = None,
         *,
         q_positions: Any = None,
-        positions: Any = None,
         mask: Any = None,
-        draft_positions: Any = None,
-        block_table: Any = None,
     ) -> tuple[Any, Any]:
-        """One step: (out, lse), valid until the next call. Every rank must call.
+        """One step. Every rank must call.
 
-        q_positions, positions (anew, of a shard that grows), mask, draft_positions and block_table as for
-        `treeattn.decode`; looked at on their own rank alone. q_positions must be the same on all.
+        Parameters
+        ----------
+        q, k, v, lengths, mask
+            As for `decode`, and as planned; k may be a `Shard`. They are looked at on their own rank alone.
+        q_positions
+            As for `decode`, the same on every rank; needed where a rule asks where queries stand.
 
-        Raises `ArgumentError` for arrays that do not fit the plan; on one rank alone, since a step that
-        agreed first would cost as much as the reduction: let it end the job (python -m mpi4py).
+        Returns
+        -------
+        out, lse
+            As `decode` gives them, in the decoder's own buffers, which hold until its next call; as copies in
+            the container of q where that cannot share memory that changes (JAX).
+
+        Raises
+        ------
+        ArgumentError
+            Arrays that do not fit the plan; on one rank alone, since a step that agreed first would cost as
+            much as the reduction: let it end the job (python -m mpi4py).
         """
-        v = self._first_channels(k) if v is None else v
-        attention, whole, visible = self._attention, self._whole, None
+        positions = draft_positions = table = None
+        if v is None or type(k) is Shard:
+            k, v, lengths, positions, table, draft_positions = self._opened(k, v, lengths)
+        attention, whole, tables = self._attention, self._whole, None
         if not self._plain or mask is not None or draft_positions is not None:
-            seen = q_positions, positions, mask, draft_positions
-            attention, whole = self._look(k, lengths, block_table, *seen)
-            visible, lengths = self._tables, None
-        if whole is not None and block_table is None and whole(q, k, v, lengths):
+            attention, whole = self._look(k, lengths, table, q_positions, positions, mask, draft_positions)
+            tables, lengths = self._tables, None
+        if whole is not None and table is None and whole(q, k, v, lengths):
             return self._results
-        return self._step(attention, q, k, v, lengths, block_table, visible)
+        return self._step(attention, q, k, v, lengths, table, tables)
+
+    def _opened(self, k: Any, v: Any, lengths: Any) -> tuple[Any, ...]:
+        """(k, v, lengths, positions, block_table, draft_positions) of a step with a shard, or without v."""
+        if not isinstance(k, Shard):
+            return k, self._first_channels(k), lengths, None, None, None
+        shard = Shard.of(k, v, lengths)
+        self.shape.check_shard(shard)
+        values = self._first_channels(shard.k) if shard.v is None else shard.v
+        return shard.k, values, shard.lengths, shard.positions, shard.block_table, shard.draft_positions
 
     def _step(
         self,
@@ -206,10 +207,10 @@ class Decoder:
         v: Any,
         lengths: Any,
         block_table: Any = None,
-        visible: Visible | None = None,
+        tables: MaskTables | None = None,
     ) -> tuple[Any, Any]:
         """The three parts."""
-        self._attend(attention, q, k, v, lengths, block_table, visible)
+        self._attend(attention, q, k, v, lengths, block_table, tables)
         if self._folded is None:
             self.reduce()
             return self.finish()
@@ -224,24 +225,24 @@ class Decoder:
         lengths: Any = None,
         *,
         q_positions: Any = None,
-        positions: Any = None,
         mask: Any = None,
-        draft_positions: Any = None,
-        block_table: Any = None,
     ) -> None:
         """This rank's partials, from its own tokens, into the records buffer. Arguments as for a call."""
-        v = self._first_channels(k) if v is None else v
-        attention, visible = self._attention, None
+        positions = draft_positions = table = None
+        if v is None or isinstance(k, Shard):
+            k, v, lengths, positions, table, draft_positions = self._opened(k, v, lengths)
+        attention, tables = self._attention, None
         if not self._plain or mask is not None or draft_positions is not None:
-            seen = q_positions, positions, mask, draft_positions
-            attention, _ = self._look(k, lengths, block_table, *seen)
-            visible, lengths = self._tables, None
-        self._attend(attention, q, k, v, lengths, block_table, visible)
+            attention, _ = self._look(k, lengths, table, q_positions, positions, mask, draft_positions)
+            tables, lengths = self._tables, None
+        self._attend(attention, q, k, v, lengths, table, tables)
 
     def _first_channels(self, k: Any) -> Any:
         """The values of latent attention, a view of k; the same one for the same array, which is bound."""
         if not self._latent:
-            raise ArgumentError("v is missing: pass it, or plan with v_dim=, how many channels of k it is")
+            raise ArgumentError(
+                "v is missing: pass it, or plan with cache=CacheFormat(v_dim=), how many channels of k it is"
+            )
         if self._latent_of[0] is not k or type(k) is not self._native:
             self._latent_of = k, k[..., : self.shape.v_dim]
         return self._latent_of[1]
@@ -260,7 +261,11 @@ class Decoder:
         if (block_table is None) != (self.shape.page_size is None):
             raise ArgumentError(
                 f"this decoder is planned with page_size={self.shape.page_size}: "
-                + ("pass block_table=" if block_table is None else "plan with page_size= for a block_table")
+                + (
+                    "pass Shard(block_table=)"
+                    if block_table is None
+                    else "plan with cache=CacheFormat(page_size=) for a block_table"
+                )
             )
         return self.shape.page_size
 
@@ -278,19 +283,24 @@ class Decoder:
         return self._seeing
 
     def _attend(
-        self, attention: Any, q: Any, k: Any, v: Any, lengths: Any, block_table: Any, visible: Visible | None
+        self,
+        attention: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        lengths: Any,
+        block_table: Any,
+        tables: MaskTables | None,
     ) -> None:
         if self._begun:
-            raise ScheduleError(
-                f"{self.scheme}: begin() began a step, which finish() must end before another"
-            )
+            raise StateError(f"{self.scheme}: begin() began a step, which finish() must end before another")
         self._foreign = not type(q) is type(k) is type(v) is self._native
         if self._foreign:
             q, k, v = self._containers.take(q, k, v)
         if self._page_size(block_table) is None:
             attention(q, k, v, self._device.admit(self.shape, q, k, v, lengths))
         else:
-            given = lengths, block_table, visible
+            given = lengths, block_table, tables
             attention(q, k, v, *self._device.admit_pages(self.shape, q, k, v, *given))
         if self._add_sinks is not None:
             self._add_sinks()
@@ -304,14 +314,23 @@ class Decoder:
         self._reducer()
         self._buffers.from_wire()
 
-    def begin(self, q: Any, k: Any, v: Any = None, lengths: Any = None, **seen: Any) -> None:
+    def begin(
+        self,
+        q: Any,
+        k: Any,
+        v: Any = None,
+        lengths: Any = None,
+        *,
+        q_positions: Any = None,
+        mask: Any = None,
+    ) -> None:
         """`local`, and the start of the reduction: other work may follow, then `finish`. All ranks call.
         Arguments as for a call.
 
         The arrays may be written again when this returns (a ring: after `finish`), on a GPU when its stream
-        has come so far. Raises `ScheduleError` where the last step that began is not finished.
+        has come so far. Raises `StateError` where the last step that began is not finished.
         """
-        self.local(q, k, v, lengths, **seen)
+        self.local(q, k, v, lengths, q_positions=q_positions, mask=mask)
         if self._sliced:
             self._buffers.to_wire()
         self._reducer.start()
@@ -320,7 +339,7 @@ class Decoder:
     def test(self) -> bool:
         """Go on with the reduction that `begin` began, without waiting; whether it is all there.
 
-        Where the scheme can do nothing without waiting (rings) it never is. Raises `ScheduleError` where no
+        Where the scheme can do nothing without waiting (rings) it never is. Raises `StateError` where no
         step has begun.
         """
         return self._reducer.test()
@@ -361,9 +380,7 @@ class Decoder:
         lengths: Any = None,
         *,
         q_positions: Any = None,
-        positions: Any = None,
         mask: Any = None,
-        draft_positions: Any = None,
     ) -> CapturedStep:
         """The whole step over arrays that stay where they are, as one CUDA graph. Collective.
 
@@ -382,7 +399,7 @@ class Decoder:
         stream = self._device.stream
         if stream is None:
             raise BackendError("a captured step is a CUDA graph: it needs device='cuda'")
-        if not self._reducer.queued:
+        if not self._reducer.stream_ordered:
             raise TransportError(
                 f"transport={self.transport!r} moves records by the host, which a CUDA graph cannot: "
                 "a captured step needs transport='nccl' or 'peer', or one rank without a transport"
@@ -391,8 +408,10 @@ class Decoder:
         containers = arrays.Containers(self._device.view, (self.out, self.lse))
         attention: Any = self._attention
         look: Callable[..., None] | None = None
+        positions = draft_positions = None
+        if v is None or isinstance(k, Shard):
+            k, v, lengths, positions, _, draft_positions = self._opened(k, v, lengths)
         seen = q_positions, positions, mask, draft_positions
-        v = self._first_channels(k) if v is None else v
 
         def taken() -> tuple[Any, ...]:
             nonlocal attention, look
@@ -405,8 +424,8 @@ class Decoder:
             self._device.admit(self.shape, *views)
             return views
 
-        views = comm_.together(self._comm, taken)
-        captured = Captured(stream, lambda: self._step(attention, *views))
+        views = collectively(self._comm, taken)
+        captured = CudaGraph(stream, lambda: self._step(attention, *views))
         step = CapturedStep(captured, containers.give, (self, q, k, v, lengths), look)
         self._captured.append(step)
         return step

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from treeattn.attention import arrays, pages
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.shape import CACHE_DTYPES, DTYPES, Shape, as_tensor, bits_of, check_axes, dtype_name
-from treeattn.attention.visibility import Visible
 from treeattn.backends import cpu, cuda
-from treeattn.collectives.memory import HOST, Memory, Stream
-from treeattn.collectives.reducer import Reducer
+from treeattn.collectives.runtime.memory import HOST, Memory, Stream
+from treeattn.collectives.runtime.reducer import Reducer
 from treeattn.errors import ArgumentError
 
 __all__ = ["Cpu", "Cuda", "Device", "WholeStep", "find"]
@@ -74,9 +74,9 @@ class Device(Protocol):
         """Check the arrays of a step; the lengths as attention takes them. Raises `ArgumentError`."""
 
     def admit_pages(
-        self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any, block_table: Any, visible: Visible | None
+        self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any, block_table: Any, tables: MaskTables | None
     ) -> tuple[Any, Any]:
-        """The same for a paged cache: lengths and block table as attention takes them. visible: the tables of
+        """The same for a paged cache: lengths and block table as attention takes them. tables: the tables of
         the step, with the lengths in them."""
 
     def block_table(self, shape: Shape, block_table: Any) -> Any:
@@ -109,9 +109,9 @@ class Device(Protocol):
         """Called with vectors [count, columns]: vectors @ matrix.T [count, rows], a new array, in float32."""
 
     def attention(
-        self, shape: Shape, records: Any, scale: float, visible: Visible | None = None
+        self, shape: Shape, records: Any, scale: float, tables: MaskTables | None = None
     ) -> Attention:
-        """Called with q, k, v and lengths: writes `records`. With `visible` it reads what these tables hold
+        """Called with q, k, v and lengths: writes `records`. With `tables` it reads what these tables hold
         then, lengths among it."""
 
     def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:
@@ -129,7 +129,7 @@ class Device(Protocol):
         """Multiplies lse by `factor`, in place."""
 
     def merge_operator(self, v_dim: int, dtype: Any) -> Any:
-        """How the records merge: a `treeattn.collectives.operator.Operator`."""
+        """How the records merge: a `treeattn.collectives.runtime.operator.Operator`."""
 
 
 def find(name: str) -> Device:
@@ -185,12 +185,12 @@ class Cpu:
             shape.check_cache(as_tensor("k", k, kv_raw), as_tensor("v", v, kv_raw))
 
     def admit_pages(
-        self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any, block_table: Any, visible: Visible | None
+        self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any, block_table: Any, tables: MaskTables | None
     ) -> tuple[Any, Any]:
         """Attention looks at the pages itself."""
         self._check(shape, q, k, v)
         table = self.block_table(shape, block_table)
-        if visible is None:
+        if tables is None:
             pages.check_lengths(lengths, k.shape[1], table.shape[1])
             lengths = self.lengths(shape, lengths, k.shape[1] * table.shape[1])
         return lengths, table
@@ -232,13 +232,13 @@ class Cpu:
         return cpu.PlannedProduct(matrix)
 
     def attention(
-        self, shape: Shape, records: Any, scale: float, visible: Visible | None = None
+        self, shape: Shape, records: Any, scale: float, tables: MaskTables | None = None
     ) -> Attention:
         """The compiled kernel, or NumPy."""
         return cpu.PlannedAttention(
             records,
             scale=scale,
-            visible=visible,
+            tables=tables,
             kv_dtype=shape.kv_dtype,
             k_scale=shape.k_scale,
             v_scale=shape.v_scale,
@@ -331,7 +331,8 @@ class Cuda:
         """A device array as it is: the bits of bfloat16 stay uint16, those of 8 bits uint8."""
         array = self.view(name, array)
         self.runtime.check(name, array)
-        dtype_name(array, dtype, DTYPES if name == "q" else CACHE_DTYPES)
+        bits = "bfloat16" if name == "q" and array.dtype == np.uint16 else dtype
+        dtype_name(array, bits, DTYPES if name == "q" else CACHE_DTYPES)
         check_axes(name, array)
         cuda.check_rows(name, array, self.runtime)
         return array
@@ -351,18 +352,18 @@ class Cuda:
             self._admitted = given
 
     def admit_pages(
-        self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any, block_table: Any, visible: Visible | None
+        self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any, block_table: Any, tables: MaskTables | None
     ) -> tuple[Any, Any]:
         """A table of the host is looked at and copied; one of the device is used as it is, unread."""
         self._check(shape, q, k, v)
-        if visible is None and lengths is None:
+        if tables is None and lengths is None:
             pages.check_lengths(None, k.shape[1], 0)
 
         def host_lengths(tokens: int) -> Any:
             return shape.check_lengths(self.host_lengths(lengths), tokens)
 
-        table = self._block_tables.admit(block_table, shape.batch, k.shape[:2], host_lengths, visible)
-        if visible is None:
+        table = self._block_tables.admit(block_table, shape.batch, k.shape[:2], host_lengths, tables)
+        if tables is None:
             lengths = self.lengths(shape, lengths, k.shape[1] * table.shape[1])
         return lengths, table
 
@@ -435,13 +436,13 @@ class Cuda:
         return cuda.PlannedProduct(matrix)
 
     def attention(
-        self, shape: Shape, records: Any, scale: float, visible: Visible | None = None
+        self, shape: Shape, records: Any, scale: float, tables: MaskTables | None = None
     ) -> Attention:
-        """One launch; with `visible` after a copy of what changed of its tables."""
+        """One launch; with `tables` after a copy of what changed of its tables."""
         return cuda.PlannedAttention(
             *(records,),
             scale=scale,
-            visible=visible,
+            tables=tables,
             kv_dtype=shape.kv_dtype,
             k_scale=shape.k_scale,
             v_scale=shape.v_scale,

@@ -12,26 +12,16 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
-from treeattn import comm as comm_
-from treeattn.collectives.reducer import Reducer, Reduction
+from treeattn import communicators
+from treeattn.agreement import Agreement
+from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import RestrictionError, SharingError, TransportError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["EXECUTORS", "known", "plan", "refuse"]
-
-#: The names that ``executor=`` takes, the fastest first.
-EXECUTORS = ("slots", "program", "mpi")
-
-
-def known(executor: object) -> str | None:
-    """`executor` if it is a name that there is, or None. Raises `TransportError`."""
-    if executor is None or (isinstance(executor, str) and executor in EXECUTORS):
-        return executor
-    names = ", ".join(map(repr, EXECUTORS))
-    raise TransportError(f"executor {executor!r:.60} is unknown: use one of {names}, or None")
+__all__ = ["plan", "refuse"]
 
 
 def refuse(executor: str | None, what: str) -> None:
@@ -40,16 +30,17 @@ def refuse(executor: str | None, what: str) -> None:
         raise TransportError(f"executor={executor!r} is for schedules over MPI: {what}; leave it out")
 
 
-def plan(executor: str | None, schedule: Schedule, reduction: Reduction) -> Reducer:
+def plan(executor: str | None, schedule: Schedule, reduction: ReductionSpec) -> Reducer:
     """The reducer of a schedule over MPI, run by the one that was asked for, or by the best. Collective.
 
     Raises `TransportError`, on every rank alike, where what was asked for cannot be had on some rank.
     """
-    from treeattn.collectives.executors import mpi, mpi_abi, program
+    from treeattn.collectives.executors import compiled, mpi
+    from treeattn.collectives.runtime import mpi_abi
 
     if executor == "mpi":
         return mpi.Reducer(reduction, schedule)
-    lacking = _first(reduction.comm, program.problem(reduction))
+    lacking = _first(reduction.comm, compiled.problem(reduction))
     if lacking is None:
         return _compiled(executor, schedule, reduction)
     _cannot(executor, lacking, "'mpi'")
@@ -58,15 +49,16 @@ def plan(executor: str | None, schedule: Schedule, reduction: Reduction) -> Redu
     return _instead(mpi.Reducer(reduction, schedule), lacking)
 
 
-def _compiled(executor: str | None, schedule: Schedule, reduction: Reduction) -> Reducer:
-    from treeattn.collectives.executors import program, slots
+def _compiled(executor: str | None, schedule: Schedule, reduction: ReductionSpec) -> Reducer:
+    from treeattn.collectives.executors import compiled, slots
 
-    nodes, crowded = comm_.neighbours(reduction.comm)
+    nodes = communicators.node_groups(reduction.comm)
+    oversubscribed = communicators.oversubscribed(reduction.comm)
     alone = all(len(node) == 1 for node in nodes)
     if executor == "program" or (executor is None and alone):
-        return program.Reducer(reduction, schedule, crowded=crowded)
+        return compiled.plan(reduction, schedule, oversubscribed=oversubscribed)
     try:
-        return slots.Reducer(reduction, schedule, nodes=nodes, crowded=crowded)
+        return slots.plan(reduction, schedule, nodes=nodes, oversubscribed=oversubscribed)
     except RestrictionError as error:
         lacking = str(error)
         _cannot(executor, lacking, "'program'")
@@ -74,7 +66,7 @@ def _compiled(executor: str | None, schedule: Schedule, reduction: Reduction) ->
         lacking = str(error)
         _cannot(executor, lacking, "'program'")
         _warn(reduction.comm, f"ranks of a node send each other messages: no shared memory on {lacking}")
-    return _instead(program.Reducer(reduction, schedule, crowded=crowded), lacking)
+    return _instead(compiled.plan(reduction, schedule, oversubscribed=oversubscribed), lacking)
 
 
 def _cannot(executor: str | None, lacking: str, other: str) -> None:
@@ -98,7 +90,7 @@ def _warn(comm: Intracomm, message: str) -> None:
 
 def _first(comm: Intracomm, problem: str | None) -> str | None:
     """The problem of the lowest rank that has one. Collective."""
-    with comm_.Agreement(comm) as agreed:
-        agreed.told = problem
-    named = (f"rank {rank}: {text}" for rank, text in enumerate(agreed.everywhere) if text)
+    with Agreement(comm) as agreed:
+        agreed.share = problem
+    named = (f"rank {rank}: {text}" for rank, text in enumerate(agreed.gathered) if text)
     return next(named, None)

@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treeattn import comm as comm_
-from treeattn import partial
+from treeattn import communicators, partial
+from treeattn.agreement import Agreement, must_match
 from treeattn.attention import arrays
 from treeattn.attention.shape import DTYPES, dtype_name
-from treeattn.collectives import waiting
 from treeattn.collectives.catalog import Selection
+from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import device as devices
-from treeattn.decoder import executor as executors
-from treeattn.decoder import transport as transports
 from treeattn.decoder.device import Device
 from treeattn.decoder.plan import folding, plan_reducer
+from treeattn.decoder.reduction import Reduction
 from treeattn.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -41,34 +40,45 @@ def merge(
     lse: Any,
     *,
     comm: Intracomm | None = None,
-    scheme: str | Schedule = "hierarchical",
+    scheme: str | Schedule | Reduction = "hierarchical",
     base: str | int = "e",
     strict: bool = False,
     device: str | None = None,
-    transport: str | None = None,
-    dtype: str | None = None,
-    executor: str | None = None,
 ) -> tuple[Any, Any]:
     """Attention over all ranks' tokens from what each rank's own kernel made of its part. Collective.
 
-    out: [.., head_dim], this rank's attention over its tokens alone; float32, float16, bfloat16 (or its bits:
-    uint16 with ``dtype="bfloat16"``) or float64. lse: [..], the logsumexp of its scaled scores in `base`,
-    ``"e"`` (torch, vLLM, SGLang) or 2 (FlashInfer); float32, on the host also float64. The same shape on
-    every rank, any strides, any head_dim, any library's arrays as in `treeattn.decode`.
+    Plans, merges once and tears down: in a loop keep a `Merger`.
 
-    An lse of -inf, +inf or NaN marks a part that saw nothing, whatever its out holds: serving kernels write
-    each of them. With `strict` only -inf does. A NaN in out beside a finite lse reaches the result.
+    Parameters
+    ----------
+    out : [.., head_dim]
+        This rank's attention over its tokens alone; float32, float16, bfloat16 (or its bits, uint16) or
+        float64. The same shape on every rank, any strides, any library's arrays as in `treeattn.decode`.
+    lse : [..]
+        The logsumexp of its scaled scores in `base`; float32, on the host also float64. -inf, +inf or NaN
+        marks a part that saw nothing, whatever its out holds: serving kernels write each of them.
+    comm, device
+        As for `treeattn.decode`.
+    scheme : str, Schedule or Reduction
+        As for `treeattn.decode`, but for schemes that leave each rank a slice, and those that attend while
+        they communicate.
+    base : {"e", 2}
+        Of the logarithm in lse: "e" (torch, vLLM, SGLang) or 2 (FlashInfer).
+    strict : bool
+        Whether only -inf marks a part that saw nothing.
 
-    Returns out and lse of the whole, the same on every rank, lse in `base`: float32, float64 for float64 out;
-    0 and -inf where no rank saw anything. `scheme`, `device`, `transport` and `executor` as in
-    `treeattn.decode`, but for schemes that leave each rank a slice, and those that attend while they
-    communicate: they are refused.
+    Returns
+    -------
+    out, lse
+        Of the whole, the same on every rank, lse in `base`: float32, float64 for float64 out; 0 and -inf
+        where no rank saw anything. A NaN in out beside a finite lse reaches the result.
 
-    Plans, merges once and tears down: in a loop keep a `Merger`. Raises, on every rank alike, `ArgumentError`
-    (shapes, dtypes, settings that differ between ranks, with `strict` an lse of +inf or NaN),
-    `ScheduleError`, `RestrictionError`, `BackendError` or `TransportError`.
+    Raises
+    ------
+    ArgumentError, ScheduleError, RestrictionError, BackendError, TransportError
+        On every rank alike; with `strict` for an lse of +inf or NaN, too.
     """
-    comm = comm_.intracomm(comm)
+    comm = communicators.intracomm(comm)
     step: tuple[Any, ...] = ()
 
     def ask() -> Settings:
@@ -76,9 +86,10 @@ def merge(
         where = devices.find(arrays.device_of("out", out) if device is None else device)
         step = where.view("out", out), where.view("lse", lse)
         shape = step[0].shape
-        parts = Parts(shape[:-1], shape[-1] if shape else 0, dtype_name(step[0], dtype))
+        elements = dtype_name(step[0], "bfloat16" if step[0].dtype == np.uint16 else None)
+        parts = Parts(shape[:-1], shape[-1] if shape else 0, elements)
         parts.check(*step, where.lse_dtypes)
-        return Settings(parts, _folding(scheme), base, bool(strict), where, transport, executor)
+        return Settings(parts, *_folding(scheme), base, bool(strict), where)
 
     with Merger.of(comm, ask) as merger:
         return arrays.give(merger(*step), out)
@@ -127,12 +138,11 @@ class Settings:
     """What a rank asks for. All of it must be the same on every rank."""
 
     parts: Parts
+    how: Reduction
     scheme: Selection
     base: str | int
     strict: bool
     device: Device
-    transport: str | None
-    executor: str | None
 
     @property
     def compared(self) -> dict[str, object]:
@@ -144,18 +154,31 @@ class Settings:
             "base": self.base,
             "strict": self.strict,
             "device": self.device.name,
-            "transport": transports.known(self.transport),
-            "executor": executors.known(self.executor),
+            "transport": self.how.transport,
+            "executor": self.how.executor,
         }
 
 
 class Merger:
     """A planned `merge`: everything that can be done once is done once. Creating it is collective.
 
-    lse_shape: of lse; out has head_dim as one axis more, and `dtype`. The rest as in `merge`; `device` has to
-    be said: here nothing is known of out. A call returns (out, lse) in the merger's own buffers, which hold
-    until its next call; in the container of out, and where that cannot share memory that changes (JAX), as
-    copies.
+    Parameters
+    ----------
+    lse_shape : tuple of int
+        The shape of lse; out has head_dim as one axis more.
+    head_dim : int
+        The last axis of out.
+    dtype : str
+        Of out: "float32", "float16", "bfloat16", or on the CPU "float64".
+    comm, scheme, base, strict
+        As for `merge`.
+    device : {"cpu", "cuda"}
+        Where out and lse lie.
+
+    Notes
+    -----
+    A call returns (out, lse) in the merger's own buffers, which hold until its next call; in the container of
+    out, and where that cannot share memory that changes (JAX), as copies.
     """
 
     def __init__(
@@ -165,19 +188,17 @@ class Merger:
         lse_shape: tuple[int, ...],
         head_dim: int,
         dtype: str = "float32",
-        scheme: str | Schedule = "hierarchical",
+        scheme: str | Schedule | Reduction = "hierarchical",
         base: str | int = "e",
         strict: bool = False,
         device: str = "cpu",
-        transport: str | None = None,
-        executor: str | None = None,
     ) -> None:
         def ask() -> Settings:
             parts = Parts(tuple(lse_shape), head_dim, dtype)
             where = devices.find(device)
-            return Settings(parts, _folding(scheme), base, bool(strict), where, transport, executor)
+            return Settings(parts, *_folding(scheme), base, bool(strict), where)
 
-        self._plan(comm_.intracomm(comm), ask)
+        self._plan(communicators.intracomm(comm), ask)
 
     @classmethod
     def of(cls, comm: Intracomm, ask: Callable[[], Settings]) -> Merger:
@@ -187,17 +208,16 @@ class Merger:
         return merger
 
     def _plan(self, comm: Intracomm, ask: Callable[[], Settings]) -> None:
-        with comm_.Agreement(comm) as agreed:
+        with Agreement(comm) as agreed:
             settings = ask()
-            waiting.limit()
+            watchdog.limit()
             self._comm, self._device = comm, settings.device
             self.parts, self.scheme, self._strict = settings.parts, settings.scheme.text, settings.strict
             self._plan_memory(_natural_log(settings.base))
-            agreed.equal = settings.compared
+            agreed.must_match = settings.compared
         operator = self._device.merge_operator(self.parts.head_dim, self.parts.record_dtype)
         self._reducer = plan_reducer(
-            *(comm, self._device, settings.transport, settings.scheme),
-            *(operator, self._records, settings.executor),
+            comm, self._device, settings.how, settings.scheme, operator, self._records
         )
         self.executor, self.fallback = self._reducer.executor, self._reducer.fallback
 
@@ -225,7 +245,7 @@ class Merger:
         out, lse = self._containers.take(out, lse, names=("out", "lse"))
         self.parts.check(out, lse, self._device.lse_dtypes)
         if self._strict:
-            comm_.agree(self._comm, {}, _marked_otherwise(self._device.to_host(lse)))
+            must_match(self._comm, {}, _marked_otherwise(self._device.to_host(lse)))
         self._pack(out, lse)
         self._reducer()
         self._finish()
@@ -262,5 +282,5 @@ def _marked_otherwise(lse: Any) -> ArgumentError | None:
     )
 
 
-def _folding(scheme: str | Schedule) -> Selection:
+def _folding(scheme: str | Schedule | Reduction) -> tuple[Reduction, Selection]:
     return folding(scheme, "merge folds finished parts and gives every rank all of the result")

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from treeattn.attention.shape import Shape
-from treeattn.collectives.memory import Memory
-from treeattn.collectives.reducer import Reducer, Sent
+from treeattn.collectives.runtime.memory import Memory
+from treeattn.collectives.runtime.reducer import Reducer, Sent
 from treeattn.decoder.device import Device
-from treeattn.errors import ArgumentError, ScheduleError
+from treeattn.errors import StateError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["CANDIDATES", "Group", "Pipeline", "Tried", "check_groups", "split"]
+__all__ = ["CANDIDATES", "Group", "Pipeline", "Tried", "split"]
 
 #: Numbers of groups that ``groups="auto"`` tries, where the KV heads can be dealt out to them.
 CANDIDATES = (1, 2, 4)
@@ -46,22 +46,6 @@ class Group(NamedTuple):
     whole: Any
     attend: Callable[[Any, Any, Any, Any], None]
     reducer: Reducer
-
-
-def check_groups(groups: object, shape: Shape) -> int | str:
-    """`groups` if it is a number that divides the KV heads, or "auto". Raises `ArgumentError`."""
-    if groups == "auto":
-        return "auto"
-    if (
-        isinstance(groups, int)
-        and not isinstance(groups, bool)
-        and groups > 0
-        and not shape.kv_heads % groups
-    ):
-        return groups
-    raise ArgumentError(
-        f"groups = {groups!r:.60}: a number that divides the {shape.kv_heads} KV heads, or 'auto'"
-    )
 
 
 def split(
@@ -130,7 +114,7 @@ class Pipeline(Reducer):
     def _check(self) -> None:
         super()._check()
         if not self._arrays:
-            raise ScheduleError(f"{self.name}: a step without arrays: local() comes before reduce()")
+            raise StateError(f"{self.name}: a step without arrays: local() comes before reduce()")
 
     def _begin(self) -> None:
         """Attend to all groups, each of which then travels; those before it are looked after in between."""

@@ -14,21 +14,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treeattn import baselines
-from treeattn import comm as comm_
-from treeattn.attention.visibility import Visible
-from treeattn.collectives import background, catalog, waiting
+from treeattn import baselines, communicators
+from treeattn.agreement import Agreement
+from treeattn.attention.mask_tables import MaskTables
+from treeattn.collectives import catalog
 from treeattn.collectives.catalog import Selection
+from treeattn.collectives.clusters.description import executor_over
 from treeattn.collectives.clusters.simulate import Payload
-from treeattn.collectives.reducer import Reducer, Reduction, duplicate
+from treeattn.collectives.runtime import progress_thread, watchdog
+from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec, duplicate
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import auto, pipeline
 from treeattn.decoder import executor as executors
 from treeattn.decoder import transport as transports
 from treeattn.decoder.device import Attention, Device, WholeStep
+from treeattn.decoder.reduction import Reduction
 from treeattn.decoder.request import Request, check
 from treeattn.decoder.sight import Sight, agree
-from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
+from treeattn.errors import RestrictionError, ScheduleError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -68,18 +71,23 @@ def select(scheme: str | Schedule) -> Selection:
     return catalog.select(_own.get(scheme, scheme) if isinstance(scheme, str) else scheme, CATALOG)
 
 
-def folding(scheme: str | Schedule, because: str) -> Selection:
-    """`select` for those who bring finished records and want all of them folded on every rank.
+def folding(scheme: str | Schedule | Reduction, because: str) -> tuple[Reduction, Selection]:
+    """What ``scheme=`` asks for where finished records are to be folded on every rank.
 
-    because: what an error says of why. Raises `ScheduleError`, `RestrictionError`.
+    because: what an error says of why. Raises `ArgumentError`, `ScheduleError`, `RestrictionError`.
     """
-    selection = select(scheme)
+    how = Reduction.of(scheme)
+    selection = select(how.scheme)
+    plain = Reduction()
+    for name in ("output", "progress", "groups"):
+        if getattr(how, name) != getattr(plain, name):
+            raise RestrictionError(f"{name}={getattr(how, name)!r} is for treeattn.Decoder, and {because}")
     if selection.row.scattered or selection.row.fused:
         does = "attends while it communicates" if selection.row.fused else "leaves each rank a slice of heads"
         raise RestrictionError(
             f"{selection.text} {does}, and {because}: take another scheme, such as hierarchical"
         )
-    return selection
+    return how, selection
 
 
 class Buffers:
@@ -96,7 +104,7 @@ class Buffers:
         dtype, empty = shape.record_dtype, self._memory.empty
         out_dim = request.project.out_dim if request.project else shape.v_dim
         width = (out_dim if request.projects_first else shape.v_dim) + 2
-        self.heads = _own_heads(all_heads, request.output, comm)
+        self.heads = _own_heads(all_heads, request.how.output, comm)
         own = self.heads.stop - self.heads.start
         whole = own == all_heads
         self.group = batch * queries
@@ -123,7 +131,7 @@ class Buffers:
 
 @dataclass(slots=True)
 class Plan:
-    """What a step runs: `attention` takes q, k, v and lengths, and reads `visible` where there is one;
+    """What a step runs: `attention` takes q, k, v and lengths, and reads `tables` where there is one;
     `reducer` folds what it wrote, or all of it happens there; `finish` divides; `folded`, where there is one,
     does these two; `whole` all three. `add_sinks` comes between attention and reducer, on the one rank that
     counts them. `see` plans attention and `whole` anew for tables; None where attention is the reducer's."""
@@ -138,9 +146,9 @@ class Plan:
     folded: Callable[[], None] | None
     whole: WholeStep | None
     sight: Sight
-    visible: Visible | None
+    tables: MaskTables | None
     add_sinks: Callable[[], object] | None
-    see: Callable[[Visible], tuple[Attention, WholeStep | None]] | None
+    see: Callable[[MaskTables], tuple[Attention, WholeStep | None]] | None
     why: str | None = None  # this schedule, where it was chosen for the caller
 
 
@@ -149,68 +157,69 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
 
     Raises `ArgumentError` where ranks ask for different things, and what planning raises.
     """
-    with comm_.Agreement(comm) as agreed:
+    with Agreement(comm) as agreed:
         request = ask()
         device, shape = request.device, request.shape
         check(request)
-        agreed.equal = request.settings
-        waiting.limit()
+        agreed.must_match = request.settings
+        watchdog.limit()
         device.check_shape(shape)
-        agreed.told = device.slow_because(), request.stated.told() if request.asks_positions else None
+        agreed.share = device.slow_because(), request.stated.told() if request.asks_positions else None
         buffers = Buffers(request, comm)
         attention, sight = None, Sight(request.rules, shape)
-        visible = sight.tables() if sight.by_tables else None
-        if not request.scheme.row.fused and request.groups == 1:
-            attention = _attention(request, buffers.records, visible)
+        tables = sight.tables() if sight.by_tables else None
+        if not request.scheme.row.fused and request.how.groups == 1:
+            attention = _attention(request, buffers.records, tables)
         finish = device.finish(buffers.own, buffers.divided, buffers.lse)
         if request.project and not request.projects_first:
             finish = request.project.after_finish(finish, buffers.divided, buffers.out, buffers.heads)
     if comm.rank == 0:
-        _warn_without_compiler([slow for slow, _ in agreed.everywhere])
+        _warn_without_compiler([slow for slow, _ in agreed.gathered])
     if request.asks_positions:
-        sight.runs, ends = agree(request.stated.layout, [told for _, told in agreed.everywhere], comm.rank)
+        sight.runs, ends = agree(request.stated.layout, [told for _, told in agreed.gathered], comm.rank)
         sight.stand(ends)
     row = request.scheme.row
-    _check_output(row, request.output)
-    rounds, why = _rounds(request.scheme, comm, buffers.wire, buffers.group)
-    chosen = transports.choose(device.name, request.transport, row, comm.size)
+    _check_output(row, request.how.output)
+    chosen = transports.choose(device.name, request.how.transport, row, comm.size)
+    runs = executor_over(chosen, request.how.executor)
+    rounds, why = _rounds(request.scheme, comm, buffers.wire, buffers.group, runs)
     operator = device.merge_operator(buffers.records.shape[3] - 2, shape.record_dtype)
-    reduction = Reduction(comm, operator, buffers.wire, buffers.group, device.memory)
+    reduction = ReductionSpec(comm, operator, buffers.wire, buffers.group, device.memory)
     reducer: Any
     if row.fused:
-        executors.refuse(request.executor, f"{row.name} attends while it communicates")
+        executors.refuse(request.how.executor, f"{row.name} attends while it communicates")
         step = (shape, request.logit_scale, buffers.records)
-        reducer = row.planner.plan(reduction, *step, **request.scheme.parameters)
+        reducer = row.plan(reduction, *step, **request.scheme.parameters)
         attention = reducer.take
-    elif request.groups == 1:
-        reducer = transports.plan(chosen, request.scheme, rounds, reduction, request.executor)
+    elif request.how.groups == 1:
+        reducer = transports.plan(chosen, request.scheme, rounds, reduction, request.how.executor)
     else:
         reducer = _pipelined(request, comm, buffers, chosen, rounds, reduction)
         attention = reducer.take
-    if request.progress == "thread":
-        reducer = background.BackgroundReducer(reducer)
+    if request.how.progress == "thread":
+        reducer = progress_thread.ProgressThreadReducer(reducer)
     assert attention is not None
     add_sinks = _sinks(request, buffers.records, operator) if comm.rank == 0 else None
-    folded = None if buffers.sliced else reducer.followed_by(finish)
+    folded = None if buffers.sliced else reducer.fuse_epilogue(finish)
 
     def whole_of(attention: Attention) -> WholeStep | None:
         if buffers.sliced or add_sinks is not None or request.project is not None:
             return None
         return device.whole_step(attention, reducer, buffers.records, buffers.out, buffers.lse)
 
-    def see(tables: Visible) -> tuple[Attention, WholeStep | None]:
+    def see(tables: MaskTables) -> tuple[Attention, WholeStep | None]:
         again = _attention(request, buffers.records, tables)
         return again, whole_of(again)
 
     return Plan(
         *(request, buffers, rounds, chosen, attention, reducer, finish, folded, whole_of(attention)),
-        *(sight, visible, add_sinks, None if row.fused or request.groups != 1 else see, why),
+        *(sight, tables, add_sinks, None if row.fused or request.how.groups != 1 else see, why),
     )
 
 
-def _attention(request: Request, records: Any, visible: Visible | None) -> Attention:
+def _attention(request: Request, records: Any, tables: MaskTables | None) -> Attention:
     """Attention into the records that travel."""
-    given = request.shape, records, request.logit_scale, visible
+    given = request.shape, records, request.logit_scale, tables
     if request.project is None or not request.projects_first:
         return request.device.attention(*given)
     return request.project.before_merging(request.device, *given)
@@ -219,30 +228,30 @@ def _attention(request: Request, records: Any, visible: Visible | None) -> Atten
 def plan_reducer(
     comm: Intracomm,
     device: Device,
-    transport: str | None,
+    how: Reduction,
     scheme: Selection,
     operator: Any,
     buffer: Any,
-    executor: str | None = None,
 ) -> Reducer:
     """The reducer of records that somebody else made: `buffer` [.., operator.width]. Collective.
 
     scheme: not one that is fused.
     """
-    chosen = transports.choose(device.name, transport, scheme.row, comm.size)
-    reduction = Reduction(comm, operator, buffer, 1, device.memory)
-    rounds, _ = _rounds(scheme, comm, buffer, 1)
-    return transports.plan(chosen, scheme, rounds, reduction, executor)
+    chosen = transports.choose(device.name, how.transport, scheme.row, comm.size)
+    reduction = ReductionSpec(comm, operator, buffer, 1, device.memory)
+    rounds, _ = _rounds(scheme, comm, buffer, 1, executor_over(chosen, how.executor))
+    return transports.plan(chosen, scheme, rounds, reduction, how.executor)
 
 
 def _rounds(
-    scheme: Selection, comm: Intracomm, records: Any, group: int
+    scheme: Selection, comm: Intracomm, records: Any, group: int, executor: str | None
 ) -> tuple[Schedule | None, str | None]:
-    """The schedule for such records [.., width], and why it is that one. Collective."""
+    """The schedule for such records [.., width] and executor, and why it is that one. Collective."""
     if scheme.row is not auto.ROW:
         return schedule(scheme, comm), None
     width = records.shape[-1]
-    return auto.choose(comm, scheme, Payload(records.size // width, width * records.itemsize, group))
+    payload = Payload(records.size // width, width * records.itemsize, group)
+    return auto.choose(comm, scheme, payload, executor)
 
 
 def schedule(scheme: Selection, comm: Intracomm) -> Schedule | None:
@@ -257,7 +266,7 @@ def schedule(scheme: Selection, comm: Intracomm) -> Schedule | None:
         return scheme.own
     if scheme.row is auto.ROW:
         return auto.choose(comm, scheme, Payload()).schedule
-    return _built(scheme, comm.size, comm_.node_groups(comm) if scheme.needs_nodes else None)
+    return _built(scheme, comm.size, communicators.node_groups(comm) if scheme.needs_nodes else None)
 
 
 @functools.lru_cache(maxsize=32)
@@ -269,9 +278,7 @@ def _own_heads(heads: int, output: str, comm: Intracomm) -> slice:
     """The heads that this rank's result covers."""
     if output == "replicated":
         return slice(0, heads)
-    if output == "heads":
-        return slice(comm.rank * heads // comm.size, (comm.rank + 1) * heads // comm.size)
-    raise ArgumentError(f"output {output!r} is unknown: use 'replicated' or 'heads'")
+    return slice(comm.rank * heads // comm.size, (comm.rank + 1) * heads // comm.size)
 
 
 def _check_output(row: catalog.Scheme, output: str) -> None:
@@ -291,21 +298,21 @@ def _pipelined(
     buffers: Buffers,
     transport: str,
     rounds: Schedule | None,
-    reduction: Reduction,
+    reduction: ReductionSpec,
 ) -> pipeline.Pipeline | pipeline.Tried:
     """Attention and reduction by groups of heads. Collective."""
     shape, device = request.shape, request.device
 
     def reduce(records: Any) -> Reducer:
         part = reduction._replace(buffer=records)
-        return transports.plan(transport, request.scheme, rounds, part, request.executor)
+        return transports.plan(transport, request.scheme, rounds, part, request.how.executor)
 
     def of(count: int) -> pipeline.Pipeline:
         scale, records = request.logit_scale, buffers.records
         return pipeline.Pipeline(pipeline.split(count, shape, scale, records, device, reduce), device.memory)
 
-    if isinstance(request.groups, int):
-        return of(request.groups)
+    if isinstance(request.how.groups, int):
+        return of(request.how.groups)
     if rounds is None or rounds.chunks > 1:
         raise RestrictionError(
             "groups='auto' lets times decide, and so would the bits be decided: in other groups "

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from treeattn.attention import arrays
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.shape import DTYPES, Shape, dtype_name
-from treeattn.attention.visibility import Visible
 from treeattn.decoder.device import Attention, Device
 from treeattn.errors import ArgumentError
 from treeattn.partial import EXTRA
@@ -48,11 +48,11 @@ class Projection:
         self.digest = f"{given.shape} {hashlib.sha256(self._matrix.tobytes()).hexdigest()[:16]}"
 
     def before_merging(
-        self, device: Device, shape: Shape, records: Any, scale: float, visible: Visible | None
+        self, device: Device, shape: Shape, records: Any, scale: float, tables: MaskTables | None
     ) -> Attention:
         """Attention as `Device.attention` plans it, but into records [batch, heads, queries, out_dim + 2]."""
         partials = device.memory.empty((*shape.lse_shape, shape.v_dim + EXTRA), shape.record_dtype)
-        attention = device.attention(shape, partials, scale, visible)
+        attention = device.attention(shape, partials, scale, tables)
         matrix, wide, narrow = self._matrix, partials[..., EXTRA:], records[..., EXTRA:]
 
         def attend(q: Any, k: Any, v: Any, *lengths_and_pages: Any) -> None:

@@ -7,15 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from treeattn.attention.mask import Rules
 from treeattn.attention.shape import Shape
-from treeattn.attention.visibility import Visibility
-from treeattn.collectives import background
 from treeattn.collectives.catalog import Selection
-from treeattn.decoder import executor as executors
-from treeattn.decoder import pipeline
-from treeattn.decoder import transport as transports
+from treeattn.collectives.runtime import progress_thread
 from treeattn.decoder.device import Device
 from treeattn.decoder.projection import Projection
+from treeattn.decoder.reduction import Reduction
 from treeattn.decoder.sight import Stated
 from treeattn.errors import ArgumentError, RestrictionError
 
@@ -27,16 +25,12 @@ class Request:
     """What a rank asks for. What `settings` names must be the same on every rank."""
 
     shape: Shape
+    how: Reduction
     scheme: Selection
     scale: float | None
     device: Device
-    transport: str | None
-    output: str
     q_root: int | None = None
-    executor: str | None = None
-    progress: str = "calls"
-    groups: int | str = 1
-    rules: Visibility = field(default_factory=Visibility)
+    rules: Rules = field(default_factory=Rules)
     stated: Stated = field(default_factory=Stated)
     project: Projection | None = None
     masked: bool = False  # of this rank alone: the one step that follows brings a mask
@@ -52,12 +46,12 @@ class Request:
             "scheme": self.scheme.text,
             f"the schedule {self.scheme.text}": self.scheme.digest,
             "device": self.device.name,
-            "transport": transports.known(self.transport),
-            "executor": executors.known(self.executor),
-            "groups": pipeline.check_groups(self.groups, self.shape),
-            "output": self.output,
-            "what a query may see": self.rules,
-            "whether positions are known": self.asks_positions,  # where ranks then exchange them
+            "transport": self.how.transport,
+            "executor": self.how.executor,
+            "groups": self.how.groups,
+            "output": self.how.output,
+            "rules": self.rules,
+            "positions being known": self.asks_positions,  # then ranks exchange them
             "the layout of positions": self.stated.layout,
             "q_positions": self.stated.stands,
             "project": self.project and self.project.digest,
@@ -66,7 +60,7 @@ class Request:
     @property
     def projects_first(self) -> bool:
         """Whether `project` comes before the reduction: where that makes the messages shorter."""
-        if self.project is None or self.scheme.row.fused or self.groups != 1:
+        if self.project is None or self.scheme.row.fused or self.how.groups != 1:
             return False
         return self.project.narrows
 
@@ -81,7 +75,7 @@ class Request:
         if self.scale is None:
             return self.shape.default_scale()
         try:
-            value = float(self.scale)
+            value = math.nan if isinstance(self.scale, bool | np.bool_) else float(self.scale)
         except (TypeError, ValueError, OverflowError):
             value = math.nan
         dtype = self.shape.record_dtype
@@ -100,9 +94,7 @@ def check(request: Request) -> None:
 
 def _check_progress(request: Request) -> None:
     """Raise unless the reduction can go on in the way that was asked for."""
-    if request.progress not in ("calls", "thread"):
-        raise ArgumentError(f"progress {request.progress!r:.60} is unknown: use 'calls' or 'thread'")
-    if request.progress == "calls":
+    if request.how.progress == "calls":
         return
     if request.device.stream is not None:
         raise RestrictionError(
@@ -111,22 +103,25 @@ def _check_progress(request: Request) -> None:
         )
     if request.scheme.row.fused:
         raise RestrictionError(f"{request.scheme.text} computes while it communicates: use progress='calls'")
-    background.check_threads()
+    progress_thread.check_threads()
 
 
 def _check_groups(request: Request) -> None:
     """Raise `RestrictionError` where a step cannot be taken apart into groups of heads."""
-    if request.groups == 1:
+    groups, kv_heads = request.how.groups, request.shape.kv_heads
+    if groups == 1:
         return
+    if isinstance(groups, int) and kv_heads % groups:
+        raise ArgumentError(f"groups = {groups}: a number that divides the {kv_heads} KV heads, or 'auto'")
     if request.device.stream is not None:
         raise RestrictionError(
             "groups of heads are for device='cpu': a GPU's stream does one thing at a time"
         )
-    if request.scheme.row.fused or request.output != "replicated":
+    if request.scheme.row.fused or request.how.output != "replicated":
         raise RestrictionError(
-            f"{request.scheme.text} with output={request.output!r} cannot be taken apart: use groups=1"
+            f"{request.scheme.text} with output={request.how.output!r} cannot be taken apart: use groups=1"
         )
-    if request.progress != "calls":
+    if request.how.progress != "calls":
         raise RestrictionError("groups of heads are looked after within the step: use progress='calls'")
 
 
@@ -138,10 +133,10 @@ def _check_rules(request: Request) -> None:
             f"{request.scheme.text} attends while it communicates, to keys and values of one width: "
             "v_dim needs another scheme"
         )
-    if not fused and request.groups == 1:
+    if not fused and request.how.groups == 1:
         return
     what = request.scheme.text if fused else "a step by groups of heads"
-    rules = request.rules.rules + ("mask",) * request.masked
+    rules = request.rules.names + ("mask",) * request.masked
     if rules:
         raise RestrictionError(
             f"{what} lets every query see every token: {', '.join(rules)} need another scheme, and groups=1"

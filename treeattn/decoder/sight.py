@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from treeattn.attention.mask import Rules
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import MAX_POSITION, Runs, as_runs, check_owners
 from treeattn.attention.shape import Shape
-from treeattn.attention.visibility import Visibility, Visible
 from treeattn.errors import ArgumentError
 from treeattn.shards import Layout, parse_layout
 
@@ -141,7 +142,7 @@ class Sight:
     int64 [batch, queries] or None likewise.
     """
 
-    rules: Visibility
+    rules: Rules
     shape: Shape
     runs: Runs | None = None
     q_positions: Any = None
@@ -149,15 +150,15 @@ class Sight:
     @property
     def by_tables(self) -> bool:
         """Whether the rules ask for tables even where no call brings a mask."""
-        return self.rules.positional or self.rules.softcap > 0
+        return self.rules.positional or self.rules.softcap is not None
 
-    def tables(self) -> Visible:
+    def tables(self) -> MaskTables:
         """For kernels to be planned on."""
-        return Visible(self.rules, self.shape.batch, self.shape.queries)
+        return MaskTables(self.rules, self.shape.batch, self.shape.queries)
 
     def look(
         self,
-        visible: Visible,
+        tables: MaskTables,
         tokens: int,
         lengths: Any,
         q_positions: Any,
@@ -169,7 +170,7 @@ class Sight:
         runs = self.runs if positions is None else as_runs(positions)
         if q_positions is None:
             q_positions = self.q_positions
-        visible.look(runs, tokens, lengths, q_positions, mask, draft_positions)
+        tables.update(runs, tokens, lengths, q_positions, mask, draft_positions)
 
     def stand(self, ends: Any) -> None:
         """Where queries stand by default: the last ones of sequences that end at `ends` [batch]."""

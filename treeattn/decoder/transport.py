@@ -12,20 +12,18 @@ From the host there is one way, MPI. From GPUs there are four, each taken only w
 from __future__ import annotations
 
 import contextlib
-import functools
 import socket
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from treeattn import comm as comm_
-from treeattn import partial
+from treeattn import communicators, mpi_library, partial
+from treeattn.agreement import Agreement, collectively
 from treeattn.backends import cpu
 from treeattn.backends.cuda.runtime import Runtime
-from treeattn.collectives import nccl
 from treeattn.collectives.catalog import DEVICES, Scheme, Selection
-from treeattn.collectives.memory import HOST
-from treeattn.collectives.pulls import Nodes
-from treeattn.collectives.reducer import Reducer, Reduction
+from treeattn.collectives.runtime import nccl
+from treeattn.collectives.runtime.memory import HOST
+from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import executor as executors
 from treeattn.errors import RestrictionError, TransportError, TreeattnError
@@ -33,23 +31,15 @@ from treeattn.errors import RestrictionError, TransportError, TreeattnError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-    from treeattn.collectives.executors import peer_nccl
+    from treeattn.collectives.executors import peer
 
-__all__ = ["choose", "connected_by_nccl", "known", "plan", "problems", "shared_gpu"]
+__all__ = ["choose", "connected_by_nccl", "plan", "problems", "shared_gpu"]
 
 _CHOICES = {
     "cpu": "'mpi' or None",
     "cuda": "transport='nccl' (from GPU to GPU), 'peer' (GPUs of a node by one another's memory, nodes by "
     "NCCL), 'cuda-mpi' (the MPI library takes GPU buffers) or 'host' (any MPI, through page-locked memory)",
 }
-
-
-def known(transport: object) -> str | None:
-    """`transport` if it is a name that there is, or None. Raises `TransportError`."""
-    if transport is None or (isinstance(transport, str) and transport in DEVICES):
-        return transport
-    names = ", ".join(map(repr, DEVICES))
-    raise TransportError(f"transport {transport!r:.60} is unknown: use one of {names}, or None")
 
 
 def choose(device: str, transport: str | None, scheme: Scheme, size: int) -> str:
@@ -84,7 +74,7 @@ def plan(
     transport: str,
     selection: Selection,
     schedule: Schedule | None,
-    reduction: Reduction,
+    reduction: ReductionSpec,
     executor: str | None = None,
 ) -> Reducer:
     """The reducer of a scheme that `choose` gave this transport. Collective; raises on every rank alike.
@@ -98,23 +88,23 @@ def plan(
 
 
 def _over_mpi(
-    selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
+    selection: Selection, schedule: Schedule | None, reduction: ReductionSpec, executor: str | None
 ) -> Reducer:
     """Buffers that MPI can reach as they are."""
     if schedule is None:
         if selection.row.compiled:
-            comm_.together(reduction.comm, reduction.operator.mpi_function)
+            collectively(reduction.comm, reduction.operator.mpi_function)
         return _by_module(selection, reduction)
     return executors.plan(executor, schedule, reduction)
 
 
-def _by_module(selection: Selection, reduction: Reduction) -> Reducer:
-    reducer: Reducer = selection.row.planner.plan(reduction, **selection.parameters)
+def _by_module(selection: Selection, reduction: ReductionSpec) -> Reducer:
+    reducer: Reducer = selection.row.plan(reduction, **selection.parameters)
     return reducer
 
 
 def _over_nccl(
-    selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
+    selection: Selection, schedule: Schedule | None, reduction: ReductionSpec, executor: str | None
 ) -> Reducer:
     from treeattn.collectives.executors import nccl as over_nccl
 
@@ -125,10 +115,10 @@ def _over_nccl(
     def planned() -> Reducer:
         if schedule is None:
             return _by_module(selection, connected)
-        return over_nccl.Reducer(connected, schedule)
+        return over_nccl.plan(connected, schedule)
 
     try:
-        return comm_.together(reduction.comm, planned)
+        return collectively(reduction.comm, planned)
     except TreeattnError:
         communicator.abort()
         raise
@@ -137,54 +127,58 @@ def _over_nccl(
 def connected_by_nccl(comm: Intracomm, stream: Runtime) -> Any:
     """A `nccl.Communicator` of the ranks and their GPUs. Collective; all raise `TransportError`, or none."""
     _check_nccl(comm, stream)
-    return comm_.together(comm, lambda: nccl.connect(comm, stream))
+    return collectively(comm, lambda: nccl.connect(comm, stream))
 
 
 def _check_nccl(comm: Intracomm, stream: Runtime) -> None:
     """Raise, on all ranks alike, where they cannot meet by NCCL. Collective."""
-    with comm_.Agreement(comm) as agreed:
+    with Agreement(comm) as agreed:
         problem = nccl.problem()
         if problem is not None:
             raise TransportError(problem)
-        agreed.equal = {"the version of NCCL": nccl.version()}
+        agreed.must_match = {"the version of NCCL": nccl.version()}
     shared = shared_gpu(comm, stream)
-    with comm_.Agreement(comm):
+    with Agreement(comm):
         problem = shared and nccl.sharing_problem()
         if problem:
             raise TransportError(f"{shared}: {problem}; or start fewer ranks, or take transport='host'")
 
 
 def _over_peers(
-    selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
+    selection: Selection, schedule: Schedule | None, reduction: ReductionSpec, executor: str | None
 ) -> Reducer:
     from treeattn.collectives.executors import peer
 
     executors.refuse(executor, "here one kernel runs them")
     assert schedule is not None, f"{selection.text}: only schedules have this transport"
-    comm, nodes = reduction.comm, comm_.node_groups(reduction.comm)
-    between = len(nodes) > 1
-    reducer = _between_nodes(reduction, schedule, nodes) if between else peer.Reducer(reduction, schedule)
+    comm, nodes = reduction.comm, communicators.node_groups(reduction.comm)
+    if len(nodes) > 1:
+        windows, reducer = _between_nodes(reduction, schedule, nodes)
+    else:
+        windows = peer.Windows(reduction, schedule, nodes)
+        reducer = peer.Reducer(windows, reduction.memory)
     try:
-        window = comm_.together(comm, reducer.windows.expose)
-        windows = comm.allgather(window)
-        comm_.together(comm, lambda: reducer.windows.connect(windows))
+        exposed = comm.allgather(collectively(comm, windows.expose))
+        collectively(comm, lambda: windows.connect(exposed))
     except TreeattnError:
         reducer.close()
         raise
     return reducer
 
 
-def _between_nodes(reduction: Reduction, schedule: Schedule, nodes: Nodes) -> peer_nccl.Reducer:
-    from treeattn.collectives.executors import peer_nccl
+def _between_nodes(
+    reduction: ReductionSpec, schedule: Schedule, nodes: tuple[tuple[int, ...], ...]
+) -> tuple[peer.Windows, Reducer]:
+    from treeattn.collectives.executors import peer, peer_nccl
 
     with _for_other_nodes():
         communicator = connected_by_nccl(reduction.comm, reduction.memory)
     try:
-        make = functools.partial(peer_nccl.Reducer, reduction, communicator, schedule, nodes)
-        return comm_.together(reduction.comm, make)
+        windows = collectively(reduction.comm, lambda: peer.Windows(reduction, schedule, nodes))
     except TreeattnError:
         communicator.abort()
         raise
+    return windows, peer_nccl.plan(windows, communicator, reduction.memory)
 
 
 @contextlib.contextmanager
@@ -199,12 +193,12 @@ def _for_other_nodes() -> Iterator[None]:
 def _check_peers(comm: Intracomm, runtime: Any) -> None:
     """Raise, on all ranks alike, where they cannot open one another's memory: tried with the least there is.
     Collective."""
-    nodes = comm_.node_groups(comm)
+    nodes = communicators.node_groups(comm)
     if len(nodes) > 1:
         with _for_other_nodes():
             _check_nccl(comm, runtime)
     near = next(node for node in nodes if comm.rank in node)
-    address, handle = comm_.together(comm, lambda: runtime.expose(1))
+    address, handle = collectively(comm, lambda: runtime.expose(1))
     handles = comm.allgather(handle)
     opened: list[int] = []
 
@@ -215,7 +209,7 @@ def _check_peers(comm: Intracomm, runtime: Any) -> None:
             opened.append(runtime.open_exposed(handles[rank]))
 
     try:
-        comm_.together(comm, open_all)
+        collectively(comm, open_all)
     finally:
         for other in opened:
             runtime.close_exposed(other)
@@ -224,16 +218,16 @@ def _check_peers(comm: Intracomm, runtime: Any) -> None:
 
 
 def _over_cuda_mpi(
-    selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
+    selection: Selection, schedule: Schedule | None, reduction: ReductionSpec, executor: str | None
 ) -> Reducer:
     _check_cuda_mpi(reduction.comm, reduction.memory)
-    return comm_.together(reduction.comm, lambda: _over_mpi(selection, schedule, reduction, executor))
+    return collectively(reduction.comm, lambda: _over_mpi(selection, schedule, reduction, executor))
 
 
 def _check_cuda_mpi(comm: Intracomm, runtime: Runtime) -> None:
     """Raise, on all ranks alike, where MPI does not say that it takes the memory of GPUs. Collective."""
-    with comm_.Agreement(comm):
-        if not comm_.cuda_aware():
+    with Agreement(comm):
+        if not mpi_library.cuda_aware():
             raise TransportError(
                 "this MPI library does not say that it takes GPU buffers (treeattn doctor names it): load a "
                 "CUDA-aware one, or take transport='nccl' or 'host'"
@@ -257,13 +251,13 @@ class Staged(Reducer):
     """A reduction on the processor, between two copies through page-locked memory."""
 
     def __init__(
-        self, selection: Selection, schedule: Schedule | None, reduction: Reduction, executor: str | None
+        self, selection: Selection, schedule: Schedule | None, reduction: ReductionSpec, executor: str | None
     ) -> None:
         """Collective."""
         super().__init__(selection.text)
         self._runtime: Runtime = reduction.memory
         self._buffer = buffer = reduction.buffer
-        self._host = comm_.together(reduction.comm, lambda: self._runtime.pinned(buffer.shape, buffer.dtype))
+        self._host = collectively(reduction.comm, lambda: self._runtime.pinned(buffer.shape, buffer.dtype))
         operator = cpu.MergeOperator(reduction.operator.width - partial.EXTRA, reduction.operator.dtype)
         on_host = reduction._replace(operator=operator, buffer=self._host, memory=HOST)
         self._reducer = _over_mpi(selection, schedule, on_host, executor)
@@ -317,7 +311,7 @@ def shared_gpu(comm: Intracomm, runtime: Runtime) -> str | None:
     return None
 
 
-_PLANNERS: dict[str, Callable[[Selection, Schedule | None, Reduction, str | None], Reducer]] = {
+_PLANNERS: dict[str, Callable[[Selection, Schedule | None, ReductionSpec, str | None], Reducer]] = {
     "mpi": _over_mpi,
     "nccl": _over_nccl,
     "peer": _over_peers,

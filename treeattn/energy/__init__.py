@@ -11,7 +11,6 @@ and differ in what the numerators average.
 >>> out = energy.gradient(None, q, k, v, comm=comm)    # doctest: +SKIP
 """
 
-from treeattn.energy.function import gradient, log_likelihood, total, value
-from treeattn.energy.moments import moments
+from treeattn.energy.function import gradient, log_likelihood, moments, total, value
 
 __all__ = ["gradient", "log_likelihood", "moments", "total", "value"]

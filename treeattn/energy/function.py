@@ -1,101 +1,65 @@
-"""The energy F(zeta), its gradient, its total over heads and queries, and the log-likelihood.
+"""The energy F(zeta), its gradient, its total, the log-likelihood, and the moments of the values.
 
 Source: Shyam et al., "Tree Attention", arXiv 2408.04093: the energy and its gradient in section 4, Algorithms
-1 and 2, the log-likelihood in appendix C.2.
+1 and 2, the log-likelihood in appendix C.2. The moments are the first two derivatives of the energy.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treeattn import comm as comm_
 from treeattn.attention import arrays
-from treeattn.collectives.schedule import Schedule
-from treeattn.energy.reduction import Options, reduce, tensor
-from treeattn.energy.shard import Features
+from treeattn.energy.reduction import Averages, Options, Statistic, reduce, tensor
+from treeattn.energy.shard import Array, Features
 from treeattn.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from typing_extensions import Unpack
 
-__all__ = ["gradient", "log_likelihood", "total", "value"]
-
-
-class _Nothing:
-    """For the energy alone, which is in a record's first two elements."""
-
-    name = "value"
-
-    def tell(self, v: Any, lengths: Any) -> None:
-        """Nothing."""
-
-    def features(self, v_dim: int, told: Sequence[Any]) -> Features:
-        """None."""
-        return Features(0, lambda row, values: values[..., :0])
+_TOKENS = 4096  # that are widened at once
 
 
-class _Values(_Nothing):
-    """The values themselves."""
-
-    name = "gradient"
-
-    def features(self, v_dim: int, told: Sequence[Any]) -> Features:
-        """As they are."""
-        return Features(v_dim, lambda row, values: values)
-
-
-def value(
-    zeta: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    comm: Intracomm | None = None,
-    scheme: str | Schedule = "hierarchical",
-    scale: float | None = None,
-    lengths: Any = None,
-    causal: bool = False,
-    positions: Any = None,
-    q_positions: Any = None,
-    dtype: str | None = None,
-) -> Any:
+def value(zeta: Any, q: Any, k: Any, v: Any = None, **options: Unpack[Options]) -> Any:
     """F(zeta) = log of the sum over all ranks' keys of exp(scale q.k + zeta.v). Collective; Algorithm 1.
 
-    zeta: like q, [batch, queries, heads, head_dim], equal on every rank; None is 0, where F is the logsumexp
-    of the scores. q, k, v, lengths, scale, dtype, comm: as for `treeattn.decode`, on the processor; any
-    library's arrays. scheme: any that folds records and leaves them on every rank; a record has 2 elements.
+    Parameters
+    ----------
+    zeta : [batch, queries, heads, head_dim] or None
+        Like q, equal on every rank; None is 0, where F is the logsumexp of the scores.
+    q, k, v
+        As for `treeattn.decode`, on the CPU; k may be a `treeattn.Shard` with positions.
 
-    causal, positions, q_positions: what a query sees, as for `treeattn.decode`; without positions ranks hold
-    consecutive tokens, and queries are the last ones.
+    Other Parameters
+    ----------------
+    comm, scale, lengths, q_positions
+        As for `treeattn.decode`.
+    scheme : str, Schedule or Reduction
+        Any that folds records and leaves them on every rank; a record has 2 elements.
+    rules : Rules, optional
+        Which keys a query sees: causal, a window, leading tokens.
 
-    Returns [batch, heads, queries], float32 (float64 for float64 inputs), -inf where there is no key; in the
-    container of q. Scores and sums of a shard are computed in float64 and rounded once, before the reduction.
+    Returns
+    -------
+    [batch, heads, queries]
+        float32 (float64 for float64 inputs), -inf where there is no key; in the container of q. Scores and
+        sums of a shard are computed in float64 and rounded once, before the reduction.
 
-    Raises, on every rank alike, `ArgumentError`, `ScheduleError`, `RestrictionError` or `BackendError`.
+    Raises
+    ------
+    ArgumentError, ScheduleError, RestrictionError, BackendError
+        On every rank alike.
     """
-    options = Options(comm, scheme, scale, lengths, causal, positions, q_positions, dtype)
-    return arrays.in_kind(reduce(zeta, q, k, v, options, _Nothing()).lse, q)
+    return arrays.in_kind(reduce(Statistic(), zeta, q, k, v, **options).lse, q)
 
 
-def gradient(
-    zeta: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    comm: Intracomm | None = None,
-    scheme: str | Schedule = "hierarchical",
-    scale: float | None = None,
-    lengths: Any = None,
-    causal: bool = False,
-    positions: Any = None,
-    q_positions: Any = None,
-    dtype: str | None = None,
-) -> Any:
+def gradient(zeta: Any, q: Any, k: Any, v: Any = None, **options: Unpack[Options]) -> Any:
     """dF/dzeta: the average of the values with weights exp(scale q.k + zeta.v). Collective; Algorithm 2.
 
     At zeta = 0 (or None) it is attention. Arguments and errors as for `value`; the gradient of `total` is
@@ -104,51 +68,20 @@ def gradient(
 
     Returns an array like q, float32 (float64 for float64 inputs), 0 where there is no key.
     """
-    options = Options(comm, scheme, scale, lengths, causal, positions, q_positions, dtype)
-    return arrays.in_kind(reduce(zeta, q, k, v, options, _Values()).mean, q)
+    return arrays.in_kind(reduce(_Values(), zeta, q, k, v, **options).mean, q)
 
 
-def total(
-    zeta: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    comm: Intracomm | None = None,
-    scheme: str | Schedule = "hierarchical",
-    scale: float | None = None,
-    lengths: Any = None,
-    causal: bool = False,
-    positions: Any = None,
-    q_positions: Any = None,
-    dtype: str | None = None,
-) -> Any:
-    """The energy of all heads and queries together, with `causal` that of causal attention. Collective.
+def total(zeta: Any, q: Any, k: Any, v: Any = None, **options: Unpack[Options]) -> Any:
+    """The energy of all heads and queries together, with causal `rules` that of causal attention. Collective.
 
     Arguments and errors as for `value`. Returns [batch], float64: correctly rounded sums of `value`, hence of
     the same bits on every rank.
     """
-    options = Options(comm, scheme, scale, lengths, causal, positions, q_positions, dtype)
-    each = reduce(zeta, q, k, v, options, _Nothing()).lse
+    each = reduce(Statistic(), zeta, q, k, v, **options).lse
     return arrays.in_kind(np.array([math.fsum(row) for row in each.reshape(len(each), -1).tolist()]), q)
 
 
-def log_likelihood(
-    zeta: Any,
-    z: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    comm: Intracomm | None = None,
-    scheme: str | Schedule = "hierarchical",
-    scale: float | None = None,
-    lengths: Any = None,
-    causal: bool = False,
-    positions: Any = None,
-    q_positions: Any = None,
-    dtype: str | None = None,
-) -> Any:
+def log_likelihood(zeta: Any, z: Any, q: Any, k: Any, v: Any = None, **options: Unpack[Options]) -> Any:
     """Gamma(zeta, z) = zeta.z - F(zeta): how likely zeta is when the value z was observed. Collective.
 
     The values under weights exp(scale q.k + zeta.v - F(zeta)) are an exponential family with parameter zeta
@@ -159,22 +92,146 @@ def log_likelihood(
     z: like zeta, equal on every rank, of any floating type. Arguments and errors as for `value`. Returns
     [batch, heads, queries] as `value` does.
     """
-    comm = comm_.intracomm(comm)
-    with comm_.Agreement(comm):
-        products = _products(zeta, z, q, dtype)
-    options = Options(comm, scheme, scale, lengths, causal, positions, q_positions, dtype)
-    energy = reduce(zeta, q, k, v, options, _Nothing()).lse
-    return arrays.in_kind((products - energy).astype(energy.dtype), q)
+    statistic = _Products(zeta, z)
+    energy = reduce(statistic, zeta, q, k, v, **options).lse
+    return arrays.in_kind((statistic.products - energy).astype(energy.dtype), q)
 
 
-def _products(zeta: Any, z: Any, q: Any, dtype: str | None) -> Any:
-    """zeta.z of each query head, float64 [batch, heads, queries]; 0 without a zeta."""
-    z = arrays.on_host("z", z) if arrays.device_of("z", z) == "cpu" else z
-    z = tensor("z", z, dtype if z.dtype == np.uint16 else None)
-    given = tensor("q", q, dtype) if zeta is None else tensor("zeta", zeta, dtype)
-    if given.shape != z.shape:
-        like = "q" if zeta is None else "zeta"
-        raise ArgumentError(f"z has shape {list(z.shape)}, expected {list(given.shape)}, as {like} has")
-    if zeta is None:
-        return np.zeros((z.shape[0], z.shape[2], z.shape[1]))
-    return (given.astype(np.float64) * z.astype(np.float64)).sum(axis=-1).transpose(0, 2, 1)
+def moments(
+    q: Any,
+    k: Any,
+    v: Any = None,
+    *,
+    zeta: Any = None,
+    covariance: bool | Sequence[int] = False,
+    **options: Unpack[Options],
+) -> tuple[Any, ...]:
+    """(mean, variance) of the values over all ranks' keys, with the weights of attention. Collective.
+
+    The mean is attention; the variance, of each of its elements, says how far the values it averages lie
+    apart: 0 where one key has all the weight. With `zeta` the weights are those of `treeattn.energy.value`.
+    covariance: True, or some distinct dimensions of 0..head_dim-1: then there is a third result [batch,
+    queries, heads, n, n], the covariance of those n. Other arguments and errors as for `value`.
+
+    Results are like q, float32 (float64 for float64 inputs), 0 where there is no key. With c the plain mean
+    of the KV head's valid values and m merges on the way, a float32 variance is off by at most
+    (10 + 2 m) 2^-24 (variance + (mean - c)^2): relative to the spread of the values, however far they lie
+    from 0. In float64 that is 1e-15 in place of 2^-24, since the sums within a shard are rounded too. It is
+    never negative; the matrix of a covariance may have eigenvalues below 0, by as little.
+
+    One reduction of records of 2 + 2 head_dim elements, and of n (n - 1) / 2 more for a covariance.
+    """
+    statistic = _Moments(covariance)
+    averages = reduce(statistic, zeta, q, k, v, **options)
+    return tuple(arrays.in_kind(result, q) for result in statistic.results(averages))
+
+
+class _Values(Statistic):
+    """The values themselves."""
+
+    name = "gradient"
+
+    def features(self, v_dim: int, shared: Sequence[Any]) -> Features:
+        return Features(v_dim, lambda row, values: values)
+
+
+class _Products(Statistic):
+    """Nothing of the values, and beside it zeta.z of each query head, float64 [batch, heads, queries]."""
+
+    name = "log_likelihood"
+
+    def __init__(self, zeta: Any, z: Any) -> None:
+        self._zeta, self._z = zeta, z
+
+    def share(self, q: Array, v: Array, lengths: Array) -> None:
+        z = tensor("z", self._z)
+        given = q if self._zeta is None else tensor("zeta", self._zeta)
+        if given.shape != z.shape:
+            like = "q" if self._zeta is None else "zeta"
+            raise ArgumentError(f"z has shape {list(z.shape)}, expected {list(given.shape)}, as {like} has")
+        wide = np.zeros(z.shape) if self._zeta is None else given.astype(np.float64) * z.astype(np.float64)
+        self.products = wide.sum(axis=-1).transpose(0, 2, 1)
+
+
+class _Moments(Statistic):
+    """Values relative to a centre, their squares, and products of pairs.
+
+    A variance as E[v v] - E[v] E[v] is lost to rounding where the mean is large, and the combination of
+    variances that is not (Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing
+    Sample Variances", 1979) is no merge of records, which is linear in their numerators. So values are taken
+    relative to a centre that all ranks share, after which records are linear and the numbers small: the plain
+    mean of all valid values of a KV head, which the exchange that plans the reduction brings along.
+    """
+
+    def __init__(self, covariance: bool | Sequence[int]) -> None:
+        self._covariance, self.name = covariance, f"moments with covariance of {covariance!r}"
+
+    def share(self, q: Array, v: Array, lengths: Array) -> tuple[Array, Array]:
+        """Sums of this rank's valid values, [batch, kv_heads, head_dim], and how many there are, [batch]."""
+        self._chosen = _dimensions(self._covariance, v.shape[3])
+        pairs = np.array([*itertools.combinations(range(len(self._chosen)), 2)], int).reshape(-1, 2)
+        self._first, self._second = pairs.T
+        return _sums(v, lengths), lengths
+
+    def features(self, v_dim: int, shared: Sequence[Any]) -> Features:
+        """2 v_dim numbers, and one for each pair."""
+        self._centre = centre = _mean_of_all(shared)
+        first, second = self._chosen[self._first], self._chosen[self._second]
+
+        def of(row: int, values: Array) -> Array:
+            apart = values - centre[row][:, None]
+            return np.concatenate((apart, apart * apart, apart[..., first] * apart[..., second]), axis=-1)
+
+        return Features(2 * v_dim + len(first), of)
+
+    def results(self, averages: Averages) -> list[Array]:
+        """Moments of the values from averages of the features."""
+        dim, shape = self._centre.shape[-1], averages.shape
+        apart, squares, products = np.split(averages.mean, [dim, 2 * dim], axis=-1)
+        with np.errstate(all="ignore"):
+            variance = np.maximum(squares - apart * apart, 0)
+        centre = np.repeat(self._centre, shape.heads // shape.kv_heads, axis=1)[:, None]
+        seen = (averages.lse != -np.inf).transpose(0, 2, 1)[..., None]
+        mean = np.where(seen, apart + centre, 0).astype(apart.dtype)
+        if self._covariance is False:
+            return [mean, variance]
+        return [mean, variance, self._matrix(apart[..., self._chosen], variance, products)]
+
+    def _matrix(self, apart: Array, variance: Array, products: Array) -> Array:
+        """Covariances [.., n, n] of the chosen dimensions."""
+        count = len(self._chosen)
+        matrix = np.empty((*variance.shape[:-1], count, count), variance.dtype)
+        with np.errstate(all="ignore"):
+            products = products - apart[..., self._first] * apart[..., self._second]
+        matrix[..., self._first, self._second] = matrix[..., self._second, self._first] = products
+        matrix[..., range(count), range(count)] = variance[..., self._chosen]
+        return matrix
+
+
+def _dimensions(covariance: bool | Sequence[int], v_dim: int) -> Array:
+    """Which dimensions have a covariance. Raises `ArgumentError`."""
+    every = range(v_dim) if covariance is True else ()
+    chosen = tuple(every if isinstance(covariance, bool) else map(operator.index, covariance))
+    if len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(v_dim)):
+        raise ArgumentError(
+            f"covariance={covariance!r:.60}: True, or distinct dimensions from 0 to {v_dim - 1}"
+        )
+    return np.array(chosen, int)
+
+
+def _sums(v: Array, lengths: Array) -> Array:
+    """Sums over the valid tokens, without what is not finite: it has no part in a centre."""
+    sums = np.zeros((v.shape[0], *v.shape[2:]))
+    for row, length in enumerate(lengths):
+        for begin in range(0, length, _TOKENS):
+            wide = v[row, begin : min(begin + _TOKENS, length)].astype(np.float64)
+            sums[row] += np.where(np.isfinite(wide), wide, 0).sum(axis=0)
+    return sums
+
+
+def _mean_of_all(shared: Sequence[tuple[Array, Array]]) -> Array:
+    """The mean of all ranks' values, [batch, kv_heads, head_dim], the same on every rank."""
+    sums, counts = (functools.reduce(np.add, parts) for parts in zip(*shared, strict=True))
+    with np.errstate(all="ignore"):
+        centre = sums / np.maximum(counts, 1)[:, None, None]
+    return np.where(np.isfinite(centre), centre, 0)

@@ -1,64 +1,62 @@
-"""One reduction: from what every rank was given to averages over all keys, agreed once.
+"""One reduction of records: from what every rank was given to averages over all keys.
 
-Ranks agree on what they ask in one exchange, which also carries what each tells the others (positions, sums
-of values); then records are folded by any scheme that leaves them whole on every rank.
+Ranks agree on what they compute in one exchange, which also carries what each shares with the others
+(positions, sums of values); then records are folded by any scheme that leaves them whole on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
+from numpy.typing import NDArray
 
-from treeattn import comm as comm_
-from treeattn import partial
+from treeattn import communicators, partial
+from treeattn.agreement import Agreement, collectively
 from treeattn.attention import arrays
+from treeattn.attention.mask import Rules
 from treeattn.attention.shape import Shape, as_tensor, dtype_name
-from treeattn.attention.visibility import Visibility
+from treeattn.attention.shard import Shard
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import device as devices
 from treeattn.decoder.plan import folding, plan_reducer
+from treeattn.decoder.reduction import Reduction
 from treeattn.decoder.request import Request
 from treeattn.decoder.sight import Sight, Stated, Told, agree
-from treeattn.energy.shard import Features, Shard, records
-from treeattn.errors import ArgumentError
+from treeattn.energy.shard import Array, EnergyInputs, Features, records
+from treeattn.errors import ArgumentError, RestrictionError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["Averages", "Options", "Statistic", "reduce", "tensor"]
 
-_BECAUSE = "an energy is a sum over all keys on every rank"
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What all verbs take besides their arrays, as `treeattn.decode` does."""
+class Options(TypedDict, total=False):
+    """What every verb takes besides its arrays, as `treeattn.decode` does."""
 
     comm: Intracomm | None
-    scheme: str | Schedule
+    scheme: str | Schedule | Reduction
     scale: float | None
     lengths: Any
-    causal: bool
-    positions: Any
+    rules: Rules | None
     q_positions: Any
-    dtype: str | None
 
 
-class Statistic(Protocol):
-    """What is averaged over the keys."""
+class Statistic:
+    """What is averaged over the keys: nothing, where the sum of the weights is all that is wanted.
 
-    @property
-    def name(self) -> str:
-        """Equal on all ranks."""
+    name: equal on all ranks. `share`: what this rank lets the others know, of its values [batch, tokens,
+    kv_heads, head_dim] and how many are valid, [batch]; an error ends it on all ranks. `features`: from the
+    width of a value and what all ranks shared.
+    """
 
-    def tell(self, v: Any, lengths: Any) -> Any:
-        """What this rank tells the others: from its values and how many are valid, [batch]. May raise."""
+    name = "value"
 
-    def features(self, v_dim: int, told: Sequence[Any]) -> Features:
-        """From the length of a value and what all ranks told."""
+    def share(self, q: Array, v: Array, lengths: Array) -> object:
+        return None
+
+    def features(self, v_dim: int, shared: Sequence[Any]) -> Features:
+        return Features(0, lambda row, values: values[..., :0])
 
 
 class Averages(NamedTuple):
@@ -68,99 +66,110 @@ class Averages(NamedTuple):
     queries], the logarithm of the sum of the weights. shape: of q and k.
     """
 
-    mean: Any
-    lse: Any
+    mean: Array
+    lse: Array
     shape: Shape
 
 
-def reduce(zeta: Any, q: Any, k: Any, v: Any, options: Options, statistic: Statistic) -> Averages:
-    """Collective. Raises, on every rank alike, `ArgumentError`, `ScheduleError`, `RestrictionError` or
-    `BackendError`."""
-    comm = comm_.intracomm(options.comm)
-    with comm_.Agreement(comm) as agreed:
-        asked = _ask(zeta, q, k, v, options)
-        agreed.equal = asked.settings | {"what is computed": statistic.name}
-        agreed.told = asked.request.stated.told(), statistic.tell(asked.v, asked.lengths)
-    places, told = zip(*agreed.everywhere, strict=True)
-    features = statistic.features(asked.v.shape[3], told)
-    intervals = _intervals(asked, places, comm)
-    shape = asked.request.shape
-    folded = np.empty((*shape.lse_shape, features.width + partial.EXTRA), shape.record_dtype)
-    operator = asked.request.device.merge_operator(features.width, shape.record_dtype)
-    with plan_reducer(comm, asked.request.device, None, asked.request.scheme, operator, folded) as reducer:
-        shard = Shard(asked.q, asked.zeta, asked.k, asked.v, asked.request.logit_scale, intervals)
-        folded[...] = records(shard, features, shape.record_dtype)
-        reducer()
-    mean = np.empty((*shape.q_shape[:3], features.width), shape.record_dtype)
-    lse = np.empty(shape.lse_shape, shape.record_dtype)
-    partial.finish(folded, mean, lse)
-    return Averages(mean, lse, shape)
-
-
-class _Asked(NamedTuple):
-    """What one rank asks, checked on its own."""
-
-    request: Request
-    q: Any
-    zeta: Any
-    k: Any
-    v: Any
-    lengths: Any
-    q_positions: Any
-
-    @property
-    def settings(self) -> dict[str, object]:
-        """What must be equal on all ranks."""
-        return self.request.settings | {
-            "zeta being there": self.zeta is not None,
-            "q_positions": None if self.q_positions is None else self.q_positions.tolist(),
+def reduce(
+    statistic: Statistic,
+    zeta: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    comm: Intracomm | None = None,
+    scheme: str | Schedule | Reduction = "hierarchical",
+    scale: float | None = None,
+    lengths: Any = None,
+    rules: Rules | None = None,
+    q_positions: Any = None,
+) -> Averages:
+    """Average a statistic over all keys. Collective; arguments and errors as for `treeattn.energy.value`."""
+    comm = communicators.intracomm(comm)
+    with Agreement(comm) as agreed:
+        how, selection = folding(scheme, "an energy is a sum over all keys on every rank")
+        shard = Shard.of(k, v, lengths).in_rows("an energy takes")
+        q, k, v = tensor("q", q), tensor("k", shard.k, shard.dtype), tensor("v", shard.v, shard.dtype)
+        shape, valid, tilt = _checked(q, k, v, zeta, shard.lengths)
+        stated = Stated(shard.positions, tuple(valid.tolist()))
+        device, plain = devices.find("cpu"), _plain(rules, shape.heads)
+        request = Request(shape, how, selection, scale, device, rules=plain, stated=stated)
+        stands = None if q_positions is None else np.asarray(q_positions)
+        agreed.must_match = request.settings | {
+            "zeta being there": zeta is not None,
+            "q_positions": None if stands is None else stands.tolist(),
+            "what is computed": statistic.name,
         }
+        agreed.share = stated.told(), statistic.share(q, v, valid)
+    places, shared = zip(*agreed.gathered, strict=True)
+    intervals = _intervals(request, places, comm, k.shape[1], valid, stands)
+    inputs = EnergyInputs(q, tilt, k, v, request.logit_scale, intervals)
+    return _folded(request, comm, inputs, statistic.features(v.shape[3], shared))
 
 
-def _ask(zeta: Any, q: Any, k: Any, v: Any, options: Options) -> _Asked:
-    q, k, v = (tensor(name, array, options.dtype) for name, array in zip("qkv", (q, k, v), strict=True))
-    batch, queries, heads, head_dim = q.shape
-    shape = Shape(batch, queries, heads, k.shape[2], head_dim, dtype_name(q))
-    shape.check_query(q)
-    shape.check_cache(k, v)
-    if zeta is not None:
-        zeta = tensor("zeta", zeta, options.dtype)
-        if zeta.shape != (*q.shape[:3], v.shape[3]) or zeta.dtype != q.dtype:
-            raise ArgumentError(
-                f"zeta is {zeta.dtype} {list(zeta.shape)}, expected {q.dtype} {list(q.shape)}, as q is"
-            )
-    lengths = np.full(shape.batch, k.shape[1]) if options.lengths is None else options.lengths
-    lengths = shape.check_lengths(lengths, k.shape[1])
-    request = Request(
-        *(shape, folding(options.scheme, _BECAUSE), options.scale, devices.find("cpu"), None, "replicated"),
-        rules=Visibility.of(heads, causal=options.causal),
-        stated=Stated(options.positions, tuple(lengths.tolist())),
-    )
-    q_positions = None if options.q_positions is None else np.asarray(options.q_positions)
-    return _Asked(request, q, zeta, k, v, lengths, q_positions)
-
-
-def tensor(name: str, array: Any, dtype: str | None) -> Any:
+def tensor(name: str, array: Any, dtype: str | None = None) -> Array:
     """An array of four axes in the memory of the host, not copied. Raises `ArgumentError`."""
     if arrays.device_of(name, array) != "cpu":
-        raise ArgumentError(f"{name} lies on a GPU: energies are computed on the processor, so move it there")
-    return as_tensor(name, arrays.on_host(name, array), dtype)
+        raise ArgumentError(f"{name} lies on a GPU: energies are computed on the CPU, so move it there")
+    array = arrays.on_host(name, array)
+    bits = array.dtype == np.uint16 and name in ("q", "z", "zeta")
+    made: Array = as_tensor(name, array, "bfloat16" if bits else dtype)
+    return made
 
 
-def _intervals(asked: _Asked, places: Sequence[Told], comm: Intracomm) -> Any:
-    """The tokens of this shard that each query sees, [batch, queries, 4]. Collective.
+def _checked(q: Array, k: Array, v: Array, zeta: Any, lengths: Any) -> tuple[Shape, Array, Array | None]:
+    """The shape of a step, how many tokens are valid [batch], and zeta. Raises `ArgumentError`."""
+    shape = Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], dtype_name(q))
+    shape.check_query(q)
+    shape.check_cache(k, v)
+    tilt = None if zeta is None else tensor("zeta", zeta)
+    if tilt is not None and (tilt.shape != (*q.shape[:3], v.shape[3]) or tilt.dtype != q.dtype):
+        raise ArgumentError(
+            f"zeta is {tilt.dtype} {list(tilt.shape)}, expected {q.dtype} {list(q.shape)}, as q is"
+        )
+    lengths = np.full(shape.batch, k.shape[1]) if lengths is None else lengths
+    return shape, shape.check_lengths(lengths, k.shape[1]), tilt
 
-    places: what ranks told of their tokens.
-    """
-    request = asked.request
+
+def _plain(rules: Rules | None, heads: int) -> Rules:
+    """Rules that say which keys count and change no logit. Raises `RestrictionError`."""
+    given = Rules.of(rules, heads)
+    other = [name for name in given.names if name in ("softcap", "alibi", "sink_logits")]
+    if other:
+        raise RestrictionError(f"{', '.join(other)}: an energy is that of plain scores; leave it out")
+    return given
+
+
+def _intervals(
+    request: Request,
+    places: Sequence[Told],
+    comm: Intracomm,
+    tokens: int,
+    lengths: Array,
+    stands: Array | None,
+) -> NDArray[np.int64]:
+    """The tokens of this shard that each query sees, [batch, queries, 4]. Collective."""
     sight = Sight(request.rules, request.shape)
     if request.asks_positions:
         sight.runs, ends = agree(request.stated.layout, places, comm.rank)
         sight.stand(ends)
 
-    def seen() -> Any:
-        visible = sight.tables()
-        sight.look(visible, asked.k.shape[1], asked.lengths, asked.q_positions, None, None, None)
-        return visible.intervals
+    def seen() -> NDArray[np.int64]:
+        tables = sight.tables()
+        sight.look(tables, tokens, lengths, stands, None, None, None)
+        found: NDArray[np.int64] = tables.intervals
+        return found
 
-    return comm_.together(comm, seen) if request.asks_positions else seen()
+    return collectively(comm, seen) if request.asks_positions else seen()
+
+
+def _folded(request: Request, comm: Intracomm, inputs: EnergyInputs, features: Features) -> Averages:
+    shape, dtype = request.shape, request.shape.record_dtype
+    folded = np.empty((*shape.lse_shape, features.width + partial.EXTRA), dtype)
+    operator = request.device.merge_operator(features.width, dtype)
+    with plan_reducer(comm, request.device, request.how, request.scheme, operator, folded) as reducer:
+        folded[...] = records(inputs, features, dtype)
+        reducer()
+    mean, lse = np.empty((*shape.q_shape[:3], features.width), dtype), np.empty(shape.lse_shape, dtype)
+    partial.finish(folded, mean, lse)
+    return Averages(mean, lse, shape)

@@ -1,7 +1,7 @@
-"""What a model directory says of itself: ``config.json`` in both dialects, and ``generation_config.json``.
+"""Reads a model's configuration: ``config.json`` in both dialects, and ``generation_config.json``.
 
 Transformers 5 writes ``rope_parameters``; published Llama 3 files have ``rope_theta`` and ``rope_scaling``.
-Both are read; a rope type that is not known is refused, since ignoring one changes every logit.
+What would give other logits than transformers has is refused by its name.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ from typing import Any
 from treeattn.attention.shape import Shape
 from treeattn.errors import ArgumentError
 
-__all__ = ["Config", "Rope", "read_config"]
-
-_ARCHITECTURES = ("LlamaForCausalLM",)
+_ARCHITECTURE = "LlamaForCausalLM"
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions. kind: default, linear or llama3; the factors are those of Llama 3.1's long
-    contexts."""
+    """Rotary position embedding; kind: default, linear or llama3, whose factors stretch long waves."""
 
     kind: str
     theta: float
@@ -34,7 +31,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The shape of a Llama. eos: the tokens that end a text."""
+    """The shape of a Llama; eos: the tokens that end a text."""
 
     hidden_size: int
     intermediate_size: int
@@ -53,72 +50,61 @@ class Config:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of keys and values in float32, all layers."""
+        """Bytes of a token's keys and values in float32, all layers."""
         return 2 * 4 * self.layers * self.kv_heads * self.head_dim
 
 
-class _Fields:
-    """Typed reads of a JSON object; an error names file and field."""
+#: What a field's value must be: the test, and its words.
+_WHOLE = (lambda value: type(value) is int and value >= 1, "a positive whole number")
+_NUMBER = (lambda value: type(value) in (int, float) and 0 < value < 1e30, "a number above 0")
+_FLAG = (lambda value: type(value) is bool, "true or false")
+_TOKENS = (
+    lambda value: all(type(token) is int and token >= 0 for token in _listed(value)),
+    "a token or a list of them",
+)
+
+
+class _Fields(dict[str, Any]):
+    """A JSON object whose errors name file and field."""
 
     def __init__(self, path: Path, values: dict[str, Any], prefix: str = "") -> None:
-        self.path, self.values, self.prefix = path, values, prefix
+        super().__init__(values)
+        self.path, self.prefix = path, prefix
 
     def refuse(self, name: str, why: str) -> ArgumentError:
         return ArgumentError(f"{self.path}: {self.prefix}{name} {why}")
 
-    def whole(self, name: str, default: int | None = None) -> int:
-        value = self.values.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.refuse(name, f"must be a positive whole number, not {value!r:.40}")
+    def take(self, name: str, wanted: tuple[Any, str], default: Any = None) -> Any:
+        value = default if self.get(name) is None else self[name]
+        if not wanted[0](value):
+            raise self.refuse(name, f"must be {wanted[1]}, not {value!r:.40}")
         return value
 
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.values.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-            raise self.refuse(name, f"must be a number above 0, not {value!r:.40}")
-        return float(value)
 
-    def flag(self, name: str) -> bool:
-        value = self.values.get(name, False)
-        if not isinstance(value, bool):
-            raise self.refuse(name, f"must be true or false, not {value!r:.40}")
-        return value
-
-    def tokens(self, name: str) -> tuple[int, ...] | None:
-        value = self.values.get(name)
-        if value is None:
-            return None
-        listed = value if isinstance(value, list) else [value]
-        if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in listed):
-            raise self.refuse(name, f"must be a token or a list of them, not {value!r:.40}")
-        return tuple(listed)
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def read_config(directory: str | Path) -> Config:
-    """The configuration of the model in `directory`. Raises `ArgumentError` naming file and field."""
+    """The configuration of the model in a directory; an `ArgumentError` names file and field."""
     path = Path(directory) / "config.json"
-    fields = _Fields(path, _read(path))
-    _check_kind(fields)
-    if fields.values.get("hidden_act", "silu") != "silu":
-        raise fields.refuse("hidden_act", f"is {fields.values['hidden_act']!r:.40}: only silu is served")
-    if fields.values.get("quantization_config"):
-        raise fields.refuse("quantization_config", "is there: quantised weights are not served")
-    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    fields = _read(path)
+    _check_architecture(fields)
+    hidden, heads = fields.take("hidden_size", _WHOLE), fields.take("num_attention_heads", _WHOLE)
     config = Config(
         hidden_size=hidden,
-        intermediate_size=fields.whole("intermediate_size"),
-        layers=fields.whole("num_hidden_layers"),
+        intermediate_size=fields.take("intermediate_size", _WHOLE),
+        layers=fields.take("num_hidden_layers", _WHOLE),
         heads=heads,
-        kv_heads=fields.whole("num_key_value_heads", heads),
-        head_dim=fields.whole("head_dim", hidden // heads),
-        vocab_size=fields.whole("vocab_size"),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        max_position_embeddings=fields.whole("max_position_embeddings", 2048),
-        tied=fields.flag("tie_word_embeddings"),
-        attention_bias=fields.flag("attention_bias"),
-        mlp_bias=fields.flag("mlp_bias"),
-        eos=_eos(Path(directory), fields),
+        kv_heads=fields.take("num_key_value_heads", _WHOLE, heads),
+        head_dim=fields.take("head_dim", _WHOLE, hidden // heads),
+        vocab_size=fields.take("vocab_size", _WHOLE),
+        rms_norm_eps=float(fields.take("rms_norm_eps", _NUMBER, 1e-6)),
+        max_position_embeddings=fields.take("max_position_embeddings", _WHOLE, 2048),
+        tied=fields.take("tie_word_embeddings", _FLAG, False),
+        attention_bias=fields.take("attention_bias", _FLAG, False),
+        mlp_bias=fields.take("mlp_bias", _FLAG, False),
+        eos=_eos(path.with_name("generation_config.json"), fields),
         rope=_rope(fields),
     )
     if config.heads % config.kv_heads:
@@ -130,16 +116,7 @@ def read_config(directory: str | Path) -> Config:
     return config
 
 
-def _check_kind(fields: _Fields) -> None:
-    known = list(_ARCHITECTURES)
-    architectures = fields.values.get("architectures") or known
-    if not isinstance(architectures, list) or architectures[0] not in known:
-        raise fields.refuse("architectures", f"is {architectures!r:.60}: only {known[0]} is served")
-    if fields.values.get("model_type", "llama") != "llama":
-        raise fields.refuse("model_type", f"is {fields.values['model_type']!r:.40}: only llama is served")
-
-
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> _Fields:
     try:
         values = json.loads(path.read_text())
     except OSError as error:
@@ -148,34 +125,57 @@ def _read(path: Path) -> dict[str, Any]:
         raise ArgumentError(f"{path}: is not JSON ({error})") from None
     if not isinstance(values, dict):
         raise ArgumentError(f"{path}: is not a JSON object")
-    return values
+    return _Fields(path, values)
 
 
-def _eos(directory: Path, fields: _Fields) -> tuple[int, ...]:
-    """Those of generation_config.json win over those of config.json."""
-    path = directory / "generation_config.json"
-    generation = _Fields(path, _read(path)).tokens("eos_token_id") if path.exists() else None
-    return generation if generation is not None else fields.tokens("eos_token_id") or ()
+def _check_architecture(fields: _Fields) -> None:
+    found = fields.get("architectures")
+    if not isinstance(found, list) or found[:1] != [_ARCHITECTURE]:
+        raise fields.refuse("architectures", f"is {found!r:.60}: only {_ARCHITECTURE} is served")
+    for name, served in (("model_type", "llama"), ("hidden_act", "silu")):
+        if fields.get(name, served) != served:
+            raise fields.refuse(name, f"is {fields[name]!r:.40}: only {served} is served")
+    if fields.get("quantization_config"):
+        raise fields.refuse("quantization_config", "is there: quantised weights are not served")
+    # As transformers reads it: layer_types, or without them a window or a chunk that all layers have.
+    types = fields.get("layer_types")
+    full = isinstance(types, list) and all(kind == "full_attention" for kind in types)
+    for name in ("sliding_window", "attention_chunk_size") if types is None else ("layer_types",):
+        if fields.get(name) is not None and not full:
+            raise fields.refuse(name, f"is {fields[name]!r:.60}: only full attention is served")
+
+
+def _eos(path: Path, fields: _Fields) -> tuple[int, ...]:
+    """The tokens of generation_config.json, which win over those of config.json."""
+    stated = _read(path) if path.exists() else fields
+    stated = fields if stated.get("eos_token_id") is None else stated
+    return tuple(_listed(stated.take("eos_token_id", _TOKENS, [])))
 
 
 def _rope(fields: _Fields) -> Rope:
-    """Of two dialects in one file rope_scaling goes first, and a theta that it lacks stands beside it: so
-    Transformers 5 reads them."""
-    name = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
-    stated = fields.values.get(name) or {}
+    """As transformers 5: rope_scaling goes first, and what it lacks stands beside it."""
+    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    stated = fields.get(name) or {}
     if not isinstance(stated, dict):
         raise fields.refuse(name, f"must be an object, not {stated!r:.40}")
-    stated = {"rope_theta": fields.values.get("rope_theta", 10000.0)} | stated
-    rope = _Fields(fields.path, stated, f"{name}.")
+    beside = {key: fields.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    rope = _Fields(fields.path, beside | stated, f"{name}.")
+    for key, value in stated.items():
+        if isinstance(value, dict):
+            raise rope.refuse(key, "is an object: one rope for all layers is served")
     kind = stated.get("rope_type", stated.get("type", "default"))
-    theta = rope.number("rope_theta", 10000.0)
+    theta = float(rope.take("rope_theta", _NUMBER, 10000.0))
     if kind == "default":
         return Rope(kind, theta)
-    if kind == "linear":
-        return Rope(kind, theta, rope.number("factor"))
-    if kind != "llama3":
+    if kind not in ("linear", "llama3"):
         raise rope.refuse("rope_type", f"{kind!r:.40} is not served: default, linear and llama3 are")
-    factor, low, high = (rope.number(f"{name}factor") for name in ("", "low_freq_", "high_freq_"))
+    if (part := rope.take("partial_rotary_factor", _NUMBER, 1.0)) != 1:  # which default leaves out
+        raise rope.refuse("partial_rotary_factor", f"is {part}: rope_type {kind} rotates whole heads")
+    if kind == "linear":
+        return Rope(kind, theta, float(rope.take("factor", _NUMBER)))
+    factor, low, high = (
+        float(rope.take(f"{part}factor", _NUMBER)) for part in ("", "low_freq_", "high_freq_")
+    )
     if low >= high:
         raise rope.refuse("low_freq_factor", f"{low} must be below high_freq_factor, {high}")
-    return Rope(kind, theta, factor, low, high, rope.whole("original_max_position_embeddings"))
+    return Rope(kind, theta, factor, low, high, rope.take("original_max_position_embeddings", _WHOLE))

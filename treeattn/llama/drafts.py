@@ -1,46 +1,44 @@
-"""Where draft tokens come from: what followed the same words before, or a small model.
+"""Sources of draft tokens: what followed the same words before (prompt lookup), or a small model.
 
-A drafter is told of a text's tokens and proposes how it may go on: paths of tokens. It is right or wrong
-without effect on the text, only on its speed (`treeattn.token_tree`).
+A drafter is given a text's tokens and proposes paths of tokens that may follow. It is right or wrong without
+effect on the text, only on its speed (`treeattn.token_tree`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from treeattn import comm as comm_
+from treeattn import communicators
 from treeattn.errors import ArgumentError
 from treeattn.llama.model import Llama
 from treeattn.llama.session import Session
+from treeattn.llama.weights import Array
 from treeattn.token_tree import TokenTree
-
-__all__ = ["Drafter", "ModelDrafts", "NgramDrafts", "draft_tree"]
 
 
 class Drafter(Protocol):
-    """What proposes."""
+    """A source of drafts for one text."""
 
     def __call__(self, tokens: list[int], budget: int, depth: int) -> list[list[int]]:
-        """Paths of at most `depth` tokens, together at most `budget`, that may follow `tokens`, which are
-        those of the call before and more. No paths where it has no idea."""
+        """Propose paths of at most `depth` tokens, together at most `budget`, that may follow `tokens`, which
+        are those of the call before and more; no paths where it has no idea."""
 
 
 class NgramDrafts:
-    """What followed the last tokens where they stood before ("prompt lookup"): the two latest places whose
-    next tokens differ, found by as many tokens as there are such places for."""
+    """What followed the last tokens where they stood before: the two latest places whose next tokens differ,
+    found by as many tokens (at most `longest`) as there are such places for."""
 
     def __init__(self, longest: int = 3) -> None:
-        """longest: tokens that are looked for at most."""
         self._sizes = range(longest, 0, -1)
         self._ends: dict[tuple[int, ...], list[int]] = {}  # of words that something follows
         self._known = 0
 
     def __call__(self, tokens: list[int], budget: int, depth: int) -> list[list[int]]:
-        """As `Drafter`."""
+        """Propose paths as `Drafter` does."""
         for end in range(self._known + 1, len(tokens)):
             for size in self._sizes:
                 if size <= end:
@@ -59,15 +57,13 @@ class NgramDrafts:
 
 
 class ModelDrafts:
-    """What a small model says: one path, its likeliest tokens. It runs on the rank that asks, alone, which
-    closes it."""
+    """What a small model says: one path, its likeliest tokens. It runs on the rank that asks, alone.
+
+    vocab_size: of the model that is drafted for. capacity: tokens of the longest text. device: where the
+    small model computes. Raises `ArgumentError` for what is no model, or one of another vocabulary.
+    """
 
     def __init__(self, directory: str | Path, vocab_size: int, capacity: int, *, device: str = "cpu") -> None:
-        """vocab_size: of the model that is drafted for. capacity: tokens of the longest text. device: where
-        the small one computes.
-
-        Raises `ArgumentError` for what is no model, or one of another vocabulary.
-        """
         self._model, self._capacity = Llama(directory, device=device), capacity
         config = self._model.config
         if config.vocab_size != vocab_size:
@@ -80,12 +76,12 @@ class ModelDrafts:
                 f"{directory}: was made for {config.max_position_embeddings} tokens, not {capacity}"
             )
         self._session: Session | None = None
-        self._taken: list[int] = []  # what the session has run
+        self._cached: list[int] = []
 
     def __call__(self, tokens: list[int], budget: int, depth: int) -> list[list[int]]:
-        """As `Drafter`."""
+        """Propose a path as `Drafter` does."""
         path: list[int] = []
-        logits = self._caught_up(tokens)
+        logits = self._logits_after(tokens)
         for _ in range(min(budget, depth)):
             path.append(int(logits.argmax()))
             if len(path) < min(budget, depth):
@@ -103,25 +99,24 @@ class ModelDrafts:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _caught_up(self, tokens: list[int]) -> Any:
-        """Logits after `tokens`: its own drafts that were not kept are taken back."""
+    def _logits_after(self, tokens: list[int]) -> Array:
+        """Logits of what follows `tokens`; drafts that were not kept are rolled back first."""
         if self._session is None:
-            self._session = Session(comm_.mpi().COMM_SELF, self._model, tokens, capacity=self._capacity)
-            self._taken = list(tokens)
+            alone = communicators.alone()
+            self._session = Session(alone, self._model, tokens, capacity=self._capacity)
+            self._cached = list(tokens)
             return self._session.prefill()
-        pairs = zip(self._taken, tokens[:-1], strict=False)
-        same = next(
-            (n for n, (had, has) in enumerate(pairs) if had != has), min(len(self._taken), len(tokens) - 1)
-        )
+        pairs = enumerate(zip(self._cached, tokens[:-1], strict=False))
+        same = next((n for n, (had, has) in pairs if had != has), min(len(self._cached), len(tokens) - 1))
         self._session.rollback(same)
-        del self._taken[same:]
+        del self._cached[same:]
         for token in tokens[same:]:
             logits = self._step(token)
         return logits
 
-    def _step(self, token: int) -> Any:
+    def _step(self, token: int) -> Array:
         assert self._session is not None
-        self._taken.append(token)
+        self._cached.append(token)
         return self._session.step(token)
 
 

@@ -1,92 +1,109 @@
-"""A text in the making over a sharded cache: prefill once, then token by token.
+"""A generation session over a sharded cache: prefill once, then token by token.
 
 Every rank runs the model on the new token, all of its weights or its part of them, and holds the keys and
 values of some positions, on the device of its model; attention over all of them is `treeattn.Decoder`. Tokens
-are chosen on rank 0, likeliest or drawn, and broadcast, so that ranks cannot disagree.
+are chosen on rank 0 and broadcast, so that ranks cannot disagree.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import time
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from treeattn import comm as comm_
-from treeattn.attention.positions import Runs, as_runs
+from treeattn import communicators, mpi_library
+from treeattn.agreement import Agreement, broadcast_from_root, collectively
+from treeattn.attention.positions import as_runs
+from treeattn.attention.shape import Shape
 from treeattn.cache import ShardedCache
-from treeattn.collectives import waiting
+from treeattn.collectives.runtime import watchdog
+from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder
 from treeattn.decoder.plan import select
+from treeattn.decoder.reduction import Reduction
 from treeattn.errors import ArgumentError
-from treeattn.llama.heads import Heads
-from treeattn.llama.model import Attend, Llama
-from treeattn.llama.prefill import PREFILLS
+from treeattn.llama.model import Llama
+from treeattn.llama.prefill import PREFILLS, Prefill
 from treeattn.llama.sampling import Sampling
+from treeattn.llama.tensor_parallel import Tokens
+from treeattn.llama.weights import Array
 from treeattn.shards import parse_layout
-from treeattn.token_tree import Accepted, TokenTree, Verifier, accept_greedy, accept_sample
-from treeattn.token_tree.accept import drawn
+from treeattn.token_tree import Accepted, TokenTree, Verifier
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["Session"]
-
 
 class Session:
-    """One sequence of at most `capacity` tokens. Collective, as all of its methods are.
+    """One sequence of at most `capacity` cached tokens. Collective, as all of its methods are.
 
-    `tokens` says how many of at most `capacity` the cache has, `attention_s` how many seconds attention of
-    the steps took so far, with its communication; on a GPU, which is not waited for, it says nothing.
+    `comm`, `model`, `prompt_tokens` and `capacity` are as given; `tokens` says how many the cache has, and
+    `attention_s` how many seconds attention of the steps took so far with its communication: on a GPU, which
+    is not waited for, it says nothing.
 
-    model: with weights that are sharded, over these ranks. prompt: token numbers, the same on every rank.
-    scheme: of `treeattn.decode`, rings too, and with sharded weights those that leave each rank its heads;
-    None: `head_scatter` with sharded weights, else `hierarchical`. prefill: a name of
-    `PREFILLS`. layout: who holds which token of the prompt; a token that comes later lies on rank position
-    mod size. drafts: slots of the trees that `verify` takes; trees are reduced by `scheme`, by `hierarchical`
-    where it is None, and by none that attends while it communicates or leaves each rank its heads.
-    sampling: how tokens are chosen; the likeliest unless said. transport: how the records of attention travel
-    from a model's GPU, as for `treeattn.decode`; several ranks have to name one.
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm, optional
+        The ranks, COMM_WORLD unless given; those of a model whose weights are sharded.
+    prompt : integers [tokens]
+        The same on every rank.
+    capacity : int
+        Tokens that the cache has room for; the last token of a text needs none.
+    scheme : str, Schedule or Reduction, optional
+        As for `treeattn.decode`, rings too, and with sharded weights those that leave each rank its heads;
+        unless given `head_scatter` with sharded weights, else `hierarchical`. Several ranks of a GPU's model
+        have to name a transport.
+    prefill : {"ring", "gather"}
+    layout : str
+        Which rank holds which token of the prompt; a later token lies on rank position mod size.
+    drafts : int
+        Slots of the trees that `verify` takes. They are reduced by `scheme`, by `hierarchical` where that
+        leaves each rank its heads, and by none that attends while it communicates.
+    sampling : Sampling, optional
+        How tokens are chosen; greedily unless given.
 
-    Raises `ArgumentError` for a prompt that is empty, longer than the capacity, or not of this model's
-    vocabulary, on every rank alike.
+    Raises
+    ------
+    ArgumentError
+        On every rank alike, for a prompt that is empty, longer than the capacity, or not of this model's
+        vocabulary, and for arguments or models that differ between ranks.
     """
 
     def __init__(
         self,
         comm: Intracomm | None,
         model: Llama,
-        prompt: Any,
+        prompt: Sequence[int] | Tokens,
         *,
         capacity: int,
-        scheme: str | None = None,
+        scheme: str | Schedule | Reduction | None = None,
         prefill: str = "ring",
         layout: str = "zigzag",
         drafts: int = 0,
         sampling: Sampling | None = None,
-        transport: str | None = None,
     ) -> None:
-        self._comm, self.model = comm_.intracomm(comm), model
-        self._sampling = sampling or Sampling()
-        config, sharded = model.config, model.comm is not None
-        folding = scheme or "hierarchical"
-        if scheme is None:
-            scheme = "head_scatter" if sharded else "hierarchical"
-        with comm_.Agreement(self._comm) as agreed:
-            scattered = sharded and select(scheme).row.scattered
+        self.comm, self.model, config = communicators.intracomm(comm), model, model.config
+        self._sampling, self._method, sharded = sampling or Sampling(), prefill, model.comm is not None
+        with Agreement(self.comm) as agreed:
+            how = trees = Reduction.of(scheme or ("head_scatter" if sharded else "hierarchical"))
+            if sharded and select(how.scheme).row.scattered:
+                how, trees = replace(how, output="heads"), replace(how, scheme="hierarchical")
             self._generator = np.random.default_rng(self._sampling.seed)
-            self._prompt = _checked(prompt, capacity, config.vocab_size, config.max_position_embeddings)
+            self.prompt_tokens = _checked_prompt(prompt, capacity, model)
             if prefill not in PREFILLS:
                 raise ArgumentError(f"prefill {prefill!r} is unknown: use one of {', '.join(PREFILLS)}")
-            self._heads = Heads.of(config, model.device)
-            if model.comm is not None and not _same_ranks(model.comm, self._comm):
+            if model.comm is not None and not _same_ranks(model.comm, self.comm):
                 raise ArgumentError("the model's weights are sharded over other ranks than the session's")
-            chosen = parse_layout(layout)
-            agreed.equal = {
-                "the prompt": f"{hashlib.sha256(self._prompt.tobytes()).hexdigest():.16} (its SHA-256)",
+            rule, size = parse_layout(layout), self.comm.size
+            self._shards = [as_runs(rule.runs(len(self.prompt_tokens), rank, size)) for rank in range(size)]
+            agreed.must_match = {
+                "the prompt": f"{hashlib.sha256(self.prompt_tokens.tobytes()).hexdigest():.16} (its SHA-256)",
                 "capacity": capacity,
                 "layout": layout,
                 "prefill": prefill,
@@ -95,90 +112,112 @@ class Session:
                 **{f"the model's {one.name}": getattr(config, one.name) for one in fields(config)},
                 "the digest of the model's norms": f"{model.norms_digest:.16}",
             }
-        size, n = self._comm.size, len(self._prompt)
-        self._shards = [as_runs(chosen.runs(n, rank, size)) for rank in range(size)]
-        self._own: Runs = self._shards[self._comm.rank]
-        self._prefill = PREFILLS[prefill]
+        self.tokens, self.capacity, self.attention_s = len(self.prompt_tokens), capacity, 0.0
+        planned: dict[str, Any] = {"kv_heads": config.kv_heads, "head_dim": model.cache_head_dim}
+        planned |= {"dtype": "float32", "device": model.device.name}
         owners = np.arange(capacity) % size
         for rank, runs in enumerate(self._shards):
             owners[runs.positions()] = rank
-        heads = self._heads.planned
-        first = ShardedCache(self._comm, capacity=capacity, layout=owners, drafts=drafts, **heads)
-        others = comm_.together(self._comm, lambda: [first.another() for _ in range(1, config.layers)])
+        first = ShardedCache(self.comm, capacity=capacity, layout=owners, drafts=drafts, **planned)
+        others = collectively(self.comm, lambda: [first.another() for _ in range(1, config.layers)])
         self._caches = [first, *others]
-        self.tokens, self.capacity = n, capacity
-        heads |= {"heads": config.heads, "scale": self._heads.scale, "transport": transport}
+        planned |= {"heads": config.heads, "scale": self._scale}
         # First, since it refuses schemes that a decoder takes: then there is no decoder to close.
-        self._verifier = Verifier(self._comm, nodes=drafts, scheme=folding, **heads) if drafts else None
-        output = "heads" if scattered else "replicated"
-        self.decoder = Decoder(self._comm, scheme=scheme, output=output, **heads)
-        self.attention_s = 0.0
+        self._verifier = Verifier(self.comm, nodes=drafts, scheme=trees, **planned) if drafts else None
+        self.decoder = Decoder(self.comm, scheme=how, **planned)
+
+    @property
+    def _scale(self) -> float:
+        """The model's own, whatever zeros fill its heads up to."""
+        return 1.0 / math.sqrt(self.model.config.head_dim)
 
     @property
     def tree_decoder(self) -> Decoder | None:
-        """What reduces the trees of `verify`; None where none were planned."""
+        """The decoder that reduces the trees of `verify`; None where none were planned."""
         return None if self._verifier is None else self._verifier.decoder
 
     @property
     def cache_bytes(self) -> int:
-        """Of this rank's share of keys and values."""
+        """Bytes of this rank's share of keys and values."""
         return sum(int(cache.k.nbytes + cache.v.nbytes) for cache in self._caches)
 
-    def prefill(self, told: Callable[[int], object] = lambda layer: None) -> Any:
-        """Run the prompt: logits [vocab_size] of what follows it, on every rank. told: called with the number
-        of every layer whose attention is done. Raises `ArgumentError` the second time."""
+    def prefill(self, on_layer: Callable[[int], object] = lambda layer: None) -> Array:
+        """Run the prompt: logits [vocab_size] of what follows it, on every rank. on_layer: called with the
+        number of every layer whose attention is done. Raises `ArgumentError` the second time."""
         if self._caches[0].totals[0]:
             raise ArgumentError("the prompt is in the cache already: a session has one")
-        if self.tokens != len(self._prompt):
+        if self.tokens != len(self.prompt_tokens):
             raise ArgumentError("the prompt was taken back: make a new session to run it")
+        model, config, own = self.model, self.model.config, self._shards[self.comm.rank].positions()
+        shape = Shape(1, 1, config.heads, config.kv_heads, model.cache_head_dim, "float32")
 
-        def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             cache = self._caches[layer]
             cache.append_own(k[None], v[None], [self.tokens])
-            attended = seen(q, *(rows[0, : len(q)] for rows in (cache.k, cache.v)))  # which lie closer there
-            told(layer)
+            attended = prefill(
+                q, *(rows[0, : len(q)] for rows in (cache.k, cache.v))
+            )  # they lie closer there
+            on_layer(layer)
             return attended
 
-        positions = self._own.positions()
-        with self._prefill(self._comm, self._heads, self._shards) as seen:
-            hidden = self._run(self._prompt[positions], positions, attend, dealt=True)
-        last = next(rank for rank, runs in enumerate(self._shards) if runs.end == self.tokens)
-        shape = 1, self.model.config.hidden_size
-        device = self.model.device
-        end = device.to_host(hidden[-1:]) if self._comm.rank == last else np.empty(shape, np.float32)
-        with waiting.watched("the prompt's last token"):
-            self._comm.Bcast(end, root=last)
-        return self.model.logits(device.from_host(end))[0]
+        with Prefill(self.comm, self._method, self._shards, shape, self._scale, model.device) as prefill:
+            hidden = model.forward(self.prompt_tokens[own], own, attend, sequence_parallel=True)
+        root = next(rank for rank, runs in enumerate(self._shards) if runs.end == self.tokens)
+        last = np.empty((1, config.hidden_size), np.float32)
+        if self.comm.rank == root:
+            last = model.device.to_host(hidden[-1:])
+        with watchdog.Activity("the prompt's last token"):
+            self.comm.Bcast(last, root=root)
+        logits: Array = model.logits(model.device.from_host(last))[0]
+        return logits
 
-    def step(self, token: int) -> Any:
+    def step(self, token: int) -> Array:
         """Take one more token: logits [vocab_size] of what follows. Raises `ArgumentError` where the cache is
         full, without the prompt, or for what is no token of the model."""
-        self._check_read()
+        self._check_prefilled()
         if self.tokens == self.capacity:
             raise ArgumentError(f"the cache is full: it was planned for {self.capacity} tokens")
-        position, new = np.array([self.tokens]), np.array([token])
+        new, position = np.array([token]), np.array([self.tokens])
         _check_tokens("the step", new, self.model.config.vocab_size)
-        hidden = self._run(new, position, self._attend_token)
-        self.tokens += 1
-        return self.model.logits(hidden)[0]
 
-    def verify(self, tree: TokenTree) -> Any:
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            self._caches[layer].append(k[None], v[None])
+            return self._timed(self.decoder, layer, q)
+
+        hidden = self.model.forward(new, position, attend)
+        self.tokens += 1
+        logits: Array = self.model.logits(hidden)[0]
+        return logits
+
+    def verify(self, tree: TokenTree) -> Array:
         """Run the nodes of a tree [1, drafts], whose root is the last token: logits [drafts, vocab_size] of
         what follows each. `commit` says what is kept. Raises `ArgumentError` for a tree of another size,
         or what is no token of the model."""
-        if self._verifier is None or tree.nodes != self._verifier.shape.queries or tree.batch != 1:
+        verifier = self._verifier
+        if verifier is None or tree.nodes != verifier.shape.queries or tree.batch != 1:
             raise ArgumentError(f"{tree}: the session was planned without trees, or for others: see drafts=")
-        self._check_read()
+        self._check_prefilled()
         _check_tokens("the tree", tree.tokens[0], self.model.config.vocab_size)
-        lengths = self._caches[0].shard_lengths
-        positions = self._caches[0].draft_positions(tree)[0]
+        lengths, positions = self._caches[0].shard_lengths, self._caches[0].draft_positions(tree)[0]
 
-        def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
-            return self._attend_tree(layer, q, k, v, tree, lengths)
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            self._caches[layer].propose(k[None], v[None], tree)
+            return self._timed(verifier, layer, q, k[None], v[None], tree, shard_lengths=lengths)
 
-        return self.model.logits(self._run(tree.tokens[0], positions, attend))
+        return self.model.logits(self.model.forward(tree.tokens[0], positions, attend))
 
-    def commit(self, path: Any) -> None:
+    def _timed(
+        self, attention: Decoder | Verifier, layer: int, q: Array, *drafts: Any, **options: Any
+    ) -> Array:
+        cache = self._caches[layer]
+        end = int(cache.lengths[0])  # rings send what they are given: nothing of the spare room
+        began = time.perf_counter()
+        out, _ = attention(q[None], cache.k[:, :end], cache.v[:, :end], *drafts, **options)
+        self.attention_s += time.perf_counter() - began
+        attended: Array = out[0]
+        return attended
+
+    def commit(self, path: NDArray[np.integer[Any]]) -> None:
         """Keep the nodes on a path of the tree, as `Accepted.path` has it, and forget the others."""
         for cache in self._caches:
             cache.commit(path)
@@ -190,27 +229,21 @@ class Session:
             cache.rollback([tokens])
         self.tokens = tokens
 
-    def choose(self, logits: Any) -> int:
+    def choose(self, logits: Array) -> int:
         """The next token by logits [vocab_size], as rank 0 sees them. Raises `ArgumentError` where they
-        let none be drawn."""
+        let none be chosen."""
+        sampling, generator = self._sampling, self._generator
+        return broadcast_from_root(
+            self.comm, lambda: sampling.choose(logits, generator), "the token that rank 0 chooses"
+        )
 
-        def chosen() -> int:
-            if self._sampling.greedy:
-                return int(logits.argmax())
-            return drawn(self._sampling.probabilities(logits), self._generator)
-
-        return comm_.decided(self._comm, chosen, "the token that rank 0 chooses")
-
-    def accept(self, tree: TokenTree, logits: Any) -> Accepted:
+    def accept(self, tree: TokenTree, logits: Array) -> Accepted:
         """Which nodes of a tree are kept by logits [drafts, vocab_size] of `verify`, as rank 0 sees them, and
-        the token after them. Tokens are those that `choose` would have chosen, one by one, whatever the
-        drafts are: a draft is kept where it is what was drawn."""
-        if self._sampling.greedy:
-            said = logits.argmax(axis=1)[None].astype(np.int64)
-            return accept_greedy(tree, said, comm=self._comm)
-        counts = self._comm.rank == 0  # only there
-        probabilities = self._sampling.probabilities(logits)[None] if counts else None
-        return accept_sample(tree, probabilities, self._generator, comm=self._comm)
+        the token after them: those that `choose` would have chosen, one by one, whatever the drafts are."""
+        sampling, generator = self._sampling, self._generator
+        return broadcast_from_root(
+            self.comm, lambda: sampling.accept(tree, logits, generator), "the drafts that rank 0 accepts"
+        )
 
     def close(self) -> None:
         """Release what was planned. Collective."""
@@ -226,7 +259,7 @@ class Session:
         if self._verifier is not None:
             self._verifier.__exit__(*exception)
 
-    def _check_read(self) -> None:
+    def _check_prefilled(self) -> None:
         """Layers come one after the other: the first and the last say whether an exception came between."""
         first, last = (int(self._caches[layer].totals[0]) for layer in (0, -1))
         if first == last == 0 != self.tokens:
@@ -237,46 +270,17 @@ class Session:
                 "prefill or step between them; make a new session"
             )
 
-    def _run(self, tokens: Any, positions: Any, attend: Attend, dealt: bool = False) -> Any:
-        """The model, with heads as `attend` takes them."""
-        heads = self._heads
-
-        def filled(layer: int, *qkv: Any) -> Any:
-            return heads.cut(attend(layer, *map(heads.filled, qkv)))
-
-        return self.model.run(tokens, positions, filled, dealt)
-
-    def _attend_token(self, layer: int, q: Any, k: Any, v: Any) -> Any:
-        cache = self._caches[layer]
-        cache.append(k[None], v[None])
-        end = int(cache.lengths[0])  # rings send what they are given: nothing of the spare room
-        began = time.perf_counter()
-        out, _ = self.decoder(q[None], cache.k[:, :end], cache.v[:, :end])
-        self.attention_s += time.perf_counter() - began
-        return out[0]
-
-    def _attend_tree(self, layer: int, q: Any, k: Any, v: Any, tree: TokenTree, lengths: Any) -> Any:
-        assert self._verifier is not None
-        cache, drafts = self._caches[layer], (k[None], v[None])
-        cache.propose(*drafts, tree)
-        end = int(cache.lengths[0])
-        shard = cache.k[:, :end], cache.v[:, :end]
-        began = time.perf_counter()
-        out, _ = self._verifier(q[None], *shard, *drafts, tree, shard_lengths=lengths)
-        self.attention_s += time.perf_counter() - began
-        return out[0]
-
 
 def _same_ranks(one: Intracomm, other: Intracomm) -> bool:
-    mpi = comm_.mpi()
-    return mpi.Comm.Compare(one, other) in (mpi.IDENT, mpi.CONGRUENT)
+    library = mpi_library.load()
+    return library.Comm.Compare(one, other) in (library.IDENT, library.CONGRUENT)
 
 
-def _checked(prompt: Any, capacity: int, vocabulary: int, longest: int) -> Any:
-    tokens = np.asarray(prompt)
-    if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu":
+def _checked_prompt(prompt: Sequence[int] | Tokens, capacity: int, model: Llama) -> Tokens:
+    tokens, longest = np.asarray(prompt), model.config.max_position_embeddings
+    if tokens.ndim != 1 or not tokens.size:
         raise ArgumentError("the prompt must be at least one token number")
-    _check_tokens("the prompt", tokens, vocabulary)
+    _check_tokens("the prompt", tokens, model.config.vocab_size)
     if not len(tokens) <= capacity <= longest:
         raise ArgumentError(
             f"{len(tokens)} tokens of prompt, room for {capacity}: the model was made for at most {longest}"
@@ -284,8 +288,8 @@ def _checked(prompt: Any, capacity: int, vocabulary: int, longest: int) -> Any:
     return tokens.astype(np.int64)
 
 
-def _check_tokens(what: str, tokens: Any, vocabulary: int) -> None:
-    """An index below 0 would be another token's, and one past the end nobody's part of the weights."""
+def _check_tokens(what: str, tokens: NDArray[Any], vocabulary: int) -> None:
+    """An index below 0 would be another token's, and one past the end in no rank's part of the weights."""
     if tokens.dtype.kind not in "iu":
         raise ArgumentError(f"{what} has {tokens.dtype}: token numbers are whole")
     outside = tokens[(tokens < 0) | (tokens >= vocabulary)]

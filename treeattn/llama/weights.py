@@ -1,195 +1,130 @@
-"""The tensors of a model directory: safetensors, mapped, one file or several with an index."""
+"""Reads the tensors of a model directory: safetensors, mapped, one file or several with an index."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections import Counter
+import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from treeattn import files
-from treeattn.decoder.device import Device
 from treeattn.errors import ArgumentError
 from treeattn.llama.config import Config
-from treeattn.llama.ranks import Axis
 
-__all__ = ["DrawnWeights", "PlacedWeights", "Weights", "axes", "shapes", "sharded_bytes"]
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+#: Of float32; on a model's device it may be CuPy's, whose arrays have the methods of NumPy's.
+Array = NDArray[np.float32]
 
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor that a model of this configuration has; linear maps are [out, in]."""
+    """The shape of every tensor of a model by its name; linear maps are [out, in]."""
     h, mlp = config.hidden_size, config.intermediate_size
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    named: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocab_size, h),
-        "model.norm.weight": (h,),
-    }
+    named: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, h), "model.norm.weight": (h,)}
     if not config.tied:
-        named["lm_head.weight"] = (config.vocab_size, h)
-    linear = {
-        "self_attn.q_proj": (q, h, config.attention_bias),
-        "self_attn.k_proj": (kv, h, config.attention_bias),
-        "self_attn.v_proj": (kv, h, config.attention_bias),
-        "self_attn.o_proj": (h, q, config.attention_bias),
-        "mlp.gate_proj": (mlp, h, config.mlp_bias),
-        "mlp.up_proj": (mlp, h, config.mlp_bias),
-        "mlp.down_proj": (h, mlp, config.mlp_bias),
-    }
+        named[HEAD] = (config.vocab_size, h)
+    attention = {"q_proj": (q, h), "k_proj": (kv, h), "v_proj": (kv, h), "o_proj": (h, q)}
+    mlps = {"gate_proj": (mlp, h), "up_proj": (mlp, h), "down_proj": (h, mlp)}
+    parts = ("self_attn", attention, config.attention_bias), ("mlp", mlps, config.mlp_bias)
     for layer in range(config.layers):
         prefix = f"model.layers.{layer}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
             named[f"{prefix}{norm}.weight"] = (h,)
-        for name, (rows, columns, biased) in linear.items():
-            named[f"{prefix}{name}.weight"] = (rows, columns)
-            if biased:
-                named[f"{prefix}{name}.bias"] = (rows,)
+        for part, maps, biased in parts:
+            for name, shape in maps.items():
+                named[f"{prefix}{part}.{name}.weight"] = shape
+                if biased:
+                    named[f"{prefix}{part}.{name}.bias"] = shape[:1]
     return named
 
 
-def axes(config: Config) -> dict[str, Axis]:
-    """What is dealt out over ranks where weights are sharded, by the last word of a matrix's name: rows; of
-    o_proj and down_proj columns."""
-    heads, kv_heads = (Axis(count, config.head_dim) for count in (config.heads, config.kv_heads))
-    tokens, mlp = Axis(config.vocab_size), Axis(config.intermediate_size)
-    attention = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "o_proj": heads}
-    dense = {"gate_proj": mlp, "up_proj": mlp, "down_proj": mlp}
-    return {"embed_tokens": tokens, "lm_head": tokens} | attention | dense
-
-
-def sharded_bytes(config: Config, size: int) -> int:
-    """Of the weights, in float32, what the fullest of so many ranks has of them."""
-    dealt, everyones = axes(config), 0
-    of_a_row: Counter[Axis] = Counter()
-    for name, shape in shapes(config).items():
-        axis, count = dealt.get(name.split(".")[-2]), math.prod(shape)
-        summed = len(shape) == 1 and ("o_proj" in name or "down_proj" in name)  # added once, by every rank
-        if axis is None or summed:
-            everyones += count
-        else:
-            of_a_row[axis] += count // axis.length
-
-    def part(rank: int) -> int:
-        parts = ((axis.part(rank, size), count) for axis, count in of_a_row.items())
-        return sum((rows.stop - rows.start) * count for rows, count in parts)
-
-    return 4 * (everyones + max(part(rank) for rank in range(size)))
-
-
 class Weights:
-    """Tensors by name, mapped from their files: ranks of a node share the pages."""
+    """The tensors of a directory by name, mapped from their files: ranks of a node share the pages.
+
+    Tensors that the configuration does not ask for are left alone, as by Hugging Face. An `ArgumentError`
+    names file and tensor where one is missing, or of a shape or type that the configuration does not have.
+    """
 
     def __init__(self, directory: str | Path, config: Config) -> None:
-        """Tensors that the configuration does not ask for are left alone, as by Hugging Face.
-
-        Raises `ArgumentError` naming file and tensor: a missing shard or tensor, a shape or type that the
-        configuration does not have.
-        """
-        self._tensors: dict[str, Any] = {}
+        self.config, self.shapes = config, shapes(config)
         self._files: dict[str, files.CacheFile] = {}
-        directory, wanted = Path(directory), shapes(config)
-        for path, names in _files(directory).items():
-            held = files.open_cache(path)
-            present = [*held.tensors, *held.unsupported]
-            for name in present if names is None else names:
-                if name in wanted and name not in present:
+        index, single = Path(directory) / _INDEX, Path(directory) / _SINGLE
+        # A file of everything goes before an index that lies beside it, as with Hugging Face.
+        placed = _read_index(index) if index.exists() and not single.exists() else {single: None}
+        for path, names in placed.items():
+            file = files.open_cache(path)
+            present = {*file.tensors, *file.unsupported}
+            # The head also where ends are tied: see `check_tied`.
+            for name in {*self.shapes, HEAD} & (present if names is None else names):
+                if name not in present:
                     raise ArgumentError(f"{path}: has no tensor {name}, which {_INDEX} places there")
-                if name in wanted:
-                    self._tensors[name], self._files[name] = held[name], held
-        for name, shape in wanted.items():
-            if name not in self._tensors:
-                where = directory / (_INDEX if _indexed(directory) else _SINGLE)
+                self._files[name] = file
+        for name, shape in self.shapes.items():
+            if name not in self._files:
+                where = single if single in placed else index
                 raise ArgumentError(f"{where}: has no tensor {name}, which config.json asks for")
-            tensor, where = self._tensors[name], self._files[name].path
-            if tensor.shape != shape:
-                raise ArgumentError(
-                    f"{where}: {name} has shape {list(tensor.shape)}, config.json makes it {list(shape)}"
-                )
-            if str(tensor.dtype) not in ("float32", "float16", "bfloat16"):
-                raise ArgumentError(
-                    f"{where}: {name} is {tensor.dtype}: weights are float32, float16 or bfloat16"
-                )
+            _check(self._files[name], name, shape)
 
-    def __getitem__(self, name: str) -> Any:
-        """As float32: the mapped pages where the file holds that, else a copy."""
-        return np.asarray(self._tensors[name], np.float32)
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Array:
+        """A tensor as float32: the mapped pages where the file holds that, else a copy. Of a part of a matrix
+        nothing else is read, into memory of its own."""
+        file = self._files[name]
+        tensor = file[name]
+        if tensor.ndim == 1 or rows is columns is None:
+            return np.asarray(tensor[rows or slice(None)], np.float32)
+        height, width = map(range, tensor.shape)
+        part = file.read(name, height[rows or slice(None)], width[columns or slice(None)])
+        return np.asarray(part, np.float32)
 
-    def part(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Any:
-        """Rows or columns of a matrix, as float32 in memory of its own; nothing else of it is read."""
-        height, width = self._tensors[name].shape
-        chosen = (
-            range(n)[slice(None) if one is None else one] for n, one in ((height, rows), (width, columns))
-        )
-        return np.asarray(self._files[name].read(name, *chosen), np.float32)
-
-    def get(self, name: str) -> Any:
-        """The same, or None for a tensor that the model does not have."""
-        return self[name] if name in self._tensors else None
+    def check_tied(self, rows: slice | None) -> None:
+        """Raise `ArgumentError` where the file has another head, which Hugging Face then takes."""
+        if HEAD in self._files and not np.array_equal(self.read(HEAD, rows), self.read(EMBEDDING, rows)):
+            raise ArgumentError(
+                f"{self._files[HEAD].path}: {HEAD} is not {EMBEDDING}, to which config.json's "
+                "tie_word_embeddings ties it: say false there, or leave the tensor out"
+            )
 
 
-class DrawnWeights:
-    """What `Weights` would give of a model that is none: norms of 1, all else drawn."""
+class RandomWeights:
+    """Weights for times, which do not depend on them: norms of 1, all else drawn when it is read."""
 
-    def __init__(self, config: Config, seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        self._tensors = {name: self._drawn(rng, shape) for name, shape in shapes(config).items()}
+    def __init__(self, config: Config, seed: int = 0) -> None:
+        self.config, self.shapes, self._seed = config, shapes(config), seed
 
-    @staticmethod
-    def _drawn(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
+    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Array:
+        """A tensor, or a part of a matrix."""
+        shape = self.shapes[name]
         if len(shape) == 1:
-            return np.ones(shape, np.float32)
-        return rng.standard_normal(shape, np.float32) / np.float32(shape[1] ** 0.5)
+            return np.ones(shape, np.float32)[rows or slice(None)]
+        rng = np.random.default_rng([self._seed, zlib.crc32(name.encode())])
+        whole = rng.standard_normal(shape, np.float32) / np.float32(shape[1] ** 0.5)
+        return whole[rows or slice(None), columns or slice(None)]
 
-    def __getitem__(self, name: str) -> Any:
-        return self._tensors[name]
-
-    def get(self, name: str) -> Any:
-        """The same, or None for a tensor that the model does not have."""
-        return self._tensors.get(name)
+    def check_tied(self, rows: slice | None) -> None:
+        """Pass, since tied ends are one tensor here."""
 
 
-class PlacedWeights:
-    """What `Weights` or `DrawnWeights` give, on a device: each array goes there when it is asked for."""
-
-    def __init__(self, weights: Weights | DrawnWeights, device: Device) -> None:
-        self._weights, self.device = weights, device
-
-    def __getitem__(self, name: str) -> Any:
-        return self.device.from_host(self._weights[name])
-
-    def part(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Any:
-        """As `Weights.part`."""
-        assert isinstance(self._weights, Weights)
-        return self.device.from_host(self._weights.part(name, rows, columns))
-
-    def get(self, name: str) -> Any:
-        """As `Weights.get`."""
-        found = self._weights.get(name)
-        return None if found is None else self.device.from_host(found)
-
-
-def _indexed(directory: Path) -> bool:
-    """A file of everything goes before an index that lies beside it, as with Hugging Face."""
-    return (directory / _INDEX).exists() and not (directory / _SINGLE).exists()
-
-
-def _files(directory: Path) -> dict[Path, list[str] | None]:
-    """Each file with the names that are to be taken from it; None is all."""
-    if not _indexed(directory):
-        return {directory / _SINGLE: None}
-    index = directory / _INDEX
+def _read_index(path: Path) -> dict[Path, set[str] | None]:
+    """The files that an index names, each with the tensors to take from it."""
     try:
-        placed = json.loads(index.read_text())["weight_map"]
-        found: dict[Path, list[str] | None] = {}
-        for name, file in placed.items():
-            names = found.setdefault(directory / file, [])
-            assert names is not None
-            names.append(name)
+        placed: dict[str, str] = json.loads(path.read_text())["weight_map"]
+        named = {name: path.with_name(file) for name, file in placed.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArgumentError(f"{index}: is not an index of safetensors ({type(error).__name__})") from None
-    return found
+        raise ArgumentError(f"{path}: is not an index of safetensors ({type(error).__name__})") from None
+    return {file: {name for name, other in named.items() if other == file} for file in named.values()}
+
+
+def _check(file: files.CacheFile, name: str, shape: tuple[int, ...]) -> None:
+    tensor = file[name]
+    if tensor.shape != shape:
+        raise ArgumentError(
+            f"{file.path}: {name} has shape {list(tensor.shape)}, config.json makes it {list(shape)}"
+        )
+    if str(tensor.dtype) not in ("float32", "float16", "bfloat16"):
+        raise ArgumentError(
+            f"{file.path}: {name} is {tensor.dtype}: weights are float32, float16 or bfloat16"
+        )

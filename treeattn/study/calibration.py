@@ -1,7 +1,8 @@
 """The prices of the machine that this job runs on: probes measured as `compare` measures schemes, and fitted.
 
 Probes are reductions over some ranks, by the executor whose prices are wanted; all ranks meet before each, so
-what is measured is what a step of a scheme would meet: ranks that enter apart, and share cores where they do.
+what is measured is what a step of a scheme would meet: ranks that share cores where they do. Times are from
+the last entry: the simulator has all ranks enter at once.
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from msgspec import structs
 
-from treeattn import comm as comm_
-from treeattn import topology
+from treeattn import communicators, mpi_library, topology
 from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives import build
 from treeattn.collectives.clusters.description import Cluster, Executor
 from treeattn.collectives.clusters.fit import Residual, fit
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.probes import Probe, probes
-from treeattn.collectives.reducer import Reducer, Reduction
+from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.decoder import Decoder
 from treeattn.decoder import executor as executors
 from treeattn.errors import ArgumentError
@@ -109,8 +109,8 @@ class _Bench:
 
     def __init__(self, comm: Intracomm, executor: str | None, seconds: float) -> None:
         self._comm, self._seconds = comm, seconds
-        self._crowded = environment.node_load(environment.placement(comm)) is not None
-        self._loop = Loop(comm, Clock(comm), self._crowded, seed=0)
+        self._oversubscribed = environment.node_load(environment.placement(comm)) is not None
+        self._loop = Loop(comm, Clock(comm), self._oversubscribed, seed=0)
         self._operator = MergeOperator(HEAD_DIM)
         self.record_bytes = 4 * self._operator.width
         self.executor = self._chosen(executor)
@@ -126,25 +126,25 @@ class _Bench:
         values = np.random.default_rng(self._comm.rank).random((records, self._operator.width), np.float32)
         return values.copy(), values
 
-    def _reduction(self, comm: Intracomm, buffer: Any) -> Reduction:
-        return Reduction(comm, self._operator, buffer)
+    def _reduction(self, comm: Intracomm, buffer: Any) -> ReductionSpec:
+        return ReductionSpec(comm, self._operator, buffer)
 
     def _reducer(self, comm: Intracomm, scheme: str, buffer: Any) -> Reducer:
         """As over all ranks. Not by `executors.plan`, which sees a few ranks alone, and cores enough."""
-        from treeattn.collectives.executors import mpi, program, slots
+        from treeattn.collectives.executors import compiled, mpi, slots
 
         reduction, schedule = self._reduction(comm, buffer), build(scheme, comm.size)
-        nodes = comm_.node_groups(comm)
+        nodes = communicators.node_groups(comm)
         if self.executor == "mpi":
             return mpi.Reducer(reduction, schedule)
         if self.executor == "program" or len(nodes) == comm.size:
-            return program.Reducer(reduction, schedule, crowded=self._crowded)
-        return slots.Reducer(reduction, schedule, nodes=nodes, crowded=self._crowded)
+            return compiled.plan(reduction, schedule, oversubscribed=self._oversubscribed)
+        return slots.plan(reduction, schedule, nodes=nodes, oversubscribed=self._oversubscribed)
 
     def measure(self, probe: Probe) -> list[float]:
         """Microseconds of each iteration of a block, on rank 0. Collective."""
         mine = next((at for at, group in enumerate(probe.groups) if self._comm.rank in group), None)
-        undefined = comm_.mpi().UNDEFINED
+        undefined = mpi_library.load().UNDEFINED
         members: Any = self._comm.Split(undefined if mine is None else mine, self._comm.rank)
         if mine is None:
             return self._timed(tuple, tuple)
@@ -158,7 +158,7 @@ class _Bench:
         """GB/s at which the attention of each rank reads its cache while all do. Collective."""
         q = np.full((1, 1, _HEADS, HEAD_DIM), _ONE, np.uint16)
         k, v = np.full((2, 1, _TOKENS, _HEADS, HEAD_DIM), _ONE, np.uint16)
-        alone = comm_.mpi().COMM_SELF
+        alone = communicators.alone()
         with Decoder(alone, heads=_HEADS, kv_heads=_HEADS, head_dim=HEAD_DIM, dtype="bfloat16") as decoder:
             times = self._timed(lambda: decoder(q, k, v), tuple)
         return float((k.nbytes + v.nbytes) / 1e3 / np.median(times)) if times else 0.0
@@ -169,4 +169,4 @@ class _Bench:
         each = self._loop.agree_on_slowest(time.perf_counter() - began) / _WARMUP
         count = int(max(_FEWEST, min(_MOST, self._seconds / each - _WARMUP)))
         times = self._loop.run((step,), prepare, count)
-        return [] if times is None else times.samples()["completion"]
+        return [] if times is None else times.samples()["after_last_entry"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import platform
 import socket
@@ -15,16 +13,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treeattn import comm as comm_
-from treeattn import launch
+from treeattn import communicators, launch, mpi_library
 from treeattn.backends.cpu import compile
+from treeattn.collectives.runtime import process
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
     from treeattn.study.compare.clock import Clock
 
-__all__ = ["as_json", "cpu_name", "free_memory", "job", "node_load", "placement", "software", "warning"]
+__all__ = ["cpu_name", "free_memory", "job", "node_load", "placement", "software", "warning"]
 
 # Variables that change what is measured; others may hold secrets and are nobody's business.
 _PREFIXES = (
@@ -34,22 +32,6 @@ _PREFIXES = (
 # Of those, what names files of this machine alone.
 _PLACES = ("_agent", "_hostfile")
 _GPU_QUERY = ("--query-gpu=name,driver_version,clocks.sm,power.limit", "--format=csv,noheader")
-
-
-def as_json(facts: Any, **layout: Any) -> bytes:
-    """Strict JSON, one fact per line; numbers that JSON has no words for become strings ("inf", "nan").
-
-    layout: for `json.dumps`, where it is to look otherwise.
-    """
-    return (json.dumps(_spelled(facts), **({"indent": 1} | layout), allow_nan=False) + "\n").encode()
-
-
-def _spelled(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _spelled(item) for key, item in value.items()}
-    return [_spelled(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def cpu_name() -> str:
@@ -73,7 +55,7 @@ def software() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in names},
-        "mpi": comm_.library_version(),
+        "mpi": mpi_library.version(),
         "git": _git_revision(),
         "command": [_program(sys.argv[0]), *sys.argv[1:]],
     }
@@ -85,7 +67,7 @@ def placement(comm: Intracomm) -> list[dict[str, Any]]:
     Nodes may be of one machine (containers, emulated nodes) and then share its cores: ``machine_cores`` are
     those that its ranks may use together, ``cores`` those that this one may.
     """
-    groups = comm_.node_groups(comm)
+    groups = communicators.node_groups(comm)
     node = next(index for index, ranks in enumerate(groups) if comm.rank in ranks)
     cores = os.sched_getaffinity(0)
     mine = {
@@ -95,7 +77,7 @@ def placement(comm: Intracomm) -> list[dict[str, Any]]:
         "cpu": cpu_name(),
         "cores": len(cores),
     }
-    everyone = comm.allgather((mine, comm_.kernel(), cores))
+    everyone = comm.allgather((mine, process.kernel(), cores))
     return [entry | _machine(name, everyone) for entry, name, _ in everyone]
 
 
@@ -139,10 +121,10 @@ def warning(ranks: list[dict[str, Any]]) -> str | None:
 def node_load(ranks: list[dict[str, Any]]) -> str | None:
     """A warning where a machine has more ranks than cores: waiting ranks spin, so times mean little there."""
     members = Counter(entry["machine"] for entry in ranks)
-    crowded = [entry for entry in ranks if members[entry["machine"]] > entry["machine_cores"]]
-    if not crowded:
+    oversubscribed = [entry for entry in ranks if members[entry["machine"]] > entry["machine_cores"]]
+    if not oversubscribed:
         return None
-    worst = max(crowded, key=lambda entry: members[entry["machine"]])
+    worst = max(oversubscribed, key=lambda entry: members[entry["machine"]])
     count, cores = members[worst["machine"]], worst["machine_cores"]
     hosts = dict.fromkeys(entry["host"] for entry in ranks if entry["machine"] == worst["machine"])
     return f"{count} ranks share {cores} cores of {' and '.join(hosts)}: times show waiting, not the scheme"

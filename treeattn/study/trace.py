@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from treeattn import comm as comm_
+from treeattn import communicators
 from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives import Schedule
 from treeattn.collectives.drawings.trace import Instants, measured
 from treeattn.collectives.executors import mpi
-from treeattn.collectives.reducer import Reduction
+from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.collectives.traffic import messages
 from treeattn.study import environment
 from treeattn.study.compare.clock import Clock, Offset, on_common_clock
@@ -33,19 +33,19 @@ _WARMUP = 5
 class _Noting(mpi.Reducer):
     """The reducer that notes nanoseconds: of each step, of each of this rank's rounds, four."""
 
-    def __init__(self, reduction: Reduction, schedule: Schedule, clock: Clock) -> None:
+    def __init__(self, reduction: ReductionSpec, schedule: Schedule, clock: Clock) -> None:
         super().__init__(reduction, schedule)
         self._now = clock.now
         self.noted: list[list[int]] = []
 
     @property
     def numbers(self) -> list[int]:
-        """Of the rounds in which this rank has something to do."""
-        return [step.planned.number for step in self._steps]
+        """Of the rounds in which this rank has something to do, from 0 as in `traffic`."""
+        return [step.number - 1 for step in self.rounds]
 
     def _step(self) -> None:
         now, noted = self._now, []
-        for step in self._steps:
+        for step in self.rounds:
             noted.append(now())
             MPI.Prequest.Startall(step.requests)
             noted.append(now())
@@ -63,9 +63,9 @@ def measure(
     """The trace of the iteration with the median time, of so many, on rank 0. Collective."""
     values = np.random.default_rng(comm.rank).random((heads * queries, head_dim + 2), np.float32)
     buffer, clock = values.copy(), Clock(comm)
-    crowded = environment.node_load(environment.placement(comm)) is not None
-    loop = Loop(comm, clock, crowded, seed=0)
-    reduction = Reduction(comm, MergeOperator(head_dim), buffer, queries)
+    oversubscribed = environment.node_load(environment.placement(comm)) is not None
+    loop = Loop(comm, clock, oversubscribed, seed=0)
+    reduction = ReductionSpec(comm, MergeOperator(head_dim), buffer, queries)
     with _Noting(reduction, schedule, clock) as reducer:
         before = clock.compare()
         times = loop.run((reducer,), lambda: np.copyto(buffer, values), _WARMUP + iterations)
@@ -77,7 +77,7 @@ def measure(
     chosen = _WARMUP + int(np.argsort(completions)[len(completions) // 2])
     start = int(times.instants[:, chosen, 0].min())
     ranks = [_rounds(numbers, noted[chosen] - start) for numbers, noted in everyone]
-    node = {rank: at for at, ranks in enumerate(comm_.node_groups(comm)) for rank in ranks}
+    node = {rank: at for at, ranks in enumerate(communicators.node_groups(comm)) for rank in ranks}
     sent = list(messages(schedule, heads * queries, queries))
     return measured(schedule.name, [node[rank] for rank in range(comm.size)], sent, ranks)
 

@@ -1,13 +1,13 @@
-"""Which draft tokens are kept: one rank decides for all, since ranks that decide alone drift apart.
+"""Acceptance of draft tokens: one rank decides for all, since ranks that decide alone drift apart.
 
 A rule walks down a row's tree. A row with one root begins there: the root is no draft but the token that was
 sampled last, whose keys and values are not in the cache yet. With `first`, what the model says after the
 context, the roots are drafts too, and any number of them is allowed.
 
-Tiny differences between ranks (another processor, another order of sums) would flip a choice that is nearly a
-tie; then counts differ, and the next collective hangs. So rank 0 decides and broadcasts; what other ranks
-pass is not looked at. Sampling follows the target model exactly, whatever the drafts are; the rule published
-with beam drafts (arXiv 2403.09919) does not, since each beam tries its luck on a prefix that they share.
+Tiny differences between ranks (another CPU, another order of sums) would flip a choice that is nearly a tie;
+then counts differ, and the next collective hangs. So rank 0 decides and broadcasts; what other ranks pass is
+not looked at. Sampling follows the target model exactly, whatever the drafts are; the rule published with
+beam drafts (arXiv 2403.09919) does not, since each beam tries its luck on a prefix that they share.
 """
 
 from __future__ import annotations
@@ -16,18 +16,22 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-from treeattn import comm as comm_
+from treeattn import communicators
+from treeattn.agreement import broadcast_from_root
 from treeattn.errors import ArgumentError
-from treeattn.token_tree.tree import TokenTree
+from treeattn.token_tree.tree import Integers, TokenTree
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-__all__ = ["Accepted", "accept_greedy", "accept_sample", "accept_speculative", "drawn"]
+__all__ = ["Accepted", "accept_greedy", "accept_sample", "accept_speculative", "draw_token"]
 
-Array = np.ndarray[Any, np.dtype[Any]]
-Walk = tuple[list[int], int]
+Probabilities = NDArray[np.float64]
+
+#: Of a row and a node (-1: the context): the child to go to, if any, and the token after the node.
+Step = Callable[[int, int], tuple[list[int], int]]
 
 
 class Accepted(NamedTuple):
@@ -38,43 +42,54 @@ class Accepted(NamedTuple):
     token that the model puts after the path: the root of the next tree.
     """
 
-    path: Array
-    counts: Array
-    next_tokens: Array
+    path: Integers
+    counts: Integers
+    next_tokens: Integers
 
 
 def accept_greedy(
-    tree: TokenTree, target_tokens: Any, *, first: Any = None, comm: Intracomm | None = None
+    tree: TokenTree,
+    target_tokens: ArrayLike,
+    *,
+    first: ArrayLike | None = None,
+    comm: Intracomm | None = None,
 ) -> Accepted:
     """Keep the drafts that are what the model would have said itself. Collective.
 
-    Args:
-        tree: the drafts.
-        target_tokens: integers [batch, L], the model's token after each node. Rank 0's count.
-        first: integers [batch], its token after the context; None: each row has one root, which is no draft.
+    Parameters
+    ----------
+    tree : TokenTree
+        The drafts.
+    target_tokens : integers [batch, L]
+        The model's token after each node. Rank 0's count.
+    first : integers [batch], optional
+        Its token after the context; unless given each row has one root, which is no draft.
 
-    Raises, on every rank:
-        ArgumentError: arrays of other shapes or types, several roots without `first`.
+    Raises
+    ------
+    ArgumentError
+        On every rank: arrays of other shapes or types, several roots without `first`.
     """
 
-    def decide() -> list[Walk]:
+    def walk() -> Accepted:
         tokens = _integers("target_tokens", target_tokens, tree.tokens.shape)
         begin = None if first is None else _integers("first", first, (tree.batch,))
 
-        def step(row: int, node: int) -> int:
-            return int(tokens[row, node] if node >= 0 or begin is None else begin[row])
+        def step(row: int, node: int) -> tuple[list[int], int]:
+            said = tokens[row, node] if node >= 0 or begin is None else begin[row]
+            return _child_of(tree, row, node, int(said))
 
-        return _walks(tree, begin is not None, lambda row, node: _descend(tree, row, node, step(row, node)))
+        return _walk(tree, first is not None, step)
 
-    return _decided(comm, decide)
+    return _on_all_ranks(comm, walk)
 
 
 def accept_sample(
     tree: TokenTree,
-    probabilities: Any,
+    probabilities: ArrayLike,
     generator: np.random.Generator,
     *,
-    first: Any = None,
+    first: ArrayLike | None = None,
     comm: Intracomm | None = None,
 ) -> Accepted:
     """Sample from the model, and keep drafts as long as they are what was sampled. Collective.
@@ -83,35 +98,40 @@ def accept_sample(
     this is the rule for beams. A draft is kept with the model's own probability of it, which is the most that
     any rule can do for drafts that are no samples.
 
-    Args:
-        tree: the drafts.
-        probabilities: [batch, L, vocabulary], the model's after each node; rows add up to 1. Rank 0's count.
-        generator: of rank 0.
-        first: [batch, vocabulary], its probabilities after the context; None: as in `accept_greedy`.
+    Parameters
+    ----------
+    tree, comm
+        As for `accept_greedy`.
+    probabilities : [batch, L, vocabulary]
+        The model's after each node; rows add up to 1. Rank 0's count, as does its `generator`.
+    first : [batch, vocabulary], optional
+        Its probabilities after the context, as in `accept_greedy`.
 
-    Raises, on every rank:
-        ArgumentError: arrays of other shapes, what are no probabilities, several roots without `first`.
+    Raises
+    ------
+    ArgumentError
+        As `accept_greedy`; what are no probabilities.
     """
 
-    def decide() -> list[Walk]:
+    def walk() -> Accepted:
         at = _distributions(tree, probabilities, first)
 
-        def step(row: int, node: int) -> Walk:
-            return _descend(tree, row, node, drawn(at(row, node), generator))
+        def step(row: int, node: int) -> tuple[list[int], int]:
+            return _child_of(tree, row, node, draw_token(at(row, node), generator))
 
-        return _walks(tree, first is not None, step)
+        return _walk(tree, first is not None, step)
 
-    return _decided(comm, decide)
+    return _on_all_ranks(comm, walk)
 
 
 def accept_speculative(
     tree: TokenTree,
-    probabilities: Any,
-    draft_probabilities: Any,
+    probabilities: ArrayLike,
+    draft_probabilities: ArrayLike,
     generator: np.random.Generator,
     *,
-    first: Any = None,
-    draft_first: Any = None,
+    first: ArrayLike | None = None,
+    draft_first: ArrayLike | None = None,
     comm: Intracomm | None = None,
 ) -> Accepted:
     """Keep drafts that were sampled, with the help of the distributions they were sampled from. Collective.
@@ -122,21 +142,24 @@ def accept_speculative(
     with replacement and packed, they were). Drafts that are no samples, such as beams, are for
     `accept_sample`.
 
-    Args:
-        tree: the drafts.
-        probabilities: [batch, L, vocabulary], the model's p after each node. Rank 0's count, here and below.
-        draft_probabilities: [batch, L, vocabulary], q, from which the children of each node were drawn; not
-            looked at where a node has none.
-        generator: of rank 0.
-        first, draft_first: [batch, vocabulary], p and q after the context if roots are drafts, or None.
+    Parameters
+    ----------
+    tree, probabilities, generator, comm
+        As for `accept_sample`, where p is `probabilities`.
+    draft_probabilities : [batch, L, vocabulary]
+        q, from which the children of each node were drawn; not looked at where a node has none.
+    first, draft_first : [batch, vocabulary], optional
+        p and q after the context if roots are drafts.
 
-    Raises, on every rank:
-        ArgumentError: as `accept_sample`; a token that its q cannot have drawn.
+    Raises
+    ------
+    ArgumentError
+        As `accept_sample`; a token that its q cannot have drawn.
 
     Source: Leviathan et al., arXiv 2211.17192; without replacement, Sequoia, arXiv 2402.12374.
     """
 
-    def decide() -> list[Walk]:
+    def walk() -> Accepted:
         if (first is None) != (draft_first is None):
             raise ArgumentError("first and draft_first go together: roots that are drafts were drawn")
         target = _distributions(tree, probabilities, first)
@@ -148,7 +171,7 @@ def accept_speculative(
                 "vocabulary is needed, in which what the drafter does not know has draft probability 0"
             )
 
-        def step(row: int, node: int) -> Walk:
+        def step(row: int, node: int) -> tuple[list[int], int]:
             p, q = target(row, node), None
             for child in tree.children(row, node).tolist():
                 token = int(tree.tokens[row, child])
@@ -161,30 +184,29 @@ def accept_speculative(
                 if generator.random() * q[token] < p[token]:
                     return [child], token
                 p, q = _residual(p, q, token)
-            return [], drawn(p, generator)
+            return [], draw_token(p, generator)
 
-        return _walks(tree, first is not None, step)
+        return _walk(tree, first is not None, step)
 
-    return _decided(comm, decide)
+    return _on_all_ranks(comm, walk)
 
 
-def _residual(p: Array, q: Array, token: int) -> tuple[Array, Array]:
+def _residual(p: Probabilities, q: Probabilities, token: int) -> tuple[Probabilities, Probabilities]:
     """p and q for the next sibling: p without what q covered, q without the token."""
-    rest = np.maximum(p - q, 0)
-    others = q.copy()
+    rest, others = np.maximum(p - q, 0), q.copy()
     others[token] = 0
     left, remaining = rest.sum(), others.sum()
     # p = q to the last bit leaves nothing, and then nothing is ever refused but by rounding.
     return rest / left if left > 0 else p, others / remaining if remaining > 0 else others
 
 
-def _descend(tree: TokenTree, row: int, node: int, token: int) -> Walk:
-    """The child that carries a token, if one does."""
+def _child_of(tree: TokenTree, row: int, node: int, token: int) -> tuple[list[int], int]:
+    """The child that carries a token, if one does, and the token."""
     children = tree.children(row, node)
     return children[tree.tokens[row, children] == token][:1].tolist(), token
 
 
-def drawn(p: Array, generator: np.random.Generator) -> int:
+def draw_token(p: Probabilities, generator: np.random.Generator) -> int:
     """A token from probabilities [vocabulary] that add up to 1, by one number of the generator; never one of
     probability 0. Raises `ArgumentError` for NaN."""
     reached = np.cumsum(p)
@@ -194,24 +216,25 @@ def drawn(p: Array, generator: np.random.Generator) -> int:
     return int(np.searchsorted(reached, min(generator.random() * total, np.nextafter(total, 0)), "right"))
 
 
-def _walks(tree: TokenTree, from_context: bool, step: Callable[[int, int], Walk]) -> list[Walk]:
-    """Of each row: the slots that are kept, and the token after them.
-
-    step: for a row and a node (-1: the context) the child to go to, if any, and the token after the node.
-    """
-    walks = []
+def _walk(tree: TokenTree, from_context: bool, step: Step) -> Accepted:
+    """Go down every row's tree as `step` says: the slots that are kept, and the token after them."""
+    paths, tokens = [], []
     for row in range(tree.batch):
-        path = [] if from_context else _root(tree, row)
+        path = [] if from_context else _only_root(tree, row)
         while True:
             child, token = step(row, path[-1] if path else -1)
             if not child:
                 break
             path += child
-        walks.append((path, token))
-    return walks
+        paths.append(path)
+        tokens.append(token)
+    kept = np.full((len(paths), max(map(len, paths))), -1)
+    for row, path in enumerate(paths):
+        kept[row, : len(path)] = path
+    return Accepted(kept, (kept >= 0).sum(1), np.array(tokens, np.int64))
 
 
-def _root(tree: TokenTree, row: int) -> list[int]:
+def _only_root(tree: TokenTree, row: int) -> list[int]:
     roots: list[int] = tree.children(row).tolist()
     if len(roots) != 1:
         raise ArgumentError(
@@ -221,52 +244,39 @@ def _root(tree: TokenTree, row: int) -> list[int]:
     return roots
 
 
-def _decided(comm: Intracomm | None, decide: Callable[[], list[Walk]]) -> Accepted:
+def _on_all_ranks(comm: Intracomm | None, walk: Callable[[], Accepted]) -> Accepted:
     """What rank 0 decides, or its error, on every rank."""
-    return comm_.decided(comm_.intracomm(comm), lambda: _accepted(decide()), "what rank 0 accepts")
-
-
-def _accepted(walks: list[Walk]) -> Accepted:
-    path = np.full((len(walks), max(len(slots) for slots, _ in walks)), -1)
-    for row, (slots, _) in enumerate(walks):
-        path[row, : len(slots)] = slots
-    return Accepted(path, (path >= 0).sum(1), np.array([token for _, token in walks], np.int64))
+    return broadcast_from_root(communicators.intracomm(comm), walk, "what rank 0 accepts")
 
 
 def _distributions(
-    tree: TokenTree, given: Any, first: Any, kind: str = "", inner_only: bool = False
-) -> Callable[[int, int], Array]:
-    """Called with a row and a node (-1: the context), gives float64 probabilities. Raises `ArgumentError`."""
-    wanted = np.zeros(tree.tokens.shape, bool)
-    if inner_only:
-        rows, slots = np.nonzero(tree.parents >= 0)
-        wanted[rows, tree.parents[rows, slots]] = True
-    else:
-        wanted |= tree.real
-    after = _probabilities(f"{kind}probabilities", given, tree.tokens.shape, wanted)
+    tree: TokenTree, given: ArrayLike, first: ArrayLike | None, kind: str = "", inner_only: bool = False
+) -> Callable[[int, int], Probabilities]:
+    """Called with a row and a node (-1: the context), gives its probabilities. Raises `ArgumentError`."""
+    wanted = tree.inner if inner_only else tree.real
+    after = _probabilities(f"{kind}probabilities", given, wanted)
     if first is None:
         return lambda row, node: after[row, node]
-    begin = _probabilities(f"{kind}first", first, (tree.batch,), np.ones(tree.batch, bool))
+    begin = _probabilities(f"{kind}first", first, np.ones(tree.batch, bool))
     if begin.shape[-1] != after.shape[-1]:
         raise ArgumentError(f"{kind}first is over {begin.shape[-1]} tokens, others over {after.shape[-1]}")
     return lambda row, node: after[row, node] if node >= 0 else begin[row]
 
 
-def _probabilities(name: str, given: Any, shape: tuple[int, ...], wanted: Array) -> Array:
-    """float64 [*shape, vocabulary] whose `wanted` rows add up to 1."""
+def _probabilities(name: str, given: ArrayLike, wanted: NDArray[np.bool_]) -> Probabilities:
+    """float64 [*wanted.shape, vocabulary], whose `wanted` rows add up to 1."""
     array = np.asarray(given)
-    if array.ndim != len(shape) + 1 or array.shape[:-1] != shape or array.shape[-1] < 1:
-        raise ArgumentError(
-            f"{name} have shape {list(array.shape)}: {[*shape, 'vocabulary']} is needed".replace("'", "")
-        )
+    if array.ndim != wanted.ndim + 1 or array.shape[:-1] != wanted.shape or array.shape[-1] < 1:
+        axes = ", ".join(map(str, (*wanted.shape, "vocabulary")))
+        raise ArgumentError(f"{name} have shape {list(array.shape)}: [{axes}] is needed")
     array = np.where(wanted[..., None], array, 0).astype(np.float64)
     total = array.sum(-1)
     if (array < 0).any() or not (np.abs(total - 1) < 1e-3)[wanted].all():
         raise ArgumentError(f"{name} are no probabilities: each row is of numbers from 0 on that add up to 1")
-    return array / np.where(wanted, total, 1)[..., None]
+    return np.asarray(array / np.where(wanted, total, 1)[..., None])
 
 
-def _integers(name: str, given: Any, shape: tuple[int, ...]) -> Array:
+def _integers(name: str, given: ArrayLike, shape: tuple[int, ...]) -> NDArray[Any]:
     array = np.asarray(given)
     if array.shape != shape or array.dtype.kind not in "iu":
         raise ArgumentError(

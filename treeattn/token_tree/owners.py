@@ -1,7 +1,7 @@
-"""Which rank counts which draft token: each exactly once, and every rank knows without a message.
+"""Which rank attends to which draft token: each exactly once, known on every rank without a message.
 
-Attention is a sum over a set of keys, so who counts a key changes nothing but the work and, once a draft is
-kept, where it should lie.
+Attention is a sum over a set of keys, so which rank adds a key changes nothing but the work and, once a draft
+is kept, where it should lie.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from treeattn.errors import ArgumentError
-from treeattn.token_tree.tree import TokenTree
+from treeattn.token_tree.tree import Integers, TokenTree
 
-__all__ = ["OWNERS", "check_owner", "draft_owners"]
-
-#: What ``owner=`` takes beside a rank for each slot, and what it needs to know.
+#: What ``owner=`` takes beside a rank for each slot.
 OWNERS = ("single", "position", "round_robin")
+
+Owner = str | ArrayLike
 
 
 def check_owner(owner: Any) -> object:
@@ -30,21 +31,16 @@ def check_owner(owner: Any) -> object:
     return owner
 
 
-def draft_owners(owner: Any, tree: TokenTree, size: int, shard_lengths: Any = None) -> Any:
-    """The rank that counts each slot, int64 [batch, L].
+def draft_owners(owner: Any, tree: TokenTree, size: int, shard_lengths: ArrayLike | None = None) -> Integers:
+    """The rank of `size` that attends to each slot, int64 [batch, L].
 
-    Args:
-        owner: "single": for each row the rank with the fewest tokens of its context, the lowest of equals.
-            "position": the one that owns the node's position in an interleaved cache, (context + depth) mod
-            size, so that drafts that are kept lie right already. "round_robin": slot mod size. Or ranks
-            [batch, L], as `ShardedCache.owners` has them for any owner map.
-        tree: the drafts.
-        size: number of ranks.
-        shard_lengths: [size, batch] valid tokens on each rank; "position" needs them, and without them
-            "single" is rank 0.
+    owner: "single": for each row the rank with the fewest tokens of its context, the lowest of equals.
+    "position": the one that owns the node's position in an interleaved cache, (context + depth) mod size, so
+    that drafts that are kept lie right already. "round_robin": slot mod size. Or ranks [batch, L], as
+    `ShardedCache.owners` has them for any owner map. shard_lengths: [size, batch] valid tokens on each rank;
+    "position" needs them, and without them "single" is rank 0.
 
-    Raises:
-        ArgumentError: an unknown name, ranks that are none.
+    Raises `ArgumentError` for an unknown name or ranks that are none.
     """
     check_owner(owner)
     shape = tree.tokens.shape
@@ -59,19 +55,16 @@ def draft_owners(owner: Any, tree: TokenTree, size: int, shard_lengths: Any = No
         return ranks.astype(np.int64)
     if owner == "round_robin":
         return np.broadcast_to(np.arange(shape[1]) % size, shape)
-    if shard_lengths is not None:
-        shard_lengths = np.asarray(shard_lengths)
-        if shard_lengths.shape != (size, shape[0]):
-            raise ArgumentError(
-                f"shard_lengths have shape {list(shard_lengths.shape)}: [ranks, batch] = {[size, shape[0]]}"
-            )
-    elif owner == "position":
+    if shard_lengths is None and owner == "position":
         raise ArgumentError(
             "owner='position' asks how long the context is: pass shard_lengths= [ranks, batch], which a "
             "ShardedCache knows, or the owners themselves"
         )
-    else:
-        return np.zeros(shape, np.int64)
+    lengths = np.zeros((size, shape[0]), np.int64) if shard_lengths is None else np.asarray(shard_lengths)
+    if lengths.shape != (size, shape[0]):
+        raise ArgumentError(
+            f"shard_lengths have shape {list(lengths.shape)}: [ranks, batch] = {[size, shape[0]]}"
+        )
     if owner == "single":
-        return np.broadcast_to(shard_lengths.argmin(0)[:, None], shape)
-    return (shard_lengths.sum(0)[:, None] + tree.depths) % size
+        return np.broadcast_to(lengths.argmin(0)[:, None], shape)
+    return np.asarray((lengths.sum(0)[:, None] + tree.depths) % size)

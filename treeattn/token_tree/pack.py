@@ -1,24 +1,27 @@
-"""Beams without what they share: each prefix once, and the way back."""
+"""Packs beams into a prefix tree in which each prefix is one node, and unpacks; masks in bits.
+
+Works on arrays of NumPy and of CuPy.
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from treeattn.errors import ArgumentError
-from treeattn.token_tree.mask_words import mask_words
-from treeattn.token_tree.prefix_tree import array_module, check_beams, prefix_tree
 
-__all__ = ["Packed", "pack", "unpack"]
+__all__ = ["Packed", "mask_from_words", "mask_words", "pack", "prefix_tree", "unpack"]
+
+_WORD_BITS = 32
 
 
 class Packed(NamedTuple):
     """What `pack` makes of beams [B, M, C]; L is the most distinct prefixes of a batch row.
 
     Nodes stand in the order in which beams, read row by row, show them first, so a parent stands before its
-    children. Slots from ``lengths[b]`` on are pads: the row's own node 0 again, whatever is asked of them. No
-    node sees a pad.
+    children. Slots from ``lengths[b]`` on are pads: the row's own node 0 again, which no node sees.
 
     packed_beam: [B, L] tokens, of the type of the beams.
     attention_mask: [B, L, L] bool, [query, key]: a node sees its ancestors and itself.
@@ -43,23 +46,29 @@ class Packed(NamedTuple):
 
 
 def pack(beams: Any) -> Packed:
-    """Keep each distinct prefix of the beams once, and say who sees whom.
+    """Keep each distinct prefix of the beams once, and the mask by which a node sees its ancestors.
 
-    Args:
-        beams: [B, M, C] integers, NumPy's or CuPy's: B batch rows of M beams of C tokens.
+    Parameters
+    ----------
+    beams : integers [B, M, C]
+        NumPy's or CuPy's: B batch rows of M beams of C tokens.
 
-    Returns:
-        A `Packed`, in the library of the beams. Costs O(B M C log(B M C)) beside the mask itself; nothing has
-        the size of a context.
+    Returns
+    -------
+    Packed
+        In the library of the beams. Costs O(B M C log(B M C)) beside the mask itself; nothing has the size of
+        a context.
 
-    Raises:
-        ArgumentError: no three axes, an axis of no elements, elements that are no integers.
+    Raises
+    ------
+    ArgumentError
+        No three axes, an axis of no elements, elements that are no integers.
 
     Source: "Recurrent Drafter" (arXiv 2403.09919), tree attention; unlike there, pads hold nothing of another
     request and the mask has no columns of the context.
     """
-    beams = check_beams(beams)
-    xp = array_module(beams)
+    beams = _checked_beams(beams)
+    xp = _array_module(beams)
     batch, rows, columns = beams.shape
     owners = prefix_tree(beams)
     chosen = (owners == xp.arange(rows)[:, None]).reshape(batch, -1)
@@ -70,13 +79,67 @@ def pack(beams: Any) -> Packed:
     row, cell = xp.nonzero(chosen)
     indices[row, slots[row, cell]] = cell
     return Packed(
-        xp.take_along_axis(beams.reshape(batch, -1), indices, 1),
-        _mask(xp, unpack_map, lengths, indices.shape[1]),
-        indices % columns,
-        unpack_map,
-        lengths,
-        indices,
+        packed_beam=xp.take_along_axis(beams.reshape(batch, -1), indices, 1),
+        attention_mask=_mask(xp, unpack_map, lengths, indices.shape[1]),
+        position_offsets=indices % columns,
+        unpack_map=unpack_map,
+        lengths=lengths,
+        packed_token_indices=indices,
     )
+
+
+def unpack(x: Any, unpack_map: Any) -> Any:
+    """Gather what nodes hold, x [B, L, ..], as beams hold it, [B, M, C, ..], by ``unpack_map`` [B, M, C].
+
+    Raises `ArgumentError` for another batch, or a map that points outside L.
+    """
+    xp = _array_module(x)
+    x, unpack_map = xp.asarray(x), xp.asarray(unpack_map)
+    if unpack_map.ndim != 3 or unpack_map.dtype.kind not in "iu" or x.ndim < 2 or len(x) != len(unpack_map):
+        raise ArgumentError(
+            f"x {list(x.shape)} and unpack_map {unpack_map.dtype} {list(unpack_map.shape)}: "
+            "[batch, nodes, ..] and integers [batch, beams, tokens] are needed"
+        )
+    if unpack_map.size and (int(unpack_map.min()) < 0 or int(unpack_map.max()) >= x.shape[1]):
+        raise ArgumentError(f"unpack_map points outside the {x.shape[1]} nodes of x")
+    return x[xp.arange(len(x))[:, None, None], unpack_map.astype(np.int64)]
+
+
+def prefix_tree(beams: Any) -> Any:
+    """The lowest row of the batch row that has the same tokens up to here, int64 [batch, beams, tokens].
+
+    ``T[b, m, c]`` is the least k with ``beams[b, k, :c + 1] == beams[b, m, :c + 1]``. A token is a node of
+    the tree where it is the first of its prefix: ``T[b, m, c] == m``. A row may borrow from several rows
+    above it, from each up to some column; the first column need not be common, so a batch row may be a
+    forest. Two sorts: O(B M C log(B M C)). Raises `ArgumentError` as `pack`.
+    """
+    beams = _checked_beams(beams)
+    xp = _array_module(beams)
+    batch, rows, columns = beams.shape
+    groups = _groups(xp, beams)
+    _, first = xp.unique(groups, return_index=True)  # of each group: the lowest row, since rows ascend
+    owners = (first[groups] % (batch * rows)).reshape(columns, batch, rows).transpose(1, 2, 0)
+    return owners - rows * xp.arange(batch)[:, None, None]
+
+
+def _groups(xp: Any, beams: Any) -> Any:
+    """Numbers [tokens, batch * beams], equal where the prefixes up to this token are, within a batch row.
+
+    In lexicographic order equal prefixes are neighbours, so a prefix is new where it differs from the one
+    before it.
+    """
+    batch, rows, columns = beams.shape
+    keys = xp.empty((columns + 1, batch * rows), xp.int64)  # the last is the first that is sorted by
+    keys[-1] = xp.repeat(xp.arange(batch), rows)
+    keys[:-1] = beams.reshape(-1, columns).T[::-1].astype(xp.int64)  # 64 bits as they are: equality is enough
+    order = xp.lexsort(keys)
+    ordered = keys[::-1][:, order]
+    new = xp.ones((columns, batch * rows), bool)
+    changes = xp.cumsum(ordered[:, 1:] != ordered[:, :-1], axis=0)
+    new[:, 1:] = changes[1:] > 0
+    groups = xp.empty((columns, batch * rows), xp.int64)
+    groups[:, order] = (xp.cumsum(new.reshape(-1)) - 1).reshape(new.shape)
+    return groups
 
 
 def _mask(xp: Any, unpack_map: Any, lengths: Any, nodes: int) -> Any:
@@ -91,18 +154,59 @@ def _mask(xp: Any, unpack_map: Any, lengths: Any, nodes: int) -> Any:
     return mask
 
 
-def unpack(x: Any, unpack_map: Any) -> Any:
-    """What nodes hold as what beams hold: x [B, L, ..] and ``unpack_map`` [B, M, C] give [B, M, C, ..].
+def mask_words(mask: Any, words: int | None = None) -> Any:
+    """A bool mask [.., columns] as uint32 [.., words]: column j is bit j % 32 of word j // 32.
 
-    Raises `ArgumentError` for another batch, or a map that points outside L.
+    words: how many there are room for; as many as are needed unless given. Raises `ArgumentError` for a mask
+    that is not bool, or has more columns than the words hold.
     """
-    xp = array_module(x)
-    x, unpack_map = xp.asarray(x), xp.asarray(unpack_map)
-    if unpack_map.ndim != 3 or unpack_map.dtype.kind not in "iu" or x.ndim < 2 or len(x) != len(unpack_map):
+    xp = _array_module(mask)
+    mask = xp.asarray(mask)
+    if mask.dtype != bool or mask.ndim < 1:
+        raise ArgumentError(f"a mask is bool [.., columns], not {mask.dtype} {list(mask.shape)}")
+    columns = mask.shape[-1]
+    needed = -(-columns // _WORD_BITS)
+    words = needed if words is None else words
+    if words < needed:
         raise ArgumentError(
-            f"x {list(x.shape)} and unpack_map {unpack_map.dtype} {list(unpack_map.shape)}: "
-            "[batch, nodes, ..] and integers [batch, beams, tokens] are needed"
+            f"{columns} nodes do not fit into {words} mask words of {_WORD_BITS} bits: {needed} are needed"
         )
-    if unpack_map.size and (int(unpack_map.min()) < 0 or int(unpack_map.max()) >= x.shape[1]):
-        raise ArgumentError(f"unpack_map points outside the {x.shape[1]} nodes of x")
-    return x[xp.arange(len(x))[:, None, None], unpack_map.astype(np.int64)]
+    wide = xp.zeros((*mask.shape[:-1], words * _WORD_BITS), bool)
+    wide[..., :columns] = mask
+    packed = xp.packbits(wide.reshape(-1), bitorder="little")
+    return packed.view("<u4").reshape(*mask.shape[:-1], words)
+
+
+def mask_from_words(words: Any, columns: int) -> Any:
+    """The bool mask [.., columns] that `mask_words` packed. Raises `ArgumentError`."""
+    xp = _array_module(words)
+    words = xp.ascontiguousarray(words)
+    if words.dtype != xp.uint32 or words.ndim < 1:
+        raise ArgumentError(f"mask words are uint32 [.., words], not {words.dtype} {list(words.shape)}")
+    held = words.shape[-1] * _WORD_BITS
+    if not 0 <= columns <= held:
+        raise ArgumentError(f"{columns} nodes: {words.shape[-1]} mask words hold 0 to {held}")
+    bits = xp.unpackbits(words.reshape(-1).view(xp.uint8), bitorder="little")
+    return bits.reshape(*words.shape[:-1], held)[..., :columns].astype(bool)
+
+
+def _checked_beams(beams: Any) -> Any:
+    """`beams` as an array of integers [batch, beams, tokens]. Raises `ArgumentError`."""
+    if _array_module(beams) is np:
+        try:
+            beams = np.asarray(beams)
+        except ValueError as error:
+            raise ArgumentError(f"beams are no array ({error}): give rows of equal length") from None
+    if beams.dtype.kind not in "iu":
+        raise ArgumentError(f"beams are {beams.dtype}: token ids are integers, such as int32 or int64")
+    if beams.ndim != 3 or 0 in beams.shape:
+        raise ArgumentError(
+            f"beams have shape {list(beams.shape)}, expected [batch, beams, tokens], each at least 1"
+        )
+    return beams
+
+
+def _array_module(array: Any) -> Any:
+    """CuPy for its arrays, NumPy for everything else."""
+    cupy: Any = sys.modules.get("cupy")  # imported by whatever made an array of CuPy
+    return cupy if cupy is not None and isinstance(array, cupy.ndarray) else np

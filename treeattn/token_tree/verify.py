@@ -1,9 +1,9 @@
 """All draft tokens attend to the whole sharded context and to their ancestors, in one reduction.
 
 What a rank knows of a draft token is a record as ever: of its part of the context, which every node sees
-whole, and of those ancestors whose keys it counts. The context pass needs no mask and reads the cache once
-for all nodes; the mask is over the few draft tokens alone. Records of both merge where they are made, and
-what travels is batch * L * heads * (head_dim + 2) numbers, once.
+whole, and of those ancestors that it owns. The context pass needs no mask and reads the cache once for all
+nodes; the mask is over the few draft tokens alone. Records of both merge where they are made, and what
+travels is batch * L * heads * (head_dim + 2) numbers, once.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treeattn import comm as comm_
+from treeattn import communicators
+from treeattn.agreement import Agreement
 from treeattn.attention import arrays
+from treeattn.attention.mask import Rules
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.shape import Shape, dtype_name
-from treeattn.attention.visibility import Visibility, Visible
+from treeattn.attention.shard import Shard
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder
 from treeattn.decoder import device as devices
 from treeattn.decoder.device import Device
 from treeattn.decoder.plan import folding
 from treeattn.decoder.projection import Projection
+from treeattn.decoder.reduction import Reduction
 from treeattn.errors import ArgumentError
 from treeattn.token_tree.owners import check_owner, draft_owners
 from treeattn.token_tree.tree import TokenTree
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Verifier", "verify"]
 
-_NAMES = ("q", "k", "v", "draft_k", "draft_v")
+_NAMES, _OVER = ("q", "k", "v", "draft_k", "draft_v"), "a tree is verified over"
 
 
 def verify(
@@ -44,55 +48,66 @@ def verify(
     tree: TokenTree,
     *,
     comm: Intracomm | None = None,
-    scheme: str | Schedule = "hierarchical",
+    scheme: str | Schedule | Reduction = "hierarchical",
     scale: float | None = None,
     lengths: Any = None,
     owner: Any = "single",
     device: str | None = None,
-    transport: str | None = None,
-    dtype: str | None = None,
-    executor: str | None = None,
     project: Any = None,
 ) -> tuple[Any, Any]:
     """Exact attention of the nodes of a token tree over a sharded context and their ancestors. Collective.
 
-    Args:
-        q: [batch, L, heads, head_dim], of the nodes, the same on every rank. Arrays as `treeattn.decode`
-            takes them.
-        k, v: [batch, tokens, kv_heads, head_dim], this rank's shard of the context; any tokens, also none.
-        draft_k, draft_v: [batch, L, kv_heads, head_dim], of the nodes, the same on every rank.
-        tree: a `TokenTree` of `batch` rows and L slots, the same on every rank. What stands in pads, in any
-            array, is without effect.
-        lengths: [batch], valid tokens of this shard, default all.
-        owner: who counts which draft: "single", "position", "round_robin" or ranks [batch, L]; see
-            `treeattn.token_tree.owners.draft_owners`. The result is the same for each.
-        comm, scheme, scale, device, transport, dtype, executor: as for `treeattn.decode`. Schemes that attend
-            while they communicate, and those that leave each rank a slice, are refused.
-        project: [heads, head_dim, out_dim], the same on every rank: out is then [batch, L, heads, out_dim],
-            as `treeattn.Decoder` has it.
+    Parameters
+    ----------
+    q : [batch, L, heads, head_dim]
+        Of the nodes, the same on every rank. Arrays as `treeattn.decode` takes them.
+    k, v : [batch, tokens, kv_heads, head_dim]
+        This rank's shard of the context; tokens may be 0. k may be a `treeattn.Shard` in a row of tokens, and
+        v None then.
+    draft_k, draft_v : [batch, L, kv_heads, head_dim]
+        Of the nodes, the same on every rank.
+    tree : TokenTree
+        Of `batch` rows and L slots, the same on every rank. What stands in pads, in any array, is without
+        effect.
+    lengths : [batch], optional
+        Valid tokens of this shard; all unless given.
+    owner : str or [batch, L]
+        Which rank attends to a draft: "single", "position", "round_robin" or ranks; see
+        `treeattn.token_tree.owners.draft_owners`. The result is the same for each.
+    comm, scheme, scale, device
+        As for `treeattn.decode`. Schemes that attend while they communicate, and those that leave each rank
+        a slice, are refused.
+    project : [heads, head_dim, out_dim], optional
+        Of every rank: out is then [batch, L, heads, out_dim], as `treeattn.Decoder` has it.
 
-    Returns:
-        out, like q in float32 (float64 for float64 inputs), and the natural-log lse [batch, heads, L], both
-        the same on every rank. Pads have out 0 and lse -inf.
+    Returns
+    -------
+    out : [batch, L, heads, head_dim]
+        float32 (float64 for float64 inputs), the same on every rank; 0 in pads.
+    lse : [batch, heads, L]
+        Natural logarithm, -inf in pads.
 
-    Raises, on every rank alike:
-        ArgumentError: arrays that do not fit each other, or q, drafts or trees that differ between ranks.
-        ScheduleError, RestrictionError, BackendError, TransportError: as `treeattn.decode`.
+    Raises
+    ------
+    ArgumentError, ScheduleError, RestrictionError, BackendError, TransportError
+        On every rank alike; also for q, drafts or trees that differ between ranks.
     """
-    comm = comm_.intracomm(comm)
-    with comm_.Agreement(comm) as agreed:
+    comm = communicators.intracomm(comm)
+    with Agreement(comm) as agreed:
         where = devices.find(arrays.device_of("q", q) if device is None else device)
-        given = [where.tensor(*one, dtype) for one in zip(_NAMES, (q, k, v, draft_k, draft_v), strict=True)]
-        shape = _shape(tree, given)
-        lengths = where.lengths(shape, lengths, given[1].shape[1])
-        valid = np.full(tree.batch, given[1].shape[1]) if lengths is None else where.to_host(lengths)
-        agreed.equal = {
+        shard = Shard.of(k, v, lengths).in_rows(_OVER)
+        named = zip(_NAMES, (q, shard.k, shard.v, draft_k, draft_v), strict=True)
+        given = [where.tensor(name, array, None if name == "q" else shard.dtype) for name, array in named]
+        shape = _shape(tree, *given)
+        tokens = given[1].shape[1]
+        lengths = where.lengths(shape, shard.lengths, tokens)
+        agreed.must_match = {
             "the shape or dtype of q, k, v": shape,
             "the tree": tree.digest,
             **{name: _digest(where, given[_NAMES.index(name)], tree) for name in ("q", "draft_k", "draft_v")},
         }
-        agreed.told = valid.tolist()
-    planned = shape.plain
+        agreed.share = [tokens] * tree.batch if lengths is None else where.to_host(lengths).tolist()
+    planned, step = shape.plain, (*given, tree, lengths)
     with Verifier(
         comm,
         nodes=planned.pop("queries"),
@@ -100,13 +115,10 @@ def verify(
         scheme=scheme,
         scale=scale,
         device=where.name,
-        transport=transport,
         owner=owner,
-        executor=executor,
         project=project,
     ) as verifier:
-        step: Any = (*given, tree, lengths)
-        return arrays.give(verifier(*step, shard_lengths=agreed.everywhere), q)
+        return arrays.give(verifier(*step, shard_lengths=agreed.gathered), q)
 
 
 class Verifier:
@@ -128,17 +140,15 @@ class Verifier:
         nodes: int,
         batch: int = 1,
         dtype: str = "bfloat16",
-        scheme: str | Schedule = "hierarchical",
+        scheme: str | Schedule | Reduction = "hierarchical",
         scale: float | None = None,
         device: str = "cpu",
-        transport: str | None = None,
         owner: Any = "single",
-        executor: str | None = None,
         project: Any = None,
     ) -> None:
-        comm = comm_.intracomm(comm)
-        with comm_.Agreement(comm) as agreed:
-            agreed.equal = {"owner": check_owner(owner)}
+        comm = communicators.intracomm(comm)
+        with Agreement(comm) as agreed:
+            agreed.must_match = {"owner": check_owner(owner)}
             folding(scheme, "drafts join the records of the context before a reduction to every rank")
             self.shape = Shape(batch, nodes, heads, kv_heads, head_dim, dtype)
             self._device = devices.find(device)
@@ -157,8 +167,6 @@ class Verifier:
             scheme=scheme,
             scale=scale,
             device=device,
-            transport=transport,
-            executor=executor,
             project=project,
         )
         self._merge = self._drafts.merged_into(self.decoder.records)
@@ -185,10 +193,12 @@ class Verifier:
 
         Raises `ArgumentError` for arrays that do not fit the plan, on one rank alone as a `Decoder` does.
         """
+        if isinstance(k, Shard):
+            shard = Shard.of(k, v, lengths).in_rows(_OVER)
+            k, v, lengths = shard.k, shard.v, shard.lengths
         q, k, v, draft_k, draft_v = self._containers.take(q, k, v, draft_k, draft_v, names=_NAMES)
-        _check_tree(tree)
-        owners = draft_owners(self.owner if owner is None else owner, tree, self._size, shard_lengths)
         _check_drafts(self.shape, tree, draft_k, draft_v)
+        owners = draft_owners(self.owner if owner is None else owner, tree, self._size, shard_lengths)
         self.decoder.local(q, k, v, lengths)
         if self._drafts.attend(q, draft_k, draft_v, tree, owners == self._rank):
             self._merge()
@@ -225,9 +235,9 @@ class _Drafts:
         width = (shape.head_dim if first is None else first.out_dim) + 2  # as the context's records have
         self._shape, self._device = shape, device
         self._records = device.memory.empty((*shape.lse_shape, width), shape.record_dtype)
-        self._visible = Visible(Visibility(), shape.batch, shape.queries)
+        self._tables = MaskTables(Rules(), shape.batch, shape.queries)
         scale = shape.default_scale() if scale is None else float(scale)
-        given = shape, self._records, scale, self._visible
+        given = shape, self._records, scale, self._tables
         self._attention = device.attention(*given) if first is None else first.before_merging(device, *given)
         self._seen: tuple[TokenTree | None, Any] = None, None
 
@@ -244,17 +254,15 @@ class _Drafts:
             return False
         if self._seen[0] is not tree or not np.array_equal(self._seen[1], mine):
             seen = tree.mask & tree.real[:, :, None] & mine[:, None, :]
-            self._visible.look(None, tree.nodes, mask=seen)
+            self._tables.update(None, tree.nodes, mask=seen)
             self._seen = tree, mine
         self._device.admit(self._shape, q, draft_k, draft_v, None)
         self._attention(q, draft_k, draft_v, None)
         return True
 
 
-def _shape(tree: TokenTree, given: list[Any]) -> Shape:
-    """Of a step whose arrays fit each other and the tree. Raises `ArgumentError`."""
-    q, k, v, draft_k, draft_v = given
-    _check_tree(tree)
+def _shape(tree: TokenTree, q: Any, k: Any, v: Any, draft_k: Any, draft_v: Any) -> Shape:
+    """The shape of a step whose arrays fit each other and the tree. Raises `ArgumentError`."""
     elements = dtype_name(q, "bfloat16" if q.dtype == np.uint16 else None)
     shape = Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], elements)
     shape.check_query(q)
@@ -264,12 +272,9 @@ def _shape(tree: TokenTree, given: list[Any]) -> Shape:
     return shape
 
 
-def _check_tree(tree: Any) -> None:
+def _check_drafts(shape: Shape, tree: TokenTree, draft_k: Any, draft_v: Any) -> None:
     if not isinstance(tree, TokenTree):
         raise ArgumentError(f"tree is a {type(tree).__name__}: a treeattn.token_tree.TokenTree is needed")
-
-
-def _check_drafts(shape: Shape, tree: TokenTree, draft_k: Any, draft_v: Any) -> None:
     if (tree.batch, tree.nodes) != (shape.batch, shape.queries):
         raise ArgumentError(
             f"the tree has {tree.batch} rows of {tree.nodes} slots, but q is of {shape.batch} rows of "

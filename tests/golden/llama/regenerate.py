@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[2]))
-from tests.llama_models import MODELS, PROMPT, write_model  # noqa: E402
+from tests.support.models import MODELS, PROMPT, write_model  # noqa: E402
 
 STEPS, KEPT, SHORT = 16, 6, 3
 

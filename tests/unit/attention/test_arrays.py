@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.exporters import Dlpack, Interface, Old, OnGpu, bfloat16_bits
+from tests.support.exporters import Dlpack, Interface, Old, OnGpu, bfloat16_bits
 from treeattn.attention.arrays import Containers, device_of, give, on_host
 from treeattn.errors import ArgumentError
 

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from treeattn.attention.mask import Rules
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import CheckedTable, as_table, own_pages, rows_of
 from treeattn.attention.positions import Runs
-from treeattn.attention.visibility import Visibility, Visible
 from treeattn.errors import ArgumentError
 
 
-def check(table: Any, lengths: Any = (9, 5), pages: int = 6, visible: Visible | None = None) -> None:
+def check(table: Any, lengths: Any = (9, 5), pages: int = 6, visible: MaskTables | None = None) -> None:
     """Pages of 4 tokens."""
     CheckedTable().check(as_table(table, len(lengths)), (pages, 4), np.array(lengths), visible)
 
@@ -67,8 +68,8 @@ def test_a_table_is_looked_at_again_where_it_changed() -> None:
 
 def test_pages_that_no_query_sees_may_be_gone() -> None:
     """Between the leading tokens and a window, and behind a causal bound; not where a draft is seen."""
-    visible = Visible(Visibility(causal=True, left=3, leading=2), 1, 2)
-    visible.look(Runs([(0, 1, 40)]), 40, [33], [20, 22])
+    visible = MaskTables(Rules(causal=True, window=(3, None), leading=2), 1, 2)
+    visible.update(Runs([(0, 1, 40)]), 40, [33], [20, 22])
     table = [[7, -1, -1, -1, 0, 1, -1, -1, -1, -1]]
     check(table, [33], 8, visible)
     for entry in (0, 4, 5):
@@ -76,15 +77,15 @@ def test_pages_that_no_query_sees_may_be_gone() -> None:
         broken[0, entry] = -1
         with pytest.raises(ArgumentError, match=rf"block_table\[0, {entry}\] is -1"):
             check(broken, [33], 8, visible)
-    visible.look(Runs([(0, 1, 40)]), 40, [33], [20, 22], np.ones((1, 2, 2), bool))
+    visible.update(Runs([(0, 1, 40)]), 40, [33], [20, 22], np.ones((1, 2, 2), bool))
     with pytest.raises(ArgumentError, match=r"block_table\[0, 7\] is -1"):
         check(table, [33], 8, visible)
 
 
 def test_pages_between_what_queries_see_may_be_gone() -> None:
     """Two queries far apart: what lies between their windows is neither read nor looked at."""
-    visible = Visible(Visibility(causal=True, left=3), 1, 2)
-    visible.look(Runs([(0, 1, 40)]), 40, [40], [4, 38])
+    visible = MaskTables(Rules(causal=True, window=(3, None)), 1, 2)
+    visible.update(Runs([(0, 1, 40)]), 40, [40], [4, 38])
     table = np.array([[7, 0, 99, 99, -5, 7, 7, 7, 1, 2]])
     check(table, [40], 8, visible)
     for entry in (0, 1, 8, 9):

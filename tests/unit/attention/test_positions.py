@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.drawn import examples
+from treeattn.attention.mask import Rules
+from treeattn.attention.mask_tables import MaskTables, words_of
 from treeattn.attention.positions import Runs, as_runs, check_owners
-from treeattn.attention.visibility import Visibility, Visible, words_of
 from treeattn.errors import ArgumentError
 from treeattn.shards import parse_layout
 
@@ -20,6 +22,7 @@ POSITIONS = st.one_of(
 SIDE = st.none() | st.integers(0, 20)
 
 
+@examples(100)
 @given(POSITIONS)
 def test_runs_are_the_positions(positions):
     runs = as_runs(np.array(positions, np.int64))
@@ -31,7 +34,7 @@ def test_runs_are_the_positions(positions):
     assert runs.all_below(asked).tolist() == below
 
 
-def seen(rules: Visibility, positions: np.ndarray, valid: int, t: int) -> np.ndarray:
+def seen(rules: Rules, positions: np.ndarray, valid: int, t: int) -> np.ndarray:
     """The definition, token by token."""
     s = positions
     inside = np.ones(len(s), bool)
@@ -43,14 +46,15 @@ def seen(rules: Visibility, positions: np.ndarray, valid: int, t: int) -> np.nda
     return causal & (inside | (s < rules.leading)) & (np.arange(len(s)) < valid)
 
 
+@examples(100)
 @given(POSITIONS, st.booleans(), SIDE, SIDE, st.integers(0, 9), st.data())
 def test_intervals_are_the_definition(positions, causal, left, right, leading, data):
-    rules = Visibility.of(1, causal=causal, window=(left, right), leading=leading)
+    rules = Rules(causal=causal, window=(left, right), leading=leading)
     positions, runs = np.array(positions, np.int64), as_runs(np.array(positions, np.int64))
     valid = [data.draw(st.integers(0, len(positions))) for _ in range(2)]
     asked = np.array([[data.draw(st.integers(0, 70)) for _ in range(3)] for _ in range(2)])
-    tables = Visible(rules, 2, 3)
-    tables.look(runs, len(positions), valid, asked)
+    tables = MaskTables(rules, 2, 3)
+    tables.update(runs, len(positions), valid, asked)
     for b in range(2):
         for i in range(3):
             first, first_end, begin, end = tables.intervals[b, i]
@@ -70,6 +74,7 @@ def test_layouts_are_few_runs_and_nobody_claims_twice(layout, size):
     check_owners(everyone)
 
 
+@examples(100)
 @given(POSITIONS, POSITIONS)
 def test_a_position_of_two_ranks_is_found(ours, theirs):
     everyone = [as_runs(np.array(positions, np.int64)) for positions in (ours, theirs)]
@@ -115,7 +120,7 @@ def test_what_does_not_ascend_is_refused(positions):
 )
 def test_bad_rules(rules, message):
     with pytest.raises(ArgumentError, match=message):
-        Visibility.of(2, **rules)
+        Rules.of(Rules(**rules), 2)
 
 
 def test_words_of_a_mask():
@@ -125,12 +130,12 @@ def test_words_of_a_mask():
 
 
 def test_drafts_are_the_last_valid_tokens():
-    tables = Visible(Visibility.of(1, causal=True), 2, 1)
-    tables.look(Runs([(0, 1, 10)]), 12, [9, 12], [[8], [9]], mask=np.ones((2, 1, 3), bool))
+    tables = MaskTables(Rules(causal=True), 2, 1)
+    tables.update(Runs([(0, 1, 10)]), 12, [9, 12], [[8], [9]], mask=np.ones((2, 1, 3), bool))
     assert tables.draft_begins.tolist() == [6, 9]
     assert tables.intervals[:, 0, 3].tolist() == [6, 9]
     with pytest.raises(ArgumentError, match="must lie between 3"):
-        tables.look(Runs([(0, 1, 10)]), 12, [2, 12], [[8], [9]], mask=np.ones((2, 1, 3), bool))
+        tables.update(Runs([(0, 1, 10)]), 12, [2, 12], [[8], [9]], mask=np.ones((2, 1, 3), bool))
 
 
 @pytest.mark.parametrize(
@@ -144,6 +149,6 @@ def test_drafts_are_the_last_valid_tokens():
     ],
 )
 def test_masks_that_do_not_fit_are_refused(mask, draft_positions):
-    tables = Visible(Visibility.of(1), 2, 1)
+    tables = MaskTables(Rules(), 2, 1)
     with pytest.raises(ArgumentError, match="the mask"):
-        tables.look(None, 12, None, None, mask=mask, draft_positions=draft_positions)
+        tables.update(None, 12, None, None, mask=mask, draft_positions=draft_positions)

@@ -1,4 +1,4 @@
-"""Every build of the processor's kernels."""
+"""Every build of the CPU's kernels that this machine can run."""
 
 from __future__ import annotations
 
@@ -8,33 +8,39 @@ from treeattn.backends import cpu
 from treeattn.backends.cpu import compile, kernels
 from treeattn.errors import BackendError
 
-BUILDS = [f"{isa}-{order}" for isa in compile.ISA_FLAGS for order in cpu.ORDERS]
+# The gate takes the fastest instruction set, a deep run the others too.
+ISAS = [
+    pytest.param(isa, marks=[pytest.mark.deep] if number else [])
+    for number, isa in enumerate(compile.available_isas())
+]
+BUILDS = [
+    pytest.param((*isa.values, order), id=f"{isa.values[0]}-{order}", marks=isa.marks)
+    for isa in ISAS
+    for order in cpu.ORDERS
+]
 
 
 @pytest.fixture(params=[*BUILDS, "numpy"])
 def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every build that this processor can run, in both orders of reading, and NumPy without a compiler."""
-    name, _, order = request.param.partition("-")
-    monkeypatch.setenv("TREEATTN_READ_ORDER", order)
-    if name == "numpy":
+    """Every instruction set in both orders of reading, and NumPy without a compiler."""
+    if request.param == "numpy":
         monkeypatch.setattr(kernels, "loaded", lambda: (None, "not wanted"))
-        return name
-    take(name, monkeypatch)
-    return name
+        return "numpy"
+    isa, order = request.param
+    monkeypatch.setenv("TREEATTN_READ_ORDER", order)
+    take(isa, monkeypatch)
+    return f"{isa}-{order}"
 
 
-@pytest.fixture(params=compile.ISA_FLAGS)
+@pytest.fixture(params=ISAS)
 def each_isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every build that this processor can run."""
-    name: str = request.param
-    take(name, monkeypatch)
-    return name
+    """Every instruction set."""
+    take(request.param, monkeypatch)
+    return str(request.param)
 
 
 def take(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let kernels be of this build, or skip the test with the reason."""
-    if isa not in compile.available_isas():
-        pytest.skip(f"this processor has no {isa}")
     try:
         compile.library(isa)
     except BackendError as error:

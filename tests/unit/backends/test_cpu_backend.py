@@ -14,7 +14,7 @@ import pytest
 from treeattn import partial
 from treeattn.backends import cpu
 from treeattn.backends.cpu import blocked, compile
-from treeattn.collectives.operator import Operator
+from treeattn.collectives.runtime.operator import Operator
 from treeattn.errors import ArgumentError, BackendError
 
 Array = np.ndarray[Any, Any]

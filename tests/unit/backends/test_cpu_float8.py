@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from treeattn import reference
+from treeattn.attention.mask import Rules
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
-from treeattn.attention.visibility import Visibility, Visible
 from treeattn.backends import cpu
 from treeattn.errors import ArgumentError
 
@@ -75,10 +76,10 @@ def test_bits_and_rules() -> None:
     rng = np.random.default_rng(5)
     q = rng.standard_normal((1, 2, 4, 64)).astype(np.float32)
     k, v = (rng.standard_normal((1, 200, 2, 64)).astype(ml_dtypes.float8_e5m2) for _ in "kv")
-    visible = Visible(Visibility.of(4, causal=True, window=(50, 0), softcap=3.0), 1, 2)
+    visible = MaskTables(Rules(causal=True, window=(50, 0), softcap=3.0), 1, 2)
     mask = np.array([[[True, False, True, False, True], [False, True, True, False, False]]])
-    visible.look(Runs([(0, 1, 195)]), 200, None, [100, 150], mask)
-    out, lse = attend(q, k, v, visible=visible, k_scale=[1.0, 2.0], v_scale=[0.5, 3.0])
+    visible.update(Runs([(0, 1, 195)]), 200, None, [100, 150], mask)
+    out, lse = attend(q, k, v, tables=visible, k_scale=[1.0, 2.0], v_scale=[0.5, 3.0])
     wide = [array.astype(np.float64) * one for array, one in ((k, [[1], [2]]), (v, [[0.5], [3]]))]
     seen = reference.seen(np.arange(195), [[100, 150]], causal=True, window=(50, 0))
     part = reference.partial(q, *wide, scale=0.1, softcap=3.0, seen=np.concatenate([seen, mask], 2))

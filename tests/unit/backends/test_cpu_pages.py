@@ -8,9 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.paged_cases import in_pages
+from tests.support.pages import in_pages
+from treeattn.attention.mask import Rules
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
-from treeattn.attention.visibility import Visibility, Visible
 from treeattn.backends import cpu
 from treeattn.errors import ArgumentError
 
@@ -44,19 +45,17 @@ def test_pages_have_the_bits_of_a_cache_in_a_row(
     plan: dict[str, Any] = {"k_scale": [0.5, 2.0], "v_scale": [1.0, 3.0]} if is_8 else {}
     (pages, table), (values, _) = (in_pages(one, page_size, lengths) for one in (k, v))
     assert attend(q, pages, values, lengths, table, **plan) == attend(q, k, v, lengths, **plan)
-    look = Visible(
-        Visibility.of(2 * group, causal=True, window=(90, None), leading=3, alibi=[0.1] * 2 * group),
+    look = MaskTables(
+        Rules(causal=True, window=(90, None), leading=3, alibi=[0.1] * 2 * group),
         2,
         queries,
     )
     mask = rng.random((2, queries, 5)) < 0.5
-    look.look(
+    look.update(
         *(Runs([(0, 1, tokens)]), tokens, lengths, rng.integers(0, tokens, (2, queries))),
         *(mask, np.full((2, 5), tokens)),
     )
-    assert attend(q, pages, values, None, table, visible=look, **plan) == attend(
-        q, k, v, visible=look, **plan
-    )
+    assert attend(q, pages, values, None, table, tables=look, **plan) == attend(q, k, v, tables=look, **plan)
 
 
 @pytest.mark.usefixtures("build")

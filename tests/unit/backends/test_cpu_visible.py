@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.visible_cases import Case, draw
+from tests.support.problems import Case, draw
 from treeattn import reference
+from treeattn.attention.mask import Rules
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs, as_runs
-from treeattn.attention.visibility import Visibility, Visible
 from treeattn.backends import cpu
 from treeattn.errors import ArgumentError
 
@@ -18,22 +19,22 @@ Array = np.ndarray[Any, Any]
 SHARDS = 3
 
 
-def rules_of(case: Case) -> Visibility:
+def rules_of(case: Case) -> Rules:
     """Without sinks, which are not the kernels' business."""
     case.rules.pop("sink_logits", None)
-    return Visibility.of(case.q.shape[2], **case.rules)
+    return Rules(**case.rules)
 
 
 def records_of(case: Case, rank: int, **plan: Any) -> Array:
     batch, queries, heads, head_dim = case.q.shape
-    visible = Visible(rules_of(case), batch, queries)
+    visible = MaskTables(rules_of(case), batch, queries)
     dtype = np.float64 if case.q.dtype == np.float64 else np.float32
     records = np.full((batch, heads, queries, head_dim + 2), 77, dtype)
     given = case.shard(rank)
-    planned = cpu.PlannedAttention(records, scale=case.scale, visible=visible, **plan)
+    planned = cpu.PlannedAttention(records, scale=case.scale, tables=visible, **plan)
     table = given.get("block_table")
     tokens = given["k"].shape[1] * (1 if table is None else table.shape[1])
-    visible.look(
+    visible.update(
         *(as_runs(given["positions"]), tokens, given["lengths"], given["q_positions"]),
         *(given.get("mask"), given.get("draft_positions")),
     )
@@ -69,12 +70,12 @@ def test_threads_change_no_bit(build: str) -> None:
 
 def one(
     queries: int, tokens: int, dtype: Any = np.float32, **rules: Any
-) -> tuple[Array, Array, Array, Visible]:
+) -> tuple[Array, Array, Array, MaskTables]:
     """One sequence of four query heads over two KV heads."""
     rng = np.random.default_rng(queries + tokens)
     q = rng.standard_normal((1, queries, 4, 72)).astype(dtype)
     k, v = (rng.standard_normal((1, tokens, 2, 72)).astype(dtype) for _ in "kv")
-    return q, k, v, Visible(Visibility.of(4, **rules), 1, queries)
+    return q, k, v, MaskTables(Rules(**rules), 1, queries)
 
 
 @pytest.mark.usefixtures("build")
@@ -85,25 +86,25 @@ def test_what_nobody_may_see_changes_no_bit() -> None:
     mask[0, 0, [0, 1, 17]] = mask[0, 1, [2, 33]] = mask[0, 2, [17, 18, 39]] = True
     stands = [[250, 120, 251]]
     records, again = (np.empty((1, 4, 3, 74), np.float32) for _ in "12")
-    visible.look(Runs([(0, 1, 260)]), 300, None, stands, mask)
-    cpu.partial_attention(q, k, v, records, scale=0.2, visible=visible)
+    visible.update(Runs([(0, 1, 260)]), 300, None, stands, mask)
+    cpu.partial_attention(q, k, v, records, scale=0.2, tables=visible)
     seen = reference.seen(np.arange(260), stands, causal=True, window=(70, 0), leading=3)
     hidden = ~np.concatenate([seen, mask], 2).any((0, 1))
     assert hidden[:260].any()
     assert hidden[260:].any()
     k[:, hidden], v[:, hidden] = np.nan, np.nan
-    cpu.partial_attention(q, k, v, again, scale=0.2, visible=visible)
+    cpu.partial_attention(q, k, v, again, scale=0.2, tables=visible)
     assert records.tobytes() == again.tobytes()
 
 
 @pytest.mark.usefixtures("build")
 def test_what_one_query_may_not_see_changes_no_bit_of_it() -> None:
     q, k, v, visible = one(2, 200, causal=True)
-    visible.look(Runs([(0, 1, 200)]), 200, None, [150, 199])
+    visible.update(Runs([(0, 1, 200)]), 200, None, [150, 199])
     records, again = (np.empty((1, 4, 2, 74), np.float32) for _ in "12")
-    cpu.partial_attention(q, k, v, records, scale=0.2, visible=visible)
+    cpu.partial_attention(q, k, v, records, scale=0.2, tables=visible)
     k[:, 151:], v[:, 151:] = np.nan, np.inf
-    cpu.partial_attention(q, k, v, again, scale=0.2, visible=visible)
+    cpu.partial_attention(q, k, v, again, scale=0.2, tables=visible)
     assert records[:, :, 0].tobytes() == again[:, :, 0].tobytes()
     assert np.isnan(again[:, :, 1]).all()
 
@@ -111,9 +112,9 @@ def test_what_one_query_may_not_see_changes_no_bit_of_it() -> None:
 @pytest.mark.usefixtures("build")
 def test_all_that_is_there_is_seen_to_the_same_bits() -> None:
     q, k, v, visible = one(1, 2500, causal=True)
-    visible.look(Runs([(0, 1, 2500)]), 2500, None, [2499])
+    visible.update(Runs([(0, 1, 2500)]), 2500, None, [2499])
     records, plain = (np.empty((1, 4, 1, 74), np.float32) for _ in "12")
-    cpu.partial_attention(q, k, v, records, scale=0.2, visible=visible)
+    cpu.partial_attention(q, k, v, records, scale=0.2, tables=visible)
     cpu.partial_attention(q, k, v, plain, scale=0.2)
     assert records.tobytes() == plain.tobytes()
 
@@ -123,9 +124,9 @@ def test_all_that_is_there_is_seen_to_the_same_bits() -> None:
 def test_softcap_from_tiny_scores_to_infinite_ones(softcap: float) -> None:
     q, k, v, visible = one(1, 90, softcap=softcap)
     k[0, :, :, 0] = np.geomspace(1e-6, 1e4, 90)[:, None]
-    visible.look(None, 90)
+    visible.update(None, 90)
     records = np.empty((1, 4, 1, 74), np.float32)
-    cpu.partial_attention(q, k, v, records, scale=0.2, visible=visible)
+    cpu.partial_attention(q, k, v, records, scale=0.2, tables=visible)
     part = reference.partial(q, k, v, scale=0.2, softcap=softcap)
     out_bound, lse_bound = 3e-6 * np.abs(v).max(), 1e-5 + 3e-7 * softcap
     out, lse = np.empty(q.shape, np.float32), np.empty((1, 4, 1), np.float32)
@@ -135,7 +136,7 @@ def test_softcap_from_tiny_scores_to_infinite_ones(softcap: float) -> None:
         np.testing.assert_allclose(out, wanted_out, rtol=0, atol=out_bound)
     np.testing.assert_allclose(lse, wanted_lse, rtol=0, atol=lse_bound)
     k[0, 3], k[0, 4, :, 0] = np.nan, np.inf
-    cpu.partial_attention(q, k, v, records, scale=0.2, visible=visible)
+    cpu.partial_attention(q, k, v, records, scale=0.2, tables=visible)
     assert np.isnan(records).all()
 
 
@@ -146,9 +147,9 @@ def test_alibi_from_far_away_keeps_its_digits(build: str) -> None:
     slopes = [0.5, -0.25, 0.125, 1.0]
     q, k, v, visible = one(2, 1500, alibi=slopes)
     runs, stands = Runs([(0, 3, 700), (90_000, 1, 800)]), [[1_000_000, 120]]
-    visible.look(runs, 1500, None, stands)
+    visible.update(runs, 1500, None, stands)
     records = np.empty((1, 4, 2, 74), np.float32)
-    cpu.partial_attention(q, k, v, records, scale=0.2, visible=visible)
+    cpu.partial_attention(q, k, v, records, scale=0.2, tables=visible)
     out, lse = np.empty(q.shape, np.float32), np.empty((1, 4, 2), np.float32)
     cpu.finish(records, out, lse)
     distance = np.asarray(stands)[:, :, None] - runs.positions()
@@ -163,7 +164,7 @@ def test_a_planned_attention_follows_its_tables() -> None:
     """Other runs, a mask that comes and goes, other arrays: each step as if planned anew."""
     q, k, v, visible = one(2, 300, causal=True, window=(40, 5), alibi=[0.1, 0.2, 0.3, 0.4])
     records, fresh = (np.empty((1, 4, 2, 74), np.float32) for _ in "12")
-    planned = cpu.PlannedAttention(records, scale=0.2, visible=visible)
+    planned = cpu.PlannedAttention(records, scale=0.2, tables=visible)
     mask = np.array([[[True, False, True], [False, True, True]]])
     for runs, tokens, stands, drafts in (
         (Runs([(0, 1, 300)]), 300, [200, 70], None),
@@ -174,9 +175,9 @@ def test_a_planned_attention_follows_its_tables() -> None:
         (Runs([(5, 7, 300)]), 299, [1200, 701], None),
     ):
         drafts_stand = None if drafts is None else [[201, 202, 202]]
-        for tables, run in ((visible, planned), (Visible(visible.rules, 1, 2), None)):
-            tables.look(runs, tokens, None, stands, drafts, drafts_stand)
-            run = run or cpu.PlannedAttention(fresh, scale=0.2, visible=tables)
+        for tables, run in ((visible, planned), (MaskTables(visible.rules, 1, 2), None)):
+            tables.update(runs, tokens, None, stands, drafts, drafts_stand)
+            run = run or cpu.PlannedAttention(fresh, scale=0.2, tables=tables)
             run(q, k[:, :tokens], v[:, :tokens])
         assert records.tobytes() == fresh.tobytes()
 
@@ -185,7 +186,7 @@ def test_tables_of_other_arrays_are_refused(build: str) -> None:
     if build == "numpy":
         pytest.skip("slices end with the array there")
     q, k, v, visible = one(1, 50, causal=True)
-    visible.look(Runs([(0, 1, 50)]), 50, None, [49])
+    visible.update(Runs([(0, 1, 50)]), 50, None, [49])
     records = np.empty((1, 4, 1, 74), np.float32)
     with pytest.raises(ArgumentError, match="sequence 0 sees tokens beyond the 49 of these arrays"):
-        cpu.partial_attention(q, k[:, :49], v[:, :49], records, scale=0.2, visible=visible)
+        cpu.partial_attention(q, k[:, :49], v[:, :49], records, scale=0.2, tables=visible)

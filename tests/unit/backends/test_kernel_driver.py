@@ -15,55 +15,44 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.visible_cases import draw
+from tests.support.builds import built
+from tests.support.problems import draw
 from treeattn import partial
+from treeattn.attention.mask import Rules
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import as_runs
-from treeattn.attention.visibility import Visibility, Visible
 from treeattn.backends.cpu import blocked, compile
 from treeattn.backends.cpu.rescale import rescale_records
 
-pytestmark = pytest.mark.slow  # four builds of the kernels
+pytestmark = pytest.mark.deep
 Array = np.ndarray[Any, Any]
 Driver = list[str]
 KERNELS = Path(__file__).parents[3] / "kernels" / "cpu"
 TYPES = {"float32": (np.float32, 0), "float16": (np.float16, 1), "bfloat16": (ml_dtypes.bfloat16, 2)}
 
-SANITIZE = ["-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+# Optimised, the sanitized kernels take twice as long to compile.
+SANITIZE = ["-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 # Name: instruction set, compiler, flags, what runs the result.
 BUILDS: dict[str, tuple[str, str, list[str], list[str]]] = {
     "neon": ("neon", "aarch64-linux-gnu-gcc", ["-O2", "-static"], ["qemu-aarch64"]),
     **{f"{isa}-sanitized": (isa, "cc", SANITIZE, []) for isa in compile.available_isas()},
     # Without random addresses, which the thread sanitizer of older compilers cannot bear.
-    "threads-sanitized": ("portable", "cc", ["-O0", "-g", "-fsanitize=thread"], ["setarch", "-R"]),
+    "threads-sanitized": ("portable", "cc", ["-O0", "-g1", "-fsanitize=thread"], ["setarch", "-R"]),
 }
 
 
 @pytest.fixture(scope="module", params=BUILDS)
-def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Driver:
+def driver(request: pytest.FixtureRequest) -> Driver:
     isa, compiler, flags, runner = BUILDS[request.param]
     for tool in (compiler, *runner[:1]):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed")
-    program = tmp_path_factory.mktemp(request.param) / "driver"
-    sources = [
-        str(path) for path in (Path(__file__).with_name("kernel_driver.c"), *sorted(KERNELS.glob("*.c")))
-    ]
+    sources = [Path(__file__).with_name("kernel_driver.c"), *sorted(KERNELS.iterdir())]
     shared = [flag for flag in compile._FLAGS if flag not in ("-O3", "-fPIC", "-shared")]
-    command = [
-        compiler,
-        *shared,
-        *compile.ISA_FLAGS[isa],
-        *flags,
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        f"-I{KERNELS}",
-    ]
-    built = subprocess.run(
-        [*command, "-o", str(program), *sources, "-lm"], capture_output=True, text=True, check=False
-    )
-    assert built.returncode == 0, built.stderr
+    command = [compiler, *shared, *compile.ISA_FLAGS[isa], *flags, "-Wall", "-Wextra", "-Werror"]
+    command += [f"-I{KERNELS}", *(str(path) for path in sources if path.suffix == ".c"), "-lm"]
+    program = built("", command, *(path.read_bytes() for path in sources))
     return [*runner, str(program)]
 
 
@@ -152,20 +141,20 @@ def test_what_a_query_may_see(driver: Driver, seed: int) -> None:
     numbers = {np.dtype(numpy_type): number for numpy_type, number in TYPES.values()}
     case.rules.pop("sink_logits", None)
     given, (batch, queries, heads, head_dim) = case.shard(0), case.q.shape
-    visible = Visible(Visibility.of(heads, **case.rules), batch, queries)
+    visible = MaskTables(Rules(**case.rules), batch, queries)
     pages = given.get("block_table", np.zeros((batch, 0), np.int32))
     kind, page_size = numbers[case.q.dtype], given["k"].shape[1]
     tokens = page_size * (pages.shape[1] or 1)
     k, v = (given[name][: pages.max() + 1] if pages.size else given[name] for name in "kv")
     seen = (given.get(name) for name in ("mask", "draft_positions"))
-    visible.look(as_runs(given["positions"]), tokens, given["lengths"], case.q_positions, *seen)
+    visible.update(as_runs(given["positions"]), tokens, given["lengths"], case.q_positions, *seen)
     rules, table = visible.rules, visible.runs.table
-    slopes = np.zeros(0) if rules.slopes is None else np.array(rules.slopes)
+    slopes = np.zeros(0) if rules.alibi is None else np.array(rules.alibi)
     tables = (visible.intervals, visible.q_positions, table, slopes, visible.mask, visible.draft_begins)
-    counts = (len(table), visible.drafts, visible.mask.shape[2], int(slopes.size > 0), rules.softcap)
+    counts = (len(table), visible.drafts, visible.mask.shape[2], int(slopes.size > 0), rules.softcap or 0.0)
     counts += pages.shape[1], page_size
     exact = np.empty((batch, heads, queries, head_dim + 2), np.float32)
-    how = {"visible": visible, "block_table": pages if pages.size else None}
+    how = {"tables": visible, "block_table": pages if pages.size else None}
     blocked.partial_attention(case.q, k, v, exact, scale=case.scale, **how)
     for threads, order in ((1, 0), (3, 1)):
         shape = (batch, queries, heads, k.shape[2], head_dim, tokens)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.drawn import examples
 from treeattn.backends.cuda import splits, variants
 from treeattn.backends.cuda.attention import divisor, most_queries
 from treeattn.backends.cuda.inputs import MAX_GRID
@@ -47,6 +48,7 @@ def test_a_long_shard_fills_one_wave(heads: int, kv_heads: int, resident: int) -
     assert 0.9 * 132 * resident < blocks <= 132 * resident
 
 
+@examples(100)
 @given(
     tiles=st.integers(1, 5000),
     rows=st.integers(1, 16),
@@ -112,6 +114,7 @@ def test_tokens_are_looked_at_by_six_bits() -> None:
     assert rounded_steps(1000 * 64, 64) == 1008
 
 
+@examples(100)
 @given(number=st.integers(1, 2**31 - 1), value=st.integers(0, 2**31 - 1))
 def test_a_divisor_divides(number: int, value: int) -> None:
     multiplier, shift = divisor(number)

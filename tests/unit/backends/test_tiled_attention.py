@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from treeattn import reference
+from treeattn.attention.mask import Rules
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
-from treeattn.attention.visibility import Visibility, Visible
 from treeattn.backends import cpu
 
 Array = np.ndarray[Any, Any]
@@ -89,21 +90,21 @@ RULES: list[dict[str, Any]] = [
 
 def visible_case(
     rules: dict[str, Any], shape: tuple[int, int, int, int, int, int], seed: int
-) -> tuple[Visible, dict[str, Any], Array]:
+) -> tuple[MaskTables, dict[str, Any], Array]:
     """The tables of a step, the same for the oracle, and its lengths."""
     batch, queries, heads, _, _, tokens = shape
     rng = np.random.default_rng(seed)
     given = dict(rules)
     drafts = given.pop("drafts", 0)
     slopes = rng.uniform(-0.01, 0.5, heads) if given.pop("alibi", False) else None
-    visible = Visible(Visibility.of(heads, **given, alibi=slopes), batch, queries)
+    visible = MaskTables(Rules(**given, alibi=slopes), batch, queries)
     context = tokens - drafts
     runs = Runs([(2, 3, context // 3), (4 * context, 1, context - context // 3)])
     q_positions = rng.choice(np.concatenate((runs.positions(), [0, 9 * context])), (batch, queries))
     lengths = rng.integers(drafts + context // 2, tokens + 1, batch)
     mask = rng.random((batch, queries, drafts)) < 0.5
     draft_positions = 9 * context + rng.integers(0, 9, (batch, drafts))
-    visible.look(*(runs, tokens, lengths, q_positions), *((mask, draft_positions) if drafts else ()))
+    visible.update(*(runs, tokens, lengths, q_positions), *((mask, draft_positions) if drafts else ()))
     context_seen = reference.seen(
         runs.positions(), q_positions, **{name: given[name] for name in given if name != "softcap"}
     )
@@ -126,10 +127,10 @@ def test_exact_for_what_is_visible(rules: dict[str, Any], shape: tuple[int, int,
     visible, oracle, _ = visible_case(rules, shape, len(str(rules)))
     q, k, v = inputs(shape, "bfloat16")
     unseen = ~oracle["seen"].any(axis=1)
-    clean = attend(q, k, v, visible=visible)
+    clean = attend(q, k, v, tables=visible)
     k[unseen] = v[unseen] = np.nan
     for threads in (1, 3):
-        got = attend(q, k, v, visible=visible, threads=threads)
+        got = attend(q, k, v, tables=visible, threads=threads)
         assert all(np.array_equal(ours, theirs) for ours, theirs in zip(got, clean, strict=True))
     k[unseen] = v[unseen] = 0
     assert_exact(clean, q, k, v, **oracle)
@@ -139,12 +140,12 @@ def test_exact_for_what_is_visible(rules: dict[str, Any], shape: tuple[int, int,
 @pytest.mark.usefixtures("each_isa")
 def test_a_row_is_not_touched_by_what_others_see(bad: float) -> None:
     shape = (1, 200, 2, 2, 24, 200)
-    visible = Visible(Visibility(causal=True), 1, 200)
-    visible.look(Runs([(0, 1, 200)]), 200, q_positions=np.arange(200))
+    visible = MaskTables(Rules(causal=True), 1, 200)
+    visible.update(Runs([(0, 1, 200)]), 200, q_positions=np.arange(200))
     q, k, v = inputs(shape)
-    clean = attend(q, k, v, visible=visible)
+    clean = attend(q, k, v, tables=visible)
     k[0, 120:, :, 3] = v[0, 120:, :, 5] = bad
-    out, lse = attend(q, k, v, visible=visible)
+    out, lse = attend(q, k, v, tables=visible)
     assert np.array_equal(out[:, :120], clean[0][:, :120])
     assert np.array_equal(lse[..., :120], clean[1][..., :120])
     assert not np.isfinite(out[:, 120:, :, 5]).any()
@@ -154,21 +155,21 @@ def test_a_row_is_not_touched_by_what_others_see(bad: float) -> None:
 def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     visible, _, lengths = visible_case({"window": (200, 0), "leading": 5}, (1, 300, 1, 1, 32, 1500), 3)
     q, k, v = inputs((1, 300, 1, 1, 32, 1500), "float16")
-    out, lse = attend(q, k, v, visible=visible)
+    out, lse = attend(q, k, v, tables=visible)
     for chosen in (slice(10, 42), slice(150, 260), slice(260, 300)):
-        part = Visible(visible.rules, 1, chosen.stop - chosen.start)
-        part.look(visible.runs, 1500, lengths, visible.q_positions[:, chosen])
-        part_out, part_lse = attend(q[:, chosen], k, v, visible=part)
+        part = MaskTables(visible.rules, 1, chosen.stop - chosen.start)
+        part.update(visible.runs, 1500, lengths, visible.q_positions[:, chosen])
+        part_out, part_lse = attend(q[:, chosen], k, v, tables=part)
         assert np.array_equal(part_out, out[:, chosen])
         assert np.array_equal(part_lse, lse[..., chosen])
 
 
 @pytest.mark.usefixtures("each_isa")
 def test_distances_of_a_query_far_from_all_it_sees() -> None:
-    visible = Visible(Visibility(slopes=(0.5, 0.01)), 1, 33)
-    visible.look(Runs([(0, 1, 300)]), 300, q_positions=np.full(33, 10_000_000))
+    visible = MaskTables(Rules(alibi=(0.5, 0.01)), 1, 33)
+    visible.update(Runs([(0, 1, 300)]), 300, q_positions=np.full(33, 10_000_000))
     q, k, v = inputs((1, 33, 2, 1, 16, 300))
-    out, lse = attend(q, k, v, visible=visible)
+    out, lse = attend(q, k, v, tables=visible)
     distance = 10_000_000.0 - np.arange(300.0)[None, None].repeat(33, 1)
     part = reference.partial(q, k, v, scale=0.2, alibi=(0.5, 0.01), distance=distance)
     exact = reference.combine([part])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from treeattn import comm
+from treeattn import mpi_library
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.backends.cuda import driver as cuda_driver
 from treeattn.backends.cuda.driver import Driver, Gpu
@@ -56,7 +56,7 @@ class Machine:
         device = SimpleNamespace(kernel=lambda module, expression: self.compiled.append(module))
         monkeypatch.setattr(cupy_runtime, "current", lambda: device)
         self.aware: bool | None = True
-        monkeypatch.setattr(comm, "cuda_aware", lambda: self.aware)
+        monkeypatch.setattr(mpi_library, "cuda_aware", lambda: self.aware)
         monkeypatch.setattr(probe, "launcher", lambda: "mpiexec")
         self.trial: tuple[str, str | None] = ("rightright", None)
         self.trials = 0

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 from tokenizers import Tokenizer as Made
 from tokenizers import decoders, models, pre_tokenizers
 
 from treeattn.cli.text import Stream
-from treeattn.llama.tokens import Tokenizer
+from treeattn.llama.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -32,7 +30,6 @@ def test_a_prompt_is_taken_whole_and_alone(path):
 def test_a_text_that_ends_within_a_character_is_printed_to_its_end(path, monkeypatch, capsys, cut):
     tokenizer = Tokenizer(path, 256)
     tokens = tokenizer.encode("a \u20ac")
-    monkeypatch.setattr(sys, "__stdout__", sys.stdout)
     stream = Stream(tokenizer, True)
     for end in range(1, len(tokens) + 1 - cut):
         stream(tokens[:end])

@@ -1,6 +1,6 @@
 /* Ranks as threads: every rank's program of one schedule over shared memory, for ThreadSanitizer.
  *
- * Usage: step_twin FILE, 64-bit words: base and bytes of the block that all addresses lie in, ranks, steps, looks,
+ * Usage: step_twin FILE, 64-bit words: base and bytes of the block that all addresses lie in, ranks, steps, spins,
  * width; per rank: address, bytes, first byte and bytes of the promised part of its records, and instructions of a
  * program; then per rank both programs; initial records; wanted ones. All ranks start every step from the same records.
  */
@@ -13,7 +13,7 @@
 void merge_partials(void *into, const void *other, int64_t records, int64_t width);
 
 struct block {
-  int64_t base, bytes, ranks, steps, looks, width;
+  int64_t base, bytes, ranks, steps, spins, width;
 };
 
 struct rank {
@@ -48,7 +48,7 @@ static void *run_rank(void *argument) {
                       .programs = {rank->programs[0], rank->programs[1]},
                       .length = rank->length,
                       .number = 1,
-                      .looks = block.looks,
+                      .spins = block.spins,
                       .width = block.width};
   for (int64_t number = 0; number < block.steps; ++number) {
     memcpy(records, rank->initial, rank->bytes);

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 from catalog_variants import SIZES, STUDIED, VARIANTS, at_size, blocks, label
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.drawn import examples
 from treeattn import collectives
 from treeattn.collectives import build, check, names, needs_nodes, parse
-from treeattn.collectives.catalog import CATALOG, Scheme, select
+from treeattn.collectives.catalog import CATALOG, Scheme, complete, select
 from treeattn.collectives.schedule import TRANSFER_LIMIT
 from treeattn.errors import RestrictionError, ScheduleError
 
@@ -59,7 +60,7 @@ def is_exact(schedule, name, size):
 
 
 @given(st.sampled_from(ON_NODES), st.integers(1, 24), st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=150)
+@examples(150)
 def test_nodes_may_hold_any_ranks_in_any_number(name, size, rng):
     ranks = rng.sample(range(size), size)
     cuts = sorted(rng.sample(range(1, size), rng.randint(0, size - 1)))
@@ -132,6 +133,19 @@ def test_parse_reads_values_by_kind():
     assert parse("hierarchical:nodes=4+4+2")[1] == {"nodes": (4, 4, 2)}
     assert parse("hierarchical:nodes=3x8+2")[1] == {"nodes": (8, 8, 8, 2)}
     assert parse("reduce_scatter_gather:order=near")[1] == {"order": "near"}
+
+
+def test_names_of_the_literature_are_read_as_the_one_name():
+    aliases = [alias for row in CATALOG.values() for alias in row.aliases]
+    assert len({*aliases, *CATALOG}) == len(aliases) + len(CATALOG)
+    assert select("rabenseifner:order=near").text == "reduce_scatter_gather:order=near"
+    assert build("hierarchical:inner=binomial_tree:outer=pat", 8, nodes=(4, 4)).name == (
+        "hierarchical:inner=k_nomial_tree:outer=all_gather_trees:nodes=4+4"
+    )
+    with pytest.raises(ScheduleError, match="did you mean rabenseifner?"):
+        parse("rabenseifer")
+    page = (Path(__file__).resolve().parents[3] / "docs" / "schemes.md").read_text()
+    assert [alias for alias in aliases if f"`{alias}`" not in page] == []
 
 
 def test_parse_nests_in_parentheses():
@@ -339,18 +353,17 @@ def catalog_as_it_was():
 def test_the_walk_of_adding_a_scheme_works(tmp_path, monkeypatch):
     page = Path(__file__).resolve().parents[3] / "docs" / "adding-a-scheme.md"
     text = page.read_text()
-    source, imports, row = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    source, row = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "star.py").write_text(source)
     name = "treeattn.collectives.schemes.star"
     spec = importlib.util.spec_from_file_location(name, tmp_path / "star.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
-    namespace = {"Scheme": Scheme}
-    exec(imports, namespace)
+    star = complete(eval(row.strip().rstrip(","), {"Scheme": Scheme}))
     rows = dict(CATALOG)
     CATALOG.clear()  # the first row, since a reader may find it anywhere
-    CATALOG.update({"star": eval(row.strip().rstrip(","), namespace), **rows})
+    CATALOG.update({"star": star, **rows})
 
     example = "".join(re.findall(r"^```pycon\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
     runner = doctest.DocTestRunner()

@@ -10,9 +10,10 @@ from itertools import pairwise
 
 import pytest
 from catalog_variants import STUDIED, VARIANTS, at_size, label
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.drawn import examples
 from treeattn.collectives import (
     Fold,
     Schedule,
@@ -26,7 +27,7 @@ from treeattn.collectives import (
     side_by_side,
     then,
 )
-from treeattn.collectives.expressions import ChunkMap, Expressions, aligned
+from treeattn.collectives.provenance import ChunkMap, Expressions, aligned
 from treeattn.errors import RestrictionError, ScheduleError
 
 
@@ -38,10 +39,10 @@ def plain_check(schedule):
         before, apart = dict(held), dict(gathered)
         writes = Counter((t.dst, c) for t in round_ for c in t.chunks)
         for t in round_:
-            if t.src == t.dst or not t.chunks or not (t.merge or t.own):
+            if t.src == t.dst or not t.chunks or not (t.merge or t.inclusive):
                 return False
             for c in t.chunks:
-                sent = (before if t.own else apart)[t.src, c]
+                sent = (before if t.inclusive else apart)[t.src, c]
                 if not sent or (not t.merge and writes[t.dst, c] > 1):
                     return False
                 held[t.dst, c] = held[t.dst, c] + sent if t.merge else sent
@@ -85,7 +86,7 @@ def with_round(schedule, index, round_):
 
 
 @given(built(), st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=200)
+@examples(200)
 def test_a_dropped_transfer_is_caught(schedule, rng):
     i, j = rng.choice(places(schedule))
     round_ = list(schedule.rounds[i])
@@ -95,7 +96,7 @@ def test_a_dropped_transfer_is_caught(schedule, rng):
 
 
 @given(built(), st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=200)
+@examples(200)
 def test_a_doubled_transfer_is_caught(schedule, rng):
     i, j = rng.choice(places(schedule))
     round_ = schedule.rounds[i]
@@ -119,7 +120,7 @@ def mutated(schedule, rng):
     transfer = round_[j]
     kind = rng.randrange(6)
     if kind == 5:
-        round_[j] = transfer._replace(own=not transfer.own)
+        round_[j] = transfer._replace(inclusive=not transfer.inclusive)
     elif kind == 0:
         round_[j] = transfer._replace(src=rng.randrange(schedule.size))
     elif kind == 1:
@@ -139,7 +140,7 @@ def mutated(schedule, rng):
 
 @pytest.mark.slow
 @given(built(), st.randoms(use_true_random=False), st.integers(0, 3))
-@settings(deadline=None, max_examples=600)
+@examples(600)
 def test_agrees_with_counting_on_random_changes(schedule, rng, changes):
     for _ in range(changes):
         schedule = mutated(schedule, rng)
@@ -147,7 +148,7 @@ def test_agrees_with_counting_on_random_changes(schedule, rng, changes):
 
 
 @given(built(), st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_relabelled_schedules_still_check(schedule, rng):
     ranks = rng.sample(range(schedule.size), schedule.size)
     relabelled = replace(schedule, rounds=on_ranks(schedule.rounds, ranks))
@@ -268,20 +269,20 @@ def test_impossible_transfers_are_named(transfer, problem):
 def test_what_is_gathered_leaves_out_the_own_part():
     """Rank 1 passes on what rank 2 gave it, and then rank 0 counts 1 once."""
     first = (Transfer(2, 1), Transfer(1, 0))
-    rest = Transfer(1, 0, own=False)
+    rest = Transfer(1, 0, inclusive=False)
     down = tuple(Transfer(0, r, range(1), False) for r in (1, 2))
     assert check(Schedule("rest", 3, 1, (first, (rest,), down))).determinism == "A"
     twice = "round 2: transfer 1->0 of chunks 0:1 counts rank 1 twice in chunk 0 of rank 0"
-    assert twice in failure(first, (rest._replace(own=True),), down, size=3)
+    assert twice in failure(first, (rest._replace(inclusive=True),), down, size=3)
 
 
 def test_nothing_gathered_cannot_be_sent():
-    early = (Transfer(1, 0, own=False),)
+    early = (Transfer(1, 0, inclusive=False),)
     text = "round 1: transfer 1'->0 of chunks 0:1 sends what rank 1 has gathered, which is nothing yet"
     assert text in failure(early, size=2)
     copied = (Transfer(0, 1, range(1), False),)
     assert "round 3: transfer 1'->2 of chunks 0:1 sends what rank 1 has gathered" in failure(
-        (Transfer(2, 1),), copied, (Transfer(1, 2, own=False),), size=3
+        (Transfer(2, 1),), copied, (Transfer(1, 2, inclusive=False),), size=3
     )
     assert "overwrites with less than its sender holds" in failure(
         (Transfer(2, 1),), (Transfer(1, 0, range(1), False, False),), size=3
@@ -344,8 +345,8 @@ def test_depth_counts_the_longest_chain_of_merges():
 
 
 def test_one_order_tells_ring_from_recursive_doubling():
-    assert check(build("recursive_doubling", 8)).one_order
-    assert not check(build("ring", 8)).one_order
+    assert check(build("recursive_doubling", 8)).uniform_merge_order
+    assert not check(build("ring", 8)).uniform_merge_order
 
 
 def test_complete_values_are_told_apart_by_chunk_and_by_bracket():
@@ -353,13 +354,13 @@ def test_complete_values_are_told_apart_by_chunk_and_by_bracket():
     alike, unlike = build("recursive_doubling", 4).rounds, on_chunks(different_brackets().rounds, 1)
     mixed = Schedule("mixed", 4, 2, side_by_side(alike, unlike))
     assert check(mixed).determinism == "none"
-    assert not check(mixed).one_order
+    assert not check(mixed).uniform_merge_order
     down = tuple(Transfer(0, rank, range(2), False) for rank in (1, 2, 3))
     settled = check(replace(mixed, rounds=(*mixed.rounds, down)))
     assert settled.determinism == "A"
-    assert settled.one_order, "rank 0 merges both chunks in pairs"
+    assert settled.uniform_merge_order, "rank 0 merges both chunks in pairs"
     from_3 = tuple(Transfer(3, rank, range(2), False) for rank in (0, 1, 2))
-    assert not check(replace(mixed, rounds=(*mixed.rounds, from_3))).one_order
+    assert not check(replace(mixed, rounds=(*mixed.rounds, from_3))).uniform_merge_order
     assert check(replace(mixed, rounds=(*mixed.rounds, from_3))).depth == 3
 
 
@@ -384,7 +385,7 @@ def test_a_fold_ends_where_a_message_does():
 
 
 @given(built(high=14))
-@settings(deadline=None, max_examples=150)
+@examples(150)
 def test_fold_orders_cover_every_merge_once_and_ascend(schedule):
     held = {(r, c): {r} for r in range(schedule.size) for c in range(schedule.chunks)}
     for round_, folds in zip(schedule.rounds, prove(schedule).folds, strict=True):
@@ -409,7 +410,7 @@ def test_fold_orders_cover_every_merge_once_and_ascend(schedule):
 
 @pytest.mark.slow
 @given(st.integers(1, 30), st.randoms(use_true_random=False))
-@settings(deadline=None)
+@examples(100)
 def test_chunk_map_is_a_list_kept_as_runs(chunks, rng):
     held, plain = ChunkMap(chunks, 0), [0] * chunks
     for _ in range(12):

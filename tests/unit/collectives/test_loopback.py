@@ -243,7 +243,7 @@ def test_what_is_gathered_is_kept_apart_by_chunks():
     """Rank 1 gathers the halves in two rounds, and passes both on in one."""
     first = (Transfer(1, 0, range(2)),)
     halves = ((Transfer(2, 1, range(1)),), (Transfer(2, 1, range(1, 2)),))
-    rest = (Transfer(1, 0, range(2), own=False),)
+    rest = (Transfer(1, 0, range(2), inclusive=False),)
     down = tuple(Transfer(0, rank, range(2), False) for rank in (1, 2))
     schedule = Schedule("apart", 3, 2, (first, *halves, rest, down))
     partials = random_partials(3, 10)

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from virtual_node import OneSet, virtual_node
 
-from tests.made_partials import own_part, partials
+from tests.support.partials import own_part, partials
+from tests.support.reducer_contract import OPERATOR
+from tests.support.virtual_node import OneSet, virtual_node
 from treeattn.backends.cpu import compiled_kernels_problem
 from treeattn.collectives import build, check, names
-from treeattn.collectives.executors import loopback, slots
+from treeattn.collectives.executors import loopback
+from treeattn.collectives.executors.slots import Slots
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).resolve().parents[3]
 KERNELS = ROOT / "kernels" / "cpu"
@@ -44,19 +46,18 @@ def twin(tmp_path_factory):
     return compiled(tmp_path_factory.mktemp("twin"))
 
 
-def run(twin, path, scheme, size, layout=slots.Layout, steps=40):
+def run(twin, path, scheme, size, slots=Slots, steps=40):
     """What the twin says: (exit code, all that it printed)."""
     schedule, records = build(scheme, size), 9
-    node = virtual_node(schedule, records, layout=layout)
+    block, ranks = virtual_node(schedule, records, slots)
     values = partials(size, records, 8, seed=size)
-    wanted = [np.ascontiguousarray(part) for part in loopback.run(schedule, values, node.operator)]
-    begin = node.arena.block.ctypes.data
-    words = [begin, node.arena.used, size, steps, 20, node.operator.width]
-    for rank, (buffer, program) in enumerate(node.ranks):
+    wanted = [np.ascontiguousarray(part) for part in loopback.run(schedule, values, OPERATOR)]
+    words = [block.bytes.ctypes.data, block.used, size, steps, 20, OPERATOR.width]
+    for rank, (buffer, lowered) in enumerate(ranks):
         promised = own_part(schedule, rank, buffer)
         first = promised.ctypes.data - buffer.ctypes.data
-        words += [buffer.ctypes.data, buffer.nbytes, first, promised.nbytes, len(program.round_at)]
-    blocks = [np.array(words, np.int64), *(array for rank in node.ranks for array in rank.program.arrays)]
+        words += [buffer.ctypes.data, buffer.nbytes, first, promised.nbytes, len(lowered.rounds)]
+    blocks = [np.array(words, np.int64), *(array for rank in ranks for array in rank.lowered.arrays)]
     blocks += [block for pair in zip(values, wanted, strict=True) for block in pair]
     path.write_bytes(b"".join(block.tobytes() for block in blocks))
     # Without fixed addresses some kernels leave the sanitizer no room.
@@ -69,7 +70,7 @@ def run(twin, path, scheme, size, layout=slots.Layout, steps=40):
 @pytest.mark.parametrize("scheme", names("schedule"))
 def test_no_race(twin, tmp_path, scheme):
     for size in (2, 3, 5, 8):
-        if check(build(scheme, size)).in_step_from <= 9:
+        if check(build(scheme, size)).min_records_for_double_buffering <= 9:
             assert run(twin, tmp_path / "programs", scheme, size) == (0, "done\n"), size
 
 
@@ -82,6 +83,6 @@ def test_a_relaxed_order_is_reported(tmp_path, order):
 
 
 def test_one_set_of_slots_is_reported(twin, tmp_path):
-    code, said = run(twin, tmp_path / "programs", "recursive_doubling", 4, layout=OneSet)
+    code, said = run(twin, tmp_path / "programs", "recursive_doubling", 4, slots=OneSet)
     assert code != 0
     assert "data race" in said or "result 3" in said

@@ -1,4 +1,4 @@
-"""The NCCL executor, all ranks in one process: the bits of the loopback definition, and nothing hangs."""
+"""Reducers over NCCL: their graphs, their end, and waits that end; and that the fake can fail."""
 
 from __future__ import annotations
 
@@ -6,134 +6,39 @@ import threading
 
 import numpy as np
 import pytest
-from catalog_variants import VARIANTS, label
-from fake_nccl import Fabric, Hang, QueuedOperator
-from test_loopback import built
 
-from tests.made_partials import own_part, partials
+from tests.support.fake_nccl import Fabric, Hang, QueuedOperator
 from treeattn.backends.cpu import MergeOperator
-from treeattn.collectives import Schedule, Transfer, build, captured
-from treeattn.collectives.executors import loopback, rounds
-from treeattn.collectives.executors.nccl import Reducer
-from treeattn.collectives.libraries import nccl_allreduce
-from treeattn.collectives.reducer import Reduction
-from treeattn.errors import ScheduleError, TransportError
+from treeattn.collectives import build
+from treeattn.collectives.executors import nccl
+from treeattn.collectives.runtime import cuda_graph
+from treeattn.collectives.runtime.reducer import ReductionSpec
+from treeattn.errors import StateError, TransportError
 
 OPERATOR = MergeOperator(8)
 
 
-def reduction(stream, buffer, operator=None, group=1):
-    return Reduction(stream, operator or QueuedOperator(OPERATOR, stream), buffer, group, stream)
+def reduction(stream, buffer, operator=None):
+    return ReductionSpec(stream, operator or QueuedOperator(OPERATOR, stream), buffer, 1, stream)
 
 
-def reducers(fabric, schedule, buffers):
-    return [
-        Reducer(reduction(stream, buffer), schedule)
-        for stream, buffer in zip(fabric.streams, buffers, strict=True)
-    ]
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=label)
-def test_same_bits_as_loopback(variant):
-    """The first step as it is, the second captured, the third launched again."""
-    for size in range(1, 10):
-        schedule = built(variant, size)
-        values = partials(size, 7, 8, seed=size)
-        wanted = loopback.run(schedule, values, OPERATOR)
-        fabric = Fabric(size, seed=size)
-        buffers = [value.copy() for value in values]
-        steps = reducers(fabric, schedule, buffers)
-        for _ in range(3):
-            for buffer, value, step in zip(buffers, values, steps, strict=True):
-                buffer[:] = value
-                step()
-            fabric.run()
-            for rank, buffer in enumerate(buffers):
-                np.testing.assert_array_equal(own_part(schedule, rank, buffer), wanted[rank])
-        if size > 1:
-            assert [stream.graph_launches for stream in fabric.streams] == [2] * size
-        for step in steps:
-            step.close()
-        assert {stream.closed for stream in fabric.streams} == {"closed"}
-
-
-def test_swap_in_one_round_reads_the_state_before_it():
-    swap = (Transfer(0, 1, range(1), False), Transfer(1, 0, range(1), False))
-    schedule = Schedule("swap first", 2, 1, (swap, *build("recursive_doubling", 2).rounds))
-    for seed in range(4):  # messages move in either order
-        values = partials(2, 5, 8)
-        buffers = [value.copy() for value in values]
-        fabric = Fabric(2, seed)
-        for step in reducers(fabric, schedule, buffers):
-            step()
-        fabric.run()
-        np.testing.assert_array_equal(buffers[0], loopback.run(schedule, values, OPERATOR)[0])
-
-
-@pytest.mark.parametrize(
-    ("scheme", "launches"), [("all_gather_merge", 2), ("recursive_multiplying:factors=7", 2)]
-)
-def test_arrivals_of_a_round_fold_in_at_most_two_launches(scheme, launches):
-    schedule = build(scheme, 7)
-    fabric = Fabric(7)
-    for rank, stream in enumerate(fabric.streams):
+@pytest.mark.parametrize("scheme", ["all_gather_merge", "recursive_multiplying:factors=7"])
+def test_arrivals_of_a_round_fold_in_at_most_two_launches(scheme):
+    for rank, stream in enumerate(Fabric(7).streams):
         operator = QueuedOperator(OPERATOR, stream)
-        Reducer(reduction(stream, np.zeros((7, 10), np.float32), operator), schedule)
-        assert operator.planned == (1 if rank < 2 else launches)
+        nccl.plan(reduction(stream, np.zeros((7, 10), np.float32), operator), build(scheme, 7))
+        assert operator.planned == (1 if rank < 2 else 2)
 
 
-def test_what_is_studied_is_not_run():
-    """Every executor over real ranks asks `rounds.proved`."""
-    (stream,) = Fabric(1).streams
-    (buffer,) = partials(1, 7, 8)
-    apart = Schedule("apart", 1, 1, ((Transfer(0, 0, own=False),),))
-    with pytest.raises(ScheduleError, match="sends from rank 0 to itself"):
-        rounds.proved(reduction(stream, buffer), apart)
-    with pytest.raises(ScheduleError, match="census: made for 3 ranks"):
-        rounds.proved(reduction(stream, buffer), build("census", 3))
-    three = reduction(Fabric(3).streams[0], buffer)
-    with pytest.raises(
-        ScheduleError, match="census sends what a rank has gathered without its own: .*not run"
-    ):
-        rounds.proved(three, build("census", 3))
-
-
-def test_whole_groups_of_records_travel():
-    """A chunk is never cut within a group: two groups over four chunks leave two of them empty."""
-    schedule = build("ring", 4)
-    fabric = Fabric(4)
-    values = partials(4, 6, 8)
-    buffers = [value.copy() for value in values]
-    for stream, buffer in zip(fabric.streams, buffers, strict=True):
-        Reducer(reduction(stream, buffer, group=3), schedule)()
-    fabric.run()
-    for buffer in buffers[1:]:
-        np.testing.assert_array_equal(buffer, buffers[0])
-
-
-def test_misuse_is_refused():
-    fabric = Fabric(2)
-    stream = fabric.streams[0]
-    schedule, buffer = build("chain", 2), np.zeros((2, 10), np.float32)
-    with pytest.raises(ScheduleError, match="the communicator has 2"):
-        Reducer(reduction(stream, buffer), build("chain", 3))
-    for wrong in (np.zeros((2, 20), np.float32)[:, ::2], np.zeros((2, 10))):
-        with pytest.raises(ScheduleError, match="C-contiguous float32"):
-            Reducer(reduction(stream, wrong), schedule)
-        with pytest.raises(ScheduleError, match="C-contiguous float32"):
-            nccl_allreduce.plan(reduction(stream, wrong))
-    with Reducer(reduction(stream, buffer), schedule) as reducer:
-        with pytest.raises(TransportError, match="run one before capturing one"):
+def test_a_capture_before_the_first_step_is_refused():
+    stream = Fabric(2).streams[0]
+    with nccl.plan(reduction(stream, np.zeros((2, 10), np.float32)), build("chain", 2)) as reducer:
+        with pytest.raises(StateError, match="run one before capturing one"):
             stream.capture(reducer)
         stream._recorded = None
         reducer()  # nothing has begun: the advice can be followed
         stream.queued.clear()
         stream.waited = True
-    with pytest.raises(ScheduleError, match="closed"):
-        reducer()
-    with pytest.raises(KeyError), Reducer(reduction(stream, buffer), schedule):
-        raise KeyError
-    assert stream.closed == "aborted"
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["body", "launch"])
@@ -143,7 +48,7 @@ def test_the_graph_goes_before_a_communicator_that_is_aborted(lost):
     buffer = np.zeros((2, 10), np.float32)
 
     def fail():
-        with Reducer(reduction(stream, buffer), build("chain", 2)) as reducer:
+        with nccl.plan(reduction(stream, buffer), build("chain", 2)) as reducer:
             reducer()
             reducer()
             stream.lost = lost
@@ -159,13 +64,13 @@ def test_the_graph_goes_before_a_communicator_that_is_aborted(lost):
 @pytest.fixture
 def hurried(monkeypatch):
     monkeypatch.setenv("TREEATTN_TIMEOUT", "0.05")
-    monkeypatch.setattr(captured, "_ABORT_SECONDS", 0.05)
+    monkeypatch.setattr(cuda_graph, "_ABORT_SECONDS", 0.05)
 
 
 def hanging(steps=1):
     """A reducer of rank 0, whose peers never come, and its stream."""
     stream = Fabric(3).streams[0]
-    reducer = Reducer(reduction(stream, np.zeros((3, 10), np.float32)), build("recursive_multiplying", 3))
+    reducer = nccl.plan(reduction(stream, np.zeros((3, 10), np.float32)), build("recursive_multiplying", 3))
     for _ in range(steps):
         reducer()
     return reducer, stream
@@ -179,7 +84,7 @@ def test_a_wait_for_a_step_that_hangs_ends(hurried, steps):
     with pytest.raises(TransportError, match=words):
         reducer.synchronize()
     assert stream.closed == "aborted"
-    with pytest.raises(ScheduleError, match="a step on a reducer that is closed"):
+    with pytest.raises(StateError, match="a step on a reducer that is closed"):
         reducer()
     reducer.close()  # nothing is left to do
 
@@ -199,14 +104,14 @@ def test_closing_over_a_step_that_hangs_ends(hurried, monkeypatch):
     with pytest.raises(TransportError, match="0.05 s without rank 1 and 2"):
         reducer.close()
     assert stream.closed == "aborted"
-    assert reducer in captured._left_behind
+    assert reducer in cuda_graph._left_behind
 
 
 def test_closing_waits_for_every_stream(monkeypatch):
     """The last step may be in one that is no longer current."""
     fabric = Fabric(1)
     (stream,) = fabric.streams
-    reducer = Reducer(reduction(stream, np.zeros((2, 10), np.float32)), build("chain", 1))
+    reducer = nccl.plan(reduction(stream, np.zeros((2, 10), np.float32)), build("chain", 1))
     waited = []
     monkeypatch.setattr(stream, "synchronize", lambda: waited.append("current"))
     monkeypatch.setattr(stream, "synchronize_all", lambda: waited.append("all"))
@@ -225,7 +130,7 @@ def test_an_abort_that_hangs_is_left_behind(hurried, monkeypatch):
 def test_a_graph_of_the_callers_that_outlives_its_reducer_is_named(hurried, monkeypatch):
     """NCCL's end waits for it: here as long as an event that nobody sets."""
     stream = Fabric(1).streams[0]
-    reducer = Reducer(reduction(stream, np.zeros((2, 10), np.float32)), build("chain", 1))
+    reducer = nccl.plan(reduction(stream, np.zeros((2, 10), np.float32)), build("chain", 1))
     monkeypatch.setattr(stream, "close", threading.Event().wait)
     with pytest.raises(TransportError, match="drop CUDA graphs of your own that hold a step before close"):
         reducer.close()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.unit.backends.cupy_signatures import strict
-from treeattn.collectives import nccl
+from treeattn.collectives.runtime import nccl
 from treeattn.errors import TransportError
 
 
@@ -169,12 +169,13 @@ UNCLOSED = """
 import gc, os, sys, weakref
 from types import SimpleNamespace
 import numpy as np
-from fake_nccl import Fabric, QueuedOperator
+from tests.support.fake_nccl import Fabric, QueuedOperator
 from test_nccl_library import fake
 from treeattn.backends.cpu import MergeOperator
-from treeattn.collectives import build, nccl
-from treeattn.collectives.executors.nccl import Reducer
-from treeattn.collectives.reducer import Reduction
+from treeattn.collectives import build
+from treeattn.collectives.runtime import nccl
+from treeattn.collectives.executors import nccl as over_nccl
+from treeattn.collectives.runtime.reducer import ReductionSpec
 
 class NcclCommunicator:
     def __init__(self, *_):
@@ -187,9 +188,9 @@ modules["cupy.cuda.nccl"].NcclCommunicator = NcclCommunicator
 sys.modules.update(modules)
 stream = Fabric(2).streams[0]
 two = SimpleNamespace(rank=0, size=2, bcast=lambda value, root: value)
-reduction = Reduction(nccl.connect(two, stream), QueuedOperator(MergeOperator(8), stream),
+reduction = ReductionSpec(nccl.connect(two, stream), QueuedOperator(MergeOperator(8), stream),
                       np.zeros((2, 10), np.float32), 1, stream)
-reducer = Reducer(reduction, build("chain", 2))
+reducer = over_nccl.plan(reduction, build("chain", 2))
 reducer()
 reducer()
 assert stream.graph_launches == 1

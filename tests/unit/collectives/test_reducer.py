@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from treeattn.collectives.reducer import Reducer
-from treeattn.errors import ScheduleError
+from treeattn.collectives.runtime.reducer import Reducer
+from treeattn.errors import StateError
 
 
 class Logged(Reducer):
@@ -37,16 +37,16 @@ def test_a_call_is_both_halves_and_closing_ends_a_step_in_flight():
     reducer = Logged()
     reducer()
     reducer.start()
-    with pytest.raises(ScheduleError, match="already running"):
+    with pytest.raises(StateError, match="already running"):
         reducer()
-    with pytest.raises(ScheduleError, match="already running"):
+    with pytest.raises(StateError, match="already running"):
         reducer.start()
     reducer.close()
     reducer.close()
     assert reducer.log == ["begin", "complete", "begin", "complete", "release"]
-    with pytest.raises(ScheduleError, match="closed"):
+    with pytest.raises(StateError, match="closed"):
         reducer()
-    with pytest.raises(ScheduleError, match="without start"):
+    with pytest.raises(StateError, match="without start"):
         reducer.wait()
 
 
@@ -57,9 +57,9 @@ def test_a_step_that_fails_is_never_finished_nor_followed(fails, halves):
     reducer = Logged(fails)
     with pytest.raises(KeyError):
         (reducer.start(), reducer.wait()) if halves else reducer()
-    with pytest.raises(ScheduleError, match="failed"):
+    with pytest.raises(StateError, match="failed"):
         reducer()
-    with pytest.raises(ScheduleError, match="without start"):
+    with pytest.raises(StateError, match="without start"):
         reducer.wait()
     reducer.close()
     assert reducer.log[-1] == "abandon"

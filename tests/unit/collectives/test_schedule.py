@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.drawn import examples
 from treeattn.collectives import (
     Schedule,
     Transfer,
@@ -18,7 +19,8 @@ from treeattn.collectives import (
     then,
     with_chunks,
 )
-from treeattn.collectives.schedule import TRANSFER_LIMIT, fold_onto, refuse_above_limit
+from treeattn.collectives.combinators import fold_onto
+from treeattn.collectives.schedule import TRANSFER_LIMIT, refuse_above_limit
 from treeattn.errors import RestrictionError, ScheduleError
 
 PAIR = ((Transfer(1, 0),),)
@@ -40,7 +42,7 @@ def schedules(draw):
 
 @pytest.mark.slow
 @given(schedules())
-@settings(deadline=None)
+@examples(100)
 def test_json_round_trip(schedule):
     again = Schedule.from_json(schedule.to_json())
     # Empty ranges are equal wherever they lie, so compare the text as well.
@@ -105,11 +107,11 @@ def test_json_needs_no_columns_and_takes_true_for_1():
 
 
 def test_json_says_what_leaves_out_the_senders_own():
-    apart = Schedule("apart", 2, 1, ((Transfer(1, 0), Transfer(0, 1)), (Transfer(1, 0, own=False),)))
+    apart = Schedule("apart", 2, 1, ((Transfer(1, 0), Transfer(0, 1)), (Transfer(1, 0, inclusive=False),)))
     assert Schedule.from_json(apart.to_json()) == apart
-    assert json.loads(apart.to_json())["transfer"][-1] == "own"
+    assert json.loads(apart.to_json())["transfer"][-1] == "inclusive"
     whole = json.loads(Schedule("pair", 2, 1, PAIR).to_json())
-    assert "own" not in whole["transfer"]
+    assert "inclusive" not in whole["transfer"]
     assert {len(row) for round_ in whole["rounds"] for row in round_} == {5}
 
 
@@ -119,6 +121,7 @@ def test_text_that_is_not_a_schedule_is_refused(text):
         Schedule.from_json(text)
 
 
+@examples(100)
 @given(st.integers(1, 40), st.integers(0, 200))
 def test_chunks_cut_the_records_without_gap_or_overlap(chunks, records):
     schedule = Schedule("cut", 1, chunks, ())
@@ -160,6 +163,7 @@ def test_reversed_as_copies_turns_order_and_direction():
     )
 
 
+@examples(100)
 @given(st.integers(1, 60), st.data())
 def test_fold_onto_gathers_runs_of_neighbours(size, data):
     core_size = data.draw(st.integers(1, size))

@@ -14,7 +14,7 @@ shape = dict(heads=1, kv_heads=1, head_dim=8, dtype="float32", scheme="{scheme}"
 try:
     for _ in range(1 << 17):
         kept.append(treeattn.Decoder(**shape))
-except treeattn.TransportError as error:
+except treeattn.BackendError as error:
     print(len(kept), error)
 """
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.llama_models import write_model
-from treeattn.errors import ArgumentError, ScheduleError
+from tests.support.models import write_model
+from treeattn.errors import ArgumentError, StateError
 from treeattn.llama.drafts import ModelDrafts, NgramDrafts, draft_tree
 
 
@@ -48,6 +48,6 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
 def test_a_draft_model_closes_what_it_planned(tmp_path):
     with ModelDrafts(write_model(tmp_path, "tied"), 256, 10) as drafts:
         assert len(drafts([3, 4], 4, 4)[0]) == 4
-    with pytest.raises(ScheduleError, match="closed"):
+    with pytest.raises(StateError, match="closed"):
         drafts([3, 4, 5], 4, 4)
     ModelDrafts(tmp_path, 256, 10).close()  # nothing was planned yet

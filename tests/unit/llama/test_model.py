@@ -11,13 +11,12 @@ import pytest
 from mpi4py import MPI
 from safetensors.numpy import load_file, save_file
 
-from tests.llama_models import LLAMA3, PROMPT, write_model
+from tests.support.models import LLAMA3, PROMPT, write_model
 from treeattn.decoder.device import Cpu
 from treeattn.errors import ArgumentError
 from treeattn.llama import Llama, Rope, Session, read_config
 from treeattn.llama import model as model_module
-from treeattn.llama import rope as rope_module
-from treeattn.llama.heads import Heads
+from treeattn.llama.model import inverse_frequencies
 
 GOLDEN = np.load(Path(__file__).parents[2] / "golden" / "llama" / "logits.npz")
 
@@ -49,8 +48,7 @@ def test_a_wrong_configuration_is_caught_by_the_logits(tmp_path, changes):
     assert error_of("grouped_llama3", write_model(tmp_path / "wrong", "grouped_llama3", **changes)) > 2e-4
 
 
-def interleaved(x, by):
-    cosine, sine = by
+def interleaved(x, cosine, sine):
     first, second = x[..., ::2], x[..., 1::2]
     return np.stack([first * cosine - second * sine, second * cosine + first * sine], -1).reshape(x.shape)
 
@@ -59,8 +57,8 @@ def interleaved(x, by):
     ("where", "name", "wrong"),
     [
         (model_module, "rotate", interleaved),
-        (model_module, "inverse_frequencies", lambda rope, d: rope_module.inverse_frequencies(rope, d)[::-1]),
-        (Heads, "scale", 1.0),
+        (model_module, "inverse_frequencies", lambda rope, d: inverse_frequencies(rope, d)[::-1]),
+        (Session, "_scale", 1.0),
     ],
 )
 def test_wrong_arithmetic_is_caught_by_the_logits(tmp_path, monkeypatch, where, name, wrong):
@@ -98,6 +96,8 @@ def test_generation_config_decides_what_ends_a_text(tmp_path):
     [
         ({"rope_parameters": {"rope_type": "yarn"}}, "config.json: rope_parameters.rope_type 'yarn'"),
         ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rope_scaling.rope_type 'dynamic'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+         "rope_parameters.full_attention is an object: one rope for all layers is served"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor must be a number above 0"),
         ({"hidden_size": "96"}, "config.json: hidden_size must be a positive whole number, not '96'"),
         ({"architectures": ["MistralForCausalLM"]}, "only LlamaForCausalLM is served"),
@@ -110,6 +110,16 @@ def test_generation_config_decides_what_ends_a_text(tmp_path):
         ({"rope_scaling": [2.0]}, "config.json: rope_scaling must be an object, not [2.0]"),
         ({"rope_parameters": LLAMA3 | {"low_freq_factor": 4}}, "low_freq_factor 4.0 must be below high_freq"),
         ({"head_dim": 15}, "config.json: head_dim 15 is not supported: use a multiple of 8"),
+        ({"architectures": None}, "config.json: architectures is None: only LlamaForCausalLM"),
+        ({"architectures": []}, "config.json: architectures is []: only LlamaForCausalLM"),
+        ({"sliding_window": 16}, "config.json: sliding_window is 16: only full attention is served"),
+        ({"attention_chunk_size": 16}, "config.json: attention_chunk_size is 16: only full attention"),
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+         "config.json: layer_types is ['full_attention', 'sliding_attention'"),
+        ({"layer_types": 5}, "config.json: layer_types is 5: only full attention is served"),
+        ({"partial_rotary_factor": 0.5}, "rope_parameters.partial_rotary_factor is 0.5: rope_type llama3"),
+        ({"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.5}},
+         "config.json: rope_parameters.partial_rotary_factor is 0.5: rope_type llama3 rotates whole heads"),
     ],
 )  # fmt: skip
 def test_a_configuration_that_is_not_served(tmp_path, changes, message):
@@ -118,6 +128,14 @@ def test_a_configuration_that_is_not_served(tmp_path, changes, message):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ArgumentError, match=re.escape(message)):
         read_config(tmp_path)
+
+
+def test_full_attention_and_whole_heads_may_be_said_in_many_words(tmp_path):
+    """A window that no layer uses, and a factor that transformers leaves out without scaling."""
+    plain = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    types = {"layer_types": ["full_attention"] * 3, "sliding_window": 16, "attention_chunk_size": None}
+    write_model(tmp_path, "default_rope", **types, rope_parameters=plain)
+    assert read_config(tmp_path).rope == Rope("default", 10000.0)
 
 
 def test_theta_may_stand_beside_either_dialect(tmp_path):
@@ -172,16 +190,27 @@ def test_weights_that_do_not_fit_are_named(tmp_path, broken, message):
 
 @pytest.mark.parametrize("comm", [None, MPI.COMM_SELF])
 def test_tensors_that_the_configuration_does_not_have_are_left_alone(tmp_path, comm):
-    """As Hugging Face does: the biases of a map that has none, the head of a model whose ends are tied."""
+    """As Hugging Face does: the biases of a map that has none, the same head again where ends are tied."""
     write_model(tmp_path, "tied")
     wanted = GOLDEN["tied.logits"][0]
     tensors = {n: t for file in tmp_path.glob("*.safetensors") for n, t in load_file(file).items()}
     more = {f"{name.removesuffix('weight')}bias": t[:, 0] for name, t in tensors.items() if "proj" in name}
     assert len(more) == 21
     (tmp_path / INDEX).unlink()
-    save_file(tensors | more | {"lm_head.weight": tensors[EMBEDDING] + 1}, tmp_path / "model.safetensors")
+    save_file(tensors | more | {"lm_head.weight": tensors[EMBEDDING]}, tmp_path / "model.safetensors")
     with Session(MPI.COMM_SELF, Llama(tmp_path, comm), PROMPT, capacity=len(PROMPT)) as session:
         np.testing.assert_allclose(session.prefill(), wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("comm", [None, MPI.COMM_SELF])
+def test_a_tied_model_with_a_head_of_its_own_is_refused(tmp_path, comm):
+    """Hugging Face takes the head of the file then, whatever the configuration says."""
+    write_model(tmp_path, "tied")
+    tensors = {n: t for file in tmp_path.glob("*.safetensors") for n, t in load_file(file).items()}
+    (tmp_path / INDEX).unlink()
+    save_file(tensors | {"lm_head.weight": tensors[EMBEDDING] * 2}, tmp_path / "model.safetensors")
+    with pytest.raises(ArgumentError, match="model.safetensors: lm_head.weight is not .*tie_word_embeddings"):
+        Llama(tmp_path, comm)
 
 
 def test_a_file_of_everything_goes_before_an_index(tmp_path):

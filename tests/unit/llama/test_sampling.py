@@ -1,4 +1,4 @@
-"""One process: what may be drawn, and how often it is."""
+"""One process: which tokens may be drawn, and how often each is."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
-from tests.llama_models import write_model
 from treeattn.errors import ArgumentError
-from treeattn.llama import Llama, Sampling, Session
+from treeattn.llama import Sampling
 from treeattn.llama.drafts import draft_tree
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "llama" / "sampling.npz"
@@ -37,10 +35,10 @@ LOGITS = (np.log(P) + 7).astype(np.float32)
     ],
 )
 def test_what_may_be_drawn(settings, weights):
-    probabilities = Sampling(**{"temperature": 1.0} | settings).probabilities(LOGITS)
+    sampling = Sampling(**{"temperature": 1.0} | settings)
+    probabilities = sampling.probabilities(LOGITS)
     np.testing.assert_allclose(probabilities, weights / weights.sum(), rtol=1e-5)
-    rows = np.stack([LOGITS, LOGITS[::-1]])
-    both = Sampling(**{"temperature": 1.0} | settings).probabilities(rows)
+    both = sampling.probabilities(np.stack([LOGITS, LOGITS[::-1]]))
     np.testing.assert_allclose(both, [probabilities, probabilities[::-1]])
 
 
@@ -60,19 +58,10 @@ def test_tokens_that_are_equally_likely_stay_together_in_top_k():
     np.testing.assert_allclose(Sampling(1.0, top_p=0.3).probabilities(np.zeros(4)), [0.5, 0.5, 0, 0])
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return Llama(write_model(tmp_path_factory.mktemp("model"), "tied"))
-
-
-def session(model, **sampling):
-    options = {"capacity": 12, "drafts": 5, "sampling": Sampling(**sampling)}
-    return Session(MPI.COMM_SELF, model, [3, 4], **options)
-
-
-def chi_square(counts, p):
-    expected = counts.sum() * p[p > 0]
+def chi_square(tokens, p):
+    counts = np.bincount(tokens, minlength=len(p))
     assert counts[p == 0].sum() == 0
+    expected = len(tokens) * p[p > 0]
     return ((counts[p > 0] - expected) ** 2 / expected).sum()
 
 
@@ -81,48 +70,49 @@ RARE = {5: 18.47, 3: 13.82}
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.8}])
-def test_tokens_are_drawn_as_often_as_their_probability_says(model, settings):
-    sampling = {"temperature": 1.0, "seed": 5} | settings
-    p = Sampling(**sampling).probabilities(LOGITS)
-    with session(model, **sampling) as drawing:
-        counts = np.bincount([drawing.choose(LOGITS) for _ in range(20_000)], minlength=5)
-    assert chi_square(counts, p) < RARE[int((p > 0).sum())]
-    assert chi_square(counts, (p > 0) / (p > 0).sum()) > 100
+def test_tokens_are_drawn_as_often_as_their_probability_says(settings):
+    sampling, generator = Sampling(**{"temperature": 1.0} | settings), np.random.default_rng(5)
+    p = sampling.probabilities(LOGITS)
+    tokens = [sampling.choose(LOGITS, generator) for _ in range(5000)]
+    assert chi_square(tokens, p) < RARE[int((p > 0).sum())]
+    assert chi_square(tokens, (p > 0) / (p > 0).sum()) > 100
 
 
-def test_drafts_change_no_distribution(model):
+def test_drafts_change_no_distribution():
     """A wrong draft beside a likely one, and one after that: the token after the root is drawn all the same,
     and so is the one after it."""
-    tree = draft_tree(9, [[1, 2], [0]], 5)
+    tree, sampling, generator = draft_tree(9, [[1, 2], [0]], 5), Sampling(1.0), np.random.default_rng(6)
     after = np.stack([LOGITS, LOGITS[::-1], LOGITS, LOGITS, LOGITS])
-    first, second = np.zeros(5, int), np.zeros(5, int)
-    with session(model, temperature=1.0, seed=6) as drawing:
-        for _ in range(20_000):
-            accepted = drawing.accept(tree, after)
-            kept = tree.tokens[0, accepted.path[0, 1 : accepted.counts[0]]].tolist()
-            tokens = [*kept, int(accepted.next_tokens[0])]
-            first[tokens[0]] += 1
-            if tokens[0] == 1:
-                second[tokens[1]] += 1
-    assert chi_square(first, P) < RARE[5]
-    assert chi_square(second, P[::-1]) < RARE[5]
+    texts = []
+    for _ in range(5000):
+        accepted = sampling.accept(tree, after, generator)
+        kept = tree.tokens[0, accepted.path[0, 1 : accepted.counts[0]]].tolist()
+        texts.append([*kept, int(accepted.next_tokens[0])])
+    assert chi_square([text[0] for text in texts], P) < RARE[5]
+    assert chi_square([text[1] for text in texts if text[0] == 1], P[::-1]) < RARE[5]
 
 
-def test_greedy_is_the_default_and_draws_nothing(model):
-    with Session(MPI.COMM_SELF, model, [3], capacity=4) as greedy:
-        assert {greedy.choose(LOGITS) for _ in range(50)} == {1}
+def test_greedy_is_the_default_and_draws_nothing():
     assert Sampling() == Sampling(temperature=0.0)
+    generator = np.random.default_rng(0)
+    assert {Sampling().choose(LOGITS, generator) for _ in range(50)} == {1}
+    assert generator.random() == np.random.default_rng(0).random()
 
 
 @pytest.mark.parametrize(
     "logits", [np.full(5, np.nan), np.float32([1, np.nan, 0, 0, 0]), np.full(5, -np.inf)]
 )
-def test_logits_that_are_no_numbers_are_refused(model, logits):
-    with session(model, temperature=1.0, top_k=3, top_p=0.9) as drawing:
-        with pytest.raises(ArgumentError, match="no token can be drawn: probabilities add up to nan"):
-            drawing.choose(logits)
-        with pytest.raises(ArgumentError, match="are no probabilities"):
-            drawing.accept(draft_tree(9, [[1, 2]], 5), np.stack([logits] * 5))
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_k=3, top_p=0.9)])
+def test_logits_that_are_no_numbers_are_refused(sampling, logits):
+    """NumPy's argmax takes the first NaN for the largest number."""
+    generator, tree = np.random.default_rng(0), draft_tree(9, [[1, 2]], 5)
+    if sampling.temperature == 0 and not np.isnan(logits).any():
+        assert sampling.choose(logits, generator) == 0
+        return
+    with pytest.raises(ArgumentError, match="logits are NaN at token [01]: |probabilities add up to nan"):
+        sampling.choose(logits, generator)
+    with pytest.raises(ArgumentError, match="logits are NaN at token [01]: |are no probabilities"):
+        sampling.accept(tree, np.stack([logits] * 5), generator)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.drawn import examples
 from treeattn import ArgumentError, RestrictionError
 from treeattn.collectives import build, check, names, needs_nodes
 from treeattn.study import laws
@@ -45,6 +46,7 @@ def test_a_ring_keeps_equation_14_where_the_ranks_divide_the_records(ranks):
 THRIFTY = ["ring", "reduce_scatter_gather", "chain", "binary_tree", "k_nomial_tree", "double_binary_tree"]
 
 
+@examples(100)
 @given(st.sampled_from(THRIFTY), st.integers(1, 33), st.integers(1, 64))
 def test_other_ranks_and_records_keep_equation_14_on_average(scheme, ranks, records):
     mean = Fraction(sum(sent(build(scheme, ranks), records)), ranks)
@@ -86,6 +88,7 @@ def test_the_volumes_of_the_example_of_section_6_3():
     assert laws.tree_volume(1, HEADS, HEAD_DIM, ranks) == 3640
 
 
+@examples(100)
 @given(st.integers(2, 128), st.integers(1, 10_000), st.integers(1, 8))
 def test_ring_over_tree_is_tokens_times_d_over_d_plus_2h(ranks, shard, batch):
     """With the p - 1 hops that are enough, whatever the number of ranks: N d / (d + 2 n_h)."""
@@ -126,6 +129,7 @@ def test_the_gaps_that_section_6_2_prints():
     assert 1 - 1040 / gap_megabytes(64_000, 32) == pytest.approx(0.008, abs=0.0005)
 
 
+@examples(100)
 @given(st.integers(1, 1_000_000))
 def test_no_length_gives_both_of_the_gaps_that_section_6_2_prints(tokens):
     """By equations 8 and 9 twice the heads have exactly twice the gap, and 2 * 524 is not 1040."""

@@ -98,10 +98,10 @@ def test_one_xgmi_link_explains_the_papers_mi300x():
 
 def test_a_simulated_step_by_hand():
     """80000 tokens on 8 GPUs: attention at 2512 GB/s; seven hops of 82 MB at 371 GB/s, each with call,
-    latency and two overheads."""
+    round, latency and two overheads."""
     (table,) = simulated.latency((80_000,), (8,), 16, 128)
     shard = 80_000 * 2 * 2048 * 2 / 8
-    attention, hop = shard / 2512e3, shard / 371e3 + 2.5 + 5.0 + 2 * 0.15
+    attention, hop = shard / 2512e3, shard / 371e3 + 2.5 + 6.0 + 5.0 + 2 * 0.15
     assert column(table, "attention, ms: simulated") == [pytest.approx(attention / 1e3)]
     assert column(table, "kv_ring, ms: simulated") == [pytest.approx((7 * hop + attention) / 1e3)]
 
@@ -213,7 +213,7 @@ def test_pairs_of_ranks(groups, within, between):
 def test_fewer_messages_where_they_are_large(monkeypatch):
     asked = []
     monkeypatch.setattr(bandwidth, "ping_pong", lambda comm, pair, size, count: asked.append(count) or 1.0)
-    monkeypatch.setattr(bandwidth.comm_, "node_groups", lambda comm: ((0, 1),))
+    monkeypatch.setattr(bandwidth.communicators, "node_groups", lambda comm: ((0, 1),))
     rank_0 = types.SimpleNamespace(rank=0)
     (table,) = bandwidth.measure(rank_0, sizes=(1, 100, 10_000), volume=1000, fewest=2, most=50)
     assert asked == [50, 10, 2]
@@ -321,7 +321,7 @@ def test_prefill_and_decode_apart_by_hand():
     assert column(apart, "prefill, s: model")[0] == pytest.approx(prefill)
     tree, ring = (column(apart, f"nine tokens by {which}, s: simulated")[0] for which in ("tree", "ring"))
     assert ring - tree == pytest.approx(column(late, "ring minus tree, s: simulated")[0])
-    assert 9 * 2 * 8.03e9 / 2512.5e9 < tree < 1.3 * 9 * 2 * 8.03e9 / 2512.5e9
+    assert 9 * 2 * 8.03e9 / 2512.5e9 < tree < 1.4 * 9 * 2 * 8.03e9 / 2512.5e9
     assert column(apart, "all by tree, s")[0] == pytest.approx(prefill + tree)
 
 

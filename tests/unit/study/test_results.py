@@ -10,11 +10,12 @@ from pathlib import Path
 import made_results
 import msgspec
 import pytest
+from msgspec import structs
 from msgspec.structs import asdict
-from rich.console import Console
 
 from treeattn.cli import compare_table
 from treeattn.errors import ArgumentError, BackendError
+from treeattn.report import Report
 from treeattn.study import plot
 from treeattn.study.compare import results
 from treeattn.study.compare.results import Writer
@@ -36,6 +37,14 @@ POINT = {
     "error_out": 1e-8, "error_lse": 1e-8, "bound_out": 1e-6, "bound_lse": 1e-6,
     "samples": {name: [1.0, 2.0, 3.0] for name in ("completion", "slowest", "after_last_entry")},
 }  # fmt: skip
+
+
+def shown(run, summaries):
+    """Whether all passed, and the tables."""
+    made, screen = Report({}), io.StringIO()
+    passed = compare_table.show(made, run, summaries, {})
+    made.show(wide=True, file=screen)
+    return passed, screen.getvalue()
 
 
 def run_of(run, fields=RUN):
@@ -60,6 +69,45 @@ def test_what_was_written_is_read(tmp_path):
     assert summary.times["plan"].median == 9.0
     assert summary.facts["late"] == 3
     assert summary.facts["same_bits"] is True
+
+
+def of_case(tmp_path, spread, **times):
+    """Summaries of one case: scheme -> median completion, of which ranks entered `spread` apart."""
+    unjudged = dict.fromkeys(("digest", "error_out", "error_lse", "bound_out", "bound_lse", "same_bits"))
+    path = tmp_path / f"{spread} apart"
+    with Writer(path) as writer:
+        writer.append(run_of("a"))
+        for scheme, time in times.items():
+            samples = {"completion": [time], "slowest": [time], "after_last_entry": [time - spread]}
+            facts = POINT | {"key": structs.replace(KEY, scheme=scheme), "samples": samples}
+            facts |= unjudged if scheme in (SUM, NULL) else {}
+            writer.append(Point(run="a", repetition=0, **facts))
+    return results.summarise(results.read(path))
+
+
+@pytest.mark.parametrize(("spread", "series"), [(9.0, "completion"), (11.0, "after_last_entry")])
+def test_schemes_are_compared_from_the_last_entry_where_entries_are_far_apart(tmp_path, spread, series):
+    """A tenth of the fastest scheme; the sum is none. Without the row that does nothing it is not known."""
+    times = {NULL: 20.0, "ring": 100.0, "chain": 250.0, SUM: 20.0}
+    assert results.compared_series(of_case(tmp_path, spread, **times)) == series
+    assert results.compared_series(of_case(tmp_path, 2 * spread, ring=100.0)) == "completion"
+
+
+def test_the_table_says_what_times_are_counted_from(tmp_path):
+    texts = []
+    for spread in (1.0, 30.0):
+        summaries = of_case(tmp_path, spread, **{NULL: 40.0, "ring": 90.0, SUM: 60.0})
+        for summary in summaries:
+            summary.facts["predicted"] = None
+        texts.append(shown(run_of("a"), summaries)[1])
+    near, apart = texts
+    assert "from the last rank's entry" not in near
+    assert "from first" not in near
+    assert "times in µs, from the last rank's entry" in apart
+    assert "from first" in apart
+    ratios = [next(line for line in text.splitlines() if line.startswith("ring ")) for text in texts]
+    assert "1.50" in ratios[0]  # 90 / 60, completions
+    assert "2.00" in ratios[1]  # 60 / 30, from the last entry
 
 
 @pytest.mark.parametrize("cut", [1, 40, 300])
@@ -186,7 +234,7 @@ def test_nothing_that_a_line_may_hold_stops_the_readers(tmp_path):
     for row in good:
         assert of_key[row.key, row.version].times["completion"].blocks >= row.times["completion"].blocks
     run = msgspec.convert(lines[0], Run)
-    compare_table.show(Console(file=io.StringIO(), width=200), run, found.summaries, {})
+    assert shown(run, found.summaries)[1]
     for figure in plot.FIGURES.values():
         figure.charts(found)
 
@@ -230,11 +278,10 @@ def test_the_table_names_what_is_wrong(tmp_path, changes, reason):
     with Writer(tmp_path / "r") as writer:
         writer.append(run_of("a", RUN))
         writer.append(Point(run="a", **(POINT | changes), repetition=0))
-    shown = io.StringIO()
-    summaries = results.summarise(results.read(tmp_path / "r"))
-    assert compare_table.show(Console(file=shown, width=200), run_of("a"), summaries, {}) is (reason is None)
-    assert ("wrong: ring: " in shown.getvalue()) == (reason is not None)
-    assert reason is None or reason in shown.getvalue()
+    passed, text = shown(run_of("a"), results.summarise(results.read(tmp_path / "r")))
+    assert passed is (reason is None)
+    assert ("wrong: ring: " in text) == (reason is not None)
+    assert reason is None or reason in text
 
 
 def test_samples_that_are_not_numbers_are_refused(tmp_path):

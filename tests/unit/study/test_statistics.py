@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.drawn import examples
 from treeattn.study.statistics import _student, describe
 
 FRACTIONS = {"p5": 0.05, "median": 0.5, "p95": 0.95, "p99": 0.99}
@@ -25,17 +26,20 @@ def test_fast_blocks_weigh_no_more_for_having_more_iterations():
     assert (described.blocks, described.count) == (10, 208)
 
 
+@examples(100)
 @given(BLOCKS, st.lists(st.integers(1, 5), min_size=12, max_size=12))
 def test_iterations_that_are_there_twice_change_nothing(blocks, times):
     copied = [block * count for block, count in zip(blocks, times, strict=False)]
     assert numbers(describe(copied)) == numbers(describe(blocks))
 
 
+@examples(100)
 @given(BLOCKS, st.floats(0.001, 1e9))
 def test_a_long_block_weighs_as_one(blocks, value):
     assert numbers(describe([*blocks, [value] * 1000])) == numbers(describe([*blocks, [value]]))
 
 
+@examples(100)
 @given(BLOCKS)
 def test_the_interval_holds_the_median(blocks):
     described = describe(blocks)
@@ -45,6 +49,7 @@ def test_the_interval_holds_the_median(blocks):
         assert described.low <= described.median <= described.high
 
 
+@examples(100)
 @given(st.integers(1, 30).flatmap(lambda size: st.lists(
     st.lists(st.floats(0.001, 1e9), min_size=size, max_size=size), min_size=1, max_size=12
 )))  # fmt: skip

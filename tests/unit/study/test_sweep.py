@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from treeattn import collectives
-from treeattn.cli.console import durations, number, numbers
-from treeattn.collectives.reducer import Sent
-from treeattn.errors import ArgumentError
+from treeattn.collectives.runtime.reducer import Sent
 from treeattn.study.compare import payload
 from treeattn.study.compare.measure import Effort
 from treeattn.study.compare.sweep import Block, Sweep, keys
@@ -87,15 +85,3 @@ def test_what_was_handed_over_by_tier(sent, groups, tiers):
 def test_chunks_without_rows_are_not_sent():
     counted = payload.scheduled(collectives.build("ring", 4), 1, 520, ((0, 1, 2, 3),))
     assert counted == {"intra": [6, 6 * 520], "inter": [0, 0]}
-
-
-def test_numbers():
-    assert number("--x", "64Ki") == 65536
-    assert numbers("--x", "4k,4000,1Mi") == [4000, 1 << 20]
-    assert durations("--skew", "0, 100us,1.5ms,2s") == [0.0, 100.0, 1500.0, 2e6]
-    for bad in ("", "-1", "1.5", "4,", "0", "9" * 5000):
-        with pytest.raises(ArgumentError, match="--x"):
-            numbers("--x", bad)
-    for bad in ("100", "us", "-1us", "nanus", "1h"):
-        with pytest.raises(ArgumentError, match="--skew"):
-            durations("--skew", bad)

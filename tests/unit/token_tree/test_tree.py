@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from trie import beams, packed_row
 
+from tests.support.drawn import examples
 from treeattn.errors import ArgumentError
 from treeattn.token_tree import TokenTree, mask_words, pack
 
@@ -35,7 +36,7 @@ def climb(parents, node):
     return path
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(beams())
 def test_from_beams_is_the_packing(given_beams):
     tree, packed = TokenTree.from_beams(given_beams), pack(given_beams)
@@ -50,7 +51,7 @@ def test_from_beams_is_the_packing(given_beams):
         assert (tree.parents[row, nodes:] == -1).all()
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(rows_of_parents())
 def test_from_parents_takes_any_order(made):
     tokens, parents, lengths = made
@@ -85,7 +86,7 @@ def test_an_order_that_will_do_is_kept():
     assert tree.origin.tolist() == [list(range(7))]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(rows_of_parents())
 def test_children_and_leaf_paths(made):
     tree = TokenTree.from_parents(*made)
@@ -103,7 +104,7 @@ def test_children_and_leaf_paths(made):
                     tree.check_path(row, path[1:])
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(rows_of_parents(), st.integers(1, 12), st.randoms(use_true_random=False))
 def test_pruning_keeps_ancestors_and_the_best(made, budget, random):
     tree = TokenTree.from_parents(*made)
@@ -128,7 +129,7 @@ def words_of(tree, row):
     return {tuple(tree.tokens[row, tree.path(row, slot)]) for slot in range(tree.lengths[row])}
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(beams(), st.data())
 def test_a_union_holds_every_path_once(given_beams, data):
     first = TokenTree.from_beams(given_beams)

@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from treeattn import comm
+from treeattn import communicators
 from treeattn.backends import cpu
 from treeattn.errors import ArgumentError
 from treeattn.token_tree import TokenTree, Verifier
@@ -25,7 +25,7 @@ def test_a_step_allocates_nothing():
     k, v = draw.random((2, 2, 3000, 2, 64), np.float32)
     lengths, shards = np.array([3000, 2000]), np.array([[3000, 2000]])
     plan = {"heads": 8, "kv_heads": 2, "head_dim": 64, "batch": 2, "dtype": "float32"}
-    with Verifier(comm.world(), nodes=nodes, **plan) as verifier:
+    with Verifier(communicators.world(), nodes=nodes, **plan) as verifier:
         for _ in range(3):
             verifier(q, k, v, draft_k, draft_v, TREE, lengths, shard_lengths=shards)
         tracemalloc.start()

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import CheckedTable, as_table
 from treeattn.attention.shape import CACHE_DTYPES, FLOAT8
-from treeattn.attention.visibility import Visible
 from treeattn.backends.cpu import arguments, blocked, compile, kernels
 from treeattn.backends.cpu.arguments import Array
 from treeattn.backends.cpu.binding import Binding, planned_binding
@@ -67,7 +67,7 @@ def partial_attention(
     *,
     scale: float,
     lengths: Array | None = None,
-    visible: Visible | None = None,
+    tables: MaskTables | None = None,
     k_scale: Sequence[float] | None = None,
     v_scale: Sequence[float] | None = None,
     block_table: Array | None = None,
@@ -83,10 +83,10 @@ def partial_attention(
         scale: factor of the logits, usually 1 / sqrt(head_dim).
         lengths: [batch] integers in 0..tokens, the valid tokens; None means all. What lies beyond
             is never read.
-        visible: what each query may see, with the lengths in it; None: the first `lengths` tokens.
+        tables: what each query may see, with the lengths in it; None: the first `lengths` tokens.
         k_scale, v_scale: [kv_heads], what elements of k and v are multiplied with; None: 1.
         block_table: integers [batch, pages of a sequence], in which pages its tokens lie, -1 for none; k and
-            v are then [pages, page_size, ..]. lengths are needed, if not in `visible`. Pages are looked at
+            v are then [pages, page_size, ..]. lengths are needed, if not in `tables`. Pages are looked at
             where a query sees a token of them.
 
     Inputs are float32, float16, bfloat16 or uint16 (the bits of bfloat16), or float64; k and v also
@@ -95,7 +95,7 @@ def partial_attention(
     Raises:
         ArgumentError: shapes, types, strides or lengths that cannot be.
     """
-    planned = PlannedAttention(records, scale=scale, visible=visible, k_scale=k_scale, v_scale=v_scale)
+    planned = PlannedAttention(records, scale=scale, tables=tables, k_scale=k_scale, v_scale=v_scale)
     planned(q, k, v, lengths, block_table)
 
 
@@ -113,14 +113,14 @@ class PlannedAttention:
         scale: float,
         threads: int | None = None,
         order: str | None = None,
-        visible: Visible | None = None,
+        tables: MaskTables | None = None,
         kv_dtype: str | None = None,
         k_scale: Sequence[float] | None = None,
         v_scale: Sequence[float] | None = None,
     ) -> None:
         """Plan for `records` and `scale` as in `partial_attention`.
 
-        visible: its tables are filled before each call, for the arrays of that; lengths are in them.
+        tables: its tables are filled before each call, for the arrays of that; lengths are in them.
         threads: how many of this process compute; default ``TREEATTN_THREADS``. order: one of `ORDERS`;
         default `read_order`. Both orders are exact; their last bits differ. k_scale, v_scale: [kv_heads],
         what elements of k and v are multiplied with, as those of 8 bits need; None is 1. kv_dtype: what
@@ -132,7 +132,7 @@ class PlannedAttention:
         self._bound: tuple[Any, ...] | None = None
         self._pages = CheckedTable()
         self._lengths: Array | None = None
-        self._visible = visible
+        self._mask = tables
         self._bits = CACHE_DTYPES[kv_dtype] if kv_dtype in FLOAT8 else None
         self._scales = _scales(k_scale), _scales(v_scale)
         self._workspace = np.empty(0, np.uint8)
@@ -144,7 +144,7 @@ class PlannedAttention:
             threads=threads or process_threads(),
             order=ORDERS.index(order or read_order()),
         )
-        self._tables = None if visible is None or self._kernels is None else PlannedTables(visible)
+        self._tables = None if tables is None or self._kernels is None else PlannedTables(tables)
         if self._tables is not None:
             self._arguments.visible = self._tables.address
         self._arguments.k_scale, self._arguments.v_scale = (
@@ -210,7 +210,7 @@ class PlannedAttention:
         if bound is None or lengths is not self._lengths:
             lengths = self._bind_lengths(lengths, q)
         if block_table is not None:
-            self._pages.check(block_table, k.shape[:2], lengths, self._visible)
+            self._pages.check(block_table, k.shape[:2], lengths, self._mask)
         if self._kernels is None:
             arguments.check_lengths(lengths, tokens)
             if k.dtype == np.uint8 and self._bits is not None:
@@ -220,7 +220,7 @@ class PlannedAttention:
                 *self._scales,
                 scale=self._scale,
                 lengths=lengths,
-                visible=self._visible,
+                tables=self._mask,
                 block_table=block_table,
             )
         elif row := self._kernels.partial_attention(self._pointer):

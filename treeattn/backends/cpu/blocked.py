@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from treeattn import partial
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import rows_of
-from treeattn.attention.visibility import Visible
 
 __all__ = ["partial_attention"]
 
@@ -31,11 +32,11 @@ def partial_attention(
     *,
     scale: float,
     lengths: Array | None = None,
-    visible: Visible | None = None,
+    tables: MaskTables | None = None,
     block_table: Array | None = None,
 ) -> None:
     """Write the records of `q` attending to the first `lengths[b]` tokens of each batch row, or to those that
-    `visible` says.
+    `tables` says.
 
     Args:
         q: [batch, queries, heads, head_dim]; float32, float64, float16, bfloat16, uint16 (bfloat16 bits).
@@ -45,7 +46,7 @@ def partial_attention(
         k_scale, v_scale: [kv_heads], what elements of k and v are multiplied with; None is 1.
         scale: factor of the logits.
         lengths: [batch] integers, or None for all tokens.
-        visible: the tables of a step; lengths are in them.
+        tables: the tables of a step; lengths are in them.
         block_table: [batch, pages of a sequence], or None; then k and v are [pages, page_size, ..].
     """
     if k_scale is not None:  # of q instead: fewer products
@@ -53,8 +54,8 @@ def partial_attention(
     partial.set_identity(records)
     for b in range(q.shape[0]):
         cache = _Sequence(k, v, b, block_table)
-        if visible is not None:
-            _visible_row(q[b], cache, records[b], scale, visible, b)
+        if tables is not None:
+            _masked_row(q[b], cache, records[b], scale, tables, b)
             continue
         tokens = k.shape[1] if lengths is None else int(lengths[b])
         for begin in range(0, tokens, _BLOCK):
@@ -83,37 +84,37 @@ class _Sequence(NamedTuple):
         return rows_of(self.k, table, tokens), rows_of(self.v, table, tokens)
 
 
-def _visible_row(q: Array, cache: _Sequence, records: Array, scale: float, visible: Visible, b: int) -> None:
+def _masked_row(q: Array, cache: _Sequence, records: Array, scale: float, tables: MaskTables, b: int) -> None:
     """One batch row, query by query: what a query does not see is not looked at."""
-    rules = visible.rules
-    for i, (first, first_end, second, second_end) in enumerate(visible.intervals[b].tolist()):
+    rules = tables.rules
+    for i, (first, first_end, second, second_end) in enumerate(tables.intervals[b].tolist()):
         pieces = [
             slice(begin, min(begin + _BLOCK, end))
             for start, end in ((first, first_end), (second, second_end))
             for begin in range(start, end, _BLOCK)
         ]
-        chosen = [(piece, _positions(visible, piece)) for piece in pieces]
-        drafts = np.flatnonzero(visible.sees_draft(b, i))
+        chosen = [(piece, _positions(tables, piece)) for piece in pieces]
+        drafts = np.flatnonzero(tables.sees_draft(b, i))
         if drafts.size:
-            chosen.append((visible.draft_begins[b] + drafts, visible.draft_positions[b, drafts]))
+            chosen.append((tables.draft_begins[b] + drafts, tables.draft_positions[b, drafts]))
         for tokens, positions in chosen:
-            logits = _Logits(rules.softcap, rules.slopes, visible.q_positions[b, i] - positions)
+            logits = _Logits(rules.softcap or 0, rules.alibi, tables.q_positions[b, i] - positions)
             found = _block(q[i : i + 1], *cache.rows(tokens), scale, records.dtype, logits)
             own = np.ascontiguousarray(records[:, i : i + 1])
             partial.merge(own, found)
             records[:, i : i + 1] = own
 
 
-def _positions(visible: Visible, piece: slice) -> Any:
+def _positions(tables: MaskTables, piece: slice) -> Any:
     """Of a slice of the shard's tokens, where somebody asks; else 0."""
-    return 0 if visible.rules.slopes is None else visible.runs.positions(piece.start, piece.stop)
+    return 0 if tables.rules.alibi is None else tables.runs.positions(piece.start, piece.stop)
 
 
 class _Logits(NamedTuple):
     """What becomes of scaled products. distance: [tokens], from each to the query."""
 
     softcap: float
-    slopes: tuple[float, ...] | None
+    slopes: ArrayLike | None
     distance: Any
 
     def of(self, scores: Array) -> Array:

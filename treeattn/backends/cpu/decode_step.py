@@ -8,7 +8,7 @@ import functools
 from treeattn.backends.cpu import arguments, kernels
 from treeattn.backends.cpu.arguments import Array
 from treeattn.backends.cpu.attention import PlannedAttention
-from treeattn.collectives.reducer import NativeStep
+from treeattn.collectives.runtime.reducer import NativeStep
 
 __all__ = ["PlannedStep"]
 
@@ -33,12 +33,13 @@ class PlannedStep:
         """For compiled kernels. records: [batch, heads, queries, head_dim + 2], which `attention` writes."""
         compiled = kernels.loaded()[0]
         assert compiled is not None, "a native step without compiled kernels"
-        self._takes, self._run = attention.takes, native.run
+        self._takes = attention.takes
         self._owned = attention, records, out, lse
         self._struct = _Step(
             attention.address, *native[:3], *map(arguments.address, (records, out, lse)), *records.shape
         )
         self._call = functools.partial(compiled.decode_step, ctypes.byref(self._struct))
+        self._step = native.as_step(self._call)
         self._finish = arguments.planned(compiled.finish, records, out, lse, *records.shape)
 
     def __call__(self, q: Array, k: Array, v: Array, lengths: Array | None = None) -> bool:
@@ -46,7 +47,7 @@ class PlannedStep:
         look, which the three parts take."""
         if not self._takes(q, k, v, lengths):
             return False
-        result = self._run(self._call)
+        result = self._step()
         if result > 0:  # the reduction took longer than one call
             self._finish()
         return result >= 0

@@ -14,7 +14,7 @@ from treeattn import partial
 from treeattn.backends.cpu import arguments, kernels
 from treeattn.backends.cpu.arguments import Array
 from treeattn.backends.cpu.rescale import rescale_records
-from treeattn.collectives.operator import Columns, NativeCode
+from treeattn.collectives.runtime.operator import Columns, NativeCode
 from treeattn.errors import ArgumentError, BackendError
 
 __all__ = ["MergeOperator", "NullOperator", "merge"]
@@ -31,7 +31,7 @@ def merge(into: Array, other: Array) -> None:
 
 
 class MergeOperator:
-    """How records of one head dimension and type merge: a `treeattn.collectives.operator.Operator`."""
+    """How records of one head dimension and type merge: a `collectives.runtime.operator.Operator`."""
 
     def __init__(self, head_dim: int, dtype: Any = np.float32) -> None:
         """For records of `head_dim` + 2 elements of `dtype`, float32 or float64."""

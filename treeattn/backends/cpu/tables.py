@@ -6,14 +6,14 @@ import ctypes
 
 import numpy as np
 
-from treeattn.attention.visibility import Visible
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.backends.cpu import arguments
 
 __all__ = ["PlannedTables"]
 
 
 class _Tables(ctypes.Structure):
-    """struct visible of kernels/cpu/visible.h."""
+    """struct mask of kernels/cpu/visible.h."""
 
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("intervals", "q_positions", "runs", "slopes")]
@@ -24,19 +24,19 @@ class _Tables(ctypes.Structure):
 
 
 class PlannedTables:
-    """Addresses of the arrays of a `Visible`."""
+    """Addresses of the arrays of a `MaskTables`."""
 
-    def __init__(self, visible: Visible) -> None:
-        rules = visible.rules
-        slopes = None if rules.slopes is None else np.array(rules.slopes)
-        self._visible = visible
-        self._owned = [visible.intervals, visible.q_positions, visible.draft_begins, slopes]
+    def __init__(self, mask: MaskTables) -> None:
+        rules = mask.rules
+        slopes = None if rules.alibi is None else np.array(rules.alibi)
+        self._mask = mask
+        self._owned = [mask.intervals, mask.q_positions, mask.draft_begins, slopes]
         self._tables = _Tables(
-            intervals=arguments.address(visible.intervals),
-            q_positions=arguments.address(visible.q_positions),
-            draft_begins=arguments.address(visible.draft_begins),
+            intervals=arguments.address(mask.intervals),
+            q_positions=arguments.address(mask.q_positions),
+            draft_begins=arguments.address(mask.draft_begins),
             slopes=None if slopes is None else arguments.address(slopes),
-            softcap=rules.softcap,
+            softcap=rules.softcap or 0,
         )
         self._version = -1
         self.follow()
@@ -48,12 +48,12 @@ class PlannedTables:
 
     def follow(self) -> None:
         """Take over arrays that stand where others were."""
-        visible = self._visible
-        if self._version == visible.version:
+        mask = self._mask
+        if self._version == mask.version:
             return
-        self._version = visible.version
-        runs, mask, drafts, tables = visible.runs.table, visible.mask, visible.draft_positions, self._tables
+        self._version = mask.version
+        runs, words, drafts, tables = mask.runs.table, mask.mask, mask.draft_positions, self._tables
         tables.runs, tables.run_count = arguments.address(runs), len(runs)
-        tables.mask, tables.mask_words = arguments.address(mask), mask.shape[2]
-        tables.draft_positions, tables.drafts = arguments.address(drafts), visible.drafts
-        self._replaceable = runs, mask, drafts
+        tables.mask, tables.mask_words = arguments.address(words), words.shape[2]
+        tables.draft_positions, tables.drafts = arguments.address(drafts), mask.drafts
+        self._replaceable = runs, words, drafts

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 
 from treeattn import partial
-from treeattn.attention.visibility import Visible
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.backends.cuda.cache import CacheType
 from treeattn.backends.cuda.inputs import (
     MAX_GRID,
     check_inputs,
     check_rows,
     check_table,
+    check_tables,
     check_tokens,
-    check_visible,
     layout_of,
     rows_aligned,
 )
@@ -60,7 +60,7 @@ def partial_attention(
     *,
     scale: float,
     lengths: Any = None,
-    visible: Visible | None = None,
+    tables: MaskTables | None = None,
     kv_dtype: str | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
@@ -79,8 +79,8 @@ def partial_attention(
         scale: factor of the logits, usually 1 / sqrt(head_dim).
         lengths: [batch] int64 on the device, the valid tokens, read at launch and clamped to
             0..tokens (the host cannot look without waiting); None means all.
-        visible: what each query may see, filled by `Visible.look`; lengths are in it, and those above are not
-            looked at. Nothing outside its intervals and drafts is read. None: all valid tokens are seen.
+        tables: what each query may see, filled by `MaskTables.update`; lengths are in it, and those above
+            are not looked at. Nothing outside its intervals and drafts is read. None: all valid tokens.
         kv_dtype: what k and v carry where they are uint8: float8_e4m3fn or float8_e5m2.
         k_scale, v_scale: of caches of 8 bits, a number or one for each KV head, on the host: what is stored
             is multiplied by them.
@@ -101,7 +101,7 @@ def partial_attention(
     planned = PlannedAttention(
         *(records,),
         scale=scale,
-        visible=visible,
+        tables=tables,
         kv_dtype=kv_dtype,
         k_scale=k_scale,
         v_scale=v_scale,
@@ -117,7 +117,7 @@ class PlannedAttention:
 
     Calling it with the arrays of the last call (the same objects) is one launch: nothing is derived,
     allocated or waited for. It keeps references to them and to its workspace until the next call. With
-    `visible`, tables of the last call are compared, and queued to the device where they changed.
+    `tables`, tables of the last call are compared, and queued to the device where they changed.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class PlannedAttention:
         records: Any,
         *,
         scale: float,
-        visible: Visible | None = None,
+        tables: MaskTables | None = None,
         kv_dtype: str | None = None,
         k_scale: Any = None,
         v_scale: Any = None,
@@ -133,7 +133,7 @@ class PlannedAttention:
         tensor_cores: bool = True,
         runtime: Runtime | None = None,
     ) -> None:
-        """Plan for `records` and the options as in `partial_attention`; `visible` is filled anew for each
+        """Plan for `records` and the options as in `partial_attention`; `tables` is filled anew for each
         call."""
         self._runtime = runtime = runtime or default_runtime()
         check_records(records, runtime)
@@ -145,11 +145,11 @@ class PlannedAttention:
         self._arguments = np.zeros(1, _ATTENTION)
         self._arguments["scale"] = scale
         self._arguments["records"] = runtime.address(records)
-        self._visible = visible
+        self._mask = tables
         self._cache = CacheType(kv_dtype, k_scale, v_scale)
-        if visible is not None:
-            check_visible(visible, records)
-            softcap = visible.rules.softcap
+        if tables is not None:
+            check_tables(tables, records)
+            softcap = tables.rules.softcap or 0
             self._arguments["softcap"] = softcap
             self._arguments["by_softcap"] = min(1 / softcap, _LARGEST) if softcap else 0
         self._addresses = self._arguments.view(np.uint64)  # q, k and v come first
@@ -177,7 +177,7 @@ class PlannedAttention:
         self._launch()
 
     def refresh(self) -> None:
-        """Queue what changed of `visible` to the device, as a call does before it launches: a captured call
+        """Queue what changed of `tables` to the device, as a call does before it launches: a captured call
         reads it there. Raises `ArgumentError` where it speaks of tokens that the last arrays do not have."""
         tables, bound = self._tables, self._bound
         if tables is not None and tables.refresh():
@@ -255,7 +255,7 @@ class PlannedAttention:
 
     def _bind_lengths(self, lengths: Any, q: Any) -> None:
         self._arguments["lengths"] = 0
-        if lengths is None or self._visible is not None:
+        if lengths is None or self._mask is not None:
             return
         self._runtime.check("lengths", lengths)
         if lengths.shape != q.shape[:1] or lengths.dtype != np.int64 or not lengths.flags.c_contiguous:
@@ -266,12 +266,12 @@ class PlannedAttention:
 
     def _bind_visible(self, q: Any, k: Any) -> None:
         """Tables for the tiles of the kernel. What other tiles had stays, as the workspaces do."""
-        if self._visible is None:
+        if self._mask is None:
             return
         heads, variant = q.shape[2], self._variant
         tiling = {"group": heads // k.shape[2], "rows": variant.rows, "step": variant.step}
         if self._tables is None or self._tables.tiling != tiling:
-            self._tables = VisibleTables(self._visible, self._runtime, heads, **tiling)
+            self._tables = VisibleTables(self._mask, self._runtime, heads, **tiling)
             self._workspaces.append(self._tables)
         for name, address in self._tables.addresses.items():
             self._arguments[name] = address
@@ -286,7 +286,7 @@ class PlannedAttention:
             *(q_type, kv_type, head_dim, rows),
             tensor_cores=self._tensor_cores,
             shared_limit=runtime.shared_bytes,
-            tokens=Tokens(visible=self._visible is not None, paged=paged),
+            tokens=Tokens(visible=self._mask is not None, paged=paged),
             latent=latent,
         )
         tiles = kv_heads * math.ceil(rows / variant.rows)

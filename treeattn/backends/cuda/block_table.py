@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from treeattn.attention import arrays
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import CheckedTable, as_table
-from treeattn.attention.visibility import Visible
 from treeattn.backends.cuda.inputs import check_table
 from treeattn.backends.cuda.runtime import Runtime
 from treeattn.errors import ArgumentError
@@ -38,7 +38,7 @@ class BlockTables:
         batch: int,
         cache: tuple[int, int],
         lengths: Callable[[int], Any],
-        visible: Visible | None,
+        tables: MaskTables | None,
     ) -> Any:
         """The same on the device; one of the host is looked at first, as `CheckedTable.check` does. lengths:
         gives them on the host, for so many tokens."""
@@ -49,8 +49,8 @@ class BlockTables:
             raise ArgumentError(
                 "a captured step reads its block table from the GPU: pass it as an int32 device array"
             )
-        valid = lengths(table.shape[1] * cache[1]) if visible is None else None
-        self._checked.check(table, cache, valid, visible)
+        valid = lengths(table.shape[1] * cache[1]) if tables is None else None
+        self._checked.check(table, cache, valid, tables)
         if self._room.size < table.size:
             self._room = self._runtime.zeros(table.size * 3 // 2, np.int32)
         into = self._room[: table.size].reshape(table.shape)

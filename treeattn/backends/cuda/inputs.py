@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from treeattn import partial
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.shape import check_shapes
-from treeattn.attention.visibility import Visible
 from treeattn.backends.cuda.runtime import Runtime
 from treeattn.backends.cuda.variants import TYPES, check_head_dim
 from treeattn.errors import ArgumentError
@@ -18,8 +18,8 @@ __all__ = [
     "check_inputs",
     "check_rows",
     "check_table",
+    "check_tables",
     "check_tokens",
-    "check_visible",
     "layout_of",
     "rows_aligned",
     "wrong_type",
@@ -102,14 +102,15 @@ def check_table(table: Any, batch: int) -> None:
         )
 
 
-def check_visible(visible: Visible, records: Any) -> None:
+def check_tables(tables: MaskTables, records: Any) -> None:
     """Raise `ArgumentError` unless the tables are for as many sequences, queries and heads as the records."""
     batch, heads, queries = records.shape[:3]
-    slopes = visible.rules.slopes
-    if visible.q_positions.shape != (batch, queries) or (slopes is not None and len(slopes) != heads):
+    slopes = tables.rules.alibi
+    count = heads if slopes is None else np.shape(slopes)[0]
+    if tables.q_positions.shape != (batch, queries) or count != heads:
         raise ArgumentError(
-            f"visible is for batch, queries = {visible.q_positions.shape}"
-            + (f" and {len(slopes)} heads" if slopes is not None else "")
+            f"the mask tables are for batch, queries = {tables.q_positions.shape}"
+            + (f" and {count} heads" if slopes is not None else "")
             + f": the records have {(batch, queries)} and {heads} heads"
         )
 

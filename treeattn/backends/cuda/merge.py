@@ -10,8 +10,8 @@ import numpy as np
 from treeattn import partial
 from treeattn.backends.cuda import pull
 from treeattn.backends.cuda.runtime import THREADS, Runtime, default_runtime, planned_launch, structure
-from treeattn.collectives.operator import Columns
-from treeattn.collectives.pulls import Program
+from treeattn.collectives.program import Program
+from treeattn.collectives.runtime.operator import Columns
 from treeattn.errors import ArgumentError
 
 __all__ = ["MergeOperator", "merge"]
@@ -32,7 +32,7 @@ def merge(into: Any, other: Any, *, runtime: Runtime | None = None) -> None:
 
 
 class MergeOperator:
-    """How float32 records of one head dimension merge on the device: an `operator.Operator`."""
+    """How float32 records of one head dimension merge on the device: an `runtime.operator.Operator`."""
 
     def __init__(self, head_dim: int, dtype: Any = np.float32, *, runtime: Runtime | None = None) -> None:
         """For records of `head_dim` + 2 elements."""
@@ -61,16 +61,16 @@ class MergeOperator:
         """Of the memory that every rank exposes, where ranks pull from one another."""
         return pull.window_bytes(program, self.width)
 
-    def pull_blocks(self, records: int) -> int:
-        """Blocks of `planned_pull` that this device runs at once."""
+    def resident_blocks(self, records: int) -> int:
+        """Blocks of `planned_gets` that this device runs at once."""
         return pull.resident_blocks(records, self._runtime)
 
-    def planned_pull(
-        self, records: Any, program: Program, rank: int, windows: list[int], seconds: float, blocks: int
+    def planned_gets(
+        self, records: Any, program: Program, windows: list[int], seconds: float, blocks: int
     ) -> pull.PlannedPull:
         """A step of `program` over C-contiguous records [records, width], which never move, in one launch."""
         self._check_float32("records", records, (len(records), self.width), records.flags.c_contiguous)
-        return pull.PlannedPull(records, program, rank, windows, seconds, blocks, runtime=self._runtime)
+        return pull.PlannedPull(records, program, windows, seconds, blocks, runtime=self._runtime)
 
     def columns(self, records: Any) -> Columns:
         """Maximum, denominator and numerator of records [records, width], as views."""

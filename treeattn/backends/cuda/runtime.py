@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from treeattn import partial
-from treeattn.collectives.memory import PeerMemory
+from treeattn.collectives.runtime.memory import PeerMemory
 from treeattn.errors import ArgumentError
 
 __all__ = ["THREADS", "Runtime", "check_records", "default_runtime", "planned_launch", "structure"]

@@ -1,4 +1,4 @@
-"""What queries see, as the CUDA kernels read it: tables of the device that follow a `Visible`.
+"""What queries see, as the CUDA kernels read it: tables of the device that follow a `MaskTables`.
 
 A block works for a tile of query rows, so what matters is what the queries of a tile see together: spans of
 tokens, found here by a sort of their intervals. What nobody of a tile sees is neither read nor counted when
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from treeattn.attention.visibility import Visible
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.backends.cuda.runtime import Runtime
 from treeattn.errors import ArgumentError
 
@@ -63,18 +63,18 @@ def _queries_of_tiles(queries: int, group: int, rows: int) -> Any:
 
 
 class VisibleTables:
-    """The tables of a `Visible` for tiles of so many rows, on a device."""
+    """The tables of a `MaskTables` for tiles of so many rows, on a device."""
 
     def __init__(
-        self, visible: Visible, runtime: Runtime, heads: int, *, group: int, rows: int, step: int
+        self, mask: MaskTables, runtime: Runtime, heads: int, *, group: int, rows: int, step: int
     ) -> None:
         """rows: of a tile, numbered query * group + head; step: tokens that a block takes at a time."""
         self.tiling = {"group": group, "rows": rows, "step": step}
-        batch, queries = visible.q_positions.shape
-        self._visible, self._runtime, self._step = visible, runtime, step
+        batch, queries = mask.q_positions.shape
+        self._mask, self._runtime, self._step = mask, runtime, step
         self._queries = _queries_of_tiles(queries, group, rows)
         tiles, width = self._queries.shape
-        slopes = visible.rules.slopes
+        slopes = mask.rules.alibi
         sizes = {
             "lookup": (1, _LOOKUP),
             "tiles": (batch * tiles, _TILE),
@@ -100,38 +100,38 @@ class VisibleTables:
         self.steps = self.end = 0
 
     def refresh(self) -> bool:
-        """Queue what changed of the `Visible` to the device; whether anything did.
+        """Queue what changed of the `MaskTables` to the device; whether anything did.
 
         Raises `ArgumentError` while the stream is captured: a graph would repeat these values.
         """
-        visible = self._visible
+        mask = self._mask
         seen = np.concatenate(
-            [visible.intervals.ravel(), visible.draft_begins, visible.q_positions.ravel()], dtype=np.int64
+            [mask.intervals.ravel(), mask.draft_begins, mask.q_positions.ravel()], dtype=np.int64
         )
-        if visible.version == self._version and np.array_equal(seen, self._seen):
+        if mask.version == self._version and np.array_equal(seen, self._seen):
             return False
         if self._runtime.capturing():
             raise ArgumentError(
                 "a captured step reads what queries see from the GPU: make one step before the capture, and "
                 "refresh() what changes later"
             )
-        if visible.version != self._version:
+        if mask.version != self._version:
             self._look_up()
-        if self._visible.intervals.shape[:2] == (1, 1) and len(self._queries) == 1:
+        if self._mask.intervals.shape[:2] == (1, 1) and len(self._queries) == 1:
             self.fill_one()
         else:
             self.fill()
         self._runtime.upload(self._device, self._host)
-        self._version, self._seen = visible.version, seen
+        self._version, self._seen = mask.version, seen
         return True
 
     def _look_up(self) -> None:
         """Runs, mask and draft positions: what may grow, and is reached through the table of its places."""
-        visible, lookup = self._visible, self._tables["lookup"]
+        mask, lookup = self._mask, self._tables["lookup"]
         arrays: dict[str, Any] = {
-            "runs": visible.runs.table,
-            "draft_positions": visible.draft_positions,
-            "mask": visible.mask,
+            "runs": mask.runs.table,
+            "draft_positions": mask.draft_positions,
+            "mask": mask.mask,
         }
         packed = np.concatenate([array.ravel().view(np.uint8) for array in arrays.values()])
         if not self._held or self._held[-1].size < packed.size:
@@ -140,16 +140,16 @@ class VisibleTables:
         for name, array in arrays.items():
             lookup[name] = self._runtime.address(room) + place
             place += array.nbytes
-        lookup["run_count"], lookup["drafts"] = len(visible.runs.table), visible.drafts
-        lookup["mask_words"] = visible.mask.shape[2]
+        lookup["run_count"], lookup["drafts"] = len(mask.runs.table), mask.drafts
+        lookup["mask_words"] = mask.mask.shape[2]
         if packed.size:
             self._runtime.upload(room[: packed.size], packed)
 
     def fill_one(self) -> None:
         """`fill` for one query of one sequence in one tile, several times as fast: its intervals ascend."""
-        visible, tables = self._visible, self._tables
-        bounds = visible.intervals[0, 0].tolist()
-        begin, drafts = int(visible.draft_begins[0]), visible.drafts
+        mask, tables = self._mask, self._tables
+        bounds = mask.intervals[0, 0].tolist()
+        begin, drafts = int(mask.draft_begins[0]), mask.drafts
         spans: list[tuple[int, int, int, int]] = []
         steps = 0
         for first, last in (bounds[:2], bounds[2:], (begin, begin + drafts)):
@@ -167,7 +167,7 @@ class VisibleTables:
         span = spans[0][:2] if spans else (0, 0)
         tables["tiles"][0] = (0, len(spans), steps, *span, *bounds[2:], begin if drafts else _NO_DRAFT)
         tables["views"][:] = bounds
-        tables["q_positions"][0] = visible.q_positions[0, 0]
+        tables["q_positions"][0] = mask.q_positions[0, 0]
         self.steps = steps
 
     def _steps(self, begin: int, end: int) -> int:
@@ -175,14 +175,14 @@ class VisibleTables:
 
     def fill(self) -> None:
         """The tables of this step."""
-        visible, (tiles, width) = self._visible, self._queries.shape
-        batch = len(visible.draft_begins)
-        begins = visible.draft_begins if visible.drafts else np.full(batch, _NO_DRAFT, np.int64)
-        of_tile = visible.intervals[:, self._queries]  # [batch, tiles, width, 4]
+        mask, (tiles, width) = self._mask, self._queries.shape
+        batch = len(mask.draft_begins)
+        begins = mask.draft_begins if mask.drafts else np.full(batch, _NO_DRAFT, np.int64)
+        of_tile = mask.intervals[:, self._queries]  # [batch, tiles, width, 4]
         pieces = np.empty((batch, tiles, 2 * width + 1, 2), np.int64)
         pieces[:, :, :-1] = of_tile.reshape(batch, tiles, 2 * width, 2)
         pieces[:, :, -1, 0] = begins[:, None]
-        pieces[:, :, -1, 1] = begins[:, None] + visible.drafts
+        pieces[:, :, -1, 1] = begins[:, None] + mask.drafts
         spans = find_spans(pieces.reshape(batch * tiles, -1, 2))
         table = self._tables["tiles"]
         ends = np.cumsum(spans.counts)
@@ -194,8 +194,8 @@ class VisibleTables:
         table["whole_begin"] = of_tile[..., 2].max(axis=2).ravel()
         table["whole_end"] = of_tile[..., 3].min(axis=2).ravel()
         table["draft_begin"] = np.repeat(begins, tiles)
-        self._tables["views"][:] = visible.intervals.ravel()
-        self._tables["q_positions"][:] = visible.q_positions.ravel()
+        self._tables["views"][:] = mask.intervals.ravel()
+        self._tables["q_positions"][:] = mask.q_positions.ravel()
         self.steps = int(table["steps"].max())
         self.end = int(spans.end.max(initial=0))
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from treeattn import comm as comm_
+from treeattn.collectives.runtime import process
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -109,4 +109,4 @@ def _identity() -> str:
         namespace = os.readlink("/proc/self/ns/time")
     except OSError:  # a kernel older than time namespaces
         namespace = "none"
-    return f"{comm_.kernel()} {namespace}"
+    return f"{process.kernel()} {namespace}"

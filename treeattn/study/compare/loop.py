@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from treeattn import comm as comm_
+from treeattn import mpi_library
 from treeattn.study.compare.clock import Clock, Offset, on_common_clock
 
 if TYPE_CHECKING:
@@ -59,12 +59,13 @@ class Times(NamedTuple):
 class Loop:
     """Timed loops on `comm`. Creating it is collective.
 
-    crowded: ranks outnumber cores, so whoever waits gives its core away. seed: of the delays of a skew.
+    oversubscribed: ranks outnumber cores, so whoever waits gives its core away. seed: of the delays of a
+    skew.
     """
 
-    def __init__(self, comm: Intracomm, clock: Clock, crowded: bool, seed: int) -> None:
+    def __init__(self, comm: Intracomm, clock: Clock, oversubscribed: bool, seed: int) -> None:
         self._comm, self._clock = comm, clock
-        self._give_way: Callable[[], object] = os.sched_yield if crowded else tuple
+        self._give_way: Callable[[], object] = os.sched_yield if oversubscribed else tuple
         self._draw = np.random.default_rng([seed, comm.rank])
         self._mine, self._agreed = np.empty(1, np.int64), np.empty(1, np.int64)
         self._lead = _LEAST_LEAD
@@ -91,12 +92,12 @@ class Loop:
 
     def _agree(self, mine: int) -> int:
         self._mine[0] = mine
-        self._comm.Allreduce(self._mine, self._agreed, comm_.mpi().MAX)
+        self._comm.Allreduce(self._mine, self._agreed, mpi_library.load().MAX)
         return int(self._agreed[0])
 
     def agree_on_slowest(self, mine: float) -> float:
         """The largest value of all ranks. Collective."""
-        return float(self._comm.allreduce(mine, comm_.mpi().MAX))
+        return float(self._comm.allreduce(mine, mpi_library.load().MAX))
 
     def run(
         self,

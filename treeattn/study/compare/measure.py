@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treeattn import comm as comm_
+from treeattn import communicators
 from treeattn.study import environment
 from treeattn.study.compare import payload, problems, steps
 from treeattn.study.compare.clock import Clock
@@ -53,12 +53,12 @@ class Effort:
 class Bench:
     """Measures blocks on one communicator. Creating it is collective."""
 
-    def __init__(self, comm: Intracomm, effort: Effort, crowded: bool, seed: int) -> None:
+    def __init__(self, comm: Intracomm, effort: Effort, oversubscribed: bool, seed: int) -> None:
         self.comm, self.effort, self.seed = comm, effort, seed
-        self.groups = comm_.node_groups(comm)
+        self.groups = communicators.node_groups(comm)
         self.machines = [entry["machine"] for entry in environment.placement(comm)]
         self.clock = Clock(comm)
-        self.loop = Loop(comm, self.clock, crowded, seed)
+        self.loop = Loop(comm, self.clock, oversubscribed, seed)
 
     def problem(self, key: Key) -> problems.Problem:
         """Inputs for every scheme of the key's case. Raises what `problems.check_room` raises."""

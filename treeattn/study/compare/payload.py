@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from treeattn.collectives.parameters import Groups, node_of
-from treeattn.collectives.reducer import Sent
+from treeattn.collectives.runtime.reducer import Sent
 from treeattn.collectives.schedule import Schedule
 from treeattn.collectives.traffic import messages
 

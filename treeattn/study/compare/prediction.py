@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from treeattn import comm as comm_
 from treeattn import topology
+from treeattn.agreement import collectively
 from treeattn.attention.shape import DTYPES
-from treeattn.collectives.clusters.description import Cluster
+from treeattn.collectives.clusters.description import Cluster, executor_over
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.simulate import Payload, simulate
 from treeattn.decoder.plan import select
-from treeattn.errors import RestrictionError
+from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.study.compare.schema import NULL, SUM, Key
 from treeattn.study.decode_step import Shape, decode_step
 
@@ -46,16 +46,31 @@ def predictions(world: Intracomm, name: str | None, keys: Sequence[Key]) -> Pred
         places = found.places_on(named.cluster)
         times = {key: predicted(named.cluster, places[: key.ranks], found.nodes, key) for key in keys}
         known = {key: time for key, time in times.items() if time is not None}
-        return Predictions(known, "; ".join(filter(None, (named.shown, found.misfit(named.cluster)))))
+        without = dict.fromkeys(lacking(named.cluster, places[: key.ranks], key) for key in keys)
+        return Predictions(
+            known, "; ".join(filter(None, (named.shown, found.misfit(named.cluster), *without)))
+        )
 
-    return comm_.together(world, predict)
+    return collectively(world, predict)
+
+
+def lacking(cluster: Cluster, places: Placement, key: Key) -> str:
+    """Why nothing run as the key has it can be predicted; nothing where the cluster has the prices."""
+    if key.scheme in (SUM, NULL):
+        return ""
+    try:
+        cluster.executor_for(places, executor_over(key.transport, key.executor))
+    except ArgumentError as error:
+        return f"no prices: {error}"
+    return ""
 
 
 def predicted(cluster: Cluster, places: Placement, nodes: Sequence[Sequence[int]], key: Key) -> float | None:
     """Microseconds of one key; None for libraries and baselines without a schedule or a ring's formula, for
-    an executor that the cluster has not, and for whole steps where it does not say how fast a rank reads."""
-    if key.scheme in (SUM, NULL) or (key.executor and key.executor not in cluster.executors):
+    an executor without prices there, and for whole steps where it does not say how fast a rank reads."""
+    if key.scheme in (SUM, NULL) or lacking(cluster, places, key):
         return None
+    executor = executor_over(key.transport, key.executor)
     scheme = "recursive_doubling" if key.scheme in ("kv_ring", "query_ring") else key.scheme
     selection = select(scheme)
     scheduled = selection.own is not None or selection.row.generator is not None
@@ -71,8 +86,8 @@ def predicted(cluster: Cluster, places: Placement, nodes: Sequence[Sequence[int]
     if key.what == "reduce":
         records = key.batch * key.heads * key.queries
         payload = Payload(records, _WIRES[key.wire] * (key.head_dim + 2), key.queries)
-        return simulate(schedule, cluster, places, payload, key.executor).time
+        return simulate(schedule, cluster, places, payload, executor).time
     size = np.dtype(DTYPES[key.dtype]).itemsize
     shape = Shape(key.tokens, key.heads, key.kv_heads, key.head_dim, key.batch, key.queries, size)
-    step = decode_step(cluster, places, schedule, shape, key.executor)
+    step = decode_step(cluster, places, schedule, shape, executor)
     return {"kv_ring": step.kv_ring, "query_ring": step.query_ring}.get(key.scheme, step.time)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from treeattn import comm as comm_
 from treeattn import reference
+from treeattn.agreement import Agreement, collectively
 from treeattn.attention.shape import DTYPES
 from treeattn.decoder import device as devices
 from treeattn.decoder.device import Device
@@ -53,7 +53,7 @@ def check_room(comm: Intracomm, key: Key, machines: Sequence[int]) -> None:
     free = environment.free_memory()
     needed = comm.allgather(_input_bytes(comm, key))
     here = [size for size, machine in zip(needed, machines, strict=True) if machine == machines[comm.rank]]
-    with comm_.Agreement(comm):
+    with Agreement(comm):
         if free is not None and sum(here) > free:
             raise ArgumentError(
                 f"the inputs of {len(here)} ranks take {sum(here) / 1e9:,.1f} GB, their machine has "
@@ -89,7 +89,7 @@ def decode_problem(comm: Intracomm, key: Key, seed: int) -> Problem:
         shards = (np.take(array, np.arange(tokens) % PERIOD, axis=1) for array in (k, v))
         return [device.from_host(array) for array in (q, *shards)]
 
-    q, k, v = comm_.together(comm, placed)
+    q, k, v = collectively(comm, placed)
     return Problem(device, q, k, v, None, *_judged(partials, device.rounds_weights(shape)))
 
 
@@ -114,7 +114,7 @@ def reduce_problem(comm: Intracomm, key: Key, seed: int) -> Problem:
     mine = reference.Partial(exact[..., 0], exact[..., 1], exact[..., 2:], 0.0, largest)
     gathered = comm.gather([mine], root=0)
     device = devices.find(key.device)
-    given = comm_.together(comm, lambda: device.from_host(records))
+    given = collectively(comm, lambda: device.from_host(records))
     return Problem(device, None, None, None, given, *_judged(gathered))
 
 

@@ -16,16 +16,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from treeattn.errors import ArgumentError, BackendError
-from treeattn.study import environment
-from treeattn.study.compare.schema import Failure, Key, Line, Point, Run
+from treeattn.report import as_json
+from treeattn.study.compare.schema import NULL, SUM, Failure, Key, Line, Point, Run
 from treeattn.study.statistics import Statistics, describe
 
-__all__ = ["Results", "Summary", "Writer", "mixed_versions", "read", "run_id", "summarise", "version"]
+__all__ = [
+    "Results", "Summary", "Writer", "compared_series", "mixed_versions", "read", "run_id", "summarise",
+    "version",
+]  # fmt: skip
 
 _LINE = msgspec.json.Decoder(Run | Point | Failure)
 _NOT_A_LINE = (msgspec.DecodeError, ValueError, RecursionError)
@@ -155,6 +158,24 @@ def mixed_versions(used: Iterable[tuple[Run, int]]) -> str | None:
     return "runs of different versions, kept apart: " + "; ".join(sorted(apart)) if apart else None
 
 
+def compared_series(rows: Iterable[Summary]) -> Literal["completion", "after_last_entry"]:
+    """The series by which the schemes of a case are compared.
+
+    Completion counts from the first entry, and so holds how far apart ranks entered: what a row that does
+    nothing has of it beyond the time from the last entry. Where that is more than a tenth of the fastest
+    scheme's completion, schemes are compared from the last entry on.
+    """
+    everyone = list(rows)
+    times = [row.times["completion"].median for row in everyone if row.key.scheme not in (NULL, SUM)]
+    spread = [
+        row.times["completion"].median - row.times["after_last_entry"].median
+        for row in everyone
+        if row.key.scheme == NULL
+    ]
+    late = bool(times and spread) and max(spread) > min(times) / 10
+    return "after_last_entry" if late else "completion"
+
+
 _FACTS = ("warmup", "determinism", "rounds", "depth", "sent", "scheduled", "predicted")
 
 
@@ -254,7 +275,7 @@ class Writer:
 
     def append(self, line: Line) -> None:
         """Write one line."""
-        self._write(environment.as_json(msgspec.to_builtins(line), indent=None, separators=(",", ":")))
+        self._write(as_json(msgspec.to_builtins(line), indent=None, separators=(",", ":")))
 
     def _write(self, line: bytes) -> None:
         try:

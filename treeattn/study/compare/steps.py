@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from treeattn import comm as comm_
+from treeattn import communicators
 from treeattn.attention.shape import Shape
 from treeattn.backends.cpu import NullOperator
 from treeattn.collectives.catalog import Selection
-from treeattn.collectives.reducer import Reducer, Reduction
+from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder
 from treeattn.decoder import device as devices
 from treeattn.decoder import plan as routes
 from treeattn.decoder import transport as transports
 from treeattn.decoder.plan import select
+from treeattn.decoder.reduction import Reduction
 from treeattn.decoder.request import Request
 from treeattn.errors import RestrictionError
 from treeattn.study.compare import wire, yardsticks
@@ -46,8 +47,8 @@ def plan(comm: Intracomm, key: Key) -> Decoder:
     if key.wire == "bfloat16":
         return _around(comm, key, select(key.scheme), _bfloat16)
     output = "heads" if select(key.scheme).row.scattered else "replicated"
-    way: dict[str, Any] = {"device": key.device, "transport": key.transport, "executor": key.executor}
-    return Decoder(comm, **shape_of(key).plain, scheme=key.scheme, output=output, **way)
+    how = Reduction(key.scheme, key.transport, key.executor, output)
+    return Decoder(comm, **shape_of(key).plain, scheme=how, device=key.device)
 
 
 def plan_null_merge(comm: Intracomm, key: Key) -> Decoder:
@@ -58,16 +59,16 @@ def plan_null_merge(comm: Intracomm, key: Key) -> Decoder:
 def _around(comm: Intracomm, key: Key, scheme: Selection | None, reducer: Callable[..., Reducer]) -> Decoder:
     """The parts of a decoder of one rank around a reduction of another kind, over all ranks."""
     device = devices.find(key.device)
-    alone = Request(shape_of(key), select("chain"), None, device, None, "replicated")
-    planned = routes.plan(comm_.mpi().COMM_SELF, lambda: alone)
+    alone = Request(shape_of(key), Reduction("chain"), select("chain"), None, device)
+    planned = routes.plan(communicators.alone(), lambda: alone)
     planned.reducer.close()
     planned.schedule = scheme and routes.schedule(scheme, comm)
-    reduction = Reduction(comm, None, planned.buffers.records, planned.buffers.group, device.memory)
+    reduction = ReductionSpec(comm, None, planned.buffers.records, planned.buffers.group, device.memory)
     planned.reducer = reducer(key, reduction, scheme, planned.schedule)
     return Decoder.of(comm, planned)
 
 
-def _bfloat16(key: Key, reduction: Reduction, scheme: Selection, schedule: Schedule | None) -> Reducer:
+def _bfloat16(key: Key, reduction: ReductionSpec, scheme: Selection, schedule: Schedule | None) -> Reducer:
     records = reduction.buffer
     unfit = schedule is None or schedule.result == "scattered" or key.device != "cpu"
     if unfit or records.dtype != np.float32:
@@ -90,6 +91,6 @@ def _bfloat16(key: Key, reduction: Reduction, scheme: Selection, schedule: Sched
     return around
 
 
-def _null_merge(key: Key, reduction: Reduction, scheme: Selection, schedule: Schedule | None) -> Reducer:
+def _null_merge(key: Key, reduction: ReductionSpec, scheme: Selection, schedule: Schedule | None) -> Reducer:
     operator = NullOperator(key.head_dim, reduction.buffer.dtype)
     return transports.plan("mpi", scheme, schedule, reduction._replace(operator=operator), key.executor)

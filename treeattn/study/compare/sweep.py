@@ -23,9 +23,9 @@ from treeattn.study.compare.schema import Key
 from treeattn.study.compare.steps import reduces
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
-__all__ = ["Block", "Sweep", "Way", "keys", "meet_asleep"]
+__all__ = ["Block", "Sweep", "Way", "keys"]
 
 
 class Way(NamedTuple):
@@ -88,7 +88,7 @@ class Sweep:
             plan += [Block(key, repetition) for key in order.sample(members, len(members))]
         return [block for block in plan if block not in self.done]
 
-    def run(self, world: Intracomm) -> Iterator[tuple[Block, dict[str, Any] | TreeattnError | None]]:
+    def run(self, world: MpiCommunicator) -> Iterator[tuple[Block, dict[str, Any] | TreeattnError | None]]:
         """Measure everything. Collective; ranks that a case does not use sleep meanwhile.
 
         Gives each block with None before it starts, and then, on rank 0, with the fields of its point; and a
@@ -99,11 +99,11 @@ class Sweep:
             mine = list(of_size)
             members: Any = world.Split(0 if world.rank < size else 1, world.rank)
             if world.rank < size:
-                crowded = environment.node_load(placement[:size]) is not None
-                bench = Bench(members, self.effort, crowded, self.seed)
+                oversubscribed = environment.node_load(placement[:size]) is not None
+                bench = Bench(members, self.effort, oversubscribed, self.seed)
                 for _, case in itertools.groupby(mine, lambda key: key.case):
                     yield from self._run_case(bench, self.blocks(case))
-            meet_asleep(world)
+            world.barrier_asleep()
             members.Free()
 
     def _run_case(self, bench: Bench, blocks: list[Block]) -> Iterator[tuple[Block, Any]]:
@@ -134,10 +134,3 @@ class Sweep:
             spent[block.key] += took
             if point is not None:
                 yield block, point | {"took": round(took * 1e6)}
-
-
-def meet_asleep(world: Intracomm) -> None:
-    """A barrier in which waiting costs no processor time: the others may be measuring."""
-    everyone = world.Ibarrier()
-    while not everyone.Test():
-        time.sleep(0.002)

@@ -22,7 +22,7 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 class Bfloat16Operator:
-    """A `treeattn.collectives.operator.Operator` on records of bfloat16, held as the uint16 of their bits
+    """A `collectives.runtime.operator.Operator` on records of bfloat16, held as the uint16 of their bits
     because MPI has no name for them. Commutative to the bit, as the float32 merge is."""
 
     dtype = np.dtype(np.uint16)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from treeattn import comm as comm_
-from treeattn.collectives.captured import CapturedReducer
-from treeattn.collectives.memory import HOST
-from treeattn.collectives.reducer import Reducer, Reduction, duplicate
+from treeattn import mpi_library
+from treeattn.collectives.runtime.cuda_graph import CudaGraphReducer
+from treeattn.collectives.runtime.memory import HOST
+from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec, duplicate
 from treeattn.decoder import transport as transports
 from treeattn.study.compare.schema import NULL, SUM, Key
 
@@ -41,19 +41,19 @@ def nothing(*_: object) -> Reducer:
     return OneCall(NULL, tuple)
 
 
-def library_sum(key: Key, reduction: Reduction, *_: object) -> Reducer:
+def library_sum(key: Key, reduction: ReductionSpec, *_: object) -> Reducer:
     """As many bytes as the records have under way, in elements of the records' own type. Collective."""
     elements = reduction.buffer.size // (2 if key.wire == "bfloat16" else 1)
     mine = reduction.buffer.reshape(-1)[:elements]
     if key.transport == "nccl":
-        return _NcclSum(reduction, mine)
+        return _nccl_sum(reduction, mine)
     comm = duplicate(reduction.comm)
     add = _by_way_of_the_host if key.transport == "host" else _where_it_lies
-    return OneCall(SUM, add(comm, reduction.memory, mine), comm.Free)
+    return OneCall(SUM, add(comm.unwatched, reduction.memory, mine), comm.free)
 
 
 def _where_it_lies(comm: Any, memory: Any, mine: Any) -> Callable[[], object]:
-    total, operation = memory.empty(mine.shape, mine.dtype), comm_.mpi().SUM
+    total, operation = memory.empty(mine.shape, mine.dtype), mpi_library.load().SUM
     if memory is HOST:
         return lambda: comm.Allreduce(mine, total, operation)
 
@@ -66,7 +66,7 @@ def _where_it_lies(comm: Any, memory: Any, mine: Any) -> Callable[[], object]:
 
 def _by_way_of_the_host(comm: Any, memory: Any, mine: Any) -> Callable[[], object]:
     given, total = (memory.pinned(mine.shape, mine.dtype) for _ in range(2))
-    operation = comm_.mpi().SUM
+    operation = mpi_library.load().SUM
 
     def add() -> None:
         memory.copy(given, mine)
@@ -77,13 +77,7 @@ def _by_way_of_the_host(comm: Any, memory: Any, mine: Any) -> Callable[[], objec
     return add
 
 
-class _NcclSum(CapturedReducer):
+def _nccl_sum(reduction: ReductionSpec, mine: Any) -> Reducer:
     """ncclAllReduce in place, as one CUDA graph from the second step on, as schedules are."""
-
-    def __init__(self, reduction: Reduction, mine: Any) -> None:
-        connected = transports.connected_by_nccl(reduction.comm, reduction.memory)
-        super().__init__(SUM, reduction._replace(comm=connected))
-        self._mine = mine
-
-    def _queue(self) -> None:
-        self._communicator.all_reduce(self._mine, "sum")
+    connected = transports.connected_by_nccl(reduction.comm, reduction.memory)
+    return CudaGraphReducer(SUM, connected, reduction.memory, lambda: connected.all_reduce(mine, "sum"))

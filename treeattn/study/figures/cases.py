@@ -6,11 +6,11 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from msgspec.structs import asdict
 
-from treeattn.study.compare.results import Results, Summary
+from treeattn.study.compare.results import Results, Summary, compared_series
 from treeattn.study.compare.schema import Key, Point, Run
 from treeattn.study.figures.style import in_order
 
@@ -77,6 +77,14 @@ class Case:
     members: tuple[Summary, ...]
     study: Study
     suffix: str = ""
+
+    @property
+    def series(self) -> Literal["completion", "after_last_entry"]:
+        """What schemes are compared by: from the last entry on if in some place it is so."""
+        ordered = sorted(self.members, key=lambda summary: repr(summary.key.case))
+        of_cases = (list(of) for _, of in itertools.groupby(ordered, lambda summary: summary.key.case))
+        late = any(compared_series(of_case) == "after_last_entry" for of_case in of_cases)
+        return "after_last_entry" if late else "completion"
 
     def by_scheme(self) -> Iterator[tuple[str, list[Summary]]]:
         """(label of a scheme, its points from left to right), in the order of all figures."""

@@ -1,4 +1,5 @@
-"""Figures of measured times; all from ``completion``: last exit minus first entry, on the common clock."""
+"""Figures of measured times: last exit minus first entry on the common clock, or minus last entry where
+entries are further apart than a tenth of the fastest scheme's time (`results.compared_series`)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Literal
 from treeattn.study.compare.results import Summary
 from treeattn.study.compare.schema import NULL, SUM
 from treeattn.study.figures.axes import brief
-from treeattn.study.figures.cases import RANKS, SKEW, TOKENS, Case, Study, left_out
+from treeattn.study.figures.cases import RANKS, SKEW, TOKENS, Case, left_out
 from treeattn.study.figures.chart import Chart, Lines, Panel, Point, Rows, Series, interval
 from treeattn.study.figures.style import in_order
 from treeattn.study.statistics import describe
@@ -23,6 +24,9 @@ _LINE = (
 _INTERVALS = f"Mark: median of the iterations, blocks weighing the same. {_LINE}"
 _RATIOS = f"Mark: median over blocks of the ratio to the block measured beside it. {_LINE}"
 
+# What a time is, by the series that it is taken from.
+_SERIES = {"completion": "completion", "after_last_entry": "time from the last entry"}
+
 #: Rows show so many places of an axis beside each other; more become lines.
 _MOST_PANELS = 3
 
@@ -33,15 +37,17 @@ Value = Callable[[Summary], Point | None]
 
 def time(case: Case) -> list[Chart]:
     """Time by scheme, over the context length or the size of the records."""
-    return by_scheme(case, ("time-{}", "Time of a {}", _INTERVALS), "completion, µs", _completion)
+    return by_scheme(
+        case, ("time-{}", "Time of a {}", _INTERVALS), f"{_SERIES[case.series]}, µs", _compared(case)
+    )
 
 
 def relative(case: Case) -> list[Chart]:
     """Time by scheme, divided by the time of the baseline."""
     baseline = case.study.baseline
     words = "relative-{}", f"Time of a {{}} relative to {baseline}", _RATIOS
-    label = f"completion, × {'SUM' if baseline == SUM else baseline}"
-    return by_scheme(case, words, label, lambda summary: _ratio(case.study, summary, baseline), 1.0)
+    label = f"{_SERIES[case.series]}, × {'SUM' if baseline == SUM else baseline}"
+    return by_scheme(case, words, label, lambda summary: _ratio(case, summary, baseline), 1.0)
 
 
 def speedup(case: Case) -> list[Chart]:
@@ -53,12 +59,13 @@ def speedup(case: Case) -> list[Chart]:
         ("speedup-{}", f"Speed-up of a {{}} over {ring}", _RATIOS),
         f"time of {ring} / time of the scheme",
     )
-    return by_scheme(case, words, label, lambda summary: _ratio(case.study, summary, ring, inverse=True), 1.0)
+    return by_scheme(case, words, label, lambda summary: _ratio(case, summary, ring, inverse=True), 1.0)
 
 
 def scaling(case: Case) -> list[Chart]:
     """Time by scheme over the number of ranks."""
-    return lines(case, ("scaling-{}", "Time of a {} by ranks", _INTERVALS), "completion, µs", _completion)
+    words = "scaling-{}", "Time of a {} by ranks", _INTERVALS
+    return lines(case, words, f"{_SERIES[case.series]}, µs", _compared(case))
 
 
 def skew(case: Case) -> list[Chart]:
@@ -81,14 +88,14 @@ def cold(case: Case) -> list[Chart]:
 def predicted(case: Case) -> list[Chart]:
     """Predicted against measured time, where points carry a prediction (``predicted``, µs)."""
     known = [m for m in case.members if m.facts["predicted"] is not None]
-    points = [(m.key.label, Point(m.times["completion"].median, float(m.facts["predicted"]))) for m in known]
+    points = [(m.key.label, Point(m.times[case.series].median, float(m.facts["predicted"]))) for m in known]
     series = tuple(
         Series(scheme, tuple(sorted(point for name, point in points if name == scheme)))
         for scheme in in_order(name for name, _ in points)
     )
     note = "Line: the prediction is right. Above it: it is too slow."
     around = case.around("predicted-{}", "Predicted and measured time of a {}", note)
-    labels = "measured completion (median), µs", "predicted, µs"
+    labels = f"measured {_SERIES[case.series]} (median), µs", "predicted, µs"
     return [Lines(*around, *labels, series, intervals=False, diagonal=True)] if series else []
 
 
@@ -141,27 +148,29 @@ def _time(summary: Summary, series: str) -> Point | None:
     return interval(0, summary.times[series]) if series in summary.times else None
 
 
-def _completion(summary: Summary) -> Point | None:
-    return _time(summary, "completion")
+def _compared(case: Case) -> Value:
+    series = case.series
+    return lambda summary: _time(summary, series)
 
 
-def _ratio(study: Study, summary: Summary, baseline: str, inverse: bool = False) -> Point | None:
+def _ratio(case: Case, summary: Summary, baseline: str, inverse: bool = False) -> Point | None:
     """The median of the ratios of blocks that were measured side by side, with its interval.
 
     Schemes are interleaved within a repetition, so what the machine did meanwhile divides out.
     """
     if summary.key.scheme == NULL:
         return None
-    mine, other = (_blocks(study, summary, scheme) for scheme in (summary.key.scheme, baseline))
+    mine, other = (_blocks(case, summary, scheme) for scheme in (summary.key.scheme, baseline))
     ratios = [mine[block] / other[block] for block in mine if block in other]
     return interval(0, describe([[1 / r if inverse else r] for r in ratios])) if ratios else None
 
 
-def _blocks(study: Study, summary: Summary, scheme: str) -> dict[tuple[str, int, int], float]:
-    """(run, launch, repetition) -> median completion, of `scheme` over the transport, in the case and of the
+def _blocks(case: Case, summary: Summary, scheme: str) -> dict[tuple[str, int, int], float]:
+    """(run, launch, repetition) -> median time, of `scheme` over the transport, in the case and of the
     version of `summary`."""
+    series = case.series
     return {
-        (point.run, point.launch, point.repetition): median(point.samples["completion"])
-        for point in study.blocks[(summary.key.case, summary.version)]
+        (point.run, point.launch, point.repetition): median(point.samples[series])
+        for point in case.study.blocks[(summary.key.case, summary.version)]
         if (point.key.scheme, point.key.transport) == (scheme, summary.key.transport)
     }

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treeattn import comm as comm_
-from treeattn.study.compare.sweep import meet_asleep
+from treeattn import communicators
 from treeattn.study.paper import simulated
 from treeattn.study.paper.experiment import IN_THE_FIGURE, Experiment, Table
 from treeattn.study.paper.machines import BETWEEN, WITHIN
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 __all__ = ["EXPERIMENT", "measure", "model", "pairs", "ping_pong"]
 
@@ -34,9 +33,9 @@ def model(sizes: Sequence[int]) -> list[Table]:
     return [Table("DGX H100", headings, rows)]
 
 
-def measure(comm: Intracomm, sizes: Sequence[int], volume: int, fewest: int, most: int) -> list[Table]:
+def measure(comm: MpiCommunicator, sizes: Sequence[int], volume: int, fewest: int, most: int) -> list[Table]:
     """MPI_Send and MPI_Recv back and forth: about `volume` bytes each way, in `fewest` to `most` messages."""
-    found = pairs(comm_.node_groups(comm))
+    found = pairs(communicators.node_groups(comm))
     title, headings = "run here: half a round trip, median", ["bytes"]
     columns: list[Sequence[float]] = [sizes]
     for tier, pair in found.items():
@@ -60,7 +59,7 @@ def pairs(groups: Sequence[Sequence[int]]) -> dict[str, tuple[int, int] | None]:
     }
 
 
-def ping_pong(comm: Intracomm, pair: tuple[int, int], size: int, count: int) -> float:
+def ping_pong(comm: MpiCommunicator, pair: tuple[int, int], size: int, count: int) -> float:
     """Microseconds of one message of `size` bytes between `pair`: half the median round trip.
 
     Collective: ranks outside of the pair sleep meanwhile, so that they take no core away.
@@ -73,7 +72,7 @@ def ping_pong(comm: Intracomm, pair: tuple[int, int], size: int, count: int) -> 
         for call, buffer in calls if comm.rank == pair[0] else calls[::-1]:
             call(buffer, other)
         trips.append(time.perf_counter_ns() - began)
-    meet_asleep(comm)
+    comm.barrier_asleep()
     return float(comm.bcast(statistics.median(trips[WARM_UP:]) / 2000 if trips else None, root=pair[0]))
 
 

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treeattn import comm as comm_
+from treeattn import mpi_library
 from treeattn.errors import BackendError
 from treeattn.llama.config import Config, Rope
 from treeattn.llama.generate import generate
 from treeattn.llama.model import Llama
 from treeattn.llama.session import Session
-from treeattn.llama.threads import CoreShare
-from treeattn.study.compare.sweep import meet_asleep
+from treeattn.llama.thread_limits import ThreadLimits
+from treeattn.llama.weights import RandomWeights
 from treeattn.study.paper import simulated
 from treeattn.study.paper.experiment import Cell, Experiment, Table
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 __all__ = ["EXPERIMENT", "PUBLISHED", "Series", "implied", "measure", "model"]
 
@@ -113,21 +113,21 @@ SMALL = Config(
 SCHEMES = ("hierarchical", "kv_ring")
 
 
-def measure(comm: Intracomm, tokens: Sequence[int], repeats: int, ranks: int) -> list[Table]:
+def measure(comm: MpiCommunicator, tokens: Sequence[int], repeats: int, ranks: int) -> list[Table]:
     """Prefill and nine more tokens of the small model, by tree and by ring in turn."""
     size = min(comm.size, ranks)
     if size == 1:
         return []
     rows: list[tuple[Cell, ...]] = []
-    part: Any = comm.Split(0 if comm.rank < size else comm_.mpi().UNDEFINED, comm.rank)
+    part: Any = comm.Split(0 if comm.rank < size else mpi_library.load().UNDEFINED, comm.rank)
     if comm.rank < size:
         cores, threads = _shared(part)
-        llama = Llama.drawn(SMALL)
+        llama = Llama(RandomWeights(SMALL))
         rows = [_row(part, llama, count, repeats) for count in tokens]
         if cores is not None:
-            cores.give_back()
+            cores.restore()
         part.Free()
-    meet_asleep(comm)
+    comm.barrier_asleep()
     if comm.rank:
         return []
     title = (
@@ -140,17 +140,17 @@ def measure(comm: Intracomm, tokens: Sequence[int], repeats: int, ranks: int) ->
     return [Table(title, headings, rows)]
 
 
-def _shared(comm: Intracomm) -> tuple[CoreShare | None, str]:
+def _shared(comm: MpiCommunicator) -> tuple[ThreadLimits | None, str]:
     """Give ranks their share of the cores; what came of it."""
     try:
-        cores = CoreShare(comm)
+        cores = ThreadLimits(comm)
     except BackendError as error:
         return None, str(error)
     threads = cores.blas_threads
     return cores, "as the environment says" if threads is None else f"BLAS threads of a rank: {threads}"
 
 
-def _row(comm: Intracomm, llama: Llama, tokens: int, repeats: int) -> tuple[Cell, ...]:
+def _row(comm: MpiCommunicator, llama: Llama, tokens: int, repeats: int) -> tuple[Cell, ...]:
     """Of rank 0's times. Collective."""
     prompt = np.random.default_rng(tokens).integers(0, SMALL.vocab_size, tokens).tolist()
     first: list[float] = []
@@ -158,7 +158,7 @@ def _row(comm: Intracomm, llama: Llama, tokens: int, repeats: int) -> tuple[Cell
     for _ in range(repeats):
         for scheme in SCHEMES:
             with Session(comm, llama, prompt, capacity=tokens + DECODED + 1, scheme=scheme) as session:
-                made = generate(comm, session, prompt, DECODED + 1)
+                made = generate(session, DECODED + 1)
             first.append(made.first_token_s)
             later[scheme].append(sum(made.step_s))
     tree, ring = (later[scheme] for scheme in SCHEMES)

@@ -13,7 +13,7 @@ from treeattn.study.compare.sweep import Sweep
 from treeattn.study.paper.experiment import Table
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 __all__ = ["COUNTED", "Points", "cold", "decode_key", "median", "run", "sweep"]
 
@@ -29,7 +29,7 @@ def sweep(
 ) -> Callable[..., list[Table]]:
     """The `measure` of an experiment: of `keys` for the numbers of ranks that the job has, its `tables`."""
 
-    def measure(comm: Intracomm, effort: Effort, ranks: Sequence[int], **setting: Any) -> list[Table]:
+    def measure(comm: MpiCommunicator, effort: Effort, ranks: Sequence[int], **setting: Any) -> list[Table]:
         fitting = [size for size in ranks if size <= comm.size]
         points = run(comm, keys(fitting, **setting), effort)
         return tables(points) if points else []
@@ -42,7 +42,7 @@ def decode_key(scheme: str, ranks: int, tokens: int, heads: int, head_dim: int) 
     return Key("decode", scheme, ranks, tokens, 1, 1, heads, heads, head_dim, "bfloat16")
 
 
-def run(comm: Intracomm, keys: Sequence[Key], effort: Effort) -> dict[Key, Points]:
+def run(comm: MpiCommunicator, keys: Sequence[Key], effort: Effort) -> dict[Key, Points]:
     """The points of every key in the order of `keys`, on rank 0; nothing elsewhere. Collective.
 
     keys: those of one number of ranks together, and of one case. Raises on all ranks what a scheme raised,

@@ -50,8 +50,8 @@ def bandwidth(sizes: Sequence[int]) -> list[Table]:
     for size in sizes:
         one = Payload(1, size)
         rates = (
-            size / (1e3 * (simulate(send, cluster, places, one).time - cluster.runs(None).call))
-            for places in ((0, 1), (0, cluster.slots))
+            size / (1e3 * (found.time - found.prices.call - found.prices.round))
+            for found in (simulate(send, cluster, (0, far), one) for far in (1, cluster.slots))
         )
         rows.append((size, *rates, IN_THE_FIGURE))
     headings = ("bytes", "within a node, GB/s: simulated", "between nodes, GB/s: simulated", "paper")

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from treeattn.backends import cuda
-from treeattn.collectives.captured import Captured
+from treeattn.collectives.runtime.cuda_graph import CudaGraph
 from treeattn.errors import ArgumentError
 from treeattn.study.roofline.cpu import DTYPES
 
@@ -152,14 +152,14 @@ def _row(caches: Any, moved: int, copying: float, step: float, host: float) -> d
     }
 
 
-def captured(runtime: cuda.Runtime, calls: Sequence[Callable[[], object]]) -> Captured:
+def captured(runtime: cuda.Runtime, calls: Sequence[Callable[[], object]]) -> CudaGraph:
     """All calls as one graph, after they ran once: that compiles and allocates."""
 
     def run() -> None:
         for call in calls:
             call()
 
-    lap = Captured(runtime, run)
+    lap = CudaGraph(runtime, run)
     lap()
     lap.record()
     return lap

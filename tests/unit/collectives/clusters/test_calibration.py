@@ -35,7 +35,7 @@ def groups(cluster):
 
 def took(cluster, probe):
     if not probe.groups:
-        return cluster.runs(None).call
+        return cluster.executors[cluster.executor].call
     payload = Payload(probe.records, RECORD)
     places = block(cluster, cluster.places)
     return simulate(probe.schedule(cluster.places), cluster, places, payload).time

@@ -30,6 +30,8 @@ def opinion():
         ("cpu-hdr200", 16, "split_rail"),
         ("cpu-hdr200", 16, "hierarchical"),
         ("dgx-h100", 16, "all_gather_merge"),
+        ("frontier", 32, "split_rail"),
+        ("frontier", 32, "recursive_doubling"),
     ],
 )
 def test_simgrid_agrees(opinion, cluster, ranks, scheme):

@@ -1,0 +1,115 @@
+"""Phases of a schedule put together: in sequence, side by side, on other ranks or chunks, on rails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise, zip_longest
+from typing import NamedTuple
+
+from treeattn.collectives.schedule import Round, Schedule, Transfer, refuse_above_limit
+from treeattn.errors import RestrictionError
+
+
+def fold_onto(core_size: int, size: int) -> tuple[list[int], tuple[Round, ...]]:
+    """Gather `size` ranks at `core_size` of them: (the ranks of the core, at most one round of merges).
+
+    For algorithms that need a certain number of ranks. Runs of neighbours, which most likely share a
+    node, gather at their first rank; the longer runs come first.
+    """
+    length, longer = divmod(size, core_size)
+    core = [place * length + min(place, longer) for place in range(core_size)]
+    ends = [*core[1:], size]
+    fold = tuple(
+        Transfer(rank, first) for first, end in zip(core, ends, strict=True) for rank in range(first + 1, end)
+    )
+    return core, (fold,) if fold else ()
+
+
+def then(*phases: Iterable[Round]) -> tuple[Round, ...]:
+    """One phase after the other."""
+    return tuple(round_ for phase in phases for round_ in phase)
+
+
+def side_by_side(*phases: Sequence[Round]) -> tuple[Round, ...]:
+    """Phases of disjoint ranks or chunks, run at the same time: round i of all of them is one round."""
+    return tuple(tuple(t for part in parts for t in part) for parts in zip_longest(*phases, fillvalue=()))
+
+
+def on_ranks(rounds: Iterable[Round], ranks: Sequence[int]) -> tuple[Round, ...]:
+    """The same rounds with rank i replaced by ``ranks[i]``."""
+    return tuple(
+        tuple(Transfer(ranks[t.src], ranks[t.dst], t.chunks, t.merge, t.inclusive) for t in round_)
+        for round_ in rounds
+    )
+
+
+def on_chunks(rounds: Iterable[Round], first: int, width: int = 1) -> tuple[Round, ...]:
+    """The same rounds with chunk i replaced by `width` chunks from ``first + i * width`` on."""
+    return tuple(
+        tuple(
+            t._replace(chunks=range(first + t.chunks.start * width, first + t.chunks.stop * width))
+            for t in round_
+        )
+        for round_ in rounds
+    )
+
+
+def with_chunks(rounds: Iterable[Round], count: int) -> tuple[Round, ...]:
+    """Rounds of one chunk, made to move the chunks ``0 .. count - 1`` instead."""
+    return tuple(tuple(t._replace(chunks=range(count)) for t in round_) for round_ in rounds)
+
+
+def reversed_as_copies(rounds: Sequence[Round]) -> tuple[Round, ...]:
+    """The way back: what was gathered up a tree is copied down the same tree."""
+    return tuple(
+        tuple(Transfer(t.dst, t.src, t.chunks, False) for t in round_) for round_ in reversed(rounds)
+    )
+
+
+class Share(NamedTuple):
+    """`rank` reduces this range of the parts for its node, in `on_rails`."""
+
+    rank: int
+    parts: range
+
+
+def on_rails(
+    name: str,
+    nodes: Sequence[Sequence[int]],
+    shares: Sequence[Sequence[Share]],
+    rail: Callable[[int], Schedule],
+) -> Schedule:
+    """In each node every share's rank merges it from the others; shares are reduced across nodes; and back.
+
+    What `split_rail`, `multi_leader` and `uneven_nodes` have in common: they differ in who owns which slice.
+
+    shares: of each node, ascending; those of any node together are all parts. Where nodes cut the parts
+    differently, a slice between two cuts goes along one rail, over the ranks whose share holds it. rail:
+    makes a schedule for a number of ranks. Raises `RestrictionError` for a rail scheme that scatters its
+    result, and for too many transfers.
+    """
+    size, across = sum(map(len, nodes)), rail(len(nodes))
+    if across.result != "replicated":
+        raise RestrictionError(
+            f"{name}: rail={across.name} leaves its result scattered over the rail; "
+            "take one that leaves it on every rank"
+        )
+    cuts = sorted({bound for node in shares for _, parts in node for bound in (parts.start, parts.stop)})
+    within = sum(len(theirs) * (len(node) - 1) for node, theirs in zip(nodes, shares, strict=True))
+    refuse_above_limit(name, size, 2 * within + (len(cuts) - 1) * across.messages)
+    scatter = tuple(
+        Transfer(rank, owner, range(parts.start * across.chunks, parts.stop * across.chunks))
+        for node, theirs in zip(nodes, shares, strict=True)
+        for owner, parts in theirs
+        for rank in node
+        if rank != owner
+    )
+    along = side_by_side(*(_rail(across, shares, first, end) for first, end in pairwise(cuts)))
+    phase = (scatter,) if scatter else ()
+    return Schedule(name, size, cuts[-1] * across.chunks, then(phase, along, reversed_as_copies(phase)))
+
+
+def _rail(across: Schedule, shares: Sequence[Sequence[Share]], first: int, end: int) -> tuple[Round, ...]:
+    """The parts first .. end - 1 are reduced over those who hold them."""
+    ranks = [next(rank for rank, parts in node if first in parts) for node in shares]
+    return on_chunks(on_ranks(across.rounds, ranks), first * across.chunks, end - first)

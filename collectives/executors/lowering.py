@@ -1,0 +1,156 @@
+"""A program lowered to the instructions that `kernels/cpu/step.c` runs: addresses in place of regions."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treeattn.collectives.program import (
+    LANDING,
+    OWN,
+    Await,
+    Copy,
+    Fold,
+    Instruction,
+    Program,
+    Publish,
+    Region,
+    in_place,
+)
+
+# enum kind of kernels/cpu/step.c.
+START, WAIT, PUBLISH, AWAIT, COPY, MERGE = range(6)
+
+# struct instruction of kernels/cpu/step.c. amount: bytes to copy, or records to merge.
+_LAYOUT = np.dtype([("kind", "i4"), ("requests", "i4"), ("into", "u8"), ("source", "u8"), ("amount", "i8")])
+_Row = tuple[int, int, int, int, int]
+
+
+class Step(ctypes.Structure):
+    """struct step of kernels/cpu/step.c."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("startall", "testall", "iprobe", "merge")]
+        + [("programs", ctypes.c_void_p * 2)]
+        + [(name, ctypes.c_void_p) for name in ("statuses", "comm")]
+        + [(name, ctypes.c_int64) for name in ("length", "next", "number", "spins", "width")]
+        + [(name, ctypes.c_int32) for name in ("any_source", "any_tag", "code", "result")]
+    )
+
+
+class Requests(NamedTuple):
+    """Handles of the requests of a round, side by side."""
+
+    address: int
+    number: int
+
+
+class SlotAddresses(Protocol):
+    """Where the slots of the ranks of a node are."""
+
+    def flag(self, rank: int, round_: int, parity: int) -> int:
+        """Address of what a rank publishes a round with, in even (parity 0) or odd (1) steps."""
+
+    def records(self, rank: int, parity: int) -> int:
+        """Address of a set of slots."""
+
+
+class Buffers(NamedTuple):
+    """Addresses of the buffers of a rank: own records, where messages land, slots; and bytes of a record."""
+
+    own: int
+    landing: int
+    slots: SlotAddresses | None
+    record_bytes: int
+
+
+class Lowered(NamedTuple):
+    """Instructions of even and of odd steps, which differ in their slots only, and the round of each."""
+
+    arrays: tuple[NDArray[np.void], NDArray[np.void]]
+    rounds: list[int]
+
+    @property
+    def addresses(self) -> ctypes.Array[ctypes.c_void_p]:
+        """Of both, as `Step.programs` takes them."""
+        return (ctypes.c_void_p * 2)(*(array.ctypes.data for array in self.arrays))
+
+
+def landing_records(program: Program) -> int:
+    """Records of the landing place, with room behind it for sums that begin in a slot of another rank."""
+    folds = (i for i in program.instructions if isinstance(i, Fold))
+    return program.landing + max((fold.into.records for fold in folds if _sums_in_slot(fold)), default=0)
+
+
+def lower(program: Program, buffers: Buffers, requests: Mapping[int, Requests]) -> Lowered:
+    """Lower a program. requests: of each round with messages; where these land is `landing_records` long."""
+    even, odd = (list(_Lowering(program, buffers, requests, parity).rows()) for parity in (0, 1))
+    arrays = (np.array([row for _, row in rows], _LAYOUT) for rows in (even, odd))
+    return Lowered((next(arrays), next(arrays)), [number for number, _ in even])
+
+
+def _sums_in_slot(fold: Fold) -> bool:
+    """Whether several sources fold before the own records, the first of them in a slot: never written to."""
+    return fold.sources.index(fold.into) > 1 and fold.sources[0].buffer >= 0
+
+
+class _Lowering(NamedTuple):
+    program: Program
+    buffers: Buffers
+    requests: Mapping[int, Requests]
+    parity: int
+
+    def rows(self) -> Iterator[tuple[int, _Row]]:
+        """Of all rounds, each with its number. Messages start first and are waited for last."""
+        for number, instructions in self.program.by_round():
+            if number in self.requests:
+                yield number, self._messages(START, number)
+            for instruction in instructions:
+                for row in self._lowered(instruction):
+                    yield number, row
+
+    def _lowered(self, i: Instruction) -> Iterator[_Row]:
+        if isinstance(i, Publish):
+            yield PUBLISH, 0, self._flag(self.program.rank, i.round), 0, 0
+        elif isinstance(i, Await):
+            for rank in i.ranks:
+                yield AWAIT, 0, self._flag(rank, i.round), 0, 0
+            if i.round in self.requests:
+                yield self._messages(WAIT, i.round)
+        elif isinstance(i, Copy):
+            yield self._copy(i.into, i.source)
+        elif isinstance(i, Fold):
+            yield from self._fold(i)
+
+    def _fold(self, fold: Fold) -> Iterator[_Row]:
+        if _sums_in_slot(fold):
+            first, *others = fold.sources
+            place = Region(LANDING, self.program.landing, first.records)
+            yield self._copy(place, first)
+            fold = fold._replace(sources=(place, *others))
+        for into, sources in in_place(fold):
+            for source in sources:
+                yield MERGE, 0, self._address(into), self._address(source), into.records
+
+    def _messages(self, kind: int, number: int) -> _Row:
+        return kind, self.requests[number].number, self.requests[number].address, 0, 0
+
+    def _copy(self, into: Region, source: Region) -> _Row:
+        return COPY, 0, self._address(into), self._address(source), into.records * self.buffers.record_bytes
+
+    def _flag(self, rank: int, number: int) -> int:
+        assert self.buffers.slots is not None
+        return self.buffers.slots.flag(rank, number, self.parity)
+
+    def _address(self, region: Region) -> int:
+        own, landing, slots, record_bytes = self.buffers
+        if region.buffer >= 0:
+            assert slots is not None
+            base = slots.records(region.buffer, self.parity)
+        else:
+            base = own if region.buffer == OWN else landing
+        return base + region.first * record_bytes

@@ -1,0 +1,184 @@
+"""NCCL by way of CuPy: messages and sums from GPU to GPU, queued to a stream.
+
+CuPy is imported when this is first used. NCCL itself comes with treeattn[nccl12] or treeattn[nccl13].
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from treeattn.collectives.runtime import watchdog
+from treeattn.collectives.runtime.memory import Stream
+from treeattn.errors import PeerError, TransportError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["Communicator", "connect", "problem", "sharing_problem", "version"]
+
+#: NCCL's own variable: whether several ranks may have one GPU; and the first version that knows it.
+_SHARING, _SHARING_SINCE = "NCCL_MULTI_RANK_GPU_ENABLE", (2, 30)
+
+
+class Communicator(Protocol):
+    """Ranks that exchange float32 arrays. All calls but the last three are queued, not waited for."""
+
+    #: Of this process, of how many.
+    rank: int
+    size: int
+
+    def group_start(self) -> None:
+        """What follows, up to `group_end`, happens at the same time."""
+
+    def group_end(self) -> None:
+        """Queue the group."""
+
+    def send(self, array: Any, peer: int) -> None:
+        """To the next `receive` of `peer` from this rank; waits for it, unless in a group."""
+
+    def receive(self, array: Any, peer: int) -> None:
+        """As much as `array` holds, from `peer`."""
+
+    def all_reduce(self, array: Any, operation: Literal["max", "sum"]) -> None:
+        """Every element over all ranks, in place."""
+
+    def check(self) -> None:
+        """Raise `TransportError` where NCCL has found out that something broke meanwhile."""
+
+    def close(self) -> None:
+        """Collective. It waits for ever while a graph lives that holds the communicator."""
+
+    def abort(self) -> None:
+        """Leave without the others. It waits for graphs as `close` does."""
+
+
+def exchange(
+    communicator: Communicator, receives: Iterable[tuple[Any, int]], sends: Iterable[tuple[Any, int]]
+) -> None:
+    """Queue messages of (array, peer) as one group: they all travel at once."""
+    communicator.group_start()
+    for array, peer in receives:
+        communicator.receive(array, peer)
+    for array, peer in sends:
+        communicator.send(array, peer)
+    communicator.group_end()
+
+
+@functools.cache
+def problem() -> str | None:
+    """Why NCCL cannot be used here, in one line with the remedy; None where it can."""
+    try:
+        _library()
+    except TransportError as error:
+        return str(error)
+    return None
+
+
+def version() -> tuple[int, int]:
+    """Of NCCL, such as (2, 30), where there is no `problem`."""
+    code = int(_library().get_version())
+    return code // 10000, code // 100 % 100  # as NCCL writes it from 2.9 on; older ones come out below
+
+
+def sharing_problem() -> str | None:
+    """Why no two ranks can have one GPU here, with the remedy; None where NCCL lets them."""
+    found = version()
+    if found < _SHARING_SINCE:
+        return (
+            f"NCCL {found[0]}.{found[1]} needs one for each: install NCCL 2.30 or newer and set {_SHARING}=1"
+        )
+    if os.environ.get(_SHARING) != "1":
+        return (
+            f"NCCL lets them only where {_SHARING}=1 is set for every rank (experimental; with "
+            "NCCL_NVLS_ENABLE=0 and a small NCCL_MAX_CTAS, so that the kernels of all fit)"
+        )
+    return None
+
+
+@functools.cache
+def _library() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # CuPy warns of what is reported here
+        try:
+            from cupy.cuda import nccl
+        except ImportError as error:
+            raise TransportError(f"NCCL is reached through CuPy, which does not load: {error}") from error
+    if not nccl.available:
+        raise TransportError(
+            "no NCCL: install treeattn[nccl12] or treeattn[nccl13], whichever CUDA CuPy is built for, "
+            "or take transport='host'"
+        )
+    return nccl
+
+
+class _Communicator:
+    def __init__(self, comm: Intracomm, stream: Stream) -> None:
+        """The ranks of `comm`, each with the GPU that is current. Collective.
+
+        Raises `TransportError` where NCCL refuses; it may refuse one rank and leave the others waiting, for
+        as long as `watchdog.limit` allows.
+        """
+        self.rank, self.size = comm.rank, comm.size
+        self._nccl = nccl = _library()
+        self._stream = stream
+        self._operations = {"max": nccl.NCCL_MAX, "sum": nccl.NCCL_SUM}
+        identity: Any = None
+        if comm.rank == 0:
+            try:
+                identity = nccl.get_unique_id()
+            except RuntimeError as error:  # NcclError; the others wait for the broadcast
+                identity = PeerError(f"NCCL does not start: {error}; NCCL_DEBUG=INFO tells more")
+        identity = comm.bcast(identity, root=0)
+        if isinstance(identity, TransportError):
+            raise identity
+        try:
+            with watchdog.Guarded("connecting by NCCL"):
+                self._communicator = nccl.NcclCommunicator(comm.size, identity, comm.rank)
+        except RuntimeError as error:
+            raise PeerError(
+                f"NCCL cannot connect {comm.size} ranks: {error}; NCCL_DEBUG=INFO tells more"
+            ) from error
+        # For good, so that only `close` and `abort` end it. CuPy destroys what Python collects, and NCCL
+        # waits there (commDestroySync in its init.cc) until no graph holds the communicator: one of the same
+        # garbage may go later, and a caller's own never.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._communicator))
+
+    def group_start(self) -> None:
+        self._nccl.groupStart()
+
+    def group_end(self) -> None:
+        self._nccl.groupEnd()
+
+    def send(self, array: Any, peer: int) -> None:
+        self._communicator.send(*self._elements(array), peer, self._stream.stream)
+
+    def receive(self, array: Any, peer: int) -> None:
+        self._communicator.recv(*self._elements(array), peer, self._stream.stream)
+
+    def all_reduce(self, array: Any, operation: Literal["max", "sum"]) -> None:
+        elements, code = self._elements(array), self._operations[operation]
+        self._communicator.allReduce(elements[0], *elements, code, self._stream.stream)
+
+    def _elements(self, array: Any) -> tuple[int, int, int]:
+        """Where they begin, how many they are, and their type."""
+        return self._stream.address(array), array.size, self._nccl.NCCL_FLOAT32
+
+    def check(self) -> None:
+        try:
+            self._communicator.check_async_error()
+        except RuntimeError as error:
+            raise PeerError(f"NCCL broke off: {error}; NCCL_DEBUG=INFO tells more") from error
+
+    def close(self) -> None:
+        self._communicator.destroy()
+
+    def abort(self) -> None:
+        self._communicator.abort()
+
+
+connect = _Communicator

@@ -1,0 +1,296 @@
+"""What a reduction over ranks is to its caller, whoever does the work: schedules, libraries, baselines."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from treeattn.collectives.check import Certificate
+from treeattn.collectives.runtime import watchdog
+from treeattn.collectives.runtime.memory import HOST
+from treeattn.errors import ScheduleError, StateError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
+
+__all__ = ["NativeStep", "Reducer", "ReductionSpec", "Sent", "duplicate"]
+
+
+class Sent(NamedTuple):
+    """The payload that one rank hands to a library's collectives in one step.
+
+    messages is None: how often the bytes travel, and where to, is the library's business.
+    """
+
+    messages: None
+    bytes: int
+
+
+class NativeStep(NamedTuple):
+    """A reducer's step as a part of a larger C call, which is the caller's.
+
+    function: address of ``int64_t function(void *state, int64_t nanoseconds)``, which gives 0 when the step
+    is done, and more after waiting for so long. as_step: makes the larger call a step of the reducer. The
+    call gives what `function` gave, or less than 0 if it did not come to it; the step gives the same, after
+    the reducer has ended what `function` did not, and -1, without the call, where no step may begin.
+    """
+
+    function: int
+    state: int
+    nanoseconds: int
+    as_step: Callable[[Callable[[], int]], Callable[[], int]]
+
+
+class ReductionSpec(NamedTuple):
+    """What is to be reduced over what: the argument of every planner of a `Reducer`.
+
+    comm: the ranks: an MPI communicator, or a `nccl.Communicator`. operator: an `operator.Operator`, or one
+    of its kinds where the planner says so. buffer: C-contiguous array of `memory` (a `memory.Memory`; a
+    `Stream` of a GPU), views as [records, operator.width]. granularity: chunks are cut at multiples of so
+    many records.
+    """
+
+    comm: Any
+    operator: Any
+    buffer: Any
+    granularity: int = 1
+    memory: Any = HOST
+
+    def records(self, name: str) -> Any:
+        """The buffer as [records, operator.width]. Raises `ScheduleError`, naming the scheme `name`."""
+        if not self.buffer.flags.c_contiguous or self.buffer.dtype != self.operator.dtype:
+            raise ScheduleError(f"{name}: the buffer must be C-contiguous {self.operator.dtype}")
+        return self.buffer.reshape(-1, self.operator.width)
+
+
+def duplicate(comm: Intracomm, what: str = "planning a reduction") -> MpiCommunicator:
+    """A private communicator of the same ranks. Collective. what: the wait for it, as a late rank is told of.
+
+    Raises `BackendError` where the MPI library has none left: each that is not closed keeps one.
+    """
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
+
+    with watchdog.Activity(what):
+        return MpiCommunicator.of(comm).dup()
+
+
+class Reducer(ABC):
+    """Folds the records of all ranks, in place, once a step. Planning, a step and closing are collective.
+
+    ``start()`` begins a step and returns, so that other work can overlap; ``test()`` goes on with it without
+    waiting; ``wait()`` ends it; a call is all of it. Over a GPU's stream a step is queued and not waited for.
+    The states (idle, running, failed, closed) are kept here; a way of reducing writes `_begin`, `_complete`
+    and `_release`, and `_advance` where it can go on without waiting.
+    """
+
+    #: What is proved of the schedule; None where nothing is, because a library decides.
+    certificate: Certificate | None = None
+    #: What this rank hands over in a step: (destination, bytes) of every message, or the payload of a
+    #: library's collectives; None where only the library knows.
+    sent: list[tuple[int, int]] | Sent | None = None
+    #: Which of `treeattn.collectives.executors` runs the schedule; None where there is none.
+    executor: str | None = None
+    #: Why no faster executor runs it, in one line; None where the fastest does.
+    fallback: str | None = None
+    #: Whether a step is queued to a stream, or nothing at all: then it can be recorded.
+    stream_ordered = False
+    _number = 0  # of steps that were begun
+    _running = 0  # the one that is
+    _resting = False  # between start() and wait()
+    _closed = False
+    _failed = False
+    _disowned = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        _living.add(self)
+        watchdog.register(self)
+
+    @property
+    def blocking(self) -> int:
+        """The step that may wait for other ranks now, as `watchdog.register` asks."""
+        return 0 if self._resting or self._failed else self._running
+
+    def waits_for(self) -> tuple[str, str]:
+        """What that step has come to, and which ranks it waits for."""
+        return self.name, "the other ranks"
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """The first part of a step."""
+
+    @abstractmethod
+    def _complete(self) -> None:
+        """The rest of it."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """The end. Collective; no step is in flight."""
+
+    def _advance(self) -> bool:
+        """Go on with what `_begin` began, without waiting; whether `_complete` would wait for nobody."""
+        return False
+
+    def _abandon(self) -> None:  # noqa: B027 - there may be nothing to do
+        """Local teardown after an error: must not communicate; a step may be `in_flight`."""
+
+    def _at_exit(self) -> None:  # noqa: B027 - there may be nothing to do
+        """Free what MPI_Finalize wants freed, where nobody closed this reducer."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step has begun and not ended, perhaps because it failed."""
+        return self._running > 0
+
+    def _step(self) -> None:
+        """A whole step, where that is less than its parts."""
+        self._begin()
+        self._complete()
+
+    def _check(self) -> None:
+        """Raise `StateError` unless a step may begin."""
+        if self._running or self._closed:
+            raise StateError(f"{self.name}: a step on a reducer that is {self._state()}")
+
+    def native_step(self) -> NativeStep | None:
+        """A step for C code that does more in one call; None where no C function runs one."""
+        return None
+
+    def fuse_epilogue(self, work: Any) -> Callable[[], None] | None:
+        """A step of this reducer with `work` on its records, as their device planned it, in the same launch;
+        None where that cannot be."""
+        return None
+
+    def _check_running(self, call: str) -> None:
+        """Raise `StateError` unless a step is on its way."""
+        if not self._running or self._failed:
+            lacking = f"on a reducer that is {self._state()}" if self._disowned else "without start()"
+            raise StateError(f"{self.name}: {call} {lacking}")
+
+    def _state(self) -> str:
+        if self._disowned:
+            return "another process's: MPI does not outlive a fork, so start workers by spawn instead"
+        return "closed" if self._closed else "failed" if self._failed else "already running"
+
+    def disown(self) -> None:
+        """After a fork, in the new process: nothing of it may be used, released or ended here."""
+        self._closed = self._disowned = True
+        self._running = 0
+
+    def start(self) -> None:
+        """Begin a step. Raises `StateError` if one is running, or after the end."""
+        self._check()
+        self._running = self._number = self._number + 1
+        self._run(self._begin)
+        self._resting = True
+
+    def test(self) -> bool:
+        """Go on with the step that `start` began as far as that takes no waiting; whether it is all there.
+
+        Where nothing can be done without waiting, it never is. Raises `StateError` as `wait` does, which
+        is still to be called.
+        """
+        self._check_running("test()")
+        try:  # as `_run`
+            return self._advance()
+        except BaseException:
+            self._failed = True
+            raise
+
+    def wait(self) -> None:
+        """Finish the step that `start` began. Raises `StateError` if there is none."""
+        self._check_running("wait()")
+        self._resting = False
+        self._run(self._complete)
+        self._running = 0
+
+    def __call__(self) -> None:
+        """One whole step."""
+        self._check()
+        self._running = self._number = self._number + 1
+        try:  # as `_run`, without the call: this is in every step
+            self._step()
+        except BaseException:
+            self._failed = True
+            raise
+        self._running = 0
+
+    def _step_by(self, work: Callable[[], object]) -> Callable[[], None]:
+        """A call of the reducer that does `work` in place of `_step`."""
+
+        def step() -> None:
+            self._check()
+            self._running = self._number = self._number + 1
+            self._run(work)
+            self._running = 0
+
+        return step
+
+    def _run(self, part: Callable[[], object]) -> None:
+        """What fails half-way stays running: messages may be in flight, and no other step may begin."""
+        try:
+            part()
+        except BaseException:
+            self._failed = True
+            raise
+
+    def synchronize(self) -> None:  # noqa: B027 - there may be nothing to do
+        """Wait for steps that are `stream_ordered`; others are done when they return."""
+
+    def close(self) -> None:
+        """Release everything, after a step in flight. Collective; a second call does nothing."""
+        if self._failed:
+            self._leave()
+        elif not self._closed:
+            if self._running:
+                self.wait()
+            self._closed = True
+            self._release()
+
+    def __enter__(self) -> Any:
+        """The reducer itself."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """`close`; after an exception only what this rank can release alone."""
+        if exception[0] is None:
+            self.close()
+        else:
+            self._leave()
+
+    def _leave(self) -> None:
+        """The end where closing, which is collective, would wait for others."""
+        if not self._closed:
+            self._closed = True
+            if self._running:
+                _abandoned.append(self)
+            self._abandon()
+
+
+_living: weakref.WeakSet[Reducer] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    """In a forked process: threads are not there, requests and shared memory belong to the one before."""
+    for reducer in list(_living):
+        reducer.disown()
+    _living.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+@atexit.register
+def _exit_all() -> None:
+    for reducer in list(_living):
+        reducer._at_exit()
+
+
+# Reducers that an error left in the middle of a step: messages may still arrive in their memory.
+_abandoned: list[Reducer] = []

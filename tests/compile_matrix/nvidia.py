@@ -1,0 +1,151 @@
+"""What NVRTC makes of CUDA sources, as nvdisasm shows it: resources and instructions of each kernel.
+
+Some of what a launch costs shows in the code alone. A division by a number that is only known at launch is
+some 20 instructions one behind the other; code that was not run lately is fetched as it runs; and each round
+of loads that has to come back before the next can be sent is a latency of memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["CompileError", "Kernel", "compile_cubin", "compiler_version", "kernels", "load_rounds", "problem"]
+
+FLAGS = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space")  # as CuPy compiles
+
+#: Classes of instructions, as regular expressions over SASS.
+CLASSES = {
+    "load_16_bytes": r"\bLDG\.(?:\S+\.)?128\b",
+    "copy_16_bytes": r"\bLDGSTS\S*\.128",
+    "matrix_multiply": r"\bHMMA\.16816",
+    "matrix_load": r"\bLDSM\.",
+    "local_memory": r"\b(?:LDL|STL)\b",
+    # How compilers divide integers: to float, rounded up, and the reciprocal; 64-bit ones by a call.
+    "divisions": r"\bI2F\S*\.RP\b|\bCALL\S*\s.*__cuda_sm\S*_(?:div|rem)_[su]",
+    "instructions": r"^(?!NOP)",
+}
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?);")
+# Only the main loop reads past the cache, multiplies matrices, or adds what lanes found of keys.
+_STREAMED = re.compile(r"\bLDG\.\S*\.NA\.|\bHMMA\.|\bSHFL\.")
+
+
+class CompileError(RuntimeError):
+    """What the compiler said."""
+
+
+class Kernel(NamedTuple):
+    """Registers of a thread, bytes of its stack, static bytes of a block, and how often each class occurs."""
+
+    registers: int
+    stack: int
+    shared: int
+    counts: dict[str, int]
+
+
+@functools.cache
+def _from_wheel(pattern: str) -> str | None:
+    """A file of the wheels of NVIDIA."""
+    specification = importlib.util.find_spec("nvidia")
+    folders = (specification.submodule_search_locations or []) if specification else []
+    return next((str(path) for folder in folders for path in sorted(Path(folder).glob(pattern))), None)
+
+
+def problem() -> str | None:
+    """Why nothing can be compiled or read here, or None."""
+    found = _from_wheel("*/lib/libnvrtc.so.[0-9]*") and _from_wheel("*/bin/nvdisasm")
+    return None if found else "no NVRTC with nvdisasm: pip install 'treeattn[nvrtc]'"
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    return ctypes.CDLL(_from_wheel("*/lib/libnvrtc.so.[0-9]*"))
+
+
+def compiler_version() -> str:
+    """Of NVRTC."""
+    numbers = ctypes.c_int(), ctypes.c_int()
+    _nvrtc().nvrtcVersion(*map(ctypes.byref, numbers))
+    return "NVRTC {}.{}".format(*(number.value for number in numbers))
+
+
+def compile_cubin(code: str, expressions: Sequence[str], arch: str) -> bytes:
+    """The cubin of kernels of one text, for an architecture such as "90"; CompileError with the log."""
+    library, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
+
+    def text(what: str) -> bytes:
+        getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        getattr(library, f"nvrtcGet{what}")(program, buffer)
+        return buffer.raw
+
+    options = [option.encode() for option in (f"-arch=sm_{arch}", *FLAGS)]
+    library.nvrtcCreateProgram(ctypes.byref(program), code.encode(), b"treeattn.cu", 0, None, None)
+    try:
+        for expression in expressions:
+            library.nvrtcAddNameExpression(program, expression.encode())
+        if library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options)):
+            raise CompileError(text("ProgramLog").decode())
+        return text("CUBIN")
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def kernels(cubin: bytes) -> dict[str, Kernel]:
+    """Every kernel, by mangled name."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        command = [str(_from_wheel("*/bin/nvdisasm")), file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    fact = r"EIATTR_{}\n(?:.*\n)*?.*index@\((\S+)\)\n.*\.word\s+(\S+)"
+    facts = [dict(re.findall(fact.format(name), text)) for name in ("REGCOUNT", "FRAME_SIZE")]
+    shared = dict(re.findall(r"^\.nv\.shared\.(\S+):\n\s+\.zero\s+(\d+)", text, re.M))
+    found = {}
+    for name, body in re.findall(r"^\.text\.(\S+):$(.*?)(?=^//-----|\Z)", text, re.M | re.S):
+        code = _INSTRUCTION.findall(body)
+        counts = {kind: sum(bool(re.search(one, line)) for line in code) for kind, one in CLASSES.items()}
+        numbers = (int(numbers_of[name], 16) for numbers_of in facts)
+        found[name] = Kernel(*numbers, int(shared.get(name, 0)), counts | {"load_rounds": load_rounds(body)})
+    return found
+
+
+def load_rounds(body: str) -> int:
+    """How many rounds of loads from global memory have to come back one after another before the main loop,
+    counted along the code as it lies there, all branches taken; without a main loop, in all of it.
+
+    A round ends where something needs what a load of it brings. Asynchronous copies are not waited for before
+    the loop.
+    """
+    rounds, pending = 0, set[int]()
+    for instruction in _before_the_main_loop(body):
+        load = re.search(r"\bLDG(\S*)\s+(R\d+|RZ)", instruction)
+        named = [int(number) for number in re.findall(r"\bR(\d+)\b", instruction)]
+        if pending & set(named[1 if load else 0 :]):  # a load only writes the first
+            pending.clear()
+        if load and load[2] != "RZ":
+            rounds += not pending
+            width = 4 if ".128" in load[1] else 2 if ".64" in load[1] else 1
+            pending |= {named[0] + i for i in range(width)}
+    return rounds
+
+
+def _before_the_main_loop(body: str) -> list[str]:
+    """Instructions up to where the first loop begins that reads keys, or multiplies matrices."""
+    lines, labels = [], {}
+    for line in body.splitlines():
+        if label := re.match(r"(\.L_\w+):", line):
+            labels[label[1]] = len(lines)
+        lines += _INSTRUCTION.findall(line)
+    for end, instruction in enumerate(lines):
+        branch = re.search(r"\bBRA\b.*\((\.L_\w+)\)", instruction)
+        begin = labels.get(branch[1], end + 1) if branch else end + 1
+        if begin <= end and any(map(_STREAMED.search, lines[begin:end])):
+            return lines[:begin]
+    return lines

@@ -1,0 +1,48 @@
+"""What `collectives.runtime.nccl.connect` gives, made of MPI messages between emulated GPUs."""
+
+from __future__ import annotations
+
+from mpi4py import MPI
+
+__all__ = ["NcclOverMpi"]
+
+OPERATIONS = {"max": MPI.MAX, "sum": MPI.SUM}
+
+
+class NcclOverMpi:
+    """A `Communicator` whose groups are queued to an `EmulatorRuntime`, which runs or records them."""
+
+    def __init__(self, comm, runtime):
+        self.rank, self.size = comm.rank, comm.size
+        self._comm, self._runtime = comm.Dup(), runtime
+        self._posts = None
+        self.ended = None
+
+    def group_start(self):
+        assert self._posts is None
+        self._posts = []
+
+    def group_end(self):
+        posts, self._posts = self._posts, None
+        self._runtime.queue(lambda: MPI.Request.Waitall([start(array, peer) for start, array, peer in posts]))
+
+    def send(self, array, peer):
+        self._posts.append((self._comm.Isend, self._runtime.inside(array), peer))  # only ever in a group
+
+    def receive(self, array, peer):
+        self._posts.append((self._comm.Irecv, self._runtime.inside(array), peer))
+
+    def all_reduce(self, array, operation):
+        inside = self._runtime.inside(array)
+        self._runtime.queue(lambda: self._comm.Allreduce(MPI.IN_PLACE, inside, OPERATIONS[operation]))
+
+    def check(self):
+        """MPI ends the job where something breaks."""
+
+    def close(self):
+        assert self._runtime.waited, "messages may still be under way"
+        self._comm.Free()
+        self.ended = "closed"
+
+    def abort(self):
+        self.ended = "aborted"

@@ -1,0 +1,199 @@
+"""Problems of attention: random arrays, the bounds that results are held to, and drawn cases of all rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from tests.support.pages import in_pages
+from treeattn import reference
+from treeattn.shards import LAYOUTS, parse_layout
+
+DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16, np.float64)
+FLOAT8 = (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+
+
+def random_qkv(
+    tokens: int,
+    *,
+    batch: int = 1,
+    queries: int = 1,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    v_dim: int | None = None,
+    dtype: Any = np.float32,
+    seed: int = 0,
+) -> tuple[Any, Any, Any]:
+    """q, k and v over all tokens, the same on every rank."""
+    rng = np.random.default_rng(seed)
+    shapes = (queries, heads, head_dim), (tokens, kv_heads, head_dim), (tokens, kv_heads, v_dim or head_dim)
+    q, k, v = (rng.standard_normal((batch, *shape)).astype(dtype) for shape in shapes)
+    return q, k, v
+
+
+def assert_exact(
+    got: tuple[Any, Any], q: Any, k: Any, v: Any, *, scale: float, rounded: bool = False, **rules: Any
+) -> None:
+    """Hold (out, lse) to the package's bounds around the float64 oracle on the whole cache.
+
+    rules: as `reference.partial` takes them. rounded: tensor cores hold probabilities in 16 bits.
+    """
+    part = reference.partial(q, k, v, scale=scale, **rules)
+    (out, lse), (bound, lse_bound) = reference.combine([part]), reference.error_bounds([part])
+    assert (got[0].shape, got[1].shape) == (out.shape, lse.shape)
+    bound = max(bound, 4e-3 * part.largest_value) if rounded else bound
+    np.testing.assert_allclose(got[0], out, rtol=0, atol=bound)
+    np.testing.assert_allclose(got[1], lse, rtol=0, atol=lse_bound)
+
+
+@dataclass
+class Case:
+    """One case: the whole arrays, drafts apart, and the rules that `treeattn.decode` takes."""
+
+    q: Any
+    k: Any
+    v: Any
+    drafts: tuple[Any, Any]
+    mask: Any
+    draft_positions: Any
+    q_positions: Any
+    rules: dict[str, Any]
+    valid: Any
+    runs: list[tuple[slice, ...]]
+    owner: int
+    hidden: float
+    page_size: int  # 0: the cache lies in a row
+    scales: tuple[Any, Any] | None = None  # of k and v
+    v_dim: int = 0  # above 0: so many first channels of k are the values
+
+    @property
+    def scale(self) -> float:
+        return float(self.q.shape[-1] ** -0.5)
+
+    def in_8_bits(self, seed: int) -> Case:
+        """The same rules over a cache of 8 bits."""
+        rng = np.random.default_rng(seed)
+        kind = FLOAT8[rng.integers(2)]
+        k, v, *drafts = (one.astype(kind) for one in (self.k, self.v, *self.drafts))
+        scales = rng.uniform(0.25, 4, (2, k.shape[2])).astype(np.float32)
+        return replace(self, k=k, v=v, drafts=tuple(drafts), scales=tuple(scales))
+
+    def latent(self) -> Case:
+        """The same rules where the values are the first half of the keys."""
+        v_dim = -(-self.k.shape[3] // 16) * 8
+        drafts = self.drafts[0], self.drafts[0][..., :v_dim]
+        return replace(self, v=self.k[..., :v_dim], drafts=drafts, v_dim=v_dim)
+
+    def shard(self, rank: int) -> dict[str, Any]:
+        """The arguments of `rank`. What lies beyond its lengths is NaN."""
+        tokens = self.k.shape[1]
+        own = [np.arange(tokens)[run] for run in self.runs[rank]]
+        chosen = np.concatenate([np.zeros(0, np.int64), *own])
+        k, v = self.k[:, chosen], self.v[:, chosen]
+        lengths = np.array([(chosen < valid).sum() for valid in self.valid])
+        given: dict[str, Any] = {"positions": chosen, "q_positions": self.q_positions, **self.rules}
+        if rank == self.owner and self.mask.shape[2]:
+            n = self.mask.shape[2]
+            k, v = (
+                np.concatenate([whole, np.zeros_like(part)], 1)
+                for whole, part in zip((k, v), self.drafts, strict=True)
+            )
+            for b, length in enumerate(lengths):
+                for whole, part in zip((k, v), self.drafts, strict=True):
+                    whole[b, length : length + n] = part[b]
+            lengths = lengths + n
+            given |= {"mask": self.mask, "draft_positions": self.draft_positions}
+        for b, length in enumerate(lengths):
+            k[b, length:], v[b, length:] = self.hidden, self.hidden
+        given |= {"q": self.q, "k": k, "v": v, "lengths": lengths, "scale": self.scale}
+        if self.page_size:
+            pages = [in_pages(one, self.page_size, lengths, self.hidden) for one in (k, v)]
+            given |= {"k": pages[0][0], "v": pages[1][0], "block_table": pages[0][1]}
+        if self.scales is not None:
+            given |= {"k_scale": self.scales[0], "v_scale": self.scales[1]}
+        return given | ({"v": None, "v_dim": self.v_dim} if self.v_dim else {})
+
+    def expected(self) -> tuple[Any, Any, float, float]:
+        """out and lse of the float64 oracle with the whole mask, and the bounds of their errors."""
+        positions, rules = np.arange(self.k.shape[1]), dict(self.rules)
+        t = np.broadcast_to(self.q_positions, self.q.shape[:2])
+        seen = reference.seen(
+            positions, t, **{name: rules[name] for name in ("causal", "window", "leading") if name in rules}
+        )
+        seen = seen & (positions[None, None] < np.asarray(self.valid)[:, None, None])
+        seen = np.concatenate([seen, self.mask], 2)
+        stands = np.concatenate(
+            [np.broadcast_to(positions, (len(t), len(positions))), self.draft_positions], 1
+        )
+        k, v = (np.concatenate(pair, 1) for pair in zip((self.k, self.v), self.drafts, strict=True))
+        if self.scales is not None:
+            k, v = (a.astype(float) * one[:, None] for a, one in zip((k, v), self.scales, strict=True))
+        part = reference.partial(
+            *(self.q, k, v),
+            scale=self.scale,
+            seen=seen,
+            softcap=rules.get("softcap"),
+            alibi=rules.get("alibi"),
+            distance=t[:, :, None] - stands[:, None],
+        )
+        parts = [part]
+        if "sink_logits" in rules:
+            parts.append(reference.sink(part, rules["sink_logits"]))
+        return *reference.combine(parts), *reference.error_bounds([part])
+
+
+def draw(seed: int, size: int) -> Case:
+    """The same case on every rank."""
+    rng = np.random.default_rng(seed)
+    batch, queries = int(rng.integers(1, 4)), int(rng.choice([1, 1, 2, 3, 5, 9, 17]))
+    kv_heads, group = int(rng.integers(1, 4)), int(rng.choice([1, 2, 4, 5]))
+    heads, head_dim = kv_heads * group, int(rng.choice([8, 64, 72, 128]))
+    tokens = int(rng.choice([0, 1, 7, 40, 130, 700, 2100]))
+    dtype = DTYPES[rng.choice(len(DTYPES), p=[0.4, 0.2, 0.3, 0.1])]
+    n = int(rng.choice([0, 0, 1, 3, 33]))
+
+    def values(*shape: int) -> Any:
+        return rng.standard_normal(shape).astype(dtype)
+
+    q = values(batch, queries, heads, head_dim) * dtype(rng.choice([1, 4]))
+    k, v = values(batch, tokens, kv_heads, head_dim), values(batch, tokens, kv_heads, head_dim)
+    q_positions = rng.integers(0, tokens + 20, (queries,) if rng.random() < 0.3 else (batch, queries))
+    return Case(
+        *(q, k, v),
+        drafts=(values(batch, n, kv_heads, head_dim), values(batch, n, kv_heads, head_dim)),
+        mask=rng.random((batch, queries, n)) < 0.5,
+        draft_positions=rng.integers(0, tokens + 20, (batch, n)),
+        q_positions=q_positions,
+        rules=_rules(rng, heads, tokens),
+        valid=rng.integers(0, tokens + 1, batch) if rng.random() < 0.5 else np.full(batch, tokens),
+        runs=_runs(rng, tokens, size),
+        owner=int(rng.integers(size)),
+        hidden=float(rng.choice([np.nan, np.inf, 0])),
+        page_size=int(rng.choice([0, 0, 0, 1, 7, 16, 64])),
+    )
+
+
+def _rules(rng: np.random.Generator, heads: int, tokens: int) -> dict[str, Any]:
+    """Any of them, in all pairs over many seeds."""
+    side = lambda: None if rng.random() < 0.3 else int(rng.integers(0, tokens // 2 + 2))  # noqa: E731
+    drawn = {
+        "causal": True,
+        "window": (side(), side()),
+        "leading": int(rng.integers(0, 9)),
+        "softcap": float(rng.choice([1.0, 20.0])),
+        "alibi": rng.uniform(-0.5, 0.5, heads),
+        "sink_logits": np.where(rng.random(heads) < 0.2, -np.inf, rng.uniform(-2, 4, heads)),
+    }
+    return {name: value for name, value in drawn.items() if rng.random() < 0.45}
+
+
+def _runs(rng: np.random.Generator, tokens: int, size: int) -> list[tuple[slice, ...]]:
+    layout = str(rng.choice([*LAYOUTS[:3], "sizes"]))
+    if layout == "sizes":
+        cuts = np.sort(rng.integers(0, tokens + 1, size - 1))
+        layout = "sizes=" + ",".join(map(str, np.diff([0, *cuts, tokens])))
+    return [parse_layout(layout).runs(tokens, rank, size) for rank in range(size)]

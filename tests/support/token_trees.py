@@ -1,0 +1,110 @@
+"""Verification cases, drawn from a seed, and the oracle: each beam alone, dense and causal, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from treeattn.shards import parse_layout
+from treeattn.token_tree import TokenTree
+
+DTYPES = ("float64", "float32", "float16")
+
+
+@dataclass
+class Case:
+    """The whole of a problem: arrays [batch, ..], the context with all its tokens, and who owns which."""
+
+    tree: TokenTree
+    q: Any
+    k: Any
+    v: Any
+    draft_k: Any
+    draft_v: Any
+    lengths: Any
+    owners: Any
+
+    @staticmethod
+    def draw(
+        seed: int, size: int, dtypes: tuple[str, ...] = DTYPES, dims: tuple[int, ...] = (8, 16, 24)
+    ) -> Case:
+        """One of many, for `size` ranks."""
+        draw = np.random.default_rng(seed)
+        batch, beams, columns = (int(draw.integers(1, n)) for n in (4, 6, 5))
+        tree = TokenTree.from_beams(draw.integers(0, 2, (batch, beams, columns)))
+        kv_heads, group, head_dim = (int(draw.choice(n)) for n in ((1, 2, 3), (1, 2, 4), dims))
+        tokens, dtype = int(draw.integers(0, 40)), dtypes[seed % len(dtypes)]
+
+        def rows(count: int, heads: int) -> Any:
+            return draw.standard_normal((batch, count, heads, head_dim)).astype(dtype)
+
+        q, k, v = rows(tree.nodes, kv_heads * group), rows(tokens, kv_heads), rows(tokens, kv_heads)
+        draft_k, draft_v = rows(tree.nodes, kv_heads), rows(tree.nodes, kv_heads)
+        lengths = draw.integers(0, tokens + 1, batch)
+        return Case(tree, q, k, v, draft_k, draft_v, lengths, Case._owners(draw, tokens, size))
+
+    @staticmethod
+    def _owners(draw: np.random.Generator, tokens: int, size: int) -> Any:
+        """The rank of each token of the context: every layout, and shards that are empty."""
+        name = draw.choice(["contiguous", "interleaved", "zigzag", "sizes", "one"])
+        if name == "one":
+            return np.full(tokens, draw.integers(size))
+        if name == "sizes":
+            return np.sort(draw.integers(0, size, tokens))
+        owners = np.zeros(tokens, np.int64)
+        for rank in range(size):
+            for run in parse_layout(str(name)).runs(tokens, rank, size):
+                owners[run] = rank
+        return owners
+
+    @property
+    def scale(self) -> float:
+        return float(self.q.shape[-1] ** -0.5)
+
+    def shard(self, rank: int, hidden: float = np.nan) -> tuple[Any, Any, Any]:
+        """(k, v, lengths) of a rank. What lies beyond the lengths is `hidden`."""
+        own = np.flatnonzero(self.owners == rank)
+        k, v = self.k[:, own], self.v[:, own]
+        lengths = np.array([(own < length).sum() for length in self.lengths])
+        for row, length in enumerate(lengths):
+            k[row, length:], v[row, length:] = hidden, hidden
+        return k, v, lengths
+
+    def check(self, out: Any, lse: Any) -> None:
+        """Hold results to the oracle's; pads have none."""
+        wanted, wanted_lse, bound, lse_bound = self.dense()
+        assert out.dtype == lse.dtype == (np.float64 if self.q.dtype == np.float64 else np.float32)
+        assert np.abs(out - wanted).max() <= bound
+        real = np.broadcast_to(self.tree.real[:, None], lse.shape)
+        assert np.abs(lse[real] - wanted_lse[real]).max() <= lse_bound
+        assert (lse[~real] == -np.inf).all()
+        assert not out[~self.tree.real].any()
+
+    def dense(self) -> tuple[Any, Any, float, float]:
+        """(out, lse) of every node and how far they may be off: each path alone, causal, over the context."""
+        batch, nodes, heads, head_dim = self.q.shape
+        group = heads // self.k.shape[2]
+        out, lse = np.zeros((batch, nodes, heads, head_dim)), np.full((batch, heads, nodes), -np.inf)
+        largest = largest_value = 0.0
+        for row in range(batch):
+            for leaf in self.tree.leaf_paths[row]:
+                path = leaf[leaf >= 0]
+                k, v = (
+                    np.concatenate([whole[row, : self.lengths[row]], drafts[row, path]]).astype(np.float64)
+                    for whole, drafts in ((self.k, self.draft_k), (self.v, self.draft_v))
+                )
+                for place, slot in enumerate(path):
+                    seen = self.lengths[row] + place + 1
+                    for head in range(heads):
+                        q, keys = self.q[row, slot, head].astype(np.float64), k[:seen, head // group]
+                        scores = self.scale * (keys @ q)
+                        largest = max(largest, self.scale * (np.abs(keys) @ np.abs(q)).max())
+                        weights = np.exp(scores - scores.max())
+                        out[row, slot, head] = weights @ v[:seen, head // group] / weights.sum()
+                        lse[row, head, slot] = scores.max() + np.log(weights.sum())
+                largest_value = max(largest_value, np.abs(v).max(initial=0))
+        if self.q.dtype == np.float64:
+            return out, lse, 1e-12, 1e-12
+        return out, lse, (2e-6 + 1e-6 * largest) * largest_value, 1e-5 + 1e-6 * largest

@@ -1,0 +1,82 @@
+"""Reports: the same rows as a table and as JSON, and colours for terminals alone."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import dataclass
+
+import pytest
+
+from treeattn import report
+from treeattn.report import Column, Progress, Report, microseconds
+
+
+@dataclass
+class Point:
+    name: str
+    error: float | None = None
+
+
+COLUMNS = [Column("name", words=True), Column("time, µs", "us", microseconds), Column("bound", wide=True)]
+ROWS = [{"name": "chain", "us": 1234.5, "bound": 0.5}, {"name": "ring", "us": None, "bound": float("inf")}]
+
+
+def shown(made: Report, wide: bool = False, file: io.StringIO | None = None) -> str:
+    file = file or io.StringIO()
+    made.show(wide, file)
+    return file.getvalue()
+
+
+def test_the_rows_of_the_table_are_those_of_the_file():
+    made = Report({"rows": ROWS}, machine={"ranks": 2, "warning": "too many"})
+    made.line("two schemes")
+    made.table(ROWS, COLUMNS)
+    made.note(None)
+    lines = [line.split() for line in shown(made).splitlines()]
+    assert lines == [
+        ["two", "schemes"], ["name", "time,", "µs"], ["chain", "1,234"], ["ring", "-"],
+        ["note:", "too", "many"],
+    ]  # fmt: skip
+    assert shown(made, wide=True).splitlines()[3].split() == ["ring", "-", "inf"]
+    facts = json.loads(made.json(), parse_constant=pytest.fail)
+    assert facts == {"rows": [ROWS[0], ROWS[1] | {"bound": "inf"}], "ranks": 2, "warning": "too many"}
+
+
+def test_rows_may_be_objects():
+    made = Report([])
+    columns = [Column("name"), Column("error", form=".1e"), Column("both", lambda row: len(row.name))]
+    made.table([Point("a", 2e-6), Point("bc")], columns)
+    assert [line.split() for line in shown(made).splitlines()[1:]] == [
+        ["a", "2.0e-06", "1"],
+        ["bc", "-", "2"],
+    ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_launchers_terminal_gets_no_colours(monkeypatch):
+    """Open MPI gives ranks a terminal of its own, whose bytes it may write to a file."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "PMIX_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    made = Report([])
+    made.line("wrong", style="red")
+    assert "\x1b[" in shown(made, file=Terminal())
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    assert shown(made, file=Terminal()) == "wrong\n"
+
+
+def test_progress_is_a_line_now_and_then(capsys, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(report.time, "monotonic", lambda: now)
+    say, other_rank = Progress(first=3, every=10), Progress(False)
+    for second in range(30):
+        now = 100.0 + second
+        say(f"second {second}")
+        other_rank("silent")
+    assert capsys.readouterr() == ("", "second 3\nsecond 13\nsecond 23\n")

@@ -1,0 +1,101 @@
+"""Collective agreement at planning: every rank goes on, or every rank raises the same error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from treeattn.collectives.runtime import watchdog
+from treeattn.errors import ArgumentError, TreeattnError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["Agreement", "broadcast_from_root", "collectively", "must_match", "portable"]
+
+T = TypeVar("T")
+
+
+class Agreement:
+    """``with Agreement(comm) as agreed:`` around each rank's work: it succeeds on all or on none. Collective.
+
+    What the block raises on one rank, every rank raises. What it leaves in `must_match` (by the name that
+    an error gives it) must be equal on all ranks. What it leaves in `share` is afterwards in `gathered`, by
+    rank.
+    """
+
+    def __init__(self, comm: Intracomm) -> None:
+        self._comm = comm
+        self.must_match: Mapping[str, object] = {}
+        self.share: Any = None
+        self.gathered: list[Any] = []
+
+    def __enter__(self) -> Agreement:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return  # such as Ctrl-C: it ends this process, and so the job
+        problem, cause = None if error is None else portable(error), error
+        mine = {} if error else self.must_match
+        with watchdog.Activity("what all ranks plan together"):
+            views: list[Any] = self._comm.allgather((mine, problem, self.share))
+        for rank, (_, problem, _) in enumerate(views):
+            if problem is not None:
+                where = "" if self._comm.size == 1 else f"rank {rank}: "
+                raise type(problem)(f"{where}{problem}") from (cause if rank == self._comm.rank else None)
+        for name in mine:
+            values = [values.get(name) for values, _, _ in views]
+            different = [rank for rank, value in enumerate(values) if value != values[0]]
+            if different:
+                other = f"{values[different[0]]!r} on rank {different[0]}"
+                raise ArgumentError(
+                    f"{name} differs between ranks: {values[0]!r} on rank 0, {other}; every rank must pass "
+                    "the same"
+                )
+        self.gathered = [told for _, _, told in views]
+
+
+def portable(error: Exception) -> TreeattnError:
+    """What other ranks are told of an error of this one."""
+    if isinstance(error, TreeattnError):
+        return error
+    named = isinstance(error, TypeError | ValueError | OverflowError)  # what arguments bring about
+    return (ArgumentError if named else TreeattnError)(f"{type(error).__name__}: {error}")
+
+
+def must_match(comm: Intracomm, mine: Mapping[str, object], error: Exception | None = None) -> None:
+    """Collective: return only if no rank brought an `error` and all ranks brought equal values.
+
+    Otherwise every rank raises the same exception, so that none is left waiting in a later call.
+    """
+    with Agreement(comm) as agreed:
+        agreed.must_match = mine
+        if error is not None:
+            raise error
+
+
+def collectively(comm: Intracomm, make: Callable[[], T]) -> T:
+    """Collective: what `make` makes on this rank; where it fails on one, every rank raises the same."""
+    with Agreement(comm):
+        return make()
+
+
+def broadcast_from_root(comm: Intracomm, decide: Callable[[], T], what: str) -> T:
+    """Collective: what rank 0 decides, on every rank; where it fails, every rank raises the same.
+
+    what: the wait for it, as a late rank is told of.
+    """
+    told: tuple[T | None, TreeattnError | None] = None, None
+    cause: Exception | None = None
+    if comm.rank == 0:
+        try:
+            told = decide(), None
+        except Exception as error:  # whatever it is, the others wait for this rank
+            told, cause = (None, portable(error)), error
+    with watchdog.Activity(what):
+        decision, problem = comm.bcast(told)
+    if problem is not None:
+        raise problem from (None if cause is problem else cause)
+    made: T = decision
+    return made

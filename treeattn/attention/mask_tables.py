@@ -1,0 +1,208 @@
+"""Tables of the attention mask of one step, which kernels read.
+
+What depends on position alone (causal bounds, a window, leading tokens, lengths) is for each query one or two
+intervals of this shard's tokens: found once per step, nothing outside them is read, and inside them nothing
+is asked. What is no interval, a tree of draft tokens, is a bit mask over the last few tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from treeattn.attention.mask import Rules
+from treeattn.attention.positions import MAX_POSITION, Runs
+from treeattn.errors import ArgumentError
+
+__all__ = ["MaskTables", "words_of"]
+
+
+class MaskTables:
+    """The tables of a step, for one shard. They keep their places, so that a kernel can be planned on them.
+
+    intervals: int64 [batch, queries, 4], as `Rules.intervals`; lengths are in them. q_positions: int64
+    [batch, queries]. runs: of the tokens before the drafts. Of draft tokens, the last of each sequence:
+    drafts: how many. draft_begins: int64 [batch], index of the first. draft_positions: int64 [batch, drafts].
+    mask: uint32 [batch, queries, words], bit j % 32 of word j // 32: whether draft j is seen. version: rises
+    whenever another array stands for runs, mask or draft_positions.
+    """
+
+    def __init__(self, rules: Rules, batch: int, queries: int) -> None:
+        self.rules = rules
+        self.intervals = np.zeros((batch, queries, 4), np.int64)
+        self.q_positions = np.zeros((batch, queries), np.int64)
+        self.draft_begins = np.zeros(batch, np.int64)
+        self.runs = Runs(())
+        self.drafts = 0
+        self.mask = np.zeros((batch, queries, 0), np.uint32)
+        self.draft_positions = np.zeros((batch, 0), np.int64)
+        self.version = 0
+        self._one = batch == queries == 1
+        # The same memory, into which an integer goes in a third of the time.
+        self._cells, self._stand, self._begins = (
+            table.reshape(-1).data for table in (self.intervals, self.q_positions, self.draft_begins)
+        )
+
+    def update(
+        self,
+        runs: Runs | None,
+        tokens: int,
+        lengths: Any = None,
+        q_positions: Any = None,
+        mask: Any = None,
+        draft_positions: Any = None,
+    ) -> None:
+        """Fill the tables for arrays of `tokens` tokens.
+
+        runs: of the tokens that are no drafts, at least as many as are valid; None: nothing asks for them.
+        lengths: [batch] valid tokens, drafts among them; None: all. The rest as `treeattn.decode` takes it.
+        Raises `ArgumentError`.
+        """
+        if mask is not None or self.drafts or draft_positions is not None:
+            self._take_drafts(mask, draft_positions)
+        valid = self._context(tokens, lengths)
+        if runs is None:
+            if self.rules.positional:
+                raise ArgumentError("this shard's positions are not known: pass positions=")
+            self.intervals[..., :3] = 0
+            self.intervals[..., 3] = valid if isinstance(valid, int) else valid[:, None]
+            return
+        most = valid if isinstance(valid, int) else int(valid.max())
+        if len(runs) < most:
+            raise ArgumentError(f"positions of {len(runs)} tokens are known, but the shard has {most}")
+        if runs is not self.runs:
+            self.runs, self.version = runs, self.version + 1
+        if q_positions is None and self.rules.positional:
+            raise ArgumentError(f"{', '.join(self.rules.names)} ask where queries stand: pass q_positions=")
+        if self._one and isinstance(valid, int):
+            position = self._position(q_positions)
+            cells = self._cells
+            cells[0], cells[1], cells[2], cells[3] = self.rules.intervals(runs, valid, position)
+            self._stand[0] = position
+            return
+        self.q_positions[...] = self._positions(q_positions)
+        counts = valid if isinstance(valid, int) else valid[:, None]
+        self.intervals[...] = self.rules.all_intervals(runs, counts, self.q_positions)
+
+    def validate(self, tokens: int, lengths: Any, q_positions: Any, mask: Any, draft_positions: Any) -> None:
+        """Raise `ArgumentError` for what `update` will refuse, before positions are known. `draft_begins`
+        holds then how many tokens of each sequence are no drafts."""
+        stands = self.q_positions if q_positions is None else q_positions
+        self.update(Runs([(0, 1, tokens)]), tokens, lengths, stands, mask, draft_positions)
+
+    def sees_draft(self, row: int, query: int) -> Any:
+        """Which drafts a query sees, bool [drafts]."""
+        bits = np.unpackbits(self.mask[row, query].astype("<u4").view(np.uint8), bitorder="little")
+        return bits[: self.drafts].astype(bool)
+
+    def _context(self, tokens: int, lengths: Any) -> Any:
+        """Tokens before the drafts: one number for all sequences, or int64 [batch]."""
+        if lengths is None:
+            if self.drafts > tokens:
+                raise ArgumentError(f"{self.drafts} draft tokens cannot be the last of a shard of {tokens}")
+            for row in range(len(self._begins)):
+                self._begins[row] = tokens - self.drafts
+            return tokens - self.drafts
+        lengths = np.asarray(lengths)
+        if lengths.shape != self.draft_begins.shape or lengths.dtype.kind not in "iu":
+            raise ArgumentError(
+                f"lengths must be whole numbers of shape {list(self.draft_begins.shape)} (one per sequence), "
+                f"not {lengths.dtype} of shape {list(lengths.shape)}"
+            )
+        if (lengths < self.drafts).any() or (lengths > tokens).any():
+            raise ArgumentError(
+                f"lengths {lengths.tolist()} must lie between {self.drafts} (the draft tokens) and the "
+                f"shard's {tokens} tokens"
+            )
+        np.subtract(lengths, self.drafts, out=self.draft_begins, casting="unsafe")
+        return self.draft_begins
+
+    def _take_drafts(self, mask: Any, draft_positions: Any) -> None:
+        batch, queries = self.q_positions.shape
+        self.version += 1
+        if mask is None and draft_positions is not None:
+            raise ArgumentError("draft_positions are of draft tokens, which a mask names: pass mask=")
+        if mask is None:
+            self.drafts, self.mask = 0, np.zeros((batch, queries, 0), np.uint32)
+            self.draft_positions = np.zeros((batch, 0), np.int64)
+            return
+        mask = np.asarray(mask)
+        if mask.ndim != 3 or mask.shape[:2] != (batch, queries) or mask.dtype not in (np.bool_, np.uint32):
+            raise ArgumentError(
+                f"the mask is {mask.dtype} {list(mask.shape)}: bool [batch, queries, drafts] or uint32 words "
+                f"of it, with batch {batch} and queries {queries}"
+            )
+        drafts = mask.shape[2] * (1 if mask.dtype == np.bool_ else 32)
+        if draft_positions is not None:
+            draft_positions = np.asarray(draft_positions)
+            if draft_positions.shape[:-1] not in ((), (batch,)) or not draft_positions.ndim:
+                raise ArgumentError(
+                    f"draft_positions have shape {list(draft_positions.shape)}: [drafts] or [batch, drafts], "
+                    f"with batch {batch}, is needed"
+                )
+            _check_positions("draft_positions", draft_positions)
+            draft_positions = np.broadcast_to(draft_positions, (batch, draft_positions.shape[-1]))
+            drafts = self._agreed_drafts(mask, draft_positions.shape[1])
+        elif self.rules.alibi is not None:
+            raise ArgumentError("alibi asks where draft tokens stand: pass draft_positions=")
+        else:
+            draft_positions = np.zeros((batch, drafts), np.int64)
+        self.mask = np.ascontiguousarray(mask) if mask.dtype == np.uint32 else words_of(mask)
+        self.drafts, self.draft_positions = drafts, np.ascontiguousarray(draft_positions, np.int64)
+
+    def _agreed_drafts(self, mask: Any, drafts: int) -> int:
+        """As many as there are draft_positions, if the mask speaks of so many."""
+        if mask.dtype == np.bool_:
+            fits = mask.shape[2] == drafts
+        else:
+            fits = mask.shape[2] == -(-drafts // 32) and not (
+                drafts % 32 and (mask[..., -1] >> np.uint32(drafts % 32)).any()
+            )
+        if not fits:
+            raise ArgumentError(
+                f"the mask {mask.dtype} {list(mask.shape)} speaks of other draft tokens than the {drafts} "
+                "draft_positions"
+            )
+        return drafts
+
+    def _position(self, given: Any) -> int:
+        """The one position of a step with one query."""
+        if given is None:
+            return 0
+        if (
+            type(given) is np.ndarray
+            and given.size == 1
+            and given.dtype.kind in "iu"
+            and given.ndim in (1, 2)
+        ):
+            position: int = given.item()
+            if 0 <= position < MAX_POSITION:
+                return position
+        return int(self._positions(given)[0, 0])
+
+    def _positions(self, given: Any) -> Any:
+        """q_positions as int64 [batch, queries]."""
+        if given is None:
+            return self.q_positions * 0
+        array = np.asarray(given)
+        if array.shape not in (self.q_positions.shape, self.q_positions.shape[1:]):
+            raise ArgumentError(
+                f"q_positions have shape {list(array.shape)}: [queries] or [batch, queries] = "
+                f"{list(self.q_positions.shape)} is needed"
+            )
+        _check_positions("q_positions", array)
+        return np.broadcast_to(array, self.q_positions.shape).astype(np.int64)
+
+
+def words_of(mask: Any) -> Any:
+    """A bool mask [.., n] as uint32 words [.., ceil(n / 32)]: bit j % 32 of word j // 32 is element j."""
+    words = -(-mask.shape[-1] // 32)
+    padded = np.zeros((*mask.shape[:-1], 32 * words), np.bool_)
+    padded[..., : mask.shape[-1]] = mask
+    return np.packbits(padded, axis=-1, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def _check_positions(name: str, array: Any) -> None:
+    if array.dtype.kind not in "iu" or (array.size and not 0 <= array.min() <= array.max() < MAX_POSITION):
+        raise ArgumentError(f"{name} must be whole numbers from 0 to 2^60, not {array.dtype}")

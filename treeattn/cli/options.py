@@ -1,0 +1,222 @@
+"""Options that commands share: types of values, groups that become one object, and where results go."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import click
+
+from treeattn import communicators, files
+from treeattn.agreement import collectively, must_match
+from treeattn.collectives.clusters.simulate import Payload
+from treeattn.errors import ArgumentError, TreeattnError
+from treeattn.report import Report
+from treeattn.shards import LAYOUTS, parse_layout
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
+
+__all__ = [
+    "CLUSTER", "COUNT", "DEVICE", "FILE", "RANKS", "REPEAT", "SEED", "SIZE", "Output", "Sizes", "choices",
+    "durations", "grouped", "layout_option", "number", "numbers", "output_options", "read",
+    "size_options", "whole_numbers", "world",
+]  # fmt: skip
+
+T = TypeVar("T")
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_UNITS = {"Ki": 1024, "Mi": 1024**2, "k": 1000, "M": 1000**2}
+_MICROSECONDS = {"us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
+
+
+def number(text: str) -> int:
+    """Read a whole number; k = 1000, Ki = 1024, M and Mi likewise. Raises `ArgumentError`."""
+    unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
+    digits = text.removesuffix(unit)
+    if not digits.strip().isdecimal() or len(digits) > 18:
+        raise ArgumentError(f"{text!r:.40}: give a whole number, such as 65536 or 64Ki")
+    return int(digits) * _UNITS.get(unit, 1)
+
+
+def numbers(text: str) -> list[int]:
+    """Read whole numbers from 1 on, separated by commas, each once. Raises `ArgumentError`."""
+    values = [number(part) for part in text.split(",")]
+    if min(values) < 1:
+        raise ArgumentError(f"{text}: {min(values)} is too small, 1 is the least")
+    return list(dict.fromkeys(values))
+
+
+def whole_numbers(text: str) -> list[int]:
+    """Read plain whole numbers separated by commas. Raises `ArgumentError`."""
+    if not all(one.strip().isdecimal() and len(one) <= 18 for one in text.split(",")):
+        raise ArgumentError(f"{text:.40}: whole numbers, separated by commas")
+    return [int(one) for one in text.split(",")]
+
+
+def choices(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+    """Make a reader of lists of `known` names, each once. It raises `ArgumentError`."""
+
+    def choose(text: str) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+        for name in names:
+            if name not in known:
+                raise ArgumentError(f"{name!r} is unknown: choose from {', '.join(known)}")
+        return names
+
+    return choose
+
+
+def durations(text: str) -> list[float]:
+    """Read times in microseconds: 0, 100us, 1ms, separated by commas. Raises `ArgumentError`."""
+    return list(dict.fromkeys(_duration(part.strip()) for part in text.split(",")))
+
+
+def _duration(text: str) -> float:
+    if text == "0":
+        return 0.0
+    for unit, factor in _MICROSECONDS.items():
+        if text.endswith(unit):
+            try:
+                value = float(text.removesuffix(unit)) * factor
+            except ValueError:
+                break
+            if 0 <= value < 1e9:
+                return value
+    raise ArgumentError(f"{text!r}: give 0 or a time with its unit, such as 100us or 1ms")
+
+
+def read(reader: Callable[[str], T]) -> Callable[[click.Context, click.Parameter, str | None], T | None]:
+    """Make the callback of an option that `reader` reads; its error becomes one of the option."""
+
+    def convert(context: click.Context, option: click.Parameter, text: str | None) -> T | None:
+        try:
+            return None if text is None else reader(text)
+        except TreeattnError as error:
+            raise click.BadParameter(str(error), context, option) from None
+
+    return convert
+
+
+FILE = click.Path(path_type=Path)
+#: Sizes of what is allocated or drawn; how often something is done; ranks that a schedule is made for.
+SIZE, COUNT, RANKS = click.IntRange(1, 2**20), click.IntRange(1, 10**9), click.IntRange(1, 2**20)
+SEED = click.IntRange(0, 2**63 - 1)
+
+DEVICE = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu",
+                      help="Where each rank computes.")  # fmt: skip
+CLUSTER = click.option("--cluster", metavar="NAME|FILE.toml",
+                       help="A shipped cluster or a file; default TREEATTN_CLUSTER.")  # fmt: skip
+REPEAT = click.option("--repeat", type=COUNT, default=10, help="Timed steps after the first one.")
+
+
+def layout_option(default: str = "contiguous") -> Callable[[Command], Command]:
+    """The option ``--layout``, whose value is a `treeattn.shards.Layout`."""
+    return click.option(
+        "--layout", callback=read(parse_layout), default=default, metavar="|".join(LAYOUTS),
+        help="Which tokens go to which rank.",
+    )  # fmt: skip
+
+
+def grouped(
+    name: str, make: Callable[..., object], *options: Callable[[Command], Command]
+) -> Callable[[Command], Command]:
+    """Decorate a command with options that it takes as one argument: `make` of their values, by name."""
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def combined(**given: Any) -> Any:
+            made = make(**{key: given.pop(key) for key in inspect.signature(make).parameters if key in given})
+            return command(**{name: made}, **given)
+
+        return functools.reduce(lambda made, option: option(made), reversed(options), combined)  # type: ignore[return-value]
+
+    return decorate
+
+
+class Sizes(NamedTuple):
+    """Of a query and of what is reduced for it."""
+
+    batch: int
+    queries: int
+    heads: int
+    head_dim: int
+
+    @property
+    def payload(self) -> Payload:
+        """The records of one rank, in float32."""
+        return Payload(self.batch * self.heads * self.queries, 4 * (self.head_dim + 2), self.queries)
+
+
+size_options = grouped(
+    "sizes", Sizes,
+    click.option("--batch", type=SIZE, default=1),
+    click.option("--queries", type=SIZE, default=1),
+    click.option("--heads", type=SIZE, default=16),
+    click.option("--head-dim", type=SIZE, default=128),
+)  # fmt: skip
+
+
+class Output:
+    """Where a command leaves what it found: the screen, and the files of ``--out`` and ``--json``."""
+
+    def __init__(self, json: Path | None = None, out: Path | None = None, wide: bool = False) -> None:
+        self.json, self.out, self._wide = json, out, wide
+
+    def open(self, *inputs: Path | None, world: Intracomm | None = None) -> None:
+        """Find out whether the files can be written, before any work, on rank 0. Collective with `world`.
+
+        Raises `ArgumentError` for what cannot be written, and for one file that is named twice.
+        """
+
+        def opened() -> None:
+            files.check_distinct([self.json, self.out], inputs)
+            self._write_json, self.write = map(files.output_writer, (self.json, self.out))
+
+        if world is None:
+            opened()
+        else:
+            collectively(world, opened if world.rank == 0 else lambda: None)
+
+    def draw(self, drawing: str, what: str = "the drawing") -> None:
+        """Write a drawing, and say so; without ``--out`` print it."""
+        self.write((drawing.rstrip("\n") + "\n").encode())
+        print(f"{what} is in {self.out}" if self.out else drawing.rstrip("\n"))
+
+    def report(self, made: Report) -> None:
+        """Write the facts, print the tables."""
+        if self.json is not None:
+            self._write_json(made.json())
+        made.show(self._wide)
+
+
+def output_options(
+    out: str | None = None,
+    required: str | None = None,
+    wide: bool = True,
+    json: str | None = "Write everything that was found.",
+) -> Callable[[Command], Command]:
+    """Make the options of `Output`.
+
+    out, json: their help, for commands that have them. required: what ``--out`` takes, where it is needed.
+    """
+    options = []
+    if out is not None:
+        options.append(click.option("--out", type=FILE, metavar=required, required=bool(required), help=out))
+    if wide:
+        options.append(click.option("--wide", is_flag=True, help="Every column, however wide it becomes."))
+    if json is not None:
+        options.append(click.option("--json", type=FILE, help=json))
+    return grouped("output", Output, *options)
+
+
+def world() -> MpiCommunicator:
+    """The ranks of this job, once all agree on their command line. Collective."""
+    everyone, context = communicators.world(), click.get_current_context()
+    must_match(everyone, {"the command line": f"{context.command.name} {context.params}"})
+    return everyone

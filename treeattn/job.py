@@ -1,0 +1,119 @@
+"""The life of a job: MPI starts, signals end it, and all ranks leave together unless one fails alone."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import NoReturn
+
+import numpy as np
+
+from treeattn import launch, mpi_library
+from treeattn.collectives.runtime import watchdog
+from treeattn.errors import BackendError
+
+__all__ = ["abort", "end", "end_on_signals", "finalize", "start"]
+
+_PROMPT = 0.5  # seconds in which the main thread hears of a signal, unless it is in a blocking call
+_AGREES = 5.0  # seconds in which errors that were agreed on reach every rank
+
+
+def start() -> None:
+    """Initialise MPI, which waits for all ranks, and have it finalised at the end of this process.
+
+    mpi4py does both in calls that let no other thread run; so neither the watchdog nor a signal could end
+    them.
+    """
+    rank, size = launch.launched_as()
+    watchdog.introduce(rank, size, launch.siblings)
+    library = mpi_library.load(initialize=False)
+    if library.Is_initialized():
+        return
+    functions, provided = ctypes.CDLL(library.__file__), ctypes.c_int()
+    with watchdog.Guarded("the start of MPI"):
+        code = functions.MPI_Init_thread(None, None, mpi_library.thread_level(), ctypes.byref(provided))
+    if code != library.SUCCESS:
+        raise BackendError(f"MPI does not start: MPI_Init_thread gives error {code}")
+    for comm in (library.COMM_WORLD, library.COMM_SELF):
+        comm.Set_errhandler(library.ERRORS_RETURN)  # as mpi4py does
+    watchdog.at_the_end(_finalize_mpi)
+
+
+def _finalize_mpi() -> None:
+    library = mpi_library.load()
+    if not library.Is_finalized():
+        with watchdog.Guarded("the end of MPI"):
+            ctypes.CDLL(library.__file__).MPI_Finalize()
+
+
+def end_on_signals(endings: Mapping[int, Callable[[], object]]) -> None:
+    """On each of the signals call what ends this process, from the main thread or, where a blocking call
+    keeps that from hearing of it, within a second from another."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    heard = threading.Event()
+
+    def handle(number: int, _: object) -> None:
+        heard.set()
+        endings[number]()
+
+    def listen() -> None:
+        while number := os.read(reader, 1):
+            if number[0] in endings and not heard.wait(_PROMPT):
+                _from_a_thread(endings[number[0]])
+
+    for number in endings:
+        signal.signal(number, handle)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=listen, daemon=True).start()
+
+
+def _from_a_thread(ending: Callable[[], object]) -> None:
+    try:
+        ending()
+    except SystemExit as left:
+        watchdog.end_job(left.code if isinstance(left.code, int) else 1)
+
+
+def finalize(code: int, reason: str = "", patience: float | None = None) -> bool:
+    """Wait for all ranks to leave too. True on the lowest rank that has a reason: it may tell it.
+
+    Errors that were agreed on reach every rank. One that did not would leave the others waiting for this
+    rank: it ends the job with `code`, after `patience` seconds.
+    """
+    if not mpi_library.started() or mpi_library.load().COMM_WORLD.size == 1:
+        return launch.launched_as()[0] == 0
+    library = mpi_library.load()
+    comm = library.COMM_WORLD
+    mine, lowest = np.array([comm.rank if reason else comm.size]), np.empty(1, int)
+    everyone = comm.Iallreduce(mine, lowest, library.MIN)
+    patience = (_AGREES if reason else math.inf) if patience is None else patience
+    with watchdog.Guarded("the end of the command"):
+        if not watchdog.poll(everyone.Test, patience, lambda: time.sleep(1e-3)):
+            print(f"treeattn: rank {comm.rank} failed alone, ending the job: {reason}", file=sys.stderr)
+            end(code)
+    return bool(lowest[0] == comm.rank)
+
+
+def abort(error: BaseException) -> NoReturn:
+    """End the whole job because this rank failed: the others may be waiting for it."""
+    comm = mpi_library.load().COMM_WORLD
+    sys.stdout.flush()
+    what = "".join(traceback.format_exception_only(error)).strip()
+    print(f"treeattn: rank {comm.rank} of {comm.size} failed, ending the job: {what}", file=sys.stderr)
+    traceback.print_exception(error)
+    end(1)
+
+
+def end(code: int) -> NoReturn:
+    """Exit, and end all other ranks of the job if there are some."""
+    if mpi_library.started() and mpi_library.load().COMM_WORLD.size > 1:
+        watchdog.end_job(code)
+    raise SystemExit(code)

@@ -1,0 +1,57 @@
+"""Threads of a rank, where several ranks share the cores of a node."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from treeattn import communicators
+from treeattn.agreement import Agreement
+from treeattn.errors import BackendError
+
+if TYPE_CHECKING:
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
+
+#: A site or a user that sets one of these has decided for NumPy; OURS is that of our own kernels.
+_SETTINGS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
+_OURS = "TREEATTN_THREADS"
+
+
+class ThreadLimits:
+    """Gives this rank's share of the node's cores, at least one, to NumPy's linear algebra and to our own
+    kernels that are planned from now on, until `restore`. By itself NumPy takes all cores in every rank, and
+    they wait for each other. The environment goes first, for our kernels too (``TREEATTN_THREADS``).
+
+    blas_threads: of NumPy's library; None where the environment or the library itself has decided.
+    Collective. Raises `BackendError`, on every rank, where ranks share a node and one of them has no
+    threadpoolctl library.
+    """
+
+    def __init__(self, comm: MpiCommunicator) -> None:
+        ranks = len(next(ranks for ranks in communicators.node_groups(comm) if comm.rank in ranks))
+        share = max(1, len(os.sched_getaffinity(0)) // ranks)
+        self.blas_threads: int | None = None
+        self._limits: Any = None
+        with Agreement(comm):
+            if ranks > 1 and not any(name in os.environ for name in _SETTINGS):
+                self._limits, self.blas_threads = _limited(share, ranks), share
+        self._set = _OURS not in os.environ
+        os.environ.setdefault(_OURS, str(share))
+
+    def restore(self) -> None:
+        """Set the limits back to what they were."""
+        if self._limits is not None:
+            self._limits.restore_original_limits()
+        if self._set:
+            os.environ.pop(_OURS, None)
+
+
+def _limited(threads: int, ranks: int) -> Any:
+    try:
+        from threadpoolctl import threadpool_limits
+    except ImportError:
+        raise BackendError(
+            f"{ranks} ranks of a node would each take all of its cores: "
+            "pip install 'treeattn[models]', or set OPENBLAS_NUM_THREADS"
+        ) from None
+    return threadpool_limits(threads)
