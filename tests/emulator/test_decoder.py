@@ -219,7 +219,7 @@ def test_staging_waits_before_it_folds_and_before_it_ends(
     monkeypatch.setattr(runtime, "synchronize", lambda: log.append("wait"))
     with decoder_for(Case("float32", 64), scheme=treeattn.Reduction(transport="host")) as decoder:
         monkeypatch.setattr(decoder._reducer, "_reducer", Logged(log))
-        decoder.reduce()
+        decoder.fold()
         assert log == ["copy", "wait", "fold", "copy"]
     assert log[4:] == ["wait", "end"]
 

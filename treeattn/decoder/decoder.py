@@ -145,7 +145,8 @@ class Decoder:
         self._plain, self._add_sinks = planned.tables is None, planned.add_sinks
         self._sliced = planned.buffers.sliced
         self._captured: list[CapturedStep] = []
-        self._begun = self._latent = False
+        self._latent = False
+        self._stage: str | None = None  # of a step in parts: "local", "begun", "folded"
         self._latent_of: tuple[Any, Any] = (None, None)
 
     def __call__(
@@ -187,6 +188,7 @@ class Decoder:
             attention, whole = self._look(k, lengths, table, q_positions, positions, mask, draft_positions)
             tables, lengths = self._tables, None
         if whole is not None and table is None and whole(q, k, v, lengths):
+            self._stage = None
             return self._results
         return self._step(attention, q, k, v, lengths, table, tables)
 
@@ -212,9 +214,11 @@ class Decoder:
         """The three parts."""
         self._attend(attention, q, k, v, lengths, block_table, tables)
         if self._folded is None:
-            self.reduce()
-            return self.finish()
-        self._folded()
+            self.fold()
+            self._finish()
+        else:
+            self._folded()
+        self._stage = None
         return self._given()
 
     def local(
@@ -292,8 +296,9 @@ class Decoder:
         block_table: Any,
         tables: MaskTables | None,
     ) -> None:
-        if self._begun:
+        if self._stage == "begun":
             raise StateError(f"{self.scheme}: begin() began a step, which finish() must end before another")
+        self._stage = None
         self._foreign = not type(q) is type(k) is type(v) is self._native
         if self._foreign:
             q, k, v = self._containers.take(q, k, v)
@@ -304,15 +309,28 @@ class Decoder:
             attention(q, k, v, *self._device.admit_pages(self.shape, q, k, v, *given))
         if self._add_sinks is not None:
             self._add_sinks()
+        self._stage = "local"
 
     def reduce(self) -> None:
-        """Fold the partials of all ranks. Collective."""
-        if not self._sliced:
-            self._reducer()
-            return
-        self._buffers.to_wire()
+        """Fold the partials of all ranks. Collective.
+
+        Raises `StateError` unless `local` made partials that are not folded yet: folded twice, each rank
+        would count as often as there are ranks.
+        """
+        if self._stage != "local":
+            self._reducer._check()  # closed and failed ones say so
+            raise StateError(f"{self.scheme}: reduce() without partials: local() comes before each reduce()")
+        self.fold()
+
+    def fold(self) -> None:
+        """`reduce` of whatever `records` hold, for callers that wrote them. Collective."""
+        self._stage = None
+        if self._sliced:
+            self._buffers.to_wire()
         self._reducer()
-        self._buffers.from_wire()
+        if self._sliced:
+            self._buffers.from_wire()
+        self._stage = "folded"
 
     def begin(
         self,
@@ -334,7 +352,7 @@ class Decoder:
         if self._sliced:
             self._buffers.to_wire()
         self._reducer.start()
-        self._begun = True
+        self._stage = "begun"
 
     def test(self) -> bool:
         """Go on with the reduction that `begin` began, without waiting; whether it is all there.
@@ -346,12 +364,18 @@ class Decoder:
 
     def finish(self) -> tuple[Any, Any]:
         """(out, lse) from the folded records, in the container of the q that `local` was given; after `begin`
-        the end of the reduction first."""
-        if self._begun:
-            self._begun = False
+        the end of the reduction first.
+
+        Raises `StateError` unless `reduce` or `begin` came before: a call finishes its own step.
+        """
+        if self._stage == "begun":
+            self._stage = None
             self._reducer.wait()
             if self._sliced:
                 self._buffers.from_wire()
+            self._stage = "folded"
+        if self._stage != "folded":
+            raise StateError(f"{self.scheme}: finish() without folded partials: reduce() comes before it")
         self._finish()
         return self._given()
 

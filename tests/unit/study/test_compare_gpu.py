@@ -31,14 +31,14 @@ class Step:
     def __call__(self, *given: str) -> None:
         self.log.append("step " + " ".join(given))
 
-    def reduce(self) -> None:
-        self.log.append("reduce")
+    def fold(self) -> None:
+        self.log.append("fold")
 
     def synchronize(self) -> None:
         self.log.append("waited")
 
 
-@pytest.mark.parametrize(("what", "done"), [("decode", "step q k v"), ("reduce", "reduce")])
+@pytest.mark.parametrize(("what", "done"), [("decode", "step q k v"), ("reduce", "fold")])
 def test_the_clock_stops_when_the_gpu_is_done(what: str, done: str) -> None:
     """And starts when it has nothing to do."""
     step = Step()

@@ -146,6 +146,8 @@ class Bench:
             row = key.batch * key.queries * (key.head_dim + 2) * size
             scheduled = payload.scheduled(step.schedule, key.heads, row, self.groups)
         judged = key.scheme not in (SUM, NULL)
+        if judged and key.what == "reduce":
+            step.finish()
         return {
             "executor": step.executor,
             "determinism": proved.determinism if proved else "measured",
@@ -157,7 +159,7 @@ class Bench:
         }
 
     def _judged(self, problem: problems.Problem, step: Any) -> dict[str, Any]:
-        out, lse = map(problem.device.to_host, step.finish())
+        out, lse = map(problem.device.to_host, (step.out, step.lse))
         everyone = self.comm.gather((out, lse), root=0)
         if everyone is None:
             return {}
@@ -192,10 +194,10 @@ def _calls(key: Key, problem: problems.Problem, step: Any) -> tuple[Any, Callabl
         return lambda: (run(*given), step.synchronize())
 
     if key.device == "cuda":
-        return ((waited(step, q, k, v),), tuple) if key.what == "decode" else ((waited(step.reduce),), fresh)
+        return ((waited(step, q, k, v),), tuple) if key.what == "decode" else ((waited(step.fold),), fresh)
     if key.what == "decode":
         return (lambda: step.local(q, k, v), step.reduce, step.finish), tuple
-    return (step.reduce,), fresh
+    return (step.fold,), fresh
 
 
 def _digest(out: Any, lse: Any) -> str:
