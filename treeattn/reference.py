@@ -49,12 +49,15 @@ def seen(
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     leading: int = 0,
+    begins: Any = 0,
 ) -> Any:
     """Who sees whom, token by token: bool [batch, queries, tokens].
 
-    positions [tokens], q_positions [batch, queries]. A key at s is seen from t when (not causal or s <= t)
-    and (no window, or t - left <= s <= t + right, or s < leading).
+    positions [tokens], q_positions [batch, queries], begins [batch]. A key at s is seen from t when
+    begin <= s and (not causal or s <= t) and (no window, or t - left <= s <= t + right, or
+    s - begin < leading).
     """
+    first = np.reshape(begins, (-1, 1, 1))
     t, s = np.asarray(q_positions)[:, :, None], np.asarray(positions)[None, None, :]
     left, right = window or (None, None)
     inside = np.ones(np.broadcast_shapes(t.shape, s.shape), bool)
@@ -62,7 +65,7 @@ def seen(
         inside &= t - left <= s
     if right is not None:
         inside &= s <= t + right
-    return (inside | (s < leading)) & ((s <= t) if causal else True)
+    return (inside | (s - first < leading)) & (first <= s) & ((s <= t) if causal else True)
 
 
 def partial(

@@ -67,6 +67,7 @@ class Case:
     alibi: bool = False
     runs: tuple[tuple[int, int, int], ...] | None = None
     q_at: tuple[int, ...] | None = None
+    begins: tuple[int, ...] | None = None
     v_dim: int | None = None
 
     def __str__(self) -> str:
@@ -83,6 +84,7 @@ class Case:
         parts += ["alibi"] if self.alibi else []
         parts += [f"runs{len(self.runs)}"] if self.runs else []
         parts += [f"at{'+'.join(map(str, self.q_at))}"] if self.q_at else []
+        parts += [f"begins{'+'.join(map(str, self.begins))}"] if self.begins else []
         parts += [f"v{self.v_dim}"] if self.v_dim else []
         parts += [] if self.tensor_cores else ["fma"]
         return "-".join(parts)
@@ -109,7 +111,7 @@ class Case:
     @property
     def limited(self) -> bool:
         """Whether queries see some tokens only, or not all alike."""
-        return bool(self.drafts or self.causal or self.window or self.softcap or self.alibi)
+        return bool(self.drafts or self.causal or self.window or self.softcap or self.alibi or self.begins)
 
     def inputs(self) -> Inputs:
         """The arrays, always the same. What nobody may see is NaN: it must not be read."""
@@ -152,13 +154,14 @@ class Case:
             *(Runs(self._runs), self.tokens, self.lengths, self.q_positions),
             mask=tree if self.drafts else None,
             draft_positions=stand if self.drafts else None,
+            begins=self.begins,
         )
         return visible
 
     def seen(self) -> Array:
         """Who sees whom, token by token: [batch, queries, tokens]."""
         rules = {"causal": self.causal, "window": self.window, "leading": self.leading}
-        seen = reference.seen(self._positions(), self.q_positions, **rules)
+        seen = reference.seen(self._positions(), self.q_positions, begins=self.begins or 0, **rules)
         tree, _ = self._drafts()
         for b in range(self.batch):
             seen[b, :, self.valid(b) - self.drafts :] = False
@@ -325,6 +328,20 @@ CASES = (
     Case("bfloat16", 64, queries=11, group=3, kv_heads=1, tokens=700, window=(20, 5), leading=3, splits=3),
     Case("float16", 256, queries=17, kv_heads=1, tokens=200, causal=True, lengths=(160,), splits=2),
     Case("float32", 256, queries=6, kv_heads=1, tokens=120, causal=True, window=(30, 0), splits=2),
+    # Padded on the left, also beyond what a query sees, and with leading tokens that count from there.
+    Case("float32", 64, begins=(37,), splits=3),
+    Case("bfloat16", 64, group=4, batch=3, causal=True, q_at=(120,), begins=(0, 33, 130), splits=2),
+    Case(
+        "float16",
+        64,
+        queries=5,
+        batch=2,
+        causal=True,
+        window=(30, 0),
+        leading=6,
+        begins=(9, 61),
+        splits=2,
+    ),
     # Lengths within the window; sequences of which one sees nothing.
     Case("float32", 64, batch=3, tokens=90, window=(40, 40), lengths=(90, 61, 0), q_at=(80,), splits=2),
     Case(

@@ -120,6 +120,56 @@ def test_a_mask_may_come_to_a_decoder_without_rules(comm):
         np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5)
 
 
+def test_rows_padded_on_the_left_begin_where_each_call_says(comm):
+    """A decoder without rules, a cache that grows: the same as each sequence alone."""
+    rng = np.random.default_rng(5)
+    q = rng.standard_normal((3, 1, 2, 64)).astype(np.float32)
+    k, v = (rng.standard_normal((3, 40, 2, 64)).astype(np.float32) for _ in "kv")
+    own = [np.ascontiguousarray(whole[:, comm.rank :: comm.size]) for whole in (k, v)]
+    with treeattn.Decoder(
+        comm,
+        heads=2,
+        kv_heads=2,
+        head_dim=64,
+        batch=3,
+        dtype="float32",
+        cache=treeattn.CacheFormat(positions="interleaved"),
+    ) as decoder:
+        for begins in ([0, 5, 39], [7, 0, 40], None):
+            out, lse = decoder(q, *own, begins=begins)
+            for row, begin in enumerate(begins or [0, 0, 0]):
+                one = slice(row, row + 1)
+                wanted, _ = reference.attention(q[one], k[one, begin:], v[one, begin:], scale=0.125)
+                np.testing.assert_allclose(out[one], wanted, rtol=0, atol=1e-5)
+                assert np.isneginf(lse[one]).all() == (begin == 40)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"begins": [0, 1]}, "begins have shape"),
+        ({"begins": [-1]}, "begins must be whole numbers"),
+        ({"begins": [1], "scheme": "kv_ring"}, "lets every query see every token: begins need"),
+    ],
+)
+def test_begins_that_cannot_be(comm, given, message):
+    one = np.ones((1, 1, 1, 8), np.float32)
+    with pytest.raises((ArgumentError, RestrictionError), match=message):
+        treeattn.decode(one, one, one, comm=comm, **given)
+
+
+def test_begins_ask_for_positions_and_are_the_same_on_all_ranks(comm):
+    one = np.ones((1, 1, 1, 8), np.float32)
+    with (
+        treeattn.Decoder(comm, heads=1, kv_heads=1, head_dim=8, dtype="float32") as decoder,
+        pytest.raises(ArgumentError, match="positions are not known"),
+    ):
+        decoder(one, one, one, begins=[0])
+    if comm.size > 1:
+        with pytest.raises(ArgumentError, match="begins differs between ranks"):
+            treeattn.decode(one, one, one, comm=comm, begins=[comm.rank])
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -67,6 +67,7 @@ class Case:
     owner: int
     hidden: float
     page_size: int  # 0: the cache lies in a row
+    begins: Any = None
     scales: tuple[Any, Any] | None = None  # of k and v
     v_dim: int = 0  # above 0: so many first channels of k are the values
 
@@ -96,6 +97,7 @@ class Case:
         k, v = self.k[:, chosen], self.v[:, chosen]
         lengths = np.array([(chosen < valid).sum() for valid in self.valid])
         given: dict[str, Any] = {"positions": chosen, "q_positions": self.q_positions, **self.rules}
+        given |= {} if self.begins is None else {"begins": self.begins}
         if rank == self.owner and self.mask.shape[2]:
             n = self.mask.shape[2]
             k, v = (
@@ -121,9 +123,8 @@ class Case:
         """out and lse of the float64 oracle with the whole mask, and the bounds of their errors."""
         positions, rules = np.arange(self.k.shape[1]), dict(self.rules)
         t = np.broadcast_to(self.q_positions, self.q.shape[:2])
-        seen = reference.seen(
-            positions, t, **{name: rules[name] for name in ("causal", "window", "leading") if name in rules}
-        )
+        kept = {name: rules[name] for name in ("causal", "window", "leading") if name in rules}
+        seen = reference.seen(positions, t, begins=0 if self.begins is None else self.begins, **kept)
         seen = seen & (positions[None, None] < np.asarray(self.valid)[:, None, None])
         seen = np.concatenate([seen, self.mask], 2)
         stands = np.concatenate(
@@ -174,6 +175,7 @@ def draw(seed: int, size: int) -> Case:
         owner=int(rng.integers(size)),
         hidden=float(rng.choice([np.nan, np.inf, 0])),
         page_size=int(rng.choice([0, 0, 0, 1, 7, 16, 64])),
+        begins=rng.integers(0, tokens + 3, batch) if rng.random() < 0.3 else None,
     )
 
 

@@ -32,7 +32,8 @@ class Rules:
     window : (left, right), optional
         Only keys with ``t - left <= s <= t + right`` are seen; None is unbounded.
     leading : int
-        Keys with ``s < leading`` are seen in spite of the window (attention sinks of StreamingLLM).
+        Keys with ``s < leading`` are seen in spite of the window (attention sinks of StreamingLLM); counted
+        from where the sequence begins.
     softcap : float, optional
         Bound of the logits, as in Gemma 2.
     alibi : [heads], optional
@@ -105,39 +106,46 @@ class Rules:
                     f"{name} has shape {list(np.shape(values))}: one number for each of {heads} heads"
                 )
 
-    def intervals(self, runs: Runs, tokens: int, position: int) -> tuple[int, int, int, int]:
-        """(begin, end, begin, end) of the tokens below `tokens` that a query at `position` may see: first the
-        leading ones where a window keeps them apart from the rest, then the others; both ascend, and do not
-        overlap. Indices of the shard."""
+    def intervals(self, runs: Runs, tokens: int, position: int, begins: int = 0) -> tuple[int, int, int, int]:
+        """(begin, end, begin, end) of the tokens below `tokens` that a query at `position` may see, in a
+        sequence that begins at `begins`: first the leading ones where a window keeps them apart from the
+        rest, then the others; both ascend, and do not overlap. Indices of the shard."""
         end = min(tokens, runs.below(position + 1)) if self.causal else tokens
+        first = min(end, runs.below(begins)) if begins else 0
         if self.window is None:
-            return 0, 0, 0, end
+            return 0, 0, first, end
         left, right = self.window
-        lead = min(end, runs.below(self.leading))
-        begin = 0 if left is None else runs.below(position - left)
-        last = end if right is None else min(end, runs.below(position + right + 1))
+        lead = min(end, runs.below(begins + self.leading))
+        begin = first if left is None else runs.below(position - left)
+        last = max(lead, end if right is None else min(end, runs.below(position + right + 1)))
         if begin <= lead:
-            return 0, 0, 0, max(last, lead)
-        return 0, lead, min(begin, max(last, lead)), max(last, lead)
+            return 0, 0, first, last
+        return first, lead, min(begin, last), last
 
     def all_intervals(
-        self, runs: Runs, tokens: int | NDArray[np.int64], positions: NDArray[np.int64]
+        self,
+        runs: Runs,
+        tokens: int | NDArray[np.int64],
+        positions: NDArray[np.int64],
+        begins: int | NDArray[np.int64] = 0,
     ) -> NDArray[np.int64]:
         """`intervals` of arrays that broadcast to [batch, queries]: int64 [batch, queries, 4]."""
-        tokens, positions = np.broadcast_arrays(tokens, positions)
+        tokens, positions, begins = np.broadcast_arrays(tokens, positions, begins)
         end = np.minimum(tokens, runs.all_below(positions + 1)) if self.causal else tokens
+        first = np.minimum(end, runs.all_below(begins))
         found = np.zeros((*positions.shape, 4), np.int64)
-        found[..., 3] = end
+        found[..., 2], found[..., 3] = first, end
         if self.window is None:
             return found
         left, right = self.window
-        lead = np.minimum(end, runs.below(self.leading))
-        begin = np.zeros_like(end) if left is None else runs.all_below(positions - left)
+        lead = np.minimum(end, runs.all_below(begins + self.leading))
+        begin = first if left is None else runs.all_below(positions - left)
         last = end if right is None else np.minimum(end, runs.all_below(positions + right + 1))
         last = np.maximum(last, lead)
         joined = begin <= lead
+        found[..., 0] = np.where(joined, 0, first)
         found[..., 1] = np.where(joined, 0, lead)
-        found[..., 2] = np.where(joined, 0, np.minimum(begin, last))
+        found[..., 2] = np.where(joined, first, np.minimum(begin, last))
         found[..., 3] = last
         return found
 

@@ -52,6 +52,7 @@ class MaskTables:
         q_positions: Any = None,
         mask: Any = None,
         draft_positions: Any = None,
+        begins: Any = None,
     ) -> None:
         """Fill the tables for arrays of `tokens` tokens.
 
@@ -63,7 +64,7 @@ class MaskTables:
             self._take_drafts(mask, draft_positions)
         valid = self._context(tokens, lengths)
         if runs is None:
-            if self.rules.positional:
+            if self.rules.positional or begins is not None:
                 raise ArgumentError("this shard's positions are not known: pass positions=")
             self.intervals[..., :3] = 0
             self.intervals[..., 3] = valid if isinstance(valid, int) else valid[:, None]
@@ -75,21 +76,32 @@ class MaskTables:
             self.runs, self.version = runs, self.version + 1
         if q_positions is None and self.rules.positional:
             raise ArgumentError(f"{', '.join(self.rules.names)} ask where queries stand: pass q_positions=")
+        first: Any = 0 if begins is None else self._first_positions(begins)
         if self._one and isinstance(valid, int):
             position = self._position(q_positions)
             cells = self._cells
-            cells[0], cells[1], cells[2], cells[3] = self.rules.intervals(runs, valid, position)
+            first = int(first if begins is None else first[0])
+            cells[0], cells[1], cells[2], cells[3] = self.rules.intervals(runs, valid, position, first)
             self._stand[0] = position
             return
         self.q_positions[...] = self._positions(q_positions)
         counts = valid if isinstance(valid, int) else valid[:, None]
-        self.intervals[...] = self.rules.all_intervals(runs, counts, self.q_positions)
+        first = first if begins is None else first[:, None]
+        self.intervals[...] = self.rules.all_intervals(runs, counts, self.q_positions, first)
 
-    def validate(self, tokens: int, lengths: Any, q_positions: Any, mask: Any, draft_positions: Any) -> None:
+    def validate(
+        self,
+        tokens: int,
+        lengths: Any,
+        q_positions: Any,
+        mask: Any,
+        draft_positions: Any,
+        begins: Any = None,
+    ) -> None:
         """Raise `ArgumentError` for what `update` will refuse, before positions are known. `draft_begins`
         holds then how many tokens of each sequence are no drafts."""
         stands = self.q_positions if q_positions is None else q_positions
-        self.update(Runs([(0, 1, tokens)]), tokens, lengths, stands, mask, draft_positions)
+        self.update(Runs([(0, 1, tokens)]), tokens, lengths, stands, mask, draft_positions, begins)
 
     def sees_draft(self, row: int, query: int) -> Any:
         """Which drafts a query sees, bool [drafts]."""
@@ -117,6 +129,16 @@ class MaskTables:
             )
         np.subtract(lengths, self.drafts, out=self.draft_begins, casting="unsafe")
         return self.draft_begins
+
+    def _first_positions(self, given: Any) -> Any:
+        """begins as int64 [batch]."""
+        array = np.asarray(given)
+        if array.shape != self.draft_begins.shape:
+            raise ArgumentError(
+                f"begins have shape {list(array.shape)}: [batch] = {list(self.draft_begins.shape)} is needed"
+            )
+        _check_positions("begins", array)
+        return array.astype(np.int64)
 
     def _take_drafts(self, mask: Any, draft_positions: Any) -> None:
         batch, queries = self.q_positions.shape

@@ -34,23 +34,25 @@ class CapturedStep:
         positions: Any = None,
         mask: Any = None,
         draft_positions: Any = None,
+        begins: Any = None,
     ) -> tuple[Any, Any]:
         """One launch: (out, lse), valid until the decoder's next step.
 
-        Of a step that was captured with rules or a mask: lengths, q_positions, positions, mask and
-        draft_positions as for a call of the decoder; those left out are the arrays of the capture, as they
-        are now. What changed is copied to the GPU before the launch, which keeps the number of splits that
-        the capture had: capture with about as many visible tokens as are to come. Raises `ArgumentError`.
+        Of a step that was captured with rules, a mask or begins: lengths, q_positions, positions, mask,
+        draft_positions and begins as for a call of the decoder; those left out are the arrays of the
+        capture, as they are now. What changed is copied to the GPU before the launch, which keeps the number
+        of splits that the capture had: capture with about as many visible tokens as are to come. Raises
+        `ArgumentError`.
         """
         if not self._owners:
             raise StateError("the decoder of this captured step is closed")
-        given = lengths, q_positions, positions, mask, draft_positions
+        given = lengths, q_positions, positions, mask, draft_positions, begins
         if self._look is not None:
             self._look(*given)
         elif any(one is not None for one in given):
             raise ArgumentError(
-                "this step was captured without rules or a mask: it sees all, by the lengths in the array of "
-                "the capture; pass what queries see to capture(), and change lengths in place"
+                "this step was captured without rules, mask or begins: it sees all, by the lengths in the "
+                "array of the capture; pass what queries see to capture(), and change lengths in place"
             )
         self._captured()
         return self._give()

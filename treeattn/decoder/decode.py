@@ -55,6 +55,7 @@ def decode(
     lengths: Any = None,
     rules: Rules | None = None,
     q_positions: Any = None,
+    begins: Any = None,
     mask: Any = None,
     device: str | None = None,
     q_root: int | None = None,
@@ -85,6 +86,9 @@ def decode(
         What a query may attend to; equal on all ranks.
     q_positions : [queries] or [batch, queries], optional
         Global positions of the queries, in any order; the last ones of each sequence unless given.
+    begins : [batch], optional
+        Global position at which each sequence begins, the same on every rank: what stands before it, padding
+        on the left, is seen by no query, and `leading` counts from it. 0 unless given.
     mask : bool [batch, queries, n] or uint32 [batch, queries, ceil(n / 32)], optional
         Which of the last n tokens of this shard, the draft tokens, each query sees: draft j is bit j % 32 of
         word j // 32. Draft tokens have no place in the shard's positions.
@@ -140,18 +144,19 @@ def decode(
         how = Reduction.of(scheme)
         asked = Rules.of(rules, shape.heads)
         request = Request(shape, how, select(how.scheme), scale, where, rules=asked, q_root=q_root)
-        seen = q_positions, mask, shard.draft_positions
+        seen = q_positions, mask, shard.draft_positions, begins
         if not request.rules.names and all(one is None for one in (shard.positions, *seen)):
             return request
         tables = Sight(request.rules, shape).tables()
         tables.validate(tokens, where.host_lengths(shard.lengths), *seen)
         stands = None if q_positions is None else _named(tables.q_positions)
-        stated = Stated(shard.positions, tuple(tables.draft_begins.tolist()), stands)
+        first = None if begins is None else _named(np.asarray(begins).astype(np.int64))
+        stated = Stated(shard.positions, tuple(tables.draft_begins.tolist()), stands, first)
         return replace(request, stated=stated, masked=mask is not None)
 
     with Decoder.of(comm, plan(comm, ask)) as decoder:
         query, shard = step
-        seen = {"q_positions": q_positions, "mask": mask}
+        seen = {"q_positions": q_positions, "begins": begins, "mask": mask}
         if shard.block_table is None:
             return arrays.give(decoder(query, shard, **seen), like)
         # What queries see of the table is known only now: who has it wrong tells the others.

@@ -157,6 +157,7 @@ class Decoder:
         lengths: Any = None,
         *,
         q_positions: Any = None,
+        begins: Any = None,
         mask: Any = None,
     ) -> tuple[Any, Any]:
         """One step. Every rank must call.
@@ -167,6 +168,8 @@ class Decoder:
             As for `decode`, and as planned; k may be a `Shard`. They are looked at on their own rank alone.
         q_positions
             As for `decode`, the same on every rank; needed where a rule asks where queries stand.
+        begins
+            As for `decode`, the same on every rank; positions must be known, by plan or of the `Shard`.
 
         Returns
         -------
@@ -184,8 +187,9 @@ class Decoder:
         if v is None or type(k) is Shard:
             k, v, lengths, positions, table, draft_positions = self._opened(k, v, lengths)
         attention, whole, tables = self._attention, self._whole, None
-        if not self._plain or mask is not None or draft_positions is not None:
-            attention, whole = self._look(k, lengths, table, q_positions, positions, mask, draft_positions)
+        if not self._plain or mask is not None or draft_positions is not None or begins is not None:
+            seen = q_positions, positions, mask, draft_positions, begins
+            attention, whole = self._look(k, lengths, table, *seen)
             tables, lengths = self._tables, None
         if whole is not None and table is None and whole(q, k, v, lengths):
             self._stage = None
@@ -229,6 +233,7 @@ class Decoder:
         lengths: Any = None,
         *,
         q_positions: Any = None,
+        begins: Any = None,
         mask: Any = None,
     ) -> None:
         """This rank's partials, from its own tokens, into the records buffer. Arguments as for a call."""
@@ -236,8 +241,9 @@ class Decoder:
         if v is None or isinstance(k, Shard):
             k, v, lengths, positions, table, draft_positions = self._opened(k, v, lengths)
         attention, tables = self._attention, None
-        if not self._plain or mask is not None or draft_positions is not None:
-            attention, _ = self._look(k, lengths, table, q_positions, positions, mask, draft_positions)
+        if not self._plain or mask is not None or draft_positions is not None or begins is not None:
+            seen = q_positions, positions, mask, draft_positions, begins
+            attention, _ = self._look(k, lengths, table, *seen)
             tables, lengths = self._tables, None
         self._attend(attention, q, k, v, lengths, table, tables)
 
@@ -276,10 +282,12 @@ class Decoder:
     def _look(self, k: Any, lengths: Any, block_table: Any, *seen: Any) -> tuple[Any, Any]:
         """Fill the tables of a step; attention and whole step that read them."""
         tokens = self._tokens(k, lengths, block_table)
-        if self._tables is None:  # a mask, for the first time
+        if self._tables is None:  # a mask or begins, for the first time
             if self._see is None:
                 how = "by groups of heads" if self.groups > 1 else f"of {self.scheme}"
-                raise RestrictionError(f"a step {how} lets every query see every token: it takes no mask")
+                raise RestrictionError(
+                    f"a step {how} lets every query see every token: it takes no mask and no begins"
+                )
             tables = self._sight.tables()
             self._tables, self._seeing = tables, self._see(tables)
         lengths = self._device.host_lengths(lengths)
@@ -340,6 +348,7 @@ class Decoder:
         lengths: Any = None,
         *,
         q_positions: Any = None,
+        begins: Any = None,
         mask: Any = None,
     ) -> None:
         """`local`, and the start of the reduction: other work may follow, then `finish`. All ranks call.
@@ -348,7 +357,7 @@ class Decoder:
         The arrays may be written again when this returns (a ring: after `finish`), on a GPU when its stream
         has come so far. Raises `StateError` where the last step that began is not finished.
         """
-        self.local(q, k, v, lengths, q_positions=q_positions, mask=mask)
+        self.local(q, k, v, lengths, q_positions=q_positions, begins=begins, mask=mask)
         if self._sliced:
             self._buffers.to_wire()
         self._reducer.start()
@@ -404,6 +413,7 @@ class Decoder:
         lengths: Any = None,
         *,
         q_positions: Any = None,
+        begins: Any = None,
         mask: Any = None,
     ) -> CapturedStep:
         """The whole step over arrays that stay where they are, as one CUDA graph. Collective.
@@ -435,7 +445,7 @@ class Decoder:
         positions = draft_positions = None
         if v is None or isinstance(k, Shard):
             k, v, lengths, positions, _, draft_positions = self._opened(k, v, lengths)
-        seen = q_positions, positions, mask, draft_positions
+        seen = q_positions, positions, mask, draft_positions, begins
 
         def taken() -> tuple[Any, ...]:
             nonlocal attention, look

@@ -54,6 +54,7 @@ class Request:
             "positions being known": self.asks_positions,  # then ranks exchange them
             "the layout of positions": self.stated.layout,
             "q_positions": self.stated.stands,
+            "begins": self.stated.begins,
             "project": self.project and self.project.digest,
         }
 
@@ -67,7 +68,8 @@ class Request:
     @property
     def asks_positions(self) -> bool:
         """Whether ranks must know of each other's tokens."""
-        return self.rules.positional or self.stated.positions is not None
+        stated = self.stated
+        return self.rules.positional or stated.positions is not None or stated.begins is not None
 
     @property
     def logit_scale(self) -> float:
@@ -137,6 +139,7 @@ def _check_rules(request: Request) -> None:
         return
     what = request.scheme.text if fused else "a step by groups of heads"
     rules = request.rules.names + ("mask",) * request.masked
+    rules += ("begins",) * (request.stated.begins is not None)
     if rules:
         raise RestrictionError(
             f"{what} lets every query see every token: {', '.join(rules)} need another scheme, and groups=1"

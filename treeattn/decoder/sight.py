@@ -22,12 +22,14 @@ class Stated(NamedTuple):
     """What a rank says of its tokens at planning.
 
     positions: as ``positions=`` was given. valid: tokens of each sequence, drafts not counted, [batch] or one
-    for all; None where arrays come later. stands: where queries do: equal on ranks for which they are.
+    for all; None where arrays come later. stands, begins: where queries do, and where sequences begin: equal
+    on ranks for which they are.
     """
 
     positions: Any = None
     valid: tuple[int, ...] | None = None
     stands: str | None = None
+    begins: str | None = None
 
     @property
     def layout(self) -> Layout | None:
@@ -165,12 +167,13 @@ class Sight:
         positions: Any,
         mask: Any,
         draft_positions: Any,
+        begins: Any = None,
     ) -> None:
         """Fill the tables for a step over arrays of `tokens` tokens. Raises `ArgumentError`."""
         runs = self.runs if positions is None else as_runs(positions)
         if q_positions is None:
             q_positions = self.q_positions
-        tables.update(runs, tokens, lengths, q_positions, mask, draft_positions)
+        tables.update(runs, tokens, lengths, q_positions, mask, draft_positions, begins)
 
     def stand(self, ends: Any) -> None:
         """Where queries stand by default: the last ones of sequences that end at `ends` [batch]."""

@@ -36,7 +36,7 @@ def records_of(case: Case, rank: int, **plan: Any) -> Array:
     tokens = given["k"].shape[1] * (1 if table is None else table.shape[1])
     visible.update(
         *(as_runs(given["positions"]), tokens, given["lengths"], given["q_positions"]),
-        *(given.get("mask"), given.get("draft_positions")),
+        *(given.get(name) for name in ("mask", "draft_positions", "begins")),
     )
     planned(given["q"], given["k"], given["v"], None, table)
     return records

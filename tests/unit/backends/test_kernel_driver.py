@@ -146,7 +146,7 @@ def test_what_a_query_may_see(driver: Driver, seed: int) -> None:
     kind, page_size = numbers[case.q.dtype], given["k"].shape[1]
     tokens = page_size * (pages.shape[1] or 1)
     k, v = (given[name][: pages.max() + 1] if pages.size else given[name] for name in "kv")
-    seen = (given.get(name) for name in ("mask", "draft_positions"))
+    seen = (given.get(name) for name in ("mask", "draft_positions", "begins"))
     visible.update(as_runs(given["positions"]), tokens, given["lengths"], case.q_positions, *seen)
     rules, table = visible.rules, visible.runs.table
     slopes = np.zeros(0) if rules.alibi is None else np.array(rules.alibi)
