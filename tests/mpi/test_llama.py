@@ -332,7 +332,7 @@ def test_what_one_rank_fails_at_alone_all_ranks_tell(comm, tied, weights, monkey
     model, last, kept = load(comm, tied, weights), comm.rank == comm.size - 1, []
     with monkeypatch.context() as patch:
         if last:
-            patch.setattr(ShardedCache, "another", full)
+            patch.setattr(ShardedCache, "_begin", full)
         with pytest.raises(TreeattnError, match="MemoryError: none left"):
             Session(comm, model, [3], capacity=8)
     with Session(comm, model, PROMPT, capacity=len(PROMPT)) as session:

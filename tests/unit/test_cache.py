@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.drawn import examples
-from treeattn import cache as cache_module
-from treeattn.cache import ShardedCache
+from treeattn.attention.shape import CACHE_DTYPES
+from treeattn.cache import ShardedCache, sharded
+from treeattn.cache.placement import Reach
 from treeattn.errors import ArgumentError
 from treeattn.token_tree import TokenTree
 
@@ -28,26 +29,9 @@ class Ranks:
 
 def caches(size, **options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache_module.communicators, "intracomm", lambda comm: comm)
+        patch.setattr(sharded.communicators, "intracomm", lambda comm: comm)
         plan = {"kv_heads": HEADS, "head_dim": DIM, "dtype": "float32", **options}
         return [ShardedCache(Ranks(rank, size), **plan) for rank in range(size)]
-
-
-def tokens(draw, batch, count):
-    return draw.standard_normal((2, batch, count, HEADS, DIM)).astype(np.float32)
-
-
-def gathered(shards, row):
-    """Keys and values of a sequence, put together again from all shards by their positions."""
-    total = int(shards[0].totals[row])
-    whole = np.full((2, total, HEADS, DIM), np.nan, np.float32)
-    for shard in shards:
-        valid = shard.lengths[row]
-        there = shard.positions.positions(0, valid)
-        assert np.isnan(whole[:, there]).all()  # nobody else has them
-        whole[:, there] = shard.k[row, :valid], shard.v[row, :valid]
-    assert not np.isnan(whole).any()
-    return whole
 
 
 LAYOUTS = st.sampled_from(["contiguous", "interleaved", "zigzag", "sizes", "owners"])
@@ -62,71 +46,182 @@ def layout_of(kind, size, capacity, draw):
     return kind
 
 
-@examples(150)
-@given(LAYOUTS, st.integers(1, 8), st.integers(1, 3), st.integers(0, 2**32 - 1))
-def test_what_was_put_in_comes_out(kind, size, batch, seed):
-    """Appended, proposed, committed, taken back: the shards together are always the whole sequences."""
-    draw = np.random.default_rng(seed)
-    capacity = int(draw.integers(1, 40))
-    shards = caches(
-        size, batch=batch, capacity=capacity, drafts=9, layout=layout_of(kind, size, capacity, draw)
-    )
-    whole = [np.zeros((2, 0, HEADS, DIM), np.float32) for _ in range(batch)]
-    arrays = [(shard.k, shard.v, shard.lengths) for shard in shards]
-    for _ in range(12):
-        room = capacity - shards[0].totals
-        action = draw.integers(4)
-        if action == 0:
-            counts = draw.integers(0, np.minimum(room, 7) + 1)
-            k, v = tokens(draw, batch, int(counts.max()))
-            for shard in shards:
-                shard.append(k, v, counts)
+class Plain:
+    """What the caches of all ranks should hold together, for each layer and sequence a list of tokens; each a
+    key and a value, or a key alone."""
+
+    def __init__(self, kind, size, batch, seed):
+        self.draw = draw = np.random.default_rng(seed)
+        self.capacity, self.grows = int(draw.integers(1, 40)), kind == "interleaved"
+        self.latent, layers = bool(draw.integers(2)), int(draw.integers(1, 4))
+        dtype = str(draw.choice(["float32", "bfloat16", "float8_e4m3fn"]))
+        v_dim = None if not draw.integers(3) else 8 if self.latent else int(draw.choice([8, 16]))
+        self.widths = (16,) if self.latent else (16, v_dim or 16)
+        self.elements = CACHE_DTYPES[dtype]
+        scales = {"k_scale": 2.0, "v_scale": [0.5, 1]} if dtype.startswith("float8") else {}
+        options = {"head_dim": 16, "v_dim": v_dim, "latent": self.latent, "dtype": dtype, **scales}
+        options |= {"batch": batch, "capacity": self.capacity, "layers": layers, "drafts": 9}
+        self.ranks = caches(size, layout=layout_of(kind, size, self.capacity, draw), **options)
+        self.whole = [[self.tokens(1, 0, row=0) for _ in range(batch)] for _ in range(layers)]
+
+    @property
+    def totals(self):
+        return np.array([len(sequence[0]) for sequence in self.whole[0]])
+
+    @property
+    def room(self):
+        return 99 if self.grows else self.capacity - self.totals
+
+    def tokens(self, batch, count, row=None):
+        """[array [batch, count, heads, width] for k and perhaps v], or of one row."""
+        shapes = [(batch, count, HEADS, width) for width in self.widths]
+        arrays = [self.draw.standard_normal(shape).astype(self.elements) for shape in shapes]
+        return arrays if row is None else [array[row] for array in arrays]
+
+    def both(self, arrays):
+        return (*arrays, None) if self.latent else arrays
+
+    def extend(self, layer, row, arrays):
+        self.whole[layer][row] = [
+            np.concatenate(pair) for pair in zip(self.whole[layer][row], arrays, strict=True)
+        ]
+
+    def each_layer(self):
+        for layer in range(len(self.whole)):
+            yield layer, [cache.layers[layer] for cache in self.ranks]
+
+    def append(self):
+        counts = self.draw.integers(0, np.minimum(self.room, 7) + 1, len(self.totals))
+        if self.draw.integers(2):
+            counts[:] = counts.min()
+        given = None if self.draw.integers(2) and (counts == counts[0]).all() else counts
+        for layer, caches in self.each_layer():
+            new = self.tokens(len(counts), int(counts.max()))
+            for cache in caches:
+                cache.append(*self.both(new), given)
             for row, count in enumerate(counts):
-                whole[row] = np.concatenate([whole[row], np.stack([k, v])[:, row, :count]], 1)
-        elif action == 1:
-            tree = TokenTree.from_beams(draw.integers(0, 2, (batch, 3, 3)))
-            k, v = tokens(draw, batch, tree.nodes)
-            slots = [
-                tree.path(row, int(draw.integers(tree.lengths[row])))[: room[row]] for row in range(batch)
-            ]
-            path = np.full((batch, 4), -1)
-            for row, kept in enumerate(slots):
-                path[row, : len(kept)] = kept
-            before = [shard.k.copy() for shard in shards]
-            lengths = [shard.lengths.copy() for shard in shards]
-            for shard in shards:
-                shard.propose(k, v, tree)
-                shard.commit(path)
-            for row, kept in enumerate(slots):
-                whole[row] = np.concatenate([whole[row], np.stack([k, v])[:, row, kept]], 1)
-            for shard, old, length in zip(shards, before, lengths, strict=True):
-                for row in range(batch):  # nothing of the context moved
-                    np.testing.assert_array_equal(shard.k[row, : length[row]], old[row, : length[row]])
-        elif action == 2:
-            back = draw.integers(0, shards[0].totals + 1)
-            for shard in shards:
-                shard.rollback(back)
-            whole = [rows[:, :total] for rows, total in zip(whole, back, strict=True)]
-        else:
-            counts = draw.integers(0, np.minimum(room, 7) + 1)
-            k, v = tokens(draw, batch, int(counts.max()))
-            for shard in shards:
+                self.extend(layer, row, [array[row, :count] for array in new])
+
+    def append_own(self):
+        counts = self.draw.integers(0, np.minimum(self.room, 7) + 1, len(self.totals))
+        for layer, caches in self.each_layer():
+            new = self.tokens(len(counts), int(counts.max()))
+            for cache in caches:
                 mine = [
-                    np.flatnonzero(shard.owners(shard.totals[row] + np.arange(count)) == shard.rank)
+                    np.flatnonzero(cache.owners(cache.totals[row] + np.arange(count)) == cache.rank)
                     for row, count in enumerate(counts)
                 ]
-                own = np.zeros((2, batch, max(map(len, mine)), HEADS, DIM), np.float32)
+                own = self.tokens(len(counts), max(map(len, mine)))
                 for row, chosen in enumerate(mine):
-                    own[:, row, : len(chosen)] = k[row, chosen], v[row, chosen]
-                shard.append_own(*own, counts)
+                    for array, whole in zip(own, new, strict=True):
+                        array[row, : len(chosen)] = whole[row, chosen]
+                cache.append_own(*self.both(own), counts)
             for row, count in enumerate(counts):
-                whole[row] = np.concatenate([whole[row], np.stack([k, v])[:, row, :count]], 1)
-        for row in range(batch):
-            np.testing.assert_array_equal(gathered(shards, row), whole[row])
-        everyone = np.array([shard.lengths for shard in shards])
-        assert all((shard.shard_lengths == everyone).all() for shard in shards)
-    for shard, (k, v, lengths) in zip(shards, arrays, strict=True):
-        assert [shard.k is k, shard.v is v, shard.lengths is lengths] == [True] * 3
+                self.extend(layer, row, [array[row, :count] for array in new])
+
+    def commit(self):
+        batch = len(self.totals)
+        tree = TokenTree.from_beams(self.draw.integers(0, 2, (batch, 3, 3)))
+        path = np.full((batch, 4), -1)
+        for row, room in enumerate(np.broadcast_to(self.room, batch)):
+            slots = tree.path(row, int(self.draw.integers(tree.lengths[row])))[:room]
+            path[row, : len(slots)] = slots
+        for layer, caches in self.each_layer():
+            new = self.tokens(batch, tree.nodes)
+            for cache in caches:
+                before, lengths = cache.k.copy(), cache.lengths.copy()
+                cache.propose(*self.both(new), tree)
+                cache.commit(path)
+                for row, length in enumerate(lengths):  # nothing of the context moved
+                    np.testing.assert_array_equal(cache.k[row, :length], before[row, :length])
+            for row in range(batch):
+                self.extend(layer, row, [array[row, path[row][path[row] >= 0]] for array in new])
+
+    def rollback(self):
+        back = self.draw.integers(0, self.totals + 1)
+        for layer, caches in self.each_layer():
+            for cache in caches:
+                cache.rollback(back)
+            self.whole[layer] = [
+                [array[:total] for array in sequence]
+                for sequence, total in zip(self.whole[layer], back, strict=True)
+            ]
+
+    def select(self):
+        batch = len(self.totals)
+        rows = self.draw.integers(0, batch, batch if self.draw.integers(3) else self.draw.integers(1, 5))
+        for layer, caches in self.each_layer():
+            for cache in caches:
+                kept = [cache.k, cache.v, cache.lengths]
+                cache.select(rows)
+                if len(rows) == batch:
+                    assert all(a is b for a, b in zip(kept, [cache.k, cache.v, cache.lengths], strict=True))
+            self.whole[layer] = [list(self.whole[layer][row]) for row in rows]
+
+    def check(self):
+        for layer, caches in self.each_layer():
+            for row, wanted in enumerate(self.whole[layer]):
+                for axis, whole in enumerate(wanted):
+                    found = np.zeros(len(whole), int)
+                    for cache in caches:
+                        there = cache.positions.positions(0, int(cache.lengths[row]))
+                        array = (cache.k, cache.v)[axis]
+                        assert array.dtype == self.elements
+                        np.testing.assert_array_equal(array[row, : len(there)], whole[there])
+                        np.add.at(found, there, 1)
+                    assert (found == 1).all()  # each on one rank
+            everyone = np.array([cache.lengths for cache in caches])
+            for cache in caches:
+                np.testing.assert_array_equal(cache.totals, self.totals)
+                np.testing.assert_array_equal(cache.shard_lengths, everyone)
+                assert cache.capacity >= max(self.totals.max(), self.capacity)
+
+
+@examples(80)
+@given(LAYOUTS, st.integers(1, 8), st.integers(1, 3), st.integers(0, 2**32 - 1))
+def test_what_was_put_in_comes_out(kind, size, batch, seed):
+    """Appended, proposed, committed, taken back, chosen: the shards of a layer together are always the whole
+    sequences, whatever is held and wherever it lies."""
+    plain = Plain(kind, size, batch, seed)
+    actions = [plain.append, plain.append_own, plain.commit, plain.rollback, plain.select]
+    for _ in range(10):
+        actions[plain.draw.integers(len(actions))]()
+        plain.check()
+
+
+def test_arrays_stay_where_they_are_until_they_must_grow():
+    """Kernels are bound to them."""
+    for cache in caches(2, capacity=6, layers=2)[0].layers:
+        arrays = cache.k, cache.v, cache.lengths
+        for _ in range(6):
+            cache.append(ROWS[:, :1], ROWS[:, :1])
+        cache.rollback([3])
+        cache.append(ROWS, ROWS)
+        assert all(a is b for a, b in zip(arrays, (cache.k, cache.v, cache.lengths), strict=True))
+        cache.append(ROWS, ROWS)
+        assert cache.k is not arrays[0]
+        assert cache.lengths is arrays[2]
+        assert cache.capacity == 9
+
+
+def test_layers_find_out_once_what_a_token_means(monkeypatch):
+    """The lengths of a step are computed by the first layer that asks."""
+    first, *others = caches(3, capacity=9, layers=4)[1].layers
+    asked = []
+    begin = Reach.__init__
+    monkeypatch.setattr(Reach, "__init__", lambda *given: [asked.append(1), begin(*given)][1])
+    for count, act in enumerate(
+        (
+            lambda cache: cache.append(ROWS, ROWS),
+            lambda cache: cache.append(ROWS, ROWS, [1]),
+            lambda cache: cache.select([0]),
+            lambda cache: cache.rollback([1]),
+        ),
+        1,
+    ):
+        for cache in (first, *others):
+            act(cache)
+        assert len(asked) == count
 
 
 def test_drafts_stand_where_their_depth_says():
@@ -137,7 +232,7 @@ def test_drafts_stand_where_their_depth_says():
 
 
 def test_an_error_changes_nothing():
-    (shard,) = caches(1, capacity=4, drafts=3)
+    (shard,) = caches(1, capacity=4, drafts=3, layout="contiguous")
     k, v = np.ones((2, 1, 3, HEADS, DIM), np.float32)
     tree = TokenTree.chain([[1, 2, 3]])
     shard.append(k, v)
@@ -160,7 +255,10 @@ ROWS = np.zeros((1, 2, HEADS, DIM), np.float32)
         (lambda shard: shard.append(ROWS.astype(int), ROWS), "k is int64, the cache holds float32"),
         (lambda shard: shard.append(ROWS, ROWS, [3]), "1 whole numbers from 0 to 2"),
         (lambda shard: shard.append(ROWS, ROWS, [0.5]), "whole numbers"),
-        (lambda shard: [shard.append(ROWS, ROWS) for _ in range(3)], "exceed the capacity of 5"),
+        (lambda shard: [shard.append(ROWS, ROWS) for _ in range(3)], "exceed the capacity of 5, for which"),
+        (lambda shard: shard.append(ROWS), "v is missing: this cache has values of its own"),
+        (lambda shard: shard.select([1]), "numbers of the 1 sequences, 0 to 0"),
+        (lambda shard: shard.select([]), "rows []"),
         (lambda shard: shard.append_own(ROWS, ROWS, [3]), "of the next [3], 3 are this rank's"),
         (lambda shard: shard.propose(ROWS, ROWS, TokenTree.chain([[1], [2]])), "2 rows, the cache 1"),
         (lambda shard: shard.propose(ROWS, ROWS, TokenTree.chain([[1]])), "a tree of 1 slots"),
@@ -174,7 +272,7 @@ ROWS = np.zeros((1, 2, HEADS, DIM), np.float32)
     ],
 )
 def test_what_does_not_fit(call, words):
-    (shard,) = caches(1, capacity=5, drafts=1)
+    (shard,) = caches(1, capacity=5, drafts=1, layout="contiguous")
     with pytest.raises(ArgumentError) as raised:
         call(shard)
     assert words in str(raised.value)
@@ -221,6 +319,10 @@ def test_a_path_that_is_none():
         ({"layout": [0, 1, 2, 0]}, "the rank (0 to 1) of each of 4 positions"),
         ({"layout": [0, 1]}, "each of 4 positions"),
         ({"head_dim": 7}, "head_dim 7"),
+        ({"layers": 0}, "layers must be"),
+        ({"latent": True, "v_dim": 16}, "v_dim 16 of a latent cache"),
+        ({"dtype": "float8_e5m2"}, "a cache of float8_e5m2 needs k_scale"),
+        ({"dtype": "int8"}, "dtype 'int8'"),
     ],
 )
 def test_what_cannot_be_planned(options, words):

@@ -15,7 +15,7 @@ import numpy as np
 
 from treeattn.errors import ArgumentError
 
-__all__ = ["MAX_POSITION", "Runs", "as_runs", "check_owners"]
+__all__ = ["MAX_POSITION", "Runs", "as_runs", "check_owners", "interleaved"]
 
 #: Positions, and the ends of intervals of them, are below this: sums of two stay within int64.
 MAX_POSITION = 2**60
@@ -91,6 +91,11 @@ class Runs:
 
 
 _FEW = 8  # runs: a loop over so many is faster than NumPy
+
+
+def interleaved(rank: int, size: int) -> Runs:
+    """The positions of a rank of `size` that take turns, without an end."""
+    return Runs([(rank, size, (MAX_POSITION - 1 - rank) // size)])
 
 
 def as_runs(positions: Any) -> Runs:

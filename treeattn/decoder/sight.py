@@ -10,7 +10,7 @@ import numpy as np
 
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
-from treeattn.attention.positions import MAX_POSITION, Runs, as_runs, check_owners
+from treeattn.attention.positions import Runs, as_runs, check_owners, interleaved
 from treeattn.attention.shape import Shape
 from treeattn.errors import ArgumentError
 from treeattn.shards import Layout, parse_layout
@@ -110,7 +110,7 @@ def _open_runs(layout: Layout, rank: int, size: int) -> Runs:
     if layout.name == "sizes":
         return as_runs(layout.runs(sum(layout.sizes), rank, size))
     if layout.name == "interleaved":
-        return Runs([(rank, size, (MAX_POSITION - 1 - rank) // size)])
+        return interleaved(rank, size)
     raise ArgumentError(
         f"layout {layout} depends on the number of tokens, which a Decoder does not know: pass the positions "
         "themselves, or a layout that does not (interleaved, sizes=a,b,..)"

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treeattn import communicators, mpi_library
-from treeattn.agreement import Agreement, broadcast_from_root, collectively
+from treeattn.agreement import Agreement, broadcast_from_root
 from treeattn.attention.positions import as_runs
 from treeattn.attention.shape import Shape
 from treeattn.cache import ShardedCache
@@ -118,9 +118,8 @@ class Session:
         owners = np.arange(capacity) % size
         for rank, runs in enumerate(self._shards):
             owners[runs.positions()] = rank
-        first = ShardedCache(self.comm, capacity=capacity, layout=owners, drafts=drafts, **planned)
-        others = collectively(self.comm, lambda: [first.another() for _ in range(1, config.layers)])
-        self._caches = [first, *others]
+        held: dict[str, Any] = {"capacity": capacity, "layers": config.layers, "drafts": drafts}
+        self._caches = ShardedCache(self.comm, layout=owners, **held, **planned).layers
         planned |= {"heads": config.heads, "scale": self._scale}
         # First, since it refuses schemes that a decoder takes: then there is no decoder to close.
         self._verifier = Verifier(self.comm, nodes=drafts, scheme=trees, **planned) if drafts else None
@@ -139,7 +138,7 @@ class Session:
     @property
     def cache_bytes(self) -> int:
         """Bytes of this rank's share of keys and values."""
-        return sum(int(cache.k.nbytes + cache.v.nbytes) for cache in self._caches)
+        return sum(cache.k.nbytes + cache.v.nbytes for cache in self._caches)
 
     def prefill(self, on_layer: Callable[[int], object] = lambda layer: None) -> Array:
         """Run the prompt: logits [vocab_size] of what follows it, on every rank. on_layer: called with the

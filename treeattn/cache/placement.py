@@ -1,0 +1,209 @@
+"""Where the tokens of a sharded cache lie, and how far its sequences have come.
+
+Where a token lies follows from its position alone, and how many tokens a shard has from the length of the
+sequence: every rank knows both of all ranks, and nobody has to be asked. What an operation means for this
+rank's shard is the same in every layer, so it is found once, by the first layer that asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from treeattn.attention.positions import Runs, as_runs, interleaved
+from treeattn.errors import ArgumentError
+from treeattn.shards import Layout, parse_layout
+
+T = TypeVar("T")
+
+__all__ = ["Placement", "Reach", "Step", "Write", "ordered", "whole_numbers"]
+
+
+class Placement:
+    """Which rank holds which positions.
+
+    runs: of every rank. limit: how many positions there are; None where the layout goes on for ever.
+    """
+
+    def __init__(self, layout: Any, capacity: int, rank: int, size: int) -> None:
+        """layout: as a `ShardedCache` takes it. Raises `ArgumentError`."""
+        self.limit: int | None = capacity
+        if isinstance(layout, str | Layout):
+            rule = parse_layout(layout) if isinstance(layout, str) else layout
+            self.name = str(rule)
+            if rule.name == "interleaved":
+                self.limit, self.runs = None, [interleaved(one, size) for one in range(size)]
+            else:
+                self.runs = [as_runs(rule.runs(capacity, one, size)) for one in range(size)]
+        else:
+            self.name, self.runs = "position by position", _by_owner(layout, capacity, size)
+        self.own = self.runs[rank]
+
+    def owners(self, positions: Any) -> Any:
+        """The ranks of these positions, int64. Raises `ArgumentError` for one that is no rank's."""
+        positions = whole_numbers("positions", positions)
+        least, most = (int(positions.min()), int(positions.max())) if positions.size else (0, 0)
+        if least < 0 or most >= (self.limit or most + 1):
+            room = "no position is below 0" if least < 0 else f"the cache has room for {self.limit}"
+            raise ArgumentError(f"position {least if least < 0 else most}: {room}")
+        found = np.zeros(positions.shape, np.int64)
+        for rank, runs in enumerate(self.runs):
+            found[runs.all_below(positions + 1) > runs.all_below(positions)] = rank
+        return found
+
+
+class Write(NamedTuple):
+    """New tokens of some sequences: `chosen` of those that are given go to `into` of the shard. rows: a
+    sequence, or all of them; chosen: a slice, or int64 [tokens]."""
+
+    rows: int | slice
+    into: slice
+    chosen: Any
+
+
+class Step(NamedTuple):
+    """What appending is for this rank's shard: what is written, and how far the sequences are then."""
+
+    writes: list[Write]
+    reach: Reach
+
+
+class Reach:
+    """How far the sequences of a cache have come; shared by all layers that have come as far.
+
+    totals: int64 [batch], read-only, tokens of the whole sequences. lengths: int64 [batch], those of this
+    rank's shard. longest, most: the largest of either. The last question is remembered with its answer, as
+    the next layer asks the same.
+    """
+
+    __slots__ = (
+        "_answer",
+        "_question",
+        "_shard_lengths",
+        "lengths",
+        "longest",
+        "most",
+        "placement",
+        "totals",
+    )
+
+    def __init__(self, placement: Placement, totals: Any) -> None:
+        self.placement, self.totals = placement, totals
+        self.lengths = np.array([placement.own.below(total) for total in totals.tolist()], np.int64)
+        self.totals.flags.writeable = self.lengths.flags.writeable = False
+        self.most, self.longest = int(self.lengths.max()), int(self.totals.max())
+        self._question: object = None
+        self._answer: Any = None
+        self._shard_lengths: Any = None
+
+    @property
+    def shard_lengths(self) -> Any:
+        """Of all ranks, int64 [ranks, batch], read-only."""
+        if self._shard_lengths is None:
+            self._shard_lengths = np.array([runs.all_below(self.totals) for runs in self.placement.runs])
+            self._shard_lengths.flags.writeable = False
+        return self._shard_lengths
+
+    def append(self, given: int, counts: Any, own: bool = False) -> Step:
+        """The next `counts` [batch] tokens of each sequence, None for as many as are given; `given`: tokens
+        of the arrays they come in, which are this rank's alone where `own`. Raises `ArgumentError`."""
+        asked = None if counts is None else whole_numbers("counts", counts)
+        question = given, own, None if asked is None else (asked.shape, asked.tobytes())
+        return self._once(question, lambda: self._append(given, asked, own))
+
+    def rollback(self, totals: Any) -> Reach:
+        """Back to `totals` [batch]. Raises `ArgumentError` for more than there are."""
+        totals = whole_numbers("totals", totals)
+        return self._once(("rollback", totals.shape, totals.tobytes()), lambda: self._rollback(totals))
+
+    def select(self, rows: Any) -> tuple[Reach, list[int]]:
+        """The sequences `rows`, as a list too. Raises `ArgumentError` for one that is not there."""
+        rows = whole_numbers("rows", rows)
+        return self._once(("rows", rows.shape, rows.tobytes()), lambda: self._select(rows))
+
+    def _once(self, question: object, find: Callable[[], T]) -> T:
+        if question != self._question:
+            self._answer = find()
+            self._question = question
+        answer: T = self._answer
+        return answer
+
+    def _append(self, given: int, counts: Any, own: bool) -> Step:
+        batch, limit = len(self.totals), self.placement.limit
+        counts = np.full(batch, given, np.int64) if counts is None else counts
+        most = given if not own else None
+        if counts.shape != (batch,) or (counts < 0).any() or (most is not None and (counts > most).any()):
+            upto = "on" if most is None else f"to {most}"
+            raise ArgumentError(f"counts {counts.tolist()}: {batch} whole numbers from 0 {upto} are needed")
+        totals = self.totals + counts
+        if limit is not None and (totals > limit).any():
+            raise ArgumentError(
+                f"{counts.tolist()} more tokens after {self.totals.tolist()} exceed the capacity of {limit}, "
+                f"for which the layout ({self.placement.name}) is made: plan a larger cache, or "
+                "layout='interleaved', which grows"
+            )
+        reach = Reach(self.placement, totals)
+        ends = reach.lengths.tolist()
+        if own and (new := int((reach.lengths - self.lengths).max())) != given:
+            raise ArgumentError(
+                f"k and v hold {given} tokens; of the next {counts.tolist()}, {new} are this rank's"
+            )
+        writes = []
+        for row, (total, begin, end) in enumerate(
+            zip(self.totals.tolist(), self.lengths.tolist(), ends, strict=True)
+        ):
+            if end > begin:
+                numbers = self.placement.own.positions(begin, end) - total
+                chosen = slice(0, end - begin) if own else ordered(numbers)
+                writes.append(Write(row, slice(begin, end), chosen))
+        alike = (self.totals == self.totals[0]).all() and (totals == totals[0]).all()
+        if writes and alike:
+            writes = [writes[0]._replace(rows=slice(None))]
+        return Step(writes, reach)
+
+    def _rollback(self, totals: Any) -> Reach:
+        if totals.shape != self.totals.shape or (totals < 0).any() or (totals > self.totals).any():
+            raise ArgumentError(
+                f"cannot go back to {totals.tolist()} tokens: from 0 to {self.totals.tolist()} are there"
+            )
+        return Reach(self.placement, totals.copy())
+
+    def _select(self, rows: Any) -> tuple[Reach, list[int]]:
+        batch = len(self.totals)
+        if rows.ndim != 1 or not rows.size or (rows < 0).any() or (rows >= batch).any():
+            raise ArgumentError(
+                f"rows {rows.tolist()}: numbers of the {batch} sequences, 0 to {batch - 1}, are needed"
+            )
+        return Reach(self.placement, self.totals[rows]), rows.tolist()
+
+
+def _by_owner(layout: Any, capacity: int, size: int) -> list[Runs]:
+    owners = np.asarray(layout)
+    right = owners.shape == (capacity,) and owners.dtype.kind in "iu"
+    if not right or owners.min() < 0 or owners.max() >= size:
+        raise ArgumentError(
+            f"layout is {owners.dtype} {list(owners.shape)}: a name, or the rank (0 to {size - 1}) of each "
+            f"of {capacity} positions"
+        )
+    return [as_runs(np.flatnonzero(owners == rank)) for rank in range(size)]
+
+
+def whole_numbers(name: str, given: Any) -> Any:
+    """As int64; an array without elements is of any type. Raises `ArgumentError`."""
+    try:
+        array = np.asarray(given)
+    except ValueError as error:
+        raise ArgumentError(f"{name}: no array of whole numbers ({error})") from None
+    if array.dtype.kind not in "iu" and array.size:
+        raise ArgumentError(f"{name} of {array.dtype}: whole numbers are needed")
+    return array.astype(np.int64, copy=False)
+
+
+def ordered(numbers: Any) -> Any:
+    """As a slice where there is one step between them: a device needs to be sent nothing."""
+    steps = np.diff(numbers)
+    step = int(steps[0]) if len(steps) else 1
+    alike = step > 0 and (steps == step).all()
+    return slice(int(numbers[0]), int(numbers[-1]) + 1, step) if alike else numbers

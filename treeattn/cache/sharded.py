@@ -1,0 +1,370 @@
+"""This rank's part of a sharded cache, layer by layer.
+
+Growing, keeping the accepted drafts, choosing sequences and taking tokens back need no message, and move no
+token from rank to rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from treeattn import communicators
+from treeattn.agreement import Agreement
+from treeattn.attention.positions import Runs
+from treeattn.attention.shape import CACHE_DTYPES, DTYPES, FLOAT8, Shape, bits_of
+from treeattn.attention.shard import CacheFormat, Shard
+from treeattn.cache.placement import Placement, Reach, Write, ordered, whole_numbers
+from treeattn.decoder import device as devices
+from treeattn.decoder.device import Device
+from treeattn.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+    from treeattn.token_tree import TokenTree
+
+__all__ = ["ShardedCache"]
+
+
+class Plan(NamedTuple):
+    """What all layers have in common. shape: of the cache, as of a `Decoder` over it. elements: of its
+    arrays. latent: whether the first channels of k are the values."""
+
+    shape: Shape
+    elements: np.dtype[Any]
+    latent: bool
+    drafts: int
+    placement: Placement
+    device: Device
+
+
+class ShardedCache:
+    """This rank's part of the keys and values of `batch` sequences. Creating it is collective.
+
+    Every method is one of this layer alone, and sends nothing; layers that are led alike share what follows
+    from the lengths of the sequences, and only the first of them computes it.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm, optional
+        The ranks; COMM_WORLD unless given.
+    batch, kv_heads, head_dim : int
+        As of a `Decoder`.
+    capacity : int
+        Tokens of the longest sequence, on all ranks together; an interleaved cache grows beyond it, into a
+        larger array, without a message.
+    dtype : str
+        Of k and v: "bfloat16", "float16", "float32", "float64", "float8_e4m3fn" or "float8_e5m2".
+    v_dim : int, optional
+        Channels of the values; head_dim unless given.
+    latent : bool
+        Whether the values are the first `v_dim` channels of the keys: `v` is None then, and none is given.
+    k_scale, v_scale : float or [kv_heads], optional
+        What stored elements are multiplied with; caches of float8 need both.
+    layout : str, Layout or integers [capacity]
+        Which token goes to which rank: a layout of `capacity` tokens (interleaved keeps ranks balanced and
+        grows; contiguous blocks fill one rank after the other), or the rank of each position.
+    layers : int
+        How many layers there are: this is the first, `layers` all of them.
+    drafts : int
+        Slots of the largest tree that `propose` takes.
+    device : {"cpu", "cuda"}
+
+    Attributes
+    ----------
+    k, v : [batch, own tokens, kv_heads, head_dim], [.., v_dim]
+        This rank's shard, valid up to `lengths`; other arrays only after they had to grow, or after `select`
+        of another number of sequences.
+    lengths : int64 [batch]
+        Valid tokens of this shard, written in place.
+    layers : tuple of ShardedCache
+        This layer and, of the first, all others.
+    rank, size : int
+
+    Raises
+    ------
+    ArgumentError
+        On every rank alike: sizes below 1, a layout that does not fit, arguments that differ between ranks.
+    """
+
+    def __init__(
+        self,
+        comm: Intracomm | None = None,
+        *,
+        batch: int = 1,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: str = "bfloat16",
+        v_dim: int | None = None,
+        latent: bool = False,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        layout: Any = "interleaved",
+        layers: int = 1,
+        drafts: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        comm = communicators.intracomm(comm)
+        with Agreement(comm) as agreed:
+            queries = dtype if dtype in DTYPES else "float32" if dtype in FLOAT8 else dtype
+            shape = Shape(
+                *(batch, 1, kv_heads, kv_heads, head_dim, queries, dtype, k_scale, v_scale, v_dim or 0)
+            )
+            for name, value, least in (
+                ("capacity", capacity, 1),
+                ("drafts", drafts, 0),
+                ("layers", layers, 1),
+            ):
+                if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+                    raise ArgumentError(f"{name} must be a whole number, at least {least}, not {value!r:.60}")
+            if latent and shape.v_dim > head_dim:
+                raise ArgumentError(
+                    f"v_dim {v_dim} of a latent cache must be a number of k's {head_dim} channels"
+                )
+            placement, place = Placement(layout, int(capacity), comm.rank, comm.size), devices.find(device)
+            bits = bits_of(dtype) if device != "cpu" else None
+            elements = np.dtype(bits) if bits else CACHE_DTYPES[dtype]
+            plan = Plan(shape, elements, bool(latent), int(drafts), placement, place)
+            reach = Reach(placement, np.zeros(batch, np.int64))
+            self._begin(plan, comm.rank, int(capacity), reach)
+            others = [ShardedCache.__new__(ShardedCache) for _ in range(1, layers)]
+            for other in others:
+                other._begin(plan, comm.rank, int(capacity), reach)
+            self._others: tuple[ShardedCache, ...] = tuple(others)
+            agreed.must_match = {
+                "batch, kv_heads, head_dim, v_dim, dtype or scales": shape,
+                "latent": latent,
+                "capacity": capacity,
+                "layers": layers,
+                "drafts": drafts,
+                "layout": tuple(placement.runs),
+                "device": device,
+            }
+
+    def _begin(self, plan: Plan, rank: int, capacity: int, reach: Reach) -> None:
+        """As an empty layer."""
+        self._plan, self._reach, self._capacity = plan, reach, capacity
+        self.rank, self.size = rank, len(plan.placement.runs)
+        self._others = ()
+        self._tree: TokenTree | None = None
+        self._make_arrays()
+
+    def _make_arrays(self) -> None:
+        """For as many sequences as there are."""
+        self._hold(self._empty(self.positions.below(self._capacity)))
+        self._drafts = self._empty(self._plan.drafts)
+        self.lengths = self._reach.lengths.copy()
+
+    def _empty(self, tokens: int) -> tuple[Any, ...]:
+        """Arrays of so many tokens, for keys and, unless they are among these, for values."""
+        shape, elements = self._plan.shape, self._plan.elements
+        widths = (shape.head_dim,) if self._plan.latent else (shape.head_dim, shape.v_dim)
+        axes = len(self._reach.totals), tokens, shape.kv_heads
+        return tuple(self._plan.device.memory.empty((*axes, width), elements) for width in widths)
+
+    def _hold(self, arrays: tuple[Any, ...]) -> None:
+        self._shard = arrays
+        self.k: Any = arrays[0]
+        self.v: Any = None if self._plan.latent else arrays[1]
+
+    @property
+    def layers(self) -> tuple[ShardedCache, ...]:
+        """This layer and, of the first, all others."""
+        return (self, *self._others)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a sequence that there is room for, on all ranks together."""
+        return self._capacity
+
+    @property
+    def totals(self) -> Any:
+        """Tokens of the whole sequences, int64 [batch], read-only."""
+        return self._reach.totals
+
+    @property
+    def shard_lengths(self) -> Any:
+        """Valid tokens of every rank's shard, int64 [ranks, batch], read-only, which nobody has to send."""
+        return self._reach.shard_lengths
+
+    @property
+    def positions(self) -> Runs:
+        """Of this shard's tokens, those to come among them."""
+        return self._plan.placement.own
+
+    @property
+    def format(self) -> CacheFormat:
+        """What a `Decoder` over this cache is planned with, as ``cache=``."""
+        shape, v_dim = self._plan.shape, self._plan.shape.v_dim
+        scales = {"k_scale": shape.k_scale, "v_scale": shape.v_scale}
+        differs = v_dim != shape.head_dim or self._plan.latent
+        return CacheFormat(shape.kv_dtype, v_dim if differs else None, positions=self.positions, **scales)
+
+    @property
+    def shard(self) -> Shard:
+        """What a step takes in place of k, v and lengths; of an 8-bit or latent cache `decode`, too."""
+        shape, latent = self._plan.shape, self._plan.latent
+        more = {"k_scale": shape.k_scale, "v_scale": shape.v_scale, "dtype": shape.kv_dtype}
+        more |= {"v_dim": shape.v_dim if latent else None, "positions": self.positions}
+        return Shard(self.k, self.v, self.lengths, **more)
+
+    def owners(self, positions: Any) -> Any:
+        """The ranks of these positions, int64. Raises `ArgumentError` for one that is no rank's."""
+        return self._plan.placement.owners(positions)
+
+    def draft_positions(self, tree: TokenTree) -> Any:
+        """Where the nodes of a tree stand, int64 [batch, L], after the sequence; pads as node 0."""
+        return self.totals[:, None] + tree.depths
+
+    def append(self, k: Any, v: Any = None, counts: Any = None) -> None:
+        """Add the next tokens of each sequence: k, v [batch, tokens, kv_heads, head_dim or v_dim], the same
+        on every rank, of which each keeps its own.
+
+        counts: [batch], how many of them each sequence gets; all unless said. Raises `ArgumentError`, and
+        then nothing has changed.
+        """
+        given = self._given(k, v)
+        step = self._reach.append(given[0].shape[1], counts)
+        self._write(step.writes, given, step.reach)
+
+    def append_own(self, k: Any, v: Any, counts: Any) -> None:
+        """Add the next `counts` [batch] tokens of each sequence, of which k and v hold this rank's alone:
+        [batch, own tokens, kv_heads, head_dim or v_dim], in order, for rows that get fewer the first ones.
+
+        Raises `ArgumentError`, and then nothing has changed.
+        """
+        given = self._given(k, v)
+        step = self._reach.append(given[0].shape[1], counts, own=True)
+        self._write(step.writes, given, step.reach)
+
+    def select(self, rows: Any) -> None:
+        """Go on with the sequences `rows`, integers [new batch], in this order, as beams do; one may come
+        several times, or not at all. The same on every rank; drafts are forgotten.
+
+        Raises `ArgumentError` for a sequence that is not there, and then nothing has changed.
+        """
+        reach, chosen = self._reach.select(rows)
+        before: Any = self._shard
+        if len(chosen) != len(self.totals):
+            self._reach = reach
+            self._make_arrays()
+            moves = list(enumerate(chosen))
+        else:
+            moves = [(new, old) for new, old in enumerate(chosen) if new != old]
+            before = [{old: array[old, : reach.most].copy() for _, old in moves} for array in before]
+        for array, rows_before in zip(self._shard, before, strict=True):
+            for new, old in moves:
+                length = int(reach.lengths[new])
+                array[new, :length] = rows_before[old][:length]
+        self._stand(reach)
+
+    def propose(self, draft_k: Any, draft_v: Any, tree: TokenTree) -> None:
+        """Hold the keys and values of draft tokens, [batch, L, kv_heads, head_dim or v_dim], until `commit`.
+
+        They are copied beside the shard, nothing else changes. Raises `ArgumentError` for a tree of another
+        batch, or larger than `drafts`.
+        """
+        if tree.batch != len(self.totals):
+            raise ArgumentError(f"the tree has {tree.batch} rows, the cache {len(self.totals)} sequences")
+        given = self._given(draft_k, draft_v)
+        tokens, most = given[0].shape[1], self._plan.drafts
+        if tokens != tree.nodes or tokens > most:
+            raise ArgumentError(
+                f"drafts of {tokens} tokens for a tree of {tree.nodes} slots: the same number, and at most "
+                f"drafts={most}, is needed"
+            )
+        for held, new in zip(self._drafts, given, strict=True):
+            held[:, :tokens] = new
+        self._tree = tree
+
+    def commit(self, path: Any) -> None:
+        """Append the drafts on a path and forget the others.
+
+        path: [batch, longest] slots of the proposed tree, from the root on, then -1, as `Accepted.path` has
+        it; the same on every rank. Nothing is sent, and nothing of the context moves.
+
+        Raises `ArgumentError` for what is no path, or without `propose`; then nothing has changed.
+        """
+        tree, rows = self._tree, whole_numbers("path", path)
+        if tree is None:
+            raise ArgumentError("there are no drafts to commit: propose them first")
+        if rows.ndim != 2 or len(rows) != tree.batch:
+            raise ArgumentError(f"path is {list(rows.shape)}: slots, then -1, for each of {tree.batch} rows")
+        paths = [tree.check_path(row, _until_minus_one(slots)) for row, slots in enumerate(rows)]
+        step = self._reach.append(rows.shape[1], [len(slots) for slots in paths])
+        writes = [
+            one._replace(rows=row, chosen=ordered(paths[row][one.chosen]))
+            for one in step.writes
+            for row in (range(tree.batch) if isinstance(one.rows, slice) else (one.rows,))
+        ]
+        self._write(writes, self._drafts, step.reach)
+
+    def rollback(self, totals: Any = None) -> None:
+        """Forget the proposed drafts and all tokens from `totals` [batch] on; without it, the drafts alone.
+
+        Raises `ArgumentError` for more tokens than there are.
+        """
+        if totals is not None:
+            self._stand(self._reach.rollback(totals))
+        self._tree = None
+
+    def _write(self, writes: Iterable[Write], given: tuple[Any, ...], reach: Reach) -> None:
+        if reach.longest > self._capacity:
+            self._make_room(reach.longest)
+        for rows, into, chosen in writes:
+            taken = chosen if type(chosen) is slice else self._plan.device.from_host(chosen)
+            for shard, new in zip(self._shard, given, strict=True):
+                shard[rows, into] = new[rows, taken]
+        self._stand(reach)
+
+    def _make_room(self, tokens: int) -> None:
+        """Larger arrays with what is there: by half at least, so that growing costs little for each token."""
+        self._capacity, before = max(tokens, self._capacity + self._capacity // 2), self._shard
+        self._hold(self._empty(self.positions.below(self._capacity)))
+        for new, old in zip(self._shard, before, strict=True):
+            for row, length in enumerate(self._reach.lengths.tolist()):
+                new[row, :length] = old[row, :length]
+
+    def _stand(self, reach: Reach) -> None:
+        self._reach, self._tree = reach, None
+        self.lengths[...] = reach.lengths
+
+    def _given(self, k: Any, v: Any) -> tuple[Any, ...]:
+        """The arrays as they are to be stored, k and v or k alone. Raises `ArgumentError`."""
+        given = (k,) if v is None else (k, v)
+        if len(given) != len(self._shard):
+            raise ArgumentError(
+                "v is missing: this cache has values of its own"
+                if v is None
+                else "v is not needed: the values are the first channels of k, pass None"
+            )
+        tokens = k.shape[1:2]
+        for array, shard in zip(given, self._shard, strict=True):
+            one, held = array.shape, shard.shape
+            if one[1:2] != tokens or one[0] != held[0] or one[2:] != held[2:]:
+                self._refuse(k, v)
+            if array.dtype != shard.dtype:
+                name = "k" if array is k else "v"
+                raise ArgumentError(f"{name} is {array.dtype}, the cache holds {shard.dtype}")
+        return given
+
+    def _refuse(self, k: Any, v: Any) -> None:
+        axes = [f"{name} {list(array.shape)}" for name, array in (("k", k), ("v", v)) if array is not None]
+        batch, _, heads, width = self.k.shape
+        values = "" if self.v is None else f", of v [.., {self.v.shape[3]}]"
+        raise ArgumentError(
+            f"{', '.join(axes)}: [batch, tokens, kv_heads, head_dim] = [{batch}, any, {heads}, {width}] is "
+            f"needed{values}, alike for k and v"
+        )
+
+
+def _until_minus_one(slots: Any) -> Any:
+    """What stands before the first -1. Raises `ArgumentError` where more follows."""
+    length = int((slots >= 0).sum())
+    if (slots[:length] < 0).any() or (slots[length:] != -1).any():
+        raise ArgumentError(f"path {slots.tolist()}: slots from the root on, and then nothing but -1")
+    return slots[:length]
