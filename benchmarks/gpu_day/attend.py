@@ -48,14 +48,14 @@ class Results(NamedTuple):
 
 def attend(runtime: Any, case: Case) -> Results:
     """Attention over a case's arrays, and the finish; in one split where the case leaves that open."""
-    *arrays, visible = case.inputs()
+    *arrays, tables = case.inputs()
     q, k, v, lengths = (_uploaded(runtime, array) for array in arrays)
     v = k[..., : case.v_dim] if case.v_dim else v
     records = runtime.empty((case.batch, case.heads, case.queries, case.width + 2), np.float32)
     out = runtime.empty((case.batch, case.queries, case.heads, case.width), np.float32)
     lse = runtime.empty((case.batch, case.heads, case.queries), np.float32)
     cuda.partial_attention(
-        *(q, k, v, records), scale=case.scale, lengths=lengths, visible=visible,
+        *(q, k, v, records), scale=case.scale, lengths=lengths, tables=tables,
         num_splits=case.splits or 1, tensor_cores=case.tensor_cores, runtime=runtime,
     )  # fmt: skip
     cuda.planned_finish(records, out, lse, runtime=runtime)()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tests.support.models import PROMPT, write_model
-from treeattn import communicators
+from treeattn import Reduction, communicators
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.llama import Llama, Session
 from treeattn.llama.drafts import NgramDrafts
@@ -76,7 +76,8 @@ def compare(world: Any, case: Case, folder: Path) -> dict[str, Any]:
 def _continued(world: Any, case: Case, path: Path, device: str) -> tuple[Any, Any]:
     """Logits after `PROMPT`, and what follows `TEXT`. Collective."""
     model = Llama(path, world if case.sharded else None, device=device)
-    given = {"transport": "host" if device == "cuda" else None}
+    scheme = "head_scatter" if case.sharded else "hierarchical"
+    given = {"scheme": Reduction(scheme, transport="host" if device == "cuda" else None)}
     with Session(world, model, PROMPT, capacity=len(PROMPT), **given) as session:
         logits = session.prefill()
     nodes = NODES if case.drafts else 0

@@ -81,44 +81,40 @@ FAULTS = {
     "first_level_again": Fault("fma", "    from = to;", ""),
     "one_counter_for_all": Fault("fma", "counters + g.number;", "counters;"),
     # What queries see.
-    "end_seen": Fault("fma", "token < bound[3])", "token <= bound[3])", "visible"),
-    "begin_missed": Fault("fma", "token >= bound[2] &&", "token > bound[2] &&", "visible"),
-    "second_interval_skipped": Fault(
-        "fma", "|| (token >= bound[2] &&", "&& (token >= bound[2] ||", "visible"
-    ),
-    "mask_of_another_query": Fault("fma", "mask + query *", "mask + (query ^ 1) *", "visible"),
-    "mask_of_another_word": Fault("fma", "view.mask[draft / 32]", "view.mask[0]", "visible"),
+    "end_seen": Fault("fma", "token < bound[3])", "token <= bound[3])", "tables"),
+    "begin_missed": Fault("fma", "token >= bound[2] &&", "token > bound[2] &&", "tables"),
+    "second_interval_skipped": Fault("fma", "|| (token >= bound[2] &&", "&& (token >= bound[2] ||", "tables"),
+    "mask_of_another_query": Fault("fma", "mask + query *", "mask + (query ^ 1) *", "tables"),
+    "mask_of_another_word": Fault("fma", "view.mask[draft / 32]", "view.mask[0]", "tables"),
     "edge_not_looked_at": Fault(
         "fma",
         "place.start + STEP <= views.tile.whole_end",
         "place.start <= views.tile.whole_end",
-        "visible",
+        "tables",
     ),
-    "hidden_multiplied": Fault("fma", "if (Tokens::CHOSEN && hidden", "if (false && hidden", "visible"),
+    "hidden_multiplied": Fault("fma", "if (Tokens::CHOSEN && hidden", "if (false && hidden", "tables"),
     "span_begun_late": Fault(
-        "fma", "at = {next.begin, next.end};", "at = {next.begin + 1, next.end};", "visible"
+        "fma", "at = {next.begin, next.end};", "at = {next.begin + 1, next.end};", "tables"
     ),
     "span_skipped": Fault(
-        "fma", "a.spans[++span];\n      at", "a.spans[span += left > 1 ? 2 : 1];\n      at", "visible"
+        "fma", "a.spans[++span];\n      at", "a.spans[span += left > 1 ? 2 : 1];\n      at", "tables"
     ),
-    "split_begins_late": Fault(
-        "fma", "first - found.first_step)", "first - found.first_step + 1)", "visible"
-    ),
-    "span_of_another_split": Fault("fma", "first_step <= first", "first_step < first", "visible"),
-    "view_of_another_tile": Fault("fma", "a.by_kv_heads) + w.tile]", "a.by_kv_heads)]", "visible"),
-    "step_of_run_ignored": Fault("fma", "(token - found[0]) * found[2]", "token - found[0]", "visible"),
-    "first_run_only": Fault("fma", "run + 1 < above", "false", "visible"),
+    "split_begins_late": Fault("fma", "first - found.first_step)", "first - found.first_step + 1)", "tables"),
+    "span_of_another_split": Fault("fma", "first_step <= first", "first_step < first", "tables"),
+    "view_of_another_tile": Fault("fma", "a.by_kv_heads) + w.tile]", "a.by_kv_heads)]", "tables"),
+    "step_of_run_ignored": Fault("fma", "(token - found[0]) * found[2]", "token - found[0]", "tables"),
+    "first_run_only": Fault("fma", "run + 1 < above", "false", "tables"),
     "draft_stands_in_run": Fault(
-        "fma", "if (draft >= 0) return lookup", "if (false) return lookup", "visible"
+        "fma", "if (draft >= 0) return lookup", "if (false) return lookup", "tables"
     ),
-    "no_views_barrier": Fault("mma", "__syncthreads(); // the views are there", "", "visible"),
+    "no_views_barrier": Fault("mma", "__syncthreads(); // the views are there", "", "tables"),
     "drafts_read_unseen": Fault(
-        "mma", "token < at.end && any_sees(views, token)", "token < at.end", "visible"
+        "mma", "token < at.end && any_sees(views, token)", "token < at.end", "tables"
     ),
-    "end_seen_mma": Fault("mma", "token < bound[3])", "token <= bound[3])", "visible"),
-    "edge_not_looked_at_mma": Fault("mma", "if (see_all<STEP>(views, place)) return;", "return;", "visible"),
-    "row_of_another_half": Fault("mma", "rows[e % 4 / 2]", "rows[0]", "visible"),
-    "bias_of_another_half": Fault("mma", "views.rows[rows[half]]", "views.rows[rows[0]]", "visible"),
+    "end_seen_mma": Fault("mma", "token < bound[3])", "token <= bound[3])", "tables"),
+    "edge_not_looked_at_mma": Fault("mma", "if (see_all<STEP>(views, place)) return;", "return;", "tables"),
+    "row_of_another_half": Fault("mma", "rows[e % 4 / 2]", "rows[0]", "tables"),
+    "bias_of_another_half": Fault("mma", "views.rows[rows[half]]", "views.rows[rows[0]]", "tables"),
     # Caches of 8 bits, in pages.
     "scale_of_another_head": Fault("fma", "* a.k_scales[w.kv_head]", "* a.k_scales[0]", "cache"),
     "value_scale_of_another_head": Fault("fma", "* a.v_scales[w.kv_head]", "* a.v_scales[0]", "cache"),
@@ -138,7 +134,7 @@ FAULTS = {
         "cache",
     ),
     "unused_page_read": Fault("mma", "valid = page >= 0;", "", "cache"),
-    "copies_do_not_move": Fault("mma", "k += at.start * a.k_token_stride;", "", "visible"),
+    "copies_do_not_move": Fault("mma", "k += at.start * a.k_token_stride;", "", "tables"),
     # Latent attention.
     "no_tile_barrier": Fault("latent", "__syncthreads(); // everyone's copies of this tile", "// ", "latent"),
     "no_tile_barrier_mma": Fault(

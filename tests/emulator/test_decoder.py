@@ -13,7 +13,7 @@ import pytest
 import treeattn
 from tests.support.exporters import Dlpack, OnGpu
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.errors import ArgumentError, BackendError, RestrictionError, TransportError
+from treeattn.errors import ArgumentError, BackendError, RestrictionError, StateError, TransportError
 
 from .cases import CASES, Case, is_tensor_core_case
 from .raw_module import compiler_problem
@@ -199,7 +199,7 @@ def test_a_captured_step_of_one_rank_follows_growing_lengths(runtime: EmulatorRu
             lengths[:] = length
             Case("bfloat16", 64, group=4, batch=2, lengths=(length, length)).check(*step(), tensor_cores=True)
         assert (runtime.graph_launches, runtime.launches, runtime.allocations) == (3, launches, allocations)
-    with pytest.raises(ArgumentError, match="closed"):
+    with pytest.raises(StateError, match="closed"):
         step()
 
 

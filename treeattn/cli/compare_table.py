@@ -96,7 +96,7 @@ def _names(key: Key) -> list[Column[Summary]]:
     """Name what a row is of: from GPUs the same scheme may travel in several ways."""
     if key.device == "cpu":
         return [Column("scheme", attrgetter("key.label"), words=True)]
-    name = Column[Summary](
+    name: Column[Summary] = Column(
         "scheme", lambda row: NCCL_SUM if row.key.label == NCCL_SUM else row.key.scheme, words=True
     )
     return [name, Column("transport", attrgetter("key.transport"), words=True)]
