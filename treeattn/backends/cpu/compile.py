@@ -93,8 +93,9 @@ def library(isa: str) -> ctypes.CDLL:
 def library_path(isa: str) -> Path:
     """The file with the kernels for one instruction set, compiled now if it is not there or damaged.
 
-    One process of a machine compiles while the others wait. The file appears whole or not at all, and is
-    read once before it is loaded: to load a truncated one would end the process with a bus error.
+    One process of a machine compiles while the others wait; where it fails, they fail of the same. The
+    file appears whole or not at all, and is read once before it is loaded: to load a truncated one would
+    end the process with a bus error.
     Where there is no compiler, as on the compute nodes of some clusters, what another machine with
     the same cache folder compiled from the same sources serves too.
     """
@@ -119,10 +120,36 @@ def library_path(isa: str) -> Path:
         return path
     path = _writable_folder() / name
     if not _is_whole(path):
-        with _locked(path.parent):
-            if not _is_whole(path):
-                _compile([*compiler, *_FLAGS, *ISA_FLAGS[isa]], sources, path)
+        _compile_once([*compiler, *_FLAGS, *ISA_FLAGS[isa]], sources, path)
     return path
+
+
+def _compile_once(command: list[str], sources: dict[str, bytes], path: Path) -> None:
+    """Compile unless another process did, or failed to, while this one waited for it."""
+    failure = path.with_suffix(".failed")
+    known = _written(failure)
+    with _locked(path.parent):
+        if _is_whole(path):
+            return
+        if _written(failure) != known:
+            raise BackendError(failure.read_text(encoding="utf-8"))
+        try:
+            _compile(command, sources, path)
+        except BackendError as error:
+            with contextlib.suppress(OSError):  # told to whoever waits, as far as it can be
+                failure.unlink(missing_ok=True)
+                failure.write_text(str(error), encoding="utf-8")
+            raise
+        failure.unlink(missing_ok=True)
+
+
+def _written(path: Path) -> tuple[int, int] | None:
+    """What differs between two writings of a file; None where there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def _sources() -> dict[str, bytes]:
