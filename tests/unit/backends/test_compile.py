@@ -195,7 +195,7 @@ def test_without_a_compiler_numpy_serves(compiler: str) -> None:
 def test_a_compile_that_fails_is_not_repeated_by_those_who_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three that come at once, one compiles, not before all stand at the lock. Who comes later tries anew."""
+    """Of three that come at once, one compiles, not before all stand at the lock; who comes later tries."""
     log, go = tmp_path / "compilations", tmp_path / "go"
     script = tmp_path / "failing-cc"
     script.write_text(
