@@ -18,6 +18,7 @@ from treeattn.collectives.combinators import (
     reversed_as_copies,
     side_by_side,
     then,
+    to_root,
     with_chunks,
 )
 from treeattn.collectives.schedule import Schedule, Transfer
@@ -39,5 +40,6 @@ __all__ = [
     "reversed_as_copies",
     "side_by_side",
     "then",
+    "to_root",
     "with_chunks",
 ]

@@ -16,8 +16,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from treeattn.collectives import parameters
+from treeattn.collectives.combinators import to_root
 from treeattn.collectives.parameters import Parameter, Value
-from treeattn.collectives.schedule import TRANSFER_LIMIT, Schedule
+from treeattn.collectives.schedule import TRANSFER_LIMIT, Result, Schedule
 from treeattn.errors import RestrictionError, ScheduleError
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ class Scheme:
 
     cost: time of a reduction of n bytes over p ranks; alpha is the latency of a message, beta the time
     per byte. aliases: the literature's names, which are read as this one. rooted: gathers at rank 0, then
-    copies back down, so it can be the inner scheme of another. scattered: leaves rank r of p only the r-th of
-    p slices of the result.
+    copies back down, so it can be the inner scheme of another. result: where it is left
+    (`Schedule`); who asks for "root" gets what of a replicated one leads there.
     generator: makes its schedule of a number of ranks and parameters. Rows of kind ``"library"`` have none:
     the library decides what it does, `description` says what is known; nor have those of kind
     ``"baseline"``, which stand in a list of their own, `treeattn.baselines`. Both name the `module` that
@@ -51,7 +52,7 @@ class Scheme:
     aliases: tuple[str, ...] = ()
     restriction: str = "none"
     rooted: bool = False
-    scattered: bool = False
+    result: Result = "replicated"
     fused: bool = False
     kind: Literal["schedule", "library", "baseline"] = "schedule"
     description: str = ""
@@ -59,6 +60,11 @@ class Scheme:
     compiled: bool = False
     transports: tuple[str, ...] = tuple(DEVICES)
     elsewhere: str = ""
+
+    @property
+    def scattered(self) -> bool:
+        """Whether it leaves rank r of p only the r-th of p slices of the result."""
+        return self.result == "scattered"
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -108,14 +114,15 @@ class Selection(NamedTuple):
         """Of a schedule of one's own, equal for equal ones; None for a name."""
         return None if self.own is None else hashlib.sha256(self.own.to_json().encode()).hexdigest()[:16]
 
-    def build(self, size: int, nodes: object = None) -> Schedule:
-        """Its schedule over `size` ranks; `nodes` where it `needs_nodes`. Raises as `build` below."""
+    def build(self, size: int, nodes: object = None, result: Result = "replicated") -> Schedule:
+        """Its schedule over `size` ranks; `nodes` where it `needs_nodes`; `result` as of `build` below, which
+        raises the same."""
         if self.own is not None:
-            return self.own
+            return with_result(self.own, result)
         given = dict(self.given)
         if nodes is not None:
             given["nodes"] = _read(self.row, "nodes", nodes)
-        return _build(self.row, given, size)
+        return with_result(_build(self.row, given, size), result)
 
 
 _RADIX = Parameter("radix", "integer", 2, "branches of the tree", low=2)
@@ -194,7 +201,7 @@ CATALOG: dict[str, Scheme] = {
         ),
         Scheme("multi_leader", (_LEADERS, _RAIL, _NODES), restriction=_RAIL_LIMIT, aliases=("dpml",)),
         Scheme("uneven_nodes", (_RAIL, _NODES), restriction=_RAIL_LIMIT, aliases=("ahc",)),
-        Scheme("head_scatter", scattered=True),
+        Scheme("head_scatter", result="scattered"),
         Scheme("all_gather_merge", restriction=_SQUARE.format(724), aliases=("one_shot",)),
         Scheme(
             "census",
@@ -271,7 +278,7 @@ def select(scheme: str | Schedule, catalog: Mapping[str, Scheme] = CATALOG) -> S
     """What `scheme` asks for: a scheme string, or a schedule of one's own. Raises as `parse` does."""
     if isinstance(scheme, Schedule):
         scheme.check_types()
-        row = Scheme(scheme.name, scattered=scheme.result == "scattered")
+        row = Scheme(scheme.name, result=scheme.result)
         return Selection(row, (), scheme.name, scheme)
     name, given = parse(scheme, catalog)
     return Selection(catalog[name], tuple(given.items()), _spell(catalog[name], given))
@@ -282,11 +289,12 @@ def needs_nodes(text: str) -> bool:
     return select(text).needs_nodes
 
 
-def build(scheme: str, size: int, **params: object) -> Schedule:
+def build(scheme: str, size: int, *, result: Result = "replicated", **params: object) -> Schedule:
     """The schedule of `scheme` (a name or scheme string) over `size` ranks.
 
     Parameters come from the text or as keywords: ``build("k_nomial_tree", 16, radix=4)``. `nodes` may be
-    a sequence of node sizes or of the ranks of each node; None stands for the default. Raises
+    a sequence of node sizes or of the ranks of each node; None stands for the default. ``result="root"`` is
+    what of the schedule leads to rank 0, half the messages of a tree (`combinators.to_root`). Raises
     `ScheduleError` for what cannot be read and for library reducers, `RestrictionError` for what the
     scheme does not serve.
     """
@@ -298,7 +306,12 @@ def build(scheme: str, size: int, **params: object) -> Schedule:
         if key in given:
             raise ScheduleError(f"{key} is given twice: in {scheme!r} and as an argument")
         given[key] = _read(row, key, value)
-    return _build(row, given, size)
+    return with_result(_build(row, given, size), result)
+
+
+def with_result(schedule: Schedule, result: Result) -> Schedule:
+    """The schedule, or what of it leads to rank 0 if that is asked for. Raises as `to_root`."""
+    return to_root(schedule) if result == "root" != schedule.result else schedule
 
 
 def _build(row: Scheme, given: Mapping[str, Value], size: int) -> Schedule:

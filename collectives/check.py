@@ -1,4 +1,5 @@
-"""The proof that a schedule counts every rank exactly once on every rank, or the error that says where not.
+"""The proof that a schedule counts every rank exactly once wherever its result is promised, or the error that
+says where not.
 
 The check runs the schedule on expressions instead of numbers (`provenance`). A set of contributors
 would not do: a rank that is merged twice leaves the set as it is and the softmax wrong. MSCCLang's
@@ -16,7 +17,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple, NoReturn
 
 from treeattn.collectives.provenance import NOTHING, ChunkMap, Expressions, Piece, aligned
-from treeattn.collectives.schedule import TRANSFER_LIMIT, Round, Schedule, Transfer
+from treeattn.collectives.schedule import RESULTS, TRANSFER_LIMIT, Round, Schedule, Transfer
 from treeattn.errors import ScheduleError
 
 Determinism = Literal["A", "C", "none"]
@@ -32,8 +33,8 @@ class Certificate:
     to the bit; ``"C"``: they do when merges of three or more values are also folded in ascending order
     of the lowest contributing rank; ``"none"``: every rank is counted once, but bits may differ.
     min_records_for_double_buffering: from so many records on every rank's result depends on every rank, so no
-    rank can run two steps ahead of another. uniform_merge_order: every chunk is merged in the same order, so
-    permuting the records permutes the result.
+    rank can run two steps ahead of another; None where no number is enough. uniform_merge_order: every chunk
+    is merged in the same order, so permuting the records permutes the result.
     """
 
     determinism: Determinism
@@ -43,7 +44,7 @@ class Certificate:
     fan_in: int  # most messages that reach one rank in one round
     volume: float  # sent by all ranks together, in multiples of one rank's records
     min_records_for_double_buffering: (
-        int  # records from which each rank's result counts every rank: nobody can be two steps ahead
+        int | None  # records from which each rank's result counts every rank: nobody can be two steps ahead
     )
     uniform_merge_order: (
         bool  # every chunk is merged in the same order: permuting the records permutes the result
@@ -240,16 +241,20 @@ class _Prover:
             uniform_merge_order=len(orders) == 1,
         )
 
-    def _min_records(self) -> int:
+    def _min_records(self) -> int | None:
         """Chunks that are promised to a rank depend on all ranks, but for those without records: with fewer
-        records than ranks some rank's only chunk is one."""
-        return 1 if self.schedule.result == "replicated" else self.schedule.size
+        records than ranks some rank's only chunk is one. Who is promised nothing waits for nobody."""
+        if self.schedule.result == "scattered":
+            return self.schedule.size
+        return 1 if self.schedule.result == "replicated" or self.size == 1 else None
 
     def _final(self) -> list[list[Piece]]:
         """Per rank, the pieces that the schedule promises."""
-        if self.schedule.result == "scattered":
-            return [self.held[rank].read(rank, rank + 1) for rank in range(self.size)]
-        return [held.pieces() for held in self.held[: self.size]]
+        promised = (self.schedule.promised(rank) for rank in range(self.size))
+        return [
+            held.read(chunks.start, chunks.stop) if chunks else []
+            for held, chunks in zip(self.held, promised, strict=False)
+        ]
 
     def _check_complete(self, final: list[list[Piece]]) -> None:
         for rank, pieces in enumerate(final):
@@ -261,7 +266,7 @@ class _Prover:
                     self._refuse(f"after the last round rank {rank} lacks {lacks} in {where}")
 
     def _determinism(self, final: list[list[Piece]]) -> Determinism:
-        if self.schedule.result == "scattered":
+        if self.schedule.result != "replicated":
             return "A"  # each result exists on one rank only: there is nobody to differ from
         if all(pieces == final[0] for pieces in final):
             return "A"
@@ -277,8 +282,8 @@ class _Prover:
             self._refuse(f"needs at least one rank and one chunk, not {size} and {chunks}")
         if chunks > TRANSFER_LIMIT:  # executors keep a place for each
             self._refuse(f"has {chunks} chunks, the limit is {TRANSFER_LIMIT}")
-        if result not in ("replicated", "scattered"):
-            self._refuse(f"result {result!r} is neither 'replicated' nor 'scattered'")
+        if result not in RESULTS:
+            self._refuse(f"result {result!r} is none of {', '.join(map(repr, RESULTS))}")
         if result == "scattered" and chunks != size:
             self._refuse(f"a scattered result needs as many chunks as ranks, not {chunks}")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
@@ -64,6 +65,47 @@ def reversed_as_copies(rounds: Sequence[Round]) -> tuple[Round, ...]:
     return tuple(
         tuple(Transfer(t.dst, t.src, t.chunks, False) for t in round_) for round_ in reversed(rounds)
     )
+
+
+def to_root(schedule: Schedule) -> Schedule:
+    """What of a schedule rank 0's result depends on: the first half of a tree, p - 1 messages.
+
+    Rank 0 ends with the bits that it has of the whole schedule; a message of which it needs some chunks alone
+    carries these. Raises `RestrictionError` where rank 0 does not get all.
+    """
+    if schedule.result == "scattered":
+        raise RestrictionError(f"{schedule.name} leaves its result scattered: no rank ends with all of it")
+    needed = [0] * schedule.size  # chunks of each rank that count from here on, as bits
+    needed[0] = (1 << schedule.chunks) - 1
+    kept: list[Round] = []
+    for round_ in reversed(schedule.rounds):
+        found = tuple(
+            t._replace(chunks=chunks)
+            for t in round_
+            for chunks in _runs(needed[t.dst] & _bits(t.chunks), t.chunks)
+        )
+        for t in found:
+            if not t.merge:
+                needed[t.dst] &= ~_bits(t.chunks)
+        for t in found:  # all of a round read what stood before it
+            needed[t.src] |= _bits(t.chunks)
+        if found:
+            kept.append(found)
+    return replace(schedule, rounds=tuple(reversed(kept)), result="root")
+
+
+def _bits(chunks: range) -> int:
+    return ((1 << len(chunks)) - 1) << chunks.start
+
+
+def _runs(bits: int, within: range) -> Iterator[range]:
+    """The chunks among `within` whose bits are set, as ranges."""
+    if bits == _bits(within):
+        yield within
+        return
+    edges = bits ^ (bits << 1)  # set where a run begins, and behind its end
+    at = [place for place in range(within.start, within.stop + 1) if edges >> place & 1]
+    yield from map(range, at[::2], at[1::2])
 
 
 class Share(NamedTuple):

@@ -135,6 +135,8 @@ class Program(NamedTuple):
 
     def peers(self, number: int) -> str:
         """Both of a round, in words."""
+        if number == 0:
+            return f"{ranks(self.sources(0))} to be done with the last step but one"
         named = (("messages from", self.sources(number)), ("reception by", self.readers(number)))
         return " and ".join(f"{what} {ranks(of)}" for what, of in named if of)
 
@@ -179,7 +181,8 @@ def plan(
     instructions: list[Instruction] = []
     for number, (round_, folds) in enumerate(zip(schedule.rounds, proof.folds, strict=True), 1):
         instructions += planner.round(number, round_, folds.get(rank, ()))
-    if records // granularity < proof.certificate.min_records_for_double_buffering:
+    least = proof.certificate.min_records_for_double_buffering
+    if least is None or records // granularity < least:
         instructions = [*planner.await_readers(), *instructions]
     slots = max(planner.used.values(), default=0)
     return Program(rank, tuple(instructions), len(schedule.rounds), slots, planner.landing)

@@ -27,7 +27,7 @@ _WANTED = {
     "name": "give it a name in quotes",
     "size": f"give the number of ranks, 1 to {RANK_LIMIT}",
     "chunks": f"give the number of pieces that records are cut in, 1 to {RANK_LIMIT}; 1 leaves them whole",
-    "result": "replicated (every rank ends with everything) or scattered",
+    "result": "replicated (every rank ends with everything), scattered, or root (rank 0 does)",
     "rounds": f"give a list of rounds, each a list of transfers [{', '.join(_COLUMNS)}], merge being 1 or 0",
 }
 
@@ -52,6 +52,9 @@ class Transfer(NamedTuple):
         return f"{self.src}{'' if self.inclusive else chr(39)}{'->' if self.merge else '=>'}{self.dst}"
 
 
+Result = Literal["replicated", "scattered", "root"]
+RESULTS: tuple[Result, ...] = ("replicated", "scattered", "root")
+
 # The transfers of one round all read the state that stood when the round began. Several merges into
 # one (dst, chunk) are allowed; at most one copy, and never beside a merge. Rounds order the data of
 # each rank; they are not barriers.
@@ -63,14 +66,15 @@ class Schedule:
     """A reduction over `size` ranks of records that are cut into `chunks` equal ranges.
 
     `result` says what the last round leaves behind: ``"replicated"`` (every rank holds every
-    chunk complete) or ``"scattered"`` (``chunks == size`` and rank r holds chunk r complete).
+    chunk complete), ``"scattered"`` (``chunks == size`` and rank r holds chunk r complete) or ``"root"``
+    (rank 0 holds every chunk complete, the others nothing that counts).
     """
 
     name: str
     size: int
     chunks: int
     rounds: tuple[Round, ...]
-    result: Literal["replicated", "scattered"] = "replicated"
+    result: Result = "replicated"
 
     def check_types(self) -> None:
         """Raise `ScheduleError` unless it is made of the types that it is declared with. What the transfers
@@ -98,6 +102,12 @@ class Schedule:
     def messages(self) -> int:
         """Transfers in all rounds together (a chunk without records is not sent)."""
         return sum(map(len, self.rounds))
+
+    def promised(self, rank: int) -> range:
+        """The chunks that `rank` holds complete in the end."""
+        if self.result == "scattered":
+            return range(rank, rank + 1)
+        return range(self.chunks if self.result == "replicated" or rank == 0 else 0)
 
     def chunk_slice(self, chunks: range, records: int) -> slice:
         """The records of `chunks` when there are `records` in all; it may be empty."""
@@ -138,7 +148,7 @@ class Schedule:
         for key in ("size", "chunks"):
             if not _is_whole(data[key]) or not 1 <= data[key] <= RANK_LIMIT:
                 raise _unlike(key, f"{data[key]!r:.40}; {_WANTED[key]}")
-        if not isinstance(data["name"], str) or data["result"] not in ("replicated", "scattered"):
+        if not isinstance(data["name"], str) or data["result"] not in RESULTS:
             raise _unlike("name, result", f"{_WANTED['name']}; {_WANTED['result']}")
         columns = data.get("transfer", [*_COLUMNS])
         if columns not in ([*_COLUMNS], [*_COLUMNS, "inclusive"]):

@@ -105,7 +105,7 @@ def html(schedule: Schedule, nodes: Sequence[Any] | None = None) -> str:
     """A page that shows one round at a time, its transfers, and how many contributions each rank holds.
 
     For a schedule of several chunks the number held is the mean over the chunks that the result keeps on
-    that rank. `nodes` and errors as for `svg`.
+    that rank, or where it keeps none over all. `nodes` and errors as for `svg`.
     """
     drawing = svg(schedule, nodes)
     names = [[], *([t.arrow for t in round_] for round_ in schedule.rounds)]
@@ -135,5 +135,6 @@ def _contributions(schedule: Schedule) -> Iterator[list[float]]:
 
 
 def _mean(schedule: Schedule, rank: int, masks: Sequence[int]) -> float:
-    kept = masks if schedule.result == "replicated" else masks[rank : rank + 1]
+    promised = schedule.promised(rank)
+    kept = masks[promised.start : promised.stop] or masks
     return round(sum(mask.bit_count() for mask in kept) / len(kept), 3)

@@ -135,6 +135,8 @@ def headline(schedule: Schedule, nodes: Groups) -> tuple[str, str]:
         facts[-1] += f" ({between} between nodes)"
     if schedule.chunks > 1:
         facts.append(_count(schedule.chunks, "chunk"))
+    if schedule.result == "root":
+        facts.append("to rank 0")
     return f"{schedule.name}, {_count(schedule.size, 'rank')}{where}", " · ".join(
         [*facts, f"class {known.determinism}"]
     )
@@ -181,7 +183,8 @@ def draw_lanes(layout: Drawing) -> Iterator[str]:
         yield f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{rank}</text>'
         lane = f"{y:.1f} H{layout.right - 6:.1f}"
         yield f'<path class="lane" d="M{_LEFT},{lane}"/>'
-        yield f'<path class="done" data-round="{final[rank]}" d="M{stands:.1f},{lane}"/>'
+        if layout.schedule.promised(rank):
+            yield f'<path class="done" data-round="{final[rank]}" d="M{stands:.1f},{lane}"/>'
 
 
 def draw_rounds(layout: Drawing) -> Iterator[str]:

@@ -16,8 +16,8 @@ from treeattn.errors import ArgumentError
 def run(schedule: Schedule, partials: Sequence[Any], operator: Operator) -> list[Any]:
     """Reduce `partials`, one array [records, operator.width] per rank, which are left as they are.
 
-    Returns one new array per rank: [records, width] if the result is replicated, the records of its own
-    chunk if it is scattered. Raises `ScheduleError` for a schedule that does not check and
+    Returns one new array per rank, [records, width] of the chunks that it is promised: all, its own, or on
+    ranks other than the root none. Raises `ScheduleError` for a schedule that does not check and
     `ArgumentError` for partials that do not fit it.
     """
     _check(schedule, partials, operator)
@@ -37,9 +37,7 @@ def run(schedule: Schedule, partials: Sequence[Any], operator: Operator) -> list
                 part = schedule.chunk_slice(chunks, records)
                 if part.stop > part.start:  # a chunk without records is not sent
                     held[holder][part] = _folded([before[source][part] for source in sources], operator)
-    if schedule.result == "replicated":
-        return held[: schedule.size]
-    own = (schedule.chunk_slice(range(rank, rank + 1), records) for rank in range(schedule.size))
+    own = (schedule.chunk_slice(schedule.promised(rank), records) for rank in range(schedule.size))
     return [array[part] for array, part in zip(held, own, strict=False)]
 
 

@@ -118,7 +118,7 @@ class _Lowering(NamedTuple):
             yield PUBLISH, 0, self._flag(self.program.rank, i.round), 0, 0
         elif isinstance(i, Await):
             for rank in i.ranks:
-                yield AWAIT, 0, self._flag(rank, i.round), 0, 0
+                yield AWAIT, 0, self._flag(rank, i.round, i.steps_ago), 0, i.steps_ago
             if i.round in self.requests:
                 yield self._messages(WAIT, i.round)
         elif isinstance(i, Copy):
@@ -142,9 +142,9 @@ class _Lowering(NamedTuple):
     def _copy(self, into: Region, source: Region) -> _Row:
         return COPY, 0, self._address(into), self._address(source), into.records * self.buffers.record_bytes
 
-    def _flag(self, rank: int, number: int) -> int:
+    def _flag(self, rank: int, number: int, steps_ago: int = 0) -> int:
         assert self.buffers.slots is not None
-        return self.buffers.slots.flag(rank, number, self.parity)
+        return self.buffers.slots.flag(rank, number, (self.parity + steps_ago) % 2)
 
     def _address(self, region: Region) -> int:
         own, landing, slots, record_bytes = self.buffers

@@ -6,8 +6,9 @@ is as in `executors/compiled.py`: messages between nodes, the order of merges, t
 
 There are two sets of slots, for even and odd steps, and no barrier. A rank in step s + 2 overwrites what it
 published in step s. It has a result of step s + 1 that depends on every rank, so every rank had begun step
-s + 1 and was done with reading in step s. Where there are too few records for that
-(`Certificate.min_records_for_double_buffering`), slots are refused.
+s + 1 and was done with reading in step s. Where that is not so
+(`Certificate.min_records_for_double_buffering`), ranks announce each step, in the flags of round 0, to those
+that they read from, who wait for it before they write.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from treeattn.collectives.runtime import shared_memory
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.collectives.runtime.shared_memory import Part
 from treeattn.collectives.schedule import Schedule
-from treeattn.errors import RestrictionError
 
 # Two cache lines: processors fetch them in pairs. A flag has them for itself.
 _LINE = 128
@@ -32,13 +32,13 @@ class Slots:
 
     def __init__(self, parts: Mapping[int, Part], program: Program, record_bytes: int) -> None:
         """parts: of two sets, zeros, of all ranks of the node."""
-        self._parts, self._flags = parts, program.rounds * _LINE
+        self._parts, self._flags = parts, _flag_bytes(program)
         self._set = set_bytes(program, record_bytes)
         self._addresses = {rank: part.memory.ctypes.data for rank, part in parts.items()}
 
     def flag(self, rank: int, round_: int, parity: int) -> int:
-        """Address of the flag of a round, from 1, of even (parity 0) or odd (1) steps."""
-        return self._addresses[rank] + parity * self._set + (round_ - 1) * _LINE
+        """Address of the flag of a round, from 0, of even (parity 0) or odd (1) steps."""
+        return self._addresses[rank] + parity * self._set + round_ * _LINE
 
     def records(self, rank: int, parity: int) -> int:
         """Address of the records of a set."""
@@ -49,9 +49,13 @@ class Slots:
         return [rank for rank, part in self._parts.items() if part.owner.ended]
 
 
+def _flag_bytes(program: Program) -> int:
+    return (program.rounds + 1) * _LINE
+
+
 def set_bytes(program: Program, record_bytes: int) -> int:
     """Bytes of one set of slots of any rank of a node."""
-    return program.rounds * _LINE + -(-program.slots * record_bytes // _LINE) * _LINE
+    return _flag_bytes(program) + -(-program.slots * record_bytes // _LINE) * _LINE
 
 
 def plan(
@@ -64,17 +68,10 @@ def plan(
     """As `compiled.plan`, with shared memory between the ranks of each node. Collective.
 
     nodes: ranks that share memory, the same on every rank. Raises `SharingError` where ranks of a node
-    cannot, and `RestrictionError` where two sets of slots are not enough, both on every rank alike.
+    cannot, on every rank alike.
     """
     node = next(node for node in nodes if spec.comm.rank in node)
     planned = planning.plan(spec, schedule, node)
-    least = planned.certificate.min_records_for_double_buffering
-    rows = len(planned.records) // spec.granularity
-    if rows < least:
-        raise RestrictionError(
-            f"{schedule.name}: with {rows} records some rank gets none, and could overwrite what others "
-            f"still read; shared memory is for {least} or more"
-        )
     record_bytes = planned.records[:1].nbytes
     parts = shared_memory.share(spec.comm, node, 2 * set_bytes(planned.program, record_bytes))
     return compiled.Reducer(spec, planned, Slots(parts, planned.program, record_bytes), oversubscribed)

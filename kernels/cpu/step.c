@@ -25,7 +25,7 @@ struct instruction {
   int32_t requests;   /* START, WAIT: how many lie at `into` */
   char *into;         /* PUBLISH, AWAIT: the flag */
   const char *source; /* COPY, MERGE */
-  int64_t amount;     /* COPY: bytes; MERGE: records */
+  int64_t amount;     /* AWAIT: how many steps ago; COPY: bytes; MERGE: records */
 };
 
 struct step {
@@ -89,11 +89,11 @@ static enum result wait_for_requests(struct step *step, const struct instruction
 
 static enum result wait_for_flag(struct step *step, const struct instruction *wait, int64_t nanoseconds) {
   const _Atomic int64_t *flag = (const _Atomic int64_t *)wait->into;
-  int64_t deadline = 0;
+  int64_t deadline = 0, wanted = step->number - wait->amount;
   for (int64_t polls = 0;; ++polls) {
     int64_t number = atomic_load_explicit(flag, memory_order_acquire);
-    if (number == step->number) return DONE;
-    if (number > step->number) return OVERRUN;
+    if (number == wanted) return DONE;
+    if (number > wanted) return OVERRUN;
     if (step->iprobe && (!nanoseconds || polls % POLLS_PER_PROBE == POLLS_PER_PROBE - 1)) {
       int found;
       step->code = step->iprobe(step->any_source, step->any_tag, step->comm, &found, step->statuses);

@@ -24,6 +24,9 @@ def drawings() -> dict[str, str]:
         made[f"{name}.txt"] = draw.text(schedule, NODES)
         made[f"{name}.svg"] = draw.svg(schedule, NODES)
         made[f"{name}.goal"] = draw.goal(schedule, merge_nanoseconds=10)
+    to_root = build("hierarchical", 7, nodes=NODES, result="root")
+    made["hierarchical_root.txt"] = draw.text(to_root, NODES)
+    made["hierarchical_root.svg"] = draw.svg(to_root, NODES)
     return made
 
 

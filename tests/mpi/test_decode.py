@@ -305,6 +305,50 @@ def test_scattered_output_is_this_ranks_slice_of_heads(comm, heads, batch):
         )
 
 
+@pytest.mark.parametrize("executor", ["mpi", "program", None])
+def test_output_at_the_root_has_the_bits_that_all_would_have(comm, executor):
+    """Of every schedule; steps follow one another, since ranks that are given nothing wait for nobody."""
+    q, k, v, run = made_up(comm, tokens=40, batch=2, queries=2, heads=4, kv_heads=2)
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "batch": 2, "queries": 2, "dtype": "float32"}
+    for name in REPLICATED if executor is None else ["binary_tree", "hierarchical", "ring"]:
+        plans = (treeattn.Reduction(name, executor=executor, output=out) for out in ("replicated", "root"))
+        everywhere, root = (treeattn.Decoder(comm, **shape, scheme=how) for how in plans)
+        with everywhere, root:
+            for step in range(6):
+                given = q + np.float32(step), k[:, run], v[:, run]
+                wanted, got = everywhere(*given), root(*given)
+                if step == 4:
+                    root.begin(*given)
+                    got = root.finish()
+                assert comm.rank == 0 or got == (None, None)
+                for one, other in zip(wanted, got, strict=True):
+                    assert comm.rank or one.tobytes() == other.tobytes()
+            assert root.heads == (slice(0, 0) if comm.rank else slice(0, 4))
+            assert (root.out is None) == (root.lse is None) == (comm.rank > 0)
+            sent = [sum(map(len, comm.allgather(one.sent))) for one in (everywhere, root)]
+            if everywhere.schedule.chunks == 1:
+                assert sent[1] == comm.size - 1
+            assert sent[1] <= sent[0]
+
+
+def test_output_at_the_root_of_a_call(comm):
+    q, k, v, run = made_up(comm, tokens=40)
+    got = treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=treeattn.Reduction(output="root"))
+    if comm.rank:
+        assert got == (None, None)
+    else:
+        assert_exact(got, q, k, v, scale=1 / 8)
+    mine = replace(collectives.build("chain", comm.size, result="root"), name="mine")
+    with pytest.raises(treeattn.RestrictionError, match="mine leaves its result on rank 0: .* output='root'"):
+        treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=mine)
+    how = treeattn.Reduction(mine, output="root")
+    assert (treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=how)[0] is None) == (comm.rank > 0)
+    for scheme in ("head_scatter", "mpi_allreduce", "kv_ring", "head_all_to_all"):
+        how = treeattn.Reduction(scheme, output="root")
+        with pytest.raises(treeattn.RestrictionError, match=f"{scheme} (leaves each rank|is no schedule)"):
+            treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=how)
+
+
 def test_census_is_not_run(comm):
     """It can be built and checked; its ranks would end with unlike bits."""
     q, k, v, run = made_up(comm, tokens=40)

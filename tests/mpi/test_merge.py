@@ -68,6 +68,20 @@ def test_every_scheme(comm, scheme):
     assert_whole(comm, got, whole(s, v))
 
 
+def test_the_root_alone_is_given_the_result(comm):
+    s, v = scores(comm.size, (2, 3, 72), 5)
+    out, lse = (array.astype(np.float32) for array in attend(s[comm.rank], v[comm.rank]))
+    wanted = treeattn.merge(out, lse, comm=comm, scheme="binary_tree")
+    how = treeattn.Reduction("binary_tree", output="root")
+    got = treeattn.merge(out, lse, comm=comm, scheme=how)
+    if comm.rank:
+        assert got == (None, None)
+    else:
+        assert [one.tobytes() for one in got] == [one.tobytes() for one in wanted]
+    with pytest.raises(treeattn.RestrictionError, match="mpi_allreduce is no schedule"):
+        treeattn.merge(out, lse, comm=comm, scheme=treeattn.Reduction("mpi_allreduce", output="root"))
+
+
 @pytest.mark.parametrize("scheme", ["hierarchical", "ring", "two_allreduce"])
 @pytest.mark.parametrize("shape", [(5,), (3, 5), (1, 2, 3, 4, 1), (2, 300), (3, 0, 2)])
 def test_any_head_dim_and_any_axes(comm, scheme, shape):

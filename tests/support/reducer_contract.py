@@ -71,10 +71,6 @@ class Ranks:
 class ReducerContract:
     """`plan(case)` gives `Ranks`; `sizes` draws their number; `for_each` calls a check with drawn cases."""
 
-    #: Whether the executor takes a case.
-    def takes(self, case):
-        return True
-
     def planned(self, stack, case):
         ranks = self.plan(case)
         stack.callback(ranks.close)
@@ -102,8 +98,6 @@ class ReducerContract:
         self.for_each(cases(self.sizes), self.check_bits)
 
     def check_bits(self, case):
-        if not self.takes(case):
-            return
         with ExitStack() as stack:
             ranks = self.planned(stack, case)
             for number in range(5):

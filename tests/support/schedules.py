@@ -20,6 +20,7 @@ from treeattn.collectives import (
     reversed_as_copies,
     side_by_side,
     then,
+    to_root,
 )
 from treeattn.errors import ScheduleError
 
@@ -117,9 +118,11 @@ def catalogued(draw, sizes):
     return build(name, size, **({"nodes": draw(node_groups(size))} if needs_nodes(name) else {}))
 
 
-def schedules(sizes=SIZES):
-    """Correct ones of both kinds."""
-    return st.one_of(drawn_schedules(sizes), catalogued(sizes))
+@st.composite
+def schedules(draw, sizes=SIZES):
+    """Correct ones of both kinds, some of them to rank 0 alone."""
+    schedule = draw(st.one_of(drawn_schedules(sizes), catalogued(sizes)))
+    return to_root(schedule) if schedule.result == "replicated" and draw(st.booleans()) else schedule
 
 
 def accepted(schedule):

@@ -72,7 +72,7 @@ BASELINES: dict[str, Scheme] = {
             "head_all_to_all",
             "One packed exchange: each rank merges its slice of heads; what serving engines do.",
             "one library all-to-all of n (p-1)/p bytes per rank",
-            scattered=True,
+            result="scattered",
         ),
     )
 }

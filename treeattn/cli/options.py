@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 __all__ = [
-    "CLUSTER", "COUNT", "DEVICE", "FILE", "RANKS", "REPEAT", "SEED", "SIZE", "Output", "Sizes", "choices",
-    "durations", "grouped", "layout_option", "number", "numbers", "output_options", "read",
+    "CLUSTER", "COUNT", "DEVICE", "FILE", "RANKS", "REPEAT", "RESULT", "SEED", "SIZE", "Output", "Sizes",
+    "choices", "durations", "grouped", "layout_option", "number", "numbers", "output_options", "read",
     "size_options", "whole_numbers", "world",
 ]  # fmt: skip
 
@@ -106,6 +106,8 @@ def read(reader: Callable[[str], T]) -> Callable[[click.Context, click.Parameter
 FILE = click.Path(path_type=Path)
 #: Sizes of what is allocated or drawn; how often something is done; ranks that a schedule is made for.
 SIZE, COUNT, RANKS = click.IntRange(1, 2**20), click.IntRange(1, 10**9), click.IntRange(1, 2**20)
+RESULT = click.option("--result", type=click.Choice(["replicated", "root"]), default="replicated",
+                      help="Where it ends: on every rank, or on rank 0 for half the messages.")  # fmt: skip
 SEED = click.IntRange(0, 2**63 - 1)
 
 DEVICE = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu",

@@ -8,9 +8,11 @@ from dataclasses import asdict
 import click
 
 from treeattn import collectives
-from treeattn.cli.options import COUNT, RANKS, Output, output_options
+from treeattn.cli.options import COUNT, RANKS, RESULT, Output, output_options
 from treeattn.cli.scheme import build, from_file, is_file
+from treeattn.collectives.catalog import with_result
 from treeattn.collectives.drawings import text as draw
+from treeattn.collectives.schedule import Result
 from treeattn.errors import ArgumentError
 from treeattn.report import Report
 
@@ -24,6 +26,7 @@ _DRAWINGS = {"text": draw.text, "svg": draw.svg, "html": draw.html}
 @click.option("--ranks", type=RANKS, help="Number of ranks; FILE.json says it itself.")
 @click.option("--nodes", metavar="M|a+b+..",
               help="Number of nodes (balanced blocks of ranks), or the ranks of each.")  # fmt: skip
+@RESULT
 @click.option("--format", "form", type=click.Choice([*_DRAWINGS, "json", "goal"]), default="text")
 @click.option("--records", type=COUNT, help="For goal: records of a rank, such as heads.  [16]")
 @click.option("--record-bytes", type=COUNT, help="For goal: bytes of a record.  [520]")
@@ -32,18 +35,25 @@ _DRAWINGS = {"text": draw.text, "svg": draw.svg, "html": draw.html}
 @output_options("Write the drawing here instead of to the screen.", wide=False,
                 json="Write the schedule and its certificate here.")  # fmt: skip
 def command(
-    scheme: str, ranks: int | None, nodes: str | None, form: str, output: Output, **costs: int | None
+    scheme: str,
+    ranks: int | None,
+    nodes: str | None,
+    result: Result,
+    form: str,
+    output: Output,
+    **costs: int | None,
 ) -> None:
     """Show who sends what to whom in SCHEME, after proving that it counts every rank exactly once.
 
     SCHEME is a name with its parameters, or FILE.json, a schedule of one's own, as --format json writes it.
+    --result root shows what of it leads to rank 0: half of a tree.
     """
     own = from_file(scheme, ranks, "--ranks says") if is_file(scheme) else None
     ranks = ranks if own is None else own.size
     if ranks is None:
         raise ArgumentError(f"--ranks N: over how many ranks is {scheme} to be shown?")
     sizes = None if nodes is None else _node_sizes(nodes, ranks)
-    schedule = own or build(scheme, ranks, sizes)
+    schedule = with_result(own or build(scheme, ranks, sizes), result)
     certificate = collectives.check(schedule)
     priced = {name: cost for name, cost in costs.items() if cost is not None}
     if priced and form != "goal":

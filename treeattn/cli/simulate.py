@@ -12,6 +12,7 @@ from treeattn.cli import options
 from treeattn.cli.options import Output, Sizes
 from treeattn.cli.scheme import build, from_file, is_file
 from treeattn.collectives import Schedule
+from treeattn.collectives.catalog import with_result
 from treeattn.collectives.clusters import description, placement
 from treeattn.collectives.clusters.critical_path import assumed_share, critical_path, in_words
 from treeattn.collectives.clusters.description import Cluster
@@ -19,6 +20,7 @@ from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.simulate import Simulation, simulate
 from treeattn.collectives.drawings.timeline import timeline
 from treeattn.collectives.drawings.trace import trace
+from treeattn.collectives.schedule import Result
 from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.report import Column, Report, count, microseconds
@@ -45,6 +47,7 @@ class Row(NamedTuple):
 @click.option("--list", "listing", is_flag=True, help="Only name the shipped clusters.")
 @click.option("--ranks", type=options.RANKS, help="Number of ranks; FILE.json says it itself.")
 @click.option("--schemes", default=_SCHEMES, metavar="A,B,..|all", help="Schedules by name, or FILE.json.")
+@options.RESULT
 @click.option("--placement", "placements", default="block", metavar="A,B,..|0+8+1+9",
               help="block, cyclic, suited: where ranks sit: several, or the place of each rank.")  # fmt: skip
 @click.option("--executor", help="Who runs the rounds; each cluster lists its own.")
@@ -60,6 +63,7 @@ def command(
     listing: bool,
     ranks: int | None,
     schemes: str,
+    result: Result,
     placements: str,
     executor: str | None,
     sizes: Sizes,
@@ -86,7 +90,7 @@ def command(
     output.open()
     shape = _shape(sizes, tokens, kv_heads)
     rows = []
-    for name, where, schedule, places in _cases(named.cluster, ranks, names, placements.split(",")):
+    for name, where, schedule, places in _cases(named.cluster, ranks, names, placements.split(","), result):
         step = None if shape is None else decode_step(named.cluster, places, schedule, shape, executor)
         found = simulate(schedule, named.cluster, places, sizes.payload, executor)
         rows.append(Row(name, where, found, step))
@@ -94,12 +98,16 @@ def command(
         "cluster": named.cluster.name,
         "named_by": named.by,
         "ranks": ranks,
+        "result": result,
         "bytes": sizes.payload.bytes,
         "rows": [_facts(row) for row in rows],
     })  # fmt: skip
     if form == "table":
         runs = " and ".join(dict.fromkeys(row.simulation.executor for row in rows))
-        made.line(f"{ranks} ranks on {named.shown}; {sizes.payload.bytes:,} bytes each; run by {runs}")
+        to_root = " to rank 0" if result == "root" else ""
+        made.line(
+            f"{ranks} ranks on {named.shown}; {sizes.payload.bytes:,} bytes each{to_root}; run by {runs}"
+        )
         _show(made, sorted(rows, key=lambda row: row.simulation.time))
     elif len(rows) != 1:
         raise ArgumentError(f"--format {form} draws one scheme under one placement, not {len(rows)}: name it")
@@ -129,7 +137,7 @@ def _shape(sizes: Sizes, tokens: int | None, kv_heads: int | None) -> Shape | No
 
 
 def _cases(
-    cluster: Cluster, ranks: int, names: list[str], placements: list[str]
+    cluster: Cluster, ranks: int, names: list[str], placements: list[str], result: Result
 ) -> Iterator[tuple[str, str, Schedule, Placement]]:
     """Prove every scheme under every placement; of all schemes, those that refuse this size are left out."""
     every = names == ["all"]
@@ -138,7 +146,7 @@ def _cases(
             suited = where == "suited"
             places = placed(cluster, ranks, "block" if suited else where)
             try:
-                schedule = _schedule(name, ranks, placement.node_groups(cluster, places))
+                schedule = with_result(_schedule(name, ranks, placement.node_groups(cluster, places)), result)
             except RestrictionError:
                 if not every:
                     raise

@@ -18,7 +18,7 @@ from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.levels import Nested, nested
 from treeattn.collectives.clusters.placement import Placement, node_groups
 from treeattn.collectives.clusters.simulate import Payload, simulate
-from treeattn.collectives.schedule import Schedule
+from treeattn.collectives.schedule import Result, Schedule
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
 
 if TYPE_CHECKING:
@@ -67,19 +67,25 @@ def selection(scheme: str) -> Selection | None:
     return Selection(ROW, tuple(given.items()), scheme)
 
 
-def choose(comm: Intracomm, asked: Selection, payload: Payload, executor: str | None = None) -> Choice:
+def choose(
+    comm: Intracomm,
+    asked: Selection,
+    payload: Payload,
+    executor: str | None = None,
+    result: Result = "replicated",
+) -> Choice:
     """The fastest schedule for the payload by this executor, or the cluster's own where it has no prices of
-    it. Collective. Raises what reading the cluster raises, and `ArgumentError` for more ranks than it has
-    places, on every rank alike."""
+    it, with its result where `result` says. Collective. Raises what reading the cluster raises, and
+    `ArgumentError` for more ranks than it has places, on every rank alike."""
     nodes, found = communicators.node_groups(comm), topology.detect(comm)
     given = dict(asked.given).get("cluster")
     wanted = given if isinstance(given, str) else None
 
     def decide() -> tuple[Nested, str] | None:
-        return None if comm.rank else _fastest(wanted, found, nodes, payload, executor)
+        return None if comm.rank else _fastest(wanted, found, nodes, payload, executor, result)
 
     chosen, why = comm.bcast(collectively(comm, decide))
-    return Choice(_build(chosen, comm.size), why)
+    return Choice(_build(chosen, comm.size, result), why)
 
 
 def _fastest(
@@ -88,6 +94,7 @@ def _fastest(
     nodes: tuple[tuple[int, ...], ...],
     payload: Payload,
     executor: str | None,
+    result: Result,
 ) -> tuple[Nested, str]:
     """(scheme with the groups of ranks that shape it, why)."""
     cluster, places, by = _where(wanted, found)
@@ -97,7 +104,7 @@ def _fastest(
     times = {}
     for one in (*flat, *deeper):
         try:
-            schedule = _build(one, len(places))
+            schedule = _build(one, len(places), result)
         except RestrictionError:
             continue
         times[one] = simulate(schedule, cluster, places, payload, runs).time
@@ -131,6 +138,6 @@ def _where(wanted: str | None, found: topology.Topology) -> tuple[Cluster, Place
     return named.cluster, found.places_on(named.cluster), by
 
 
-def _build(one: Nested, size: int) -> Schedule:
+def _build(one: Nested, size: int, result: Result) -> Schedule:
     asked = catalog.select(one.text)
-    return asked.build(size, one.groups if asked.needs_nodes else None)
+    return asked.build(size, one.groups if asked.needs_nodes else None, result)

@@ -104,7 +104,8 @@ def decode(
         query sees no key. Every rank gets the same bits: proved of schedules; of libraries and baselines it
         can only be measured.
     lse : [batch, heads, queries]
-        Natural logarithm of the sum of exp(logit); -inf where a query sees no key.
+        Natural logarithm of the sum of exp(logit); -inf where a query sees no key. Of a `Reduction` with
+        ``output="root"`` rank 0 gets both, the others None and None.
 
     Raises
     ------
@@ -158,11 +159,16 @@ def decode(
         query, shard = step
         seen = {"q_positions": q_positions, "begins": begins, "mask": mask}
         if shard.block_table is None:
-            return arrays.give(decoder(query, shard, **seen), like)
+            return _give(decoder(query, shard, **seen), like)
         # What queries see of the table is known only now: who has it wrong tells the others.
         collectively(comm, lambda: decoder.local(query, shard, **seen))
         decoder.reduce()
-        return arrays.give(decoder.finish(), like)
+        return _give(decoder.finish(), like)
+
+
+def _give(results: tuple[Any, Any], like: Any) -> tuple[Any, Any]:
+    """In the container of `like`, where this rank is given any."""
+    return results if results[0] is None else arrays.give(results, like)
 
 
 def _shape(q: Any, k: Any, v: Any, shard: Shard) -> Shape:

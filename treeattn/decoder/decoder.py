@@ -62,7 +62,8 @@ class Decoder:
     transport, executor : str
         How records travel, and what runs the schedule; `fallback`: why nothing faster does.
     heads : slice
-        The query heads that out and lse cover: all of them unless ``output="heads"``.
+        The query heads that out and lse cover: all of them unless ``output="heads"``, and none where
+        ``output="root"`` gives this rank nothing.
 
     Raises
     ------
@@ -132,11 +133,15 @@ class Decoder:
         self.schedule, self.transport, self.why = planned.schedule, planned.transport, planned.why
         self.certificate = planned.reducer.certificate
         self.executor, self.fallback = planned.reducer.executor, planned.reducer.fallback
-        self.records, self.heads = planned.buffers.records, planned.buffers.heads
-        self.out, self.lse = planned.buffers.out, planned.buffers.lse
-        self._results = self.out, self.lse
-        self._containers = arrays.Containers(request.device.view, self._results)
-        self._native, self._foreign = type(self.out), False
+        buffers = planned.buffers
+        self.records, self._given_here = buffers.records, buffers.given
+        self.heads = buffers.heads if buffers.given else slice(0, 0)
+        results = buffers.out, buffers.lse
+        self._results: tuple[Any, Any] = results if buffers.given else (None, None)
+        self.out: Any = self._results[0]
+        self.lse: Any = self._results[1]
+        self._containers = arrays.Containers(request.device.view, results)
+        self._native, self._foreign = type(buffers.out), False
         self._comm, self._device = comm, request.device
         self._attention, self._reducer, self._finish = planned.attention, planned.reducer, planned.finish
         self._folded, self._whole = planned.folded, planned.whole
@@ -174,8 +179,9 @@ class Decoder:
         Returns
         -------
         out, lse
-            As `decode` gives them, in the decoder's own buffers, which hold until its next call; as copies in
-            the container of q where that cannot share memory that changes (JAX).
+            As `decode` gives them (None where ``output="root"`` gives this rank nothing), in the decoder's
+            own buffers, which hold until its next call; as copies in the container of q where that cannot
+            share memory that changes (JAX).
 
         Raises
         ------
@@ -389,7 +395,7 @@ class Decoder:
         return self._given()
 
     def _given(self) -> tuple[Any, Any]:
-        return self._containers.give() if self._foreign else self._results
+        return self._containers.give() if self._foreign and self._given_here else self._results
 
     @property
     def groups(self) -> int:
@@ -439,7 +445,7 @@ class Decoder:
                 "a captured step needs transport='nccl' or 'peer', or one rank without a transport"
             )
 
-        containers = arrays.Containers(self._device.view, (self.out, self.lse))
+        containers = arrays.Containers(self._device.view, (self._buffers.out, self._buffers.lse))
         attention: Any = self._attention
         look: Callable[..., None] | None = None
         positions = draft_positions = None
@@ -460,7 +466,8 @@ class Decoder:
 
         views = collectively(self._comm, taken)
         captured = CudaGraph(stream, lambda: self._step(attention, *views))
-        step = CapturedStep(captured, containers.give, (self, q, k, v, lengths), look)
+        give = containers.give if self._given_here else lambda: self._results
+        step = CapturedStep(captured, give, (self, q, k, v, lengths), look)
         self._captured.append(step)
         return step
 

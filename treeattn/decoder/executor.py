@@ -16,7 +16,7 @@ from treeattn import communicators
 from treeattn.agreement import Agreement
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
-from treeattn.errors import RestrictionError, SharingError, TransportError
+from treeattn.errors import SharingError, TransportError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -59,9 +59,6 @@ def _compiled(executor: str | None, schedule: Schedule, reduction: ReductionSpec
         return compiled.plan(reduction, schedule, oversubscribed=oversubscribed)
     try:
         return slots.plan(reduction, schedule, nodes=nodes, oversubscribed=oversubscribed)
-    except RestrictionError as error:
-        lacking = str(error)
-        _cannot(executor, lacking, "'program'")
     except SharingError as error:
         lacking = str(error)
         _cannot(executor, lacking, "'program'")

@@ -70,8 +70,9 @@ def merge(
     Returns
     -------
     out, lse
-        Of the whole, the same on every rank, lse in `base`: float32, float64 for float64 out; 0 and -inf
-        where no rank saw anything. A NaN in out beside a finite lse reaches the result.
+        Of the whole, the same on every rank (of ``output="root"`` on rank 0, elsewhere None), lse in `base`:
+        float32, float64 for float64 out; 0 and -inf where no rank saw anything. A NaN in out beside a finite
+        lse reaches the result.
 
     Raises
     ------
@@ -92,7 +93,8 @@ def merge(
         return Settings(parts, *_folding(scheme), base, bool(strict), where)
 
     with Merger.of(comm, ask) as merger:
-        return arrays.give(merger(*step), out)
+        results = merger(*step)
+        return results if results[0] is None else arrays.give(results, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,7 @@ class Settings:
             "device": self.device.name,
             "transport": self.how.transport,
             "executor": self.how.executor,
+            "output": self.how.output,
         }
 
 
@@ -220,21 +223,25 @@ class Merger:
             comm, self._device, settings.how, settings.scheme, operator, self._records
         )
         self.executor, self.fallback = self._reducer.executor, self._reducer.fallback
+        self._given_here = settings.how.output != "root" or self._comm.rank == 0
+        nothing: tuple[Any, Any] = (None, None)
+        self.out, self.lse = self._results if self._given_here else nothing
 
     def _plan_memory(self, natural_log: float) -> None:
         """Records, results, and the steps between them; finish sees each part as a sequence of its own."""
         shape, head_dim, dtype = self.parts.lse_shape, self.parts.head_dim, self.parts.record_dtype
         empty, count = self._device.memory.empty, math.prod(shape)
         self._records = empty((*shape, head_dim + partial.EXTRA), dtype)
-        self.out, self.lse = empty((*shape, head_dim), dtype), empty(shape, dtype)
+        self._results: tuple[Any, Any] = empty((*shape, head_dim), dtype), empty(shape, dtype)
+        out, lse = self._results
         self._pack = self._device.pack(self._records, natural_log)
         self._finish = self._device.finish(
             self._records.reshape(count, 1, 1, head_dim + partial.EXTRA),
-            self.out.reshape(count, 1, 1, head_dim),
-            self.lse.reshape(count, 1, 1),
+            out.reshape(count, 1, 1, head_dim),
+            lse.reshape(count, 1, 1),
         )
-        self._scale = None if natural_log == 1 else self._device.scale(self.lse, 1 / natural_log)
-        self._containers = arrays.Containers(self._device.view, (self.out, self.lse))
+        self._scale = None if natural_log == 1 else self._device.scale(lse, 1 / natural_log)
+        self._containers = arrays.Containers(self._device.view, self._results)
 
     def __call__(self, out: Any, lse: Any) -> tuple[Any, Any]:
         """Merge once: (out, lse), valid until the next call. Every rank must call.
@@ -251,7 +258,7 @@ class Merger:
         self._finish()
         if self._scale is not None:
             self._scale()
-        return self._containers.give()
+        return self._containers.give() if self._given_here else (None, None)
 
     def close(self) -> None:
         """Release communicator and requests. Collective."""
@@ -283,4 +290,5 @@ def _marked_otherwise(lse: Any) -> ArgumentError | None:
 
 
 def _folding(scheme: str | Schedule | Reduction) -> tuple[Reduction, Selection]:
-    return folding(scheme, "merge folds finished parts and gives every rank all of the result")
+    because = "merge folds finished parts and gives every rank, or rank 0, all of the result"
+    return folding(scheme, because, to_root=True)

@@ -23,7 +23,7 @@ from treeattn.collectives.clusters.description import executor_over
 from treeattn.collectives.clusters.simulate import Payload
 from treeattn.collectives.runtime import progress_thread, watchdog
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec, duplicate
-from treeattn.collectives.schedule import Schedule
+from treeattn.collectives.schedule import Result, Schedule
 from treeattn.decoder import auto, pipeline
 from treeattn.decoder import executor as executors
 from treeattn.decoder import transport as transports
@@ -71,8 +71,11 @@ def select(scheme: str | Schedule) -> Selection:
     return catalog.select(_own.get(scheme, scheme) if isinstance(scheme, str) else scheme, CATALOG)
 
 
-def folding(scheme: str | Schedule | Reduction, because: str) -> tuple[Reduction, Selection]:
-    """What ``scheme=`` asks for where finished records are to be folded on every rank.
+def folding(
+    scheme: str | Schedule | Reduction, because: str, *, to_root: bool = False
+) -> tuple[Reduction, Selection]:
+    """What ``scheme=`` asks for where finished records are to be folded on every rank, or with `to_root` on
+    rank 0.
 
     because: what an error says of why. Raises `ArgumentError`, `ScheduleError`, `RestrictionError`.
     """
@@ -80,13 +83,15 @@ def folding(scheme: str | Schedule | Reduction, because: str) -> tuple[Reduction
     selection = select(how.scheme)
     plain = Reduction()
     for name in ("output", "progress", "groups"):
-        if getattr(how, name) != getattr(plain, name):
+        to_rank_0 = to_root and name == "output" and how.output == "root"
+        if getattr(how, name) != getattr(plain, name) and not to_rank_0:
             raise RestrictionError(f"{name}={getattr(how, name)!r} is for treeattn.Decoder, and {because}")
     if selection.row.scattered or selection.row.fused:
         does = "attends while it communicates" if selection.row.fused else "leaves each rank a slice of heads"
         raise RestrictionError(
             f"{selection.text} {does}, and {because}: take another scheme, such as hierarchical"
         )
+    _check_output(selection.row, how.output)
     return how, selection
 
 
@@ -95,7 +100,8 @@ class Buffers:
 
     A scattered schedule cuts the records by heads, so they must be head-major on the wire: for one
     sequence they are; for several, a step reorders into a second buffer. `divided` is what the finish
-    writes: another array than `out` where that is projected afterwards.
+    writes: another array than `out` where that is projected afterwards. `given`: whether this rank has a
+    result; one that has none of ``output="root"`` divides what it holds, and nobody looks at it.
     """
 
     def __init__(self, request: Request, comm: Intracomm) -> None:
@@ -104,6 +110,7 @@ class Buffers:
         dtype, empty = shape.record_dtype, self._memory.empty
         out_dim = request.project.out_dim if request.project else shape.v_dim
         width = (out_dim if request.projects_first else shape.v_dim) + 2
+        self.given = request.how.output != "root" or comm.rank == 0
         self.heads = _own_heads(all_heads, request.how.output, comm)
         own = self.heads.stop - self.heads.start
         whole = own == all_heads
@@ -171,7 +178,7 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
         if not request.scheme.row.fused and request.how.groups == 1:
             attention = _attention(request, buffers.records, tables)
         finish = device.finish(buffers.own, buffers.divided, buffers.lse)
-        if request.project and not request.projects_first:
+        if request.project and not request.projects_first and buffers.given:
             finish = request.project.after_finish(finish, buffers.divided, buffers.out, buffers.heads)
     if comm.rank == 0:
         _warn_without_compiler([slow for slow, _ in agreed.gathered])
@@ -182,7 +189,7 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
     _check_output(row, request.how.output)
     chosen = transports.choose(device.name, request.how.transport, row, comm.size)
     runs = executor_over(chosen, request.how.executor)
-    rounds, why = _rounds(request.scheme, comm, buffers.wire, buffers.group, runs)
+    rounds, why = _rounds(request.scheme, comm, buffers.wire, buffers.group, runs, request.how.output)
     operator = device.merge_operator(buffers.records.shape[3] - 2, shape.record_dtype)
     reduction = ReductionSpec(comm, operator, buffers.wire, buffers.group, device.memory)
     reducer: Any
@@ -239,53 +246,66 @@ def plan_reducer(
     """
     chosen = transports.choose(device.name, how.transport, scheme.row, comm.size)
     reduction = ReductionSpec(comm, operator, buffer, 1, device.memory)
-    rounds, _ = _rounds(scheme, comm, buffer, 1, executor_over(chosen, how.executor))
+    rounds, _ = _rounds(scheme, comm, buffer, 1, executor_over(chosen, how.executor), how.output)
     return transports.plan(chosen, scheme, rounds, reduction, how.executor)
 
 
 def _rounds(
-    scheme: Selection, comm: Intracomm, records: Any, group: int, executor: str | None
+    scheme: Selection, comm: Intracomm, records: Any, group: int, executor: str | None, output: str
 ) -> tuple[Schedule | None, str | None]:
     """The schedule for such records [.., width] and executor, and why it is that one. Collective."""
     if scheme.row is not auto.ROW:
-        return schedule(scheme, comm), None
+        return schedule(scheme, comm, output), None
     width = records.shape[-1]
     payload = Payload(records.size // width, width * records.itemsize, group)
-    return auto.choose(comm, scheme, payload, executor)
+    return auto.choose(comm, scheme, payload, executor, _result(output))
 
 
-def schedule(scheme: Selection, comm: Intracomm) -> Schedule | None:
+def schedule(scheme: Selection, comm: Intracomm, output: str = "replicated") -> Schedule | None:
     """The schedule of `scheme` for `comm`; node groups come from the machine where they are not given. That
-    of ``auto`` is the one for 16 heads of 128.
+    of ``auto`` is the one for 16 heads of 128. output: as of a `Reduction`.
 
     None for a scheme that has none: a library's reduction, a baseline. Collective.
     """
     if scheme.row.module:
         return None
-    if scheme.own is not None:
-        return scheme.own
     if scheme.row is auto.ROW:
-        return auto.choose(comm, scheme, Payload()).schedule
-    return _built(scheme, comm.size, communicators.node_groups(comm) if scheme.needs_nodes else None)
+        return auto.choose(comm, scheme, Payload(), result=_result(output)).schedule
+    nodes = communicators.node_groups(comm) if scheme.needs_nodes else None
+    return _built(scheme, comm.size, nodes, _result(output))
 
 
 @functools.lru_cache(maxsize=32)
-def _built(scheme: Selection, size: int, nodes: tuple[tuple[int, ...], ...] | None) -> Schedule:
-    return scheme.build(size, nodes)
+def _built(
+    scheme: Selection, size: int, nodes: tuple[tuple[int, ...], ...] | None, result: Result
+) -> Schedule:
+    return scheme.build(size, nodes, result)
+
+
+def _result(output: str) -> Result:
+    """What is asked of a schedule that leaves its result on every rank."""
+    return "root" if output == "root" else "replicated"
 
 
 def _own_heads(heads: int, output: str, comm: Intracomm) -> slice:
     """The heads that this rank's result covers."""
-    if output == "replicated":
+    if output != "heads":
         return slice(0, heads)
     return slice(comm.rank * heads // comm.size, (comm.rank + 1) * heads // comm.size)
 
 
 def _check_output(row: catalog.Scheme, output: str) -> None:
     """Raise `RestrictionError` unless the scheme leaves its result where `output` wants it."""
-    if row.scattered and output == "replicated":
+    if row.scattered and output != "heads":
         raise RestrictionError(
             f"{row.name} leaves each rank its slice of heads: from Python, with output='heads'"
+        )
+    if row.result == "root" and output != "root":
+        raise RestrictionError(f"{row.name} leaves its result on rank 0: from Python, with output='root'")
+    if row.module and output == "root":
+        raise RestrictionError(
+            f"{row.name} is no schedule, of which output='root' takes the part that leads to rank 0: take "
+            "scheme='hierarchical', say"
         )
     if not row.scattered and output == "heads":
         offer = " or ".join(f"scheme='{other.name}'" for other in CATALOG.values() if other.scattered)

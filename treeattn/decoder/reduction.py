@@ -32,7 +32,8 @@ class Reduction:
         None is the fastest that all ranks can have; the bits are the same.
     output : str
         "replicated": every rank gets all heads. "heads" (schemes `head_scatter`, `head_all_to_all`): rank r
-        of p gets the heads r*heads//p up to (r+1)*heads//p.
+        of p gets the heads r*heads//p up to (r+1)*heads//p. "root" (any schedule): rank 0 gets all heads, the
+        others (None, None), for the messages of the schedule that lead to rank 0: half of them in a tree.
     progress : str
         What moves messages between `Decoder.begin` and `finish`: "calls" of begin, test and finish, or a
         "thread", which wants a core of its own (device="cpu").
@@ -57,7 +58,7 @@ class Reduction:
     _CHOICES: ClassVar[dict[str, tuple[str | None, ...]]] = {
         "transport": (*DEVICES, None),
         "executor": (*EXECUTORS, None),
-        "output": ("replicated", "heads"),
+        "output": ("replicated", "heads", "root"),
         "progress": ("calls", "thread"),
     }
 

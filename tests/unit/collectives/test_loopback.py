@@ -173,6 +173,16 @@ def test_the_partials_stay_as_they_are(name):
         assert not np.shares_memory(partial, result)
 
 
+@pytest.mark.parametrize("name", [name for name in names("schedule") if name != "head_scatter"])
+def test_the_root_has_the_bits_of_every_rank(name):
+    for size in (1, 2, 3, 6, 8, 13):
+        values = random_partials(size, 2 * size + 1)
+        everywhere = loopback.run(build(name, size), values, Partials())
+        root, *others = loopback.run(build(name, size, result="root"), values, Partials())
+        assert root.tobytes() == everywhere[0].tobytes()
+        assert not any(len(records) for records in others)
+
+
 def test_a_scattered_result_is_the_own_chunk_of_each_rank():
     partials = random_partials(4, 10)
     results = loopback.run(build("head_scatter", 4), partials, Partials())

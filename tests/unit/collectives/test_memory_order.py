@@ -15,7 +15,7 @@ from tests.support.partials import own_part, partials
 from tests.support.reducer_contract import OPERATOR
 from tests.support.virtual_node import OneSet, virtual_node
 from treeattn.backends.cpu import compiled_kernels_problem
-from treeattn.collectives import build, check, names
+from treeattn.collectives import build, names, to_root
 from treeattn.collectives.executors import loopback
 from treeattn.collectives.executors.slots import Slots
 
@@ -46,9 +46,9 @@ def twin(tmp_path_factory):
     return compiled(tmp_path_factory.mktemp("twin"))
 
 
-def run(twin, path, scheme, size, slots=Slots, steps=40):
+def run(twin, path, schedule, slots=Slots, steps=40):
     """What the twin says: (exit code, all that it printed)."""
-    schedule, records = build(scheme, size), 9
+    size, records = schedule.size, 9
     block, ranks = virtual_node(schedule, records, slots)
     values = partials(size, records, 8, seed=size)
     wanted = [np.ascontiguousarray(part) for part in loopback.run(schedule, values, OPERATOR)]
@@ -70,19 +70,29 @@ def run(twin, path, scheme, size, slots=Slots, steps=40):
 @pytest.mark.parametrize("scheme", names("schedule"))
 def test_no_race(twin, tmp_path, scheme):
     for size in (2, 3, 5, 8):
-        if check(build(scheme, size)).min_records_for_double_buffering <= 9:
-            assert run(twin, tmp_path / "programs", scheme, size) == (0, "done\n"), size
+        whole = build(scheme, size)
+        for schedule in (whole, *([to_root(whole)] if whole.result == "replicated" else [])):
+            assert run(twin, tmp_path / "programs", schedule) == (0, "done\n"), (size, schedule.result)
+
+
+def test_who_is_promised_nothing_awaits_its_readers(tmp_path):
+    """Else it would be steps ahead of them."""
+    done = "if (number == wanted) return DONE;"
+    bold = compiled(tmp_path, done, done.replace("number ==", "wait->amount || number =="))
+    code, said = run(bold, tmp_path / "programs", to_root(build("chain", 3)))
+    assert code != 0
+    assert "data race" in said or "result 3" in said
 
 
 @pytest.mark.parametrize("order", ["release", "acquire"])
 def test_a_relaxed_order_is_reported(tmp_path, order):
     weak = compiled(tmp_path, f"memory_order_{order}", "memory_order_relaxed")
-    code, said = run(weak, tmp_path / "programs", "recursive_doubling", 4)
+    code, said = run(weak, tmp_path / "programs", build("recursive_doubling", 4))
     assert code != 0
     assert "data race" in said
 
 
 def test_one_set_of_slots_is_reported(twin, tmp_path):
-    code, said = run(twin, tmp_path / "programs", "recursive_doubling", 4, slots=OneSet)
+    code, said = run(twin, tmp_path / "programs", build("recursive_doubling", 4), slots=OneSet)
     assert code != 0
     assert "data race" in said or "result 3" in said

@@ -9,9 +9,10 @@ from math import ceil, lcm, log, log2
 import pytest
 from catalog_variants import SIZES, cyclic
 
-from treeattn.collectives import Schedule, build, check
+from treeattn.collectives import Schedule, build, check, names
 from treeattn.collectives.catalog import CATALOG
 from treeattn.collectives.schedule import TRANSFER_LIMIT
+from treeattn.errors import RestrictionError
 
 ROOTED = [row.name for row in CATALOG.values() if row.rooted]
 
@@ -61,6 +62,29 @@ def test_binary_tree_on_5_ranks_is_the_one_of_the_docs():
 def test_trees_send_every_record_up_and_down_once():
     for name in ROOTED:
         assert check(build(name, 21)).volume == 2 * 20
+
+
+@pytest.mark.parametrize("name", names("schedule"))
+def test_to_the_root_every_record_goes_up_once(name):
+    """Of trees these are half the messages, and of all others those that rank 0's result is made of."""
+    for size in SIZES:
+        whole = build(name, size)
+        if whole.result == "scattered":
+            with pytest.raises(RestrictionError, match="scattered: no rank ends with all of it"):
+                build(name, size, result="root")
+            continue
+        part = build(name, size, result="root")
+        known = check(part)
+        assert (part.name, part.result, known.determinism) == (whole.name, "root", "A")
+        assert known.volume >= size - 1
+        if part.chunks == 1:
+            assert known.messages == size - 1
+        if name in ROOTED:
+            assert whole.rounds[: known.rounds] == part.rounds
+            assert known.messages * 2 == whole.messages
+        if name == "hierarchical":
+            blocks = build(name, size, nodes=[[rank] for rank in range(size)], result="root")
+            assert blocks.messages == size - 1
 
 
 def test_k_ary_tree_trades_depth_for_fan_in():

@@ -11,7 +11,6 @@ from tests.support.fake_nccl import Fabric, QueuedOperator
 from tests.support.local_ranks import plan_slots
 from tests.support.reducer_contract import OPERATOR, Ranks, ReducerContract
 from treeattn.backends.cpu import compiled_kernels_problem
-from treeattn.collectives import check
 from treeattn.collectives.executors import nccl
 from treeattn.collectives.runtime.reducer import ReductionSpec
 
@@ -68,7 +67,3 @@ class TestNccl(InProcess):
 class TestSlots(InProcess):
     def plan(self, case, buffers=None):
         return plan_slots(case, buffers)
-
-    def takes(self, case):
-        least = check(case.schedule).min_records_for_double_buffering
-        return case.records // case.granularity >= least

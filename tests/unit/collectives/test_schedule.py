@@ -20,7 +20,7 @@ from treeattn.collectives import (
     with_chunks,
 )
 from treeattn.collectives.combinators import fold_onto
-from treeattn.collectives.schedule import TRANSFER_LIMIT, refuse_above_limit
+from treeattn.collectives.schedule import RESULTS, TRANSFER_LIMIT, refuse_above_limit
 from treeattn.errors import RestrictionError, ScheduleError
 
 PAIR = ((Transfer(1, 0),),)
@@ -35,9 +35,7 @@ def schedules(draw):
     rounds = st.lists(
         st.lists(st.builds(Transfer, ranks, ranks, bounds, st.booleans()), max_size=5).map(tuple)
     )
-    return Schedule(
-        draw(st.text()), size, chunks, tuple(draw(rounds)), draw(st.sampled_from(["replicated", "scattered"]))
-    )
+    return Schedule(draw(st.text()), size, chunks, tuple(draw(rounds)), draw(st.sampled_from(RESULTS)))
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ SCHEMES = ("k_nomial_tree", "recursive_doubling", "binary_tree", "hierarchical",
 def certified(scheme: str, ranks: int) -> collectives.Certificate:
     """What is proved of the schedule: rounds, and depth, its longest chain of merges. Nodes of 8 ranks."""
     gpus = machines.GPUS_PER_NODE
-    nodes = {"nodes": "+".join([str(gpus)] * (ranks // gpus))} if collectives.needs_nodes(scheme) else {}
-    return collectives.check(collectives.build(scheme, ranks, **nodes))
+    nodes = "+".join([str(gpus)] * (ranks // gpus)) if collectives.needs_nodes(scheme) else None
+    return collectives.check(collectives.build(scheme, ranks, nodes=nodes))
 
 
 def model(ranks: Sequence[int], schemes: Sequence[str]) -> list[Table]:
