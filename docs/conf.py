@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import metadata
 from pathlib import Path
 
 from docutils import nodes
@@ -10,16 +11,21 @@ from sphinx.application import Sphinx
 
 project = "treeattn"
 copyright = "The treeattn developers"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+release = metadata.version(project)
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_click", "sphinx_copybutton"]
+copybutton_prompt_text = "$ "
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 html_theme = "furo"
-html_title = "treeattn"
+html_title = f"{project} {release}"
 html_static_path = ["_static"]
 html_css_files = ["treeattn.css"]
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True  # CATALOG, not everything that stands in it
 autodoc_typehints = "none"
+nitpick_ignore_regex = [
+    ("py:class", r"(?!treeattn\.).*")
+]  # types are words with shapes: links where they are ours
 myst_heading_anchors = 3
 # Docstrings name arguments and results in `single quotes` that are not always objects.
 default_role = "code"

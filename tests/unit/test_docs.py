@@ -167,8 +167,7 @@ def test_tables_of_results_are_those_of_the_results(fill_tables):
     assert len(filled_in) > 6
     for path in filled_in:
         page = path.read_text()
-        found = [block for kind in fill_tables.KINDS for block in kind.findall(page)]
-        assert len(found) == page.count("<!-- end -->"), path.name
+        assert len(fill_tables.BLOCK.findall(page)) == page.count("<!-- end -->"), path.name
         assert fill_tables.filled(page) == page, path.name
 
 
@@ -182,43 +181,26 @@ def test_a_table_of_other_than_one_case_is_refused(fill_tables, tokens, tmp_path
         fill_tables.filled(f"<!-- compare decode {tokens} {path} -->\n<!-- end -->")
 
 
-def test_every_step_of_the_first_day_has_its_line(fill_tables):
+def test_a_table_shows_the_rows_and_columns_that_are_named(fill_tables, tmp_path, monkeypatch):
+    monkeypatch.setattr(fill_tables, "RESULTS", tmp_path)
+    rows = [{"kind": kind, "time": {"median": 1.5}, "share": 0.25} for kind in "abc"]
+    (tmp_path / "made.json").write_text(json.dumps({"runs": [{"name": "first", "rows": rows}]}))
+    asked = "<!-- table made.json:runs/first/rows | kind=a,c as what; time/median as µs; share% as of all -->"
+    shown = fill_tables.filled(f"{asked}\nold\n<!-- end -->")
+    assert "old" not in shown
+    assert shown.splitlines()[2:6] == [
+        "| what | µs | of all |", "| --- | --- | --- |", "| a | 1.5 | 25 % |", "| c | 1.5 | 25 % |",
+    ]  # fmt: skip
+    waiting = "<!-- table gpu_other.json:rows | kind as what -->"
+    assert "Not measured yet." in fill_tables.filled(f"{waiting}\n<!-- end -->")
+    with pytest.raises(FileNotFoundError):
+        fill_tables.filled(f"{waiting.replace('gpu_', '')}\n<!-- end -->")
+
+
+def test_every_step_of_the_first_day_has_its_line():
     listed = subprocess.run(
         [ROOT / "benchmarks/gpu_day.sh", "--list"], capture_output=True, text=True, check=True
     )
-    assert listed.stdout.split() == list(fill_tables.gpu_tables.STEPS)
-
-
-def test_a_page_shows_what_was_measured_on_a_gpu_and_what_was_not(fill_tables, tmp_path, monkeypatch):
-    """Results made up for this test, in another folder than the real ones."""
-    monkeypatch.setattr(fill_tables.gpu_tables, "RESULTS", tmp_path)
-    page = "".join(f"<!-- gpu {name} -->\n<!-- end -->\n" for name in fill_tables.gpu_tables.TABLES)
-    empty = fill_tables.filled(page)
-    assert empty.count("| not yet |  |") == len(fill_tables.gpu_tables.STEPS)
-    assert empty.count("Not yet.") == 3
-    machine = {"gpus": [{"name": "Some GPU", "driver_version": "600.1"}]}
-    common = {"date": "2030-01-02T03:04:05+00:00", "machine": machine, "problem": None}
-    row = {"heads": 32, "kv_heads": 8, "tokens": 8192}
-    timed = {"floor_microseconds": 11.2, "microseconds": {"attention": 20.04, "torch": 31.0}}
-    percent = {"percent_of_copy_rate": {"attention": 55.9, "torch": 36.1}}
-    profiled = {"microseconds": 19.0, "dram_percent": 61.2, "occupancy_percent": 30.1, "registers": 86.0}
-    stalls = {"occupancy_limit_percent": 31.2, "stalled_warps": {"long_scoreboard": 9.71, "barrier": 0.1}}
-    results = {
-        "kernel": {"rows": [row | timed | percent, row | {"problem": "out of GPU memory"}]},
-        "roofline": {
-            "rows": [{"dtype": "float32", "group": 4, "microseconds": 180.0, "percent_of_copy_rate": 91.2}]
-        },
-        "ncu": [row | profiled | stalls],
-        "tests": {},
-    }
-    for step, result in results.items():
-        facts = common | {"step": step, "result": result}
-        facts |= {"problem": "2 tests failed"} if step == "tests" else {}
-        (tmp_path / f"gpu_{step}.json").write_text(json.dumps(facts))
-    shown = fill_tables.filled(empty)
-    assert "[done](results/gpu_ncu.json) | 2030-01-02, 1 x Some GPU, driver 600.1 |" in shown
-    assert "| failed: 2 tests failed | 2030-01-02" in shown
-    assert "| 32/8 | 8192 | 11.2 | 20.0 (56) | 31.0 (36) |\n\n<!-- end -->" in shown
-    assert "| float32 | 4 | 180.0 | 91 |" in shown
-    assert "| 32/8 | 8192 | 19.0 | 61 | 30 (31) | 86 | long_scoreboard 9.7, barrier 0.1 |" in shown
-    assert "Not yet." not in shown
+    cells = re.findall(r"^\| (`.*?`) \| .* \|$", (ROOT / "docs/on-a-gpu.md").read_text(), re.MULTILINE)
+    steps = [word for cell in cells for word in re.findall(r"`(\w+)`", cell)]
+    assert sorted(listed.stdout.split()) == sorted(steps)

@@ -34,7 +34,7 @@ class Interval(NamedTuple):
 
 def intervals(fill_tables, file, what="reduce", tokens=0) -> dict[str, Interval]:
     """Of the medians; where there is none, of too few blocks, the median itself twice."""
-    rows = fill_tables._summaries(file, what, tokens)
+    rows = fill_tables.summaries(file, what, tokens)
     series = compared_series(rows.values())
     times = {name: row.times[series] for name, row in rows.items()}
     return {name: Interval(t.low or t.median, t.high or t.median) for name, t in times.items()}
@@ -55,8 +55,8 @@ def placement(request, fill_tables):
 
 def in_a_row(fill_tables, placement) -> dict[str, int]:
     file = f"cluster_{placement}.jsonl"
-    rows, nodes = fill_tables._summaries(file, "reduce", 0), fill_tables._nodes(file)
-    return {name: fill_tables._in_a_row(rows[name], nodes) for name in rows if name in names("schedule")}
+    rows, nodes = fill_tables.summaries(file, "reduce", 0), fill_tables.nodes_of(file)
+    return {name: fill_tables.in_a_row(rows[name], nodes) for name in rows if name in names("schedule")}
 
 
 def test_messages_in_a_row_decide(placement, fill_tables):

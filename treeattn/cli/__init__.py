@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import os
 import signal
 import sys
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from click.shell_completion import CompletionItem
 
 from treeattn import communicators, files, job, launch, mpi_library
 from treeattn.cli.standard_output import StandardOutput
@@ -39,6 +41,12 @@ class _Commands(click.Group):
             return None
         command: click.Command = importlib.import_module(f"{__name__}.{name.replace('-', '_')}").command
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Names of commands out of their files, and options."""
+        names = [CompletionItem(name, help=text) for name, text in _summaries().items()]
+        fitting = [item for item in names if item.value.startswith(incomplete)]
+        return [*fitting, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Show each with its first paragraph, where click's own list breaks off in mid sentence."""
@@ -72,6 +80,8 @@ def commands(context: click.Context) -> None:
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run one command and exit the process."""
+    if "_TREEATTN_COMPLETE" in os.environ:  # a shell asks, which takes bytes: nothing of ours is started
+        commands.main(prog_name="treeattn")
     rank, size = launch.launched_as()
     warnings.showwarning = _show_warning  # type: ignore[assignment]
     screen, output = sys.stdout, StandardOutput.of_rank(rank)

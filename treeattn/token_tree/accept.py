@@ -156,6 +156,8 @@ def accept_speculative(
     ArgumentError
         As `accept_sample`; a token that its q cannot have drawn.
 
+    Notes
+    -----
     Source: Leviathan et al., arXiv 2211.17192; without replacement, Sequoia, arXiv 2402.12374.
     """
 

@@ -64,6 +64,8 @@ def pack(beams: Any) -> Packed:
     ArgumentError
         No three axes, an axis of no elements, elements that are no integers.
 
+    Notes
+    -----
     Source: "Recurrent Drafter" (arXiv 2403.09919), tree attention; unlike there, pads hold nothing of another
     request and the mask has no columns of the context.
     """

@@ -60,7 +60,7 @@ def test_the_page_explains_every_experiment_with_the_tables_of_today(name):
     assert experiment.title
     assert experiment.where
     file = "paper_llama.json" if name == "llama" else "paper.json"
-    assert f"<!-- table {file} {name} model 0 -->" in page()
+    assert f"<!-- table {file}:experiments/{name}/model/" in page()
     (kept,) = (
         entry
         for entry in json.loads((DOCS / "results" / file).read_text())["experiments"]
