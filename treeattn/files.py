@@ -25,7 +25,7 @@ from treeattn.errors import ArgumentError, BackendError
 
 __all__ = [
     "ARCHIVES", "CacheFile", "check_distinct", "load_runs", "open_arrays", "open_cache", "output_writer",
-    "read_text", "save_tensors",
+    "read_text", "save_tensors", "tensors_header",
 ]  # fmt: skip
 
 #: Names of files that hold arrays end in one of these.
@@ -253,3 +253,15 @@ def save_tensors(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> byt
     return save(
         {name: np.ascontiguousarray(array) for name, array in tensors.items()}, metadata=dict(metadata)
     )
+
+
+def tensors_header(tensors: Mapping[str, tuple[Any, Sequence[int]]]) -> bytes:
+    """The beginning of a safetensors file of tensors (dtype, shape) that follow in this order."""
+    names = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
+        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text

@@ -6,19 +6,19 @@ token from rank to rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from treeattn import communicators
 from treeattn.agreement import Agreement
 from treeattn.attention.positions import Runs
-from treeattn.attention.shape import CACHE_DTYPES, DTYPES, FLOAT8, Shape, bits_of
 from treeattn.attention.shard import CacheFormat, Shard
-from treeattn.cache.placement import Placement, Reach, Write, ordered, whole_numbers
-from treeattn.decoder import device as devices
-from treeattn.decoder.device import Device
+from treeattn.cache import saved
+from treeattn.cache.placement import Reach, Write, ordered, whole_numbers
+from treeattn.cache.plan import Plan, check_number
 from treeattn.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -27,18 +27,6 @@ if TYPE_CHECKING:
     from treeattn.token_tree import TokenTree
 
 __all__ = ["ShardedCache"]
-
-
-class Plan(NamedTuple):
-    """What all layers have in common. shape: of the cache, as of a `Decoder` over it. elements: of its
-    arrays. latent: whether the first channels of k are the values."""
-
-    shape: Shape
-    elements: np.dtype[Any]
-    latent: bool
-    drafts: int
-    placement: Placement
-    device: Device
 
 
 class ShardedCache:
@@ -80,9 +68,6 @@ class ShardedCache:
         of another number of sequences.
     lengths : int64 [batch]
         Valid tokens of this shard, written in place.
-    layers : tuple of ShardedCache
-        This layer and, of the first, all others.
-    rank, size : int
 
     Raises
     ------
@@ -109,49 +94,40 @@ class ShardedCache:
         device: str = "cpu",
     ) -> None:
         comm = communicators.intracomm(comm)
+        held = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype, "v_dim": v_dim}
+        held |= {"k_scale": k_scale, "v_scale": v_scale}
         with Agreement(comm) as agreed:
-            queries = dtype if dtype in DTYPES else "float32" if dtype in FLOAT8 else dtype
-            shape = Shape(
-                *(batch, 1, kv_heads, kv_heads, head_dim, queries, dtype, k_scale, v_scale, v_dim or 0)
+            plan = Plan.of(
+                *(held, latent),
+                capacity=capacity,
+                layout=layout,
+                drafts=drafts,
+                device=device,
+                rank=comm.rank,
+                size=comm.size,
             )
-            for name, value, least in (
-                ("capacity", capacity, 1),
-                ("drafts", drafts, 0),
-                ("layers", layers, 1),
-            ):
-                if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-                    raise ArgumentError(f"{name} must be a whole number, at least {least}, not {value!r:.60}")
-            if latent and shape.v_dim > head_dim:
-                raise ArgumentError(
-                    f"v_dim {v_dim} of a latent cache must be a number of k's {head_dim} channels"
-                )
-            placement, place = Placement(layout, int(capacity), comm.rank, comm.size), devices.find(device)
-            bits = bits_of(dtype) if device != "cpu" else None
-            elements = np.dtype(bits) if bits else CACHE_DTYPES[dtype]
-            plan = Plan(shape, elements, bool(latent), int(drafts), placement, place)
-            reach = Reach(placement, np.zeros(batch, np.int64))
-            self._begin(plan, comm.rank, int(capacity), reach)
-            others = [ShardedCache.__new__(ShardedCache) for _ in range(1, layers)]
-            for other in others:
-                other._begin(plan, comm.rank, int(capacity), reach)
-            self._others: tuple[ShardedCache, ...] = tuple(others)
+            check_number("layers", layers, 1)
+            self._begin(plan, int(capacity), int(layers))
             agreed.must_match = {
-                "batch, kv_heads, head_dim, v_dim, dtype or scales": shape,
+                "batch, kv_heads, head_dim, v_dim, dtype or scales": plan.shape,
                 "latent": latent,
                 "capacity": capacity,
                 "layers": layers,
                 "drafts": drafts,
-                "layout": tuple(placement.runs),
+                "layout": tuple(plan.placement.runs),
                 "device": device,
             }
+        self._comm = comm
 
-    def _begin(self, plan: Plan, rank: int, capacity: int, reach: Reach) -> None:
-        """As an empty layer."""
-        self._plan, self._reach, self._capacity = plan, reach, capacity
-        self.rank, self.size = rank, len(plan.placement.runs)
-        self._others = ()
+    def _begin(self, plan: Plan, capacity: int, layers: int = 1, reach: Reach | None = None) -> ShardedCache:
+        """As the first of some empty layers."""
+        self._plan, self._capacity = plan, capacity
+        self._reach = reach or Reach(plan.placement, np.zeros(plan.shape.batch, np.int64))
         self._tree: TokenTree | None = None
         self._make_arrays()
+        others = [ShardedCache.__new__(ShardedCache) for _ in range(1, layers)]
+        self._others = tuple(other._begin(plan, capacity, reach=self._reach) for other in others)
+        return self
 
     def _make_arrays(self) -> None:
         """For as many sequences as there are."""
@@ -161,15 +137,23 @@ class ShardedCache:
 
     def _empty(self, tokens: int) -> tuple[Any, ...]:
         """Arrays of so many tokens, for keys and, unless they are among these, for values."""
-        shape, elements = self._plan.shape, self._plan.elements
-        widths = (shape.head_dim,) if self._plan.latent else (shape.head_dim, shape.v_dim)
-        axes = len(self._reach.totals), tokens, shape.kv_heads
-        return tuple(self._plan.device.memory.empty((*axes, width), elements) for width in widths)
+        plan, axes = self._plan, (len(self._reach.totals), tokens, self._plan.shape.kv_heads)
+        return tuple(plan.device.memory.empty((*axes, width), plan.elements) for width in plan.widths)
 
     def _hold(self, arrays: tuple[Any, ...]) -> None:
         self._shard = arrays
         self.k: Any = arrays[0]
         self.v: Any = None if self._plan.latent else arrays[1]
+
+    @property
+    def rank(self) -> int:
+        """Whose part this is."""
+        return self._plan.rank
+
+    @property
+    def size(self) -> int:
+        """Of how many ranks."""
+        return len(self._plan.placement.runs)
 
     @property
     def layers(self) -> tuple[ShardedCache, ...]:
@@ -211,6 +195,51 @@ class ShardedCache:
         more = {"k_scale": shape.k_scale, "v_scale": shape.v_scale, "dtype": shape.kv_dtype}
         more |= {"v_dim": shape.v_dim if latent else None, "positions": self.positions}
         return Shard(self.k, self.v, self.lengths, **more)
+
+    def save(self, directory: str | Path, about: Mapping[str, Any] | None = None) -> None:
+        """Write all layers into a directory that all ranks share: a safetensors file for each rank, and an
+        index. Collective, and of the first layer.
+
+        A cache that is there already is replaced in one moment: whenever a job is ended, the directory holds
+        the old one or the new one. about: what a reader may want to know, kept in the index as JSON.
+
+        Raises, on every rank alike, `ArgumentError` for layers that do not hold the same tokens, and
+        `BackendError` where a rank cannot write, as on a full disk; then what was there is as it was.
+        """
+        saved.save(self._comm, self.layers, Path(directory), dict(about or {}))
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | Path,
+        comm: Intracomm | None = None,
+        *,
+        layout: Any = "interleaved",
+        capacity: int | None = None,
+        drafts: int = 0,
+        device: str = "cpu",
+    ) -> ShardedCache:
+        """The first layer of what `save` wrote, on any number of ranks and in any layout. Collective; each
+        rank reads its own tokens alone.
+
+        capacity: of the new cache, that of the saved one unless said; layout, drafts, device: as for a new
+        one. Raises `ArgumentError`, on every rank alike, for a directory without a cache, a capacity that is
+        too small, or a file that is missing, cut off or damaged, which is named.
+        """
+        comm = communicators.intracomm(comm)
+        index = saved.agree(comm, Path(directory))
+        cache = cls(
+            *(comm,),
+            **index.held,
+            latent=index.latent,
+            layers=index.layers,
+            layout=layout,
+            drafts=drafts,
+            capacity=index.capacity if capacity is None else capacity,
+            device=device,
+        )
+        saved.fill(comm, cache.layers, Path(directory), index)
+        return cache
 
     def owners(self, positions: Any) -> Any:
         """The ranks of these positions, int64. Raises `ArgumentError` for one that is no rank's."""
@@ -313,17 +342,18 @@ class ShardedCache:
         self._tree = None
 
     def _write(self, writes: Iterable[Write], given: tuple[Any, ...], reach: Reach) -> None:
-        if reach.longest > self._capacity:
-            self._make_room(reach.longest)
+        self._reserve(reach)
         for rows, into, chosen in writes:
             taken = chosen if type(chosen) is slice else self._plan.device.from_host(chosen)
             for shard, new in zip(self._shard, given, strict=True):
                 shard[rows, into] = new[rows, taken]
         self._stand(reach)
 
-    def _make_room(self, tokens: int) -> None:
-        """Larger arrays with what is there: by half at least, so that growing costs little for each token."""
-        self._capacity, before = max(tokens, self._capacity + self._capacity // 2), self._shard
+    def _reserve(self, reach: Reach) -> None:
+        """Larger arrays where there is no room: by half at least, so that growing costs a token little."""
+        if reach.longest <= self._capacity:
+            return
+        self._capacity, before = max(reach.longest, self._capacity + self._capacity // 2), self._shard
         self._hold(self._empty(self.positions.below(self._capacity)))
         for new, old in zip(self._shard, before, strict=True):
             for row, length in enumerate(self._reach.lengths.tolist()):

@@ -1,0 +1,170 @@
+"""Caches that last: written by the ranks of one job, read by those of another, whatever their number."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from treeattn import files
+from treeattn.agreement import Agreement, collectively
+from treeattn.cache.index import NAME, Index, read_index
+from treeattn.cache.parts import GLOB, read_rows, write_part
+from treeattn.cache.placement import Reach
+from treeattn.cache.plan import Plan
+from treeattn.errors import ArgumentError, BackendError, TreeattnError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+    from treeattn.cache.sharded import ShardedCache
+
+__all__ = ["agree", "fill", "read_layers", "reshard", "save"]
+
+
+def save(comm: Intracomm, layers: Sequence[ShardedCache], directory: Path, about: dict[str, Any]) -> None:
+    """As `ShardedCache.save`. Collective."""
+    plan, reach = layers[0]._plan, layers[0]._reach
+    written: Path | None = None
+    try:
+        with Agreement(comm) as agreed:
+            for number, layer in enumerate(layers):
+                if not np.array_equal(layer.totals, reach.totals):
+                    raise ArgumentError(
+                        f"layer {number} holds {layer.totals.tolist()} tokens, the first one "
+                        f"{reach.totals.tolist()}: a cache is saved when all layers have come as far"
+                    )
+            agreed.must_match = {"the tokens": reach.totals.tolist(), "about": _json(about)}
+            _make(directory)
+            before = _parts(directory)
+            agreed.share = part = write_part(directory, layers)
+            written = None if part.file in before else directory / part.file
+        index = Index(
+            **_of_shape(plan),
+            layers=len(layers),
+            latent=plan.latent,
+            layout=plan.placement.name,
+            capacity=layers[0].capacity,
+            totals=tuple(reach.totals.tolist()),
+            parts=tuple(agreed.gathered),
+            about=about,
+        )
+        collectively(comm, lambda: None if comm.rank else _publish(directory, index))
+    except TreeattnError:
+        if written is not None:
+            written.unlink(missing_ok=True)
+        raise
+
+
+def agree(comm: Intracomm, directory: Path) -> Index:
+    """The index that all ranks read. Collective."""
+    with Agreement(comm) as agreed:
+        index = read_index(directory)
+        agreed.must_match = {f"the index of {directory}": index.sha256}
+    return index
+
+
+def fill(comm: Intracomm, layers: Sequence[ShardedCache], directory: Path, index: Index) -> None:
+    """Read this rank's tokens into empty layers. Collective."""
+    collectively(comm, lambda: read_layers(layers, directory, index))
+
+
+def read_layers(layers: Sequence[ShardedCache], directory: Path, index: Index) -> None:
+    """The same, by one rank. Raises `ArgumentError`."""
+    plan, totals = layers[0]._plan, np.array(index.totals, np.int64)
+    if plan.placement.limit is not None and totals.max() > plan.placement.limit:
+        raise ArgumentError(
+            f"{directory}: a sequence of {totals.max()} tokens exceeds the capacity of "
+            f"{plan.placement.limit}: give a larger one"
+        )
+    reach = Reach(plan.placement, totals)
+    for layer in layers:
+        layer._reserve(reach)
+    for part in index.parts:
+        read_rows(directory, part, layers, reach)
+    for layer in layers:
+        layer._stand(reach)
+
+
+def reshard(directory: Path, out: Path, ranks: int, layout: Any, capacity: int | None = None) -> Index:
+    """Write a saved cache as so many ranks would have, one part after the other, in one process. Raises
+    `ArgumentError`, `BackendError`."""
+    from treeattn.cache.sharded import ShardedCache
+
+    index = read_index(directory)
+    capacity = index.capacity if capacity is None else capacity
+    if out.resolve() == directory.resolve():
+        raise ArgumentError(f"{out}: is the cache that is read; write to another directory")
+    _make(out)
+    before, parts = _parts(out), []
+    try:
+        for rank in range(ranks):
+            options = {"capacity": capacity, "layout": layout, "drafts": 0, "device": "cpu"}
+            plan = Plan.of(index.held, index.latent, **options, rank=rank, size=ranks)
+            first = ShardedCache.__new__(ShardedCache)._begin(plan, capacity, index.layers)
+            read_layers(first.layers, directory, index)
+            parts.append(write_part(out, first.layers))
+        made = msgspec.structs.replace(
+            index, parts=tuple(parts), layout=plan.placement.name, capacity=first.capacity
+        )
+        _publish(out, made)
+    except BaseException:
+        for part in parts:
+            if part.file not in before:
+                (out / part.file).unlink(missing_ok=True)
+        raise
+    return made
+
+
+def _publish(directory: Path, index: Index) -> None:
+    """Let the index take the place of the one before, and remove what belongs to that."""
+    for part in index.parts:
+        path = directory / part.file
+        if not path.is_file() or path.stat().st_size != part.bytes:
+            raise ArgumentError(f"{path}: not there for rank 0: name a directory that all ranks share")
+    _sync(directory)
+    files.output_writer(directory / NAME)(index.encode())
+    _sync(directory)
+    kept = {part.file for part in index.parts}
+    for path in (*directory.glob(GLOB), *directory.glob(".*.part")):
+        if path.name not in kept:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BackendError(f"{directory}: cannot be made ({error.strerror}); name another place") from None
+
+
+def _parts(directory: Path) -> set[str]:
+    return {path.name for path in directory.glob(GLOB)}
+
+
+def _sync(directory: Path) -> None:
+    """Names, too, are on the disk when this returns."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _of_shape(plan: Plan) -> dict[str, Any]:
+    shape = plan.shape
+    names = "kv_heads", "head_dim", "v_dim", "k_scale", "v_scale"
+    return {"dtype": shape.kv_dtype, **{name: getattr(shape, name) for name in names}}
+
+
+def _json(about: dict[str, Any]) -> str:
+    try:
+        return msgspec.json.encode(about, order="sorted").decode()
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"about: cannot be written as JSON ({error})") from None
