@@ -1,0 +1,118 @@
+"""The cache that a model of transformers is given: full attention sharded, the rest as transformers has
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    get_layer_types_and_kwargs,
+)
+
+from treeattn import communicators
+from treeattn.agreement import Agreement
+from treeattn.cache import ShardedCache
+from treeattn.decoder import Reduction
+from treeattn.errors import ArgumentError
+from treeattn.huggingface import plans
+from treeattn.huggingface.agreeing_ranks import share_random_numbers
+from treeattn.huggingface.layers import FullAttentionLayer, SlidingWindowLayer, waiting
+
+__all__ = ["ShardedKV"]
+
+_ATTENTION = {"full_attention": FullAttentionLayer, "sliding_attention": SlidingWindowLayer}
+_STATES = ("linear_attention", "conv", "dummy")
+
+
+class ShardedKV(Cache):
+    """Keys and values of a model over the ranks of `comm`, for ``past_key_values=``. Creating it is
+    collective.
+
+    All ranks call the model with the same tokens at the same time. A layer of full attention keeps each token
+    on one rank (slot s on rank s mod ranks); layers of a sliding window and recurrent states, which are
+    short, lie whole on every rank and are attended there, without a message. Slots are places in the sequence
+    with its padding, as transformers counts them.
+
+    Parameters
+    ----------
+    config : transformers.PreTrainedConfig
+        Of the model, loaded with ``attn_implementation="treeattn"``.
+    comm : optional
+        The ranks, as `treeattn.decode` takes them.
+    capacity : int
+        Slots of a sequence that there is room for at first, over all ranks; the cache grows.
+    scheme : str, Schedule or Reduction
+        How partial results are merged, as `treeattn.decode` takes it.
+
+    Raises
+    ------
+    ArgumentError
+        On every rank alike: another attention implementation, layers that are not served, arguments that
+        differ between ranks.
+    """
+
+    def __init__(self, config: Any, comm: Any = None, *, capacity: int, scheme: Any = "hierarchical") -> None:
+        self.comm, self.capacity = communicators.intracomm(comm), capacity
+        with Agreement(self.comm) as agreed:
+            text = config.get_text_config(decoder=True)
+            if text._attn_implementation != "treeattn":
+                raise ArgumentError(
+                    f"the model attends by {text._attn_implementation!r}: load it with "
+                    "attn_implementation='treeattn'"
+                )
+            if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer) or capacity < 1:
+                raise ArgumentError(
+                    f"capacity must be a whole number of slots, at least 1, not {capacity!r:.60}"
+                )
+            layers = [
+                self._layer(kind, given)
+                for kind, given in zip(*get_layer_types_and_kwargs(text), strict=True)
+            ]
+            reduction = Reduction.of(scheme)
+            agreed.must_match = {
+                "capacity": capacity,
+                "scheme": reduction,
+                "the layers of the model": len(layers),
+            }
+        super().__init__(layers=layers)
+        self.plans = plans.over(self.comm, reduction)
+        self.dealt: Any = None  # while a prefill is under way in which each rank has tokens of its own
+        self._shards: dict[Any, Iterator[ShardedCache]] = {}
+        share_random_numbers(self.comm)
+
+    def _layer(self, kind: str, given: dict[str, Any]) -> Any:
+        if kind in _ATTENTION:
+            return _ATTENTION[kind](self, **given)
+        if kind in _STATES:
+            return DYNAMIC_LAYER_TYPE_MAPPING[kind](**given)
+        raise ArgumentError(f"layers of {kind!r} are not served: {', '.join((*_ATTENTION, *_STATES))} are")
+
+    def new_shard(self, k: Any, v: Any) -> ShardedCache:
+        """An empty cache of one layer for such keys and values. Collective for the first of a kind."""
+        batch, _, kv_heads, head_dim = k.shape
+        key = batch, kv_heads, head_dim, v.shape[3], k.dtype
+        made = next(self._shards.get(key, iter(())), None)
+        if made is None:
+            first = ShardedCache(
+                self.comm,
+                batch=batch,
+                capacity=self.capacity,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                v_dim=v.shape[3],
+                dtype=str(k.dtype).removeprefix("torch."),
+                layers=sum(isinstance(layer, FullAttentionLayer) for layer in self.layers),
+                device="cuda" if getattr(k, "is_cuda", False) else "cpu",
+            )
+            self._shards[key] = iter(first.layers)
+            made = next(self._shards[key])
+        return made
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        waiting.layer = None
+        super().reset()

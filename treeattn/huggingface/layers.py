@@ -1,0 +1,134 @@
+"""Layers of a `ShardedKV`, as transformers asks layers of a cache for lengths, crops and orders."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+
+from treeattn.errors import ArgumentError, StateError
+from treeattn.huggingface.store import Store
+
+if TYPE_CHECKING:
+    from treeattn.huggingface.cache import ShardedKV
+
+__all__ = ["FullAttentionLayer", "SlidingWindowLayer", "waiting"]
+
+
+class _Waiting:
+    """The layer whose new tokens nobody attended to yet."""
+
+    layer: FullAttentionLayer | None = None
+
+
+waiting = _Waiting()
+
+
+class FullAttentionLayer(CacheLayerMixin):
+    """Full attention: each token lies on one rank. Attention appends what `update` is given."""
+
+    is_sliding, is_croppable, supports_early_init = False, True, False
+
+    def __init__(self, cache: ShardedKV) -> None:
+        super().__init__()
+        self.cache, self.store, self.slots, self.new = cache, Store(cache), 0, 0
+        self.handle = self.store.handle
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing is held here: the store makes its arrays with the first tokens."""
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """The new keys, with this layer attached, and values. Attention then takes and appends them."""
+        cache = self.cache
+        if waiting.layer is not None and waiting.layer.cache is cache:
+            raise StateError(
+                "keys and values were cached, and 'treeattn' did not attend to them: this model's attention "
+                "does not go through transformers' attention interface, or changed the keys on the way"
+            )
+        waiting.layer = self
+        self.is_initialized = True
+        self.new = key_states.shape[2]
+        self.slots += self.new if cache.dealt is None else cache.dealt.tokens
+        return _attached(key_states, self), value_states
+
+    def taken(self) -> int:
+        """Whether what attention is given has still to be appended; another layer may share it, which comes
+        later."""
+        new = waiting.layer is self
+        if new:
+            waiting.layer = None
+        return int(new)
+
+    def get_seq_length(self) -> int:
+        """Slots of the whole sequence, on whichever ranks."""
+        return self.slots
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Slots of the next step, and where they begin."""
+        return self.slots + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No window."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.crop(-self.slots)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget so many of the last slots, given as a negative number."""
+        if tokens_to_remove > 0:
+            raise ArgumentError(f"crop({tokens_to_remove}): a negative number of tokens to remove is needed")
+        self.slots = max(0, self.slots + tokens_to_remove)
+        self.store.crop(self.slots)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i goes on with what row beam_idx[i] was."""
+        self.store.select(beam_idx.cpu().numpy())
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """The same."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times, one after the other."""
+        if self.store.shard is not None:
+            self.store.select(np.repeat(np.arange(len(self.store.shard.totals)), repeats))
+
+
+class SlidingWindowLayer(DynamicSlidingWindowLayer):
+    """A sliding window: transformers' own layer, whole on every rank."""
+
+    handle = 0
+
+    def __init__(self, cache: ShardedKV, sliding_window: int) -> None:
+        super().__init__(sliding_window)
+        self.cache = cache
+
+    @property
+    def slots(self) -> int:
+        """Of the whole sequence."""
+        return int(self.cumulative_length)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """What is in the window of the new tokens, with this layer attached."""
+        dealt = self.cache.dealt
+        if dealt is not None:
+            key_states, value_states = dealt.together(key_states), dealt.together(value_states)
+        keys, values = super().update(key_states, value_states)
+        return _attached(keys, self), values
+
+    def taken(self) -> int:
+        """Nothing is to be appended."""
+        return 0
+
+
+def _attached(keys: torch.Tensor, layer: Any) -> torch.Tensor:
+    """The way from a cache to an attention function: transformers hands over the keys, and nothing else.
+    Layers that share keys find the layer that has them, too."""
+    keys = keys.view(keys.shape)
+    keys.treeattn = layer
+    return keys

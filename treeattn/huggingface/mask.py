@@ -1,0 +1,114 @@
+"""What transformers builds for a mask: here where each sequence begins, and an error for every other pattern.
+
+A mask function of transformers gets no cache and no layer. It is given a rule by slots, `mask_function`, in
+which images, packed sequences and chunks come too: it has to be looked at.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from treeattn.errors import ArgumentError
+
+__all__ = ["begins_of", "mask"]
+
+#: Slots that are looked at at once.
+_BLOCK = 256
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = False,
+    config: Any = None,
+    use_vmap: bool = False,
+    **_: Any,
+) -> torch.Tensor | None:
+    """Where each sequence begins, int64 [batch], as `attention` takes it; None where no row is padded.
+
+    Raises `ArgumentError` for a pattern that is neither causal nor a causal window, for padding on the right,
+    and for a cache with room that is not filled.
+    """
+    if isinstance(q_offset, torch.Tensor) or kv_offset + kv_length != q_offset + q_length:
+        raise ArgumentError(
+            "the cache has room that is not filled yet (a static cache): pass a "
+            "treeattn.huggingface.ShardedKV "
+            "as past_key_values"
+        )
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is not None and local_size == chunk:
+        raise ArgumentError("attention in chunks (attention_chunk_size) is not served")
+    if mask_function is not causal_mask_function:
+        plain = allow_is_causal_skip and not use_vmap
+        if not plain and torch.compiler.is_compiling():
+            raise ArgumentError("a mask of the model's own cannot be looked at in a compiled model")
+        if not torch.compiler.is_compiling():
+            first = q_length - 1 if plain else 0
+            _check(batch_size, first, q_length, q_offset, mask_function, local_size, use_vmap)
+    if attention_mask is None:
+        return None
+    if torch.compiler.is_compiling():
+        return torch.ops.treeattn.begins(attention_mask, q_offset + q_length)
+    begins = begins_of(attention_mask, q_offset + q_length)
+    return begins if begins.any() else None
+
+
+def begins_of(attention_mask: torch.Tensor, end: int) -> torch.Tensor:
+    """The first slot of each row that is no padding. Raises `ArgumentError` for padding elsewhere."""
+    seen = attention_mask[:, :end].bool()
+    if attention_mask.ndim != 2 or seen.shape[1] != end:
+        raise ArgumentError(
+            f"attention_mask has shape {list(attention_mask.shape)}: [batch, {end}], all slots so far, is "
+            "needed"
+        )
+    begins = seen.int().argmax(1)
+    if bool((seen.sum(1) != end - begins).any()):
+        raise ArgumentError("attention_mask has zeros after ones: pad on the left (padding_side='left')")
+    return begins
+
+
+@torch.library.custom_op("treeattn::begins", mutates_args=())
+def _begins(attention_mask: torch.Tensor, end: int) -> torch.Tensor:
+    return begins_of(attention_mask, end)
+
+
+@_begins.register_fake
+def _(attention_mask: torch.Tensor, end: int) -> torch.Tensor:
+    return attention_mask.new_empty((attention_mask.shape[0],), dtype=torch.int64)
+
+
+def _check(
+    batch: int, first: int, queries: int, offset: int, function: Any, window: int | None, use_vmap: bool
+) -> None:
+    """Raise `ArgumentError` unless the rule is causal, or a causal window, from query `first` on."""
+    for begin in range(first, queries, _BLOCK):
+        count = min(_BLOCK, queries - begin)
+        end = offset + begin + count
+        got = sdpa_mask(
+            batch_size=batch,
+            q_length=count,
+            kv_length=offset + queries,
+            q_offset=offset + begin,
+            kv_offset=0,
+            mask_function=function,
+            allow_is_causal_skip=False,
+            use_vmap=use_vmap,
+        )
+        q = torch.arange(end - count, end)[:, None]
+        kv = torch.arange(offset + queries)[None]
+        wanted = (kv <= q) & (kv > q - window if window else True)
+        if not bool((got == wanted).all()):
+            raise ArgumentError(
+                "the mask of this model is neither causal nor a causal window (images, packed sequences, "
+                "chunks): "
+                "it is not served"
+            )

@@ -1,0 +1,126 @@
+"""Decoders for the kinds of steps that models ask for, each planned once for a communicator."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from treeattn import communicators
+from treeattn.attention.mask import Rules
+from treeattn.attention.shard import CacheFormat
+from treeattn.decoder import Decoder, Reduction
+
+__all__ = ["Plans", "alone", "over"]
+
+#: Queries of a plan at most: records are held for all of them.
+MOST_QUERIES = 256
+
+
+class Plans:
+    """Attention over the ranks of `comm`, whose tokens lie interleaved. Caches of one communicator share it.
+
+    A kind of step that is new is collective.
+    """
+
+    def __init__(self, comm: Any, reduction: Reduction) -> None:
+        self.comm, self._reduction = comm, reduction
+        self._decoders: dict[Any, Decoder] = {}
+
+    def attend(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        stands: Any,
+        lengths: Any = None,
+        begins: Any = None,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        causal: bool = False,
+    ) -> tuple[Any, Any]:
+        """out [batch, queries, own heads, v_dim] and lse [batch, own heads, queries] in arrays of their own.
+
+        q [batch, queries, heads, dim] at the slots `stands` [queries], ascending, of which the last is the
+        end of the sequence where there is one query; k, v: this rank's tokens, `lengths` [batch] of them, or
+        all. Seen is what is not before `begins` [batch] and not after the query, of the `window` last slots
+        unless 0. causal: whether one query may have slots after it, too.
+        """
+        outs, lses = [], []
+        for first in range(0, q.shape[1], MOST_QUERIES):
+            part = q[:, first : first + MOST_QUERIES]
+            at = stands[first : first + MOST_QUERIES]
+            bounded = window and (at[0] != at[-1] or at[-1] >= window)
+            causal = bool(causal or q.shape[1] > 1 or bounded)
+            rules = Rules(
+                causal=causal,
+                window=(window - 1, None) if bounded else None,
+                softcap=softcap or None,
+            )
+            decoder = self._decoder(part, k, v, scale, rules)
+            seen = {"q_positions": at} if causal else {}
+            if begins is not None:
+                seen["begins"] = begins
+            if not seen and lengths is not None:  # as a slice it is one call of compiled code
+                end = int(lengths[0])
+                out, lse = decoder(part, k[:, :end], v[:, :end])
+            else:
+                out, lse = decoder(part, k, v, lengths, **seen)
+            outs.append(_kept(out))
+            lses.append(_kept(lse))
+        if len(outs) == 1:
+            return outs[0], lses[0]
+        return _joined(outs, 1), _joined(lses, 2)
+
+    def _decoder(self, q: Any, k: Any, v: Any, scale: float, rules: Rules) -> Decoder:
+        batch, queries, heads, head_dim = q.shape
+        v_dim = v.shape[3] if v.shape[3] != head_dim else None
+        on_gpu = getattr(q, "is_cuda", False)
+        dtype = str(q.dtype).removeprefix("torch.")
+        key = (q.shape, k.shape[2], v_dim, dtype, on_gpu, scale, rules)
+        if key not in self._decoders:
+            self._decoders[key] = Decoder(
+                self.comm,
+                heads=heads,
+                kv_heads=k.shape[2],
+                head_dim=head_dim,
+                batch=batch,
+                queries=queries,
+                dtype=dtype,
+                scheme=self._reduction,
+                scale=scale,
+                rules=rules,
+                device="cuda" if on_gpu else "cpu",
+                cache=CacheFormat(positions="interleaved", v_dim=v_dim),
+            )
+        return self._decoders[key]
+
+
+def _kept(array: Any) -> Any:
+    """A copy: frameworks hold what they are given, a decoder writes it again."""
+    return array.copy() if isinstance(array, np.ndarray) else array.clone()
+
+
+def _joined(parts: list[Any], axis: int) -> Any:
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts, axis)
+    import torch
+
+    return torch.cat(parts, axis)
+
+
+_known: dict[tuple[int, Reduction], Plans] = {}
+
+
+def over(comm: Any, reduction: Reduction) -> Plans:
+    """The plans of a communicator, which all its caches share."""
+    return _known.setdefault((id(comm), reduction), Plans(comm, reduction))
+
+
+@functools.cache
+def alone() -> Plans:
+    """Those of what a rank has whole: nothing is sent."""
+    return Plans(communicators.alone(), Reduction())

@@ -1,0 +1,133 @@
+"""Where the tokens of a layer lie, and attention to them: one operator, also of a compiled model."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from treeattn.huggingface import plans
+from treeattn.huggingface.tensors import as_rows, as_tensor
+
+if TYPE_CHECKING:
+    from treeattn.cache import ShardedCache
+    from treeattn.huggingface.cache import ShardedKV
+
+__all__ = ["Store", "attend", "finished"]
+
+_numbers = itertools.count(1)
+_stores: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary()
+
+
+class Store:
+    """This rank's tokens of one layer, and how to attend to those of all ranks."""
+
+    def __init__(self, cache: ShardedKV) -> None:
+        self._cache, self.shard = cache, cast("ShardedCache | None", None)
+        self.handle = next(_numbers)
+        _stores[self.handle] = self
+
+    def append(self, k: Any, v: Any) -> None:
+        """The next tokens, [batch, tokens, kv_heads, dim], of which this rank keeps its own."""
+        self._made(k, v).append(k, v)
+
+    def append_own(self, k: Any, v: Any, tokens: int) -> None:
+        """The same of `tokens` tokens, of which k and v are this rank's."""
+        self._made(k, v).append_own(k, v, [tokens] * len(k))
+
+    def _made(self, k: Any, v: Any) -> Any:
+        if self.shard is None or (len(self.shard.totals) != len(k) and not self.shard.totals.any()):
+            self.shard = self._cache.new_shard(k, v)
+        return self.shard
+
+    def crop(self, slots: int) -> None:
+        """Forget what stands at `slots` and after."""
+        if self.shard is not None:
+            self.shard.rollback(np.full_like(self.shard.totals, slots))
+
+    def select(self, rows: Any) -> None:
+        """Row i is what row rows[i] was."""
+        if self.shard is not None:
+            self.shard.select(rows)
+
+    def attend(self, q: Any, at: int, begins: Any, rules: dict[str, Any]) -> tuple[Any, Any]:
+        """To all tokens of all ranks. Collective."""
+        stands = at + np.arange(q.shape[1])
+        shard: Any = self.shard
+        return self._cache.plans.attend(
+            q, shard.k, shard.v, stands=stands, lengths=shard.lengths, begins=begins, **rules
+        )
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    begins: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    store: int,
+    at: int,
+    new: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    """out [batch, queries, heads, dim] of the queries at the slots from `at` on.
+
+    store: the `handle` of a layer, to which k and v are appended if `new`; 0: key and value are all there is,
+    and end where the queries do.
+    """
+    q, k, v = as_rows(query), as_rows(key), as_rows(value)
+    first = None if begins is None else begins.cpu().numpy()
+    if first is not None and not first.any():
+        first = None
+    rules: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    own = _stores[store] if store else None
+    if own is not None and new:
+        own.append(k, v)
+    if own is None or at == 0:  # all of it is in k and v: no other rank need be asked
+        start = at + q.shape[1] - k.shape[1]
+        out, lse = plans.alone().attend(
+            *(q, k, v),
+            stands=at - start + np.arange(q.shape[1]),
+            begins=None if first is None else np.maximum(first - start, 0),
+            **rules,
+        )
+    else:
+        out, lse = own.attend(q, at, first, rules)
+    return finished(out, lse, sinks, query.dtype)
+
+
+def finished(out: Any, lse: Any, sinks: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """With the sink of each head, which has no value: exp(lse) / (exp(lse) + exp(sink)) of the result."""
+    result = as_tensor(out)
+    if sinks is not None:
+        share = torch.sigmoid(as_tensor(lse) - sinks.detach().float()[None, :, None])
+        result = result * share.transpose(1, 2)[..., None]
+    return result.to(dtype)
+
+
+@torch.library.custom_op("treeattn::attend", mutates_args=())
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    begins: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    store: int,
+    at: int,
+    new: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    return attend(query, key, value, begins, sinks, store, at, new, scale, window, softcap)
+
+
+@_attend.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    batch, heads, queries, _dim = query.shape
+    return query.new_empty((batch, queries, heads, value.shape[3]))

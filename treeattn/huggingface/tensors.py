@@ -1,0 +1,30 @@
+"""Tensors of transformers as arrays that treeattn reads where they lie, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import torch
+
+__all__ = ["as_rows", "as_tensor", "dtype_name"]
+
+
+def as_rows(states: torch.Tensor) -> Any:
+    """[batch, heads, tokens, dim] as an array [batch, tokens, heads, dim], not copied."""
+    rows = states.detach().transpose(1, 2)
+    if rows.is_cuda:
+        return rows
+    if rows.dtype == torch.bfloat16:
+        return rows.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return rows.numpy()
+
+
+def as_tensor(array: Any) -> torch.Tensor:
+    """A result of treeattn."""
+    return array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """As treeattn names it."""
+    return str(tensor.dtype).removeprefix("torch.")
