@@ -19,9 +19,10 @@ from treeattn import launch, mpi_library
 from treeattn.collectives.runtime import watchdog
 from treeattn.errors import BackendError
 
-__all__ = ["abort", "end", "end_on_signals", "finalize", "start"]
+__all__ = ["abort", "commanded", "end", "end_on_signals", "finalize", "start"]
 
 _PROMPT = 0.5  # seconds in which the main thread hears of a signal, unless it is in a blocking call
+_command = False
 _AGREES = 5.0  # seconds in which errors that were agreed on reach every rank
 
 
@@ -31,6 +32,8 @@ def start() -> None:
     mpi4py does both in calls that let no other thread run; so neither the watchdog nor a signal could end
     them.
     """
+    global _command
+    _command = True
     rank, size = launch.launched_as()
     watchdog.introduce(rank, size, launch.siblings)
     library = mpi_library.load(initialize=False)
@@ -44,6 +47,11 @@ def start() -> None:
     for comm in (library.COMM_WORLD, library.COMM_SELF):
         comm.Set_errhandler(library.ERRORS_RETURN)  # as mpi4py does
     watchdog.at_the_end(_finalize_mpi)
+
+
+def commanded() -> bool:
+    """Whether this process is a command of this package on several ranks, which `start` and `finalize`."""
+    return _command
 
 
 def _finalize_mpi() -> None:

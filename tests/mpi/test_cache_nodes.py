@@ -1,0 +1,247 @@
+"""A model process without keys and values, and cache nodes: drawn calls against a dense float64 oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import treeattn
+from treeattn import cache_nodes, collectives, reference
+from treeattn.errors import ArgumentError, RestrictionError, ScheduleError, StateError
+
+pytestmark = pytest.mark.mpi
+
+LAYERS, KV_HEADS, HEADS, HEAD_DIM = 2, 2, 4, 16
+SHAPE = {"layers": LAYERS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": "float32"}
+
+
+def meet(comm, model, **options):
+    """`model(nodes)` on rank 0, all others are nodes; what a node was, there."""
+    if comm.size == 1:
+        pytest.skip("one rank is a model process without cache nodes")
+    if comm.rank:
+        return cache_nodes.serve(comm, memory_bytes=1 << 24)
+    with cache_nodes.connect(comm, **options) as nodes:
+        model(nodes)
+    return None
+
+
+class Dense:
+    """All keys and values of all layers and sequences, in one place."""
+
+    def __init__(self, batch, seed):
+        self.draw = np.random.default_rng(seed)
+        self.held = [[[] for _ in range(batch)] for _ in range(LAYERS)]
+        self.begins = np.zeros(batch, np.int64)
+
+    def new(self, tokens, heads=KV_HEADS):
+        shape = len(self.held[0]), tokens, heads, HEAD_DIM
+        return self.draw.standard_normal(shape).astype(np.float32)
+
+    def check(self, layer, q, counts, out, lse, rules):
+        """Row by row, what was appended last being the queries'."""
+        for row, held in enumerate(self.held[layer]):
+            count = int(counts[row])
+            if not count:
+                continue
+            k, v = (np.stack(part)[None] for part in zip(*held, strict=True))
+            total = len(held)
+            stands = np.arange(total - count, total)[None]
+            visible = {name: getattr(rules, name) for name in ("causal", "window", "leading")}
+            seen = reference.seen(np.arange(total), stands, begins=self.begins[row : row + 1], **visible)
+            wanted = reference.attention(
+                q[row : row + 1, :count], k, v, scale=HEAD_DIM**-0.5, seen=seen, softcap=rules.softcap
+            )
+            np.testing.assert_allclose(out[row, :count], wanted[0][0], rtol=0, atol=2e-5)
+            np.testing.assert_allclose(lse[row, :, :count], wanted[1][0], rtol=0, atol=2e-5)
+
+
+RULES = [
+    treeattn.Rules(causal=True),
+    treeattn.Rules(causal=True, window=(5, 0)),
+    treeattn.Rules(causal=True, softcap=20.0),
+]
+
+
+def one_token_of_all_layers(cache, dense, tokens, counts, rules, begins):
+    for layer in range(LAYERS):
+        q, k, v = dense.new(tokens, HEADS), dense.new(tokens), dense.new(tokens)
+        for row, held in enumerate(dense.held[layer]):
+            held += list(zip(k[row], v[row], strict=True))[: int(counts[row])]
+        given = None if (counts == tokens).all() else counts
+        out, lse = cache.step(layer, q, k, v, counts=given, rules=rules, begins=begins)
+        dense.check(layer, q, counts, out, lse, rules)
+        if given is None and dense.draw.random() < 0.3:
+            again = cache.step(layer, q, rules=rules, begins=begins)
+            np.testing.assert_allclose(again[0], out, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drawn_calls_are_exact(comm, seed):
+    """Prompts in pieces, tokens, sequences of unlike lengths, padding, beams, crops, resets; two caches."""
+
+    def model(nodes):
+        dense = [Dense(batch, seed + batch) for batch in (1, 3)]
+        caches = [nodes.cache(batch=batch, capacity=200, **SHAPE) for batch in (1, 3)]
+        draw, rules = np.random.default_rng(seed), RULES[seed % 3]
+        for number in range(14):
+            at = int(draw.integers(2))
+            cache, mine = caches[at], dense[at]
+            batch, least = cache.batch, int(cache.totals.min())
+            what = draw.choice(["step", "step", "step", "chunk", "crop", "beams", "reset"])
+            begins = mine.begins if mine.begins.any() else None
+            if what == "step" or not number:
+                counts = np.ones(batch, np.int64)
+                if draw.random() < 0.3 and least:
+                    counts[:] = draw.integers(0, 2, batch)
+                one_token_of_all_layers(cache, mine, 1, counts, rules, begins)
+            elif what == "chunk":
+                tokens = int(draw.integers(2, 14))
+                counts = np.full(batch, tokens)
+                if draw.random() < 0.5:
+                    counts = draw.integers(0, tokens + 1, batch)
+                if not least and batch > 1:
+                    mine.begins[:] = draw.integers(0, 2, batch)
+                    begins = mine.begins if mine.begins.any() else None
+                one_token_of_all_layers(cache, mine, tokens, counts, rules, begins)
+            elif what == "crop":
+                totals = np.array([int(draw.integers(0, total + 1)) for total in cache.totals[0]])
+                cache.rollback(totals)
+                for layer in mine.held:
+                    for row, held in enumerate(layer):
+                        del held[totals[row] :]
+            elif what == "beams":
+                rows = draw.integers(0, batch, batch if draw.random() < 0.7 else batch + 1)
+                cache.select(rows)
+                mine.held = [[list(layer[row]) for row in rows] for layer in mine.held]
+                mine.begins = mine.begins[rows]
+            else:
+                cache.reset()
+                mine.held = [[[] for _ in layer] for layer in mine.held]
+                mine.begins[:] = 0
+            assert [[len(held) for held in layer] for layer in mine.held] == cache.totals.tolist()
+
+    node = meet(comm, model)
+    assert node is None or node.steps > 0
+
+
+@pytest.mark.parametrize("scheme", ["hierarchical", "chain", "k_nomial_tree:radix=3", "recursive_doubling"])
+def test_a_step_is_two_messages_for_each_node(comm, scheme):
+    """Down q, k and v with 64 bytes of what to do, up the partials; counted on every rank."""
+    sent_here, steps = [], 10
+
+    def model(nodes):
+        cache = nodes.cache(capacity=100, **SHAPE)
+        dense = Dense(1, 0)
+        cache.step(0, dense.new(1, HEADS), dense.new(1), dense.new(1))
+        before = nodes.messages, nodes.bytes
+        for _ in range(steps):
+            cache.step(0, dense.new(1, HEADS), dense.new(1), dense.new(1))
+        sent_here.extend(
+            after - was for after, was in zip((nodes.messages, nodes.bytes), before, strict=True)
+        )
+        assert cache._attention[0].sent == []
+        assert nodes.size == comm.size - 1
+
+    node = meet(comm, model, scheme=scheme)
+    ((_, attention),) = node.caches[0].views if node else ((None, None),)
+    up = [] if node is None else attention.sent
+    calls = 3  # the cache, the view, the end
+    down = sent_here[0] if node is None else node.tree.messages * steps // (steps + 1 + calls)
+    assert sum(comm.allgather(down)) == steps * (comm.size - 1)
+    assert sum(comm.allgather(len(up))) == comm.size - 1
+    assert all(size == HEADS * (HEAD_DIM + 2) * 4 for _, size in up)
+    if node is None:
+        own = 64 + HEADS * HEAD_DIM * 4 + 2 * KV_HEADS * HEAD_DIM * 4
+        assert sent_here[1] == sent_here[0] * own
+
+
+def test_capacity_is_what_the_nodes_have_room_for(comm):
+    """And what is beyond it is refused before anything is sent."""
+    token = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4
+
+    def model(nodes):
+        with pytest.raises(
+            ArgumentError, match=r"capacity 1000000: there is room for \d+ tokens of 512 B on"
+        ):
+            nodes.cache(capacity=1_000_000, **SHAPE)
+        with pytest.raises(ArgumentError, match="head_dim 7 is not supported"):
+            nodes.cache(**{**SHAPE, "head_dim": 7})
+        with pytest.raises(ArgumentError, match="layers must be a positive whole number"):
+            nodes.cache(**{**SHAPE, "layers": 0})
+        small = nodes.cache(capacity=4, **SHAPE)
+        whole = nodes.cache(batch=2, **SHAPE)
+        left = (1 << 24) - token * -(-4 // nodes.size)
+        assert whole.capacity == left // (2 * token) * nodes.size
+        with pytest.raises(ArgumentError, match="room for 0 tokens"):
+            nodes.cache(batch=2, **SHAPE)
+        dense = Dense(1, 0)
+        q, k = dense.new(3, HEADS), dense.new(3)
+        small.step(1, q, k, k)
+        before = nodes.messages
+        refused = [
+            ({"layer": 1, "q": q, "k": k, "v": k}, "6 tokens of a sequence: .* room for 4"),
+            ({"layer": 2, "q": q, "k": k, "v": k}, "layer 2: the cache has 2"),
+            ({"layer": 0, "q": q, "k": k}, "k and v come together"),
+            ({"layer": 0, "q": q}, "a sequence has fewer in layer 0"),
+            ({"layer": 0, "q": q, "k": k[:, :2], "v": k}, r"k has shape \[1, 2, 2, 16\]"),
+            ({"layer": 0, "q": q[..., :8], "k": k, "v": k}, "q has shape"),
+            ({"layer": 0, "q": q[:, :, :3], "k": k, "v": k}, "no multiple of 2 KV heads"),
+            ({"layer": 0, "q": q.astype("f8"), "k": k, "v": k}, "q is float64, the cache .* holds float32"),
+            ({"layer": 0, "q": q, "k": k, "v": k, "counts": [4]}, "counts .* from 0 to 3 are needed"),
+            ({"layer": 0, "q": q, "k": k, "v": k, "begins": [1, 2]}, "begins .* 1 whole numbers"),
+        ]
+        for given, message in refused:
+            with pytest.raises(ArgumentError, match=message):
+                small.step(**given)
+        with pytest.raises(ArgumentError, match="cannot go back to"):
+            small.rollback([4])
+        with pytest.raises(ArgumentError, match="numbers of the 1 sequences"):
+            small.select([1])
+        with pytest.raises(ArgumentError, match="2 sequences of 3 tokens: there is room for 2 each"):
+            small.select([0, 0])
+        assert nodes.messages == before
+        assert small.totals.tolist() == [[0], [3]]
+        small.step(1, q[:, :1], k[:, :1], k[:, :1])
+        nodes.close()
+        with pytest.raises(StateError, match="have ended"):
+            small.step(1, q[:, :1])
+
+    meet(comm, model)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "error", "message"),
+    [
+        ("ring", RestrictionError, "cache nodes take a tree"),
+        ("mpi_allreduce", RestrictionError, "mpi_allreduce is no schedule: cache nodes take a tree"),
+        ("nothing", ScheduleError, "there is no scheme 'nothing'"),
+    ],
+)
+def test_what_is_no_tree_is_refused_on_all(comm, scheme, error, message):
+    if comm.size == 1:
+        pytest.skip("one rank is a model process without cache nodes")
+    if scheme == "ring" and comm.size < 3:
+        scheme = "reduce_scatter_gather"
+    with pytest.raises(error, match=message):
+        cache_nodes.serve(comm) if comm.rank else cache_nodes.connect(comm, scheme=scheme)
+
+
+def test_who_is_who(comm):
+    if comm.size == 1:
+        with pytest.raises(ArgumentError, match="there are no cache nodes: mpiexec -n 1"):
+            cache_nodes.connect(comm)
+    else:
+        wrong, message = (cache_nodes.connect, "this is rank") if comm.rank else (cache_nodes.serve, "rank 0")
+        with pytest.raises(ArgumentError, match=message):
+            wrong(comm)
+
+
+def test_all_trees_of_the_catalogue_serve(comm):
+    def model(nodes):
+        cache, dense = nodes.cache(capacity=50, **SHAPE), Dense(1, 5)
+        one_token_of_all_layers(cache, dense, 9, np.array([9]), RULES[0], None)
+
+    for row in collectives.catalog.CATALOG.values():
+        if row.rooted:
+            meet(comm, model, scheme=row.name)

@@ -1,0 +1,385 @@
+"""The model process's end: what it asks the cache nodes to do, checked before anything is sent."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from treeattn import communicators, job, mpi_library
+from treeattn.agreement import collectively
+from treeattn.attention import arrays
+from treeattn.attention.mask import Rules
+from treeattn.attention.shape import DTYPES
+from treeattn.cache.placement import whole_numbers
+from treeattn.cache_nodes.meeting import agreed_capacity, meet
+from treeattn.cache_nodes.message import Head, Kind, Message, message_bytes
+from treeattn.cache_nodes.view import Attention, CachePlan, View
+from treeattn.collectives.schedule import Schedule
+from treeattn.errors import ArgumentError, StateError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
+
+__all__ = ["CacheNodes", "RemoteCache", "connect"]
+
+_MOST_QUERIES = 512  # in one step: a longer prompt goes in pieces of so many, then of smaller powers of two
+_CAUSAL = Rules(causal=True)
+
+
+def connect(comm: Intracomm | None = None, *, scheme: str | Schedule = "hierarchical") -> CacheNodes:
+    """Meet the cache nodes: all other ranks, which wait in `serve`. Rank 0 calls, before it loads a model.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm, optional
+        The model process, rank 0, and the nodes; COMM_WORLD unless given.
+    scheme : str or Schedule
+        The tree: partials come up it, and messages go down.
+
+    Raises
+    ------
+    ArgumentError
+        No nodes, or another rank than 0.
+    ScheduleError, RestrictionError
+        A scheme that is no tree.
+    """
+    watched = communicators.intracomm(comm)
+    if watched.rank:
+        raise ArgumentError(
+            f"this is rank {watched.rank}: the model process is rank 0, the others run `treeattn cache-node`"
+        )
+    if watched.size == 1:
+        raise ArgumentError(
+            "there are no cache nodes: mpiexec -n 1 python model.py : -n 16 treeattn cache-node, with both "
+            "parts in one job"
+        )
+    return CacheNodes(watched, scheme)
+
+
+class CacheNodes:
+    """The cache nodes of a job. `size` is their number; a context manager, which ends them.
+
+    messages, bytes: how many messages this process has sent to the nodes below it, and their bytes.
+    """
+
+    def __init__(self, comm: MpiCommunicator, scheme: str | Schedule) -> None:
+        """Collective, as `serve` is."""
+        self._comm, self.size = comm, comm.size - 1
+        comm.bcast((scheme, job.commanded()))
+        self._tree = meet(comm, scheme)
+        self.schedule = self._tree.schedule
+        comm.Split(mpi_library.load().UNDEFINED)  # the nodes have a communicator of their own
+        self._message = Message()
+        self._caches: list[RemoteCache] = []
+        self._closed = self._busy = False
+        atexit.register(self.close)
+
+    @property
+    def messages(self) -> int:
+        """Sent from here."""
+        return self._tree.messages
+
+    @property
+    def bytes(self) -> int:
+        """Sent from here."""
+        return self._tree.bytes
+
+    def cache(
+        self,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        v_dim: int | None = None,
+        batch: int = 1,
+        dtype: str = "bfloat16",
+        capacity: int | None = None,
+    ) -> RemoteCache:
+        """Plan a cache on the nodes; there may be several.
+
+        Parameters
+        ----------
+        layers, kv_heads, head_dim, v_dim, batch : int
+            As of a `ShardedCache`.
+        dtype : str
+            Of q, k and v: "bfloat16", "float16", "float32" or "float64".
+        capacity : int, optional
+            Tokens of the longest sequence; as many as the node with the least memory has room for unless
+            given. Nothing beyond it is taken.
+
+        Raises
+        ------
+        ArgumentError
+            Sizes that cannot be, or more than the nodes have room for. They go on.
+        """
+        plan = CachePlan(layers, kv_heads, head_dim, v_dim or head_dim, dtype)
+        self._call("plan_cache", plan=plan, batch=batch, capacity=capacity)
+        found = agreed_capacity(self._comm, plan, batch, capacity, 0)
+        collectively(self._comm, tuple)  # the nodes make their parts
+        cache = RemoteCache(self, len(self._caches), plan, batch, found)
+        self._caches.append(cache)
+        return cache
+
+    def _call(self, name: str, **arguments: Any) -> None:
+        """Send a call down the tree."""
+        self._check_open()
+        self._tree.sent()
+        self._message.call(name, arguments)
+        self._tree.down(self._message)
+        self._tree.sent()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("the cache nodes have ended: they are closed")
+
+    def close(self) -> None:
+        """End the nodes. Also done when the process ends."""
+        if self._closed:
+            return
+        if self._busy:
+            job.end(1)  # an exception came in the middle of a step: the nodes wait for the rest of it
+        self._call("close")
+        self._closed = True
+        atexit.unregister(self.close)
+        for cache in self._caches:
+            cache._drop()
+        self._tree.close()
+
+    def __enter__(self) -> CacheNodes:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self._busy:
+            job.abort(error)
+        self.close()
+
+
+class RemoteCache:
+    """Keys and values that lie on the cache nodes; made by `CacheNodes.cache`. Nothing of them is here.
+
+    Attributes
+    ----------
+    totals : int64 [layers, batch]
+        Tokens that each sequence has in each layer.
+    capacity : int
+        Of the longest sequence.
+    """
+
+    def __init__(self, nodes: CacheNodes, number: int, plan: CachePlan, batch: int, capacity: int) -> None:
+        self._nodes, self._number, self._plan, self.capacity = nodes, number, plan, capacity
+        self._most = capacity * batch  # tokens of all sequences that there is room for
+        self.totals = np.zeros((plan.layers, batch), np.int64)
+        self._views: dict[View, int] = {}
+        self._attention: list[Attention] = []
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return int(self.totals.shape[1])
+
+    def step(
+        self,
+        layer: int,
+        q: Any,
+        k: Any = None,
+        v: Any = None,
+        *,
+        counts: Any = None,
+        begins: Any = None,
+        scale: float | None = None,
+        rules: Rules | None = None,
+    ) -> tuple[Any, Any]:
+        """Append the new tokens of a layer and attend to all of it: 2 (p - 1) messages over p processes.
+
+        Parameters
+        ----------
+        layer : int
+        q : [batch, tokens, heads, head_dim]
+            Of the new tokens; more than 512, or no power of two of them, go in several steps.
+        k, v : [batch, tokens, kv_heads, head_dim], [.., v_dim], optional
+            Of the new tokens; without them q attends to what is there, as the last tokens of it.
+        counts : [batch], optional
+            How many of the tokens each sequence gets, if not all; results of the others mean nothing.
+        begins : [batch], optional
+            Where each sequence begins (left padding): tokens before are not seen.
+        scale, rules
+            As of `decode`; the rules are `Rules(causal=True)` unless given.
+
+        Returns
+        -------
+        out : [batch, tokens, heads, v_dim]
+        lse : [batch, heads, tokens]
+            As `decode` gives them, until the next step.
+
+        Raises
+        ------
+        ArgumentError
+            What does not fit, or exceeds the capacity: before anything is sent.
+        """
+        self._nodes._check_open()
+        given = self._checked(layer, q, k, v)
+        batch, queries, heads, _ = given[0].shape
+        if counts is not None:
+            counts = self._per_sequence("counts", counts, queries if len(given) > 1 else 0)
+        if begins is not None:
+            begins = self._per_sequence("begins", begins, None)
+        self._check_room(layer, counts, queries if len(given) > 1 else 0)
+        rules = Rules.of(_CAUSAL if rules is None else rules, heads)
+        pieces = list(_pieces(queries)) if len(given) > 1 else [slice(0, queries)]
+        whole: tuple[Any, Any] | None = None
+        for piece in pieces:
+            some = tuple(array[:, piece] for array in given)
+            told = None if counts is None else np.clip(counts - piece.start, 0, piece.stop - piece.start)
+            got = self._step(layer, some, told, begins, scale, rules)
+            if len(pieces) == 1:
+                return got
+            if whole is None:
+                shapes = (batch, queries, *got[0].shape[2:]), (batch, heads, queries)
+                whole = np.empty(shapes[0], got[0].dtype), np.empty(shapes[1], got[1].dtype)
+            whole[0][:, piece], whole[1][:, :, piece] = got
+        assert whole is not None
+        return whole
+
+    def _step(
+        self, layer: int, given: tuple[Any, ...], counts: Any, begins: Any, scale: float | None, rules: Rules
+    ) -> tuple[Any, Any]:
+        nodes, plan, (batch, queries, heads, _) = self._nodes, self._plan, given[0].shape
+        scale = 1.0 / math.sqrt(plan.head_dim) if scale is None else float(scale)
+        view = View(plan, batch, queries, heads, scale, _of_the_last(rules) if queries == 1 else rules)
+        number = self._views.get(view)
+        if number is None:
+            number = self._plan_view(view)
+        tokens = queries if len(given) > 1 else 0
+        flags = int(counts is not None), int(begins is not None)
+        parts = view.parts(tokens, *flags)
+        nodes._tree.sent()
+        message = nodes._message
+        message.begin(Head(Kind.STEP, message_bytes(parts), self._number, layer, number, tokens, *flags))
+        into = message.arrays((self._number, number, tokens, *flags), parts)
+        sent = (*(one for one in (counts, begins) if one is not None), *given)
+        for place, array in zip(into, sent, strict=True):
+            place[...] = array
+        nodes._busy = True
+        nodes._tree.down(message)
+        attention, totals = self._attention[number], self.totals[layer]
+        got = attention(into[sum(flags)], *attention.nothing, None, (), totals - (queries - tokens), begins)
+        totals += tokens if counts is None else counts
+        nodes._busy = False
+        return got
+
+    def _plan_view(self, view: View) -> int:
+        self._nodes._call("plan_view", cache=self._number, view=view)
+        self._attention.append(Attention(view, self._nodes._comm, self._nodes.schedule))
+        number = self._views[view] = len(self._attention) - 1
+        return number
+
+    def rollback(self, totals: Any) -> None:
+        """Forget the tokens from `totals` [batch] on, in all layers. Raises `ArgumentError` for more than
+        there are."""
+        totals = self._per_sequence("totals", totals, None)
+        if (totals > self.totals).any():
+            raise ArgumentError(
+                f"cannot go back to {totals.tolist()} tokens: {self.totals.min(axis=0).tolist()} are there"
+            )
+        self._nodes._call("rollback", cache=self._number, totals=totals)
+        self.totals[...] = totals
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.rollback(np.zeros(self.batch, np.int64))
+
+    def select(self, rows: Any) -> None:
+        """Go on with the sequences `rows`, integers [new batch], in this order, as beams do; one may come
+        several times, or not at all. Raises `ArgumentError` for a sequence that is not there, or for more
+        of them than there is room for."""
+        rows = whole_numbers("rows", rows)
+        if rows.ndim != 1 or not rows.size or (rows < 0).any() or (rows >= self.batch).any():
+            raise ArgumentError(f"rows {rows.tolist()}: numbers of the {self.batch} sequences are needed")
+        capacity = self._most // len(rows)
+        if (self.totals[:, rows] > capacity).any():
+            raise ArgumentError(
+                f"{len(rows)} sequences of {int(self.totals.max())} tokens: there is room for {capacity} each"
+            )
+        self._nodes._call("select", cache=self._number, rows=rows)
+        self.totals, self.capacity = self.totals[:, rows], capacity
+
+    def _checked(self, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, ...]:
+        """q, or q, k and v, as NumPy arrays of this cache. Raises `ArgumentError`."""
+        plan, dtype = self._plan, DTYPES[self._plan.dtype]
+        if not (isinstance(layer, int | np.integer) and 0 <= layer < plan.layers):
+            raise ArgumentError(f"layer {layer!r:.40}: the cache has {plan.layers}, from 0 on")
+        if (k is None) != (v is None):
+            raise ArgumentError("k and v come together, or neither of them")
+        named = (("q", q),) if k is None else (("q", q), ("k", k), ("v", v))
+        given = tuple(arrays.on_host(name, array) for name, array in named)
+        queries = given[0].shape[1] if given[0].ndim == 4 else 0
+        widths = (None, plan.head_dim), (plan.kv_heads, plan.head_dim), (plan.kv_heads, plan.v_dim)
+        for (name, _), array, (heads, width) in zip(named, given, widths, strict=False):
+            shape = array.shape
+            right = len(shape) == 4 and shape[:2] == (self.batch, queries) and shape[3] == width
+            if not right or not queries or heads not in (None, shape[2]):
+                raise ArgumentError(
+                    f"{name} has shape {list(shape)}: [batch, tokens, heads, width] = [{self.batch}, "
+                    f"{queries or 'some'}, {heads or 'any'}, {width}] is needed"
+                )
+            if array.dtype != dtype:
+                raise ArgumentError(f"{name} is {array.dtype}, the cache on the nodes holds {plan.dtype}")
+        if given[0].shape[2] % plan.kv_heads:
+            raise ArgumentError(
+                f"{given[0].shape[2]} query heads are no multiple of {plan.kv_heads} KV heads"
+            )
+        if k is None and (self.totals[layer] < queries).any():
+            raise ArgumentError(
+                f"q is of the last {queries} tokens, and a sequence has fewer in layer {layer}"
+            )
+        return given
+
+    def _per_sequence(self, name: str, given: Any, most: int | None) -> Any:
+        numbers = whole_numbers(name, given)
+        upto = "on" if most is None else f"to {most}"
+        if (
+            numbers.shape != (self.batch,)
+            or (numbers < 0).any()
+            or (most is not None and (numbers > most).any())
+        ):
+            raise ArgumentError(
+                f"{name} {numbers.tolist()!r:.60}: {self.batch} whole numbers from 0 {upto} are needed"
+            )
+        return numbers
+
+    def _check_room(self, layer: int, counts: Any, tokens: int) -> None:
+        after = self.totals[layer] + (tokens if counts is None else counts)
+        if (after > self.capacity).any():
+            raise ArgumentError(
+                f"{int(after.max())} tokens of a sequence: the cache nodes have room for {self.capacity}: "
+                "take more nodes, or plan fewer sequences"
+            )
+
+    def _drop(self) -> None:
+        for attention in self._attention:
+            attention.close()
+        self._attention.clear()
+
+
+@functools.lru_cache(maxsize=64)
+def _of_the_last(rules: Rules) -> Rules:
+    """What they are to a query that stands behind all keys: one that sees them all takes a shorter way."""
+    alone = rules.causal and rules.window is None and rules.alibi is None
+    return replace(rules, causal=False) if alone else rules
+
+
+def _pieces(queries: int) -> Iterator[slice]:
+    """A prompt in pieces, so that the plans of all prompts are few."""
+    begin = 0
+    while begin < queries:
+        size = min(_MOST_QUERIES, 1 << ((queries - begin).bit_length() - 1))
+        yield slice(begin, begin + size)
+        begin += size

@@ -1,0 +1,50 @@
+"""What model process and cache nodes do together, each on its end of the same calls."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from treeattn.agreement import Agreement, collectively
+from treeattn.attention.shape import Shape
+from treeattn.cache_nodes import memory
+from treeattn.cache_nodes.tree import Tree, edges
+from treeattn.cache_nodes.view import CachePlan
+from treeattn.collectives.schedule import Schedule
+from treeattn.decoder.plan import schedule as planned
+from treeattn.decoder.plan import select
+from treeattn.errors import ArgumentError, RestrictionError
+
+if TYPE_CHECKING:
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
+
+__all__ = ["agreed_capacity", "meet"]
+
+
+def meet(comm: MpiCommunicator, scheme: str | Schedule) -> Tree:
+    """The tree of a scheme. Collective. Raises, on every rank alike, where it is none."""
+    selection = collectively(comm, lambda: select(scheme))
+    schedule = planned(selection, comm, "root")
+
+    def check() -> Schedule:
+        if schedule is None:
+            raise RestrictionError(
+                f"{selection.text} is no schedule: cache nodes take a tree, such as hierarchical"
+            )
+        edges(schedule)
+        return schedule
+
+    return Tree(comm, collectively(comm, check))
+
+
+def agreed_capacity(comm: MpiCommunicator, plan: CachePlan, batch: int, wanted: int | None, free: int) -> int:
+    """Tokens of the longest sequence that all nodes together have room for. Collective.
+
+    free: bytes that this node has left. Raises `ArgumentError` on every rank alike.
+    """
+    with Agreement(comm) as agreed:
+        Shape(batch, 1, plan.kv_heads, plan.kv_heads, plan.head_dim, plan.dtype, v_dim=plan.v_dim)
+        for name, value in (("layers", plan.layers), ("capacity", 1 if wanted is None else wanted)):
+            if type(value) is not int or value < 1:
+                raise ArgumentError(f"{name} must be a positive whole number, not {value!r:.40}")
+        agreed.share = free
+    return memory.capacity(wanted, plan.token_bytes(batch), agreed.gathered[1:])

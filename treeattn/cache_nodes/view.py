@@ -1,0 +1,104 @@
+"""How the steps of a cache attend: what both ends of a step plan alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from treeattn.attention.mask import Rules
+from treeattn.attention.shape import DTYPES
+from treeattn.attention.shard import CacheFormat, Shard
+from treeattn.cache_nodes.message import Array
+from treeattn.collectives.schedule import Schedule
+from treeattn.decoder import Decoder, Reduction
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["Attention", "CachePlan", "View"]
+
+_INT64 = np.dtype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """The shape of a cache on the nodes. dtype: of q too."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    v_dim: int
+    dtype: str
+
+    def token_bytes(self, batch: int) -> int:
+        """Of one token of every sequence in all layers."""
+        width = self.head_dim + self.v_dim
+        itemsize: int = DTYPES[self.dtype].itemsize
+        return batch * self.layers * self.kv_heads * width * itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What steps over a cache have in common, and are planned for once."""
+
+    cache: CachePlan
+    batch: int
+    queries: int
+    heads: int
+    scale: float
+    rules: Rules
+
+    def parts(self, tokens: int, counts: int, begins: int) -> tuple[Array, ...]:
+        """The arrays of a step's message: per sequence counts and begins, where they come; q, and of `tokens`
+        new ones k and v."""
+        cache, batch, dtype = self.cache, self.batch, DTYPES[self.cache.dtype]
+        q = (batch, self.queries, self.heads, cache.head_dim), dtype
+        new = [((batch, tokens, cache.kv_heads, width), dtype) for width in (cache.head_dim, cache.v_dim)]
+        return (((batch,), _INT64),) * (counts + begins) + (q, *(new if tokens else ()))
+
+
+class Attention:
+    """A planned view, on either end. Creating it is collective over the model process and all nodes."""
+
+    def __init__(self, view: View, comm: Intracomm, schedule: Schedule) -> None:
+        cache, queries = view.cache, np.arange(view.queries)
+        differs = cache.v_dim != cache.head_dim
+        self._plain, self._positional, self._queries = not view.rules.names, view.rules.positional, queries
+        self._decoder = Decoder(
+            comm,
+            heads=view.heads,
+            kv_heads=cache.kv_heads,
+            head_dim=cache.head_dim,
+            batch=view.batch,
+            queries=view.queries,
+            dtype=cache.dtype,
+            scheme=Reduction(schedule, output="root"),
+            scale=view.scale,
+            rules=view.rules,
+            cache=CacheFormat(v_dim=cache.v_dim) if differs else None,
+        )
+        empty, dtype = (view.batch, 0, cache.kv_heads), DTYPES[cache.dtype]
+        #: Keys and values of the model process.
+        self.nothing = np.empty((*empty, cache.head_dim), dtype), np.empty((*empty, cache.v_dim), dtype)
+
+    @property
+    def sent(self) -> list[tuple[int, int]]:
+        """(destination, bytes) of the partials that this rank sends in a step."""
+        sent = self._decoder.sent
+        assert isinstance(sent, list)
+        return sent
+
+    def __call__(
+        self, q: Any, k: Any, v: Any, lengths: Any, positions: Any, first: Any, begins: Any
+    ) -> tuple[Any, Any]:
+        """A step. positions: of this rank's tokens; first: where the first query of each sequence stands."""
+        if self._plain and begins is None:
+            return self._decoder(q, k, v, lengths)
+        stands = first[:, None] + self._queries if self._positional else None
+        return self._decoder(q, Shard(k, v, lengths, positions=positions), q_positions=stands, begins=begins)
+
+    def close(self) -> None:
+        """Collective."""
+        self._decoder.close()

@@ -1,0 +1,25 @@
+"""``treeattn cache-node``: keep and attend for a model process."""
+
+from __future__ import annotations
+
+import click
+
+from treeattn import cache_nodes
+from treeattn.cache_nodes.memory import read_bytes
+from treeattn.cli.options import read
+
+__all__ = ["command"]
+
+
+@click.command("cache-node")
+@click.option("--memory", callback=read(read_bytes), metavar="SIZE",
+              help="For keys and values, such as 200GB; else nine tenths of what is free.")  # fmt: skip
+def command(memory: int | None) -> int:
+    """Keep keys and values for the model process, rank 0, and attend to them until it ends.
+
+    Started beside it: mpiexec -n 1 python model.py : -n 16 treeattn cache-node
+    """
+    node = cache_nodes.serve(memory_bytes=memory)
+    if not node.command:
+        raise SystemExit(0)  # rank 0 does not take part in how commands end
+    return 0
