@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+
 import numpy as np
 import pytest
 
@@ -245,3 +249,33 @@ def test_all_trees_of_the_catalogue_serve(comm):
     for row in collectives.catalog.CATALOG.values():
         if row.rooted:
             meet(comm, model, scheme=row.name)
+
+
+def test_what_is_saved_is_continued_by_any_job(comm):
+    """Read by the nodes again, and by ranks that are none; what fails is told, and the nodes go on."""
+    folder = comm.bcast(tempfile.mkdtemp() if comm.rank == 0 else None)
+    dense = Dense(2, 3)
+
+    def model(nodes):
+        cache = nodes.cache(batch=2, capacity=60, **SHAPE)
+        one_token_of_all_layers(cache, dense, 11, np.array([11, 7]), RULES[0], None)
+        cache.save(f"{folder}/cache", {"of": "a test"})
+        again = nodes.load(f"{folder}/cache", capacity=40)
+        assert (again.capacity, again.totals.tolist()) == (40, [[11, 7]] * LAYERS)
+        one_token_of_all_layers(again, dense, 1, np.array([1, 1]), RULES[0], None)
+        with pytest.raises(ArgumentError, match="no saved cache"):
+            nodes.load(folder)
+        with pytest.raises(ArgumentError, match="there is room for"):
+            nodes.load(f"{folder}/cache", capacity=10**9)
+        cache.step(0, dense.new(1, HEADS)[[0, 0]], dense.new(1), dense.new(1))
+        with pytest.raises(ArgumentError, match="layer 1 holds"):
+            cache.save(f"{folder}/cache")
+        assert sorted(os.listdir(folder)) == ["cache"]
+
+    meet(comm, model)
+    comm.barrier()
+    cache = treeattn.ShardedCache.load(f"{folder}/cache", comm)
+    assert [layer.totals.tolist() for layer in cache.layers] == [[11, 7]] * LAYERS
+    comm.barrier()
+    if comm.rank == 0:
+        shutil.rmtree(folder)

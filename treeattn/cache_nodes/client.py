@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,9 +18,10 @@ from treeattn.attention import arrays
 from treeattn.attention.mask import Rules
 from treeattn.attention.shape import DTYPES
 from treeattn.cache.placement import whole_numbers
-from treeattn.cache_nodes.meeting import agreed_capacity, meet
+from treeattn.cache_nodes.meeting import agreed_capacity, agreed_index, meet
 from treeattn.cache_nodes.message import Head, Kind, Message, message_bytes
 from treeattn.cache_nodes.view import Attention, CachePlan, View
+from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError, StateError
 
@@ -122,11 +124,32 @@ class CacheNodes:
         """
         plan = CachePlan(layers, kv_heads, head_dim, v_dim or head_dim, dtype)
         self._call("plan_cache", plan=plan, batch=batch, capacity=capacity)
-        found = agreed_capacity(self._comm, plan, batch, capacity, 0)
-        collectively(self._comm, tuple)  # the nodes make their parts
-        cache = RemoteCache(self, len(self._caches), plan, batch, found)
+        return self._made(plan, batch, agreed_capacity(self._comm, plan, batch, capacity, 0))
+
+    def load(self, directory: str | Path, *, capacity: int | None = None) -> RemoteCache:
+        """A cache on the nodes with what `RemoteCache.save` or `ShardedCache.save` wrote, on whatever number
+        of ranks. The directory is shared by all processes.
+
+        capacity: that of the saved cache unless given. Raises as `ShardedCache.load` and `cache` do; the
+        nodes go on.
+        """
+        self._call("load", directory=str(directory), capacity=capacity)
+        plan, index = agreed_index(self._comm, str(directory))
+        batch, wanted = len(index.totals), index.capacity if capacity is None else capacity
+        cache = self._made(plan, batch, agreed_capacity(self._comm, plan, batch, wanted, 0))
+        cache.totals[:] = index.totals
+        return cache
+
+    def _made(self, plan: CachePlan, batch: int, capacity: int) -> RemoteCache:
+        self._done()
+        cache = RemoteCache(self, len(self._caches), plan, batch, capacity)
         self._caches.append(cache)
         return cache
+
+    def _done(self) -> None:
+        """Wait until the nodes have done what was called. Raises what they raised."""
+        with watchdog.Activity("what the cache nodes do"):
+            collectively(self._comm, tuple)
 
     def _call(self, name: str, **arguments: Any) -> None:
         """Send a call down the tree."""
@@ -291,6 +314,13 @@ class RemoteCache:
             )
         self._nodes._call("rollback", cache=self._number, totals=totals)
         self.totals[...] = totals
+
+    def save(self, directory: str | Path, about: Mapping[str, Any] | None = None) -> None:
+        """Write all layers, as `ShardedCache.save`: each node writes what it holds. `CacheNodes.load` and
+        `ShardedCache.load` read it, on any number of ranks. Raises what that raises; the nodes go on."""
+        nodes = self._nodes
+        nodes._call("save", cache=self._number, directory=str(directory), about=dict(about or {}))
+        nodes._done()
 
     def reset(self) -> None:
         """Forget all tokens."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from treeattn.agreement import Agreement, collectively
-from treeattn.attention.shape import Shape
+from treeattn.attention.shape import FLOAT8, Shape
+from treeattn.cache.index import Index, read_index
 from treeattn.cache_nodes import memory
 from treeattn.cache_nodes.tree import Tree, edges
 from treeattn.cache_nodes.view import CachePlan
@@ -17,7 +18,7 @@ from treeattn.errors import ArgumentError, RestrictionError
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
-__all__ = ["agreed_capacity", "meet"]
+__all__ = ["agreed_capacity", "agreed_index", "meet"]
 
 
 def meet(comm: MpiCommunicator, scheme: str | Schedule) -> Tree:
@@ -34,6 +35,22 @@ def meet(comm: MpiCommunicator, scheme: str | Schedule) -> Tree:
         return schedule
 
     return Tree(comm, collectively(comm, check))
+
+
+def agreed_index(comm: MpiCommunicator, directory: str) -> tuple[CachePlan, Index]:
+    """What a saved cache holds, as every rank reads it. Collective. Raises, on every rank alike, as
+    `read_index`, and for a cache that nodes do not serve."""
+
+    def read() -> Index:
+        index = read_index(directory)
+        if index.latent or index.dtype in FLOAT8:
+            raise RestrictionError(
+                f"{directory}: cache nodes hold keys and values of one type, of 16 bits or more"
+            )
+        return index
+
+    index = collectively(comm, read)
+    return CachePlan(index.layers, index.kv_heads, index.head_dim, index.v_dim, index.dtype), index
 
 
 def agreed_capacity(comm: MpiCommunicator, plan: CachePlan, batch: int, wanted: int | None, free: int) -> int:

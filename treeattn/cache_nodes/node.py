@@ -9,7 +9,7 @@ from treeattn import communicators
 from treeattn.agreement import collectively
 from treeattn.cache import ShardedCache
 from treeattn.cache_nodes import memory
-from treeattn.cache_nodes.meeting import agreed_capacity, meet
+from treeattn.cache_nodes.meeting import agreed_capacity, agreed_index, meet
 from treeattn.cache_nodes.message import Head, Kind, Message
 from treeattn.cache_nodes.view import Attention, CachePlan, View
 from treeattn.errors import ArgumentError, TreeattnError
@@ -46,8 +46,8 @@ def serve(comm: Intracomm | None = None, *, memory_bytes: int | None = None) -> 
 class _Held:
     """A cache of this node, and how its steps attend."""
 
-    def __init__(self, cache: ShardedCache, bytes_held: int) -> None:
-        self.layers, self.bytes = cache.layers, bytes_held
+    def __init__(self, cache: ShardedCache) -> None:
+        self.layers = cache.layers
         self.views: list[tuple[View, Attention]] = []
 
 
@@ -98,13 +98,13 @@ class Node:
         self.steps += 1
 
     def _plan_cache(self, plan: CachePlan, batch: int, capacity: int | None) -> None:
-        capacity = agreed_capacity(self._comm, plan, batch, capacity, self._free)
+        found = agreed_capacity(self._comm, plan, batch, capacity, self._free)
 
         def make() -> ShardedCache:
             return ShardedCache(
                 self._nodes,
                 batch=batch,
-                capacity=capacity,
+                capacity=found,
                 kv_heads=plan.kv_heads,
                 head_dim=plan.head_dim,
                 v_dim=plan.v_dim,
@@ -112,10 +112,21 @@ class Node:
                 layers=plan.layers,
             )
 
-        cache = collectively(self._comm, make)
-        size = plan.token_bytes(batch) * -(-capacity // self._nodes.size)
-        self._free -= size
-        self.caches.append(_Held(cache, size))
+        self._hold(collectively(self._comm, make), plan.token_bytes(batch), found)
+
+    def _load(self, directory: str, capacity: int | None) -> None:
+        plan, index = agreed_index(self._comm, directory)
+        batch, wanted = len(index.totals), index.capacity if capacity is None else capacity
+        found = agreed_capacity(self._comm, plan, batch, wanted, self._free)
+        cache = collectively(self._comm, lambda: ShardedCache.load(directory, self._nodes, capacity=found))
+        self._hold(cache, plan.token_bytes(batch), found)
+
+    def _hold(self, cache: ShardedCache, token_bytes: int, capacity: int) -> None:
+        self._free -= token_bytes * -(-capacity // self._nodes.size)
+        self.caches.append(_Held(cache))
+
+    def _save(self, cache: int, directory: str, about: dict[str, Any]) -> None:
+        collectively(self._comm, lambda: self.caches[cache].layers[0].save(directory, about))
 
     def _plan_view(self, cache: int, view: View) -> None:
         attention = Attention(view, self._comm, self.tree.schedule)
