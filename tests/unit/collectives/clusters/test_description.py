@@ -48,7 +48,7 @@ def load(tmp_path, text):
 
 
 def test_what_is_shipped():
-    wanted = {"dgx-h100", "mi300x", "dual-4090", "frontier", "leonardo", "lumi", "cpu-hdr200", "laptop"}
+    wanted = {"dgx-h100", "mi300x", "dual-4090", "frontier", "leonardo", "leonardo-booster", "lumi", "laptop"}
     assert wanted <= set(description.shipped())
     for name in description.shipped():
         cluster = description.load(name)
