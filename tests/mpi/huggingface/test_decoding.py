@@ -1,0 +1,118 @@
+"""Every way of generate() goes on as with transformers' own attention, and all ranks alike."""
+
+from __future__ import annotations
+
+import pytest
+
+transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
+torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
+
+from tests.support.tiny_models import logits_of, made, prompt  # noqa: E402
+from treeattn import huggingface  # noqa: E402
+
+pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
+
+WAYS = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9},
+    "beams": {"num_beams": 3},
+    "beam sampling": {"do_sample": True, "num_beams": 3},
+    "return sequences": {"do_sample": True, "num_return_sequences": 3},
+    "prompt lookup": {"prompt_lookup_num_tokens": 4},
+    "assistant": {"assistant_model": "a smaller one"},
+    "repetition penalty": {"repetition_penalty": 1.3},
+    "prefill in chunks": {"prefill_chunk_size": 7},
+}
+CASES = [
+    pytest.param(family, way, marks=() if family == "Llama" else pytest.mark.deep)
+    for family in ("Llama", "Gemma 2", "GPT-OSS", "Mistral")
+    for way in WAYS
+]
+
+
+@pytest.mark.parametrize(("family", "way"), CASES)
+def test_a_way_of_generate(comm, family, way):
+    """Ranks that were seeded otherwise draw as rank 0 does."""
+    given = {"do_sample": False, "max_new_tokens": 12} | WAYS[way]
+    model, ids = made(family), prompt(2, 24)
+    ids[:, 12:] = ids[:, :12]  # so that prompt lookup finds something
+    if "assistant_model" in given:
+        given["assistant_model"] = made(family, num_hidden_layers=2, layer_types=None)
+    if way in ("prompt lookup", "assistant"):
+        ids = ids[:1]  # of transformers: one sequence
+    torch.manual_seed(11)
+    wanted = model.generate(ids, **given)
+    model.set_attn_implementation("treeattn")
+    torch.manual_seed(11 + comm.rank)
+    cache = huggingface.ShardedKV(model.config, comm, capacity=16)  # it grows
+    got = model.generate(
+        ids, past_key_values=cache, logits_processor=[huggingface.AgreeingRanks(cache)], **given
+    )
+    assert got.tolist() == wanted.tolist()
+    assert len(set(map(str, comm.allgather(got.tolist())))) == 1
+
+
+def test_scores_that_differ_are_those_of_rank_0(comm):
+    """Without agreement a rank with noise in its last layer writes another text."""
+    model = made("Llama")
+    wanted = model.generate(prompt(), do_sample=False, max_new_tokens=8)
+    model.set_attn_implementation("treeattn")
+    if comm.rank:
+        with torch.no_grad():
+            model.lm_head.weight.neg_()
+    cache = huggingface.ShardedKV(model.config, comm, capacity=64)
+    agreeing = [huggingface.AgreeingRanks(cache)]
+    got = model.generate(
+        prompt(), do_sample=False, max_new_tokens=8, past_key_values=cache, logits_processor=agreeing
+    )
+    assert got.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits_are_as_near_as_eager(comm, dtype):
+    def dynamic(model):
+        return transformers.DynamicCache(config=model.config)
+
+    exact = made("GPT-OSS")
+    wanted = logits_of(exact, prompt(), dynamic(exact))
+    model = made("GPT-OSS", dtype=getattr(torch, dtype))
+    eager = logits_of(model, prompt(), dynamic(model))
+    model.set_attn_implementation("treeattn")
+    got = logits_of(model, prompt(), huggingface.ShardedKV(model.config, comm, capacity=64))
+    errors = [(logits.float() - wanted).abs().max().item() for logits in (eager, got)]
+    assert errors[1] <= 1.5 * errors[0]
+
+
+def test_a_cache_goes_on_where_a_text_ended(comm):
+    """A second turn, then from nothing with another batch."""
+    model, first = made("Mistral"), prompt()
+    greedy = {"do_sample": False, "max_new_tokens": 5}
+    model.set_attn_implementation("treeattn")
+    cache = huggingface.ShardedKV(model.config, comm, capacity=64)
+    text = model.generate(first, past_key_values=cache, **greedy)
+    more = torch.cat([text, prompt(1, 4, seed=9)], 1)
+    got = model.generate(more, past_key_values=cache, **greedy)
+    cache.reset()
+    again = model.generate(prompt(3), past_key_values=cache, **greedy)
+    model.set_attn_implementation("eager")
+    assert got.tolist() == model.generate(more, **greedy).tolist()
+    assert again.tolist() == model.generate(prompt(3), **greedy).tolist()
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_one_graph_of_torch_compile(comm, family):
+    """Traced as a whole, without a break, and traced once for the prefill and once or twice for steps."""
+    import torch._dynamo as dynamo
+
+    model, ids = made(family), prompt(2)
+    wanted = model.generate(ids, do_sample=False, max_new_tokens=8)
+    model.set_attn_implementation("treeattn")
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    model.forward = torch.compile(model.forward, backend="eager", fullgraph=True, dynamic=True)
+    cache = huggingface.ShardedKV(model.config, comm, capacity=64)
+    got = model.generate(ids, do_sample=False, max_new_tokens=8, past_key_values=cache)
+    assert got.tolist() == wanted.tolist()
+    assert not dynamo.utils.counters["graph_break"]
+    assert dynamo.utils.counters["stats"]["unique_graphs"] <= 4

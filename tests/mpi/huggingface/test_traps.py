@@ -1,0 +1,206 @@
+"""What would give another text is an error in one line, on all ranks; what transformers asks of a cache is
+told in slots of the whole sequence."""
+
+from __future__ import annotations
+
+import pytest
+
+transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
+torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
+
+from transformers import masking_utils  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+
+from tests.support.tiny_models import assert_close, made, padded, prompt  # noqa: E402
+from treeattn import huggingface  # noqa: E402
+from treeattn.errors import ArgumentError, StateError, TreeattnError  # noqa: E402
+
+pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return made("Llama", "treeattn")
+
+
+@pytest.fixture
+def cache(comm, model):
+    return huggingface.ShardedKV(model.config, comm, capacity=64)
+
+
+def refused(match, call, *given, **named):
+    with pytest.raises(TreeattnError, match=match) as raised, torch.no_grad():
+        call(*given, **named)
+    assert len(str(raised.value).splitlines()) == 1
+    assert len(str(raised.value)) < 250
+
+
+def test_attention_and_mask_are_registered():
+    """Without a mask function transformers would pass no mask, and not say so."""
+    assert "treeattn" in ALL_ATTENTION_FUNCTIONS.valid_keys()
+    assert "treeattn" in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
+
+
+def test_a_model_that_goes_another_way_takes_the_name_and_is_refused(comm):
+    config = transformers.BloomConfig(vocab_size=97, hidden_size=64, n_layer=2, n_head=4)
+    bloom = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="treeattn").eval()
+    kv = huggingface.ShardedKV(bloom.config, comm, capacity=64)
+    refused("does not go through transformers' attention interface", bloom, prompt(), past_key_values=kv)
+    kv.reset()
+    refused("does not go through", huggingface.prefill, bloom, prompt(), kv)
+
+
+def test_another_attention_than_the_one_registered(comm, model):
+    eager = made("Llama", "sdpa")
+    refused("attends by 'sdpa'", huggingface.ShardedKV, eager.config, comm, capacity=64)
+    kv = huggingface.ShardedKV(model.config, comm, capacity=64)
+    refused("did not attend to them", eager.generate, prompt(), past_key_values=kv, max_new_tokens=2)
+
+
+def test_padding_on_the_right(model, cache):
+    mask = padded(prompt(3)).flip(1)
+    refused("pad on the left", model, prompt(3), attention_mask=mask, past_key_values=cache)
+
+
+def test_masks_of_ones_own(model, cache):
+    mask = torch.ones(1, 1, 30, 30, dtype=torch.bool)
+    refused("4 dimensions", model, prompt(), attention_mask=mask, past_key_values=cache)
+
+
+def test_patterns_that_only_a_mask_function_tells(model):
+    """Images, packed sequences: the rule has to be looked at, in every row and for every query."""
+    packed = torch.cat([torch.arange(17), torch.arange(13)])[None]
+    refused("neither causal", model, prompt(), position_ids=packed, use_cache=False)
+
+    def image(batch_idx, head_idx, q_idx, kv_idx):
+        return (q_idx < 3) & (kv_idx < 3) & (batch_idx == 1)
+
+    embeds = torch.zeros(2, 700, 8)
+    given = {"inputs_embeds": embeds, "attention_mask": None, "past_key_values": None}
+    made_mask = masking_utils.create_causal_mask(model.config, **given)
+    assert made_mask is None
+    refused("neither causal", masking_utils.create_causal_mask, model.config, or_mask_function=image, **given)
+
+
+def test_attention_in_chunks(comm):
+    config = transformers.Llama4TextConfig(
+        num_hidden_layers=4, attention_chunk_size=8, attn_implementation="treeattn"
+    )
+    refused("layers of 'chunked_attention' are not served", huggingface.ShardedKV, config, comm, capacity=9)
+
+
+def test_arguments_that_would_change_the_result(model, cache):
+    layer = model.model.layers[0].self_attn
+    qkv = [torch.zeros(1, heads, 3, 16) for heads in (4, 2, 2)]
+    attention = ALL_ATTENTION_FUNCTIONS["treeattn"]
+    refused("position_bias", attention, layer, *qkv, None, position_bias=torch.zeros(1))
+    refused("a_new_one", attention, layer, *qkv, None, a_new_one=1)
+    refused("dropout", attention, layer, *qkv, None, dropout=0.1)
+    refused("not causal", attention, layer, *qkv, None, is_causal=False)
+    refused("output_attentions", model, prompt(), output_attentions=True, past_key_values=cache)
+    assert attention(layer, *qkv, None, position_ids=1, use_cache=True)[0].shape == (1, 3, 4, 16)
+
+
+def test_a_static_cache(model):
+    refused(
+        "static cache",
+        model.generate,
+        *(prompt(),),
+        cache_implementation="static",
+        max_new_tokens=2,
+        disable_compile=True,
+    )
+
+
+def test_there_is_no_gradient(model):
+    """Forward is allowed where gradients are on; what asks for one is told."""
+    loss = model(prompt(), use_cache=False).logits.sum()
+    with pytest.raises(RuntimeError, match="treeattn.attend"):
+        loss.backward()
+
+
+def test_without_a_sharded_cache(model):
+    """No cache, and transformers' own one, with padding."""
+    ids, mask = prompt(3), padded(prompt(3))
+    eager = made("Llama")
+    with torch.no_grad():
+        wanted = eager(ids, attention_mask=mask, use_cache=False).logits
+        got = model(ids, attention_mask=mask, use_cache=False).logits
+    assert_close(got, wanted, mask.bool())
+    greedy = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 4}
+    assert model.generate(ids, **greedy).tolist() == eager.generate(ids, **greedy).tolist()
+
+
+@torch.no_grad()
+def test_lengths_are_slots_of_the_whole_sequence(comm, model, cache):
+    """On every rank, pads included, whatever the rank holds; a crop is told how many to take away."""
+    ids, mask = prompt(2), padded(prompt(2))
+    model(ids, attention_mask=mask, past_key_values=cache)
+    layer = cache.layers[0]
+    assert (cache.get_seq_length(), cache.get_mask_sizes(3, 0)) == (30, (33, 0))
+    assert (cache.get_query_offset(), cache.get_max_length()) == (30, -1)
+    assert layer.keys is None
+    assert comm.allreduce(int(layer.store.shard.lengths[0])) == 30
+    assert cache.is_croppable
+    assert not cache.is_compileable
+    cache.crop(-4)
+    assert cache.get_seq_length() == 26
+    with pytest.raises(ArgumentError, match="negative"):
+        cache.crop(4)
+    got = model(ids[:, 26:], attention_mask=mask, past_key_values=cache).logits
+    cache.crop(-4)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([2, 0, 3]))
+    rows = torch.tensor([1, 0, 1])
+    again = model(ids[rows, 26:], attention_mask=mask[rows], past_key_values=cache).logits
+    assert_close(again, got[rows])
+
+
+def test_a_window_is_cropped_where_it_recorded_the_past(comm):
+    model, ids = made("Mistral"), prompt(1, 24)
+    small = made("Mistral", num_hidden_layers=2)
+    given = {"do_sample": False, "max_new_tokens": 10, "assistant_model": small}
+    wanted = model.generate(ids, **given)
+    model.set_attn_implementation("treeattn")
+    kv = huggingface.ShardedKV(model.config, comm, capacity=64)
+    assert model.generate(ids, past_key_values=kv, **given).tolist() == wanted.tolist()
+
+
+def test_a_model_of_text_and_images_has_the_layers_of_its_text(comm):
+    config = transformers.Gemma3Config(
+        text_config={"num_hidden_layers": 6}, attn_implementation={"text_config": "treeattn"}
+    )
+    config.text_config._attn_implementation = "treeattn"
+    kv = huggingface.ShardedKV(config, comm, capacity=64)
+    assert [kind for kind, sliding in enumerate(kv.is_sliding) if not sliding] == [5]
+
+
+def test_a_cache_that_cannot_be(comm, model):
+    refused("capacity must be a whole number", huggingface.ShardedKV, model.config, comm, capacity=0)
+    if comm.size > 1:
+        refused("capacity differs", huggingface.ShardedKV, model.config, comm, capacity=9 + comm.rank)
+    kv = huggingface.ShardedKV(model.config, comm, capacity=64)
+    with torch.no_grad():
+        model(prompt(), past_key_values=kv)
+    refused("a prefill comes first", huggingface.prefill, model, prompt(), kv)
+    if comm.size > 1:
+        kv.reset()
+        refused("leave the prefill", huggingface.prefill, model, prompt()[:, :1], kv)
+
+
+def test_a_prefill_of_rows_padded_on_the_left(comm, model):
+    ids, mask = prompt(3), padded(prompt(3))
+    kv = huggingface.ShardedKV(model.config, comm, capacity=64)
+    huggingface.prefill(model, ids[:, :-1], kv, mask[:, :-1])
+    greedy = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 5}
+    got = model.generate(ids, past_key_values=kv, **greedy)
+    assert got.tolist() == made("Llama").generate(ids, **greedy).tolist()
+
+
+def test_a_layer_that_was_left_waiting_is_named(cache):
+    keys = torch.zeros(1, 2, 1, 16)
+    cache.update(keys, keys, 0)
+    with pytest.raises(StateError, match="did not attend"):
+        cache.update(keys, keys, 1)
+    cache.reset()
+    cache.update(keys, keys, 0)
