@@ -10,7 +10,7 @@ from treeattn import collectives, energy, token_tree
 from treeattn.attention.mask import Rules
 from treeattn.attention.shard import CacheFormat, Shard
 from treeattn.cache import ShardedCache
-from treeattn.decoder import Decoder, Merger, Reduction, decode, merge, schemes
+from treeattn.decoder import Decoder, Merger, Prefill, Reduction, decode, merge, prefill, schemes
 from treeattn.errors import (
     ArgumentError,
     BackendError,
@@ -36,6 +36,7 @@ __all__ = [
     "Merger",
     "PeerError",
     "PeerTimeoutError",
+    "Prefill",
     "Reduction",
     "RestrictionError",
     "Rules",
@@ -50,6 +51,7 @@ __all__ = [
     "decode",
     "energy",
     "merge",
+    "prefill",
     "schemes",
     "token_tree",
 ]

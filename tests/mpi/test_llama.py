@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import os
 import shutil
@@ -20,13 +21,13 @@ from treeattn.errors import ArgumentError, RestrictionError, ScheduleError, Tree
 from treeattn.files import open_cache
 from treeattn.llama import Llama, Sampling, Session
 from treeattn.llama import model as model_module
-from treeattn.llama import prefill as prefill_module
 from treeattn.llama import session as session_module
 from treeattn.llama.drafts import ModelDrafts, NgramDrafts, draft_tree
 from treeattn.llama.generate import Drafting, generate
 
 pytestmark = pytest.mark.mpi
 
+prefill_module = importlib.import_module("treeattn.decoder.prefill")  # beside it is the function of that name
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "llama" / "logits.npz")
 WAYS = [
     ("replicated", "ring", None),
@@ -117,7 +118,7 @@ def test_a_prefill_holds_what_a_layer_hands_on_and_no_more(comm, written, weight
     """No second q, k and v, nor anything of the width of an MLP; and what `inspect` says is what it takes."""
     monkeypatch.setattr(model_module, "_BLOCK", 32)
     model = load(comm, written("grouped_llama3"), weights)
-    bytes_of_a_token = 4 * prefill_module.ring_floats(model.config, model.config.head_dim, comm.size)
+    bytes_of_a_token = 4 * model.config.ring_floats(model.config.head_dim, comm.size)
     _, small, large = (peak_of_a_prefill(comm, model, tokens * comm.size) for tokens in (64, 256, 512))
     tables = 256  # positions, their sines and cosines, intervals
     assert 256 * bytes_of_a_token <= large - small <= 256 * (bytes_of_a_token + tables)

@@ -130,6 +130,18 @@ class Shape:
         """1 / sqrt(head_dim)"""
         return 1.0 / math.sqrt(self.head_dim)
 
+    def logit_scale(self, given: Any) -> float:
+        """As given, or the default. Raises `ArgumentError` unless the records' type can hold it."""
+        if given is None:
+            return self.default_scale()
+        try:
+            value = math.nan if isinstance(given, bool | np.bool_) else float(given)
+        except (TypeError, ValueError, OverflowError):
+            value = math.nan
+        if not abs(value) <= float(np.finfo(self.record_dtype).max):
+            raise ArgumentError(f"scale must be a finite number of {self.record_dtype}, not {given!r:.60}")
+        return value
+
     def accepts(self, q: Any, k: Any, v: Any) -> bool:
         """Whether q, k and v pass the checks below: a few comparisons, for the step."""
         dtype, kv_dtype = DTYPES[self.dtype], CACHE_DTYPES[self.kv_dtype or self.dtype]

@@ -23,12 +23,12 @@ from treeattn.cli.text import Stream, prompt
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.reducer import Sent
 from treeattn.decoder import Decoder
+from treeattn.decoder.prefill import PREFILLS
 from treeattn.decoder.reduction import Reduction
 from treeattn.errors import ArgumentError
 from treeattn.llama.drafts import Drafter, ModelDrafts, NgramDrafts
 from treeattn.llama.generate import Continuation, Drafting, generate
 from treeattn.llama.model import WEIGHTS, Llama
-from treeattn.llama.prefill import PREFILLS
 from treeattn.llama.sampling import Sampling
 from treeattn.llama.session import Session
 from treeattn.llama.thread_limits import ThreadLimits

@@ -17,7 +17,6 @@ from treeattn.collectives.clusters.description import Cluster
 from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.llama.config import Config, read_config
-from treeattn.llama.prefill import ring_floats
 from treeattn.llama.tensor_parallel import sharded_bytes
 from treeattn.llama.weights import Weights, shapes
 from treeattn.report import Column, Report, count
@@ -110,7 +109,7 @@ def _memory(config: Config, held: Config, tokens: int, ranks: int) -> dict[str, 
         "weight_bytes": 4 * sum(math.prod(shape) for shape in shapes(config).values()),
         "sharded_weight_bytes": sharded_bytes(config, ranks),
         "cache_bytes": share * held.kv_bytes_per_token,
-        "prefill_bytes": 4 * share * ring_floats(config, held.head_dim, ranks),
+        "prefill_bytes": 4 * share * config.ring_floats(held.head_dim, ranks),
     }
 
 

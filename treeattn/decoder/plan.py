@@ -16,6 +16,7 @@ import numpy as np
 
 from treeattn import baselines, communicators
 from treeattn.agreement import Agreement
+from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.collectives import catalog
 from treeattn.collectives.catalog import Selection
@@ -46,6 +47,7 @@ __all__ = [
     "plan_reducer",
     "schedule",
     "select",
+    "sinks",
 ]
 
 #: Every scheme that ``scheme=`` takes: schedules, library reductions, baselines.
@@ -206,7 +208,7 @@ def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
     if request.how.progress == "thread":
         reducer = progress_thread.ProgressThreadReducer(reducer)
     assert attention is not None
-    add_sinks = _sinks(request, buffers.records, operator) if comm.rank == 0 else None
+    add_sinks = sinks(request.rules, device, buffers.records, operator) if comm.rank == 0 else None
     folded = None if buffers.sliced else reducer.fuse_epilogue(finish)
 
     def whole_of(attention: Attention) -> WholeStep | None:
@@ -343,17 +345,17 @@ def _pipelined(
     return pipeline.Tried(tried, duplicate(comm)) if len(tried) > 1 else tried[0]
 
 
-def _sinks(request: Request, records: Any, operator: Any) -> Callable[[], object] | None:
+def sinks(rules: Rules, device: Device, records: Any, operator: Any) -> Callable[[], object] | None:
     """Folds one more key of each head, with the value 0, into the records [batch, heads, queries, width]; it
     is for one rank alone, so that sinks count once whatever the number of ranks."""
-    if request.rules.sink_logits is None:
+    if rules.sink_logits is None:
         return None
     host = np.zeros(records.shape, records.dtype)
-    logits = np.asarray(request.rules.sink_logits, records.dtype)
+    logits = np.asarray(rules.sink_logits, records.dtype)
     host[..., 0] = logits[:, None]
     host[..., 1] = logits[:, None] > -np.inf
     width = records.shape[3]
-    flat = records.reshape(-1, width), request.device.from_host(host).reshape(-1, width)
+    flat = records.reshape(-1, width), device.from_host(host).reshape(-1, width)
     merge: Callable[[], object] = operator.planned_merge(*flat)
     return merge
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from treeattn.attention.mask import Rules
 from treeattn.attention.shape import Shape
@@ -74,16 +71,7 @@ class Request:
     @property
     def logit_scale(self) -> float:
         """`scale`, or the default. Raises `ArgumentError` unless the records' type can hold it."""
-        if self.scale is None:
-            return self.shape.default_scale()
-        try:
-            value = math.nan if isinstance(self.scale, bool | np.bool_) else float(self.scale)
-        except (TypeError, ValueError, OverflowError):
-            value = math.nan
-        dtype = self.shape.record_dtype
-        if not abs(value) <= float(np.finfo(dtype).max):
-            raise ArgumentError(f"scale must be a finite number of {dtype}, not {self.scale!r:.60}")
-        return value
+        return self.shape.logit_scale(self.scale)
 
 
 def check(request: Request) -> None:

@@ -15,7 +15,7 @@ from treeattn.attention.shape import Shape
 from treeattn.errors import ArgumentError
 from treeattn.shards import Layout, parse_layout
 
-__all__ = ["Sight", "Stated", "Told", "agree"]
+__all__ = ["Sight", "Stated", "Told", "agree", "all_runs"]
 
 
 class Stated(NamedTuple):
@@ -58,7 +58,7 @@ def agree(layout: Layout | None, everyone: Sequence[Told], rank: int) -> tuple[R
     Raises `ArgumentError`: two ranks claim a position, a shard is not the one that the layout gives, or has a
     hole where the next one should join.
     """
-    runs = _all_runs(layout, everyone)
+    runs = all_runs(layout, everyone)
     if runs is None:
         return None, None
     check_owners(runs)
@@ -72,7 +72,7 @@ def agree(layout: Layout | None, everyone: Sequence[Told], rank: int) -> tuple[R
     return runs[rank], np.max(ends, axis=0)
 
 
-def _all_runs(layout: Layout | None, everyone: Sequence[Told]) -> list[Runs] | None:
+def all_runs(layout: Layout | None, everyone: Sequence[Told]) -> list[Runs] | None:
     """Of every rank, or None where nobody stated any and tokens are not known."""
     named = [told.runs for told in everyone]
     if layout is None and any(runs is not None for runs in named):

@@ -53,6 +53,14 @@ class Config:
         """Bytes of a token's keys and values in float32, all layers."""
         return 2 * 4 * self.layers * self.kv_heads * self.head_dim
 
+    def ring_floats(self, head_dim: int, ranks: int) -> int:
+        """How many numbers a rank holds for a token of its own while a ring runs the prompt, beside its
+        cache: x, q, k and v, what they attend to, the records; with other ranks the records so far, and two
+        blocks of keys and values. head_dim: of the kernels (`Llama.cache_head_dim`)."""
+        records, kv = self.heads * (head_dim + 2), self.kv_heads * head_dim
+        own = self.hidden_size + 2 * (self.heads * head_dim + kv)
+        return own + records + (records + 4 * kv if ranks > 1 else 0)
+
 
 #: What a field's value must be: the test, and its words.
 _WHOLE = (lambda value: type(value) is int and value >= 1, "a positive whole number")

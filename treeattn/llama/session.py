@@ -20,16 +20,15 @@ from numpy.typing import NDArray
 from treeattn import communicators, mpi_library
 from treeattn.agreement import Agreement, broadcast_from_root
 from treeattn.attention.positions import as_runs
-from treeattn.attention.shape import Shape
 from treeattn.cache import ShardedCache
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.schedule import Schedule
-from treeattn.decoder import Decoder
+from treeattn.decoder import Decoder, Prefill
 from treeattn.decoder.plan import select
+from treeattn.decoder.prefill import PREFILLS
 from treeattn.decoder.reduction import Reduction
 from treeattn.errors import ArgumentError
 from treeattn.llama.model import Llama
-from treeattn.llama.prefill import PREFILLS, Prefill
 from treeattn.llama.sampling import Sampling
 from treeattn.llama.tensor_parallel import Tokens
 from treeattn.llama.weights import Array
@@ -148,18 +147,19 @@ class Session:
         if self.tokens != len(self.prompt_tokens):
             raise ArgumentError("the prompt was taken back: make a new session to run it")
         model, config, own = self.model, self.model.config, self._shards[self.comm.rank].positions()
-        shape = Shape(1, 1, config.heads, config.kv_heads, model.cache_head_dim, "float32")
+        planned: dict[str, Any] = {"heads": config.heads, "kv_heads": config.kv_heads, "scale": self._scale}
+        planned |= {"head_dim": model.cache_head_dim, "dtype": "float32", "device": model.device.name}
+        planned |= {"tokens": len(own), "positions": self._shards[self.comm.rank], "method": self._method}
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             cache = self._caches[layer]
             cache.append_own(k[None], v[None], [self.tokens])
-            attended = prefill(
-                q, *(rows[0, : len(q)] for rows in (cache.k, cache.v))
-            )  # they lie closer there
+            closer = (rows[:, : len(q)] for rows in (cache.k, cache.v))
+            attended: Array = prefill(q[None], *closer)[0][0]
             on_layer(layer)
             return attended
 
-        with Prefill(self.comm, self._method, self._shards, shape, self._scale, model.device) as prefill:
+        with Prefill(self.comm, **planned) as prefill:
             hidden = model.forward(self.prompt_tokens[own], own, attend, sequence_parallel=True)
         root = next(rank for rank, runs in enumerate(self._shards) if runs.end == self.tokens)
         last = np.empty((1, config.hidden_size), np.float32)

@@ -1,0 +1,377 @@
+"""Attention of many queries that are sharded as the keys are: every rank attends with its own tokens.
+
+`gather`: keys and values of all ranks come together, and a rank attends in one pass. `ring`: blocks go round,
+a rank attends to one while the next arrives, and merges; no rank ever holds more than two. Both mask by
+position, so that any sharding is causal; zigzag balances the work. Keys and values travel from the host,
+those of a GPU staged through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from treeattn import communicators
+from treeattn.agreement import Agreement
+from treeattn.attention import arrays
+from treeattn.attention.mask import Rules
+from treeattn.attention.mask_tables import MaskTables
+from treeattn.attention.positions import Runs, as_runs
+from treeattn.attention.shape import DTYPES, Shape, dtype_name
+from treeattn.collectives.runtime import watchdog
+from treeattn.collectives.runtime.reducer import duplicate
+from treeattn.decoder import device as devices
+from treeattn.decoder.device import Device
+from treeattn.decoder.plan import sinks
+from treeattn.decoder.sight import Stated, agree, all_runs
+from treeattn.errors import ArgumentError
+from treeattn.shards import parts
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+__all__ = ["PREFILLS", "Prefill", "prefill"]
+
+CAUSAL = Rules(causal=True)
+
+#: The positions of some keys, and keys and values [batch, keys, kv_heads, width].
+Block = tuple[Runs, Any, Any]
+
+
+def prefill(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    positions: Any = None,
+    comm: Intracomm | None = None,
+    method: str = "ring",
+    scale: float | None = None,
+    rules: Rules = CAUSAL,
+    begins: Any = None,
+    device: str | None = None,
+) -> tuple[Any, Any]:
+    """Exact attention of the queries of a prompt whose tokens every rank holds some of. Collective.
+
+    Plans, runs and tears down: for layer after layer keep a `Prefill`. Arrays are of any library, as for
+    `decode`.
+
+    Parameters
+    ----------
+    q : [batch, tokens, heads, head_dim]
+        Of this rank's tokens, which may be none.
+    k, v : [batch, tokens, kv_heads, head_dim]
+        Of the same tokens; v may have another width.
+    positions : optional
+        Of these tokens in the whole sequence, as in a `Shard`; the ranks' blocks follow one another unless
+        given.
+    comm : mpi4py.MPI.Intracomm, optional
+        The ranks; COMM_WORLD unless given.
+    method : {"ring", "gather"}
+        Whether blocks of keys go round, of which a rank holds two, or all come together on every rank.
+    scale, begins
+        As for `decode`.
+    rules : Rules
+        What a query may attend to; causal unless given.
+    device : {"cpu", "cuda"}, optional
+        Where to compute: where q lies unless given.
+
+    Returns
+    -------
+    out : [batch, tokens, heads, v's width]
+        Of this rank's queries; float32 (float64 for float64 inputs), in the container of q.
+    lse : [batch, heads, tokens]
+
+    Raises
+    ------
+    ArgumentError, RestrictionError, BackendError
+        On every rank alike: arrays that do not fit each other, two ranks that claim a position, ranks that
+        pass different things.
+    """
+    comm = communicators.intracomm(comm)
+    with Agreement(comm):
+        place = devices.find(device or arrays.device_of("q", q))
+        given = [place.tensor(name, array, None) for name, array in (("q", q), ("k", k), ("v", v))]
+        for name, array in zip("qkv", given, strict=True):
+            if array.shape[:2] != given[0].shape[:2] or array.dtype != given[0].dtype:
+                raise ArgumentError(
+                    f"{name} is {array.dtype} {list(array.shape)}, and q {given[0].dtype} "
+                    f"{list(given[0].shape)}: q, k and v are of one type and of the same tokens"
+                )
+        batch, tokens, heads, head_dim = given[0].shape
+        plan = {"batch": batch, "heads": heads, "head_dim": head_dim, "device": place.name}
+        plan |= {"kv_heads": given[1].shape[2], "v_dim": given[2].shape[3]}
+        plan["dtype"] = dtype_name(given[0], "bfloat16" if given[0].dtype == np.uint16 else None)
+        if given[1].shape[3] != head_dim:
+            raise ArgumentError(f"k has heads of {given[1].shape[3]}, q of {head_dim}: they must be the same")
+    settings = {"positions": positions, "method": method, "scale": scale, "rules": rules}
+    with Prefill(comm, tokens=tokens, **settings, **plan) as planned:
+        return arrays.give(planned(*given, begins=begins), q)
+
+
+class _Exchange:
+    """What the methods have in common: rows [batch, tokens, kv_heads, width] of every rank as bytes."""
+
+    def __init__(self, shards: Sequence[Runs], rank: int, device: Device, shape: Shape) -> None:
+        self.shards, self.rank, self.device = shards, rank, device
+        self._elements = DTYPES[shape.dtype]
+        self._rows = [(shape.batch, shape.kv_heads, width) for width in (shape.head_dim, shape.v_dim)]
+
+    def count(self, tokens: int) -> list[int]:
+        """Elements of k and of v, of so many tokens."""
+        return [batch * heads * width * tokens for batch, heads, width in self._rows]
+
+    def packed(self, k: Any, v: Any, into: Any) -> None:
+        """Copy both, one after the other, into a flat array of elements."""
+        middle, end = np.cumsum(self.count(k.shape[1]))
+        for part, array in ((into[:middle], k), (into[middle:end], v)):
+            rows = self.device.readable(array)
+            part.reshape(rows.shape)[...] = rows.view(part.dtype)
+
+    def unpacked(self, flat: Any, tokens: int) -> list[Any]:
+        """Views of both."""
+        middle, end = np.cumsum(self.count(tokens))
+        return [
+            part.reshape(batch, tokens, heads, width)
+            for part, (batch, heads, width) in zip((flat[:middle], flat[middle:end]), self._rows, strict=True)
+        ]
+
+    def empty(self, tokens: int) -> Any:
+        """Room for both, of so many tokens: flat, of words that every communicator can send."""
+        return np.empty(sum(self.count(tokens)), f"u{self._elements.itemsize}")
+
+    def arrived(self, rows: Any) -> Any:
+        """Rows of words as the device's."""
+        return self.device.from_host(np.ascontiguousarray(rows).view(self._elements))
+
+
+class _Gather(_Exchange):
+    """One message of each rank to all; it holds one layer of the whole prompt."""
+
+    def __init__(self, shards: Sequence[Runs], rank: int, device: Device, shape: Shape) -> None:
+        super().__init__(shards, rank, device, shape)
+        arriving = np.concatenate([runs.positions() for runs in shards])
+        order = np.argsort(arriving)
+        self._positions, places = as_runs(arriving[order]), np.argsort(order)
+        self._places = np.split(places, np.cumsum([len(runs) for runs in shards])[:-1])
+        self._activity = watchdog.Activity("the prefill gathers keys and values")
+
+    def blocks(self, comm: Any, k: Any, v: Any) -> Iterator[Block]:
+        """Of a layer."""
+        mine = self.empty(k.shape[1])
+        self.packed(k, v, mine)
+        with self._activity:
+            everyones = self._gathered(comm, mine)
+        total = len(self._positions)
+        wholes = self.unpacked(self.empty(total), total)
+        for runs, places, flat in zip(self.shards, self._places, everyones, strict=True):
+            for whole, rows in zip(wholes, self.unpacked(flat, len(runs)), strict=True):
+                whole[:, places] = rows
+        yield self._positions, *map(self.arrived, wholes)
+
+    def _gathered(self, comm: Any, mine: Any) -> list[Any]:
+        if not hasattr(comm, "Allgatherv"):
+            return list(comm.allgather(mine))
+        counts = [sum(self.count(len(runs))) for runs in self.shards]
+        flat = np.empty(sum(counts), mine.dtype)
+        comm.Allgatherv(mine, (flat, counts))
+        return np.split(flat, np.cumsum(counts)[:-1])
+
+
+class _Ring(_Exchange):
+    """Blocks go from rank to rank; each is attended to while the next arrives."""
+
+    def __init__(self, shards: Sequence[Runs], rank: int, device: Device, shape: Shape) -> None:
+        super().__init__(shards, rank, device, shape)
+        size = len(shards)
+        self._before, self._after = (rank - 1) % size, (rank + 1) % size
+        most = max(map(len, shards)) if size > 1 else 0
+        self._buffers = self.empty(most), self.empty(most)
+        beside = " and ".join(f"rank {one}" for one in sorted({self._before, self._after}))
+        self._activity = watchdog.Activity("the prefill's ring", f"the blocks of {beside}")
+
+    def blocks(self, comm: Any, k: Any, v: Any) -> Iterator[Block]:
+        """Of a layer: this rank's first, then those of the ranks before it."""
+        size = len(self.shards)
+        if size == 1:
+            yield self.shards[0], k, v
+            return
+        held, coming = self._buffers
+        self.packed(k, v, held)
+        for step in range(size):
+            runs, following = (self.shards[(self.rank - step - n) % size] for n in (0, 1))
+            requests = []
+            if step < size - 1:
+                lengths = [sum(self.count(len(one))) for one in (following, runs)]
+                requests = [
+                    comm.Irecv(coming[: lengths[0]], self._before),
+                    comm.Isend(held[: lengths[1]], self._after),
+                ]
+            if step:
+                k, v = map(self.arrived, self.unpacked(held, len(runs)))
+            yield runs, k, v
+            with self._activity:
+                comm.wait_all(requests)
+            held, coming = coming, held
+
+
+#: By name.
+PREFILLS: dict[str, type[_Gather] | type[_Ring]] = {"ring": _Ring, "gather": _Gather}
+
+
+class Prefill:
+    """A planned `prefill`: attention of a whole prompt, layer after layer, over a communicator of its own.
+    Planning, a call and closing are collective.
+
+    Parameters
+    ----------
+    comm, positions, method, scale, rules
+        As for `prefill`.
+    tokens : int
+        How many this rank holds; 0 is right.
+    heads, kv_heads, head_dim, batch, dtype, device
+        As for a `Decoder`; of q, k and v alike.
+    v_dim : int, optional
+        Channels of the values; head_dim unless given.
+
+    Raises
+    ------
+    ArgumentError, RestrictionError, BackendError
+        On every rank alike.
+    """
+
+    def __init__(
+        self,
+        comm: Intracomm | None = None,
+        *,
+        tokens: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        positions: Any = None,
+        batch: int = 1,
+        dtype: str = "bfloat16",
+        v_dim: int | None = None,
+        method: str = "ring",
+        scale: float | None = None,
+        rules: Rules = CAUSAL,
+        device: str = "cpu",
+    ) -> None:
+        comm = communicators.intracomm(comm)
+        with Agreement(comm) as agreed:
+            if method not in PREFILLS:
+                raise ArgumentError(f"method {method!r} is unknown: use one of {', '.join(PREFILLS)}")
+            if method == "ring" and comm.size > 1 and not hasattr(comm, "Isend"):
+                raise ArgumentError(
+                    "method='ring' sends by MPI, which these ranks do not: take method='gather'"
+                )
+            shape = Shape(batch, 1, heads, kv_heads, head_dim, dtype, v_dim=v_dim or 0)
+            rules, factor = Rules.of(rules, heads), shape.logit_scale(scale)
+            stated = Stated(positions, (tokens,))
+            place = devices.find(device)
+            place.check_shape(shape)
+            agreed.must_match = {
+                "the shape or dtype of q, k, v": shape,
+                "scale": factor,
+                "rules": rules,
+                "method": method,
+                "device": device,
+                "the layout of positions": stated.layout,
+            }
+            agreed.share = stated.told()
+        shards = all_runs(stated.layout, agreed.gathered)
+        agree(stated.layout, agreed.gathered, comm.rank)
+        assert shards is not None
+        with Agreement(comm):  # all that a rank may have no memory for, before another waits for it
+            self._shape, self._device = shape, place
+            self._exchange = PREFILLS[method](shards, comm.rank, place, shape)
+            stands = shards[comm.rank].positions()
+            merges = method == "ring" and comm.size > 1
+            self._parts = [
+                (rows, _Queries(shape, stands[rows], factor, place, merges, rules))
+                for rows in parts(tokens, place.most_queries(heads, kv_heads))
+            ]
+            self._results = self._whole(tokens)
+            self._containers = arrays.Containers(place.view, self._results)
+        self._comm: Any = duplicate(comm, "planning the prefill")
+
+    def _whole(self, tokens: int) -> tuple[Any, Any]:
+        """(out, lse): of the one part, or of several together."""
+        if len(self._parts) == 1:
+            return self._parts[0][1].results
+        shape = replace(self._shape, queries=1)
+        empty, dtype = self._device.memory.empty, shape.record_dtype
+        out = empty((shape.batch, tokens, shape.heads, shape.v_dim), dtype)
+        return out, empty((shape.batch, shape.heads, tokens), dtype)
+
+    def __call__(self, q: Any, k: Any, v: Any, *, begins: Any = None) -> tuple[Any, Any]:
+        """Attend in one layer: (out, lse) as `prefill` gives them, which hold until the next call. Arrays are
+        looked at on their own rank alone; raises `ArgumentError` there."""
+        q, k, v = self._containers.take(q, k, v)
+        tokens = self._results[0].shape[1]
+        shape = replace(self._shape, queries=max(1, tokens))
+        if tokens:
+            self._device.admit(shape, q, k, v, None)
+        for number, (runs, keys, values) in enumerate(self._exchange.blocks(self._comm, k, v)):
+            for rows, queries in self._parts if len(runs) else ():
+                queries.attend(q[:, rows], keys, values, runs, begins, merge=number > 0)
+        for rows, queries in self._parts:
+            queries.finish()
+            if len(self._parts) > 1:
+                self._device.memory.copy(self._results[0][:, rows], queries.results[0])
+                self._device.memory.copy(self._results[1][..., rows], queries.results[1])
+        return self._containers.give()
+
+    def close(self) -> None:
+        """Give the communicator back. Collective."""
+        self._comm.free()
+
+    def __enter__(self) -> Prefill:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Not after an exception, when other ranks may wait elsewhere."""
+        if exception[0] is None:
+            self.close()
+
+
+class _Queries:
+    """Attention of queries at some positions to blocks of keys, one after the other. results: (out, lse)."""
+
+    def __init__(
+        self, shape: Shape, positions: Any, scale: float, device: Device, merges: bool, rules: Rules
+    ) -> None:
+        shape = replace(shape, queries=len(positions))
+        memory, dtype = device.memory, shape.record_dtype
+        self._copy, self._positions = memory.copy, np.broadcast_to(positions, (shape.batch, len(positions)))
+        self._tables = MaskTables(rules, shape.batch, shape.queries)
+        self._records = memory.empty((*shape.lse_shape, shape.v_dim + 2), dtype)
+        self._attention = device.attention(shape, self._records, scale, self._tables)
+        out = memory.empty((shape.batch, shape.queries, shape.heads, shape.v_dim), dtype)
+        self.results = out, memory.empty(shape.lse_shape, dtype)
+        self._finish = device.finish(self._records, *self.results)
+        operator = device.merge_operator(shape.v_dim, dtype)
+        self._add_sinks = sinks(rules, device, self._records, operator)
+        self._merge: Any = None
+        if merges:
+            self._before = memory.empty(self._records.shape, dtype)
+            flat = (array.reshape(-1, operator.width) for array in (self._records, self._before))
+            self._merge = operator.planned_merge(*flat)
+
+    def attend(self, q: Any, k: Any, v: Any, positions: Runs, begins: Any, merge: bool) -> None:
+        """Write records of q over k, v at `positions`, merged with those of the blocks before."""
+        if merge:
+            self._copy(self._before, self._records)
+        self._tables.update(positions, len(positions), None, self._positions, begins=begins)
+        self._attention(q, k, v, None)
+        if merge:
+            self._merge()
+
+    def finish(self) -> None:
+        """Write the results."""
+        if self._add_sinks is not None:
+            self._add_sinks()
+        self._finish()
