@@ -329,7 +329,7 @@ def test_inspect_takes_ranks_by_the_100_000(model, tmp_path):
     ("options", "message"),
     [
         (("--ctx", "0"), "--ctx 0: give the tokens of a context, at least one"),
-        (("--ctx", "many"), "--ctx 'many': give a whole number"),
+        (("--ctx", "many"), "'--ctx': 'many': give a whole number"),
     ],
 )
 def test_inspect_refuses_a_context_that_is_none(model, options, message):

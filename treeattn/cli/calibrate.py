@@ -38,6 +38,7 @@ def command(executor: str | None, seconds: float, output: Output) -> None:
     simulate --cluster FILE.toml, compare --cluster FILE.toml and --scheme auto:cluster=FILE.toml read it. Run
     it as the job would be: mpiexec -n 8 treeattn calibrate --out here.toml.
     """
+    world = options.world()
     if not math.isfinite(seconds):
         raise ArgumentError(f"--seconds {seconds}: give a number of seconds")
     path = output.out
@@ -46,7 +47,6 @@ def command(executor: str | None, seconds: float, output: Output) -> None:
             f"--out {str(path)!r}: name it FILE.toml, in small letters, digits, - and _: the cluster is "
             "called by it"
         )
-    world = options.world()
     output.open(world=world)
     found = calibrate(world, path.stem, executor, seconds, Progress(world.rank == 0))
     if found is None:
