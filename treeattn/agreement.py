@@ -9,7 +9,7 @@ from treeattn.collectives.runtime import watchdog
 from treeattn.errors import ArgumentError, TreeattnError
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.communicator import Communicator
 
 __all__ = ["Agreement", "broadcast_from_root", "collectively", "must_match", "portable"]
 
@@ -24,7 +24,7 @@ class Agreement:
     rank.
     """
 
-    def __init__(self, comm: Intracomm) -> None:
+    def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self.must_match: Mapping[str, object] = {}
         self.share: Any = None
@@ -64,7 +64,7 @@ def portable(error: Exception) -> TreeattnError:
     return (ArgumentError if named else TreeattnError)(f"{type(error).__name__}: {error}")
 
 
-def must_match(comm: Intracomm, mine: Mapping[str, object], error: Exception | None = None) -> None:
+def must_match(comm: Communicator, mine: Mapping[str, object], error: Exception | None = None) -> None:
     """Collective: return only if no rank brought an `error` and all ranks brought equal values.
 
     Otherwise every rank raises the same exception, so that none is left waiting in a later call.
@@ -75,13 +75,13 @@ def must_match(comm: Intracomm, mine: Mapping[str, object], error: Exception | N
             raise error
 
 
-def collectively(comm: Intracomm, make: Callable[[], T]) -> T:
+def collectively(comm: Communicator, make: Callable[[], T]) -> T:
     """Collective: what `make` makes on this rank; where it fails on one, every rank raises the same."""
     with Agreement(comm):
         return make()
 
 
-def broadcast_from_root(comm: Intracomm, decide: Callable[[], T], what: str) -> T:
+def broadcast_from_root(comm: Communicator, decide: Callable[[], T], what: str) -> T:
     """Collective: what rank 0 decides, on every rank; where it fails, every rank raises the same.
 
     what: the wait for it, as a late rank is told of.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
 from treeattn import launch, mpi_library
 from treeattn.collectives.runtime.process import kernel
@@ -12,9 +13,19 @@ from treeattn.errors import ArgumentError, BackendError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+    from treeattn.collectives.runtime.communicator import Communicator
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
+    from treeattn.collectives.runtime.torch_communicator import TorchCommunicator
 
-__all__ = ["alone", "intracomm", "node_groups", "node_local_rank", "oversubscribed", "world"]
+__all__ = [
+    "alone",
+    "intracomm",
+    "mpi_intracomm",
+    "node_groups",
+    "node_local_rank",
+    "oversubscribed",
+    "world",
+]
 
 
 def world() -> MpiCommunicator:
@@ -33,19 +44,44 @@ def alone() -> MpiCommunicator:
     return _watched(mpi_library.load().COMM_SELF)
 
 
-def intracomm(comm: object) -> MpiCommunicator:
-    """`comm` if it is a communicator, watched; COMM_WORLD for None. Collective for the first time.
+def intracomm(comm: object) -> Communicator:
+    """`comm` if it is a communicator of mpi4py or a process group of torch, watched; for None torch's default
+    group where there is one, else COMM_WORLD. Collective for the first time.
 
     Raises `ArgumentError` for anything else.
     """
+    distributed = sys.modules.get("torch.distributed")  # nobody has a group without it
+    if distributed is not None and distributed.is_available():
+        if comm is None and distributed.is_initialized():
+            comm = distributed.group.WORLD
+        if isinstance(comm, distributed.ProcessGroup):
+            return _of_torch().of(comm)
+        if isinstance(comm, _of_torch()):
+            return comm
     if comm is None:
         return world()
-    library = mpi_library.load()
-    if not isinstance(comm, library.Intracomm) or comm == library.COMM_NULL:
+    library: Any = sys.modules.get("mpi4py.MPI")
+    if library is None or not isinstance(comm, library.Intracomm) or comm == library.COMM_NULL:
         raise ArgumentError(
-            f"comm must be an intracommunicator of mpi4py, such as MPI.COMM_WORLD, not {comm!r}"
+            "comm must be an intracommunicator of mpi4py, such as MPI.COMM_WORLD, or a process group of "
+            f"torch.distributed, not {comm!r}"
         )
     return _watched(comm)
+
+
+def mpi_intracomm(comm: object, what: str) -> MpiCommunicator:
+    """As `intracomm`, for what goes by MPI alone. Raises `ArgumentError`, which names it, for torch's."""
+    found: Any = intracomm(comm)
+    if found.library != "mpi":
+        raise ArgumentError(f"{what} takes a communicator of mpi4py: start the job with mpiexec")
+    mpi: MpiCommunicator = found
+    return mpi
+
+
+def _of_torch() -> type[TorchCommunicator]:
+    from treeattn.collectives.runtime.torch_communicator import TorchCommunicator
+
+    return TorchCommunicator
 
 
 def _watched(comm: Intracomm) -> MpiCommunicator:
@@ -54,24 +90,24 @@ def _watched(comm: Intracomm) -> MpiCommunicator:
     return MpiCommunicator.of(comm)
 
 
-def oversubscribed(comm: Intracomm) -> bool:
+def oversubscribed(comm: object) -> bool:
     """Whether the machine of this rank has more ranks than cores for them.
 
     Nodes may be of one machine (containers, emulated nodes) and then share its cores; and the launcher may
     have started ranks of other communicators there.
     """
-    here = [member.cores for member in _watched(comm).members if member.kernel == kernel()]
+    here = [member.cores for member in intracomm(comm).members if member.kernel == kernel()]
     cores = functools.reduce(int.__or__, here).bit_count()
     return max(len(here), launch.local_size()) > cores
 
 
-def node_groups(comm: Intracomm) -> tuple[tuple[int, ...], ...]:
+def node_groups(comm: object) -> tuple[tuple[int, ...], ...]:
     """Ranks of `comm` by node (shared memory domain), nodes in order of their lowest rank. Collective for the
     first time, as `intracomm`."""
-    return _watched(comm).nodes
+    return intracomm(comm).nodes
 
 
-def node_local_rank(comm: Intracomm) -> int:
+def node_local_rank(comm: Communicator) -> int:
     """Which of the ranks on this node (shared memory domain) this one is, from 0. Collective for the first
     time, as `intracomm`."""
     return next(node.index(comm.rank) for node in node_groups(comm) if comm.rank in node)

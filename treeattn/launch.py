@@ -28,8 +28,8 @@ _CONTAINERS = {
     "Charliecloud": ("CH_RUNNING",),
 }
 
-# How many ranks of the job run on this machine, as MPICH's and Open MPI's launchers say it.
-_LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
+# How many ranks of the job run on this machine, as the launchers of MPICH, Open MPI and torch say it.
+_LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE")
 
 _SLURM_FILES = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf", "/opt/slurm/etc/slurm.conf")
 _PLUG_INS = (

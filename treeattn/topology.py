@@ -29,7 +29,7 @@ from treeattn.errors import ArgumentError, BackendError
 from treeattn.hardware import ROOT, Device, Devices
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.communicator import Communicator
 
 __all__ = ["PRESET", "Described", "Rank", "Topology", "described", "detect", "unnamed"]
 
@@ -262,7 +262,7 @@ def unnamed() -> ArgumentError:
     )
 
 
-def detect(comm: Intracomm, devices: bool = False, root: Path = ROOT) -> Topology:
+def detect(comm: Communicator, devices: bool = False, root: Path = ROOT) -> Topology:
     """Where the ranks are, and the `devices` of their nodes if they are asked for. root: of the file system
     that is read. Collective: the same on every rank."""
     groups = communicators.node_groups(comm)

@@ -1,17 +1,58 @@
-"""The communicator protocol: what this package asks of MPI's communicators and of other libraries' groups."""
+"""The communicator protocol: what this package asks of MPI's communicators and of torch's process groups.
+
+What their implementations share stands here too: where ranks run, and calls that the watchdog sees.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
-__all__ = ["Communicator"]
+from treeattn.collectives.runtime import watchdog
+from treeattn.collectives.runtime.process import Process, kernel, namespace
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Communicator", "Given", "Member", "WatchedCalls", "introduce", "node_groups"]
 
 T = TypeVar("T")
 C = TypeVar("C", bound="Communicator")
 
+#: What callers pass as ``comm=``.
+Given: TypeAlias = "Intracomm | ProcessGroup | Communicator | None"
+
+
+class Member(NamedTuple):
+    """Where one rank of a communicator runs. rank: in the whole job; node: the lowest rank of the job that
+    shares memory with it; cores: a bit for each that it may run on."""
+
+    rank: int
+    node: int
+    kernel: str
+    namespace: str
+    process: Process
+    cores: int
+
+    @classmethod
+    def here(cls, rank: int, node: int) -> Member:
+        """This process."""
+        cores = sum(1 << core for core in os.sched_getaffinity(0))
+        return cls(rank, node, kernel(), namespace(), Process.of(os.getpid()), cores)
+
 
 class Communicator(Protocol):
     """A group of ranks whose every blocking call ends the job, with one sentence, at ``TREEATTN_TIMEOUT``."""
+
+    @property
+    def library(self) -> Literal["mpi", "torch"]:
+        """Whose messages it sends: also the executor that runs rounds by them from Python."""
 
     @property
     def rank(self) -> int:
@@ -22,20 +63,93 @@ class Communicator(Protocol):
         """The number of ranks."""
 
     @property
+    def members(self) -> tuple[Member, ...]:
+        """Where each rank runs."""
+
+    @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """Ranks by node (shared memory domain), nodes in order of their lowest rank."""
 
     def allgather(self, sendobj: T, /) -> list[T]:
         """The objects of all ranks, in order of ranks."""
 
-    def bcast(self, obj: T, /, root: int = 0) -> T:
+    def bcast(self, obj: Any, /, root: int = 0) -> Any:
         """The object of the rank `root`."""
+
+    def bcast_array(self, array: Any, root: int) -> None:
+        """Fill a C-contiguous NumPy array with that of the rank `root`, of the same size and type."""
 
     def barrier(self) -> None:
         """Return when all ranks have called."""
 
     def dup(self: C) -> C:
-        """A communicator of the same ranks whose messages meet no others."""
+        """A communicator of the same ranks whose messages meet no others. Collective."""
 
     def free(self) -> None:
-        """Give it back to its library."""
+        """Give it back to its library. Collective."""
+
+
+def node_groups(members: Sequence[Member]) -> tuple[tuple[int, ...], ...]:
+    """As `Communicator.nodes`."""
+    groups: dict[int, list[int]] = {}
+    for rank, member in enumerate(members):
+        groups.setdefault(member.node, []).append(rank)
+    return tuple(map(tuple, groups.values()))
+
+
+_known: dict[int, Process] = {}
+
+
+def introduce(rank: int, size: int, members: Sequence[Member]) -> None:
+    """Let the watchdog look up those that this process can see. rank, size: of the job."""
+    here = kernel(), namespace()
+    _known.update({m.rank: m.process for m in members if (m.kernel, m.namespace) == here})
+    watchdog.introduce(rank, size, lambda: _known)
+
+
+class WatchedCalls:
+    """The blocking calls of one communicator as the watchdog sees them."""
+
+    def __init__(self) -> None:
+        self.blocking = self._number = 0
+        self._call = ""
+        watchdog.register(self)
+
+    def run(self, name: str, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """What a blocking call gives."""
+        self._call = name
+        self._number = self.blocking = self._number + 1
+        try:
+            return call(*arguments, **options)
+        finally:
+            self.blocking = 0
+
+    def waits_for(self) -> tuple[str, str]:
+        """The activity of the caller, or the call and where it was made; peers."""
+        return watchdog.current_activity() or (f"{self._call}{self._where()}", "the other ranks")
+
+    def _where(self) -> str:
+        for frame in itertools.chain.from_iterable(map(_up, sys._current_frames().values())):
+            if frame.f_code is WatchedCalls.run.__code__ and frame.f_locals["self"] is self:
+                caller = next(outer for outer in _up(frame) if not _implements(outer))
+                return f" in {caller.f_code.co_name} ({_shown(caller)})"
+        return ""
+
+
+def _up(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _implements(frame: FrameType) -> bool:
+    """Whether it is a communicator's own."""
+    path = Path(frame.f_code.co_filename)
+    return path.parent.name == "runtime" and path.name.endswith("communicator.py")
+
+
+def _shown(frame: FrameType) -> str:
+    """File and line, the file from the package's folder on."""
+    folder = Path(__file__).absolute().parents[3]
+    path = Path(frame.f_code.co_filename)
+    return f"{path.relative_to(folder) if path.is_relative_to(folder) else path.name}:{frame.f_lineno}"

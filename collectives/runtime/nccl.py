@@ -17,7 +17,7 @@ from treeattn.collectives.runtime.memory import Stream
 from treeattn.errors import PeerError, TransportError
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime import communicator
 
 __all__ = ["Communicator", "connect", "problem", "sharing_problem", "version"]
 
@@ -117,7 +117,7 @@ def _library() -> Any:
 
 
 class _Communicator:
-    def __init__(self, comm: Intracomm, stream: Stream) -> None:
+    def __init__(self, comm: communicator.Communicator, stream: Stream) -> None:
         """The ranks of `comm`, each with the GPU that is current. Collective.
 
         Raises `TransportError` where NCCL refuses; it may refuse one rank and leave the others waiting, for

@@ -22,7 +22,7 @@ from treeattn.collectives.runtime.process import Process
 from treeattn.errors import SharingError
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.communicator import Communicator
 
 __all__ = ["Part", "share"]
 
@@ -53,7 +53,7 @@ class _Offer(NamedTuple):
     token: bytes
 
 
-def share(comm: Intracomm, node: Iterable[int], size: int) -> dict[int, Part]:
+def share(comm: Communicator, node: Iterable[int], size: int) -> dict[int, Part]:
     """A part of `size` bytes for this rank, and those of the other ranks of its node. Collective.
 
     Raises `SharingError`, on every rank of `comm` alike, where one cannot share memory with its node.
@@ -138,7 +138,7 @@ def _attempt(make: Callable[[], T]) -> tuple[T | None, str | None]:
         return None, f"{error}" or repr(error)
 
 
-def _everywhere(comm: Intracomm, problem: str | None, told: Any) -> list[Any]:
+def _everywhere(comm: Communicator, problem: str | None, told: Any) -> list[Any]:
     """What every rank tells; where one has a problem, every rank raises the same."""
     with watchdog.Activity("sharing memory within nodes"):
         views = comm.allgather((problem, told))

@@ -20,14 +20,13 @@ from treeattn.cache.plan import Plan
 from treeattn.errors import ArgumentError, BackendError, TreeattnError
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
-
     from treeattn.cache.sharded import ShardedCache
+    from treeattn.collectives.runtime.communicator import Communicator
 
 __all__ = ["agree", "fill", "read_layers", "reshard", "save"]
 
 
-def save(comm: Intracomm, layers: Sequence[ShardedCache], directory: Path, about: dict[str, Any]) -> None:
+def save(comm: Communicator, layers: Sequence[ShardedCache], directory: Path, about: dict[str, Any]) -> None:
     """As `ShardedCache.save`. Collective."""
     plan, reach = layers[0]._plan, layers[0]._reach
     written: Path | None = None
@@ -61,7 +60,7 @@ def save(comm: Intracomm, layers: Sequence[ShardedCache], directory: Path, about
         raise
 
 
-def agree(comm: Intracomm, directory: Path) -> Index:
+def agree(comm: Communicator, directory: Path) -> Index:
     """The index that all ranks read. Collective."""
     with Agreement(comm) as agreed:
         index = read_index(directory)
@@ -69,7 +68,7 @@ def agree(comm: Intracomm, directory: Path) -> Index:
     return index
 
 
-def fill(comm: Intracomm, layers: Sequence[ShardedCache], directory: Path, index: Index) -> None:
+def fill(comm: Communicator, layers: Sequence[ShardedCache], directory: Path, index: Index) -> None:
     """Read this rank's tokens into empty layers. Collective."""
     collectively(comm, lambda: read_layers(layers, directory, index))
 

@@ -22,8 +22,7 @@ from treeattn.cache.plan import Plan, check_number
 from treeattn.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
-
+    from treeattn.collectives.runtime.communicator import Given
     from treeattn.token_tree import TokenTree
 
 __all__ = ["ShardedCache"]
@@ -37,8 +36,8 @@ class ShardedCache:
 
     Parameters
     ----------
-    comm : mpi4py.MPI.Intracomm, optional
-        The ranks; COMM_WORLD unless given.
+    comm : mpi4py.MPI.Intracomm or torch.distributed.ProcessGroup, optional
+        The ranks; unless given torch's default group where there is one, else COMM_WORLD.
     batch, kv_heads, head_dim : int
         As of a `Decoder`.
     capacity : int
@@ -77,7 +76,7 @@ class ShardedCache:
 
     def __init__(
         self,
-        comm: Intracomm | None = None,
+        comm: Given = None,
         *,
         batch: int = 1,
         capacity: int,
@@ -212,7 +211,7 @@ class ShardedCache:
     def load(
         cls,
         directory: str | Path,
-        comm: Intracomm | None = None,
+        comm: Given = None,
         *,
         layout: Any = "interleaved",
         capacity: int | None = None,

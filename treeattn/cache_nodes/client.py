@@ -53,7 +53,7 @@ def connect(comm: Intracomm | None = None, *, scheme: str | Schedule = "hierarch
     ScheduleError, RestrictionError
         A scheme that is no tree.
     """
-    watched = communicators.intracomm(comm)
+    watched = communicators.mpi_intracomm(comm, "a job with cache nodes")
     if watched.rank:
         raise ArgumentError(
             f"this is rank {watched.rank}: the model process is rank 0, the others run `treeattn cache-node`"

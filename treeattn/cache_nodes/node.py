@@ -31,7 +31,7 @@ def serve(comm: Intracomm | None = None, *, memory_bytes: int | None = None) -> 
         What keys and values may take here; nine tenths of what is free, shared with the other nodes of this
         machine, unless given.
     """
-    watched = communicators.intracomm(comm)
+    watched = communicators.mpi_intracomm(comm, "a cache node")
     if watched.rank == 0:
         raise ArgumentError(
             "a cache node is none of rank 0, where the model runs: mpiexec -n 1 python model.py : -n "

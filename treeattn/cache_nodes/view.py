@@ -15,7 +15,7 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder, Reduction
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.communicator import Communicator
 
 __all__ = ["Attention", "CachePlan", "View"]
 
@@ -62,7 +62,7 @@ class View:
 class Attention:
     """A planned view, on either end. Creating it is collective over the model process and all nodes."""
 
-    def __init__(self, view: View, comm: Intracomm, schedule: Schedule) -> None:
+    def __init__(self, view: View, comm: Communicator, schedule: Schedule) -> None:
         cache, queries = view.cache, np.arange(view.queries)
         differs = cache.v_dim != cache.head_dim
         self._plain, self._positional, self._queries = not view.rules.names, view.rules.positional, queries

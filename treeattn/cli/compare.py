@@ -35,7 +35,7 @@ from treeattn.study.compare.schema import FORMAT, Failure, Key, Point, Run
 from treeattn.study.compare.sweep import Block, Sweep
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 __all__ = ["command"]
 
@@ -155,7 +155,7 @@ class _Session:
 
     def __init__(
         self,
-        world: Intracomm,
+        world: MpiCommunicator,
         out: Path | None,
         line: Run,
         launch: int,

@@ -17,12 +17,12 @@ from treeattn.study.compare.steps import shape_of
 from treeattn.study.compare.sweep import Way, keys
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 __all__ = ["points", "transports_of"]
 
 
-def transports_of(world: Intracomm, device: Device, wanted: str | None) -> tuple[str, ...]:
+def transports_of(world: MpiCommunicator, device: Device, wanted: str | None) -> tuple[str, ...]:
     """Choose the transports to compare. Collective; raises `ArgumentError` or `TransportError` on all ranks.
 
     From GPUs "all", or None, are those that serve here: rank 0 says which do not, and why.

@@ -18,8 +18,6 @@ from treeattn.report import Report
 from treeattn.shards import LAYOUTS, parse_layout
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
-
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 __all__ = [
@@ -170,7 +168,7 @@ class Output:
     def __init__(self, json: Path | None = None, out: Path | None = None, wide: bool = False) -> None:
         self.json, self.out, self._wide = json, out, wide
 
-    def open(self, *inputs: Path | None, world: Intracomm | None = None) -> None:
+    def open(self, *inputs: Path | None, world: MpiCommunicator | None = None) -> None:
         """Find out whether the files can be written, before any work, on rank 0. Collective with `world`.
 
         Raises `ArgumentError` for what cannot be written, and for one file that is named twice.

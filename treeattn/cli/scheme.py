@@ -17,7 +17,7 @@ from treeattn.decoder.plan import make_known, select
 from treeattn.errors import ArgumentError, ScheduleError
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 __all__ = ["build", "from_file", "given", "is_file"]
 
@@ -77,7 +77,7 @@ def from_file(path: str | Path, ranks: int | None = None, said: str = "this job 
     return replace(schedule, name=f"{schedule.name.partition('@')[0]}@{digest}")
 
 
-def given(world: Intracomm, names: str, on_all: bool = True) -> list[str]:
+def given(world: MpiCommunicator, names: str, on_all: bool = True) -> list[str]:
     """Read a list of schemes, each in its one spelling; rank 0 reads the files. Collective.
 
     on_all: schedules have to be for all ranks of the job. Raises `ArgumentError` or `ScheduleError`, on

@@ -22,7 +22,7 @@ from treeattn.collectives.schedule import Result, Schedule
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.communicator import Communicator
 
 __all__ = ["NAME", "NOT_NAMED", "ROW", "Choice", "candidates", "choose", "selection"]
 
@@ -68,7 +68,7 @@ def selection(scheme: str) -> Selection | None:
 
 
 def choose(
-    comm: Intracomm,
+    comm: Communicator,
     asked: Selection,
     payload: Payload,
     executor: str | None = None,

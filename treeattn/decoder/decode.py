@@ -34,7 +34,7 @@ from treeattn.decoder.sight import Sight, Stated
 from treeattn.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.communicator import Communicator, Given
 
 __all__ = ["decode", "schemes"]
 
@@ -49,7 +49,7 @@ def decode(
     k: Any,
     v: Any = None,
     *,
-    comm: Intracomm | None = None,
+    comm: Given = None,
     scheme: str | Schedule | Reduction = "hierarchical",
     scale: float | None = None,
     lengths: Any = None,
@@ -73,8 +73,8 @@ def decode(
     k, v : [batch, tokens, kv_heads, head_dim]
         This rank's shard; tokens may be 0 and may differ between ranks. Types as for q. A `Shard` in place
         of k says more: positions, pages, float8 and its scales, latent attention.
-    comm : mpi4py.MPI.Intracomm, optional
-        The ranks; COMM_WORLD unless given.
+    comm : mpi4py.MPI.Intracomm or torch.distributed.ProcessGroup, optional
+        The ranks; unless given torch's default group where there is one, else COMM_WORLD.
     scheme : str, Schedule or Reduction
         How partials are merged: a name with its parameters, a schedule of one's own, or a `Reduction`, which
         says how records travel, too. The same on every rank; "auto" chooses by simulation.
@@ -189,7 +189,7 @@ def _named(positions: Any) -> str:
     return f"{positions.tolist()!r:.60} ({hashlib.sha256(positions.tobytes()).hexdigest()[:8]})"
 
 
-def _broadcast_query(comm: Intracomm, place: Callable[[], Device], q: Any, q_root: Any) -> Any:
+def _broadcast_query(comm: Communicator, place: Callable[[], Device], q: Any, q_root: Any) -> Any:
     """The query of rank `q_root` as a NumPy array, on every rank; its problems too.
 
     Which rank that is must be agreed before anything is broadcast.
@@ -204,7 +204,7 @@ def _broadcast_query(comm: Intracomm, place: Callable[[], Device], q: Any, q_roo
     shape, name = agreed.gathered[root]
     if comm.rank != root:
         host = np.empty(shape, DTYPES[name])
-    comm.Bcast(host.view(np.uint8), root=root)
+    comm.bcast_array(host, root)
     return host
 
 

@@ -27,7 +27,7 @@ from treeattn.decoder.sight import Stated
 from treeattn.errors import ArgumentError, BackendError, RestrictionError, StateError, TransportError
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.communicator import Communicator, Given
 
 __all__ = ["Decoder"]
 
@@ -80,7 +80,7 @@ class Decoder:
 
     def __init__(
         self,
-        comm: Intracomm | None = None,
+        comm: Given = None,
         *,
         heads: int,
         kv_heads: int,
@@ -121,13 +121,13 @@ class Decoder:
         self._latent = held.v_dim is not None and held.v_dim <= head_dim
 
     @classmethod
-    def of(cls, comm: Intracomm, planned: Plan) -> Decoder:
+    def of(cls, comm: Communicator, planned: Plan) -> Decoder:
         """The decoder of a plan."""
         decoder = cls.__new__(cls)
         decoder._adopt(comm, planned)
         return decoder
 
-    def _adopt(self, comm: Intracomm, planned: Plan) -> None:
+    def _adopt(self, comm: Communicator, planned: Plan) -> None:
         request, self._buffers = planned.request, planned.buffers
         self.shape, self.scale, self.scheme = request.shape, request.logit_scale, request.scheme.text
         self.schedule, self.transport, self.why = planned.schedule, planned.transport, planned.why

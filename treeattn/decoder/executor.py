@@ -3,6 +3,7 @@
 - ``"slots"``: one C call a step; ranks of a node read each other's records in shared memory.
 - ``"program"``: one C call a step, all messages by MPI.
 - ``"mpi"``: Python, round by round: the reference, and what serves everywhere.
+- ``"torch"``: the same by messages of torch.distributed, where the ranks are a process group's.
 
 Unless one is asked for, ranks take the first that all of them can have.
 """
@@ -19,22 +20,35 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.errors import SharingError, TransportError
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.communicator import Communicator
 
 __all__ = ["plan", "refuse"]
+
+# Library -> executors whose messages are another's.
+_SENDING = {"mpi": ("torch",), "torch": ("mpi", "program")}
 
 
 def refuse(executor: str | None, what: str) -> None:
     """Raise `TransportError` if an executor was asked for of `what`, which has none to choose."""
     if executor is not None:
-        raise TransportError(f"executor={executor!r} is for schedules over MPI: {what}; leave it out")
+        raise TransportError(f"executor={executor!r} is for schedules from the host: {what}; leave it out")
 
 
 def plan(executor: str | None, schedule: Schedule, reduction: ReductionSpec) -> Reducer:
-    """The reducer of a schedule over MPI, run by the one that was asked for, or by the best. Collective.
+    """The reducer of a schedule, run by the one that was asked for, or by the best. Collective.
 
     Raises `TransportError`, on every rank alike, where what was asked for cannot be had on some rank.
     """
+    library = communicators.intracomm(reduction.comm).library
+    if executor in _SENDING.get(library, ()):
+        raise TransportError(
+            f"executor={executor!r} sends messages that these ranks cannot: theirs are those of {library}; "
+            f"take executor={library!r} or None"
+        )
+    if library == "torch":
+        from treeattn.collectives.executors import torch
+
+        return torch.Reducer(reduction, schedule)
     from treeattn.collectives.executors import compiled, mpi
     from treeattn.collectives.runtime import mpi_abi
 
@@ -79,13 +93,13 @@ def _instead(reducer: Reducer, lacking: str) -> Reducer:
     return reducer
 
 
-def _warn(comm: Intracomm, message: str) -> None:
+def _warn(comm: Communicator, message: str) -> None:
     """Rank 0 speaks for all."""
     if comm.rank == 0:
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
-def _first(comm: Intracomm, problem: str | None) -> str | None:
+def _first(comm: Communicator, problem: str | None) -> str | None:
     """The problem of the lowest rank that has one. Collective."""
     with Agreement(comm) as agreed:
         agreed.share = problem

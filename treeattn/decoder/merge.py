@@ -28,7 +28,7 @@ from treeattn.decoder.reduction import Reduction
 from treeattn.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.communicator import Communicator, Given
 
 __all__ = ["Merger", "merge"]
 
@@ -39,7 +39,7 @@ def merge(
     out: Any,
     lse: Any,
     *,
-    comm: Intracomm | None = None,
+    comm: Given = None,
     scheme: str | Schedule | Reduction = "hierarchical",
     base: str | int = "e",
     strict: bool = False,
@@ -186,7 +186,7 @@ class Merger:
 
     def __init__(
         self,
-        comm: Intracomm | None = None,
+        comm: Given = None,
         *,
         lse_shape: tuple[int, ...],
         head_dim: int,
@@ -204,13 +204,13 @@ class Merger:
         self._plan(communicators.intracomm(comm), ask)
 
     @classmethod
-    def of(cls, comm: Intracomm, ask: Callable[[], Settings]) -> Merger:
+    def of(cls, comm: Communicator, ask: Callable[[], Settings]) -> Merger:
         """The merger of what `ask` returns on every rank alike. Collective."""
         merger = cls.__new__(cls)
         merger._plan(comm, ask)
         return merger
 
-    def _plan(self, comm: Intracomm, ask: Callable[[], Settings]) -> None:
+    def _plan(self, comm: Communicator, ask: Callable[[], Settings]) -> None:
         with Agreement(comm) as agreed:
             settings = ask()
             watchdog.limit()

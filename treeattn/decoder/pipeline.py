@@ -23,7 +23,7 @@ from treeattn.decoder.device import Device
 from treeattn.errors import StateError
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.communicator import Communicator
 
 __all__ = ["CANDIDATES", "Group", "Pipeline", "Tried", "split"]
 
@@ -151,7 +151,7 @@ class Tried(Reducer):
     schedules that fold all records alike: the results are the same to the bit all along.
     """
 
-    def __init__(self, pipelines: list[Pipeline], comm: Intracomm) -> None:
+    def __init__(self, pipelines: list[Pipeline], comm: Communicator) -> None:
         """comm: of the ranks, for one exchange; it is then this object's."""
         super().__init__(pipelines[0].name)
         self._pipelines, self._comm = pipelines, comm
@@ -212,10 +212,8 @@ class Tried(Reducer):
 
     def _decide(self) -> None:
         """Once, together."""
-        from mpi4py import MPI
-
-        self._comm.Allreduce(MPI.IN_PLACE, self._seconds, MPI.MAX)
-        self._chosen = self._pipelines[int(self._seconds.argmin())]
+        slowest = np.max(self._comm.allgather(self._seconds), axis=0)
+        self._chosen = self._pipelines[int(slowest.argmin())]
         self._close_others()
 
     def _close_others(self) -> None:
@@ -223,7 +221,7 @@ class Tried(Reducer):
             if pipeline is not self._chosen:
                 pipeline.close()
         self._pipelines = [self._chosen]
-        self._comm.Free()
+        self._comm.free()
 
     def _release(self) -> None:
         if len(self._pipelines) > 1:

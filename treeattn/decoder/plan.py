@@ -23,7 +23,7 @@ from treeattn.collectives.catalog import Selection
 from treeattn.collectives.clusters.description import executor_over
 from treeattn.collectives.clusters.simulate import Payload
 from treeattn.collectives.runtime import progress_thread, watchdog
-from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec, duplicate
+from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Result, Schedule
 from treeattn.decoder import auto, pipeline
 from treeattn.decoder import executor as executors
@@ -35,7 +35,7 @@ from treeattn.decoder.sight import Sight, agree
 from treeattn.errors import RestrictionError, ScheduleError
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.communicator import Communicator
 
 __all__ = [
     "CATALOG",
@@ -106,7 +106,7 @@ class Buffers:
     result; one that has none of ``output="root"`` divides what it holds, and nobody looks at it.
     """
 
-    def __init__(self, request: Request, comm: Intracomm) -> None:
+    def __init__(self, request: Request, comm: Communicator) -> None:
         shape, self._memory = request.shape, request.device.memory
         batch, all_heads, queries = shape.lse_shape
         dtype, empty = shape.record_dtype, self._memory.empty
@@ -161,7 +161,7 @@ class Plan:
     why: str | None = None  # this schedule, where it was chosen for the caller
 
 
-def plan(comm: Intracomm, ask: Callable[[], Request]) -> Plan:
+def plan(comm: Communicator, ask: Callable[[], Request]) -> Plan:
     """Collective. Whatever goes wrong in `ask` and on this rank alone is raised by every rank.
 
     Raises `ArgumentError` where ranks ask for different things, and what planning raises.
@@ -235,7 +235,7 @@ def _attention(request: Request, records: Any, tables: MaskTables | None) -> Att
 
 
 def plan_reducer(
-    comm: Intracomm,
+    comm: Communicator,
     device: Device,
     how: Reduction,
     scheme: Selection,
@@ -253,7 +253,7 @@ def plan_reducer(
 
 
 def _rounds(
-    scheme: Selection, comm: Intracomm, records: Any, group: int, executor: str | None, output: str
+    scheme: Selection, comm: Communicator, records: Any, group: int, executor: str | None, output: str
 ) -> tuple[Schedule | None, str | None]:
     """The schedule for such records [.., width] and executor, and why it is that one. Collective."""
     if scheme.row is not auto.ROW:
@@ -263,7 +263,7 @@ def _rounds(
     return auto.choose(comm, scheme, payload, executor, _result(output))
 
 
-def schedule(scheme: Selection, comm: Intracomm, output: str = "replicated") -> Schedule | None:
+def schedule(scheme: Selection, comm: Communicator, output: str = "replicated") -> Schedule | None:
     """The schedule of `scheme` for `comm`; node groups come from the machine where they are not given. That
     of ``auto`` is the one for 16 heads of 128. output: as of a `Reduction`.
 
@@ -289,7 +289,7 @@ def _result(output: str) -> Result:
     return "root" if output == "root" else "replicated"
 
 
-def _own_heads(heads: int, output: str, comm: Intracomm) -> slice:
+def _own_heads(heads: int, output: str, comm: Communicator) -> slice:
     """The heads that this rank's result covers."""
     if output != "heads":
         return slice(0, heads)
@@ -316,7 +316,7 @@ def _check_output(row: catalog.Scheme, output: str) -> None:
 
 def _pipelined(
     request: Request,
-    comm: Intracomm,
+    comm: Communicator,
     buffers: Buffers,
     transport: str,
     rounds: Schedule | None,
@@ -342,7 +342,7 @@ def _pipelined(
         )
     counts = [count for count in pipeline.CANDIDATES if not shape.kv_heads % count]
     tried = [of(count) for count in counts]
-    return pipeline.Tried(tried, duplicate(comm)) if len(tried) > 1 else tried[0]
+    return pipeline.Tried(tried, comm.dup()) if len(tried) > 1 else tried[0]
 
 
 def sinks(rules: Rules, device: Device, records: Any, operator: Any) -> Callable[[], object] | None:

@@ -22,7 +22,6 @@ from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs, as_runs
 from treeattn.attention.shape import DTYPES, Shape, dtype_name
 from treeattn.collectives.runtime import watchdog
-from treeattn.collectives.runtime.reducer import duplicate
 from treeattn.decoder import device as devices
 from treeattn.decoder.device import Device
 from treeattn.decoder.plan import sinks
@@ -31,7 +30,7 @@ from treeattn.errors import ArgumentError
 from treeattn.shards import parts
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.communicator import Given
 
 __all__ = ["PREFILLS", "Prefill", "prefill"]
 
@@ -47,7 +46,7 @@ def prefill(
     v: Any,
     *,
     positions: Any = None,
-    comm: Intracomm | None = None,
+    comm: Given = None,
     method: str = "ring",
     scale: float | None = None,
     rules: Rules = CAUSAL,
@@ -68,7 +67,7 @@ def prefill(
     positions : optional
         Of these tokens in the whole sequence, as in a `Shard`; the ranks' blocks follow one another unless
         given.
-    comm : mpi4py.MPI.Intracomm, optional
+    comm : mpi4py.MPI.Intracomm or torch.distributed.ProcessGroup, optional
         The ranks; COMM_WORLD unless given.
     method : {"ring", "gather"}
         Whether blocks of keys go round, of which a rank holds two, or all come together on every rank.
@@ -245,7 +244,7 @@ class Prefill:
 
     def __init__(
         self,
-        comm: Intracomm | None = None,
+        comm: Given = None,
         *,
         tokens: int,
         heads: int,
@@ -296,7 +295,8 @@ class Prefill:
             ]
             self._results = self._whole(tokens)
             self._containers = arrays.Containers(place.view, self._results)
-        self._comm: Any = duplicate(comm, "planning the prefill")
+        with watchdog.Activity("planning the prefill"):
+            self._comm = comm.dup()
 
     def _whole(self, tokens: int) -> tuple[Any, Any]:
         """(out, lse): of the one part, or of several together."""

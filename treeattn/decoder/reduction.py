@@ -12,7 +12,7 @@ from treeattn.errors import ArgumentError
 __all__ = ["EXECUTORS", "Reduction"]
 
 #: The names that ``executor=`` takes, the fastest first.
-EXECUTORS = ("slots", "program", "mpi")
+EXECUTORS = ("slots", "program", "mpi", "torch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Reduction:
         How records travel: "mpi" from the host; from GPUs "nccl", "peer", "cuda-mpi" or "host" (staged
         through page-locked memory). None is the only sensible one, or an error that lists them.
     executor : str, optional
-        What runs the rounds of a schedule on the host: "slots" or "program", compiled, or "mpi", Python.
-        None is the fastest that all ranks can have; the bits are the same.
+        What runs the rounds of a schedule on the host: "slots" or "program", compiled, or Python: "mpi" or,
+        over a process group, "torch". None is the fastest that all ranks can have; the bits are the same.
     output : str
         "replicated": every rank gets all heads. "heads" (schemes `head_scatter`, `head_all_to_all`): rank r
         of p gets the heads r*heads//p up to (r+1)*heads//p. "root" (any schedule): rank 0 gets all heads, the

@@ -29,9 +29,8 @@ from treeattn.decoder import executor as executors
 from treeattn.errors import RestrictionError, TransportError, TreeattnError
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
-
     from treeattn.collectives.executors import peer
+    from treeattn.collectives.runtime.communicator import Communicator
 
 __all__ = ["choose", "connected_by_nccl", "plan", "problems", "shared_gpu"]
 
@@ -124,13 +123,13 @@ def _over_nccl(
         raise
 
 
-def connected_by_nccl(comm: Intracomm, stream: Runtime) -> Any:
+def connected_by_nccl(comm: Communicator, stream: Runtime) -> Any:
     """A `nccl.Communicator` of the ranks and their GPUs. Collective; all raise `TransportError`, or none."""
     _check_nccl(comm, stream)
     return collectively(comm, lambda: nccl.connect(comm, stream))
 
 
-def _check_nccl(comm: Intracomm, stream: Runtime) -> None:
+def _check_nccl(comm: Communicator, stream: Runtime) -> None:
     """Raise, on all ranks alike, where they cannot meet by NCCL. Collective."""
     with Agreement(comm) as agreed:
         problem = nccl.problem()
@@ -190,7 +189,7 @@ def _for_other_nodes() -> Iterator[None]:
         raise TransportError(f"transport='peer' sends between nodes by NCCL: {error}") from error
 
 
-def _check_peers(comm: Intracomm, runtime: Any) -> None:
+def _check_peers(comm: Communicator, runtime: Any) -> None:
     """Raise, on all ranks alike, where they cannot open one another's memory: tried with the least there is.
     Collective."""
     nodes = communicators.node_groups(comm)
@@ -213,7 +212,7 @@ def _check_peers(comm: Intracomm, runtime: Any) -> None:
     finally:
         for other in opened:
             runtime.close_exposed(other)
-        comm.Barrier()  # nobody withdraws what another has open
+        comm.barrier()  # nobody withdraws what another has open
         runtime.withdraw(address)
 
 
@@ -224,7 +223,7 @@ def _over_cuda_mpi(
     return collectively(reduction.comm, lambda: _over_mpi(selection, schedule, reduction, executor))
 
 
-def _check_cuda_mpi(comm: Intracomm, runtime: Runtime) -> None:
+def _check_cuda_mpi(comm: Communicator, runtime: Runtime) -> None:
     """Raise, on all ranks alike, where MPI does not say that it takes the memory of GPUs. Collective."""
     with Agreement(comm):
         if not mpi_library.cuda_aware():
@@ -234,7 +233,7 @@ def _check_cuda_mpi(comm: Intracomm, runtime: Runtime) -> None:
             )
 
 
-def problems(comm: Intracomm, runtime: Runtime) -> dict[str, str | None]:
+def problems(comm: Communicator, runtime: Runtime) -> dict[str, str | None]:
     """Transport of GPUs -> why these ranks cannot take it, with the remedy; None where they can. Collective,
     and the same on every rank."""
     found: dict[str, str | None] = {name: None for name, device in DEVICES.items() if device == "cuda"}
@@ -299,7 +298,7 @@ class Staged(Reducer):
         self._reducer.__exit__(RuntimeError)
 
 
-def shared_gpu(comm: Intracomm, runtime: Runtime) -> str | None:
+def shared_gpu(comm: Communicator, runtime: Runtime) -> str | None:
     """Which ranks share which GPU or MIG partition, where some do; else None. Collective."""
     owners: dict[str, list[int]] = {}  # by UUID alone: containers of one machine may have names of their own
     told = comm.allgather((runtime.identity, socket.gethostname()))

@@ -28,13 +28,13 @@ from treeattn.energy.shard import Array, EnergyInputs, Features, records
 from treeattn.errors import ArgumentError, RestrictionError
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.communicator import Communicator, Given
 
 
 class Options(TypedDict, total=False):
     """What every verb takes besides its arrays, as `treeattn.decode` does."""
 
-    comm: Intracomm | None
+    comm: Communicator | None
     scheme: str | Schedule | Reduction
     scale: float | None
     lengths: Any
@@ -77,7 +77,7 @@ def reduce(
     q: Any,
     k: Any,
     v: Any,
-    comm: Intracomm | None = None,
+    comm: Given = None,
     scheme: str | Schedule | Reduction = "hierarchical",
     scale: float | None = None,
     lengths: Any = None,
@@ -143,7 +143,7 @@ def _plain(rules: Rules | None, heads: int) -> Rules:
 def _intervals(
     request: Request,
     places: Sequence[Told],
-    comm: Intracomm,
+    comm: Communicator,
     tokens: int,
     lengths: Array,
     stands: Array | None,
@@ -163,7 +163,7 @@ def _intervals(
     return collectively(comm, seen) if request.asks_positions else seen()
 
 
-def _folded(request: Request, comm: Intracomm, inputs: EnergyInputs, features: Features) -> Averages:
+def _folded(request: Request, comm: Communicator, inputs: EnergyInputs, features: Features) -> Averages:
     shape, dtype = request.shape, request.shape.record_dtype
     folded = np.empty((*shape.lse_shape, features.width + partial.EXTRA), dtype)
     operator = request.device.merge_operator(features.width, dtype)

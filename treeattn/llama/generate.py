@@ -52,7 +52,7 @@ def generate(
     clock, layers = time.perf_counter, session.model.config.layers
     text = session.prompt_tokens.tolist()
     with watchdog.Activity("the beginning of a text"):
-        session.comm.Barrier()
+        session.comm.barrier()
     began = clock()
 
     def on_layer(layer: int) -> None:

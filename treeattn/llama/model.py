@@ -169,7 +169,7 @@ class Llama:
         if comm is None:
             self._load(model, None, device)
             return
-        watched = communicators.intracomm(comm)
+        watched = communicators.mpi_intracomm(comm, "a model with sharded weights")
         with Agreement(watched) as agreed:
             self._load(model, watched, device)
             agreed.must_match = {"the model's device": device}

@@ -38,6 +38,8 @@ from treeattn.token_tree import Accepted, TokenTree, Verifier
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+    from treeattn.collectives.runtime.communicator import Communicator
+
 
 class Session:
     """One sequence of at most `capacity` cached tokens. Collective, as all of its methods are.
@@ -87,7 +89,7 @@ class Session:
         drafts: int = 0,
         sampling: Sampling | None = None,
     ) -> None:
-        self.comm, self.model, config = communicators.intracomm(comm), model, model.config
+        self.comm, self.model, config = communicators.mpi_intracomm(comm, "a session"), model, model.config
         self._sampling, self._method, sharded = sampling or Sampling(), prefill, model.comm is not None
         with Agreement(self.comm) as agreed:
             how = trees = Reduction.of(scheme or ("head_scatter" if sharded else "hierarchical"))
@@ -166,7 +168,7 @@ class Session:
         if self.comm.rank == root:
             last = model.device.to_host(hidden[-1:])
         with watchdog.Activity("the prompt's last token"):
-            self.comm.Bcast(last, root=root)
+            self.comm.bcast_array(last, root)
         logits: Array = model.logits(model.device.from_host(last))[0]
         return logits
 
@@ -270,7 +272,7 @@ class Session:
             )
 
 
-def _same_ranks(one: Intracomm, other: Intracomm) -> bool:
+def _same_ranks(one: Communicator, other: Communicator) -> bool:
     library = mpi_library.load()
     return library.Comm.Compare(one, other) in (library.IDENT, library.CONGRUENT)
 

@@ -33,7 +33,7 @@ from treeattn.study.compare.loop import Loop
 from treeattn.study.statistics import describe
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 __all__ = ["Calibration", "calibrate"]
 
@@ -54,7 +54,7 @@ class Calibration(NamedTuple):
 
 
 def calibrate(
-    comm: Intracomm, name: str, executor: str | None, seconds: float, say: Callable[[str], object]
+    comm: MpiCommunicator, name: str, executor: str | None, seconds: float, say: Callable[[str], object]
 ) -> Calibration | None:
     """Measure for about so many seconds, and fit. Collective; None on ranks other than 0.
 
@@ -107,7 +107,7 @@ def _kept(cluster: Cluster) -> Cluster:
 class _Bench:
     """Measures blocks of probes on one communicator. Creating it is collective."""
 
-    def __init__(self, comm: Intracomm, executor: str | None, seconds: float) -> None:
+    def __init__(self, comm: MpiCommunicator, executor: str | None, seconds: float) -> None:
         self._comm, self._seconds = comm, seconds
         self._oversubscribed = environment.node_load(environment.placement(comm)) is not None
         self._loop = Loop(comm, Clock(comm), self._oversubscribed, seed=0)
@@ -126,10 +126,10 @@ class _Bench:
         values = np.random.default_rng(self._comm.rank).random((records, self._operator.width), np.float32)
         return values.copy(), values
 
-    def _reduction(self, comm: Intracomm, buffer: Any) -> ReductionSpec:
+    def _reduction(self, comm: MpiCommunicator, buffer: Any) -> ReductionSpec:
         return ReductionSpec(comm, self._operator, buffer)
 
-    def _reducer(self, comm: Intracomm, scheme: str, buffer: Any) -> Reducer:
+    def _reducer(self, comm: MpiCommunicator, scheme: str, buffer: Any) -> Reducer:
         """As over all ranks. Not by `executors.plan`, which sees a few ranks alone, and cores enough."""
         from treeattn.collectives.executors import compiled, mpi, slots
 

@@ -18,8 +18,7 @@ from treeattn.backends.cpu import compile
 from treeattn.collectives.runtime import process
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
-
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
     from treeattn.study.compare.clock import Clock
 
 __all__ = ["cpu_name", "free_memory", "job", "node_load", "placement", "software", "warning"]
@@ -61,7 +60,7 @@ def software() -> dict[str, Any]:
     }
 
 
-def placement(comm: Intracomm) -> list[dict[str, Any]]:
+def placement(comm: MpiCommunicator) -> list[dict[str, Any]]:
     """One entry per rank: host, node, machine, CPU and usable cores. Collective; the same list on every rank.
 
     Nodes may be of one machine (containers, emulated nodes) and then share its cores: ``machine_cores`` are

@@ -23,7 +23,7 @@ from treeattn.study.compare.clock import Clock, Offset, on_common_clock
 from treeattn.study.compare.loop import Loop
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 __all__ = ["measure"]
 
@@ -58,7 +58,7 @@ class _Noting(mpi.Reducer):
 
 
 def measure(
-    comm: Intracomm, schedule: Schedule, heads: int, head_dim: int, queries: int, iterations: int
+    comm: MpiCommunicator, schedule: Schedule, heads: int, head_dim: int, queries: int, iterations: int
 ) -> str | None:
     """The trace of the iteration with the median time, of so many, on rank 0. Collective."""
     values = np.random.default_rng(comm.rank).random((heads * queries, head_dim + 2), np.float32)

@@ -24,7 +24,7 @@ from treeattn.errors import ArgumentError
 from treeattn.token_tree.tree import Integers, TokenTree
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.communicator import Given
 
 __all__ = ["Accepted", "accept_greedy", "accept_sample", "accept_speculative", "draw_token"]
 
@@ -52,7 +52,7 @@ def accept_greedy(
     target_tokens: ArrayLike,
     *,
     first: ArrayLike | None = None,
-    comm: Intracomm | None = None,
+    comm: Given = None,
 ) -> Accepted:
     """Keep the drafts that are what the model would have said itself. Collective.
 
@@ -90,7 +90,7 @@ def accept_sample(
     generator: np.random.Generator,
     *,
     first: ArrayLike | None = None,
-    comm: Intracomm | None = None,
+    comm: Given = None,
 ) -> Accepted:
     """Sample from the model, and keep drafts as long as they are what was sampled. Collective.
 
@@ -132,7 +132,7 @@ def accept_speculative(
     *,
     first: ArrayLike | None = None,
     draft_first: ArrayLike | None = None,
-    comm: Intracomm | None = None,
+    comm: Given = None,
 ) -> Accepted:
     """Keep drafts that were sampled, with the help of the distributions they were sampled from. Collective.
 
@@ -246,7 +246,7 @@ def _only_root(tree: TokenTree, row: int) -> list[int]:
     return roots
 
 
-def _on_all_ranks(comm: Intracomm | None, walk: Callable[[], Accepted]) -> Accepted:
+def _on_all_ranks(comm: Given, walk: Callable[[], Accepted]) -> Accepted:
     """What rank 0 decides, or its error, on every rank."""
     return broadcast_from_root(communicators.intracomm(comm), walk, "what rank 0 accepts")
 

@@ -32,7 +32,7 @@ from treeattn.token_tree.owners import check_owner, draft_owners
 from treeattn.token_tree.tree import TokenTree
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.communicator import Given
 
 __all__ = ["Verifier", "verify"]
 
@@ -47,7 +47,7 @@ def verify(
     draft_v: Any,
     tree: TokenTree,
     *,
-    comm: Intracomm | None = None,
+    comm: Given = None,
     scheme: str | Schedule | Reduction = "hierarchical",
     scale: float | None = None,
     lengths: Any = None,
@@ -132,7 +132,7 @@ class Verifier:
 
     def __init__(
         self,
-        comm: Intracomm | None = None,
+        comm: Given = None,
         *,
         heads: int,
         kv_heads: int,

@@ -19,7 +19,7 @@ import numpy as np
 from treeattn.collectives.runtime import process
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 __all__ = ["Clock", "Offset", "on_common_clock"]
 
@@ -43,7 +43,7 @@ class Clock:
 
     def __init__(
         self,
-        comm: Intracomm,
+        comm: MpiCommunicator,
         now: Callable[[], int] = time.perf_counter_ns,
         identity: str | None = None,
     ) -> None:

@@ -20,7 +20,7 @@ from treeattn import mpi_library
 from treeattn.study.compare.clock import Clock, Offset, on_common_clock
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 __all__ = ["Loop", "Times"]
 
@@ -63,7 +63,7 @@ class Loop:
     skew.
     """
 
-    def __init__(self, comm: Intracomm, clock: Clock, oversubscribed: bool, seed: int) -> None:
+    def __init__(self, comm: MpiCommunicator, clock: Clock, oversubscribed: bool, seed: int) -> None:
         self._comm, self._clock = comm, clock
         self._give_way: Callable[[], object] = os.sched_yield if oversubscribed else tuple
         self._draw = np.random.default_rng([seed, comm.rank])

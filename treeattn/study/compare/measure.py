@@ -23,7 +23,7 @@ from treeattn.study.compare.loop import Loop, Times
 from treeattn.study.compare.schema import NULL, SUM, Key
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 __all__ = ["Bench", "Effort"]
 
@@ -53,7 +53,7 @@ class Effort:
 class Bench:
     """Measures blocks on one communicator. Creating it is collective."""
 
-    def __init__(self, comm: Intracomm, effort: Effort, oversubscribed: bool, seed: int) -> None:
+    def __init__(self, comm: MpiCommunicator, effort: Effort, oversubscribed: bool, seed: int) -> None:
         self.comm, self.effort, self.seed = comm, effort, seed
         self.groups = communicators.node_groups(comm)
         self.machines = [entry["machine"] for entry in environment.placement(comm)]

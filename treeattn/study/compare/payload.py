@@ -11,7 +11,7 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.collectives.traffic import messages
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 __all__ = ["handed_over", "scheduled"]
 
@@ -28,7 +28,7 @@ def scheduled(schedule: Schedule, rows: int, row_bytes: int, groups: Groups) -> 
     return _by_tier(sent, groups)
 
 
-def handed_over(comm: Intracomm, sent: Any, groups: Groups) -> Tiers | None:
+def handed_over(comm: MpiCommunicator, sent: Any, groups: Groups) -> Tiers | None:
     """The same from what each rank handed to MPI: a list of (destination, bytes), one for each message.
 
     Of a library's collective only the payload is known: its messages are None, its tier is ``unknown``

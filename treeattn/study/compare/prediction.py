@@ -19,7 +19,7 @@ from treeattn.study.compare.schema import NULL, SUM, Key
 from treeattn.study.decode_step import Shape, decode_step
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 __all__ = ["Predictions", "predicted", "predictions"]
 
@@ -34,7 +34,7 @@ class Predictions(NamedTuple):
     shown: str = ""
 
 
-def predictions(world: Intracomm, name: str | None, keys: Sequence[Key]) -> Predictions:
+def predictions(world: MpiCommunicator, name: str | None, keys: Sequence[Key]) -> Predictions:
     """On the cluster of that name, else the one of TREEATTN_CLUSTER. Collective. Raises what reading the
     cluster raises, on every rank alike."""
     found = topology.detect(world)

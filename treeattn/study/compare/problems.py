@@ -24,7 +24,7 @@ from treeattn.study.compare.schema import Key
 from treeattn.study.compare.steps import shape_of
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 __all__ = ["PERIOD", "Problem", "check_room", "decode_problem", "reduce_problem"]
 
@@ -44,7 +44,7 @@ class Problem(NamedTuple):
     bounds: tuple[float, float] | None
 
 
-def check_room(comm: Intracomm, key: Key, machines: Sequence[int]) -> None:
+def check_room(comm: MpiCommunicator, key: Key, machines: Sequence[int]) -> None:
     """Raise `ArgumentError` on every rank if a machine has less memory free than its ranks' inputs take.
 
     Asking for the memory would not tell: the system promises it, and ends the process that uses it.
@@ -62,7 +62,7 @@ def check_room(comm: Intracomm, key: Key, machines: Sequence[int]) -> None:
             )
 
 
-def _input_bytes(comm: Intracomm, key: Key) -> int:
+def _input_bytes(comm: MpiCommunicator, key: Key) -> int:
     """Of this rank: records with their float64 copies, keys and values."""
     records = 3 * 8 * key.batch * key.queries * key.heads * (key.head_dim + 2)
     if key.what == "reduce":
@@ -72,7 +72,7 @@ def _input_bytes(comm: Intracomm, key: Key) -> int:
     return records + elements * int(DTYPES[key.dtype].itemsize)
 
 
-def decode_problem(comm: Intracomm, key: Key, seed: int) -> Problem:
+def decode_problem(comm: MpiCommunicator, key: Key, seed: int) -> Problem:
     """A query, equal on all ranks, and this rank's contiguous shard. Collective."""
     shape = shape_of(key)
     dtype = DTYPES[key.dtype]
@@ -101,7 +101,7 @@ def _repeated_partials(q: Any, k: Any, v: Any, tokens: int, scale: float) -> lis
     return [many, reference.partial(q, k[:, :rest], v[:, :rest], scale=scale)]
 
 
-def reduce_problem(comm: Intracomm, key: Key, seed: int) -> Problem:
+def reduce_problem(comm: MpiCommunicator, key: Key, seed: int) -> Problem:
     """This rank's random records, as a shard of some hundred tokens might give. Collective."""
     shape = shape_of(key)
     draw = np.random.default_rng([seed, comm.rank])

@@ -25,7 +25,7 @@ from treeattn.study.compare import wire, yardsticks
 from treeattn.study.compare.schema import NULL, SUM, Key
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 __all__ = ["plan", "plan_null_merge", "reduces", "shape_of"]
 
@@ -40,7 +40,7 @@ def reduces(scheme: str) -> bool:
     return scheme in (NULL, SUM) or not select(scheme).row.fused
 
 
-def plan(comm: Intracomm, key: Key) -> Decoder:
+def plan(comm: MpiCommunicator, key: Key) -> Decoder:
     """A planned step of the scheme of `key`. Collective; raises what `Decoder` raises, on every rank."""
     if key.scheme in (SUM, NULL):
         return _around(comm, key, None, yardsticks.library_sum if key.scheme == SUM else yardsticks.nothing)
@@ -51,12 +51,14 @@ def plan(comm: Intracomm, key: Key) -> Decoder:
     return Decoder(comm, **shape_of(key).plain, scheme=how, device=key.device)
 
 
-def plan_null_merge(comm: Intracomm, key: Key) -> Decoder:
+def plan_null_merge(comm: MpiCommunicator, key: Key) -> Decoder:
     """The same schedule, messages and executor with merges that do nothing. Collective."""
     return _around(comm, key, select(key.scheme), _null_merge)
 
 
-def _around(comm: Intracomm, key: Key, scheme: Selection | None, reducer: Callable[..., Reducer]) -> Decoder:
+def _around(
+    comm: MpiCommunicator, key: Key, scheme: Selection | None, reducer: Callable[..., Reducer]
+) -> Decoder:
     """The parts of a decoder of one rank around a reduction of another kind, over all ranks."""
     device = devices.find(key.device)
     alone = Request(shape_of(key), Reduction("chain"), select("chain"), None, device)

@@ -12,7 +12,7 @@ from treeattn.study.figures.axes import plain
 from treeattn.study.figures.chart import Curve, Curves, Point
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
+    from treeattn.collectives.runtime.communicator import Given
 
 __all__ = ["along"]
 
@@ -23,7 +23,7 @@ def along(
     k: Any,
     v: Any,
     *,
-    comm: Intracomm | None = None,
+    comm: Given = None,
     scale: float | None = None,
     reach: float = 2.0,
     points: int = 81,

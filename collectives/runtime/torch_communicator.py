@@ -1,0 +1,149 @@
+"""Process groups of torch.distributed as communicators whose blocking calls are watched.
+
+Torch is not imported before somebody passes a group. Records travel as messages with tags of this package's
+own over the group itself: duplicates are channels, since a group of gloo costs a connection to every rank,
+and `new_group` names one by a count that may differ between ranks.
+"""
+
+from __future__ import annotations
+
+import socket
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from treeattn.collectives.runtime import communicator, watchdog
+from treeattn.collectives.runtime.communicator import Member, WatchedCalls
+from treeattn.collectives.runtime.process import kernel, namespace
+from treeattn.errors import PeerError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["TorchCommunicator"]
+
+T = TypeVar("T")
+
+# Tags: this bit, then the channel, then the number of the message between two ranks. Torch takes 31 bits.
+_OURS, _CHANNELS, _MESSAGES = 1 << 30, 1 << 18, 1 << 12
+
+
+class _Known:
+    """What is found out once of a process group. host: a group of the same ranks that takes host memory,
+    where it does not itself; it holds no reference to the group."""
+
+    def __init__(self, host: ProcessGroup | None) -> None:
+        self.host = host
+        self.calls = WatchedCalls()
+        self.members: tuple[Member, ...] = ()
+        self.channels = 0
+
+
+_groups: weakref.WeakKeyDictionary[ProcessGroup, _Known] = weakref.WeakKeyDictionary()
+
+
+class TorchCommunicator:
+    """The ranks of a process group. `group` is what it was made of, `host` what takes host memory."""
+
+    library: Literal["torch"] = "torch"
+
+    def __init__(self, group: ProcessGroup, known: _Known, channel: int = 0) -> None:
+        self.group, self.host = group, known.host or group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._known, self._channel = known, channel
+
+    @classmethod
+    def of(cls, group: ProcessGroup) -> TorchCommunicator:
+        """The watched form of a group. Collective for the first time."""
+        known = _groups.get(group)
+        if known is not None:
+            return cls(group, known)
+        with watchdog.Activity("looking for the nodes"):
+            known = _Known(_host_group(group))
+            comm = cls(group, known)
+            place = socket.gethostname(), kernel(), namespace()
+            told = comm.allgather((place, dist.get_rank()))
+            node = next(rank for other, rank in told if other == place)
+            known.members = tuple(comm.allgather(Member.here(dist.get_rank(), node)))
+        communicator.introduce(dist.get_rank(), dist.get_world_size(), known.members)
+        _groups[group] = known
+        return comm
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Where each rank runs."""
+        return self._known.members
+
+    @property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks by node: of one host, one kernel and one space of process numbers."""
+        return communicator.node_groups(self.members)
+
+    def allgather(self, sendobj: T, /) -> list[T]:
+        """The objects of all ranks, in order of ranks."""
+        everyone: list[Any] = [None] * self.size
+        self._run("allgather", dist.all_gather_object, everyone, sendobj, group=self.host)
+        return everyone
+
+    def bcast(self, obj: Any, /, root: int = 0) -> Any:
+        """The object of the rank `root`."""
+        box: list[Any] = [obj]
+        self._run("bcast", dist.broadcast_object_list, box, group=self.host, group_src=root)
+        return box[0]
+
+    def bcast_array(self, array: Any, root: int) -> None:
+        """Fill a C-contiguous NumPy array with that of the rank `root`."""
+        tensor = torch.from_numpy(array.view("u1"))
+        self._run("bcast_array", dist.broadcast, tensor, group=self.host, group_src=root)
+
+    def barrier(self) -> None:
+        """Return when all ranks have called."""
+        self._run("barrier", dist.barrier, group=self.host)
+
+    def dup(self) -> TorchCommunicator:
+        """The same group, with tags of its own: the next that no rank has taken."""
+        self._known.channels = max(self.allgather(self._known.channels)) + 1
+        return TorchCommunicator(self.group, self._known, self._known.channels)
+
+    def free(self) -> None:
+        """Nothing is to be given back: the group is the caller's."""
+
+    def operation(self, call: Callable[..., Any], array: Any, peer: int, number: int) -> Any:
+        """A ``P2POp`` of `isend` or `irecv` on an array, of the host or of a GPU; number: of the message
+        between the two ranks. They may not pass one another on a group that overtakes: each has its tag."""
+        on_host = isinstance(array, np.ndarray)
+        tensor = torch.from_numpy(array) if on_host else torch.utils.dlpack.from_dlpack(array)
+        tag = _OURS | self._channel % _CHANNELS * _MESSAGES | number % _MESSAGES
+        group = self.host if on_host else self.group
+        return dist.P2POp(call, tensor, group=group, group_peer=peer, tag=tag)
+
+    def _run(self, name: str, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        try:
+            return self._known.calls.run(name, call, *arguments, **options)
+        except RuntimeError as error:  # a connection is lost, or torch's own limit was reached
+            what, _ = self._known.calls.waits_for()
+            raise PeerError(f"{what}: torch.distributed failed: {reason(error)}") from error
+
+
+def reason(error: RuntimeError) -> str:
+    """What torch says, in one line."""
+    return (str(error).strip().splitlines() or [repr(error)])[0]
+
+
+def _host_group(group: ProcessGroup) -> ProcessGroup | None:
+    """A group of gloo for a group that takes no host memory, as NCCL's; else None. Collective.
+
+    `new_group` names the groups of all ranks by a count that all share, since all take part. With
+    use_local_synchronization, which leaves the ranks of other groups alone, it goes by the groups that this
+    process knows: ranks of a part must have made as many.
+    """
+    if "cpu:" in dist.get_backend_config(group):
+        return None
+    ranks = dist.get_process_group_ranks(group)
+    part = len(ranks) < dist.get_world_size()
+    host: ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=part)
+    return host

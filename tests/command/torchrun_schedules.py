@@ -1,0 +1,69 @@
+"""Every schedule by messages of gloo, with the bits of the definition: a program of test_torchrun.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch.distributed as dist
+
+from tests.support.torchrun import without_mpi
+from treeattn import collectives, communicators
+from treeattn.backends.cpu.merge import MergeOperator
+from treeattn.collectives.executors import loopback, torch
+from treeattn.collectives.runtime.reducer import ReductionSpec
+from treeattn.errors import RestrictionError
+
+OPERATOR = MergeOperator(16)
+
+
+def schedules(size):
+    """Those that are run at so many ranks; node groups are of two ranks and the rest."""
+    nodes = (tuple(range(2)), tuple(range(2, size)))
+    for name in (*collectives.names("schedule"), "k_nomial_tree:radix=4"):
+        try:
+            needs = collectives.needs_nodes(name)
+            yield collectives.build(name, size, **({"nodes": nodes} if needs else {}))
+        except RestrictionError:
+            continue
+    yield collectives.to_root(collectives.build("binary_tree", size))
+
+
+def check(comm, schedule, records, draw):
+    values = [draw.standard_normal((records, OPERATOR.width)).astype(np.float32) for _ in range(comm.size)]
+    for value in values:
+        value[:, 1] = np.abs(value[:, 1]) + 0.5
+    buffer = np.empty_like(values[0])
+    wanted = loopback.run(schedule, values, OPERATOR)[comm.rank]
+    own = schedule.chunk_slice(range(comm.rank, comm.rank + 1), records)
+    with torch.Reducer(ReductionSpec(comm, OPERATOR, buffer), schedule) as reducer:
+        for halves in (False, True, False):  # steps of one plan follow one another
+            np.copyto(buffer, values[comm.rank])
+            if halves:
+                reducer.start()
+                reducer.wait()
+            else:
+                reducer()
+            if schedule.result == "root" and comm.rank:
+                continue
+            result = buffer[own] if schedule.result == "scattered" else buffer
+            assert result.tobytes() == wanted.tobytes(), (schedule.name, records)
+
+
+def main():
+    dist.init_process_group("gloo")
+    comm, draw = communicators.intracomm(None), np.random.default_rng(7)
+    ran = []
+    for schedule in schedules(comm.size):
+        if schedule.has_exclusive:  # studied, not run
+            continue
+        for records in (1, 3, 9, 64):
+            check(comm, schedule, records, draw)
+        ran.append(schedule.name)
+    assert len(ran) > 15, ran
+    assert comm.allgather(ran) == [ran] * comm.size
+    without_mpi()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
