@@ -54,6 +54,24 @@ def test_tokens_are_those_of_hugging_face(model, tmp_path, decode):
     assert max(facts["cache_bytes"]) <= (316 // 3 + 2) * per_token
 
 
+def test_a_prompt_that_three_ranks_saved_is_continued_by_two_and_by_five(model, tmp_path):
+    """The same tokens; of a text that goes on after what was saved, too, and of no other."""
+    saved, wanted = tmp_path / "saved", GOLDEN["grouped_llama3.tokens"].tolist()
+    words = ("generate", "--model", model, "--ignore-eos", "-n")
+    done = treeattn(*words, 1, "--prompt-ids", IDS, "--save-cache", saved, ranks=3)
+    assert (done.returncode, done.stdout) == (0, f"{wanted[0]}\n"), done.stderr
+    loaded = ("--load-cache", saved, "--prompt-ids")
+    for ranks, weights, given in ((2, "replicated", 0), (5, "sharded", 3)):
+        text = ",".join([IDS, *map(str, wanted[:given])])
+        done = treeattn(*words, 16 - given, *loaded, text, "--weights", weights, ranks=ranks)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout == ",".join(map(str, wanted[given:])) + "\n"
+        assert f"loaded from {saved}" in done.stderr
+    done = treeattn(*words, 1, *loaded, IDS.partition(",")[2], ranks=2)
+    assert done.returncode == 2
+    assert f"{saved}: saved of another text: run the prompt anew" in done.stderr
+
+
 def test_a_schedule_of_ones_own_reduces(model, tmp_path):
     own, out = tmp_path / "own.json", tmp_path / "facts.json"
     own.write_text(build("ring", 2).to_json())

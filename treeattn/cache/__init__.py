@@ -1,5 +1,11 @@
-"""A KV cache that is sharded over ranks and grows: every token on the one rank that an owner map says."""
+"""A KV cache that is sharded over ranks and grows: every token on the one rank that an owner map says.
 
+`ShardedCache` is this rank's part of it, `placement` what every rank knows of all. `parts` and `index` are
+the files of a cache that lasts, `saved` writes, reads and deals them out anew.
+"""
+
+from treeattn.cache.index import read_index
+from treeattn.cache.saved import reshard
 from treeattn.cache.sharded import ShardedCache
 
-__all__ = ["ShardedCache"]
+__all__ = ["ShardedCache", "read_index", "reshard"]

@@ -25,7 +25,7 @@ from treeattn.errors import ArgumentError, BackendError
 if TYPE_CHECKING:
     from treeattn.cache.sharded import ShardedCache
 
-__all__ = ["GLOB", "read_rows", "write_part"]
+__all__ = ["GLOB", "check", "read_rows", "write_part"]
 
 GLOB = "part-*.safetensors"
 #: Tokens that are copied at once.
@@ -89,15 +89,29 @@ def read_rows(directory: Path, part: Part, layers: Sequence[ShardedCache], reach
         for number, layer in enumerate(layers):
             for name, array in zip(plan.names, layer._shard, strict=True):
                 tensor = f"layers.{number}.{name}"
-                rows = np.ascontiguousarray(file[tensor][:, taken])
-                wrong = _sums(rows) != file[f"{tensor}.sums"][:, taken]
-                if wrong.any():
-                    position = int(mine[into[np.flatnonzero(wrong.any(axis=0))[0]]])
-                    raise ArgumentError(
-                        f"{file.path}: damaged: {name} of layer {number} at position {position}; save the "
-                        "cache again"
-                    )
+                rows = _checked(file, tensor, taken, mine[into])
                 array[:, target] = plan.device.from_host(rows)
+
+
+def check(directory: Path, part: Part, rows: bool) -> None:
+    """Raise `ArgumentError` for a file that is missing, cut off or damaged; `rows`: all of it is read."""
+    file, positions = _open(directory / part.file, part), Runs(part.runs)
+    for name in file.tensors if rows else ():
+        for begin in range(0, 0 if name.endswith(".sums") else len(positions), _BLOCK):
+            taken = slice(begin, begin + _BLOCK)
+            stands = positions.positions(begin, min(begin + _BLOCK, len(positions)))
+            _checked(file, name, taken, stands)
+
+
+def _checked(file: files.CacheFile, name: str, taken: Any, positions: Any) -> Any:
+    """Tokens of a tensor, in memory of their own. positions: where they stand, for the error."""
+    rows = np.ascontiguousarray(file[name][:, taken])
+    wrong = (_sums(rows) != file[f"{name}.sums"][:, taken]).any(axis=0)
+    if wrong.any():
+        _, layer, array = name.split(".")
+        where = f"{array} of layer {layer} at position {positions[wrong.argmax()]}"
+        raise ArgumentError(f"{file.path}: damaged: {where}; save the cache again")
+    return rows
 
 
 def _open(path: Path, part: Part) -> files.CacheFile:

@@ -79,6 +79,10 @@ _RINGS = ("kv_ring", "query_ring")
               help="Of the fewest that are so likely together.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True,
               help="Of what is drawn, and of random tokens.")  # fmt: skip
+@click.option("--save-cache", type=click.Path(path_type=Path), metavar="DIR",
+              help="Save the prompt's keys and values.")  # fmt: skip
+@click.option("--load-cache", type=click.Path(path_type=Path), metavar="DIR",
+              help="Take those of the prompt's beginning from there, saved on any ranks.")  # fmt: skip
 @click.option("--ignore-eos", is_flag=True, help="Go on after a token that ends the text.")
 @click.option("--repeat", type=click.IntRange(1), default=1, show_default=True, help="All of it, so often.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write everything measured.")
@@ -100,6 +104,8 @@ def command(
     top_k: int,
     top_p: float,
     seed: int,
+    save_cache: Path | None,
+    load_cache: Path | None,
     ignore_eos: bool,
     repeat: int,
     json_path: Path | None,
@@ -114,7 +120,7 @@ def command(
     sources = {f"--{name.replace('_', '-')}": value for name, value in sources.items()}
     options = [directory, *sources.values(), prompt_tokens, max_new_tokens, decode, scheme, weights]
     options += [draft, draft_model, draft_tokens, prefill, layout, seed, ignore_eos, repeat]
-    options += [temperature, top_k, top_p, device, transport]
+    options += [temperature, top_k, top_p, device, transport, save_cache, load_cache]
     must_match(world, {"the command line": list(map(str, options))})
     if scheme is not None and decode != "tree":
         raise ArgumentError(f"--scheme {scheme:.40} is of --decode tree: a ring has none")
@@ -159,7 +165,7 @@ def command(
         drafts = collectively(world, lambda: _drafter(world.rank, draft_model, model, capacity))
         with Session(world, model, tokens, **settings) as session, drafts as drafter:
             drafting = Drafting(settings["drafts"], drafter) if settings["drafts"] else None
-            runs.append(_run(world, session, max_new_tokens, stop, drafting, stream))
+            runs.append(_run(world, session, max_new_tokens, stop, drafting, stream, load_cache, save_cache))
             trees = session.tree_decoder
             chosen = {
                 "scheme": session.decoder.scheme,
@@ -168,6 +174,8 @@ def command(
             }
     with watchdog.Activity("what was measured"):
         facts = _facts(world, model, tokens, settings | chosen, runs)
+    if load_cache is not None:
+        facts["prefill"] = f"loaded from {load_cache}"
     facts |= {"weights": weights, "draft": draft or (draft_model and str(draft_model))}
     facts |= {"sampling": asdict(sampling), "blas_threads": cores.blas_threads}
     facts |= {"device": device, "head_dim": session.decoder.shape.head_dim}
@@ -195,6 +203,8 @@ def _run(
     stop: tuple[int, ...],
     drafting: Drafting | None,
     stream: Stream,
+    load: Path | None,
+    save: Path | None,
 ) -> dict[str, Any]:
     """Prefill and decode once. Collective."""
     say = Lines(world.rank == 0)
@@ -205,7 +215,7 @@ def _run(
             rate = 1 / statistics.median(made.step_s)
             say(f"{len(made.tokens):,} of {count:,} tokens, {rate:.1f} steps a second")
 
-    made = generate(session, count, stop, drafting, told, say)
+    made = generate(session, count, stop, drafting, told, say, load, save)
     stream.end()
     mine = {
         "attention_s": made.attention_s if session.model.device.name == "cpu" else None,

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from treeattn import communicators, mpi_library
 from treeattn.agreement import Agreement, broadcast_from_root
 from treeattn.attention.positions import as_runs
-from treeattn.cache import ShardedCache
+from treeattn.cache import ShardedCache, read_index
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder, Prefill
@@ -119,8 +120,8 @@ class Session:
         owners = np.arange(capacity) % size
         for rank, runs in enumerate(self._shards):
             owners[runs.positions()] = rank
-        held: dict[str, Any] = {"capacity": capacity, "layers": config.layers, "drafts": drafts}
-        self._caches = ShardedCache(self.comm, layout=owners, **held, **planned).layers
+        self._laid_out: dict[str, Any] = {"capacity": capacity, "layout": owners, "drafts": drafts}
+        self._caches = ShardedCache(self.comm, layers=config.layers, **self._laid_out, **planned).layers
         planned |= {"heads": config.heads, "scale": self._scale}
         # First, since it refuses schemes that a decoder takes: then there is no decoder to close.
         self._verifier = Verifier(self.comm, nodes=drafts, scheme=trees, **planned) if drafts else None
@@ -171,6 +172,39 @@ class Session:
             self.comm.bcast_array(last, root)
         logits: Array = model.logits(model.device.from_host(last))[0]
         return logits
+
+    def save(self, directory: Path) -> None:
+        """Save what is in the cache, for any job that has the model and a text which begins alike: whatever
+        its ranks, layout and weights. Raises as `ShardedCache.save`; `ArgumentError` before the prefill."""
+        self._check_prefilled()
+        if self.tokens != len(self.prompt_tokens):
+            raise ArgumentError("the cache holds other tokens than the prompt: save it after prefill")
+        self._caches[0].save(directory, self._about(self.tokens))
+
+    def load(self, directory: Path) -> Array:
+        """In place of `prefill`: take the keys and values of the prompt, or of its beginning, out of a saved
+        cache. Logits [vocab_size] of what follows the prompt. Raises `ArgumentError` for a cache of another
+        model, or of another text, and as `ShardedCache.load`."""
+        if self._caches[0].totals[0]:
+            raise ArgumentError("the prompt is in the cache already: a session has one")
+        with Agreement(self.comm):
+            index = read_index(directory)
+            there, own = index.totals[0], len(self.prompt_tokens)
+            for name, value in self._about(there).items():
+                if index.about.get(name) != value:
+                    raise ArgumentError(f"{directory}: saved of another {name}: run the prompt anew")
+        device = self.model.device.name
+        self._caches = ShardedCache.load(directory, self.comm, device=device, **self._laid_out).layers
+        self.rollback(min(there, own - 1))  # the last token is run again, for what follows it
+        for token in self.prompt_tokens[self.tokens :].tolist():
+            logits = self.step(token)
+        return logits
+
+    def _about(self, tokens: int) -> dict[str, str]:
+        """What a saved cache must be of: the model, and the first `tokens` tokens of the prompt."""
+        text = self.prompt_tokens[:tokens] if tokens <= len(self.prompt_tokens) else self.prompt_tokens[:0]
+        model = {"model": self.model.norms_digest, "head_dim in caches": str(self.model.cache_head_dim)}
+        return {**model, "text": hashlib.sha256(text.tobytes()).hexdigest()}
 
     def step(self, token: int) -> Array:
         """Take one more token: logits [vocab_size] of what follows. Raises `ArgumentError` where the cache is
