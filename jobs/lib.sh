@@ -4,6 +4,7 @@
 #   begin NAME LEAST "$@"             in jobs/NAME.sbatch: reads --dry-run; chooses the site; makes the run folder, or
 #                                     finds that of a job that was requeued; leaves the other words, LEAST or more, in `words`
 #   on_ranks N COMMAND WORD...        `treeattn COMMAND WORD...` on N ranks; `$ranks` are all of the job
+#   with_cache_nodes PROGRAM WORD...  `PROGRAM WORD...` as rank 0, `treeattn cache-node` as all others
 #   finish                            marks the run as done
 #
 # The run folder holds `command`, `environment`, `log`, `status` (running, done, cut off, failed), and results.
@@ -139,12 +140,38 @@ describe() {
 
 # treeattn on so many ranks. A signal that arrives meanwhile is handled at once; this returns what treeattn did.
 on_ranks() {
-  local count=$1 status=0
+  local count=$1
   shift
   [[ $count =~ ^[1-9][0-9]*$ ]] && [ "$count" -le "$ranks" ] ||
     refuse "$count ranks are wanted and this job has $ranks on $nodes nodes: ask for more with sbatch --nodes"
   local -a command
   launch_command "$count" treeattn "$@"
+  launch
+}
+
+# The model process and its cache nodes, as two programs of one job.
+with_cache_nodes() {
+  [ "$ranks" -gt 1 ] || refuse "one rank is a model process without cache nodes: ask for more with sbatch --nodes"
+  local -a command
+  case $LAUNCHER in
+    srun)
+      launch_command "$ranks" --multi-prog "$run/programs"
+      if [ -z "$dry_run" ]; then # a file for its words, which Slurm would read in its own way
+        printf 'exec%s\n' "$(printf ' %q' "$@")" > "$run/model"
+        printf '%s\n' "0 bash $run/model" "1-$((ranks - 1)) treeattn cache-node" > "$run/programs"
+      fi
+      ;;
+    mpirun)
+      launch_command 1 "$@"
+      command+=(: "${LAUNCH_OPTIONS[@]}" -n $((ranks - 1)) treeattn cache-node)
+      ;;
+  esac
+  launch
+}
+
+# Runs `command`, or shows it.
+launch() {
+  local status=0
   if [ -n "$dry_run" ]; then
     printf '%q ' "${command[@]}"
     echo

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -279,3 +281,26 @@ def test_what_is_saved_is_continued_by_any_job(comm):
     comm.barrier()
     if comm.rank == 0:
         shutil.rmtree(folder)
+
+
+def test_memory_of_the_model_process_is_flat(comm):
+    """Allocations of Python and NumPy in it, at a context and at one of sixteen times as many tokens."""
+
+    def model(nodes):
+        cache, dense = nodes.cache(capacity=2048, **SHAPE), Dense(1, 0)
+        q, k, v = dense.new(1, HEADS), dense.new(1), dense.new(1)
+        tracemalloc.start()
+        try:
+            held = []
+            for tokens in (128, 2048):
+                while cache.totals[0, 0] < tokens:
+                    for layer in range(LAYERS):
+                        cache.step(layer, q, k, v)
+                gc.collect()
+                held.append(tracemalloc.get_traced_memory()[0])
+        finally:
+            tracemalloc.stop()
+        token = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4
+        assert held[1] - held[0] < 32 * token, "of 1920 tokens that came"
+
+    meet(comm, model)

@@ -9,7 +9,16 @@ from treeattn.errors import ArgumentError
 
 __all__ = ["available", "capacity", "read_bytes", "shown"]
 
-_UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "B": 1}
+_UNITS = {
+    "TB": 10**12,
+    "GB": 10**9,
+    "MB": 10**6,
+    "kB": 1000,
+    "TiB": 1 << 40,
+    "GiB": 1 << 30,
+    "MiB": 1 << 20,
+    "B": 1,
+}
 _SHARE = 0.9  # of what is free: the rest is for messages, records and whatever else runs there
 
 
@@ -29,7 +38,7 @@ def read_bytes(text: str) -> int:
 
 def shown(size: int) -> str:
     """Bytes in words."""
-    unit = next(unit for unit in ("TB", "GB", "MB", "B") if size >= _UNITS[unit] or unit == "B")
+    unit = next(unit for unit in ("TB", "GB", "MB", "kB", "B") if size >= _UNITS[unit] or unit == "B")
     return f"{size / _UNITS[unit]:.3g} {unit}"
 
 

@@ -36,8 +36,15 @@ needs_mpiexec = pytest.mark.skipif(
 STAND_INS = {
     "srun": """
 echo "srun $*" >> "$CALLS"
-while [ "${1#-}" != "$1" ]; do case $1 in --ntasks=*) tasks=${1#*=} ;; esac; shift; done
+while [ "${1#-}" != "$1" ]; do
+  case $1 in --ntasks=*) tasks=${1#*=} ;; --multi-prog) programs=$2 ;; esac
+  shift
+done
 echo $$ > "$CALLS.srun"
+if [ -n "${programs:-}" ]; then
+  model=$(sed -n 's/^0 //p' "$programs")
+  exec mpiexec -n 1 $model : -n $((tasks - 1)) $(sed -n 's/^1-[0-9]* //p' "$programs")
+fi
 exec mpiexec -n "$tasks" "$@" """,
     "scancel": 'echo "scancel $*" >> "$CALLS"; kill -TERM "$(cat "$CALLS.srun")"',
     "squeue": "echo ${STATE:-RUNNING}",
@@ -111,6 +118,33 @@ def test_a_dry_run_shows_the_command_and_makes_nothing(script, bench):
             f"srun --kill-on-bad-exit=1 --wait=60 --nodes={nodes} --ntasks={ranks} treeattn "
         )
     assert list(bench.folder.iterdir()) == []
+
+
+def test_cache_nodes_are_all_ranks_but_one(bench):
+    """A dry run shows both programs, or the file of Slurm that names them."""
+    job = {**JOB, "SLURM_TASKS_PER_NODE": "4(x2)"}
+    done = bench.run("cache_nodes.sbatch", "--dry-run", "python", "my model.py", **job)
+    assert done.returncode == 0, done.stderr
+    start = (
+        "srun --kill-on-bad-exit=1 --wait=60 --nodes=2 --ntasks=8 --multi-prog runs/cache_nodes-7/programs"
+    )
+    assert done.stdout.strip() == start
+    done = bench.run("cache_nodes.sbatch", "--dry-run", "python", "my model.py", TREEATTN_RANKS="4")
+    assert done.stdout.strip() == "mpiexec -n 1 python my\\ model.py : -n 3 treeattn cache-node"
+    assert list(bench.folder.iterdir()) == []
+    done = bench.run("cache_nodes.sbatch", "python", "model.py", TREEATTN_RANKS="1")
+    assert done.returncode == 2
+    assert "a model process without cache nodes" in done.stdout
+
+
+@needs_mpiexec
+def test_slurm_is_told_of_two_programs(bench):
+    bench.stand_in()
+    program = "from treeattn import cache_nodes; print(cache_nodes.connect().size, 'nodes')"
+    done = bench.run("cache_nodes.sbatch", sys.executable, "-c", program, **JOB)
+    assert done.returncode == 0, done.stderr
+    assert bench.read("programs").splitlines()[1] == "1-1 treeattn cache-node"
+    assert "1 nodes" in bench.read("log")
 
 
 @pytest.mark.parametrize(

