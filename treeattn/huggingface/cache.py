@@ -46,7 +46,8 @@ class ShardedKV(Cache):
     capacity : int
         Slots of a sequence that there is room for at first, over all ranks; the cache grows.
     scheme : str, Schedule or Reduction
-        How partial results are merged, as `treeattn.decode` takes it.
+        How partial results are merged, as `treeattn.decode` takes it; "hierarchical", and "head_scatter" for
+        a model whose weights are tensor parallel over the same ranks (``tp_plan="auto"``).
 
     Raises
     ------
@@ -55,7 +56,7 @@ class ShardedKV(Cache):
         differ between ranks.
     """
 
-    def __init__(self, config: Any, comm: Any = None, *, capacity: int, scheme: Any = "hierarchical") -> None:
+    def __init__(self, config: Any, comm: Any = None, *, capacity: int, scheme: Any = None) -> None:
         self.comm, self.capacity = communicators.intracomm(comm), capacity
         with Agreement(self.comm) as agreed:
             text = config.get_text_config(decoder=True)
@@ -69,10 +70,13 @@ class ShardedKV(Cache):
                     f"capacity must be a whole number of slots, at least 1, not {capacity!r:.60}"
                 )
             layers = [
-                self._layer(kind, given)
-                for kind, given in zip(*get_layer_types_and_kwargs(text), strict=True)
+                self._layer(kind, getattr(config, "num_attention_heads", None), given)
+                for config, kind, given in zip(
+                    text.per_layer_config, *get_layer_types_and_kwargs(text), strict=True
+                )
             ]
-            reduction = Reduction.of(scheme)
+            reduction = Reduction.of(scheme or "hierarchical")
+            by_heads = Reduction.of(scheme or Reduction("head_scatter", output="heads"))
             agreed.must_match = {
                 "capacity": capacity,
                 "scheme": reduction,
@@ -80,13 +84,14 @@ class ShardedKV(Cache):
             }
         super().__init__(layers=layers)
         self.plans = plans.over(self.comm, reduction)
+        self.plans_by_heads = plans.over(self.comm, by_heads)
         self.dealt: Any = None  # while a prefill is under way in which each rank has tokens of its own
         self._shards: dict[Any, Iterator[ShardedCache]] = {}
         share_random_numbers(self.comm)
 
-    def _layer(self, kind: str, given: dict[str, Any]) -> Any:
+    def _layer(self, kind: str, heads: int | None, given: dict[str, Any]) -> Any:
         if kind in _ATTENTION:
-            return _ATTENTION[kind](self, **given)
+            return _ATTENTION[kind](self, heads, **given)
         if kind in _STATES:
             return DYNAMIC_LAYER_TYPE_MAPPING[kind](**given)
         raise ArgumentError(f"layers of {kind!r} are not served: {', '.join((*_ATTENTION, *_STATES))} are")

@@ -31,9 +31,9 @@ class FullAttentionLayer(CacheLayerMixin):
 
     is_sliding, is_croppable, supports_early_init = False, True, False
 
-    def __init__(self, cache: ShardedKV) -> None:
+    def __init__(self, cache: ShardedKV, heads: int | None) -> None:
         super().__init__()
-        self.cache, self.store, self.slots, self.new = cache, Store(cache), 0, 0
+        self.cache, self.store, self.slots, self.new = cache, Store(cache, heads), 0, 0
         self.handle = self.store.handle
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -104,7 +104,7 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
 
     handle = 0
 
-    def __init__(self, cache: ShardedKV, sliding_window: int) -> None:
+    def __init__(self, cache: ShardedKV, heads: int | None, sliding_window: int) -> None:
         super().__init__(sliding_window)
         self.cache = cache
 

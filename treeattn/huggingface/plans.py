@@ -6,6 +6,8 @@ import functools
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from treeattn import communicators
 from treeattn.attention.mask import Rules
@@ -107,8 +109,6 @@ def _kept(array: Any) -> Any:
 def _joined(parts: list[Any], axis: int) -> Any:
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts, axis)
-    import torch
-
     return torch.cat(parts, axis)
 
 
@@ -117,10 +117,13 @@ _known: dict[tuple[int, Reduction], Plans] = {}
 
 def over(comm: Any, reduction: Reduction) -> Plans:
     """The plans of a communicator, which all its caches share."""
-    return _known.setdefault((id(comm), reduction), Plans(comm, reduction))
+    return _known.setdefault((id(getattr(comm, "group", comm)), reduction), Plans(comm, reduction))
 
 
 @functools.cache
 def alone() -> Plans:
-    """Those of what a rank has whole: nothing is sent."""
+    """Those of what a rank has whole: nothing is sent. Where torch started the ranks, MPI is not asked."""
+    if dist.is_available() and dist.is_initialized():
+        group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return Plans(communicators.intracomm(group), Reduction())
     return Plans(communicators.alone(), Reduction())

@@ -48,6 +48,11 @@ def prefill(
     with Agreement(comm) as agreed:
         if model.config.get_text_config(decoder=True)._attn_implementation != "treeattn":
             raise ArgumentError("load the model with attn_implementation='treeattn'")
+        if getattr(model, "tp_size", None) not in (None, 1):
+            raise ArgumentError(
+                "weights that are tensor parallel compute every token on all ranks: leave the prefill to "
+                "generate()"
+            )
         if cache.get_seq_length():
             raise ArgumentError(
                 f"the cache has {cache.get_seq_length()} slots already: a prefill comes first"

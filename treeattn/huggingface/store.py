@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from treeattn.huggingface import plans
+from treeattn.huggingface import plans, tensor_parallel
 from treeattn.huggingface.tensors import as_rows, as_tensor
 
 if TYPE_CHECKING:
@@ -25,8 +25,9 @@ _stores: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary()
 class Store:
     """This rank's tokens of one layer, and how to attend to those of all ranks."""
 
-    def __init__(self, cache: ShardedKV) -> None:
+    def __init__(self, cache: ShardedKV, heads: int | None) -> None:
         self._cache, self.shard = cache, cast("ShardedCache | None", None)
+        self._heads = heads
         self.handle = next(_numbers)
         _stores[self.handle] = self
 
@@ -53,13 +54,24 @@ class Store:
         if self.shard is not None:
             self.shard.select(rows)
 
-    def attend(self, q: Any, at: int, begins: Any, rules: dict[str, Any]) -> tuple[Any, Any]:
-        """To all tokens of all ranks. Collective."""
+    def attend(self, q: Any, at: int, begins: Any, rules: dict[str, Any], by_heads: bool) -> tuple[Any, Any]:
+        """To all tokens of all ranks. by_heads: the result is this rank's heads alone. Collective."""
         stands = at + np.arange(q.shape[1])
         shard: Any = self.shard
-        return self._cache.plans.attend(
-            q, shard.k, shard.v, stands=stands, lengths=shard.lengths, begins=begins, **rules
-        )
+        given = {"stands": stands, "lengths": shard.lengths, "begins": begins} | rules
+        if not by_heads:
+            return self._cache.plans.attend(q, shard.k, shard.v, **given)
+        out, lse = self._cache.plans_by_heads.attend(q, shard.k, shard.v, **given)
+        own, comm = q.shape[2] // self._cache.comm.size, self._cache.comm
+        return tensor_parallel.own_heads(comm, out, 2, own), tensor_parallel.own_heads(comm, lse, 1, own)
+
+    def is_sharded(self, heads: int) -> bool:
+        """Whether so many query heads are this rank's part of all."""
+        return tensor_parallel.is_sharded(heads, self._heads, self._cache.comm.size)
+
+    def all_heads(self, *arrays: Any) -> list[Any]:
+        """Of all ranks. Collective."""
+        return tensor_parallel.all_heads(self._cache.comm, *arrays)
 
 
 def attend(
@@ -86,8 +98,9 @@ def attend(
         first = None
     rules: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     own = _stores[store] if store else None
+    by_heads = own is not None and own.is_sharded(q.shape[2])
     if own is not None and new:
-        own.append(k, v)
+        own.append(*(own.all_heads(k, v) if by_heads else (k, v)))
     if own is None or at == 0:  # all of it is in k and v: no other rank need be asked
         start = at + q.shape[1] - k.shape[1]
         out, lse = plans.alone().attend(
@@ -97,7 +110,8 @@ def attend(
             **rules,
         )
     else:
-        out, lse = own.attend(q, at, first, rules)
+        q = own.all_heads(q)[0] if by_heads else q
+        out, lse = own.attend(q, at, first, rules, by_heads)
     return finished(out, lse, sinks, query.dtype)
 
 
