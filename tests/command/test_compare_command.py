@@ -37,7 +37,15 @@ def test_table_file_and_json(tmp_path):
     chosen = {"ring", "mpi_allreduce", "head_scatter", "k_nomial_tree", "k_nomial_tree:radix=3"}
     assert schemes == chosen | {SUM, NULL}
     assert len(facts["summaries"]) == 7 * 2 * 2
-    for word in ("95 % interval", "x SUM", "k_nomial_tree:radix=3", "harness:", "clock:", "1,024 tokens"):
+    for word in (
+        "95 % interval",
+        "x SUM",
+        "k_nomial_tree:radix=3",
+        "harness:",
+        "clock:",
+        "1,024 tokens",
+        " n  late",
+    ):
         assert word in done.stdout
     assert "identical bits (proved)" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -46,7 +54,10 @@ def test_table_file_and_json(tmp_path):
     assert found.problems == []
     assert len(found.runs) == 1
     assert len(found.points) == 7 * 2 * 2 * 6
-    assert len(results.summarise(found)) == len(facts["summaries"])
+    summaries = results.summarise(found)
+    assert len(summaries) == len(facts["summaries"])
+    fewest = min(row.times["completion"].count // 6 for row in summaries)
+    assert (f"as few as {fewest} a block: a median wants 20" in done.stdout) == (fewest < 20)
 
 
 def test_executors_side_by_side(tmp_path):

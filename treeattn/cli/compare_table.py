@@ -12,7 +12,10 @@ from treeattn.study.compare.results import Summary, compared_series
 from treeattn.study.compare.schema import NCCL_SUM, NULL, SUM, Key, Run
 from treeattn.study.statistics import Statistics
 
-__all__ = ["show"]
+__all__ = ["ENOUGH", "show"]
+
+#: Iterations that a block should have: with fewer its median moves with every one of them.
+ENOUGH = 20
 
 # What a time is counted from is said where it is not the first entry.
 _SINCE = {"completion": "", "after_last_entry": ", from the last rank's entry"}
@@ -63,7 +66,7 @@ def _columns(rows: Sequence[Summary], series: str) -> list[Column[Summary]]:
 
     others = [_time("from last\nentry", "after_last_entry")] if key.skew else []
     if series == "after_last_entry":
-        others = [_time("from first\nentry", "completion", wide=predicted)]
+        others = [_time("from first\nentry", "completion", wide=True)]
     parts = ("local", "reduce") if key.what == "decode" else ("null_merge",)
     columns = [*_names(key), _time("plan", wide=True), _time("first", wide=True)]
     columns += [
@@ -78,8 +81,8 @@ def _columns(rows: Sequence[Summary], series: str) -> list[Column[Summary]]:
     columns += [
         Column("x SUM", times_sum, ".2f"),
         Column("blocks", lambda row: row.times["completion"].blocks, wide=True),
-        Column("n", lambda row: row.times["completion"].count, wide=True),
-        _fact("late", "late", str),
+        Column("n", lambda row: row.times["completion"].count),
+        _fact("late", form=str, wide=False),
         Column("identical\nbits", _bits),
         _fact("rounds"),
         _fact("depth"),
@@ -168,6 +171,12 @@ def _add_notes(made: Report, run: Run, summaries: Sequence[Summary], late: bool)
         made.line(
             "\nfrom the last rank's entry: ranks enter further apart (by the row that does nothing) than a "
             "tenth of the fastest scheme's time; x SUM is of these times"
+        )
+    fewest = min(row.times["completion"].count // row.times["completion"].blocks for row in summaries)
+    if fewest < ENOUGH:
+        made.line(
+            f"\nn: iterations in all blocks, as few as {fewest} a block: a median wants {ENOUGH}; "
+            "give more --seconds"
         )
     by_way = ", over the same transport" if any(row.key.device == "cuda" for row in summaries) else ""
     made.line(f"\nx SUM: of the median of {SUM} over as many bytes{by_way}\n{LEGEND}")
