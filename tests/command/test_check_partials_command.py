@@ -9,7 +9,7 @@ import pytest
 
 from treeattn import files
 
-from .launch import run, treeattn
+from .launch import in_process, run, treeattn
 
 
 @pytest.fixture(params=["npz", "safetensors"])
@@ -51,13 +51,13 @@ def test_verdicts(written):
     assert "fault: wrong base: reading every lse in base 2 makes the whole" in done.stdout
     (finding,) = json.loads((folder / "f.json").read_text())["findings"]
     assert (finding["kind"], finding["ranks"]) == ("wrong base", [0, 1, 2])
-    done = treeattn("check-partials", *paths, "--whole", folder / f"base_2.{kind}", "--base", "2")
+    done = in_process("check-partials", *paths, "--whole", folder / f"base_2.{kind}", "--base", "2")
     assert done.returncode == 0
 
 
 def test_without_a_whole_it_says_what_one_would_tell(written):
     _, _, paths = written
-    done = treeattn("check-partials", paths[0], paths[1], paths[1])
+    done = in_process("check-partials", paths[0], paths[1], paths[1])
     assert done.returncode == 1
     assert "fault: counted twice: ranks 1 and 2 hold the same part" in done.stdout
     assert done.stdout.endswith("a wrong merge is told by what it made\n")
@@ -74,7 +74,7 @@ def test_bad_input(tmp_path):
         *((name, "not a readable .npz file") for name in unreadable),
         ("none", "no such file"),
     ):
-        done = treeattn("check-partials", tmp_path / path)
+        done = in_process("check-partials", tmp_path / path)
         assert (done.returncode, done.stdout) == (2, "")
         assert message in done.stderr
         assert done.stderr.count("\n") == 1

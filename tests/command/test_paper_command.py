@@ -8,18 +8,18 @@ import pytest
 
 from treeattn.study.paper import EXPERIMENTS
 
-from .launch import mpiexec, treeattn
+from .launch import in_process, mpiexec, treeattn
 
 
 def test_list():
-    done = treeattn("paper", "--list")
+    done = in_process("paper", "--list")
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(EXPERIMENTS)
 
 
 def test_without_ranks(tmp_path):
     path = tmp_path / "p.json"
-    done = treeattn("paper", "--ranks-free", "--wide", "--json", path)
+    done = in_process("paper", "--ranks-free", "--wide", "--json", path)
     assert done.returncode == 0, done.stderr
     words = ("close to 8", "2,936", "1,040", "dgx-h100, simulated")
     for word in (*words, "not run: --ranks-free", "what is not explained: docs/paper.md"):
@@ -71,7 +71,7 @@ def test_on_ranks(tmp_path):
     ids=" ".join,
 )
 def test_bad_words(words):
-    done = treeattn("paper", *words, timeout=60)
+    done = in_process("paper", *words)
     assert done.returncode == 2, done.stdout + done.stderr
     assert len([line for line in done.stderr.splitlines() if line.startswith("treeattn:")]) == 1
     assert "Traceback" not in done.stderr

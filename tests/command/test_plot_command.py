@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
-import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
 from tests.unit.study import made_results
 
-from .launch import ROOT, run, treeattn
+from .launch import ROOT, in_process, run, treeattn
 
 RESULTS = ROOT / "tests" / "data" / "compare.jsonl"
+
+
+def complaints(done):
+    """Lines of stderr but for those that a busy machine has time to show."""
+    return [line for line in done.stderr.splitlines() if not line.endswith("figures are drawn")]
 
 
 def test_files_of_every_figure(tmp_path):
     done = treeattn("plot", RESULTS, "--out", tmp_path / "out", "--json", tmp_path / "numbers.json")
     assert done.returncode == 0, done.stderr
-    for line in done.stderr.splitlines():  # progress, where it takes seconds
-        assert re.fullmatch(r"\d+ of 11 figures are drawn", line)
+    assert complaints(done) == []
     made = sorted(path.name for path in (tmp_path / "out").iterdir())
     numbers = json.loads((tmp_path / "numbers.json").read_text())
     assert made == sorted(f"{chart['name']}.{form}" for chart in numbers for form in ("png", "svg"))
@@ -48,7 +51,7 @@ def test_the_same_bytes_whatever_the_user_set(tmp_path):
     python = {"PYTHONPATH": str(ROOT)}
     second = treeattn(*words, "--out", tmp_path / "b", cwd=tmp_path, **settings, **python)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    assert not re.sub(r"\d+ of \d+ figures are drawn\n", "", second.stderr)
+    assert complaints(second) == []
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
 
@@ -73,7 +76,7 @@ def test_a_scaling_figure_names_what_it_leaves_out(tmp_path):
         path = tmp_path / f"of_{size}.jsonl"
         paths.append(made_results.write(path, keys, run=f"of {size}", nodes=[0] * size, software=software))
     words = ("--figures", "scaling", "--format", "svg", "--out", tmp_path, "--json", tmp_path / "n.json")
-    done = treeattn("plot", *paths, *words)
+    done = in_process("plot", *paths, *words)
     assert done.returncode == 1  # for the versions
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("scaling leaves out ")]
     assert line.startswith("scaling leaves out of_8.jsonl: decoding step, 8 ranks · 4,096 tokens")
@@ -86,23 +89,23 @@ def test_a_scaling_figure_names_what_it_leaves_out(tmp_path):
 def test_a_file_cut_off_in_mid_line(tmp_path):
     cut = tmp_path / "cut.jsonl"
     cut.write_bytes(RESULTS.read_bytes()[:-200])
-    done = treeattn("plot", cut, "--figures", "time", "--format", "svg", "--out", tmp_path)
+    done = in_process("plot", cut, "--figures", "time", "--format", "svg", "--out", tmp_path)
     assert done.returncode == 1
     assert f"{cut}:109: not a result line" in done.stderr
     assert (tmp_path / "time-decode.svg").exists()
 
 
 def test_a_figure_asked_for_by_name_is_missed(tmp_path):
-    done = treeattn("plot", RESULTS, "--figures", "cold,predicted", "--format", "svg", "--out", tmp_path)
+    done = in_process("plot", RESULTS, "--figures", "cold,predicted", "--format", "svg", "--out", tmp_path)
     assert done.returncode == 1
-    assert "left out predicted: no point carries a prediction\n" in done.stderr
+    assert complaints(done) == ["left out predicted: no point carries a prediction"]
     assert (tmp_path / "cold-decode.svg").exists()
 
 
 def test_an_empty_file_among_good_ones(tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.touch()
-    done = treeattn("plot", RESULTS, empty, "--figures", "time", "--format", "svg", "--out", tmp_path)
+    done = in_process("plot", RESULTS, empty, "--figures", "time", "--format", "svg", "--out", tmp_path)
     assert done.returncode == 1
     assert f"{empty}: is empty" in done.stderr
     assert (tmp_path / "time-decode.svg").exists()
@@ -138,7 +141,7 @@ def test_bad_input(words, message, tmp_path):
         (tmp_path / name).write_bytes(content)
     words = [tmp_path / word if word in made else word for word in words]
     out = [] if "--out" in words else ["--out", tmp_path / "out"]
-    done = treeattn("plot", *words, *out)
+    done = in_process("plot", *words, *out)
     assert done.returncode == 2, done.stdout + done.stderr
     assert message in done.stderr.replace("\n", " ")
     assert "Traceback" not in done.stderr

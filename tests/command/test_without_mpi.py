@@ -29,21 +29,26 @@ def without_mpi(request, tmp_path):
     return {"PYTHONPATH": str(tmp_path)}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--help", "decode --help", "compare --help", "plot --help", "paper --help", "schemes --help",
-        "schedule --help", "roofline --help", "doctor --help", "check-partials --help", "schemes",
-        "calibrate --help", "tune --help", "trace --help",
-        "schedule ring --ranks 3",
-        "paper --list", "paper --ranks-free volume",
-        "roofline --tokens 1k --groups 1 --dtypes float32 --repeat 1",
-    ],
-)  # fmt: skip
-def test_what_needs_no_mpi(words, without_mpi):
-    done = treeattn(*words.split(), **without_mpi)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout
+SAYS = """
+import contextlib, io
+from treeattn.cli import _run, commands
+for words in [
+    "schemes", "schedule ring --ranks 3", "paper --list", "paper --ranks-free volume",
+    "roofline --tokens 1k --groups 1 --dtypes float32 --repeat 1",
+    "--help", *(f"{name} --help" for name in commands.list_commands(None)),
+]:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = _run(words.split())
+    print(words, code, bool(said.getvalue()))
+"""
+
+
+def test_what_needs_no_mpi(without_mpi):
+    done = run("-c", SAYS, **without_mpi)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) > 20
+    assert [line for line in lines if not line.endswith(" 0 True")] == []
 
 
 def test_import(without_mpi):
