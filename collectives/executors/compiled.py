@@ -1,29 +1,22 @@
-"""Runs one schedule on one MPI communicator as a compiled program: a step is a call of `kernels/cpu/step.c`.
+"""Runs one schedule on one communicator as a compiled program: a step is a call of `kernels/cpu/step.c`.
 
-The program and the bits are those of `executors/mpi.py`, where Python runs it. Messages are persistent
-requests of the MPI library that mpi4py has loaded, started and tested through its own functions. What ranks
-of a node send one another goes through shared memory where slots are passed in (`executors/slots.py`).
+The program and the bits are those of `executors/mpi.py`, where Python runs it. Messages are those of the
+communicator's library (`mpi_messages.py`, `torch_messages.py`). What ranks of a node send one another goes
+through shared memory where slots are passed in (`executors/slots.py`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
-
-import numpy as np
-from mpi4py import MPI
-from numpy.typing import NDArray
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from treeattn.collectives.executors import planned as planning
 from treeattn.collectives.executors.lowering import Buffers, Requests, Step, landing_records, lower
 from treeattn.collectives.executors.planned import Planned
-from treeattn.collectives.program import messages
-from treeattn.collectives.runtime import mpi_abi
 from treeattn.collectives.runtime.memory import HOST
 from treeattn.collectives.runtime.operator import NativeOperator
-from treeattn.collectives.runtime.persistent_requests import PersistentRequests
 from treeattn.collectives.runtime.reducer import NativeStep, ReductionSpec
 from treeattn.collectives.runtime.reducer import Reducer as BaseReducer
 from treeattn.collectives.schedule import Schedule
@@ -45,86 +38,107 @@ _SPINS, _SPINS_OVERSUBSCRIBED = 1000, 20
 
 
 def problem(spec: ReductionSpec) -> str | None:
-    """Why this reduction cannot be compiled on this rank, in one line; None where it can."""
+    """Why nothing of this reduction can be compiled on this rank, in one line; None where it can."""
     if spec.memory is not HOST or not isinstance(spec.operator, NativeOperator):
         return "there is no compiled merge on the processor for these records"
     try:
         spec.operator.native_code()
     except BackendError as error:
         return str(error)
-    return mpi_abi.problem()
+    return None
+
+
+class Messages(Protocol):
+    """The messages of a program, planned round by round, as compiled code starts and tests them."""
+
+    def add(self, number: int, receives: Iterable[tuple[Any, int]], sends: Iterable[tuple[Any, int]]) -> None:
+        """Plan the messages (array, peer) of a round."""
+
+    @property
+    def rounds(self) -> dict[int, Requests]:
+        """What stands for those of each round that has some."""
+
+    def fields(self) -> dict[str, Any]:
+        """Of `Step`, by which the compiled code sends. After the last `add`."""
+
+    def polled(self, poll: Callable[[], int]) -> Callable[[], int]:
+        """`poll`, which goes on with a step, without waiting for a message."""
+
+    def failure(self, number: int, code: int) -> BaseException:
+        """What a code that is not 0 is raised as, in that round."""
+
+    def free(self) -> None:
+        """What this rank can release alone, where no message is under way."""
+
+    def close(self) -> None:
+        """Release everything. Collective."""
 
 
 def plan(spec: ReductionSpec, schedule: Schedule, *, oversubscribed: bool = False) -> Reducer:
     """The reducer of a schedule whose messages all travel by MPI. Collective.
 
-    spec: of a `NativeOperator` on the host, where no rank has a `problem`. oversubscribed: ranks of this
+    spec: of a `NativeOperator` on the host, where no rank has a `problem`, over a communicator of MPI whose
+    functions can be called from C (`mpi_abi.problem`). oversubscribed: ranks of this
     machine share cores. Raises `ScheduleError` as `planned.plan` does.
     """
-    return Reducer(spec, planning.plan(spec, schedule), None, oversubscribed)
+    from treeattn.collectives.executors.mpi_messages import MpiMessages
+
+    planned = planning.plan(spec, schedule)
+    return Reducer(spec, planned, MpiMessages(spec.comm, planned.name, planned.program), None, oversubscribed)
 
 
 class Reducer(BaseReducer):
     """A planned reduction of a buffer in place over all ranks of a communicator.
 
     ``start()`` goes as far as it can without waiting. Raises `PeerError`, which names the round and the
-    ranks, where MPI reports an error.
+    ranks, where a message fails.
     """
 
     def __init__(
-        self, spec: ReductionSpec, planned: Planned, slots: Slots | None, oversubscribed: bool
+        self,
+        spec: ReductionSpec,
+        planned: Planned,
+        messages: Messages,
+        slots: Slots | None,
+        oversubscribed: bool,
     ) -> None:
-        """slots: of this node, where the program uses some."""
+        """messages: of this program, none of which is planned; slots: of this node, where it uses some."""
         super().__init__(planned.name)
         self.executor = "slots" if slots else "program"
         self.certificate, self.sent, self._program = planned.certificate, planned.sent, planned.program
         self.stream_ordered = not self._program.instructions
-        self._requests = PersistentRequests(spec.comm)
-        self._requests.comm.Set_errhandler(MPI.ERRORS_RETURN)
-        self._slots = slots
+        self._messages, self._slots = messages, slots
         self._ended = False
         self._bind(spec, planned, _SPINS_OVERSUBSCRIBED if oversubscribed else _SPINS)
 
     def _bind(self, spec: ReductionSpec, planned: Planned, spins: int) -> None:
         """Everything that a step needs, where C finds it."""
         arrays = planning.Interpreter(spec, planned, landing_records(self._program))
-        handles = self._planned_messages(arrays)
+        for number, instructions in self._program.by_round():
+            self._messages.add(number, *arrays.messages(instructions))
         addresses = planned.records.ctypes.data, arrays.landing.ctypes.data
         self._lowered = lower(
             self._program,
             Buffers(*addresses, self._slots, planned.records[:1].nbytes),
-            {number: Requests(each.ctypes.data, len(each)) for number, each in handles.items()},
+            self._messages.rounds,
         )
-        statuses = mpi_abi.statuses(max(map(len, handles.values()), default=0) + 1)
         native = spec.operator.native_code()
         self._struct = Step(
-            *map(mpi_abi.function, mpi_abi.FUNCTIONS),
             merge=native.merge,
             programs=self._lowered.addresses,
-            statuses=statuses.ctypes.data,
-            comm=mpi_abi.value(self._requests.comm),
             length=len(self._lowered.rounds),
             number=1,
             spins=spins,
             width=spec.operator.width,
-            any_source=MPI.ANY_SOURCE,
-            any_tag=MPI.ANY_TAG,
+            **self._messages.fields(),
         )
-        self._owned = arrays, handles
-        self._statuses, self._native = statuses, native.run_step
+        self._owned, self._native = arrays, native.run_step
         run_step = ctypes.CFUNCTYPE(ctypes.c_int64)(native.run_step)
-        self._poll = functools.partial(run_step, ctypes.byref(self._struct), _POLL_ONCE)
+        poll = functools.partial(run_step, ctypes.byref(self._struct), _POLL_ONCE)
+        self._poll = self._messages.polled(poll)
         self._wait = functools.partial(run_step, ctypes.byref(self._struct), _POLL_INTERVAL)
         if self.stream_ordered:  # a rank alone
             self._poll = self._wait = functools.partial(int)  # 0: done
-
-    def _planned_messages(self, arrays: planning.Interpreter) -> dict[int, NDArray[np.uint8]]:
-        """Handles of the requests of each round with messages. Tag = round: a fast neighbour may be ahead."""
-        planned = (
-            (number, self._requests.add(number, *arrays.messages(instructions)))
-            for number, instructions in self._program.by_round()
-        )
-        return {number: mpi_abi.handles(requests) for number, requests in planned if requests}
 
     def _begin(self) -> None:
         self._ended = False
@@ -206,31 +220,16 @@ class Reducer(BaseReducer):
     def _fail(self, result: int) -> NoReturn:
         number = self._round()
         assert number is not None
-        where = f"{self.name}, round {number}"
         if result == _OVERRUN:
-            raise PeerError(f"{where}: a slot was written twice before it was read")
-        code, peers = self._blamed(number)
-        reason = MPI.Get_error_string(code).splitlines()[-1].strip()
-        raise PeerError(f"{where}: the messages with {peers} failed: {reason}")
-
-    def _blamed(self, number: int) -> tuple[int, str]:
-        """The error code of MPI, and the ranks that it is about: one, where the statuses tell which."""
-        sends, receives = messages(i for i in self._program.instructions if i.round == number)
-        peers = [*(message.peer for message in receives), *(message.peer for message in sends)]
-        code = self._struct.code
-        if MPI.Get_error_class(code) == MPI.ERR_IN_STATUS:
-            for peer, status in zip(peers, self._statuses, strict=False):
-                error = mpi_abi.error_of(status)
-                if error not in (MPI.SUCCESS, MPI.ERR_PENDING):
-                    return error, f"rank {peer}"
-        return code, "ranks " + ", ".join(map(str, sorted(set(peers))))
+            raise PeerError(f"{self.name}, round {number}: a slot was written twice before it was read")
+        raise self._messages.failure(number, self._struct.code)
 
     def _release(self) -> None:
-        self._requests.close()
+        self._messages.close()
         self._slots = None  # mapped for as long as it is known
 
     def _abandon(self) -> None:
         if not self.in_flight:
-            self._requests.free()
+            self._messages.free()
 
     _at_exit = _abandon

@@ -13,7 +13,8 @@ that they read from, who wait for it before they write.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from treeattn.collectives.executors import compiled
 from treeattn.collectives.executors import planned as planning
@@ -64,14 +65,22 @@ def plan(
     *,
     nodes: tuple[tuple[int, ...], ...],
     oversubscribed: bool = False,
+    messages: Callable[[Any, str, Program], compiled.Messages] | None = None,
 ) -> compiled.Reducer:
     """As `compiled.plan`, with shared memory between the ranks of each node. Collective.
 
-    nodes: ranks that share memory, the same on every rank. Raises `SharingError` where ranks of a node
-    cannot, on every rank alike.
+    nodes: ranks that share memory, the same on every rank. messages: makes those between nodes, of the
+    communicator, the schedule's name and the program; MPI's unless given. Raises `SharingError` where ranks
+    of a node cannot, on every rank alike.
     """
     node = next(node for node in nodes if spec.comm.rank in node)
     planned = planning.plan(spec, schedule, node)
     record_bytes = planned.records[:1].nbytes
     parts = shared_memory.share(spec.comm, node, 2 * set_bytes(planned.program, record_bytes))
-    return compiled.Reducer(spec, planned, Slots(parts, planned.program, record_bytes), oversubscribed)
+    if messages is None:
+        from treeattn.collectives.executors.mpi_messages import MpiMessages
+
+        messages = MpiMessages
+    sending = messages(spec.comm, planned.name, planned.program)
+    slots = Slots(parts, planned.program, record_bytes)
+    return compiled.Reducer(spec, planned, sending, slots, oversubscribed)

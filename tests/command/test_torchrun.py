@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.torchrun import needs_torch, torchrun
+from tests.support.torchrun import needs_torch, ranks_by_environment, torchrun
 
 pytestmark = needs_torch
 HERE = Path(__file__).parent
@@ -16,3 +16,45 @@ HERE = Path(__file__).parent
 def test_every_schedule_has_the_bits_of_its_definition(ranks):
     done = torchrun(HERE / "torchrun_schedules.py", ranks=ranks)
     assert done.returncode == 0, done.stderr
+
+
+def test_whatever_takes_a_communicator_takes_a_process_group():
+    done = torchrun(HERE / "torchrun_verbs.py", ranks=2)
+    assert done.returncode == 0, done.stderr
+
+
+HUNG = """
+import os, signal
+import numpy as np
+import torch.distributed as dist
+import treeattn
+dist.init_process_group("gloo")
+how = treeattn.Reduction("recursive_doubling", executor=os.environ["EXECUTOR"])
+shape = dict(heads=4, kv_heads=4, head_dim=16, dtype="float32", scheme=how)
+decoder = treeattn.Decoder(**shape)
+q, k = np.ones((1, 1, 4, 16), "f"), np.ones((1, 8, 4, 16), "f")
+decoder(q, k, k)
+if dist.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+if os.environ["WHERE"] == "step":
+    decoder(q, k, k)
+treeattn.Decoder(**shape)
+"""
+
+
+@pytest.mark.parametrize(
+    ("executor", "where", "waits"),
+    [
+        ("torch", "step", "recursive_doubling, round 1: 1 s without messages from rank 1 and reception by"),
+        ("slots", "step", "recursive_doubling, round 1: 1 s without messages from rank 1 and reception by"),
+        ("slots", "plan", "what all ranks plan together: 1 s without the other ranks: "),
+    ],
+)
+def test_a_stopped_rank_ends_the_wait_and_is_named(executor, where, waits):
+    waiting, stopped = ranks_by_environment(
+        HUNG, ranks=2, EXECUTOR=executor, WHERE=where, TREEATTN_TIMEOUT="1"
+    )
+    assert waiting.returncode == 124, waiting.stderr
+    (line,) = [line for line in waiting.stderr.splitlines() if line.startswith("treeattn:")]
+    assert line.startswith(f"treeattn: rank 0: {waits}"), line
+    assert f": rank 1 is stopped (process {stopped.pid}); if steps take so long" in line

@@ -1,4 +1,4 @@
-"""Every schedule by messages of gloo, with the bits of the definition: a program of test_torchrun.py."""
+"""Every schedule over gloo, and by slots with its messages between nodes: a program of test_torchrun.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch.distributed as dist
 from tests.support.torchrun import without_mpi
 from treeattn import collectives, communicators
 from treeattn.backends.cpu.merge import MergeOperator
-from treeattn.collectives.executors import loopback, torch
+from treeattn.collectives.executors import loopback, slots, torch
+from treeattn.collectives.executors.torch_messages import TorchMessages
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.errors import RestrictionError
 
@@ -27,14 +28,21 @@ def schedules(size):
     yield collectives.to_root(collectives.build("binary_tree", size))
 
 
-def check(comm, schedule, records, draw):
+def by_slots(spec, schedule):
+    """As if the ranks were of two nodes, and of one where they are two."""
+    nodes = ((0, 1), tuple(range(2, schedule.size)))
+    nodes = nodes[: 1 + (schedule.size > 2)]
+    return slots.plan(spec, schedule, nodes=nodes, messages=TorchMessages, oversubscribed=True)
+
+
+def check(planner, comm, schedule, records, draw):
     values = [draw.standard_normal((records, OPERATOR.width)).astype(np.float32) for _ in range(comm.size)]
     for value in values:
         value[:, 1] = np.abs(value[:, 1]) + 0.5
     buffer = np.empty_like(values[0])
     wanted = loopback.run(schedule, values, OPERATOR)[comm.rank]
     own = schedule.chunk_slice(range(comm.rank, comm.rank + 1), records)
-    with torch.Reducer(ReductionSpec(comm, OPERATOR, buffer), schedule) as reducer:
+    with planner(ReductionSpec(comm, OPERATOR, buffer), schedule) as reducer:
         for halves in (False, True, False):  # steps of one plan follow one another
             np.copyto(buffer, values[comm.rank])
             if halves:
@@ -56,7 +64,8 @@ def main():
         if schedule.has_exclusive:  # studied, not run
             continue
         for records in (1, 3, 9, 64):
-            check(comm, schedule, records, draw)
+            check(torch.Reducer, comm, schedule, records, draw)
+            check(by_slots, comm, schedule, records, draw)
         ran.append(schedule.name)
     assert len(ran) > 15, ran
     assert comm.allgather(ran) == [ran] * comm.size

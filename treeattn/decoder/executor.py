@@ -1,6 +1,7 @@
 """Who runs the rounds of a schedule on the host: one of `treeattn.collectives.executors`, with the same bits.
 
-- ``"slots"``: one C call a step; ranks of a node read each other's records in shared memory.
+- ``"slots"``: one C call a step; ranks of a node read each other's records in shared memory, and those of
+  different nodes send them by MPI or torch.distributed, whichever has started them.
 - ``"program"``: one C call a step, all messages by MPI.
 - ``"mpi"``: Python, round by round: the reference, and what serves everywhere.
 - ``"torch"``: the same by messages of torch.distributed, where the ranks are a process group's.
@@ -20,12 +21,13 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.errors import SharingError, TransportError
 
 if TYPE_CHECKING:
+    from treeattn.collectives.executors.torch_messages import TorchMessages
     from treeattn.collectives.runtime.communicator import Communicator
 
 __all__ = ["plan", "refuse"]
 
-# Library -> executors whose messages are another's.
-_SENDING = {"mpi": ("torch",), "torch": ("mpi", "program")}
+# Library -> executors that send by another.
+_OTHERS = {"mpi": ("torch",), "torch": ("mpi", "program")}
 
 
 def refuse(executor: str | None, what: str) -> None:
@@ -40,44 +42,74 @@ def plan(executor: str | None, schedule: Schedule, reduction: ReductionSpec) -> 
     Raises `TransportError`, on every rank alike, where what was asked for cannot be had on some rank.
     """
     library = communicators.intracomm(reduction.comm).library
-    if executor in _SENDING.get(library, ()):
+    if executor in _OTHERS[library]:
         raise TransportError(
-            f"executor={executor!r} sends messages that these ranks cannot: theirs are those of {library}; "
+            f"executor={executor!r} sends messages of another library than {library}, whose ranks these are: "
             f"take executor={library!r} or None"
         )
+    if executor == library:
+        return _in_python(library, schedule, reduction)
+    lacking = _first(reduction.comm, _not_compiled(library, reduction))
+    if lacking is None:
+        return _compiled(executor, library, schedule, reduction)
+    _cannot(executor, lacking, repr(library))
+    if library == "mpi" and _not_callable() is not None:  # else it is the records: their planner knows
+        _warn(reduction.comm, f"Python runs every round, since {lacking}")
+    return _instead(_in_python(library, schedule, reduction), lacking)
+
+
+def _in_python(library: str, schedule: Schedule, reduction: ReductionSpec) -> Reducer:
+    """Round by round."""
     if library == "torch":
         from treeattn.collectives.executors import torch
 
         return torch.Reducer(reduction, schedule)
-    from treeattn.collectives.executors import compiled, mpi
+    from treeattn.collectives.executors import mpi
+
+    return mpi.Reducer(reduction, schedule)
+
+
+def _not_compiled(library: str, reduction: ReductionSpec) -> str | None:
+    """Why no step of this reduction can be a C call on this rank."""
+    from treeattn.collectives.executors import compiled
+
+    return compiled.problem(reduction) or (_not_callable() if library == "mpi" else None)
+
+
+def _not_callable() -> str | None:
     from treeattn.collectives.runtime import mpi_abi
 
-    if executor == "mpi":
-        return mpi.Reducer(reduction, schedule)
-    lacking = _first(reduction.comm, compiled.problem(reduction))
-    if lacking is None:
-        return _compiled(executor, schedule, reduction)
-    _cannot(executor, lacking, "'mpi'")
-    if mpi_abi.problem() is not None:  # else it is the records, of which whoever plans them knows
-        _warn(reduction.comm, f"Python runs every round, since {lacking}")
-    return _instead(mpi.Reducer(reduction, schedule), lacking)
+    return mpi_abi.problem()
 
 
-def _compiled(executor: str | None, schedule: Schedule, reduction: ReductionSpec) -> Reducer:
+def _compiled(executor: str | None, library: str, schedule: Schedule, reduction: ReductionSpec) -> Reducer:
     from treeattn.collectives.executors import compiled, slots
 
     nodes = communicators.node_groups(reduction.comm)
     oversubscribed = communicators.oversubscribed(reduction.comm)
+
+    def by_messages() -> Reducer:
+        if library == "mpi":
+            return compiled.plan(reduction, schedule, oversubscribed=oversubscribed)
+        return _in_python(library, schedule, reduction)
+
     alone = all(len(node) == 1 for node in nodes)
     if executor == "program" or (executor is None and alone):
-        return compiled.plan(reduction, schedule, oversubscribed=oversubscribed)
+        return by_messages()
+    between = _messages_of_torch() if library == "torch" else None
     try:
-        return slots.plan(reduction, schedule, nodes=nodes, oversubscribed=oversubscribed)
+        return slots.plan(reduction, schedule, nodes=nodes, oversubscribed=oversubscribed, messages=between)
     except SharingError as error:
         lacking = str(error)
-        _cannot(executor, lacking, "'program'")
+        _cannot(executor, lacking, "'program'" if library == "mpi" else "'torch'")
         _warn(reduction.comm, f"ranks of a node send each other messages: no shared memory on {lacking}")
-    return _instead(compiled.plan(reduction, schedule, oversubscribed=oversubscribed), lacking)
+    return _instead(by_messages(), lacking)
+
+
+def _messages_of_torch() -> type[TorchMessages]:
+    from treeattn.collectives.executors.torch_messages import TorchMessages
+
+    return TorchMessages
 
 
 def _cannot(executor: str | None, lacking: str, other: str) -> None:

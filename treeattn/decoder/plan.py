@@ -170,6 +170,8 @@ def plan(comm: Communicator, ask: Callable[[], Request]) -> Plan:
         request = ask()
         device, shape = request.device, request.shape
         check(request)
+        if request.how.progress == "thread" and comm.library == "mpi":
+            progress_thread.check_threads()
         agreed.must_match = request.settings
         watchdog.limit()
         device.check_shape(shape)

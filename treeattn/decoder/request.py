@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from treeattn.attention.mask import Rules
 from treeattn.attention.shape import Shape
 from treeattn.collectives.catalog import Selection
-from treeattn.collectives.runtime import progress_thread
 from treeattn.decoder.device import Device
 from treeattn.decoder.projection import Projection
 from treeattn.decoder.reduction import Reduction
@@ -93,7 +92,6 @@ def _check_progress(request: Request) -> None:
         )
     if request.scheme.row.fused:
         raise RestrictionError(f"{request.scheme.text} computes while it communicates: use progress='calls'")
-    progress_thread.check_threads()
 
 
 def _check_groups(request: Request) -> None:

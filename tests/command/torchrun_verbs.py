@@ -1,0 +1,86 @@
+"""What takes ``comm=`` over the ranks of torchrun, against the oracle: a program of test_torchrun.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import treeattn
+from tests.support.torchrun import without_mpi
+from treeattn.reference import attention
+
+BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 16
+SHAPE = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "batch": BATCH, "dtype": "float32"}
+
+
+def drawn(*shape):
+    return np.random.default_rng(shape[1]).standard_normal(shape).astype(np.float32)
+
+
+def close(got, wanted):
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(one), other, atol=1e-5)
+
+
+def refusals():
+    """Every rank raises the same."""
+    q, k = np.ones((1, 1, 1, 8), "f"), np.ones((1, 3, 1, 8), "f")
+    for executor in ("mpi", "program"):
+        with pytest.raises(treeattn.TransportError, match="take executor='torch' or None"):
+            treeattn.decode(q, k, k, scheme=treeattn.Reduction(executor=executor))
+    with pytest.raises(treeattn.ArgumentError, match="rank 1: k must have|rank 1: "):
+        treeattn.decode(q, k if dist.get_rank() == 0 else k[..., :4], k)
+    with pytest.raises(treeattn.ArgumentError, match="scheme differs between ranks"):
+        treeattn.decode(q, k, k, scheme=("ring", "binary_tree")[dist.get_rank()])
+    with pytest.raises(treeattn.ArgumentError, match="comm must be .* or a process group of torch"):
+        treeattn.decode(q, k, k, comm="gloo")
+
+
+def main():
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    q, k, v = drawn(BATCH, 1, HEADS, DIM), drawn(BATCH, 41, KV_HEADS, DIM), drawn(BATCH, 41, KV_HEADS, DIM)
+    wanted = attention(q, k, v, scale=DIM**-0.5)
+    shard = slice(rank * 41 // size, (rank + 1) * 41 // size)
+    mine = k[:, shard], v[:, shard]
+
+    close(treeattn.decode(q, *mine), wanted)
+    close(treeattn.decode(*map(torch.from_numpy, (q, *map(np.ascontiguousarray, mine)))), wanted)
+    close(treeattn.decode(q if rank else None, *mine, q_root=1, comm=dist.group.WORLD), wanted)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    close(treeattn.decode(q, k, v, comm=alone), wanted)
+    part, lse = treeattn.decode(q, *mine, comm=alone)
+    close(treeattn.merge(part, np.ascontiguousarray(lse.transpose(0, 2, 1)))[:1], wanted[:1])
+
+    bits = set()
+    for executor in (None, "slots", "torch"):
+        how = treeattn.Reduction("recursive_doubling", executor=executor)
+        with treeattn.Decoder(scheme=how, **SHAPE) as decoder:
+            assert decoder.executor == (executor or "slots")
+            for _ in range(3):
+                out, lse = decoder(q, *mine)
+            decoder.begin(q, *mine)
+            out, lse = decoder.finish()
+            close((out, lse), wanted)
+            bits.add((out.tobytes(), lse.tobytes()))
+    assert len(bits) == 1
+    for options in ({"groups": "auto"}, {"progress": "thread", "executor": "torch"}):
+        with treeattn.Decoder(scheme=treeattn.Reduction("binary_tree", **options), **SHAPE) as decoder:
+            for _ in range(20):
+                decoder.begin(q, *mine)
+                close(decoder.finish(), wanted)
+
+    cache = treeattn.ShardedCache(capacity=64, batch=BATCH, kv_heads=KV_HEADS, head_dim=DIM, dtype="float32")
+    for at in range(41):
+        cache.append(k[:, at : at + 1], v[:, at : at + 1])
+    close(treeattn.decode(q, cache.k, cache.v, lengths=cache.lengths), wanted)
+    refusals()
+    without_mpi()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
