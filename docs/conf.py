@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from importlib import metadata
 from pathlib import Path
 
@@ -40,13 +39,5 @@ def pictures_follow_the_theme(app: Sphinx, document: nodes.document) -> None:
             image["classes"].append("one-theme")
 
 
-def numbers_stay_in_one_line(app: Sphinx, document: nodes.document) -> None:
-    """Such as `3,502 to 3,849` and `6 · 5 · 14`; words in tables wrap."""
-    for cell in document.findall(nodes.entry):
-        if re.fullmatch(r"[\d.,·×%/+ -]+(to [\d.,]+)?", cell.astext()):
-            cell["classes"].append("numbers")
-
-
 def setup(app: Sphinx) -> None:
     app.connect("doctree-read", pictures_follow_the_theme)
-    app.connect("doctree-read", numbers_stay_in_one_line)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -93,7 +92,7 @@ def compare(words: str) -> str:
         of_sum = rows[SUM].times[series].median
         for scheme, row in sorted(rows.items(), key=lambda item: item[1].times[series].median):
             time, known = row.times[series], CATALOG.get(scheme)
-            interval = f"{_us(time.low)} to {_us(time.high)}" if time.low and time.high else "-"
+            interval = f"{_us(time.low)}\u00a0to\u00a0{_us(time.high)}" if time.low and time.high else "-"
             ratio = "-" if scheme == NULL else f"{time.median / of_sum:.2f}"
             cells.setdefault(scheme, []).extend([_us(time.median), interval, ratio])
             if crossing:
@@ -113,7 +112,7 @@ def summaries(file: str, what: str, tokens: int) -> dict[str, Summary]:
 
 
 def nodes_of(file: str) -> list[int]:
-    """The node of each rank. Runs of one version, which `summaries` asks for, have one placement."""
+    """The node of each rank, the same in all runs of one version."""
     return [rank.node for rank in next(iter(read(RESULTS / file).runs.values())).ranks]
 
 
@@ -135,19 +134,13 @@ def schemes(ranks: str) -> str:
     """The catalogue, and what its proofs say of schedules on nodes of 4 ranks."""
     rows = []
     for scheme in CATALOG.values():
-        costs = ["-"] * 5
+        costs = ["-"] * 4
         if scheme.generator:
-            size = int(ranks)
-            schedule = build(
-                scheme.name, size, nodes=(4,) * (size // 4) if needs_nodes(scheme.name) else None
-            )
-            known, sent = check(schedule), Counter[int]()
-            for transfer in (t for round_ in schedule.rounds for t in round_):
-                sent[transfer.src] += len(transfer.chunks)
-            most = max(sent.values()) / schedule.chunks
-            costs = [*map(str, (known.determinism, known.rounds, known.depth, known.messages)), f"{most:.2f}"]
+            nodes = (4,) * (int(ranks) // 4) if needs_nodes(scheme.name) else None
+            known = check(build(scheme.name, int(ranks), nodes=nodes))
+            costs = [str(cost) for cost in (known.determinism, known.rounds, known.depth, known.messages)]
         rows.append([f"`{scheme.name}`", scheme.summary, *costs])
-    return _markdown(["scheme", "what it is", "class", "rounds", "depth", "messages", "bytes"], rows)
+    return _markdown(["scheme", "what it is", "class", "rounds", "depth", "messages"], rows)
 
 
 def _us(value: float) -> str:
