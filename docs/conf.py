@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from importlib import metadata
 from pathlib import Path
 
 from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
 
 project = "treeattn"
@@ -39,5 +41,13 @@ def pictures_follow_the_theme(app: Sphinx, document: nodes.document) -> None:
             image["classes"].append("one-theme")
 
 
+def shapes_are_no_links(app: Sphinx, document: nodes.document) -> None:
+    """`[batch, heads]` in a type is words, whatever attributes are called so."""
+    for link in list(document.findall(addnodes.pending_xref)):
+        if link["reftype"] == "class" and re.fullmatch(r"[a-z_]+", link["reftarget"]):
+            link.replace_self(link.children)
+
+
 def setup(app: Sphinx) -> None:
     app.connect("doctree-read", pictures_follow_the_theme)
+    app.connect("doctree-read", shapes_are_no_links)
