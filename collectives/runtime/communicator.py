@@ -85,6 +85,9 @@ class Communicator(Protocol):
     def dup(self: C) -> C:
         """A communicator of the same ranks whose messages meet no others. Collective."""
 
+    def lent(self: C) -> C:
+        """The same, for plans of one owner that take turns: they have no communicator each."""
+
     def free(self) -> None:
         """Give it back to its library. Collective."""
 

@@ -78,6 +78,12 @@ class MpiCommunicator(MPI.Intracomm):
         """Give it back to MPI."""
         self.Free()
 
+    def lent(self) -> MpiCommunicator:
+        """The same, for plans of one owner that take turns: `dup` of it is itself, `free` does nothing."""
+        made = _Lent(self)
+        made.members = self.members
+        return made
+
     def wait_all(self, requests: Sequence[MPI.Request]) -> None:
         """Return when all requests of this communicator are done."""
         self._wait.run("Waitall", MPI.Request.Waitall, requests)
@@ -109,6 +115,18 @@ class MpiCommunicator(MPI.Intracomm):
         part = MpiCommunicator(comm)
         part.members = tuple(self.members[rank] for rank in ranks) if self.members else ()
         return part
+
+
+class _Lent(MpiCommunicator):
+    """As `MpiCommunicator.lent`. Messages of one plan do not meet another's: all ranks take them in turn, and
+    MPI keeps the order of those with one tag."""
+
+    def dup(self) -> MpiCommunicator:
+        """Itself."""
+        return self
+
+    def Free(self) -> None:
+        """Its owner does that."""
 
 
 def _watched(name: str) -> Callable[..., Any]:

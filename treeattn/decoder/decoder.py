@@ -24,7 +24,14 @@ from treeattn.decoder.projection import Projection
 from treeattn.decoder.reduction import Reduction
 from treeattn.decoder.request import Request
 from treeattn.decoder.sight import Stated
-from treeattn.errors import ArgumentError, BackendError, RestrictionError, StateError, TransportError
+from treeattn.errors import (
+    ArgumentError,
+    BackendError,
+    RestrictionError,
+    StateError,
+    TransportError,
+    TreeattnError,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.communicator import Communicator, Given
@@ -43,7 +50,9 @@ class Decoder:
     comm, scheme, scale, rules
         As for `decode`.
     heads, kv_heads, head_dim, batch, queries : int
-        The shape of q, and the KV heads, of which heads is a multiple.
+        The shape of q, and the KV heads, of which heads is a multiple. A step may have fewer queries: their
+        number is planned when it first comes, over the same communicator, with the bits of a decoder of so
+        many.
     dtype : str
         Of q: "bfloat16", "float16", "float32", or on the CPU "float64".
     device : {"cpu", "cuda"}
@@ -97,7 +106,7 @@ class Decoder:
     ) -> None:
         held = CacheFormat() if cache is None else cache
 
-        def ask() -> Request:
+        def ask(queries: int) -> Request:
             if not isinstance(held, CacheFormat):
                 raise ArgumentError(f"cache must be a treeattn.CacheFormat, not {cache!r:.60}")
             if held.v_dim is not None and held.v_dim <= head_dim:
@@ -117,8 +126,19 @@ class Decoder:
             )
 
         comm = communicators.intracomm(comm)
-        self._adopt(comm, plan(comm, ask))
+        if queries != 1:  # what is planned for fewer shares this
+            self._kept = comm.dup()
+            comm = self._kept.lent()
+        try:
+            self._adopt(comm, plan(comm, lambda: ask(queries)))
+        except TreeattnError:
+            self._give_back()
+            raise
+        self._ask = ask
         self._latent = held.v_dim is not None and held.v_dim <= head_dim
+
+    _kept: Communicator | None = None
+    _ask: Callable[[int], Request] | None = None
 
     @classmethod
     def of(cls, comm: Communicator, planned: Plan) -> Decoder:
@@ -151,7 +171,9 @@ class Decoder:
         self._sliced = planned.buffers.sliced
         self._captured: list[CapturedStep] = []
         self._latent = False
-        self._stage: str | None = None  # of a step in parts: "local", "begun", "folded"
+        # Of a step in parts: "local", "begun", "folded", or the decoder of fewer queries that it is one of.
+        self._stage: str | Decoder | None = None
+        self._fewer: dict[int, Decoder] = {}
         self._latent_of: tuple[Any, Any] = (None, None)
 
     def __call__(
@@ -189,18 +211,38 @@ class Decoder:
             Arrays that do not fit the plan; on one rank alone, since a step that agreed first would cost as
             much as the reduction: let it end the job (python -m mpi4py).
         """
-        positions = draft_positions = table = None
+        positions = draft_positions = table = given = None
         if v is None or type(k) is Shard:
+            given = k, v, lengths
             k, v, lengths, positions, table, draft_positions = self._opened(k, v, lengths)
         attention, whole, tables = self._attention, self._whole, None
         if not self._plain or mask is not None or draft_positions is not None or begins is not None:
-            seen = q_positions, positions, mask, draft_positions, begins
-            attention, whole = self._look(k, lengths, table, *seen)
+            if fewer := self._for(q):
+                seen = {"q_positions": q_positions, "begins": begins, "mask": mask}
+                return fewer(q, *(given or [k, v, lengths]), **seen)
+            looked = q_positions, positions, mask, draft_positions, begins
+            attention, whole = self._look(k, lengths, table, *looked)
             tables, lengths = self._tables, None
         if whole is not None and table is None and whole(q, k, v, lengths):
             self._stage = None
             return self._results
+        if tables is None and (fewer := self._for(q)):
+            return fewer(q, *(given or [k, v, lengths]))
         return self._step(attention, q, k, v, lengths, table, tables)
+
+    def _for(self, q: Any) -> Decoder | None:
+        """The decoder of a step with fewer queries than planned, planned when their number first comes; None
+        for all others. Collective then."""
+        shape: tuple[int, ...] = getattr(q, "shape", ())
+        if len(shape) != 4 or not 0 < shape[1] < self.shape.queries or self._ask is None:
+            return None
+        self._check_ended()
+        self._stage, queries = None, int(shape[1])
+        if queries not in self._fewer:
+            ask = self._ask
+            self._fewer[queries] = Decoder.of(self._comm, plan(self._comm, lambda: ask(queries)))
+            self._fewer[queries]._latent = self._latent
+        return self._fewer[queries]
 
     def _opened(self, k: Any, v: Any, lengths: Any) -> tuple[Any, ...]:
         """(k, v, lengths, positions, block_table, draft_positions) of a step with a shard, or without v."""
@@ -243,6 +285,10 @@ class Decoder:
         mask: Any = None,
     ) -> None:
         """This rank's partials, from its own tokens, into the records buffer. Arguments as for a call."""
+        if fewer := self._for(q):
+            fewer.local(q, k, v, lengths, q_positions=q_positions, begins=begins, mask=mask)
+            self._stage = fewer
+            return
         positions = draft_positions = table = None
         if v is None or isinstance(k, Shard):
             k, v, lengths, positions, table, draft_positions = self._opened(k, v, lengths)
@@ -310,8 +356,7 @@ class Decoder:
         block_table: Any,
         tables: MaskTables | None,
     ) -> None:
-        if self._stage == "begun":
-            raise StateError(f"{self.scheme}: begin() began a step, which finish() must end before another")
+        self._check_ended()
         self._stage = None
         self._foreign = not type(q) is type(k) is type(v) is self._native
         if self._foreign:
@@ -325,12 +370,20 @@ class Decoder:
             self._add_sinks()
         self._stage = "local"
 
+    def _check_ended(self) -> None:
+        stage = self._stage._stage if isinstance(self._stage, Decoder) else self._stage
+        if stage == "begun":
+            raise StateError(f"{self.scheme}: begin() began a step, which finish() must end before another")
+
     def reduce(self) -> None:
         """Fold the partials of all ranks. Collective.
 
         Raises `StateError` unless `local` made partials that are not folded yet: folded twice, each rank
         would count as often as there are ranks.
         """
+        if isinstance(self._stage, Decoder):
+            self._stage.reduce()
+            return
         if self._stage != "local":
             self._reducer._check()  # closed and failed ones say so
             raise StateError(f"{self.scheme}: reduce() without partials: local() comes before each reduce()")
@@ -363,6 +416,10 @@ class Decoder:
         The arrays may be written again when this returns (a ring: after `finish`), on a GPU when its stream
         has come so far. Raises `StateError` where the last step that began is not finished.
         """
+        if fewer := self._for(q):
+            fewer.begin(q, k, v, lengths, q_positions=q_positions, begins=begins, mask=mask)
+            self._stage = fewer
+            return
         self.local(q, k, v, lengths, q_positions=q_positions, begins=begins, mask=mask)
         if self._sliced:
             self._buffers.to_wire()
@@ -375,7 +432,7 @@ class Decoder:
         Where the scheme can do nothing without waiting (rings) it never is. Raises `StateError` where no
         step has begun.
         """
-        return self._reducer.test()
+        return self._stage.test() if isinstance(self._stage, Decoder) else self._reducer.test()
 
     def finish(self) -> tuple[Any, Any]:
         """(out, lse) from the folded records, in the container of the q that `local` was given; after `begin`
@@ -383,6 +440,8 @@ class Decoder:
 
         Raises `StateError` unless `reduce` or `begin` came before: a call finishes its own step.
         """
+        if isinstance(self._stage, Decoder):
+            return self._stage.finish()
         if self._stage == "begun":
             self._stage = None
             self._reducer.wait()
@@ -434,6 +493,8 @@ class Decoder:
 
         Raises `BackendError` unless ``device="cuda"``, `TransportError` where the host moves the records.
         """
+        if fewer := self._for(q):
+            return fewer.capture(q, k, v, lengths, q_positions=q_positions, begins=begins, mask=mask)
         if self.shape.page_size is not None:
             raise RestrictionError("a captured step takes no block table: call the decoder of a paged cache")
         stream = self._device.stream
@@ -499,14 +560,28 @@ class Decoder:
     def close(self) -> None:
         """Release communicator and requests. Collective."""
         self._drop_captured()
+        while self._fewer:
+            self._fewer.popitem()[1].close()
         self._reducer.close()
+        self._give_back()
 
     def __enter__(self) -> Decoder:
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        if exception and exception[0] is None:
+            self.close()
+            return
         self._drop_captured()
+        for fewer in self._fewer.values():
+            fewer.__exit__(*exception)
         self._reducer.__exit__(*exception)
+
+    def _give_back(self) -> None:
+        """The communicator of a decoder that may plan for fewer queries. Collective."""
+        if self._kept is not None:
+            self._kept.free()
+            self._kept = None
 
     def _drop_captured(self) -> None:
         """Graphs go before the communicator that they use."""
