@@ -9,13 +9,14 @@ On the emulated cluster, as root:
 then `treeattn plot --figures predicted`. Goals: the median of |predicted / measured - 1| over all schemes and
 sizes under 20 percent, and the scheme that `auto` would take within 10 percent of the best measured, at every
 size.
-Left in FOLDER: cluster.toml, compare.jsonl, calibrated.json, predicted-*.png.
+Left in FOLDER: cluster.toml, compare.jsonl.xz, calibrated.json, predicted-*.png.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import os
 import statistics
 import subprocess
@@ -30,6 +31,7 @@ from treeattn.study import environment
 from treeattn.study.compare.results import compared_series, read, summarise
 
 HEADS = (2, 8, 32, 128)  # of 520 bytes; calibration has 1, 4, 16, 64, 256
+LINES = "compare.jsonl.xz"
 GOAL_ERROR, GOAL_CHOICE = 0.20, 1.10
 TREEATTN = (sys.executable, "-m", "treeattn")
 
@@ -51,6 +53,8 @@ def measure(folder: Path, ranks: int, schemes: list[str], seconds: float, repeti
         "--out", lines)  # fmt: skip
     subprocess.run([*TREEATTN, "plot", lines, "--figures", "predicted", "--format", "png", "--out", folder],
                    check=True)  # fmt: skip
+    (folder / LINES).write_bytes(lzma.compress(lines.read_bytes(), preset=9 | lzma.PRESET_EXTREME))
+    lines.unlink()
 
 
 def judged(folder: Path, ranks: int) -> dict:
@@ -58,7 +62,7 @@ def judged(folder: Path, ranks: int) -> dict:
     rows, choices = [], []
     named = {select(scheme).text for scheme in candidates(ranks)}
     for heads in HEADS:
-        of_case = [one for one in summarise(read(folder / "compare.jsonl")) if one.key.heads == heads]
+        of_case = [one for one in summarise(read(folder / LINES)) if one.key.heads == heads]
         series = compared_series(of_case)
         here = [
             {"scheme": one.key.scheme, "bytes": 520 * heads, "measured_us": one.times[series].median,

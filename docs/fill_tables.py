@@ -87,7 +87,8 @@ def compare(words: str) -> str:
         rows, nodes = summaries(file, what, int(tokens)), nodes_of(file)
         series, crossing = compared_series(rows.values()), len(set(nodes)) > 1
         since = ", from the last entry" if series == "after_last_entry" else ""
-        headings += [f"{Path(file).stem.partition('_')[2]}: median, µs{since}", "95 % interval", "x SUM"]
+        where = file.partition(".")[0].partition("_")[2]
+        headings += [f"{where}: median, µs{since}", "95 % interval", "x SUM"]
         headings += ["in a row"] if crossing else []
         of_sum = rows[SUM].times[series].median
         for scheme, row in sorted(rows.items(), key=lambda item: item[1].times[series].median):

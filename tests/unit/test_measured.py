@@ -50,11 +50,11 @@ def behind(of, name) -> set[str]:
 
 @pytest.fixture(params=["block", "cyclic"])
 def placement(request, fill_tables):
-    return request.param, intervals(fill_tables, f"cluster_{request.param}.jsonl")
+    return request.param, intervals(fill_tables, f"cluster_{request.param}.jsonl.xz")
 
 
 def in_a_row(fill_tables, placement) -> dict[str, int]:
-    file = f"cluster_{placement}.jsonl"
+    file = f"cluster_{placement}.jsonl.xz"
     rows, nodes = fill_tables.summaries(file, "reduce", 0), fill_tables.nodes_of(file)
     return {name: fill_tables.in_a_row(rows[name], nodes) for name in rows if name in names("schedule")}
 
@@ -85,7 +85,7 @@ def test_hierarchical_on_the_cluster(placement, fill_tables):
     assert later.isdisjoint({"multi_leader", "split_rail", "uneven_nodes", "head_all_to_all"})
     flat = {"recursive_multiplying", "bine", "logp_optimal"}
     assert later.isdisjoint(flat | {"recursive_doubling"}) if where == "block" else later >= flat
-    step = intervals(fill_tables, f"cluster_{where}.jsonl", "decode", 4096)
+    step = intervals(fill_tables, f"cluster_{where}.jsonl.xz", "decode", 4096)
     assert behind(step, "hierarchical") >= FLAT_TREES
 
 
@@ -98,7 +98,7 @@ def test_other_schemes_on_the_cluster(placement):
 
 
 def test_what_placement_changes(fill_tables):
-    block, cyclic = (intervals(fill_tables, f"cluster_{name}.jsonl") for name in ("block", "cyclic"))
+    block, cyclic = (intervals(fill_tables, f"cluster_{name}.jsonl.xz") for name in ("block", "cyclic"))
     sooner = {name for name in block if cyclic[name].ahead(block[name])}
     later = {name for name in block if block[name].ahead(cyclic[name])}
     assert sooner == {"circulant", "all_gather_trees", "head_scatter"}
@@ -108,10 +108,10 @@ def test_what_placement_changes(fill_tables):
 
 def test_one_machine(fill_tables, tmp_path):
     schedules = set(names("schedule"))
-    of = intervals(fill_tables, "compare_4.jsonl")
+    of = intervals(fill_tables, "compare_4.jsonl.xz")
     assert ahead(of, SUM) == schedules | {NULL}
     assert behind(of, SUM) == {"two_allreduce", "three_allreduce"}
-    command = ["plot", RESULTS / "compare_2.jsonl", "--figures", "relative", "--format", "svg"]
+    command = ["plot", RESULTS / "compare_2.jsonl.xz", "--figures", "relative", "--format", "svg"]
     command += ["--out", tmp_path, "--json", tmp_path / "numbers.json"]
     subprocess.run([sys.executable, "-m", "treeattn", *command], check=True, timeout=60)
     figure = next(f for f in json.loads((tmp_path / "numbers.json").read_text()) if "reduce" in f["name"])
@@ -126,7 +126,7 @@ def test_one_machine(fill_tables, tmp_path):
 
 
 def test_whole_steps_on_one_machine(fill_tables):
-    of_2, of_4 = (intervals(fill_tables, f"compare_{ranks}.jsonl", "decode", 4096) for ranks in (2, 4))
+    of_2, of_4 = (intervals(fill_tables, f"compare_{ranks}.jsonl.xz", "decode", 4096) for ranks in (2, 4))
     assert ahead(of_2, SUM) | behind(of_2, SUM) == {"kv_ring"}
     assert ahead(of_4, SUM) - {NULL} == {
         "recursive_doubling", "recursive_multiplying", "bine", "multi_leader", "all_gather_merge", "chain",
@@ -134,6 +134,6 @@ def test_whole_steps_on_one_machine(fill_tables):
     }  # fmt: skip
     assert behind(of_4, SUM) == RINGS | {"two_allreduce", "three_allreduce"}
     for ranks in (2, 4):
-        of = intervals(fill_tables, f"compare_{ranks}.jsonl", "decode", 65536)
+        of = intervals(fill_tables, f"compare_{ranks}.jsonl.xz", "decode", 65536)
         others = set(of) - RINGS
         assert all(behind(of, name) == RINGS for name in others)

@@ -38,10 +38,9 @@ def test_shards_combine_to_the_whole():
         np.testing.assert_allclose(got, wanted, rtol=1e-13)
 
 
-@pytest.mark.parametrize("layer", ["layer03", "layer17"])
-def test_real_caches_match_other_code(layer):
-    cache = files.open_cache(DATA / f"smollm2_{layer}_4096.safetensors")
-    expected = files.open_cache(DATA / f"smollm2_{layer}_4096.expected.safetensors")
+def test_a_real_cache_matches_other_code():
+    cache = files.open_cache(DATA / "smollm2_layer17_4096.safetensors")
+    expected = files.open_cache(DATA / "smollm2_layer17_4096.expected.safetensors")
     out, lse = reference.attention(cache["q"], cache["k"], cache["v"], scale=cache.scale())
     np.testing.assert_allclose(out, expected["out"], rtol=0, atol=1e-7)  # stored as float32
     np.testing.assert_allclose(lse, expected["lse"], rtol=3e-7)

@@ -74,10 +74,7 @@ def read(paths: Sequence[Path]) -> tuple[Study, list[str]]:
     """
     study, problems, tables = Study(), list[str](), []
     for path in dict.fromkeys(path.resolve() for path in paths):
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise ArgumentError(f"{path}: cannot be read ({error.strerror})") from None
+        content = results.content(path)
         first = content.partition(b"\n")[0].strip()
         if first == b"{":  # results have one object in a line, the others one in a file
             problems += _take_roofline(study, path, content)

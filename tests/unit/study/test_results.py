@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import lzma
 import math
 from pathlib import Path
 
@@ -392,3 +393,16 @@ def test_the_sample_of_a_real_run():
         assert summary.times["completion"].blocks == 6
         assert facts["scheduled"] is None or facts["sent"] == facts["scheduled"]
         assert facts["error_out"] is None or facts["error_out"] <= facts["bound_out"]
+
+
+def test_compressed_results_are_read_and_not_appended_to(tmp_path):
+    path = made_results.write(tmp_path / "r.jsonl", made_results.keys())
+    small = tmp_path / "r.jsonl.xz"
+    small.write_bytes(lzma.compress(path.read_bytes()))
+    assert results.read(small) == results.read(path)
+    with pytest.raises(ArgumentError, match=r"r\.jsonl\.xz: is compressed: decompress it"):
+        Writer(small)
+    assert results.read(small) == results.read(path)
+    small.write_bytes(small.read_bytes()[:-20])
+    with pytest.raises(ArgumentError, match=r"r\.jsonl\.xz: cannot be decompressed"):
+        results.read(small)

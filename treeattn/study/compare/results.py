@@ -7,6 +7,7 @@ run loses one point at most.
 from __future__ import annotations
 
 import fcntl
+import lzma
 import math
 import os
 import secrets
@@ -26,13 +27,14 @@ from treeattn.study.compare.schema import NULL, SUM, Failure, Key, Line, Point, 
 from treeattn.study.statistics import Statistics, describe
 
 __all__ = [
-    "Results", "Summary", "Writer", "compared_series", "mixed_versions", "read", "run_id", "summarise",
-    "version",
+    "Results", "Summary", "Writer", "compared_series", "content", "mixed_versions", "read", "run_id",
+    "summarise", "version",
 ]  # fmt: skip
 
 _LINE = msgspec.json.Decoder(Run | Point | Failure)
 _NOT_A_LINE = (msgspec.DecodeError, ValueError, RecursionError)
 _BEGINNING = b'{"kind":"'
+_XZ = b"\xfd7zXZ\0"
 
 
 @dataclass(slots=True)
@@ -67,6 +69,18 @@ class Summary:
     facts: dict[str, Any]
 
 
+def content(path: Path) -> bytes:
+    """Read a file of results, which ``xz`` may have compressed. Raises `ArgumentError` for one that cannot be
+    opened or is cut off."""
+    try:
+        held = path.read_bytes()
+        return lzma.decompress(held) if held.startswith(_XZ) else held
+    except lzma.LZMAError as error:
+        raise ArgumentError(f"{path}: cannot be decompressed ({error})") from None
+    except OSError as error:
+        raise ArgumentError(f"{path}: cannot be read ({error.strerror})") from None
+
+
 def read(*paths: str | Path) -> Results:
     """Everything readable in these files. Lines that are not are named in `problems`, and nothing else is
     lost; a file of something else is named once.
@@ -75,15 +89,12 @@ def read(*paths: str | Path) -> Results:
     """
     found = Results()
     for path in map(Path, paths):
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise ArgumentError(f"{path}: cannot be read ({error.strerror})") from None
-        lines = [(number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+        held = content(path)
+        lines = [(number, line) for number, line in enumerate(held.split(b"\n"), 1) if line.strip()]
         before = len(found.problems)
         for number, line in lines:
             _take(found, f"{path}:{number}", line)
-        if not content.startswith(b"{") and len(found.problems) - before == len(lines) > 0:
+        if not held.startswith(b"{") and len(found.problems) - before == len(lines) > 0:
             found.problems[before:] = [f"{path}: is not a file of results; left out"]
     _drop(found, "of a run whose line is missing", lambda point: point.run not in found.runs)
     # Copies of a block would make its interval narrower than it is.
@@ -232,6 +243,8 @@ class Writer:
             raise self._unwritable(error) from None
         try:
             self._lock()
+            if self._path.read_bytes().startswith(_XZ):
+                raise ArgumentError(f"{path}: is compressed: decompress it (xz -d), or name another file")
             self.held = read(path)
             self._mend(self._path.read_bytes())
         except BaseException:
