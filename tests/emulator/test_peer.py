@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +65,14 @@ def assert_same_bits(schedule: Schedule, held: list[Array], partials: Array) -> 
         np.testing.assert_array_equal(part.view(np.uint32), want.view(np.uint32))
 
 
-@pytest.mark.parametrize("records", [2, 11])
-@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def pairs(shapes: Iterable[Any]) -> list[Any]:
+    """Each shape with few and with many records; the gate takes them in turn, the deep part all."""
+    both = itertools.product(enumerate(shapes), enumerate([2, 11]))
+    deep = {True: pytest.mark.deep, False: ()}
+    return [pytest.param(shape, n, marks=deep[(i + j) % 2 == 1]) for (i, shape), (j, n) in both]
+
+
+@pytest.mark.parametrize(("size", "records"), pairs([2, 3, 5, 8]))
 @pytest.mark.parametrize("scheme", collectives.names("schedule"))
 def test_every_schedule_gives_the_bits_of_the_definition(scheme: str, size: int, records: int) -> None:
     """Fewer records than blocks and than ranks, and more; five steps use every slot again."""
@@ -76,8 +84,7 @@ def test_every_schedule_gives_the_bits_of_the_definition(scheme: str, size: int,
         assert [runtime.launches for runtime in node.runtimes] == [5] * size
 
 
-@pytest.mark.parametrize("records", [2, 11])
-@pytest.mark.parametrize("nodes", NODES, ids=str)
+@pytest.mark.parametrize(("nodes", "records"), pairs(NODES))
 @pytest.mark.parametrize("scheme", collectives.names("schedule"))
 def test_every_schedule_over_several_nodes(
     scheme: str, nodes: tuple[tuple[int, ...], ...], records: int
