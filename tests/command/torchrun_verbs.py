@@ -30,7 +30,10 @@ def refusals():
     for executor in ("mpi", "program"):
         with pytest.raises(treeattn.TransportError, match="take executor='torch' or None"):
             treeattn.decode(q, k, k, scheme=treeattn.Reduction(executor=executor))
-    with pytest.raises(treeattn.ArgumentError, match="rank 1: k must have|rank 1: "):
+    for scheme in ("mpi_allreduce", "kv_ring", "query_ring"):
+        with pytest.raises(treeattn.RestrictionError, match="made of MPI's own calls.*recursive_doubling"):
+            treeattn.decode(q, k, k, scheme=scheme)
+    with pytest.raises(treeattn.ArgumentError, match="rank 1: "):
         treeattn.decode(q, k if dist.get_rank() == 0 else k[..., :4], k)
     with pytest.raises(treeattn.ArgumentError, match="scheme differs between ranks"):
         treeattn.decode(q, k, k, scheme=("ring", "binary_tree")[dist.get_rank()])

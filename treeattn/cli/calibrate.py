@@ -15,7 +15,7 @@ from treeattn.cli import options
 from treeattn.cli.options import Output
 from treeattn.collectives.clusters.fit import Residual
 from treeattn.collectives.clusters.writing import as_toml
-from treeattn.decoder.reduction import EXECUTORS
+from treeattn.decoder.reduction import MPI_EXECUTORS
 from treeattn.errors import ArgumentError
 from treeattn.report import Column, Progress, Report, count, microseconds
 from treeattn.study import environment
@@ -27,7 +27,7 @@ _NAME = re.compile("[a-z0-9][a-z0-9_-]*")
 
 
 @click.command("calibrate")
-@click.option("--executor", type=click.Choice(EXECUTORS),
+@click.option("--executor", type=click.Choice(MPI_EXECUTORS),
               help="Who runs the rounds; default the best that there is.")  # fmt: skip
 @click.option("--seconds", type=click.FloatRange(1, 3600), default=20.0,
               help="About so long for all measurements.")  # fmt: skip

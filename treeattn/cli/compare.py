@@ -23,7 +23,7 @@ from treeattn.cli.own_device import own_device
 from treeattn.cli.scheme import given
 from treeattn.collectives.runtime import nccl
 from treeattn.decoder.device import Cuda
-from treeattn.decoder.reduction import EXECUTORS
+from treeattn.decoder.reduction import MPI_EXECUTORS
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.report import Progress, Report
 from treeattn.study import environment
@@ -75,9 +75,9 @@ def _lists(
               help="From GPUs: host, nccl, peer, cuda-mpi; default all that are there.")  # fmt: skip
 @_lists(
     "executor",
-    choices(EXECUTORS),
+    choices(MPI_EXECUTORS),
     None,
-    f"Who runs schedules: {', '.join(EXECUTORS)}; default the best.",
+    f"Who runs schedules: {', '.join(MPI_EXECUTORS)}; default the best.",
     "E",
 )
 @options.CLUSTER

@@ -191,7 +191,7 @@ def plan(comm: Communicator, ask: Callable[[], Request]) -> Plan:
         sight.stand(ends)
     row = request.scheme.row
     _check_output(row, request.how.output)
-    chosen = transports.choose(device.name, request.how.transport, row, comm.size)
+    chosen = transports.choose(device.name, request.how.transport, row, comm.size, comm.library)
     runs = executor_over(chosen, request.how.executor)
     rounds, why = _rounds(request.scheme, comm, buffers.wire, buffers.group, runs, request.how.output)
     operator = device.merge_operator(buffers.records.shape[3] - 2, shape.record_dtype)
@@ -248,7 +248,7 @@ def plan_reducer(
 
     scheme: not one that is fused.
     """
-    chosen = transports.choose(device.name, how.transport, scheme.row, comm.size)
+    chosen = transports.choose(device.name, how.transport, scheme.row, comm.size, comm.library)
     reduction = ReductionSpec(comm, operator, buffer, 1, device.memory)
     rounds, _ = _rounds(scheme, comm, buffer, 1, executor_over(chosen, how.executor), how.output)
     return transports.plan(chosen, scheme, rounds, reduction, how.executor)

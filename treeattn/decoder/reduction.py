@@ -9,10 +9,11 @@ from treeattn.collectives.catalog import DEVICES
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError
 
-__all__ = ["EXECUTORS", "Reduction"]
+__all__ = ["EXECUTORS", "MPI_EXECUTORS", "Reduction"]
 
-#: The names that ``executor=`` takes, the fastest first.
-EXECUTORS = ("slots", "program", "mpi", "torch")
+#: The names that ``executor=`` takes: for ranks of MPI, the fastest first, and for those of process groups.
+MPI_EXECUTORS = ("slots", "program", "mpi")
+EXECUTORS = (*MPI_EXECUTORS, "torch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,9 @@ class Reduction:
         A name with its parameters (`treeattn.schemes`), or a schedule of one's own; "auto" chooses by
         simulation.
     transport : str, optional
-        How records travel: "mpi" from the host; from GPUs "nccl", "peer", "cuda-mpi" or "host" (staged
-        through page-locked memory). None is the only sensible one, or an error that lists them.
+        How records travel: "mpi" from the host, which over a process group is torch's messages; from GPUs
+        "nccl", "peer", "cuda-mpi" or "host" (staged through page-locked memory). None is the only sensible
+        one, or an error that lists them.
     executor : str, optional
         What runs the rounds of a schedule on the host: "slots" or "program", compiled, or Python: "mpi" or,
         over a process group, "torch". None is the fastest that all ranks can have; the bits are the same.

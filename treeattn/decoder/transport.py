@@ -1,6 +1,7 @@
 """How records travel between ranks, and who folds them on the way.
 
-From the host there is one way, MPI. From GPUs there are four, each taken only when it is named:
+From the host there is one way, ``"mpi"``, which between ranks of a process group is torch's messages. From
+GPUs there are four, each taken only when it is named:
 
 - ``"nccl"``: NCCL, from GPU to GPU: grouped sends and receives with merge kernels between, as one CUDA graph.
 - ``"peer"``: GPUs of one node read one another's memory: a reduction is one kernel; over several nodes some
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["choose", "connected_by_nccl", "plan", "problems", "shared_gpu"]
 
+_BY_MPI = ("mpi", "cuda-mpi", "host")
+
 _CHOICES = {
     "cpu": "'mpi' or None",
     "cuda": "transport='nccl' (from GPU to GPU), 'peer' (GPUs of a node by one another's memory, nodes by "
@@ -41,8 +44,9 @@ _CHOICES = {
 }
 
 
-def choose(device: str, transport: str | None, scheme: Scheme, size: int) -> str:
+def choose(device: str, transport: str | None, scheme: Scheme, size: int, library: str = "mpi") -> str:
     """The transport of a scheme over `size` ranks: the one that is named if it serves, or the only one.
+    library: whose messages the ranks send, as `Communicator.library`.
 
     Raises `TransportError`, which lists what would serve; `RestrictionError` where the scheme is not for
     the device, or is not run at all.
@@ -50,6 +54,16 @@ def choose(device: str, transport: str | None, scheme: Scheme, size: int) -> str
     if not scheme.transports:
         raise RestrictionError(f"{scheme.name} is not run: {scheme.elsewhere}")
     serving = [name for name in scheme.transports if DEVICES[name] == device]
+    if library != "mpi" and serving and scheme.module and serving[0] in _BY_MPI:
+        raise RestrictionError(
+            f"{scheme.name} is made of MPI's own calls, and these ranks are {library}.distributed's: take a "
+            "schedule, such as recursive_doubling"
+        )
+    if library != "mpi" and transport == "cuda-mpi":
+        raise TransportError(
+            f"transport='cuda-mpi' needs MPI, and these ranks are {library}.distributed's: "
+            "take 'nccl' or 'host'"
+        )
     if not serving:
         raise RestrictionError(f"{scheme.name} is for device='{scheme.devices[0]}': {scheme.elsewhere}")
     if transport in serving:
