@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import math
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,8 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.shape import DTYPES
 from treeattn.cache.placement import whole_numbers
 from treeattn.cache_nodes.meeting import agreed_capacity, agreed_index, meet
-from treeattn.cache_nodes.message import Head, Kind, Message, message_bytes
-from treeattn.cache_nodes.view import Attention, CachePlan, View
+from treeattn.cache_nodes.message import Array, Head, Kind, Message, message_bytes
+from treeattn.cache_nodes.view import Attention, CachePlan, View, per_sequence
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError, StateError
@@ -34,10 +35,13 @@ __all__ = ["CacheNodes", "RemoteCache", "connect"]
 
 _MOST_QUERIES = 512  # in one step: a longer prompt goes in pieces of so many, then of smaller powers of two
 _CAUSAL = Rules(causal=True)
+_open: list[CacheNodes] = []  # the one of this process
 
 
 def connect(comm: Intracomm | None = None, *, scheme: str | Schedule = "hierarchical") -> CacheNodes:
     """Meet the cache nodes: all other ranks, which wait in `serve`. Rank 0 calls, before it loads a model.
+
+    Nodes that it has met already, and did not close, are given again.
 
     Parameters
     ----------
@@ -63,7 +67,11 @@ def connect(comm: Intracomm | None = None, *, scheme: str | Schedule = "hierarch
             "there are no cache nodes: mpiexec -n 1 python model.py : -n 16 treeattn cache-node, with both "
             "parts in one job"
         )
-    return CacheNodes(watched, scheme)
+    for known in _open:
+        if known._comm is watched and not known._closed:
+            return known
+    _open[:] = [CacheNodes(watched, scheme)]
+    return _open[0]
 
 
 class CacheNodes:
@@ -80,7 +88,8 @@ class CacheNodes:
         self.schedule = self._tree.schedule
         comm.Split(mpi_library.load().UNDEFINED)  # the nodes have a communicator of their own
         self._message = Message()
-        self._caches: list[RemoteCache] = []
+        self._planned: list[list[Attention]] = []  # of each cache
+        self._dropped: list[int] = []  # caches that nobody has any more
         self._closed = self._busy = False
         atexit.register(self.close)
 
@@ -122,6 +131,7 @@ class CacheNodes:
         ArgumentError
             Sizes that cannot be, or more than the nodes have room for. They go on.
         """
+        self._forget()
         plan = CachePlan(layers, kv_heads, head_dim, v_dim or head_dim, dtype)
         self._call("plan_cache", plan=plan, batch=batch, capacity=capacity)
         return self._made(plan, batch, agreed_capacity(self._comm, plan, batch, capacity, 0))
@@ -133,6 +143,7 @@ class CacheNodes:
         capacity: that of the saved cache unless given. Raises as `ShardedCache.load` and `cache` do; the
         nodes go on.
         """
+        self._forget()
         self._call("load", directory=str(directory), capacity=capacity)
         plan, index = agreed_index(self._comm, str(directory))
         batch, wanted = len(index.totals), index.capacity if capacity is None else capacity
@@ -142,9 +153,17 @@ class CacheNodes:
 
     def _made(self, plan: CachePlan, batch: int, capacity: int) -> RemoteCache:
         self._done()
-        cache = RemoteCache(self, len(self._caches), plan, batch, capacity)
-        self._caches.append(cache)
+        cache = RemoteCache(self, len(self._planned), plan, batch, capacity)
+        self._planned.append(cache._attention)
+        weakref.finalize(cache, self._dropped.append, cache._number).atexit = False
         return cache
+
+    def _forget(self) -> None:
+        """Have the nodes give back the memory of caches that are gone here."""
+        while self._dropped:
+            number = self._dropped.pop()
+            self._call("drop", cache=number)
+            _close(self._planned[number])
 
     def _done(self) -> None:
         """Wait until the nodes have done what was called. Raises what they raised."""
@@ -172,8 +191,8 @@ class CacheNodes:
         self._call("close")
         self._closed = True
         atexit.unregister(self.close)
-        for cache in self._caches:
-            cache._drop()
+        for attention in self._planned:
+            _close(attention)
         self._tree.close()
 
     def __enter__(self) -> CacheNodes:
@@ -271,6 +290,31 @@ class RemoteCache:
         assert whole is not None
         return whole
 
+    def append(self, layer: int, k: Any, v: Any, *, counts: Any = None) -> None:
+        """The new tokens of a layer without a query: p - 1 messages. Arguments and errors as of `step`."""
+        self._nodes._check_open()
+        given = self._checked(layer, None, k, v)
+        batch, tokens = given[0].shape[:2]
+        if counts is not None:
+            counts = self._per_sequence("counts", counts, tokens)
+        self._check_room(layer, counts, tokens)
+        flag = int(counts is not None)
+        parts = (*per_sequence(batch, flag), *self._plan.new(batch, tokens))
+        head = Head(Kind.STEP, message_bytes(parts), self._number, layer, -1, tokens, flag)
+        self._send(head, parts, (*([counts] if flag else []), *given))
+        self.totals[layer] += tokens if counts is None else counts
+
+    def _send(self, head: Head, parts: tuple[Array, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A message down the tree; its arrays there."""
+        nodes, batch = self._nodes, self.batch
+        nodes._tree.sent()
+        nodes._message.begin(head)
+        into = nodes._message.arrays((batch, *head[2:3], *head[4:]), parts)
+        for place, array in zip(into, given, strict=True):
+            place[...] = array
+        nodes._tree.down(nodes._message)
+        return into
+
     def _step(
         self, layer: int, given: tuple[Any, ...], counts: Any, begins: Any, scale: float | None, rules: Rules
     ) -> tuple[Any, Any]:
@@ -283,15 +327,9 @@ class RemoteCache:
         tokens = queries if len(given) > 1 else 0
         flags = int(counts is not None), int(begins is not None)
         parts = view.parts(tokens, *flags)
-        nodes._tree.sent()
-        message = nodes._message
-        message.begin(Head(Kind.STEP, message_bytes(parts), self._number, layer, number, tokens, *flags))
-        into = message.arrays((self._number, number, tokens, *flags), parts)
-        sent = (*(one for one in (counts, begins) if one is not None), *given)
-        for place, array in zip(into, sent, strict=True):
-            place[...] = array
+        head = Head(Kind.STEP, message_bytes(parts), self._number, layer, number, tokens, *flags)
         nodes._busy = True
-        nodes._tree.down(message)
+        into = self._send(head, parts, (*(one for one in (counts, begins) if one is not None), *given))
         attention, totals = self._attention[number], self.totals[layer]
         got = attention(into[sum(flags)], *attention.nothing, None, (), totals - (queries - tokens), begins)
         totals += tokens if counts is None else counts
@@ -342,17 +380,18 @@ class RemoteCache:
         self.totals, self.capacity = self.totals[:, rows], capacity
 
     def _checked(self, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, ...]:
-        """q, or q, k and v, as NumPy arrays of this cache. Raises `ArgumentError`."""
+        """Those that are given, as NumPy arrays that fit this cache. Raises `ArgumentError`."""
         plan, dtype = self._plan, DTYPES[self._plan.dtype]
         if not (isinstance(layer, int | np.integer) and 0 <= layer < plan.layers):
             raise ArgumentError(f"layer {layer!r:.40}: the cache has {plan.layers}, from 0 on")
         if (k is None) != (v is None):
             raise ArgumentError("k and v come together, or neither of them")
-        named = (("q", q),) if k is None else (("q", q), ("k", k), ("v", v))
-        given = tuple(arrays.on_host(name, array) for name, array in named)
-        queries = given[0].shape[1] if given[0].ndim == 4 else 0
         widths = (None, plan.head_dim), (plan.kv_heads, plan.head_dim), (plan.kv_heads, plan.v_dim)
-        for (name, _), array, (heads, width) in zip(named, given, widths, strict=False):
+        named = [(*one, *of) for one, of in zip((("q", q), ("k", k), ("v", v)), widths, strict=True)]
+        named = [one for one in named if one[1] is not None]
+        given = tuple(arrays.on_host(name, array) for name, array, *_ in named)
+        queries = given[0].shape[1] if given[0].ndim == 4 else 0
+        for (name, _, heads, width), array in zip(named, given, strict=True):
             shape = array.shape
             right = len(shape) == 4 and shape[:2] == (self.batch, queries) and shape[3] == width
             if not right or not queries or heads not in (None, shape[2]):
@@ -362,7 +401,7 @@ class RemoteCache:
                 )
             if array.dtype != dtype:
                 raise ArgumentError(f"{name} is {array.dtype}, the cache on the nodes holds {plan.dtype}")
-        if given[0].shape[2] % plan.kv_heads:
+        if q is not None and given[0].shape[2] % plan.kv_heads:
             raise ArgumentError(
                 f"{given[0].shape[2]} query heads are no multiple of {plan.kv_heads} KV heads"
             )
@@ -393,10 +432,11 @@ class RemoteCache:
                 "take more nodes, or plan fewer sequences"
             )
 
-    def _drop(self) -> None:
-        for attention in self._attention:
-            attention.close()
-        self._attention.clear()
+
+def _close(planned: list[Attention]) -> None:
+    """In the order in which the nodes do."""
+    while planned:
+        planned.pop(0).close()
 
 
 @functools.lru_cache(maxsize=64)

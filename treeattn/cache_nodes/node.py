@@ -10,8 +10,8 @@ from treeattn.agreement import collectively
 from treeattn.cache import ShardedCache
 from treeattn.cache_nodes import memory
 from treeattn.cache_nodes.meeting import agreed_capacity, agreed_index, meet
-from treeattn.cache_nodes.message import Head, Kind, Message
-from treeattn.cache_nodes.view import Attention, CachePlan, View
+from treeattn.cache_nodes.message import Array, Head, Kind, Message
+from treeattn.cache_nodes.view import Attention, CachePlan, View, per_sequence
 from treeattn.errors import ArgumentError, TreeattnError
 
 if TYPE_CHECKING:
@@ -46,9 +46,14 @@ def serve(comm: Intracomm | None = None, *, memory_bytes: int | None = None) -> 
 class _Held:
     """A cache of this node, and how its steps attend."""
 
-    def __init__(self, cache: ShardedCache) -> None:
-        self.layers = cache.layers
+    def __init__(self, plan: CachePlan, layers: tuple[ShardedCache, ...], taken: int) -> None:
+        self.plan, self.layers, self.bytes = plan, layers, taken
         self.views: list[tuple[View, Attention]] = []
+
+    def close(self) -> None:
+        """Collective over all processes."""
+        for _, attention in self.views:
+            attention.close()
 
 
 class Node:
@@ -81,13 +86,18 @@ class Node:
 
     def _step(self, head: Head) -> None:
         held = self.caches[head.cache]
+        layer, flags = held.layers[head.layer], (head.counts, head.begins)
+        batch = len(layer.totals)
+        key = batch, *head[2:3], *head[4:]
+        self.steps += 1
+        if head.view < 0:
+            counts, k, v = self._parts(
+                key, (*per_sequence(batch, *flags), *held.plan.new(batch, head.tokens)), flags[:1]
+            )
+            layer.append(k, v, counts)
+            return
         view, attention = held.views[head.view]
-        flags = head.counts, head.begins
-        key = head.cache, head.view, head.tokens, *flags
-        parts = iter(self._message.arrays(key, view.parts(head.tokens, *flags)))
-        counts, begins = (next(parts) if flag else None for flag in flags)
-        q, *new = parts
-        layer = held.layers[head.layer]
+        counts, begins, q, *new = self._parts(key, view.parts(head.tokens, *flags), flags)
         first = layer.totals - (view.queries - head.tokens)
         if new:
             layer.append(new[0], new[1], counts)
@@ -95,7 +105,11 @@ class Node:
         most = int(lengths.max())
         some = lengths if (lengths != most).any() else None
         attention(q, layer.k[:, :most], layer.v[:, :most], some, layer.positions, first, begins)
-        self.steps += 1
+
+    def _parts(self, key: Any, parts: tuple[Array, ...], flags: tuple[int, ...]) -> list[Any]:
+        """The arrays of the message, with None for those whose flag is 0."""
+        there = iter(self._message.arrays(key, parts))
+        return [next(there) if flag else None for flag in flags] + list(there)
 
     def _plan_cache(self, plan: CachePlan, batch: int, capacity: int | None) -> None:
         found = agreed_capacity(self._comm, plan, batch, capacity, self._free)
@@ -112,18 +126,19 @@ class Node:
                 layers=plan.layers,
             )
 
-        self._hold(collectively(self._comm, make), plan.token_bytes(batch), found)
+        self._hold(plan, collectively(self._comm, make), batch, found)
 
     def _load(self, directory: str, capacity: int | None) -> None:
         plan, index = agreed_index(self._comm, directory)
         batch, wanted = len(index.totals), index.capacity if capacity is None else capacity
         found = agreed_capacity(self._comm, plan, batch, wanted, self._free)
         cache = collectively(self._comm, lambda: ShardedCache.load(directory, self._nodes, capacity=found))
-        self._hold(cache, plan.token_bytes(batch), found)
+        self._hold(plan, cache, batch, found)
 
-    def _hold(self, cache: ShardedCache, token_bytes: int, capacity: int) -> None:
-        self._free -= token_bytes * -(-capacity // self._nodes.size)
-        self.caches.append(_Held(cache))
+    def _hold(self, plan: CachePlan, cache: ShardedCache, batch: int, capacity: int) -> None:
+        taken = plan.token_bytes(batch) * -(-capacity // self._nodes.size)
+        self._free -= taken
+        self.caches.append(_Held(plan, cache.layers, taken))
 
     def _save(self, cache: int, directory: str, about: dict[str, Any]) -> None:
         collectively(self._comm, lambda: self.caches[cache].layers[0].save(directory, about))
@@ -140,10 +155,15 @@ class Node:
         for layer in self.caches[cache].layers:
             layer.select(rows)
 
+    def _drop(self, cache: int) -> None:
+        held = self.caches[cache]
+        held.close()
+        self._free += held.bytes
+        self.caches[cache] = _Held(held.plan, (), 0)
+
     def _close(self) -> None:
         for held in self.caches:
-            for _, attention in held.views:
-                attention.close()
+            held.close()
         self.tree.close()
         self._nodes.free()
         self.serves = False

@@ -17,7 +17,7 @@ from treeattn.decoder import Decoder, Reduction
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.communicator import Communicator
 
-__all__ = ["Attention", "CachePlan", "View"]
+__all__ = ["Attention", "CachePlan", "View", "per_sequence"]
 
 _INT64 = np.dtype(np.int64)
 
@@ -38,6 +38,16 @@ class CachePlan:
         itemsize: int = DTYPES[self.dtype].itemsize
         return batch * self.layers * self.kv_heads * width * itemsize
 
+    def new(self, batch: int, tokens: int) -> tuple[Array, ...]:
+        """Keys and values of new tokens in a message."""
+        dtype = DTYPES[self.dtype]
+        return tuple(((batch, tokens, self.kv_heads, width), dtype) for width in (self.head_dim, self.v_dim))
+
+
+def per_sequence(batch: int, *given: int) -> tuple[Array, ...]:
+    """What a message has first where sequences get, or begin with, different numbers of tokens."""
+    return (((batch,), _INT64),) * sum(given)
+
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -53,10 +63,10 @@ class View:
     def parts(self, tokens: int, counts: int, begins: int) -> tuple[Array, ...]:
         """The arrays of a step's message: per sequence counts and begins, where they come; q, and of `tokens`
         new ones k and v."""
-        cache, batch, dtype = self.cache, self.batch, DTYPES[self.cache.dtype]
-        q = (batch, self.queries, self.heads, cache.head_dim), dtype
-        new = [((batch, tokens, cache.kv_heads, width), dtype) for width in (cache.head_dim, cache.v_dim)]
-        return (((batch,), _INT64),) * (counts + begins) + (q, *(new if tokens else ()))
+        cache, batch = self.cache, self.batch
+        q = (batch, self.queries, self.heads, cache.head_dim), DTYPES[cache.dtype]
+        new = cache.new(batch, tokens) if tokens else ()
+        return *per_sequence(batch, counts, begins), q, *new
 
 
 class Attention:

@@ -16,11 +16,13 @@ from transformers.cache_utils import (
 from treeattn import communicators
 from treeattn.agreement import Agreement
 from treeattn.cache import ShardedCache
+from treeattn.cache_nodes import CacheNodes, connect
 from treeattn.decoder import Reduction
 from treeattn.errors import ArgumentError
 from treeattn.huggingface import plans
 from treeattn.huggingface.agreeing_ranks import share_random_numbers
 from treeattn.huggingface.layers import FullAttentionLayer, SlidingWindowLayer, waiting
+from treeattn.huggingface.remote import RemoteLayer
 
 __all__ = ["ShardedKV"]
 
@@ -49,6 +51,11 @@ class ShardedKV(Cache):
         How partial results are merged, as `treeattn.decode` takes it; "hierarchical", and "head_scatter" for
         a model whose weights are tensor parallel over the same ranks (``tp_plan="auto"``).
 
+    nodes : bool or CacheNodes
+        Whether keys and values lie on the other ranks of `comm`, which are cache nodes
+        (`treeattn.cache_nodes`), by the tree of `scheme`. This process, rank 0, then runs the model alone.
+        What `cache_nodes.connect` gave before the model was loaded does, too.
+
     Raises
     ------
     ArgumentError
@@ -56,7 +63,20 @@ class ShardedKV(Cache):
         differ between ranks.
     """
 
-    def __init__(self, config: Any, comm: Any = None, *, capacity: int, scheme: Any = None) -> None:
+    def __init__(
+        self,
+        config: Any,
+        comm: Any = None,
+        *,
+        capacity: int,
+        scheme: Any = None,
+        nodes: bool | CacheNodes = False,
+    ) -> None:
+        self.nodes: CacheNodes | None = None
+        if nodes:
+            connected = nodes if isinstance(nodes, CacheNodes) else None
+            self.nodes = connected or connect(comm, scheme=scheme or "hierarchical")
+            comm, scheme = communicators.alone(), None
         self.comm, self.capacity = communicators.intracomm(comm), capacity
         with Agreement(self.comm) as agreed:
             text = config.get_text_config(decoder=True)
@@ -86,7 +106,7 @@ class ShardedKV(Cache):
         self.plans = plans.over(self.comm, reduction)
         self.plans_by_heads = plans.over(self.comm, by_heads)
         self.dealt: Any = None  # while a prefill is under way in which each rank has tokens of its own
-        self._shards: dict[Any, Iterator[ShardedCache]] = {}
+        self._shards: dict[Any, Iterator[ShardedCache] | Iterator[RemoteLayer]] = {}
         share_random_numbers(self.comm)
 
     def _layer(self, kind: str, heads: int | None, given: dict[str, Any]) -> Any:
@@ -96,26 +116,25 @@ class ShardedKV(Cache):
             return DYNAMIC_LAYER_TYPE_MAPPING[kind](**given)
         raise ArgumentError(f"layers of {kind!r} are not served: {', '.join((*_ATTENTION, *_STATES))} are")
 
-    def new_shard(self, k: Any, v: Any) -> ShardedCache:
+    def new_shard(self, k: Any, v: Any) -> ShardedCache | RemoteLayer:
         """An empty cache of one layer for such keys and values. Collective for the first of a kind."""
         batch, _, kv_heads, head_dim = k.shape
         key = batch, kv_heads, head_dim, v.shape[3], k.dtype
-        made = next(self._shards.get(key, iter(())), None)
+        made: Any = next(self._shards.get(key, iter(())), None)
         if made is None:
-            first = ShardedCache(
-                self.comm,
-                batch=batch,
-                capacity=self.capacity,
-                kv_heads=kv_heads,
-                head_dim=head_dim,
-                v_dim=v.shape[3],
-                dtype=str(k.dtype).removeprefix("torch."),
-                layers=sum(isinstance(layer, FullAttentionLayer) for layer in self.layers),
-                device="cuda" if getattr(k, "is_cuda", False) else "cpu",
-            )
-            self._shards[key] = iter(first.layers)
+            shape = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "v_dim": v.shape[3]}
+            shape["layers"] = sum(isinstance(layer, FullAttentionLayer) for layer in self.layers)
+            dtype = str(k.dtype).removeprefix("torch.")
+            if self.nodes is not None:
+                remote = self.nodes.cache(capacity=self.capacity, dtype=dtype, **shape)
+                self._shards[key] = iter([RemoteLayer(remote, number) for number in range(shape["layers"])])
+            else:
+                place: Any = {"device": "cuda" if getattr(k, "is_cuda", False) else "cpu"}
+                first = ShardedCache(self.comm, capacity=self.capacity, dtype=dtype, **shape, **place)
+                self._shards[key] = iter(first.layers)
             made = next(self._shards[key])
-        return made
+        layer: ShardedCache | RemoteLayer = made
+        return layer
 
     def reset(self) -> None:
         """Forget all tokens."""

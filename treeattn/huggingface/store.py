@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from treeattn.huggingface import plans, tensor_parallel
+from treeattn.huggingface.remote import RemoteLayer
 from treeattn.huggingface.tensors import as_rows, as_tensor
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class Store:
     """This rank's tokens of one layer, and how to attend to those of all ranks."""
 
     def __init__(self, cache: ShardedKV, heads: int | None) -> None:
-        self._cache, self.shard = cache, cast("ShardedCache | None", None)
+        self._cache, self.shard = cache, cast("ShardedCache | RemoteLayer | None", None)
         self._heads = heads
         self.handle = next(_numbers)
         _stores[self.handle] = self
@@ -54,8 +55,15 @@ class Store:
         if self.shard is not None:
             self.shard.select(rows)
 
-    def attend(self, q: Any, at: int, begins: Any, rules: dict[str, Any], by_heads: bool) -> tuple[Any, Any]:
-        """To all tokens of all ranks. by_heads: the result is this rank's heads alone. Collective."""
+    def attend(
+        self, q: Any, new: tuple[Any, ...], at: int, begins: Any, rules: dict[str, Any], by_heads: bool
+    ) -> tuple[Any, Any]:
+        """To all tokens of all ranks, of which those of k and v in `new` are still to be appended. by_heads:
+        the result is this rank's heads alone. Collective."""
+        if isinstance(self.shard, RemoteLayer):
+            return self.shard.attend(q, new, begins, **rules)
+        if new:
+            self.append(*new)
         stands = at + np.arange(q.shape[1])
         shard: Any = self.shard
         given = {"stands": stands, "lengths": shard.lengths, "begins": begins} | rules
@@ -99,9 +107,12 @@ def attend(
     rules: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     own = _stores[store] if store else None
     by_heads = own is not None and own.is_sharded(q.shape[2])
+    added: tuple[Any, ...] = ()
     if own is not None and new:
-        own.append(*(own.all_heads(k, v) if by_heads else (k, v)))
+        added = tuple(own.all_heads(k, v)) if by_heads else (k, v)
     if own is None or at == 0:  # all of it is in k and v: no other rank need be asked
+        if own is not None and added:
+            own.append(*added)
         start = at + q.shape[1] - k.shape[1]
         out, lse = plans.alone().attend(
             *(q, k, v),
@@ -111,7 +122,7 @@ def attend(
         )
     else:
         q = own.all_heads(q)[0] if by_heads else q
-        out, lse = own.attend(q, at, first, rules, by_heads)
+        out, lse = own.attend(q, added, at, first, rules, by_heads)
     return finished(out, lse, sinks, query.dtype)
 
 

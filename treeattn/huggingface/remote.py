@@ -1,0 +1,60 @@
+"""A layer of a cache that lies on cache nodes, led as the layers of a sharded one are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from treeattn.attention.mask import Rules
+from treeattn.cache_nodes import RemoteCache
+from treeattn.huggingface.tensors import as_rows
+
+__all__ = ["RemoteLayer"]
+
+
+class RemoteLayer:
+    """Layer `number` of a cache. transformers crops and reorders layer by layer, the nodes all at once: the
+    first layer says it for all."""
+
+    def __init__(self, cache: RemoteCache, number: int) -> None:
+        self._cache, self._number = cache, number
+
+    @property
+    def totals(self) -> Any:
+        """int64 [batch]"""
+        return self._cache.totals[self._number]
+
+    def append(self, k: Any, v: Any) -> None:
+        """The next tokens."""
+        self._cache.append(self._number, _on_host(k), _on_host(v))
+
+    def append_own(self, k: Any, v: Any, counts: Any) -> None:
+        """The same: here they are all there."""
+        self.append(k, v)
+
+    def rollback(self, totals: Any) -> None:
+        """Forget what stands behind."""
+        if self._number == 0:
+            self._cache.rollback(totals)
+
+    def select(self, rows: Any) -> None:
+        """Go on with these sequences."""
+        if self._number == 0:
+            self._cache.select(rows)
+
+    def attend(
+        self, q: Any, new: tuple[Any, ...], begins: Any, scale: float, window: int, softcap: float
+    ) -> tuple[Any, Any]:
+        """To all tokens, of which k and v in `new` come with q."""
+        rules = Rules(causal=True, window=(window - 1, None) if window else None, softcap=softcap or None)
+        given = [_on_host(array) for array in (q, *new)]
+        out, lse = self._cache.step(self._number, *given, begins=begins, scale=scale, rules=rules)
+        if isinstance(q, torch.Tensor):
+            return torch.from_numpy(out).to(q.device), torch.from_numpy(lse).to(q.device)
+        return out.copy(), lse.copy()
+
+
+def _on_host(rows: Any) -> Any:
+    """[batch, tokens, heads, dim] of a GPU as an array of the host."""
+    return as_rows(rows.transpose(1, 2).cpu()) if isinstance(rows, torch.Tensor) else rows
