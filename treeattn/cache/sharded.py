@@ -141,6 +141,7 @@ class ShardedCache:
 
     def _hold(self, arrays: tuple[Any, ...]) -> None:
         self._shard = arrays
+        self._rows = [(array.shape[0], *array.shape[2:]) for array in arrays]
         self.k: Any = arrays[0]
         self.v: Any = None if self._plan.latent else arrays[1]
 
@@ -371,14 +372,13 @@ class ShardedCache:
                 if v is None
                 else "v is not needed: the values are the first channels of k, pass None"
             )
-        tokens = k.shape[1:2]
-        for array, shard in zip(given, self._shard, strict=True):
-            one, held = array.shape, shard.shape
-            if one[1:2] != tokens or one[0] != held[0] or one[2:] != held[2:]:
+        tokens, elements = (*k.shape, 0, 0)[1], self._plan.elements
+        for array, (batch, heads, width) in zip(given, self._rows, strict=True):
+            if array.shape != (batch, tokens, heads, width):
                 self._refuse(k, v)
-            if array.dtype != shard.dtype:
+            if array.dtype != elements:
                 name = "k" if array is k else "v"
-                raise ArgumentError(f"{name} is {array.dtype}, the cache holds {shard.dtype}")
+                raise ArgumentError(f"{name} is {array.dtype}, the cache holds {elements}")
         return given
 
     def _refuse(self, k: Any, v: Any) -> None:

@@ -172,7 +172,7 @@ class _Gather(_Exchange):
         yield self._positions, *map(self.arrived, wholes)
 
     def _gathered(self, comm: Any, mine: Any) -> list[Any]:
-        if not hasattr(comm, "Allgatherv"):
+        if comm.library != "mpi":
             return list(comm.allgather(mine))
         counts = [sum(self.count(len(runs))) for runs in self.shards]
         flat = np.empty(sum(counts), mine.dtype)
@@ -263,7 +263,7 @@ class Prefill:
         with Agreement(comm) as agreed:
             if method not in PREFILLS:
                 raise ArgumentError(f"method {method!r} is unknown: use one of {', '.join(PREFILLS)}")
-            if method == "ring" and comm.size > 1 and not hasattr(comm, "Isend"):
+            if method == "ring" and comm.size > 1 and comm.library != "mpi":
                 raise ArgumentError(
                     "method='ring' sends by MPI, which these ranks do not: take method='gather'"
                 )

@@ -97,6 +97,7 @@ ROWS = np.zeros((1, 2, HEADS, DIM), np.float32)
         (lambda shard: shard.select([1]), "numbers of the 1 sequences, 0 to 0"),
         (lambda shard: shard.select([]), "rows []"),
         (lambda shard: shard.append_own(ROWS, ROWS, [3]), "of the next [3], 3 are this rank's"),
+        (lambda shard: shard.append_own(ROWS, ROWS, None), "counts of object: whole numbers"),
         (lambda shard: shard.propose(ROWS, ROWS, TokenTree.chain([[1], [2]])), "2 rows, the cache 1"),
         (lambda shard: shard.propose(ROWS, ROWS, TokenTree.chain([[1]])), "a tree of 1 slots"),
         (lambda shard: shard.propose(ROWS, ROWS, TokenTree.chain([[1, 2]])), "at most drafts=1"),
