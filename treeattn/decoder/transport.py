@@ -59,9 +59,9 @@ def choose(device: str, transport: str | None, scheme: Scheme, size: int, librar
             f"{scheme.name} is made of MPI's own calls, and these ranks are {library}.distributed's: take a "
             "schedule, such as recursive_doubling"
         )
-    if library != "mpi" and transport == "cuda-mpi":
+    if library != "mpi" and transport in ("cuda-mpi", "peer"):
         raise TransportError(
-            f"transport='cuda-mpi' needs MPI, and these ranks are {library}.distributed's: "
+            f"transport={transport!r} needs MPI, and these ranks are {library}.distributed's: "
             "take 'nccl' or 'host'"
         )
     if not serving:
