@@ -7,7 +7,10 @@ import shlex
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+
+from tests.support.models import PROMPT, write_model
 
 from .launch import ROOT, mpiexec, run
 
@@ -33,7 +36,10 @@ print("end")
 
 def job(*program, nodes=2, words=(), shell=None, **environment):
     """The program as rank 0, and nodes."""
-    model, node = [sys.executable, *program], [sys.executable, "-m", "treeattn", "cache-node", *words]
+    model, node = (
+        [sys.executable, *map(str, program)],
+        [sys.executable, "-m", "treeattn", "cache-node", *words],
+    )
     if shell:
         model, node = (["sh", "-c", shell.format(shlex.join(map(str, one)))] for one in (model, node))
     command = [str(mpiexec()), "-n", "1", *model, ":", "-n", str(nodes), *node]
@@ -79,6 +85,20 @@ def test_what_the_model_raises_ends_the_nodes():
     assert done.returncode == 1
     assert "what the model's own code raises" in done.stderr
     assert "treeattn:" not in done.stderr
+
+
+def test_generate_over_cache_nodes_writes_the_same_text(tmp_path):
+    model = write_model(tmp_path, "grouped_llama3")
+    wanted = np.load(ROOT / "tests/golden/llama/logits.npz")["grouped_llama3.tokens"].tolist()
+    words = ["--model", model, "--prompt-ids", ",".join(map(str, PROMPT)), "-n", 16, "--ignore-eos"]
+    generate = ["-m", "treeattn", "generate", *words, "--cache-nodes"]
+    done = job(*generate, "--repeat", 2, words=("--memory", "10MB"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ",".join(map(str, wanted)) + "\n"
+    assert "on 2 cache nodes" in done.stderr
+    done = job(*generate, "--draft", "ngram")
+    assert done.returncode == 2
+    assert "--draft and --cache-nodes do not go together" in done.stderr
 
 
 def test_a_node_by_itself_says_how_it_is_started():

@@ -94,6 +94,11 @@ class CacheNodes:
         atexit.register(self.close)
 
     @property
+    def children(self) -> list[int]:
+        """The ranks that messages from here go to."""
+        return self._tree.children
+
+    @property
     def messages(self) -> int:
         """Sent from here."""
         return self._tree.messages

@@ -16,6 +16,7 @@ import numpy as np
 
 from treeattn import communicators, files
 from treeattn.agreement import collectively, must_match
+from treeattn.cache_nodes import connect
 from treeattn.cli.console import Lines
 from treeattn.cli.own_device import own_device
 from treeattn.cli.scheme import given, is_file
@@ -29,6 +30,7 @@ from treeattn.errors import ArgumentError
 from treeattn.llama.drafts import Drafter, ModelDrafts, NgramDrafts
 from treeattn.llama.generate import Continuation, Drafting, generate
 from treeattn.llama.model import WEIGHTS, Llama
+from treeattn.llama.remote_session import RemoteSession
 from treeattn.llama.sampling import Sampling
 from treeattn.llama.session import Session
 from treeattn.llama.thread_limits import ThreadLimits
@@ -57,6 +59,8 @@ _RINGS = ("kv_ring", "query_ring")
     "--scheme",
     help="Of --decode tree: hierarchical unless said; with sharded weights head_scatter. Or FILE.json.",
 )
+@click.option("--cache-nodes", "remote", is_flag=True,
+              help="Keys and values lie on the other ranks, which run treeattn cache-node.")  # fmt: skip
 @click.option("--weights", type=click.Choice(WEIGHTS), default="replicated", show_default=True,
               help="sharded: each rank reads and holds a part.")  # fmt: skip
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True,
@@ -92,6 +96,7 @@ def command(
     max_new_tokens: int,
     decode: str,
     scheme: str | None,
+    remote: bool,
     weights: str,
     device: str,
     transport: str | None,
@@ -117,6 +122,19 @@ def command(
     share. Without a tokenizer (--prompt-ids, --random-tokens) token numbers are printed.
     """
     world = communicators.world()
+    nodes = None
+    if remote:
+        other: dict[str, object] = {
+            "--decode": decode != "tree",
+            "--weights": weights == "sharded",
+            "--device": device != "cpu",
+        }
+        other |= {"--draft": draft, "--draft-model": draft_model, "--transport": transport}
+        other |= {"--save-cache": save_cache, "--load-cache": load_cache}
+        if unserved := [name for name, asked in other.items() if asked]:
+            raise ArgumentError(f"{', '.join(unserved)} and --cache-nodes do not go together")
+        nodes = connect(world, scheme=scheme or "hierarchical")
+        world = communicators.alone()
     sources = {f"--{name.replace('_', '-')}": value for name, value in sources.items()}
     options = [directory, *sources.values(), prompt_tokens, max_new_tokens, decode, scheme, weights]
     options += [draft, draft_model, draft_tokens, prefill, layout, seed, ignore_eos, repeat]
@@ -163,7 +181,11 @@ def command(
     for turn in range(repeat):
         stream = Stream(tokenizer, world.rank == 0 and turn == 0)
         drafts = collectively(world, lambda: _drafter(world.rank, draft_model, model, capacity))
-        with Session(world, model, tokens, **settings) as session, drafts as drafter:
+        if nodes is None:
+            made: Session = Session(world, model, tokens, **settings)
+        else:
+            made = RemoteSession(nodes, model, tokens, capacity=capacity, sampling=sampling)
+        with made as session, drafts as drafter:
             drafting = Drafting(settings["drafts"], drafter) if settings["drafts"] else None
             runs.append(_run(world, session, max_new_tokens, stop, drafting, stream, load_cache, save_cache))
             trees = session.tree_decoder
@@ -179,6 +201,9 @@ def command(
     facts |= {"weights": weights, "draft": draft or (draft_model and str(draft_model))}
     facts |= {"sampling": asdict(sampling), "blas_threads": cores.blas_threads}
     facts |= {"device": device, "head_dim": session.decoder.shape.head_dim}
+    if nodes is not None:
+        facts["prefill"] = f"on {nodes.size} cache nodes"
+        nodes.close()
     if world.rank == 0:
         write(as_json(facts))
         _report(facts)

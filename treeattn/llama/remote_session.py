@@ -1,0 +1,115 @@
+"""A session whose keys and values lie on cache nodes: this process, rank 0, runs the model alone."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from treeattn import communicators
+from treeattn.cache_nodes import CacheNodes
+from treeattn.errors import ArgumentError
+from treeattn.llama.model import Llama
+from treeattn.llama.sampling import Sampling
+from treeattn.llama.session import Session, _check_tokens, _checked_prompt
+from treeattn.llama.tensor_parallel import Tokens
+from treeattn.llama.weights import Array
+
+__all__ = ["RemoteSession"]
+
+
+class RemoteSession(Session):
+    """One sequence of at most `capacity` tokens on `nodes`; the rest as of `Session`, without drafts.
+
+    Raises `ArgumentError` for a model on a GPU or over several ranks, and where the nodes have no room.
+    """
+
+    def __init__(
+        self,
+        nodes: CacheNodes,
+        model: Llama,
+        prompt: Sequence[int] | Tokens,
+        *,
+        capacity: int,
+        sampling: Sampling | None = None,
+    ) -> None:
+        if model.device.name != "cpu" or model.comm is not None:
+            raise ArgumentError("a model over cache nodes runs on the processor, whole on one rank")
+        config = model.config
+        self.comm, self.model, self.capacity = communicators.alone(), model, capacity
+        self._sampling = sampling or Sampling()
+        self._generator = np.random.default_rng(self._sampling.seed)
+        self.prompt_tokens = _checked_prompt(prompt, capacity, model)
+        self.tokens, self.attention_s = len(self.prompt_tokens), 0.0
+        self._remote = nodes.cache(
+            layers=config.layers,
+            kv_heads=config.kv_heads,
+            head_dim=model.cache_head_dim,
+            dtype="float32",
+            capacity=capacity,
+        )
+        down = 64 + 4 * model.cache_head_dim * (config.heads + 2 * config.kv_heads)
+        sent = [(child, down) for child in nodes.children]
+        shape = SimpleNamespace(head_dim=model.cache_head_dim)
+        self.decoder: Any = SimpleNamespace(
+            scheme=nodes.schedule.name, transport="mpi", sent=sent, shape=shape
+        )
+
+    @property
+    def tree_decoder(self) -> None:
+        """None: no drafts are verified here."""
+        return
+
+    @property
+    def cache_bytes(self) -> int:
+        """None of it is here."""
+        return 0
+
+    def prefill(self, on_layer: Callable[[int], object] = lambda layer: None) -> Array:
+        """As of `Session`: the prompt goes to the nodes in pieces."""
+        if self._remote.totals.any():
+            raise ArgumentError("the prompt is in the cache already: a session has one")
+        hidden = self._forward(self.prompt_tokens, np.arange(self.tokens), on_layer)
+        logits: Array = self.model.logits(hidden[-1:])[0]
+        return logits
+
+    def step(self, token: int) -> Array:
+        """As of `Session`."""
+        if int(self._remote.totals.min()) != self.tokens:
+            raise ArgumentError("the prompt is not in the cache yet: call prefill first")
+        new = np.array([token])
+        _check_tokens("the step", new, self.model.config.vocab_size)
+        hidden = self._forward(new, np.array([self.tokens]))
+        self.tokens += 1
+        logits: Array = self.model.logits(hidden)[0]
+        return logits
+
+    def _forward(
+        self, tokens: Any, positions: Any, on_layer: Callable[[int], object] = lambda layer: None
+    ) -> Array:
+        scale = 1.0 / math.sqrt(self.model.config.head_dim)
+
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            began = time.perf_counter()
+            out, _ = self._remote.step(layer, q[None], k[None], v[None], scale=scale)
+            self.attention_s += time.perf_counter() - began
+            on_layer(layer)
+            attended: Array = out[0]
+            return attended
+
+        return self.model.forward(tokens, positions, attend)
+
+    def rollback(self, tokens: int) -> None:
+        """As of `Session`."""
+        self._remote.rollback([tokens])
+        self.tokens = tokens
+
+    def close(self) -> None:
+        """The nodes have the memory back when the next cache is planned."""
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
