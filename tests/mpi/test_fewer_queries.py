@@ -70,6 +70,8 @@ def test_what_is_out_of_order_or_too_many(comm):
         with pytest.raises(StateError, match="finish\\(\\) must end"):
             decoder.local(*many)
         with pytest.raises(StateError, match="finish\\(\\) must end"):
+            decoder(*many)
+        with pytest.raises(StateError, match="finish\\(\\) must end"):
             decoder.begin(*step(comm, draw, 1))
         decoder.finish()
         decoder(*many)

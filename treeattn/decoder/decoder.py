@@ -223,6 +223,8 @@ class Decoder:
             looked = q_positions, positions, mask, draft_positions, begins
             attention, whole = self._look(k, lengths, table, *looked)
             tables, lengths = self._tables, None
+        if self._stage is not None:
+            self._check_ended()
         if whole is not None and table is None and whole(q, k, v, lengths):
             self._stage = None
             return self._results
