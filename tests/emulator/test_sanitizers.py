@@ -115,7 +115,7 @@ def test_thread_sanitizer_sees_missing_synchronisation(what: str, file: str) -> 
         ("beyond_shared", "use-after-poison", "faults.cu"),
         ("beyond_global", "heap-buffer-overflow", "faults.cu"),
         ("misaligned_load", "misaligned address", "faults.cu"),
-        ("mma_visible:no_views_barrier", "overflowed", "tokens.cuh"),
+        ("mma_visible:no_views_barrier", "runtime error", "tokens.cuh"),
         ("fma:misaligned_scratch", "misaligned address", "ptx.cuh"),
         ("fma:query_always_by_vectors", "misaligned address", "attention.cuh"),
     ],
