@@ -79,6 +79,9 @@ class Communicator(Protocol):
     def bcast_array(self, array: Any, root: int) -> None:
         """Fill a C-contiguous NumPy array with that of the rank `root`, of the same size and type."""
 
+    def exchange(self, receive: tuple[Any, int], send: tuple[Any, int]) -> Callable[[], None]:
+        """Start a message into an array and one out of another, (array, peer) each; what waits for both."""
+
     def barrier(self) -> None:
         """Return when all ranks have called."""
 

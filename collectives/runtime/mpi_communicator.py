@@ -84,6 +84,10 @@ class MpiCommunicator(MPI.Intracomm):
         made.members = self.members
         return made
 
+    def exchange(self, receive: tuple[Any, int], send: tuple[Any, int]) -> Callable[[], None]:
+        """Start a message into an array and one out of another, (array, peer) each; what waits for both."""
+        return functools.partial(self.wait_all, [self.Irecv(*receive), self.Isend(*send)])
+
     def wait_all(self, requests: Sequence[MPI.Request]) -> None:
         """Return when all requests of this communicator are done."""
         self._wait.run("Waitall", MPI.Request.Waitall, requests)

@@ -100,6 +100,17 @@ class TorchCommunicator:
         tensor = torch.from_numpy(array.view("u1"))
         self._run("bcast_array", dist.broadcast, tensor, group=self.host, group_src=root)
 
+    def exchange(self, receive: tuple[Any, int], send: tuple[Any, int]) -> Callable[[], None]:
+        """Start a message into an array and one out of another, (array, peer) each; what waits for both."""
+        operations = [self.operation(dist.irecv, *receive, 0), self.operation(dist.isend, *send, 0)]
+        works = self._run("exchange", dist.batch_isend_irecv, operations)
+
+        def wait() -> None:
+            for work in works:
+                self._run("exchange", work.wait)
+
+        return wait
+
     def barrier(self) -> None:
         """Return when all ranks have called."""
         self._run("barrier", dist.barrier, group=self.host)

@@ -75,6 +75,12 @@ def main():
                 decoder.begin(q, *mine)
                 close(decoder.finish(), wanted)
 
+    rows, stands = drawn(1, 41, HEADS, DIM), np.arange(41)[shard]
+    whole, _ = treeattn.prefill(rows, k[:1], v[:1], comm=alone)
+    for method in ("ring", "gather"):
+        out, _ = treeattn.prefill(rows[:, shard], mine[0][:1], mine[1][:1], positions=stands, method=method)
+        close([out], [whole[:, shard]])
+
     cache = treeattn.ShardedCache(capacity=64, batch=BATCH, kv_heads=KV_HEADS, head_dim=DIM, dtype="float32")
     for at in range(41):
         cache.append(k[:, at : at + 1], v[:, at : at + 1])

@@ -8,7 +8,7 @@ those of a GPU staged through it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -202,18 +202,15 @@ class _Ring(_Exchange):
         self.packed(k, v, held)
         for step in range(size):
             runs, following = (self.shards[(self.rank - step - n) % size] for n in (0, 1))
-            requests = []
+            wait: Callable[[], object] = tuple
             if step < size - 1:
                 lengths = [sum(self.count(len(one))) for one in (following, runs)]
-                requests = [
-                    comm.Irecv(coming[: lengths[0]], self._before),
-                    comm.Isend(held[: lengths[1]], self._after),
-                ]
+                wait = comm.exchange((coming[: lengths[0]], self._before), (held[: lengths[1]], self._after))
             if step:
                 k, v = map(self.arrived, self.unpacked(held, len(runs)))
             yield runs, k, v
             with self._activity:
-                comm.wait_all(requests)
+                wait()
             held, coming = coming, held
 
 
@@ -263,10 +260,6 @@ class Prefill:
         with Agreement(comm) as agreed:
             if method not in PREFILLS:
                 raise ArgumentError(f"method {method!r} is unknown: use one of {', '.join(PREFILLS)}")
-            if method == "ring" and comm.size > 1 and comm.library != "mpi":
-                raise ArgumentError(
-                    "method='ring' sends by MPI, which these ranks do not: take method='gather'"
-                )
             shape = Shape(batch, 1, heads, kv_heads, head_dim, dtype, v_dim=v_dim or 0)
             rules, factor = Rules.of(rules, heads), shape.logit_scale(scale)
             stated = Stated(positions, (tokens,))

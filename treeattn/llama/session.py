@@ -37,9 +37,7 @@ from treeattn.shards import parse_layout
 from treeattn.token_tree import Accepted, TokenTree, Verifier
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
-
-    from treeattn.collectives.runtime.communicator import Communicator
+    from treeattn.collectives.runtime.communicator import Communicator, Given
 
 
 class Session:
@@ -51,7 +49,7 @@ class Session:
 
     Parameters
     ----------
-    comm : mpi4py.MPI.Intracomm, optional
+    comm : mpi4py.MPI.Intracomm or torch.distributed.ProcessGroup, optional
         The ranks, COMM_WORLD unless given; those of a model whose weights are sharded.
     prompt : integers [tokens]
         The same on every rank.
@@ -79,7 +77,7 @@ class Session:
 
     def __init__(
         self,
-        comm: Intracomm | None,
+        comm: Given,
         model: Llama,
         prompt: Sequence[int] | Tokens,
         *,
@@ -90,7 +88,7 @@ class Session:
         drafts: int = 0,
         sampling: Sampling | None = None,
     ) -> None:
-        self.comm, self.model, config = communicators.mpi_intracomm(comm, "a session"), model, model.config
+        self.comm, self.model, config = communicators.intracomm(comm), model, model.config
         self._sampling, self._method, sharded = sampling or Sampling(), prefill, model.comm is not None
         with Agreement(self.comm) as agreed:
             how = trees = Reduction.of(scheme or ("head_scatter" if sharded else "hierarchical"))
@@ -307,6 +305,8 @@ class Session:
 
 
 def _same_ranks(one: Communicator, other: Communicator) -> bool:
+    if one.library != "mpi" or other.library != "mpi":
+        return False
     library = mpi_library.load()
     return library.Comm.Compare(one, other) in (library.IDENT, library.CONGRUENT)
 
