@@ -82,7 +82,7 @@ def one_token_of_all_layers(cache, dense, tokens, counts, rules, begins):
             np.testing.assert_allclose(again[0], out, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_drawn_calls_are_exact(comm, seed):
     """Prompts in pieces, tokens, sequences of unlike lengths, padding, beams, crops, resets; two caches."""
 
@@ -292,7 +292,7 @@ def test_memory_of_the_model_process_is_flat(comm):
         tracemalloc.start()
         try:
             held = []
-            for tokens in (128, 2048):
+            for tokens in (64, 1024):
                 while cache.totals[0, 0] < tokens:
                     for layer in range(LAYERS):
                         cache.step(layer, q, k, v)
@@ -301,6 +301,6 @@ def test_memory_of_the_model_process_is_flat(comm):
         finally:
             tracemalloc.stop()
         token = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4
-        assert held[1] - held[0] < 32 * token, "of 1920 tokens that came"
+        assert held[1] - held[0] < 32 * token, "of 960 tokens that came"
 
     meet(comm, model)
