@@ -11,6 +11,7 @@
 #   test-abi      the same over the standard binary interface of MPI 5, for which mpi4py is compiled (minutes)
 #   fuzz-visible  2000 drawn cases of what a query may see, on each number of ranks (minutes)
 #   generate-demo continues 4096 tokens with a real model on 4 ranks, by tree and by ring (minutes)
+#   hf-demo       the same model by transformers over cache nodes (minutes)
 #   soak          a million steps of every executor on 2 ranks leave no growth (minutes)
 #   wheel-test    installs the package from a wheel, away from the checkout
 #   release-check the wheel and the sdist of this commit as they would be published; tests out of the sdist
@@ -48,7 +49,7 @@ ranks = $(job) tests/mpi
 models = OMP_NUM_THREADS=1 $(job) tests/huggingface
 
 .PHONY: help demo test test-quick test-deep test-kernels test-changed-kernels test-mpi test-openmpi test-abi test-cluster
-.PHONY: slurm-test soak fuzz-visible generate-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
+.PHONY: slurm-test soak fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
 .PHONY: docs venv amd-compiler clean
 
 help:
@@ -113,6 +114,10 @@ generate-demo: $(MODEL)/config.json
 	    echo "== $$decode"; \
 	    $(MPIEXEC) -n $(NP) $(BIN)/treeattn generate --model $(MODEL) $(PROMPT) -n 32 --ignore-eos --decode $$decode || exit 1; \
 	done
+
+# The same model by transformers: one model process and 3 cache nodes, the text of transformers alone.
+hf-demo: $(MODEL)/config.json .venv/.torch
+	OMP_NUM_THREADS=1 $(MPIEXEC) -n 1 $(BIN)/python tools/hf_demo.py $(MODEL) build/models/prompt.md : -n 3 $(BIN)/treeattn cache-node
 
 soak: .venv/.tests
 	TREEATTN_SOAK_STEPS=1000000 timeout -k 10 3600 $(MPIEXEC) -n 2 $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi/test_soak.py

@@ -33,7 +33,7 @@ def group():
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize(("family", "scheme"), [("Llama", None), ("GPT-OSS", "binary_tree")])
+@pytest.mark.parametrize(("family", "scheme"), [("Llama", None), ("Qwen3", "binary_tree")])
 def test_each_rank_has_its_heads_of_the_weights_and_its_tokens_of_the_cache(comm, tmp_path, family, scheme):
     if comm.size != 2:
         pytest.skip("the models have two heads of keys")

@@ -57,12 +57,7 @@ class Plans:
             at = stands[first : first + MOST_QUERIES]
             bounded = window and (at[0] != at[-1] or at[-1] >= window)
             causal = bool(causal or q.shape[1] > 1 or bounded)
-            rules = Rules(
-                causal=causal,
-                window=(window - 1, None) if bounded else None,
-                softcap=softcap or None,
-            )
-            decoder = self._decoder(part, k, v, scale, rules)
+            decoder = self._decoder(part, k, v, scale, causal, window if bounded else 0, softcap)
             seen = {"q_positions": at} if causal else {}
             if begins is not None:
                 seen["begins"] = begins
@@ -77,13 +72,17 @@ class Plans:
             return outs[0], lses[0]
         return _joined(outs, 1), _joined(lses, 2)
 
-    def _decoder(self, q: Any, k: Any, v: Any, scale: float, rules: Rules) -> Decoder:
-        batch, queries, heads, head_dim = q.shape
-        v_dim = v.shape[3] if v.shape[3] != head_dim else None
-        on_gpu = getattr(q, "is_cuda", False)
-        dtype = str(q.dtype).removeprefix("torch.")
-        key = (q.shape, k.shape[2], v_dim, dtype, on_gpu, scale, rules)
+    def _decoder(
+        self, q: Any, k: Any, v: Any, scale: float, causal: bool, window: int, softcap: float
+    ) -> Decoder:
+        key = (q.shape, k.shape[2], v.shape[3], q.dtype, scale, causal, window, softcap)
         if key not in self._decoders:
+            batch, queries, heads, head_dim = q.shape
+            rules = Rules(
+                causal=causal,
+                window=(window - 1, None) if window else None,
+                softcap=softcap or None,
+            )
             self._decoders[key] = Decoder(
                 self.comm,
                 heads=heads,
@@ -91,12 +90,14 @@ class Plans:
                 head_dim=head_dim,
                 batch=batch,
                 queries=queries,
-                dtype=dtype,
+                dtype=str(q.dtype).removeprefix("torch."),
                 scheme=self._reduction,
                 scale=scale,
                 rules=rules,
-                device="cuda" if on_gpu else "cpu",
-                cache=CacheFormat(positions="interleaved", v_dim=v_dim),
+                device="cuda" if getattr(q, "is_cuda", False) else "cpu",
+                cache=CacheFormat(
+                    positions="interleaved", v_dim=None if v.shape[3] == head_dim else v.shape[3]
+                ),
             )
         return self._decoders[key]
 
@@ -120,10 +121,15 @@ def over(comm: Any, reduction: Reduction) -> Plans:
     return _known.setdefault((id(getattr(comm, "group", comm)), reduction), Plans(comm, reduction))
 
 
-@functools.cache
 def alone() -> Plans:
     """Those of what a rank has whole: nothing is sent. Where torch started the ranks, MPI is not asked."""
-    if dist.is_available() and dist.is_initialized():
-        group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        return Plans(communicators.intracomm(group), Reduction())
-    return Plans(communicators.alone(), Reduction())
+    started = dist.is_available() and dist.is_initialized()
+    return _alone(dist.group.WORLD if started else None)
+
+
+@functools.lru_cache(maxsize=1)  # groups may be destroyed, and others made
+def _alone(world: Any) -> Plans:
+    if world is None:
+        return Plans(communicators.alone(), Reduction())
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return Plans(communicators.intracomm(group), Reduction())
