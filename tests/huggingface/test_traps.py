@@ -62,6 +62,41 @@ def test_padding_on_the_right(model, cache):
     refused("pad on the left", model, prompt(3), attention_mask=mask, past_key_values=cache)
 
 
+def test_rows_that_are_nothing_but_padding_so_far(comm, model):
+    """A chunk, or a prefill, may end before a short text begins."""
+    ids, mask = prompt(2, 20), torch.ones(2, 20, dtype=torch.int64)
+    mask[1, :19] = 0
+    greedy = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 5}
+    wanted = made("Llama").generate(ids, **greedy).tolist()
+    kv = huggingface.ShardedKV(model.config, comm, capacity=64)
+    assert model.generate(ids, past_key_values=kv, prefill_chunk_size=7, **greedy).tolist() == wanted
+    kv.reset()
+    huggingface.prefill(model, ids[:, :-1], kv, mask[:, :-1])
+    assert model.generate(ids, past_key_values=kv, **greedy).tolist() == wanted
+
+
+def test_a_window_that_only_the_mask_tells():
+    """PhiMoE passes no sliding_window= to attention; without a cache nobody else knows it."""
+    ids, mask = prompt(2), padded(prompt(2))
+    for given in ({}, {"attention_mask": mask}):
+        wanted = made("Phi-3.5-MoE")(ids, use_cache=False, **given).logits
+        got = made("Phi-3.5-MoE", "treeattn")(ids, use_cache=False, **given).logits
+        assert_close(got, wanted, mask.bool())
+
+
+def test_a_window_of_nothing_that_no_layer_has():
+    """Qwen2-MoE makes the mask of a window of 0, for no layer."""
+    got = made("Qwen2-MoE", "treeattn")(prompt(), use_cache=False).logits
+    assert_close(got, made("Qwen2-MoE")(prompt(), use_cache=False).logits)
+
+
+def test_a_layer_that_attends_twice(comm):
+    """DiffLlama attends to halves of the values, of which the first would be cached for both."""
+    twice = made("DiffLlama", "treeattn")
+    kv = huggingface.ShardedKV(twice.config, comm, capacity=64)
+    refused("DiffLlamaAttention attends twice", twice, prompt(), past_key_values=kv)
+
+
 def test_masks_of_ones_own(model, cache):
     mask = torch.ones(1, 1, 30, 30, dtype=torch.bool)
     refused("4 dimensions", model, prompt(), attention_mask=mask, past_key_values=cache)

@@ -52,6 +52,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "GPT-OSS": ("GptOss", {"num_local_experts": 4} | _WINDOW),
     "Phi-3": ("Phi3", {}),
+    "Phi-3.5-MoE": ("Phimoe", {"num_local_experts": 4} | _WINDOW),
+    "Qwen2-MoE": ("Qwen2Moe", {"shared_expert_intermediate_size": 32} | _EXPERTS),
     "Granite": ("Granite", {"attention_multiplier": 0.2}),
     "OLMo-2": ("Olmo2", {}),
     "Cohere2": ("Cohere2", _ALTERNATING | _WINDOW),
@@ -81,9 +83,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def made(family: str, attention: str = "eager", dtype: Any = torch.float32, **more: Any) -> Any:
-    """A model of this family, the same whenever it is made. Weights of a fresh model say too little, since
-    logits are nearly all alike: they are drawn larger."""
-    kind, given = FAMILIES[family]
+    """A model of this family, or of the configuration of this name, the same whenever it is made. Weights of
+    a fresh model say too little, since logits are nearly all alike: they are drawn larger."""
+    kind, given = FAMILIES.get(family, (family, {}))
     configuration = getattr(transformers, f"{kind}Config")
     named = {
         name: value

@@ -49,6 +49,7 @@ def attention(
     change the result and is not understood.
     """
     _refuse(module, attention_mask, dropout, others)
+    sliding_window = sliding_window or getattr(attention_mask, "window", None)
     layer = getattr(key, "treeattn", None)
     if layer is None and hasattr(module, "expand_kv"):  # it caches latents, and made key and value of them
         layer = waiting.layer if waiting.layer and waiting.layer.new == key.shape[2] else None
@@ -57,7 +58,7 @@ def attention(
         store, end = 0, key.shape[2]
     else:
         store, end = layer.handle, layer.slots
-        new = layer.taken()
+        new = layer.taken(module)
         if layer.cache.dealt is not None:
             return layer.cache.dealt.attend(
                 *(layer, query, key, value, s_aux, scaling, sliding_window or 0, softcap or 0.0, new)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ class FullAttentionLayer(CacheLayerMixin):
     def __init__(self, cache: ShardedKV, heads: int | None) -> None:
         super().__init__()
         self.cache, self.store, self.slots, self.new = cache, Store(cache, heads), 0, 0
-        self.handle = self.store.handle
+        self.handle, self.module = self.store.handle, cast("Any", None)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing is held here: the store makes its arrays with the first tokens."""
@@ -54,13 +54,15 @@ class FullAttentionLayer(CacheLayerMixin):
         self.slots += self.new if cache.dealt is None else cache.dealt.tokens
         return _attached(key_states, self), value_states
 
-    def taken(self) -> int:
-        """Whether what attention is given has still to be appended; another layer may share it, which comes
-        later."""
-        new = waiting.layer is self
-        if new:
-            waiting.layer = None
-        return int(new)
+    def taken(self, module: Any) -> int:
+        """Whether what the attention of `module` is given has still to be appended; that of another layer may
+        share it, and comes later. Raises `ArgumentError` where one attends twice, maybe to other values."""
+        if waiting.layer is self:
+            waiting.layer, self.module = None, module
+            return 1
+        if self.module is module:
+            raise ArgumentError(f"{type(module).__name__} attends twice in a layer: it is not served")
+        return 0
 
     def get_seq_length(self) -> int:
         """Slots of the whole sequence, on whichever ranks."""
@@ -121,7 +123,7 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
         keys, values = super().update(key_states, value_states)
         return _attached(keys, self), values
 
-    def taken(self) -> int:
+    def taken(self, _module: Any) -> int:
         """Nothing is to be appended."""
         return 0
 

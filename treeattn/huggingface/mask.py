@@ -33,7 +33,8 @@ def mask(
     use_vmap: bool = False,
     **_: Any,
 ) -> torch.Tensor | None:
-    """Where each sequence begins, int64 [batch], as `attention` takes it; None where no row is padded.
+    """Where each sequence begins, int64 [batch], as `attention` takes it; None where no row is padded and no
+    query has a window. The window comes along, since some models tell it the mask alone.
 
     Raises `ArgumentError` for a pattern that is neither causal nor a causal window, for padding on the right,
     and for a cache with room that is not filled.
@@ -55,22 +56,29 @@ def mask(
             first = q_length - 1 if plain else 0
             _check(batch_size, first, q_length, q_offset, mask_function, local_size, use_vmap)
     if attention_mask is None:
-        return None
-    if torch.compiler.is_compiling():
-        return torch.ops.treeattn.begins(attention_mask, q_offset + q_length)
-    begins = begins_of(attention_mask, q_offset + q_length)
-    return begins if begins.any() else None
+        if not local_size:
+            return None
+        begins = torch.zeros(batch_size, dtype=torch.int64)
+    elif torch.compiler.is_compiling():
+        begins = torch.ops.treeattn.begins(attention_mask, q_offset + q_length)
+    else:
+        begins = begins_of(attention_mask, q_offset + q_length)
+        if not local_size and not begins.any():
+            return None
+    begins.window = local_size
+    return begins
 
 
 def begins_of(attention_mask: torch.Tensor, end: int) -> torch.Tensor:
-    """The first slot of each row that is no padding. Raises `ArgumentError` for padding elsewhere."""
+    """The first slot of each row that is no padding, `end` of a row that is nothing else so far. Raises
+    `ArgumentError` for padding elsewhere."""
     seen = attention_mask[:, :end].bool()
     if attention_mask.ndim != 2 or seen.shape[1] != end:
         raise ArgumentError(
             f"attention_mask has shape {list(attention_mask.shape)}: [batch, {end}], all slots so far, is "
             "needed"
         )
-    begins = seen.int().argmax(1)
+    begins = torch.where(seen.any(1), seen.int().argmax(1), end)
     if bool((seen.sum(1) != end - begins).any()):
         raise ArgumentError("attention_mask has zeros after ones: pad on the left (padding_side='left')")
     return begins
@@ -105,7 +113,7 @@ def _check(
         )
         q = torch.arange(end - count, end)[:, None]
         kv = torch.arange(offset + queries)[None]
-        wanted = (kv <= q) & (kv > q - window if window else True)
+        wanted = (kv <= q) & (True if window is None else kv > q - window)
         if not bool((got == wanted).all()):
             raise ArgumentError(
                 "the mask of this model is neither causal nor a causal window (images, packed sequences, "
