@@ -118,7 +118,8 @@ _known: dict[tuple[int, Reduction], Plans] = {}
 
 def over(comm: Any, reduction: Reduction) -> Plans:
     """The plans of a communicator, which all its caches share."""
-    return _known.setdefault((id(getattr(comm, "group", comm)), reduction), Plans(comm, reduction))
+    held = comm.group if comm.library == "torch" else comm  # mpi4py's group is another object each time
+    return _known.setdefault((id(held), reduction), Plans(comm, reduction))
 
 
 def alone() -> Plans:
