@@ -221,6 +221,9 @@ def test_a_cache_that_cannot_be(comm, model):
     if comm.size > 1:
         kv.reset()
         refused("leave the prefill", huggingface.prefill, model, prompt()[:, :1], kv)
+        refused("ids differs", huggingface.prefill, model, prompt(seed=comm.rank), kv)
+        begins_elsewhere = padded(prompt(3)).roll(comm.rank, 0)
+        refused("attention_mask differs", huggingface.prefill, model, prompt(3), kv, begins_elsewhere)
 
 
 def test_a_prefill_of_rows_padded_on_the_left(comm, model):

@@ -223,8 +223,9 @@ class ShardedCache:
         rank reads its own tokens alone.
 
         capacity: of the new cache, that of the saved one unless said; layout, drafts, device: as for a new
-        one. Raises `ArgumentError`, on every rank alike, for a directory without a cache, a capacity that is
-        too small, or a file that is missing, cut off or damaged, which is named.
+        one. Raises `ArgumentError`, on every rank alike, for a directory without a cache, a sequence longer
+        than a layout that cannot grow ("contiguous") has room for, or a file that is missing, cut off or
+        damaged, which is named.
         """
         comm = communicators.intracomm(comm)
         index = saved.agree(comm, Path(directory))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,7 +43,7 @@ def prefill(
     ------
     ArgumentError
         On every rank alike: a cache that is not empty, layers with a recurrent state (which need every token
-        in turn), fewer tokens than ranks.
+        in turn), fewer tokens than ranks, other ids on another rank.
     """
     comm, tokens = cache.comm, ids.shape[1]
     with Agreement(comm) as agreed:
@@ -65,7 +66,10 @@ def prefill(
         if tokens < comm.size:
             raise ArgumentError(f"{tokens} tokens for {comm.size} ranks: leave the prefill to generate()")
         begins = None if attention_mask is None else begins_of(attention_mask, tokens)
-        agreed.must_match = {"the shape of ids": tuple(ids.shape)}
+        agreed.must_match = {
+            "ids": (tuple(ids.shape), _digest(ids)),
+            "attention_mask": None if begins is None else begins.tolist(),
+        }
     own = torch.arange(comm.rank, tokens, comm.size)
     places = own[None] if begins is None else (own[None] - begins[:, None]).clamp(0)
     cache.dealt = Dealt(comm, tokens, begins)
@@ -74,6 +78,10 @@ def prefill(
             model(ids[:, own], position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1)
     finally:
         cache.dealt = None
+
+
+def _digest(ids: torch.Tensor) -> str:
+    return hashlib.blake2b(ids.cpu().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
 
 
 class Dealt:
