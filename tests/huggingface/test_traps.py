@@ -226,6 +226,14 @@ def test_a_cache_that_cannot_be(comm, model):
         refused("attention_mask differs", huggingface.prefill, model, prompt(3), kv, begins_elsewhere)
 
 
+def test_ranks_with_different_prompts(comm, model, cache):
+    """As data parallel programs have them: of as many tokens, they would be mixed to another text."""
+    if comm.size == 1:
+        pytest.skip("one rank has nobody to differ from")
+    given = {"past_key_values": cache, "logits_processor": [huggingface.AgreeingRanks(cache)]}
+    refused("ids differs", model.generate, prompt(seed=comm.rank), max_new_tokens=2, **given)
+
+
 def test_a_prefill_of_rows_padded_on_the_left(comm, model):
     ids, mask = prompt(3), padded(prompt(3))
     kv = huggingface.ShardedKV(model.config, comm, capacity=64)

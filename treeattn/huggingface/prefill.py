@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from treeattn.errors import ArgumentError
 from treeattn.huggingface import plans
 from treeattn.huggingface.mask import begins_of
 from treeattn.huggingface.store import finished
-from treeattn.huggingface.tensors import as_rows
+from treeattn.huggingface.tensors import as_rows, digest
 
 if TYPE_CHECKING:
     from treeattn.huggingface.cache import ShardedKV
@@ -67,7 +66,7 @@ def prefill(
             raise ArgumentError(f"{tokens} tokens for {comm.size} ranks: leave the prefill to generate()")
         begins = None if attention_mask is None else begins_of(attention_mask, tokens)
         agreed.must_match = {
-            "ids": (tuple(ids.shape), _digest(ids)),
+            "ids": digest(ids),
             "attention_mask": None if begins is None else begins.tolist(),
         }
     own = torch.arange(comm.rank, tokens, comm.size)
@@ -78,10 +77,6 @@ def prefill(
             model(ids[:, own], position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1)
     finally:
         cache.dealt = None
-
-
-def _digest(ids: torch.Tensor) -> str:
-    return hashlib.blake2b(ids.cpu().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
 
 
 class Dealt:

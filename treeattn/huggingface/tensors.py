@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import ml_dtypes
 import torch
 
-__all__ = ["as_rows", "as_tensor", "dtype_name"]
+__all__ = ["as_rows", "as_tensor", "digest", "dtype_name"]
 
 
 def as_rows(states: torch.Tensor) -> Any:
@@ -28,3 +29,9 @@ def as_tensor(array: Any) -> torch.Tensor:
 def dtype_name(tensor: torch.Tensor) -> str:
     """As treeattn names it."""
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def digest(ids: torch.Tensor) -> tuple[tuple[int, ...], str]:
+    """What ranks compare instead of ids."""
+    words = ids.cpu().contiguous().numpy().tobytes()
+    return tuple(ids.shape), hashlib.blake2b(words, digest_size=8).hexdigest()
