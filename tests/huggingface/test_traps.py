@@ -226,12 +226,39 @@ def test_a_cache_that_cannot_be(comm, model):
         refused("attention_mask differs", huggingface.prefill, model, prompt(3), kv, begins_elsewhere)
 
 
-def test_ranks_with_different_prompts(comm, model, cache):
+def test_ranks_with_different_prompts_are_told_apart_by_their_ids(comm, cache):
     """As data parallel programs have them: of as many tokens, they would be mixed to another text."""
     if comm.size == 1:
         pytest.skip("one rank has nobody to differ from")
-    given = {"past_key_values": cache, "logits_processor": [huggingface.AgreeingRanks(cache)]}
-    refused("ids differs", model.generate, prompt(seed=comm.rank), max_new_tokens=2, **given)
+    refused("ids differs", huggingface.AgreeingRanks(cache), prompt(seed=comm.rank), torch.zeros(1, 97))
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT-OSS"])
+def test_ranks_with_different_prompts_and_nobody_who_asks(comm, family):
+    """The first chunk of a sequence tells, and what comes after a reset; no later step does."""
+    if comm.size == 1:
+        pytest.skip("one rank has nobody to differ from")
+    model, last = made(family, "treeattn"), comm.rank == comm.size - 1
+    kv = huggingface.ShardedKV(model.config, comm, capacity=64)
+    one_other = prompt()
+    one_other[0, 13] = 2 + (one_other[0, 13] + 1 if last else one_other[0, 13]) % 90
+    others = [prompt(seed=comm.rank), one_other, prompt(tokens=30 + last), prompt(2 if last else 1)]
+    mask = padded(prompt(3)) if last else torch.ones(3, 30, dtype=torch.int64)
+    for ids in others:
+        refused("ranks were given different tokens", model, ids, past_key_values=kv)
+        kv.reset()
+    refused("different tokens", model, prompt(3), attention_mask=mask, past_key_values=kv)
+    kv.reset()
+    greedy = {"do_sample": False, "max_new_tokens": 4}
+    got = model.generate(prompt(), past_key_values=kv, **greedy)
+    assert got.tolist() == made(family).generate(prompt(), **greedy).tolist()
+
+
+def test_processors_that_round_otherwise_are_no_other_prompt(comm, cache):
+    model = made("Llama", "treeattn")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(1 + 1e-6 * comm.rank)
+        model(prompt(), past_key_values=cache)
 
 
 def test_a_prefill_of_rows_padded_on_the_left(comm, model):

@@ -103,6 +103,8 @@ class ShardedKV(Cache):
                 "the layers of the model": len(layers),
             }
         super().__init__(layers=layers)
+        stores = (layer.store for layer in layers if isinstance(layer, FullAttentionLayer))
+        self.first = next(stores, None)
         self.plans = plans.over(self.comm, reduction)
         self.plans_by_heads = plans.over(self.comm, by_heads)
         self.dealt: Any = None  # while a prefill is under way in which each rank has tokens of its own

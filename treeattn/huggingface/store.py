@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from treeattn.huggingface import plans, tensor_parallel
+from treeattn.huggingface import plans, same_tokens, tensor_parallel
 from treeattn.huggingface.remote import RemoteLayer
 from treeattn.huggingface.tensors import as_rows, as_tensor
 
@@ -44,6 +44,11 @@ class Store:
         if self.shard is None or (len(self.shard.totals) != len(k) and not self.shard.totals.any()):
             self.shard = self._cache.new_shard(k, v)
         return self.shard
+
+    def check_tokens(self, key: torch.Tensor, begins: Any) -> None:
+        """Once for a sequence: whether all ranks were given the same. Collective."""
+        if self is self._cache.first and self._cache.comm.size > 1:
+            same_tokens.check(self._cache.comm, key, begins)
 
     def crop(self, slots: int) -> None:
         """Forget what stands at `slots` and after."""
@@ -108,6 +113,8 @@ def attend(
     own = _stores[store] if store else None
     by_heads = own is not None and own.is_sharded(q.shape[2])
     added: tuple[Any, ...] = ()
+    if own is not None and new and at == 0 and not by_heads:
+        own.check_tokens(key, first)
     if own is not None and new:
         added = tuple(own.all_heads(k, v)) if by_heads else (k, v)
     if own is None or at == 0:  # all of it is in k and v: no other rank need be asked
