@@ -19,16 +19,20 @@ __all__ = ["Plans", "alone", "over"]
 #: Queries of a plan at most: records are held for all of them.
 MOST_QUERIES = 256
 
+#: Numbers of queries beside one that a kind of step has plans for, those that came last: prompts have all
+#: lengths, and a plan holds memory and a communicator.
+MOST_LENGTHS = 8
+
 
 class Plans:
     """Attention over the ranks of `comm`, whose tokens lie interleaved. Caches of one communicator share it.
 
-    A kind of step that is new is collective.
+    A kind of step that is new is collective. Plans of one query stay; of several, those that were used last.
     """
 
     def __init__(self, comm: Any, reduction: Reduction) -> None:
         self.comm, self._reduction = comm, reduction
-        self._decoders: dict[Any, Decoder] = {}
+        self._decoders: dict[Any, dict[int, Decoder]] = {}  # of a kind by queries, the last used last
 
     def attend(
         self,
@@ -75,15 +79,20 @@ class Plans:
     def _decoder(
         self, q: Any, k: Any, v: Any, scale: float, causal: bool, window: int, softcap: float
     ) -> Decoder:
-        key = (q.shape, k.shape[2], v.shape[3], q.dtype, scale, causal, window, softcap)
-        if key not in self._decoders:
-            batch, queries, heads, head_dim = q.shape
+        batch, queries, heads, head_dim = q.shape
+        kind = (batch, heads, head_dim, k.shape[2], v.shape[3], q.dtype, scale, causal, window, softcap)
+        planned = self._decoders.setdefault(kind, {})
+        decoder = planned.pop(queries, None)
+        if decoder is None:
+            several = [length for length in planned if length > 1]
+            if queries > 1 and len(several) == MOST_LENGTHS:
+                planned.pop(several[0]).close()
             rules = Rules(
                 causal=causal,
                 window=(window - 1, None) if window else None,
                 softcap=softcap or None,
             )
-            self._decoders[key] = Decoder(
+            decoder = Decoder(
                 self.comm,
                 heads=heads,
                 kv_heads=k.shape[2],
@@ -99,7 +108,8 @@ class Plans:
                     positions="interleaved", v_dim=None if v.shape[3] == head_dim else v.shape[3]
                 ),
             )
-        return self._decoders[key]
+        planned[queries] = decoder
+        return decoder
 
 
 def _kept(array: Any) -> Any:

@@ -1,0 +1,47 @@
+"""Prompts of all lengths leave few plans behind."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
+torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
+
+from tests.support.tiny_models import made, prompt  # noqa: E402
+from treeattn import huggingface  # noqa: E402
+from treeattn.decoder import Decoder  # noqa: E402
+from treeattn.huggingface.plans import MOST_LENGTHS, alone  # noqa: E402
+
+pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
+
+
+@torch.no_grad()
+def test_plans_are_those_of_the_last_lengths_and_of_one_token(comm, monkeypatch):
+    closed = []
+    close = Decoder.close
+    monkeypatch.setattr(
+        Decoder, "close", lambda decoder: [closed.append(decoder.shape.queries), close(decoder)]
+    )
+    model = made("Granite", "treeattn")  # whose scale no other test has: the kind is new
+    cache = huggingface.ShardedKV(model.config, comm, capacity=40)
+
+    def logits(tokens):
+        """Of a first chunk, one that comes behind, and a token."""
+        cache.reset()
+        chunks = prompt(1, tokens), prompt(1, tokens, seed=4), prompt(1, 1)
+        return torch.cat([model(ids, past_key_values=cache).logits for ids in chunks], 1)
+
+    lengths = range(2, MOST_LENGTHS + 5)
+    first = logits(2)
+    for tokens in lengths:
+        logits(tokens)
+    kinds = [
+        list(planned)
+        for plans in (cache.plans, alone())
+        for kind, planned in plans._decoders.items()
+        if 0.2 in kind
+    ]
+    assert {len([tokens for tokens in kind if tokens > 1]) for kind in kinds if kind != [1]} == {MOST_LENGTHS}
+    assert any(1 in kind for kind in kinds)
+    assert sorted(closed) == [2, 2, 3, 3, 4, 4]
+    assert torch.equal(logits(2), first)
