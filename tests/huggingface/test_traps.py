@@ -3,6 +3,9 @@ told in slots of the whole sequence."""
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 
 transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
@@ -277,3 +280,37 @@ def test_a_layer_that_was_left_waiting_is_named(cache):
         cache.update(keys, keys, 1)
     cache.reset()
     cache.update(keys, keys, 0)
+
+
+def test_keys_that_were_changed_on_the_way_are_noticed_at_once(model, cache):
+    """The layer may be the last one: no later one would notice. The next call is served."""
+    attention = ALL_ATTENTION_FUNCTIONS["treeattn"]
+    layer, query = model.model.layers[0].self_attn, torch.zeros(1, 4, 1, 16)
+    keys, values = cache.update(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), 0)
+    refused("changed the keys on the way", attention, layer, query, keys * 2, values, None)
+    assert attention(layer, query, keys * 2, values, None)[0].shape == (1, 1, 4, 16)
+
+
+def test_a_call_that_was_refused_leaves_nobody_waiting(model, cache):
+    refused("output_attentions", model, prompt(), output_attentions=True, past_key_values=cache)
+    model(prompt(), use_cache=False)
+
+
+def test_a_cache_is_not_copied(cache):
+    refused("crop", copy.deepcopy, cache)
+    refused("crop", pickle.dumps, cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_after_a_reset_keys_may_be_of_another_type(comm, model, cache, dtype):
+    with torch.no_grad():
+        model(prompt(), past_key_values=cache)
+        cache.reset()
+        other = made("Llama", "treeattn", dtype)
+        got = other(prompt(), past_key_values=cache).logits, other(prompt(1, 3), past_key_values=cache).logits
+        fresh = huggingface.ShardedKV(model.config, comm, capacity=64)
+        wanted = (
+            other(prompt(), past_key_values=fresh).logits,
+            other(prompt(1, 3), past_key_values=fresh).logits,
+        )
+    assert all(map(torch.equal, got, wanted))

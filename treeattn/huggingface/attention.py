@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from treeattn.errors import ArgumentError
-from treeattn.huggingface.layers import waiting
+from treeattn.errors import ArgumentError, StateError
+from treeattn.huggingface.layers import NOT_ATTENDED, waiting
 from treeattn.huggingface.mask import mask
 from treeattn.huggingface.store import attend
 
@@ -48,17 +48,20 @@ def attention(
     attached that has the others. attention_mask: what `mask` made. Raises `ArgumentError` for what would
     change the result and is not understood.
     """
+    waited, waiting.layer = waiting.layer, None
     _refuse(module, attention_mask, dropout, others)
     sliding_window = sliding_window or getattr(attention_mask, "window", None)
     layer = getattr(key, "treeattn", None)
     if layer is None and hasattr(module, "expand_kv"):  # it caches latents, and made key and value of them
-        layer = waiting.layer if waiting.layer and waiting.layer.new == key.shape[2] else None
+        layer = waited if waited and waited.new == key.shape[2] else None
+    if layer is None and waited is not None:
+        raise StateError(NOT_ATTENDED)
     new, tokens = 0, query.shape[2]
     if layer is None:
         store, end = 0, key.shape[2]
     else:
         store, end = layer.handle, layer.slots
-        new = layer.taken(module)
+        new = layer.taken(module, layer is waited)
         if layer.cache.dealt is not None:
             return layer.cache.dealt.attend(
                 *(layer, query, key, value, s_aux, scaling, sliding_window or 0, softcap or 0.0, new)

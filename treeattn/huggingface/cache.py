@@ -138,6 +138,13 @@ class ShardedKV(Cache):
         layer: ShardedCache | RemoteLayer = made
         return layer
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Of copies and pickles, which would have one rank's part of it."""
+        raise ArgumentError(
+            "a ShardedKV lies on many ranks and cannot be copied: crop(-tokens) goes back to where several "
+            "texts begin alike, batch_repeat_interleave(n) goes on with n of them"
+        )
+
     def reset(self) -> None:
         """Forget all tokens."""
         waiting.layer = None

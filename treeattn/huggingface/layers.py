@@ -14,7 +14,7 @@ from treeattn.huggingface.store import Store
 if TYPE_CHECKING:
     from treeattn.huggingface.cache import ShardedKV
 
-__all__ = ["FullAttentionLayer", "SlidingWindowLayer", "waiting"]
+__all__ = ["NOT_ATTENDED", "FullAttentionLayer", "SlidingWindowLayer", "waiting"]
 
 
 class _Waiting:
@@ -24,6 +24,11 @@ class _Waiting:
 
 
 waiting = _Waiting()
+
+NOT_ATTENDED = (
+    "keys and values were cached, and 'treeattn' did not attend to them: this model's attention "
+    "does not go through transformers' attention interface, or changed the keys on the way"
+)
 
 
 class FullAttentionLayer(CacheLayerMixin):
@@ -44,21 +49,19 @@ class FullAttentionLayer(CacheLayerMixin):
         """The new keys, with this layer attached, and values. Attention then takes and appends them."""
         cache = self.cache
         if waiting.layer is not None and waiting.layer.cache is cache:
-            raise StateError(
-                "keys and values were cached, and 'treeattn' did not attend to them: this model's attention "
-                "does not go through transformers' attention interface, or changed the keys on the way"
-            )
+            raise StateError(NOT_ATTENDED)
         waiting.layer = self
         self.is_initialized = True
         self.new = key_states.shape[2]
         self.slots += self.new if cache.dealt is None else cache.dealt.tokens
         return _attached(key_states, self), value_states
 
-    def taken(self, module: Any) -> int:
-        """Whether what the attention of `module` is given has still to be appended; that of another layer may
-        share it, and comes later. Raises `ArgumentError` where one attends twice, maybe to other values."""
-        if waiting.layer is self:
-            waiting.layer, self.module = None, module
+    def taken(self, module: Any, waited: bool) -> int:
+        """Whether what the attention of `module` is given has still to be appended, since it `waited`; that
+        of another layer may share it, and comes later. Raises `ArgumentError` where one attends twice, maybe
+        to other values."""
+        if waited:
+            self.module = module
             return 1
         if self.module is module:
             raise ArgumentError(f"{type(module).__name__} attends twice in a layer: it is not served")
@@ -123,7 +126,7 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
         keys, values = super().update(key_states, value_states)
         return _attached(keys, self), values
 
-    def taken(self, _module: Any) -> int:
+    def taken(self, _module: Any, _waited: bool) -> int:
         """Nothing is to be appended."""
         return 0
 

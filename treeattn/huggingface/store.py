@@ -28,7 +28,7 @@ class Store:
 
     def __init__(self, cache: ShardedKV, heads: int | None) -> None:
         self._cache, self.shard = cache, cast("ShardedCache | RemoteLayer | None", None)
-        self._heads = heads
+        self._heads, self._kind = heads, cast("tuple[Any, ...]", ())
         self.handle = next(_numbers)
         _stores[self.handle] = self
 
@@ -41,8 +41,9 @@ class Store:
         self._made(k, v).append_own(k, v, [tokens] * len(k))
 
     def _made(self, k: Any, v: Any) -> Any:
-        if self.shard is None or (len(self.shard.totals) != len(k) and not self.shard.totals.any()):
-            self.shard = self._cache.new_shard(k, v)
+        kind, shard = (k.shape[2:], v.shape[3], k.dtype), self.shard
+        if shard is None or ((kind != self._kind or len(shard.totals) != len(k)) and not shard.totals.any()):
+            self.shard, self._kind = self._cache.new_shard(k, v), kind
         return self.shard
 
     def check_tokens(self, key: torch.Tensor, begins: Any) -> None:
