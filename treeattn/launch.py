@@ -22,6 +22,10 @@ _LAUNCHERS = (
 # What starts the processes of a machine, by /proc/PID/comm: MPICH's and Intel's, Open MPI's, Slurm's.
 _STARTERS = ("hydra_pmi_proxy", "prterun", "prted", "mpirun", "orted", "slurmstepd")
 
+# How people start them, and tell how many.
+_COMMANDS = ("mpiexec", "mpiexec.hydra", "mpirun", "prterun")
+_HOW_MANY = ("-n", "-np")
+
 # By their variables, and by files where those were not passed on.
 _CONTAINERS = {
     "Apptainer": ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER", "/.singularity.d"),
@@ -111,9 +115,20 @@ def _announced_above() -> int:
     for process in _above():
         if (announced := launched_as(_environment(process))[1]) > 1:
             return announced
-        if _name(process) in _STARTERS and (started := len(_started_by(process))) > 1:
-            return started
+        # Of those that it has started, some may have ended by now: what it was asked for does not change.
+        started = len(_started_by(process)) if _name(process) in _STARTERS else 1
+        if (most := max(started, _asked_for(process))) > 1:
+            return most
     return 1
+
+
+def _asked_for(process: int) -> int:
+    """N of a launcher's ``mpiexec -n N ..``, itself or run by a shell, where it begins so; else 0."""
+    words = _said(process, "cmdline").split("\0")
+    for command, option, number in zip(words[:2], words[1:], words[2:], strict=False):
+        if Path(command).name in _COMMANDS and option in _HOW_MANY and number.isdecimal():
+            return int(number)
+    return 0
 
 
 def _above() -> Iterator[int]:

@@ -11,8 +11,8 @@ from gpu_day import model
 from mpi4py import MPI
 
 from tests.support.models import PROMPT, write_model
-from treeattn import cache
 from treeattn.backends.cuda import cupy_runtime
+from treeattn.cache import ShardedCache
 from treeattn.decoder.device import Cuda
 from treeattn.errors import BackendError, RestrictionError, TreeattnError
 from treeattn.llama import Llama, Session
@@ -63,6 +63,13 @@ def _broadcast(self: Llama, tokens: Any, *given: Any, **more: Any) -> None:
     MPI.COMM_SELF.Bcast(self.device.memory.empty((len(tokens), 96), np.float32))
 
 
+def _write_by_the_host(self: ShardedCache, writes: Any, given: Any, reach: Any) -> None:
+    self._reserve(reach)
+    for rows, into, _ in writes:
+        for shard, new in zip(self._shard, given, strict=True):
+            shard[rows, into] = new[rows, np.arange(into.stop - into.start)]
+
+
 _FROM_HOST = Cuda.from_host
 #: What of a model is replaced, by what that mixes arrays.
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
@@ -76,7 +83,7 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "a method that CuPy is not known to have": (Linear, "_add_bias", lambda self, y: y.byteswap()),
     "MPI is given an array of the GPU": (Cuda, "readable", lambda self, array: array),
     "MPI is given the array itself": (Llama, "forward", _broadcast),
-    "the cache is indexed by the host": (cache, "_as_slice", np.asarray),
+    "the cache is indexed by the host": (ShardedCache, "_write", _write_by_the_host),
 }  # fmt: skip
 
 

@@ -361,9 +361,9 @@ def test_a_captured_step_takes_masks_where_it_had_one(monkeypatch: pytest.Monkey
     planned = {"heads": 4, "kv_heads": 1, "head_dim": 64, "batch": 2, "queries": 5, "dtype": "float32"}
     decoder, other = (treeattn.Decoder(**planned, device="cuda") for _ in range(2))
     plain = decoder.capture(q, k, v)
-    with pytest.raises(ArgumentError, match="captured without rules or a mask"):
+    with pytest.raises(ArgumentError, match="captured without rules, mask or begins"):
         plain(mask=np.ones((2, 5, 3), bool))
-    with pytest.raises(ArgumentError, match="captured without rules or a mask"):
+    with pytest.raises(ArgumentError, match="captured without rules, mask or begins"):
         plain([3, 4])
     step = decoder.capture(q, k, v, mask=np.ones((2, 5, 3), bool))
     for drafts in (3, 70, 9):

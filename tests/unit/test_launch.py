@@ -112,6 +112,23 @@ def test_a_launcher_whose_environment_nobody_may_read(name, environment, monkeyp
     assert launch.problem() is None
 
 
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [
+        (("/opt/bin/mpiexec", "-n", "2", "program", "-n", "7"), 2),
+        (("bash", "/opt/bin/mpirun", "-np", "12", "program"), 12),
+        (("mpiexec", "-n", "1", "program", ":", "-n", "3", "other"), 1),
+        (("mpiexec", "--bind-to", "core", "-n", "2", "program"), 0),
+        (("program", "-n", "3"), 0),
+        (("mpiexec",), 0),
+    ],
+)
+def test_what_a_launcher_was_asked_for(words, number, environment, monkeypatch):
+    """Ranks that have ended are no longer below it: those that come later are told by its command line."""
+    monkeypatch.setattr(launch, "_said", lambda process, what: "\0".join([*words, ""]))
+    assert launch._asked_for(7) == number
+
+
 def test_an_only_rank_whose_launcher_has_started_its_agents_too(environment, monkeypatch):
     """mpiexec -n 1 of Open MPI in a job of two nodes: srun, for the agent of the other one, is its child."""
     environment(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1")
