@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.support.models import MODELS, PROMPT, write_model
 from treeattn.cache import ShardedCache
+from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError, TreeattnError
 from treeattn.files import open_cache
 from treeattn.llama import Llama, Sampling, Session
@@ -126,15 +127,14 @@ def test_a_prefill_holds_what_a_layer_hands_on_and_no_more(comm, written, weight
 
 @pytest.mark.parametrize("prefill", ["ring", "gather"])
 def test_a_callers_messages_stay_the_callers(comm, written, monkeypatch, prefill):
-    """And a prefill gives its communicator back."""
-    kept = []
+    """And a session gives all communicators back."""
+    kept, dup = [], MpiCommunicator.dup
 
-    def recorded(*arguments):
-        kept.append(duplicate(*arguments))
+    def recorded(self):
+        kept.append(dup(self))
         return kept[-1]
 
-    duplicate = prefill_module.duplicate
-    monkeypatch.setattr(prefill_module, "duplicate", recorded)
+    monkeypatch.setattr(MpiCommunicator, "dup", recorded)
     mine, theirs = np.full(4, comm.rank, np.float32), np.empty(4, np.float32)
     sent = comm.Isend(mine, (comm.rank + 1) % comm.size)
     model = Llama(written("grouped_llama3"))
@@ -143,7 +143,8 @@ def test_a_callers_messages_stay_the_callers(comm, written, monkeypatch, prefill
     comm.Recv(theirs, (comm.rank - 1) % comm.size)
     sent.Wait()
     assert set(theirs) == {(comm.rank - 1) % comm.size}
-    assert kept == [MPI.COMM_NULL]
+    assert kept
+    assert all(one == MPI.COMM_NULL for one in kept)
 
 
 class Oracle:
@@ -338,7 +339,7 @@ def test_what_one_rank_fails_at_alone_all_ranks_tell(comm, tied, weights, monkey
             Session(comm, model, [3], capacity=8)
     with Session(comm, model, PROMPT, capacity=len(PROMPT)) as session:
         with monkeypatch.context() as patch:
-            patch.setattr(prefill_module, "duplicate", kept.append)
+            patch.setattr(MpiCommunicator, "dup", lambda self: kept.append(self))
             if last:
                 patch.setattr(prefill_module._Ring, "__init__", full)
             with pytest.raises(TreeattnError, match="MemoryError: none left"):
