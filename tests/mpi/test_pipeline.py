@@ -12,7 +12,7 @@ from tests.support import arguments
 from tests.support.problems import random_qkv
 from tests.support.ranks import own_run
 from treeattn import collectives
-from treeattn.collectives.runtime import persistent_requests
+from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 from treeattn.decoder import pipeline
 from treeattn.errors import ArgumentError, RestrictionError, StateError
 
@@ -87,12 +87,11 @@ def test_other_types_and_halves(comm, dtype):
 
 def test_nothing_is_planned_but_the_groups(comm, monkeypatch):
     """MPI has few communicators, and one that nobody closes is gone for good."""
-    taken = []
-    duplicate = persistent_requests.duplicate
-    monkeypatch.setattr(persistent_requests, "duplicate", lambda of: taken.append(duplicate(of)) or taken[-1])
+    taken, dup = [], MpiCommunicator.dup
+    monkeypatch.setattr(MpiCommunicator, "dup", lambda self: taken.append(dup(self)) or taken[-1])
     with planned(comm, scheme="recursive_doubling", groups=2) as decoder:
         decoder(*shard(comm, 1))
-    assert len(taken) == 2
+    assert len(taken) == 1  # which the groups, and steps of fewer queries, share
     assert all(one == MPI.COMM_NULL for one in taken)
 
 
