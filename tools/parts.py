@@ -14,6 +14,7 @@ import time
 from collections import Counter
 
 CLOSING = re.compile(r"^=*\s*((?:\d+ [a-z]+, )*\d+ [a-z]+) in [\d.]+ ?s\b")
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # which Open MPI's launcher has pytest write
 SHOWN = ("passed", "failed", "skipped")
 
 
@@ -27,7 +28,7 @@ def run(name: str, command: str) -> tuple[int, Counter[str]]:
     assert process.stdout is not None
     for line in process.stdout:
         print(line, end="", flush=True)
-        if closing := CLOSING.match(line):
+        if closing := CLOSING.match(COLOURS.sub("", line)):
             words = (pair.split() for pair in closing[1].split(", "))
             counts = Counter({word: int(number) for number, word in words})
     code = abs(process.wait())
