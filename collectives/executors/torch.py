@@ -63,3 +63,6 @@ class Reducer(BaseReducer):
 
     def _release(self) -> None:
         self._messages.close()
+
+    def _at_exit(self) -> None:
+        self._messages.free()

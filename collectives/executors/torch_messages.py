@@ -119,8 +119,11 @@ class TorchMessages:
         return self._error
 
     def free(self) -> None:
-        """Nothing is this rank's alone."""
+        """Let go of the process group, which planned messages hold."""
+        self._operations.clear()
+        self._under_way.clear()
 
     def close(self) -> None:
         """The end. Collective."""
+        self.free()
         self._comm.free()

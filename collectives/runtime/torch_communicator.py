@@ -19,7 +19,7 @@ import torch.distributed as dist
 from treeattn.collectives.runtime import communicator, watchdog
 from treeattn.collectives.runtime.communicator import Member, WatchedCalls
 from treeattn.collectives.runtime.process import kernel, namespace
-from treeattn.errors import PeerError
+from treeattn.errors import PeerError, StateError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,12 +47,13 @@ _groups: weakref.WeakKeyDictionary[ProcessGroup, _Known] = weakref.WeakKeyDictio
 
 
 class TorchCommunicator:
-    """The ranks of a process group. `group` is what it was made of, `host` what takes host memory."""
+    """The ranks of a process group, to which it holds no reference: a group of gloo that outlives
+    `destroy_process_group` ends the process by a signal, when that ends."""
 
     library: Literal["torch"] = "torch"
 
     def __init__(self, group: ProcessGroup, known: _Known, channel: int = 0) -> None:
-        self.group, self.host = group, known.host or group
+        self._group = weakref.ref(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._known, self._channel = known, channel
 
@@ -72,6 +73,19 @@ class TorchCommunicator:
         communicator.introduce(dist.get_rank(), dist.get_world_size(), known.members)
         _groups[group] = known
         return comm
+
+    @property
+    def group(self) -> ProcessGroup:
+        """What it was made of. Raises `StateError` after its end."""
+        group = self._group()
+        if group is None:
+            raise StateError("the process group was destroyed: decoders and caches over it are closed before")
+        return group
+
+    @property
+    def host(self) -> ProcessGroup:
+        """The group that takes host memory."""
+        return self._known.host or self.group
 
     @property
     def members(self) -> tuple[Member, ...]:
