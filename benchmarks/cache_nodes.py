@@ -46,6 +46,7 @@ def main() -> None:
             "dtype": "float32",
         }
         facts |= {"nodes": world.size - 1, "steps": everyone, "reductions": ends, "ranks": placed}
+        facts |= {"software": environment.software()}
         for row in everyone:
             for what in ("median", "fastest"):
                 alone, step, ratio = (row[what][name] for name in ("alone_us", "step_us", "ratio"))

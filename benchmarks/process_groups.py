@@ -21,6 +21,7 @@ from treeattn import collectives, communicators
 from treeattn.backends.cpu.merge import MergeOperator
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.decoder import executor
+from treeattn.study import environment
 
 
 def main() -> None:
@@ -66,6 +67,7 @@ def main() -> None:
         if options.json:
             about = {"ranks": comm.size, "records": options.records, "width": operator.width}
             about |= {"scheme": options.scheme, "torch": torch.__version__}
+            about |= {"software": environment.software(), "cpu": environment.cpu_name()}
             options.json.write_text(json.dumps(about | {"microseconds": found}, indent=1) + "\n")
     dist.barrier()
     dist.destroy_process_group()
