@@ -25,7 +25,7 @@ from pathlib import Path
 
 from treeattn.collectives import names
 from treeattn.collectives.clusters.probes import RECORDS
-from treeattn.decoder.auto import candidates
+from treeattn.decoder.fastest import candidates
 from treeattn.decoder.plan import select
 from treeattn.study import environment
 from treeattn.study.compare.results import compared_series, read, summarise

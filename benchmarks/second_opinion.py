@@ -28,8 +28,8 @@ from treeattn.collectives import Schedule, build, needs_nodes
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.placement import Placement, block, node_groups
-from treeattn.collectives.clusters.simulate import Payload, Simulation, simulate
-from treeattn.collectives.traffic import messages
+from treeattn.collectives.clusters.simulate import Simulation, simulate
+from treeattn.collectives.traffic import Payload, messages
 from treeattn.report import as_json
 from treeattn.study import environment
 

@@ -7,11 +7,26 @@ Whoever counts, predicts or exports traffic asks here; a test holds it to what e
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from treeattn.collectives.schedule import Schedule
 
-__all__ = ["Message", "messages"]
+__all__ = ["Message", "Payload", "messages"]
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What a rank brings: `records` records of `record_bytes` bytes, never cut within `group` of them."""
+
+    records: int = 16
+    record_bytes: int = 520
+    group: int = 1
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return self.records * self.record_bytes
 
 
 class Message(NamedTuple):

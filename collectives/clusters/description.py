@@ -30,16 +30,15 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, structs
 
+from treeattn.collectives.executor_names import EXECUTORS
 from treeattn.errors import ArgumentError
 
 __all__ = [
-    "EXECUTORS",
     "Cluster",
     "Executor",
     "Link",
     "Protocol",
     "Tier",
-    "executor_over",
     "load",
     "shipped",
     "wholly_assumed",
@@ -49,11 +48,6 @@ Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Microseconds = Annotated[float, Meta(ge=0, le=1e12)]
 Rate = Annotated[float, Meta(ge=1e-9, le=1e12)]
 Name = Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9_-]*$")]
-
-#: Runners of a schedule, as `Reducer.executor` names them: on the host, and on GPUs.
-EXECUTORS = ("slots", "program", "mpi", "nccl", "peer", "peer_nccl")
-# Transport from GPUs -> who runs schedules over it.
-_OVER = {"nccl": "nccl", "peer": "peer", "cuda-mpi": "mpi", "host": "mpi"}
 
 _REMEDIES = {
     "missing required field": "add it, as the shipped files have it (treeattn simulate --list)",
@@ -227,12 +221,6 @@ def wholly_assumed(cluster: Cluster) -> Cluster:
 def _prices(part: Tier | Executor) -> tuple[str, ...]:
     apart = ("name", "joins", "mesh", "pulls", "within", "assumed")
     return tuple(name for name in part.__struct_fields__ if name not in apart)
-
-
-def executor_over(transport: str, executor: str | None = None) -> str | None:
-    """Who runs a schedule over a transport, as ``transport=`` and ``executor=`` take them; None: a cluster's
-    own choice for the host."""
-    return _OVER.get(transport, executor)
 
 
 def shipped() -> list[str]:

@@ -18,7 +18,8 @@ from msgspec import structs
 from treeattn.collectives.clusters.description import Cluster, Executor, Protocol, Tier
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.probes import Probe
-from treeattn.collectives.clusters.simulate import Payload, simulate
+from treeattn.collectives.clusters.simulate import simulate
+from treeattn.collectives.traffic import Payload
 
 __all__ = ["Residual", "fit"]
 

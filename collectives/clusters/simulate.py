@@ -28,24 +28,12 @@ from treeattn.collectives.clusters.bound import lower_bound
 from treeattn.collectives.clusters.description import Cluster, Executor
 from treeattn.collectives.clusters.placement import Placement, explicit
 from treeattn.collectives.schedule import Schedule
-from treeattn.collectives.traffic import messages
+from treeattn.collectives.traffic import Payload, messages
 from treeattn.errors import ArgumentError
 
-__all__ = ["Flight", "Payload", "Simulation", "Step", "Traffic", "simulate"]
+_ONE_TOKEN = Payload()  # of 16 heads of 128
 
-
-@dataclass(frozen=True, slots=True)
-class Payload:
-    """What a rank brings: `records` records of `record_bytes` bytes, never cut within `group` of them."""
-
-    records: int = 16
-    record_bytes: int = 520
-    group: int = 1
-
-    @property
-    def bytes(self) -> int:
-        """All of it."""
-        return self.records * self.record_bytes
+__all__ = ["Flight", "Simulation", "Step", "Traffic", "simulate"]
 
 
 @dataclass(slots=True, eq=False)
@@ -130,7 +118,7 @@ def simulate(
     schedule: Schedule,
     cluster: Cluster,
     places: Placement,
-    payload: Payload = Payload(),
+    payload: Payload = _ONE_TOKEN,
     executor: str | None = None,
     starts: Sequence[float] | None = None,
 ) -> Simulation:

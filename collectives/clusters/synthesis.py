@@ -23,9 +23,10 @@ from treeattn.collectives.clusters.candidates import candidates
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.levels import Nested, nested
 from treeattn.collectives.clusters.placement import Placement, node_groups, suited
-from treeattn.collectives.clusters.simulate import Payload, simulate
+from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.combinators import on_ranks
 from treeattn.collectives.schedule import Round, Schedule, Transfer
+from treeattn.collectives.traffic import Payload
 from treeattn.errors import RestrictionError, ScheduleError
 
 __all__ = ["Machine", "Priced", "front", "improved", "priced", "search"]

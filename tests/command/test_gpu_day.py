@@ -130,6 +130,22 @@ def test_without_a_gpu_every_step_says_so_and_nothing_is_written(day: Any, tmp_p
     assert not written(tmp_path)
 
 
+def test_a_bare_machine_collects_the_tests_of_gpus(tmp_path: Path) -> None:
+    """Without msgspec (here: importing it raises ImportError) and an MPI library: what needs them skips, the rest is there."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.modules['msgspec'] = sys.modules['mpi4py.MPI'] = None\n"
+    )
+    where = f"{tmp_path}:{ROOT}:{ROOT / 'benchmarks'}:{ROOT / 'tests'}"
+    command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "-p", "no:cacheprovider", "--rootdir", ROOT]
+    done = subprocess.run(
+        [*command, "-q", "--collect-only", "-p", "no:warnings", ROOT / "tests" / "gpu"],
+        env=os.environ | {"PYTHONPATH": where}, cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    files = set(re.findall(r"gpu/(test_\w+)\.py::", done.stdout))
+    assert files == {path.stem for path in (ROOT / "tests" / "gpu").glob("test_*.py")} - {"test_model"}
+
+
 def test_another_word_than_a_step_starts_nothing(day: Any) -> None:
     done = day("versions", "ncuu")
     assert done.returncode == 64

@@ -4,8 +4,6 @@
 the files of a cache that lasts, `saved` writes, reads and deals them out anew.
 """
 
-from treeattn.cache.index import read_index
-from treeattn.cache.saved import reshard
 from treeattn.cache.sharded import ShardedCache
 
-__all__ = ["ShardedCache", "read_index", "reshard"]
+__all__ = ["ShardedCache"]

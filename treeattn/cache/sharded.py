@@ -16,7 +16,6 @@ from treeattn import communicators
 from treeattn.agreement import Agreement
 from treeattn.attention.positions import Runs
 from treeattn.attention.shard import CacheFormat, Shard
-from treeattn.cache import saved
 from treeattn.cache.placement import Reach, Write, ordered, whole_numbers
 from treeattn.cache.plan import Plan, check_number
 from treeattn.errors import ArgumentError
@@ -206,6 +205,8 @@ class ShardedCache:
         Raises, on every rank alike, `ArgumentError` for layers that do not hold the same tokens, and
         `BackendError` where a rank cannot write, as on a full disk; then what was there is as it was.
         """
+        from treeattn.cache import saved  # reads and checks JSON: for files alone
+
         saved.save(self._comm, self.layers, Path(directory), dict(about or {}))
 
     @classmethod
@@ -227,6 +228,8 @@ class ShardedCache:
         than a layout that cannot grow ("contiguous") has room for, or a file that is missing, cut off or
         damaged, which is named.
         """
+        from treeattn.cache import saved
+
         comm = communicators.intracomm(comm)
         index = saved.agree(comm, Path(directory))
         cache = cls(

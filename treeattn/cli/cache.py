@@ -8,8 +8,9 @@ import click
 
 from treeattn import launch
 from treeattn.attention.positions import Runs
-from treeattn.cache import parts, read_index, reshard
-from treeattn.cache.index import Index
+from treeattn.cache import parts
+from treeattn.cache.index import Index, read_index
+from treeattn.cache.saved import reshard
 from treeattn.cli.options import FILE, RANKS, Output, number, output_options, read
 from treeattn.errors import ArgumentError
 from treeattn.report import Column, Report

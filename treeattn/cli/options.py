@@ -12,7 +12,7 @@ import click
 
 from treeattn import communicators, files
 from treeattn.agreement import collectively, must_match
-from treeattn.collectives.clusters.simulate import Payload
+from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.report import Report
 from treeattn.shards import LAYOUTS, parse_layout

@@ -20,11 +20,11 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.collectives import catalog
 from treeattn.collectives.catalog import Selection
-from treeattn.collectives.clusters.description import executor_over
-from treeattn.collectives.clusters.simulate import Payload
+from treeattn.collectives.executor_names import executor_over
 from treeattn.collectives.runtime import progress_thread, watchdog
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Result, Schedule
+from treeattn.collectives.traffic import Payload
 from treeattn.decoder import auto, pipeline
 from treeattn.decoder import executor as executors
 from treeattn.decoder import transport as transports
@@ -262,7 +262,16 @@ def _rounds(
         return schedule(scheme, comm, output), None
     width = records.shape[-1]
     payload = Payload(records.size // width, width * records.itemsize, group)
-    return auto.choose(comm, scheme, payload, executor, _result(output))
+    return _fastest(scheme, comm, payload, executor, output)
+
+
+def _fastest(
+    scheme: Selection, comm: Communicator, payload: Payload, executor: str | None, output: str
+) -> tuple[Schedule, str]:
+    # What reads and simulates clusters is loaded for "auto" alone.
+    from treeattn.decoder.fastest import choose
+
+    return choose(comm, scheme, payload, executor, _result(output))
 
 
 def schedule(scheme: Selection, comm: Communicator, output: str = "replicated") -> Schedule | None:
@@ -274,7 +283,7 @@ def schedule(scheme: Selection, comm: Communicator, output: str = "replicated") 
     if scheme.row.module:
         return None
     if scheme.row is auto.ROW:
-        return auto.choose(comm, scheme, Payload(), result=_result(output)).schedule
+        return _fastest(scheme, comm, Payload(), None, output)[0]
     nodes = communicators.node_groups(comm) if scheme.needs_nodes else None
     return _built(scheme, comm.size, nodes, _result(output))
 

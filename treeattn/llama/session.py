@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from treeattn import communicators, mpi_library
 from treeattn.agreement import Agreement, broadcast_from_root
 from treeattn.attention.positions import as_runs
-from treeattn.cache import ShardedCache, read_index
+from treeattn.cache import ShardedCache
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder, Prefill
@@ -186,6 +186,8 @@ class Session:
         if self._caches[0].totals[0]:
             raise ArgumentError("the prompt is in the cache already: a session has one")
         with Agreement(self.comm):
+            from treeattn.cache.index import read_index
+
             index = read_index(directory)
             there, own = index.totals[0], len(self.prompt_tokens)
             for name, value in self._about(there).items():

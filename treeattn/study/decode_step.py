@@ -14,7 +14,8 @@ from typing import NamedTuple
 from treeattn.collectives import Schedule, Transfer
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.placement import Placement
-from treeattn.collectives.clusters.simulate import Payload, simulate
+from treeattn.collectives.clusters.simulate import simulate
+from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError
 
 __all__ = ["DecodeStep", "Shape", "attention_time", "decode_step", "kv_ring_time", "reduction_time"]

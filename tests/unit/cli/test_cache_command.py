@@ -8,7 +8,8 @@ from click.testing import CliRunner
 
 from tests.support.caches import caches
 from tests.support.thread_ranks import on_all_ranks
-from treeattn.cache import read_index, saved
+from treeattn.cache import saved
+from treeattn.cache.index import read_index
 from treeattn.cli.cache import command
 from treeattn.errors import ArgumentError
 

@@ -10,9 +10,11 @@ import numpy as np
 from treeattn import topology
 from treeattn.agreement import collectively
 from treeattn.attention.shape import DTYPES
-from treeattn.collectives.clusters.description import Cluster, executor_over
+from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.placement import Placement
-from treeattn.collectives.clusters.simulate import Payload, simulate
+from treeattn.collectives.clusters.simulate import simulate
+from treeattn.collectives.executor_names import executor_over
+from treeattn.collectives.traffic import Payload
 from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.study.compare.schema import NULL, SUM, Key

@@ -13,7 +13,8 @@ from treeattn.collectives import Schedule, Transfer
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.placement import Placement, block, node_groups
-from treeattn.collectives.clusters.simulate import Payload, simulate
+from treeattn.collectives.clusters.simulate import simulate
+from treeattn.collectives.traffic import Payload
 from treeattn.study.decode_step import Shape, decode_step
 from treeattn.study.paper.experiment import IN_THE_FIGURE, Cell, Table
 

@@ -14,8 +14,9 @@ from treeattn.collectives.clusters.description import Cluster, Executor, Protoco
 from treeattn.collectives.clusters.fit import fit
 from treeattn.collectives.clusters.placement import block, node_groups
 from treeattn.collectives.clusters.probes import RECORDS, probes
-from treeattn.collectives.clusters.simulate import Payload, simulate
+from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.clusters.writing import as_toml
+from treeattn.collectives.traffic import Payload
 
 RECORD = 520
 

@@ -8,7 +8,8 @@ from msgspec.structs import replace
 from treeattn.collectives import build
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.placement import block, node_groups
-from treeattn.collectives.clusters.simulate import Payload, simulate
+from treeattn.collectives.clusters.simulate import simulate
+from treeattn.collectives.traffic import Payload
 
 CLUSTER = description.load("pcie-islands")
 PLACES = block(CLUSTER, 16)

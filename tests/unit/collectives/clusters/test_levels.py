@@ -9,7 +9,8 @@ from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.description import Cluster, Executor, Tier
 from treeattn.collectives.clusters.levels import levels, nested
 from treeattn.collectives.clusters.placement import block, node_groups
-from treeattn.collectives.clusters.simulate import Payload, simulate
+from treeattn.collectives.clusters.simulate import simulate
+from treeattn.collectives.traffic import Payload
 
 
 def cluster(*joins, latencies=(1.0, 2.0, 20.0, 200.0)):

@@ -14,8 +14,9 @@ from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.bound import spread
 from treeattn.collectives.clusters.critical_path import assumed_share, critical_path, in_words
 from treeattn.collectives.clusters.placement import block, cyclic, node_groups
-from treeattn.collectives.clusters.simulate import Payload, simulate
-from treeattn.collectives.traffic import messages
+from treeattn.collectives.clusters.simulate import simulate
+from treeattn.collectives.executor_names import executor_over
+from treeattn.collectives.traffic import Payload, messages
 from treeattn.errors import ArgumentError, RestrictionError
 
 G = 8
@@ -138,8 +139,8 @@ def test_executors_are_those_that_a_decoder_would_take():
     with pytest.raises(ArgumentError, match="executors: there is no 'nccl'; choose from"):
         hdr.executor_for(node, "nccl")
     over = {"nccl": "nccl", "peer": "peer", "host": "mpi", "cuda-mpi": "mpi", "mpi": None}
-    assert {name: description.executor_over(name) for name in over} == over
-    assert description.executor_over("mpi", "program") == "program"
+    assert {name: executor_over(name) for name in over} == over
+    assert executor_over("mpi", "program") == "program"
 
 
 def test_nodes_cut_a_kernel_of_peers():

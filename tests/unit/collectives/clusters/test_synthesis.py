@@ -12,9 +12,10 @@ from treeattn.collectives.catalog import select
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.candidates import candidates, factorisations
 from treeattn.collectives.clusters.placement import block, cyclic, node_groups
-from treeattn.collectives.clusters.simulate import Payload, simulate
+from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.clusters.synthesis import Machine, Priced, front, improved, priced, search
-from treeattn.decoder import auto
+from treeattn.collectives.traffic import Payload
+from treeattn.decoder import fastest
 from treeattn.errors import RestrictionError, ScheduleError
 
 
@@ -46,7 +47,7 @@ def test_the_search_finds_nothing_slower_than_auto_does():
         assert not left
         assert found == sorted(found, key=lambda one: (one.time, one.card, one.bits))
         groups = node_groups(here.cluster, here.places)
-        for text in auto.candidates(16):
+        for text in fastest.candidates(16):
             asked = select(text)
             try:
                 schedule = asked.build(16, groups if asked.needs_nodes else None)

@@ -7,7 +7,8 @@ import pytest
 from treeattn.collectives import build
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.placement import block
-from treeattn.collectives.clusters.simulate import Payload, simulate
+from treeattn.collectives.clusters.simulate import simulate
+from treeattn.collectives.traffic import Payload
 from treeattn.study.published.held import score
 from treeattn.study.published.measurements import ELEMENT, SHIPPED, read
 
