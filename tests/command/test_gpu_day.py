@@ -131,7 +131,7 @@ def test_without_a_gpu_every_step_says_so_and_nothing_is_written(day: Any, tmp_p
 
 
 def test_a_bare_machine_collects_the_tests_of_gpus(tmp_path: Path) -> None:
-    """Without msgspec (here: importing it raises ImportError) and an MPI library: what needs them skips, the rest is there."""
+    """Importing msgspec or mpi4py.MPI raises ImportError here: what needs them skips, the rest is there."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nsys.modules['msgspec'] = sys.modules['mpi4py.MPI'] = None\n"
     )
