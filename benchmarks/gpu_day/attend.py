@@ -1,11 +1,13 @@
 """The launches that the sanitizers and Nsight Compute look at: python -m gpu_day.attend small|large
 
-small: two cases as in the tests' table, one for each kernel, held to the float64 oracle.
+small: cases as in the tests' table, of each kernel and of each way to read a cache, held to the float64
+oracle; without CuPy's pool, where an overrun meets the next array and nobody sees it.
 large: `LARGE`, one launch each.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any, NamedTuple
 
@@ -24,6 +26,10 @@ HEAD_DIM = 128
 SMALL = (
     Case("bfloat16", HEAD_DIM, tokens=300, splits=3),
     Case("bfloat16", HEAD_DIM, group=4, tokens=300, splits=3),
+    Case("bfloat16", 576, group=16, kv_heads=1, tokens=150, splits=2, v_dim=512),  # latent
+    Case("float32", 576, group=4, kv_heads=1, tokens=70, v_dim=512),
+    Case("float16", 64, group=2, queries=6, tokens=200, drafts=6, splits=2),  # a token tree
+    Case("bfloat16", 256, group=4, queries=3, tokens=200, window=(90, None), softcap=20.0),
 )
 
 
@@ -85,6 +91,8 @@ def launch(runtime: Any, shape: Shape) -> None:
 
 
 def main(which: str) -> None:
+    if which == "small" and cupy_runtime.problem() is None:
+        importlib.import_module("cupy").cuda.set_allocator(None)
     runtime = cupy_runtime.current()
     if which == "large":
         for shape in LARGE:

@@ -1,16 +1,16 @@
 """The emulator against the hardware, on one table of cases: python -m gpu_day.same_bits --json FILE
 
 Both run here, side by side, over the multiply-add cases of the tests' table. As the kernels are shipped their
-bits differ: 2^x of the hardware is an approximation (`exp2_fast`), and the compiler contracts products and
-sums. So each case runs a second time with 2^x written out in exact operations and nothing contracted, on both
-sides: then a bit that differs is a fault, of the emulator or of what we believe of the hardware, and the exit
-code is 1. (CuPy's compiler also flushes subnormal numbers; the table's stay clear of them.)
+bits differ: 2^x and 1 / x of the hardware are approximations (`exp2_fast`, `reciprocal_fast`), and the
+compiler contracts products and sums. So each case runs a second time with 2^x written out in exact
+operations, 1 / x a division and nothing contracted, on both sides: then a bit that differs is a fault, of the
+emulator or of what we believe of the hardware, and the exit code is 1. (CuPy's compiler also flushes
+subnormal numbers; the table's stay clear of them.)
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,14 +48,22 @@ __device__ __forceinline__ float exp2_defined(float x) {
   return multiply_exact(value, __uint_as_float((__float_as_uint(shifted) + 127u) << 23));
 }
 """
-_EXP2_FAST = re.compile(r"^__device__ __forceinline__ float exp2_fast\(float x\) \{$", re.M)
+# Name of an approximation -> (functions before it, what it returns instead).
+_DEFINED = {
+    "exp2_fast": (_EXP2_DEFINED, "exp2_defined(x)"),
+    "reciprocal_fast": ("", "divide_exact(1.0f, x)"),
+}
 
 
 def defined(code: str) -> str:
-    """A module's text with `exp2_fast` in defined bits. Raises `ValueError` where it is not as expected."""
-    if len(_EXP2_FAST.findall(code)) != 1:
-        raise ValueError("kernels/cuda/ptx.cuh has no exp2_fast to replace: same_bits.py has to follow")
-    return _EXP2_FAST.sub(lambda head: f"{_EXP2_DEFINED}{head[0]}\n  return exp2_defined(x);", code)
+    """A module's text with its approximations in defined bits. Raises `ValueError` where one is not as
+    expected."""
+    for name, (before, result) in _DEFINED.items():
+        head = f"__device__ __forceinline__ float {name}(float x) {{\n"
+        if code.count(head) != 1:
+            raise ValueError(f"kernels/cuda/ptx.cuh has no {name} to replace: same_bits.py has to follow")
+        code = code.replace(head, f"{before}{head}  return {result};\n")
+    return code
 
 
 class Defined:

@@ -7,11 +7,13 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_day import readers
+from gpu_day import needs, readers
 from gpu_day.attend import LARGE
 
 from treeattn.backends.cuda import cupy_runtime
@@ -144,6 +146,43 @@ def test_a_bare_machine_collects_the_tests_of_gpus(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     files = set(re.findall(r"gpu/(test_\w+)\.py::", done.stdout))
     assert files == {path.stem for path in (ROOT / "tests" / "gpu").glob("test_*.py")} - {"test_model"}
+
+
+def test_what_is_missing_is_named_at_once(day: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every module that a step imports is looked for: those of this environment are here."""
+    monkeypatch.setattr(needs, "PROGRAMS", {"no-such-program": "ncu"})
+    monkeypatch.setattr(needs, "MODULES", {"numpy": "every step", "no_such_module": "tests"})
+    said = needs.missing()
+    assert said[:2] == ["module no_such_module: tests", "program no-such-program: ncu"]
+    assert all(re.fullmatch(r".+: .*(steps?|ranks|compare).*\(.+\)", line) for line in said[2:])
+
+
+def test_the_steps_that_need_something_are_steps() -> None:
+    for steps in {*needs.MODULES.values(), *needs.PROGRAMS.values()} - {"every step"}:
+        assert {step.partition(" (")[0] for step in steps.split(", ")} <= set(STEPS)
+
+
+def test_wheels_are_unpacked_and_results_go_to_one_file(day: Any, tmp_path: Path) -> None:
+    """A wheel of MPI has programs and libraries beside modules, and the zip file lost their modes."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "tools-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("tools-1.data/data/bin/ncu", TOOL.replace('"$0.', '"${0%/*}/../lib/ncu.'))
+        wheel.writestr("tools-1.data/data/lib/ncu.out", ncu_table())
+        wheel.writestr("tools-1.data/data/lib/ncu.code", "0")
+    archive = tmp_path / "all.tar.gz"
+    done = day("ncu", standins={}, WHEELS=str(wheels), ARCHIVE=str(archive))
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(archive) as found:
+        names = {Path(name).name for name in found.getnames()}
+    assert {"gpu_ncu.json", "ncu.out", "ncu.log"} <= names
+
+
+def test_the_three_calls_are_all_steps_but_three() -> None:
+    lines = SCRIPT.read_text().splitlines()
+    calls = [line for line in lines if re.match(r"(FIRST|SECOND|THIRD)=\(", line)]
+    assert len(calls) == 3
+    assert set(STEPS) - set(re.findall(r"\w+", " ".join(calls))) == {"initcheck", "ranks", "compare"}
 
 
 def test_another_word_than_a_step_starts_nothing(day: Any) -> None:

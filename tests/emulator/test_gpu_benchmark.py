@@ -87,9 +87,15 @@ def test_every_number_is_there(benchmark: Any, capsys: pytest.CaptureFixture[str
     assert "flashinfer: RuntimeError: no kernel image" in capsys.readouterr().out
 
 
-def test_one_that_computes_something_else_ends_it(benchmark: Any) -> None:
-    with pytest.raises(SystemExit, match="torch computes something else"):
-        benchmark.run(EmulatorStopwatch(20_000), {"torch": partial(plain_attention, 0.1)}, 1, tokens=(40,))
+def test_one_that_computes_something_else_is_not_timed_and_no_row_is_lost(benchmark: Any) -> None:
+    kept: list[int] = []
+    wrong = {"torch": partial(plain_attention, 0.1)}
+    stopwatch = EmulatorStopwatch(20_000)
+    results = benchmark.run(stopwatch, wrong, 1, (40,), lambda found: kept.append(len(found["rows"])))
+    assert kept == [1, 2]
+    for row in results["rows"]:
+        assert row["problems"]["torch"].startswith("computes something else: it differs by ")
+        assert "torch" not in row["microseconds"]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +189,7 @@ def test_nothing_is_measured_before_the_software_is_known(
     monkeypatch.setattr(cupy_stopwatch, "CupyStopwatch", Nothing)
     order: list[str] = []
     monkeypatch.setattr(benchmark.environment, "software", lambda: order.append("software"))
-    monkeypatch.setattr(benchmark, "run", lambda *_: order.append("measured") or {})
+    monkeypatch.setattr(benchmark, "run", lambda *_, keep: order.append("measured") or {"rows": []})
     benchmark.main()
     assert order == ["software", "measured"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,6 +68,15 @@ def test_cases_for_the_sanitizers_are_right(case: same_bits.Case) -> None:
     assert np.isfinite(results.records).all()
 
 
-def test_a_source_without_the_exponential_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"same_bits.py has to follow"):
-        same_bits.defined(source("partial_attention").replace("exp2_fast(float x)", "exp2_quick(float x)"))
+@pytest.mark.parametrize("name", ["exp2_fast", "reciprocal_fast"])
+def test_a_source_without_an_approximation_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"no {name} .* same_bits.py has to follow"):
+        same_bits.defined(source("partial_attention").replace(f"{name}(float x)", "quick(float x)"))
+
+
+def test_no_approximation_of_the_hardware_is_left() -> None:
+    """Inline assembly that says so is behind a return, or in what the multiply-add kernels do not use."""
+    code = same_bits.defined(source("partial_attention"))
+    for line in (line for line in code.splitlines() if ".approx" in line):
+        name = re.findall(r"float (\w+)\(float x\) \{", code[: code.index(line)])[-1]
+        assert f"float {name}(float x) {{\n  return " in code, line

@@ -1,0 +1,122 @@
+"""The reduction over peer memory without its links: the ranks of a node as streams of one GPU.
+
+    python -m gpu_day.streams --json FILE
+
+K steps of every rank in one CUDA graph each, all graphs in flight at once; a step is what the last of them
+took, by events of the device, over K. The same protocol as between GPUs, with the L2 cache for NVLink.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from treeattn import collectives
+from treeattn.backends import cuda
+from treeattn.backends.cuda import cupy_runtime
+from treeattn.collectives import program
+from treeattn.collectives.check import prove
+from treeattn.collectives.schedule import Schedule
+from treeattn.report import as_json
+
+__all__ = ["Streams", "microseconds"]
+
+SCHEMES = ("all_gather_merge", "recursive_doubling", "binary_tree", "reduce_scatter_gather")
+HEAD_DIM = 128
+
+
+class Streams:
+    """One schedule over records [records, head_dim + 2] of each rank: buffers, planned steps and streams.
+
+    Ranks share the multiprocessors: each has as many blocks as leave room for all at once.
+    """
+
+    def __init__(self, schedule: Schedule, records: int, head_dim: int, *, seconds: float = 10.0) -> None:
+        import cupy
+
+        self._runtime, self.schedule = cupy_runtime.current(), schedule
+        proof, ranks = prove(schedule), range(schedule.size)
+        operator = cuda.MergeOperator(head_dim, runtime=self._runtime)
+        programs = [program.plan(schedule, proof, rank, records, node=tuple(ranks)) for rank in ranks]
+        self._windows = [self._runtime.expose(operator.window_bytes(each))[0] for each in programs]
+        self.buffers = [cupy.zeros((records, head_dim + 2), np.float32) for _ in ranks]
+        blocks = max(
+            1, min(operator.resident_blocks(records), self._runtime.multiprocessors // schedule.size)
+        )
+        self.steps: list[Any] = [
+            operator.planned_gets(self.buffers[rank], programs[rank], self._windows, seconds, blocks)
+            for rank in ranks
+        ]
+        self.streams = [cupy.cuda.Stream(non_blocking=True) for _ in ranks]
+
+    def close(self) -> None:
+        """Free the windows, once nothing runs."""
+        self._runtime.synchronize_all()
+        for address in self._windows:
+            self._runtime.withdraw(address)
+
+    def __enter__(self) -> Streams:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def microseconds(
+    scheme: str, size: int = 8, records: int = 16, count: int = 500, laps: int = 5
+) -> list[float]:
+    """Of a step, in each lap of `count` steps that all ranks have in flight at once."""
+    import cupy
+
+    with Streams(collectives.build(scheme, size), records, HEAD_DIM) as ranks:
+        graphs = []
+        for step, stream in zip(ranks.steps, ranks.streams, strict=True):
+            with stream:
+                step()  # compiled and loaded outside the capture
+        cupy.cuda.Device().synchronize()
+        for step, stream in zip(ranks.steps, ranks.streams, strict=True):
+            with stream:
+                stream.begin_capture()
+                for _ in range(count):
+                    step()
+                graphs.append(stream.end_capture())
+        found = []
+        for _ in range(laps + 1):
+            began, ended = cupy.cuda.Event(), [cupy.cuda.Event() for _ in graphs]
+            began.record(ranks.streams[0])
+            for stream in ranks.streams[1:]:
+                stream.wait_event(began)
+            for graph, stream, event in zip(graphs, ranks.streams, ended, strict=True):
+                graph.launch(stream)
+                event.record(stream)
+            cupy.cuda.Device().synchronize()
+            found.append(max(cupy.cuda.get_elapsed_time(began, event) for event in ended) * 1e3 / count)
+        late = [step.timed_out_peer() for step in ranks.steps]
+        if any(late):
+            raise SystemExit(f"{scheme}: a rank waited in vain: {late}")
+        return found[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    if problem := cupy_runtime.problem():
+        sys.exit(f"streams.py: {problem}")
+    rows: list[dict[str, Any]] = []
+    for size in (2, 8):
+        for records in (16, 128):
+            for scheme in SCHEMES:
+                laps = microseconds(scheme, size, records)
+                rows.append({"scheme": scheme, "ranks": size, "records": records, "microseconds": laps})
+                options.json.write_bytes(as_json({"rows": rows}))
+                print(f"{scheme}, {size} ranks, {records} records: {statistics.median(laps):.2f} us a step")
+
+
+if __name__ == "__main__":
+    main()
