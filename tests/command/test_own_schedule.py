@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import plans
 from treeattn.collectives import Schedule, Transfer, build
 
 from .launch import in_process, mpiexec, treeattn
@@ -67,6 +68,24 @@ def test_a_file_is_drawn_and_exported(star, tmp_path):
     )
     assert "recv 200b from 1" in done.stdout
     assert "calc 28" in done.stdout  # two records from each of two ranks
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [("ring.xml", plans.msccl_ring), ("line.goal", plans.goal_line), ("line.json", plans.mscclpp_line)],
+)
+def test_what_others_wrote_is_drawn_simulated_and_refused_if_damaged(tmp_path, name, written):
+    path = tmp_path / name
+    path.write_text(written(4))
+    done = in_process("schedule", path)
+    assert done.stdout.startswith(f"{path.stem}@")
+    assert "class A" in done.stdout
+    done = in_process("simulate", "--cluster", "dgx-h100", "--schemes", f"{path},ring")
+    assert f"{path.stem}@" in done.stdout, done.stderr
+    path.write_text(written(4)[:-30])
+    done = in_process("schedule", path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert str(path) in done.stderr
 
 
 @pytest.mark.parametrize(

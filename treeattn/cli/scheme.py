@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from treeattn import collectives
 from treeattn.agreement import broadcast_from_root
+from treeattn.collectives.formats import goal, msccl, mscclpp
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import auto
 from treeattn.decoder.plan import make_known, select
@@ -26,7 +27,7 @@ _NAME_LIMIT = 100  # it stands in tables
 
 def is_file(scheme: str) -> bool:
     """Whether an option names a file instead of a scheme."""
-    return scheme.endswith(".json")
+    return scheme.endswith((".json", ".xml", ".goal"))
 
 
 def build(scheme: str, ranks: int, nodes: Sequence[int] | Sequence[Sequence[int]] | None) -> Schedule:
@@ -46,23 +47,18 @@ def build(scheme: str, ranks: int, nodes: Sequence[int] | Sequence[Sequence[int]
 
 
 def from_file(path: str | Path, ranks: int | None = None, said: str = "this job has") -> Schedule:
-    """Read the schedule of a file that ``treeattn schedule`` wrote with ``--format json`` or ``--json``.
+    """Read the schedule of a file: JSON of ``treeattn schedule`` or MSCCL++, XML of MSCCL, or GOAL.
 
     ranks: how many it has to be for, and which source `said` so. Its name gets a digest of what it does, by
     which results tell schedules of one name apart. Raises `ArgumentError` for a file that cannot be read or
     is for other ranks, `ScheduleError` for one that holds no schedule.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        data = json.loads(text)
+        schedule = _read(Path(path))
     except OSError as error:
         raise ArgumentError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise ScheduleError(f"{path}: not the JSON of a schedule: {error}") from None
-    if isinstance(data, dict) and "schedule" in data:
-        text = json.dumps(data["schedule"])
-    try:
-        schedule = Schedule.from_json(text)
+    except UnicodeDecodeError:
+        raise ScheduleError(f"{path}: not text") from None
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
     if not schedule.name.isprintable() or len(schedule.name) > _NAME_LIMIT:
@@ -75,6 +71,22 @@ def from_file(path: str | Path, ranks: int | None = None, said: str = "this job 
     nameless = replace(schedule, name="")
     digest = hashlib.sha256(nameless.to_json().encode()).hexdigest()[:6]
     return replace(schedule, name=f"{schedule.name.partition('@')[0]}@{digest}")
+
+
+def _read(path: Path) -> Schedule:
+    """Read a file of any format."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".json":
+        return msccl.read(text) if path.suffix == ".xml" else goal.read(text, path.stem)
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ScheduleError(f"not the JSON of a schedule: {error}") from None
+    if isinstance(data, dict) and "gpus" in data:
+        return mscclpp.read(data)
+    return Schedule.from_json(
+        json.dumps(data["schedule"]) if isinstance(data, dict) and "schedule" in data else text
+    )
 
 
 def given(world: MpiCommunicator, names: str, on_all: bool = True) -> list[str]:

@@ -1,0 +1,126 @@
+"""Published algorithms in the formats that others describe collectives in, written after those formats."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+# One step of MSCCL's XML: type, source and destination ("s3": scratch, chunk 3), who it waits for ("2.1":
+# step 1 of thread block 2; or nobody).
+Step = tuple[str, str, str, str]
+
+
+def msccl(name: str, chunks: int, gpus: list[list[tuple[int, int, list[Step]]]]) -> str:
+    """XML of thread blocks (send to, receive from, steps); every step may be waited for."""
+    lines = [
+        f'<algo name="{name}" coll="allreduce" inplace="1" ngpus="{len(gpus)}" nchunksperloop="{chunks}">'
+    ]
+    for rank, blocks in enumerate(gpus):
+        lines.append(f'<gpu id="{rank}" i_chunks="{chunks}" o_chunks="0" s_chunks="{chunks}">')
+        for block, (send, receive, steps) in enumerate(blocks):
+            lines.append(f'<tb id="{block}" send="{send}" recv="{receive}" chan="0">')
+            for number, (kind, source, target, waits) in enumerate(steps):
+                waited, at = waits.split(".") if waits else ("-1", "-1")
+                lines.append(
+                    f'<step s="{number}" type="{kind}" srcbuf="{source[0]}" srcoff="{source[1:]}" '
+                    f'dstbuf="{target[0]}" dstoff="{target[1:]}" '
+                    f'cnt="1" depid="{waited}" deps="{at}" hasdep="1"/>'
+                )
+            lines.append("</tb>")
+        lines.append("</gpu>")
+    return "\n".join([*lines, "</algo>"])
+
+
+def msccl_ring(size: int) -> str:
+    """Reduce-scatter and all-gather around a ring, one thread block a GPU."""
+    gpus = []
+    for rank in range(size):
+        kinds = ["s", *["rrs"] * (size - 2), "rrcs", *["rcs"] * (size - 2), "r"]
+        cells = [f"i{(rank - at) % size}" for at in range(len(kinds))]
+        steps: list[Step] = [(kind, cell, cell, "") for kind, cell in zip(kinds, cells, strict=True)]
+        gpus.append([((rank + 1) % size, (rank - 1) % size, steps)])
+    return msccl("ring", size, gpus)
+
+
+def msccl_all_pairs(size: int) -> str:
+    """Everyone reduces its chunk from scratch and sends it to all: all pairs, of MSCCLang's paper."""
+    gpus = []
+    for rank in range(size):
+        own, blocks = f"i{rank}", []
+        for block, peer in enumerate(peer for peer in range(size) if peer != rank):
+            theirs = f"i{peer}"
+            steps: list[Step] = [("s", theirs, theirs, ""), ("r", own, f"s{block}", "")]
+            steps += [("s", own, own, f"{size - 1}.{size - 2}"), ("r", theirs, theirs, "")]
+            blocks.append((peer, peer, steps))
+        adds: list[Step] = [("re", f"s{block}", own, f"{block}.1") for block in range(size - 1)]
+        gpus.append([*blocks, (-1, -1, adds)])
+    return msccl("all_pairs", size, gpus)
+
+
+def goal_line(size: int) -> str:
+    """Up a line of ranks to rank 0 and back, nothing in it that could be left out."""
+    text = f"num_ranks {size}\n"
+    for rank in range(size):
+        operations = [f"recv 64b from {rank + 1} tag 0"] if rank + 1 < size else []
+        if rank:
+            operations += [f"send 64b to {rank - 1} tag 0", f"recv 64b from {rank - 1} tag 1"]
+        operations += [f"send 64b to {rank + 1} tag 1"] if rank + 1 < size else []
+        text += f"rank {rank} {{\n"
+        for number, operation in enumerate(operations):
+            waits = number and operation.startswith("send")  # a receive comes after what causes it anyway
+            text += f"l{number}: {operation}\n" + (f"l{number} requires l{number - 1}\n" if waits else "")
+        text += "}\n"
+    return text
+
+
+def mscclpp_line(size: int) -> str:
+    """The same line as an execution plan: into the neighbour's scratch, a sum, and back into its input."""
+
+    def buffer(kind: str) -> dict[str, Any]:
+        return {"type": kind, "index": 0, "size": 1}
+
+    gpus = []
+    for rank in range(size):
+        peers = [peer for peer in (rank - 1, rank + 1) if 0 <= peer < size]
+        memory = {"channel_type": "memory"}
+
+        def put(peer: int, kind: int, peers: list[int] = peers) -> list[dict[str, Any]]:
+            at = {"channel_ids": [peers.index(peer)], "channel_type": "memory"}
+            to = {"buffer_id": 2 * peers.index(peer) + kind, "index": 0, "size": 1}
+            move = {"name": "put", "src_buff": [buffer("i")], "dst_buff": [to], "channel_type": "memory"}
+            return [move, {"name": "nop"}, {"name": "signal"} | at]
+
+        def wait(peer: int, peers: list[int] = peers) -> list[dict[str, Any]]:
+            at = {"channel_ids": [peers.index(peer)], "channel_type": "memory"}
+            return [{"name": "wait"} | at, {"name": "nop"}]
+
+        parts = []
+        if rank + 1 < size:
+            both = [buffer("i"), buffer("s")]
+            parts.append([*wait(rank + 1), {"name": "re", "src_buff": both, "dst_buff": [buffer("i")]}])
+        if rank:
+            parts += [put(rank - 1, 0), wait(rank - 1)[: 1 if rank + 1 == size else 2]]
+        if rank + 1 < size:
+            parts.append(put(rank + 1, 1))
+        ops: list[dict[str, Any]] = []
+        for part in parts:
+            ordered = not ops or ops[-1]["name"] == "nop" or part[0]["name"] == "wait"
+            ops += part if ordered else [{"name": "nop"}, *part]
+        gpus.append({
+            "id": rank, "input_chunks": 1, "output_chunks": 1, "scratch_chunks": 1,
+            "channels": [memory | {"connected_to": peers}],
+            "remote_buffers": [
+                {"rank": peer, "type": kind, "access_channel_types": ["memory"]}
+                for peer in peers
+                for kind in "si"
+            ],
+            "threadblocks": [{
+                "id": 0, "ops": ops, "channels": [memory | {"channel_ids": [*range(len(peers))]}],
+                "remote_buffer_refs": [
+                    {"access_channel_type": "memory", "remote_buffer_ids": [*range(2 * len(peers))]}
+                ],
+            }],
+        })  # fmt: skip
+    return json.dumps(
+        {"name": "line", "collective": "allreduce", "protocol": "Simple", "inplace": True, "gpus": gpus}
+    )

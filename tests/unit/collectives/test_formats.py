@@ -1,0 +1,200 @@
+"""Collectives that others describe: read, proved, simulated; damaged ones refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.support import plans
+from treeattn.collectives import Schedule, build, check, names
+from treeattn.collectives.clusters import description, placement
+from treeattn.collectives.clusters.simulate import Payload, simulate
+from treeattn.collectives.drawings import text as draw
+from treeattn.collectives.formats import goal, msccl, mscclpp
+from treeattn.errors import ScheduleError
+
+READ = {
+    plans.msccl_ring: msccl.read,
+    plans.msccl_all_pairs: msccl.read,
+    plans.goal_line: goal.read,
+    plans.mscclpp_line: lambda text: mscclpp.read(json.loads(text)),
+}
+MUTANTS = 200
+WAYS = ("removed", "doubled", "swapped")
+
+
+@pytest.mark.parametrize("written", READ, ids=lambda written: written.__name__)
+def test_published_algorithms_are_read_proved_and_simulated(written):
+    cluster = description.load("dgx-h100")
+    for size in (2, 3, 5, 8):
+        schedule = READ[written](written(size))
+        found = check(schedule)
+        assert found.determinism == "A"
+        assert found.messages == (2 * size * (size - 1) if written in [*READ][:2] else 2 * (size - 1))
+        places = placement.PLACEMENTS["block"](cluster, size)
+        assert simulate(schedule, cluster, places, Payload(16, 520)).time > 0
+        assert schedule.name in draw.text(schedule)
+
+
+def test_a_ring_is_the_ring_of_the_catalogue():
+    read, ours = msccl.read(plans.msccl_ring(4)), build("ring", 4)
+    assert [len(round_) for round_ in read.rounds] == [len(round_) for round_ in ours.rounds]
+    assert check(read) == check(ours)
+
+
+def test_goal_that_is_written_is_read_back():
+    """Where all messages carry everything; the others are refused by name."""
+    for name in names("schedule"):
+        ours = build(name, 7)
+        if ours.chunks > 1:
+            with pytest.raises(ScheduleError, match="which part of the records|there already"):
+                goal.read(draw.goal(ours))
+        else:
+            read = check(goal.read(draw.goal(ours)))
+            assert (read.messages, read.determinism) == (ours.messages, check(ours).determinism)
+            assert read.rounds <= len(ours.rounds)
+
+
+def _listed_mutant(steps, drawn, ways=WAYS):
+    """One step removed, doubled or swapped with another, in place."""
+    how, at = drawn.choice(ways), drawn.randrange(len(steps))
+    if how == "removed":
+        del steps[at]
+    elif how == "doubled":
+        steps.insert(at, steps[at])
+    else:
+        other = drawn.randrange(len(steps))
+        steps[at], steps[other] = steps[other], steps[at]
+
+
+def _msccl_mutant(text, drawn):
+    algorithm = ElementTree.fromstring(text)
+    blocks = [block for block in algorithm.iter("tb") if len(block) > 1]
+    block = drawn.choice(blocks)
+    steps = [dict(step.attrib) for step in block]
+    if drawn.random() < 0.2:  # who waits for another step no longer does
+        waiting = [step for step in steps if step["depid"] != "-1"]
+        for step in drawn.sample(waiting, min(1, len(waiting))):
+            step["depid"] = "-1"
+    else:
+        # of the steps of all pairs many have no order but by chance: in another they are as right
+        _listed_mutant(steps, drawn, WAYS[: 2 + (len(blocks) == len(algorithm))])
+    changed = [step | {"s": str(at)} for at, step in enumerate(steps)]
+    if [step.attrib for step in block] == changed:
+        return None
+    for old in list(block):
+        block.remove(old)
+    block.extend(ElementTree.Element("step", step) for step in changed)
+    return ElementTree.tostring(algorithm, "unicode")
+
+
+def _goal_mutant(text, drawn):
+    lines = text.splitlines()
+    steps = [at for at, line in enumerate(lines) if line.startswith("l")]
+    how, at = drawn.choice(WAYS), drawn.choice(steps)
+    if how == "removed":
+        del lines[at]
+    elif how == "doubled":
+        again = re.sub(r"^l\d+:", "l9:", lines[at])
+        lines.insert(at, again)
+        if "requires" in again:
+            return None  # saying twice what is waited for changes nothing
+    else:
+        labelled = [n for n in steps[:-2] if ":" in lines[n]]  # the last rank's two have no order
+        one, two = drawn.sample(labelled, 2)
+        ends = [lines[n].partition(":") for n in (one, two)]
+        lines[one], lines[two] = f"{ends[0][0]}:{ends[1][2]}", f"{ends[1][0]}:{ends[0][2]}"
+    return "\n".join(lines) if sorted(lines) != sorted(text.splitlines()) else None
+
+
+def _mscclpp_mutant(text, drawn):
+    plan = json.loads(text)
+    ops = drawn.choice(plan["gpus"])["threadblocks"][0]["ops"]
+    before = _between_fences(ops)
+    _listed_mutant(ops, drawn)
+    return None if _between_fences(ops) == before else json.dumps(plan)
+
+
+def _between_fences(ops):
+    """What has no order among itself, group by group."""
+    groups = [[]]
+    for op in ops:
+        groups[-1].append(str(op)) if op["name"] != "nop" else groups.append([])
+    return [sorted(group) for group in groups if group]
+
+
+@pytest.mark.parametrize(
+    ("written", "mutant"),
+    zip(READ, [_msccl_mutant, _msccl_mutant, _goal_mutant, _mscclpp_mutant], strict=True),
+    ids=lambda it: it.__name__,
+)
+def test_every_mutant_is_refused_in_one_line(written, mutant):
+    drawn, refused = random.Random(17), 0
+    while refused < MUTANTS:
+        text = mutant(written(drawn.randint(3, 5)), drawn)
+        if text is not None:
+            with pytest.raises(ScheduleError) as error:
+                check(READ[written](text))
+            assert "\n" not in str(error.value)
+            refused += 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('coll="allreduce"', 'coll="alltoall"', "no reduction"),
+        ('type="rrs"', 'type="rcx"', "gpu 0, tb 0, step 1: type='rcx' cannot be read"),
+        ('ngpus="3"', 'ngpus="4"', "the gpus are not 0 to 3"),
+        ('cnt="1"', 'cnt="9"', "beyond its i_chunks"),
+        ('srcoff="2"', 'srcoff="-2"', "srcoff='-2'"),
+        ('srcbuf="i"', 'srcbuf="x"', "none of i, o, s"),
+        ("<algo", "<algorithm", "not XML"),
+        ('recv="2"', 'recv="0"', "no other gpu"),
+    ],
+)
+def test_what_xml_cannot_be_read_is_named(old, new, message):
+    with pytest.raises(ScheduleError, match=message):
+        msccl.read(plans.msccl_ring(3).replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"allreduce"', '"allgather"', "no reduction"),
+        ('"name": "re"', '"name": "rpkt"', r"operation 2 \(rpkt\) cannot be read"),
+        ('"input_chunks": 1', '"input_chunks": -1', "whole number"),
+        ('"gpus"', '"gpu"', "KeyError 'gpus'"),
+        ('"buffer_id": 0', '"buffer_id": 7', "IndexError"),
+        ('"size": 1', '"size": 2', "beyond its"),
+    ],
+)
+def test_what_plan_cannot_be_read_is_named(old, new, message):
+    with pytest.raises(ScheduleError, match=message):
+        mscclpp.read(json.loads(plans.mscclpp_line(3).replace(old, new, 1)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("num_ranks", "ranks", "does not begin with num_ranks"),
+        ("64b", "32b", "32 and 64 bytes"),
+        ("recv 64b from 1", "recv 64b from 0", "no message to or from another rank"),
+        ("requires", "irequires", "'l1 irequires l0' cannot be read"),
+        ("l0:", "l1:", "two operations l1"),
+        ("requires l0", "requires l7", "not both there"),
+    ],
+)
+def test_what_goal_cannot_be_read_is_named(old, new, message):
+    with pytest.raises(ScheduleError, match=message):
+        goal.read(plans.goal_line(3).replace(old, new, 1))
+
+
+def test_deadlock_and_overtaking_are_named():
+    exchange = [("r", "i0", "s0", ""), ("s", "i0", "i0", ""), ("re", "s0", "i0", "")]
+    with pytest.raises(ScheduleError, match="deadlock"):
+        msccl.read(plans.msccl("both wait", 1, [[(1, 1, exchange)], [(0, 0, exchange)]]))
+    assert isinstance(goal.read("num_ranks 1\nrank 0 {\nl1: calc 5\n}"), Schedule)
