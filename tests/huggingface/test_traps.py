@@ -44,13 +44,29 @@ def test_attention_and_mask_are_registered():
     assert "treeattn" in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
 
 
-def test_a_model_that_goes_another_way_takes_the_name_and_is_refused(comm):
-    config = transformers.BloomConfig(vocab_size=97, hidden_size=64, n_layer=2, n_head=4)
-    bloom = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="treeattn").eval()
-    kv = huggingface.ShardedKV(bloom.config, comm, capacity=64)
-    refused("does not go through transformers' attention interface", bloom, prompt(), past_key_values=kv)
-    kv.reset()
-    refused("does not go through", huggingface.prefill, bloom, prompt(), kv)
+@pytest.mark.parametrize("family", ["Bloom", "Mpt", "Falcon", "CodeGen", "GPTJ"])
+def test_a_family_that_goes_another_way_is_refused_whatever_name_it_takes(comm, family):
+    config = getattr(transformers, f"{family}Config")()
+    config._attn_implementation_internal = "treeattn"
+    match = "does not go through transformers' attention interface"
+    refused(match, huggingface.ShardedKV, config, comm, capacity=64)
+
+
+def test_a_model_that_goes_another_way_is_refused_at_its_first_keys(comm, monkeypatch):
+    """Nobody knows it by its name. After its one layer no other could notice; with padding it knows another
+    mask."""
+    from transformers.models.llama import modeling_llama
+
+    def eager(*_):
+        return modeling_llama.eager_attention_forward
+
+    monkeypatch.setattr(modeling_llama.ALL_ATTENTION_FUNCTIONS, "get_interface", eager)
+    other = made("Llama", "treeattn", num_hidden_layers=1)
+    kv = huggingface.ShardedKV(other.config, comm, capacity=64)
+    for given in {}, {"attention_mask": padded(prompt(3))}:
+        refused("does not go through transformers'", other, prompt(3), past_key_values=kv, **given)
+        kv.reset()
+    refused("does not go through transformers'", huggingface.prefill, other, prompt(), kv)
 
 
 def test_another_attention_than_the_one_registered(comm, model):
@@ -276,10 +292,26 @@ def test_a_prefill_of_rows_padded_on_the_left(comm, model):
 def test_a_layer_that_was_left_waiting_is_named(cache):
     keys = torch.zeros(1, 2, 1, 16)
     cache.update(keys, keys, 0)
-    with pytest.raises(StateError, match="did not attend"):
+    with pytest.raises(StateError, match="did not attend to them"):
         cache.update(keys, keys, 1)
     cache.reset()
     cache.update(keys, keys, 0)
+
+
+def test_a_cache_that_a_failed_call_left_half_filled(comm, monkeypatch, cache):
+    """In the middle of a layer, or between two of them: what follows would be another text."""
+    model = made("Llama", "treeattn")
+    refused("output_attentions", model, prompt(), output_attentions=True, past_key_values=cache)
+    refused("half filled", model, prompt(1, 1), past_key_values=cache)
+    cache.reset()
+    monkeypatch.setattr(model.model.layers[1].self_attn, "is_causal", False)
+    refused("not causal", model, prompt(), past_key_values=cache)
+    refused("half filled", model, prompt(1, 1), past_key_values=cache)
+    cache.reset()
+    monkeypatch.undo()
+    with torch.no_grad():
+        got = model(prompt(), past_key_values=cache).logits
+    assert_close(got, made("Llama")(prompt()).logits)
 
 
 def test_keys_that_were_changed_on_the_way_are_noticed_at_once(model, cache):
@@ -287,8 +319,9 @@ def test_keys_that_were_changed_on_the_way_are_noticed_at_once(model, cache):
     attention = ALL_ATTENTION_FUNCTIONS["treeattn"]
     layer, query = model.model.layers[0].self_attn, torch.zeros(1, 4, 1, 16)
     keys, values = cache.update(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), 0)
-    refused("changed the keys on the way", attention, layer, query, keys * 2, values, None)
-    assert attention(layer, query, keys * 2, values, None)[0].shape == (1, 1, 4, 16)
+    refused("changed the keys on the way", torch.mul, keys, 2)
+    refused("changed the keys on the way", attention, layer, query, torch.zeros(1, 2, 1, 16), values, None)
+    assert attention(layer, query, torch.zeros(1, 2, 1, 16), values, None)[0].shape == (1, 1, 4, 16)
 
 
 def test_a_call_that_was_refused_leaves_nobody_waiting(model, cache):

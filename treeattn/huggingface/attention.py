@@ -8,8 +8,9 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from treeattn.errors import ArgumentError, StateError
-from treeattn.huggingface.layers import NOT_ATTENDED, waiting
+from treeattn.huggingface.layers import waiting
 from treeattn.huggingface.mask import mask
+from treeattn.huggingface.sealed import NOT_ATTENDED, plain
 from treeattn.huggingface.store import attend
 
 __all__ = ["attention", "register"]
@@ -49,9 +50,11 @@ def attention(
     change the result and is not understood.
     """
     waited, waiting.layer = waiting.layer, None
+    layer, key = getattr(key, "treeattn", None), plain(key)
+    if attention_mask is not None:
+        sliding_window = sliding_window or getattr(attention_mask, "window", None)
+        attention_mask = plain(attention_mask)
     _refuse(module, attention_mask, dropout, others)
-    sliding_window = sliding_window or getattr(attention_mask, "window", None)
-    layer = getattr(key, "treeattn", None)
     if layer is None and hasattr(module, "expand_kv"):  # it caches latents, and made key and value of them
         layer = waited if waited and waited.new == key.shape[2] else None
     if layer is None and waited is not None:

@@ -3,10 +3,12 @@ it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
@@ -85,6 +87,7 @@ class ShardedKV(Cache):
                     f"the model attends by {text._attn_implementation!r}: load it with "
                     "attn_implementation='treeattn'"
                 )
+            _refuse_another_way(text)
             if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer) or capacity < 1:
                 raise ArgumentError(
                     f"capacity must be a whole number of slots, at least 1, not {capacity!r:.60}"
@@ -103,8 +106,9 @@ class ShardedKV(Cache):
                 "the layers of the model": len(layers),
             }
         super().__init__(layers=layers)
-        stores = (layer.store for layer in layers if isinstance(layer, FullAttentionLayer))
-        self.first = next(stores, None)
+        self.latent = bool(getattr(text, "kv_lora_rank", None))
+        full = (n for n, layer in enumerate(layers) if isinstance(layer, FullAttentionLayer))
+        self.first = next(full, 0)  # layer of full attention
         self.plans = plans.over(self.comm, reduction)
         self.plans_by_heads = plans.over(self.comm, by_heads)
         self.dealt: Any = None  # while a prefill is under way in which each rank has tokens of its own
@@ -149,3 +153,13 @@ class ShardedKV(Cache):
         """Forget all tokens."""
         waiting.layer = None
         super().reset()
+
+
+def _refuse_another_way(config: Any) -> None:
+    """Raise `ArgumentError` for a model of transformers that attends by itself, whatever name it was given:
+    its file does not know the interface. What is not of transformers is told by `sealed` keys."""
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model is None or model._supports_attention_backend:
+        return
+    if not hasattr(sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS"):
+        raise ArgumentError(f"{model.__name__} does not go through transformers' attention interface")

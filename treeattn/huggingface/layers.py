@@ -9,12 +9,13 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from treeattn.errors import ArgumentError, StateError
+from treeattn.huggingface.sealed import NOT_ATTENDED, sealed
 from treeattn.huggingface.store import Store
 
 if TYPE_CHECKING:
     from treeattn.huggingface.cache import ShardedKV
 
-__all__ = ["NOT_ATTENDED", "FullAttentionLayer", "SlidingWindowLayer", "waiting"]
+__all__ = ["FullAttentionLayer", "SlidingWindowLayer", "waiting"]
 
 
 class _Waiting:
@@ -24,11 +25,6 @@ class _Waiting:
 
 
 waiting = _Waiting()
-
-NOT_ATTENDED = (
-    "keys and values were cached, and 'treeattn' did not attend to them: this model's attention "
-    "does not go through transformers' attention interface, or changed the keys on the way"
-)
 
 
 class FullAttentionLayer(CacheLayerMixin):
@@ -50,11 +46,26 @@ class FullAttentionLayer(CacheLayerMixin):
         cache = self.cache
         if waiting.layer is not None and waiting.layer.cache is cache:
             raise StateError(NOT_ATTENDED)
+        new = key_states.shape[2]
+        if not torch.compiler.is_compiling():
+            self._check_whole(new if cache.dealt is None else cache.dealt.tokens)
         waiting.layer = self
         self.is_initialized = True
-        self.new = key_states.shape[2]
+        self.new = new
         self.slots += self.new if cache.dealt is None else cache.dealt.tokens
-        return _attached(key_states, self), value_states
+        return self._on_the_way(key_states), value_states
+
+    def _check_whole(self, new: int) -> None:
+        """Raise `StateError` where an earlier call ended between two layers, or between `update` and
+        attention."""
+        first = self.cache.layers[self.cache.first]
+        if self.slots != self.store.slots or (self is not first and self.slots + new != first.slots):
+            raise StateError("the cache was left half filled by a call that failed: cache.reset() empties it")
+
+    def _on_the_way(self, keys: torch.Tensor) -> torch.Tensor:
+        """Keys are all that transformers hands from a cache to an attention function, also to layers that
+        share them: this layer is attached. Latents, of which the model makes keys first, stay open."""
+        return keys if self.cache.latent else sealed(keys, treeattn=self)
 
     def taken(self, module: Any, waited: bool) -> int:
         """Whether what the attention of `module` is given has still to be appended, since it `waited`; that
@@ -124,16 +135,8 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
         if dealt is not None:
             key_states, value_states = dealt.together(key_states), dealt.together(value_states)
         keys, values = super().update(key_states, value_states)
-        return _attached(keys, self), values
+        return sealed(keys, treeattn=self), values
 
     def taken(self, _module: Any, _waited: bool) -> int:
         """Nothing is to be appended."""
         return 0
-
-
-def _attached(keys: torch.Tensor, layer: Any) -> torch.Tensor:
-    """The way from a cache to an attention function: transformers hands over the keys, and nothing else.
-    Layers that share keys find the layer that has them, too."""
-    keys = keys.view(keys.shape)
-    keys.treeattn = layer
-    return keys

@@ -12,6 +12,7 @@ import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from treeattn.errors import ArgumentError
+from treeattn.huggingface.sealed import sealed
 
 __all__ = ["begins_of", "mask"]
 
@@ -65,8 +66,7 @@ def mask(
         begins = begins_of(attention_mask, q_offset + q_length)
         if not local_size and not begins.any():
             return None
-    begins.window = local_size
-    return begins
+    return sealed(begins, window=local_size)
 
 
 def begins_of(attention_mask: torch.Tensor, end: int) -> torch.Tensor:

@@ -29,16 +29,18 @@ class Store:
     def __init__(self, cache: ShardedKV, heads: int | None) -> None:
         self._cache, self.shard = cache, cast("ShardedCache | RemoteLayer | None", None)
         self._heads, self._kind = heads, cast("tuple[Any, ...]", ())
-        self.handle = next(_numbers)
+        self.handle, self.slots = next(_numbers), 0
         _stores[self.handle] = self
 
     def append(self, k: Any, v: Any) -> None:
         """The next tokens, [batch, tokens, kv_heads, dim], of which this rank keeps its own."""
         self._made(k, v).append(k, v)
+        self.slots += k.shape[1]
 
     def append_own(self, k: Any, v: Any, tokens: int) -> None:
         """The same of `tokens` tokens, of which k and v are this rank's."""
         self._made(k, v).append_own(k, v, [tokens] * len(k))
+        self.slots += tokens
 
     def _made(self, k: Any, v: Any) -> Any:
         kind, shard = (k.shape[2:], v.shape[3], k.dtype), self.shard
@@ -48,11 +50,12 @@ class Store:
 
     def check_tokens(self, key: torch.Tensor, begins: Any) -> None:
         """Once for a sequence: whether all ranks were given the same. Collective."""
-        if self is self._cache.first and self._cache.comm.size > 1:
+        if self is self._cache.layers[self._cache.first].store and self._cache.comm.size > 1:
             same_tokens.check(self._cache.comm, key, begins)
 
     def crop(self, slots: int) -> None:
         """Forget what stands at `slots` and after."""
+        self.slots = slots
         if self.shard is not None:
             self.shard.rollback(np.full_like(self.shard.totals, slots))
 
@@ -67,7 +70,9 @@ class Store:
         """To all tokens of all ranks, of which those of k and v in `new` are still to be appended. by_heads:
         the result is this rank's heads alone. Collective."""
         if isinstance(self.shard, RemoteLayer):
-            return self.shard.attend(q, new, begins, **rules)
+            both = self.shard.attend(q, new, begins, **rules)
+            self.slots += new[0].shape[1] if new else 0
+            return both
         if new:
             self.append(*new)
         stands = at + np.arange(q.shape[1])

@@ -1,0 +1,61 @@
+"""Tensors on their way through a model to "treeattn": who computes with them before is told so at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from treeattn.errors import StateError
+
+__all__ = ["NOT_ATTENDED", "Sealed", "plain", "sealed"]
+
+NOT_ATTENDED = (
+    "keys and values were cached, and 'treeattn' did not attend to them: the model does not go through "
+    "transformers' attention interface, has another attn_implementation, or changed the keys on the way"
+)
+
+#: What a model may ask of a sealed tensor, and what may hand it over as it is.
+_HARMLESS = {"__get__", "__len__", "contiguous", "dim", "element_size", "get_device", "is_complex"} | {
+    *(
+        "is_contiguous",
+        "is_floating_point",
+        "ndimension",
+        "nelement",
+        "numel",
+        "size",
+        "stride",
+        "to",
+        "type",
+    ),
+}
+
+
+class Sealed(torch.Tensor):
+    """New keys, of which a model that attends by itself would make another text, or the beginnings that
+    `mask` made. Has the tensor in it as `plain`."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise `StateError` for all that computes."""
+        if func.__name__ in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **(kwargs or {}))
+            if result is args[0] or not isinstance(result, torch.Tensor):
+                return result
+        raise StateError(NOT_ATTENDED)
+
+
+def sealed(tensor: torch.Tensor, **attached: Any) -> torch.Tensor:
+    """The same with `attached` attributes; in a compiled model, which is traced, open."""
+    compiling = torch.compiler.is_compiling()
+    one: Any = tensor.view(tensor.shape) if compiling else tensor.as_subclass(Sealed)
+    one.plain = tensor
+    for name, value in attached.items():
+        setattr(one, name, value)
+    return one
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """What is in a sealed one."""
+    return tensor.plain if isinstance(tensor, Sealed) else tensor
