@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from treeattn import collectives, communicators
-from treeattn.backends.cpu.merge import MergeOperator
+from treeattn.backends.cpu.records import MergeOperator
 from treeattn.collectives.runtime.reducer import ReductionSpec
-from treeattn.decoder import executor
+from treeattn.decoder import reducers
 from treeattn.study import environment
 
 
@@ -41,7 +41,7 @@ def main() -> None:
     calls = {"dist.all_reduce": lambda: dist.all_reduce(sums.fill_(1.0))}
     for name in ("torch", "slots"):
         buffer = np.ones((options.records, operator.width), np.float32)
-        calls[name] = executor.plan(name, schedule, ReductionSpec(comm, operator, buffer))
+        calls[name] = reducers.run_rounds(name, schedule, ReductionSpec(comm, operator, buffer))
     spent = {name: np.zeros(options.repeat) for name in calls}
     for step in range(-20, options.repeat):
         for name, call in calls.items():

@@ -18,12 +18,18 @@ ASPLOS 2023).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import groupby
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from treeattn.collectives import traffic
+from treeattn.collectives.check import Certificate, Proof, prove
 from treeattn.collectives.check import Fold as FoldOrder
-from treeattn.collectives.check import Proof
 from treeattn.collectives.schedule import Round, Schedule, Transfer
+from treeattn.errors import ScheduleError
+
+if TYPE_CHECKING:
+    from treeattn.collectives.runtime.reducer import ReductionSpec
 
 #: Buffers beside the slots of ranks, which go by the number of their rank.
 OWN, LANDING = -1, -2
@@ -186,6 +192,55 @@ def plan(
         instructions = [*planner.await_readers(), *instructions]
     slots = max(planner.used.values(), default=0)
     return Program(rank, tuple(instructions), len(schedule.rounds), slots, planner.landing)
+
+
+class Planned(NamedTuple):
+    """The program of one rank, what is proved of it, and what it works on.
+
+    records: [records, width], the rank's own. sent: (destination, bytes) of every message, through shared
+    memory too.
+    """
+
+    name: str
+    certificate: Certificate
+    program: Program
+    records: Any
+    sent: list[tuple[int, int]]
+
+
+def of_spec(spec: ReductionSpec, schedule: Schedule, node: Iterable[int] = ()) -> Planned:
+    """Plan this rank's program; node: the ranks that read one another's memory.
+
+    Raises `ScheduleError`, before anything is allocated, if the schedule is for another number of ranks or is
+    not a correct reduction, or if the buffer does not fit.
+    """
+    rank, size = spec.comm.rank, spec.comm.size
+    if schedule.size != size:
+        raise ScheduleError(
+            f"{schedule.name}: made for {schedule.size} ranks, the communicator has {size}; "
+            f"run it on {schedule.size}, or build one with size={size}"
+        )
+    records = spec.records(schedule.name)
+    made, certificate, messages = _planned(schedule, rank, len(records), spec.granularity, tuple(node))
+    bytes_each = records.nbytes // max(len(records), 1)
+    sent = [(peer, count * bytes_each) for peer, count in messages]
+    return Planned(schedule.name, certificate, made, records, sent)
+
+
+@lru_cache(maxsize=64)
+def _planned(
+    schedule: Schedule, rank: int, count: int, granularity: int, node: tuple[int, ...]
+) -> tuple[Program, Certificate, tuple[tuple[int, int], ...]]:
+    """Program, proof, and (destination, records) of what the rank sends: they follow from these alone."""
+    proof = prove(schedule)
+    if schedule.has_exclusive:
+        raise ScheduleError(
+            f"{schedule.name} sends what a rank has gathered without its own: such schedules are studied, "
+            "not run; take another, such as recursive_doubling"
+        )
+    own = [each for each in traffic.messages(schedule, count, granularity) if each.src == rank]
+    made = plan(schedule, proof, rank, count, granularity=granularity, node=node)
+    return made, proof.certificate, tuple((each.dst, each.records) for each in own)
 
 
 class _Run(NamedTuple):

@@ -13,7 +13,7 @@ from treeattn.errors import ArgumentError, BackendError
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-    from treeattn.collectives.runtime.communicator import Communicator
+    from treeattn.collectives.runtime.communicator import Communicator, Member
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
     from treeattn.collectives.runtime.torch_communicator import TorchCommunicator
 
@@ -96,7 +96,12 @@ def oversubscribed(comm: object) -> bool:
     Nodes may be of one machine (containers, emulated nodes) and then share its cores; and the launcher may
     have started ranks of other communicators there.
     """
-    here = [member.cores for member in intracomm(comm).members if member.kernel == kernel()]
+    return _oversubscribed(intracomm(comm).members)
+
+
+@functools.lru_cache(maxsize=64)
+def _oversubscribed(members: tuple[Member, ...]) -> bool:
+    here = [member.cores for member in members if member.kernel == kernel()]
     cores = functools.reduce(int.__or__, here).bit_count()
     return max(len(here), launch.local_size()) > cores
 

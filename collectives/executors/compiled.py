@@ -12,9 +12,9 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from treeattn.collectives.executors import planned as planning
+from treeattn.collectives import program
 from treeattn.collectives.executors.lowering import Buffers, Requests, Step, landing_records, lower
-from treeattn.collectives.executors.planned import Planned
+from treeattn.collectives.program import LANDING, OWN, Planned, Region
 from treeattn.collectives.runtime.memory import HOST
 from treeattn.collectives.runtime.operator import NativeOperator
 from treeattn.collectives.runtime.reducer import NativeStep, ReductionSpec
@@ -78,12 +78,12 @@ def plan(spec: ReductionSpec, schedule: Schedule, *, oversubscribed: bool = Fals
     """The reducer of a schedule whose messages all travel by MPI. Collective.
 
     spec: of a `NativeOperator` on the host, where no rank has a `problem`, over a communicator of MPI whose
-    functions can be called from C (`mpi_abi.problem`). oversubscribed: ranks of this
-    machine share cores. Raises `ScheduleError` as `planned.plan` does.
+    functions can be called from C (`mpi_messages.problem`). oversubscribed: ranks of this
+    machine share cores. Raises `ScheduleError` as `program.of_spec` does.
     """
     from treeattn.collectives.executors.mpi_messages import MpiMessages
 
-    planned = planning.plan(spec, schedule)
+    planned = program.of_spec(spec, schedule)
     return Reducer(spec, planned, MpiMessages(spec.comm, planned.name, planned.program), None, oversubscribed)
 
 
@@ -113,10 +113,19 @@ class Reducer(BaseReducer):
 
     def _bind(self, spec: ReductionSpec, planned: Planned, spins: int) -> None:
         """Everything that a step needs, where C finds it."""
-        arrays = planning.Interpreter(spec, planned, landing_records(self._program))
+        landing = spec.memory.empty(
+            (landing_records(self._program), spec.operator.width), planned.records.dtype
+        )
+        arrays = {OWN: planned.records, LANDING: landing}
+
+        def array(region: Region) -> Any:
+            return arrays[region.buffer][region.first : region.stop]
+
         for number, instructions in self._program.by_round():
-            self._messages.add(number, *arrays.messages(instructions))
-        addresses = planned.records.ctypes.data, arrays.landing.ctypes.data
+            sends, receives = program.messages(instructions)
+            arriving = [(array(message.into), message.peer) for message in receives]
+            self._messages.add(number, arriving, [(array(message.source), message.peer) for message in sends])
+        addresses = planned.records.ctypes.data, landing.ctypes.data
         self._lowered = lower(
             self._program,
             Buffers(*addresses, self._slots, planned.records[:1].nbytes),

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from mpi4py import MPI
 
-from treeattn.collectives.executors import planned as planning
-from treeattn.collectives.runtime.persistent_requests import PersistentRequests
+from treeattn.collectives import program
+from treeattn.collectives.executors.interpreter import Interpreter
+from treeattn.collectives.runtime.mpi_communicator import PersistentRequests
 from treeattn.collectives.runtime.reducer import Reducer as BaseReducer
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.collectives.schedule import Schedule
@@ -40,14 +41,14 @@ class Reducer(BaseReducer):
     executor = "mpi"
 
     def __init__(self, spec: ReductionSpec, schedule: Schedule) -> None:
-        planned = planning.plan(spec, schedule)
+        planned = program.of_spec(spec, schedule)
         # All ranks are here: what may fail on one of them alone comes after what they do together.
         super().__init__(schedule.name)
         self._requests = PersistentRequests(spec.comm)
         self.certificate, self.sent, self._program = planned.certificate, planned.sent, planned.program
         self._ready = spec.memory.synchronize
         #: What this rank does in a step.
-        self.rounds = list(self._planned_rounds(planning.Interpreter(spec, planned)))
+        self.rounds = list(self._planned_rounds(Interpreter(spec, planned)))
         self._at: PlannedRound | None = None
         self._left: list[PlannedRound] = []  # of a step in halves, the next one last
         self.stream_ordered = not self.rounds
@@ -58,7 +59,7 @@ class Reducer(BaseReducer):
             return super().waits_for()
         return f"{self.name}, round {self._at.number}", self._program.peers(self._at.number)
 
-    def _planned_rounds(self, interpreter: planning.Interpreter) -> Iterator[PlannedRound]:
+    def _planned_rounds(self, interpreter: Interpreter) -> Iterator[PlannedRound]:
         """Tag = round: a fast neighbour may be ahead."""
         for number, instructions in self._program.by_round():
             requests = self._requests.add(number, *interpreter.messages(instructions))

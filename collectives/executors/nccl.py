@@ -7,7 +7,7 @@ them at the same time, and needs that: two ranks that each send first would wait
 from __future__ import annotations
 
 from treeattn.collectives import program
-from treeattn.collectives.executors import planned as planning
+from treeattn.collectives.executors.interpreter import Interpreter
 from treeattn.collectives.runtime import nccl
 from treeattn.collectives.runtime.cuda_graph import CudaGraphReducer
 from treeattn.collectives.runtime.reducer import ReductionSpec
@@ -20,8 +20,8 @@ def plan(spec: ReductionSpec, schedule: Schedule) -> CudaGraphReducer:
 
     Raises `ScheduleError` if the schedule is for another number of ranks or is not a correct reduction.
     """
-    planned = planning.plan(spec, schedule)
-    interpreter = planning.Interpreter(spec, planned)
+    planned = program.of_spec(spec, schedule)
+    interpreter = Interpreter(spec, planned)
     rounds = [
         (*interpreter.messages(instructions), interpreter.calls(instructions))
         for _, instructions in planned.program.by_round()

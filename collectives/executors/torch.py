@@ -6,7 +6,8 @@ over NCCL, on the memory of a GPU, it has never run.
 
 from __future__ import annotations
 
-from treeattn.collectives.executors import planned as planning
+from treeattn.collectives import program
+from treeattn.collectives.executors.interpreter import Interpreter
 from treeattn.collectives.executors.torch_messages import TorchMessages
 from treeattn.collectives.runtime.reducer import Reducer as BaseReducer
 from treeattn.collectives.runtime.reducer import ReductionSpec
@@ -24,12 +25,12 @@ class Reducer(BaseReducer):
     executor = "torch"
 
     def __init__(self, spec: ReductionSpec, schedule: Schedule) -> None:
-        planned = planning.plan(spec, schedule)
+        planned = program.of_spec(spec, schedule)
         super().__init__(schedule.name)
         self._messages = TorchMessages(spec.comm, schedule.name, planned.program)
         self.certificate, self.sent, self._program = planned.certificate, planned.sent, planned.program
         self._ready = spec.memory.synchronize
-        interpreter = planning.Interpreter(spec, planned)
+        interpreter = Interpreter(spec, planned)
         self._rounds = []
         for number, instructions in planned.program.by_round():
             self._messages.add(number, *interpreter.messages(instructions))

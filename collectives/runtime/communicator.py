@@ -1,16 +1,12 @@
 """The communicator protocol: what this package asks of MPI's communicators and of torch's process groups.
 
-What their implementations share stands here too: where ranks run, and calls that the watchdog sees.
+What their implementations share stands here too: where ranks run.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from treeattn.collectives.runtime import watchdog
@@ -20,7 +16,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
     from torch.distributed import ProcessGroup
 
-__all__ = ["Communicator", "Given", "Member", "WatchedCalls", "introduce", "node_groups"]
+__all__ = ["Communicator", "Given", "Member", "introduce", "node_groups"]
 
 T = TypeVar("T")
 C = TypeVar("C", bound="Communicator")
@@ -111,51 +107,3 @@ def introduce(rank: int, size: int, members: Sequence[Member]) -> None:
     here = kernel(), namespace()
     _known.update({m.rank: m.process for m in members if (m.kernel, m.namespace) == here})
     watchdog.introduce(rank, size, lambda: _known)
-
-
-class WatchedCalls:
-    """The blocking calls of one communicator as the watchdog sees them."""
-
-    def __init__(self) -> None:
-        self.blocking = self._number = 0
-        self._call = ""
-        watchdog.register(self)
-
-    def run(self, name: str, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        """What a blocking call gives."""
-        self._call = name
-        self._number = self.blocking = self._number + 1
-        try:
-            return call(*arguments, **options)
-        finally:
-            self.blocking = 0
-
-    def waits_for(self) -> tuple[str, str]:
-        """The activity of the caller, or the call and where it was made; peers."""
-        return watchdog.current_activity() or (f"{self._call}{self._where()}", "the other ranks")
-
-    def _where(self) -> str:
-        for frame in itertools.chain.from_iterable(map(_up, sys._current_frames().values())):
-            if frame.f_code is WatchedCalls.run.__code__ and frame.f_locals["self"] is self:
-                caller = next(outer for outer in _up(frame) if not _implements(outer))
-                return f" in {caller.f_code.co_name} ({_shown(caller)})"
-        return ""
-
-
-def _up(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _implements(frame: FrameType) -> bool:
-    """Whether it is a communicator's own."""
-    path = Path(frame.f_code.co_filename)
-    return path.parent.name == "runtime" and path.name.endswith("communicator.py")
-
-
-def _shown(frame: FrameType) -> str:
-    """File and line, the file from the package's folder on."""
-    folder = Path(__file__).absolute().parents[3]
-    path = Path(frame.f_code.co_filename)
-    return f"{path.relative_to(folder) if path.is_relative_to(folder) else path.name}:{frame.f_lineno}"

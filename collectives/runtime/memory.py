@@ -13,10 +13,10 @@ __all__ = ["HOST", "Host", "Memory", "PeerMemory", "Stream"]
 class Memory(Protocol):
     """Where records lie. Work on them may be queued: it runs in order."""
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: Any, /) -> Any:
         """A new C-contiguous array."""
 
-    def copy(self, into: Any, source: Any) -> None:
+    def copy(self, into: Any, source: Any, /) -> None:
         """Queue a copy between arrays of one shape and type."""
 
     def synchronize(self) -> None:
@@ -65,15 +65,10 @@ class PeerMemory(Stream, Protocol):
 
 
 class Host:
-    """Memory of this process: nothing is queued."""
+    """Memory of this process: NumPy arrays, and nothing is queued."""
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A NumPy array."""
-        return np.empty(shape, dtype)
-
-    def copy(self, into: Any, source: Any) -> None:
-        """At once."""
-        np.copyto(into, source)
+    empty: Any = staticmethod(np.empty)
+    copy: Any = staticmethod(np.copyto)
 
     def synchronize(self) -> None:
         """Nothing to wait for."""

@@ -6,16 +6,17 @@ import functools
 import inspect
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from mpi4py import MPI
 
 from treeattn.collectives.runtime import communicator, watchdog
-from treeattn.collectives.runtime.communicator import Member, WatchedCalls
+from treeattn.collectives.runtime.communicator import Member
+from treeattn.collectives.runtime.reducer import duplicate
 from treeattn.errors import no_communicator
 
-__all__ = ["MpiCommunicator"]
+__all__ = ["MpiCommunicator", "PersistentRequests"]
 
 # Calls that return without the other ranks. Whatever else a communicator has, or comes to have, is watched.
 _LOCAL = re.compile(
@@ -35,7 +36,7 @@ class MpiCommunicator(MPI.Intracomm):
     members: tuple[Member, ...] = ()
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self._wait = WatchedCalls()
+        self._wait = watchdog.WatchedCalls()
 
     @classmethod
     def of(cls, comm: MPI.Intracomm) -> MpiCommunicator:
@@ -56,7 +57,7 @@ class MpiCommunicator(MPI.Intracomm):
         """The same communicator for the calls of a step, which counts itself."""
         return MPI.Intracomm(self)
 
-    @property
+    @functools.cached_property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """Ranks by node (shared memory domain), nodes in order of their lowest rank."""
         return communicator.node_groups(self.members)
@@ -155,3 +156,40 @@ for _name in set(dir(MPI.Intracomm)) - set(vars(MpiCommunicator)):
 @functools.cache
 def _keyval() -> int:
     return MPI.Comm.Create_keyval()
+
+
+class PersistentRequests:
+    """The persistent requests of one reducer (MPI standard, section 3.9), which must be freed before
+    MPI_Finalize, and a duplicate of its communicator."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        """Collective. Raises `BackendError` as `duplicate` does."""
+        self.comm = duplicate(comm)
+        self._requests: list[MPI.Prequest] = []
+
+    def receive(self, array: Any, peer: int, tag: int) -> MPI.Prequest:
+        """Plan a message into `array`."""
+        self._requests.append(self.comm.Recv_init(array, peer, tag))
+        return self._requests[-1]
+
+    def send(self, array: Any, peer: int, tag: int) -> MPI.Prequest:
+        """Plan a message out of `array`."""
+        self._requests.append(self.comm.Send_init(array, peer, tag))
+        return self._requests[-1]
+
+    def add(
+        self, tag: int, receives: Iterable[tuple[Any, int]], sends: Iterable[tuple[Any, int]]
+    ) -> list[MPI.Prequest]:
+        """Plan the messages (array, peer) of a round."""
+        arriving = [self.receive(array, peer, tag) for array, peer in receives]
+        return arriving + [self.send(array, peer, tag) for array, peer in sends]
+
+    def free(self) -> None:
+        """Free the requests, none of which may be active; the MPI library may be at its end already."""
+        while self._requests and not MPI.Is_finalized():
+            self._requests.pop().Free()
+
+    def close(self) -> None:
+        """Free everything. Collective."""
+        self.free()
+        self.comm.free()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from treeattn.collectives.runtime import communicator, watchdog
-from treeattn.collectives.runtime.communicator import Member, WatchedCalls
+from treeattn.collectives.runtime.communicator import Member
 from treeattn.collectives.runtime.process import kernel, namespace
 from treeattn.errors import PeerError, StateError
 
@@ -38,7 +38,7 @@ class _Known:
 
     def __init__(self, host: ProcessGroup | None) -> None:
         self.host = host
-        self.calls = WatchedCalls()
+        self.calls = watchdog.WatchedCalls()
         self.members: tuple[Member, ...] = ()
         self.channels = 0
 

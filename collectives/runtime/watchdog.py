@@ -13,14 +13,17 @@ NCCL that nothing can interrupt. So every wait has the limit that ``TREEATTN_TIM
 from __future__ import annotations
 
 import atexit
+import itertools
 import math
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, NoReturn, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 from treeattn.collectives.runtime.process import Process
 from treeattn.errors import ArgumentError
@@ -31,6 +34,7 @@ __all__ = [
     "Activity",
     "Guarded",
     "Watched",
+    "WatchedCalls",
     "at_the_end",
     "call_with_timeout",
     "current_activity",
@@ -41,6 +45,8 @@ __all__ = [
     "register",
     "timeout_message",
 ]
+
+T = TypeVar("T")
 
 #: Seconds that anything waits for other ranks; 0: as long as it takes.
 VARIABLE = "TREEATTN_TIMEOUT"
@@ -291,3 +297,51 @@ def _speak(message: str) -> NoReturn:
     time.sleep(min(0.3 * rank, 3.0))
     print(f"treeattn: rank {rank}: {message}", file=sys.stderr, flush=True)
     end_job(TIMED_OUT)
+
+
+class WatchedCalls:
+    """The blocking calls of one communicator as the watchdog sees them."""
+
+    def __init__(self) -> None:
+        self.blocking = self._number = 0
+        self._call = ""
+        register(self)
+
+    def run(self, name: str, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """What a blocking call gives."""
+        self._call = name
+        self._number = self.blocking = self._number + 1
+        try:
+            return call(*arguments, **options)
+        finally:
+            self.blocking = 0
+
+    def waits_for(self) -> tuple[str, str]:
+        """The activity of the caller, or the call and where it was made; peers."""
+        return current_activity() or (f"{self._call}{self._where()}", "the other ranks")
+
+    def _where(self) -> str:
+        for frame in itertools.chain.from_iterable(map(_up, sys._current_frames().values())):
+            if frame.f_code is WatchedCalls.run.__code__ and frame.f_locals["self"] is self:
+                caller = next(outer for outer in _up(frame) if not _implements(outer))
+                return f" in {caller.f_code.co_name} ({_shown(caller)})"
+        return ""
+
+
+def _up(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _implements(frame: FrameType) -> bool:
+    """Whether it is a communicator's own."""
+    path = Path(frame.f_code.co_filename)
+    return path.parent.name == "runtime" and path.name.endswith(("communicator.py", "watchdog.py"))
+
+
+def _shown(frame: FrameType) -> str:
+    """File and line, the file from the package's folder on."""
+    folder = Path(__file__).absolute().parents[3]
+    path = Path(frame.f_code.co_filename)
+    return f"{path.relative_to(folder) if path.is_relative_to(folder) else path.name}:{frame.f_lineno}"

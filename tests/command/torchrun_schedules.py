@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.support.torchrun import without_mpi
 from treeattn import collectives, communicators
-from treeattn.backends.cpu.merge import MergeOperator
+from treeattn.backends.cpu.records import MergeOperator
 from treeattn.collectives.executors import loopback, slots, torch
 from treeattn.collectives.executors.torch_messages import TorchMessages
 from treeattn.collectives.runtime.reducer import ReductionSpec

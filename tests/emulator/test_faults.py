@@ -12,7 +12,7 @@ from treeattn.backends import cuda
 from treeattn.backends.cuda import attention
 from treeattn.backends.cuda.compile import source
 from treeattn.backends.cuda.splits import Splits
-from treeattn.backends.cuda.visible import VisibleTables
+from treeattn.backends.cuda.tables import VisibleTables
 
 from .faults import FAULTS, faults_source, planted
 from .raw_module import EmulatorError, RawModule, compiler_problem

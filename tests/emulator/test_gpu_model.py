@@ -12,8 +12,8 @@ from mpi4py import MPI
 
 from tests.support.models import PROMPT, write_model
 from treeattn.backends.cuda import cupy_runtime
+from treeattn.backends.cuda.device import Cuda
 from treeattn.cache import ShardedCache
-from treeattn.decoder.device import Cuda
 from treeattn.errors import BackendError, RestrictionError, TreeattnError
 from treeattn.llama import Llama, Session
 from treeattn.llama.model import RMSNorm

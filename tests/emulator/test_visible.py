@@ -17,8 +17,8 @@ from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
 from treeattn.backends import cuda
 from treeattn.backends.cuda import cupy_runtime
+from treeattn.backends.cuda.tables import VisibleTables, find_spans
 from treeattn.backends.cuda.variants import HEAD_DIMS
-from treeattn.backends.cuda.visible import VisibleTables, find_spans
 from treeattn.errors import ArgumentError
 
 from .raw_module import compiler_problem

@@ -13,8 +13,8 @@ from tests.support.ranks import assert_same_bits
 from treeattn import collectives, communicators, mpi_library
 from treeattn.backends import cpu
 from treeattn.backends.cuda import cupy_runtime
+from treeattn.backends.cuda.device import Cuda
 from treeattn.collectives.runtime import nccl
-from treeattn.decoder import device as devices
 from treeattn.shards import parse_layout
 
 pytestmark = [
@@ -89,12 +89,12 @@ def test_trouble_with_the_query_of_one_rank_is_told_by_all(comm, runtime, monkey
 
     with monkeypatch.context() as patch:
         if comm.rank == 0:
-            patch.setattr(devices.Cuda, "to_host", broken)
+            patch.setattr(Cuda, "to_host", broken)
         with pytest.raises(treeattn.TreeattnError, match="RuntimeError: cudaErrorIllegalAddress"):
             treeattn.decode(q, k, v, **given)
     with monkeypatch.context() as patch:
         if comm.rank == comm.size - 1:
-            patch.setattr(devices.Cuda, "from_host", broken)
+            patch.setattr(Cuda, "from_host", broken)
         with pytest.raises(treeattn.TreeattnError, match="RuntimeError: cudaErrorIllegalAddress"):
             treeattn.decode(q, k, v, **given)
 

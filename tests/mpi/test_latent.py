@@ -113,9 +113,9 @@ def test_values_wider_than_keys_need_no_scale(comm):
 
 
 def test_without_a_compiler(comm, monkeypatch):
-    from treeattn.backends.cpu import kernels
+    from treeattn.backends.cpu import compile
 
-    monkeypatch.setattr(kernels, "loaded", lambda: (None, "not wanted"))
+    monkeypatch.setattr(compile, "loaded", lambda: (None, "not wanted"))
     q, k, v, run = made_up(comm, tokens=50, dtype=ml_dtypes.bfloat16)
     with pytest.warns(RuntimeWarning, match="NumPy") if comm.rank == 0 else contextlib.nullcontext():
         out, lse = treeattn.decode(q, treeattn.Shard(k[:, run], v_dim=512), scale=SCALE, comm=comm)

@@ -16,7 +16,7 @@ from tests.emulator.runtime import EmulatorRuntime
 from treeattn import collectives, communicators
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.collectives.runtime import nccl, watchdog
-from treeattn.decoder import transport as transports
+from treeattn.decoder import gpu_reducers
 
 pytestmark = [
     pytest.mark.mpi,
@@ -211,7 +211,7 @@ def test_several_nodes_want_nccl(comm, runtime, monkeypatch):
         None,
     ):
         with pytest.raises(treeattn.TransportError) as caught:
-            problem() if problem else transports._check_peers(comm, runtime)
+            problem() if problem else gpu_reducers._check_peers(comm, runtime)
         assert str(caught.value).startswith(said)
         assert "\n" not in str(caught.value)
 

@@ -17,8 +17,7 @@ from mpi4py import MPI
 import treeattn
 from treeattn import TransportError, collectives, communicators
 from treeattn.backends.cpu import MergeOperator, NullOperator
-from treeattn.collectives.executors import compiled, slots
-from treeattn.collectives.runtime import mpi_abi, shared_memory
+from treeattn.collectives.executors import compiled, mpi_messages, slots
 from treeattn.collectives.runtime.process import Process
 from treeattn.collectives.runtime.progress_thread import ProgressThreadReducer
 from treeattn.collectives.runtime.reducer import ReductionSpec
@@ -111,7 +110,9 @@ def test_all_ranks_take_the_fastest_that_all_can_have(comm, monkeypatch):
 
 
 def test_an_unknown_binary_interface_is_said_in_one_line(comm, monkeypatch):
-    monkeypatch.setattr(mpi_abi, "problem", lambda: "the binary interface of this MPI library is unknown")
+    monkeypatch.setattr(
+        mpi_messages, "problem", lambda: "the binary interface of this MPI library is unknown"
+    )
     if comm.rank == 0:
         with pytest.warns(RuntimeWarning, match="Python runs every round, since rank 0: .* is unknown"):
             decoder = treeattn.Decoder(comm, **HEADS)
@@ -122,7 +123,7 @@ def test_an_unknown_binary_interface_is_said_in_one_line(comm, monkeypatch):
 
 
 def test_this_library_is_known():
-    assert mpi_abi.problem() is None
+    assert mpi_messages.problem() is None
 
 
 @pytest.mark.parametrize(
@@ -257,15 +258,15 @@ def break_sharing(monkeypatch, fails):
     if fails in ("memfd_create", "posix_fallocate"):
         monkeypatch.setattr(os, fails, refused)
     elif fails == "opened":
-        monkeypatch.setattr(shared_memory.os, "open", refused)
+        monkeypatch.setattr(slots.os, "open", refused)
     else:
-        made = shared_memory._made
+        made = slots._made
 
-        def another(size):
-            offer, memory = made(size)
+        def another(size, owner):
+            offer, memory = made(size, owner)
             return offer._replace(token=bytes(len(offer.token))), memory
 
-        monkeypatch.setattr(shared_memory, "_made", another)
+        monkeypatch.setattr(slots, "_made", another)
 
 
 def test_nothing_stays_open(comm):

@@ -12,10 +12,9 @@ import numpy as np
 from tests.support.reducer_contract import OPERATOR, Ranks
 from treeattn import communicators
 from treeattn.collectives.executors import slots
-from treeattn.collectives.runtime import persistent_requests, shared_memory
+from treeattn.collectives.runtime import mpi_communicator
 from treeattn.collectives.runtime.process import Process
 from treeattn.collectives.runtime.reducer import ReductionSpec
-from treeattn.collectives.runtime.shared_memory import Part
 
 
 class LocalRanks(Ranks):
@@ -59,14 +58,14 @@ def plan_slots(case, buffers=None):
 
     def share(comm, ranks, size):
         for rank in ranks:
-            parts.setdefault(rank, Part(np.zeros(size + 64, np.uint8), owner))
+            parts.setdefault(rank, slots.Part(np.zeros(size + 64, np.uint8), owner))
         return dict(parts)
 
     def duplicate(comm):
         return communicators.alone().dup()
 
-    private = mock.patch.object(persistent_requests, "duplicate", duplicate)
-    with private, mock.patch.object(shared_memory, "share", share):
+    private = mock.patch.object(mpi_communicator, "duplicate", duplicate)
+    with private, mock.patch.object(slots, "share", share):
         made = {}
         for rank in node:
             comm = SimpleNamespace(rank=rank, size=size)

@@ -8,11 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from tests.support.reducer_contract import OPERATOR
-from treeattn.collectives.executors import planned as planning
+from treeattn.collectives import program
 from treeattn.collectives.executors.lowering import Buffers, Lowered, landing_records, lower
-from treeattn.collectives.executors.slots import Slots, set_bytes
+from treeattn.collectives.executors.slots import Part, Slots, set_bytes
 from treeattn.collectives.runtime.reducer import ReductionSpec
-from treeattn.collectives.runtime.shared_memory import Part
 
 LINE = 128
 
@@ -52,7 +51,7 @@ def virtual_node(schedule, records, slots=Slots):
     buffers = [block.empty((records, OPERATOR.width)) for _ in node]
     comms = [SimpleNamespace(rank=rank, size=schedule.size) for rank in node]
     plans = [
-        planning.plan(ReductionSpec(comm, OPERATOR, buffer), schedule, node)
+        program.of_spec(ReductionSpec(comm, OPERATOR, buffer), schedule, node)
         for comm, buffer in zip(comms, buffers, strict=True)
     ]
     row = OPERATOR.width * 4

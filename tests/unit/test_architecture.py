@@ -108,3 +108,22 @@ def test_every_file_named_on_the_page_exists():
         paths = [name.replace("{cpu,cuda}", backend) for backend in ("cpu", "cuda")]
         tops = [ROOT, ROOT / "treeattn", ROOT / "collectives"]
         assert all(any(list(top.glob(path)) for top in tops) for path in paths), name
+
+
+# What only one of the backends has: NumPy in place of compiled kernels; the GPU's libraries, and how its
+# kernels are built, cut into blocks and given pages.
+ALONE = {
+    "cpu": {"blocked"},
+    "cuda": {
+        "block_table", "cache", "cupy_runtime", "cupy_stopwatch", "driver", "pull", "runtime", "splits",
+        "variants",
+    },
+}  # fmt: skip
+
+
+def test_backends_have_files_of_the_same_names():
+    names = {
+        backend: {path.stem for path in (ROOT / "treeattn" / "backends" / backend).glob("*.py")} - alone
+        for backend, alone in ALONE.items()
+    }
+    assert names["cpu"] == names["cuda"]

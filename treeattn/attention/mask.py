@@ -94,6 +94,11 @@ class Rules:
         return self.causal or self.window is not None or self.alibi is not None
 
     @property
+    def by_tables(self) -> bool:
+        """Whether kernels need tables even where no call brings a mask."""
+        return self.positional or self.softcap is not None
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The rules that are in force, by the names of their arguments."""
         return tuple(name for name in self.__slots__ if getattr(self, name) not in (None, False, 0))

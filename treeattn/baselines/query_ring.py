@@ -9,8 +9,8 @@ from mpi4py import MPI
 
 from treeattn.attention.shape import Shape
 from treeattn.backends import cpu
+from treeattn.collectives.runtime.mpi_communicator import PersistentRequests
 from treeattn.collectives.runtime.operator import Operator
-from treeattn.collectives.runtime.persistent_requests import PersistentRequests
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.errors import StateError
 

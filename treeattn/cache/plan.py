@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from treeattn.attention.shape import CACHE_DTYPES, DTYPES, FLOAT8, Shape, bits_of
+from treeattn.backends import device as devices
+from treeattn.backends.device import Device
 from treeattn.cache.placement import Placement
-from treeattn.decoder import device as devices
-from treeattn.decoder.device import Device
 from treeattn.errors import ArgumentError
 
 __all__ = ["Plan", "check_number"]

@@ -15,7 +15,7 @@ from treeattn.cli import options
 from treeattn.cli.options import Output
 from treeattn.collectives.clusters.fit import Residual
 from treeattn.collectives.clusters.writing import as_toml
-from treeattn.decoder.reduction import MPI_EXECUTORS
+from treeattn.decoder.request import MPI_EXECUTORS
 from treeattn.errors import ArgumentError
 from treeattn.report import Column, Progress, Report, count, microseconds
 from treeattn.study import environment

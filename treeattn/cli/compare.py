@@ -17,13 +17,13 @@ import msgspec
 from treeattn import files
 from treeattn.agreement import broadcast_from_root, collectively
 from treeattn.attention.shape import DTYPES
+from treeattn.backends.cuda.device import Cuda
 from treeattn.cli import compare_points, compare_table, options
 from treeattn.cli.options import Output, choices, durations, numbers
 from treeattn.cli.own_device import own_device
 from treeattn.cli.scheme import given
 from treeattn.collectives.runtime import nccl
-from treeattn.decoder.device import Cuda
-from treeattn.decoder.reduction import MPI_EXECUTORS
+from treeattn.decoder.request import MPI_EXECUTORS
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.report import Progress, Report
 from treeattn.study import environment

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from treeattn.backends.cuda.device import Cuda
+from treeattn.backends.device import Device
 from treeattn.cli.options import choices
-from treeattn.decoder import transport as transports
-from treeattn.decoder.device import Cuda, Device
+from treeattn.decoder import gpu_reducers, reducers
 from treeattn.decoder.plan import CATALOG, select
 from treeattn.errors import ArgumentError, TransportError
 from treeattn.study.compare.schema import NULL, SUM, Key
@@ -29,7 +30,7 @@ def transports_of(world: MpiCommunicator, device: Device, wanted: str | None) ->
     """
     if not isinstance(device, Cuda):
         return _chosen("--transport", wanted or "mpi", ("mpi",))
-    problems = transports.problems(world, device.runtime)
+    problems = gpu_reducers.problems(world, device.runtime)
     chosen = _chosen("--transport", wanted or "all", ("all", *problems))
     if "all" not in chosen:
         for name in chosen:
@@ -94,7 +95,7 @@ def _ways(
     row = select(scheme).row
     serving = [name for name in over if name in row.transports]
     if not serving:  # raises, with what would serve
-        transports.choose(device, over[0], row, 2)
+        reducers.choose(device, over[0], row, 2)
     return [Way(device, name, who) for name in serving for who in ((None,) if row.module else executors)]
 
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from treeattn import communicators, files, mpi_library
 from treeattn.agreement import collectively, must_match
 from treeattn.attention.mask import Rules
+from treeattn.backends.device import Device
 from treeattn.cli.console import (
     LEGEND,
     WIDE,
@@ -36,8 +37,7 @@ from treeattn.cli.rules import window as read_window
 from treeattn.cli.scheme import given
 from treeattn.collectives.runtime.reducer import Sent
 from treeattn.decoder import Decoder
-from treeattn.decoder.device import Device
-from treeattn.decoder.reduction import Reduction
+from treeattn.decoder.request import Reduction
 from treeattn.errors import ArgumentError
 from treeattn.report import as_json
 from treeattn.shards import LAYOUTS, parse_layout

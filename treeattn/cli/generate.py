@@ -25,7 +25,7 @@ from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.reducer import Sent
 from treeattn.decoder import Decoder
 from treeattn.decoder.prefill import PREFILLS
-from treeattn.decoder.reduction import Reduction
+from treeattn.decoder.request import Reduction
 from treeattn.errors import ArgumentError
 from treeattn.llama.drafts import Drafter, ModelDrafts, NgramDrafts
 from treeattn.llama.generate import Continuation, Drafting, generate

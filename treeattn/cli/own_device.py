@@ -6,10 +6,11 @@ from typing import Any
 
 from treeattn import communicators
 from treeattn.agreement import collectively
+from treeattn.backends import device as devices
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.decoder import device as devices
-from treeattn.decoder import transport as transports
-from treeattn.decoder.device import Device
+from treeattn.backends.cuda.device import Cuda
+from treeattn.backends.device import Device
+from treeattn.decoder import gpu_reducers
 from treeattn.errors import ArgumentError
 
 __all__ = ["own_device"]
@@ -31,5 +32,5 @@ def own_device(world: Any, name: str) -> tuple[Device, str | None]:
         return devices.find(name)
 
     device = collectively(world, place)
-    shared = transports.shared_gpu(world, device.runtime) if isinstance(device, devices.Cuda) else None
+    shared = gpu_reducers.shared_gpu(world, device.runtime) if isinstance(device, Cuda) else None
     return device, f"{shared}: times include waiting for each other" if shared else None

@@ -11,7 +11,7 @@ from treeattn.decoder.decode import decode, schemes
 from treeattn.decoder.decoder import Decoder
 from treeattn.decoder.merge import Merger, merge
 from treeattn.decoder.prefill import Prefill, prefill
-from treeattn.decoder.reduction import Reduction
+from treeattn.decoder.request import Reduction
 
 __all__ = [
     "CapturedStep", "Decoder", "Merger", "Prefill", "Reduction", "decode", "merge", "prefill", "schemes",

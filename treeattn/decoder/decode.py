@@ -23,13 +23,12 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.pages import check_lengths
 from treeattn.attention.shape import CACHE_DTYPES, DTYPES, Shape, dtype_name, values_of
 from treeattn.attention.shard import Shard
+from treeattn.backends import device as devices
+from treeattn.backends.device import Device
 from treeattn.collectives.schedule import Schedule
-from treeattn.decoder import device as devices
 from treeattn.decoder.decoder import Decoder
-from treeattn.decoder.device import Device
 from treeattn.decoder.plan import CATALOG, plan, select
-from treeattn.decoder.reduction import Reduction
-from treeattn.decoder.request import Request
+from treeattn.decoder.request import Reduction, Request
 from treeattn.decoder.sight import Sight, Stated
 from treeattn.errors import ArgumentError
 

@@ -13,16 +13,15 @@ from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import check_lengths
 from treeattn.attention.shape import Shape, check_latent
 from treeattn.attention.shard import CacheFormat, Shard
+from treeattn.backends import device as devices
+from treeattn.backends.device import Device
 from treeattn.collectives.runtime.cuda_graph import CudaGraph
 from treeattn.collectives.runtime.reducer import Sent
 from treeattn.collectives.schedule import Schedule
-from treeattn.decoder import device as devices
 from treeattn.decoder.captured_step import CapturedStep
-from treeattn.decoder.device import Device
 from treeattn.decoder.plan import Plan, plan, select
 from treeattn.decoder.projection import Projection
-from treeattn.decoder.reduction import Reduction
-from treeattn.decoder.request import Request
+from treeattn.decoder.request import Reduction, Request
 from treeattn.decoder.sight import Stated
 from treeattn.errors import (
     ArgumentError,

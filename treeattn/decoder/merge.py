@@ -18,13 +18,13 @@ from treeattn import communicators, partial
 from treeattn.agreement import Agreement, must_match
 from treeattn.attention import arrays
 from treeattn.attention.shape import DTYPES, dtype_name
+from treeattn.backends import device as devices
+from treeattn.backends.device import Device
 from treeattn.collectives.catalog import Selection
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.schedule import Schedule
-from treeattn.decoder import device as devices
-from treeattn.decoder.device import Device
 from treeattn.decoder.plan import folding, plan_reducer
-from treeattn.decoder.reduction import Reduction
+from treeattn.decoder.request import Reduction
 from treeattn.errors import ArgumentError
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from treeattn.attention.shape import Shape
+from treeattn.backends.device import Device
 from treeattn.collectives.runtime.memory import Memory
 from treeattn.collectives.runtime.reducer import Reducer, Sent
-from treeattn.decoder.device import Device
 from treeattn.errors import StateError
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from treeattn import baselines, communicators
 from treeattn.agreement import Agreement
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
+from treeattn.backends.device import Attention, Device, WholeStep
 from treeattn.collectives import catalog
 from treeattn.collectives.catalog import Selection
 from treeattn.collectives.executor_names import executor_over
@@ -25,12 +26,8 @@ from treeattn.collectives.runtime import progress_thread, watchdog
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Result, Schedule
 from treeattn.collectives.traffic import Payload
-from treeattn.decoder import auto, pipeline
-from treeattn.decoder import executor as executors
-from treeattn.decoder import transport as transports
-from treeattn.decoder.device import Attention, Device, WholeStep
-from treeattn.decoder.reduction import Reduction
-from treeattn.decoder.request import Request, check
+from treeattn.decoder import auto, pipeline, reducers
+from treeattn.decoder.request import Reduction, Request, check
 from treeattn.decoder.sight import Sight, agree
 from treeattn.errors import RestrictionError, ScheduleError
 
@@ -68,9 +65,14 @@ def make_known(schedule: Schedule) -> str:
 
 def select(scheme: str | Schedule) -> Selection:
     """What ``scheme=`` asks for. Raises `ScheduleError`."""
-    if isinstance(scheme, str) and (chosen := auto.selection(scheme)) is not None:
-        return chosen
-    return catalog.select(_own.get(scheme, scheme) if isinstance(scheme, str) else scheme, CATALOG)
+    if isinstance(scheme, str) and scheme not in _own:
+        return _read(scheme)
+    return catalog.select(_own[scheme] if isinstance(scheme, str) else scheme, CATALOG)
+
+
+@functools.lru_cache(maxsize=256)
+def _read(scheme: str) -> Selection:
+    return auto.selection(scheme) or catalog.select(scheme, CATALOG)
 
 
 def folding(
@@ -178,7 +180,7 @@ def plan(comm: Communicator, ask: Callable[[], Request]) -> Plan:
         agreed.share = device.slow_because(), request.stated.told() if request.asks_positions else None
         buffers = Buffers(request, comm)
         attention, sight = None, Sight(request.rules, shape)
-        tables = sight.tables() if sight.by_tables else None
+        tables = sight.tables() if request.rules.by_tables else None
         if not request.scheme.row.fused and request.how.groups == 1:
             attention = _attention(request, buffers.records, tables)
         finish = device.finish(buffers.own, buffers.divided, buffers.lse)
@@ -191,19 +193,18 @@ def plan(comm: Communicator, ask: Callable[[], Request]) -> Plan:
         sight.stand(ends)
     row = request.scheme.row
     _check_output(row, request.how.output)
-    chosen = transports.choose(device.name, request.how.transport, row, comm.size, comm.library)
-    runs = executor_over(chosen, request.how.executor)
-    rounds, why = _rounds(request.scheme, comm, buffers.wire, buffers.group, runs, request.how.output)
+    chosen = reducers.choose(device.name, request.how.transport, row, comm.size, comm.library)
+    rounds, why = _rounds(request.scheme, request.how, comm, buffers.wire, buffers.group, chosen)
     operator = device.merge_operator(buffers.records.shape[3] - 2, shape.record_dtype)
     reduction = ReductionSpec(comm, operator, buffers.wire, buffers.group, device.memory)
     reducer: Any
     if row.fused:
-        executors.refuse(request.how.executor, f"{row.name} attends while it communicates")
+        reducers.refuse(request.how.executor, f"{row.name} attends while it communicates")
         step = (shape, request.logit_scale, buffers.records)
         reducer = row.plan(reduction, *step, **request.scheme.parameters)
         attention = reducer.take
     elif request.how.groups == 1:
-        reducer = transports.plan(chosen, request.scheme, rounds, reduction, request.how.executor)
+        reducer = reducers.plan(chosen, request.scheme, rounds, reduction, request.how.executor)
     else:
         reducer = _pipelined(request, comm, buffers, chosen, rounds, reduction)
         attention = reducer.take
@@ -248,21 +249,21 @@ def plan_reducer(
 
     scheme: not one that is fused.
     """
-    chosen = transports.choose(device.name, how.transport, scheme.row, comm.size, comm.library)
+    chosen = reducers.choose(device.name, how.transport, scheme.row, comm.size, comm.library)
     reduction = ReductionSpec(comm, operator, buffer, 1, device.memory)
-    rounds, _ = _rounds(scheme, comm, buffer, 1, executor_over(chosen, how.executor), how.output)
-    return transports.plan(chosen, scheme, rounds, reduction, how.executor)
+    rounds, _ = _rounds(scheme, how, comm, buffer, 1, chosen)
+    return reducers.plan(chosen, scheme, rounds, reduction, how.executor)
 
 
 def _rounds(
-    scheme: Selection, comm: Communicator, records: Any, group: int, executor: str | None, output: str
+    scheme: Selection, how: Reduction, comm: Communicator, records: Any, group: int, transport: str
 ) -> tuple[Schedule | None, str | None]:
-    """The schedule for such records [.., width] and executor, and why it is that one. Collective."""
+    """The schedule for such records [.., width], and why it is that one. Collective."""
     if scheme.row is not auto.ROW:
-        return schedule(scheme, comm, output), None
+        return schedule(scheme, comm, how.output), None
     width = records.shape[-1]
     payload = Payload(records.size // width, width * records.itemsize, group)
-    return _fastest(scheme, comm, payload, executor, output)
+    return _fastest(scheme, comm, payload, executor_over(transport, how.executor), how.output)
 
 
 def _fastest(
@@ -284,15 +285,12 @@ def schedule(scheme: Selection, comm: Communicator, output: str = "replicated") 
         return None
     if scheme.row is auto.ROW:
         return _fastest(scheme, comm, Payload(), None, output)[0]
-    nodes = communicators.node_groups(comm) if scheme.needs_nodes else None
-    return _built(scheme, comm.size, nodes, _result(output))
+    return _built(scheme, comm.size, communicators.node_groups(comm), _result(output))
 
 
 @functools.lru_cache(maxsize=32)
-def _built(
-    scheme: Selection, size: int, nodes: tuple[tuple[int, ...], ...] | None, result: Result
-) -> Schedule:
-    return scheme.build(size, nodes, result)
+def _built(scheme: Selection, size: int, nodes: tuple[tuple[int, ...], ...], result: Result) -> Schedule:
+    return scheme.build(size, nodes if scheme.needs_nodes else None, result)
 
 
 def _result(output: str) -> Result:
@@ -309,7 +307,7 @@ def _own_heads(heads: int, output: str, comm: Communicator) -> slice:
 
 def _check_output(row: catalog.Scheme, output: str) -> None:
     """Raise `RestrictionError` unless the scheme leaves its result where `output` wants it."""
-    if row.scattered and output != "heads":
+    if row.result == "scattered" and output != "heads":
         raise RestrictionError(
             f"{row.name} leaves each rank its slice of heads: from Python, with output='heads'"
         )
@@ -320,7 +318,7 @@ def _check_output(row: catalog.Scheme, output: str) -> None:
             f"{row.name} is no schedule, of which output='root' takes the part that leads to rank 0: take "
             "scheme='hierarchical', say"
         )
-    if not row.scattered and output == "heads":
+    if row.result != "scattered" and output == "heads":
         offer = " or ".join(f"scheme='{other.name}'" for other in CATALOG.values() if other.scattered)
         raise RestrictionError(f"{row.name} leaves every rank all heads; {offer} serves output='heads'")
 
@@ -338,7 +336,7 @@ def _pipelined(
 
     def reduce(records: Any) -> Reducer:
         part = reduction._replace(buffer=records)
-        return transports.plan(transport, request.scheme, rounds, part, request.how.executor)
+        return reducers.plan(transport, request.scheme, rounds, part, request.how.executor)
 
     def of(count: int) -> pipeline.Pipeline:
         scale, records = request.logit_scale, buffers.records

@@ -21,9 +21,9 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs, as_runs
 from treeattn.attention.shape import DTYPES, Shape, dtype_name
+from treeattn.backends import device as devices
+from treeattn.backends.device import Device
 from treeattn.collectives.runtime import watchdog
-from treeattn.decoder import device as devices
-from treeattn.decoder.device import Device
 from treeattn.decoder.plan import sinks
 from treeattn.decoder.sight import Stated, agree, all_runs
 from treeattn.errors import ArgumentError

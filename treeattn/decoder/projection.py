@@ -16,7 +16,7 @@ import numpy as np
 from treeattn.attention import arrays
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.shape import DTYPES, Shape, dtype_name
-from treeattn.decoder.device import Attention, Device
+from treeattn.backends.device import Attention, Device
 from treeattn.errors import ArgumentError
 from treeattn.partial import EXTRA
 

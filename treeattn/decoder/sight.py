@@ -149,11 +149,6 @@ class Sight:
     runs: Runs | None = None
     q_positions: Any = None
 
-    @property
-    def by_tables(self) -> bool:
-        """Whether the rules ask for tables even where no call brings a mask."""
-        return self.rules.positional or self.rules.softcap is not None
-
     def tables(self) -> MaskTables:
         """For kernels to be planned on."""
         return MaskTables(self.rules, self.shape.batch, self.shape.queries)

@@ -18,11 +18,10 @@ from treeattn.attention import arrays
 from treeattn.attention.mask import Rules
 from treeattn.attention.shape import Shape, as_tensor, dtype_name
 from treeattn.attention.shard import Shard
+from treeattn.backends import device as devices
 from treeattn.collectives.schedule import Schedule
-from treeattn.decoder import device as devices
 from treeattn.decoder.plan import folding, plan_reducer
-from treeattn.decoder.reduction import Reduction
-from treeattn.decoder.request import Request
+from treeattn.decoder.request import Reduction, Request
 from treeattn.decoder.sight import Sight, Stated, Told, agree
 from treeattn.energy.shard import Array, EnergyInputs, Features, records
 from treeattn.errors import ArgumentError, RestrictionError

@@ -18,8 +18,8 @@ import numpy as np
 
 from treeattn import communicators
 from treeattn.agreement import Agreement
-from treeattn.decoder import device as devices
-from treeattn.decoder.device import Device
+from treeattn.backends import device as devices
+from treeattn.backends.device import Device
 from treeattn.llama.config import Config, Rope, read_config
 from treeattn.llama.tensor_parallel import Linear, Loader, TensorParallelGroup, Tokens
 from treeattn.llama.weights import Array, RandomWeights, Weights

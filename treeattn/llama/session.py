@@ -27,7 +27,7 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder, Prefill
 from treeattn.decoder.plan import select
 from treeattn.decoder.prefill import PREFILLS
-from treeattn.decoder.reduction import Reduction
+from treeattn.decoder.request import Reduction
 from treeattn.errors import ArgumentError
 from treeattn.llama.model import Llama
 from treeattn.llama.sampling import Sampling

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from treeattn.backends.device import Device
 from treeattn.collectives.runtime import watchdog
-from treeattn.decoder.device import Device
 from treeattn.llama.config import Config
 from treeattn.llama.weights import EMBEDDING, HEAD, Array, RandomWeights, Weights, shapes
 from treeattn.shards import block, parts

@@ -24,8 +24,7 @@ from treeattn.collectives.clusters.fit import Residual, fit
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.probes import Probe, probes
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
-from treeattn.decoder import Decoder
-from treeattn.decoder import executor as executors
+from treeattn.decoder import Decoder, reducers
 from treeattn.errors import ArgumentError
 from treeattn.study import environment
 from treeattn.study.compare.clock import Clock
@@ -58,7 +57,7 @@ def calibrate(
 ) -> Calibration | None:
     """Measure for about so many seconds, and fit. Collective; None on ranks other than 0.
 
-    executor: as in `treeattn.decoder.executor`; None: the best that there is. Raises `ArgumentError` for one
+    executor: as in `treeattn.decoder.reducers`; None: the best that there is. Raises `ArgumentError` for one
     rank, and what planning raises.
     """
     if comm.size < 2:
@@ -118,7 +117,7 @@ class _Bench:
     def _chosen(self, wanted: str | None) -> str:
         """Who runs a schedule over all ranks. Collective."""
         schedule = build("k_nomial_tree", self._comm.size)
-        with executors.plan(wanted, schedule, self._reduction(self._comm, self._fresh(1)[0])) as reducer:
+        with reducers.run_rounds(wanted, schedule, self._reduction(self._comm, self._fresh(1)[0])) as reducer:
             return str(reducer.executor)
 
     def _fresh(self, records: int) -> tuple[Any, Any]:
@@ -130,7 +129,7 @@ class _Bench:
         return ReductionSpec(comm, self._operator, buffer)
 
     def _reducer(self, comm: MpiCommunicator, scheme: str, buffer: Any) -> Reducer:
-        """As over all ranks. Not by `executors.plan`, which sees a few ranks alone, and cores enough."""
+        """As over all ranks. Not by `reducers.run_rounds`, which sees a few ranks alone, and cores enough."""
         from treeattn.collectives.executors import compiled, mpi, slots
 
         reduction, schedule = self._reduction(comm, buffer), build(scheme, comm.size)

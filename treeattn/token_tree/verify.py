@@ -20,13 +20,13 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.shape import Shape, dtype_name
 from treeattn.attention.shard import Shard
+from treeattn.backends import device as devices
+from treeattn.backends.device import Device
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder
-from treeattn.decoder import device as devices
-from treeattn.decoder.device import Device
 from treeattn.decoder.plan import folding
 from treeattn.decoder.projection import Projection
-from treeattn.decoder.reduction import Reduction
+from treeattn.decoder.request import Reduction
 from treeattn.errors import ArgumentError
 from treeattn.token_tree.owners import check_owner, draft_owners
 from treeattn.token_tree.tree import TokenTree

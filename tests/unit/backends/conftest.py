@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from treeattn.backends import cpu
-from treeattn.backends.cpu import compile, kernels
+from treeattn.backends.cpu import compile
 from treeattn.errors import BackendError
 
 # The gate takes the fastest instruction set, a deep run the others too.
@@ -24,7 +24,7 @@ BUILDS = [
 def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every instruction set in both orders of reading, and NumPy without a compiler."""
     if request.param == "numpy":
-        monkeypatch.setattr(kernels, "loaded", lambda: (None, "not wanted"))
+        monkeypatch.setattr(compile, "loaded", lambda: (None, "not wanted"))
         return "numpy"
     isa, order = request.param
     monkeypatch.setenv("TREEATTN_READ_ORDER", order)

@@ -22,7 +22,7 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import as_runs
 from treeattn.backends.cpu import blocked, compile
-from treeattn.backends.cpu.rescale import rescale_records
+from treeattn.backends.cpu.records import rescale_records
 
 pytestmark = pytest.mark.deep
 Array = np.ndarray[Any, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from treeattn.backends.cpu import PlannedProduct, compile, compiled_kernels_problem, kernels
+from treeattn.backends.cpu import PlannedProduct, compile, compiled_kernels_problem
 from treeattn.backends.cpu import multiply_rows as module
 
 pytestmark = pytest.mark.skipif(compiled_kernels_problem() is not None, reason="no C compiler")
@@ -54,6 +54,6 @@ def test_vectors_of_another_length_are_refused():
 
 
 def test_without_a_compiler_it_is_numpys(monkeypatch):
-    monkeypatch.setattr(kernels, "loaded", lambda: (None, "none"))
+    monkeypatch.setattr(compile, "loaded", lambda: (None, "none"))
     matrix, vector = np.ones((3, 5), np.float32), np.arange(5, dtype=np.float32)[None]
     assert PlannedProduct(matrix)(vector).tolist() == [[10.0] * 3]

@@ -8,7 +8,7 @@ import pytest
 from treeattn import partial
 from treeattn.backends import cpu
 from treeattn.backends.cpu import compile
-from treeattn.backends.cpu.rescale import rescale_records
+from treeattn.backends.cpu.records import rescale_records
 
 HEAD_DIM = 24
 NAN, INF = float("nan"), float("inf")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.support.drawn import examples
 from treeattn.backends.cuda import splits, variants
+from treeattn.backends.cuda.arguments import MAX_GRID
 from treeattn.backends.cuda.attention import divisor, most_queries
-from treeattn.backends.cuda.inputs import MAX_GRID
 from treeattn.backends.cuda.splits import Constants, Load, choose_splits, predict, rounded_steps
 from treeattn.errors import BackendError
 

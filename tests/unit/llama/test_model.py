@@ -12,7 +12,7 @@ from mpi4py import MPI
 from safetensors.numpy import load_file, save_file
 
 from tests.support.models import LLAMA3, PROMPT, write_model
-from treeattn.decoder.device import Cpu
+from treeattn.backends.cpu.device import Cpu
 from treeattn.errors import ArgumentError
 from treeattn.llama import Llama, Rope, Session, read_config
 from treeattn.llama import model as model_module

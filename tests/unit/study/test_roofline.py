@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from treeattn.backends import cpu
-from treeattn.backends.cpu import compile, kernels
+from treeattn.backends.cpu import compile
 from treeattn.errors import ArgumentError, BackendError
 from treeattn.study.roofline import cpu as roofline
 from treeattn.study.roofline.reading import Reader, readers
@@ -47,7 +47,7 @@ def test_unusable_arguments() -> None:
 
 
 def test_nothing_is_measured_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "loaded", lambda: (None, "no C compiler: cc"))
+    monkeypatch.setattr(compile, "loaded", lambda: (None, "no C compiler: cc"))
     with pytest.raises(BackendError, match="no C compiler: cc"):
         roofline.measure(16)
 

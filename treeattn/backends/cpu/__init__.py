@@ -13,12 +13,18 @@ from treeattn.backends.cpu.attention import (
     partial_attention,
     read_order,
 )
-from treeattn.backends.cpu.decode_step import PlannedStep
-from treeattn.backends.cpu.finish import finish, planned_finish
-from treeattn.backends.cpu.kernels import compiled_kernels_problem
-from treeattn.backends.cpu.merge import MergeOperator, NullOperator, merge
+from treeattn.backends.cpu.compile import compiled_kernels_problem
+from treeattn.backends.cpu.device import PlannedStep
 from treeattn.backends.cpu.multiply_rows import PlannedProduct
-from treeattn.backends.cpu.pack import planned_pack, planned_scale
+from treeattn.backends.cpu.records import (
+    MergeOperator,
+    NullOperator,
+    finish,
+    merge,
+    planned_finish,
+    planned_pack,
+    planned_scale,
+)
 
 __all__ = [
     "MAX_THREADS",

@@ -1,4 +1,4 @@
-"""Addresses and checks of the arrays that a backend on the processor is given."""
+"""Addresses and checks of the arrays that a backend on the processor is given, and how new ones are bound."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from treeattn.errors import ArgumentError
 
 __all__ = [
     "Array",
+    "Binding",
     "address",
     "check_inputs",
     "check_lengths",
     "check_merge",
     "check_output",
     "check_records",
+    "code_address",
     "planned",
+    "planned_binding",
 ]
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -126,3 +129,42 @@ def planned(function: Callable[..., object], *given: Array | int) -> Callable[[]
     )
     call.arrays = given  # type: ignore[attr-defined]
     return call
+
+
+class Binding(ctypes.Structure):
+    """struct binding of kernels/cpu/bind_arrays.c: new arrays in the place of the last ones, without Python
+    code for each. workspace: bytes that `attention` has."""
+
+    _fields_ = (
+        ("item", ctypes.c_void_p),
+        ("attribute", ctypes.c_void_p),
+        ("pointer", ctypes.c_void_p),
+        ("release", ctypes.c_void_p),
+        ("name", ctypes.py_object),
+        ("none", ctypes.py_object),
+        ("attention", ctypes.c_void_p),
+        ("workspace", ctypes.c_int64),
+    )
+
+
+def planned_binding(kernels: ctypes.CDLL, binding: Binding) -> Callable[[tuple[Any, ...]], int]:
+    """Called with (q, k, v, lengths), binds them and gives 0 where that is so easy; else changes nothing."""
+    python = ctypes.pythonapi
+    binding.item, binding.attribute = (
+        code_address(python.PyTuple_GetItem),
+        code_address(python.PyObject_GetAttr),
+    )
+    binding.pointer, binding.release = (
+        code_address(python.PyCapsule_GetPointer),
+        code_address(python.Py_DecRef),
+    )
+    binding.name, binding.none = "__array_struct__", None
+    # The interpreter's lock is kept: its objects are asked.
+    prototype = ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.py_object)
+    call = prototype(code_address(kernels.bind_arrays))
+    return functools.partial(call, ctypes.c_void_p(ctypes.addressof(binding)))
+
+
+def code_address(function: Any) -> int:
+    """Where the code of a C function begins; 0 for None."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0

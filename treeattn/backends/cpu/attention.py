@@ -18,9 +18,8 @@ import numpy as np
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import CheckedTable, as_table
 from treeattn.attention.shape import CACHE_DTYPES, FLOAT8
-from treeattn.backends.cpu import arguments, blocked, compile, kernels
-from treeattn.backends.cpu.arguments import Array
-from treeattn.backends.cpu.binding import Binding, planned_binding
+from treeattn.backends.cpu import arguments, blocked, compile
+from treeattn.backends.cpu.arguments import Array, Binding, planned_binding
 from treeattn.backends.cpu.tables import PlannedTables
 from treeattn.errors import ArgumentError
 
@@ -130,13 +129,13 @@ class PlannedAttention:
         self._records = records
         self._scale = float(scale)
         self._bound: tuple[Any, ...] | None = None
-        self._pages = CheckedTable()
+        self._pages: CheckedTable | None = None
         self._lengths: Array | None = None
         self._mask = tables
         self._bits = CACHE_DTYPES[kv_dtype] if kv_dtype in FLOAT8 else None
         self._scales = _scales(k_scale), _scales(v_scale)
         self._workspace = np.empty(0, np.uint8)
-        compiled = kernels.loaded()[0]
+        compiled = compile.loaded()[0]
         self._kernels = compiled if records.dtype == np.float32 else None
         self._arguments = _Arguments(
             records=arguments.address(records),
@@ -210,6 +209,7 @@ class PlannedAttention:
         if bound is None or lengths is not self._lengths:
             lengths = self._bind_lengths(lengths, q)
         if block_table is not None:
+            self._pages = self._pages or CheckedTable()
             self._pages.check(block_table, k.shape[:2], lengths, self._mask)
         if self._kernels is None:
             arguments.check_lengths(lengths, tokens)

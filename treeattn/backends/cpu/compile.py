@@ -30,7 +30,16 @@ from pathlib import Path
 
 from treeattn.errors import ArgumentError, BackendError
 
-__all__ = ["ISA_FLAGS", "available_isas", "chosen_isa", "library", "library_path", "processor_vendor"]
+__all__ = [
+    "ISA_FLAGS",
+    "available_isas",
+    "chosen_isa",
+    "compiled_kernels_problem",
+    "library",
+    "library_path",
+    "loaded",
+    "processor_vendor",
+]
 
 #: Compiler flags of each instruction set, the fastest first.
 ISA_FLAGS: dict[str, tuple[str, ...]] = {
@@ -70,6 +79,42 @@ def chosen_isa() -> str:
     if wanted not in available:
         raise ArgumentError(f"TREEATTN_ISA={wanted}: this processor can run {', '.join(available)}")
     return wanted
+
+
+def compiled_kernels_problem() -> str | None:
+    """Why the compiled kernels cannot be used here, in one line; None where they can.
+
+    Everything here works without them, several times slower and without a warning: the caller
+    knows whether to say so, and once for all ranks.
+
+    Raises:
+        ArgumentError: ``TREEATTN_ISA`` asks for what this processor lacks, or ``TREEATTN_CACHE`` cannot
+            be written.
+    """
+    return loaded()[1]
+
+
+def loaded() -> tuple[ctypes.CDLL | None, str | None]:
+    """The compiled kernels, or why there are none."""
+    return _load(chosen_isa())
+
+
+@functools.cache
+def _load(isa: str) -> tuple[ctypes.CDLL | None, str | None]:
+    try:
+        kernels = library(isa)
+    except BackendError as error:
+        return None, str(error)
+    kernels.partial_attention.restype = ctypes.c_int64
+    kernels.attention_workspace.restype = ctypes.c_int64
+    kernels.decode_step.restype = ctypes.c_int64
+    kernels.merge_partials.restype = None
+    kernels.finish.restype = None
+    kernels.multiply_rows.restype = None
+    kernels.run_step.restype = ctypes.c_int64
+    kernels.rescale_records.restype = None
+    kernels.mpi_operator.restype = ctypes.c_void_p
+    return kernels, None
 
 
 @functools.cache

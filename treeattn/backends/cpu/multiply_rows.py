@@ -6,7 +6,7 @@ import ctypes
 
 import numpy as np
 
-from treeattn.backends.cpu import kernels
+from treeattn.backends.cpu import compile
 from treeattn.backends.cpu.arguments import Array, address
 from treeattn.backends.cpu.attention import process_threads
 
@@ -27,7 +27,7 @@ class PlannedProduct:
 
     def __init__(self, matrix: Array) -> None:
         self._matrix, self._threads = matrix, ctypes.c_int64(process_threads())
-        compiled = kernels.loaded()[0]
+        compiled = compile.loaded()[0]
         fits = matrix.flags.c_contiguous and matrix.dtype == np.float32
         self._call = compiled.multiply_rows if compiled is not None and fits else None
         if self._call is not None:

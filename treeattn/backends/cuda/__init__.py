@@ -9,14 +9,19 @@ and finish give its bits.
 A GPU is reached through a `Runtime`: CuPy's where a GPU is, any other that behaves like it in tests.
 """
 
+from treeattn.backends.cuda.arguments import check_rows
 from treeattn.backends.cuda.attention import PlannedAttention, most_queries, partial_attention
 from treeattn.backends.cuda.block_table import BlockTables
-from treeattn.backends.cuda.finish import finish, planned_finish
-from treeattn.backends.cuda.inputs import check_rows
-from treeattn.backends.cuda.merge import MergeOperator, merge
 from treeattn.backends.cuda.multiply_rows import PlannedProduct
-from treeattn.backends.cuda.pack import planned_pack, planned_scale
 from treeattn.backends.cuda.pull import PlannedPull
+from treeattn.backends.cuda.records import (
+    MergeOperator,
+    finish,
+    merge,
+    planned_finish,
+    planned_pack,
+    planned_scale,
+)
 from treeattn.backends.cuda.runtime import Runtime, default_runtime
 from treeattn.backends.cuda.splits import MAX_SPLITS
 from treeattn.backends.cuda.variants import TENSOR_CORES_FROM_ROWS, check_head_dim, kernel_head_dim

@@ -12,8 +12,7 @@ import numpy as np
 
 from treeattn import partial
 from treeattn.attention.mask_tables import MaskTables
-from treeattn.backends.cuda.cache import CacheType
-from treeattn.backends.cuda.inputs import (
+from treeattn.backends.cuda.arguments import (
     MAX_GRID,
     check_inputs,
     check_rows,
@@ -23,10 +22,11 @@ from treeattn.backends.cuda.inputs import (
     layout_of,
     rows_aligned,
 )
+from treeattn.backends.cuda.cache import CacheType
 from treeattn.backends.cuda.runtime import THREADS, Runtime, check_records, default_runtime, structure
 from treeattn.backends.cuda.splits import MAX_SPLITS, Load, Splits, choose_splits, rounded_steps
+from treeattn.backends.cuda.tables import VisibleTables
 from treeattn.backends.cuda.variants import TYPES, Tokens, Variant, choose_variant
-from treeattn.backends.cuda.visible import VisibleTables
 from treeattn.errors import ArgumentError
 
 __all__ = ["PlannedAttention", "most_queries", "partial_attention"]

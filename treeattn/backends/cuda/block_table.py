@@ -10,7 +10,7 @@ import numpy as np
 from treeattn.attention import arrays
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import CheckedTable, as_table
-from treeattn.backends.cuda.inputs import check_table
+from treeattn.backends.cuda.arguments import check_table
 from treeattn.backends.cuda.runtime import Runtime
 from treeattn.errors import ArgumentError
 

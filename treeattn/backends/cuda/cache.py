@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from treeattn.backends.cuda.inputs import wrong_type
+from treeattn.backends.cuda.arguments import wrong_type
 from treeattn.backends.cuda.runtime import Runtime
 from treeattn.backends.cuda.variants import TYPES, TYPES_8
 from treeattn.errors import ArgumentError

@@ -15,8 +15,8 @@ import numpy as np
 from treeattn import reference
 from treeattn.agreement import Agreement, collectively
 from treeattn.attention.shape import DTYPES
-from treeattn.decoder import device as devices
-from treeattn.decoder.device import Device
+from treeattn.backends import device as devices
+from treeattn.backends.device import Device
 from treeattn.errors import ArgumentError
 from treeattn.shards import Layout
 from treeattn.study import environment

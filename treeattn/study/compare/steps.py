@@ -9,17 +9,15 @@ import numpy as np
 
 from treeattn import communicators
 from treeattn.attention.shape import Shape
+from treeattn.backends import device as devices
 from treeattn.backends.cpu import NullOperator
 from treeattn.collectives.catalog import Selection
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
-from treeattn.decoder import Decoder
-from treeattn.decoder import device as devices
+from treeattn.decoder import Decoder, reducers
 from treeattn.decoder import plan as routes
-from treeattn.decoder import transport as transports
 from treeattn.decoder.plan import select
-from treeattn.decoder.reduction import Reduction
-from treeattn.decoder.request import Request
+from treeattn.decoder.request import Reduction, Request
 from treeattn.errors import RestrictionError
 from treeattn.study.compare import wire, yardsticks
 from treeattn.study.compare.schema import NULL, SUM, Key
@@ -80,7 +78,7 @@ def _bfloat16(key: Key, reduction: ReductionSpec, scheme: Selection, schedule: S
         )
     narrow = np.zeros(records.shape, np.uint16)
     of_narrow = reduction._replace(operator=wire.Bfloat16Operator(key.head_dim), buffer=narrow)
-    inner = transports.plan("mpi", scheme, schedule, of_narrow, key.executor)
+    inner = reducers.plan("mpi", scheme, schedule, of_narrow, key.executor)
 
     def reduce() -> None:
         wire.narrow(records, narrow)
@@ -95,4 +93,4 @@ def _bfloat16(key: Key, reduction: ReductionSpec, scheme: Selection, schedule: S
 
 def _null_merge(key: Key, reduction: ReductionSpec, scheme: Selection, schedule: Schedule | None) -> Reducer:
     operator = NullOperator(key.head_dim, reduction.buffer.dtype)
-    return transports.plan("mpi", scheme, schedule, reduction._replace(operator=operator), key.executor)
+    return reducers.plan("mpi", scheme, schedule, reduction._replace(operator=operator), key.executor)

@@ -9,7 +9,7 @@ from treeattn import mpi_library
 from treeattn.collectives.runtime.cuda_graph import CudaGraphReducer
 from treeattn.collectives.runtime.memory import HOST
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec, duplicate
-from treeattn.decoder import transport as transports
+from treeattn.decoder import gpu_reducers
 from treeattn.study.compare.schema import NULL, SUM, Key
 
 __all__ = ["OneCall", "library_sum", "nothing"]
@@ -79,5 +79,5 @@ def _by_way_of_the_host(comm: Any, memory: Any, mine: Any) -> Callable[[], objec
 
 def _nccl_sum(reduction: ReductionSpec, mine: Any) -> Reducer:
     """ncclAllReduce in place, as one CUDA graph from the second step on, as schedules are."""
-    connected = transports.connected_by_nccl(reduction.comm, reduction.memory)
+    connected = gpu_reducers.connected_by_nccl(reduction.comm, reduction.memory)
     return CudaGraphReducer(SUM, connected, reduction.memory, lambda: connected.all_reduce(mine, "sum"))

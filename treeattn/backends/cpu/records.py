@@ -1,4 +1,7 @@
-"""How records merge on the processor: the compiled kernel, or NumPy; the same bits."""
+"""What is done with records on the processor: parts of other kernels packed, merged, finished into results.
+
+Compiled kernels, or NumPy, to the same bits.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,25 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from treeattn import partial
-from treeattn.backends.cpu import arguments, kernels
-from treeattn.backends.cpu.arguments import Array
-from treeattn.backends.cpu.rescale import rescale_records
+from treeattn.backends.cpu import arguments, compile
+from treeattn.backends.cpu.arguments import Array, code_address
 from treeattn.collectives.runtime.operator import Columns, NativeCode
 from treeattn.errors import ArgumentError, BackendError
 
-__all__ = ["MergeOperator", "NullOperator", "merge"]
+__all__ = [
+    "MergeOperator",
+    "NullOperator",
+    "finish",
+    "merge",
+    "planned_finish",
+    "planned_pack",
+    "planned_scale",
+    "rescale_records",
+]
 
 
 def merge(into: Array, other: Array) -> None:
@@ -45,7 +57,7 @@ class MergeOperator:
     def planned_merge(self, into: Array, other: Array) -> Callable[[], object]:
         """A call that folds `other` into `into`, in place, without checks: C-contiguous [records, width],
         which never move."""
-        compiled = kernels.loaded()[0]
+        compiled = compile.loaded()[0]
         if compiled is None or self.dtype != np.float32:
             return functools.partial(partial.merge, into, other)
         return arguments.planned(compiled.merge_partials, into, other, into.size // self.width, self.width)
@@ -63,7 +75,7 @@ class MergeOperator:
     ) -> Callable[[], object]:
         """A call of `rescale_records` for arrays that never move; compiled where there is a compiler, to the
         same bits."""
-        compiled = kernels.loaded()[0]
+        compiled = compile.loaded()[0]
         if compiled is None or self.dtype != np.float32:
             return functools.partial(rescale_records, records, maxima, denominators, numerators)
         strided = ((array, array.strides[0] // array.itemsize) for array in (denominators, numerators))
@@ -76,12 +88,12 @@ class MergeOperator:
         Raises:
             BackendError: there is no compiled merge for these records (float64, or no compiler).
         """
-        compiled, problem = kernels.loaded()
+        compiled, problem = compile.loaded()
         if compiled is None or self.dtype != np.float32:
             raise BackendError(
                 f"no compiled merge of {self.dtype} records ({problem or 'only float32 has one'})"
             )
-        return NativeCode(_address(compiled.run_step), _address(compiled.merge_partials))
+        return NativeCode(code_address(compiled.run_step), code_address(compiled.merge_partials))
 
     def mpi_function(self) -> int:
         """Address of the merge as an MPI_User_function; it lives as long as the process.
@@ -89,7 +101,7 @@ class MergeOperator:
         Raises:
             BackendError: there is no compiled merge for these records (float64, or no compiler).
         """
-        compiled, problem = kernels.loaded()
+        compiled, problem = compile.loaded()
         if compiled is None or self.dtype != np.float32:
             raise BackendError(
                 f"no compiled merge of {self.dtype} records ({problem or 'only float32 has one'}), which "
@@ -114,9 +126,84 @@ class NullOperator(MergeOperator):
 
     def native_code(self) -> NativeCode:
         """The same in C. Raises as that of `MergeOperator` does."""
-        compiled = kernels.loaded()[0]
-        return super().native_code()._replace(merge=_address(compiled and compiled.merge_nothing))
+        compiled = compile.loaded()[0]
+        return super().native_code()._replace(merge=code_address(compiled and compiled.merge_nothing))
 
 
-def _address(function: Any) -> int:
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
+def finish(records: Array, out: Array, lse: Array) -> None:
+    """Turn records into attention output, as `treeattn.partial.finish` defines it, to the bit.
+
+    Args:
+        records: [batch, heads, queries, head_dim + 2].
+        out: written, [batch, queries, heads, head_dim].
+        lse: written, [batch, heads, queries]. All C-contiguous and of one type.
+
+    Raises:
+        ArgumentError: shapes, types or strides that do not fit.
+    """
+    planned_finish(records, out, lse)()
+
+
+def planned_finish(records: Array, out: Array, lse: Array) -> Callable[[], object]:
+    """`finish` for arrays that never move: a call without arguments and without checks."""
+    arguments.check_records(records)
+    batch, heads, queries, width = records.shape
+    arguments.check_output("out", out, (batch, queries, heads, width - partial.EXTRA), records)
+    arguments.check_output("lse", lse, (batch, heads, queries), records)
+    compiled = compile.loaded()[0]
+    if compiled is None or records.dtype != np.float32:
+        return functools.partial(partial.finish, records, out, lse)
+    return arguments.planned(compiled.finish, records, out, lse, *records.shape)
+
+
+def planned_pack(records: Array, factor: float) -> Callable[[Array, Array], None]:
+    """A call with out [.., head_dim] and lse [..] that writes records [.., head_dim + 2].
+
+    The record of a part is (lse * factor, 1, out), `factor` that of the natural logarithm. An lse that is
+    infinite or NaN marks a part that saw nothing, whatever its out holds. uint16 is the bits of bfloat16.
+    """
+    maxima, denominators, numerators = records[..., 0], records[..., 1], records[..., partial.EXTRA :]
+    nothing = partial.identity((), numerators.shape[-1], records.dtype)
+
+    def pack(out: Array, lse: Array) -> None:
+        with np.errstate(all="ignore"):
+            np.multiply(lse, factor, out=maxima, dtype=np.float64, casting="same_kind")
+            denominators[...] = 1
+            numerators[...] = out.view(ml_dtypes.bfloat16) if out.dtype == np.uint16 else out
+        seen = np.isfinite(lse)  # as it came: what its records' type cannot hold must not pass for nothing
+        if not seen.all():
+            records[~seen] = nothing
+
+    return pack
+
+
+def planned_scale(lse: Array, factor: float) -> Callable[[], object]:
+    """A call that multiplies lse by `factor`, in place."""
+    return lambda: np.multiply(lse, factor, out=lse, dtype=np.float64, casting="same_kind")
+
+
+def rescale_records(records: Array, shared: Array, denominators: Array, numerators: Array) -> None:
+    """Write the sums of `records` over the maximum `shared`, which is at least their own.
+
+    The middle of a reduction by built-in operators: where only MAX and SUM are at hand, the maxima are
+    reduced first; then each rank rescales its records to the common maximum, and denominators and numerators
+    are plain sums (Shyam et al., arXiv 2408.04093, Algorithm 3).
+
+    Args:
+        records: [count, head_dim + 2], float32 or float64.
+        shared: [count], the largest maximum of all ranks, NaN aside.
+        denominators: written, [count], any stride.
+        numerators: written, [count, head_dim], rows of any stride.
+
+    A record of nothing gives zeros, also where no rank saw anything; a maximum of NaN gives NaN.
+    """
+    own = records[:, 0]
+    with np.errstate(all="ignore"):
+        lower = np.where(own == shared, 0, own - shared)
+        factor = np.exp(lower) if records.dtype == np.float64 else partial.exponential(lower)
+        factor = np.where(np.isnan(own) | np.isnan(shared), np.nan, factor).astype(records.dtype, copy=False)
+        np.multiply(records[:, 1], factor, out=denominators)
+        np.multiply(records[:, partial.EXTRA :], factor[:, None], out=numerators)
+    empty = own == -np.inf
+    denominators[empty] = 0
+    numerators[empty] = 0

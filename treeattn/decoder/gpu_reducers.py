@@ -1,7 +1,4 @@
-"""How records travel between ranks, and who folds them on the way.
-
-From the host there is one way, ``"mpi"``, which between ranks of a process group is torch's messages. From
-GPUs there are four, each taken only when it is named:
+"""Reducers of records that lie in the memory of GPUs, by transport:
 
 - ``"nccl"``: NCCL, from GPU to GPU: grouped sends and receives with merge kernels between, as one CUDA graph.
 - ``"peer"``: GPUs of one node read one another's memory: a reduction is one kernel; over several nodes some
@@ -21,99 +18,19 @@ from treeattn import communicators, mpi_library, partial
 from treeattn.agreement import Agreement, collectively
 from treeattn.backends import cpu
 from treeattn.backends.cuda.runtime import Runtime
-from treeattn.collectives.catalog import DEVICES, Scheme, Selection
+from treeattn.collectives.catalog import DEVICES, Selection
 from treeattn.collectives.runtime import nccl
 from treeattn.collectives.runtime.memory import HOST
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
-from treeattn.decoder import executor as executors
-from treeattn.errors import RestrictionError, TransportError, TreeattnError
+from treeattn.decoder.reducers import by_module, over_mpi, refuse
+from treeattn.errors import TransportError, TreeattnError
 
 if TYPE_CHECKING:
     from treeattn.collectives.executors import peer
     from treeattn.collectives.runtime.communicator import Communicator
 
-__all__ = ["choose", "connected_by_nccl", "plan", "problems", "shared_gpu"]
-
-_BY_MPI = ("mpi", "cuda-mpi", "host")
-
-_CHOICES = {
-    "cpu": "'mpi' or None",
-    "cuda": "transport='nccl' (from GPU to GPU), 'peer' (GPUs of a node by one another's memory, nodes by "
-    "NCCL), 'cuda-mpi' (the MPI library takes GPU buffers) or 'host' (any MPI, through page-locked memory)",
-}
-
-
-def choose(device: str, transport: str | None, scheme: Scheme, size: int, library: str = "mpi") -> str:
-    """The transport of a scheme over `size` ranks: the one that is named if it serves, or the only one.
-    library: whose messages the ranks send, as `Communicator.library`.
-
-    Raises `TransportError`, which lists what would serve; `RestrictionError` where the scheme is not for
-    the device, or is not run at all.
-    """
-    if not scheme.transports:
-        raise RestrictionError(f"{scheme.name} is not run: {scheme.elsewhere}")
-    serving = [name for name in scheme.transports if DEVICES[name] == device]
-    if library != "mpi" and serving and scheme.module and serving[0] in _BY_MPI:
-        raise RestrictionError(
-            f"{scheme.name} is made of MPI's own calls, and these ranks are {library}.distributed's: take a "
-            "schedule, such as recursive_doubling"
-        )
-    if library != "mpi" and transport in ("cuda-mpi", "peer"):
-        raise TransportError(
-            f"transport={transport!r} needs MPI, and these ranks are {library}.distributed's: "
-            "take 'nccl' or 'host'"
-        )
-    if not serving:
-        raise RestrictionError(f"{scheme.name} is for device='{scheme.devices[0]}': {scheme.elsewhere}")
-    if transport in serving:
-        return transport
-    if transport is not None and DEVICES.get(transport) != device:
-        raise TransportError(
-            f"transport {transport!r} does not serve device={device!r}: use {_CHOICES[device]}"
-        )
-    if transport is None and len(serving) == 1 and serving != ["host"]:  # never by way of the host unasked
-        return serving[0]
-    if scheme.module:
-        raise TransportError(
-            f"{scheme.name} on device={device!r} is for transport={serving[0]!r}, not {transport!r}"
-        )
-    if size > 1:
-        raise TransportError(f"device={device!r} on {size} ranks needs a transport: {_CHOICES[device]}")
-    return "mpi"  # one rank sends nothing
-
-
-def plan(
-    transport: str,
-    selection: Selection,
-    schedule: Schedule | None,
-    reduction: ReductionSpec,
-    executor: str | None = None,
-) -> Reducer:
-    """The reducer of a scheme that `choose` gave this transport. Collective; raises on every rank alike.
-
-    schedule: what the scheme runs over these ranks; None where a library or a baseline does the work.
-    executor: who runs it, as in `treeattn.decoder.executor`.
-    """
-    if schedule is None:
-        executors.refuse(executor, f"{selection.row.name} has none")
-    return _PLANNERS[transport](selection, schedule, reduction, executor)
-
-
-def _over_mpi(
-    selection: Selection, schedule: Schedule | None, reduction: ReductionSpec, executor: str | None
-) -> Reducer:
-    """Buffers that MPI can reach as they are."""
-    if schedule is None:
-        if selection.row.compiled:
-            collectively(reduction.comm, reduction.operator.mpi_function)
-        return _by_module(selection, reduction)
-    return executors.plan(executor, schedule, reduction)
-
-
-def _by_module(selection: Selection, reduction: ReductionSpec) -> Reducer:
-    reducer: Reducer = selection.row.plan(reduction, **selection.parameters)
-    return reducer
+__all__ = ["PLANNERS", "connected_by_nccl", "problems", "shared_gpu"]
 
 
 def _over_nccl(
@@ -121,13 +38,13 @@ def _over_nccl(
 ) -> Reducer:
     from treeattn.collectives.executors import nccl as over_nccl
 
-    executors.refuse(executor, "NCCL runs what is recorded in a graph")
+    refuse(executor, "NCCL runs what is recorded in a graph")
     communicator = connected_by_nccl(reduction.comm, reduction.memory)
     connected = reduction._replace(comm=communicator)
 
     def planned() -> Reducer:
         if schedule is None:
-            return _by_module(selection, connected)
+            return by_module(selection, connected)
         return over_nccl.plan(connected, schedule)
 
     try:
@@ -162,7 +79,7 @@ def _over_peers(
 ) -> Reducer:
     from treeattn.collectives.executors import peer
 
-    executors.refuse(executor, "here one kernel runs them")
+    refuse(executor, "here one kernel runs them")
     assert schedule is not None, f"{selection.text}: only schedules have this transport"
     comm, nodes = reduction.comm, communicators.node_groups(reduction.comm)
     if len(nodes) > 1:
@@ -234,7 +151,7 @@ def _over_cuda_mpi(
     selection: Selection, schedule: Schedule | None, reduction: ReductionSpec, executor: str | None
 ) -> Reducer:
     _check_cuda_mpi(reduction.comm, reduction.memory)
-    return collectively(reduction.comm, lambda: _over_mpi(selection, schedule, reduction, executor))
+    return collectively(reduction.comm, lambda: over_mpi(selection, schedule, reduction, executor))
 
 
 def _check_cuda_mpi(comm: Communicator, runtime: Runtime) -> None:
@@ -273,7 +190,7 @@ class Staged(Reducer):
         self._host = collectively(reduction.comm, lambda: self._runtime.pinned(buffer.shape, buffer.dtype))
         operator = cpu.MergeOperator(reduction.operator.width - partial.EXTRA, reduction.operator.dtype)
         on_host = reduction._replace(operator=operator, buffer=self._host, memory=HOST)
-        self._reducer = _over_mpi(selection, schedule, on_host, executor)
+        self._reducer = over_mpi(selection, schedule, on_host, executor)
         self.certificate, self.sent = self._reducer.certificate, self._reducer.sent
         self.executor, self.fallback = self._reducer.executor, self._reducer.fallback
 
@@ -324,8 +241,8 @@ def shared_gpu(comm: Communicator, runtime: Runtime) -> str | None:
     return None
 
 
-_PLANNERS: dict[str, Callable[[Selection, Schedule | None, ReductionSpec, str | None], Reducer]] = {
-    "mpi": _over_mpi,
+#: Transport -> what plans a scheme over it: of its selection, schedule, reduction and executor.
+PLANNERS: dict[str, Callable[[Selection, Schedule | None, ReductionSpec, str | None], Reducer]] = {
     "nccl": _over_nccl,
     "peer": _over_peers,
     "cuda-mpi": _over_cuda_mpi,

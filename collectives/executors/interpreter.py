@@ -1,64 +1,19 @@
-"""A schedule planned for one rank and its buffer: what every executor begins with."""
+"""A program as Python runs it: regions as arrays, copies and folds as calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-from treeattn.collectives import program, traffic
-from treeattn.collectives.check import Certificate, prove
-from treeattn.collectives.program import LANDING, OWN, Copy, Fold, Instruction, Program, Region
+from treeattn.collectives import program
+from treeattn.collectives.program import LANDING, OWN, Copy, Fold, Instruction, Planned, Region
 from treeattn.collectives.runtime.operator import ManyOperator
 from treeattn.collectives.runtime.reducer import ReductionSpec
-from treeattn.collectives.schedule import Schedule
-from treeattn.errors import ScheduleError
+
+__all__ = ["Interpreter"]
 
 Message: TypeAlias = tuple[Any, int]
-
-
-class Planned(NamedTuple):
-    """The program of one rank, what is proved of it, and what it works on.
-
-    records: [records, width], the rank's own. sent: (destination, bytes) of every message, through shared
-    memory too.
-    """
-
-    name: str
-    certificate: Certificate
-    program: Program
-    records: Any
-    sent: list[tuple[int, int]]
-
-
-def plan(spec: ReductionSpec, schedule: Schedule, node: Iterable[int] = ()) -> Planned:
-    """Plan this rank's program; node: the ranks that read one another's memory.
-
-    Raises `ScheduleError`, before anything is allocated, if the schedule is for another number of ranks or is
-    not a correct reduction, or if the buffer does not fit.
-    """
-    rank, size = spec.comm.rank, spec.comm.size
-    if schedule.size != size:
-        raise ScheduleError(
-            f"{schedule.name}: made for {schedule.size} ranks, the communicator has {size}; "
-            f"run it on {schedule.size}, or build one with size={size}"
-        )
-    proof = prove(schedule)
-    if schedule.has_exclusive:
-        raise ScheduleError(
-            f"{schedule.name} sends what a rank has gathered without its own: such schedules are studied, "
-            "not run; take another, such as recursive_doubling"
-        )
-    records, granularity = spec.records(schedule.name), spec.granularity
-    count = len(records)
-    bytes_each = records.nbytes // max(count, 1)
-    sent = [
-        (message.dst, message.records * bytes_each)
-        for message in traffic.messages(schedule, count, granularity)
-        if message.src == rank
-    ]
-    made = program.plan(schedule, proof, rank, count, granularity=granularity, node=node)
-    return Planned(schedule.name, proof.certificate, made, records, sent)
 
 
 class Interpreter:

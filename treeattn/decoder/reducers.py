@@ -1,4 +1,10 @@
-"""Who runs the rounds of a schedule on the host: one of `treeattn.collectives.executors`, with the same bits.
+"""How records travel between ranks, and who folds them on the way.
+
+From the host there is one transport, ``"mpi"``, which between ranks of a process group is torch's messages.
+From GPUs there are four (`treeattn.decoder.gpu_reducers`), each taken only when it is named.
+
+A library or a baseline plans its own reducer. The rounds of a schedule on the host are run by one of
+`treeattn.collectives.executors`, with the same bits:
 
 - ``"slots"``: one C call a step; ranks of a node read each other's records in shared memory, and those of
   different nodes send them by MPI or torch.distributed, whichever has started them.
@@ -15,16 +21,101 @@ import warnings
 from typing import TYPE_CHECKING
 
 from treeattn import communicators
-from treeattn.agreement import Agreement
+from treeattn.agreement import Agreement, collectively
+from treeattn.collectives.catalog import DEVICES, Scheme, Selection
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
-from treeattn.errors import SharingError, TransportError
+from treeattn.errors import RestrictionError, SharingError, TransportError
 
 if TYPE_CHECKING:
     from treeattn.collectives.executors.torch_messages import TorchMessages
     from treeattn.collectives.runtime.communicator import Communicator
 
-__all__ = ["plan", "refuse"]
+__all__ = ["by_module", "choose", "over_mpi", "plan", "refuse", "run_rounds"]
+
+_BY_MPI = ("mpi", "cuda-mpi", "host")
+
+_CHOICES = {
+    "cpu": "'mpi' or None",
+    "cuda": "transport='nccl' (from GPU to GPU), 'peer' (GPUs of a node by one another's memory, nodes by "
+    "NCCL), 'cuda-mpi' (the MPI library takes GPU buffers) or 'host' (any MPI, through page-locked memory)",
+}
+
+
+def choose(device: str, transport: str | None, scheme: Scheme, size: int, library: str = "mpi") -> str:
+    """The transport of a scheme over `size` ranks: the one that is named if it serves, or the only one.
+    library: whose messages the ranks send, as `Communicator.library`.
+
+    Raises `TransportError`, which lists what would serve; `RestrictionError` where the scheme is not for
+    the device, or is not run at all.
+    """
+    if not scheme.transports:
+        raise RestrictionError(f"{scheme.name} is not run: {scheme.elsewhere}")
+    serving = [name for name in scheme.transports if DEVICES[name] == device]
+    if library != "mpi" and serving and scheme.module and serving[0] in _BY_MPI:
+        raise RestrictionError(
+            f"{scheme.name} is made of MPI's own calls, and these ranks are {library}.distributed's: take a "
+            "schedule, such as recursive_doubling"
+        )
+    if library != "mpi" and transport in ("cuda-mpi", "peer"):
+        raise TransportError(
+            f"transport={transport!r} needs MPI, and these ranks are {library}.distributed's: "
+            "take 'nccl' or 'host'"
+        )
+    if not serving:
+        raise RestrictionError(f"{scheme.name} is for device='{scheme.devices[0]}': {scheme.elsewhere}")
+    if transport in serving:
+        return transport
+    if transport is not None and DEVICES.get(transport) != device:
+        raise TransportError(
+            f"transport {transport!r} does not serve device={device!r}: use {_CHOICES[device]}"
+        )
+    if transport is None and len(serving) == 1 and serving != ["host"]:  # never by way of the host unasked
+        return serving[0]
+    if scheme.module:
+        raise TransportError(
+            f"{scheme.name} on device={device!r} is for transport={serving[0]!r}, not {transport!r}"
+        )
+    if size > 1:
+        raise TransportError(f"device={device!r} on {size} ranks needs a transport: {_CHOICES[device]}")
+    return "mpi"  # one rank sends nothing
+
+
+def plan(
+    transport: str,
+    selection: Selection,
+    schedule: Schedule | None,
+    reduction: ReductionSpec,
+    executor: str | None = None,
+) -> Reducer:
+    """The reducer of a scheme that `choose` gave this transport. Collective; raises on every rank alike.
+
+    schedule: what the scheme runs over these ranks; None where a library or a baseline does the work.
+    """
+    if schedule is None:
+        refuse(executor, f"{selection.row.name} has none")
+    if transport == "mpi":
+        return over_mpi(selection, schedule, reduction, executor)
+    from treeattn.decoder import gpu_reducers
+
+    return gpu_reducers.PLANNERS[transport](selection, schedule, reduction, executor)
+
+
+def over_mpi(
+    selection: Selection, schedule: Schedule | None, reduction: ReductionSpec, executor: str | None
+) -> Reducer:
+    """Buffers that MPI can reach as they are."""
+    if schedule is None:
+        if selection.row.compiled:
+            collectively(reduction.comm, reduction.operator.mpi_function)
+        return by_module(selection, reduction)
+    return run_rounds(executor, schedule, reduction)
+
+
+def by_module(selection: Selection, reduction: ReductionSpec) -> Reducer:
+    reducer: Reducer = selection.row.plan(reduction, **selection.parameters)
+    return reducer
+
 
 # Library -> executors that send by another.
 _OTHERS = {"mpi": ("torch",), "torch": ("mpi", "program")}
@@ -36,7 +127,7 @@ def refuse(executor: str | None, what: str) -> None:
         raise TransportError(f"executor={executor!r} is for schedules from the host: {what}; leave it out")
 
 
-def plan(executor: str | None, schedule: Schedule, reduction: ReductionSpec) -> Reducer:
+def run_rounds(executor: str | None, schedule: Schedule, reduction: ReductionSpec) -> Reducer:
     """The reducer of a schedule, run by the one that was asked for, or by the best. Collective.
 
     Raises `TransportError`, on every rank alike, where what was asked for cannot be had on some rank.
@@ -77,9 +168,9 @@ def _not_compiled(library: str, reduction: ReductionSpec) -> str | None:
 
 
 def _not_callable() -> str | None:
-    from treeattn.collectives.runtime import mpi_abi
+    from treeattn.collectives.executors import mpi_messages
 
-    return mpi_abi.problem()
+    return mpi_messages.problem()
 
 
 def _compiled(executor: str | None, library: str, schedule: Schedule, reduction: ReductionSpec) -> Reducer:

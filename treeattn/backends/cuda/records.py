@@ -1,4 +1,7 @@
-"""How records merge on an NVIDIA GPU, with the bits of `treeattn.partial`."""
+"""What is done with records on an NVIDIA GPU: parts of other kernels packed, merged, finished into results.
+
+The bits are those of `treeattn.partial` and of `treeattn.backends.cpu`.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,40 @@ import numpy as np
 
 from treeattn import partial
 from treeattn.backends.cuda import pull
-from treeattn.backends.cuda.runtime import THREADS, Runtime, default_runtime, planned_launch, structure
+from treeattn.backends.cuda.runtime import (
+    THREADS,
+    Runtime,
+    check_records,
+    default_runtime,
+    planned_launch,
+    structure,
+)
 from treeattn.collectives.program import Program
 from treeattn.collectives.runtime.operator import Columns
 from treeattn.errors import ArgumentError
 
-__all__ = ["MergeOperator", "merge"]
+__all__ = [
+    "MergeOperator",
+    "PlannedFinish",
+    "finish",
+    "merge",
+    "planned_finish",
+    "planned_pack",
+    "planned_scale",
+]
 
 # MergeArguments, TakeMaximaArguments and RescaleArguments of kernels/cuda/*.cu.
 _MERGE = structure("into others", "others_stride", "records width count")
 _TAKE_MAXIMA = structure("records maxima", "", "count width")
 _RESCALE = structure("records maxima denominators numerators", "denominator_stride numerator_stride", "width")
+
+# FinishArguments of kernels/cuda/finish.cuh.
+_FINISH = structure("records out lse", "", "heads queries head_dim")
+
+# PackArguments and ScaleArguments of kernels/cuda/*.cu; ElementType by name, uint16 for the bits of bfloat16.
+_PACK = structure("out lse records", "", "head_dim out_type", doubles="factor")
+_SCALE = structure("lse", "count", "", doubles="factor")
+_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "uint16": 2}
 
 
 def merge(into: Any, other: Any, *, runtime: Runtime | None = None) -> None:
@@ -138,3 +164,110 @@ class MergeOperator:
         arguments["records"], arguments["width"] = records, self.width
         kernel = self._runtime.kernel("merge_partials", "merge_partials")
         return planned_launch(kernel, records, arguments, (into, others))
+
+
+def finish(records: Any, out: Any, lse: Any, *, runtime: Runtime | None = None) -> None:
+    """Turn records into attention output, as `treeattn.partial.finish` defines it, to the bit.
+
+    Args:
+        records: [batch, heads, queries, head_dim + 2].
+        out: written, [batch, queries, heads, head_dim].
+        lse: written, [batch, heads, queries]. All C-contiguous float32.
+        runtime: the device; None is CuPy's current one.
+
+    Raises:
+        ArgumentError: shapes, types or strides that do not fit.
+    """
+    planned_finish(records, out, lse, runtime=runtime)()
+
+
+class PlannedFinish:
+    """`finish` for arrays that never move: one launch, without checks."""
+
+    def __init__(self, arguments: Any, arrays: tuple[Any, ...], launch: Callable[[], object]) -> None:
+        """arguments: FinishArguments; arrays: what they point to; launch: with them."""
+        self.arguments, self.arrays, self._launch = arguments, arrays, launch
+
+    def __call__(self) -> None:
+        """Queue the launch."""
+        self._launch()
+
+
+def planned_finish(records: Any, out: Any, lse: Any, *, runtime: Runtime | None = None) -> PlannedFinish:
+    """Checks once. Raises `ArgumentError` as `finish` does."""
+    runtime = runtime or default_runtime()
+    check_records(records, runtime)
+    batch, heads, queries, width = records.shape
+    head_dim = width - partial.EXTRA
+    for name, array, shape in (
+        ("out", out, (batch, queries, heads, head_dim)),
+        ("lse", lse, (batch, heads, queries)),
+    ):
+        runtime.check(name, array)
+        if array.shape != shape or array.dtype != np.float32 or not array.flags.c_contiguous:
+            raise ArgumentError(
+                f"{name} must be C-contiguous float32 of shape {shape}, not {array.dtype} {array.shape}"
+            )
+    arguments = np.zeros(1, _FINISH)
+    arguments["records"], arguments["out"], arguments["lse"] = map(runtime.address, (records, out, lse))
+    arguments["heads"], arguments["queries"], arguments["head_dim"] = heads, queries, head_dim
+    kernel = runtime.kernel("finish", "finish")
+    arrays = records, out, lse
+    launch = planned_launch(kernel, batch * heads * queries, arguments, arrays)
+    return PlannedFinish(arguments, arrays, launch)
+
+
+def planned_pack(
+    records: Any, factor: float, *, runtime: Runtime | None = None
+) -> Callable[[Any, Any], None]:
+    """As `treeattn.backends.cpu.planned_pack`: one launch. Strided arrays are copied on the device first.
+
+    Raises `ArgumentError` for records that are not float32; the call for out of another type than float32,
+    float16 or bfloat16, and for lse of another than float32.
+    """
+    if records.dtype != np.float32:
+        raise ArgumentError(f"records on the GPU are float32, not {records.dtype}: use device='cpu'")
+    device = runtime or default_runtime()
+    width = records.shape[-1]
+    arguments = np.zeros(1, _PACK)
+    arguments["records"], arguments["factor"] = device.address(records), factor
+    arguments["head_dim"] = width - partial.EXTRA
+    launch = planned_launch(
+        device.kernel("pack_partials", "pack_partials"), records.size // width, arguments, (records,)
+    )
+    room: dict[str, Any] = {}
+
+    def pack(out: Any, lse: Any) -> None:
+        if out.dtype.name not in _TYPES or lse.dtype != np.float32:
+            raise ArgumentError(
+                f"out is {out.dtype} and lse {lse.dtype}: on the GPU out is float32, float16 or bfloat16, "
+                "and lse float32"
+            )
+        for name, array in (("out", out), ("lse", lse)):
+            device.check(name, array)
+            arguments[name] = device.address(_packed(device, room, name, array))
+        arguments["out_type"] = _TYPES[out.dtype.name]
+        launch()
+
+    return pack
+
+
+def _packed(device: Runtime, room: dict[str, Any], name: str, array: Any) -> Any:
+    """The array if it is contiguous, else a copy that is, in room that is kept."""
+    if array.flags.c_contiguous:
+        return array
+    if array.dtype.name == "bfloat16":
+        array = array.view(np.uint16)
+    if name not in room or room[name].dtype != array.dtype:
+        room[name] = device.empty(array.shape, array.dtype)
+    device.copy(room[name], array)
+    return room[name]
+
+
+def planned_scale(lse: Any, factor: float, *, runtime: Runtime | None = None) -> Callable[[], object]:
+    """A call that multiplies float32 lse by `factor`, in place: one launch."""
+    device = runtime or default_runtime()
+    arguments = np.zeros(1, _SCALE)
+    arguments["lse"], arguments["factor"], arguments["count"] = device.address(lse), factor, lse.size
+    blocks = -(-lse.size // THREADS)
+    return planned_launch(device.kernel("scale_lse", "scale_lse"), blocks, arguments, (lse,))

@@ -1,0 +1,35 @@
+"""One plain decode is followed in few files: what it runs of ours, imports and caches apart, is counted."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import treeattn
+
+pytestmark = pytest.mark.mpi
+
+ROOT = Path(treeattn.__file__).resolve().parents[1]
+MOST = 25
+
+
+def ours(path):
+    """The file below the top folder, as a reader opens it: a link leads from treeattn/ to collectives/."""
+    name = str(Path(path).resolve()).removeprefix(f"{ROOT}/")
+    return name.startswith(("treeattn/", "collectives/")) and name
+
+
+def test_a_decode_runs_few_files(comm):
+    q, k, v = (np.ones((1, n, heads, 64), np.float32) for n, heads in ((1, 8), (100, 2), (100, 2)))
+    treeattn.decode(q, k, v, comm=comm)
+    seen = set()
+    sys.setprofile(lambda frame, event, _: event == "call" and seen.add(frame.f_code.co_filename))
+    try:
+        treeattn.decode(q, k, v, comm=comm)
+    finally:
+        sys.setprofile(None)
+    files = sorted(filter(None, map(ours, seen)))
+    assert 10 < len(files) <= MOST, files

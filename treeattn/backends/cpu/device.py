@@ -1,0 +1,195 @@
+"""The processor as a decoder sees it, and a decoder's step there as one C call."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from treeattn.attention import arrays, pages
+from treeattn.attention.mask_tables import MaskTables
+from treeattn.attention.shape import Shape, as_tensor, bits_of
+from treeattn.backends.cpu import arguments, compile
+from treeattn.backends.cpu.arguments import Array
+from treeattn.backends.cpu.attention import PlannedAttention, check_environment
+from treeattn.backends.cpu.multiply_rows import PlannedProduct
+from treeattn.backends.cpu.records import MergeOperator, planned_finish, planned_pack, planned_scale
+from treeattn.collectives.runtime.memory import HOST
+from treeattn.collectives.runtime.reducer import NativeStep, Reducer
+
+if TYPE_CHECKING:
+    from treeattn.backends.device import Attention, WholeStep
+
+__all__ = ["Cpu", "PlannedStep"]
+
+
+class Cpu:
+    """The processor: NumPy arrays and compiled kernels. A `treeattn.backends.device.Device`."""
+
+    name = "cpu"
+    lse_dtypes = ("float32", "float64")
+    memory = HOST
+    stream = None
+    namespace: Any = np
+
+    def check_shape(self, shape: Shape) -> None:
+        """Every shape is served; settings of the environment may be wrong."""
+        check_environment()
+
+    def slow_because(self) -> str | None:
+        """Why there are no compiled kernels."""
+        return compile.compiled_kernels_problem()
+
+    def rounds_weights(self, shape: Shape) -> bool:
+        """Never."""
+        return False
+
+    def view(self, name: str, array: Any) -> Any:
+        """A NumPy array."""
+        return arrays.on_host(name, array)
+
+    def tensor(self, name: str, array: Any, dtype: str | None) -> Any:
+        """A NumPy array; uint16 becomes bfloat16 if `dtype` says so."""
+        return as_tensor(name, self.view(name, array), dtype)
+
+    def admit(self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any) -> Any:
+        """A few comparisons; attention checks shape and range of the lengths itself."""
+        self._check(shape, q, k, v)
+        if lengths is None or (type(lengths) is np.ndarray and lengths.dtype == np.int64):
+            return lengths
+        return self.lengths(shape, lengths, k.shape[1])
+
+    def _check(self, shape: Shape, q: Any, k: Any, v: Any) -> None:
+        if not shape.accepts(q, k, v):
+            # Say what is wrong; what passes is rare but right (bfloat16 as uint16, no tokens).
+            raw, kv_raw = (name if bits_of(name) else None for name in (shape.dtype, shape.kv_dtype))
+            shape.check_query(as_tensor("q", q, raw))
+            shape.check_cache(as_tensor("k", k, kv_raw), as_tensor("v", v, kv_raw))
+
+    def admit_pages(
+        self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any, block_table: Any, tables: MaskTables | None
+    ) -> tuple[Any, Any]:
+        """Attention looks at the pages itself."""
+        self._check(shape, q, k, v)
+        table = self.block_table(shape, block_table)
+        if tables is None:
+            pages.check_lengths(lengths, k.shape[1], table.shape[1])
+            lengths = self.lengths(shape, lengths, k.shape[1] * table.shape[1])
+        return lengths, table
+
+    def block_table(self, shape: Shape, block_table: Any) -> Any:
+        """Of the host."""
+        return pages.as_table(block_table, shape.batch)
+
+    def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
+        """int64, looked at."""
+        return None if lengths is None else shape.check_lengths(lengths, tokens)
+
+    def host_lengths(self, lengths: Any) -> Any:
+        """As they are."""
+        return lengths
+
+    def from_host(self, array: Any) -> Any:
+        """The array itself."""
+        return array
+
+    def to_host(self, array: Any) -> Any:
+        """A copy."""
+        return array.copy()
+
+    def readable(self, array: Any) -> Any:
+        """The array itself."""
+        return array
+
+    def kernel_head_dim(self, head_dim: int) -> int:
+        """Itself: every one is served."""
+        return head_dim
+
+    def most_queries(self, heads: int, kv_heads: int) -> int | None:
+        """Any."""
+        return None
+
+    def product(self, matrix: Any) -> Callable[[Any], Any]:
+        """The compiled kernel for a few vectors, or NumPy."""
+        return PlannedProduct(matrix)
+
+    def attention(
+        self, shape: Shape, records: Any, scale: float, tables: MaskTables | None = None
+    ) -> Attention:
+        """The compiled kernel, or NumPy."""
+        return PlannedAttention(
+            records,
+            scale=scale,
+            tables=tables,
+            kv_dtype=shape.kv_dtype,
+            k_scale=shape.k_scale,
+            v_scale=shape.v_scale,
+        )
+
+    def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:
+        """The compiled kernel, or NumPy."""
+        return planned_finish(records, out, lse)
+
+    def whole_step(
+        self, attention: Any, reducer: Reducer, records: Any, out: Any, lse: Any
+    ) -> WholeStep | None:
+        """One C call, where one C call is all that the reducer is."""
+        native = reducer.native_step()
+        if native is None or not attention.compiled:
+            return None
+        return PlannedStep(attention, native, records, out, lse)
+
+    def pack(self, records: Any, factor: float) -> Callable[[Any, Any], object]:
+        """NumPy."""
+        return planned_pack(records, factor)
+
+    def scale(self, lse: Any, factor: float) -> Callable[[], object]:
+        """NumPy."""
+        return planned_scale(lse, factor)
+
+    def merge_operator(self, v_dim: int, dtype: Any) -> MergeOperator:
+        """The compiled merge, or NumPy's: the same bits."""
+        return MergeOperator(v_dim, dtype)
+
+
+class _Step(ctypes.Structure):
+    """struct decode_step of kernels/cpu/decode_step.c."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("attention", "reduce", "reduction")]
+        + [("nanoseconds", ctypes.c_int64)]
+        + [(name, ctypes.c_void_p) for name in ("records", "out", "lse")]
+        + [(name, ctypes.c_int64) for name in ("batch", "heads", "queries", "width")]
+    )
+
+
+class PlannedStep:
+    """`attention`, the reduction that `native` tells of, and `planned_finish`: the same bits in one call."""
+
+    def __init__(
+        self, attention: PlannedAttention, native: NativeStep, records: Array, out: Array, lse: Array
+    ) -> None:
+        """For compiled kernels. records: [batch, heads, queries, head_dim + 2], which `attention` writes."""
+        compiled = compile.loaded()[0]
+        assert compiled is not None, "a native step without compiled kernels"
+        self._takes = attention.takes
+        self._owned = attention, records, out, lse
+        self._struct = _Step(
+            attention.address, *native[:3], *map(arguments.address, (records, out, lse)), *records.shape
+        )
+        self._call = functools.partial(compiled.decode_step, ctypes.byref(self._struct))
+        self._step = native.as_step(self._call)
+        self._finish = arguments.planned(compiled.finish, records, out, lse, *records.shape)
+
+    def __call__(self, q: Array, k: Array, v: Array, lengths: Array | None = None) -> bool:
+        """One step. False: nothing was done, since these arrays or the state of the reducer need a closer
+        look, which the three parts take."""
+        if not self._takes(q, k, v, lengths):
+            return False
+        result = self._step()
+        if result > 0:  # the reduction took longer than one call
+            self._finish()
+        return result >= 0

@@ -1,0 +1,233 @@
+"""An NVIDIA GPU as a decoder sees it."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from treeattn.attention import arrays, pages
+from treeattn.attention.mask_tables import MaskTables
+from treeattn.attention.shape import CACHE_DTYPES, DTYPES, Shape, bits_of, check_axes, dtype_name
+from treeattn.backends.cuda.arguments import check_rows
+from treeattn.backends.cuda.attention import PlannedAttention, most_queries
+from treeattn.backends.cuda.block_table import BlockTables
+from treeattn.backends.cuda.multiply_rows import PlannedProduct
+from treeattn.backends.cuda.records import MergeOperator, planned_finish, planned_pack, planned_scale
+from treeattn.backends.cuda.runtime import Runtime, default_runtime
+from treeattn.backends.cuda.variants import TENSOR_CORES_FROM_ROWS, check_head_dim, kernel_head_dim
+from treeattn.collectives.runtime.memory import Memory, Stream
+from treeattn.collectives.runtime.reducer import Reducer
+from treeattn.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from treeattn.backends.device import Attention, WholeStep
+
+__all__ = ["Cuda"]
+
+
+class Cuda:
+    """The GPU that is CuPy's current device: CuPy arrays. A
+    `treeattn.backends.device.Device`.
+
+    Work goes to the current stream and is not waited for. ``TREEATTN_TENSOR_CORES=0`` in the environment
+    keeps to the kernel that holds softmax weights in float32.
+    """
+
+    name = "cuda"
+    lse_dtypes = ("float32",)
+
+    def __init__(self, runtime: Runtime | None = None) -> None:
+        """`runtime` None: CuPy's current device. Raises `BackendError` where there is none, `ArgumentError`
+        for a setting of the environment that cannot be read."""
+        wanted = os.environ.get("TREEATTN_TENSOR_CORES", "1")
+        if wanted not in ("0", "1"):
+            raise ArgumentError(f"TREEATTN_TENSOR_CORES={wanted}: use 0 or 1")
+        self.runtime = default_runtime() if runtime is None else runtime
+        self._tensor_cores = wanted == "1" and self.runtime.tensor_cores
+        self._admitted: tuple[Any, ...] = (None,) * 3
+        self._lengths: Any = None
+        self._block_tables = BlockTables(self.runtime)
+
+    @property
+    def memory(self) -> Memory:
+        """The runtime."""
+        return self.runtime
+
+    @property
+    def stream(self) -> Stream:
+        """The runtime."""
+        return self.runtime
+
+    @property
+    def namespace(self) -> Any:
+        """CuPy."""
+        return self.runtime.namespace
+
+    def check_shape(self, shape: Shape) -> None:
+        """float64 has no kernels here, nor has every head_dim."""
+        if shape.dtype == "float64":
+            raise ArgumentError("float64 is for device='cpu': on the GPU use float32, float16 or bfloat16")
+        check_head_dim(shape.head_dim, shape.v_dim)
+
+    def slow_because(self) -> str | None:
+        """Kernels are always compiled here."""
+        return None
+
+    def rounds_weights(self, shape: Shape) -> bool:
+        """Where tensor cores are used."""
+        rows = shape.queries * (shape.heads // shape.kv_heads)
+        wide = shape.dtype == "float32" or shape.mixed or rows < TENSOR_CORES_FROM_ROWS
+        return self._tensor_cores and not wide
+
+    def view(self, name: str, array: Any) -> Any:
+        """A CuPy array."""
+        return arrays.on_gpu(name, array, self.runtime)
+
+    def tensor(self, name: str, array: Any, dtype: str | None) -> Any:
+        """A device array as it is: the bits of bfloat16 stay uint16, those of 8 bits uint8."""
+        array = self.view(name, array)
+        self.runtime.check(name, array)
+        bits = "bfloat16" if name == "q" and array.dtype == np.uint16 else dtype
+        dtype_name(array, bits, DTYPES if name == "q" else CACHE_DTYPES)
+        check_axes(name, array)
+        check_rows(name, array, self.runtime)
+        return array
+
+    def admit(self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any) -> Any:
+        """Arrays that passed the last time are not looked at again."""
+        self._check(shape, q, k, v)
+        return self.lengths(shape, lengths, k.shape[1])
+
+    def _check(self, shape: Shape, q: Any, k: Any, v: Any) -> None:
+        given = (q, k, v)
+        if any(map(operator.is_not, given, self._admitted)):
+            for name, array in zip("qkv", given, strict=True):
+                self.runtime.check(name, array)
+            shape.check_query(q)
+            shape.check_cache(k, v)
+            self._admitted = given
+
+    def admit_pages(
+        self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any, block_table: Any, tables: MaskTables | None
+    ) -> tuple[Any, Any]:
+        """A table of the host is looked at and copied; one of the device is used as it is, unread."""
+        self._check(shape, q, k, v)
+        if tables is None and lengths is None:
+            pages.check_lengths(None, k.shape[1], 0)
+
+        def host_lengths(tokens: int) -> Any:
+            return shape.check_lengths(self.host_lengths(lengths), tokens)
+
+        table = self._block_tables.admit(block_table, shape.batch, k.shape[:2], host_lengths, tables)
+        if tables is None:
+            lengths = self.lengths(shape, lengths, k.shape[1] * table.shape[1])
+        return lengths, table
+
+    def block_table(self, shape: Shape, block_table: Any) -> Any:
+        """Of the device, or of the host."""
+        return self._block_tables.take(block_table, shape.batch)
+
+    def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
+        """Lengths of the host are copied into one buffer of the device, without allocating after the first
+        time; those of the device are used as they are, unread: kernels clamp them."""
+        if lengths is None:
+            return None
+        if not self.runtime.holds(lengths) and hasattr(lengths, "__cuda_array_interface__"):
+            lengths = self.view("lengths", lengths)
+        if self.runtime.holds(lengths):
+            if lengths.dtype != np.int64 or lengths.shape != (shape.batch,):
+                got = f"{lengths.dtype} {list(lengths.shape)}"
+                raise ArgumentError(f"lengths on the GPU are {got}: int64 [{shape.batch}] is needed")
+            return lengths
+        if self.runtime.capturing():
+            raise ArgumentError(
+                "a captured step reads lengths from the GPU: pass them as an int64 device array"
+            )
+        host = shape.check_lengths(lengths, tokens)
+        if self._lengths is None:
+            self._lengths = self.runtime.zeros(shape.batch, np.int64)
+        self.runtime.upload(self._lengths, host)
+        return self._lengths
+
+    def host_lengths(self, lengths: Any) -> Any:
+        """Lengths that lie on the GPU are waited for."""
+        array = hasattr(lengths, "__dlpack_device__") or hasattr(lengths, "__cuda_array_interface__")
+        if not array or arrays.device_of("lengths", lengths) == "cpu":
+            return lengths
+        return self.to_host(self.view("lengths", lengths))
+
+    def from_host(self, array: Any) -> Any:
+        """A new device array, there when this returns; bfloat16 and types of 8 bits as their bits."""
+        array = np.ascontiguousarray(array.view(bits_of(array.dtype.name) or array.dtype))
+        moved = self.runtime.empty(array.shape, array.dtype)
+        self.runtime.copy(moved, array)
+        self.runtime.synchronize()
+        return moved
+
+    def to_host(self, array: Any) -> Any:
+        """Waits for what was queued before."""
+        if not array.flags.c_contiguous:
+            packed = self.runtime.empty(array.shape, array.dtype)
+            self.runtime.copy(packed, array)
+            array = packed
+        moved = np.empty(array.shape, array.dtype)
+        self.runtime.copy(moved, array)
+        self.runtime.synchronize()
+        return moved
+
+    def readable(self, array: Any) -> Any:
+        """A copy."""
+        return self.to_host(array)
+
+    def kernel_head_dim(self, head_dim: int) -> int:
+        """The kernels are built for a few."""
+        return kernel_head_dim(head_dim)
+
+    def most_queries(self, heads: int, kv_heads: int) -> int | None:
+        """As many as the grid of a launch has tiles for."""
+        return most_queries(heads, kv_heads)
+
+    def product(self, matrix: Any) -> Callable[[Any], Any]:
+        """cuBLAS, through CuPy."""
+        return PlannedProduct(matrix)
+
+    def attention(
+        self, shape: Shape, records: Any, scale: float, tables: MaskTables | None = None
+    ) -> Attention:
+        """One launch; with `tables` after a copy of what changed of its tables."""
+        return PlannedAttention(
+            *(records,),
+            scale=scale,
+            tables=tables,
+            kv_dtype=shape.kv_dtype,
+            k_scale=shape.k_scale,
+            v_scale=shape.v_scale,
+            tensor_cores=self._tensor_cores,
+            runtime=self.runtime,
+        )
+
+    def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:
+        """One launch."""
+        return planned_finish(records, out, lse, runtime=self.runtime)
+
+    def whole_step(
+        self, attention: Any, reducer: Reducer, records: Any, out: Any, lse: Any
+    ) -> WholeStep | None:
+        """A captured step is one launch."""
+        return None
+
+    def pack(self, records: Any, factor: float) -> Callable[[Any, Any], object]:
+        """One launch."""
+        return planned_pack(records, factor, runtime=self.runtime)
+
+    def scale(self, lse: Any, factor: float) -> Callable[[], object]:
+        """One launch."""
+        return planned_scale(lse, factor, runtime=self.runtime)
+
+    def merge_operator(self, v_dim: int, dtype: Any) -> MergeOperator:
+        """One launch for any number of records."""
+        return MergeOperator(v_dim, dtype, runtime=self.runtime)

@@ -1,0 +1,139 @@
+"""Where a step computes: one object for each kind of device, with the same names.
+
+The verbs in `treeattn.decoder` ask their device for memory, kernels and checks, and never which one it is.
+A GPU is looked for, and CuPy imported, only when ``device="cuda"`` is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from treeattn.attention.mask_tables import MaskTables
+from treeattn.attention.shape import Shape
+from treeattn.collectives.runtime.memory import Memory, Stream
+from treeattn.collectives.runtime.reducer import Reducer
+from treeattn.errors import ArgumentError
+
+__all__ = ["Attention", "Device", "WholeStep", "find"]
+
+Attention = Callable[[Any, Any, Any, Any], None]
+
+#: Called with q, k, v and lengths: whether it made the step. Else nothing was done, and the three parts are
+#: to be called: they take whatever a step can have, and say what is wrong with the rest.
+WholeStep = Callable[[Any, Any, Any, Any], bool]
+
+
+def find(name: str) -> Device:
+    """The device that ``device=`` names. Raises `ArgumentError`; `BackendError` where it is not there."""
+    if name == "cpu":
+        from treeattn.backends.cpu.device import Cpu
+
+        return Cpu()
+    if name == "cuda":
+        from treeattn.backends.cuda.device import Cuda
+
+        return Cuda()
+    raise ArgumentError(f"device {name!r} is unknown: use 'cpu' or 'cuda'")
+
+
+class Device(Protocol):
+    """What a decoder needs of the place where it computes."""
+
+    @property
+    def name(self) -> str:
+        """What ``device=`` calls it."""
+
+    @property
+    def lse_dtypes(self) -> tuple[str, ...]:
+        """Of the logsumexp that other kernels wrote, as `pack` takes it."""
+
+    @property
+    def memory(self) -> Memory:
+        """Where its arrays lie."""
+
+    @property
+    def stream(self) -> Stream | None:
+        """The same where work is queued, and can be recorded; None where it is done at once."""
+
+    @property
+    def namespace(self) -> Any:
+        """Functions on its arrays, by the names that NumPy gives them: NumPy itself, or CuPy."""
+
+    def check_shape(self, shape: Shape) -> None:
+        """Raise `ArgumentError` or `BackendError` where this device cannot serve the shape."""
+
+    def slow_because(self) -> str | None:
+        """Why it is several times slower here than it could be, in one line; None where it is not."""
+
+    def rounds_weights(self, shape: Shape) -> bool:
+        """Whether softmax weights may be rounded to 16 bits: then |out - exact| can reach 4e-3 * max|v|."""
+
+    def view(self, name: str, array: Any) -> Any:
+        """An array of any library that lies on this device as one of this device, not copied.
+        Raises `ArgumentError`."""
+
+    def tensor(self, name: str, array: Any, dtype: str | None) -> Any:
+        """The `view` if it has four axes and a dtype that is served, perhaps viewed as another dtype.
+        Raises `ArgumentError`."""
+
+    def admit(self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any) -> Any:
+        """Check the arrays of a step; the lengths as attention takes them. Raises `ArgumentError`."""
+
+    def admit_pages(
+        self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any, block_table: Any, tables: MaskTables | None
+    ) -> tuple[Any, Any]:
+        """The same for a paged cache: lengths and block table as attention takes them. tables: the tables of
+        the step, with the lengths in them."""
+
+    def block_table(self, shape: Shape, block_table: Any) -> Any:
+        """A block table of this device or of the host; int32 [batch, pages of a sequence]. Raises
+        `ArgumentError`."""
+
+    def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
+        """The lengths of a shard of `tokens` tokens as attention takes them. Raises `ArgumentError`."""
+
+    def host_lengths(self, lengths: Any) -> Any:
+        """The same for tables of what queries see, which are made on the host."""
+
+    def from_host(self, array: Any) -> Any:
+        """A NumPy array as one of the device."""
+
+    def to_host(self, array: Any) -> Any:
+        """An array of the device as a NumPy array of its own."""
+
+    def readable(self, array: Any) -> Any:
+        """An array of the device where the host can read it: itself on the processor, else `to_host`."""
+
+    def kernel_head_dim(self, head_dim: int) -> int:
+        """The least head_dim from this one on that there is a kernel for: zeros fill heads up to it.
+        Raises `BackendError`."""
+
+    def most_queries(self, heads: int, kv_heads: int) -> int | None:
+        """How many queries attention takes at once; None for any number."""
+
+    def product(self, matrix: Any) -> Callable[[Any], Any]:
+        """Called with vectors [count, columns]: vectors @ matrix.T [count, rows], a new array, in float32."""
+
+    def attention(
+        self, shape: Shape, records: Any, scale: float, tables: MaskTables | None = None
+    ) -> Attention:
+        """Called with q, k, v and lengths: writes `records`. With `tables` it reads what these tables hold
+        then, lengths among it."""
+
+    def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:
+        """Writes out and lse from the folded records."""
+
+    def whole_step(
+        self, attention: Any, reducer: Reducer, records: Any, out: Any, lse: Any
+    ) -> WholeStep | None:
+        """Attention, reducer and finish at once; None where three calls are the best there is."""
+
+    def pack(self, records: Any, factor: float) -> Callable[[Any, Any], object]:
+        """Called with out and lse: writes records of them, lse times `factor`."""
+
+    def scale(self, lse: Any, factor: float) -> Callable[[], object]:
+        """Multiplies lse by `factor`, in place."""
+
+    def merge_operator(self, v_dim: int, dtype: Any) -> Any:
+        """How the records merge: a `treeattn.collectives.runtime.operator.Operator`."""
