@@ -6,7 +6,7 @@ A GPU is looked for, and CuPy imported, only when ``device="cuda"`` is asked for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from treeattn.attention.mask_tables import MaskTables
@@ -112,8 +112,12 @@ class Device(Protocol):
     def most_queries(self, heads: int, kv_heads: int) -> int | None:
         """How many queries attention takes at once; None for any number."""
 
-    def product(self, matrix: Any) -> Callable[[Any], Any]:
-        """Called with vectors [count, columns]: vectors @ matrix.T [count, rows], a new array, in float32."""
+    def weights(self, array: Any) -> Any:
+        """An array of the host as `product` reads it, there."""
+
+    def product(self, matrices: Sequence[Any]) -> Callable[[Any], Any]:
+        """Called with vectors [count, columns]: vectors @ matrix.T of each matrix, side by side: a new array
+        [count, rows], in float32."""
 
     def attention(
         self, shape: Shape, records: Any, scale: float, tables: MaskTables | None = None

@@ -118,8 +118,8 @@ def command(
 ) -> int:
     """Continue a prompt: text on stdout as it comes, what was measured on stderr.
 
-    Every rank holds the keys and values of its share of the tokens, and the model in float32, all of it or a
-    share. Without a tokenizer (--prompt-ids, --random-tokens) token numbers are printed.
+    Every rank holds the keys and values of its share of the tokens, and the model, all of it or a share.
+    Without a tokenizer (--prompt-ids, --random-tokens) token numbers are printed.
     """
     world = communicators.world()
     nodes = None

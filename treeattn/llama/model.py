@@ -103,7 +103,9 @@ class Attention:
     def __init__(self, loader: Loader, prefix: str, layer: int, config: Config) -> None:
         norm = loader.tensor(f"{prefix}input_layernorm.weight")
         self._norm = RMSNorm(loader.device, norm, config.rms_norm_eps)
-        self._qkv, self._o = loader.qkv(f"{prefix}self_attn."), loader.linear(f"{prefix}self_attn.o_proj")
+        maps = [f"{prefix}self_attn.{name}_proj" for name in "qkv"]
+        self._qkv = loader.stacked(*maps, gather_output=True)
+        self._o = loader.linear(f"{prefix}self_attn.o_proj")
         self._config, self._layer, self._namespace = config, layer, loader.device.namespace
 
     def __call__(self, x: Array, run: _Pass) -> None:
@@ -117,12 +119,11 @@ class Attention:
 
     def _project(self, x: Array, run: _Pass) -> None:
         """Write q, k and v of x into `run.qkv`, the first two rotated."""
-        qkv, rotated = [run.placed(each) for each in self._qkv], self._config.heads + self._config.kv_heads
+        qkv, rotated = run.placed(self._qkv), self._config.heads + self._config.kv_heads
         dim, (cosine, sine) = self._config.head_dim, run.rotation
         for rows in parts(len(x), _BLOCK):
             normed = self._norm(x[rows])
-            outputs = self._namespace.concatenate([each(normed) for each in qkv], axis=1)
-            heads = outputs.reshape(len(normed), -1, dim)
+            heads = qkv(normed).reshape(len(normed), -1, dim)
             run.qkv[rows, :rotated, :dim] = rotate(heads[:, :rotated], cosine[rows], sine[rows])
             run.qkv[rows, rotated:, :dim] = heads[:, rotated:]
 
@@ -133,14 +134,16 @@ class FeedForward:
     def __init__(self, loader: Loader, prefix: str, config: Config) -> None:
         norm = loader.tensor(f"{prefix}post_attention_layernorm.weight")
         self._norm = RMSNorm(loader.device, norm, config.rms_norm_eps)
-        self._maps = [loader.linear(f"{prefix}mlp.{name}_proj") for name in ("gate", "up", "down")]
+        self._gate_up = loader.stacked(f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj")
+        self._down = loader.linear(f"{prefix}mlp.down_proj")
         self._exp = loader.device.namespace.exp
 
     def __call__(self, x: Array, run: _Pass) -> None:
-        gate, up, down = map(run.placed, self._maps)
+        gate_up, down = map(run.placed, (self._gate_up, self._down))
         for rows in parts(len(x), _BLOCK):
-            normed = self._norm(x[rows])
-            x[rows] += down(self._silu(gate(normed)) * up(normed))
+            both = gate_up(self._norm(x[rows]))
+            gate, up = both[:, : both.shape[1] // 2], both[:, both.shape[1] // 2 :]
+            x[rows] += down(self._silu(gate) * up)
 
     def _silu(self, x: Array) -> Array:
         with np.errstate(over="ignore"):  # exp of a large negative x's opposite: the quotient is 0
@@ -149,7 +152,8 @@ class FeedForward:
 
 
 class Llama:
-    """A model in float32, from a directory or from weights that are drawn.
+    """A model from a directory or from weights that are drawn. It computes in float32; on the processor its
+    matrices stay of the type that they have, which a token reads as they lie.
 
     With `comm`, its ranks hold a part of the weights each: heads of the attention, rows and columns of the
     MLP, rows of the vocabulary; no rank reads another's part, and making the model is collective. `device` is

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +30,12 @@ _BLOCK = 1024  # tokens of a prompt whose vectors travel at once
 
 
 class Linear:
-    """A map of x [tokens, in] to x @ weight.T + bias [tokens, out] in float32."""
+    """A map of x [tokens, in] to x @ weight.T + bias [tokens, out] in float32, or several of one input whose
+    outputs stand side by side; weights: [out, in] of each, as the model has them."""
 
-    def __init__(self, device: Device, weight: Array, bias: Array | None = None) -> None:
-        self.device, self.weight, self.bias = device, weight, bias
-        self._product = device.product(weight)
+    def __init__(self, device: Device, weights: Sequence[Array], bias: Array | None = None) -> None:
+        self.device, self.weights, self.bias = device, weights, bias
+        self._product = device.product(weights)
 
     def __call__(self, x: Array) -> Array:
         return self._add_bias(self._product(x))
@@ -57,7 +58,10 @@ class Embedding:
 
     def __call__(self, tokens: Tokens, sequence_parallel: bool) -> Array:
         """Look up the same tokens on every rank, or (`sequence_parallel`) each rank's own."""
-        vectors: Array = self.weight[self.device.from_host(tokens)]
+        return self._vectors(self.device.from_host(tokens))
+
+    def _vectors(self, rows: Any) -> Array:
+        vectors: Array = self.weight[rows].astype(np.float32)
         return vectors
 
 
@@ -136,18 +140,19 @@ class _AllGather:
 
     def __call__(self, rows: Array) -> Array:
         """All rows [rows of all axes, columns] on the device, from this rank's."""
-        width = rows.shape[1]
-        gathered = np.empty((sum(self._counts), width), np.float32)
         mine = self._group.on_host(rows)
-        with self._group.activity:
-            self._group.comm.Allgatherv(mine, (gathered, [count * width for count in self._counts]))
+        gathered = np.empty((sum(self._counts), mine.shape[1]), mine.dtype)
+        row_bytes = mine.shape[1] * mine.itemsize
+        with self._group.activity:  # as bytes: MPI has no name for bfloat16
+            counts = [count * row_bytes for count in self._counts]
+            self._group.comm.Allgatherv(mine.view(np.uint8), (gathered.view(np.uint8), counts))
         placed: Array = self._group.device.from_host(gathered if self._in_order else gathered[self._order])
         return placed
 
 
 class ColumnParallelLinear(Linear):
-    """The outputs of a map, of which each rank makes a part: left there, or with `gather_output` all on every
-    rank. axes: of the outputs of one map, or of several of one input; part: this rank's rows."""
+    """The outputs of maps of one input, of which each rank makes a part: left there, or with `gather_output`
+    all on every rank. axes: of the outputs of each map; part: this rank's rows."""
 
     def __init__(
         self,
@@ -156,8 +161,9 @@ class ColumnParallelLinear(Linear):
         part: Linear,
         gather_output: bool = False,
     ) -> None:
-        super().__init__(part.device, part.weight, part.bias)
+        super().__init__(part.device, part.weights, part.bias)
         self._gather, self._gather_output = _AllGather(group, axes), gather_output
+        self._gather_each = [_AllGather(group, [axis]) for axis in axes]
 
     def __call__(self, x: Array) -> Array:
         y = super().__call__(x)
@@ -165,26 +171,15 @@ class ColumnParallelLinear(Linear):
 
     def gather_weights(self) -> Linear:
         bias = None if self.bias is None else self._gather(self.bias[:, None])[:, 0]
-        return Linear(self.device, self._gather(self.weight), bias)
-
-
-class QKVLinear(ColumnParallelLinear):
-    """Queries, keys and values of all heads on every rank, of which each makes those of its own heads."""
-
-    def __init__(
-        self, group: TensorParallelGroup, axes: Sequence[ShardedAxis], q: Linear, *kv: Linear
-    ) -> None:
-        stacked = group.device.namespace.concatenate
-        bias = None if q.bias is None else stacked([q.bias, *(part.bias for part in kv)])
-        part = Linear(group.device, stacked([q.weight, *(part.weight for part in kv)]), bias)
-        super().__init__(group, axes, part, gather_output=True)
+        pairs = zip(self._gather_each, self.weights, strict=True)
+        return Linear(self.device, [gather(weight) for gather, weight in pairs], bias)
 
 
 class RowParallelLinear(Linear):
     """The sum over ranks of what each makes of its own inputs; the bias is whole, on every rank."""
 
     def __init__(self, group: TensorParallelGroup, axis: ShardedAxis, part: Linear) -> None:
-        super().__init__(part.device, part.weight, part.bias)
+        super().__init__(part.device, part.weights, part.bias)
         self._group, self._gather = group, _AllGather(group, [axis])
         self._own, self._inputs = axis.shard(group.rank, group.size), axis.length
 
@@ -194,7 +189,7 @@ class RowParallelLinear(Linear):
         return self._add_bias(self._group.all_reduce(self._product(mine)))
 
     def gather_weights(self) -> Linear:
-        return Linear(self.device, self._gather(self.weight.T).T, self.bias)
+        return Linear(self.device, [self._gather(self.weights[0].T).T], self.bias)
 
 
 class VocabParallelEmbedding(Embedding):
@@ -224,7 +219,7 @@ class VocabParallelEmbedding(Embedding):
         here = np.flatnonzero((tokens >= self._own.start) & (tokens < self._own.stop))
         if len(here):
             rows = self.device.from_host(tokens[here] - self._own.start)
-            vectors[self.device.from_host(here)] = self.weight[rows]
+            vectors[self.device.from_host(here)] = self._vectors(rows)
         return vectors
 
 
@@ -240,38 +235,35 @@ class Loader:
         """A tensor on the device, or this rank's part of it."""
         summed = name.endswith(("o_proj.weight", "down_proj.weight"))
         part = (None, self._own(name)) if summed else (self._own(name), None)
-        placed: Array = self.device.from_host(self.weights.read(name, *part))
+        placed: Array = self.device.weights(self.weights.read(name, *part))
         self.nbytes += placed.nbytes
         return placed
 
     def linear(self, name: str) -> Linear:
-        """A map, column-parallel or, where its inputs are what is sharded, row-parallel."""
+        """A map whose inputs are what is sharded: row-parallel."""
         part = self._part(name)
-        if self._group is None:
-            return part
-        if name.endswith(("o_proj", "down_proj")):
-            return RowParallelLinear(self._group, self._axis(name), part)
-        return ColumnParallelLinear(self._group, [self._axis(name)], part)
+        return part if self._group is None else RowParallelLinear(self._group, self._axis(name), part)
 
-    def qkv(self, prefix: str) -> list[Linear]:
-        """Maps whose outputs side by side are queries, keys and values of all heads."""
-        names = [f"{prefix}{name}_proj" for name in "qkv"]
-        maps = [self._part(name) for name in names]
-        return maps if self._group is None else [QKVLinear(self._group, [*map(self._axis, names)], *maps)]
+    def stacked(self, *names: str, gather_output: bool = False) -> Linear:
+        """Maps of one input, whose outputs stand side by side: column-parallel."""
+        part, axes = self._part(*names), [*map(self._axis, names)]
+        return part if self._group is None else ColumnParallelLinear(self._group, axes, part, gather_output)
 
     def vocabulary(self) -> tuple[Embedding, Linear]:
         """The embedding and the head, which are one matrix where they are tied."""
         embedding, group, axis = self.tensor(EMBEDDING), self._group, self._axis("lm_head")
         if self.weights.config.tied:
             self.weights.check_tied(self._own(HEAD))
-        head = Linear(self.device, embedding if self.weights.config.tied else self.tensor(HEAD))
+        head = Linear(self.device, [embedding if self.weights.config.tied else self.tensor(HEAD)])
         if group is None:
             return Embedding(self.device, embedding), head
         return VocabParallelEmbedding(group, axis, embedding), ColumnParallelLinear(group, [axis], head, True)
 
-    def _part(self, name: str) -> Linear:
-        bias = self.tensor(f"{name}.bias") if f"{name}.bias" in self.weights.shapes else None
-        return Linear(self.device, self.tensor(f"{name}.weight"), bias)
+    def _part(self, *names: str) -> Linear:
+        biases = [self.tensor(f"{name}.bias") for name in names if f"{name}.bias" in self.weights.shapes]
+        weights = [self.tensor(f"{name}.weight") for name in names]
+        bias = self.device.namespace.concatenate(biases) if biases else None
+        return Linear(self.device, weights, bias)
 
     def _axis(self, name: str) -> ShardedAxis:
         axis = sharded_axis(f"{name}.weight", self.weights.config)

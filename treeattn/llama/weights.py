@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +17,8 @@ from treeattn.llama.config import Config
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
-#: Of float32; on a model's device it may be CuPy's, whose arrays have the methods of NumPy's.
-Array = NDArray[np.float32]
+#: Of float32, weights of 16 bits too; on a model's device it may be CuPy's, which has the methods of NumPy's.
+Array = NDArray[Any]
 
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
@@ -70,15 +71,18 @@ class Weights:
             _check(self._files[name], name, shape)
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Array:
-        """A tensor as float32: the mapped pages where the file holds that, else a copy. Of a part of a matrix
-        nothing else is read, into memory of its own."""
+        """A matrix as the file holds it, its mapped pages; a part of one is read into memory of its own, and
+        nothing else is. A vector as float32."""
         file = self._files[name]
         tensor = file[name]
-        if tensor.ndim == 1 or rows is columns is None:
+        if tensor.ndim == 1:
             return np.asarray(tensor[rows or slice(None)], np.float32)
+        if rows is columns is None:
+            whole: Array = tensor
+            return whole
         height, width = map(range, tensor.shape)
-        part = file.read(name, height[rows or slice(None)], width[columns or slice(None)])
-        return np.asarray(part, np.float32)
+        part: Array = file.read(name, height[rows or slice(None)], width[columns or slice(None)])
+        return part
 
     def check_tied(self, rows: slice | None) -> None:
         """Raise `ArgumentError` where the file has another head, which Hugging Face then takes."""

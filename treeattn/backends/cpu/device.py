@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -112,9 +112,13 @@ class Cpu:
         """Any."""
         return None
 
-    def product(self, matrix: Any) -> Callable[[Any], Any]:
+    def weights(self, array: Any) -> Any:
+        """The array itself, of 16 bits too."""
+        return array
+
+    def product(self, matrices: Sequence[Any]) -> Callable[[Any], Any]:
         """The compiled kernel for a few vectors, or NumPy."""
-        return PlannedProduct(matrix)
+        return PlannedProduct(matrices)
 
     def attention(
         self, shape: Shape, records: Any, scale: float, tables: MaskTables | None = None

@@ -1,9 +1,11 @@
-"""A matrix times a few vectors, as a decoded token needs it: the compiled kernel, or NumPy."""
+"""Matrices times a few vectors, as a decoded token needs it: the compiled kernel, or NumPy."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
+import ml_dtypes
 import numpy as np
 
 from treeattn.backends.cpu import compile
@@ -15,31 +17,71 @@ __all__ = ["PlannedProduct"]
 #: From so many vectors on a matrix product is bound by arithmetic, which NumPy's library does better.
 MOST = 16
 
+#: The types that the kernel reads, by its numbers.
+_TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
+_SPARE = 32  # numbers by which the kernel fills a vector up, at most
+_WIDENED = 1 << 20  # elements that NumPy's library is given at once
+
+
+class _Matrix(ctypes.Structure):
+    """struct matrix of kernels/cpu/multiply_rows.c."""
+
+    _fields_ = (("elements", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("rows", ctypes.c_int64))
+
 
 class PlannedProduct:
-    """vectors [count, columns] -> vectors @ matrix.T [count, rows], a new array, all float32.
+    """vectors [count, columns] -> vectors @ matrix.T of each matrix, side by side: a new array [count, rows].
 
-    matrix: [rows, columns], which stays where it is. Up to 16 vectors an output has the same bits however
-    many of them come together, where there is a compiler and the matrix is C-contiguous.
+    matrices: [rows, columns] each, float32, float16 or bfloat16, read where they are; vectors and results are
+    float32. Up to 16 vectors an output has the same bits however many of them come together, where there is a
+    compiler and the matrices are C-contiguous and of one type.
 
     Raises `ArgumentError` where ``TREEATTN_THREADS`` is no number of threads.
     """
 
-    def __init__(self, matrix: Array) -> None:
-        self._matrix, self._threads = matrix, ctypes.c_int64(process_threads())
-        compiled = compile.loaded()[0]
-        fits = matrix.flags.c_contiguous and matrix.dtype == np.float32
-        self._call = compiled.multiply_rows if compiled is not None and fits else None
+    def __init__(self, matrices: Sequence[Array]) -> None:
+        self._matrices, self._threads = matrices, ctypes.c_int64(process_threads())
+        self._columns, self._rows = matrices[0].shape[1], sum(map(len, matrices))
+        compiled, type_ = compile.loaded()[0], _TYPES.get(matrices[0].dtype)
+        fits = all(one.flags.c_contiguous and one.dtype == matrices[0].dtype for one in matrices)
+        self._call = compiled.multiply_rows if compiled is not None and fits and type_ is not None else None
         if self._call is not None:
-            self._address = ctypes.c_void_p(address(matrix))
-            self._shape = [ctypes.c_int64(n) for n in matrix.shape]
+            rows = [_Matrix(address(matrix), None, len(matrix)) for matrix in matrices]
+            self._structs = (_Matrix * len(rows))(*rows)
+            numbers = (len(rows), self._columns, type_)
+            self._planned = (self._structs, *map(ctypes.c_int64, numbers))
 
     def __call__(self, vectors: Array) -> Array:
-        fits = vectors.shape[1:] == self._matrix.shape[1:]  # the kernel would read on; NumPy raises
-        if self._call is None or not fits or not 0 < len(vectors) <= MOST:
-            return np.asarray(vectors @ self._matrix.T)
+        count = len(vectors)
+        fits = vectors.shape[1:] == (self._columns,)  # the kernel would read on; NumPy raises
+        if self._call is None or not fits or not 0 < count <= MOST:
+            return self._by_library(vectors)
         vectors = np.ascontiguousarray(vectors, np.float32)
-        out = np.empty((len(vectors), len(self._matrix)), np.float32)
-        ends = ctypes.c_void_p(address(vectors)), ctypes.c_void_p(address(out))
-        self._call(self._address, *ends, *self._shape, ctypes.c_int64(len(vectors)), self._threads)
+        out = np.empty((count, self._rows), np.float32)
+        work = np.empty((count + 1) * (self._columns + _SPARE), np.float32)
+        ends = ctypes.c_void_p(address(work)), ctypes.c_void_p(address(out))
+        given = ctypes.c_void_p(address(vectors)), ctypes.c_int64(count)
+        self._call(*self._planned, *given, *ends, self._threads)
         return out
+
+    def _by_library(self, vectors: Array) -> Array:
+        """By NumPy, some rows at a time where they have to be widened for it."""
+        if len(self._matrices) == 1 and self._matrices[0].dtype == np.float32:
+            return np.asarray(vectors @ self._matrices[0].T)
+        out, at = np.empty((len(vectors), self._rows), np.float32), 0
+        step = max(1, _WIDENED // max(1, self._columns))
+        for matrix in self._matrices:
+            for begin in range(0, len(matrix), step):
+                some = _widened(matrix[begin : begin + step])
+                np.matmul(vectors, some.T, out=out[:, at : at + len(some)])
+                at += len(some)
+        return out
+
+
+def _widened(matrix: Array) -> Array:
+    """As float32, the same values."""
+    if matrix.dtype == ml_dtypes.bfloat16:  # several times as fast as a cast
+        bits = matrix.view(np.uint16).astype(np.uint32)
+        bits <<= 16
+        return bits.view(np.float32)
+    return np.asarray(matrix, np.float32)

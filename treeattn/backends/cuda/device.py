@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -191,9 +191,13 @@ class Cuda:
         """As many as the grid of a launch has tiles for."""
         return most_queries(heads, kv_heads)
 
-    def product(self, matrix: Any) -> Callable[[Any], Any]:
+    def weights(self, array: Any) -> Any:
+        """A new device array of float32, which is what cuBLAS multiplies here."""
+        return self.from_host(np.asarray(array, np.float32))
+
+    def product(self, matrices: Sequence[Any]) -> Callable[[Any], Any]:
         """cuBLAS, through CuPy."""
-        return PlannedProduct(matrix)
+        return PlannedProduct(matrices, self.namespace)
 
     def attention(
         self, shape: Shape, records: Any, scale: float, tables: MaskTables | None = None
