@@ -1,5 +1,5 @@
 // Folds records into records, in the given order. Bits as treeattn/partial.py defines them.
-#include "state.cuh"
+#include "fold.cuh"
 
 struct MergeArguments {
   float *into;             // [records, width], read and written
@@ -10,19 +10,8 @@ struct MergeArguments {
 
 // One block for each record.
 extern "C" __global__ void __launch_bounds__(128) merge_partials(const MergeArguments a) {
-  const long long start = (long long)blockIdx.x * a.width;
-  float *into = a.into + start;
-  const float *others = a.others + start;
-  const float maximum = into[RECORD_MAX];
-  __syncthreads(); // everyone has read the maximum before anyone writes it
-  for (int e = threadIdx.x; e < a.width; e += blockDim.x) {
-    float merged_maximum = maximum, value = into[e];
-    for (int i = 0; i < a.count; ++i) {
-      const float *other = others + i * a.others_stride;
-      const MergeRule rule = merge_rule(merged_maximum, other[RECORD_MAX]);
-      merged_maximum = rule.maximum;
-      value = e == RECORD_MAX ? rule.maximum : merge_element(rule, value, other[e]);
-    }
-    into[e] = value;
-  }
+  float *into = a.into + (long long)blockIdx.x * a.width;
+  const float *others = a.others + (long long)blockIdx.x * a.width;
+  const auto record = [&](int source) { return source ? others + (source - 1) * a.others_stride : into; };
+  fold_record(record, 1 + a.count, into, a.width);
 }

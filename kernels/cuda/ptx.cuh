@@ -379,6 +379,18 @@ MULTIPLY_MATRICES(bfloat16, "bf16")
 #undef MULTIPLY_MATRICES
 #endif
 
+// A load that stays where it stands: the compiler moves a plain one behind the branch that needs its value, and the
+// round trip there is waited for alone.
+__device__ __forceinline__ float load_in_order(const float *at) {
+#ifdef TREEATTN_PLAIN
+  return *at;
+#else
+  float value;
+  asm volatile("ld.f32 %0, [%1];" : "=f"(value) : "l"(at) : "memory");
+  return value;
+#endif
+}
+
 #ifndef __HIP__
 // ---- numbers that other GPUs of the node and the host look at
 

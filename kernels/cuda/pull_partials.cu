@@ -8,7 +8,12 @@
 //
 // Where ranks are on several nodes a step is several launches, each a part of the program: between them messages of
 // other nodes land beside the records.
+//
+// What takes time is the round trip to another GPU, a microsecond or so. So nothing is asked for behind something else:
+// a program that fits lies in the parameters of the launch, where no load goes to memory for it, and a fold has what it
+// needs of all its sources under way before it waits for the first (fold.cuh).
 #include "finish.cuh"
+#include "fold.cuh"
 
 enum Operation { COPY, ANNOUNCE, AWAIT, PULL };
 
@@ -25,12 +30,22 @@ struct Source {
   int place; // the record of that rank's set that belongs to `first`; of this rank's records, where it is the own rank
 };
 
-struct PullArguments {
-  float *records;      // [records, width], read and written
-  const float *landed; // [.., width], what messages brought before this launch
+// windows: of every rank, a number for each block, and from byte `header` on two sets of records.
+struct InMemory {
   const Instruction *program;
   const Source *sources;
-  char *const *windows;        // of every rank: a number for each block, and from byte `header` on two sets of records
+  char *const *windows;
+};
+
+struct InParameters {
+  char *windows[16];
+  Instruction program[32];
+  Source sources[128];
+};
+
+template <class Tables> struct PullArguments {
+  float *records;              // [records, width], read and written
+  const float *landed;         // [.., width], what messages brought before this launch
   long long *steps;            // that each block has done; GIVEN_UP once a rank did not come
   long long *late;             // of the host: round << 32 | rank + 1 of one that did not come
   float *out, *lse;            // as `finish` writes them, or null
@@ -39,18 +54,21 @@ struct PullArguments {
   int ends;                    // steps that end with this launch: 1, or 0 where others of the step follow
   int count, set, width, rank; // records: all of them, and of a set
   int heads, queries;          // as `finish` knows the records
+  Tables tables;
 };
 
 constexpr int MAX_SOURCES = 128;
 constexpr int LANDED = -1;
 constexpr long long GIVEN_UP = -1;
 
-__device__ __forceinline__ long long *number_of(const PullArguments &a, int rank) {
-  return reinterpret_cast<long long *>(a.windows[rank]) + blockIdx.x;
+template <class Arguments>
+__device__ __forceinline__ long long *number_of(const Arguments &a, int rank) {
+  return reinterpret_cast<long long *>(a.tables.windows[rank]) + blockIdx.x;
 }
 
-__device__ __forceinline__ float *set_of(const PullArguments &a, int rank, long long step) {
-  return reinterpret_cast<float *>(a.windows[rank] + a.header) + step % 2 * a.set * a.width;
+template <class Arguments>
+__device__ __forceinline__ float *set_of(const Arguments &a, int rank, long long step) {
+  return reinterpret_cast<float *>(a.tables.windows[rank] + a.header) + step % 2 * a.set * a.width;
 }
 
 // Every gridDim-th record is this block's: the first of them from `first` on.
@@ -59,21 +77,23 @@ __device__ __forceinline__ int first_of_block(int first) {
   return first + (block + blocks - first % blocks) % blocks;
 }
 
-__device__ void copy(const PullArguments &a, const Instruction &i, long long step) {
+template <class Arguments>
+__device__ void copy(const Arguments &a, const Instruction &i, long long step) {
   float *slots = set_of(a, a.rank, step) + (long long)i.place * a.width;
   for (int record = first_of_block(i.first); record < i.stop; record += gridDim.x)
-    for (int e = threadIdx.x; e < a.width; e += blockDim.x)
-      slots[(long long)(record - i.first) * a.width + e] = a.records[(long long)record * a.width + e];
+    copy_record(slots + (long long)(record - i.first) * a.width, a.records + (long long)record * a.width, a.width);
 }
 
-__device__ void announce(const PullArguments &a, const Instruction &i, long long step) {
+template <class Arguments>
+__device__ void announce(const Arguments &a, const Instruction &i, long long step) {
   __syncthreads(); // the block's copies are made
   if (threadIdx.x == 0) store_release(number_of(a, a.rank), step * a.numbers + i.round);
 }
 
 // Whether the rank announces the number in time. Where it does not, the host is told who and when, and so is whoever
 // waits for this rank: then all give up at once.
-__device__ bool comes(const PullArguments &a, int rank, int round, long long step) {
+template <class Arguments>
+__device__ bool comes(const Arguments &a, int rank, int round, long long step) {
   const long long wanted = step * a.numbers + round, began = nanoseconds();
   for (;;) {
     const long long seen = load_acquire(number_of(a, rank));
@@ -87,10 +107,11 @@ __device__ bool comes(const PullArguments &a, int rank, int round, long long ste
 }
 
 // Waits for all sources side by side. from: where record `first` of each lies.
-__device__ bool await(const PullArguments &a, const Instruction &i, long long step, const float **from) {
+template <class Arguments>
+__device__ bool await(const Arguments &a, const Instruction &i, long long step, const float **from) {
   bool all = true;
   for (int s = threadIdx.x; s < i.sources; s += blockDim.x) {
-    const Source source = a.sources[i.source + s];
+    const Source source = a.tables.sources[i.source + s];
     const bool own = source.rank == a.rank, landed = source.rank == LANDED;
     const float *const held = own ? a.records : landed ? a.landed : set_of(a, source.rank, step);
     from[s] = held + (long long)source.place * a.width;
@@ -100,48 +121,37 @@ __device__ bool await(const PullArguments &a, const Instruction &i, long long st
 }
 
 // Folds what the sources hold, left to right; what a single one holds is taken as it is.
-__device__ void pull(const PullArguments &a, const Instruction &i, const float *const *from) {
+template <class Arguments>
+__device__ void pull(const Arguments &a, const Instruction &i, const float *const *from) {
   for (int record = first_of_block(i.first); record < i.stop; record += gridDim.x) {
     const long long offset = (long long)(record - i.first) * a.width;
-    float *own = a.records + (long long)record * a.width, own_maximum = 0.0f;
-    for (int e = threadIdx.x; e < a.width; e += blockDim.x) {
-      float maximum = from[0][offset + RECORD_MAX], value = from[0][offset + e];
-#pragma unroll 4
-      for (int s = 1; s < i.sources; ++s) {
-        const float *other = from[s] + offset;
-        const MergeRule rule = merge_rule(maximum, other[RECORD_MAX]);
-        value = e == RECORD_MAX ? rule.maximum : merge_element(rule, value, other[e]);
-        maximum = rule.maximum;
-      }
-      if (e == RECORD_MAX)
-        own_maximum = value;
-      else
-        own[e] = value;
-    }
-    __syncthreads(); // everyone has read the own maximum, and at the end `from`
-    if (threadIdx.x == RECORD_MAX) own[RECORD_MAX] = own_maximum;
+    fold_record([&](int source) { return from[source] + offset; }, i.sources, a.records + (long long)record * a.width,
+                a.width);
   }
 }
 
 // No result is better than a wrong one.
-__device__ void spoil(const PullArguments &a) {
+template <class Arguments>
+__device__ void spoil(const Arguments &a) {
   for (int record = blockIdx.x; record < a.count; record += gridDim.x)
     for (int e = threadIdx.x; e < a.width; e += blockDim.x)
       a.records[(long long)record * a.width + e] = canonical_nan();
   __syncthreads(); // before they are finished
 }
 
-__device__ void finish_all(const PullArguments &a) {
+template <class Arguments>
+__device__ void finish_all(const Arguments &a) {
   const FinishArguments finish = {a.records, a.out, a.lse, a.heads, a.queries, a.width - RECORD_NUMERATOR};
   for (int record = blockIdx.x; record < a.count; record += gridDim.x) finish_record(finish, record);
 }
 
-extern "C" __global__ void __launch_bounds__(128) pull_partials(const PullArguments a) {
+template <class Tables>
+__global__ void __launch_bounds__(128) pull_partials(const PullArguments<Tables> a) {
   __shared__ const float *from[MAX_SOURCES];
   const long long step = a.steps[blockIdx.x];
   bool going = step != GIVEN_UP;
   for (int at = 0; going && at < a.instructions; ++at) {
-    const Instruction i = a.program[at];
+    const Instruction i = a.tables.program[at];
     if (first_of_block(i.first) >= i.stop) continue;
     if (i.operation == COPY) copy(a, i, step);
     if (i.operation == ANNOUNCE) announce(a, i, step);

@@ -89,6 +89,8 @@ def expressions(module: str, arch: str, whole: bool = False) -> dict[str, int]:
 
     whole=False: a choice of them that compiles in seconds, the narrow and the demanding ones.
     """
+    if module == "pull_partials":
+        return {f"{module}<{tables}>": 0 for tables in ("InParameters", "InMemory")}
     if module in _PLAIN:
         return {module: 0}
     if module == "partial_attention":

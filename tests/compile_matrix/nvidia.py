@@ -17,7 +17,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["CompileError", "Kernel", "compile_cubin", "compiler_version", "kernels", "load_rounds", "problem"]
+__all__ = [
+    "CompileError",
+    "Kernel",
+    "compile_cubin",
+    "compiler_version",
+    "kernels",
+    "load_rounds",
+    "loads_at_once",
+    "problem",
+]
 
 FLAGS = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space")  # as CuPy compiles
 
@@ -112,8 +121,34 @@ def kernels(cubin: bytes) -> dict[str, Kernel]:
         code = _INSTRUCTION.findall(body)
         counts = {kind: sum(bool(re.search(one, line)) for line in code) for kind, one in CLASSES.items()}
         numbers = (int(numbers_of[name], 16) for numbers_of in facts)
-        found[name] = Kernel(*numbers, int(shared.get(name, 0)), counts | {"load_rounds": load_rounds(body)})
+        found[name] = Kernel(*numbers, int(shared.get(name, 0)), counts | _loads(body))
     return found
+
+
+def _loads(body: str) -> dict[str, int]:
+    return {"load_rounds": load_rounds(body), "loads_at_once": loads_at_once(body)}
+
+
+def loads_at_once(body: str) -> int:
+    """The most loads, of global memory or of any, that are on their way before something needs one of them,
+    along the code as it lies there."""
+    most, loads, pending = 0, 0, set[int]()
+    for instruction in _INSTRUCTION.findall(body):
+        load = re.search(r"\bLDG?((?:\.\S*)?)\s+R(\d+)", instruction)
+        named = [int(number) for number in re.findall(r"\bR(\d+)\b", instruction)]
+        if pending & set(named[1 if load else 0 :]):
+            loads = 0
+            pending.clear()
+        if load:
+            loads += 1
+            pending |= {named[0] + i for i in range(_registers(load[1]))}
+        most = max(most, loads)
+    return most
+
+
+def _registers(suffix: str) -> int:
+    """Of a load, by what stands behind its name."""
+    return 4 if ".128" in suffix else 2 if ".64" in suffix else 1
 
 
 def load_rounds(body: str) -> int:
@@ -131,8 +166,7 @@ def load_rounds(body: str) -> int:
             pending.clear()
         if load and load[2] != "RZ":
             rounds += not pending
-            width = 4 if ".128" in load[1] else 2 if ".64" in load[1] else 1
-            pending |= {named[0] + i for i in range(width)}
+            pending |= {named[0] + i for i in range(_registers(load[1]))}
     return rounds
 
 

@@ -48,6 +48,14 @@ def test_instructions_are_those_that_were_meant(arch: str) -> None:
         assert row.counts["matrix_load"] >= 8, row
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("module", ["pull_partials", "merge_partials"])
+def test_a_fold_waits_for_no_source_before_all_are_asked_for(module: str, arch: str) -> None:
+    """Maximum and two columns of eight sources: one round trip to other GPUs, where each took one before."""
+    for row in compiled(module, arch):
+        assert row.counts["loads_at_once"] >= 8 * 3, row
+
+
 SASS = """
         /*0000*/                   LDG.E.64 R2, desc[UR4][R6.64] ;
         /*0010*/                   LDG.E.U16 R4, desc[UR4][R8.64] ;
@@ -68,6 +76,10 @@ def test_rounds_of_loads_are_read_from_the_code() -> None:
     assert nvidia.load_rounds(SASS.replace("R10.64", "R9.64")) == 2
     assert nvidia.load_rounds(SASS.replace("IADD3 R10, R3", "IADD3 R10, R5")) == 1
     assert nvidia.load_rounds(SASS.replace("IADD3 R10, R3", "IADD3 R10, R4")) == 2
+    assert nvidia.loads_at_once(SASS) == 2
+    assert (
+        nvidia.loads_at_once(SASS.replace("R10.64", "R9.64").replace("IADD3 R10, R3", "IADD3 R10, R5")) == 3
+    )
     assert nvidia.load_rounds(SASS.replace(".NA", "")) == 4  # no main loop: to the end
 
 

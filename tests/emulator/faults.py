@@ -51,7 +51,7 @@ FAULTS = {
     "push": Fault(
         "pull",
         "if (threadIdx.x == RECORD_MAX) own",
-        "const_cast<float *>(from[0])[offset] = own_maximum; if (threadIdx.x == RECORD_MAX) own",
+        "const_cast<float *>(at(0))[RECORD_MAX] = own_maximum; if (threadIdx.x == RECORD_MAX) own",
     ),
     "stages_reused_early": Fault("mma", "__syncthreads(); // the stages are free", ""),
     "no_query_barrier": Fault("fma", "__syncthreads(); // q is there", ""),

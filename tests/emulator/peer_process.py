@@ -49,7 +49,7 @@ def main() -> None:
     schedule = collectives.build("all_gather_merge", size)
     program = ir.plan(schedule, prove(schedule), rank, RECORDS, node=range(size))
     operator = cuda.MergeOperator(HEAD_DIM, runtime=runtime)
-    runtime.kernel("pull_partials", "pull_partials")  # compiled before anyone waits
+    runtime.kernel("pull_partials", "pull_partials<InParameters>")  # compiled before anyone waits
     handle = runtime.expose(operator.window_bytes(program))[1]
     handles = exchanged(folder, rank, size, handle)
     windows = [runtime.open_exposed(handle) for handle in handles]

@@ -293,7 +293,7 @@ def test_more_sources_than_the_kernel_takes_are_refused() -> None:
 
 def processes(folder: Path, size: int, fault: str) -> list[tuple[int, str]]:
     """Exit code and words of each rank."""
-    EmulatorRuntime().kernel("pull_partials", "pull_partials")  # compiled once
+    EmulatorRuntime().kernel("pull_partials", "pull_partials<InParameters>")  # compiled once
     program = Path(__file__).parent / "peer_process.py"
     started = [
         subprocess.Popen(

@@ -29,7 +29,7 @@ def runtime(comm, monkeypatch):
     """What device="cuda" finds on this rank; whatever it exposed is freed by the end."""
     emulator = EmulatorRuntime(seed=comm.rank)
     monkeypatch.setattr(cupy_runtime, "current", lambda: emulator)
-    emulator.kernel("pull_partials", "pull_partials")  # compiled before anyone waits
+    emulator.kernel("pull_partials", "pull_partials<InParameters>")  # compiled before anyone waits
     return emulator
 
 

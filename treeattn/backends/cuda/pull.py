@@ -4,9 +4,9 @@ come in between, by several launches of it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,14 +27,28 @@ from treeattn.errors import RestrictionError
 
 __all__ = ["PlannedPull", "resident_blocks", "window_bytes"]
 
-# Instruction, Source, PullArguments, Operation, LANDED and MAX_SOURCES of kernels/cuda/pull_partials.cu.
+# Instruction, Source, InMemory, InParameters, PullArguments, Operation, LANDED and MAX_SOURCES of
+# kernels/cuda/pull_partials.cu.
 _INSTRUCTION = structure("", "", "operation round first stop place source sources")
 _SOURCE = structure("", "", "rank place")
-_ARGUMENTS = structure(
-    "records landed program sources windows steps late out lse",
-    "header limit",
-    "instructions numbers ends count set width rank heads queries",
+_IN_MEMORY = structure("program sources windows", "", "")
+_IN_PARAMETERS = np.dtype(
+    [("windows", "u8", 16), ("program", _INSTRUCTION, 32), ("sources", _SOURCE, 128)], align=True
 )
+
+
+def _arguments(tables: np.dtype[Any]) -> np.dtype[Any]:
+    common = structure(
+        "records landed steps late out lse",
+        "header limit",
+        "instructions numbers ends count set width rank heads queries",
+    )
+    fields = [(name, common[name]) for name in common.names or ()]
+    return np.dtype([*fields, ("tables", tables)], align=True)
+
+
+# Where a program lies -> the arguments with it. It is in the parameters where it fits.
+_KINDS = {"InParameters": _arguments(_IN_PARAMETERS), "InMemory": _arguments(_IN_MEMORY)}
 _COPY, _ANNOUNCE, _AWAIT, _PULL = range(4)
 _LANDED, _MAX_SOURCES = -1, 128
 # A number for each block stands at the head of a window, on every rank: that many blocks may come.
@@ -72,35 +86,39 @@ class PlannedPull:
         count, width = records.shape
         #: [program.landing, width]: where messages land.
         self.landed = runtime.empty((program.landing, width), np.float32)
-        host = {
-            "program": tables.instructions,
-            "sources": tables.sources,
-            "windows": np.array(windows, np.uint64),
-            "steps": np.zeros(blocks, np.int64),
-        }
-        arrays = {name: _on_device(array, runtime) for name, array in host.items()}
         self._late = runtime.pinned((1,), np.int64)
         self._late[0] = 0
-        arguments = np.zeros(1, _ARGUMENTS)
-        for name, array in {"records": records, "landed": self.landed, **arrays}.items():
-            arguments[name] = runtime.address(array)
-        arguments["late"] = self._late.ctypes.data  # page-locked memory has one address for host and devices
-        arguments["header"] = _HEADER
-        arguments["limit"] = _WITHOUT_END if seconds == math.inf else int(min(seconds, 1e9) * 1e9)
-        arguments["numbers"], arguments["rank"] = program.rounds + 1, program.rank
-        arguments["count"], arguments["set"], arguments["width"] = count, program.slots, width
-        self._kernel, self._blocks = runtime.kernel("pull_partials", "pull_partials"), blocks
-        self._arrays = (records, self.landed, self._late, *arrays.values())
-        of_parts = [_of_part(arguments, part, part is tables.parts[-1]) for part in tables.parts]
-        self._arguments = of_parts[0]
-        self._launches = list(map(self._planned, of_parts))
+        steps = _on_device(np.zeros(blocks, np.int64), runtime)
+        common = {
+            "records": runtime.address(records),
+            "landed": runtime.address(self.landed),
+            "steps": runtime.address(steps),
+            "late": self._late.ctypes.data,  # page-locked memory has one address for host and devices
+            "header": _HEADER,
+            "limit": _WITHOUT_END if seconds == math.inf else int(min(seconds, 1e9) * 1e9),
+            "numbers": program.rounds + 1,
+            "rank": program.rank,
+            "count": count,
+            "set": program.slots,
+            "width": width,
+        }
+        self._runtime, self._blocks = runtime, blocks
+        self._arrays = (records, self.landed, self._late, steps)
+        parts = []
+        for part in tables.parts:
+            here = tables.instructions[part.start : part.stop]
+            numbers = {"instructions": len(part), "ends": part is tables.parts[-1]}
+            parts.append(
+                _of_part(runtime, common | numbers, windows=windows, program=here, sources=tables.sources)
+            )
+        self._first, self._launches = parts[0], [self._planned(*part) for part in parts]
         runtime.synchronize()  # a step may run on another stream than this
 
-    def _planned(self, arguments: Any, *others: Any) -> Callable[[], object]:
-        """others: arrays that the arguments point into, beside those that all of them do."""
+    def _planned(self, expression: str, arguments: Any, others: Iterable[Any]) -> Callable[[], object]:
         # The last launch counts the step, and spoils what messages brought last where an earlier one gave up.
         blocks = self._blocks if arguments["instructions"] or arguments["ends"] else 0
-        return planned_launch(self._kernel, blocks, arguments, (*self._arrays, *others))
+        kernel = self._runtime.kernel("pull_partials", expression)
+        return planned_launch(kernel, blocks, arguments, (*self._arrays, *others))
 
     def __call__(self, part: int = 0) -> None:
         """Queue one part of the program."""
@@ -108,17 +126,40 @@ class PlannedPull:
 
     def fuse_epilogue(self, work: Any) -> Callable[[], object] | None:
         """A step and the `PlannedFinish` of its records in one launch; None where a step is not one."""
-        if len(self._launches) > 1 or not self._arguments["instructions"]:
+        if len(self._launches) > 1 or not self._first.arguments["instructions"]:
             return None
-        arguments = self._arguments.copy()
+        arguments = self._first.arguments.copy()
         for name in ("out", "lse", "heads", "queries"):
             arguments[name] = work.arguments[name]
-        return self._planned(arguments, *work.arrays)
+        return self._planned(self._first.expression, arguments, (*self._first.others, *work.arrays))
 
     def timed_out_peer(self) -> tuple[int, int] | None:
         """(rank, round) that did not come in time; None where there is none."""
         code = int(self._late[0])
         return ((code & 0xFFFFFFFF) - 1, code >> 32) if code else None
+
+
+class _Part(NamedTuple):
+    """A launch: its kernel, its arguments, and the arrays that its tables lie in."""
+
+    expression: str
+    arguments: Any
+    others: list[Any]
+
+
+def _of_part(runtime: Runtime, common: dict[str, Any], **tables: Any) -> _Part:
+    fit = all(len(table) <= _IN_PARAMETERS[name].shape[0] for name, table in tables.items())
+    kind = "InParameters" if fit else "InMemory"
+    arguments, others = np.zeros(1, _KINDS[kind]), []
+    for name, value in common.items():
+        arguments[name] = value
+    for name, table in tables.items():
+        if fit:
+            arguments["tables"][name][0, : len(table)] = table
+            continue
+        others.append(_on_device(np.asarray(table, _IN_PARAMETERS[name].base), runtime))
+        arguments["tables"][name] = runtime.address(others[-1])
+    return _Part(f"pull_partials<{kind}>", arguments, others)
 
 
 class _Tables:
@@ -176,14 +217,6 @@ class _Tables:
         self._rows.append((operation, round_, first, stop, place, len(self._sources), len(sources)))
         ranks = {OWN: self._program.rank, LANDING: _LANDED}
         self._sources += [(ranks.get(source.buffer, source.buffer), source.first) for source in sources]
-
-
-def _of_part(arguments: Any, part: range, ends: bool) -> Any:
-    """Those of one launch."""
-    arguments = arguments.copy()
-    arguments["program"] += part.start * _INSTRUCTION.itemsize
-    arguments["instructions"], arguments["ends"] = len(part), ends
-    return arguments
 
 
 def _on_device(array: Any, runtime: Runtime) -> Any:
