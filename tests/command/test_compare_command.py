@@ -45,6 +45,7 @@ def test_table_file_and_json(tmp_path):
         "clock:",
         "1,024 tokens",
         " n  late",
+        f"against {SUM}, within each repetition",
     ):
         assert word in done.stdout
     assert "identical bits (proved)" in done.stdout
@@ -322,6 +323,7 @@ def test_an_interrupt_leaves_a_valid_file(tmp_path):
         ["--heads", "6", "--kv-heads", "4"],
         ["--head-dim", "7"],
         ["--radix", "1"],
+        ["--baseline", "nothing"],
         ["--seconds", "nan"],
         ["--patience", "nan"],
         ["--patience", "inf"],

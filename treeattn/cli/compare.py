@@ -18,11 +18,12 @@ from treeattn import files
 from treeattn.agreement import broadcast_from_root, collectively
 from treeattn.attention.shape import DTYPES
 from treeattn.backends.cuda.device import Cuda
-from treeattn.cli import compare_points, compare_table, options
+from treeattn.cli import compare_answers, compare_points, compare_table, options
 from treeattn.cli.options import Output, choices, durations, numbers
 from treeattn.cli.own_device import own_device
-from treeattn.cli.scheme import given
+from treeattn.cli.scheme import given, named_equal
 from treeattn.collectives.runtime import nccl
+from treeattn.decoder.plan import select
 from treeattn.decoder.request import MPI_EXECUTORS
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.report import Progress, Report
@@ -90,6 +91,9 @@ def _lists(
               help="About so long for all blocks of a point; at least 3 iterations each.")  # fmt: skip
 @click.option("--patience", type=click.FloatRange(0, min_open=True), default=6.0,
               help="Seconds after which a point gets no further block.")  # fmt: skip
+@click.option(
+    "--baseline", metavar="S", help="Say which schemes are faster than this one.  [the library's sum]"
+)
 @click.option("--launch", type=options.COUNT, default=1,
               help="Number of this job; jobs of different numbers add up in one file.")  # fmt: skip
 @click.option("--seed", type=options.SEED, default=0)
@@ -104,6 +108,7 @@ def command(
     iterations: int,
     seconds: float,
     patience: float,
+    baseline: str | None,
     launch: int,
     seed: int,
     output: Output,
@@ -126,6 +131,8 @@ def command(
     where, shared = own_device(world, device)
     over = compare_points.transports_of(world, where, transport)
     plan = collectively(world, lambda: compare_points.points(world.size, named, lists, device, over))
+    if baseline is not None and baseline not in {key.label for key in plan}:
+        raise ArgumentError(f"--baseline {baseline}: is not among what is measured; add it to --schemes")
     predictions = prediction.predictions(world, cluster, plan)
     said: dict[str, Any] = {
         name: None if value is None else ",".join(map(str, value)) for name, value in lists.items()
@@ -147,7 +154,7 @@ def command(
         session.announce(repetitions)
         for block, found in Sweep(plan, effort, launch, seed, session.done).run(world):
             session.take(block, found)
-        return broadcast_from_root(world, lambda: session.report(output), "the report of rank 0")
+        return broadcast_from_root(world, lambda: session.report(output, baseline), "the report of rank 0")
 
 
 class _Session:
@@ -237,7 +244,7 @@ class _Session:
             self._written = True
         self._writer.append(line)
 
-    def report(self, output: Output) -> int:
+    def report(self, output: Output, baseline: str | None) -> int:
         """Print the tables, write the summaries; the exit code."""
         place = {key: index for index, key in enumerate(self._plan)}
         summaries = [
@@ -249,15 +256,16 @@ class _Session:
             summary.facts["predicted"] = self._predictions.times.get(summary.key)
         summaries.sort(key=lambda summary: place[summary.key])
         for _, group in itertools.groupby(summaries, lambda summary: summary.key.case):
-            of_case = list(group)
-            for summary in of_case:
-                summary.facts["compared_by"] = results.compared_series(of_case)
+            compare_answers.answer(group, self._held.points, self._held.version, baseline)
         errors = [{"key": key, "message": text} for key, text in self._errors.items()]
         facts = {"run": self._line, "summaries": summaries, "errors": errors, "problems": self._problems}
         made = Report(msgspec.to_builtins(facts))
         passed = compare_table.show(made, self._line, summaries, self._errors)
         if shown := self._predictions.shown:
             made.line(f"predicted: on {shown}")
+        for name in dict.fromkeys(key.scheme for key in self._plan if "@" in key.scheme):
+            if (own := select(name).own) is not None:
+                made.note(named_equal(own))
         output.report(made)
         return 0 if passed and not self._errors and not self._mixed else 1
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
+from treeattn.cli import compare_answers
 from treeattn.report import LEGEND, Column, Report, count, identical, microseconds
 from treeattn.study.compare.results import Summary, compared_series
 from treeattn.study.compare.schema import NCCL_SUM, NULL, SUM, Key, Run
@@ -34,6 +35,7 @@ def show(made: Report, run: Run, summaries: Sequence[Summary], errors: Mapping[K
         for row in rows:
             if reason := _wrong(row):
                 made.line(f"wrong: {row.key.label}: {reason}", style="red")
+        compare_answers.show(made, rows)
     causes: dict[Any, list[Key]] = {}
     for key, message in errors.items():
         causes.setdefault((key.case, message), []).append(key)

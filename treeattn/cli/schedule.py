@@ -9,7 +9,7 @@ import click
 
 from treeattn import collectives
 from treeattn.cli.options import COUNT, RANKS, RESULT, Output, output_options
-from treeattn.cli.scheme import build, from_file, is_file
+from treeattn.cli.scheme import build, from_file, is_file, named_equal
 from treeattn.collectives.catalog import with_result
 from treeattn.collectives.drawings import text as draw
 from treeattn.collectives.schedule import Result
@@ -60,9 +60,12 @@ def command(
     if priced and form != "goal":
         raise ArgumentError(f"--format {form} draws no cost: records, bytes and merges go with --format goal")
     output.open()
-    facts = Report({"certificate": asdict(certificate), "schedule": json.loads(schedule.to_json())})
+    equal = None if own is None else named_equal(own)
+    facts = Report(
+        {"certificate": asdict(certificate), "schedule": json.loads(schedule.to_json()), "equal": equal}
+    )
     if form in _DRAWINGS:
-        drawing = _DRAWINGS[form](schedule, sizes)
+        drawing = _DRAWINGS[form](schedule, sizes) + (f"\n{equal}\n" if equal and form == "text" else "")
     else:
         drawing = schedule.to_json() if form == "json" else draw.goal(schedule, **priced)
     output.report(facts)

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 from treeattn import collectives
 from treeattn.agreement import broadcast_from_root
+from treeattn.collectives.equal import equal_to
 from treeattn.collectives.formats import goal, msccl, mscclpp
+from treeattn.collectives.parameters import Groups
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import auto
 from treeattn.decoder.plan import make_known, select
@@ -20,7 +22,7 @@ from treeattn.errors import ArgumentError, ScheduleError
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
-__all__ = ["build", "from_file", "given", "is_file"]
+__all__ = ["build", "from_file", "given", "is_file", "named_equal"]
 
 _NAME_LIMIT = 100  # it stands in tables
 
@@ -71,6 +73,12 @@ def from_file(path: str | Path, ranks: int | None = None, said: str = "this job 
     nameless = replace(schedule, name="")
     digest = hashlib.sha256(nameless.to_json().encode()).hexdigest()[:6]
     return replace(schedule, name=f"{schedule.name.partition('@')[0]}@{digest}")
+
+
+def named_equal(schedule: Schedule, nodes: Groups | None = None) -> str | None:
+    """A line that names the scheme of the catalogue which a schedule of one's own is, if it is one."""
+    name = equal_to(schedule, nodes)
+    return name and f"{schedule.name} sends the same messages in the same rounds as {name}"
 
 
 def _read(path: Path) -> Schedule:

@@ -10,7 +10,7 @@ import click
 from treeattn import collectives
 from treeattn.cli import options
 from treeattn.cli.options import Output, Sizes
-from treeattn.cli.scheme import build, from_file, is_file
+from treeattn.cli.scheme import build, from_file, is_file, named_equal
 from treeattn.collectives import Schedule
 from treeattn.collectives.catalog import with_result
 from treeattn.collectives.clusters import description, placement
@@ -194,6 +194,8 @@ def _show(made: Report, rows: list[Row]) -> None:
     if fastest.step is not None:
         columns.append(Column("step, µs", lambda row: row.step and row.step.time, microseconds))
     made.table(rows, columns)
+    for found in (row.simulation for row in rows if "@" in row.scheme):
+        made.note(named_equal(found.schedule, placement.node_groups(found.cluster, found.places)))
     made.line("\nmessages and bytes: between nodes, of all ranks; of the NIC that sends most")
     made.line(f"floor, what no scheme is faster than: {microseconds(fastest.simulation.bound)} µs")
     if fastest.step is not None:

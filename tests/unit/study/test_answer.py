@@ -1,0 +1,78 @@
+"""Verdicts of one scheme against another: held to what is known of the methods, and to made-up truths."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import made_results
+import msgspec
+import pytest
+
+from treeattn.study.compare.answer import _holm, _location, _p, answers
+from treeattn.study.compare.schema import NULL, SUM, Point
+
+
+def points(times, repetitions=10, seed=1):
+    """Blocks whose common disturbance is far larger than how schemes differ."""
+    drawn, found = random.Random(seed), []
+    for repetition in range(repetitions):
+        disturbed = math.exp(drawn.gauss(0, 1))
+        for key in made_results.keys([*times, NULL], tokens=[4096]):
+            time = times.get(key.scheme, 1) * disturbed * math.exp(drawn.gauss(0, 0.02))
+            samples = dict.fromkeys(("completion", "slowest", "after_last_entry"), [time] * 3)
+            line = made_results.point_line(key, repetition, samples=samples)
+            found.append(msgspec.convert(line, Point))
+    return found
+
+
+def test_what_disturbs_a_repetition_does_not_hide_who_is_faster():
+    times = {SUM: 100.0, "chain": 90.0, "ring": 110.0, "mpi_allreduce": 100.0}
+    found = {one.key.scheme: one for one in answers(points(times), "completion")}
+    assert {scheme: one.verdict for scheme, one in found.items()} == {
+        "chain": "faster",
+        "ring": "slower",
+        "mpi_allreduce": "cannot be told apart",
+    }
+    for scheme, one in found.items():
+        assert one.low <= one.ratio <= one.high
+        assert one.ratio == pytest.approx(times[scheme] / 100, rel=0.03)
+        assert (one.baseline, one.blocks) == (SUM, 10)
+    named = {one.key.scheme: one.verdict for one in answers(points(times), "completion", "ring")}
+    assert named == {SUM: "faster", "chain": "faster", "mpi_allreduce": "faster"}
+    few = answers(points(times, repetitions=5), "completion")
+    assert {(one.low, one.verdict) for one in few} == {(None, "cannot be told apart")}
+
+
+def test_chances_are_those_of_all_signs():
+    """Of 7 values, against the 128 ways that signs can fall."""
+    logs = [0.3, -0.1, 0.7, 0.2, -0.4, 0.9, 0.5]
+    ranks = {value: rank for rank, value in enumerate(sorted(logs, key=abs), 1)}
+
+    def positive(signs):
+        return sum(rank for (value, rank), sign in zip(ranks.items(), signs, strict=True) if sign > 0)
+
+    ours = positive([math.copysign(1, value) for value in ranks])
+    ours = min(ours, 28 - ours)
+    as_far = sum(min(w := positive(signs), 28 - w) <= ours for signs in itertools.product((-1, 1), repeat=7))
+    assert _p(logs) == pytest.approx(as_far / 128)
+    _, low, high = _location(logs)
+    for end, outwards in ((low, -1e-9), (high, 1e-9)):
+        assert _p([value - math.log(end) - outwards for value in logs]) < 0.05
+        assert _p([value - math.log(end) + outwards for value in logs]) > 0.05
+
+
+def test_holm_multiplies_by_what_is_left():
+    assert _holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
+    assert _holm([]) == []
+
+
+def test_without_a_difference_at_most_one_table_in_twenty_has_a_verdict():
+    """100 tables of five equal schemes: 5 expected at most; more than 12 is one chance in a thousand."""
+    equal = dict.fromkeys((SUM, "chain", "ring", "binary_tree", "mpi_allreduce"), 100.0)
+    told = [
+        any(one.verdict != "cannot be told apart" for one in answers(points(equal, 8, seed), "completion"))
+        for seed in range(100)
+    ]
+    assert sum(told) <= 12
