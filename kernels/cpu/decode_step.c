@@ -1,13 +1,14 @@
 /* A whole step of a decoder as one call: attention to this process's tokens, their reduction over ranks, the result. */
 #include "partial_attention.h"
-#include "records.h"
 
 struct decode_step {
   const struct attention *attention;
   int64_t (*reduce)(void *reduction, int64_t nanoseconds); /* run_step of step.c, whose results are 0 or more */
   void *reduction;
   int64_t nanoseconds;
-  const float *records;
+  void (*finish)(const void *records, float *out, float *lse, int64_t batch, int64_t heads, int64_t queries,
+                 int64_t width);
+  const void *records;
   float *out, *lse;
   int64_t batch, heads, queries, width; /* of the records */
 };
@@ -19,6 +20,6 @@ enum { REFUSED = -1 };
 int64_t decode_step(const struct decode_step *s) {
   if (partial_attention(s->attention)) return REFUSED;
   const int64_t result = s->reduce(s->reduction, s->nanoseconds);
-  if (!result) finish(s->records, s->out, s->lse, s->batch, s->heads, s->queries, s->width);
+  if (!result) s->finish(s->records, s->out, s->lse, s->batch, s->heads, s->queries, s->width);
   return result;
 }

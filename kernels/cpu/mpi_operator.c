@@ -4,6 +4,7 @@
  * record, hence `count` is a number of records and MPI cannot split one. */
 #include <stddef.h>
 
+#include "bins.h"
 #include "records.h"
 
 /* clang-format off */
@@ -19,18 +20,22 @@
   static void merge_##head_dim(void *in, void *inout, int *count, void *datatype) {                                    \
     (void)datatype;                                                                                                    \
     merge_partials(inout, in, *count, head_dim + RECORD_NUMERATOR);                                                    \
+  }                                                                                                                    \
+  static void merge_bins_##head_dim(void *in, void *inout, int *count, void *datatype) {                               \
+    (void)datatype;                                                                                                    \
+    merge_bins(inout, in, *count, bins_width(head_dim));                                                               \
   }
 EACH_HEAD_DIM(RECORD)
 #undef RECORD
 
 typedef void mpi_user_function(void *, void *, int *, void *);
 
-/* The operator for records of `head_dim` + 2 floats, or NULL where there is none. */
-mpi_user_function *mpi_operator(int64_t head_dim) {
+/* The operator for records of `head_dim` + 2 floats, or of so many bins; NULL where there is none. */
+mpi_user_function *mpi_operator(int64_t head_dim, int bins) {
   switch (head_dim) {
 #define RECORD(head_dim)                                                                                               \
   case head_dim:                                                                                                       \
-    return merge_##head_dim;
+    return bins ? merge_bins_##head_dim : merge_##head_dim;
     EACH_HEAD_DIM(RECORD)
 #undef RECORD
   default:

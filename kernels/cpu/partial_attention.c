@@ -6,6 +6,7 @@
 #include "partial_attention.h"
 
 #include "attend_span.h"
+#include "bins_attention.h"
 #include "thread_pool.h"
 #include "tiled_attention.h"
 
@@ -45,6 +46,7 @@ static float *records_of(const struct attention *a, int64_t chunk) {
 }
 
 int64_t attention_workspace(const struct attention *a) {
+  if (a->reproducible) return bins_workspace(a);
   if (suits_tiles(a)) return tiled_workspace(a);
   const int64_t partials = quotient_up(a->tokens, CHUNK) * record_count(a) * record_width(a) * (int64_t)sizeof(float);
   return threads_of(a) * state_bytes(a) + a->batch * reading_bytes(a) + partials;
@@ -99,6 +101,10 @@ static int64_t find_wrong(const struct attention *a) {
 int64_t partial_attention(const struct attention *a) {
   const int64_t wrong = find_wrong(a);
   if (wrong) return wrong;
+  if (a->reproducible) {
+    attend_bins(a);
+    return 0;
+  }
   if (suits_tiles(a)) {
     tiled_attention(a);
     return 0;

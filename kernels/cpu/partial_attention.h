@@ -8,7 +8,7 @@ struct attention {
   const char *q;          /* [batch, queries, heads, head_dim] */
   const char *k;          /* [batch, tokens, kv_heads, head_dim], or [any, page_size, ..] with a block table */
   const char *v;          /* [batch, tokens, kv_heads, v_dim], or as k; it may be the first channels of k */
-  float *records;         /* [batch, heads, queries, v_dim + 2], written */
+  float *records;         /* [batch, heads, queries, v_dim + 2], written; where reproducible: of bins.h, int64_t */
   const int64_t *lengths; /* [batch]: valid tokens, or NULL: all are */
   void *workspace;        /* attention_workspace() bytes, aligned to 64 */
   int64_t batch, queries, heads, kv_heads, head_dim, v_dim, tokens;
@@ -18,6 +18,7 @@ struct attention {
   float scale;
   int32_t q_type, kv_type;        /* enum element_type */
   int32_t threads, order;         /* enum order of attend_block.h */
+  int32_t reproducible;           /* whether bits depend on nothing but what each query sees */
   const struct visible *visible;  /* or NULL: every query sees the first lengths[b] tokens */
   const float *k_scale, *v_scale; /* [kv_heads]: what elements of k, v are multiplied with; NULL: 1 */
   const int32_t *block_table;     /* [batch, pages]: where a sequence's pages lie; NULL: its tokens lie in a row */

@@ -149,11 +149,8 @@ INLINE vector fold_lanes(vector a, vector b, int distance) {
 }
 #endif
 
-/* Lane i of the result is the sum of the lanes of value[i]. Overwrites value[WIDTH]. */
-INLINE vector sum_each(vector *value) {
-#if SIMD_NEON
-  return vpaddq_f32(vpaddq_f32(value[0], value[1]), vpaddq_f32(value[2], value[3]));
-#else
+/* Lane i of the result is the sum of the lanes of value[i], folded half by half. Overwrites value[WIDTH]. */
+INLINE vector sum_by_halves(vector *value) {
   /* Written out: compilers do not unroll a loop over the distance, and then keep no sum in a register. */
   if (WIDTH >= 16)
     for (int i = 0; i < 8; ++i) value[i] = fold_lanes(value[i], value[i + 8], 8);
@@ -161,6 +158,14 @@ INLINE vector sum_each(vector *value) {
     for (int i = 0; i < 4; ++i) value[i] = fold_lanes(value[i], value[i + 4], 4);
   for (int i = 0; i < 2; ++i) value[i] = fold_lanes(value[i], value[i + 2], 2);
   return fold_lanes(value[0], value[1], 1);
+}
+
+/* The same sums, in whichever order is fastest. */
+INLINE vector sum_each(vector *value) {
+#if SIMD_NEON
+  return vpaddq_f32(vpaddq_f32(value[0], value[1]), vpaddq_f32(value[2], value[3]));
+#else
+  return sum_by_halves(value);
 #endif
 }
 

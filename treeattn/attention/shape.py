@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from treeattn import partial
+from treeattn import bins, partial
 from treeattn.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -328,7 +328,7 @@ def check_shapes(q: Any, k: Any, v: Any, records: Any, *, paged: bool = False) -
     """Raise `ArgumentError` unless q, k and v belong together and to the records, on whatever device. paged:
     k and v are [pages, page_size, ..]."""
     batch, heads, queries, width = records.shape
-    v_dim = width - partial.EXTRA
+    v_dim = (width - bins.EXTRA) // 2 if records.dtype == np.int64 else width - partial.EXTRA
     if q.ndim != 4 or q.shape[:3] != (batch, queries, heads):
         raise ArgumentError(
             f"q has shape {q.shape}: [batch, queries, heads, head_dim] is {(batch, queries, heads)} and any"

@@ -23,9 +23,9 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.pages import check_lengths
 from treeattn.attention.shape import CACHE_DTYPES, DTYPES, Shape, dtype_name, values_of
 from treeattn.attention.shard import Shard
-from treeattn.backends import device as devices
 from treeattn.backends.device import Device
 from treeattn.collectives.schedule import Schedule
+from treeattn.decoder import reproducible as reproducible_devices
 from treeattn.decoder.decoder import Decoder
 from treeattn.decoder.plan import CATALOG, plan, select
 from treeattn.decoder.request import Reduction, Request
@@ -58,6 +58,7 @@ def decode(
     mask: Any = None,
     device: str | None = None,
     q_root: int | None = None,
+    reproducible: str | None = None,
 ) -> tuple[Any, Any]:
     """Exact attention of a query over a KV cache of which every rank holds a shard. Collective.
 
@@ -95,6 +96,10 @@ def decode(
         Where to compute: where q lies unless given. "cuda" is CuPy's current device.
     q_root : int, optional
         The rank whose q counts and is broadcast; the others may pass None.
+    reproducible : {"tokens"}, optional
+        The bits of out and lse are a function of the set of (key, value) that each query sees: not of the
+        ranks, the layout or the order of tokens, nor of the batch, other heads, threads, scheme, executor or
+        processor. It costs time: docs/one-bit-pattern.md. device="cpu" alone.
 
     Returns
     -------
@@ -120,7 +125,8 @@ def decode(
     name, like = ("q", q) if q_root is None else ("k", k.k if isinstance(k, Shard) else k)
 
     def place() -> Device:
-        return devices.find(arrays.device_of(name, like) if device is None else device)
+        named = arrays.device_of(name, like) if device is None else device
+        return reproducible_devices.find(named, reproducible, comm.size)
 
     if q_root is not None:
         q = _broadcast_query(comm, place, q, q_root)
@@ -143,7 +149,8 @@ def decode(
         step = query, replace(shard, k=keys, v=values, lengths=valid, v_dim=None, positions=None)
         how = Reduction.of(scheme)
         asked = Rules.of(rules, shape.heads)
-        request = Request(shape, how, select(how.scheme), scale, where, rules=asked, q_root=q_root)
+        chosen = select(how.scheme)
+        request = Request(shape, how, chosen, scale, where, q_root, asked, reproducible=reproducible)
         seen = q_positions, mask, shard.draft_positions, begins
         if not request.rules.names and all(one is None for one in (shard.positions, *seen)):
             return request

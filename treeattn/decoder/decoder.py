@@ -13,7 +13,6 @@ from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import check_lengths
 from treeattn.attention.shape import Shape, check_latent
 from treeattn.attention.shard import CacheFormat, Shard
-from treeattn.backends import device as devices
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime.cuda_graph import CudaGraph
 from treeattn.collectives.runtime.reducer import Sent
@@ -21,6 +20,7 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.captured_step import CapturedStep
 from treeattn.decoder.plan import Plan, plan, select
 from treeattn.decoder.projection import Projection
+from treeattn.decoder.reproducible import find
 from treeattn.decoder.request import Reduction, Request
 from treeattn.decoder.sight import Stated
 from treeattn.errors import (
@@ -46,7 +46,7 @@ class Decoder:
 
     Parameters
     ----------
-    comm, scheme, scale, rules
+    comm, scheme, scale, rules, reproducible
         As for `decode`.
     heads, kv_heads, head_dim, batch, queries : int
         The shape of q, and the KV heads, of which heads is a multiple. A step may have fewer queries: their
@@ -102,6 +102,7 @@ class Decoder:
         device: str = "cpu",
         cache: CacheFormat | None = None,
         project: Any = None,
+        reproducible: str | None = None,
     ) -> None:
         held = CacheFormat() if cache is None else cache
 
@@ -118,18 +119,19 @@ class Decoder:
                 how,
                 select(how.scheme),
                 scale,
-                devices.find(device),
+                find(device, reproducible, own.size),
                 rules=Rules.of(rules, heads),
+                reproducible=reproducible,
                 stated=Stated(held.positions),
                 project=None if project is None else Projection(project, shape),
             )
 
-        comm = communicators.intracomm(comm)
+        own = communicators.intracomm(comm)
         if queries != 1:  # what is planned for fewer shares this
-            self._kept = comm.dup()
-            comm = self._kept.lent()
+            self._kept = own.dup()
+            own = self._kept.lent()
         try:
-            self._adopt(comm, plan(comm, lambda: ask(queries)))
+            self._adopt(own, plan(own, lambda: ask(queries)))
         except TreeattnError:
             self._give_back()
             raise

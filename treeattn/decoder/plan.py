@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treeattn import baselines, communicators
+from treeattn import baselines, bins, communicators
 from treeattn.agreement import Agreement
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
@@ -108,22 +108,25 @@ class Buffers:
     result; one that has none of ``output="root"`` divides what it holds, and nobody looks at it.
     """
 
-    def __init__(self, request: Request, comm: Communicator) -> None:
+    def __init__(self, request: Request, comm: Communicator, operator: Any) -> None:
         shape, self._memory = request.shape, request.device.memory
         batch, all_heads, queries = shape.lse_shape
         dtype, empty = shape.record_dtype, self._memory.empty
         out_dim = request.project.out_dim if request.project else shape.v_dim
-        width = (out_dim if request.projects_first else shape.v_dim) + 2
         self.given = request.how.output != "root" or comm.rank == 0
         self.heads = _own_heads(all_heads, request.how.output, comm)
         own = self.heads.stop - self.heads.start
         whole = own == all_heads
         self.group = batch * queries
-        self.records = empty((batch, all_heads, queries, width), dtype)
+        self.records = empty((batch, all_heads, queries, operator.width), operator.dtype)
         self.sliced = not whole
         self._reordered = batch > 1 and not whole
-        self.wire = empty((all_heads, batch, queries, width), dtype) if self._reordered else self.records
-        self.own = self.records if whole else empty((batch, own, queries, width), dtype)
+        self.wire = self.records
+        if self._reordered:
+            self.wire = empty((all_heads, batch, queries, operator.width), operator.dtype)
+        self.own = self.records
+        if not whole:
+            self.own = empty((batch, own, queries, operator.width), operator.dtype)
         self.out = self.divided = empty((batch, queries, own, out_dim), dtype)
         if request.project and not request.projects_first:
             self.divided = empty((batch, queries, own, shape.v_dim), dtype)
@@ -178,7 +181,9 @@ def plan(comm: Communicator, ask: Callable[[], Request]) -> Plan:
         watchdog.limit()
         device.check_shape(shape)
         agreed.share = device.slow_because(), request.stated.told() if request.asks_positions else None
-        buffers = Buffers(request, comm)
+        width = request.project.out_dim if request.project and request.projects_first else shape.v_dim
+        operator = device.merge_operator(width, shape.record_dtype)
+        buffers = Buffers(request, comm, operator)
         attention, sight = None, Sight(request.rules, shape)
         tables = sight.tables() if request.rules.by_tables else None
         if not request.scheme.row.fused and request.how.groups == 1:
@@ -195,7 +200,6 @@ def plan(comm: Communicator, ask: Callable[[], Request]) -> Plan:
     _check_output(row, request.how.output)
     chosen = reducers.choose(device.name, request.how.transport, row, comm.size, comm.library)
     rounds, why = _rounds(request.scheme, request.how, comm, buffers.wire, buffers.group, chosen)
-    operator = device.merge_operator(buffers.records.shape[3] - 2, shape.record_dtype)
     reduction = ReductionSpec(comm, operator, buffers.wire, buffers.group, device.memory)
     reducer: Any
     if row.fused:
@@ -360,9 +364,13 @@ def sinks(rules: Rules, device: Device, records: Any, operator: Any) -> Callable
     if rules.sink_logits is None:
         return None
     host = np.zeros(records.shape, records.dtype)
-    logits = np.asarray(rules.sink_logits, records.dtype)
-    host[..., 0] = logits[:, None]
-    host[..., 1] = logits[:, None] > -np.inf
+    logits = np.asarray(rules.sink_logits, np.float32 if host.dtype == np.int64 else records.dtype)
+    if host.dtype == np.int64:
+        v_dim = (host.shape[3] - bins.EXTRA) // 2
+        host[...] = np.stack([bins.record_of_sink(logit, v_dim) for logit in logits])[:, None]
+    else:
+        host[..., 0] = logits[:, None]
+        host[..., 1] = logits[:, None] > -np.inf
     width = records.shape[3]
     flat = records.reshape(-1, width), device.from_host(host).reshape(-1, width)
     merge: Callable[[], object] = operator.planned_merge(*flat)

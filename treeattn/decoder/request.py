@@ -10,6 +10,7 @@ from treeattn.attention.shape import Shape
 from treeattn.backends.device import Device
 from treeattn.collectives.catalog import DEVICES, Selection
 from treeattn.collectives.schedule import Schedule
+from treeattn.decoder import reproducible
 from treeattn.decoder.projection import Projection
 from treeattn.decoder.sight import Stated
 from treeattn.errors import ArgumentError, RestrictionError
@@ -99,6 +100,7 @@ class Request:
     rules: Rules = field(default_factory=Rules)
     stated: Stated = field(default_factory=Stated)
     project: Projection | None = None
+    reproducible: str | None = None
     masked: bool = False  # of this rank alone: the one step that follows brings a mask
 
     @property
@@ -117,6 +119,7 @@ class Request:
             "groups": self.how.groups,
             "output": self.how.output,
             "rules": self.rules,
+            "reproducible": self.reproducible,
             "positions being known": self.asks_positions,  # then ranks exchange them
             "the layout of positions": self.asks_positions and self.stated.layout,
             "q_positions": self.stated.stands,
@@ -145,6 +148,7 @@ class Request:
 
 def check(request: Request) -> None:
     """Raise `ArgumentError` or `RestrictionError` where its parts do not go together."""
+    reproducible.check(request)
     _check_progress(request)
     _check_groups(request)
     _check_rules(request)

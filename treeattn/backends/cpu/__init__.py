@@ -13,6 +13,7 @@ from treeattn.backends.cpu.attention import (
     partial_attention,
     read_order,
 )
+from treeattn.backends.cpu.bins import BinsOperator
 from treeattn.backends.cpu.compile import compiled_kernels_problem
 from treeattn.backends.cpu.device import PlannedStep
 from treeattn.backends.cpu.multiply_rows import PlannedProduct
@@ -29,6 +30,7 @@ from treeattn.backends.cpu.records import (
 __all__ = [
     "MAX_THREADS",
     "ORDERS",
+    "BinsOperator",
     "MergeOperator",
     "NullOperator",
     "PlannedAttention",

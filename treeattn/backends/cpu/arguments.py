@@ -74,14 +74,14 @@ def check_records(records: Array) -> None:
         raise ArgumentError(
             f"records have shape {records.shape}: [batch, heads, queries, head_dim + 2] is needed"
         )
-    if records.dtype not in (np.float32, np.float64) or not records.flags.c_contiguous:
-        raise ArgumentError("records must be C-contiguous, float32 or float64")
+    if records.dtype not in (np.float32, np.float64, np.int64) or not records.flags.c_contiguous:
+        raise ArgumentError("records must be C-contiguous, float32, float64, or of treeattn.bins int64")
 
 
-def check_output(name: str, array: Array, shape: tuple[int, ...], records: Array) -> None:
-    if array.shape != shape or array.dtype != records.dtype or not array.flags.c_contiguous:
+def check_output(name: str, array: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
         raise ArgumentError(
-            f"{name} must be C-contiguous {records.dtype} of shape {shape}, not {array.dtype} {array.shape}"
+            f"{name} must be C-contiguous {dtype} of shape {shape}, not {array.dtype} {array.shape}"
         )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import CheckedTable, as_table
 from treeattn.attention.shape import CACHE_DTYPES, FLOAT8
-from treeattn.backends.cpu import arguments, blocked, compile
+from treeattn.backends.cpu import arguments, bins, blocked, compile
 from treeattn.backends.cpu.arguments import Array, Binding, planned_binding
 from treeattn.backends.cpu.tables import PlannedTables
 from treeattn.errors import ArgumentError
@@ -52,7 +52,7 @@ class _Arguments(ctypes.Structure):
         + [(f"k_{axis}_stride", ctypes.c_int64) for axis in ("batch", "token", "head")]
         + [(f"v_{axis}_stride", ctypes.c_int64) for axis in ("batch", "token", "head")]
         + [("scale", ctypes.c_float)]
-        + [(name, ctypes.c_int32) for name in ("q_type", "kv_type", "threads", "order")]
+        + [(name, ctypes.c_int32) for name in ("q_type", "kv_type", "threads", "order", "reproducible")]
         + [(name, ctypes.c_void_p) for name in ("visible", "k_scale", "v_scale", "block_table")]
         + [(name, ctypes.c_int64) for name in ("pages", "page_size")]
     )
@@ -116,16 +116,18 @@ class PlannedAttention:
         kv_dtype: str | None = None,
         k_scale: Sequence[float] | None = None,
         v_scale: Sequence[float] | None = None,
+        most_tokens: int | None = None,
     ) -> None:
-        """Plan for `records` and `scale` as in `partial_attention`.
+        """Plan for `records` and `scale` as in `partial_attention`; or for those of `treeattn.bins`, int64.
 
         tables: its tables are filled before each call, for the arrays of that; lengths are in them.
         threads: how many of this process compute; default ``TREEATTN_THREADS``. order: one of `ORDERS`;
         default `read_order`. Both orders are exact; their last bits differ. k_scale, v_scale: [kv_heads],
         what elements of k and v are multiplied with, as those of 8 bits need; None is 1. kv_dtype: what
-        arrays of uint8 carry.
+        arrays of uint8 carry. most_tokens: of a shard, where more are refused.
         """
         arguments.check_records(records)
+        self._most_tokens = most_tokens or _ANY
         self._records = records
         self._scale = float(scale)
         self._bound: tuple[Any, ...] | None = None
@@ -136,12 +138,13 @@ class PlannedAttention:
         self._scales = _scales(k_scale), _scales(v_scale)
         self._workspace = np.empty(0, np.uint8)
         compiled = compile.loaded()[0]
-        self._kernels = compiled if records.dtype == np.float32 else None
+        self._kernels = None if records.dtype == np.float64 else compiled
         self._arguments = _Arguments(
             records=arguments.address(records),
             scale=self._scale,
             threads=threads or process_threads(),
             order=ORDERS.index(order or read_order()),
+            reproducible=records.dtype == np.int64,
         )
         self._tables = None if tables is None or self._kernels is None else PlannedTables(tables)
         if self._tables is not None:
@@ -183,7 +186,7 @@ class PlannedAttention:
         ):
             return False
         self._bound = None  # until it is done: a signal may come in between
-        if self._rebind((q, k, v, lengths)):
+        if k.shape[1] > self._most_tokens or self._rebind((q, k, v, lengths)):
             return False
         self._lengths = lengths
         self._bound = (q, k, v, None)
@@ -203,6 +206,11 @@ class PlannedAttention:
             self._bind_table(k, block_table)
             self._bound = q, k, v, block_table
         tokens = k.shape[1] if block_table is None else k.shape[1] * block_table.shape[1]
+        if tokens > self._most_tokens:
+            raise ArgumentError(
+                f"a shard of {tokens} tokens: reproducible= takes at most {self._most_tokens} on each of so "
+                "many ranks, that 64 bits hold the sums: use more ranks, or leave it out"
+            )
         if self._tables is not None:
             self._tables.follow()
             lengths = None
@@ -215,7 +223,8 @@ class PlannedAttention:
             arguments.check_lengths(lengths, tokens)
             if k.dtype == np.uint8 and self._bits is not None:
                 k, v = k.view(self._bits), v.view(self._bits)
-            blocked.partial_attention(
+            attend = bins.attend if self._records.dtype == np.int64 else blocked.partial_attention
+            attend(
                 *(q, k, v, self._records),
                 *self._scales,
                 scale=self._scale,
@@ -287,6 +296,7 @@ def _scales(given: Sequence[float] | None) -> Array | None:
 
 _ALIGNMENT = 64
 _INT64 = np.dtype(np.int64)
+_ANY = 1 << 62
 
 
 def check_environment() -> None:

@@ -110,6 +110,8 @@ def _load(isa: str) -> tuple[ctypes.CDLL | None, str | None]:
     kernels.decode_step.restype = ctypes.c_int64
     kernels.merge_partials.restype = None
     kernels.finish.restype = None
+    kernels.merge_bins.restype = None
+    kernels.finish_bins.restype = None
     kernels.multiply_rows.restype = None
     kernels.run_step.restype = ctypes.c_int64
     kernels.rescale_records.restype = None

@@ -165,7 +165,7 @@ class _Step(ctypes.Structure):
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("attention", "reduce", "reduction")]
         + [("nanoseconds", ctypes.c_int64)]
-        + [(name, ctypes.c_void_p) for name in ("records", "out", "lse")]
+        + [(name, ctypes.c_void_p) for name in ("finish", "records", "out", "lse")]
         + [(name, ctypes.c_int64) for name in ("batch", "heads", "queries", "width")]
     )
 
@@ -179,14 +179,16 @@ class PlannedStep:
         """For compiled kernels. records: [batch, heads, queries, head_dim + 2], which `attention` writes."""
         compiled = compile.loaded()[0]
         assert compiled is not None, "a native step without compiled kernels"
+        finish = compiled.finish_bins if records.dtype == np.int64 else compiled.finish
         self._takes = attention.takes
         self._owned = attention, records, out, lse
         self._struct = _Step(
-            attention.address, *native[:3], *map(arguments.address, (records, out, lse)), *records.shape
+            *(attention.address, *native[:3], arguments.code_address(finish)),
+            *(*map(arguments.address, (records, out, lse)), *records.shape),
         )
         self._call = functools.partial(compiled.decode_step, ctypes.byref(self._struct))
         self._step = native.as_step(self._call)
-        self._finish = arguments.planned(compiled.finish, records, out, lse, *records.shape)
+        self._finish = arguments.planned(finish, records, out, lse, *records.shape)
 
     def __call__(self, q: Array, k: Array, v: Array, lengths: Array | None = None) -> bool:
         """One step. False: nothing was done, since these arrays or the state of the reducer need a closer

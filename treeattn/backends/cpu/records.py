@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from treeattn import partial
+from treeattn import bins, partial
 from treeattn.backends.cpu import arguments, compile
 from treeattn.backends.cpu.arguments import Array, code_address
 from treeattn.collectives.runtime.operator import Columns, NativeCode
@@ -107,7 +107,9 @@ class MergeOperator:
                 f"no compiled merge of {self.dtype} records ({problem or 'only float32 has one'}), which "
                 "mpi_allreduce needs: take a scheme with a schedule, such as recursive_doubling"
             )
-        address: int | None = compiled.mpi_operator(ctypes.c_int64(self.width - partial.EXTRA))
+        address: int | None = compiled.mpi_operator(
+            ctypes.c_int64(self.width - partial.EXTRA), ctypes.c_int(0)
+        )
         if address is None:
             raise BackendError(
                 f"no compiled MPI operator for head_dim {self.width - partial.EXTRA}, only for multiples of "
@@ -134,9 +136,9 @@ def finish(records: Array, out: Array, lse: Array) -> None:
     """Turn records into attention output, as `treeattn.partial.finish` defines it, to the bit.
 
     Args:
-        records: [batch, heads, queries, head_dim + 2].
+        records: [batch, heads, queries, head_dim + 2], or those of `treeattn.bins`, int64.
         out: written, [batch, queries, heads, head_dim].
-        lse: written, [batch, heads, queries]. All C-contiguous and of one type.
+        lse: written, [batch, heads, queries]. All C-contiguous and of one type, float32 for int64.
 
     Raises:
         ArgumentError: shapes, types or strides that do not fit.
@@ -148,12 +150,16 @@ def planned_finish(records: Array, out: Array, lse: Array) -> Callable[[], objec
     """`finish` for arrays that never move: a call without arguments and without checks."""
     arguments.check_records(records)
     batch, heads, queries, width = records.shape
-    arguments.check_output("out", out, (batch, queries, heads, width - partial.EXTRA), records)
-    arguments.check_output("lse", lse, (batch, heads, queries), records)
+    whole = records.dtype == np.int64
+    v_dim = (width - bins.EXTRA) // 2 if whole else width - partial.EXTRA
+    dtype = np.dtype(np.float32) if whole else records.dtype
+    arguments.check_output("out", out, (batch, queries, heads, v_dim), dtype)
+    arguments.check_output("lse", lse, (batch, heads, queries), dtype)
     compiled = compile.loaded()[0]
-    if compiled is None or records.dtype != np.float32:
-        return functools.partial(partial.finish, records, out, lse)
-    return arguments.planned(compiled.finish, records, out, lse, *records.shape)
+    if compiled is None or records.dtype == np.float64:
+        return functools.partial(bins.finish if whole else partial.finish, records, out, lse)
+    finish = compiled.finish_bins if whole else compiled.finish
+    return arguments.planned(finish, records, out, lse, *records.shape)
 
 
 def planned_pack(records: Array, factor: float) -> Callable[[Array, Array], None]:

@@ -1,0 +1,350 @@
+/* Rows attend to one block of tokens, into records of bins.h: each token by itself, so that order does not matter.
+ *
+ * A weight is a float64 in units of the upper bin. Adding a product with it to a number whose last place is that unit
+ * rounds it to a whole one, and the mantissa is the whole number: R = ROUND_UPPER, S = ROUND_LOWER,
+ *     t = fma(weight, value, R),            upper += bits(t)
+ *     t' = fma(weight, value, (R + S) - t), lower += bits(t')
+ * less bits(R) and bits(S) for each token. As these are constants, where ties go does not depend on other tokens. */
+#ifndef TREEATTN_ATTEND_BINS_H
+#define TREEATTN_ATTEND_BINS_H
+
+#include "bins.h"
+#include "exact_lanes.h"
+#include "exponential_float64.h"
+
+enum { BINS_BLOCK = 32, LANES = 16, ROWS_TOGETHER = 4, VECTORS_OF_LANES = LANES / WIDTH };
+enum { SUMS = WIDTH == 16 ? 8 : 4, SLICE = SUMS * DOUBLES }; /* vectors of each bin that stay in registers */
+#define ROUND_UPPER 0x1.8p52
+#define ROUND_LOWER 0x1.8p11 /* 1.5 * 2^(52 - STEP) */
+#define LARGEST_LOGIT 1048576.0
+
+/* Tokens of one KV head. Where some row sees a token, its rows are read, else those of another. */
+struct bins_block {
+  int64_t k_rows[BINS_BLOCK], v_rows[BINS_BLOCK]; /* addresses as bytes from k and v */
+  const char *k, *v;
+  int64_t next_k, next_v, k_share,
+      v_share;                         /* what is prefetched meanwhile: from token 0's row on, and between tokens */
+  int tokens;                          /* 1..BINS_BLOCK */
+  uint32_t seen;                       /* by some row */
+  int64_t head_dim, v_dim, row_floats; /* row_floats: head_dim rounded up to whole LANES */
+  double v_scale;                      /* what values are multiplied with */
+  float softcap;                       /* 0: none */
+  int alibi;
+  double position[BINS_BLOCK]; /* where alibi */
+};
+
+/* Neighbouring rows that see the same tokens. */
+struct bins_rows {
+  int rows;
+  uint32_t bits;
+  const float *q; /* [rows][row_floats], scaled */
+  int64_t *records[ROWS_TOGETHER];
+  double slope[ROWS_TOGETHER], time[ROWS_TOGETHER];
+};
+
+/* Element d of a product goes to lane d % 16, in ascending order; lanes are folded 8, 4, 2 and 1 apart. */
+INLINE void score_exactly(enum element_type type, int rows, const struct bins_block *b, const float *q,
+                          float (*scores)[BINS_BLOCK]) {
+  enum { TOGETHER = 4 };
+  const int size = (int)element_size(type), together = rows > 1 && VECTORS_OF_LANES > 1 ? 1 : TOGETHER;
+  vector folded[ROWS_TOGETHER][BINS_BLOCK];
+  for (int t0 = 0; t0 < BINS_BLOCK; t0 += together) {
+    vector sum[ROWS_TOGETHER][TOGETHER][VECTORS_OF_LANES];
+    const char *key[TOGETHER];
+    for (int t = 0; t < together; ++t) key[t] = b->k + b->k_rows[t0 + t];
+    for (int r = 0; r < rows; ++r)
+      for (int t = 0; t < together; ++t)
+        for (int i = 0; i < VECTORS_OF_LANES; ++i) sum[r][t][i] = splat(0.0f);
+    int64_t d = 0;
+    for (; d + LANES <= b->head_dim; d += LANES) {
+      for (int t = 0; t < together; ++t)
+        if (d * size % 64 == 0) __builtin_prefetch(b->k + b->next_k + (t0 + t) * b->k_share + d * size, 0, 2);
+      for (int i = 0; i < VECTORS_OF_LANES; ++i)
+        for (int t = 0; t < together; ++t) {
+          const vector x = load_ordered(type, key[t] + (d + i * WIDTH) * size);
+          for (int r = 0; r < rows; ++r)
+            sum[r][t][i] = fuse(x, load(q + r * b->row_floats + d + i * WIDTH), sum[r][t][i]);
+        }
+    }
+    for (int i = 0; i < VECTORS_OF_LANES && d + i * WIDTH < b->head_dim; ++i)
+      for (int t = 0; t < together; ++t) {
+        const int64_t at = d + i * WIDTH;
+        const vector x = load_first(type, key[t] + at * size, b->head_dim - at);
+        for (int r = 0; r < rows; ++r) sum[r][t][i] = fuse(x, load(q + r * b->row_floats + at), sum[r][t][i]);
+      }
+    for (int r = 0; r < rows; ++r)
+      for (int t = 0; t < together; ++t) {
+        vector *s = sum[r][t];
+        if (VECTORS_OF_LANES == 4) s[0] += s[2 % VECTORS_OF_LANES], s[1 % VECTORS_OF_LANES] += s[3 % VECTORS_OF_LANES];
+        if (VECTORS_OF_LANES >= 2) s[0] += s[1 % VECTORS_OF_LANES];
+        folded[r][t0 + t] = s[0];
+      }
+  }
+  for (int r = 0; r < rows; ++r)
+    for (int t = 0; t < BINS_BLOCK; t += WIDTH) store(scores[r] + t, sum_by_halves(folded[r] + t));
+}
+
+/* A row's weights: exp(logit) = m 2^e with m in 0.7 .. 1.42; e is EMPTY for -inf. */
+struct weights {
+  _Alignas(64) float m[BINS_BLOCK];
+  _Alignas(64) int32_t e[BINS_BLOCK];
+  _Alignas(64) double of_values[BINS_BLOCK]; /* in units of the upper bin */
+  uint32_t both, low;                        /* tokens with slices in both bins, and in the lower alone */
+};
+
+INLINE vector mantissas(vector fraction) {
+  vector value = splat(exp_polynomial[0]);
+  for (int i = 1; i <= EXP_DEGREE; ++i) value = fuse(value, fraction, splat(exp_polynomial[i]));
+  return value;
+}
+
+/* The largest e, or SPOILED, or EMPTY. */
+INLINE int32_t weigh(const float *scores, struct weights *w) {
+  const float limit = (float)LARGEST_LOGIT;
+  vector_int sound = ~(vector_int){0}, most = (vector_int){0} + EMPTY;
+  for (int t = 0; t < BINS_BLOCK; t += WIDTH) {
+    const vector score = load(scores + t), x = -larger(-larger(score, splat(-limit)), splat(-limit));
+    const vector shifted = fuse(x, splat(EXP_LOG2_E), splat(EXP_ROUND_TO_INTEGER));
+    const vector power = shifted - EXP_ROUND_TO_INTEGER;
+    const vector fraction = fuse(power, splat(-EXP_LN2_LOW), fuse(power, splat(-EXP_LN2_HIGH), x));
+    store(w->m + t, mantissas(fraction));
+    const vector_int seen = score > -INFINITY,
+                     e = (((vector_int)shifted - (int32_t)0x4b400000) & seen) | (EMPTY & ~seen);
+    store((float *)(w->e + t), (vector)e);
+    sound &= score < INFINITY;
+    most = (vector_int)(((vector_bits)e & (vector_bits)(e > most)) | ((vector_bits)most & ~(vector_bits)(e > most)));
+  }
+  int32_t highest = EMPTY;
+  for (int i = 0; i < WIDTH; ++i) {
+    if (!sound[i]) return SPOILED;
+    highest = higher(highest, most[i]);
+  }
+  return highest;
+}
+
+INLINE int32_t weigh_visible(float *scores, uint32_t bits, struct weights *w) {
+  if (bits != 0xffffffffu)
+    for (int t = 0; t < BINS_BLOCK; ++t) scores[t] = bits >> t & 1 ? scores[t] : -INFINITY;
+  return weigh(scores, w);
+}
+
+/* The same of what a soft cap and ALiBi make of the scores, in float64. */
+static int32_t weigh_adjusted(const struct bins_block *b, const float *scores, uint32_t bits, double slope, double time,
+                              struct weights *w) {
+  _Alignas(64) float fraction[BINS_BLOCK];
+  int32_t most = EMPTY;
+  for (int t = 0; t < BINS_BLOCK; ++t) {
+    double logit = scores[t];
+    if (b->softcap > 0 && logit == logit) logit = soft_capped(logit, b->softcap);
+    if (b->alibi) logit -= slope * (time - b->position[t]);
+    if (!(bits >> t & 1)) logit = -INFINITY;
+    const double limited = logit < -LARGEST_LOGIT ? -LARGEST_LOGIT : logit > LARGEST_LOGIT ? LARGEST_LOGIT : logit;
+    double rest;
+    const double power = reduce(limited, &rest);
+    fraction[t] = (float)rest;
+    w->e[t] = logit > -INFINITY ? (int32_t)power : EMPTY;
+    if (!(logit < INFINITY)) most = SPOILED;
+    most = higher(most, w->e[t]);
+  }
+  for (int t = 0; t < BINS_BLOCK; t += WIDTH) store(w->m + t, mantissas(load(fraction + t)));
+  return most;
+}
+
+/* m 2^(e - from), 0 where that is far down. */
+INLINE doubles scaled_weights(const struct weights *w, int t, int64_t from) {
+  typedef int32_t half __attribute__((vector_size(DOUBLES * 4)));
+  typedef int64_t powers __attribute__((vector_size(DOUBLES * 8)));
+  half e;
+  memcpy(&e, w->e + t, sizeof e);
+  const powers power = __builtin_convertvector(e, powers) - from, near = power > -800;
+  return (doubles)(((words)load_widened(FLOAT32, (const char *)(w->m + t)) + ((words)power << 52)) & (words)near);
+}
+
+static inline uint64_t bits_of(double x) {
+  uint64_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+/* Adds the slices of numbers in units of the upper bin. */
+INLINE void add_slices(doubles x, words *upper, words *lower) {
+  const doubles up = x + ROUND_UPPER, low = (x - (up - ROUND_UPPER)) + ROUND_LOWER;
+  *upper += (words)up - bits_of(ROUND_UPPER);
+  *lower += (words)low - bits_of(ROUND_LOWER);
+}
+
+INLINE void add_lanes(words upper, words lower, uint64_t *sums) {
+  for (int i = 0; i < DOUBLES; ++i) sums[0] += upper[i], sums[1] += lower[i];
+}
+
+/* Values as they lie in the cache, or widened: [BINS_BLOCK][SLICE] of float64. */
+struct values {
+  const char *at;
+  const int64_t *rows;
+  int64_t stride; /* where rows is NULL */
+};
+
+INLINE doubles value_at(enum element_type type, int widened, const char *from, int i) {
+  if (!widened) return load_widened(type, from + (size_t)i * DOUBLES * element_size(type));
+  return load_numbers((const double *)from + i * DOUBLES);
+}
+
+/* `count` vectors of values, for one row. The constants get into the sums once for each token. */
+INLINE void add_products_exactly(enum element_type type, int widened, int count, const struct values *v,
+                                 const struct weights *w, const char *ahead, int64_t share, int64_t ahead_bytes,
+                                 uint64_t *upper, uint64_t *lower) {
+  const doubles to_upper = splat_double(ROUND_UPPER), to_lower = splat_double(ROUND_LOWER);
+  const doubles to_both = to_upper + to_lower;
+  const uint64_t both = (uint64_t)__builtin_popcount(w->both), low = (uint64_t)__builtin_popcount(w->low);
+  words up[SUMS], down[SUMS];
+  for (int i = 0; i < count; ++i) {
+    memcpy(&up[i], upper + i * DOUBLES, sizeof up[i]), memcpy(&down[i], lower + i * DOUBLES, sizeof down[i]);
+    up[i] -= both * bits_of(ROUND_UPPER);
+    down[i] -= (both + low) * bits_of(ROUND_LOWER);
+  }
+  for (uint32_t left = w->both; left; left &= left - 1) {
+    const int t = __builtin_ctz(left);
+    const char *from = v->at + (widened ? t * v->stride : v->rows[t]);
+    const doubles weight = splat_double(w->of_values[t]);
+    for (int64_t i = 0; i < ahead_bytes; i += 64) __builtin_prefetch(ahead + t * share + i, 0, 2);
+    for (int i = 0; i < count; ++i) {
+      const doubles value = value_at(type, widened, from, i), whole = fuse_doubles(weight, value, to_upper);
+      up[i] += (words)whole;
+      down[i] += (words)fuse_doubles(weight, value, to_both - whole);
+    }
+  }
+  for (uint32_t left = w->low; left; left &= left - 1) {
+    const int t = __builtin_ctz(left);
+    const char *from = v->at + (widened ? t * v->stride : v->rows[t]);
+    const doubles weight = splat_double(w->of_values[t]);
+    for (int64_t i = 0; i < ahead_bytes; i += 64) __builtin_prefetch(ahead + t * share + i, 0, 2);
+    for (int i = 0; i < count; ++i) down[i] += (words)fuse_doubles(weight, value_at(type, widened, from, i), to_lower);
+  }
+  for (int i = 0; i < count; ++i)
+    memcpy(upper + i * DOUBLES, &up[i], sizeof up[i]), memcpy(lower + i * DOUBLES, &down[i], sizeof down[i]);
+}
+
+/* The exponent of the largest magnitude among the values of some tokens, times their scale. */
+INLINE int32_t value_exponent(enum element_type type, const struct bins_block *b, uint32_t bits) {
+  const int64_t size = (int64_t)element_size(type);
+  vector_bits largest[4] = {{0}};
+  for (uint32_t left = bits; left; left &= left - 1) {
+    const char *from = b->v + b->v_rows[__builtin_ctz(left)];
+    int64_t d = 0;
+    for (; d + 4 * WIDTH <= b->v_dim; d += 4 * WIDTH)
+      for (int i = 0; i < 4; ++i) {
+        const vector x = load_ordered(type, from + (d + i * WIDTH) * size);
+        largest[i] = larger_bits((vector_bits)x & 0x7fffffffu, largest[i]);
+      }
+    for (; d < b->v_dim; d += WIDTH) {
+      const vector x = load_first(type, from + d * size, b->v_dim - d);
+      largest[0] = larger_bits((vector_bits)x & 0x7fffffffu, largest[0]);
+    }
+  }
+  const uint32_t most =
+      largest_bits(larger_bits(larger_bits(largest[0], largest[1]), larger_bits(largest[2], largest[3])));
+  if (most >> 23 == 255) return SPOILED;
+  if (b->v_scale == 1) return (int32_t)(most >> 23) - 127;
+  int exponent;
+  frexp(float_from_bits(most) * b->v_scale, &exponent);
+  return most && exponent - 1 > -127 ? exponent - 1 : -127;
+}
+
+/* Bit t: whether e[t] > than. */
+INLINE uint32_t greater(const int32_t *e, int64_t than) {
+  uint32_t bits = 0;
+  for (int t = 0; t < BINS_BLOCK; ++t) bits |= (uint32_t)(e[t] > than) << t;
+  return bits;
+}
+
+/* A record is raised to what weights and values ask for, and the denominator added. */
+INLINE void add_weights(int32_t most, int32_t value, int64_t v_dim, struct weights *w, int64_t *record) {
+  struct exponents x = exponents_of(record);
+  x.weight = higher(x.weight, most), x.value = higher(x.value, value);
+  raise_record(record, v_dim, x);
+  w->both = w->low = 0;
+  if (x.weight >= SPOILED || most == EMPTY) return;
+  words upper = {0}, lower = {0};
+  for (int t = 0; t < BINS_BLOCK; t += DOUBLES)
+    add_slices(scaled_weights(w, t, STEP * top_of_weights(x)), &upper, &lower);
+  add_lanes(upper, lower, (uint64_t *)record + BINS_DENOMINATOR);
+  if (x.value >= SPOILED) return;
+  const int64_t top = top_of_products(x), last_low = STEP * top - 1 - x.value - 2; /* |x| < 2^(e + value + 2) */
+  for (int t = 0; t < BINS_BLOCK; t += DOUBLES) store_numbers(w->of_values + t, scaled_weights(w, t, STEP * top));
+  w->both = greater(w->e, last_low);
+  w->low = greater(w->e, last_low - STEP) & ~w->both;
+}
+
+/* Rows share what it takes to widen values; types that are slow to widen, and scaled ones, are widened first, too. */
+INLINE void add_all_values(enum element_type type, int widened, int rows, const struct bins_block *b,
+                           const struct weights *w, int64_t *const *records) {
+  const int64_t size = (int64_t)element_size(type);
+  _Alignas(64) double wide[BINS_BLOCK * SLICE];
+  for (int64_t d = 0; d < b->v_dim;) {
+    const int count = b->v_dim - d >= SLICE ? SUMS : 1;
+    const struct values in_cache = {b->v + d * size, b->v_rows, 0}, in_order = {(const char *)wide, NULL, SLICE * 8};
+    if (widened)
+      for (uint32_t left = b->seen; left; left &= left - 1) {
+        const int t = __builtin_ctz(left);
+        for (int i = 0; i < count; ++i) {
+          const doubles x = load_widened(type, in_cache.at + b->v_rows[t] + i * DOUBLES * size);
+          store_numbers(wide + t * SLICE + i * DOUBLES, x * b->v_scale);
+        }
+      }
+    for (int r = 0; r < rows; ++r) {
+      uint64_t *upper = (uint64_t *)records[r] + BINS_NUMERATOR + d;
+      const char *ahead = in_cache.at + b->next_v;
+      const int64_t ahead_bytes = r == 0 ? count * DOUBLES * size : 0;
+      const struct values *v = widened ? &in_order : &in_cache;
+      if (count == SUMS)
+        add_products_exactly(type, widened, SUMS, v, w + r, ahead, b->v_share, ahead_bytes, upper, upper + b->v_dim);
+      else
+        add_products_exactly(type, widened, 1, v, w + r, ahead, b->v_share, ahead_bytes, upper, upper + b->v_dim);
+    }
+    d += count * DOUBLES;
+  }
+}
+
+/* `value`: the exponent of the values that these rows see. */
+INLINE void attend_exactly(enum element_type type, int rows, const struct bins_block *b, const struct bins_rows *g,
+                           int32_t value) {
+  _Alignas(64) float scores[ROWS_TOGETHER][BINS_BLOCK];
+  struct weights w[ROWS_TOGETHER];
+  score_exactly(type, rows, b, g->q, scores);
+  for (int r = 0; r < rows; ++r) {
+    const int adjusted = b->softcap > 0 || b->alibi;
+    const int32_t most = adjusted ? weigh_adjusted(b, scores[r], g->bits, g->slope[r], g->time[r], w + r)
+                                  : weigh_visible(scores[r], g->bits, w + r);
+    add_weights(most, value, b->v_dim, w + r, g->records[r]);
+  }
+  if (rows > 1 || type > BFLOAT16 || b->v_scale != 1)
+    add_all_values(type, 1, rows, b, w, g->records);
+  else
+    add_all_values(type, 0, rows, b, w, g->records);
+}
+
+/* One compiled function for each type and number of rows. */
+typedef void attend_exactly_function(const struct bins_block *b, const struct bins_rows *g, int32_t value);
+typedef int32_t value_exponent_function(const struct bins_block *b, uint32_t bits);
+#define EXACTLY(TYPE, ROWS)                                                                                            \
+  static void attend_exactly_##TYPE##_##ROWS(const struct bins_block *b, const struct bins_rows *g, int32_t value) {   \
+    attend_exactly(TYPE, ROWS, b, g, value);                                                                           \
+  }
+#define EXACTLY_ALL(TYPE)                                                                                              \
+  EXACTLY(TYPE, 1)                                                                                                     \
+  EXACTLY(TYPE, 2)                                                                                                     \
+  EXACTLY(TYPE, 3) EXACTLY(TYPE, 4) static int32_t value_exponent_##TYPE(const struct bins_block *b, uint32_t bits) {  \
+    return value_exponent(TYPE, b, bits);                                                                              \
+  }
+EXACTLY_ALL(FLOAT32)
+EXACTLY_ALL(FLOAT16)
+EXACTLY_ALL(BFLOAT16) EXACTLY_ALL(E4M3FN) EXACTLY_ALL(E5M2)
+#define EXACT_NAMES(TYPE)                                                                                              \
+  {attend_exactly_##TYPE##_1, attend_exactly_##TYPE##_2, attend_exactly_##TYPE##_3, attend_exactly_##TYPE##_4}
+    static attend_exactly_function *const attend_exactly_rows[5][ROWS_TOGETHER] = {
+        EXACT_NAMES(FLOAT32), EXACT_NAMES(FLOAT16), EXACT_NAMES(BFLOAT16), EXACT_NAMES(E4M3FN), EXACT_NAMES(E5M2)};
+static value_exponent_function *const value_exponents[5] = {value_exponent_FLOAT32, value_exponent_FLOAT16,
+                                                            value_exponent_BFLOAT16, value_exponent_E4M3FN,
+                                                            value_exponent_E5M2};
+
+#endif

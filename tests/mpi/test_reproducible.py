@@ -1,0 +1,83 @@
+"""One bit pattern over real ranks: whatever the layout, the scheme, the executor and the instruction sets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import treeattn
+from tests.support.drawn import FACTOR
+from tests.support.token_sets import LAYOUTS, drawn, isas, shards
+from treeattn import Reduction, Shard, collectives
+from treeattn.backends.cpu import compile
+from treeattn.errors import TreeattnError
+
+pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
+SCHEMES = [name for name in collectives.names("schedule") if name != "head_scatter"]
+
+
+def decoded(comm, problem, own, how):
+    """out and lse of this rank, as bytes."""
+    context, drafts = own
+    at = np.concatenate([context, problem.context + drafts]).astype(np.int64)
+    k_scale, v_scale = problem.scales
+    shard = Shard(problem.k[:, at], problem.v[:, at], k_scale=k_scale, v_scale=v_scale)
+    seen = {}
+    if problem.ruled:
+        shard = replace(shard, positions=context)
+        seen = {"rules": problem.rules, "q_positions": problem.q_positions}
+    if problem.mask is not None:
+        shard = replace(shard, draft_positions=problem.draft_positions[:, drafts])
+        seen["mask"] = problem.mask[:, :, drafts]
+    given = {"comm": comm, "scheme": how, "scale": problem.scale, "reproducible": "tokens", **seen}
+    out, lse = treeattn.decode(problem.q, shard, **given)
+    return out.tobytes() + lse.tobytes()
+
+
+@pytest.mark.parametrize("seed", range(6 * FACTOR))
+def test_every_rank_of_every_reduction_has_the_bits_of_one(seed, comm, monkeypatch):
+    """The ranks compute with unlike instruction sets."""
+    rng = np.random.default_rng([29, seed])
+    problem = drawn(rng)
+    everything = np.arange(problem.context), np.arange(problem.drafts)
+    want = decoded(MPI.COMM_SELF, problem, everything, Reduction())
+    monkeypatch.setenv("TREEATTN_ISA", isas()[comm.rank % len(compile.available_isas())])
+    for executor in ("slots", "program", "mpi", None):
+        layout = str(rng.choice(LAYOUTS))
+        scheme = str(rng.choice(SCHEMES)) if executor else "mpi_allreduce"
+        how = Reduction(scheme, executor=executor, groups=1)
+        got = decoded(comm, problem, shards(rng, problem, layout, comm.size)[comm.rank], how)
+        assert got == want, (problem.kind, layout, scheme, executor)
+
+
+def test_a_decoder_keeps_its_bits_over_a_growing_cache(comm):
+    rng = np.random.default_rng(3)
+    q = rng.standard_normal((1, 1, 4, 64), np.float32)
+    k, v = (rng.standard_normal((1, 300, 2, 64), np.float32) for _ in "kv")
+    planned = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": "float32", "reproducible": "tokens"}
+    with treeattn.Decoder(comm, **planned) as decoder, treeattn.Decoder(MPI.COMM_SELF, **planned) as one:
+        for tokens in (5, 150, 300):
+            own = slice(comm.rank * tokens // comm.size, (comm.rank + 1) * tokens // comm.size)
+            want = [x.copy() for x in one(q, k[:, :tokens], v[:, :tokens])]
+            got = decoder(q, np.ascontiguousarray(k[:, own]), np.ascontiguousarray(v[:, own]))
+            assert [x.tobytes() for x in got] == [x.tobytes() for x in want]
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ({"scheme": "kv_ring"}, "kv_ring folds in an order of its own"),
+        ({"scheme": "two_allreduce"}, "two_allreduce folds in an order of its own"),
+        ({"reproducible": "blocks of 7"}, "'blocks of 7' is unknown"),
+        ({"dtype": "float64"}, "float64 is summed"),
+        ({"device": "cuda"}, "for device='cpu'"),
+        ({"project": np.zeros((4, 64, 8), np.float32)}, "project= multiplies"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(comm, what, error):
+    planned = {"heads": 4, "kv_heads": 4, "head_dim": 64, "dtype": "float32", "reproducible": "tokens"}
+    with pytest.raises(TreeattnError, match=error):
+        treeattn.Decoder(comm, **(planned | what))

@@ -1,0 +1,83 @@
+"""Records whose bits depend on the set of tokens alone: the laws of the merge on any words, and one bit
+pattern from every instruction set, sharding, schedule and order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.support.drawn import FACTOR
+from tests.support.token_sets import LAYOUTS, drawn, isas, records_of, results, shards
+from treeattn import bins, collectives
+from treeattn.backends import cpu
+from treeattn.collectives.executors import loopback
+
+SCHEMES = [name for name in collectives.names("schedule") if name != "head_scatter"]
+CASES = 12 * FACTOR
+
+
+def words(rng, count, v_dim):
+    """Records of any words; exponents near one another, at the ends, and anywhere."""
+    records = rng.integers(-(1 << 63), 1 << 63, (count, 2 * v_dim + bins.EXTRA), np.int64)
+    exponents = bins._exponents(records)
+    near = rng.integers(-200, 200, exponents.shape)
+    exponents[...] = np.where(rng.random(exponents.shape) < 0.7, near, exponents)
+    exponents[...] = np.where(rng.random(exponents.shape) < 0.1, bins._EMPTY, exponents)
+    exponents[...] = np.where(rng.random(exponents.shape) < 0.1, bins._SPOILED, exponents)
+    return records
+
+
+def merged(merge, a, b):
+    total = a.copy()
+    merge(total, b)
+    return total
+
+
+def compiled_merge(into, other):
+    cpu.BinsOperator((into.shape[1] - bins.EXTRA) // 2).planned_merge(into, other)()
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_the_merge_is_a_commutative_monoid_on_arbitrary_words(isa, monkeypatch):
+    merge = bins.merge
+    if isa != "numpy":
+        monkeypatch.setenv("TREEATTN_ISA", isa)
+        merge = compiled_merge
+    rng = np.random.default_rng(5)
+    a, b, c = (words(rng, 4000, 7) for _ in "abc")
+    assert (merged(merge, a, b) == merged(merge, b, a)).all()
+    assert (merged(merge, merged(merge, a, b), c) == merged(merge, a, merged(merge, b, c))).all()
+    assert (merged(merge, a, b) == merged(bins.merge, a, b)).all()
+    nothing = bins.identity((4000,), 7)
+    sound = bins._exponents(a).min(axis=1) >= bins._EMPTY
+    assert sound.sum() > 2000
+    assert (merged(merge, a, nothing) == a)[sound].all()
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_a_result_is_a_function_of_the_set_of_tokens(seed, monkeypatch):
+    rng = np.random.default_rng([23, seed])
+    problem = drawn(rng)
+    everything = np.arange(problem.context), np.arange(problem.drafts)
+    batch, queries, heads, _ = problem.q.shape
+    one = records_of(problem, everything, "numpy", monkeypatch, sinks=True)
+    want = results(one)
+    names = isas()
+    for isa in names[:-1]:
+        threads = int(rng.integers(1, 4))
+        got = records_of(problem, everything, isa, monkeypatch, rng=rng, threads=threads, sinks=True)
+        assert (got == one).all(), (problem.kind, isa, threads)
+        assert results(got) == want
+    for _ in range(4):
+        size, layout, scheme = int(rng.integers(1, 34)), str(rng.choice(LAYOUTS)), str(rng.choice(SCHEMES))
+        kinds = rng.choice(names, size, p=[*[0.9 / (len(names) - 1)] * (len(names) - 1), 0.1])
+        dealt = shards(rng, problem, layout, size)
+        parts = [
+            records_of(problem, own, isa, monkeypatch, rng=rng, sinks=rank == 0).reshape(
+                batch * heads * queries, -1
+            )
+            for rank, (own, isa) in enumerate(zip(dealt, kinds, strict=True))
+        ]
+        schedule = collectives.build(scheme, size=size)
+        for rank, got in enumerate(loopback.run(schedule, parts, cpu.BinsOperator(problem.v_dim))):
+            assert got.tobytes() == one.tobytes(), (problem.kind, size, layout, scheme, rank)

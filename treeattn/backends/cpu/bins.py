@@ -1,0 +1,119 @@
+"""Attention by the definition, and the merge, of the records of `treeattn.bins` on the processor."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from treeattn import bins
+from treeattn.attention.mask_tables import MaskTables
+from treeattn.attention.pages import rows_of
+from treeattn.backends.cpu import arguments, compile
+from treeattn.backends.cpu.arguments import Array, code_address
+from treeattn.collectives.runtime.operator import NativeCode
+from treeattn.errors import BackendError
+
+__all__ = ["BinsOperator", "attend"]
+
+
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    records: Array,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
+    *,
+    scale: float,
+    lengths: Array | None = None,
+    tables: MaskTables | None = None,
+    block_table: Array | None = None,
+) -> None:
+    """Write the records [batch, heads, queries, 2 v_dim + 3] of what each query sees, by the definition, one
+    by one. Arguments as of `blocked.partial_attention`."""
+    group = q.shape[2] // k.shape[2]
+    for b, h, i in np.ndindex(records.shape[:3]):
+        factor = np.float32(scale) * (np.float32(1) if k_scale is None else k_scale[h // group])
+        query = _float32(q[b, i, h]) * factor
+        tokens, positions = _seen(tables, b, i, k.shape[1] if lengths is None else int(lengths[b]))
+        at = (b, tokens)
+        keys, values = (
+            x[at][:, h // group] if block_table is None else rows_of(x, block_table[b], tokens)[:, h // group]
+            for x in (k, v)
+        )
+        wide = _float32(values).astype(np.float64)
+        if v_scale is not None:
+            wide *= np.float64(v_scale[h // group])
+        softcap, penalty = 0.0, None
+        if tables is not None:
+            softcap = tables.rules.softcap or 0.0
+            if positions is not None:
+                time = np.float64(tables.q_positions[b, i])
+                penalty = np.asarray(tables.rules.alibi)[h] * (time - positions)
+        records[b, h, i] = bins.record(query, _float32(keys), wide, softcap=softcap, penalty=penalty)
+
+
+def _seen(tables: MaskTables | None, b: int, i: int, tokens: int) -> tuple[Array, Array | None]:
+    """The tokens that a query sees, and where they stand, where somebody asks."""
+    if tables is None:
+        return np.arange(tokens), None
+    ends = tables.intervals[b, i]
+    drafts = np.flatnonzero(tables.sees_draft(b, i))
+    context = np.concatenate([np.arange(*ends[:2]), np.arange(*ends[2:])])
+    seen = np.concatenate([context, tables.draft_begins[b] + drafts]).astype(np.int64)
+    if tables.rules.alibi is None:
+        return seen, None
+    pieces = [(int(ends[at]), int(ends[at + 1])) for at in (0, 2) if ends[at] < ends[at + 1]]
+    stands = [tables.runs.positions(*piece) for piece in pieces]
+    return seen, np.concatenate([*stands, tables.draft_positions[b, drafts]]).astype(np.float64)
+
+
+def _float32(values: Array) -> Array:
+    if values.dtype == np.uint16:  # the bits of bfloat16
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)
+
+
+class BinsOperator:
+    """How these records merge: a `collectives.runtime.operator.Operator`, associative to the bit."""
+
+    dtype = np.dtype(np.int64)
+
+    def __init__(self, v_dim: int) -> None:
+        #: Words of one record.
+        self.width = 2 * v_dim + bins.EXTRA
+        self._v_dim = v_dim
+
+    def planned_merge(self, into: Array, other: Array) -> Callable[[], object]:
+        """A call that folds `other` into `into`, in place, without checks: C-contiguous [records, width],
+        which never move."""
+        compiled = compile.loaded()[0]
+        if compiled is None:
+            return functools.partial(bins.merge, into, other)
+        return arguments.planned(compiled.merge_bins, into, other, into.size // self.width, self.width)
+
+    def native_code(self) -> NativeCode:
+        """The compiled merge and the step that calls it. Raises `BackendError` where there is no compiler."""
+        compiled = self._compiled("")
+        return NativeCode(code_address(compiled.run_step), code_address(compiled.merge_bins))
+
+    def mpi_function(self) -> int:
+        """Address of the merge as an MPI_User_function. Raises `BackendError` where there is none."""
+        compiled = self._compiled(", which mpi_allreduce needs: take a scheme with a schedule")
+        address: int | None = compiled.mpi_operator(ctypes.c_int64(self._v_dim), ctypes.c_int(1))
+        if address is None:
+            raise BackendError(
+                f"no compiled MPI operator for v_dim {self._v_dim}, only for multiples of 8 up to 256 and "
+                "for 512, which mpi_allreduce needs: take a schedule, such as recursive_doubling"
+            )
+        return address
+
+    def _compiled(self, consequence: str) -> Any:
+        compiled, problem = compile.loaded()
+        if compiled is None:
+            raise BackendError(f"no compiled merge of reproducible records ({problem}){consequence}")
+        return compiled
