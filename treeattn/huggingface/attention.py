@@ -59,23 +59,23 @@ def attention(
         layer = waited if waited and waited.new == key.shape[2] else None
     if layer is None and waited is not None:
         raise StateError(NOT_ATTENDED)
-    new, tokens = 0, query.shape[2]
+    new, tokens, store = 0, query.shape[2], None
     if layer is None:
-        store, end = 0, key.shape[2]
+        end = key.shape[2]
     else:
-        store, end = layer.handle, layer.slots
+        store, end = layer.store, layer.slots
         new = layer.taken(module, layer is waited)
         if layer.cache.dealt is not None:
             return layer.cache.dealt.attend(
                 *(layer, query, key, value, s_aux, scaling, sliding_window or 0, softcap or 0.0, new)
             ), None
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    given = query, key, value, attention_mask, s_aux, store, end - tokens, new
-    rules = float(scale), sliding_window or 0, float(softcap or 0.0)
+    given = query, key, value, attention_mask, s_aux
+    seen = end - tokens, new, float(scale), sliding_window or 0, float(softcap or 0.0)
     # As one operator where something wants to trace or to differentiate it; it has no gradient, and says so.
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and query.requires_grad):
-        return torch.ops.treeattn.attend(*given, *rules), None
-    return attend(*given, *rules), None
+    if torch.compiler.is_compiling() or (query.requires_grad and torch.is_grad_enabled()):
+        return torch.ops.treeattn.attend(*given, store.handle if store else 0, *seen), None
+    return attend(*given, store, *seen), None
 
 
 def _refuse(module: Any, attention_mask: Any, dropout: float, others: dict[str, Any]) -> None:

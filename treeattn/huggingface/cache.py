@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
@@ -114,6 +115,13 @@ class ShardedKV(Cache):
         self.dealt: Any = None  # while a prefill is under way in which each rank has tokens of its own
         self._shards: dict[Any, Iterator[ShardedCache] | Iterator[RemoteLayer]] = {}
         share_random_numbers(self.comm)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> Any:
+        """The new keys and values of a layer, on their way to attention. Nothing is ever moved off a
+        device."""
+        return self.layers[layer_idx].update(key_states, value_states)
 
     def _layer(self, kind: str, heads: int | None, given: dict[str, Any]) -> Any:
         if kind in _ATTENTION:

@@ -35,7 +35,7 @@ class FullAttentionLayer(CacheLayerMixin):
     def __init__(self, cache: ShardedKV, heads: int | None) -> None:
         super().__init__()
         self.cache, self.store, self.slots, self.new = cache, Store(cache, heads), 0, 0
-        self.handle, self.module = self.store.handle, cast("Any", None)
+        self.module = cast("Any", None)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing is held here: the store makes its arrays with the first tokens."""
@@ -118,7 +118,7 @@ class FullAttentionLayer(CacheLayerMixin):
 class SlidingWindowLayer(DynamicSlidingWindowLayer):
     """A sliding window: transformers' own layer, whole on every rank."""
 
-    handle = 0
+    store = None
 
     def __init__(self, cache: ShardedKV, heads: int | None, sliding_window: int) -> None:
         super().__init__(sliding_window)

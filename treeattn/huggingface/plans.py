@@ -39,42 +39,59 @@ class Plans:
         q: Any,
         k: Any,
         v: Any,
-        *,
-        stands: Any,
+        stands: range,
         lengths: Any = None,
         begins: Any = None,
+        *,
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
         causal: bool = False,
     ) -> tuple[Any, Any]:
-        """out [batch, queries, own heads, v_dim] and lse [batch, own heads, queries] in arrays of their own.
+        """out [batch, queries, own heads, v_dim] and lse [batch, own heads, queries], which hold until the
+        next call.
 
-        q [batch, queries, heads, dim] at the slots `stands` [queries], ascending, of which the last is the
-        end of the sequence where there is one query; k, v: this rank's tokens, `lengths` [batch] of them, or
-        all. Seen is what is not before `begins` [batch] and not after the query, of the `window` last slots
-        unless 0. causal: whether one query may have slots after it, too.
+        q [batch, queries, heads, dim] at the slots `stands`, of which the last is the end of the sequence
+        where there is one query; k, v: this rank's tokens, `lengths` [batch] of them, or all. Seen is what is
+        not before `begins` [batch] and not after the query, of the `window` last slots unless 0. causal:
+        whether one query may have slots after it, too.
         """
-        outs, lses = [], []
-        for first in range(0, q.shape[1], MOST_QUERIES):
-            part = q[:, first : first + MOST_QUERIES]
-            at = stands[first : first + MOST_QUERIES]
-            bounded = window and (at[0] != at[-1] or at[-1] >= window)
-            causal = bool(causal or q.shape[1] > 1 or bounded)
-            decoder = self._decoder(part, k, v, scale, causal, window if bounded else 0, softcap)
-            seen = {"q_positions": at} if causal else {}
-            if begins is not None:
-                seen["begins"] = begins
-            if not seen and lengths is not None:  # as a slice it is one call of compiled code
-                end = int(lengths[0])
-                out, lse = decoder(part, k[:, :end], v[:, :end])
-            else:
-                out, lse = decoder(part, k, v, lengths, **seen)
-            outs.append(_kept(out))
-            lses.append(_kept(lse))
-        if len(outs) == 1:
-            return outs[0], lses[0]
+        causal = causal or len(stands) > 1
+        if len(stands) <= MOST_QUERIES:
+            return self._attend(q, k, v, stands, lengths, begins, scale, causal, window, softcap)
+        parts = []
+        for first in range(0, len(stands), MOST_QUERIES):
+            part = slice(first, first + MOST_QUERIES)
+            given = q[:, part], k, v, stands[part], lengths, begins
+            parts.append([_kept(one) for one in self._attend(*given, scale, causal, window, softcap)])
+        outs, lses = zip(*parts, strict=True)
         return _joined(outs, 1), _joined(lses, 2)
+
+    def _attend(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        stands: range,
+        lengths: Any,
+        begins: Any,
+        scale: float,
+        causal: bool,
+        window: int,
+        softcap: float,
+    ) -> tuple[Any, Any]:
+        """Of no more queries than a plan may have."""
+        if window and len(stands) == 1 and stands[0] < window:
+            window = 0
+        causal = causal or window > 0
+        decoder = self._decoder(q, k, v, scale, causal, window, softcap)
+        if (
+            not causal and begins is None and lengths is not None
+        ):  # as a slice it is one call of compiled code
+            end = int(lengths[0])
+            return decoder(q, k[:, :end], v[:, :end])
+        seen: dict[str, Any] = {"q_positions": np.array(stands)} if causal else {}
+        return decoder(q, k, v, lengths, begins=begins, **seen)
 
     def _decoder(
         self, q: Any, k: Any, v: Any, scale: float, causal: bool, window: int, softcap: float
@@ -82,7 +99,7 @@ class Plans:
         batch, queries, heads, head_dim = q.shape
         kind = (batch, heads, head_dim, k.shape[2], v.shape[3], q.dtype, scale, causal, window, softcap)
         planned = self._decoders.setdefault(kind, {})
-        decoder = planned.pop(queries, None)
+        decoder = planned.get(queries) if queries == 1 else planned.pop(queries, None)
         if decoder is None:
             several = [length for length in planned if length > 1]
             if queries > 1 and len(several) == MOST_LENGTHS:
@@ -117,7 +134,7 @@ def _kept(array: Any) -> Any:
     return array.copy() if isinstance(array, np.ndarray) else array.clone()
 
 
-def _joined(parts: list[Any], axis: int) -> Any:
+def _joined(parts: Any, axis: int) -> Any:
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts, axis)
     return torch.cat(parts, axis)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from treeattn.agreement import Agreement
@@ -107,13 +106,13 @@ class Dealt:
         new: int,
     ) -> torch.Tensor:
         """Of this rank's queries to what stands before them on all ranks."""
-        if layer.handle:
+        if layer.store:
             if new:
                 layer.store.append_own(as_rows(key), as_rows(value), self.tokens)
             key, value = self.together(key), self.together(value)
         out, lse = plans.alone().attend(
             *(as_rows(query), as_rows(key), as_rows(value)),
-            stands=np.arange(self._comm.rank, self.tokens, self._comm.size),
+            range(self._comm.rank, self.tokens, self._comm.size),
             begins=self._begins,
             scale=query.shape[3] ** -0.5 if scale is None else scale,
             window=window,

@@ -75,12 +75,11 @@ class Store:
             return both
         if new:
             self.append(*new)
-        stands = at + np.arange(q.shape[1])
-        shard: Any = self.shard
-        given = {"stands": stands, "lengths": shard.lengths, "begins": begins} | rules
+        stands, shard = range(at, at + q.shape[1]), cast("ShardedCache", self.shard)
+        seen: Any = stands, shard.lengths, begins
         if not by_heads:
-            return self._cache.plans.attend(q, shard.k, shard.v, **given)
-        out, lse = self._cache.plans_by_heads.attend(q, shard.k, shard.v, **given)
+            return self._cache.plans.attend(q, shard.k, shard.v, *seen, **rules)
+        out, lse = self._cache.plans_by_heads.attend(q, shard.k, shard.v, *seen, **rules)
         own, comm = q.shape[2] // self._cache.comm.size, self._cache.comm
         return tensor_parallel.own_heads(comm, out, 2, own), tensor_parallel.own_heads(comm, lse, 1, own)
 
@@ -99,7 +98,7 @@ def attend(
     value: torch.Tensor,
     begins: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    store: int,
+    own: Store | None,
     at: int,
     new: int,
     scale: float,
@@ -108,15 +107,14 @@ def attend(
 ) -> torch.Tensor:
     """out [batch, queries, heads, dim] of the queries at the slots from `at` on.
 
-    store: the `handle` of a layer, to which k and v are appended if `new`; 0: key and value are all there is,
-    and end where the queries do.
+    own: of a layer, to which k and v are appended if `new`; None: key and value are all there is, and end
+    where the queries do.
     """
     q, k, v = as_rows(query), as_rows(key), as_rows(value)
     first = None if begins is None else begins.cpu().numpy()
     if first is not None and not first.any():
         first = None
     rules: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-    own = _stores[store] if store else None
     by_heads = own is not None and own.is_sharded(q.shape[2])
     added: tuple[Any, ...] = ()
     if own is not None and new and at == 0 and not by_heads:
@@ -128,8 +126,7 @@ def attend(
             own.append(*added)
         start = at + q.shape[1] - k.shape[1]
         out, lse = plans.alone().attend(
-            *(q, k, v),
-            stands=at - start + np.arange(q.shape[1]),
+            *(q, k, v, range(at - start, at - start + q.shape[1])),
             begins=None if first is None else np.maximum(first - start, 0),
             **rules,
         )
@@ -141,11 +138,10 @@ def attend(
 
 def finished(out: Any, lse: Any, sinks: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """With the sink of each head, which has no value: exp(lse) / (exp(lse) + exp(sink)) of the result."""
-    result = as_tensor(out)
-    if sinks is not None:
-        share = torch.sigmoid(as_tensor(lse) - sinks.detach().float()[None, :, None])
-        result = result * share.transpose(1, 2)[..., None]
-    return result.to(dtype)
+    if sinks is None:
+        return as_tensor(out).to(dtype, copy=True)  # models keep it, a decoder writes its own again
+    share = torch.sigmoid(as_tensor(lse) - sinks.detach().float()[None, :, None])
+    return (as_tensor(out) * share.transpose(1, 2)[..., None]).to(dtype)
 
 
 @torch.library.custom_op("treeattn::attend", mutates_args=())
@@ -162,7 +158,8 @@ def _attend(
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    return attend(query, key, value, begins, sinks, store, at, new, scale, window, softcap)
+    own = _stores[store] if store else None
+    return attend(query, key, value, begins, sinks, own, at, new, scale, window, softcap)
 
 
 @_attend.register_fake

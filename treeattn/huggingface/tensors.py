@@ -13,12 +13,13 @@ __all__ = ["as_rows", "as_tensor", "digest", "dtype_name"]
 
 def as_rows(states: torch.Tensor) -> Any:
     """[batch, heads, tokens, dim] as an array [batch, tokens, heads, dim], not copied."""
-    rows = states.detach().transpose(1, 2)
-    if rows.is_cuda:
-        return rows
-    if rows.dtype == torch.bfloat16:
-        return rows.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return rows.numpy()
+    if states.requires_grad:
+        states = states.detach()
+    if states.is_cuda:
+        return states.transpose(1, 2)
+    if states.dtype == torch.bfloat16:
+        return states.view(torch.int16).numpy().view(ml_dtypes.bfloat16).swapaxes(1, 2)
+    return states.numpy().swapaxes(1, 2)
 
 
 def as_tensor(array: Any) -> torch.Tensor:
