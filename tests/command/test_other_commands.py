@@ -8,9 +8,9 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from treeattn import collectives, mpi_library, schemes
+from treeattn import collectives, mpi_library, report, schemes
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.cli import console, doctor, probe
+from treeattn.cli import doctor, probe
 
 from .launch import in_process, mpiexec, run, treeattn
 
@@ -204,8 +204,8 @@ def test_every_column_on_request():
 
 def test_progress_is_a_line_now_and_then(capsys, monkeypatch):
     now = 100.0
-    monkeypatch.setattr(console.time, "monotonic", lambda: now)
-    say, other_rank = console.Lines(first=3, every=10), console.Lines(False)
+    monkeypatch.setattr(report.time, "monotonic", lambda: now)
+    say, other_rank = report.Progress(first=3, every=10), report.Progress(False)
     for second in range(30):
         now = 100.0 + second
         say(f"second {second}")

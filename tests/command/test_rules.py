@@ -128,7 +128,7 @@ def test_queries_are_the_last_tokens_unless_the_file_says_so(cache, tmp_path):
         ({"alibi": np.ones(3)}, (), "alibi has shape [3]: one number for each of 4 heads"),
         ({"q_positions": np.zeros(4, np.int64)}, ("--causal",), "q_positions have shape [4]"),
         ({"sink_logits": np.zeros(3)}, ("--check",), "sink_logits has shape [3]"),
-        ({}, ("--window", "-1,0"), "--window -1,0: two whole numbers"),
+        ({}, ("--window", "-1,0"), "'--window': -1,0: two whole numbers"),
         ({}, ("--causal", "--scheme", "kv_ring"), "kv_ring lets every query see every token"),
     ],
 )

@@ -2,84 +2,58 @@
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 import warnings
-from collections.abc import Callable
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
-from rich.console import Console
 
-from treeattn import communicators, files, mpi_library
-from treeattn.agreement import collectively, must_match
+from treeattn import mpi_library
+from treeattn.agreement import collectively
 from treeattn.attention.mask import Rules
 from treeattn.backends.device import Device
-from treeattn.cli.console import (
-    LEGEND,
-    WIDE,
-    Lines,
-    console,
-    count,
-    identical,
-    magnitude,
-    microseconds,
-    table,
-)
+from treeattn.cli import options
+from treeattn.cli.options import FILE, Output
 from treeattn.cli.own_device import own_device
-from treeattn.cli.problem import Judge, Problem, open_outputs
+from treeattn.cli.problem import Judge, Problem, heads_of, seen_by_all
 from treeattn.cli.rules import rule_options
-from treeattn.cli.rules import window as read_window
-from treeattn.cli.scheme import given
+from treeattn.cli.scheme import for_out, given
 from treeattn.collectives.runtime.reducer import Sent
 from treeattn.decoder import Decoder
 from treeattn.decoder.request import Reduction
-from treeattn.errors import ArgumentError
-from treeattn.report import as_json
-from treeattn.shards import LAYOUTS, parse_layout
+from treeattn.report import LEGEND, Column, Progress, Report, count, identical, microseconds
+from treeattn.shards import Layout
 from treeattn.study import environment
 
 __all__ = ["command"]
 
 
 @click.command("decode")
-@click.argument("source", metavar="INPUT.safetensors", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="Write out and lse to this safetensors file.")
-@click.option("--scheme", "schemes", default="hierarchical", show_default=True, metavar="S[,S..]",
+@click.argument("source", metavar="INPUT.safetensors", type=FILE)
+@click.option("--scheme", "schemes", default="hierarchical", metavar="S[,S..]",
               help="How partials are reduced over ranks; FILE.json too; several, side by side.")  # fmt: skip
-@click.option("--layout", default="contiguous", show_default=True, metavar="|".join(LAYOUTS),
-              help="Which tokens go to which rank.")  # fmt: skip
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option("--transport", default=None,
-              help="How records travel: mpi; from GPUs nccl, peer, cuda-mpi or host.")  # fmt: skip
+@options.layout_option()
+@options.DEVICE
+@click.option("--transport", help="How records travel: mpi; from GPUs nccl, peer, cuda-mpi or host.")
 @rule_options
-@click.option("--repeat", type=click.IntRange(1), default=10, show_default=True,
-              help="Timed steps after the first one.")  # fmt: skip
+@options.REPEAT
 @click.option("--check", is_flag=True, help="Compare with the float64 oracle, and q between ranks.")
-@click.option("--expect", type=click.Path(path_type=Path),
-              help="Compare with the tensors out and lse of this file.")  # fmt: skip
-@WIDE
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write everything measured.")
+@click.option("--expect", type=FILE, help="Compare with the tensors out and lse of this file.")
+@options.output_options("Write out and lse to this safetensors file.", json="Write everything measured.")
 def command(
     source: Path,
-    out: Path | None,
     schemes: str,
-    layout: str,
+    layout: Layout,
     device: str,
     transport: str | None,
-    causal: bool,
-    window: str | None,
-    leading: int,
-    softcap: float | None,
+    rules: Rules,
     repeat: int,
     check: bool,
     expect: Path | None,
-    wide: bool,
-    json_path: Path | None,
+    output: Output,
 ) -> int:
     """Decode the query of INPUT over its KV cache, every rank holding a shard of the tokens.
 
@@ -92,32 +66,18 @@ def command(
     pages. The softmax scale comes from the metadata entry "scale", else it is 1/sqrt(head_dim). Exit code 1
     means that a result missed its bound or differed between ranks.
     """
-    chosen = parse_layout(layout)
-    world = communicators.world()
-    named = given(world, schemes)
-    if out is not None and len(named) > 1:
-        raise ArgumentError("--out takes the result of one scheme: name one with --scheme")
-    rules = Rules(causal, read_window(window), leading, softcap)
-    options = (schemes, str(chosen), repeat, check, device, transport, str(source), str(expect), str(rules))
-    must_match(world, {"the command line": options})
-    write_out, write_json = open_outputs(world, [source, expect], [out, json_path])
-    problem = Problem(world, source, chosen, expect, rules)
+    world = options.world()
+    named = for_out(output, given(world, schemes))
+    output.open(source, expect, world=world)
+    problem = Problem(world, source, layout, expect, rules)
     where, inputs = _placed(world, problem, device)
     judge = Judge(world, problem, check, where.rounds_weights(problem.shape))
     rows = [_measure(world, problem, judge, where, inputs, scheme, transport, repeat) for scheme in named]
+    results = [(row.pop("out"), row.pop("lse")) for row in rows]
+    machine = environment.machine(world)
     if world.rank == 0:
-        last = rows[-1]
-        write_out(files.save_tensors(
-            {"out": last["arrays"][0], "lse": last["arrays"][1]},
-            {"scale": repr(problem.scale), "scheme": last["scheme"]},
-        ))  # fmt: skip
-    placement = environment.placement(world)
-    if world.rank == 0:
-        if json_path is not None:
-            write_json(as_json(_summary(problem, rows, placement)))
-        _print_table(console(wide), wide, problem, rows, placement)
-        if out is not None:
-            print(f"out and lse are in {out}")
+        output.tensors(*results[-1], scale=repr(problem.scale), scheme=rows[-1]["scheme"])
+        output.report(_report(problem, rows, machine, output))
     return 0 if all(row["passed"] for row in rows) else 1
 
 
@@ -144,21 +104,16 @@ def _measure(
     repeat: int,
 ) -> dict[str, Any]:
     """One scheme: plan, first step, timed steps, verdicts. Collective."""
-    with Decoder(
-        world,
-        **problem.planned(),
-        scheme=Reduction(scheme, transport),
-        device=device.name,
-    ) as decoder:
+    how = Reduction(scheme, transport)
+    with Decoder(world, **problem.planned(), scheme=how, device=device.name) as decoder:
         step, seen = problem.step(inputs)
         first = _timed_step(world, decoder, step, seen)
-        steps, say = [], Lines(world.rank == 0)
+        steps, say = [], Progress(world.rank == 0)
         for done in range(repeat):
             steps.append(_timed_step(world, decoder, step, seen))
             say(f"{scheme}: {done + 1:,} of {repeat:,} steps")
         out, lse = device.to_host(decoder.out), device.to_host(decoder.lse)
-        digest = hashlib.sha256(out.tobytes() + lse.tobytes()).hexdigest()
-        same_bits = len(set(world.allgather(digest))) == 1
+        digest, same_bits = seen_by_all(world, out, lse)
         errors, nan = judge.errors(out, lse), judge.nan(out, lse)
         passed = world.bcast(judge.passes(errors) and same_bits)
         return {
@@ -175,7 +130,8 @@ def _measure(
             "first_step_s": first,
             "step_s": {part: statistics.median(step[part] for step in steps) for part in first},
             "sha256": digest,
-            "arrays": (out, lse),
+            "out": out,
+            "lse": lse,
             **_wire(world, decoder),
         }
 
@@ -187,19 +143,18 @@ def _timed_step(
     What a GPU was given to do is waited for."""
     clock = mpi_library.load().Wtime
     seconds = {}
-    parts = {
-        "local": lambda: decoder.local(*step, **seen),
-        "reduce": decoder.reduce,
-        "finish": decoder.finish,
-    }
-    for part, run in parts.items():
+    for part, run in (
+        ("local", lambda: decoder.local(*step, **seen)),
+        ("reduce", decoder.reduce),
+        ("finish", decoder.finish),
+    ):
         world.Barrier()
         began = clock()
         run()
         decoder.synchronize()
         seconds[part] = clock() - began
-    slowest = world.allgather(seconds)
-    return {part: max(rank[part] for rank in slowest) for part in parts}
+    everyone = world.allgather(seconds)
+    return {part: max(rank[part] for rank in everyone) for part in seconds}
 
 
 def _wire(world: Any, decoder: Decoder) -> dict[str, Any]:
@@ -216,10 +171,10 @@ def _wire(world: Any, decoder: Decoder) -> dict[str, Any]:
     return facts | {"messages": len(sizes), "bytes": sum(sizes)}
 
 
-def _summary(problem: Problem, rows: list[dict[str, Any]], placement: list[dict[str, Any]]) -> dict[str, Any]:
-    shape = problem.shape
+def _report(problem: Problem, rows: list[dict[str, Any]], machine: dict[str, Any], output: Output) -> Report:
+    shape, ranks = problem.shape, machine["ranks"]
     cache = {"cache_dtype": shape.kv_dtype, "v_dim": shape.v_dim, "page_size": shape.page_size}
-    return {
+    made = Report({
         "input": str(problem.source),
         "tokens": problem.tokens,
         "layout": str(problem.layout),
@@ -227,66 +182,59 @@ def _summary(problem: Problem, rows: list[dict[str, Any]], placement: list[dict[
         "shape": shape.plain | cache,
         "rules": {name: np.asarray(getattr(problem.rules, name)).tolist() for name in problem.rules.names},
         "schemes": [row["scheme"] for row in rows],
-        "results": [{key: value for key, value in row.items() if key != "arrays"} for row in rows],
-        "ranks": placement,
-        "warning": environment.warning(placement),
-        "software": environment.software(),
-    }
+        "results": rows,
+    }, machine)  # fmt: skip
+    values = f", values of {shape.v_dim}" if shape.v_dim != shape.head_dim else ""
+    dtypes = f"{shape.dtype} over {shape.kv_dtype}" if shape.mixed else shape.dtype
+    made.line(f"{problem.source.name}: {problem.tokens} tokens, {heads_of(shape)}{values}, {dtypes}")
+    where = f"{_plural(len(ranks), 'rank')} on {_plural(len({rank['node'] for rank in ranks}), 'node')}"
+    made.line(f"{where}, {problem.layout} shards; times: median step, slowest rank, µs\n")
+    made.table(rows, _columns(rows[0]))
+    bounds, references = rows[0]["bounds"], " and ".join(rows[0]["errors"])
+    if references:
+        made.line(f"errors: against {references}; at most {bounds[0]:.1e} of out, {bounds[1]:.1e} of lse")
+    made.line(LEGEND)
+    for row in rows:
+        if row["why"]:
+            made.line(f"{row['scheme']}: took {row['why']}")
+        if row["nan"]["results"] or any(row["nan"]["references"].values()):
+            made.line(f"{row['scheme']}: {_about_nan(row['nan'])}")
+    if output.out is not None:
+        made.text(f"out and lse are in {output.out}")
+    return made
 
 
 def _plural(number: int, noun: str) -> str:
     return f"{number} {noun}" + "s" * (number != 1)
 
 
-def _print_table(
-    screen: Console, wide: bool, problem: Problem, rows: list[dict[str, Any]], placement: list[dict[str, Any]]
-) -> None:
-    shape, nodes = problem.shape, len({entry["node"] for entry in placement})
-    heads = f"{shape.heads} heads ({shape.kv_heads} KV) x {shape.head_dim}"
-    heads += f", values of {shape.v_dim}" if shape.v_dim != shape.head_dim else ""
-    dtypes = f"{shape.dtype} over {shape.kv_dtype}" if shape.mixed else shape.dtype
-    screen.print(f"{problem.source.name}: {problem.tokens} tokens, {heads}, {dtypes}")
-    where = f"{_plural(len(placement), 'rank')} on {_plural(nodes, 'node')}, {problem.layout} shards"
-    screen.print(f"{where}; times: median step, slowest rank, µs\n")
-    table(screen, _columns(rows[0], wide), rows)
-    bounds, references = rows[0]["bounds"], " and ".join(rows[0]["errors"])
-    if references:
-        screen.print(f"errors: against {references}; at most {bounds[0]:.1e} of out, {bounds[1]:.1e} of lse")
-    screen.print(LEGEND)
-    for row in rows:
-        if row["why"]:
-            screen.print(f"{row['scheme']}: took {row['why']}")
-        if row["nan"]["results"] or any(row["nan"]["references"].values()):
-            screen.print(f"{row['scheme']}: {_about_nan(row['nan'])}")
-    warning = environment.warning(placement)
-    if warning:
-        screen.print(f"note: {warning}", style="dim")
+def _columns(first: dict[str, Any]) -> list[Column[dict[str, Any]]]:
+    errors = [
+        Column(f"error\nof {name}", partial(_worst, index), ".1e", wide=bool(index))
+        for index, name in enumerate(("out", "lse"))
+    ]
+    return [
+        Column("scheme", words=True),
+        *(errors if first["errors"] else ()),
+        Column("identical\nbits", lambda row: identical(row["determinism"], row["same_bits"])),
+        *(Column(name, partial(_sent, name), count, wide=True)
+          for name in ("rounds", "depth", "messages", "bytes")),
+        *(Column(part, partial(_median, part), microseconds) for part in ("local", "reduce", "finish")),
+        Column("verdict", _verdict),
+    ]  # fmt: skip
 
 
-def _columns(first: dict[str, Any], wide: bool) -> dict[str, Callable[[dict[str, Any]], str]]:
-    """Heading -> what a scheme's row has there."""
-    errors = ("out", "lse")[: 1 + wide] if first["errors"] else ()
-    return {
-        "scheme": itemgetter("scheme"),
-        **{f"error\nof {name}": partial(_worst, index) for index, name in enumerate(errors)},
-        "identical\nbits": lambda row: identical(row["determinism"], row["same_bits"]),
-        **{name: partial(_sent, name) for name in ("rounds", "depth", "messages", "bytes") if wide},
-        **{part: partial(_median, part) for part in ("local", "reduce", "finish")},
-        "verdict": _verdict,
-    }
+def _worst(index: int, row: dict[str, Any]) -> float:
+    return max(float(errors[index]) for errors in row["errors"].values())
 
 
-def _worst(index: int, row: dict[str, Any]) -> str:
-    return magnitude(max(errors[index] for errors in row["errors"].values()))
-
-
-def _sent(name: str, row: dict[str, Any]) -> str:
+def _sent(name: str, row: dict[str, Any]) -> object:
     """A baseline has no rounds that were proved, a library tells nothing."""
-    return "library" if row["messages"] is None else count(row[name])
+    return "library" if row["messages"] is None else row[name]
 
 
-def _median(part: str, row: dict[str, Any]) -> str:
-    return microseconds(row["step_s"][part] * 1e6)
+def _median(part: str, row: dict[str, Any]) -> float:
+    return float(row["step_s"][part] * 1e6)
 
 
 def _verdict(row: dict[str, Any]) -> str:

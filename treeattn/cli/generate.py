@@ -6,6 +6,7 @@ import hashlib
 import resource
 import statistics
 import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -14,13 +15,14 @@ from typing import Any
 import click
 import numpy as np
 
-from treeattn import communicators, files
-from treeattn.agreement import collectively, must_match
-from treeattn.cache_nodes import connect
-from treeattn.cli.console import Lines
+from treeattn import communicators
+from treeattn.agreement import collectively
+from treeattn.cache_nodes import CacheNodes, connect
+from treeattn.cli import options
+from treeattn.cli.options import FILE, Output
 from treeattn.cli.own_device import own_device
 from treeattn.cli.scheme import given, is_file
-from treeattn.cli.text import Stream, prompt
+from treeattn.cli.text import Source, Stream, source_options
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.reducer import Sent
 from treeattn.decoder import Decoder
@@ -35,64 +37,58 @@ from treeattn.llama.sampling import Sampling
 from treeattn.llama.session import Session
 from treeattn.llama.thread_limits import ThreadLimits
 from treeattn.llama.tokenizer import Tokenizer
-from treeattn.report import as_json
-from treeattn.shards import LAYOUTS
+from treeattn.report import Progress, Report
+from treeattn.shards import Layout
 from treeattn.study import environment
 
 __all__ = ["command"]
 
 _RINGS = ("kv_ring", "query_ring")
 
+_sampling_options = options.grouped(
+    "sampling", Sampling,
+    click.option("--temperature", type=float, default=0.0,
+                 help="Draw tokens, by logits divided by this; 0: the likeliest."),
+    click.option("--top-k", type=int, default=0, help="Of so many of the likeliest; 0: all."),
+    click.option("--top-p", type=float, default=1.0, help="Of the fewest that are so likely together."),
+    click.option("--seed", type=options.SEED, default=0, help="Of what is drawn, and of random tokens."),
+)  # fmt: skip
+
 
 @click.command("generate")
-@click.option("--model", "directory", required=True, type=click.Path(path_type=Path),
+@click.option("--model", "directory", required=True, type=FILE,
               help="A directory with config.json, safetensors and perhaps tokenizer.json.")  # fmt: skip
-@click.option("--prompt", help="The text to continue.")
-@click.option("--prompt-file", type=click.Path(path_type=Path), help="A file that holds it.")
-@click.option("--prompt-ids", metavar="N[,N..]", help="Token numbers: no tokenizer is needed.")
-@click.option("--random-tokens", metavar="N", help="A prompt of N random tokens, such as 32k.")
-@click.option("--prompt-tokens", metavar="N", help="Only the first N tokens of the prompt, such as 4Ki.")
-@click.option("-n", "--max-new-tokens", type=click.IntRange(1), default=16, show_default=True)
-@click.option("--decode", type=click.Choice(["tree", *_RINGS]), default="tree", show_default=True,
+@source_options
+@click.option("-n", "--max-new-tokens", type=click.IntRange(1), default=16)
+@click.option("--decode", type=click.Choice(["tree", *_RINGS]), default="tree",
               help="tree: partials are reduced by --scheme; else a ring.")  # fmt: skip
-@click.option(
-    "--scheme",
-    help="Of --decode tree: hierarchical unless said; with sharded weights head_scatter. Or FILE.json.",
-)
+@click.option("--scheme",
+              help="Of --decode tree: hierarchical unless said; with sharded weights head_scatter. "
+                   "Or FILE.json.")  # fmt: skip
 @click.option("--cache-nodes", "remote", is_flag=True,
               help="Keys and values lie on the other ranks, which run treeattn cache-node.")  # fmt: skip
-@click.option("--weights", type=click.Choice(WEIGHTS), default="replicated", show_default=True,
+@click.option("--weights", type=click.Choice(WEIGHTS), default="replicated",
               help="sharded: each rank reads and holds a part.")  # fmt: skip
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True,
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu",
               help="Where each rank computes, and holds weights and cache.")  # fmt: skip
-@click.option("--transport", default=None,
+@click.option("--transport",
               help="How attention's records travel: mpi; of GPUs nccl, peer, cuda-mpi or host.")  # fmt: skip
-@click.option(
-    "--draft", type=click.Choice(["ngram"]), help="Verify drafts found in the text, several at once."
-)
-@click.option("--draft-model", type=click.Path(path_type=Path), help="Verify what this small model says.")
-@click.option("--draft-tokens", type=click.IntRange(1, 64), default=7, show_default=True,
-              help="Drafts of a step, at most.")  # fmt: skip
-@click.option("--prefill", type=click.Choice(list(PREFILLS)), default="ring", show_default=True)
-@click.option("--layout", default="zigzag", show_default=True, metavar="|".join(LAYOUTS),
-              help="Which tokens of the prompt go to which rank.")  # fmt: skip
-@click.option("--temperature", type=float, default=0.0, show_default=True,
-              help="Draw tokens, by logits divided by this; 0: the likeliest.")  # fmt: skip
-@click.option("--top-k", type=int, default=0, show_default=True, help="Of so many of the likeliest; 0: all.")
-@click.option("--top-p", type=float, default=1.0, show_default=True,
-              help="Of the fewest that are so likely together.")  # fmt: skip
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True,
-              help="Of what is drawn, and of random tokens.")  # fmt: skip
-@click.option("--save-cache", type=click.Path(path_type=Path), metavar="DIR",
-              help="Save the prompt's keys and values.")  # fmt: skip
-@click.option("--load-cache", type=click.Path(path_type=Path), metavar="DIR",
+@click.option("--draft", type=click.Choice(["ngram"]),
+              help="Verify drafts found in the text, several at once.")  # fmt: skip
+@click.option("--draft-model", type=FILE, help="Verify what this small model says.")
+@click.option("--draft-tokens", type=click.IntRange(1, 64), default=7, help="Drafts of a step, at most.")
+@click.option("--prefill", type=click.Choice(list(PREFILLS)), default="ring")
+@options.layout_option("zigzag")
+@_sampling_options
+@click.option("--save-cache", type=FILE, metavar="DIR", help="Save the prompt's keys and values.")
+@click.option("--load-cache", type=FILE, metavar="DIR",
               help="Take those of the prompt's beginning from there, saved on any ranks.")  # fmt: skip
 @click.option("--ignore-eos", is_flag=True, help="Go on after a token that ends the text.")
-@click.option("--repeat", type=click.IntRange(1), default=1, show_default=True, help="All of it, so often.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write everything measured.")
+@click.option("--repeat", type=options.COUNT, default=1, help="All of it, so often.")
+@options.output_options(wide=False, json="Write everything measured.")
 def command(
     directory: Path,
-    prompt_tokens: str | None,
+    source: Source,
     max_new_tokens: int,
     decode: str,
     scheme: str | None,
@@ -104,47 +100,42 @@ def command(
     draft_model: Path | None,
     draft_tokens: int,
     prefill: str,
-    layout: str,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
+    layout: Layout,
+    sampling: Sampling,
     save_cache: Path | None,
     load_cache: Path | None,
     ignore_eos: bool,
     repeat: int,
-    json_path: Path | None,
-    **sources: Any,
+    output: Output,
 ) -> int:
     """Continue a prompt: text on stdout as it comes, what was measured on stderr.
 
     Every rank holds the keys and values of its share of the tokens, and the model, all of it or a share.
     Without a tokenizer (--prompt-ids, --random-tokens) token numbers are printed.
     """
-    world = communicators.world()
-    nodes = None
+    nodes: CacheNodes | None = None
     if remote:
-        other: dict[str, object] = {
+        _refuse_beside_nodes({
             "--decode": decode != "tree",
             "--weights": weights == "sharded",
             "--device": device != "cpu",
-        }
-        other |= {"--draft": draft, "--draft-model": draft_model, "--transport": transport}
-        other |= {"--save-cache": save_cache, "--load-cache": load_cache}
-        if unserved := [name for name, asked in other.items() if asked]:
-            raise ArgumentError(f"{', '.join(unserved)} and --cache-nodes do not go together")
-        nodes = connect(world, scheme=scheme or "hierarchical")
+            "--draft": draft,
+            "--draft-model": draft_model,
+            "--transport": transport,
+            "--save-cache": save_cache,
+            "--load-cache": load_cache,
+        })  # fmt: skip
+        nodes = connect(communicators.world(), scheme=scheme or "hierarchical")
         world = communicators.alone()
-    sources = {f"--{name.replace('_', '-')}": value for name, value in sources.items()}
-    options = [directory, *sources.values(), prompt_tokens, max_new_tokens, decode, scheme, weights]
-    options += [draft, draft_model, draft_tokens, prefill, layout, seed, ignore_eos, repeat]
-    options += [temperature, top_k, top_p, device, transport, save_cache, load_cache]
-    must_match(world, {"the command line": list(map(str, options))})
+    else:
+        world = options.world()
+    if draft and draft_model:
+        raise ArgumentError("--draft and --draft-model are two ways to find drafts: take one")
     if scheme is not None and decode != "tree":
         raise ArgumentError(f"--scheme {scheme:.40} is of --decode tree: a ring has none")
     if scheme is not None and is_file(scheme):
         (scheme,) = given(world, scheme)
-    sampling = Sampling(temperature, top_k, top_p, seed)
+    output.open(world=world)
     _, shared = own_device(world, device)
     cores = ThreadLimits(world)
     if weights == "sharded":
@@ -152,16 +143,11 @@ def command(
     else:
         model = collectively(world, lambda: Llama(directory, device=device))
 
-    def opened() -> tuple[Tokenizer | None, list[int], Any]:
+    def read() -> tuple[Tokenizer | None, list[int]]:
         """Text is rank 0's business."""
-        if draft and draft_model:
-            raise ArgumentError("--draft and --draft-model are two ways to find drafts: take one")
-        if world.rank:
-            return None, [], None
-        tokenizer, tokens = prompt(directory, model.config, sources, seed, prompt_tokens)
-        return tokenizer, tokens, files.output_writer(json_path)
+        return (None, []) if world.rank else source.read(directory, model.config, sampling.seed)
 
-    tokenizer, tokens, write = collectively(world, opened)
+    tokenizer, tokens = collectively(world, read)
     with watchdog.Activity("the prompt"):
         tokens = world.bcast(tokens)
     capacity = len(tokens) + max_new_tokens - 1  # the last token is not attended to
@@ -172,7 +158,7 @@ def command(
         "capacity": capacity,
         "scheme": how,
         "prefill": prefill,
-        "layout": layout,
+        "layout": str(layout),
         "drafts": draft_tokens + 1 if draft or draft_model else 0,
         "sampling": sampling,
     }
@@ -205,11 +191,18 @@ def command(
         facts["prefill"] = f"on {nodes.size} cache nodes"
         nodes.close()
     if world.rank == 0:
-        write(as_json(facts))
-        _report(facts)
-        if shared:
-            print(f"note: {shared}", file=sys.stderr)
+        report = Report(facts)
+        for line in _lines(facts):
+            report.text(line)
+        report.note(environment.warning(facts["ranks"]))
+        report.note(shared)
+        output.report(report, sys.stderr)
     return 0
+
+
+def _refuse_beside_nodes(asked: dict[str, object]) -> None:
+    if unserved := [name for name, value in asked.items() if value]:
+        raise ArgumentError(f"{', '.join(unserved)} and --cache-nodes do not go together")
 
 
 def _drafter(
@@ -232,7 +225,7 @@ def _run(
     save: Path | None,
 ) -> dict[str, Any]:
     """Prefill and decode once. Collective."""
-    say = Lines(world.rank == 0)
+    say = Progress(world.rank == 0)
 
     def told(made: Continuation) -> None:
         stream(made.tokens)
@@ -299,27 +292,23 @@ def _facts(
     }
 
 
-def _report(facts: dict[str, Any]) -> None:
+def _lines(facts: dict[str, Any]) -> Iterator[str]:
     first, cache = statistics.median(facts["first_token_s"]), facts["cache_bytes"]
-    sent = facts["sent_bytes_per_token"]
+    prompt, sent = facts["prompt_tokens"], facts["sent_bytes_per_token"]
+    rate = f"{prompt / first:,.0f} tokens/s, {facts['prefill']}"
+    yield f"prompt   {prompt:,} tokens, first token after {first:.2f} s ({rate})"
     decode = "-"
     if facts["step_p50_s"] is not None:
         decode = f"{facts['step_p50_s'] * 1e3:.1f} ms a step (p95 {facts['step_p95_s'] * 1e3:.1f})"
+    yield f"decode   {decode}, {facts['scheme']}{_travels(facts)}"
+    yield from _accepted(facts)
     wire = "known to the library only" if sent[0] is None else f"{max(sent):,} bytes a token and rank"
     if (trees := facts["sent_bytes_per_tree"]) is not None:
         wire += f", {'?' if trees[0] is None else format(max(trees), ',')} a tree ({facts['tree_scheme']})"
-    for line in (
-        f"prompt   {facts['prompt_tokens']:,} tokens, first token after {first:.2f} s "
-        f"({facts['prompt_tokens'] / first:,.0f} tokens/s, {facts['prefill']})",
-        f"decode   {decode}, {facts['scheme']}{_travels(facts)}",
-        *_accepted(facts),
-        f"cache    {min(cache):,} to {max(cache):,} bytes a rank; sent for attention: {wire}",
-        f"memory   {max(facts['weight_bytes']):,} bytes of weights, {max(facts['peak_bytes']):,} at most"
-        + (" of the host's" if facts["device"] == "cuda" else ""),
-    ):
-        print(line, file=sys.stderr)
-    if warning := environment.warning(facts["ranks"]):
-        print(f"note: {warning}", file=sys.stderr)
+    yield f"cache    {min(cache):,} to {max(cache):,} bytes a rank; sent for attention: {wire}"
+    host = " of the host's" if facts["device"] == "cuda" else ""
+    peak = f"{max(facts['peak_bytes']):,} at most{host}"
+    yield f"memory   {max(facts['weight_bytes']):,} bytes of weights, {peak}"
 
 
 def _travels(facts: dict[str, Any]) -> str:
@@ -330,10 +319,9 @@ def _travels(facts: dict[str, Any]) -> str:
     return f" over {facts['transport']}{sums}"
 
 
-def _accepted(facts: dict[str, Any]) -> list[str]:
+def _accepted(facts: dict[str, Any]) -> Iterator[str]:
     """What drafts were good for."""
     kept = [count for run in facts["accepted"] for count in run]
-    if not facts["drafts"] or not kept:
-        return []
-    mean = statistics.mean(kept)
-    return [f"drafts   {mean:.2f} of {facts['drafts'] - 1} accepted a step: {1 + mean:.2f} tokens each"]
+    if facts["drafts"] and kept:
+        mean = statistics.mean(kept)
+        yield f"drafts   {mean:.2f} of {facts['drafts'] - 1} accepted a step: {1 + mean:.2f} tokens each"

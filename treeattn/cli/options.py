@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar
 
 import click
 
@@ -18,6 +18,8 @@ from treeattn.report import Report
 from treeattn.shards import LAYOUTS, parse_layout
 
 if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 __all__ = [
@@ -188,11 +190,15 @@ class Output:
         self.write((drawing.rstrip("\n") + "\n").encode())
         print(f"{what} is in {self.out}" if self.out else drawing.rstrip("\n"))
 
-    def report(self, made: Report) -> None:
-        """Write the facts, print the tables."""
+    def tensors(self, out: ArrayLike, lse: ArrayLike, **about: str) -> None:
+        """Write a result with metadata to ``--out``, a safetensors file."""
+        self.write(files.save_tensors({"out": out, "lse": lse}, about))
+
+    def report(self, made: Report, file: TextIO | None = None) -> None:
+        """Write the facts, print the tables to `file` instead of standard output."""
         if self.json is not None:
             self._write_json(made.json())
-        made.show(self._wide)
+        made.show(self._wide, file)
 
 
 def output_options(

@@ -15,13 +15,13 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.pages import as_table
 from treeattn.attention.shape import CACHE_DTYPES, Shape, dtype_name, values_of
 from treeattn.attention.shard import CacheFormat, Shard
-from treeattn.cli.console import Lines
 from treeattn.cli.paged import PagedShard
 from treeattn.cli.rules import oracle
 from treeattn.errors import ArgumentError
+from treeattn.report import Progress
 from treeattn.shards import Layout
 
-__all__ = ["Judge", "Problem", "largest_difference", "open_outputs"]
+__all__ = ["Judge", "Problem", "heads_of", "largest_difference", "seen_by_all"]
 
 
 class Problem:
@@ -153,7 +153,7 @@ class Problem:
             return
         size = sum(self.file[name].nbytes for name in names)
         nbytes = size * sum(len(range(*r.indices(self.tokens))) for r in self.runs)
-        say, total, done = Lines(world.rank == 0), nbytes // max(self.tokens, 1), 0
+        say, total, done = Progress(world.rank == 0), nbytes // max(self.tokens, 1), 0
 
         def told(size: int) -> None:
             nonlocal done
@@ -239,11 +239,12 @@ def largest_difference(mine: Any, wanted: Any) -> float:
     return float(np.nan_to_num(difference, nan=np.inf).max(initial=0.0))
 
 
-def open_outputs(world: Any, inputs: list[Path | None], paths: list[Path | None]) -> list[Any]:
-    """One writer per path, opened on rank 0 before any work; the others get writers that do nothing."""
+def seen_by_all(world: Any, out: Any, lse: Any) -> tuple[str, bool]:
+    """SHA-256 of a result, and whether every rank has the same. Collective."""
+    digest = hashlib.sha256(out.tobytes() + lse.tobytes()).hexdigest()
+    return digest, len(set(world.allgather(digest))) == 1
 
-    def opened() -> list[Any]:
-        files.check_distinct(paths, inputs)
-        return [files.output_writer(path) for path in paths]
 
-    return collectively(world, lambda: opened() if world.rank == 0 else [lambda _: None for _ in paths])
+def heads_of(shape: Shape) -> str:
+    """Heads in words."""
+    return f"{shape.heads} heads ({shape.kv_heads} KV) x {shape.head_dim}"

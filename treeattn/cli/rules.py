@@ -2,51 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import numpy as np
 
 from treeattn import reference
 from treeattn.attention.mask import Rules
+from treeattn.cli.options import grouped, read
 from treeattn.errors import ArgumentError
 
-__all__ = ["oracle", "rule_options", "window"]
-
-F = TypeVar("F", bound=Callable[..., Any])
+__all__ = ["oracle", "rule_options"]
 
 
-def window(text: str | None) -> tuple[int | None, int | None] | None:
+def _window(text: str) -> tuple[int | None, int | None]:
     """Read ``LEFT,RIGHT``; a side that is empty is unbounded. Raises `ArgumentError`."""
-    if text is None:
-        return None
     sides = text.split(",")
     if len(sides) != 2 or not all(side.isdecimal() or not side for side in sides):
-        raise ArgumentError(f"--window {text}: two whole numbers LEFT,RIGHT; an empty one is unbounded")
+        raise ArgumentError(f"{text}: two whole numbers LEFT,RIGHT; an empty one is unbounded")
     left, right = (int(side) if side else None for side in sides)
     return left, right
 
 
-def rule_options(command: F) -> F:
-    """Add the options that name a command's rules."""
-    for option in (
-        click.option("--softcap", type=float, help="Logits x become softcap * tanh(x / softcap)."),
-        click.option(
-            "--leading",
-            type=click.IntRange(0),
-            default=0,
-            help="Tokens at the beginning that a window leaves visible.",
-        ),
-        click.option(
-            "--window",
-            metavar="LEFT,RIGHT",
-            help="Queries see keys from LEFT before to RIGHT behind them.",
-        ),
-        click.option("--causal", is_flag=True, help="Queries see no key that comes after them."),
-    ):
-        command = option(command)
-    return command
+#: Options that a command takes as one argument, a `treeattn.Rules`.
+rule_options = grouped(
+    "rules", Rules,
+    click.option("--causal", is_flag=True, help="Queries see no key that comes after them."),
+    click.option("--window", callback=read(_window), metavar="LEFT,RIGHT",
+                 help="Queries see keys from LEFT before to RIGHT behind them."),
+    click.option("--leading", type=click.IntRange(0), default=0,
+                 help="Tokens at the beginning that a window leaves visible."),
+    click.option("--softcap", type=float, help="Logits x become softcap * tanh(x / softcap)."),
+)  # fmt: skip
 
 
 def oracle(

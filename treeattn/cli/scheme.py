@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from treeattn import collectives
 from treeattn.agreement import broadcast_from_root
+from treeattn.cli.options import Output
 from treeattn.collectives.equal import equal_to
 from treeattn.collectives.formats import goal, msccl, mscclpp
 from treeattn.collectives.parameters import Groups
@@ -22,7 +23,7 @@ from treeattn.errors import ArgumentError, ScheduleError
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
-__all__ = ["build", "from_file", "given", "is_file", "named_equal"]
+__all__ = ["build", "for_out", "from_file", "given", "is_file", "named_equal"]
 
 _NAME_LIMIT = 100  # it stands in tables
 
@@ -95,6 +96,13 @@ def _read(path: Path) -> Schedule:
     return Schedule.from_json(
         json.dumps(data["schedule"]) if isinstance(data, dict) and "schedule" in data else text
     )
+
+
+def for_out(output: Output, schemes: list[str]) -> list[str]:
+    """Return the schemes, of which ``--out`` takes the result of one. Raises `ArgumentError`."""
+    if output.out is not None and len(schemes) > 1:
+        raise ArgumentError("--out takes the result of one scheme: name one with --scheme")
+    return schemes
 
 
 def given(world: MpiCommunicator, names: str, on_all: bool = True) -> list[str]:

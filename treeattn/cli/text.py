@@ -3,55 +3,70 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
+import click
 import numpy as np
 
-from treeattn.cli.console import number
+from treeattn import files
+from treeattn.cli.options import FILE, grouped, number, read, whole_numbers
 from treeattn.errors import ArgumentError
 from treeattn.llama.config import Config
 from treeattn.llama.tokenizer import Tokenizer
 
-__all__ = ["Stream", "prompt"]
+__all__ = ["Source", "Stream", "source_options"]
 
 
-def prompt(
-    directory: Path, config: Config, sources: dict[str, Any], seed: int, first: str | None
-) -> tuple[Tokenizer | None, list[int]]:
-    """The tokenizer where text is asked for, and the tokens of the one source that was given; only the first
-    so many where `first` says so. Raises `ArgumentError`."""
-    vocabulary, longest = config.vocab_size, config.max_position_embeddings
-    given = {name: value for name, value in sources.items() if value is not None}
-    if len(given) != 1:
-        raise ArgumentError(f"give one of {', '.join(sources)}")
-    ((name, value),) = given.items()
-    if name == "--random-tokens":
-        if (wanted := number(name, value)) > longest:  # found out before they are drawn
-            raise ArgumentError(f"{name} {value}: the model was made for at most {longest:,} tokens")
-        drawn = np.random.default_rng(seed).integers(0, vocabulary, wanted)
-        return None, _cut(drawn.tolist(), first)
-    if name == "--prompt-ids":
-        if not all(one.strip().isdecimal() and len(one) <= 18 for one in value.split(",")):
-            raise ArgumentError(f"--prompt-ids {value:.40}: whole numbers, separated by commas")
-        return None, _cut([int(one) for one in value.split(",")], first)
-    tokenizer = Tokenizer(directory, vocabulary)
-    return tokenizer, _cut(tokenizer.encode(value if name == "--prompt" else _read(value)), first)
+class Source(NamedTuple):
+    """The one option of these that says what the prompt is, and how many of its first tokens count."""
+
+    prompt: str | None
+    prompt_file: Path | None
+    prompt_ids: list[int] | None
+    random_tokens: int | None
+    prompt_tokens: int | None
+
+    def read(self, directory: Path, config: Config, seed: int) -> tuple[Tokenizer | None, list[int]]:
+        """Make the tokenizer of a model where text is asked for, and the prompt's tokens.
+
+        Raises `ArgumentError`.
+        """
+        *names, _ = (f"--{name.replace('_', '-')}" for name in self._fields)
+        if sum(value is not None for value in self[:-1]) != 1:
+            raise ArgumentError(f"give one of {', '.join(names)}")
+        vocabulary, longest = config.vocab_size, config.max_position_embeddings
+        if self.prompt_ids is not None:
+            return None, self._cut(self.prompt_ids)
+        if (wanted := self.random_tokens) is not None:
+            if wanted > longest:  # found out before they are drawn
+                raise ArgumentError(
+                    f"--random-tokens {wanted:,}: the model was made for at most {longest:,} tokens"
+                )
+            return None, self._cut(np.random.default_rng(seed).integers(0, vocabulary, wanted).tolist())
+        tokenizer = Tokenizer(directory, vocabulary)
+        text = self.prompt if self.prompt_file is None else files.read_text(self.prompt_file)
+        return tokenizer, self._cut(tokenizer.encode(text or ""))
+
+    def _cut(self, tokens: list[int]) -> list[int]:
+        if (count := self.prompt_tokens) is None:
+            return tokens
+        if not 1 <= count <= len(tokens):
+            raise ArgumentError(f"--prompt-tokens {count}: the prompt has {len(tokens):,} tokens")
+        return tokens[:count]
 
 
-def _cut(tokens: list[int], first: str | None) -> list[int]:
-    if first is None:
-        return tokens
-    count = number("--prompt-tokens", first)
-    if not 1 <= count <= len(tokens):
-        raise ArgumentError(f"--prompt-tokens {first}: the prompt has {len(tokens):,} tokens")
-    return tokens[:count]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"{path}: cannot be read ({error})") from None
+#: Options that a command takes as one argument, a `Source`.
+source_options = grouped(
+    "source", Source,
+    click.option("--prompt", help="The text to continue."),
+    click.option("--prompt-file", type=FILE, help="A file that holds it."),
+    click.option("--prompt-ids", callback=read(whole_numbers), metavar="N[,N..]",
+                 help="Token numbers: no tokenizer is needed."),
+    click.option("--random-tokens", callback=read(number), metavar="N",
+                 help="A prompt of N random tokens, such as 32k."),
+    click.option("--prompt-tokens", callback=read(number), metavar="N",
+                 help="Only the first N tokens of the prompt, such as 4Ki."),
+)  # fmt: skip
 
 
 class Stream:

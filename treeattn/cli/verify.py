@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 
-from treeattn import communicators, files, mpi_library, reference
-from treeattn.agreement import collectively, must_match
-from treeattn.cli.console import LEGEND, WIDE, Lines, console, identical, magnitude, microseconds, table
-from treeattn.cli.problem import Problem, largest_difference, open_outputs
-from treeattn.cli.scheme import given
+from treeattn import mpi_library, reference
+from treeattn.agreement import collectively
+from treeattn.cli import options
+from treeattn.cli.options import FILE, Output
+from treeattn.cli.problem import Problem, heads_of, largest_difference, seen_by_all
+from treeattn.cli.scheme import for_out, given
 from treeattn.errors import ArgumentError
-from treeattn.report import as_json
-from treeattn.shards import LAYOUTS, parse_layout
+from treeattn.report import LEGEND, Column, Progress, Report, identical, microseconds
+from treeattn.shards import Layout
 from treeattn.study import environment
 from treeattn.token_tree import TokenTree, Verifier, accept_greedy
 from treeattn.token_tree.owners import OWNERS, draft_owners
@@ -28,29 +27,23 @@ __all__ = ["command"]
 
 
 @click.command("verify")
-@click.argument("source", metavar="FILE.safetensors", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="Write out and lse to this safetensors file.")
-@click.option("--scheme", "schemes", default="hierarchical", show_default=True, metavar="S[,S..]",
+@click.argument("source", metavar="FILE.safetensors", type=FILE)
+@click.option("--scheme", "schemes", default="hierarchical", metavar="S[,S..]",
               help="How partials are reduced over ranks; several, side by side.")  # fmt: skip
-@click.option("--layout", default="contiguous", show_default=True, metavar="|".join(LAYOUTS),
-              help="Which tokens of the context go to which rank.")  # fmt: skip
-@click.option("--owner", type=click.Choice(OWNERS), default=None,
+@options.layout_option()
+@click.option("--owner", type=click.Choice(OWNERS),
               help="Which rank counts which draft; default: owners of FILE, else single.")  # fmt: skip
-@click.option("--repeat", type=click.IntRange(1), default=10, show_default=True,
-              help="Timed steps after the first one.")  # fmt: skip
+@options.REPEAT
 @click.option("--no-check", is_flag=True, help="Do not compare with the float64 oracle.")
-@WIDE
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write everything measured.")
+@options.output_options("Write out and lse to this safetensors file.", json="Write everything measured.")
 def command(
     source: Path,
-    out: Path | None,
     schemes: str,
-    layout: str,
+    layout: Layout,
     owner: str | None,
     repeat: int,
     no_check: bool,
-    wide: bool,
-    json_path: Path | None,
+    output: Output,
 ) -> int:
     """Verify the draft tokens of FILE against its KV cache, every rank holding a shard of the context.
 
@@ -62,29 +55,21 @@ def command(
     The scale comes from the metadata entry "scale", else it is 1/sqrt(head_dim). Exit code 1 means that a
     result missed its bound or differed between ranks.
     """
-    chosen = parse_layout(layout)
-    world = communicators.world()
-    named = given(world, schemes)
-    if out is not None and len(named) > 1:
-        raise ArgumentError("--out takes the result of one scheme: name one with --scheme")
-    options = (schemes, str(chosen), owner, repeat, no_check, str(source))
-    must_match(world, {"the command line": options})
-    write_out, write_json = open_outputs(world, [source], [out, json_path])
-    problem = Problem(world, source, chosen, None)
+    world = options.world()
+    named = for_out(output, given(world, schemes))
+    output.open(source, world=world)
+    problem = Problem(world, source, layout, None)
     if problem.paged is not None:
         raise ArgumentError(f"{source}: verify takes a cache in rows, not in pages: leave block_table out")
     drafts = Drafts(world, problem, owner)
     oracle = None if no_check else drafts.oracle(world)
     rows = [_measure(world, drafts, oracle, scheme, repeat) for scheme in named]
+    results = [(row.pop("out"), row.pop("lse")) for row in rows]
     accepted = drafts.accepted(world)
-    placement = environment.placement(world)
+    machine = environment.machine(world)
     if world.rank == 0:
-        out_, lse = drafts.as_given(*rows[-1].pop("arrays"))
-        write_out(files.save_tensors({"out": out_, "lse": lse}, {"scale": repr(problem.scale)}))
-        write_json(as_json(_summary(drafts, rows, accepted, placement)))
-        _print(console(wide), wide, drafts, rows, accepted, placement)
-        if out is not None:
-            print(f"out and lse are in {out}")
+        output.tensors(*drafts.as_given(*results[-1]), scale=repr(problem.scale))
+        output.report(_report(drafts, rows, accepted, machine, output))
     return 0 if world.bcast(all(row["passed"] for row in rows)) else 1
 
 
@@ -179,15 +164,14 @@ def _measure(world: Any, drafts: Drafts, oracle: Any, scheme: str, repeat: int) 
         world, nodes=nodes, **shape, scheme=scheme, scale=problem.scale, owner=drafts.owners
     ) as verifier:
         step = (drafts.q, problem.k, problem.v, drafts.draft_k, drafts.draft_v, drafts.tree, problem.lengths)
-        say, times = Lines(world.rank == 0), []
+        say, times = Progress(world.rank == 0), []
         for done in range(repeat + 1):
             world.Barrier()
             began = mpi_library.load().Wtime()
             out, lse = verifier(*step, shard_lengths=drafts.shard_lengths)
             times.append(max(world.allgather(mpi_library.load().Wtime() - began)))
             say(f"{scheme}: {done:,} of {repeat:,} steps")
-        digest = hashlib.sha256(out.tobytes() + lse.tobytes()).hexdigest()
-        same = len(set(world.allgather(digest))) == 1
+        digest, same = seen_by_all(world, out, lse)
         proof = verifier.decoder.certificate
         row: dict[str, Any] = {"scheme": scheme, "executor": verifier.decoder.executor, "same_bits": same}
         row["determinism"] = "measured" if proof is None else proof.determinism
@@ -198,63 +182,53 @@ def _measure(world: Any, drafts: Drafts, oracle: Any, scheme: str, repeat: int) 
             error <= bound for error, bound in zip(errors, bounds or (), strict=True)
         )
         row |= {"errors": errors, "bounds": bounds, "passed": world.bcast(right) and same}
-        return row | {"arrays": (out.copy(), lse.copy())}
+        return row | {"out": out.copy(), "lse": lse.copy()}
 
 
-def _summary(
+def _report(
     drafts: Drafts,
     rows: list[dict[str, Any]],
     accepted: list[dict[str, Any]],
-    placement: list[dict[str, Any]],
-) -> dict[str, Any]:
-    return {
-        "input": str(drafts.problem.source),
-        "tokens": drafts.problem.tokens,
-        "layout": str(drafts.problem.layout),
-        "scale": drafts.problem.scale,
-        "shape": drafts.shape.plain,
-        "nodes": drafts.tree.lengths.tolist(),
-        "owner": drafts.owners if isinstance(drafts.owners, str) else "owners of the file",
-        "results": [{name: value for name, value in row.items() if name != "arrays"} for row in rows],
-        "accepted": accepted,
-        "ranks": placement,
-        "warning": environment.node_load(placement),
-        "software": environment.software(),
-    }
-
-
-def _print(
-    screen: Any,
-    wide: bool,
-    drafts: Drafts,
-    rows: list[dict[str, Any]],
-    accepted: list[dict[str, Any]],
-    placement: list[dict[str, Any]],
-) -> None:
-    shape, problem = drafts.shape, drafts.problem
-    heads = f"{shape.heads} heads ({shape.kv_heads} KV) x {shape.head_dim}"
-    nodes = "+".join(map(str, drafts.tree.lengths.tolist()))
-    screen.print(f"{problem.source.name}: {problem.tokens} tokens and {nodes} drafts, {heads}, {shape.dtype}")
+    machine: dict[str, Any],
+    output: Output,
+) -> Report:
+    shape, problem, ranks = drafts.shape, drafts.problem, len(machine["ranks"])
+    nodes = drafts.tree.lengths.tolist()
     owner = drafts.owners if isinstance(drafts.owners, str) else "owners of the file"
-    ranks = f"{len(placement)} rank{'s' * (len(placement) > 1)}"
-    screen.print(f"{ranks}, {problem.layout} shards, drafts: {owner}; times: median step, slowest rank, µs\n")
-    table(screen, {
-        "scheme": itemgetter("scheme"),
-        **{f"error\nof {name}": partial(_error, i) for i, name in enumerate(("out", "lse")[: 1 + wide])},
-        "identical\nbits": lambda row: identical(row["determinism"], row["same_bits"]),
-        "step": lambda row: microseconds(row["step_s"] * 1e6),
-        "verdict": lambda row: "FAIL" if not row["passed"] else "pass" if row["errors"] else "",
-    }, rows)  # fmt: skip
+    made = Report({
+        "input": str(problem.source),
+        "tokens": problem.tokens,
+        "layout": str(problem.layout),
+        "scale": problem.scale,
+        "shape": shape.plain,
+        "nodes": nodes,
+        "owner": owner,
+        "results": rows,
+        "accepted": accepted,
+    }, machine)  # fmt: skip
+    given = f"{problem.tokens} tokens and {'+'.join(map(str, nodes))} drafts"
+    made.line(f"{problem.source.name}: {given}, {heads_of(shape)}, {shape.dtype}")
+    where = f"{ranks} rank{'s' * (ranks > 1)}, {problem.layout} shards"
+    made.line(f"{where}, drafts: {owner}; times: median step, slowest rank, µs\n")
+    made.table(rows, [
+        Column("scheme", words=True),
+        *(Column(f"error\nof {name}", partial(_error, index), ".1e", wide=bool(index))
+          for index, name in enumerate(("out", "lse"))),
+        Column("identical\nbits", lambda row: identical(row["determinism"], row["same_bits"])),
+        Column("step", lambda row: row["step_s"] * 1e6, microseconds),
+        Column("verdict", lambda row: "FAIL" if not row["passed"] else "pass" if row["errors"] else ""),
+    ])  # fmt: skip
     if rows[0]["bounds"]:
         out, lse = rows[0]["bounds"]
-        screen.print(f"errors: against the oracle; at most {out:.1e} of out, {lse:.1e} of lse")
-    screen.print(LEGEND)
+        made.line(f"errors: against the oracle; at most {out:.1e} of out, {lse:.1e} of lse")
+    made.line(LEGEND)
     for index, row in enumerate(accepted):
         path = " ".join(map(str, row["path"])) or "none"
-        screen.print(f"row {index}: accepted {path}; next token {row['next_token']}")
-    if warning := environment.node_load(placement):
-        screen.print(f"note: {warning}", style="dim")
+        made.text(f"row {index}: accepted {path}; next token {row['next_token']}")
+    if output.out is not None:
+        made.text(f"out and lse are in {output.out}")
+    return made
 
 
-def _error(index: int, row: dict[str, Any]) -> str:
-    return magnitude(row["errors"] and row["errors"][index])
+def _error(index: int, row: dict[str, Any]) -> float | None:
+    return float(row["errors"][index]) if row["errors"] else None

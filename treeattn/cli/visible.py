@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
-from treeattn import files
 from treeattn.attention import drawing
 from treeattn.attention.mask import Rules
 from treeattn.attention.positions import as_runs
+from treeattn.cli.options import Output, layout_option, output_options, read, whole_numbers
 from treeattn.cli.rules import rule_options
-from treeattn.cli.rules import window as read_window
 from treeattn.errors import ArgumentError
-from treeattn.shards import LAYOUTS, parse_layout
+from treeattn.shards import Layout
 
 __all__ = ["command"]
 
@@ -21,41 +18,31 @@ _MOST = 512  # tokens: beyond, a character or a cell of a drawing cannot be told
 
 
 @click.command("visible")
-@click.option("--tokens", type=click.IntRange(1, _MOST), default=64, show_default=True)
-@click.option("--ranks", type=click.IntRange(1, 64), default=4, show_default=True)
-@click.option("--layout", default="contiguous", show_default=True, metavar="|".join(LAYOUTS),
-              help="Which tokens go to which rank.")  # fmt: skip
-@click.option("--queries", metavar="T[,T..]", help="Positions of queries; default the last one.")
+@click.option("--tokens", type=click.IntRange(1, _MOST), default=64)
+@click.option("--ranks", type=click.IntRange(1, 64), default=4)
+@layout_option()
+@click.option("--queries", callback=read(whole_numbers), metavar="T[,T..]",
+              help="Positions of queries; default the last one.")  # fmt: skip
 @rule_options
-@click.option("--format", "form", type=click.Choice(["text", "svg"]), default="text", show_default=True)
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="Write the drawing here instead of to the screen."
-)
+@click.option("--format", "form", type=click.Choice(["text", "svg"]), default="text")
+@output_options("Write the drawing here instead of to the screen.", wide=False, json=None)
 def command(
     tokens: int,
     ranks: int,
-    layout: str,
-    queries: str | None,
-    causal: bool,
-    window: str | None,
-    leading: int,
-    softcap: float | None,
+    layout: Layout,
+    queries: list[int] | None,
+    rules: Rules,
     form: str,
-    out: Path | None,
+    output: Output,
 ) -> None:
     """Show which tokens of which rank queries see, and the intervals of each shard that kernels read."""
-    asked = queries or str(tokens - 1)
-    if not all(one.isdecimal() for one in asked.split(",")):
-        raise ArgumentError(f"--queries {asked}: whole numbers, separated by commas")
-    stands = [int(one) for one in asked.split(",")]
+    stands = queries or [tokens - 1]
     if max(stands) >= tokens:
-        raise ArgumentError(f"--queries {asked}: a drawing of {tokens} tokens ends at {tokens - 1}")
-    rules = Rules(causal=causal, window=read_window(window), leading=leading, softcap=softcap)
-    chosen = parse_layout(layout)
-    shards = [as_runs(chosen.runs(tokens, rank, ranks)) for rank in range(ranks)]
+        raise ArgumentError(f"--queries {max(stands)}: a drawing of {tokens} tokens ends at {tokens - 1}")
+    shards = [as_runs(layout.runs(tokens, rank, ranks)) for rank in range(ranks)]
+    output.open()
     if form == "svg":
-        drawn = drawing.svg(rules, shards, stands, f"{chosen} shards of {tokens} tokens on {ranks} ranks")
+        title = f"{layout} shards of {tokens} tokens on {ranks} ranks"
+        output.draw(drawing.svg(rules, shards, stands, title))
     else:
-        drawn = drawing.text(rules, shards, stands)
-    files.output_writer(out)((drawn + "\n").encode())
-    print(f"the drawing is in {out}" if out else drawn)
+        output.draw(drawing.text(rules, shards, stands))

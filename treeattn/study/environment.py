@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
     from treeattn.study.compare.clock import Clock
 
-__all__ = ["cpu_name", "free_memory", "job", "node_load", "placement", "software", "warning"]
+__all__ = ["cpu_name", "free_memory", "job", "machine", "node_load", "placement", "software", "warning"]
 
 # Variables that change what is measured; others may hold secrets and are nobody's business.
 _PREFIXES = (
@@ -110,6 +110,16 @@ def job(clock: Clock, options: dict[str, Any], used: int | None = None) -> dict[
         "options": options,
         "warning": warning(ranks[:used]),
     }
+
+
+def machine(comm: MpiCommunicator) -> dict[str, Any]:
+    """What a report says of where it was measured: its ranks, a warning, and on rank 0 the software.
+
+    Collective.
+    """
+    ranks = placement(comm)
+    known = software() if comm.rank == 0 else None
+    return {"ranks": ranks, "warning": warning(ranks), "software": known}
 
 
 def warning(ranks: list[dict[str, Any]]) -> str | None:
