@@ -16,6 +16,7 @@ from mpi4py import MPI
 from safetensors.numpy import load_file, save_file
 
 from tests.support.models import MODELS, PROMPT, write_model
+from treeattn.attention.shape import DTYPES
 from treeattn.cache import ShardedCache
 from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError, TreeattnError
@@ -25,6 +26,7 @@ from treeattn.llama import model as model_module
 from treeattn.llama import session as session_module
 from treeattn.llama.drafts import ModelDrafts, NgramDrafts, draft_tree
 from treeattn.llama.generate import Drafting, generate
+from treeattn.llama.weights import shapes
 
 pytestmark = pytest.mark.mpi
 
@@ -91,6 +93,42 @@ def test_logits_and_tokens_are_hugging_faces(comm, written, name, way):
             logits = session.step(int(token))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "weights", "prefill"),
+    [("bfloat16", "sharded", "ring"), ("bfloat16", "replicated", "gather"), ("float16", "sharded", "gather")],
+)
+def test_weights_of_16_bits(comm, tmp_path, dtype, weights, prefill):
+    """In float32 caches they give what the same numbers in float32 give; caches of their type, the default,
+    cost no more than rounding keys, values and queries does; and drafts change no token."""
+    path, elements = comm.bcast(tmp_path), DTYPES[dtype]
+    if comm.rank == 0:
+        directory = write_model(path / "narrow", "biases", elements)
+        shutil.copytree(directory, path / "wide")
+        for file in (path / "wide").glob("*.safetensors"):
+            save_file({name: one.astype(np.float32) for name, one in load_file(file).items()}, file)
+    comm.Barrier()
+    tokens = GOLDEN["biases.tokens"].tolist()[:8]
+    with Session(MPI.COMM_SELF, Llama(path / "wide"), PROMPT, capacity=400) as session:
+        wanted = [session.prefill(), *map(session.step, tokens)]
+    model = load(comm, path / "narrow", weights)
+    assert model.dtype == dtype
+    assert model.weight_bytes < 0.6 * 4 * sum(np.prod(s) for s in shapes(model.config).values())
+    made = {}
+    for cache_dtype, most in (("float32", 1e-5), (None, {"bfloat16": 0.03, "float16": 4e-3}[dtype])):
+        given = {"capacity": 400, "prefill": prefill, "cache_dtype": cache_dtype}
+        with Session(comm, model, PROMPT, **given) as session:
+            assert session.decoder.shape.dtype == (cache_dtype or dtype)
+            got = [session.prefill(), *map(session.step, tokens)]
+        made[cache_dtype] = np.array(got)
+        assert np.abs(made[cache_dtype] - wanted).max() < most * np.abs(wanted).max()
+    assert np.abs(made[None] - wanted).max() > 1e-4 * np.abs(wanted).max()  # it is rounded
+    with Session(comm, model, PROMPT, capacity=400, prefill=prefill) as session:
+        greedy = generate(session, 12).tokens
+    drafting = Drafting(8, Oracle(greedy, 3) if comm.rank == 0 else None)
+    with Session(comm, model, PROMPT, capacity=400, prefill=prefill, drafts=8) as session:
+        assert generate(session, 12, drafting=drafting).tokens == greedy
+
+
 @pytest.mark.parametrize("prefill", ["ring", "gather"])
 def test_a_prompt_of_fewer_tokens_than_ranks(comm, written, weights, prefill):
     model = load(comm, written("biases"), weights)
@@ -115,11 +153,17 @@ def peak_of_a_prefill(comm, model, tokens):
         return peak - session.cache_bytes
 
 
-def test_a_prefill_holds_what_a_layer_hands_on_and_no_more(comm, written, weights, monkeypatch):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_prefill_holds_what_a_layer_hands_on_and_no_more(comm, tmp_path, weights, monkeypatch, dtype):
     """No second q, k and v, nor anything of the width of an MLP; and what `inspect` says is what it takes."""
     monkeypatch.setattr(model_module, "_BLOCK", 32)
-    model = load(comm, written("grouped_llama3"), weights)
-    bytes_of_a_token = 4 * model.config.ring_floats(model.config.head_dim, comm.size)
+    path = comm.bcast(tmp_path)
+    if comm.rank == 0:
+        write_model(path, "grouped_llama3", DTYPES[dtype])
+    comm.Barrier()
+    model = load(comm, path, weights)
+    itemsize = DTYPES[dtype].itemsize
+    bytes_of_a_token = model.config.ring_bytes(model.config.head_dim, comm.size, itemsize)
     _, small, large = (peak_of_a_prefill(comm, model, tokens * comm.size) for tokens in (64, 256, 512))
     tables = 256  # positions, their sines and cosines, intervals
     assert 256 * bytes_of_a_token <= large - small <= 256 * (bytes_of_a_token + tables)

@@ -65,8 +65,8 @@ MODELS: dict[str, dict[str, Any]] = {
 PROMPT = np.random.default_rng(7).integers(0, 253, 301)
 
 
-def write_model(directory: Path, name: str, **changes: Any) -> Path:
-    """A model directory of two files of weights and an index."""
+def write_model(directory: Path, name: str, dtype: Any = np.float32, **changes: Any) -> Path:
+    """A model directory of two files of weights of this type and an index."""
     directory.mkdir(parents=True, exist_ok=True)
     values = BASE | MODELS[name] | changes
     config = {field: value for field, value in values.items() if value is not None}
@@ -79,7 +79,9 @@ def write_model(directory: Path, name: str, **changes: Any) -> Path:
     names = list(tensors)
     halves = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
     for file, held in halves.items():
-        save_file({tensor: tensors[tensor] for tensor in held}, directory / file, {"format": "pt"})
+        save_file(
+            {tensor: tensors[tensor].astype(dtype) for tensor in held}, directory / file, {"format": "pt"}
+        )
     placed = {tensor: file for file, held in halves.items() for tensor in held}
     (directory / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": placed})

@@ -34,7 +34,7 @@ from treeattn.llama.generate import Continuation, Drafting, generate
 from treeattn.llama.model import WEIGHTS, Llama
 from treeattn.llama.remote_session import RemoteSession
 from treeattn.llama.sampling import Sampling
-from treeattn.llama.session import Session
+from treeattn.llama.session import CACHE_DTYPES, Session
 from treeattn.llama.thread_limits import ThreadLimits
 from treeattn.llama.tokenizer import Tokenizer
 from treeattn.report import Progress, Report
@@ -80,6 +80,8 @@ _sampling_options = options.grouped(
 @click.option("--prefill", type=click.Choice(list(PREFILLS)), default="ring")
 @options.layout_option("zigzag")
 @_sampling_options
+@click.option("--cache-dtype", type=click.Choice(CACHE_DTYPES),
+              help="Of keys and values: that of the weights unless said.")  # fmt: skip
 @click.option("--save-cache", type=FILE, metavar="DIR", help="Save the prompt's keys and values.")
 @click.option("--load-cache", type=FILE, metavar="DIR",
               help="Take those of the prompt's beginning from there, saved on any ranks.")  # fmt: skip
@@ -102,6 +104,7 @@ def command(
     prefill: str,
     layout: Layout,
     sampling: Sampling,
+    cache_dtype: str | None,
     save_cache: Path | None,
     load_cache: Path | None,
     ignore_eos: bool,
@@ -122,6 +125,7 @@ def command(
             "--draft": draft,
             "--draft-model": draft_model,
             "--transport": transport,
+            "--cache-dtype": cache_dtype,
             "--save-cache": save_cache,
             "--load-cache": load_cache,
         })  # fmt: skip
@@ -161,6 +165,7 @@ def command(
         "layout": str(layout),
         "drafts": draft_tokens + 1 if draft or draft_model else 0,
         "sampling": sampling,
+        "cache_dtype": cache_dtype,
     }
     stop = () if ignore_eos else model.config.eos
     runs = []
@@ -176,6 +181,7 @@ def command(
             runs.append(_run(world, session, max_new_tokens, stop, drafting, stream, load_cache, save_cache))
             trees = session.tree_decoder
             chosen = {
+                "cache_dtype": session.decoder.shape.dtype,
                 "scheme": session.decoder.scheme,
                 "transport": session.decoder.transport,
                 "tree_scheme": None if trees is None else trees.scheme,

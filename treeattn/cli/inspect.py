@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from treeattn.attention.shape import DTYPES
 from treeattn.backends.cuda import kernel_head_dim
 from treeattn.cli.options import CLUSTER, DEVICE, FILE, RANKS, Output, number, output_options, read
 from treeattn.collectives import traffic
@@ -18,7 +19,7 @@ from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.llama.config import Config, read_config
 from treeattn.llama.tensor_parallel import sharded_bytes
-from treeattn.llama.weights import Weights, shapes
+from treeattn.llama.weights import Weights
 from treeattn.report import Column, Report, count
 from treeattn.study.decode_step import Shape, attention_time, kv_ring_time, reduction_time
 from treeattn.topology import described
@@ -55,20 +56,21 @@ def command(
     config = read_config(directory)
     if not tokens:
         raise ArgumentError(f"--ctx {tokens}: give the tokens of a context, at least one")
-    Weights(directory, config)
+    weights = Weights(directory, config)
     output.open()
     named = described(cluster)
     machine = None if named is None else named.cluster
     held = config if device == "cpu" else replace(config, head_dim=kernel_head_dim(config.head_dim))
+    itemsize = DTYPES[weights.dtype if device == "cpu" else "float32"].itemsize
     notes, rows = _beyond(config, tokens), []
     for scheme in schemes.split(","):
         try:
-            rows.append(_traffic(held, scheme, ranks, tokens, machine))
+            rows.append(_traffic(held, scheme, ranks, tokens, itemsize, machine))
         except RestrictionError as error:  # which others need not share
             notes.append(f"{scheme} is left out: {error}")
     if device == "cpu":
-        rows.append(_ring(held, tokens, ranks, machine))
-    memory = _memory(config, held, tokens, ranks)
+        rows.append(_ring(held, tokens, ranks, itemsize, machine))
+    memory = _memory(config, held, tokens, ranks, itemsize)
     facts = {"device": device, "head_dim": held.head_dim, "notes": notes}
     made = Report(memory | {"ctx": tokens, "ranks": ranks, "schemes": rows} | facts)
     made.line(f"{config.layers} layers, {config.heads} heads ({config.kv_heads} KV) x {config.head_dim}")
@@ -101,19 +103,21 @@ def _beyond(config: Config, tokens: int) -> list[str]:
     return [f"the model was made for at most {longest:,} tokens, generate takes no more"]
 
 
-def _memory(config: Config, held: Config, tokens: int, ranks: int) -> dict[str, int]:
-    """Count bytes of the fullest rank: weights in float32, its share of the cache, what a ring prefill holds
-    for its tokens. held: with heads as caches have them."""
+def _memory(config: Config, held: Config, tokens: int, ranks: int, itemsize: int) -> dict[str, int]:
+    """Count bytes of the fullest rank: weights, its share of the cache, what a ring prefill holds for its
+    tokens. held: with heads as caches have them; itemsize: of weights and caches."""
     share = math.ceil(tokens / ranks)
     return {
-        "weight_bytes": 4 * sum(math.prod(shape) for shape in shapes(config).values()),
-        "sharded_weight_bytes": sharded_bytes(config, ranks),
-        "cache_bytes": share * held.kv_bytes_per_token,
-        "prefill_bytes": 4 * share * config.ring_floats(held.head_dim, ranks),
+        "weight_bytes": sharded_bytes(config, 1, itemsize),
+        "sharded_weight_bytes": sharded_bytes(config, ranks, itemsize),
+        "cache_bytes": share * itemsize * held.kv_per_token,
+        "prefill_bytes": share * config.ring_bytes(held.head_dim, ranks, itemsize),
     }
 
 
-def _traffic(config: Config, scheme: str, ranks: int, tokens: int, cluster: Cluster | None) -> dict[str, Any]:
+def _traffic(
+    config: Config, scheme: str, ranks: int, tokens: int, itemsize: int, cluster: Cluster | None
+) -> dict[str, Any]:
     """Count what a schedule sends for one token, the same for every context; price attention with it."""
     selection, nodes = select(scheme), None
     if cluster is not None and selection.needs_nodes:
@@ -121,7 +125,7 @@ def _traffic(config: Config, scheme: str, ranks: int, tokens: int, cluster: Clus
     schedule = selection.build(ranks, nodes)
     priced: dict[str, Any] = {}
     if cluster is not None:
-        places, shape = placement.block(cluster, ranks), _shape(config, tokens)
+        places, shape = placement.block(cluster, ranks), _shape(config, tokens, itemsize)
         step = attention_time(cluster, ranks, shape) + reduction_time(cluster, places, schedule, shape)
         priced["attention_ms"] = config.layers * step / 1e3
     sent = list(traffic.messages(schedule, config.heads))
@@ -135,20 +139,20 @@ def _traffic(config: Config, scheme: str, ranks: int, tokens: int, cluster: Clus
     }
 
 
-def _ring(config: Config, tokens: int, ranks: int, cluster: Cluster | None) -> dict[str, Any]:
+def _ring(config: Config, tokens: int, ranks: int, itemsize: int, cluster: Cluster | None) -> dict[str, Any]:
     """Count what Ring Attention sends: every rank passes on every block but its own, keys and values."""
     milliseconds = None
     if cluster is not None:
-        step = kv_ring_time(cluster, placement.block(cluster, ranks), _shape(config, tokens))
+        step = kv_ring_time(cluster, placement.block(cluster, ranks), _shape(config, tokens, itemsize))
         milliseconds = config.layers * step / 1e3
     return {
         "scheme": "kv_ring",
         "rounds": config.layers * (ranks - 1),
         "messages": config.layers * ranks * (ranks - 1),
-        "bytes": tokens * (ranks - 1) * config.kv_bytes_per_token,
+        "bytes": tokens * (ranks - 1) * itemsize * config.kv_per_token,
         "attention_ms": milliseconds,
     }
 
 
-def _shape(config: Config, tokens: int) -> Shape:
-    return Shape(tokens, config.heads, config.kv_heads, config.head_dim, bytes=4)
+def _shape(config: Config, tokens: int, itemsize: int) -> Shape:
+    return Shape(tokens, config.heads, config.kv_heads, config.head_dim, bytes=itemsize)

@@ -18,6 +18,7 @@ import numpy as np
 
 from treeattn import communicators
 from treeattn.agreement import Agreement
+from treeattn.attention.shape import DTYPES
 from treeattn.backends import device as devices
 from treeattn.backends.device import Device
 from treeattn.llama.config import Config, Rope, read_config
@@ -160,7 +161,8 @@ class Llama:
     where it computes and where its weights lie, "cpu" or "cuda": each rank's go there once.
 
     cache_head_dim: of q, k and v, whose heads zeros fill up to the next one that the device has a kernel for:
-    scores stay what they are, and the results of the zeros are cut off. weight_bytes: what this rank holds.
+    scores stay what they are, and the results of the zeros are cut off. dtype: of its matrices, here.
+    weight_bytes: what this rank holds.
     norms_digest: SHA-256 of what every rank has whole, which tells models of one configuration apart.
 
     Raises `ArgumentError` for a directory that holds no such model, `BackendError` for a device that is not
@@ -182,6 +184,7 @@ class Llama:
         weights = model if isinstance(model, RandomWeights) else Weights(model, read_config(model))
         self.config = config = weights.config
         self.comm, self.device = comm, devices.find(device)
+        self.dtype = weights.dtype if device == "cpu" else "float32"
         self.cache_head_dim = self.device.kernel_head_dim(config.head_dim)
         loader = Loader(
             weights, self.device, None if comm is None else TensorParallelGroup(comm, self.device)
@@ -202,19 +205,25 @@ class Llama:
         self.norms_digest = digest.hexdigest()
 
     def forward(
-        self, tokens: Tokens, positions: Tokens, attend: Attend, sequence_parallel: bool = False
+        self,
+        tokens: Tokens,
+        positions: Tokens,
+        attend: Attend,
+        *,
+        sequence_parallel: bool = False,
+        dtype: str = "float32",
     ) -> Array:
         """Run tokens [tokens] at `positions` [tokens], both of the host, through all layers: float32 [tokens,
         hidden_size] on the device, before the last norm.
 
         Every rank runs the same tokens, or its own (`sequence_parallel`); with sharded weights this is
-        collective.
+        collective. dtype: of the q, k and v that `attend` is given.
         """
         x = self._embedding(tokens, sequence_parallel)
         # Angles are made on the host, so that every device has the same.
         cosine, sine = map(self.device.from_host, rotation(positions, self._frequencies))
         heads = self.config.heads + 2 * self.config.kv_heads
-        qkv = self.device.namespace.zeros((len(x), heads, self.cache_head_dim), np.float32)
+        qkv = self.device.namespace.zeros((len(x), heads, self.cache_head_dim), DTYPES[dtype])
         run = _Pass(attend, (cosine, sine), qkv, sequence_parallel)
         for attention, feed_forward in self._layers:
             attention(x, run)

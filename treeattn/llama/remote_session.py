@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from treeattn import communicators
+from treeattn.attention.shape import DTYPES
 from treeattn.cache_nodes import CacheNodes
 from treeattn.errors import ArgumentError
 from treeattn.llama.model import Llama
@@ -49,12 +50,13 @@ class RemoteSession(Session):
             layers=config.layers,
             kv_heads=config.kv_heads,
             head_dim=model.cache_head_dim,
-            dtype="float32",
+            dtype=model.dtype,
             capacity=capacity,
         )
-        down = 64 + 4 * model.cache_head_dim * (config.heads + 2 * config.kv_heads)
+        numbers = model.cache_head_dim * (config.heads + 2 * config.kv_heads)
+        down = 64 + DTYPES[model.dtype].itemsize * numbers
         sent = [(child, down) for child in nodes.children]
-        shape = SimpleNamespace(head_dim=model.cache_head_dim)
+        shape = SimpleNamespace(head_dim=model.cache_head_dim, dtype=model.dtype)
         self.decoder: Any = SimpleNamespace(
             scheme=nodes.schedule.name, transport="mpi", sent=sent, shape=shape
         )
@@ -101,7 +103,7 @@ class RemoteSession(Session):
             attended: Array = out[0]
             return attended
 
-        return self.model.forward(tokens, positions, attend)
+        return self.model.forward(tokens, positions, attend, dtype=self.model.dtype)
 
     def rollback(self, tokens: int) -> None:
         """As of `Session`."""

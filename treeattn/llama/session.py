@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from treeattn.collectives.runtime.communicator import Communicator, Given
 
 
+#: What keys and values are cached in; on a GPU the first.
+CACHE_DTYPES = ("float32", "float16", "bfloat16")
+
+
 class Session:
     """One sequence of at most `capacity` cached tokens. Collective, as all of its methods are.
 
@@ -67,6 +71,9 @@ class Session:
         leaves each rank its heads, and by none that attends while it communicates.
     sampling : Sampling, optional
         How tokens are chosen; greedily unless given.
+    cache_dtype : {"float32", "float16", "bfloat16"}, optional
+        Of keys and values, and of the queries that meet them; that of the weights unless given, on a GPU
+        float32.
 
     Raises
     ------
@@ -87,6 +94,7 @@ class Session:
         layout: str = "zigzag",
         drafts: int = 0,
         sampling: Sampling | None = None,
+        cache_dtype: str | None = None,
     ) -> None:
         self.comm, self.model, config = communicators.intracomm(comm), model, model.config
         self._sampling, self._method, sharded = sampling or Sampling(), prefill, model.comm is not None
@@ -98,6 +106,7 @@ class Session:
             self.prompt_tokens = _checked_prompt(prompt, capacity, model)
             if prefill not in PREFILLS:
                 raise ArgumentError(f"prefill {prefill!r} is unknown: use one of {', '.join(PREFILLS)}")
+            self._dtype = _checked_dtype(cache_dtype, model)
             if model.comm is not None and not _same_ranks(model.comm, self.comm):
                 raise ArgumentError("the model's weights are sharded over other ranks than the session's")
             rule, size = parse_layout(layout), self.comm.size
@@ -107,6 +116,7 @@ class Session:
                 "capacity": capacity,
                 "layout": layout,
                 "prefill": prefill,
+                "cache_dtype": self._dtype,
                 "sampling": self._sampling,
                 "sharded weights": sharded,
                 **{f"the model's {one.name}": getattr(config, one.name) for one in fields(config)},
@@ -114,7 +124,7 @@ class Session:
             }
         self.tokens, self.capacity, self.attention_s = len(self.prompt_tokens), capacity, 0.0
         planned: dict[str, Any] = {"kv_heads": config.kv_heads, "head_dim": model.cache_head_dim}
-        planned |= {"dtype": "float32", "device": model.device.name}
+        planned |= {"dtype": self._dtype, "device": model.device.name}
         owners = np.arange(capacity) % size
         for rank, runs in enumerate(self._shards):
             owners[runs.positions()] = rank
@@ -149,7 +159,7 @@ class Session:
             raise ArgumentError("the prompt was taken back: make a new session to run it")
         model, config, own = self.model, self.model.config, self._shards[self.comm.rank].positions()
         planned: dict[str, Any] = {"heads": config.heads, "kv_heads": config.kv_heads, "scale": self._scale}
-        planned |= {"head_dim": model.cache_head_dim, "dtype": "float32", "device": model.device.name}
+        planned |= {"head_dim": model.cache_head_dim, "dtype": self._dtype, "device": model.device.name}
         planned |= {"tokens": len(own), "positions": self._shards[self.comm.rank], "method": self._method}
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
@@ -161,7 +171,9 @@ class Session:
             return attended
 
         with Prefill(self.comm, **planned) as prefill:
-            hidden = model.forward(self.prompt_tokens[own], own, attend, sequence_parallel=True)
+            hidden = model.forward(
+                self.prompt_tokens[own], own, attend, sequence_parallel=True, dtype=self._dtype
+            )
         root = next(rank for rank, runs in enumerate(self._shards) if runs.end == self.tokens)
         last = np.empty((1, config.hidden_size), np.float32)
         if self.comm.rank == root:
@@ -204,7 +216,7 @@ class Session:
         """What a saved cache must be of: the model, and the first `tokens` tokens of the prompt."""
         text = self.prompt_tokens[:tokens] if tokens <= len(self.prompt_tokens) else self.prompt_tokens[:0]
         model = {"model": self.model.norms_digest, "head_dim in caches": str(self.model.cache_head_dim)}
-        return {**model, "text": hashlib.sha256(text.tobytes()).hexdigest()}
+        return {**model, "dtype": self._dtype, "text": hashlib.sha256(text.tobytes()).hexdigest()}
 
     def step(self, token: int) -> Array:
         """Take one more token: logits [vocab_size] of what follows. Raises `ArgumentError` where the cache is
@@ -219,7 +231,7 @@ class Session:
             self._caches[layer].append(k[None], v[None])
             return self._timed(self.decoder, layer, q)
 
-        hidden = self.model.forward(new, position, attend)
+        hidden = self.model.forward(new, position, attend, dtype=self._dtype)
         self.tokens += 1
         logits: Array = self.model.logits(hidden)[0]
         return logits
@@ -239,7 +251,8 @@ class Session:
             self._caches[layer].propose(k[None], v[None], tree)
             return self._timed(verifier, layer, q, k[None], v[None], tree, shard_lengths=lengths)
 
-        return self.model.logits(self.model.forward(tree.tokens[0], positions, attend))
+        hidden = self.model.forward(tree.tokens[0], positions, attend, dtype=self._dtype)
+        return self.model.logits(hidden)
 
     def _timed(
         self, attention: Decoder | Verifier, layer: int, q: Array, *drafts: Any, **options: Any
@@ -323,6 +336,14 @@ def _checked_prompt(prompt: Sequence[int] | Tokens, capacity: int, model: Llama)
             f"{len(tokens)} tokens of prompt, room for {capacity}: the model was made for at most {longest}"
         )
     return tokens.astype(np.int64)
+
+
+def _checked_dtype(given: str | None, model: Llama) -> str:
+    """Of caches. Raises `ArgumentError`."""
+    served = CACHE_DTYPES if model.device.name == "cpu" else CACHE_DTYPES[:1]
+    if given is not None and given not in served:
+        raise ArgumentError(f"cache_dtype {given!r:.40}: on {model.device.name} use {' or '.join(served)}")
+    return given or model.dtype
 
 
 def _check_tokens(what: str, tokens: NDArray[Any], vocabulary: int) -> None:

@@ -93,14 +93,15 @@ def sharded_axis(name: str, config: Config) -> ShardedAxis | None:
     return axes.get(name.split(".")[-2])
 
 
-def sharded_bytes(config: Config, size: int) -> int:
-    """Bytes of float32 weights on the last of `size` ranks, which has the most of every axis."""
+def sharded_bytes(config: Config, size: int, itemsize: int) -> int:
+    """Bytes of weights on the last of `size` ranks, which has the most of every axis. itemsize: of matrices;
+    vectors are float32."""
     total = 0
     for name, shape in shapes(config).items():
-        axis, count = sharded_axis(name, config), math.prod(shape)
+        axis, count = sharded_axis(name, config), math.prod(shape) * (4 if len(shape) == 1 else itemsize)
         own = None if axis is None else axis.shard(size - 1, size)
         total += count if axis is None or own is None else count // axis.length * (own.stop - own.start)
-    return 4 * total
+    return total
 
 
 class TensorParallelGroup:

@@ -46,6 +46,8 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
 class Weights:
     """The tensors of a directory by name, mapped from their files: ranks of a node share the pages.
 
+    dtype: the name of the embedding's, and so of most matrices.
+
     Tensors that the configuration does not ask for are left alone, as by Hugging Face. An `ArgumentError`
     names file and tensor where one is missing, or of a shape or type that the configuration does not have.
     """
@@ -69,6 +71,7 @@ class Weights:
                 where = single if single in placed else index
                 raise ArgumentError(f"{where}: has no tensor {name}, which config.json asks for")
             _check(self._files[name], name, shape)
+        self.dtype = str(self._files[EMBEDDING][EMBEDDING].dtype)
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Array:
         """A matrix as the file holds it, its mapped pages; a part of one is read into memory of its own, and
@@ -95,6 +98,8 @@ class Weights:
 
 class RandomWeights:
     """Weights for times, which do not depend on them: norms of 1, all else drawn when it is read."""
+
+    dtype = "float32"
 
     def __init__(self, config: Config, seed: int = 0) -> None:
         self.config, self.shapes, self._seed = config, shapes(config), seed
