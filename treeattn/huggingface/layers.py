@@ -132,10 +132,13 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         """What is in the window of the new tokens, with this layer attached."""
         dealt = self.cache.dealt
-        if dealt is not None:
-            key_states, value_states = dealt.together(key_states), dealt.together(value_states)
-        keys, values = super().update(key_states, value_states)
-        return sealed(keys, treeattn=self), values
+        if dealt is None:
+            keys, values = super().update(key_states, value_states)
+            return sealed(keys, treeattn=self), values
+        kept = dealt.tokens if self.record_past else min(dealt.tokens, self.sliding_window)
+        super().update(dealt.last(key_states, kept), dealt.last(value_states, kept))
+        self.cumulative_length = dealt.tokens
+        return sealed(key_states, treeattn=self), value_states
 
     def taken(self, _module: Any, _waited: bool) -> int:
         """Nothing is to be appended."""

@@ -46,17 +46,15 @@ class Plans:
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
-        causal: bool = False,
     ) -> tuple[Any, Any]:
         """out [batch, queries, own heads, v_dim] and lse [batch, own heads, queries], which hold until the
         next call.
 
         q [batch, queries, heads, dim] at the slots `stands`, of which the last is the end of the sequence
         where there is one query; k, v: this rank's tokens, `lengths` [batch] of them, or all. Seen is what is
-        not before `begins` [batch] and not after the query, of the `window` last slots unless 0. causal:
-        whether one query may have slots after it, too.
+        not before `begins` [batch] and not after the query, of the `window` last slots unless 0.
         """
-        causal = causal or len(stands) > 1
+        causal = len(stands) > 1
         if len(stands) <= MOST_QUERIES:
             return self._attend(q, k, v, stands, lengths, begins, scale, causal, window, softcap)
         parts = []

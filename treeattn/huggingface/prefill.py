@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from treeattn.agreement import Agreement
+from treeattn.attention.mask import Rules
+from treeattn.decoder import Prefill
 from treeattn.errors import ArgumentError
-from treeattn.huggingface import plans
 from treeattn.huggingface.mask import begins_of
 from treeattn.huggingface.store import finished
-from treeattn.huggingface.tensors import as_rows, digest
+from treeattn.huggingface.tensors import as_rows, digest, dtype_name
 
 if TYPE_CHECKING:
     from treeattn.huggingface.cache import ShardedKV
@@ -70,28 +71,33 @@ def prefill(
         }
     own = torch.arange(comm.rank, tokens, comm.size)
     places = own[None] if begins is None else (own[None] - begins[:, None]).clamp(0)
-    cache.dealt = Dealt(comm, tokens, begins)
+    dealt = cache.dealt = Dealt(comm, tokens, begins)
     try:
         with torch.no_grad():
             model(ids[:, own], position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1)
     finally:
         cache.dealt = None
+    dealt.close()
 
 
 class Dealt:
-    """A prefill of `tokens` tokens under way: what a layer computed on its rank, and attention of it to
-    all."""
+    """A prefill of `tokens` tokens under way: of each layer, attention of its own tokens to those of all
+    ranks by a ring, planned once for the layers of a kind."""
 
     def __init__(self, comm: Any, tokens: int, begins: torch.Tensor | None) -> None:
         self.tokens, self._comm = tokens, comm
         self._begins = None if begins is None or not begins.any() else begins.cpu().numpy()
+        self._planned: dict[Any, Prefill] = {}
 
-    def together(self, own: torch.Tensor) -> torch.Tensor:
-        """[batch, heads, own tokens, dim] of all ranks, in the order of the sequence. Collective."""
-        whole = own.new_empty((*own.shape[:2], self.tokens, own.shape[3]))
-        for rank, part in enumerate(self._comm.allgather(own.detach().cpu())):
-            whole[:, :, rank :: self._comm.size] = part
-        return whole
+    def last(self, own: torch.Tensor, count: int) -> torch.Tensor:
+        """[batch, heads, count, dim] of all ranks, the last of the sequence in its order. Collective."""
+        first, size = self.tokens - count, self._comm.size
+        cuts = [max(0, -(-(first - rank) // size)) for rank in range(size)]
+        mine = own.detach()[:, :, cuts[self._comm.rank] :].cpu()
+        last = own.new_empty((*own.shape[:2], count, own.shape[3]))
+        for rank, (cut, part) in enumerate(zip(cuts, self._comm.allgather(mine), strict=True)):
+            last[:, :, rank + size * cut - first :: size] = part
+        return last
 
     def attend(
         self,
@@ -106,17 +112,20 @@ class Dealt:
         new: int,
     ) -> torch.Tensor:
         """Of this rank's queries to what stands before them on all ranks."""
-        if layer.store:
-            if new:
-                layer.store.append_own(as_rows(key), as_rows(value), self.tokens)
-            key, value = self.together(key), self.together(value)
-        out, lse = plans.alone().attend(
-            *(as_rows(query), as_rows(key), as_rows(value)),
-            range(self._comm.rank, self.tokens, self._comm.size),
-            begins=self._begins,
-            scale=query.shape[3] ** -0.5 if scale is None else scale,
-            window=window,
-            softcap=softcap,
-            causal=True,
-        )
+        q, k, v = as_rows(query), as_rows(key), as_rows(value)
+        if new:
+            layer.store.append_own(k, v, self.tokens)
+        rules = Rules(causal=True, window=(window - 1, None) if window else None, softcap=softcap or None)
+        planned = {"heads": q.shape[2], "kv_heads": k.shape[2], "head_dim": q.shape[3], "v_dim": v.shape[3]}
+        planned |= {"batch": len(q), "tokens": q.shape[1], "dtype": dtype_name(query)}
+        kind = rules, scale, *planned.values()
+        if kind not in self._planned:
+            place: Any = {"scale": scale, "device": query.device.type, "positions": "interleaved"}
+            self._planned[kind] = Prefill(self._comm, rules=rules, **planned, **place)
+        out, lse = self._planned[kind](q, k, v, begins=self._begins)
         return finished(out, lse, sinks, query.dtype)
+
+    def close(self) -> None:
+        """Give the plans back. Collective."""
+        for planned in self._planned.values():
+            planned.close()
