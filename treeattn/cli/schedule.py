@@ -12,13 +12,16 @@ from treeattn.cli.options import COUNT, RANKS, RESULT, Output, output_options
 from treeattn.cli.scheme import build, from_file, is_file, named_equal
 from treeattn.collectives.catalog import with_result
 from treeattn.collectives.drawings import text as draw
+from treeattn.collectives.drawings.chakra import chakra
 from treeattn.collectives.schedule import Result
 from treeattn.errors import ArgumentError
+from treeattn.files import output_writer
 from treeattn.report import Report
 
 __all__ = ["command"]
 
 _DRAWINGS = {"text": draw.text, "svg": draw.svg, "html": draw.html}
+_EXPORTS = ("goal", "chakra")
 
 
 @click.command("schedule")
@@ -27,11 +30,12 @@ _DRAWINGS = {"text": draw.text, "svg": draw.svg, "html": draw.html}
 @click.option("--nodes", metavar="M|a+b+..",
               help="Number of nodes (balanced blocks of ranks), or the ranks of each.")  # fmt: skip
 @RESULT
-@click.option("--format", "form", type=click.Choice([*_DRAWINGS, "json", "goal"]), default="text")
-@click.option("--records", type=COUNT, help="For goal: records of a rank, such as heads.  [16]")
-@click.option("--record-bytes", type=COUNT, help="For goal: bytes of a record.  [520]")
+@click.option("--format", "form", type=click.Choice([*_DRAWINGS, "json", *_EXPORTS]), default="text",
+              help="goal and chakra are for simulators of networks; chakra writes OUT.RANK.et.")  # fmt: skip
+@click.option("--records", type=COUNT, help="For simulators: records of a rank, such as heads.  [16]")
+@click.option("--record-bytes", type=COUNT, help="For simulators: bytes of a record.  [520]")
 @click.option("--merge-ns", "merge_nanoseconds", type=click.IntRange(0, 10**9),
-              help="For goal: nanoseconds to merge a record.  [0]")  # fmt: skip
+              help="For simulators: nanoseconds to merge a record.  [0]")  # fmt: skip
 @output_options("Write the drawing here instead of to the screen.", wide=False,
                 json="Write the schedule and its certificate here.")  # fmt: skip
 def command(
@@ -57,8 +61,12 @@ def command(
     schedule = with_result(own or build(scheme, ranks, sizes), result)
     certificate = collectives.check(schedule)
     priced = {name: cost for name, cost in costs.items() if cost is not None}
-    if priced and form != "goal":
+    if priced and form not in _EXPORTS:
         raise ArgumentError(f"--format {form} draws no cost: records, bytes and merges go with --format goal")
+    if form == "chakra" and output.out is None:
+        raise ArgumentError("--format chakra writes a file for each rank: add --out NAME for NAME.RANK.et")
+    names = [f"{output.out}.{rank}.et" for rank in range(schedule.size)] if form == "chakra" else []
+    writers = [*map(output_writer, names)]
     output.open()
     equal = None if own is None else named_equal(own)
     facts = Report(
@@ -69,6 +77,11 @@ def command(
     else:
         drawing = schedule.to_json() if form == "json" else draw.goal(schedule, **priced)
     output.report(facts)
+    if form == "chakra":
+        for write, content in zip(writers, chakra(schedule, **priced), strict=True):
+            write(content)
+        print(f"{schedule.name} on {schedule.size} ranks is in {names[0]} to {names[-1]}")
+        return
     output.draw(drawing, f"{schedule.name} on {schedule.size} ranks")
 
 
