@@ -121,7 +121,7 @@ def test_an_empty_file_among_good_ones(tmp_path):
         (["TEXT"], "nothing to plot"),
         ([RESULTS, "--figures", "pie"], "choose from all, time"),
         ([RESULTS, "--figures", "predicted"], "no point carries a prediction"),
-        ([RESULTS, "--format", "pdf"], "choose from png, svg"),
+        ([RESULTS, "--format", "gif"], "choose from png, svg"),
         ([RESULTS, "--baseline", "chian"], "not among these results"),
         ([RESULTS, "--out", ""], "--out is empty: name a folder for the figures"),
         ([RESULTS, "--out", "/nowhere/at/all"], "no folder can be made there"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -19,15 +20,30 @@ from treeattn.study.figures import draw
 __all__ = ["command"]
 
 
+def _inches(text: str) -> float:
+    """3.3in, 84mm or 8.4cm. Raises `ArgumentError`."""
+    units = {"in": 1.0, "cm": 1 / 2.54, "mm": 1 / 25.4}
+    try:
+        width = float(text[:-2]) * units[text[-2:]]
+    except (KeyError, ValueError):
+        width = math.nan
+    if not 2 <= width <= 40:
+        raise ArgumentError(f"{text!r:.20}: give 2in to 40in, such as 3.3in or 84mm")
+    return width
+
+
 @click.command("plot")
 @click.argument("results", nargs=-1, required=True, type=FILE)
 @click.option("--out", "folder", default="figures", metavar="FOLDER",
               help="The folder for the figures; made if its parent is there.")  # fmt: skip
-@click.option("--format", "formats", callback=read(choices(draw.FORMATS)), default=",".join(draw.FORMATS),
-              metavar="F[,F]")  # fmt: skip
+@click.option("--format", "formats", callback=read(choices(draw.FORMATS)), default="png,svg",
+              metavar="F[,F]", help="Of " + ", ".join(draw.FORMATS) + ".")  # fmt: skip
 @click.option("--figures", callback=read(choices(("all", *plot.FIGURES))), default="all",
               metavar="F[,F..]|all", help="Of " + ", ".join(plot.FIGURES) + ".")  # fmt: skip
 @click.option("--baseline", metavar="S", help="The scheme of relative times; default MPI_Allreduce(SUM).")
+@click.option("--width", callback=read(_inches), default=f"{draw.WIDTH}in", metavar="3.3in|84mm",
+              help="Of a figure.")  # fmt: skip
+@click.option("--no-title", is_flag=True, help="Neither title nor notes, for a paper's own caption.")
 @output_options(wide=False, json="Write the numbers in the figures.")
 def command(
     results: tuple[Path, ...],
@@ -35,6 +51,8 @@ def command(
     formats: tuple[str, ...],
     figures: tuple[str, ...],
     baseline: str | None,
+    width: float,
+    no_title: bool,
     output: Output,
 ) -> int:
     """Draw figures from files of `treeattn compare --out` and `treeattn roofline --json`. Needs no MPI.
@@ -71,7 +89,10 @@ def command(
     for done, chart in enumerate(drawn):
         say(f"{done} of {len(drawn)} figures are drawn")
         for path, write, content in zip(
-            targets[done], writers[done], draw.render(chart, formats).values(), strict=True
+            targets[done],
+            writers[done],
+            draw.render(chart, formats, width, not no_title).values(),
+            strict=True,
         ):
             write(content)
             click.echo(str(path))

@@ -515,3 +515,67 @@ def test_without_matplotlib_the_remedy_is_named(made, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(BackendError, match=r"pip install 'treeattn\[plot\]'"):
         draw.render(charts("time", made)["time-decode"])
+
+
+# Figures that a paper prints
+
+
+@pytest.mark.parametrize("name", ["time", "traffic"])
+def test_a_column_of_a_paper_holds_the_figure(made, name):
+    """At 3.3 inches, without a title: nothing beyond the edges, no labels on top of each other."""
+    for chart in charts(name, made).values():
+        figure = draw.draw(chart, 3.3, titled=False)
+        renderer = agg(figure).get_renderer()
+        figure.draw(renderer)
+        assert figure.get_figwidth() == 3.3
+        assert figure.get_suptitle() == ""
+        edge = figure.bbox.width
+        for axes in figure.axes:
+            box = axes.get_tightbbox(renderer)
+            assert -2 <= box.x0 <= box.x1 <= edge + 2
+            assert axes.bbox.width > 0.2 * edge / len(figure.axes)
+            shown = [label.get_window_extent(renderer) for label in visible_ticks(axes.xaxis)]
+            shown.sort(key=lambda box: box.x0)
+            assert all(a.x1 <= b.x0 + 1 for a, b in itertools.pairwise(shown))
+
+
+def agg(figure):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    return FigureCanvasAgg(figure)
+
+
+def visible_ticks(axis):
+    low, high = sorted(axis.get_view_interval())
+    ticks = zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=False)
+    return [label for place, label in ticks if low <= place <= high and label.get_text()]
+
+
+@pytest.mark.parametrize("ends", [(100, 110), (130, 180), (80, 300), (9, 1100), (1, 10**6), (3, 3)])
+@pytest.mark.parametrize("room", [3, 9])
+def test_logarithmic_axes_have_three_labels(ends, room):
+    from matplotlib.figure import Figure
+
+    from treeattn.study.figures.axes import value_axis
+
+    figure = Figure()
+    axes = figure.subplots()
+    axes.plot(ends, [1, 2])
+    value_axis(axes.xaxis, True, ends, room)
+    figure.canvas.draw()
+    labels = {label.get_text() for label in visible_ticks(axes.xaxis)}
+    assert 3 <= len(labels) <= room + 6
+
+
+def test_pdf_is_the_same_from_the_same_data_with_outlines_that_publishers_take(made):
+    chart = charts("time", made)["time-decode"]
+    first, second = (draw.render(chart, ("pdf",), 3.3, titled=False)["pdf"] for _ in range(2))
+    assert first == second
+    assert first.startswith(b"%PDF")
+    assert b"/Type3" not in first
+
+
+def test_own_schedules_have_marks_of_their_own():
+    looks = {style.style(f"mine@{number:06x}") for number in range(36)}
+    assert len(looks) == 36
+    assert not {look.marker for look in looks} & set(style.MARKERS)

@@ -11,6 +11,9 @@ from treeattn.study.figures.style import INK, PAPER
 
 __all__ = ["brief", "draw_mark", "place_ticks", "plain", "value_axis", "wrapped"]
 
+_FEWEST = 3  # ticks that a scale is read by
+_CLOSE = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
+
 
 def brief(value: float) -> str:
     """65536 as 64Ki, 80000 as 80k, others in full."""
@@ -26,8 +29,9 @@ def plain(value: float) -> str:
 
 
 def value_axis(axis: Any, log: bool, values: Sequence[float], room: int) -> None:
-    """A scale for `values` with at most about `room` ticks: on logarithmic ones at 1, 2 and 5, at 1 and 3, or
-    at powers of ten. Where there are zeros, the axis is linear below the smallest other value."""
+    """A scale for `values` with at most about `room` ticks and at least three: on logarithmic ones at 1, 2
+    and 5, at 1 and 3, or at powers of ten; closer where those are too few. Where there are zeros, the axis
+    is linear below the smallest other value."""
     from matplotlib import ticker
 
     positive = [value for value in values if value > 0] or [1.0]
@@ -42,11 +46,21 @@ def value_axis(axis: Any, log: bool, values: Sequence[float], room: int) -> None
         decades = math.log10(high / low)
         choices = [(1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)]
         steps = next((steps for steps in choices if decades * len(steps) <= room - 1), (1.0,))
-        axis.set_major_locator(ticker.LogLocator(subs=steps, numticks=room + 1))
+        finer = [s for s in (steps, (1.0, 2.0, 5.0), _CLOSE) if _ticks(s, low, high) >= _FEWEST]
+        if finer:
+            axis.set_major_locator(ticker.LogLocator(subs=finer[0], numticks=max(room, _FEWEST) + 1))
+        else:
+            axis.set_major_locator(ticker.MaxNLocator(room, min_n_ticks=_FEWEST))
         axis.set_minor_formatter(ticker.NullFormatter())
     else:
         axis.set_major_locator(ticker.MaxNLocator(room))
     axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _short(value)))
+
+
+def _ticks(steps: Sequence[float], low: float, high: float) -> int:
+    """How many of the steps of each decade lie from low to high."""
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return sum(low <= step * 10.0**exponent <= high for exponent in exponents for step in steps)
 
 
 def _short(value: float) -> str:

@@ -10,12 +10,12 @@ from treeattn.study.figures.style import COLOURS, INK
 __all__ = ["draw", "height"]
 
 
-def height(chart: Curves) -> float:
-    """Inches of the picture without title and notes."""
-    return 2.9
+def height(chart: Curves, share: float) -> float:
+    """Inches of the picture without title and notes, on so large a share of a page's width."""
+    return 2.9 * max(share, 0.7)
 
 
-def draw(figure: Any, chart: Curves) -> None:
+def draw(figure: Any, chart: Curves, share: float) -> None:
     """Fill an empty figure."""
     panels = figure.subplots(1, len(chart.panels), squeeze=False)[0]
     for axes, curve in zip(panels, chart.panels, strict=True):

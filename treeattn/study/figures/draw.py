@@ -18,14 +18,15 @@ from treeattn.study.figures.style import DARK, INK, PAPER
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["FORMATS", "draw", "problem", "render"]
+__all__ = ["FORMATS", "WIDTH", "draw", "problem", "render"]
 
 #: Formats of files.
-FORMATS = ("png", "svg")
+FORMATS = ("png", "svg", "pdf")
 
 _DRAWN_BY = {Lines: lines, Rows: rows, Curves: curves}
 
-_WIDTH = 7.5  # inches: 720 pixels of a page
+#: Inches: 720 pixels of a page.
+WIDTH = 7.5
 
 _SETTINGS: dict[str, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so that labels fit wherever they are drawn
@@ -46,6 +47,7 @@ _SETTINGS: dict[str, Any] = {
     "lines.linewidth": 1.3,
     "lines.markersize": 4.5,
     "savefig.dpi": 150,
+    "pdf.fonttype": 42,  # outlines as publishers ask for them
     "svg.hashsalt": "treeattn",  # else ids in the file are random
 }
 
@@ -80,12 +82,18 @@ def _settings() -> Iterator[None]:
         yield
 
 
-def render(chart: Chart, formats: tuple[str, ...] = FORMATS) -> dict[str, bytes]:
-    """Format -> the bytes of the file. Raises `BackendError` without matplotlib."""
+def render(
+    chart: Chart, formats: tuple[str, ...] = FORMATS, width: float = WIDTH, titled: bool = True
+) -> dict[str, bytes]:
+    """Format -> the bytes of the file, of `draw`. Raises `BackendError` without matplotlib."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # not its tidings of where it caches fonts
-    metadata = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None, "Title": chart.title}}
+    metadata = {
+        "png": {"Software": None},
+        "svg": {"Date": None, "Creator": None, "Title": chart.title},
+        "pdf": {"CreationDate": None, "Creator": None, "Producer": None, "Title": chart.title},
+    }
     with _settings():
-        drawn, files = draw(chart), {}
+        drawn, files = draw(chart, width, titled), {}
         for form in formats:
             stream = io.BytesIO()
             drawn.savefig(stream, format=form, metadata=metadata[form])
@@ -100,19 +108,25 @@ def _in_both_modes(svg: bytes) -> bytes:
     return text.replace("<defs>", _COLOURS + "<defs>", 1).encode()
 
 
-def draw(chart: Chart) -> Figure:
-    """The chart as a matplotlib figure. Raises `BackendError` without matplotlib."""
+def draw(chart: Chart, width: float = WIDTH, titled: bool = True) -> Figure:
+    """The chart as a matplotlib figure, so many inches wide; without title and notes unless it is `titled`.
+    Raises `BackendError` without matplotlib."""
     with _settings():
         from matplotlib.figure import Figure
 
-        title = [*textwrap.wrap(chart.title, 118), *textwrap.wrap(chart.case, 118)]
-        notes = [line for note in chart.notes for line in textwrap.wrap(note, 142)]
+        share = width / WIDTH
+        title = [line for text in (chart.title, chart.case) for line in textwrap.wrap(text, int(118 * share))]
+        notes = [line for note in chart.notes for line in textwrap.wrap(note, int(142 * share))]
         ours: Any = _DRAWN_BY[type(chart)]
-        heights = [ours.height(chart) + 0.16 * len(title), 0.13 * len(notes) + 0.1]
-        figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
+        if not titled:
+            figure = Figure(figsize=(width, ours.height(chart, share)), layout="constrained")
+            ours.draw(figure, chart, share)
+            return figure
+        heights = [ours.height(chart, share) + 0.16 * len(title), 0.13 * len(notes) + 0.1]
+        figure = Figure(figsize=(width, sum(heights)), layout="constrained")
         parts: Any = figure.subfigures(2, 1, height_ratios=heights)
         picture, below = parts
-        ours.draw(picture, chart)
+        ours.draw(picture, chart, share)
         picture.suptitle("\n".join(title), x=0.01, ha="left", fontsize=8.5)
         below.text(0.01, 0.98, "\n".join(notes), va="top", fontsize=6.5, alpha=0.75)
         return figure

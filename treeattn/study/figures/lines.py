@@ -12,18 +12,20 @@ from treeattn.study.figures.style import INK, style
 __all__ = ["draw", "height"]
 
 
-def _columns(chart: Lines) -> int:
-    return min(4, len(chart.series))
+def _columns(chart: Lines, share: float) -> int:
+    return min(max(1, round(4 * share)), len(chart.series))
 
 
-def height(chart: Lines) -> float:
-    """Inches of the picture without title and notes."""
-    return math.ceil(len(chart.series) / _columns(chart)) * {1: 3.2, 2: 2.4}.get(_columns(chart), 1.55) + 0.4
+def height(chart: Lines, share: float) -> float:
+    """Inches of the picture without title and notes, on so large a share of a page's width."""
+    columns = _columns(chart, share)
+    shape = {1: 3.2, 2: 2.4}.get(round(columns / share), 1.55)
+    return math.ceil(len(chart.series) / columns) * shape + 0.4
 
 
-def draw(figure: Any, chart: Lines) -> None:
+def draw(figure: Any, chart: Lines, share: float) -> None:
     """Fill an empty figure."""
-    columns = _columns(chart)
+    columns = _columns(chart, share)
     grid = figure.subplots(
         math.ceil(len(chart.series) / columns), columns, sharex=True, sharey=True, squeeze=False
     )
@@ -33,9 +35,11 @@ def draw(figure: Any, chart: Lines) -> None:
             axes.remove()
             grid.flat[index - columns].tick_params(labelbottom=True)
             continue
-        axes.set_title(marks.wrapped(chart.series[index].label, 88 // columns), fontsize=8, loc="left")
+        axes.set_title(
+            marks.wrapped(chart.series[index].label, int(88 * share) // columns), fontsize=8, loc="left"
+        )
         _draw_all(axes, chart, index)
-    _finish(grid[0, 0], chart, places)
+    _finish(grid[0, 0], chart, places, max(2, int(12 * share) // columns + 1))
     figure.supxlabel(chart.x_label, fontsize=8)
     figure.supylabel(chart.y_label, fontsize=8)
 
@@ -59,12 +63,11 @@ def _draw_all(axes: Any, chart: Lines, chosen: int) -> None:
     marks.reference_line(axes, chart.reference, upright=False)
 
 
-def _finish(axes: Any, chart: Lines, places: list[float]) -> None:
+def _finish(axes: Any, chart: Lines, places: list[float], room: int) -> None:
     """Scales and ticks, which all axes share."""
     points = [point for series in chart.series for point in series.points]
     seen = [v for p in points for v in (p.value, p.low, p.high) if v is not None]
     marks.value_axis(axes.yaxis, True, seen, 6)
-    room = 12 // _columns(chart) + 1
     if chart.diagonal:
         marks.value_axis(axes.xaxis, True, places, room)
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from typing import Any
 
 from treeattn.study.figures import axes as marks
@@ -11,30 +12,38 @@ from treeattn.study.figures.style import INK, MARKERS, style
 
 __all__ = ["draw", "height"]
 
+_NARROW = 0.6  # of a page's width; panels stand below each other there
 
-def _heights(chart: Rows) -> list[float]:
+
+def _wrapped(label: str, share: float) -> str:
+    return marks.wrapped(label, max(14, int(34 * share)))
+
+
+def _heights(chart: Rows, share: float) -> list[float]:
     """Inches of each row."""
     several = max(len(panel.series) for panel in chart.panels)
-    lines = (marks.wrapped(label).count("\n") + 1 for label in chart.labels)
+    lines = (_wrapped(label, share).count("\n") + 1 for label in chart.labels)
     return [max(0.15 * count, 0.13 * several) + 0.07 for count in lines]
 
 
-def height(chart: Rows) -> float:
-    """Inches of the picture without title and notes."""
-    return sum(_heights(chart)) + 1.0
+def height(chart: Rows, share: float) -> float:
+    """Inches of the picture without title and notes, on so large a share of a page's width."""
+    one = sum(_heights(chart, share))
+    return len(chart.panels) * (one + 0.6) + 0.4 if share < _NARROW else one + 1.0
 
 
-def draw(figure: Any, chart: Rows) -> None:
+def draw(figure: Any, chart: Rows, share: float) -> None:
     """Fill an empty figure."""
-    panels = figure.subplots(1, len(chart.panels), sharey=True, squeeze=False)[0]
-    heights = _heights(chart)
+    shape = (len(chart.panels), 1) if share < _NARROW else (1, len(chart.panels))
+    panels = figure.subplots(*shape, sharey=True, squeeze=False).flat
+    heights = _heights(chart, share)
     middles = [end - height / 2 for end, height in zip(itertools.accumulate(heights), heights, strict=True)]
     for axes, panel in zip(panels, chart.panels, strict=True):
-        _draw_panel(axes, panel, chart, middles)
+        _draw_panel(axes, panel, chart, middles, max(3, int(9 * share) // shape[1]))
         axes.set_title(panel.title, fontsize=8, loc="left")
-        axes.set_xlabel(panel.x_label, fontsize=8)
+        axes.set_xlabel(textwrap.fill(panel.x_label, int(60 * share / shape[1])), fontsize=8)
         axes.tick_params(axis="y", length=0)
-    panels[0].set_yticks(middles, map(marks.wrapped, chart.labels))
+    panels[0].set_yticks(middles, [_wrapped(label, share) for label in chart.labels])
     panels[0].set_ylim(sum(heights), 0)
     labels = [series.label for series in chart.panels[0].series]
     if len(labels) > 1:
@@ -50,10 +59,10 @@ def _keys(labels: list[str]) -> list[Any]:
     ]
 
 
-def _draw_panel(axes: Any, panel: Panel, chart: Rows, middles: list[float]) -> None:
+def _draw_panel(axes: Any, panel: Panel, chart: Rows, middles: list[float], room: int) -> None:
     points = [point for series in panel.series for point in series.points]
     seen = [v for p in points for v in (p.value, p.low, p.high) if v is not None]
-    marks.value_axis(axes.xaxis, panel.log, seen, 9 // len(chart.panels))
+    marks.value_axis(axes.xaxis, panel.log, seen, room)
     for place, series in enumerate(panel.series):
         for point in series.points:
             colour, marker = style(chart.labels[int(point.x)])

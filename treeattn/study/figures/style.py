@@ -8,13 +8,14 @@ reduction that does nothing, ink for everything that is no scheme.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from treeattn.decoder.plan import CATALOG
 from treeattn.study.compare.schema import NCCL_SUM, NULL, SUM
 
-__all__ = ["COLOURS", "DARK", "INK", "MARKERS", "PAPER", "Style", "in_order", "style"]
+__all__ = ["COLOURS", "DARK", "INK", "MARKERS", "OWN_MARKERS", "PAPER", "Style", "in_order", "style"]
 
 #: Of text and lines, and of what is below them. DARK: (ink, paper) where the reader's screen is dark.
 INK, PAPER = "#1b1f24", "#ffffff"
@@ -25,6 +26,11 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 #: Of schemes, or of the series of a figure that has several for each scheme.
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*")
+
+#: Of schedules of one's own, by the digest in their names.
+OWN_MARKERS = ("+", "x", "1", "2", "3", "4")
+
+_OWN = re.compile("@[0-9a-f]{6}$")
 
 
 class Style(NamedTuple):
@@ -41,6 +47,9 @@ _NEUTRAL = {name: Style("#767676", "h") for name in (SUM, NCCL_SUM)} | {NULL: St
 def style(name: str) -> Style:
     """Of a scheme, whatever its parameters and transport; its label tells those apart."""
     scheme = name.partition(" [")[0]
+    if _OWN.search(scheme):
+        number = int(scheme[-6:], 16)
+        return Style(COLOURS[number % len(COLOURS)], OWN_MARKERS[number // len(COLOURS) % len(OWN_MARKERS)])
     place = _PLACES.get(scheme.partition(":")[0])
     if place is None:
         return _NEUTRAL.get(scheme, Style(INK, "o"))
