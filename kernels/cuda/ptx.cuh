@@ -165,9 +165,16 @@ __device__ __forceinline__ float to_float(float16 x) {
 
 // ---- 8-bit numbers: the upper byte of a float16, or one moved to where it has another exponent
 
+// Compute capability 8.9 and above convert two numbers of 8 bits at once.
+#if !defined(TREEATTN_PLAIN) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#define TREEATTN_CONVERTS_E4M3
+#endif
+
 // What `widen` leaves to be multiplied with: float16 counts exponents from another number than float8_e4m3fn.
 template <typename T> constexpr float UNIT = 1.0f;
+#ifndef TREEATTN_CONVERTS_E4M3
 template <> constexpr float UNIT<float8_e4m3fn> = 256.0f;
+#endif
 
 // The sixteen numbers of a vector as float32, each divided by UNIT.
 __device__ __forceinline__ void widen(const Vector &v, float *to, float8_e5m2) {
@@ -176,6 +183,15 @@ __device__ __forceinline__ void widen(const Vector &v, float *to, float8_e5m2) {
 }
 
 __device__ __forceinline__ void widen(const Vector &v, float *to, float8_e4m3fn) {
+#ifdef TREEATTN_CONVERTS_E4M3
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    unsigned pair;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"((unsigned short)(v.word[i / 2] >> i % 2 * 16)));
+    to[2 * i] = to_float(float16{(unsigned short)(pair & 0xffffu)});
+    to[2 * i + 1] = to_float(float16{(unsigned short)(pair >> 16)});
+  }
+#else
   unsigned invalid = 0u; // the upper bit of a byte whose other bits are all set
 #pragma unroll
   for (int i = 0; i < 8; ++i) { // two bytes of a word at a time, each into a half of it
@@ -189,6 +205,7 @@ __device__ __forceinline__ void widen(const Vector &v, float *to, float8_e4m3fn)
 #pragma unroll
   for (int i = 0; i < 16; ++i)
     if ((v.word[i / 4] >> i % 4 * 8 & 0x7fu) == 0x7fu) to[i] = __uint_as_float(0x7fc00000u);
+#endif
 }
 
 #ifdef TREEATTN_PLAIN

@@ -199,12 +199,7 @@ class CupyRuntime:
         runtime = self._cupy.cuda.runtime
         size = -(-size // _SHARED_UNIT) * _SHARED_UNIT
         with self._cupy.cuda.Device(self._index):
-            try:
-                address = int(runtime.malloc(size))
-            except runtime.CUDARuntimeError as error:
-                raise BackendError(
-                    f"out of GPU memory: {error}; use a smaller cache, or more ranks"
-                ) from error
+            address = self._malloc(size)
             try:
                 runtime.memset(address, 0, size)
                 runtime.deviceSynchronize()
@@ -212,6 +207,17 @@ class CupyRuntime:
             except runtime.CUDARuntimeError as error:
                 runtime.free(address)
                 raise TransportError(f"this GPU exposes no memory: {error}; {_NO_IPC}") from error
+
+    def _malloc(self, size: int) -> int:
+        """Beside CuPy's pool, which gives back what it holds unused where there is no room."""
+        runtime = self._cupy.cuda.runtime
+        with contextlib.suppress(runtime.CUDARuntimeError):
+            return int(runtime.malloc(size))
+        self._cupy.get_default_memory_pool().free_all_blocks()
+        try:
+            return int(runtime.malloc(size))
+        except runtime.CUDARuntimeError as error:
+            raise BackendError(f"out of GPU memory: {error}; use a smaller cache, or more ranks") from error
 
     def withdraw(self, address: int) -> None:
         """Back to CUDA."""
