@@ -1,0 +1,91 @@
+"""``treeattn export``: what other tools read out of what it writes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from statistics import median
+
+import pytest
+
+from tests.unit.study import made_results
+from treeattn.study.compare import results
+from treeattn.study.compare.schema import NULL, SUM
+
+from .launch import in_process
+
+
+@pytest.fixture
+def measured(tmp_path):
+    keys = [
+        key
+        for heads in (4, 16, 64)
+        for key in made_results.keys(("ring", SUM, NULL), tokens=[0], what="reduce", heads=heads, kv_heads=4)
+    ]
+    return made_results.write(tmp_path / "r.jsonl", keys)
+
+
+def test_csv_is_flat_and_whole(measured):
+    done = in_process("export", measured)
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader(io.StringIO(done.stdout)))
+    points = results.read(measured).points
+    assert len(rows) == sum(len(point.samples) for point in points)
+    assert len({tuple(row) for row in rows}) == 1
+    assert None not in rows[0]
+    point = points[7]
+    mine = next(
+        row for row in rows
+        if (row["scheme"], row["heads"], row["repetition"], row["series"])
+        == (point.key.scheme, str(point.key.heads), str(point.repetition), "completion")
+    )  # fmt: skip
+    assert float(mine["median_us"]) == median(point.samples["completion"])
+    assert int(mine["record_bytes"]) == point.key.heads * 130 * 4
+
+
+def test_osu_and_nccl_tables_hold_the_medians(measured):
+    found = {
+        s.key.heads: s.times["completion"].median
+        for s in results.summarise(results.read(measured))
+        if s.key.scheme == "ring"
+    }
+    osu = in_process("export", measured, "--format", "osu", "--scheme", "ring").stdout.splitlines()
+    assert osu[2].split() == ["#", "Size", "Avg", "Latency(us)"]
+    sizes = [line.split() for line in osu if line and line[0] != "#"]
+    assert {int(size) // 520: float(time) for size, time in sizes} == pytest.approx(found, abs=0.006)
+    table = in_process("export", measured, "--format", "nccl-tests").stdout
+    rows = [line.split() for line in table.splitlines() if line and line[0] != "#"]
+    assert [row[3] for row in rows] == ["sum"] * 3 + ["merge"] * 3
+    assert {len(row) for row in rows} == {13}
+    for row in rows[3:]:
+        size, time = int(row[0]), float(row[5])
+        assert time == pytest.approx(found[size // 520], abs=0.006)
+        assert float(row[6]) == pytest.approx(size / time / 1e3, abs=0.001)
+        assert float(row[7]) == pytest.approx(size / time / 1e3 * 1.5, abs=0.001)
+        assert row[8] == "0"
+
+
+def test_json_of_nccl_tests_is_of_one_scheme(measured, tmp_path):
+    out = tmp_path / "n.json"
+    words = ("export", measured, "--format", "nccl-tests-json")
+    assert "choose by --scheme" in in_process(*words).stderr
+    assert in_process(*words, "--scheme", "ring", "--out", out).returncode == 0
+    made = json.loads(out.read_text())
+    assert [device["rank"] for device in made["config"]["devices"]] == [0, 1, 2, 3]
+    for row in made["results"]:
+        assert row["in_place"]["nwrong"] == 0
+        assert row["size"] == row["count"] * 4
+        assert row["out_of_place"]["bus_bw"] == pytest.approx(1.5 * row["in_place"]["alg_bw"])
+
+
+def test_what_cannot_be_exported_is_named(measured, tmp_path):
+    (tmp_path / "none.jsonl").write_text("")
+    for words, message in (
+        ((measured, "--scheme", "chain"), "is not among these results"),
+        ((tmp_path / "none.jsonl",), "hold no results"),
+        ((tmp_path / "gone.jsonl",), "cannot be read"),
+    ):
+        done = in_process("export", *words)
+        assert done.returncode == 2
+        assert message in done.stderr
