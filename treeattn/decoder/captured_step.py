@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from treeattn.agreement import collectively
+from treeattn.attention import arrays
+from treeattn.backends.device import Device
 from treeattn.collectives.runtime.cuda_graph import CudaGraph
-from treeattn.errors import ArgumentError, StateError
+from treeattn.decoder.plan import Plan
+from treeattn.errors import ArgumentError, BackendError, RestrictionError, StateError, TransportError
 
-__all__ = ["CapturedStep"]
+__all__ = ["CapturedStep", "capture"]
 
 
 class CapturedStep:
@@ -61,3 +65,74 @@ class CapturedStep:
         """Give the graph back."""
         self._captured.drop()
         self._owners = ()
+
+
+def capture(
+    plan: Plan,
+    run: Callable[..., object],
+    *,
+    given: tuple[Any, Any, Any, Any],
+    seen: tuple[Any, ...],
+    owner: object,
+) -> CapturedStep:
+    """A whole step of a plan as one graph. Collective.
+
+    run: makes a step by an attention and arrays of the device. given: q, k, v and lengths. seen: q_positions,
+    positions, mask, draft_positions and begins. owner: of the plan, which has to live as long as the graph.
+    Raises as `Decoder.capture` says.
+    """
+    request = plan.request
+    device, stream = request.device, request.device.stream
+    if request.shape.page_size is not None:
+        raise RestrictionError("a captured step takes no block table: call the decoder of a paged cache")
+    if stream is None:
+        raise BackendError("a captured step is a CUDA graph: it needs device='cuda'")
+    if not plan.reducer.stream_ordered:
+        raise TransportError(
+            f"transport={plan.transport!r} moves records by the host, which a CUDA graph cannot: "
+            "a captured step needs transport='nccl' or 'peer', or one rank without a transport"
+        )
+    containers = arrays.Containers(device.view, (plan.buffers.out, plan.buffers.lse))
+    attend: Any = plan.attend
+    look: Callable[..., None] | None = None
+    q, k, v, lengths = given
+
+    def taken() -> tuple[Any, ...]:
+        nonlocal attend, look
+        rest = None
+        if plan.tables is not None or any(one is not None for one in seen):
+            attend, look = _tables_of_its_own(plan, k.shape[1], lengths, *seen)
+        else:
+            rest = _on_device(device, lengths)
+        views = *containers.take(q, k, v), rest
+        device.admit(request.shape, *views)
+        return views
+
+    views = collectively(plan.comm, taken)
+    captured = CudaGraph(stream, lambda: run(attend, *views))
+    give = containers.give if plan.buffers.given else lambda: (None, None)
+    return CapturedStep(captured, give, (owner, *given), look)
+
+
+def _tables_of_its_own(plan: Plan, tokens: int, *first: Any) -> tuple[Any, Callable[..., None]]:
+    """Attention by tables that no other step fills, and what fills them again over as many tokens: with
+    lengths and what else it is given then, and with `first`, as it is then, in place of None."""
+    assert plan.see is not None  # the device has a stream
+    tables = plan.sight.tables()
+    attend: Any = plan.see(tables)[0]
+
+    def look(*given: Any) -> None:
+        lengths, *seen = (old if new is None else new for old, new in zip(first, given, strict=True))
+        plan.sight.look(tables, tokens, plan.request.device.host_lengths(lengths), *seen)
+        attend.refresh()
+
+    look(*first)
+    return attend, look
+
+
+def _on_device(device: Device, lengths: Any) -> Any:
+    """Lengths that a graph can read again: an array of the device, or None. Raises `ArgumentError`."""
+    try:
+        return None if lengths is None else device.view("lengths", lengths)
+    except ArgumentError as error:
+        raise ArgumentError(f"lengths of a captured step must be an int64 device array: {error}") from None

@@ -23,11 +23,12 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.pages import check_lengths
 from treeattn.attention.shape import CACHE_DTYPES, DTYPES, Shape, dtype_name, values_of
 from treeattn.attention.shard import Shard
+from treeattn.backends import device as devices
 from treeattn.backends.device import Device
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import reproducible as reproducible_devices
-from treeattn.decoder.decoder import Decoder
 from treeattn.decoder.plan import CATALOG, plan, select
+from treeattn.decoder.planned import PlannedDecode
 from treeattn.decoder.request import Reduction, Request
 from treeattn.decoder.sight import Sight, Stated
 from treeattn.errors import ArgumentError
@@ -126,6 +127,8 @@ def decode(
 
     def place() -> Device:
         named = arrays.device_of(name, like) if device is None else device
+        if reproducible is None:
+            return devices.find(named)
         return reproducible_devices.find(named, reproducible, comm.size)
 
     if q_root is not None:
@@ -161,7 +164,7 @@ def decode(
         stated = Stated(shard.positions, tuple(tables.draft_begins.tolist()), stands, first)
         return replace(request, stated=stated, masked=mask is not None)
 
-    with Decoder.of(comm, plan(comm, ask)) as decoder:
+    with PlannedDecode(plan(comm, ask)) as decoder:
         query, shard = step
         seen = {"q_positions": q_positions, "begins": begins, "mask": mask}
         if shard.block_table is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -92,7 +92,7 @@ def merge(
         parts.check(*step, where.lse_dtypes)
         return Settings(parts, *_folding(scheme), base, bool(strict), where)
 
-    with Merger.of(comm, ask) as merger:
+    with _PlannedMerge(comm, ask) as merger:
         results = merger(*step)
         return results if results[0] is None else arrays.give(results, out)
 
@@ -162,55 +162,10 @@ class Settings:
         }
 
 
-class Merger:
-    """A planned `merge`: everything that can be done once is done once. Creating it is collective.
+class _PlannedMerge:
+    """Merges of what `ask` returns on every rank alike. Creating it is collective."""
 
-    Parameters
-    ----------
-    lse_shape : tuple of int
-        The shape of lse; out has head_dim as one axis more.
-    head_dim : int
-        The last axis of out.
-    dtype : str
-        Of out: "float32", "float16", "bfloat16", or on the CPU "float64".
-    comm, scheme, base, strict
-        As for `merge`.
-    device : {"cpu", "cuda"}
-        Where out and lse lie.
-
-    Notes
-    -----
-    A call returns (out, lse) in the merger's own buffers, which hold until its next call; in the container of
-    out, and where that cannot share memory that changes (JAX), as copies.
-    """
-
-    def __init__(
-        self,
-        comm: Given = None,
-        *,
-        lse_shape: tuple[int, ...],
-        head_dim: int,
-        dtype: str = "float32",
-        scheme: str | Schedule | Reduction = "hierarchical",
-        base: str | int = "e",
-        strict: bool = False,
-        device: str = "cpu",
-    ) -> None:
-        def ask() -> Settings:
-            parts = Parts(tuple(lse_shape), head_dim, dtype)
-            where = devices.find(device)
-            return Settings(parts, *_folding(scheme), base, bool(strict), where)
-
-        self._plan(communicators.intracomm(comm), ask)
-
-    @classmethod
-    def of(cls, comm: Communicator, ask: Callable[[], Settings]) -> Merger:
-        """The merger of what `ask` returns on every rank alike. Collective."""
-        merger = cls.__new__(cls)
-        merger._plan(comm, ask)
-        return merger
-
-    def _plan(self, comm: Communicator, ask: Callable[[], Settings]) -> None:
+    def __init__(self, comm: Communicator, ask: Callable[[], Settings]) -> None:
         with Agreement(comm) as agreed:
             settings = ask()
             watchdog.limit()
@@ -264,11 +219,53 @@ class Merger:
         """Release communicator and requests. Collective."""
         self._reducer.close()
 
-    def __enter__(self) -> Merger:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._reducer.__exit__(*exception)
+
+
+class Merger(_PlannedMerge):
+    """A planned `merge`: everything that can be done once is done once. Creating it is collective.
+
+    Parameters
+    ----------
+    lse_shape : tuple of int
+        The shape of lse; out has head_dim as one axis more.
+    head_dim : int
+        The last axis of out.
+    dtype : str
+        Of out: "float32", "float16", "bfloat16", or on the CPU "float64".
+    comm, scheme, base, strict
+        As for `merge`.
+    device : {"cpu", "cuda"}
+        Where out and lse lie.
+
+    Notes
+    -----
+    A call returns (out, lse) in the merger's own buffers, which hold until its next call; in the container of
+    out, and where that cannot share memory that changes (JAX), as copies.
+    """
+
+    def __init__(
+        self,
+        comm: Given = None,
+        *,
+        lse_shape: tuple[int, ...],
+        head_dim: int,
+        dtype: str = "float32",
+        scheme: str | Schedule | Reduction = "hierarchical",
+        base: str | int = "e",
+        strict: bool = False,
+        device: str = "cpu",
+    ) -> None:
+        def ask() -> Settings:
+            parts = Parts(tuple(lse_shape), head_dim, dtype)
+            where = devices.find(device)
+            return Settings(parts, *_folding(scheme), base, bool(strict), where)
+
+        super().__init__(communicators.intracomm(comm), ask)
 
 
 def _natural_log(base: object) -> float:

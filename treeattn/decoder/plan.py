@@ -10,7 +10,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,7 @@ __all__ = [
     "CATALOG",
     "Buffers",
     "Plan",
+    "Route",
     "folding",
     "make_known",
     "plan",
@@ -143,33 +144,60 @@ class Buffers:
         self._memory.copy(self.own, head_major[self.heads].transpose(1, 0, 2, 3))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a step runs: `attention` takes q, k, v and lengths, and reads `tables` where there is one;
-    `reducer` folds what it wrote, or all of it happens there; `finish` divides; `folded`, where there is one,
-    does these two; `whole` all three. `add_sinks` comes between attention and reducer, on the one rank that
-    counts them. `see` plans attention and `whole` anew for tables; None where attention is the reducer's."""
+    """What a step is made of, decided once; ``print`` says every stage, buffer and message, and why.
 
+    attend: called with q, k, v and lengths (and a block table), writes the records of this rank; reads
+    `tables` where there are some. reducer: folds the records of all ranks. reduce: a whole step of it, with
+    what reorders the records before and after; start, wait: its halves. finish: divides. complete: reduce and
+    finish, one launch where there is one. whole: all stages in one call; None where there is none. see: plans
+    `attend` and `whole` anew for other tables; None where the reducer attends. why: this schedule, where it
+    was chosen for the caller.
+    """
+
+    comm: Communicator
     request: Request
     buffers: Buffers
     schedule: Schedule | None
     transport: str
-    attention: Attention
+    attend: Attention
     reducer: Reducer
+    reduce: Callable[[], object]
+    start: Callable[[], object]
+    wait: Callable[[], object]
     finish: Callable[[], object]
-    folded: Callable[[], None] | None
+    complete: Callable[[], object]
     whole: WholeStep | None
     sight: Sight
     tables: MaskTables | None
-    add_sinks: Callable[[], object] | None
     see: Callable[[MaskTables], tuple[Attention, WholeStep | None]] | None
-    why: str | None = None  # this schedule, where it was chosen for the caller
+    why: str | None
+
+    def __str__(self) -> str:
+        from treeattn.decoder.plan_text import described  # nobody asks in a step
+
+        return described(self)
 
 
-def plan(comm: Communicator, ask: Callable[[], Request]) -> Plan:
+class _Routed(NamedTuple):
+    """How the records are reduced: the schedule, over which transport, by what, and why that schedule."""
+
+    schedule: Schedule | None
+    transport: str
+    reducer: Any
+    why: str | None
+
+
+#: Plans what reduces the records of a spec. Collective.
+Route = Callable[[ReductionSpec], tuple[Schedule | None, Reducer]]
+
+
+def plan(comm: Communicator, ask: Callable[[], Request], route: Route | None = None) -> Plan:
     """Collective. Whatever goes wrong in `ask` and on this rank alone is raised by every rank.
 
-    Raises `ArgumentError` where ranks ask for different things, and what planning raises.
+    route: plans the reduction in place of what the request's scheme names. Raises `ArgumentError` where ranks
+    ask for different things, and what planning raises.
     """
     with Agreement(comm) as agreed:
         request = ask()
@@ -186,7 +214,7 @@ def plan(comm: Communicator, ask: Callable[[], Request]) -> Plan:
         buffers = Buffers(request, comm, operator)
         attention, sight = None, Sight(request.rules, shape)
         tables = sight.tables() if request.rules.by_tables else None
-        if not request.scheme.row.fused and request.how.groups == 1:
+        if not request.attends_by_reducer:
             attention = _attention(request, buffers.records, tables)
         finish = device.finish(buffers.own, buffers.divided, buffers.lse)
         if request.project and not request.projects_first and buffers.given:
@@ -196,41 +224,97 @@ def plan(comm: Communicator, ask: Callable[[], Request]) -> Plan:
     if request.asks_positions:
         sight.runs, ends = agree(request.stated.layout, [told for _, told in agreed.gathered], comm.rank)
         sight.stand(ends)
-    row = request.scheme.row
-    _check_output(row, request.how.output)
-    chosen = reducers.choose(device.name, request.how.transport, row, comm.size, comm.library)
-    rounds, why = _rounds(request.scheme, request.how, comm, buffers.wire, buffers.group, chosen)
     reduction = ReductionSpec(comm, operator, buffers.wire, buffers.group, device.memory)
-    reducer: Any
+    routed = _routed(request, buffers, reduction) if route is None else _Routed(*_given(route, reduction))
+    reducer: Any = routed.reducer
+    add_sinks = sinks(request.rules, device, buffers.records, operator) if comm.rank == 0 else None
+
+    def stages(attention: Attention) -> tuple[Attention, WholeStep | None]:
+        """With sinks, which come before the reduction; and all of a step in one call, where that can be."""
+        if add_sinks is not None:
+            return _SinksAdded(attention, add_sinks), None
+        if buffers.sliced or request.project is not None:
+            return attention, None
+        whole = device.whole_step(attention, reducer, buffers.records, buffers.out, buffers.lse)
+        return attention, whole
+
+    attend, whole = stages(reducer.take if attention is None else attention)
+    before, after = (buffers.to_wire, buffers.from_wire) if buffers.sliced else (None, None)
+    reduce = _in_turn(before, reducer, after)
+    return Plan(
+        comm=comm,
+        request=request,
+        buffers=buffers,
+        schedule=routed.schedule,
+        transport=routed.transport,
+        attend=attend,
+        reducer=reducer,
+        reduce=reduce,
+        start=_in_turn(before, reducer.start),
+        wait=_in_turn(reducer.wait, after),
+        finish=finish,
+        complete=(None if buffers.sliced else reducer.fuse_epilogue(finish)) or _in_turn(reduce, finish),
+        whole=whole,
+        sight=sight,
+        tables=tables,
+        see=None if attention is None else lambda new: stages(_attention(request, buffers.records, new)),
+        why=routed.why,
+    )
+
+
+def _in_turn(*parts: Callable[[], object] | None) -> Callable[[], object]:
+    """One call of all parts, in turn."""
+    first, *others = (part for part in parts if part is not None)
+    if not others:
+        return first
+
+    def run() -> None:
+        first()
+        for part in others:
+            part()
+
+    return run
+
+
+@dataclass(frozen=True, slots=True)
+class _SinksAdded:
+    """Attention, and then the sinks."""
+
+    attention: Any
+    add: Callable[[], object]
+
+    def __call__(self, *arrays: Any) -> None:
+        self.attention(*arrays)
+        self.add()
+
+    def refresh(self) -> None:
+        """As that of the attention."""
+        self.attention.refresh()
+
+
+def _given(route: Route, reduction: ReductionSpec) -> tuple[Schedule | None, str, Reducer, None]:
+    schedule, reducer = route(reduction)
+    return schedule, "mpi", reducer, None
+
+
+def _routed(request: Request, buffers: Buffers, reduction: ReductionSpec) -> _Routed:
+    """What reduces the records: a library or a baseline, an executor of a schedule, or groups of these."""
+    row, how, comm = request.scheme.row, request.how, reduction.comm
+    _check_output(row, how.output)
+    chosen = reducers.choose(request.device.name, how.transport, row, comm.size, comm.library)
+    rounds, why = _rounds(request.scheme, how, comm, buffers.wire, buffers.group, chosen)
+    reducer: Reducer
     if row.fused:
-        reducers.refuse(request.how.executor, f"{row.name} attends while it communicates")
-        step = (shape, request.logit_scale, buffers.records)
+        reducers.refuse(how.executor, f"{row.name} attends while it communicates")
+        step = request.shape, request.logit_scale, buffers.records
         reducer = row.plan(reduction, *step, **request.scheme.parameters)
-        attention = reducer.take
-    elif request.how.groups == 1:
-        reducer = reducers.plan(chosen, request.scheme, rounds, reduction, request.how.executor)
+    elif how.groups == 1:
+        reducer = reducers.plan(chosen, request.scheme, rounds, reduction, how.executor)
     else:
         reducer = _pipelined(request, comm, buffers, chosen, rounds, reduction)
-        attention = reducer.take
-    if request.how.progress == "thread":
+    if how.progress == "thread":
         reducer = progress_thread.ProgressThreadReducer(reducer)
-    assert attention is not None
-    add_sinks = sinks(request.rules, device, buffers.records, operator) if comm.rank == 0 else None
-    folded = None if buffers.sliced else reducer.fuse_epilogue(finish)
-
-    def whole_of(attention: Attention) -> WholeStep | None:
-        if buffers.sliced or add_sinks is not None or request.project is not None:
-            return None
-        return device.whole_step(attention, reducer, buffers.records, buffers.out, buffers.lse)
-
-    def see(tables: MaskTables) -> tuple[Attention, WholeStep | None]:
-        again = _attention(request, buffers.records, tables)
-        return again, whole_of(again)
-
-    return Plan(
-        *(request, buffers, rounds, chosen, attention, reducer, finish, folded, whole_of(attention)),
-        *(sight, tables, add_sinks, None if row.fused or request.how.groups != 1 else see, why),
-    )
+    return _Routed(rounds, chosen, reducer, why)
 
 
 def _attention(request: Request, records: Any, tables: MaskTables | None) -> Attention:

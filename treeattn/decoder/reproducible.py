@@ -61,8 +61,6 @@ def find(name: str, reproducible: str | None, ranks: int) -> devices.Device:
 
 def check(request: Request) -> None:
     """Raise `RestrictionError` where bits would depend on more than the tokens."""
-    if request.reproducible is None:
-        return
     row = request.scheme.row
     if request.shape.dtype == "float64":
         raise RestrictionError("reproducible= is for results of float32: float64 is summed in whatever order")

@@ -135,6 +135,11 @@ class Request:
         return self.project.narrows
 
     @property
+    def attends_by_reducer(self) -> bool:
+        """Whether the reduction attends, too: a ring does, and a step by groups of heads."""
+        return self.scheme.row.fused or self.how.groups != 1
+
+    @property
     def asks_positions(self) -> bool:
         """Whether ranks must know of each other's tokens."""
         stated = self.stated
@@ -148,7 +153,8 @@ class Request:
 
 def check(request: Request) -> None:
     """Raise `ArgumentError` or `RestrictionError` where its parts do not go together."""
-    reproducible.check(request)
+    if request.reproducible is not None:
+        reproducible.check(request)
     _check_progress(request)
     _check_groups(request)
     _check_rules(request)

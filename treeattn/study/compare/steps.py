@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from treeattn import communicators
 from treeattn.attention.shape import Shape
 from treeattn.backends import device as devices
 from treeattn.backends.cpu import NullOperator
@@ -17,6 +16,7 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder, reducers
 from treeattn.decoder import plan as routes
 from treeattn.decoder.plan import select
+from treeattn.decoder.planned import PlannedDecode
 from treeattn.decoder.request import Reduction, Request
 from treeattn.errors import RestrictionError
 from treeattn.study.compare import wire, yardsticks
@@ -38,7 +38,7 @@ def reduces(scheme: str) -> bool:
     return scheme in (NULL, SUM) or not select(scheme).row.fused
 
 
-def plan(comm: MpiCommunicator, key: Key) -> Decoder:
+def plan(comm: MpiCommunicator, key: Key) -> PlannedDecode:
     """A planned step of the scheme of `key`. Collective; raises what `Decoder` raises, on every rank."""
     if key.scheme in (SUM, NULL):
         return _around(comm, key, None, yardsticks.library_sum if key.scheme == SUM else yardsticks.nothing)
@@ -49,23 +49,23 @@ def plan(comm: MpiCommunicator, key: Key) -> Decoder:
     return Decoder(comm, **shape_of(key).plain, scheme=how, device=key.device)
 
 
-def plan_null_merge(comm: MpiCommunicator, key: Key) -> Decoder:
+def plan_null_merge(comm: MpiCommunicator, key: Key) -> PlannedDecode:
     """The same schedule, messages and executor with merges that do nothing. Collective."""
     return _around(comm, key, select(key.scheme), _null_merge)
 
 
 def _around(
     comm: MpiCommunicator, key: Key, scheme: Selection | None, reducer: Callable[..., Reducer]
-) -> Decoder:
-    """The parts of a decoder of one rank around a reduction of another kind, over all ranks."""
+) -> PlannedDecode:
+    """A decoder around a reduction of another kind."""
     device = devices.find(key.device)
-    alone = Request(shape_of(key), Reduction("chain"), select("chain"), None, device)
-    planned = routes.plan(communicators.alone(), lambda: alone)
-    planned.reducer.close()
-    planned.schedule = scheme and routes.schedule(scheme, comm)
-    reduction = ReductionSpec(comm, None, planned.buffers.records, planned.buffers.group, device.memory)
-    planned.reducer = reducer(key, reduction, scheme, planned.schedule)
-    return Decoder.of(comm, planned)
+    request = Request(shape_of(key), Reduction("chain"), select("chain"), None, device)
+
+    def route(reduction: ReductionSpec) -> tuple[Schedule | None, Reducer]:
+        schedule = scheme and routes.schedule(scheme, comm)
+        return schedule, reducer(key, reduction, scheme, schedule)
+
+    return PlannedDecode(routes.plan(comm, lambda: request, route))
 
 
 def _bfloat16(key: Key, reduction: ReductionSpec, scheme: Selection, schedule: Schedule | None) -> Reducer:

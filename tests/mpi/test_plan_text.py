@@ -1,0 +1,54 @@
+"""A printed plan says every stage, buffer and message of a step, and why each was chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import treeattn
+
+pytestmark = pytest.mark.mpi
+
+SHAPE = {"heads": 6, "kv_heads": 6, "head_dim": 16, "dtype": "float32"}
+
+
+def sections(decoder):
+    """Title -> {name: what is said of it}."""
+    found, rows = {}, {}
+    for line in str(decoder.plan).splitlines()[1:]:
+        if line.startswith("  "):
+            name, _, text = line.strip().partition("  ")
+            rows[name] = text.strip()
+        else:
+            rows = found[line] = {}
+    return found
+
+
+def test_a_plan_says_what_a_step_does(comm):
+    with treeattn.Decoder(comm, **SHAPE, scheme="recursive_doubling") as decoder:
+        said = sections(decoder)
+        assert list(said["stages"]) == ["attend", "reduce", "finish"]
+        assert f"run by {decoder.executor} over mpi" in said["stages"]["reduce"]
+        assert said["buffers"]["records"] == "[1, 6, 1, 18] float32, 432 bytes"
+        sent = said["messages that this rank sends in a step"]
+        assert set(sent) == ({f"{size:,} bytes" for _, size in decoder.sent} or {"none"})
+        assert set(said["why"]) == {"scheme", "transport", "executor", "calls"}
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            decoder.plan.transport = "nccl"
+
+
+def test_a_plan_says_what_was_asked_for(comm):
+    how = treeattn.Reduction("recursive_doubling", executor="mpi")
+    with treeattn.Decoder(comm, **SHAPE, scheme=how) as decoder:
+        assert sections(decoder)["why"]["executor"] == "as asked for"
+    with treeattn.Decoder(comm, **SHAPE, scheme="auto") as decoder:
+        assert sections(decoder)["why"]["scheme"] == decoder.why
+
+
+def test_where_there_is_no_schedule_a_plan_says_so(comm):
+    for scheme in ("mpi_allreduce", "kv_ring"):
+        with treeattn.Decoder(comm, **SHAPE, scheme=scheme) as decoder:
+            said = sections(decoder)
+            assert said["stages"]["reduce"] == f"{scheme} over mpi"
+            assert list(said["messages that this rank sends in a step"]) == ["unknown"]

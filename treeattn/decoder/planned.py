@@ -1,0 +1,379 @@
+"""What a plan runs: steps, whole or in their parts."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Self
+
+from treeattn.attention import arrays
+from treeattn.attention.mask_tables import MaskTables
+from treeattn.attention.pages import check_lengths
+from treeattn.attention.shard import Shard
+from treeattn.collectives.runtime.reducer import Sent
+from treeattn.decoder import captured_step
+from treeattn.decoder.captured_step import CapturedStep
+from treeattn.decoder.plan import Plan
+from treeattn.errors import ArgumentError, RestrictionError, StateError
+
+__all__ = ["PlannedDecode"]
+
+
+class _Step(NamedTuple):
+    """One step: the stages that it takes, its arrays, and what they read beside them."""
+
+    attend: Any
+    whole: Any
+    arrays: tuple[Any, Any, Any, Any]  # q, k, v, lengths
+    block_table: Any
+    tables: MaskTables | None
+
+
+class PlannedDecode:
+    """The steps of a `Plan`. It owns the plan's reducer. `Decoder` is this with arguments of its own."""
+
+    def __init__(self, plan: Plan, *, latent: bool = False) -> None:
+        """latent: whether a step may leave v out, as the first channels of k."""
+        self.plan, self._latent = plan, latent
+        request, buffers, reducer = plan.request, plan.buffers, plan.reducer
+        self.shape, self.scale, self.scheme = request.shape, request.logit_scale, request.scheme.text
+        self.schedule, self.transport, self.why = plan.schedule, plan.transport, plan.why
+        self.certificate = reducer.certificate
+        self.executor, self.fallback = reducer.executor, reducer.fallback
+        self.records = buffers.records
+        self.heads = buffers.heads if buffers.given else slice(0, 0)
+        results = buffers.out, buffers.lse
+        self._results: tuple[Any, Any] = results if buffers.given else (None, None)
+        self.out: Any = self._results[0]
+        self.lse: Any = self._results[1]
+        self._containers = arrays.Containers(request.device.view, results)
+        self._native, self._foreign = type(buffers.out), False
+        self._device, self._attention, self._reducer = request.device, plan.attend, reducer
+        self._reduce, self._complete = plan.reduce, plan.complete
+        self._tables, self._by_tables = plan.tables, (plan.attend, plan.whole)
+        # A step of arrays and nothing beside them, which is tried first.
+        self._whole = plan.whole if plan.tables is None else None
+        self._captured: list[CapturedStep] = []
+        # Of a step in parts: "local", "begun", "folded", or the steps of fewer queries that it is one of.
+        self._stage: str | PlannedDecode | None = None
+        self._latent_of: tuple[Any, Any] = (None, None)
+
+    def __call__(
+        self,
+        q: Any,
+        k: Any,
+        v: Any = None,
+        lengths: Any = None,
+        *,
+        q_positions: Any = None,
+        begins: Any = None,
+        mask: Any = None,
+    ) -> tuple[Any, Any]:
+        """One step. Every rank must call.
+
+        Parameters
+        ----------
+        q, k, v, lengths, mask
+            As for `decode`, and as planned; k may be a `Shard`. They are looked at on their own rank alone.
+        q_positions
+            As for `decode`, the same on every rank; needed where a rule asks where queries stand.
+        begins
+            As for `decode`, the same on every rank; positions must be known, by plan or of the `Shard`.
+
+        Returns
+        -------
+        out, lse
+            As `decode` gives them (None where ``output="root"`` gives this rank nothing), in the decoder's
+            own buffers, which hold until its next call; as copies in the container of q where that cannot
+            share memory that changes (JAX).
+
+        Raises
+        ------
+        ArgumentError
+            Arrays that do not fit the plan; on one rank alone, since a step that agreed first would cost as
+            much as the reduction: let it end the job (python -m mpi4py).
+        """
+        if self._stage is not None:
+            self._check_ended()
+        if self._whole is not None and mask is None and begins is None and self._whole(q, k, v, lengths):
+            self._stage = None
+            return self._results
+        if fewer := self._for(q):
+            return fewer(q, k, v, lengths, q_positions=q_positions, begins=begins, mask=mask)
+        step = self._taken(q, k, v, lengths, q_positions, begins, mask)
+        untried = step.tables is not None or step.arrays[2] is not v
+        if untried and step.whole is not None and step.block_table is None and step.whole(*step.arrays):
+            self._stage = None
+            return self._results
+        return self._in_parts(step)
+
+    def _for(self, q: Any) -> PlannedDecode | None:
+        """The steps of fewer queries than planned, planned when their number first comes; None for all
+        others. Collective then."""
+        return None
+
+    def _taken(self, q: Any, k: Any, v: Any, lengths: Any, q_positions: Any, begins: Any, mask: Any) -> _Step:
+        """What a step was given, with the tables of what queries see filled. Raises `ArgumentError`."""
+        k, v, lengths, positions, table, draft_positions = self._opened(k, v, lengths)
+        if self.plan.tables is None and mask is None and draft_positions is None and begins is None:
+            return _Step(self._attention, self._whole, (q, k, v, lengths), table, None)
+        attend, whole = self._look(k, lengths, table, q_positions, positions, mask, draft_positions, begins)
+        return _Step(attend, whole, (q, k, v, None), table, self._tables)
+
+    def _opened(self, k: Any, v: Any, lengths: Any) -> tuple[Any, ...]:
+        """(k, v, lengths, positions, block_table, draft_positions) of a step, perhaps of a shard or without
+        v."""
+        positions = draft_positions = table = None
+        if isinstance(k, Shard):
+            shard = Shard.of(k, v, lengths)
+            self.shape.check_shard(shard)
+            k, v, lengths = shard.k, shard.v, shard.lengths
+            positions, table, draft_positions = shard.positions, shard.block_table, shard.draft_positions
+        values = self._first_channels(k) if v is None else v
+        return k, values, lengths, positions, table, draft_positions
+
+    def _first_channels(self, k: Any) -> Any:
+        """The values of latent attention, a view of k; the same one for the same array, which is bound."""
+        if not self._latent:
+            raise ArgumentError(
+                "v is missing: pass it, or plan with cache=CacheFormat(v_dim=), how many channels of k it is"
+            )
+        if self._latent_of[0] is not k or type(k) is not self._native:
+            self._latent_of = k, k[..., : self.shape.v_dim]
+        return self._latent_of[1]
+
+    def _look(self, k: Any, lengths: Any, block_table: Any, *seen: Any) -> tuple[Any, Any]:
+        """Fill the tables of a step; attention and whole step that read them."""
+        tokens = self._tokens(k, lengths, block_table)
+        plan = self.plan
+        if self._tables is None:  # a mask or begins, for the first time
+            if plan.see is None:
+                how = "by groups of heads" if self.groups > 1 else f"of {self.scheme}"
+                raise RestrictionError(
+                    f"a step {how} lets every query see every token: it takes no mask and no begins"
+                )
+            tables = plan.sight.tables()
+            self._tables, self._by_tables = tables, plan.see(tables)
+        plan.sight.look(self._tables, tokens, self._device.host_lengths(lengths), *seen)
+        return self._by_tables
+
+    def _tokens(self, k: Any, lengths: Any, block_table: Any) -> int:
+        """How many there can be of a sequence."""
+        page_size = self._page_size(block_table)
+        if page_size is None:
+            return k.shape[1] if len(k.shape) == 4 else 0
+        pages = self._device.block_table(self.shape, block_table).shape[1]
+        check_lengths(self._device.host_lengths(lengths), page_size, pages)
+        return int(pages * page_size)
+
+    def _page_size(self, block_table: Any) -> int | None:
+        """As planned, which a step cannot change."""
+        if (block_table is None) != (self.shape.page_size is None):
+            raise ArgumentError(
+                f"this decoder is planned with page_size={self.shape.page_size}: "
+                + (
+                    "pass Shard(block_table=)"
+                    if block_table is None
+                    else "plan with cache=CacheFormat(page_size=) for a block_table"
+                )
+            )
+        return self.shape.page_size
+
+    def _in_parts(self, step: _Step) -> tuple[Any, Any]:
+        """Stage by stage."""
+        self._attend(step)
+        self._stage = None
+        self._complete()
+        return self._given()
+
+    def _attend(self, step: _Step) -> None:
+        self._check_ended()
+        self._stage = None
+        q, k, v, lengths = step.arrays
+        self._foreign = not type(q) is type(k) is type(v) is self._native
+        if self._foreign:
+            q, k, v = self._containers.take(q, k, v)
+        if self._page_size(step.block_table) is None:
+            step.attend(q, k, v, self._device.admit(self.shape, q, k, v, lengths))
+        else:
+            given = lengths, step.block_table, step.tables
+            step.attend(q, k, v, *self._device.admit_pages(self.shape, q, k, v, *given))
+
+    def _check_ended(self) -> None:
+        stage = self._stage._stage if isinstance(self._stage, PlannedDecode) else self._stage
+        if stage == "begun":
+            raise StateError(f"{self.scheme}: begin() began a step, which finish() must end before another")
+
+    def local(
+        self,
+        q: Any,
+        k: Any,
+        v: Any = None,
+        lengths: Any = None,
+        *,
+        q_positions: Any = None,
+        begins: Any = None,
+        mask: Any = None,
+    ) -> None:
+        """This rank's partials, from its own tokens, into the records buffer. Arguments as for a call."""
+        if fewer := self._for(q):
+            fewer.local(q, k, v, lengths, q_positions=q_positions, begins=begins, mask=mask)
+            self._stage = fewer
+            return
+        self._attend(self._taken(q, k, v, lengths, q_positions, begins, mask))
+        self._stage = "local"
+
+    def reduce(self) -> None:
+        """Fold the partials of all ranks. Collective.
+
+        Raises `StateError` unless `local` made partials that are not folded yet: folded twice, each rank
+        would count as often as there are ranks.
+        """
+        if isinstance(self._stage, PlannedDecode):
+            self._stage.reduce()
+            return
+        if self._stage != "local":
+            self._reducer._check()  # closed and failed ones say so
+            raise StateError(f"{self.scheme}: reduce() without partials: local() comes before each reduce()")
+        self.fold()
+
+    def fold(self) -> None:
+        """`reduce` of whatever `records` hold, for callers that wrote them. Collective."""
+        self._stage = None
+        self._reduce()
+        self._stage = "folded"
+
+    def begin(
+        self,
+        q: Any,
+        k: Any,
+        v: Any = None,
+        lengths: Any = None,
+        *,
+        q_positions: Any = None,
+        begins: Any = None,
+        mask: Any = None,
+    ) -> None:
+        """`local`, and the start of the reduction: other work may follow, then `finish`. All ranks call.
+        Arguments as for a call.
+
+        The arrays may be written again when this returns (a ring: after `finish`), on a GPU when its stream
+        has come so far. Raises `StateError` where the last step that began is not finished.
+        """
+        if fewer := self._for(q):
+            fewer.begin(q, k, v, lengths, q_positions=q_positions, begins=begins, mask=mask)
+            self._stage = fewer
+            return
+        self.local(q, k, v, lengths, q_positions=q_positions, begins=begins, mask=mask)
+        self.plan.start()
+        self._stage = "begun"
+
+    def test(self) -> bool:
+        """Go on with the reduction that `begin` began, without waiting; whether it is all there.
+
+        Where the scheme can do nothing without waiting (rings) it never is. Raises `StateError` where no
+        step has begun.
+        """
+        return self._stage.test() if isinstance(self._stage, PlannedDecode) else self._reducer.test()
+
+    def finish(self) -> tuple[Any, Any]:
+        """(out, lse) from the folded records, in the container of the q that `local` was given; after `begin`
+        the end of the reduction first.
+
+        Raises `StateError` unless `reduce` or `begin` came before: a call finishes its own step.
+        """
+        if isinstance(self._stage, PlannedDecode):
+            return self._stage.finish()
+        if self._stage == "begun":
+            self._stage = None
+            self.plan.wait()
+            self._stage = "folded"
+        if self._stage != "folded":
+            raise StateError(f"{self.scheme}: finish() without folded partials: reduce() comes before it")
+        self.plan.finish()
+        return self._given()
+
+    def _given(self) -> tuple[Any, Any]:
+        return self._containers.give() if self._foreign and self.plan.buffers.given else self._results
+
+    @property
+    def groups(self) -> int:
+        """Of heads, in which the next step is taken apart: 1 where it is not."""
+        return getattr(self._reducer, "groups", 1)
+
+    @property
+    def sent(self) -> list[tuple[int, int]] | Sent | None:
+        """What this rank hands over in a step.
+
+        (destination, bytes) of every message; the payload of a library's collectives; None where only the
+        library knows.
+        """
+        return self._reducer.sent
+
+    def capture(
+        self,
+        q: Any,
+        k: Any,
+        v: Any = None,
+        lengths: Any = None,
+        *,
+        q_positions: Any = None,
+        begins: Any = None,
+        mask: Any = None,
+    ) -> CapturedStep:
+        """The whole step over arrays that stay where they are, as one CUDA graph. Collective.
+
+        Runs one step, then records one. Calling the result is one launch on the current stream and gives
+        (out, lse) as a call of the decoder does; it reads what q, k, v and lengths (an int64 device array,
+        or None for all) hold then, so a cache may grow within them. Every rank must call it in the same step:
+        NCCL allows a captured step on all ranks or on none. It ends with the decoder.
+
+        Where rules are planned, or a mask is passed, lengths and the rest are as for a call: what queries see
+        is found anew by each call of the result, which takes them too.
+
+        Raises `BackendError` unless ``device="cuda"``, `TransportError` where the host moves the records.
+        """
+        if fewer := self._for(q):
+            return fewer.capture(q, k, v, lengths, q_positions=q_positions, begins=begins, mask=mask)
+        k, v, lengths, positions, _, draft_positions = self._opened(k, v, lengths)
+        step = captured_step.capture(
+            self.plan,
+            lambda attend, *taken: self._in_parts(_Step(attend, None, taken, None, None)),
+            given=(q, k, v, lengths),
+            seen=(q_positions, positions, mask, draft_positions, begins),
+            owner=self,
+        )
+        self._captured.append(step)
+        return step
+
+    def synchronize(self) -> None:
+        """Wait for the steps that were queued to a GPU; without one they are done when they return.
+
+        Over NCCL at most ``TREEATTN_TIMEOUT`` seconds, where CuPy's own waits have no end if a rank does not
+        take part: then it raises `TransportError`, and the decoder is at its end. With ``transport="peer"``
+        the steps end by themselves, and the error says that one of them has no result.
+        """
+        self._reducer.synchronize()
+        self._device.memory.synchronize()
+
+    def close(self) -> None:
+        """Release communicator and requests. Collective."""
+        self._drop_captured()
+        self._reducer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if exception and exception[0] is None:
+            self.close()
+        else:
+            self._leave(*exception)
+
+    def _leave(self, *exception: Any) -> None:
+        """The end of this rank alone, after an error."""
+        self._drop_captured()
+        self._reducer.__exit__(*exception)
+
+    def _drop_captured(self) -> None:
+        """Graphs go before the communicator that they use."""
+        while self._captured:
+            self._captured.pop().drop()
