@@ -49,6 +49,7 @@ class Certificate:
     uniform_merge_order: (
         bool  # every chunk is merged in the same order: permuting the records permutes the result
     )
+    bits: str = "of the schedule"  # whose function the bits are; the operator may have them "of the tokens"
 
 
 class Fold(NamedTuple):

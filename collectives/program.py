@@ -18,6 +18,7 @@ ASPLOS 2023).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -224,6 +225,7 @@ def of_spec(spec: ReductionSpec, schedule: Schedule, node: Iterable[int] = ()) -
     made, certificate, messages = _planned(schedule, rank, len(records), spec.granularity, tuple(node))
     bytes_each = records.nbytes // max(len(records), 1)
     sent = [(peer, count * bytes_each) for peer, count in messages]
+    certificate = replace(certificate, bits=getattr(spec.operator, "bits", certificate.bits))
     return Planned(schedule.name, certificate, made, records, sent)
 
 

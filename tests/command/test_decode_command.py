@@ -48,6 +48,17 @@ def test_all_schemes_on_a_real_cache(tmp_path, ranks):
     assert done.stdout.count("smollm2_layer17_4096") == 1  # only rank 0 prints
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_reproducible_result_has_one_hash_on_any_ranks_and_machine(ranks):
+    done = treeattn(
+        "decode", CACHE, "--reproducible", "tokens", "--check", "--repeat", 1, "--layout", "interleaved",
+        "--scheme", "ring,chain,mpi_allreduce", ranks=ranks,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "363a943e29f14ec6ea5b4f5305b8436e373617f9ccff13c2a33eb6bc7b47cbf8" in done.stdout
+    assert done.stdout.count("SHA-256") == 1
+
+
 def test_out_holds_the_result(tmp_path):
     out = tmp_path / "out.safetensors"
     done = treeattn("decode", CACHE, "--out", out, "--layout", "zigzag", "--repeat", 1, ranks=2)

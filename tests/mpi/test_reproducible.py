@@ -11,9 +11,11 @@ from mpi4py import MPI
 import treeattn
 from tests.support.drawn import FACTOR
 from tests.support.token_sets import LAYOUTS, drawn, isas, shards
+from tests.support.token_trees import Case
 from treeattn import Reduction, Shard, collectives
 from treeattn.backends.cpu import compile
 from treeattn.errors import TreeattnError
+from treeattn.token_tree import verify
 
 pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
 SCHEMES = [name for name in collectives.names("schedule") if name != "head_scatter"]
@@ -64,6 +66,26 @@ def test_a_decoder_keeps_its_bits_over_a_growing_cache(comm):
             want = [x.copy() for x in one(q, k[:, :tokens], v[:, :tokens])]
             got = decoder(q, np.ascontiguousarray(k[:, own]), np.ascontiguousarray(v[:, own]))
             assert [x.tobytes() for x in got] == [x.tobytes() for x in want]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_token_tree_has_the_bits_of_one_rank(seed, comm):
+    case = Case.draw(500 + seed, comm.size, ("float32", "float16"))
+    drafts = case.draft_k, case.draft_v, case.tree
+    whole = {"comm": MPI.COMM_SELF, "lengths": case.lengths, "reproducible": "tokens"}
+    want = verify(case.q, case.k, case.v, *drafts, **whole)
+    k, v, lengths = case.shard(comm.rank)
+    for owner, scheme in (("single", "chain"), ("position", "ring"), ("round_robin", "mpi_allreduce")):
+        given = {"comm": comm, "lengths": lengths, "owner": owner, "scheme": scheme, "reproducible": "tokens"}
+        got = verify(case.q, k, v, *drafts, **given)
+        assert [x.tobytes() for x in got] == [x.tobytes() for x in want], (owner, scheme)
+
+
+def test_the_certificate_says_whose_the_bits_are(comm):
+    planned = {"heads": 2, "kv_heads": 2, "head_dim": 8, "comm": comm}
+    for name, bits in ((None, "of the schedule"), ("tokens", "of the tokens")):
+        with treeattn.Decoder(**planned, reproducible=name) as decoder:
+            assert decoder.certificate.bits == bits
 
 
 @pytest.mark.parametrize(

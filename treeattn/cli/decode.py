@@ -23,6 +23,7 @@ from treeattn.cli.rules import rule_options
 from treeattn.cli.scheme import for_out, given
 from treeattn.collectives.runtime.reducer import Sent
 from treeattn.decoder import Decoder
+from treeattn.decoder.reproducible import REPRODUCIBLE
 from treeattn.decoder.request import Reduction
 from treeattn.report import LEGEND, Column, Progress, Report, count, identical, microseconds
 from treeattn.shards import Layout
@@ -40,6 +41,8 @@ __all__ = ["command"]
 @click.option("--transport", help="How records travel: mpi; from GPUs nccl, peer, cuda-mpi or host.")
 @rule_options
 @options.REPEAT
+@click.option("--reproducible", type=click.Choice(REPRODUCIBLE),
+              help="Bits that depend on the set of tokens alone; --check prints their SHA-256.")  # fmt: skip
 @click.option("--check", is_flag=True, help="Compare with the float64 oracle, and q between ranks.")
 @click.option("--expect", type=FILE, help="Compare with the tensors out and lse of this file.")
 @options.output_options("Write out and lse to this safetensors file.", json="Write everything measured.")
@@ -51,6 +54,7 @@ def command(
     transport: str | None,
     rules: Rules,
     repeat: int,
+    reproducible: str | None,
     check: bool,
     expect: Path | None,
     output: Output,
@@ -72,7 +76,8 @@ def command(
     problem = Problem(world, source, layout, expect, rules)
     where, inputs = _placed(world, problem, device)
     judge = Judge(world, problem, check, where.rounds_weights(problem.shape))
-    rows = [_measure(world, problem, judge, where, inputs, scheme, transport, repeat) for scheme in named]
+    how = [Reduction(scheme, transport) for scheme in named]
+    rows = [_measure(world, problem, judge, where, inputs, one, reproducible, repeat) for one in how]
     results = [(row.pop("out"), row.pop("lse")) for row in rows]
     machine = environment.machine(world)
     if world.rank == 0:
@@ -99,13 +104,13 @@ def _measure(
     judge: Judge,
     device: Device,
     inputs: tuple[Any, ...],
-    scheme: str,
-    transport: str | None,
+    how: Reduction,
+    reproducible: str | None,
     repeat: int,
 ) -> dict[str, Any]:
     """One scheme: plan, first step, timed steps, verdicts. Collective."""
-    how = Reduction(scheme, transport)
-    with Decoder(world, **problem.planned(), scheme=how, device=device.name) as decoder:
+    scheme, planned = str(how.scheme), problem.planned() | {"reproducible": reproducible}
+    with Decoder(world, **planned, scheme=how, device=device.name) as decoder:
         step, seen = problem.step(inputs)
         first = _timed_step(world, decoder, step, seen)
         steps, say = [], Progress(world.rank == 0)
@@ -129,10 +134,12 @@ def _measure(
             "passed": passed,
             "first_step_s": first,
             "step_s": {part: statistics.median(step[part] for step in steps) for part in first},
+            "reproducible": reproducible,
             "sha256": digest,
             "out": out,
             "lse": lse,
             **_wire(world, decoder),
+            **({"determinism": "tokens"} if reproducible else {}),
         }
 
 
@@ -194,6 +201,9 @@ def _report(problem: Problem, rows: list[dict[str, Any]], machine: dict[str, Any
     if references:
         made.line(f"errors: against {references}; at most {bounds[0]:.1e} of out, {bounds[1]:.1e} of lse")
     made.line(LEGEND)
+    if references and rows[0]["reproducible"]:
+        for digest in sorted({row["sha256"] for row in rows}):
+            made.text(f"SHA-256 of out and lse, on any ranks and machine: {digest}")
     for row in rows:
         if row["why"]:
             made.line(f"{row['scheme']}: took {row['why']}")

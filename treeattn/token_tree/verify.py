@@ -20,12 +20,12 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.shape import Shape, dtype_name
 from treeattn.attention.shard import Shard
-from treeattn.backends import device as devices
 from treeattn.backends.device import Device
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder
 from treeattn.decoder.plan import folding
 from treeattn.decoder.projection import Projection
+from treeattn.decoder.reproducible import find
 from treeattn.decoder.request import Reduction
 from treeattn.errors import ArgumentError
 from treeattn.token_tree.owners import check_owner, draft_owners
@@ -54,6 +54,7 @@ def verify(
     owner: Any = "single",
     device: str | None = None,
     project: Any = None,
+    reproducible: str | None = None,
 ) -> tuple[Any, Any]:
     """Exact attention of the nodes of a token tree over a sharded context and their ancestors. Collective.
 
@@ -74,7 +75,7 @@ def verify(
     owner : str or [batch, L]
         Which rank attends to a draft: "single", "position", "round_robin" or ranks; see
         `treeattn.token_tree.owners.draft_owners`. The result is the same for each.
-    comm, scheme, scale, device
+    comm, scheme, scale, device, reproducible
         As for `treeattn.decode`. Schemes that attend while they communicate, and those that leave each rank
         a slice, are refused.
     project : [heads, head_dim, out_dim], optional
@@ -94,7 +95,7 @@ def verify(
     """
     comm = communicators.intracomm(comm)
     with Agreement(comm) as agreed:
-        where = devices.find(arrays.device_of("q", q) if device is None else device)
+        where = find(arrays.device_of("q", q) if device is None else device, reproducible, comm.size)
         shard = Shard.of(k, v, lengths).in_rows(_OVER)
         named = zip(_NAMES, (q, shard.k, shard.v, draft_k, draft_v), strict=True)
         given = [where.tensor(name, array, None if name == "q" else shard.dtype) for name, array in named]
@@ -117,6 +118,7 @@ def verify(
         device=where.name,
         owner=owner,
         project=project,
+        reproducible=reproducible,
     ) as verifier:
         return arrays.give(verifier(*step, shard_lengths=agreed.gathered), q)
 
@@ -145,13 +147,14 @@ class Verifier:
         device: str = "cpu",
         owner: Any = "single",
         project: Any = None,
+        reproducible: str | None = None,
     ) -> None:
         comm = communicators.intracomm(comm)
         with Agreement(comm) as agreed:
             agreed.must_match = {"owner": check_owner(owner)}
             folding(scheme, "drafts join the records of the context before a reduction to every rank")
             self.shape = Shape(batch, nodes, heads, kv_heads, head_dim, dtype)
-            self._device = devices.find(device)
+            self._device = find(device, reproducible, comm.size)
             self._device.check_shape(self.shape)
             projection = None if project is None else Projection(project, self.shape)
             self._drafts = _Drafts(self.shape, self._device, scale, projection)
@@ -168,6 +171,7 @@ class Verifier:
             scale=scale,
             device=device,
             project=project,
+            reproducible=reproducible,
         )
         self._merge = self._drafts.merged_into(self.decoder.records)
         self._containers = arrays.Containers(self._device.view, (self.decoder.out, self.decoder.lse))
@@ -232,9 +236,10 @@ class _Drafts:
         self, shape: Shape, device: Device, scale: float | None, projection: Projection | None
     ) -> None:
         first = projection if projection is not None and projection.narrows else None
-        width = (shape.head_dim if first is None else first.out_dim) + 2  # as the context's records have
+        width = shape.head_dim if first is None else first.out_dim  # as the context's records have
         self._shape, self._device = shape, device
-        self._records = device.memory.empty((*shape.lse_shape, width), shape.record_dtype)
+        self._operator = device.merge_operator(width, shape.record_dtype)
+        self._records = device.memory.empty((*shape.lse_shape, self._operator.width), self._operator.dtype)
         self._tables = MaskTables(Rules(), shape.batch, shape.queries)
         scale = shape.default_scale() if scale is None else float(scale)
         given = shape, self._records, scale, self._tables
@@ -243,9 +248,8 @@ class _Drafts:
 
     def merged_into(self, records: Any) -> Any:
         """A call that folds the records of drafts into those of the context."""
-        operator = self._device.merge_operator(self._records.shape[3] - 2, self._shape.record_dtype)
-        own, other = (array.reshape(-1, operator.width) for array in (records, self._records))
-        return operator.planned_merge(own, other)
+        own, other = (array.reshape(-1, self._operator.width) for array in (records, self._records))
+        return self._operator.planned_merge(own, other)
 
     def attend(self, q: Any, draft_k: Any, draft_v: Any, tree: TokenTree, mine: Any) -> bool:
         """Each node to those ancestors that are `mine`, bool [batch, L]; whether there are any at all."""

@@ -82,6 +82,8 @@ class BinsOperator:
     """How these records merge: a `collectives.runtime.operator.Operator`, associative to the bit."""
 
     dtype = np.dtype(np.int64)
+    #: Whatever the schedule.
+    bits = "of the tokens"
 
     def __init__(self, v_dim: int) -> None:
         #: Words of one record.
