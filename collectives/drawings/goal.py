@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from treeattn.collectives.drawings.steps import Step, steps
 from treeattn.collectives.schedule import Schedule
 
-__all__ = ["goal"]
-
 
 def goal(
     schedule: Schedule,

@@ -10,8 +10,6 @@ from typing import Any
 from treeattn.collectives.drawings.svg import svg
 from treeattn.collectives.schedule import Schedule
 
-__all__ = ["html"]
-
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>

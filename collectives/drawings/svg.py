@@ -15,8 +15,6 @@ from treeattn.collectives.parameters import Groups
 from treeattn.collectives.schedule import Round, Schedule, Transfer
 from treeattn.errors import RestrictionError
 
-__all__ = ["Drawing", "last_arrivals", "svg"]
-
 # Beyond these neither arrows nor labels can be told apart.
 RANK_LIMIT = 256
 MESSAGE_LIMIT = 20_000

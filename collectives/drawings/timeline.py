@@ -10,8 +10,6 @@ from treeattn.collectives.clusters.simulate import Flight, Simulation, Step
 from treeattn.collectives.drawings.svg import STYLE
 from treeattn.errors import RestrictionError
 
-__all__ = ["timeline"]
-
 RANK_LIMIT = 128
 MESSAGE_LIMIT = 5_000
 _LEFT, _TOP, _WIDTH, _LANE = 60, 74, 900, 12

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 from treeattn.collectives.clusters.simulate import Flight, Simulation
 from treeattn.collectives.traffic import Message
 
-__all__ = ["Instants", "measured", "trace"]
-
 _DOES = ("start", "wait", "merge")  # between the instants
 
 

@@ -13,8 +13,6 @@ from treeattn.collectives.libraries.collective import CollectiveReducer
 from treeattn.collectives.runtime.operator import Operator
 from treeattn.collectives.runtime.reducer import ReductionSpec, Sent
 
-__all__ = ["HeadAllToAll", "plan"]
-
 
 class HeadAllToAll(CollectiveReducer):
     """One MPI_Alltoallv: rank r of p receives everyone's partials of its heads and merges them.

@@ -12,8 +12,6 @@ from treeattn.backends import cpu
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec, duplicate
 from treeattn.errors import StateError
 
-__all__ = ["KvRing", "plan"]
-
 LARGEST_MESSAGE = 1 << 30  # bytes
 
 

@@ -14,8 +14,6 @@ from treeattn.collectives.runtime.operator import Operator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.errors import StateError
 
-__all__ = ["QueryRing", "plan"]
-
 
 class QueryRing(Reducer):
     """Slices of the query heads go around the ring and collect each shard's contribution.

@@ -10,6 +10,4 @@ import functools
 
 from treeattn.collectives.libraries.rescaled_sum import RescaledSumOverMpi
 
-__all__ = ["plan"]
-
 plan = functools.partial(RescaledSumOverMpi, "three_allreduce", calls=3)

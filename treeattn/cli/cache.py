@@ -16,8 +16,6 @@ from treeattn.errors import ArgumentError
 from treeattn.report import Column, Report
 from treeattn.shards import LAYOUTS
 
-__all__ = ["command"]
-
 
 @click.group("cache")
 def command() -> None:

@@ -8,8 +8,6 @@ from treeattn import cache_nodes
 from treeattn.cache_nodes.memory import read_bytes
 from treeattn.cli.options import read
 
-__all__ = ["command"]
-
 
 @click.command("cache-node")
 @click.option("--memory", callback=read(read_bytes), metavar="SIZE",

@@ -21,8 +21,6 @@ from treeattn.report import Column, Progress, Report, count, microseconds
 from treeattn.study import environment
 from treeattn.study.calibration import HEAD_DIM, Calibration, calibrate
 
-__all__ = ["command"]
-
 _NAME = re.compile("[a-z0-9][a-z0-9_-]*")
 
 

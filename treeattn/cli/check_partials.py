@@ -12,8 +12,6 @@ from treeattn.cli.options import FILE, Output, output_options
 from treeattn.report import Report
 from treeattn.study.partials import check_partials
 
-__all__ = ["command"]
-
 
 @click.command("check-partials")
 @click.argument("parts", metavar="FILES..", nargs=-1, required=True, type=FILE)

@@ -38,8 +38,6 @@ from treeattn.study.compare.sweep import Block, Sweep
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
-__all__ = ["command"]
-
 _Decorator = Callable[[Callable[..., int]], Callable[..., int]]
 
 

@@ -9,8 +9,6 @@ from treeattn.study.compare.answer import FEWEST, Answer, answers
 from treeattn.study.compare.results import Summary, compared_series
 from treeattn.study.compare.schema import Point
 
-__all__ = ["answer", "show"]
-
 
 def answer(
     rows: Iterable[Summary], points: Iterable[Point], version: Callable[[Point], str], baseline: str | None

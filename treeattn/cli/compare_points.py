@@ -20,8 +20,6 @@ from treeattn.study.compare.sweep import Way, keys
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
-__all__ = ["points", "transports_of"]
-
 
 def transports_of(world: MpiCommunicator, device: Device, wanted: str | None) -> tuple[str, ...]:
     """Choose the transports to compare. Collective; raises `ArgumentError` or `TransportError` on all ranks.

@@ -13,8 +13,6 @@ from treeattn.study.compare.results import Summary, compared_series
 from treeattn.study.compare.schema import NCCL_SUM, NULL, SUM, Key, Run
 from treeattn.study.statistics import Statistics
 
-__all__ = ["ENOUGH", "show"]
-
 #: Iterations that a block should have: with fewer its median moves with every one of them.
 ENOUGH = 20
 

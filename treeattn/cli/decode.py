@@ -29,8 +29,6 @@ from treeattn.report import LEGEND, Column, Progress, Report, count, identical, 
 from treeattn.shards import Layout
 from treeattn.study import environment
 
-__all__ = ["command"]
-
 
 @click.command("decode")
 @click.argument("source", metavar="INPUT.safetensors", type=FILE)

@@ -19,8 +19,6 @@ from treeattn.errors import TreeattnError
 from treeattn.report import Column, Report
 from treeattn.study import environment
 
-__all__ = ["command"]
-
 
 @click.command("doctor")
 @output_options(wide=False, json="Write the findings here.")

@@ -22,8 +22,6 @@ from treeattn.cli import probe
 from treeattn.cli.probe import Finding
 from treeattn.errors import TreeattnError
 
-__all__ = ["findings"]
-
 _CUPY = re.compile(r"cupy(-cuda\d+x|-rocm.*)?")
 
 # Each rank sends device memory to the other and looks at what arrived.

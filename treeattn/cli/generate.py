@@ -41,8 +41,6 @@ from treeattn.report import Progress, Report
 from treeattn.shards import Layout
 from treeattn.study import environment
 
-__all__ = ["command"]
-
 _RINGS = ("kv_ring", "query_ring")
 
 _sampling_options = options.grouped(

@@ -24,8 +24,6 @@ from treeattn.report import Column, Report, count
 from treeattn.study.decode_step import Shape, attention_time, kv_ring_time, reduction_time
 from treeattn.topology import described
 
-__all__ = ["command"]
-
 _SCHEMES = "binary_tree,recursive_doubling,hierarchical,ring"
 
 

@@ -22,12 +22,6 @@ if TYPE_CHECKING:
 
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
-__all__ = [
-    "CLUSTER", "COUNT", "DEVICE", "FILE", "RANKS", "REPEAT", "RESULT", "SEED", "SIZE", "Output", "Sizes",
-    "choices", "durations", "grouped", "layout_option", "number", "numbers", "output_options", "read",
-    "size_options", "whole_numbers", "world",
-]  # fmt: skip
-
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
 

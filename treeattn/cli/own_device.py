@@ -13,8 +13,6 @@ from treeattn.backends.device import Device
 from treeattn.decoder import gpu_reducers
 from treeattn.errors import ArgumentError
 
-__all__ = ["own_device"]
-
 
 def own_device(world: Any, name: str) -> tuple[Device, str | None]:
     """The device of this rank, and what to say where ranks share one. Ranks of a node take its GPUs in turn.

@@ -9,8 +9,6 @@ import numpy as np
 from treeattn.attention.pages import CheckedTable, rows_of
 from treeattn.shards import Layout
 
-__all__ = ["PagedShard"]
-
 
 class PagedShard:
     """Of a block table [batch, pages of a sequence] a rank's part: a layout deals out places of pages.

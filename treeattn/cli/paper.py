@@ -17,8 +17,6 @@ from treeattn.study import environment
 from treeattn.study.compare.clock import Clock
 from treeattn.study.paper import EXPERIMENTS, NOTHING_TO_SIMULATE, Table, shown
 
-__all__ = ["command"]
-
 
 @click.command("paper")
 @click.argument("experiments", nargs=-1, metavar="[EXPERIMENT]...")

@@ -17,8 +17,6 @@ from treeattn.report import Progress, Report
 from treeattn.study import plot
 from treeattn.study.figures import draw
 
-__all__ = ["command"]
-
 
 def _inches(text: str) -> float:
     """3.3in, 84mm or 8.4cm. Raises `ArgumentError`."""

@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["AS_ROOT", "Finding", "in_two_ranks", "launcher"]
-
 #: Without these Open MPI's launcher refuses root.
 AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 

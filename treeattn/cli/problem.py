@@ -21,8 +21,6 @@ from treeattn.errors import ArgumentError
 from treeattn.report import Progress
 from treeattn.shards import Layout
 
-__all__ = ["Judge", "Problem", "heads_of", "largest_difference", "seen_by_all"]
-
 
 class Problem:
     """The input: q whole, k and v as this rank's shard. Raises the same `ArgumentError` on every rank."""

@@ -16,8 +16,6 @@ from treeattn.report import Column, Progress, Report, microseconds
 from treeattn.study.published.held import Predicted, held_out, ratio_error, score, winners
 from treeattn.study.published.measurements import SHIPPED, Files, read
 
-__all__ = ["command"]
-
 
 def _files(name: str, about: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return click.option(f"--{name}", multiple=True, type=FILE, metavar="FILE", help=about)

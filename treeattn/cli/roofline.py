@@ -15,8 +15,6 @@ from treeattn.study import environment
 from treeattn.study.roofline import cpu as roofline
 from treeattn.study.roofline import cuda as roofline_cuda
 
-__all__ = ["command"]
-
 _CASE: list[Column[dict[str, Any]]] = [Column("dtype"), Column("query heads\nper KV head", "group")]
 _CPU = [
     *_CASE,

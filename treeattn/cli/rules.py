@@ -12,8 +12,6 @@ from treeattn.attention.mask import Rules
 from treeattn.cli.options import grouped, read
 from treeattn.errors import ArgumentError
 
-__all__ = ["oracle", "rule_options"]
-
 
 def _window(text: str) -> tuple[int | None, int | None]:
     """Read ``LEFT,RIGHT``; a side that is empty is unbounded. Raises `ArgumentError`."""

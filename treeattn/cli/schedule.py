@@ -18,8 +18,6 @@ from treeattn.errors import ArgumentError
 from treeattn.files import output_writer
 from treeattn.report import Report
 
-__all__ = ["command"]
-
 _DRAWINGS = {"text": draw.text, "svg": draw.svg, "html": draw.html}
 _EXPORTS = ("goal", "chakra")
 

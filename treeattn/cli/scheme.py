@@ -23,8 +23,6 @@ from treeattn.errors import ArgumentError, ScheduleError
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
-__all__ = ["build", "for_out", "from_file", "given", "is_file", "named_equal"]
-
 _NAME_LIMIT = 100  # it stands in tables
 
 

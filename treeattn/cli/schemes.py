@@ -9,8 +9,6 @@ from treeattn.collectives.catalog import Scheme
 from treeattn.decoder.plan import CATALOG
 from treeattn.report import LEGEND, Column, Report, identical
 
-__all__ = ["command"]
-
 
 @click.command("schemes")
 @output_options(json="Write the catalogue here.")

@@ -27,8 +27,6 @@ from treeattn.report import Column, Report, count, microseconds
 from treeattn.study.decode_step import DecodeStep, Shape, decode_step
 from treeattn.topology import described, unnamed
 
-__all__ = ["command", "placed"]
-
 _DRAWINGS = {"svg": timeline, "trace": trace}
 _SCHEMES = "recursive_doubling,k_nomial_tree,reduce_scatter_gather,hierarchical,split_rail"
 

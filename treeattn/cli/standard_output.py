@@ -8,8 +8,6 @@ import os
 import sys
 from typing import TextIO
 
-__all__ = ["StandardOutput"]
-
 
 class StandardOutput(io.TextIOBase):
     """Text on its way to `screen`; the first error is kept for the end. Without a screen nothing is shown.

@@ -14,8 +14,6 @@ from treeattn.errors import ArgumentError
 from treeattn.llama.config import Config
 from treeattn.llama.tokenizer import Tokenizer
 
-__all__ = ["Source", "Stream", "source_options"]
-
 
 class Source(NamedTuple):
     """The one option of these that says what the prompt is, and how many of its first tokens count."""

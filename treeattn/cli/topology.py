@@ -12,8 +12,6 @@ from treeattn.hardware import LEGEND
 from treeattn.report import Report
 from treeattn.topology import detect
 
-__all__ = ["command"]
-
 
 @click.command("topology")
 @output_options(wide=False, json="Write what was found.")

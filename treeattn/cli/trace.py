@@ -10,8 +10,6 @@ from treeattn.decoder import plan as routes
 from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError
 
-__all__ = ["command"]
-
 
 @click.command("trace")
 @click.argument("scheme")

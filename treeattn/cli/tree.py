@@ -13,8 +13,6 @@ from treeattn.errors import ArgumentError
 from treeattn.report import Report
 from treeattn.token_tree import TokenTree
 
-__all__ = ["command"]
-
 
 @click.command("tree")
 @click.argument("source", metavar="FILE", type=click.Path(path_type=Path))

@@ -19,8 +19,6 @@ from treeattn.errors import ArgumentError
 from treeattn.report import Column, Progress, Report, count, microseconds
 from treeattn.topology import described, unnamed
 
-__all__ = ["command"]
-
 _STARTS = 4  # of the front, from which changes are tried
 
 

@@ -23,8 +23,6 @@ from treeattn.study import environment
 from treeattn.token_tree import TokenTree, Verifier, accept_greedy
 from treeattn.token_tree.owners import OWNERS, draft_owners
 
-__all__ = ["command"]
-
 
 @click.command("verify")
 @click.argument("source", metavar="FILE.safetensors", type=FILE)

@@ -12,8 +12,6 @@ from treeattn.cli.rules import rule_options
 from treeattn.errors import ArgumentError
 from treeattn.shards import Layout
 
-__all__ = ["command"]
-
 _MOST = 512  # tokens: beyond, a character or a cell of a drawing cannot be told apart
 
 

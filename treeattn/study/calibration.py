@@ -34,8 +34,6 @@ from treeattn.study.statistics import describe
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
-__all__ = ["Calibration", "calibrate"]
-
 HEAD_DIM = 128
 _BLOCKS, _WARMUP, _FEWEST, _MOST = 4, 3, 4, 100
 _HEADS, _TOKENS = 8, 8192  # 32 MiB of keys and values, more than a core's caches

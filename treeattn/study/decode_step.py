@@ -18,8 +18,6 @@ from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError
 
-__all__ = ["DecodeStep", "Shape", "attention_time", "decode_step", "kv_ring_time", "reduction_time"]
-
 
 class Shape(NamedTuple):
     """Of the step: tokens over all ranks. bytes: of an element of the cache."""

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
     from treeattn.study.compare.clock import Clock
 
-__all__ = ["cpu_name", "free_memory", "job", "machine", "node_load", "placement", "software", "warning"]
-
 # Variables that change what is measured; others may hold secrets and are nobody's business.
 _PREFIXES = (
     "TREEATTN_", "MPICH_", "MPIR_", "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "I_MPI_", "UCX_", "FI_", "OMP_",

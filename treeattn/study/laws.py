@@ -16,16 +16,6 @@ from fractions import Fraction
 
 from treeattn.errors import ArgumentError
 
-__all__ = [
-    "allreduce_volume",
-    "reduction_steps",
-    "ring_peak_memory",
-    "ring_volume",
-    "shard_elements",
-    "tree_peak_memory",
-    "tree_volume",
-]
-
 
 def shard_elements(batch: int, tokens: int, kv_heads: int, head_dim: int) -> int:
     """Elements of one rank's keys and values, 2 b t d: equation 11."""

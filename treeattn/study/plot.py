@@ -16,8 +16,6 @@ from treeattn.study.figures.cases import RANKS, SKEW, Axis, Case, Study, cases, 
 from treeattn.study.figures.chart import Chart
 from treeattn.study.figures.roofline import is_roofline, roofline
 
-__all__ = ["FIGURES", "Figure", "choose_baseline", "read"]
-
 
 class Figure(NamedTuple):
     """made: what a case gives, perhaps nothing. needs: what the results lack then. axis: of the cases, where

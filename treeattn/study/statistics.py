@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Statistics", "describe"]
-
 FEWEST_BLOCKS = 6  # whose smallest and largest of a value enclose its median with 95 percent confidence
 _ROUNDING = 1e-9  # of sums of weights, far below the weight of one iteration
 

@@ -25,8 +25,6 @@ from treeattn.study.compare.loop import Loop
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
-__all__ = ["measure"]
-
 _WARMUP = 5
 
 

@@ -20,8 +20,6 @@ import numpy as np
 
 from treeattn.study.compare.schema import NULL, SUM, Key, Point
 
-__all__ = ["FEWEST", "Answer", "answers"]
-
 #: Repetitions below which no verdict at 95 percent confidence can come out.
 FEWEST = 6
 _MOST = 500  # of more blocks every second, third and so on is taken

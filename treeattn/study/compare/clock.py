@@ -21,8 +21,6 @@ from treeattn.collectives.runtime import process
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
-__all__ = ["Clock", "Offset", "on_common_clock"]
-
 ROUND_TRIPS = 30
 
 

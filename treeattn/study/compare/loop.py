@@ -22,8 +22,6 @@ from treeattn.study.compare.clock import Clock, Offset, on_common_clock
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
-__all__ = ["Loop", "Times"]
-
 # Nanoseconds. Above the most it is no longer the agreement that takes time, but others on the machine; across
 # slow links it takes longer, and the most is twice what it was seen to take.
 _LEAST_LEAD, _MOST_LEAD = 20_000, 2_000_000

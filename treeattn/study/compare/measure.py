@@ -25,8 +25,6 @@ from treeattn.study.compare.schema import NULL, SUM, Key
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
-__all__ = ["Bench", "Effort"]
-
 WARMUP = {"reduce": 5, "decode": 1}
 FEWEST = 3
 JUDGEMENT = ("same_bits", "digest", "error_out", "error_lse", "bound_out", "bound_lse")

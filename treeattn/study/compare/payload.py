@@ -13,8 +13,6 @@ from treeattn.collectives.traffic import messages
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
-__all__ = ["handed_over", "scheduled"]
-
 Tiers = dict[str, list[Any]]
 
 

@@ -23,8 +23,6 @@ from treeattn.study.decode_step import Shape, decode_step
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
-__all__ = ["Predictions", "predicted", "predictions"]
-
 _WIRES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 

@@ -26,8 +26,6 @@ from treeattn.study.compare.steps import shape_of
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
-__all__ = ["PERIOD", "Problem", "check_room", "decode_problem", "reduce_problem"]
-
 #: Tokens of a shard that differ from each other.
 PERIOD = 2048
 

@@ -26,11 +26,6 @@ from treeattn.report import as_json
 from treeattn.study.compare.schema import NULL, SUM, Failure, Key, Line, Point, Run
 from treeattn.study.statistics import Statistics, describe
 
-__all__ = [
-    "Results", "Summary", "Writer", "compared_series", "content", "mixed_versions", "read", "run_id",
-    "summarise", "version",
-]  # fmt: skip
-
 _LINE = msgspec.json.Decoder(Run | Point | Failure)
 _NOT_A_LINE = (msgspec.DecodeError, ValueError, RecursionError)
 _BEGINNING = b'{"kind":"'

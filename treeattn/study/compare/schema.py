@@ -14,8 +14,6 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, structs
 
-__all__ = ["FORMAT", "NCCL_SUM", "NULL", "SUM", "Failure", "Key", "Line", "Point", "Rank", "Run", "Software"]
-
 #: Of the lines; a reader leaves lines of another format alone and names them.
 FORMAT = 1
 

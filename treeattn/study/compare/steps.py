@@ -25,8 +25,6 @@ from treeattn.study.compare.schema import NULL, SUM, Key
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
-__all__ = ["plan", "plan_null_merge", "reduces", "shape_of"]
-
 
 def shape_of(key: Key) -> Shape:
     """The shape of a key's q, k and v. Raises `ArgumentError`."""

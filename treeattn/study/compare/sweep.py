@@ -25,8 +25,6 @@ from treeattn.study.compare.steps import reduces
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
-__all__ = ["Block", "Sweep", "Way", "keys"]
-
 
 class Way(NamedTuple):
     """Fields of a `Key`: where its ranks compute, how records travel, who runs the rounds."""

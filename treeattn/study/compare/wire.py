@@ -16,8 +16,6 @@ import numpy as np
 
 from treeattn.backends.cpu import MergeOperator
 
-__all__ = ["Bfloat16Operator", "narrow", "widen"]
-
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 

@@ -12,8 +12,6 @@ from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec, duplica
 from treeattn.decoder import gpu_reducers
 from treeattn.study.compare.schema import NULL, SUM, Key
 
-__all__ = ["OneCall", "library_sum", "nothing"]
-
 
 class OneCall(Reducer):
     """A reduction that is `call`; `end` releases what it uses."""

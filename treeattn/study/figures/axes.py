@@ -9,8 +9,6 @@ from typing import Any
 from treeattn.study.figures.chart import Point
 from treeattn.study.figures.style import INK, PAPER
 
-__all__ = ["brief", "draw_mark", "place_ticks", "plain", "value_axis", "wrapped"]
-
 _FEWEST = 3  # ticks that a scale is read by
 _CLOSE = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
 

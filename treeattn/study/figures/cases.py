@@ -14,8 +14,6 @@ from treeattn.study.compare.results import Results, Summary, compared_series
 from treeattn.study.compare.schema import Key, Point, Run
 from treeattn.study.figures.style import in_order
 
-__all__ = ["KINDS", "PAYLOAD", "RANKS", "SKEW", "TOKENS", "Axis", "Case", "Study", "cases", "left_out"]
-
 _WIRE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 

@@ -7,8 +7,6 @@ from typing import Literal, NamedTuple
 
 from treeattn.study.statistics import Statistics
 
-__all__ = ["Chart", "Curve", "Curves", "Lines", "Panel", "Point", "Rows", "Series", "interval"]
-
 
 class Point(NamedTuple):
     """One mark. x: the place on a `Lines` axis, the row of `Rows`. low, high: interval, None without one."""

@@ -7,8 +7,6 @@ from typing import Any
 from treeattn.study.figures.chart import Curve, Curves
 from treeattn.study.figures.style import COLOURS, INK
 
-__all__ = ["draw", "height"]
-
 
 def height(chart: Curves, share: float) -> float:
     """Inches of the picture without title and notes, on so large a share of a page's width."""

@@ -18,8 +18,6 @@ from treeattn.study.figures.style import DARK, INK, PAPER
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["FORMATS", "WIDTH", "draw", "problem", "render"]
-
 #: Formats of files.
 FORMATS = ("png", "svg", "pdf")
 

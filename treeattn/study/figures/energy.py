@@ -14,8 +14,6 @@ from treeattn.study.figures.chart import Curve, Curves, Point
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.communicator import Given
 
-__all__ = ["along"]
-
 
 def along(
     dimension: int,

@@ -9,8 +9,6 @@ from treeattn.study.figures import axes as marks
 from treeattn.study.figures.chart import Lines
 from treeattn.study.figures.style import INK, style
 
-__all__ = ["draw", "height"]
-
 
 def _columns(chart: Lines, share: float) -> int:
     return min(max(1, round(4 * share)), len(chart.series))

@@ -10,8 +10,6 @@ from treeattn.study.figures.cases import Case
 from treeattn.study.figures.chart import Chart, Panel, Point, Series
 from treeattn.study.figures.times import lines, rows
 
-__all__ = ["memory", "traffic"]
-
 _ALLOCATIONS = (
     "Allocations of Python and NumPy on the worst rank, without the MPI library's own and without the "
     "caller's cache. Held: left allocated by planning and a first step. Step peak: added by a further step."

@@ -9,8 +9,6 @@ import msgspec
 from treeattn.study.figures.cases import Study
 from treeattn.study.figures.chart import Chart, Panel, Point, Rows, Series
 
-__all__ = ["is_roofline", "roofline"]
-
 
 class _Kind(NamedTuple):
     """rate: the limit's name in the file. percents: legend -> field of a row. order: fields that tell rows

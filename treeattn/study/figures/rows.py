@@ -10,8 +10,6 @@ from treeattn.study.figures import axes as marks
 from treeattn.study.figures.chart import Panel, Rows
 from treeattn.study.figures.style import INK, MARKERS, style
 
-__all__ = ["draw", "height"]
-
 _NARROW = 0.6  # of a page's width; panels stand below each other there
 
 

@@ -15,8 +15,6 @@ from typing import NamedTuple
 from treeattn.decoder.plan import CATALOG
 from treeattn.study.compare.schema import NCCL_SUM, NULL, SUM
 
-__all__ = ["COLOURS", "DARK", "INK", "MARKERS", "OWN_MARKERS", "PAPER", "Style", "in_order", "style"]
-
 #: Of text and lines, and of what is below them. DARK: (ink, paper) where the reader's screen is dark.
 INK, PAPER = "#1b1f24", "#ffffff"
 DARK = ("#e8eaed", "#14171c")

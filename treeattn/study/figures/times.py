@@ -15,8 +15,6 @@ from treeattn.study.figures.chart import Chart, Lines, Panel, Point, Rows, Serie
 from treeattn.study.figures.style import in_order
 from treeattn.study.statistics import describe
 
-__all__ = ["cold", "lines", "predicted", "relative", "rows", "scaling", "skew", "speedup", "time"]
-
 _LINE = (
     "Line through it: interval of that median at 95 % confidence; hollow marks have none (fewer than 6 "
     "blocks)."

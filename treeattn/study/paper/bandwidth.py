@@ -17,8 +17,6 @@ from treeattn.study.paper.machines import BETWEEN, WITHIN
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
-__all__ = ["EXPERIMENT", "measure", "model", "pairs", "ping_pong"]
-
 WARM_UP = 3
 
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["IN_THE_FIGURE", "NOTHING_TO_SIMULATE", "Cell", "Experiment", "Table", "shown"]
-
 #: What stands where a prediction of a simulated cluster would, of bytes that are held and not sent.
 NOTHING_TO_SIMULATE = "nothing to simulate: memory is counted"
 

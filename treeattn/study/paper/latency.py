@@ -13,8 +13,6 @@ from treeattn.study.paper import machines, measured, simulated
 from treeattn.study.paper.experiment import IN_THE_FIGURE, Cell, Experiment, Table
 from treeattn.study.paper.measured import Points
 
-__all__ = ["EXPERIMENT", "Predicted", "constant_for", "keys", "model", "predict"]
-
 BYTES = 2  # of an element of a bfloat16 cache
 SHAPE = {"heads": 16, "head_dim": 128}
 EFFORT = Effort(repetitions=5, iterations=20, seconds=0.2)

@@ -27,8 +27,6 @@ from treeattn.study.paper.experiment import Cell, Experiment, Table
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
-__all__ = ["EXPERIMENT", "PUBLISHED", "Series", "implied", "measure", "model"]
-
 DECODED = 9  # of ten tokens the first comes from the prefill
 BYTES = 2
 

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from treeattn.errors import ArgumentError
 
-__all__ = ["BETWEEN", "WITHIN", "Link", "allreduce_hops", "nodes", "small_allreduce"]
-
 
 class Link(NamedTuple):
     """One direction between two GPUs. hop: microseconds of a small message. reached: GB/s in copies."""

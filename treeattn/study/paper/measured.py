@@ -15,8 +15,6 @@ from treeattn.study.paper.experiment import Table
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
-__all__ = ["COUNTED", "Points", "cold", "decode_key", "median", "run", "sweep"]
-
 #: Where nothing depends on time.
 COUNTED = Effort(repetitions=1, iterations=3, seconds=0.01)
 

@@ -12,8 +12,6 @@ from treeattn.study.paper import measured
 from treeattn.study.paper.experiment import Cell, Experiment, Table
 from treeattn.study.paper.measured import Points
 
-__all__ = ["EXPERIMENT", "buffers", "keys", "law", "model"]
-
 CACHE, RECORD = 2, 4  # bytes of an element: bfloat16 keys, values and query; float32 records and results
 MB = 1e6
 RING, TREE = "kv_ring", "binary_tree"

@@ -21,8 +21,6 @@ from treeattn.study.paper.experiment import IN_THE_FIGURE, Cell, Table
 if TYPE_CHECKING:
     from treeattn.study.paper.llama import Series
 
-__all__ = ["MACHINES", "bandwidth", "latency", "llama", "steps", "volume"]
-
 MACHINE = "dgx-h100"
 #: The paper's name of a machine -> its description.
 MACHINES = {"8 H100": MACHINE, "4 MI300X": "mi300x", "2 RTX 4090": "dual-4090"}

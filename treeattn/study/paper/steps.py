@@ -12,8 +12,6 @@ from treeattn.study.paper import machines, measured, simulated
 from treeattn.study.paper.experiment import Cell, Experiment, Table
 from treeattn.study.paper.measured import Points
 
-__all__ = ["EXPERIMENT", "certified", "keys", "model"]
-
 EFFORT = Effort(repetitions=3, iterations=50, seconds=0.1)
 SCHEMES = ("k_nomial_tree", "recursive_doubling", "binary_tree", "hierarchical", "chain")
 

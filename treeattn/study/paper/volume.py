@@ -10,8 +10,6 @@ from treeattn.study.paper import machines, measured, simulated
 from treeattn.study.paper.experiment import Cell, Experiment, Table
 from treeattn.study.paper.measured import Points
 
-__all__ = ["EXPERIMENT", "SCHEMES", "keys", "law", "model"]
-
 CACHE, RECORD = 2, 4  # bytes of an element of the cache and of a record
 
 #: Scheme -> the equation that it is held against.

@@ -13,8 +13,6 @@ import numpy as np
 from treeattn.study.partials.dump import LOG, Finding, Part, largest, tolerance
 from treeattn.study.partials.whole import merged
 
-__all__ = ["alike", "merged_unlike", "unlike", "unwell"]
-
 _HARMLESS = 1e-6  # a weight that no result shows
 
 

@@ -11,20 +11,6 @@ import numpy as np
 
 from treeattn.errors import ArgumentError
 
-__all__ = [
-    "LOG",
-    "OTHER",
-    "Array",
-    "Finding",
-    "Part",
-    "base_name",
-    "check_type",
-    "largest",
-    "paired",
-    "read_part",
-    "tolerance",
-]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 #: Natural logarithm of a base, and which one it is mistaken for.

@@ -12,8 +12,6 @@ from treeattn import reference
 from treeattn.errors import ArgumentError
 from treeattn.study.partials.dump import LOG, OTHER, Finding, Part, read_part, tolerance
 
-__all__ = ["keys_held_twice", "recomputed"]
-
 
 def recomputed(
     given: list[dict[str, Any]], parts: list[Part], base: str, scale: float | None

@@ -20,8 +20,6 @@ from treeattn.study.partials.dump import (
     tolerance,
 )
 
-__all__ = ["explained", "merged"]
-
 
 class Whole(NamedTuple):
     """A merged result: out [heads, head_dim], natural lse [heads] or None where nothing is said of it."""

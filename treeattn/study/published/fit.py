@@ -16,8 +16,6 @@ import numpy as np
 from treeattn.study.published.measurements import Measurement
 from treeattn.study.published.prices import Prices
 
-__all__ = ["Fit"]
-
 _ITERATIONS = 12
 _LONGEST = 1.5  # of a step, in logarithms
 

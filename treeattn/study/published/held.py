@@ -20,8 +20,6 @@ from treeattn.study.published.fit import Fit
 from treeattn.study.published.measurements import Measurement
 from treeattn.study.published.two_parameters import two_parameters
 
-__all__ = ["Predicted", "Score", "given", "held_out", "ratio_error", "score", "winners"]
-
 SMALL, LARGE, OF_RING = 256, 128 << 10, 2048
 
 

@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 
 from treeattn.errors import ArgumentError
 
-__all__ = ["SHIPPED", "Files", "Measurement", "Run", "read"]
-
 LEAST, MOST = 256, 1 << 20
 ELEMENT = 4  # bytes: PICO sums int32
 

@@ -20,8 +20,6 @@ import numpy as np
 from treeattn.study.published.measurements import Measurement, Run
 from treeattn.study.published.rounds import STEPS, sums
 
-__all__ = ["Prices", "resemblance"]
-
 
 class Prior(NamedTuple):
     """Of one price: where it is thought to lie, how far machines differ, how far all of them may be off.

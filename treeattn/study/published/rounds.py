@@ -13,8 +13,6 @@ from treeattn.collectives import build
 from treeattn.study.published.measurements import Measurement, Run
 from treeattn.study.published.torus import hops_and_load
 
-__all__ = ["STEPS", "Sums", "sums"]
-
 #: Bytes from which a message takes another way: out of inline, out of short eager, into rendezvous.
 STEPS = (192 + 1, 2048, 16384)
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["hops_and_load"]
-
 
 def hops_and_load(shape: Sequence[int], pairs: Sequence[tuple[int, int]]) -> tuple[float, float]:
     """(log2 of the hops, mean over the messages; log2 of the messages on the busiest link); 0 and 0 without a

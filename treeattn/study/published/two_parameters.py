@@ -10,8 +10,6 @@ import numpy as np
 from treeattn.study.published.measurements import Measurement
 from treeattn.study.published.rounds import sums
 
-__all__ = ["two_parameters"]
-
 
 def two_parameters(
     known: Sequence[Measurement], told: Sequence[Measurement], asked: Sequence[Measurement]

@@ -23,8 +23,6 @@ from treeattn.errors import ArgumentError, BackendError
 from treeattn.study import environment
 from treeattn.study.roofline.reading import Reader, fastest_reader, seconds
 
-__all__ = ["DTYPES", "measure"]
-
 #: Types of the cache, by name.
 DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 

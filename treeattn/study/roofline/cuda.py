@@ -26,17 +26,6 @@ from treeattn.collectives.runtime.cuda_graph import CudaGraph
 from treeattn.errors import ArgumentError
 from treeattn.study.roofline.cpu import DTYPES
 
-__all__ = [
-    "HEAD_DIM",
-    "Stopwatch",
-    "captured",
-    "cold_caches",
-    "copy_lap",
-    "measure",
-    "median_laps",
-    "upload_random",
-]
-
 HEAD_DIM = 128
 
 _BLOCK = 1024  # tokens of random numbers, repeated along a cache

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 from treeattn.backends.cpu import compile
 from treeattn.errors import BackendError
 
-__all__ = ["Reader", "fastest_reader", "readers", "seconds"]
-
 
 class Reader(NamedTuple):
     """A way to read: read_memory of kernels/cpu/roofline.c, as compiled for an instruction set.
