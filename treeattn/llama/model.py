@@ -51,7 +51,7 @@ class RMSNorm:
         self._namespace, self.weight, self._eps = device.namespace, weight, np.float32(eps)
 
     def __call__(self, x: Array) -> Array:
-        mean = self._namespace.mean(x * x, axis=-1, keepdims=True)
+        mean = (x * x).sum(axis=-1, keepdims=True) / np.float32(x.shape[-1])
         normed: Array = self.weight * (x / self._namespace.sqrt(mean + self._eps))
         return normed
 
@@ -107,13 +107,15 @@ class Attention:
         maps = [f"{prefix}self_attn.{name}_proj" for name in "qkv"]
         self._qkv = loader.stacked(*maps, gather_output=True)
         self._o = loader.linear(f"{prefix}self_attn.o_proj")
-        self._config, self._layer, self._namespace = config, layer, loader.device.namespace
+        self._config, self._layer = config, layer
 
     def __call__(self, x: Array, run: _Pass) -> None:
         heads, kv_heads = self._config.heads, self._config.kv_heads
         self._project(x, run)
-        q, k, v = self._namespace.split(run.qkv, [heads, heads + kv_heads], axis=1)
-        attended = run.attend(self._layer, q, k, v)[..., : self._config.head_dim]
+        q, kv = run.qkv[:, :heads], run.qkv[:, heads:]
+        attended = run.attend(self._layer, q, kv[:, :kv_heads], kv[:, kv_heads:])[
+            ..., : self._config.head_dim
+        ]
         o, width = run.placed(self._o), attended.shape[1] * attended.shape[2]
         for rows in parts(len(x), _BLOCK):
             x[rows] += o(attended[rows].reshape(len(x[rows]), width))

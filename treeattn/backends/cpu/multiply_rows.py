@@ -45,6 +45,7 @@ class PlannedProduct:
         compiled, type_ = compile.loaded()[0], _TYPES.get(matrices[0].dtype)
         fits = all(one.flags.c_contiguous and one.dtype == matrices[0].dtype for one in matrices)
         self._call = compiled.multiply_rows if compiled is not None and fits and type_ is not None else None
+        self._reserve(1)
         if self._call is not None:
             rows = [_Matrix(address(matrix), None, len(matrix)) for matrix in matrices]
             self._structs = (_Matrix * len(rows))(*rows)
@@ -58,11 +59,17 @@ class PlannedProduct:
             return self._by_library(vectors)
         vectors = np.ascontiguousarray(vectors, np.float32)
         out = np.empty((count, self._rows), np.float32)
-        work = np.empty((count + 1) * (self._columns + _SPARE), np.float32)
-        ends = ctypes.c_void_p(address(work)), ctypes.c_void_p(address(out))
+        if len(self._work) <= count:
+            self._reserve(count)
+        ends = self._work_address, ctypes.c_void_p(address(out))
         given = ctypes.c_void_p(address(vectors)), ctypes.c_int64(count)
         self._call(*self._planned, *given, *ends, self._threads)
         return out
+
+    def _reserve(self, count: int) -> None:
+        """Room for so many vectors and for the way to the next line."""
+        self._work = np.empty((count + 1, self._columns + _SPARE), np.float32)
+        self._work_address = ctypes.c_void_p(address(self._work))
 
     def _by_library(self, vectors: Array) -> Array:
         """By NumPy, some rows at a time where they have to be widened for it."""
