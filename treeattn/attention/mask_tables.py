@@ -17,6 +17,9 @@ from treeattn.errors import ArgumentError
 
 __all__ = ["MaskTables", "words_of"]
 
+#: Sequences, with one query each, up to which tables are filled one by one.
+_FEW = 8
+
 
 class MaskTables:
     """The tables of a step, for one shard. They keep their places, so that a kernel can be planned on them.
@@ -38,7 +41,7 @@ class MaskTables:
         self.mask = np.zeros((batch, queries, 0), np.uint32)
         self.draft_positions = np.zeros((batch, 0), np.int64)
         self.version = 0
-        self._one = batch == queries == 1
+        self._few = queries == 1 and batch <= _FEW
         # The same memory, into which an integer goes in a third of the time.
         self._cells, self._stand, self._begins = (
             table.reshape(-1).data for table in (self.intervals, self.q_positions, self.draft_begins)
@@ -69,7 +72,7 @@ class MaskTables:
             self.intervals[..., :3] = 0
             self.intervals[..., 3] = valid if isinstance(valid, int) else valid[:, None]
             return
-        most = valid if isinstance(valid, int) else int(valid.max())
+        most = valid if isinstance(valid, int) else max(valid.tolist())
         if len(runs) < most:
             raise ArgumentError(f"positions of {len(runs)} tokens are known, but the shard has {most}")
         if runs is not self.runs:
@@ -77,17 +80,23 @@ class MaskTables:
         if q_positions is None and self.rules.positional:
             raise ArgumentError(f"{', '.join(self.rules.names)} ask where queries stand: pass q_positions=")
         first: Any = 0 if begins is None else self._first_positions(begins)
-        if self._one and isinstance(valid, int):
-            position = self._position(q_positions)
-            cells = self._cells
-            first = int(first if begins is None else first[0])
-            cells[0], cells[1], cells[2], cells[3] = self.rules.intervals(runs, valid, position, first)
-            self._stand[0] = position
+        if self._few:
+            self._one_by_one(runs, valid, self._stands(q_positions), first)
             return
         self.q_positions[...] = self._positions(q_positions)
         counts = valid if isinstance(valid, int) else valid[:, None]
         first = first if begins is None else first[:, None]
         self.intervals[...] = self.rules.all_intervals(runs, counts, self.q_positions, first)
+
+    def _one_by_one(self, runs: Runs, valid: Any, stands: list[int], first: Any) -> None:
+        """The tables of a few sequences with one query each: arrays of NumPy would take longer."""
+        rows, cells = len(stands), self._cells
+        counts = [valid] * rows if isinstance(valid, int) else valid.tolist()
+        begins = [0] * rows if isinstance(first, int) else first.tolist()
+        for row, given in enumerate(zip(counts, stands, begins, strict=True)):
+            at = 4 * row
+            cells[at], cells[at + 1], cells[at + 2], cells[at + 3] = self.rules.intervals(runs, *given)
+            self._stand[row] = stands[row]
 
     def validate(
         self,
@@ -117,6 +126,12 @@ class MaskTables:
                 self._begins[row] = tokens - self.drafts
             return tokens - self.drafts
         lengths = np.asarray(lengths)
+        if self._few and lengths.shape == self.draft_begins.shape and lengths.dtype.kind in "iu":
+            counts = [count - self.drafts for count in lengths.tolist()]
+            if 0 <= min(counts) <= max(counts) <= tokens - self.drafts:
+                for row, count in enumerate(counts):
+                    self._begins[row] = count
+                return self.draft_begins
         if lengths.shape != self.draft_begins.shape or lengths.dtype.kind not in "iu":
             raise ArgumentError(
                 f"lengths must be whole numbers of shape {list(self.draft_begins.shape)} (one per sequence), "
@@ -188,20 +203,18 @@ class MaskTables:
             )
         return drafts
 
-    def _position(self, given: Any) -> int:
-        """The one position of a step with one query."""
+    def _stands(self, given: Any) -> list[int]:
+        """The position of each sequence's one query."""
+        rows = len(self._begins)
         if given is None:
-            return 0
-        if (
-            type(given) is np.ndarray
-            and given.size == 1
-            and given.dtype.kind in "iu"
-            and given.ndim in (1, 2)
-        ):
-            position: int = given.item()
-            if 0 <= position < MAX_POSITION:
-                return position
-        return int(self._positions(given)[0, 0])
+            return [0] * rows
+        array = type(given) is np.ndarray and given.dtype.kind in "iu"
+        if array and given.shape in ((1,), (rows, 1)):
+            stands: list[int] = given.reshape(-1).tolist() * (rows if given.ndim == 1 else 1)
+            if 0 <= min(stands) <= max(stands) < MAX_POSITION:
+                return stands
+        wanted: list[int] = self._positions(given)[:, 0].tolist()
+        return wanted
 
     def _positions(self, given: Any) -> Any:
         """q_positions as int64 [batch, queries]."""
