@@ -58,3 +58,19 @@ def test_a_stopped_rank_ends_the_wait_and_is_named(executor, where, waits):
     (line,) = [line for line in waiting.stderr.splitlines() if line.startswith("treeattn:")]
     assert line.startswith(f"treeattn: rank 0: {waits}"), line
     assert f": rank 1 is stopped (process {stopped.pid}); if steps take so long" in line
+
+
+@pytest.mark.parametrize(
+    ("executor", "says"),
+    [
+        ("torch", "the messages from rank 1 and reception by rank 1 failed: "),
+        pytest.param("slots", "rank 1 has ended, while this one waits for ", marks=pytest.mark.deep),
+    ],
+)
+def test_a_rank_that_dies_is_an_error_in_one_line(executor, says):
+    """Long before the limit of waits."""
+    dies = HUNG.replace("SIGSTOP", "SIGKILL")
+    waiting, _ = ranks_by_environment(dies, ranks=2, EXECUTOR=executor, WHERE="step", TREEATTN_TIMEOUT="50")
+    last = waiting.stderr.strip().splitlines()[-1].removeprefix("[rank0]: ")
+    assert waiting.returncode == 1, waiting.stderr
+    assert last.startswith(f"treeattn.errors.PeerError: recursive_doubling, round 1: {says}"), last

@@ -8,6 +8,7 @@ import tempfile
 import torch.distributed as dist
 
 from tests.support.sharded_models import check_family, check_tensor_parallel
+from tests.support.tiny_models import made, prompt
 from tests.support.torchrun import without_mpi
 from treeattn import communicators
 
@@ -15,6 +16,8 @@ from treeattn import communicators
 def main() -> None:
     dist.init_process_group("gloo")
     comm = communicators.intracomm(None)
+    if comm.rank == 0:  # what a rank has whole it attends to alone: no other has to take part in its group
+        made("Llama", "treeattn")(prompt(), use_cache=False)
     for family in sys.argv[1:]:
         check_family(comm, family)
     if comm.size == 2:

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 import treeattn
+from tests.support.token_trees import Case
 from tests.support.torchrun import without_mpi
 from treeattn.reference import attention
+from treeattn.token_tree import Verifier, verify
 
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 16
 SHAPE = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "batch": BATCH, "dtype": "float32"}
@@ -39,6 +41,24 @@ def refusals():
         treeattn.decode(q, k, k, scheme=("ring", "binary_tree")[dist.get_rank()])
     with pytest.raises(treeattn.ArgumentError, match="comm must be .* or a process group of torch"):
         treeattn.decode(q, k, k, comm="gloo")
+
+
+def token_trees():
+    """One after another, planned and not, with every owner of a draft."""
+    for turn, owner in enumerate(("single", "position", "round_robin")):
+        case = Case.draw(turn, dist.get_world_size(), ("float32",))
+        k, v, lengths = case.shard(dist.get_rank())
+        known = np.stack([case.shard(rank)[2] for rank in range(dist.get_world_size())])
+        given = case.q, k, v, case.draft_k, case.draft_v, case.tree
+        for executor in "slots", "torch":
+            how = treeattn.Reduction("recursive_doubling", executor=executor)
+            case.check(*verify(*given, lengths=lengths, owner=owner, scheme=how))
+            batch, nodes, heads, head_dim = case.q.shape
+            shape = {"batch": batch, "nodes": nodes, "heads": heads, "head_dim": head_dim}
+            shape |= {"kv_heads": k.shape[2], "dtype": "float32"}
+            with Verifier(**shape, owner=owner, scheme=how) as verifier:
+                for _ in range(2):
+                    case.check(*verifier(*given, lengths, shard_lengths=known))
 
 
 def main():
@@ -85,6 +105,7 @@ def main():
     for at in range(41):
         cache.append(k[:, at : at + 1], v[:, at : at + 1])
     close(treeattn.decode(q, cache.k, cache.v, lengths=cache.lengths), wanted)
+    token_trees()
     refusals()
     without_mpi()
     dist.barrier()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 
 import pytest
 
@@ -327,6 +328,21 @@ def test_keys_that_were_changed_on_the_way_are_noticed_at_once(model, cache):
 def test_a_call_that_was_refused_leaves_nobody_waiting(model, cache):
     refused("output_attentions", model, prompt(), output_attentions=True, past_key_values=cache)
     model(prompt(), use_cache=False)
+
+
+def test_more_threads_than_processors_are_told(comm, monkeypatch, model):
+    """mpiexec leaves torch as many on each rank as there are processors."""
+    if comm.size == 1:
+        pytest.skip("one rank may have them all")
+    monkeypatch.setattr("os.cpu_count", lambda: 6)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    with pytest.warns(RuntimeWarning, match=f"6 threads on each of {comm.size} ranks .*{6 // comm.size}$"):
+        huggingface.ShardedKV(model.config, comm, capacity=9)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})  # bound to their own
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        huggingface.ShardedKV(model.config, comm, capacity=9)
 
 
 def test_a_cache_is_not_copied(cache):

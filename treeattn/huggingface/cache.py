@@ -26,6 +26,7 @@ from treeattn.huggingface import plans
 from treeattn.huggingface.agreeing_ranks import share_random_numbers
 from treeattn.huggingface.layers import FullAttentionLayer, SlidingWindowLayer, waiting
 from treeattn.huggingface.remote import RemoteLayer
+from treeattn.huggingface.threads import warn_of_too_many
 
 __all__ = ["ShardedKV"]
 
@@ -115,6 +116,7 @@ class ShardedKV(Cache):
         self.dealt: Any = None  # while a prefill is under way in which each rank has tokens of its own
         self._shards: dict[Any, Iterator[ShardedCache] | Iterator[RemoteLayer]] = {}
         share_random_numbers(self.comm)
+        warn_of_too_many(self.comm)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
