@@ -53,6 +53,12 @@ def test_a_family_that_goes_another_way_is_refused_whatever_name_it_takes(comm, 
     refused(match, huggingface.ShardedKV, config, comm, capacity=64)
 
 
+def test_a_state_beside_the_cache(comm):
+    """RecurrentGemma goes on with that of the text before, whatever cache it is given."""
+    config = transformers.RecurrentGemmaConfig(attn_implementation="treeattn")
+    refused("a state of its own", huggingface.ShardedKV, config, comm, capacity=64)
+
+
 def test_a_model_that_goes_another_way_is_refused_at_its_first_keys(comm, monkeypatch):
     """Nobody knows it by its name. After its one layer no other could notice; with padding it knows another
     mask."""

@@ -78,6 +78,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "Qwen3-Next": ("Qwen3Next", _EXPERTS),
+    "StableLM": ("StableLm", {}),
+    "OPT": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "Starcoder2": ("Starcoder2", _WINDOW),
+    "Nemotron": ("Nemotron", {}),
+    "GLM-4": ("Glm4", {}),
+    "Ernie 4.5": ("Ernie4_5", {}),
+    "SmolLM3": ("SmolLM3", {}),
+    "OLMo-3": ("Olmo3", _ALTERNATING | _WINDOW),
+    "EXAONE-4": ("Exaone4", _ALTERNATING | _WINDOW),
+    "Gemma 4": (
+        "Gemma4Text",
+        {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 16, "global_head_dim": 32}
+        | _ALTERNATING
+        | _WINDOW,
+    ),
+    "Jamba": (
+        "Jamba",
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "use_mamba_kernels": False}
+        | _EXPERTS,
+    ),
+    "BioGPT": ("BioGpt", {}),
     "LFM2": ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
 }
 
