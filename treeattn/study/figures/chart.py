@@ -26,18 +26,23 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
-    """Values over a quantity: small multiples, one for each series with the others in grey behind it.
-
-    name: of the file, without its ending. intervals: a mark without one is hollow. ticks: "tokens" writes
-    65536 as 64Ki. diagonal: a line where both axes agree. notes: what stands below. left_out: what the
-    results have and the figure has not, each with the reason.
-    """
+class Chart:
+    """What stands around a picture. name: of the file, without its ending; notes: what stands below."""
 
     name: str
     title: str
     case: str
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lines(Chart):
+    """Values over a quantity: small multiples, one for each series with the others in grey behind it.
+
+    intervals: a mark without one is hollow. ticks: "tokens" writes 65536 as 64Ki. diagonal: a line where
+    both axes agree. left_out: what the results have and the figure has not, each with the reason.
+    """
+
     x_label: str
     y_label: str
     series: tuple[Series, ...]
@@ -62,14 +67,10 @@ class Panel:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(Chart):
     """Values by name, one row each, from the top: a panel or several beside each other. A scheme has its
     colour. exact: counts, written beside their marks; marks of others are hollow without an interval."""
 
-    name: str
-    title: str
-    case: str
-    notes: tuple[str, ...]
     labels: tuple[str, ...]
     panels: tuple[Panel, ...]
     exact: bool = False
@@ -89,18 +90,11 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Curves:
-    """Computed functions of one quantity, beside each other. notes: what stands below."""
+class Curves(Chart):
+    """Computed functions of one quantity, beside each other."""
 
-    name: str
-    title: str
-    case: str
-    notes: tuple[str, ...]
     x_label: str
     panels: tuple[Curve, ...]
-
-
-Chart = Lines | Rows | Curves
 
 
 def interval(x: float, time: Statistics) -> Point:

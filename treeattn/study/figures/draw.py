@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from treeattn.errors import BackendError
-from treeattn.study.figures import curves, lines, rows
+from treeattn.study.figures import pictures
 from treeattn.study.figures.chart import Chart, Curves, Lines, Rows
 from treeattn.study.figures.style import DARK, INK, PAPER
 
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 #: Formats of files.
 FORMATS = ("png", "svg", "pdf")
 
-_DRAWN_BY = {Lines: lines, Rows: rows, Curves: curves}
+#: Kind of chart -> its height, and what fills a figure with it.
+_DRAWN_BY: dict[type[Chart], tuple[Any, Any]] = {
+    Rows: (pictures.rows_height, pictures.draw_rows),
+    Lines: (pictures.lines_height, pictures.draw_lines),
+    Curves: (pictures.curves_height, pictures.draw_curves),
+}
 
 #: Inches: 720 pixels of a page.
 WIDTH = 7.5
@@ -115,16 +120,16 @@ def draw(chart: Chart, width: float = WIDTH, titled: bool = True) -> Figure:
         share = width / WIDTH
         title = [line for text in (chart.title, chart.case) for line in textwrap.wrap(text, int(118 * share))]
         notes = [line for note in chart.notes for line in textwrap.wrap(note, int(142 * share))]
-        ours: Any = _DRAWN_BY[type(chart)]
+        height, fill = _DRAWN_BY[type(chart)]
         if not titled:
-            figure = Figure(figsize=(width, ours.height(chart, share)), layout="constrained")
-            ours.draw(figure, chart, share)
+            figure = Figure(figsize=(width, height(chart, share)), layout="constrained")
+            fill(figure, chart, share)
             return figure
-        heights = [ours.height(chart, share) + 0.16 * len(title), 0.13 * len(notes) + 0.1]
+        heights = [height(chart, share) + 0.16 * len(title), 0.13 * len(notes) + 0.1]
         figure = Figure(figsize=(width, sum(heights)), layout="constrained")
         parts: Any = figure.subfigures(2, 1, height_ratios=heights)
         picture, below = parts
-        ours.draw(picture, chart, share)
+        fill(picture, chart, share)
         picture.suptitle("\n".join(title), x=0.01, ha="left", fontsize=8.5)
         below.text(0.01, 0.98, "\n".join(notes), va="top", fontsize=6.5, alpha=0.75)
         return figure
