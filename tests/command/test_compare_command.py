@@ -79,15 +79,15 @@ def test_executors_side_by_side(tmp_path):
 
 def test_nothing_is_measured_twice_and_launches_add_up(tmp_path):
     out = tmp_path / "r.jsonl"
-    first = treeattn(*REDUCE, "--out", out, ranks=2)
+    first = in_process(*REDUCE, "--out", out)
     assert first.returncode == 0, first.stdout + first.stderr
     content = out.read_bytes()
-    again = treeattn(*REDUCE, "--out", out, ranks=2)
+    again = in_process(*REDUCE, "--out", out)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "24 are in the file already" in again.stderr
     assert out.read_bytes() == content
     assert "binary_tree" in again.stdout
-    assert treeattn(*REDUCE, "--out", out, "--launch", 2, ranks=2).returncode == 0
+    assert in_process(*REDUCE, "--out", out, "--launch", 2).returncode == 0
     summaries = results.summarise(results.read(out))
     assert {(row.launches, row.times["completion"].blocks) for row in summaries} == {(2, 12)}
 
@@ -96,8 +96,8 @@ def test_a_file_with_more_repetitions_than_asked_for_now(tmp_path):
     """What is added stands under a run line of its own, however much was there before."""
     out = tmp_path / "r.jsonl"
     words = ("compare", "--what", "reduce", *SMALL)
-    assert treeattn(*words, "--schemes", "ring", "--out", out, ranks=2).returncode == 0
-    fewer = treeattn(*words, "--schemes", "ring,chain", "--repetitions", 2, "--out", out, ranks=2)
+    assert in_process(*words, "--schemes", "ring", "--out", out).returncode == 0
+    fewer = in_process(*words, "--schemes", "ring,chain", "--repetitions", 2, "--out", out)
     assert fewer.returncode == 0, fewer.stdout + fewer.stderr
     assert "4 schemes in 1 cases), 8 blocks; 6 are in the file already" in fewer.stderr
     found = results.read(out)
@@ -109,10 +109,10 @@ def test_a_point_that_took_its_time_is_not_continued(tmp_path):
     """Patience counts over all runs of a launch: repeating a command that ended adds nothing."""
     out = tmp_path / "r.jsonl"
     words = (*REDUCE, "--patience", "1e-6", "--seconds", "1e9", "--out", out)
-    assert treeattn(*words, ranks=2).returncode == 0
+    assert in_process(*words).returncode == 0
     content = out.read_bytes()
     assert len(results.read(out).points) == 4  # one block of each
-    again = treeattn(*words, ranks=2)
+    again = in_process(*words)
     assert again.returncode == 0, again.stdout + again.stderr
     assert out.read_bytes() == content
 
@@ -198,10 +198,10 @@ def test_a_run_after_a_full_disk_mends_the_file(tmp_path):
 
 def test_a_bad_line_in_the_middle_is_named_and_condemns_no_run(tmp_path):
     out = tmp_path / "r.jsonl"
-    assert treeattn(*REDUCE, "--out", out, ranks=2).returncode == 0
+    assert in_process(*REDUCE, "--out", out).returncode == 0
     lines = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join([*lines[:3], lines[3][:50] + b"\n", *lines[4:]]))
-    for done in (treeattn(*REDUCE, "--out", out, ranks=2), treeattn(*REDUCE, "--out", out, ranks=2)):
+    for done in (in_process(*REDUCE, "--out", out), in_process(*REDUCE, "--out", out)):
         assert done.returncode == 0, done.stdout + done.stderr
         assert "r.jsonl:4: not a result line" in done.stderr
     assert len(results.read(out).points) == 24
@@ -247,7 +247,7 @@ def test_another_version_in_the_file_is_kept_apart_and_named(tmp_path):
     out = tmp_path / "r.jsonl"
     shutil.copy(ROOT / "tests/data/compare.jsonl", out)
     before = results.summarise(results.read(out))
-    done = treeattn(*REDUCE, "--out", out, ranks=2)
+    done = in_process(*REDUCE, "--out", out)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "runs of different versions, kept apart" in done.stderr
     after = results.read(out)
@@ -258,7 +258,7 @@ def test_another_version_in_the_file_is_kept_apart_and_named(tmp_path):
 def test_a_scheme_that_cannot_run_is_named_and_the_others_go_on(tmp_path):
     out = tmp_path / "r.jsonl"
     words = ("compare", "--what", "reduce", "--schemes", "ring,hierarchical:nodes=5+5", *SMALL)
-    done = treeattn(*words, "--out", out, ranks=2)
+    done = in_process(*words, "--out", out)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "could not run: hierarchical" in done.stdout
     found = results.read(out)
@@ -271,7 +271,7 @@ def test_a_file_of_something_else_is_left_alone(tmp_path):
     out = tmp_path / "picture.png"
     out.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
     content = out.read_bytes()
-    done = treeattn(*REDUCE, "--out", out)
+    done = in_process(*REDUCE, "--out", out)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "is not a file of results" in done.stderr
     assert out.read_bytes() == content
@@ -280,7 +280,7 @@ def test_a_file_of_something_else_is_left_alone(tmp_path):
 def test_inputs_without_room_are_named_once_and_the_others_go_on(tmp_path):
     out = tmp_path / "r.jsonl"
     words = ("compare", "--what", "decode", "--schemes", "ring,chain", "--seq-len", "64,1000000M", *SMALL)
-    done = treeattn(*words, "--out", out, ranks=2)
+    done = in_process(*words, "--out", out)
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stdout.count("could not run: ") == 1
     assert "GB free: choose shorter --seq-len" in " ".join(done.stdout.split())

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.emulator.raw_module import compiler_problem
+from tests.support.drawn import sample
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.study.compare import results
 from treeattn.study.compare.schema import NCCL_SUM, NULL, SUM
@@ -88,15 +89,18 @@ def test_what_is_not_there_is_said_and_left_out(tmp_path):
 @needs_emulator
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        (("--transport", "nccl"), "NCCL is reached through CuPy"),
-        (("--transport", "cuda-mpi"), "does not say that it takes GPU buffers"),
-        (("--transport", "mpi"), "choose from all, "),
-        (("--schemes", "kv_ring"), "baselines run on the processor"),
-        (("--schemes", "nccl_allreduce", "--transport", "host"), "is for transport='nccl', not 'host'"),
-        (("--wire", "bfloat16"), "choose from float32"),
-        (("--device", "cpu", "--transport", "host"), "choose from mpi"),
-    ],
+    sample(
+        2,
+        [
+            (("--transport", "nccl"), "NCCL is reached through CuPy"),
+            (("--transport", "cuda-mpi"), "does not say that it takes GPU buffers"),
+            (("--transport", "mpi"), "choose from all, "),
+            (("--schemes", "kv_ring"), "baselines run on the processor"),
+            (("--schemes", "nccl_allreduce", "--transport", "host"), "is for transport='nccl', not 'host'"),
+            (("--wire", "bfloat16"), "choose from float32"),
+            (("--device", "cpu", "--transport", "host"), "choose from mpi"),
+        ],
+    ),
 )
 def test_bad_words(words, message):
     done = run(*WORDS, *words, ranks=2, timeout=60)

@@ -10,6 +10,7 @@ from mpi4py import MPI
 from safetensors.numpy import load_file, save_file
 from tokenizers import pre_tokenizers
 
+from tests.support.drawn import sample
 from tests.support.models import write_model
 from treeattn.llama import Llama, Session, read_config
 from treeattn.llama import model as model_module
@@ -104,7 +105,7 @@ def logits(directory, prompt=tuple(range(2, 40))):
         return session.prefill()
 
 
-@pytest.mark.parametrize("name", ["default_rope", "biases", "tied", "wide_heads"])
+@pytest.mark.parametrize("name", sample(2, ["default_rope", "biases", "tied", "wide_heads"]))
 def test_a_model_comes_through_as_it_was(tmp_path, name):
     """Biases, heads that are wider than their share, and ends that are tied among them."""
     original = write_model(tmp_path / "original", name, rope_parameters=PLAIN)
@@ -149,7 +150,7 @@ def step_of(kind, blocks):
     return (steps | {"Q5_0": largest / 16, "Q4_1": span / 15, "Q5_1": span / 31})[kind]
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"])
+@pytest.mark.parametrize("kind", sample(3, ["F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"]))
 def test_values_of_fewer_bits_are_what_they_stand_for(tmp_path, kind):
     """Within a step of the originals, and most of them not the originals: norms are kept as they are."""
     original = write_model(tmp_path / "original", "tied", rope_parameters=PLAIN)

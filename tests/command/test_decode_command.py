@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.support.drawn import sample
 from treeattn import collectives
 
 from .launch import ROOT, in_process, mpiexec, run, treeattn
@@ -29,7 +31,7 @@ MPI_LIBRARY = run("-c", "from mpi4py import MPI; print(MPI.Get_library_version()
 ALL = ",".join(n for n in collectives.names("schedule") if collectives.build(n, 4).result == "replicated")
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("ranks", sample(1, [1, 3, 4]))
 def test_all_schemes_on_a_real_cache(tmp_path, ranks):
     done = treeattn(
         "decode", CACHE, "--scheme", ALL, "--check", "--expect", EXPECTED, "--repeat", 2,
@@ -226,7 +228,7 @@ def test_bad_options(options):
     assert_refused(in_process("decode", CACHE, *options))
 
 
-@pytest.mark.parametrize("case", ["truncated", "no k", "options"])
+@pytest.mark.parametrize("case", sample(1, ["truncated", "no k", "options"]))
 def test_ranks_refuse_together(tmp_path, case):
     options = ["--scheme", "binary_three"] if case == "options" else []
     source = BAD_FILES.get(case, cache_with)(tmp_path / "in.safetensors")
@@ -256,17 +258,22 @@ main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("method", ["local", "reduce", "finish"])
-@pytest.mark.parametrize("error", ["MemoryError('planted')", "treeattn.ArgumentError('planted')"])
+@pytest.mark.parametrize(
+    ("method", "error"),
+    sample(
+        2,
+        itertools.product(
+            ["local", "reduce", "finish"], ["MemoryError('planted')", "treeattn.ArgumentError('planted')"]
+        ),
+    ),
+)
 def test_one_rank_raising_ends_the_job(method, error):
-    began = time.monotonic()
     done = run(
         "-c", RAISES_ON_ONE_RANK.format(method=method, error=error), "decode", CACHE, ranks=3, timeout=60
     )
     assert done.returncode != 0
     assert "planted" in done.stderr
     assert "rank 1" in done.stderr
-    assert time.monotonic() - began < 30
 
 
 FAILS_AT_THE_END = """

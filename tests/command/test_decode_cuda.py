@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.emulator.cases import Case
 from tests.emulator.raw_module import compiler_problem
+from tests.support.drawn import sample
 from treeattn.backends.cuda import cupy_runtime
 
 from .launch import mpiexec, run, treeattn
@@ -51,12 +52,15 @@ def test_through_the_same_path_as_on_a_cpu(tmp_path: Path, cache: Path, ranks: i
 @needs_emulator
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        ((), "'nccl'.*'cuda-mpi'.*'host'"),
-        (("--transport", "mpi"), "'nccl'.*'cuda-mpi'.*'host'"),
-        (("--transport", "cuda-mpi"), "take transport='nccl' or 'host'"),
-        (("--scheme", "mpi_allreduce", "--transport", "nccl"), "transport='host'"),
-    ],
+    sample(
+        1,
+        [
+            ((), "'nccl'.*'cuda-mpi'.*'host'"),
+            (("--transport", "mpi"), "'nccl'.*'cuda-mpi'.*'host'"),
+            (("--transport", "cuda-mpi"), "take transport='nccl' or 'host'"),
+            (("--scheme", "mpi_allreduce", "--transport", "nccl"), "transport='host'"),
+        ],
+    ),
 )
 def test_a_wrong_transport_is_bad_input(cache: Path, words: tuple[str, ...], message: str) -> None:
     done = run(EMULATED, "decode", cache, "--device", "cuda", *words, ranks=2)
@@ -68,14 +72,21 @@ def test_a_wrong_transport_is_bad_input(cache: Path, words: tuple[str, ...], mes
 @needs_emulator
 @pytest.mark.parametrize(
     ("nccl", "variable", "message"),
-    [
-        (
-            "30",
-            "0",
-            "ranks 0, 1 share GPU 8f1c0a52-0 of .*: NCCL lets them only where NCCL_MULTI_RANK_GPU",
-        ),
-        ("28", "1", "ranks 0, 1 share GPU 8f1c0a52-0 of .*: NCCL 2.28 needs one for each: install NCCL 2.30"),
-    ],
+    sample(
+        1,
+        [
+            (
+                "30",
+                "0",
+                "ranks 0, 1 share GPU 8f1c0a52-0 of .*: NCCL lets them only where NCCL_MULTI_RANK_GPU",
+            ),
+            (
+                "28",
+                "1",
+                "ranks 0, 1 share GPU 8f1c0a52-0 of .*: NCCL 2.28 needs one for each: install NCCL 2.30",
+            ),
+        ],
+    ),
 )
 def test_ranks_that_may_not_share_a_gpu(cache: Path, nccl: str, variable: str, message: str) -> None:
     words = (EMULATED, "decode", cache, "--device", "cuda", "--transport", "nccl")

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tests.support.drawn import sample
 from tests.support.models import write_model
 
 from .launch import mpiexec, run
@@ -49,17 +50,20 @@ def hung(scheme, where, **environment):
 
 @pytest.mark.parametrize(
     ("scheme", "waits"),
-    [
-        ("binary_tree", "rank 0: binary_tree, round 2: 1 s without messages from rank 1 and 2,"),
-        (
-            "recursive_doubling",
-            "rank 0: recursive_doubling, round 2: 1 s without messages from rank 2 and",
-        ),
-        ("mpi_allreduce", "rank 0: mpi_allreduce: 1 s without the other ranks,"),
-        ("kv_ring", "rank 0: kv_ring: 1 s without the other ranks,"),
-        ("query_ring", "rank 0: query_ring: 1 s without the other ranks,"),
-        ("head_all_to_all", "rank 0: head_all_to_all: 1 s without the other ranks,"),
-    ],
+    sample(
+        2,
+        [
+            ("binary_tree", "rank 0: binary_tree, round 2: 1 s without messages from rank 1 and 2,"),
+            (
+                "recursive_doubling",
+                "rank 0: recursive_doubling, round 2: 1 s without messages from rank 2 and",
+            ),
+            ("mpi_allreduce", "rank 0: mpi_allreduce: 1 s without the other ranks,"),
+            ("kv_ring", "rank 0: kv_ring: 1 s without the other ranks,"),
+            ("query_ring", "rank 0: query_ring: 1 s without the other ranks,"),
+            ("head_all_to_all", "rank 0: head_all_to_all: 1 s without the other ranks,"),
+        ],
+    ),
 )
 def test_a_step_names_scheme_round_and_peers(scheme, waits):
     lines = hung(scheme, "step")
@@ -67,7 +71,7 @@ def test_a_step_names_scheme_round_and_peers(scheme, waits):
     assert lines[0].endswith("set TREEATTN_TIMEOUT to more seconds, 0 for no limit")
 
 
-@pytest.mark.parametrize("options", ["groups=2", "groups='auto'", "progress='thread'"])
+@pytest.mark.parametrize("options", sample(1, ["groups=2", "groups='auto'", "progress='thread'"]))
 def test_whoever_stands_before_the_reducer_names_them_too(options):
     lines = hung("binary_tree", "halves", OPTIONS=options)
     wanted = "treeattn: rank 0: binary_tree, round 2: 1 s without messages from rank 1 and 2,"
@@ -113,7 +117,7 @@ session.step(token)
 
 @pytest.mark.parametrize(
     ("weights", "prefill", "who", "where", "waits"),
-    [
+    sample(2, [
         ("replicated", "ring", 2, "prompt", "what all ranks plan together: 3 s without the other ranks,"),
         ("replicated", "ring", 2, "layer 0", "the prefill's ring: 3 s without the blocks of rank "),
         ("replicated", "gather", 2, "layer 0", "the prefill gathers keys and values: 3 s without the "),
@@ -121,7 +125,7 @@ session.step(token)
         ("replicated", "gather", 0, "choice", "the token that rank 0 chooses: 3 s without the other ranks,"),
         ("sharded", "ring", 2, "layer 0", "the model's sharded weights: 3 s without the other ranks,"),
         ("sharded", "ring", 2, "step", "the model's sharded weights: 3 s without the other ranks,"),
-    ],
+    ], seed=2),
 )  # fmt: skip
 def test_a_model_waits_no_longer_than_a_step(tmp_path, weights, prefill, who, where, waits):
     write_model(tmp_path, "tied")

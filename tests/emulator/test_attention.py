@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support.drawn import sample
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
@@ -57,7 +59,7 @@ def bits(array: Array) -> Array:
 
 
 @needs_emulator
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", sample(40, CASES), ids=str)
 def test_emulator_is_exact(case: Case) -> None:
     runtime = EmulatorRuntime(seed=1)
     records = attend(case, runtime)
@@ -96,8 +98,7 @@ MANY = [
 
 
 @needs_emulator
-@pytest.mark.parametrize("fan", [2, 5, 12])
-@pytest.mark.parametrize("case", MANY, ids=str)
+@pytest.mark.parametrize(("case", "fan"), sample(8, itertools.product(MANY, [2, 5, 12])), ids=str)
 def test_splits_merge_on_two_levels(case: Case, fan: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into the same partial, and the same bits whichever block is last."""
     monkeypatch.setattr(attention, "choose_splits", lambda load, number: Splits(number, fan))
@@ -272,9 +273,13 @@ def test_a_view_that_is_laid_out_alike_is_still_refused() -> None:
 
 
 @needs_emulator
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("kv", ["float32", "bfloat16"])
-@pytest.mark.parametrize("offset", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("dtype", "kv", "offset"),
+    sample(
+        8,
+        itertools.product(["float32", "float16", "bfloat16"], ["float32", "bfloat16"], [0, 1, 2, 4, 8]),
+    ),
+)
 def test_rows_of_q_may_lie_anywhere(dtype: str, kv: str, offset: int) -> None:
     """Where rows are not aligned to 16 bytes they are loaded element by element: the same bits."""
     case = Case(kv, 64, group=4, queries=3, kv_heads=1, tokens=40, splits=2)

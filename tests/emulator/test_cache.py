@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import ml_dtypes
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import treeattn
+from tests.support.drawn import sample
 from tests.support.pages import in_pages
 from treeattn import reference
 from treeattn.attention.mask import Rules
@@ -70,10 +72,9 @@ def test_every_number_of_8_bits_is_widened(kind: str) -> None:
 
 
 @needs_emulator
-@pytest.mark.parametrize("visible", [False, True])
-@pytest.mark.parametrize("group", [1, 8])
 @pytest.mark.parametrize(
-    ("kind", "head_dim"), [*((k, d) for k in TYPES_8 for d in (64, 128)), ("float8_e4m3fn", 80)]
+    ("kind", "head_dim", "group", "visible"),
+    sample(6, itertools.product(TYPES_8, [64, 80, 128], [1, 8], [False, True])),
 )
 def test_caches_of_8_bits_are_exact(kind: str, head_dim: int, group: int, visible: bool) -> None:
     """On the widened inputs: weights are not rounded, however many rows share a KV head."""
@@ -125,16 +126,19 @@ def test_decode_takes_caches_of_8_bits(kind: str, monkeypatch: pytest.MonkeyPatc
         np.testing.assert_allclose(found, lse, rtol=0, atol=1e-5)
 
 
+# Types of the cache, head dimensions, query heads of each KV head.
+SHAPES = ((np.float32, 64, 1), (np.float16, 64, 4), (ml_dtypes.bfloat16, 128, 2), ("float8_e4m3fn", 128, 1))
+
+
 @needs_emulator
-@pytest.mark.parametrize("limited", [False, True])
-@pytest.mark.parametrize("page_size", [1, 16, 7, 64])
 @pytest.mark.parametrize(
-    ("kind", "head_dim", "group"),
-    [(np.float32, 64, 1), (np.float16, 64, 4), (ml_dtypes.bfloat16, 128, 2), ("float8_e4m3fn", 128, 1)],
+    ("shape", "page_size", "limited"),
+    sample(8, itertools.product(SHAPES, [1, 16, 7, 64], [False, True])),
 )
 def test_pages_have_the_bits_of_a_cache_in_one_piece(
-    kind: Any, head_dim: int, group: int, page_size: int, limited: bool
+    shape: tuple[Any, int, int], page_size: int, limited: bool
 ) -> None:
+    kind, head_dim, group = shape
     is_8 = isinstance(kind, str)
     q, k, v = arrays(kind, head_dim, group, 2 if limited else 1, np.float16 if is_8 else None)
     given: dict[str, Any] = {"k_scale": K_SCALES, "v_scale": V_SCALE} if is_8 else {}

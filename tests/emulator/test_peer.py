@@ -6,13 +6,13 @@ import itertools
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support.drawn import sample
 from treeattn import collectives
 from treeattn.backends import cpu, cuda
 from treeattn.collectives import program as ir
@@ -65,15 +65,12 @@ def assert_same_bits(schedule: Schedule, held: list[Array], partials: Array) -> 
         np.testing.assert_array_equal(part.view(np.uint32), want.view(np.uint32))
 
 
-def pairs(shapes: Iterable[Any]) -> list[Any]:
-    """Each shape with few and with many records; the gate takes them in turn, the deep part all."""
-    both = itertools.product(enumerate(shapes), enumerate([2, 11]))
-    deep = {True: pytest.mark.deep, False: ()}
-    return [pytest.param(shape, n, marks=deep[(i + j) % 2 == 1]) for (i, shape), (j, n) in both]
+SCHEMES = collectives.names("schedule")
 
 
-@pytest.mark.parametrize(("size", "records"), pairs([2, 3, 5, 8]))
-@pytest.mark.parametrize("scheme", collectives.names("schedule"))
+@pytest.mark.parametrize(
+    ("scheme", "size", "records"), sample(12, itertools.product(SCHEMES, [2, 3, 5, 8], [2, 11]))
+)
 def test_every_schedule_gives_the_bits_of_the_definition(scheme: str, size: int, records: int) -> None:
     """Fewer records than blocks and than ranks, and more; five steps use every slot again."""
     schedule, partials = collectives.build(scheme, size), made(5, size, records)
@@ -84,8 +81,9 @@ def test_every_schedule_gives_the_bits_of_the_definition(scheme: str, size: int,
         assert [runtime.launches for runtime in node.runtimes] == [5] * size
 
 
-@pytest.mark.parametrize(("nodes", "records"), pairs(NODES))
-@pytest.mark.parametrize("scheme", collectives.names("schedule"))
+@pytest.mark.parametrize(
+    ("scheme", "nodes", "records"), sample(15, itertools.product(SCHEMES, NODES, [2, 11]))
+)
 def test_every_schedule_over_several_nodes(
     scheme: str, nodes: tuple[tuple[int, ...], ...], records: int
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from typing import Any
@@ -10,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.support.drawn import sample
 from treeattn import partial
 from treeattn.backends import cpu, cuda
 from treeattn.collectives.runtime.operator import Operator
@@ -167,9 +169,13 @@ def test_what_cannot_merge_is_refused() -> None:
         )
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("head_dim", [5, 72, 300])
-@pytest.mark.parametrize("factor", [1.0, math.log(2)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "factor"),
+    sample(
+        6,
+        itertools.product([np.float32, np.float16, ml_dtypes.bfloat16], [5, 72, 300], [1.0, math.log(2)]),
+    ),
+)
 def test_parts_of_other_kernels_become_the_records_that_the_processor_makes(
     dtype: Any, head_dim: int, factor: float
 ) -> None:

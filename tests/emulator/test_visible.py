@@ -10,6 +10,7 @@ import pytest
 
 import treeattn
 from tests.support import arguments
+from tests.support.drawn import FACTOR
 from tests.support.exporters import OnGpu
 from tests.support.problems import draw
 from treeattn.attention.mask import Rules
@@ -260,12 +261,11 @@ def test_nan_that_one_query_sees_stays_with_it() -> None:
 
 
 @needs_emulator
-@pytest.mark.parametrize("block", range(4))
-def test_drawn_cases_are_exact(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawn_cases_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the verb, one rank: the cases of tests/mpi/test_visible.py that a GPU serves."""
     monkeypatch.setattr(cupy_runtime, "current", lambda: EmulatorRuntime())
     tried = 0
-    for seed in range(block, 80, 4):
+    for seed in range(16 * FACTOR):
         case = draw(seed, 1)
         if case.q.shape[3] not in HEAD_DIMS or case.q.dtype == np.float64:
             continue

@@ -78,5 +78,5 @@ def check_library(device, given, scheme):
 if __name__ == "__main__":
     if "--stand-ins" in sys.argv:
         stand_in("--damaged" in sys.argv)
-    schedules = dict.fromkeys(collectives.names("schedule"), check_schedule)
+    schedules = dict.fromkeys(over_ranks.drawn(collectives.names("schedule")), check_schedule)
     over_ranks.run(schedules | dict.fromkeys(LIBRARY, check_library))

