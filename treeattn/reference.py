@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Partial", "attention", "combine", "error_bounds", "partial", "seen", "sink"]
+__all__ = ["Partial", "attention", "combine", "difference", "error_bounds", "partial", "seen", "sink"]
 
 
 class Partial(NamedTuple):
@@ -153,11 +153,24 @@ def combine(partials: Sequence[Partial]) -> tuple[Any, Any]:
     return np.ascontiguousarray(out.transpose(0, 2, 1, 3)), lse
 
 
-def error_bounds(partials: Sequence[Partial]) -> tuple[float, float]:
+def difference(one: Any, other: Any) -> Any:
+    """|one - other| in float64: 0 where both are the same, infinities and NaN too; infinite where only one is
+    a number."""
+    one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+    same = (one == other) | (np.isnan(one) & np.isnan(other))
+    with np.errstate(invalid="ignore"):
+        off = np.where(same, 0.0, np.abs(one - other))
+    return np.where(np.isnan(off), np.inf, off)
+
+
+def error_bounds(partials: Sequence[Partial], rounded: bool = False) -> tuple[float, float]:
     """What "exact" means in float32: the largest allowed differences of out and lse from the reference.
 
     ``(2e-6 + 1e-6 S) * max|v|`` and ``1e-5 + 1e-6 S``, with ``S = scale * max over keys of sum |q_i k_i|``.
+    rounded: softmax weights may be rounded to 16 bits (`Device.rounds_weights`), and the bound of out is
+    ``4e-3 * max|v|`` where that is larger.
     """
     score = max(p.score_scale for p in partials)
     value = max(p.largest_value for p in partials)
-    return (2e-6 + 1e-6 * score) * value, 1e-5 + 1e-6 * score
+    bound = (2e-6 + 1e-6 * score) * value
+    return max(bound, 4e-3 * value) if rounded else bound, 1e-5 + 1e-6 * score

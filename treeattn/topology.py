@@ -31,7 +31,7 @@ from treeattn.hardware import ROOT, Device, Devices
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.communicator import Communicator
 
-__all__ = ["PRESET", "Described", "Rank", "Topology", "described", "detect", "unnamed"]
+__all__ = ["PRESET", "Described", "Rank", "Topology", "described", "detect", "needed"]
 
 #: Names the cluster where no option does.
 PRESET = "TREEATTN_CLUSTER"
@@ -253,10 +253,12 @@ def described(name: str | None, option: str = "--cluster") -> Described | None:
         raise ArgumentError(f"{PRESET}: {error}") from None
 
 
-def unnamed() -> ArgumentError:
-    """For a command that needs a cluster where neither option nor variable names one."""
+def needed(name: str | None) -> Described:
+    """`described` for a command that needs a cluster. Raises `ArgumentError` where there is none, too."""
+    if (found := described(name)) is not None:
+        return found
     known = ", ".join(description.shipped())
-    return ArgumentError(
+    raise ArgumentError(
         f"--cluster NAME: for which machine? One of {known}, or FILE.toml as treeattn calibrate writes it; "
         f"or set {PRESET}"
     )

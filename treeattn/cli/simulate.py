@@ -25,7 +25,7 @@ from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.report import Column, Report, count, microseconds
 from treeattn.study.decode_step import DecodeStep, Shape, decode_step
-from treeattn.topology import described, unnamed
+from treeattn.topology import needed
 
 _DRAWINGS = {"svg": timeline, "trace": trace}
 _SCHEMES = "recursive_doubling,k_nomial_tree,reduce_scatter_gather,hierarchical,split_rail"
@@ -74,9 +74,7 @@ def command(
     if listing:
         _list()
         return
-    named = described(cluster)
-    if named is None:
-        raise unnamed()
+    named = needed(cluster)
     names = [name.strip() for name in schemes.split(",")]
     own = next((from_file(name) for name in names if is_file(name)), None)
     if ranks is None and own is not None:

@@ -17,7 +17,7 @@ from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.clusters.synthesis import Machine, Priced, front, improved, search
 from treeattn.errors import ArgumentError
 from treeattn.report import Column, Progress, Report, count, microseconds
-from treeattn.topology import described, unnamed
+from treeattn.topology import needed
 
 _STARTS = 4  # of the front, from which changes are tried
 
@@ -48,9 +48,7 @@ def command(
 
     Shows what nothing else beats in time, bytes of the busiest NIC, and identical bits.
     """
-    named = described(cluster)
-    if named is None:
-        raise unnamed()
+    named = needed(cluster)
     if output.out is not None and output.out.suffix != ".json":
         raise ArgumentError(f"--out {str(output.out)!r}: schedules are files that end in .json; name it so")
     output.open()

@@ -117,12 +117,9 @@ def reduce_problem(comm: MpiCommunicator, key: Key, seed: int) -> Problem:
 
 
 def _judged(gathered: list[list[reference.Partial]] | None, rounded: bool = False) -> tuple[Any, Any]:
-    """(expected, bounds) on rank 0, from the float64 partials of all ranks. rounded: softmax weights may be
-    rounded to 16 bits."""
+    """(expected, bounds) on rank 0, from the float64 partials of all ranks. rounded: as for
+    `reference.error_bounds`."""
     if gathered is None:
         return None, None
     partials = [partial for of_rank in gathered for partial in of_rank]
-    bound, lse_bound = reference.error_bounds(partials)
-    if rounded:
-        bound = max(bound, 4e-3 * max(partial.largest_value for partial in partials))
-    return reference.combine(partials), (bound, lse_bound)
+    return reference.combine(partials), reference.error_bounds(partials, rounded)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from treeattn.errors import ArgumentError
+from treeattn.reference import difference
 from treeattn.study.partials.dump import (
     LOG,
     OTHER,
@@ -65,12 +66,12 @@ def explained(parts: list[Part], given: Mapping[str, Any], base: str) -> Iterato
     fits = [wrong for off, _, wrong in tried if off <= 1]
     head, element, where = _where(parts[0], right, found, allowed, base)
     best = fits[0] if fits else tried[0][2]
-    numbers = {"head": parts[0].at(head), "off by": float(_apart(right.out, found.out)[head, element])}
+    numbers = {"head": parts[0].at(head), "off by": float(difference(right.out, found.out)[head, element])}
     if not fits:
         text = f"no single mistake makes the whole of these parts, {best.what} comes nearest; {where}"
         yield Finding("unexplained", (), text, numbers)
         return
-    off = float(_apart(best.whole.out, found.out).max())
+    off = float(difference(best.whole.out, found.out).max())
     also = "".join(f", as does {wrong.what}" for wrong in fits[1:3])
     that = best.whole.out[head, element]
     text = f"{best.what} makes the whole, to {off:.1e}{also}; {where}, {that:.5g} that way"
@@ -129,22 +130,14 @@ def _off(result: Whole, found: Whole, allowed: tuple[float, float]) -> float:
     pairs = [(result.out, found.out, allowed[0])]
     if result.lse is not None and found.lse is not None:
         pairs.append((result.lse, found.lse, allowed[1]))
-    return max(float(_apart(mine, wanted).max(initial=0.0)) / unit for mine, wanted, unit in pairs)
-
-
-def _apart(one: Array, other: Array) -> Array:
-    """|one - other|: 0 where both are the same, NaN too, and infinite where only one is a number."""
-    same = (one == other) | (np.isnan(one) & np.isnan(other))
-    with np.errstate(invalid="ignore"):
-        off = np.where(same, 0.0, np.abs(one - other))
-    return np.where(np.isnan(off), np.inf, off)
+    return max(float(difference(mine, wanted).max(initial=0.0)) / unit for mine, wanted, unit in pairs)
 
 
 def _where(
     part: Part, right: Whole, found: Whole, allowed: tuple[float, float], base: str
 ) -> tuple[int, int, str]:
     """The head and element that show the difference best, and what they show."""
-    apart = _apart(right.out, found.out)
+    apart = difference(right.out, found.out)
     head, element = np.unravel_index(int(np.argmax(apart)), apart.shape)
     heads = int((apart.max(axis=-1) > allowed[0]).sum())
     text = (
