@@ -8,6 +8,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from treeattn.errors import ArgumentError, StateError
+from treeattn.huggingface import latent
 from treeattn.huggingface.layers import waiting
 from treeattn.huggingface.mask import mask
 from treeattn.huggingface.sealed import NOT_ATTENDED, plain
@@ -50,13 +51,14 @@ def attention(
     change the result and is not understood.
     """
     waited, waiting.layer = waiting.layer, None
-    layer, key = getattr(key, "treeattn", None), plain(key)
+    layer, key, latents = getattr(key, "treeattn", None), plain(key), None
     if attention_mask is not None:
         sliding_window = sliding_window or getattr(attention_mask, "window", None)
         attention_mask = plain(attention_mask)
     _refuse(module, attention_mask, dropout, others)
     if layer is None and hasattr(module, "expand_kv"):  # it caches latents, and made key and value of them
         layer = waited if waited and waited.new == key.shape[2] else None
+        latents = latent.of(module, layer, query, key, value) if layer else None
     if layer is None and waited is not None:
         raise StateError(NOT_ATTENDED)
     new, tokens, store = 0, query.shape[2], None
@@ -66,16 +68,15 @@ def attention(
         store, end = layer.store, layer.slots
         new = layer.taken(module, layer is waited)
         if layer.cache.dealt is not None:
-            return layer.cache.dealt.attend(
-                *(layer, query, key, value, s_aux, scaling, sliding_window or 0, softcap or 0.0, new)
-            ), None
+            rules = scaling, sliding_window or 0, softcap or 0.0
+            return layer.cache.dealt.attend(layer, query, key, value, s_aux, *rules, new, latents), None
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     given = query, key, value, attention_mask, s_aux
     seen = end - tokens, new, float(scale), sliding_window or 0, float(softcap or 0.0)
     # As one operator where something wants to trace or to differentiate it; it has no gradient, and says so.
     if torch.compiler.is_compiling() or (query.requires_grad and torch.is_grad_enabled()):
         return torch.ops.treeattn.attend(*given, store.handle if store else 0, *seen), None
-    return attend(*given, store, *seen), None
+    return attend(*given, store, *seen, latents), None
 
 
 def _refuse(module: Any, attention_mask: Any, dropout: float, others: dict[str, Any]) -> None:

@@ -132,13 +132,14 @@ class ShardedKV(Cache):
             return DYNAMIC_LAYER_TYPE_MAPPING[kind](**given)
         raise ArgumentError(f"layers of {kind!r} are not served: {', '.join((*_ATTENTION, *_STATES))} are")
 
-    def new_shard(self, k: Any, v: Any) -> ShardedCache | RemoteLayer:
-        """An empty cache of one layer for such keys and values. Collective for the first of a kind."""
+    def new_shard(self, k: Any, v_dim: int, latent: bool) -> ShardedCache | RemoteLayer:
+        """An empty cache of one layer for such keys, and values of their own unless `latent`. Collective for
+        the first of a kind."""
         batch, _, kv_heads, head_dim = k.shape
-        key = batch, kv_heads, head_dim, v.shape[3], k.dtype
+        key = batch, kv_heads, head_dim, v_dim, latent, k.dtype
         made: Any = next(self._shards.get(key, iter(())), None)
         if made is None:
-            shape = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "v_dim": v.shape[3]}
+            shape = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "v_dim": v_dim}
             shape["layers"] = sum(isinstance(layer, FullAttentionLayer) for layer in self.layers)
             dtype = str(k.dtype).removeprefix("torch.")
             if self.nodes is not None:
@@ -146,7 +147,8 @@ class ShardedKV(Cache):
                 self._shards[key] = iter([RemoteLayer(remote, number) for number in range(shape["layers"])])
             else:
                 place: Any = {"device": "cuda" if getattr(k, "is_cuda", False) else "cpu"}
-                first = ShardedCache(self.comm, capacity=self.capacity, dtype=dtype, **shape, **place)
+                place |= {"latent": latent, "dtype": dtype}
+                first = ShardedCache(self.comm, capacity=self.capacity, **shape, **place)
                 self._shards[key] = iter(first.layers)
             made = next(self._shards[key])
         layer: ShardedCache | RemoteLayer = made

@@ -35,7 +35,7 @@ class FullAttentionLayer(CacheLayerMixin):
     def __init__(self, cache: ShardedKV, heads: int | None) -> None:
         super().__init__()
         self.cache, self.store, self.slots, self.new = cache, Store(cache, heads), 0, 0
-        self.module = cast("Any", None)
+        self.module, self.given = cast("Any", None), cast("tuple[torch.Tensor, ...]", ())
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing is held here: the store makes its arrays with the first tokens."""
@@ -52,6 +52,8 @@ class FullAttentionLayer(CacheLayerMixin):
         waiting.layer = self
         self.is_initialized = True
         self.new = new
+        if cache.latent and not torch.compiler.is_compiling():
+            self.given = key_states, value_states
         self.slots += self.new if cache.dealt is None else cache.dealt.tokens
         return self._on_the_way(key_states), value_states
 

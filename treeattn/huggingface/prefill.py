@@ -16,6 +16,7 @@ from treeattn.huggingface.tensors import as_rows, digest, dtype_name
 
 if TYPE_CHECKING:
     from treeattn.huggingface.cache import ShardedKV
+    from treeattn.huggingface.latent import Latents
 
 __all__ = ["prefill"]
 
@@ -110,11 +111,14 @@ class Dealt:
         window: int,
         softcap: float,
         new: int,
+        latents: Latents | None,
     ) -> torch.Tensor:
         """Of this rank's queries to what stands before them on all ranks."""
         q, k, v = as_rows(query), as_rows(key), as_rows(value)
         if new:
-            layer.store.append_own(k, v, self.tokens)
+            layer.store.take(latents, True)
+            given = (as_rows(latents.together()),) if latents else (k, v)
+            layer.store.append_own(self.tokens, *given)
         rules = Rules(causal=True, window=(window - 1, None) if window else None, softcap=softcap or None)
         planned = {"heads": q.shape[2], "kv_heads": k.shape[2], "head_dim": q.shape[3], "v_dim": v.shape[3]}
         planned |= {"batch": len(q), "tokens": q.shape[1], "dtype": dtype_name(query)}

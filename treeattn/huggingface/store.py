@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from treeattn.errors import StateError
 from treeattn.huggingface import plans, same_tokens, tensor_parallel
 from treeattn.huggingface.remote import RemoteLayer
 from treeattn.huggingface.tensors import as_rows, as_tensor
@@ -16,6 +17,7 @@ from treeattn.huggingface.tensors import as_rows, as_tensor
 if TYPE_CHECKING:
     from treeattn.cache import ShardedCache
     from treeattn.huggingface.cache import ShardedKV
+    from treeattn.huggingface.latent import Latents
 
 __all__ = ["Store", "attend", "finished"]
 
@@ -29,23 +31,26 @@ class Store:
     def __init__(self, cache: ShardedKV, heads: int | None) -> None:
         self._cache, self.shard = cache, cast("ShardedCache | RemoteLayer | None", None)
         self._heads, self._kind = heads, cast("tuple[Any, ...]", ())
+        self.rank = 0  # of the latents that lie here in place of keys and values
         self.handle, self.slots = next(_numbers), 0
         _stores[self.handle] = self
 
-    def append(self, k: Any, v: Any) -> None:
-        """The next tokens, [batch, tokens, kv_heads, dim], of which this rank keeps its own."""
+    def append(self, k: Any, v: Any = None) -> None:
+        """The next tokens, [batch, tokens, kv_heads, dim], of which this rank keeps its own; of latents no
+        v."""
         self._made(k, v).append(k, v)
         self.slots += k.shape[1]
 
-    def append_own(self, k: Any, v: Any, tokens: int) -> None:
+    def append_own(self, tokens: int, k: Any, v: Any = None) -> None:
         """The same of `tokens` tokens, of which k and v are this rank's."""
         self._made(k, v).append_own(k, v, [tokens] * len(k))
         self.slots += tokens
 
     def _made(self, k: Any, v: Any) -> Any:
-        kind, shard = (k.shape[2:], v.shape[3], k.dtype), self.shard
+        v_dim = self.rank if v is None else v.shape[3]
+        kind, shard = (k.shape[2:], v_dim, v is None, k.dtype), self.shard
         if shard is None or ((kind != self._kind or len(shard.totals) != len(k)) and not shard.totals.any()):
-            self.shard, self._kind = self._cache.new_shard(k, v), kind
+            self.shard, self._kind = self._cache.new_shard(k, v_dim, latent=v is None), kind
         return self.shard
 
     def check_tokens(self, key: torch.Tensor, begins: Any) -> None:
@@ -76,12 +81,26 @@ class Store:
         if new:
             self.append(*new)
         stands, shard = range(at, at + q.shape[1]), cast("ShardedCache", self.shard)
+        v = shard.k[..., : self.rank] if self.rank else shard.v
         seen: Any = stands, shard.lengths, begins
         if not by_heads:
-            return self._cache.plans.attend(q, shard.k, shard.v, *seen, **rules)
-        out, lse = self._cache.plans_by_heads.attend(q, shard.k, shard.v, *seen, **rules)
+            return self._cache.plans.attend(q, shard.k, v, *seen, **rules)
+        out, lse = self._cache.plans_by_heads.attend(q, shard.k, v, *seen, **rules)
         own, comm = q.shape[2] // self._cache.comm.size, self._cache.comm
         return tensor_parallel.own_heads(comm, out, 2, own), tensor_parallel.own_heads(comm, lse, 1, own)
+
+    def take(self, latents: Latents | None, first: bool) -> None:
+        """Whether latents lie here is what the first chunk of a sequence says. Raises `StateError` for
+        others later, as a compiled model has them."""
+        rank = latents.rank if latents else 0
+        if first:
+            self.rank = rank
+        if rank != self.rank:
+            raise StateError(
+                "the cache holds latents, which a compiled model cannot go on with: cache.reset() empties it"
+                if self.rank
+                else "the cache holds keys and values of a compiled model: cache.reset() empties it"
+            )
 
     def is_sharded(self, heads: int) -> bool:
         """Whether so many query heads are this rank's part of all."""
@@ -104,11 +123,12 @@ def attend(
     scale: float,
     window: int,
     softcap: float,
+    latents: Latents | None = None,
 ) -> torch.Tensor:
     """out [batch, queries, heads, dim] of the queries at the slots from `at` on.
 
-    own: of a layer, to which k and v are appended if `new`; None: key and value are all there is, and end
-    where the queries do.
+    own: of a layer, to which k and v are appended if `new`, or the latents that they are made of; None: key
+    and value are all there is, and end where the queries do.
     """
     q, k, v = as_rows(query), as_rows(key), as_rows(value)
     first = None if begins is None else begins.cpu().numpy()
@@ -120,7 +140,10 @@ def attend(
     if own is not None and new and at == 0 and not by_heads:
         own.check_tokens(key, first)
     if own is not None and new:
-        added = tuple(own.all_heads(k, v)) if by_heads else (k, v)
+        own.take(latents, at == 0)
+        added = (as_rows(latents.together()),) if latents else (k, v)
+        if by_heads:
+            added = tuple(own.all_heads(k, v))
     if own is None or at == 0:  # all of it is in k and v: no other rank need be asked
         if own is not None and added:
             own.append(*added)
@@ -131,8 +154,13 @@ def attend(
             **rules,
         )
     else:
-        q = own.all_heads(q)[0] if by_heads else q
+        if by_heads:
+            q = own.all_heads(q)[0]
+        elif latents:
+            q = as_rows(latents.turned(query))
         out, lse = own.attend(q, added, at, first, rules, by_heads)
+        if latents:
+            out = latents.values(as_tensor(out))
     return finished(out, lse, sinks, query.dtype)
 
 

@@ -1,0 +1,65 @@
+"""Latents of DeepSeek's kind: what a model caches in place of the keys and values that it makes of them.
+
+A layer's keys are linear in its latents, k = W_k c for the channels without positions and the rest as it is,
+and so are its values, v = W_v c. So q k = (W_k^T q) c: queries are turned instead of keys, all heads attend
+to the latents themselves as one head of keys whose first channels are the values, and W_v turns the result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["Latents", "of"]
+
+
+class Latents:
+    """Of one layer: latents [batch, 1, tokens, rank] and rotated keys [batch, 1, tokens, rope] of new tokens,
+    and the weight that makes keys and values of them."""
+
+    def __init__(self, module: Any, latents: torch.Tensor, rotated: torch.Tensor) -> None:
+        self._given = latents, rotated
+        self.rank = latents.shape[3]
+        rows = module.kv_b_proj.weight.detach().unflatten(
+            0, (-1, module.qk_nope_head_dim + module.v_head_dim)
+        )
+        self._keys, self._values = rows.split([module.qk_nope_head_dim, module.v_head_dim], 1)
+
+    def together(self) -> torch.Tensor:
+        """[batch, 1, tokens, rank + rope], as they are cached."""
+        return torch.cat(self._given, 3)
+
+    def are(self, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether the last token's keys and values are made as it is said here: not of every model."""
+        latents, rotated = (one[:, :, -1:] for one in self._given)
+        made = latents @ self._keys.mT, rotated.expand(-1, key.shape[1], -1, -1)
+        wanted = torch.cat(made, 3), latents @ self._values.mT
+        near = torch.finfo(key.dtype).eps ** 0.75
+        for made, given in zip(wanted, (key[:, :, -1:], value[:, :, -1:]), strict=True):
+            if made.shape != given.shape or (made - given).abs().max() > near * given.abs().max():
+                return False
+        return True
+
+    def turned(self, query: torch.Tensor) -> torch.Tensor:
+        """Queries [batch, heads, tokens, nope + rope] to latents: [.., rank + rope]."""
+        plain, rotated = query.split([self._keys.shape[1], query.shape[3] - self._keys.shape[1]], 3)
+        return torch.cat([plain @ self._keys, rotated], 3)
+
+    def values(self, out: torch.Tensor) -> torch.Tensor:
+        """Results over latents [batch, tokens, heads, rank] as values [.., v_head_dim]."""
+        return (out.transpose(1, 2) @ self._values.to(out.dtype).mT).transpose(1, 2)
+
+
+def of(
+    module: Any, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> Latents | None:
+    """The latents of which `module` has made key and value, if they are what `layer` is to hold: None where
+    weights are tensor parallel, or the model is traced, or on cache nodes, or made otherwise."""
+    store = layer.store
+    if torch.compiler.is_compiling() or layer.cache.nodes or store.is_sharded(query.shape[1]):
+        return None
+    if type(getattr(module, "kv_b_proj", None)) is not torch.nn.Linear or module.kv_b_proj.bias is not None:
+        return None
+    latents = Latents(module, *layer.given)
+    return latents if (store.rank if store.slots else latents.are(key, value)) else None
