@@ -94,6 +94,8 @@ def on_host(name: str, array: Any) -> Any:
         )
     if isinstance(array, np.ndarray):
         return array
+    if (view := _torch_view(array)) is not None:
+        return view
     if hasattr(array, "__dlpack__"):
         return _view(name, array, "cpu", "__array_interface__", np.asarray)
     if not hasattr(array, "__cuda_array_interface__") and hasattr(array, "__array_interface__"):
@@ -143,6 +145,25 @@ def _view(
     }
     taken = borrow(_Exported(protocol, interface, capsule))
     return taken.view(ml_dtypes.bfloat16) if tensor.code == _BFLOAT and itemsize == 2 else taken
+
+
+def _torch_view(array: Any) -> Any:
+    """A plain tensor of torch on the host, by its own way to NumPy, which takes an eighth of DLPack's time;
+    None for all else, of which DLPack tells what is wrong with it."""
+    torch = sys.modules.get("torch")
+    if torch is None or type(array) is not torch.Tensor or array.requires_grad:
+        return None
+    try:
+        if array.dtype is torch.bfloat16:
+            view = array.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+        elif array.dtype in (torch.float32, torch.float16, torch.float64):
+            view = array.numpy()
+        else:
+            return None
+    except (RuntimeError, TypeError):  # not of the host, or not in rows
+        return None
+    view.flags.writeable = False
+    return view
 
 
 def _capsule(array: Any, **stream: Any) -> Any:

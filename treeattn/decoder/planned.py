@@ -102,7 +102,7 @@ class PlannedDecode:
         untried = step.tables is not None or step.arrays[2] is not v
         if untried and step.whole is not None and step.block_table is None and step.whole(*step.arrays):
             self._stage = None
-            return self._results
+            return self._given()
         return self._in_parts(step)
 
     def _for(self, q: Any) -> PlannedDecode | None:
@@ -113,6 +113,9 @@ class PlannedDecode:
     def _taken(self, q: Any, k: Any, v: Any, lengths: Any, q_positions: Any, begins: Any, mask: Any) -> _Step:
         """What a step was given, with the tables of what queries see filled. Raises `ArgumentError`."""
         k, v, lengths, positions, table, draft_positions = self._opened(k, v, lengths)
+        self._foreign = not type(q) is type(k) is type(v) is self._native
+        if self._foreign:
+            q, k, v = self._containers.take(q, k, v)
         if self.plan.tables is None and mask is None and draft_positions is None and begins is None:
             return _Step(self._attention, self._whole, (q, k, v, lengths), table, None)
         attend, whole = self._look(k, lengths, table, q_positions, positions, mask, draft_positions, begins)
@@ -188,9 +191,6 @@ class PlannedDecode:
         self._check_ended()
         self._stage = None
         q, k, v, lengths = step.arrays
-        self._foreign = not type(q) is type(k) is type(v) is self._native
-        if self._foreign:
-            q, k, v = self._containers.take(q, k, v)
         if self._page_size(step.block_table) is None:
             step.attend(q, k, v, self._device.admit(self.shape, q, k, v, lengths))
         else:
