@@ -1,6 +1,7 @@
-"""Turn a Llama in a GGUF file into a model directory: python tools/convert_gguf.py MODEL.gguf DIRECTORY
+"""Turn a Llama in a GGUF file into a model directory: python tools/convert_gguf.py MODEL.gguf DIR [DTYPE]
 
-Needs the extra ``models``. Weights are dequantised to float32. GGUF stores the rows of q and k of a Llama in
+Needs the extra ``models``. Weights are dequantised to float32, then rounded where DTYPE is float16 or
+bfloat16. GGUF stores the rows of q and k of a Llama in
 the order of interleaved rotary positions; here the halves of a head are rotated against each other, so they
 are put back. The tokenizer is written as tokenizer.json (byte-level BPE only).
 """
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from gguf import GGUFReader, dequantize
 from safetensors.numpy import save_file
@@ -33,21 +35,24 @@ BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 CONTROL = 3  # type of a token that stands for itself, such as the end of a text
 
 
 def main() -> None:
-    if len(sys.argv) != 3:
-        raise SystemExit(f"usage: {sys.argv[0]} MODEL.gguf DIRECTORY")
+    if len(sys.argv) not in (3, 4) or sys.argv[3:] not in ([], *([name] for name in DTYPES)):
+        raise SystemExit(f"usage: {sys.argv[0]} MODEL.gguf DIRECTORY [{'|'.join(DTYPES)}]")
     source, directory = Path(sys.argv[1]), Path(sys.argv[2])
+    dtype = (*sys.argv[3:], "float32")[0]
     if not source.is_file():
         raise SystemExit(f"{source}: no such file")
     try:
         reader = GGUFReader(source)
     except (ValueError, IndexError) as error:  # from the library: other bytes, or too few
         raise SystemExit(f"{source}: is not a whole GGUF file ({error})") from None
-    config = read_config(reader, source)
+    config = read_config(reader, source) | {"torch_dtype": dtype}
     tensors, words = dict(renamed(tensor, config) for tensor in reader.tensors), tokenizer(reader, source)
+    tensors = {name: values.astype(DTYPES[dtype]) for name, values in tensors.items()}
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
     for kind, part in (("attention_bias", "self_attn"), ("mlp_bias", "mlp")):
         config[kind] = any(f".{part}." in name and name.endswith(".bias") for name in tensors)
@@ -92,7 +97,6 @@ def read_config(reader: Any, source: Path) -> dict[str, Any]:
         "rms_norm_eps": float(field(reader, "llama.attention.layer_norm_rms_epsilon")),
         "rope_theta": float(field(reader, "llama.rope.freq_base", 10000.0)),
         "eos_token_id": end,
-        "torch_dtype": "float32",
     }
 
 
