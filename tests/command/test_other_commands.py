@@ -189,7 +189,7 @@ def test_doctor_finds_a_working_machine(tmp_path):
     ],
 )
 def test_what_is_printed_fits_80_columns(words):
-    done = treeattn(*words.split())
+    done = in_process(*words.split())
     assert done.returncode == 0, done.stderr
     assert 40 < max(map(len, done.stdout.splitlines())) <= 80
 

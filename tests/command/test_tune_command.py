@@ -28,10 +28,6 @@ def test_the_winner_is_proved_drawn_simulated_and_run(tmp_path):
     done = treeattn("decode", CACHE, "--scheme", own, "--check", "--repeat", 1, ranks=6)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tuned@" in done.stdout
-    short = ("--what", "reduce", "--seconds", 0.01, "--repetitions", 2)
-    done = treeattn("compare", "--schemes", own, "--cluster", "leonardo", *short, ranks=6)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "predicted" in done.stdout
 
 
 def test_the_same_search_gives_the_same_schedule(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.drawn import sample
 from treeattn.collectives import build
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.placement import block
@@ -20,7 +21,7 @@ QUIET = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("system", "percent", "rows"), [("leonardo", 7, 25), ("lumi", 4, 24)])
+@pytest.mark.parametrize(("system", "percent", "rows"), sample(1, [("leonardo", 7, 25), ("lumi", 4, 24)]))
 def test_simulated_times_are_near_the_measured_ones(system, percent, rows):
     """Up to 128 KiB, below the humps of 1 MiB; docs/topology.md shows these percentages."""
     cluster = description.load(system)

@@ -250,7 +250,7 @@ def test_the_prices_are_fitted(shipped):
     assert np.median(errors) < 0.03
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_committed_scores_are_those_of_this_code(shipped):
     """After a change: the commands of docs/results/README.md, then python docs/fill_tables.py."""
     for name, blind in (("published.json", False), ("published_blind.json", True)):
