@@ -1,7 +1,7 @@
 """Finds out why partial results of several ranks do not add up, from dumps of them.
 
-`dump` reads them, `alone` says what they show by themselves, `recompute` what their q, k and v say, and
-`whole` finds the merge that reproduces the result that was made of them.
+`dump` reads them, `ranks` says what they show by themselves and what their q, k and v say, and `whole` finds
+the merge that reproduces the result that was made of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from treeattn.attention import arrays
 from treeattn.errors import ArgumentError
-from treeattn.study.partials import alone, recompute
+from treeattn.study.partials import ranks
 from treeattn.study.partials.dump import Finding, base_name, read_part
 from treeattn.study.partials.whole import explained
 
@@ -41,11 +41,11 @@ def check_partials(
         raise ArgumentError("no part was given: pass the dump of every rank")
     given = [{name: arrays.on_host(name, array) for name, array in part.items()} for part in parts]
     read = [read_part(f"rank {rank}", part, base) for rank, part in enumerate(given)]
-    different = list(alone.unlike(read))
+    different = list(ranks.unlike(read))
     if different:
         return different  # nothing below would mean anything
-    found = [*alone.unwell(read, base), *alone.alike(read), *alone.merged_unlike(given)]
-    found += [*recompute.recomputed(given, read, base, scale), *recompute.keys_held_twice(given)]
+    found = [*ranks.unwell(read, base), *ranks.alike(read), *ranks.merged_unlike(given)]
+    found += [*ranks.recomputed(given, read, base, scale), *ranks.keys_held_twice(given)]
     if whole is None:
         whole = next((_merged(part) for part in given if "merged_out" in part), None)
     if whole is not None:
