@@ -28,7 +28,7 @@ def show(made: Report, run: Run, summaries: Sequence[Summary], errors: Mapping[K
         series = compared_series(of_case)
         late |= series == "after_last_entry"
         rows = sorted(of_case, key=lambda row: row.times[series].median)
-        made.line(f"\n{_case(rows[0].key)}; times in µs{_SINCE[series]}")
+        made.line(f"\n{case(rows[0].key)}; times in µs{_SINCE[series]}")
         made.table(rows, _columns(rows, series), style=lambda row: "red" if _wrong(row) else "")
         for row in rows:
             if reason := _wrong(row):
@@ -39,12 +39,13 @@ def show(made: Report, run: Run, summaries: Sequence[Summary], errors: Mapping[K
         causes.setdefault((key.case, message), []).append(key)
     for (_, message), keys in causes.items():
         schemes = ", ".join(key.label for key in keys)
-        made.line(f"could not run: {schemes} ({_case(keys[0])}): {message}", style="red")
+        made.line(f"could not run: {schemes} ({case(keys[0])}): {message}", style="red")
     _add_notes(made, run, summaries, late)
     return not any(map(_wrong, summaries))
 
 
-def _case(key: Key) -> str:
+def case(key: Key) -> str:
+    """All of a key that its case has, in words."""
     text = f"{key.what}, {key.ranks} ranks, "
     if key.what == "decode":
         text += f"{key.tokens:,} tokens, "
@@ -71,7 +72,7 @@ def _columns(rows: Sequence[Summary], series: str) -> list[Column[Summary]]:
     columns = [*_names(key), _time("plan", wide=True), _time("first", wide=True)]
     columns += [
         _quantile(series, "median"),
-        Column("95 % interval", lambda row: _interval(row.times[series])),
+        Column("95 % interval", lambda row: interval(row.times[series])),
     ]
     columns += [_fact("predicted", "predicted", microseconds, wide=False)] if predicted else []
     columns += [_quantile(series, name, wide=True) for name in ("p5", "p95", "p99")]
@@ -124,7 +125,8 @@ def _fact(heading: str, name: str = "", form: Any = count, wide: bool = True) ->
     return Column(heading, lambda row: row.facts[name or heading], form, wide=wide)
 
 
-def _interval(time: Statistics) -> str | None:
+def interval(time: Statistics) -> str | None:
+    """The interval of a median, where it has one."""
     if time.low is None or time.high is None:
         return None
     return f"{microseconds(time.low)} to {microseconds(time.high)}"

@@ -1,0 +1,197 @@
+"""``treeattn report``: results as one page for a reader without this program."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+import click
+
+from treeattn.cli import compare_answers, compare_table
+from treeattn.cli.options import FILE, Output, output_options
+from treeattn.cli.scheme import build, from_file
+from treeattn.collectives import Schedule
+from treeattn.collectives.drawings import text as draw_schedule
+from treeattn.collectives.parameters import Groups
+from treeattn.errors import ArgumentError, RestrictionError, TreeattnError
+from treeattn.report import Column, microseconds
+from treeattn.study import plot
+from treeattn.study.compare.results import Results, Summary
+from treeattn.study.compare.schema import NULL, SUM, Run
+from treeattn.study.figures import draw
+from treeattn.study.figures.cases import Study
+from treeattn.study.page import Page
+
+__all__ = ["command"]
+
+_METHOD = """
+A block plans its scheme anew, warms it up and times iterations between agreed instants on one clock; each
+repetition takes the schemes of a case in a new random order. Times are medians over iterations, blocks
+weighing the same, with 95 % intervals from how blocks differ. Answers are ratios within repetitions (Hodges
+and Lehmann) with Wilcoxon's p corrected by Holm. A click on a heading sorts a table.
+"""
+
+
+@click.command("report")
+@click.argument("files", nargs=-1, required=True, type=FILE, metavar="RESULTS..")
+@click.option("--schedule", "schedules", multiple=True, metavar="FILE",
+              help="A schedule of one's own among the results, to be drawn; again for several.")  # fmt: skip
+@click.option("--title", default="Reductions compared")
+@click.option("--baseline", metavar="S", help="Of answers and relative times.  [the library's sum]")
+@output_options("The page.", "FILE.html", wide=False, json=None)
+def command(
+    files: tuple[Path, ...], schedules: tuple[str, ...], title: str, baseline: str | None, output: Output
+) -> int:
+    """Write results of `treeattn compare --out` as one HTML file that needs no network and no MPI.
+
+    It holds the machines, the method, all tables (sortable), the answers, predicted against measured, figures
+    where matplotlib is there, the schedules as drawings and as steps, and the commands that reproduce it.
+    Exit code 1: a line could not be read, or a result is wrong; the rest is written.
+    """
+    os.environ["MPLBACKEND"] = "agg"
+    output.open(*files)
+    study, problems = plot.read(files)
+    if not study.summaries:
+        raise ArgumentError("these files hold no results of treeattn compare --out")
+    study.baseline = plot.choose_baseline(study, baseline)
+    own = {schedule.name: schedule for schedule in map(from_file, schedules)}
+    page = Page({}, title=title)
+    for problem in problems:
+        click.echo(f"treeattn: warning: {problem}", err=True)
+        page.line(f"warning: {problem}", "red")
+    _machines(page, study.results)
+    page.heading("Method")
+    page.line(" ".join(_METHOD.split()))
+    right = _tables(page, study, baseline)
+    _predictions(page, study.summaries)
+    _figures(page, study)
+    _schedules(page, study, own)
+    _commands(page, study.results, files)
+    output.write(page.html())
+    click.echo(f"the report is in {output.out}")
+    return 0 if right and not problems else 1
+
+
+def _machines(page: Page, found: Results) -> None:
+    page.heading("Machines")
+    page.table(found.runs.values(), [
+        Column("run", words=True),
+        Column("started", words=True),
+        Column("ranks", lambda run: len(run.ranks)),
+        Column("nodes", lambda run: len({rank.node for rank in run.ranks})),
+        Column("processors", lambda run: _each(rank.gpu or rank.cpu for rank in run.ranks), words=True),
+        Column("hosts", lambda run: _each(rank.host for rank in run.ranks), words=True),
+        Column("MPI", lambda run: " ".join(run.software.mpi.split()), words=True),
+        Column("commit", lambda run: run.software.git, words=True),
+        Column("packages", lambda run: _pairs(run.software.packages), words=True),
+        Column("environment", lambda run: _pairs(run.environment), words=True),
+    ])  # fmt: skip
+
+
+def _each(names: Iterable[str | None]) -> str:
+    return ", ".join(dict.fromkeys(map(str, names)))
+
+
+def _pairs(found: Mapping[str, str | None]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in found.items())
+
+
+def _tables(page: Page, study: Study, baseline: str | None) -> bool:
+    """The tables of compare, version by version; whether every result is right."""
+    right, found = True, study.results
+    for version in dict.fromkeys(summary.version for summary in study.summaries):
+        of_version = [summary for summary in study.summaries if summary.version == version]
+        cases: dict[object, list[Summary]] = {}
+        for summary in of_version:
+            cases.setdefault(summary.key.case, []).append(summary)
+        for rows in cases.values():
+            compare_answers.answer(rows, found.points, found.version, baseline)
+        used = {point.run for point in found.points if found.version(point) == version}
+        errors = {error.key: error.message for error in found.errors if error.run in used}
+        page.heading(f"Measured: {version}")
+        in_order = [summary for rows in cases.values() for summary in rows]
+        right &= compare_table.show(page, found.runs[max(used)], in_order, errors)
+    return right
+
+
+def _predictions(page: Page, summaries: Sequence[Summary]) -> None:
+    known = [s for s in summaries if s.facts["predicted"] and s.key.scheme not in (NULL, SUM)]
+    if not known:
+        return
+    errors = [_error(summary) for summary in known]
+    near = sum(abs(error) <= 0.25 for error in errors)
+    page.heading("Predicted against measured")
+    middle = median(map(abs, errors))
+    page.line(f"{len(known)} predictions: median error {middle:.0%}, {near / len(known):.0%} within 25 %")
+    page.table(known, [
+        Column("case", lambda row: compare_table.case(row.key), words=True),
+        Column("scheme", lambda row: row.key.label, words=True),
+        Column("predicted, µs", lambda row: row.facts["predicted"], microseconds),
+        Column("measured, µs", _compared, microseconds),
+        Column("95 % interval", lambda row: compare_table.interval(row.times[row.facts["compared_by"]])),
+        Column("error", _error, "+.0%"),
+    ])  # fmt: skip
+
+
+def _compared(summary: Summary) -> float:
+    return summary.times[summary.facts["compared_by"]].median
+
+
+def _error(summary: Summary) -> float:
+    return float(summary.facts["predicted"]) / _compared(summary) - 1
+
+
+def _figures(page: Page, study: Study) -> None:
+    page.heading("Figures")
+    if why := draw.problem():
+        page.line(why)
+        return
+    for figure in plot.FIGURES.values():
+        for chart in figure.charts(study):
+            page.picture(draw.render(chart, ("svg",))["svg"], f"{chart.title}; {chart.case}")
+
+
+def _schedules(page: Page, study: Study, own: dict[str, Schedule]) -> None:
+    page.heading("Schedules")
+    drawn = dict.fromkeys(
+        (point.key.scheme, point.key.ranks, _nodes(study.results.runs[point.run], point.key.ranks))
+        for point in study.results.points
+        if point.key.scheme not in (NULL, SUM)
+    )
+    for scheme, ranks, nodes in drawn:
+        try:
+            schedule = own[scheme] if scheme in own else build(scheme, ranks, nodes)
+            picture = draw_schedule.svg(schedule, nodes).encode()
+        except RestrictionError as error:
+            page.line(f"{scheme}: {error}")
+        except TreeattnError:
+            why = (
+                "a schedule of one's own: give its file with --schedule"
+                if "@" in scheme
+                else "has no schedule"
+            )
+            page.line(f"{scheme}: {why}")
+        else:
+            page.picture(picture, f"{scheme} on {ranks} ranks")
+            page.folded(f"{scheme} on {ranks} ranks, step by step", draw_schedule.text(schedule, nodes))
+
+
+def _nodes(run: Run, ranks: int) -> Groups:
+    found: dict[int, list[int]] = {}
+    for number, rank in enumerate(run.ranks[:ranks]):
+        found.setdefault(rank.node, []).append(number)
+    return tuple(map(tuple, found.values()))
+
+
+def _commands(page: Page, found: Results, files: Sequence[Path]) -> None:
+    page.heading("To reproduce")
+    lines = [
+        f"mpiexec -n {len(run.ranks)} {shlex.join(run.software.command or ['treeattn', 'compare'])}"
+        f"  # at commit {run.software.git}"
+        for run in found.runs.values()
+    ]
+    names = shlex.join(path.name for path in files)
+    page.text("\n".join([*dict.fromkeys(lines), f"treeattn report {names} --out report.html"]))
