@@ -57,6 +57,17 @@ def test_decode_over_the_nodes_is_exact(cluster, mpi):
     assert "8 ranks on 4 nodes" in done.stdout
 
 
+def test_cache_nodes_on_other_machines(cluster, mpi):
+    """The model process has one node beside it; of the other machine one has what the other sends it."""
+    node = mpi / "python", "-m", "treeattn", "cache-node"
+    parts = ("-n", 1, mpi / "python", PROGRAMS / "model_process.py", ":", "-n", 3, *node)
+    done = cluster.run("--nodes", 2, "--ranks-per-node", 2, "--", mpi / "mpiexec", *parts)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["nodes"], found["children"], found["totals"]) == (3, [1, 2], [[20], [20]])
+    assert found["error"] < 1e-6
+
+
 @pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 def test_gpus_pull_within_their_node_and_send_between_nodes(cluster, mpi):
     """Stand-ins of them, whose memory opens on its own node alone; every schedule."""
