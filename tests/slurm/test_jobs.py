@@ -60,6 +60,15 @@ def collected(slurm, runs: list[Path]) -> None:
     assert list((out / "figures").glob("*.svg"))
 
 
+def test_a_model_process_and_cache_nodes(slurm):
+    """Two programs of one job, by srun --multi-prog."""
+    job = slurm.submit(SIZE, "cache_nodes", "python", ROOT / "tests/cluster/programs/model_process.py")
+    assert len(numbers(slurm.done(job)["NodeList"])) == 2
+    (found,) = (json.loads(line) for line in slurm.said(job).splitlines() if line.startswith("{"))
+    assert (found["nodes"], found["totals"]) == (3, [[20], [20]])
+    assert found["error"] < 1e-6
+
+
 def test_mpiexec_within_a_job_asks_slurm_for_its_nodes(slurm):
     job = slurm.submit("--nodes=2 --ntasks-per-node=2", "decode", CACHE, "--repeat", 1, TREEATTN_SITE="local")
     nodes = numbers(slurm.done(job)["NodeList"])
