@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Self
+from typing import Any, Self, TypeAlias
 
 from treeattn.attention import arrays
 from treeattn.attention.mask_tables import MaskTables
@@ -17,14 +17,9 @@ from treeattn.errors import ArgumentError, RestrictionError, StateError
 __all__ = ["PlannedDecode"]
 
 
-class _Step(NamedTuple):
-    """One step: the stages that it takes, its arrays, and what they read beside them."""
-
-    attend: Any
-    whole: Any
-    arrays: tuple[Any, Any, Any, Any]  # q, k, v, lengths
-    block_table: Any
-    tables: MaskTables | None
+#: One step: its attention, all of it in one call or None, its arrays, block table, and mask tables. A plain
+#: tuple, since every step in parts makes one.
+_Step: TypeAlias = tuple[Any, Any, tuple[Any, Any, Any, Any], Any, MaskTables | None]
 
 
 class PlannedDecode:
@@ -47,10 +42,11 @@ class PlannedDecode:
         self._containers = arrays.Containers(request.device.view, results)
         self._native, self._foreign = type(buffers.out), False
         self._device, self._attention, self._reducer = request.device, plan.attend, reducer
-        self._reduce, self._complete = plan.reduce, plan.complete
+        self._reduce, self._finish, self._complete = plan.reduce, plan.finish, plan.complete
         self._tables, self._by_tables = plan.tables, (plan.attend, plan.whole)
         # A step of arrays and nothing beside them, which is tried first.
-        self._whole = plan.whole if plan.tables is None else None
+        self._plain = plan.tables is None
+        self._whole = plan.whole if self._plain else None
         self._captured: list[CapturedStep] = []
         # Of a step in parts: "local", "begun", "folded", or the steps of fewer queries that it is one of.
         self._stage: str | PlannedDecode | None = None
@@ -99,8 +95,9 @@ class PlannedDecode:
         if fewer := self._for(q):
             return fewer(q, k, v, lengths, q_positions=q_positions, begins=begins, mask=mask)
         step = self._taken(q, k, v, lengths, q_positions, begins, mask)
-        untried = step.tables is not None or step.arrays[2] is not v
-        if untried and step.whole is not None and step.block_table is None and step.whole(*step.arrays):
+        _, whole, taken, table, tables = step
+        untried = tables is not None or taken[2] is not v
+        if untried and whole is not None and table is None and whole(*taken):
             self._stage = None
             return self._given()
         return self._in_parts(step)
@@ -112,18 +109,19 @@ class PlannedDecode:
 
     def _taken(self, q: Any, k: Any, v: Any, lengths: Any, q_positions: Any, begins: Any, mask: Any) -> _Step:
         """What a step was given, with the tables of what queries see filled. Raises `ArgumentError`."""
-        k, v, lengths, positions, table, draft_positions = self._opened(k, v, lengths)
+        positions = draft_positions = table = None
+        if v is None or isinstance(k, Shard):
+            k, v, lengths, positions, table, draft_positions = self._opened(k, v, lengths)
         self._foreign = not type(q) is type(k) is type(v) is self._native
         if self._foreign:
             q, k, v = self._containers.take(q, k, v)
-        if self.plan.tables is None and mask is None and draft_positions is None and begins is None:
-            return _Step(self._attention, self._whole, (q, k, v, lengths), table, None)
+        if self._plain and mask is None and draft_positions is None and begins is None:
+            return self._attention, self._whole, (q, k, v, lengths), table, None
         attend, whole = self._look(k, lengths, table, q_positions, positions, mask, draft_positions, begins)
-        return _Step(attend, whole, (q, k, v, None), table, self._tables)
+        return attend, whole, (q, k, v, None), table, self._tables
 
     def _opened(self, k: Any, v: Any, lengths: Any) -> tuple[Any, ...]:
-        """(k, v, lengths, positions, block_table, draft_positions) of a step, perhaps of a shard or without
-        v."""
+        """(k, v, lengths, positions, block_table, draft_positions) of a step."""
         positions = draft_positions = table = None
         if isinstance(k, Shard):
             shard = Shard.of(k, v, lengths)
@@ -190,12 +188,11 @@ class PlannedDecode:
     def _attend(self, step: _Step) -> None:
         self._check_ended()
         self._stage = None
-        q, k, v, lengths = step.arrays
-        if self._page_size(step.block_table) is None:
-            step.attend(q, k, v, self._device.admit(self.shape, q, k, v, lengths))
+        attend, _, (q, k, v, lengths), table, tables = step
+        if self._page_size(table) is None:
+            attend(q, k, v, self._device.admit(self.shape, q, k, v, lengths))
         else:
-            given = lengths, step.block_table, step.tables
-            step.attend(q, k, v, *self._device.admit_pages(self.shape, q, k, v, *given))
+            attend(q, k, v, *self._device.admit_pages(self.shape, q, k, v, lengths, table, tables))
 
     def _check_ended(self) -> None:
         stage = self._stage._stage if isinstance(self._stage, PlannedDecode) else self._stage
@@ -288,7 +285,7 @@ class PlannedDecode:
             self._stage = "folded"
         if self._stage != "folded":
             raise StateError(f"{self.scheme}: finish() without folded partials: reduce() comes before it")
-        self.plan.finish()
+        self._finish()
         return self._given()
 
     def _given(self) -> tuple[Any, Any]:
@@ -336,7 +333,7 @@ class PlannedDecode:
         k, v, lengths, positions, _, draft_positions = self._opened(k, v, lengths)
         step = captured_step.capture(
             self.plan,
-            lambda attend, *taken: self._in_parts(_Step(attend, None, taken, None, None)),
+            lambda attend, *taken: self._in_parts((attend, None, taken, None, None)),
             given=(q, k, v, lengths),
             seen=(q_positions, positions, mask, draft_positions, begins),
             owner=self,
