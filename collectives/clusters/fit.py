@@ -1,8 +1,8 @@
 """Prices of a machine from what probes took on it: those with which the simulator says the same.
 
-The most probable prices, as logarithms, given wide beliefs around first guesses and measured logarithms: by
-Gauss and Newton with slopes from differences. Measurements far from the rest count less (Cauchy's weights,
-iterated: Holland and Welsch, 1977), since on a machine with other work some always are.
+The most probable prices, as logarithms, given wide beliefs around first guesses and measured logarithms, with
+slopes from differences. Measurements far from the rest count less (Cauchy's weights, iterated: Holland and
+Welsch, 1977), since on a machine with other work some always are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from treeattn.collectives.clusters.probes import Probe
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.traffic import Payload
 
-__all__ = ["Residual", "fit"]
+__all__ = ["Residual", "fit", "most_probable"]
 
 #: Messages of so many bytes and more may cost another latency: eager, rendezvous, windows of TCP.
 _STEPS = (4096, 16384, 65536)
@@ -67,7 +67,16 @@ def fit(
             for probe in measured
         ])  # fmt: skip
 
-    found = _most_probable(times, mean, np.log(list(measured.values())))
+    def sloped(parameters: Any) -> tuple[Any, Any]:
+        at = times(parameters)
+        nudged = (times(parameters + step) for step in _DIFFERENCE * np.eye(len(mean)))
+        return at, np.stack([(one - at) / _DIFFERENCE for one in nudged], axis=1)
+
+    def noise(left: Any) -> Any:
+        return np.diag(_NOISE**2 * (1 + (left / (2 * _NOISE)) ** 2))
+
+    belief = _BELIEF**2 * np.eye(len(mean))
+    found = most_probable(sloped, mean, belief, np.log(list(measured.values())), noise)
     residuals = [
         Residual(probe, took, exp(time))
         for (probe, took), time in zip(measured.items(), times(found).tolist(), strict=True)
@@ -75,18 +84,26 @@ def fit(
     return _priced(shape, dict(zip(names, np.exp(found).tolist(), strict=True))), residuals
 
 
-def _most_probable(times: Callable[[Any], Any], mean: Any, measured: Any) -> Any:
-    at, found = times(mean), mean
+def most_probable(
+    times: Callable[[Any], tuple[Any, Any]],
+    mean: Any,
+    covariance: Any,
+    measured: Any,
+    noise: Callable[[Any], Any],
+) -> Any:
+    """The most probable parameters, given that they are thought to be normal, by Gauss and Newton.
+
+    times: parameters -> logarithms of times, and their derivatives [times, parameters]. measured: logarithms.
+    noise: what is left over -> covariance of what may be.
+    """
+    found = mean
     for _ in range(_ITERATIONS):
-        slopes = np.stack(
-            [(times(found + step) - at) / _DIFFERENCE for step in _DIFFERENCE * np.eye(len(mean))], axis=1
-        )
-        weights = 1 / (1 + ((measured - at) / (2 * _NOISE)) ** 2) / _NOISE**2
-        surprise = slopes.T @ (weights * (measured - at)) + (mean - found) / _BELIEF**2
-        curvature = (slopes.T * weights) @ slopes + np.eye(len(mean)) / _BELIEF**2
-        step = np.linalg.solve(curvature, surprise)
+        at, slopes = times(found)
+        left = noise(measured - at)
+        surprise = measured - at + slopes @ (found - mean)
+        gain = np.linalg.solve(slopes @ covariance @ slopes.T + left, surprise)
+        step = mean + covariance @ slopes.T @ gain - found
         found = found + step * min(1.0, _LONGEST / max(np.abs(step).max(), 1e-12))
-        at = times(found)
     return found
 
 

@@ -57,6 +57,23 @@ def test_a_held_file(lumi, tmp_path):
     assert "ratio of two schemes" in done.stdout
 
 
+def test_prices_of_a_run_are_a_cluster(lumi, tmp_path):
+    known, _ = lumi
+    words = ["--known", known, "--run", "2025_04_07___16_22_51", "--out", tmp_path / "lumi_then.toml"]
+    done = in_process("published", *words)
+    assert done.returncode == 0, done.stderr
+    priced = in_process("simulate", "--cluster", tmp_path / "lumi_then.toml", "--ranks", 4)
+    assert priced.returncode == 0, priced.stderr
+    assert "recursive_doubling" in priced.stdout
+    lone = in_process("published", "--known", known, "--run", "2025_04_07___16_22_51")
+    assert (lone.returncode, lone.stderr.count("--out FILE.toml go together")) == (2, 1)
+    none = in_process("published", "--known", known, "--run", "never", "--out", tmp_path / "x.toml")
+    assert (none.returncode, none.stderr.count("--run never: there is no such run; take one of 2025_")) == (
+        2,
+        1,
+    )
+
+
 def test_options_repeat(lumi):
     known, held = lumi
     both = in_process("published", "--known", known, "--known", held, "--held", held, "--wide")

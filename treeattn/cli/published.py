@@ -11,10 +11,12 @@ from typing import Any
 import click
 
 from treeattn.cli.options import FILE, Output, output_options
+from treeattn.collectives.clusters.writing import as_toml
 from treeattn.errors import ArgumentError
 from treeattn.report import Column, Progress, Report, microseconds
+from treeattn.study.published.fit import Fit
 from treeattn.study.published.held import Predicted, held_out, ratio_error, score, winners
-from treeattn.study.published.measurements import SHIPPED, Files, read
+from treeattn.study.published.measurements import SHIPPED, Files, Measurement, read
 
 
 def _files(name: str, about: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -27,20 +29,28 @@ def _files(name: str, about: str) -> Callable[[Callable[..., None]], Callable[..
 @_files("allocations", "Where their ranks were.")
 @_files("runs", "Their devices and tori.")
 @click.option("--blind", is_flag=True, help="Give nothing of a held run.")
-@output_options(json="Write every prediction.")
+@click.option("--run", "name", metavar="NAME", help="The run of --known whose prices --out gets.")
+@output_options("Write a cluster file instead.", json="Write every prediction.")
 def command(
     known: tuple[Path, ...],
     held: tuple[Path, ...],
     allocations: tuple[Path, ...],
     runs: tuple[Path, ...],
     blind: bool,
+    name: str | None,
     output: Output,
 ) -> None:
     """Predict all-reductions published of supercomputers. Needs no MPI; each FILE is CSV or gzip of it.
 
     Each run of --held is predicted from all other runs of --known and, of its own, recursive doubling at two
     sizes and the ring at one. Options repeat. docs/predicted.md says how well this goes, and what it misses.
+    With --run NAME --out FILE.toml the prices of that run are written as a cluster, by which simulate, tune
+    and --scheme auto:cluster=FILE.toml price any schedule.
     """
+    if (name is None) != (output.out is None):
+        raise ArgumentError(
+            "--run NAME and --out FILE.toml go together: one names the run, one takes its prices"
+        )
     output.open(*known, *held, *allocations, *runs)
     about = (*SHIPPED.allocations, *allocations), (*SHIPPED.runs, *runs)
     fitted, asked = (read(Files(paths or SHIPPED.measurements, *about)) for paths in (known, held))
@@ -48,6 +58,9 @@ def command(
         raise ArgumentError(
             "--known holds no all-reduction that counts: one rank a node, 256 B to 1 MiB, our schemes"
         )
+    if name is not None:
+        _write_cluster(fitted, name, output)
+        return
     say, rows = Progress(), []
     for row in held_out(fitted, asked, blind):
         rows.append(row)
@@ -57,6 +70,15 @@ def command(
             "--held holds nothing to predict: one rank a node, 256 B to 1 MiB, programs that are our schemes"
         )
     output.report(_report(rows))
+
+
+def _write_cluster(known: Sequence[Measurement], name: str, output: Output) -> None:
+    runs = {row.run.name: row.run for row in known if row.stack == "mpi"}
+    if name not in runs:
+        raise ArgumentError(f"--run {name}: there is no such run; take one of {', '.join(sorted(runs))}")
+    cluster = Fit(known, known).cluster(runs[name])
+    output.write(as_toml(cluster, (cluster.about, "Fitted by treeattn published.")).encode())
+    print(f"{cluster.about}: its prices are in {output.out}")
 
 
 def _report(predicted: Sequence[Predicted]) -> Report:

@@ -1,9 +1,8 @@
 """Prices fitted to measurements, and what is left over learned from rows that are like the one predicted.
 
-The most probable parameters, given normal beliefs (`prices`) and measured logarithms, by Gauss and Newton;
-what the prices leave over is interpolated by resemblance of rows, a Gaussian process: as Kennedy and
-O'Hagan, "Bayesian calibration of computer models", 2001. A run that is predicted enters with its given
-measurements alone.
+The most probable prices of the simulator, given normal beliefs (`prices`) and measured logarithms; what they
+leave over is interpolated by resemblance of rows, a Gaussian process: as Kennedy and O'Hagan, "Bayesian
+calibration of computer models", 2001. A run that is predicted enters with its given measurements alone.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from treeattn.study.published.measurements import Measurement
+from treeattn.collectives.clusters.description import Cluster
+from treeattn.collectives.clusters.fit import most_probable
+from treeattn.study.published.measurements import Measurement, Run
 from treeattn.study.published.prices import Prices
-
-_ITERATIONS = 12
-_LONGEST = 1.5  # of a step, in logarithms
 
 # Standard deviations, of logarithms.
 _NOISE = 0.05
@@ -39,15 +37,13 @@ class Fit:
         measured = np.log([row.microseconds for row in known])
         left = _likeness(known, known) + _NOISE**2 * np.eye(len(known))
         mean, covariance = self.prices.mean, self.prices.covariance
-        self.parameters = mean
-        for _ in range(_ITERATIONS):
-            times, slopes = sheet.log_times(self.parameters)
-            surprise = measured - times + slopes @ (self.parameters - mean)
-            gain = np.linalg.solve(slopes @ covariance @ slopes.T + left, surprise)
-            step = mean + covariance @ slopes.T @ gain - self.parameters
-            self.parameters = self.parameters + step * min(1.0, _LONGEST / max(np.abs(step).max(), 1e-12))
+        self.parameters = most_probable(sheet.log_times, mean, covariance, measured, lambda _: left)
         times, _ = sheet.log_times(self.parameters)
         self._weights = np.linalg.solve(left, measured - times)
+
+    def cluster(self, run: Run) -> Cluster:
+        """What the simulator takes: the machine of a run over MPI, as it was then."""
+        return self.prices.cluster(self.parameters, run)
 
     def predict(self, rows: Sequence[Measurement]) -> Any:
         """Microseconds of each row. Their own times are not looked at."""

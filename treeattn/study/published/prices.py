@@ -1,10 +1,15 @@
-"""Times from sums over rounds, and what is thought of the prices before anything is measured.
+"""The simulator's prices of machines that others measured, and what is thought of them before.
+
+What the simulator says of schedules whose ranks all do alike is a sum over rounds, which needs no simulation:
 
     time = call * C  +  latency * l * sum over rounds of step(size) (1 + hop * reach + leave)
-         + bytes * (b * sent (1 + load * log2 of the busiest link's) + g * merged + c * copied)
+         + bytes * (b * sent (1 + load * log2 of the busiest link's) + g * merged)
 
-Capitals and small letters are prices of a machine and its software; call, latency and bytes are factors of
-a run, which has its own state: the same machine took 6.0 or 2.2 microseconds a round on different days.
+A round's latency by size and by whether it leaves a group, bytes, merges and call are prices of a
+`Cluster` (`Prices.cluster`). What a torus adds, hops and the load of its links, is a correction on top: the
+score of runs held out needs it (docs/predicted.md). Capitals and small letters are prices of a machine and
+its software; call, latency and bytes are factors of a run, which has its own state: the same machine took 6.0
+or 2.2 microseconds a round on different days.
 Everything that must be positive is a logarithm. What is thought beforehand is a normal distribution: prices
 of machines resemble each other somewhat, factors of runs do when day, library and number of nodes are near.
 """
@@ -12,11 +17,13 @@ of machines resemble each other somewhat, factors of runs do when day, library a
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from treeattn.collectives.clusters.description import Cluster, Executor, Protocol, Tier
 from treeattn.study.published.measurements import Measurement, Run
 from treeattn.study.published.rounds import STEPS, sums
 
@@ -36,7 +43,6 @@ _PRICES = {
     "call": Prior(math.log(1.5), 0.6, 0.3),
     "sent": Prior(math.log(1e-4), 0.8, 0.4),
     "merged": Prior(math.log(1e-4), 0.6, 0.3),
-    "copied": Prior(math.log(1e-4), 0.6, 0.3),
     # logarithm of the factor that a size class has over the one before
     "step 0": Prior(0.2, 0.25, 0.3),
     "step 1": Prior(0.2, 0.25, 0.3),
@@ -46,6 +52,10 @@ _PRICES = {
     "load": Prior(0.7, 0.4, 0.2),
     "leave": Prior(0.2, 0.15, 0.075),
 }
+#: Of a message's latency, so much is the processor's at each end: assumed, as `clusters.fit` guesses first.
+_OVERHEAD = 0.1
+#: Nobody measured messages within a node.
+_OF_NODE = ("latency", "overhead", "gap", "bandwidth")
 #: How far runs differ in the logarithm of their factors.
 _FACTORS = {"latency": 0.6, "bytes": 0.35, "calls": 0.6}
 
@@ -80,9 +90,35 @@ class Prices:
         return Sheet(
             np.array([one.rounds for one in found]), np.array([one.reach for one in found]),
             np.array([one.leaving for one in found]),
-            np.array([[one.sent, one.sent_loaded, one.merged, one.copied] for one in found]),
+            np.array([[one.sent, one.sent_loaded, one.merged] for one in found]),
             {name: np.array(index) for name, index in where.items()}, len(self._at),
         )  # fmt: skip
+
+    def cluster(self, parameters: Any, run: Run) -> Cluster:
+        """The machine of a run over MPI, one rank on each node, in groups where the allocation is known."""
+        of = {price: parameters[self._at[price, (run.system, "mpi")]] for price in _PRICES}
+        state = {factor: parameters[self._at[factor, run]] for factor in _FACTORS}
+        classes = np.exp(np.cumsum([0.0, *(of[f"step {at}"] for at in range(len(STEPS)))]))
+        sizes = Counter(run.groups)
+        widths = [("network", run.ranks, 0.0)]
+        if sizes:
+            widths = [("group", max(sizes.values()), 0.0), ("network", len(sizes), of["leave"])]
+        bandwidth = 1e-3 / math.exp(state["bytes"] + of["sent"])
+        tiers = [Tier("node", 1, 0.0, 0.0, 0.0, bandwidth, assumed=_OF_NODE)]
+        for name, joins, more in widths:
+            latencies = math.exp(state["latency"] + of["round"]) * classes * (1 + more)
+            overhead = _OVERHEAD * float(latencies[0])
+            first, *rest = (float(one) - 2 * overhead for one in latencies)
+            protocols = tuple(
+                Protocol(f"from-{size}", size, latency) for size, latency in zip(STEPS, rest, strict=True)
+            )
+            prices = first, overhead, 0.0, bandwidth
+            tiers.append(Tier(name, joins, *prices, protocols=protocols, assumed=("overhead", "gap")))
+        call = math.exp(state["calls"] + of["call"])
+        merging = 1e-3 / math.exp(state["bytes"] + of["merged"])
+        about = f"{run.system} as PICO's run {run.name} on {run.ranks} nodes found it, over {run.library}"
+        executors = {"program": Executor(call, 0.0, merging)}
+        return Cluster(run.system, about, "node", tuple(tiers), executors, "program")
 
 
 class Sheet(NamedTuple):
@@ -106,16 +142,15 @@ class Sheet(NamedTuple):
         state = np.exp(p["bytes"])
         sent, loaded = (state * np.exp(p["sent"]) * self.bytes[:, column] for column in (0, 1))
         merged = state * np.exp(p["merged"]) * self.bytes[:, 2]
-        copied = state * np.exp(p["copied"]) * self.bytes[:, 3]
         call = np.exp(p["calls"] + p["call"])
         travelled = sent + p["load"] * loaded
         by = {
             "round": latency.sum(1), "latency": latency.sum(1), "call": call, "calls": call,
-            "sent": travelled, "merged": merged, "copied": copied, "bytes": travelled + merged + copied,
+            "sent": travelled, "merged": merged, "bytes": travelled + merged,
             "hop": (unit * self.reach).sum(1), "leave": (unit * self.leaving).sum(1), "load": loaded,
         }  # fmt: skip
         by |= {f"step {at}": latency[:, at + 1 :].sum(1) for at in range(len(STEPS))}
-        times = latency.sum(1) + call + travelled + merged + copied
+        times = latency.sum(1) + call + travelled + merged
         slopes = np.zeros((len(times), self.parameters))
         for name, part in by.items():
             slopes[np.arange(len(times)), self.where[name]] += part / times

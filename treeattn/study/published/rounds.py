@@ -32,7 +32,7 @@ class Round(NamedTuple):
 
 class Sums(NamedTuple):
     """Of one step. Rounds by the size class of their messages (of those, by reach, and that leave a
-    group); bytes sent one after the other (and by load), merged, and copied on the spot."""
+    group); bytes sent one after the other (and by load), and merged."""
 
     rounds: tuple[float, ...]
     reach: tuple[float, ...]
@@ -40,7 +40,6 @@ class Sums(NamedTuple):
     sent: float
     sent_loaded: float
     merged: float
-    copied: float
 
     @property
     def all_rounds(self) -> float:
@@ -62,11 +61,7 @@ def sums(measurement: Measurement) -> Sums:
         sent += round_.times * size
         loaded += round_.times * size * round_.load
         merged += round_.times * size * round_.merge
-    # Recursive doubling in both libraries copies the vector twice, the others once (PICO's and Open MPI's
-    # sources).
-    whole = measurement.scheme in ("recursive_doubling", "bine")
-    copied = measurement.bytes * (2 if whole else 1)
-    return Sums(tuple(counted), tuple(reach), tuple(leaving), sent, loaded, merged, copied)
+    return Sums(tuple(counted), tuple(reach), tuple(leaving), sent, loaded, merged)
 
 
 @cache

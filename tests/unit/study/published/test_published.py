@@ -11,10 +11,15 @@ import numpy as np
 import pytest
 
 from treeattn.collectives import build
+from treeattn.collectives.clusters import description
+from treeattn.collectives.clusters.placement import block
+from treeattn.collectives.clusters.simulate import simulate
+from treeattn.collectives.clusters.writing import as_toml
+from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError
 from treeattn.study.published.fit import Fit
 from treeattn.study.published.held import Predicted, given, held_out, ratio_error, score, winners
-from treeattn.study.published.measurements import SHIPPED, Files, Measurement, Run, read
+from treeattn.study.published.measurements import ELEMENT, SHIPPED, Files, Measurement, Run, read
 from treeattn.study.published.prices import Prices, resemblance
 from treeattn.study.published.rounds import sums
 from treeattn.study.published.torus import hops_and_load
@@ -121,11 +126,11 @@ NEAR = "reduce_scatter_gather:order=near"
 def test_sums_by_hand():
     found = sums(row("recursive_doubling", 1024))
     assert found.rounds == (0, 4, 0, 0)
-    assert (found.sent, found.merged, found.copied) == (4096, 4096, 2048)
+    assert (found.sent, found.merged) == (4096, 4096)
     halves = sums(row(NEAR, 1024))
     assert halves.rounds == (4, 4, 0, 0)  # 512 and 256, then 128 and 64 bytes, and back
     assert halves.sent == 2 * 1024 * 15 / 16
-    assert (halves.merged, halves.copied) == (1024 * 15 / 16, 1024)
+    assert halves.merged == 1024 * 15 / 16
 
 
 def test_the_ring_is_summed_as_its_schedule():
@@ -192,6 +197,28 @@ def test_a_machine_that_follows_the_model_is_predicted():
     assert score([one.error for one in found]).p90 < 0.1
     assert ratio_error(found) < 0.05
     assert winners(found)[0] == winners(found)[1] > 0
+
+
+@pytest.mark.parametrize("scheme", ["recursive_doubling", NEAR, "ring", "bine"])
+@pytest.mark.parametrize("size", [256, 4096, 1 << 20])
+def test_the_prices_are_those_of_the_simulator(tmp_path, scheme, size):
+    """Of ranks that all do alike the sum over rounds is what simulating the fitted cluster gives."""
+    known = made(RUN, 1.4, 1.2)
+    fit = Fit(known, known)
+    (log_time,), _ = fit.prices.sheet([row(scheme, size)]).log_times(fit.parameters)
+    (tmp_path / "mars.toml").write_text(as_toml(fit.cluster(RUN)))
+    cluster = description.load(tmp_path / "mars.toml")
+    payload = Payload(size // ELEMENT, ELEMENT)
+    found = simulate(build(scheme, RUN.ranks), cluster, block(cluster, RUN.ranks), payload)
+    assert found.time == pytest.approx(math.exp(log_time), rel=1e-4)
+
+
+def test_messages_that_leave_a_group_cost_more_in_the_cluster():
+    run = RUN._replace(groups=("a",) * 8 + ("b",) * 8)
+    known = made(run, 1.0, 1.0)
+    cluster = Fit(known, known).cluster(run)
+    assert [(tier.name, tier.joins) for tier in cluster.tiers] == [("node", 1), ("group", 8), ("network", 2)]
+    assert cluster.tiers[2].latency > cluster.tiers[1].latency
 
 
 def test_what_is_given():
