@@ -9,6 +9,7 @@
 #   docs          the pages as HTML in docs/_build
 #   test-openmpi  the MPI tests again, with Open MPI
 #   test-abi      the same over the standard binary interface of MPI 5, for which mpi4py is compiled (minutes)
+#   test-bits     1000 drawn problems, dealt out to 1..33 ranks: one bit pattern each; then over MPI (minutes)
 #   fuzz-visible  2000 drawn cases of what a query may see, on each number of ranks (minutes)
 #   generate-demo continues 4096 tokens with a real model on 4 ranks, by tree and by ring (minutes)
 #   hf-demo       the same model by transformers over cache nodes (minutes)
@@ -49,7 +50,7 @@ ranks = $(job) tests/mpi
 models = OMP_NUM_THREADS=1 $(job) tests/huggingface
 
 .PHONY: help demo test test-quick test-deep test-kernels test-changed-kernels test-mpi test-openmpi test-abi test-cluster
-.PHONY: slurm-test soak fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
+.PHONY: slurm-test soak test-bits fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
 .PHONY: docs venv amd-compiler clean
 
 help:
@@ -118,6 +119,13 @@ generate-demo: $(MODEL)/config.json
 # The same model by transformers: one model process and 3 cache nodes, the text of transformers alone.
 hf-demo: $(MODEL)/config.json .venv/.torch
 	OMP_NUM_THREADS=1 $(MPIEXEC) -n 1 $(BIN)/python tools/hf_demo.py $(MODEL) build/models/prompt.md : -n 3 $(BIN)/treeattn cache-node
+
+# Results as a function of the set of tokens: in one process on all instruction sets, then over MPI.
+test-bits: .venv/.tests
+	TREEATTN_BITS_CASES=1000 $(PYTEST) -n $(JOBS) tests/unit/test_bins.py
+	@for n in $(SIZES); do \
+	    echo "== $$n ranks"; TREEATTN_BITS_CASES=60 $(call job,$$n) tests/mpi/test_reproducible.py || exit 1; \
+	done
 
 soak: .venv/.tests
 	TREEATTN_SOAK_STEPS=1000000 timeout -k 10 3600 $(MPIEXEC) -n 2 $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi/test_soak.py

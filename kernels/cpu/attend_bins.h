@@ -177,22 +177,24 @@ INLINE void add_lanes(words upper, words lower, uint64_t *sums) {
   for (int i = 0; i < DOUBLES; ++i) sums[0] += upper[i], sums[1] += lower[i];
 }
 
-/* Values as they lie in the cache, or widened: [BINS_BLOCK][SLICE] of float64. */
+/* Values of a block: rows at `at` + rows[t], of which `ahead` + t * share is fetched meanwhile, `ahead_bytes` of each.
+ */
 struct values {
   const char *at;
   const int64_t *rows;
-  int64_t stride; /* where rows is NULL */
+  const char *ahead;
+  int64_t share, ahead_bytes;
 };
 
-INLINE doubles value_at(enum element_type type, int widened, const char *from, int i) {
-  if (!widened) return load_widened(type, from + (size_t)i * DOUBLES * element_size(type));
-  return load_numbers((const double *)from + i * DOUBLES);
+/* `count` vectors of values, for one row; WIDENED: of float64. The constants get into the sums once for each token. */
+enum { WIDENED = 5 };
+INLINE doubles value_at(int type, const char *from, int i) {
+  if (type == WIDENED) return load_numbers((const double *)from + i * DOUBLES);
+  return load_widened((enum element_type)type, from + i * DOUBLES * (int)element_size((enum element_type)type));
 }
 
-/* `count` vectors of values, for one row. The constants get into the sums once for each token. */
-INLINE void add_products_exactly(enum element_type type, int widened, int count, const struct values *v,
-                                 const struct weights *w, const char *ahead, int64_t share, int64_t ahead_bytes,
-                                 uint64_t *upper, uint64_t *lower) {
+INLINE void add_products_exactly(int type, int count, const struct values *v, const struct weights *w, uint64_t *upper,
+                                 uint64_t *lower) {
   const doubles to_upper = splat_double(ROUND_UPPER), to_lower = splat_double(ROUND_LOWER);
   const doubles to_both = to_upper + to_lower;
   const uint64_t both = (uint64_t)__builtin_popcount(w->both), low = (uint64_t)__builtin_popcount(w->low);
@@ -204,25 +206,47 @@ INLINE void add_products_exactly(enum element_type type, int widened, int count,
   }
   for (uint32_t left = w->both; left; left &= left - 1) {
     const int t = __builtin_ctz(left);
-    const char *from = v->at + (widened ? t * v->stride : v->rows[t]);
+    const char *from = v->at + v->rows[t];
     const doubles weight = splat_double(w->of_values[t]);
-    for (int64_t i = 0; i < ahead_bytes; i += 64) __builtin_prefetch(ahead + t * share + i, 0, 2);
+    for (int64_t i = 0; i < v->ahead_bytes; i += 64) __builtin_prefetch(v->ahead + t * v->share + i, 0, 2);
     for (int i = 0; i < count; ++i) {
-      const doubles value = value_at(type, widened, from, i), whole = fuse_doubles(weight, value, to_upper);
+      const doubles value = value_at(type, from, i), whole = fuse_doubles(weight, value, to_upper);
       up[i] += (words)whole;
       down[i] += (words)fuse_doubles(weight, value, to_both - whole);
     }
   }
   for (uint32_t left = w->low; left; left &= left - 1) {
     const int t = __builtin_ctz(left);
-    const char *from = v->at + (widened ? t * v->stride : v->rows[t]);
+    const char *from = v->at + v->rows[t];
     const doubles weight = splat_double(w->of_values[t]);
-    for (int64_t i = 0; i < ahead_bytes; i += 64) __builtin_prefetch(ahead + t * share + i, 0, 2);
-    for (int i = 0; i < count; ++i) down[i] += (words)fuse_doubles(weight, value_at(type, widened, from, i), to_lower);
+    for (int64_t i = 0; i < v->ahead_bytes; i += 64) __builtin_prefetch(v->ahead + t * v->share + i, 0, 2);
+    for (int i = 0; i < count; ++i) down[i] += (words)fuse_doubles(weight, value_at(type, from, i), to_lower);
   }
   for (int i = 0; i < count; ++i)
     memcpy(upper + i * DOUBLES, &up[i], sizeof up[i]), memcpy(lower + i * DOUBLES, &down[i], sizeof down[i]);
 }
+
+/* Functions of their own, for each type: what is inlined into more keeps fewer sums in registers. */
+typedef void add_products_function(const struct values *v, const struct weights *w, uint64_t *upper, uint64_t *lower);
+#define PRODUCTS(TYPE)                                                                                                 \
+  static __attribute__((noinline)) void add_many_##TYPE(const struct values *v, const struct weights *w,               \
+                                                        uint64_t *upper, uint64_t *lower) {                            \
+    add_products_exactly(TYPE, SUMS, v, w, upper, lower);                                                              \
+  }                                                                                                                    \
+  static __attribute__((noinline)) void add_one_##TYPE(const struct values *v, const struct weights *w,                \
+                                                       uint64_t *upper, uint64_t *lower) {                             \
+    add_products_exactly(TYPE, 1, v, w, upper, lower);                                                                 \
+  }
+PRODUCTS(FLOAT32)
+PRODUCTS(FLOAT16) PRODUCTS(BFLOAT16)
+    PRODUCTS(WIDENED) static add_products_function *const add_many[6] = {[FLOAT32] = add_many_FLOAT32,
+                                                                         [FLOAT16] = add_many_FLOAT16,
+                                                                         [BFLOAT16] = add_many_BFLOAT16,
+                                                                         [WIDENED] = add_many_WIDENED};
+static add_products_function *const add_one[6] = {[FLOAT32] = add_one_FLOAT32,
+                                                  [FLOAT16] = add_one_FLOAT16,
+                                                  [BFLOAT16] = add_one_BFLOAT16,
+                                                  [WIDENED] = add_one_WIDENED};
 
 /* The exponent of the largest magnitude among the values of some tokens, times their scale. */
 INLINE int32_t value_exponent(enum element_type type, const struct bins_block *b, uint32_t bits) {
@@ -275,31 +299,39 @@ INLINE void add_weights(int32_t most, int32_t value, int64_t v_dim, struct weigh
   w->low = greater(w->e, last_low - STEP) & ~w->both;
 }
 
+/* Values of a block from element d on, times their scale, as [BINS_BLOCK][SLICE] of float64. */
+INLINE void widen_values(enum element_type type, const struct bins_block *b, int64_t d, int count, double *wide) {
+  const doubles scale = splat_double(b->v_scale);
+  for (uint32_t left = b->seen; left; left &= left - 1) {
+    const int t = __builtin_ctz(left);
+    const char *from = b->v + b->v_rows[t] + d * (int64_t)element_size(type);
+    for (int i = 0; i < count; ++i) {
+      const doubles x = load_widened(type, from + i * DOUBLES * (int)element_size(type));
+      store_numbers(wide + t * SLICE + i * DOUBLES, x * scale);
+    }
+  }
+}
+
 /* Rows share what it takes to widen values; types that are slow to widen, and scaled ones, are widened first, too. */
 INLINE void add_all_values(enum element_type type, int widened, int rows, const struct bins_block *b,
                            const struct weights *w, int64_t *const *records) {
   const int64_t size = (int64_t)element_size(type);
   _Alignas(64) double wide[BINS_BLOCK * SLICE];
+  int64_t in_order[BINS_BLOCK];
+  for (int t = 0; t < BINS_BLOCK && widened; ++t) in_order[t] = t * SLICE * 8;
   for (int64_t d = 0; d < b->v_dim;) {
-    const int count = b->v_dim - d >= SLICE ? SUMS : 1;
-    const struct values in_cache = {b->v + d * size, b->v_rows, 0}, in_order = {(const char *)wide, NULL, SLICE * 8};
-    if (widened)
-      for (uint32_t left = b->seen; left; left &= left - 1) {
-        const int t = __builtin_ctz(left);
-        for (int i = 0; i < count; ++i) {
-          const doubles x = load_widened(type, in_cache.at + b->v_rows[t] + i * DOUBLES * size);
-          store_numbers(wide + t * SLICE + i * DOUBLES, x * b->v_scale);
-        }
-      }
-    for (int r = 0; r < rows; ++r) {
-      uint64_t *upper = (uint64_t *)records[r] + BINS_NUMERATOR + d;
-      const char *ahead = in_cache.at + b->next_v;
-      const int64_t ahead_bytes = r == 0 ? count * DOUBLES * size : 0;
-      const struct values *v = widened ? &in_order : &in_cache;
-      if (count == SUMS)
-        add_products_exactly(type, widened, SUMS, v, w + r, ahead, b->v_share, ahead_bytes, upper, upper + b->v_dim);
+    const int many = b->v_dim - d >= SLICE, count = many ? SUMS : 1;
+    struct values v = {b->v + d * size, b->v_rows, b->v + d * size + b->next_v, b->v_share, count * DOUBLES * size};
+    if (widened) {
+      if (many)
+        widen_values(type, b, d, SUMS, wide);
       else
-        add_products_exactly(type, widened, 1, v, w + r, ahead, b->v_share, ahead_bytes, upper, upper + b->v_dim);
+        widen_values(type, b, d, 1, wide);
+      v.at = (const char *)wide, v.rows = in_order;
+    }
+    for (int r = 0; r < rows; ++r, v.ahead_bytes = 0) {
+      uint64_t *upper = (uint64_t *)records[r] + BINS_NUMERATOR + d;
+      (many ? add_many : add_one)[widened ? WIDENED : type](&v, w + r, upper, upper + b->v_dim);
     }
     d += count * DOUBLES;
   }
@@ -338,7 +370,8 @@ typedef int32_t value_exponent_function(const struct bins_block *b, uint32_t bit
   }
 EXACTLY_ALL(FLOAT32)
 EXACTLY_ALL(FLOAT16)
-EXACTLY_ALL(BFLOAT16) EXACTLY_ALL(E4M3FN) EXACTLY_ALL(E5M2)
+EXACTLY_ALL(BFLOAT16)
+EXACTLY_ALL(E4M3FN) EXACTLY_ALL(E5M2)
 #define EXACT_NAMES(TYPE)                                                                                              \
   {attend_exactly_##TYPE##_1, attend_exactly_##TYPE##_2, attend_exactly_##TYPE##_3, attend_exactly_##TYPE##_4}
     static attend_exactly_function *const attend_exactly_rows[5][ROWS_TOGETHER] = {

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 import treeattn
 from tests.support.drawn import FACTOR
-from tests.support.token_sets import LAYOUTS, drawn, isas, shards
+from tests.support.token_sets import CASES, LAYOUTS, drawn, isas, shards
 from tests.support.token_trees import Case
 from treeattn import Reduction, Shard, collectives
 from treeattn.backends.cpu import compile
@@ -39,7 +39,7 @@ def decoded(comm, problem, own, how):
     return out.tobytes() + lse.tobytes()
 
 
-@pytest.mark.parametrize("seed", range(6 * FACTOR))
+@pytest.mark.parametrize("seed", range(CASES or 5 * FACTOR))
 def test_every_rank_of_every_reduction_has_the_bits_of_one(seed, comm, monkeypatch):
     """The ranks compute with unlike instruction sets."""
     rng = np.random.default_rng([29, seed])

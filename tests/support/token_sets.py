@@ -3,6 +3,7 @@ set of tokens alone."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,8 @@ from treeattn.backends.cpu import compile
 from treeattn.backends.cpu.bins import attend
 from treeattn.shards import parse_layout
 
+#: Drawn problems of a test: `make test-bits` sets it.
+CASES = int(os.environ.get("TREEATTN_BITS_CASES", "0"))
 LAYOUTS = ("contiguous", "interleaved", "zigzag", "uneven", "random")
 KINDS = ("plain", "huge", "tiny", "mixed", "grid", "sink", "equal", "inf", "nan", "far")
 TYPES = (np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
