@@ -21,7 +21,18 @@ import numpy as np
 
 from treeattn import partial
 
-__all__ = ["EXTRA", "STEP", "finish", "identity", "merge", "record", "record_of_sink", "set_identity"]
+__all__ = [
+    "BLOCK",
+    "EXTRA",
+    "MOST_TOKENS",
+    "STEP",
+    "finish",
+    "identity",
+    "merge",
+    "record",
+    "record_of_sink",
+    "set_identity",
+]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -32,6 +43,9 @@ MOST_TOKENS = 1 << 23
 # Exponents of nothing, and of what has no finite result: the maximum absorbs them and is absorbed by them.
 _EMPTY, _SPOILED = -(1 << 28), 1 << 28
 _LARGEST_LOGIT = 1 << 20
+#: Tokens of a block, where blocks are summed in float32; below 2**-100 of its largest weight there is none.
+BLOCK = 32
+_BLOCK_BITS, _LOWEST_WEIGHT = 5, -100
 _LANES = 16
 _fma = partial._fused_multiply_add
 
@@ -61,34 +75,70 @@ def _tops(exponents: Array) -> Array:
     return np.stack((weight + 1, weight + value + 2), axis=-1) // STEP
 
 
-def record(q: Array, k: Array, v: Array, *, softcap: float = 0, penalty: Array | None = None) -> Array:
-    """The record of one query head and the tokens that it sees, in any order: int64 [2 v_dim + 3].
+def record(
+    q: Array,
+    k: Array,
+    v: Array,
+    v_scale: float = 1.0,
+    *,
+    softcap: float = 0,
+    penalty: Array | None = None,
+    blocks: Array | None = None,
+) -> Array:
+    """The record of one query head and the tokens that it sees: int64 [2 v_dim + 3].
 
-    q: float32 [head_dim], times the scale. k: float32 [tokens, head_dim]. v: float64 [tokens, v_dim], of
-    at most 29 significant bits. penalty: float64 [tokens], what ALiBi takes from each logit.
+    q: float32 [head_dim], times the scale. k, v: float32 [tokens, head_dim and v_dim]; a value times v_scale
+    has at most 29 significant bits. penalty: float64 [tokens], what ALiBi takes from each logit. blocks:
+    [tokens], the number of the block of each, whose tokens are summed in their order; all else may come in
+    any.
     """
-    result = identity((), v.shape[1])
+    result, exponents = identity((), v.shape[1]), np.array([_EMPTY, _EMPTY])
     if not len(k):
         return result
     with np.errstate(all="ignore"):
         logits = _logits(_scores(q, k), softcap, penalty)
-        exponents = _exponents(result)
-        exponents[1] = _value_exponent(v)
-        seen = ~(logits == -np.inf)
-        if not seen.any():
-            return result
-        m, e = _weights(logits[seen])
-        exponents[0] = e.max() if (logits[seen] < np.inf).all() else _SPOILED
-        if exponents[0] == _SPOILED:
-            return result
-        weight_top, product_top = _tops(exponents)
-        result[1], result[2] = (part.sum() for part in _slices(m, e, weight_top))
-        if exponents[1] < _SPOILED:
-            products = m[:, None] * v[seen]  # exact: 24 and at most 29 bits
-            result[EXTRA:] = np.concatenate(
-                [s.sum(axis=0) for s in _slices(products, e[:, None], product_top)]
-            )
+        if blocks is None:
+            m, e = _weights(logits)
+            values = v.astype(np.float64) * v_scale
+            products = m[:, None] * values  # exact: 24 and at most 29 bits
+            e[logits == -np.inf] = _EMPTY
+            e[~(logits < np.inf)] = _SPOILED
+            exponents[:] = e.max(), _value_exponent(values)
+        else:
+            m, e, products = _sums_of_blocks(logits, v, blocks)
+            products *= v_scale
+            exponents[:] = e.max(), _value_exponent(products)
+            exponents[(exponents > _EMPTY) & (exponents < _SPOILED)] += (_BLOCK_BITS, -_BLOCK_BITS)
+        _exponents(result)[...] = exponents
+        seen, (weight_top, product_top) = e > _EMPTY, _tops(exponents)
+        if seen.any() and exponents[0] < _SPOILED:
+            result[1], result[2] = (part.sum() for part in _slices(m[seen], e[seen], weight_top))
+            if exponents[1] < _SPOILED:
+                slices = _slices(products[seen], e[seen, None], product_top)
+                result[EXTRA:] = np.concatenate([part.sum(axis=0) for part in slices])
     return result
+
+
+def _sums_of_blocks(logits: Array, v: Array, blocks: Array) -> tuple[Array, Array, Array]:
+    """Of each block the sum of weights and [.., v_dim] of weighted values, in units of 2**e: both summed in
+    float32 in the order of tokens, by multiply-adds from 0. e: the largest of its tokens."""
+    totals, exponents, sums = [], [], []
+    for block in np.unique(blocks):
+        x, most = logits[blocks == block], _EMPTY
+        weights = np.zeros(len(x), np.float32)
+        if not (x < np.inf).all():
+            most = _SPOILED
+        elif (seen := x > -np.inf).any():
+            m, e = _weights(x[seen])
+            most = int(e.max())
+            weights[seen] = np.where(e - most < _LOWEST_WEIGHT, 0, np.ldexp(m, e - most))
+        total, added = np.float32(0), np.zeros(v.shape[1], np.float32)
+        for weight, values in zip(weights, v[blocks == block], strict=True):
+            total, added = total + weight, _fma(weight, values, added)
+        totals.append(total)
+        exponents.append(most)
+        sums.append(added)
+    return np.array(totals, np.float64), np.array(exponents), np.array(sums, np.float64)
 
 
 def record_of_sink(logit: float, v_dim: int) -> Array:

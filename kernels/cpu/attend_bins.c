@@ -2,7 +2,7 @@
  * query sees: blocks, threads and the order of tokens in memory are as is convenient. */
 #include <stdlib.h>
 
-#include "attend_bins.h"
+#include "attend_whole_blocks.h"
 
 #include "bins_attention.h"
 #include "thread_pool.h"
@@ -140,8 +140,12 @@ static void attend_head(const struct attention *a, int64_t b, int64_t kv_head, c
       }
     }
     if (!g.bits) continue;
+    if (a->reproducible == OF_BLOCKS) {
+      attend_whole(a->kv_type, block, &g);
+      continue;
+    }
     if (g.bits != known) value = value_exponents[a->kv_type](block, known = g.bits);
-    attend_exactly_rows[a->kv_type][g.rows - 1](block, &g, value);
+    attend_exactly(a->kv_type, block, &g, value);
   }
 }
 

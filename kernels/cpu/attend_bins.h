@@ -84,6 +84,19 @@ INLINE void score_exactly(enum element_type type, int rows, const struct bins_bl
     for (int t = 0; t < BINS_BLOCK; t += WIDTH) store(scores[r] + t, sum_by_halves(folded[r] + t));
 }
 
+/* One compiled function for each type and number of rows. */
+typedef void score_function(const struct bins_block *b, const float *q, float (*scores)[BINS_BLOCK]);
+#define SCORE(TYPE, ROWS)                                                                                              \
+  static void score_##TYPE##_##ROWS(const struct bins_block *b, const float *q, float (*scores)[BINS_BLOCK]) {         \
+    score_exactly(TYPE, ROWS, b, q, scores);                                                                           \
+  }
+#define SCORES(TYPE) SCORE(TYPE, 1) SCORE(TYPE, 2) SCORE(TYPE, 3) SCORE(TYPE, 4)
+SCORES(FLOAT32)
+SCORES(FLOAT16) SCORES(BFLOAT16) SCORES(E4M3FN) SCORES(E5M2)
+#define SCORE_NAMES(TYPE) {score_##TYPE##_1, score_##TYPE##_2, score_##TYPE##_3, score_##TYPE##_4}
+    static score_function *const score_rows[5][ROWS_TOGETHER] = {
+        SCORE_NAMES(FLOAT32), SCORE_NAMES(FLOAT16), SCORE_NAMES(BFLOAT16), SCORE_NAMES(E4M3FN), SCORE_NAMES(E5M2)};
+
 /* A row's weights: exp(logit) = m 2^e with m in 0.7 .. 1.42; e is EMPTY for -inf. */
 struct weights {
   _Alignas(64) float m[BINS_BLOCK];
@@ -148,6 +161,12 @@ static int32_t weigh_adjusted(const struct bins_block *b, const float *scores, u
   }
   for (int t = 0; t < BINS_BLOCK; t += WIDTH) store(w->m + t, mantissas(load(fraction + t)));
   return most;
+}
+
+static int32_t weigh_row(const struct bins_block *b, const struct bins_rows *g, int r, float *scores,
+                         struct weights *w) {
+  if (b->softcap > 0 || b->alibi) return weigh_adjusted(b, scores, g->bits, g->slope[r], g->time[r], w);
+  return weigh_visible(scores, g->bits, w);
 }
 
 /* m 2^(e - from), 0 where that is far down. */
@@ -238,15 +257,25 @@ typedef void add_products_function(const struct values *v, const struct weights 
     add_products_exactly(TYPE, 1, v, w, upper, lower);                                                                 \
   }
 PRODUCTS(FLOAT32)
-PRODUCTS(FLOAT16) PRODUCTS(BFLOAT16)
-    PRODUCTS(WIDENED) static add_products_function *const add_many[6] = {[FLOAT32] = add_many_FLOAT32,
-                                                                         [FLOAT16] = add_many_FLOAT16,
-                                                                         [BFLOAT16] = add_many_BFLOAT16,
-                                                                         [WIDENED] = add_many_WIDENED};
+PRODUCTS(FLOAT16)
+PRODUCTS(BFLOAT16)
+PRODUCTS(WIDENED) static add_products_function *const add_many[6] = {[FLOAT32] = add_many_FLOAT32,
+                                                                     [FLOAT16] = add_many_FLOAT16,
+                                                                     [BFLOAT16] = add_many_BFLOAT16,
+                                                                     [WIDENED] = add_many_WIDENED};
 static add_products_function *const add_one[6] = {[FLOAT32] = add_one_FLOAT32,
                                                   [FLOAT16] = add_one_FLOAT16,
                                                   [BFLOAT16] = add_one_BFLOAT16,
                                                   [WIDENED] = add_one_WIDENED};
+
+/* The exponent of a magnitude, given by its bits, times a scale. */
+static int32_t scaled_exponent(uint32_t magnitude, double scale) {
+  if (magnitude >> 23 == 255) return SPOILED;
+  if (scale == 1) return (int32_t)(magnitude >> 23) - 127;
+  int exponent;
+  frexp(float_from_bits(magnitude) * scale, &exponent);
+  return magnitude && exponent - 1 > -127 ? exponent - 1 : -127;
+}
 
 /* The exponent of the largest magnitude among the values of some tokens, times their scale. */
 INLINE int32_t value_exponent(enum element_type type, const struct bins_block *b, uint32_t bits) {
@@ -267,11 +296,7 @@ INLINE int32_t value_exponent(enum element_type type, const struct bins_block *b
   }
   const uint32_t most =
       largest_bits(larger_bits(larger_bits(largest[0], largest[1]), larger_bits(largest[2], largest[3])));
-  if (most >> 23 == 255) return SPOILED;
-  if (b->v_scale == 1) return (int32_t)(most >> 23) - 127;
-  int exponent;
-  frexp(float_from_bits(most) * b->v_scale, &exponent);
-  return most && exponent - 1 > -127 ? exponent - 1 : -127;
+  return scaled_exponent(most, b->v_scale);
 }
 
 /* Bit t: whether e[t] > than. */
@@ -282,7 +307,7 @@ INLINE uint32_t greater(const int32_t *e, int64_t than) {
 }
 
 /* A record is raised to what weights and values ask for, and the denominator added. */
-INLINE void add_weights(int32_t most, int32_t value, int64_t v_dim, struct weights *w, int64_t *record) {
+static void add_weights(int32_t most, int32_t value, int64_t v_dim, struct weights *w, int64_t *record) {
   struct exponents x = exponents_of(record);
   x.weight = higher(x.weight, most), x.value = higher(x.value, value);
   raise_record(record, v_dim, x);
@@ -312,23 +337,34 @@ INLINE void widen_values(enum element_type type, const struct bins_block *b, int
   }
 }
 
+typedef void widen_function(const struct bins_block *b, int64_t d, int count, double *wide);
+typedef int32_t value_exponent_function(const struct bins_block *b, uint32_t bits);
+#define VALUES(TYPE)                                                                                                   \
+  static void widen_##TYPE(const struct bins_block *b, int64_t d, int count, double *wide) {                           \
+    widen_values(TYPE, b, d, count, wide);                                                                             \
+  }                                                                                                                    \
+  static int32_t value_exponent_##TYPE(const struct bins_block *b, uint32_t bits) {                                    \
+    return value_exponent(TYPE, b, bits);                                                                              \
+  }
+VALUES(FLOAT32)
+VALUES(FLOAT16) VALUES(BFLOAT16) VALUES(E4M3FN) VALUES(E5M2) static widen_function *const widen[5] = {
+    widen_FLOAT32, widen_FLOAT16, widen_BFLOAT16, widen_E4M3FN, widen_E5M2};
+static value_exponent_function *const value_exponents[5] = {value_exponent_FLOAT32, value_exponent_FLOAT16,
+                                                            value_exponent_BFLOAT16, value_exponent_E4M3FN,
+                                                            value_exponent_E5M2};
+
 /* Rows share what it takes to widen values; types that are slow to widen, and scaled ones, are widened first, too. */
-INLINE void add_all_values(enum element_type type, int widened, int rows, const struct bins_block *b,
-                           const struct weights *w, int64_t *const *records) {
-  const int64_t size = (int64_t)element_size(type);
+static void add_all_values(int type, int rows, const struct bins_block *b, const struct weights *w,
+                           int64_t *const *records) {
+  const int64_t size = (int64_t)element_size((enum element_type)type);
+  const int widened = rows > 1 || type > BFLOAT16 || b->v_scale != 1;
   _Alignas(64) double wide[BINS_BLOCK * SLICE];
   int64_t in_order[BINS_BLOCK];
-  for (int t = 0; t < BINS_BLOCK && widened; ++t) in_order[t] = t * SLICE * 8;
+  for (int t = 0; t < BINS_BLOCK; ++t) in_order[t] = t * SLICE * 8;
   for (int64_t d = 0; d < b->v_dim;) {
     const int many = b->v_dim - d >= SLICE, count = many ? SUMS : 1;
     struct values v = {b->v + d * size, b->v_rows, b->v + d * size + b->next_v, b->v_share, count * DOUBLES * size};
-    if (widened) {
-      if (many)
-        widen_values(type, b, d, SUMS, wide);
-      else
-        widen_values(type, b, d, 1, wide);
-      v.at = (const char *)wide, v.rows = in_order;
-    }
+    if (widened) widen[type](b, d, count, wide), v.at = (const char *)wide, v.rows = in_order;
     for (int r = 0; r < rows; ++r, v.ahead_bytes = 0) {
       uint64_t *upper = (uint64_t *)records[r] + BINS_NUMERATOR + d;
       (many ? add_many : add_one)[widened ? WIDENED : type](&v, w + r, upper, upper + b->v_dim);
@@ -337,47 +373,14 @@ INLINE void add_all_values(enum element_type type, int widened, int rows, const 
   }
 }
 
-/* `value`: the exponent of the values that these rows see. */
-INLINE void attend_exactly(enum element_type type, int rows, const struct bins_block *b, const struct bins_rows *g,
-                           int32_t value) {
+/* Rows attend to a block, token by token. `value`: the exponent of the values that they see. */
+static void attend_exactly(int type, const struct bins_block *b, const struct bins_rows *g, int32_t value) {
   _Alignas(64) float scores[ROWS_TOGETHER][BINS_BLOCK];
   struct weights w[ROWS_TOGETHER];
-  score_exactly(type, rows, b, g->q, scores);
-  for (int r = 0; r < rows; ++r) {
-    const int adjusted = b->softcap > 0 || b->alibi;
-    const int32_t most = adjusted ? weigh_adjusted(b, scores[r], g->bits, g->slope[r], g->time[r], w + r)
-                                  : weigh_visible(scores[r], g->bits, w + r);
-    add_weights(most, value, b->v_dim, w + r, g->records[r]);
-  }
-  if (rows > 1 || type > BFLOAT16 || b->v_scale != 1)
-    add_all_values(type, 1, rows, b, w, g->records);
-  else
-    add_all_values(type, 0, rows, b, w, g->records);
+  score_rows[type][g->rows - 1](b, g->q, scores);
+  for (int r = 0; r < g->rows; ++r)
+    add_weights(weigh_row(b, g, r, scores[r], w + r), value, b->v_dim, w + r, g->records[r]);
+  add_all_values(type, g->rows, b, w, g->records);
 }
-
-/* One compiled function for each type and number of rows. */
-typedef void attend_exactly_function(const struct bins_block *b, const struct bins_rows *g, int32_t value);
-typedef int32_t value_exponent_function(const struct bins_block *b, uint32_t bits);
-#define EXACTLY(TYPE, ROWS)                                                                                            \
-  static void attend_exactly_##TYPE##_##ROWS(const struct bins_block *b, const struct bins_rows *g, int32_t value) {   \
-    attend_exactly(TYPE, ROWS, b, g, value);                                                                           \
-  }
-#define EXACTLY_ALL(TYPE)                                                                                              \
-  EXACTLY(TYPE, 1)                                                                                                     \
-  EXACTLY(TYPE, 2)                                                                                                     \
-  EXACTLY(TYPE, 3) EXACTLY(TYPE, 4) static int32_t value_exponent_##TYPE(const struct bins_block *b, uint32_t bits) {  \
-    return value_exponent(TYPE, b, bits);                                                                              \
-  }
-EXACTLY_ALL(FLOAT32)
-EXACTLY_ALL(FLOAT16)
-EXACTLY_ALL(BFLOAT16)
-EXACTLY_ALL(E4M3FN) EXACTLY_ALL(E5M2)
-#define EXACT_NAMES(TYPE)                                                                                              \
-  {attend_exactly_##TYPE##_1, attend_exactly_##TYPE##_2, attend_exactly_##TYPE##_3, attend_exactly_##TYPE##_4}
-    static attend_exactly_function *const attend_exactly_rows[5][ROWS_TOGETHER] = {
-        EXACT_NAMES(FLOAT32), EXACT_NAMES(FLOAT16), EXACT_NAMES(BFLOAT16), EXACT_NAMES(E4M3FN), EXACT_NAMES(E5M2)};
-static value_exponent_function *const value_exponents[5] = {value_exponent_FLOAT32, value_exponent_FLOAT16,
-                                                            value_exponent_BFLOAT16, value_exponent_E4M3FN,
-                                                            value_exponent_E5M2};
 
 #endif

@@ -4,6 +4,10 @@
 
 #include "visible.h"
 
+/* What the bits of a record depend on: order and processor too; on the set of tokens that a query sees alone; also on
+ * which 32 tokens, from a multiple of 32 on, are a block. */
+enum reproducible { NOT_REPRODUCIBLE = 0, OF_TOKENS = 1, OF_BLOCKS = 2 };
+
 struct attention {
   const char *q;          /* [batch, queries, heads, head_dim] */
   const char *k;          /* [batch, tokens, kv_heads, head_dim], or [any, page_size, ..] with a block table */
@@ -18,7 +22,7 @@ struct attention {
   float scale;
   int32_t q_type, kv_type;        /* enum element_type */
   int32_t threads, order;         /* enum order of attend_block.h */
-  int32_t reproducible;           /* whether bits depend on nothing but what each query sees */
+  int32_t reproducible;           /* enum reproducible */
   const struct visible *visible;  /* or NULL: every query sees the first lengths[b] tokens */
   const float *k_scale, *v_scale; /* [kv_heads]: what elements of k, v are multiplied with; NULL: 1 */
   const int32_t *block_table;     /* [batch, pages]: where a sequence's pages lie; NULL: its tokens lie in a row */

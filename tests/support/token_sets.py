@@ -132,9 +132,17 @@ def _rule(rng, problem, drafts):
         problem.draft_positions = np.tile(np.arange(context, context + drafts), (batch, 1))
 
 
-def shards(rng, problem, layout, size):
+def shards(rng, problem, layout, size, block=1):
     """Which tokens each rank holds: of the context, and of the drafts, in the order of its memory."""
     tokens = problem.context
+    if block > 1:  # whole blocks, in their order
+        owner = rng.integers(0, size, -(-tokens // block))
+        held = np.arange(tokens) // block
+        last = np.arange(size) == owner[-1] if len(owner) else np.zeros(size, bool)
+        return [
+            (np.flatnonzero(owner[held] == rank), np.arange(problem.drafts if last[rank] else 0))
+            for rank in range(size)
+        ]
     if layout == "random":  # any set, in any order where nobody asks for positions
         owner = rng.integers(0, size, tokens) if rng.random() < 0.7 else np.full(tokens, rng.integers(size))
         own = [np.flatnonzero(owner == rank) for rank in range(size)]
@@ -154,7 +162,7 @@ def isas():
     return (*compile.available_isas(), "numpy")
 
 
-def records_of(problem, own, isa, monkeypatch, *, rng=None, threads=1, sinks=False):
+def records_of(problem, own, isa, monkeypatch, *, rng=None, threads=1, sinks=False, whole_blocks=False):
     """The records of a shard [batch, heads, queries, width]; with `rng` in pages, or of other strides."""
     context, drafts = own
     at = np.concatenate([context, problem.context + drafts]).astype(np.int64)
@@ -188,11 +196,18 @@ def records_of(problem, own, isa, monkeypatch, *, rng=None, threads=1, sinks=Fal
             lengths=lengths,
             tables=tables,
             block_table=block_table,
+            whole_blocks=whole_blocks,
         )
     else:
         monkeypatch.setenv("TREEATTN_ISA", isa)
         scales = dict(zip(("k_scale", "v_scale"), problem.scales, strict=True))
-        given = {"scale": problem.scale, "threads": threads, "tables": tables, **scales}
+        given = {
+            "scale": problem.scale,
+            "threads": threads,
+            "tables": tables,
+            "whole_blocks": whole_blocks,
+            **scales,
+        }
         planned = cpu.PlannedAttention(records, **given)
         planned(problem.q, k, v, lengths, block_table)
     if sinks and problem.rules.sink_logits is not None:

@@ -53,30 +53,34 @@ def test_the_merge_is_a_commutative_monoid_on_arbitrary_words(isa, monkeypatch):
     assert (merged(merge, a, nothing) == a)[sound].all()
 
 
-@pytest.mark.parametrize("seed", range(CASES or 12 * FACTOR))
-def test_a_result_is_a_function_of_the_set_of_tokens(seed, monkeypatch):
+@pytest.mark.parametrize("whole_blocks", [False, True])
+@pytest.mark.parametrize("seed", range(CASES or 8 * FACTOR))
+def test_a_result_is_a_function_of_the_set_of_tokens(seed, whole_blocks, monkeypatch):
+    """Or, where whole blocks are dealt out, of the set of blocks."""
     rng = np.random.default_rng([23, seed])
     problem = drawn(rng)
+    if whole_blocks:
+        problem.mask = None
     everything = np.arange(problem.context), np.arange(problem.drafts)
     batch, queries, heads, _ = problem.q.shape
-    one = records_of(problem, everything, "numpy", monkeypatch, sinks=True)
+    given = {"sinks": True, "whole_blocks": whole_blocks}
+    one = records_of(problem, everything, "numpy", monkeypatch, **given)
     want = results(one)
     names = isas()
     for isa in names[:-1]:
         threads = int(rng.integers(1, 4))
-        got = records_of(problem, everything, isa, monkeypatch, rng=rng, threads=threads, sinks=True)
+        got = records_of(problem, everything, isa, monkeypatch, rng=rng, threads=threads, **given)
         assert (got == one).all(), (problem.kind, isa, threads)
         assert results(got) == want
     for _ in range(4):
         size, layout, scheme = int(rng.integers(1, 34)), str(rng.choice(LAYOUTS)), str(rng.choice(SCHEMES))
         kinds = rng.choice(names, size, p=[*[0.9 / (len(names) - 1)] * (len(names) - 1), 0.1])
-        dealt = shards(rng, problem, layout, size)
-        parts = [
-            records_of(problem, own, isa, monkeypatch, rng=rng, sinks=rank == 0).reshape(
-                batch * heads * queries, -1
-            )
-            for rank, (own, isa) in enumerate(zip(dealt, kinds, strict=True))
-        ]
+        dealt = shards(rng, problem, layout, size, bins.BLOCK if whole_blocks else 1)
+        parts = []
+        for rank, (own, isa) in enumerate(zip(dealt, kinds, strict=True)):
+            given["sinks"] = rank == 0
+            part = records_of(problem, own, isa, monkeypatch, rng=rng, **given)
+            parts.append(part.reshape(batch * heads * queries, -1))
         schedule = collectives.build(scheme, size=size)
         for rank, got in enumerate(loopback.run(schedule, parts, cpu.BinsOperator(problem.v_dim))):
             assert got.tobytes() == one.tobytes(), (problem.kind, size, layout, scheme, rank)

@@ -155,7 +155,11 @@ def decode(
         chosen = select(how.scheme)
         request = Request(shape, how, chosen, scale, where, q_root, asked, reproducible=reproducible)
         seen = q_positions, mask, shard.draft_positions, begins
-        if not request.rules.names and all(one is None for one in (shard.positions, *seen)):
+        if (
+            not request.asks_positions
+            and not request.rules.names
+            and all(one is None for one in (shard.positions, *seen))
+        ):
             return request
         tables = Sight(request.rules, shape).tables()
         tables.validate(tokens, where.host_lengths(shard.lengths), *seen)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from treeattn import baselines, bins, communicators
-from treeattn.agreement import Agreement
+from treeattn.agreement import Agreement, collectively
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.backends.device import Attention, Device, WholeStep
@@ -27,6 +27,7 @@ from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Result, Schedule
 from treeattn.collectives.traffic import Payload
 from treeattn.decoder import auto, pipeline, reducers
+from treeattn.decoder.reproducible import check_blocks
 from treeattn.decoder.request import Reduction, Request, check
 from treeattn.decoder.sight import Sight, agree
 from treeattn.errors import RestrictionError, ScheduleError
@@ -224,6 +225,8 @@ def plan(comm: Communicator, ask: Callable[[], Request], route: Route | None = N
     if request.asks_positions:
         sight.runs, ends = agree(request.stated.layout, [told for _, told in agreed.gathered], comm.rank)
         sight.stand(ends)
+    if request.reproducible == "blocks":
+        collectively(comm, lambda: check_blocks(sight.runs, comm.size))
     reduction = ReductionSpec(comm, operator, buffers.wire, buffers.group, device.memory)
     routed = _routed(request, buffers, reduction) if route is None else _Routed(*_given(route, reduction))
     reducer: Any = routed.reducer

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from treeattn import bins
 from treeattn.attention.mask_tables import MaskTables
+from treeattn.attention.positions import Runs
 from treeattn.attention.shape import Shape
 from treeattn.backends import cpu
 from treeattn.backends import device as devices
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
 __all__ = ["REPRODUCIBLE", "ReproducibleCpu", "check", "find"]
 
 #: What ``reproducible=`` takes beside None.
-REPRODUCIBLE = ("tokens",)
+REPRODUCIBLE = ("tokens", "blocks")
 
 
 class ReproducibleCpu(Cpu):
     """The processor, with the records of `treeattn.bins`."""
 
-    def __init__(self, ranks: int) -> None:
-        self._most_tokens = bins.MOST_TOKENS // ranks
+    def __init__(self, ranks: int, whole_blocks: bool) -> None:
+        self._most_tokens, self._whole_blocks = bins.MOST_TOKENS // ranks, whole_blocks
 
     def attention(
         self, shape: Shape, records: Any, scale: float, tables: MaskTables | None = None
@@ -39,6 +40,7 @@ class ReproducibleCpu(Cpu):
             k_scale=shape.k_scale,
             v_scale=shape.v_scale,
             most_tokens=self._most_tokens,
+            whole_blocks=self._whole_blocks,
         )
 
     def merge_operator(self, v_dim: int, dtype: Any) -> Any:
@@ -56,7 +58,23 @@ def find(name: str, reproducible: str | None, ranks: int) -> devices.Device:
     if name == "cuda":
         raise RestrictionError("reproducible= is for device='cpu': there are no such kernels for a GPU yet")
     devices.find(name)
-    return ReproducibleCpu(ranks)
+    return ReproducibleCpu(ranks, reproducible == "blocks")
+
+
+def check_blocks(runs: Runs | None, ranks: int) -> None:
+    """Raise `RestrictionError` where the tokens of a rank, at these positions, are not whole blocks of 32, or
+    nobody knows."""
+    if runs is None and ranks > 1:
+        raise RestrictionError(
+            "reproducible='blocks' asks where tokens stand: plan with cache=CacheFormat(positions=)"
+        )
+    table = [] if runs is None else runs.table.tolist()
+    for index, start, step, count in table:
+        if (count > 1 and step != 1) or start % bins.BLOCK or index % bins.BLOCK:
+            raise RestrictionError(
+                f"reproducible='blocks' takes whole blocks of {bins.BLOCK} positions, but position {start} "
+                f"begins a part of one: deal out multiples of {bins.BLOCK}, or take reproducible='tokens'"
+            )
 
 
 def check(request: Request) -> None:
@@ -68,6 +86,10 @@ def check(request: Request) -> None:
         raise RestrictionError(
             f"{row.name} folds in an order of its own: reproducible= needs a schedule, such as hierarchical, "
             "or mpi_allreduce, whose operator is ours"
+        )
+    if request.reproducible == "blocks" and request.masked:
+        raise RestrictionError(
+            "a mask is of draft tokens, which are dealt out one by one: reproducible='tokens' serves them"
         )
     if request.project is not None:
         raise RestrictionError(

@@ -143,6 +143,8 @@ class Request:
     def asks_positions(self) -> bool:
         """Whether ranks must know of each other's tokens."""
         stated = self.stated
+        if self.reproducible == "blocks":
+            return True
         return self.rules.positional or stated.positions is not None or stated.begins is not None
 
     @property

@@ -9,6 +9,7 @@ Environment, read here:
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from treeattn.attention.shape import CACHE_DTYPES, FLOAT8
 from treeattn.backends.cpu import arguments, bins, blocked, compile
 from treeattn.backends.cpu.arguments import Array, Binding, planned_binding
 from treeattn.backends.cpu.tables import PlannedTables
-from treeattn.errors import ArgumentError
+from treeattn.errors import ArgumentError, RestrictionError
 
 __all__ = [
     "MAX_THREADS",
@@ -117,6 +118,7 @@ class PlannedAttention:
         k_scale: Sequence[float] | None = None,
         v_scale: Sequence[float] | None = None,
         most_tokens: int | None = None,
+        whole_blocks: bool = False,
     ) -> None:
         """Plan for `records` and `scale` as in `partial_attention`; or for those of `treeattn.bins`, int64.
 
@@ -125,6 +127,7 @@ class PlannedAttention:
         default `read_order`. Both orders are exact; their last bits differ. k_scale, v_scale: [kv_heads],
         what elements of k and v are multiplied with, as those of 8 bits need; None is 1. kv_dtype: what
         arrays of uint8 carry. most_tokens: of a shard, where more are refused.
+        whole_blocks: bits depend on blocks of 32 tokens, too.
         """
         arguments.check_records(records)
         self._most_tokens = most_tokens or _ANY
@@ -144,7 +147,7 @@ class PlannedAttention:
             scale=self._scale,
             threads=threads or process_threads(),
             order=ORDERS.index(order or read_order()),
-            reproducible=records.dtype == np.int64,
+            reproducible=(records.dtype == np.int64) * (2 if whole_blocks else 1),
         )
         self._tables = None if tables is None or self._kernels is None else PlannedTables(tables)
         if self._tables is not None:
@@ -176,6 +179,8 @@ class PlannedAttention:
         if self._tables is not None:
             self._tables.follow()
             lengths = None
+            if self._torn():
+                return False
         if bound[0] is q and bound[1] is k and bound[2] is v and lengths is self._lengths:
             return True
         if not (
@@ -214,6 +219,10 @@ class PlannedAttention:
         if self._tables is not None:
             self._tables.follow()
             lengths = None
+            if self._torn():
+                raise RestrictionError(
+                    "a mask is of draft tokens, which are dealt out one by one: plan reproducible='tokens'"
+                )
         if bound is None or lengths is not self._lengths:
             lengths = self._bind_lengths(lengths, q)
         if block_table is not None:
@@ -223,7 +232,9 @@ class PlannedAttention:
             arguments.check_lengths(lengths, tokens)
             if k.dtype == np.uint8 and self._bits is not None:
                 k, v = k.view(self._bits), v.view(self._bits)
-            attend = bins.attend if self._records.dtype == np.int64 else blocked.partial_attention
+            attend: Any = blocked.partial_attention
+            if self._arguments.reproducible:
+                attend = functools.partial(bins.attend, whole_blocks=self._arguments.reproducible == 2)
             attend(
                 *(q, k, v, self._records),
                 *self._scales,
@@ -237,6 +248,10 @@ class PlannedAttention:
             raise ArgumentError(
                 f"sequence {row - 1} sees tokens beyond the {tokens} of these arrays: look at them first"
             )
+
+    def _torn(self) -> bool:
+        """Whether there may be parts of blocks on other ranks."""
+        return self._arguments.reproducible == 2 and self._mask is not None and self._mask.drafts > 0
 
     def _bind(self, q: Array, k: Array, v: Array, block_table: Array | None) -> None:
         self._bound = None

@@ -32,6 +32,7 @@ def attend(
     lengths: Array | None = None,
     tables: MaskTables | None = None,
     block_table: Array | None = None,
+    whole_blocks: bool = False,
 ) -> None:
     """Write the records [batch, heads, queries, 2 v_dim + 3] of what each query sees, by the definition, one
     by one. Arguments as of `blocked.partial_attention`."""
@@ -45,16 +46,19 @@ def attend(
             x[at][:, h // group] if block_table is None else rows_of(x, block_table[b], tokens)[:, h // group]
             for x in (k, v)
         )
-        wide = _float32(values).astype(np.float64)
-        if v_scale is not None:
-            wide *= np.float64(v_scale[h // group])
         softcap, penalty = 0.0, None
         if tables is not None:
             softcap = tables.rules.softcap or 0.0
             if positions is not None:
                 time = np.float64(tables.q_positions[b, i])
                 penalty = np.asarray(tables.rules.alibi)[h] * (time - positions)
-        records[b, h, i] = bins.record(query, _float32(keys), wide, softcap=softcap, penalty=penalty)
+        records[b, h, i] = bins.record(
+            *(query, _float32(keys), _float32(values)),
+            1.0 if v_scale is None else float(v_scale[h // group]),
+            softcap=softcap,
+            penalty=penalty,
+            blocks=tokens // bins.BLOCK if whole_blocks else None,
+        )
 
 
 def _seen(tables: MaskTables | None, b: int, i: int, tokens: int) -> tuple[Array, Array | None]:
