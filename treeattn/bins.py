@@ -108,7 +108,8 @@ def record(
             m, e, products = _sums_of_blocks(logits, v, blocks)
             products *= v_scale
             exponents[:] = e.max(), _value_exponent(products)
-            exponents[(exponents > _EMPTY) & (exponents < _SPOILED)] += (_BLOCK_BITS, -_BLOCK_BITS)
+            sound = (exponents > _EMPTY) & (exponents < _SPOILED)
+            exponents += np.where(sound, (_BLOCK_BITS, -_BLOCK_BITS), 0)
         _exponents(result)[...] = exponents
         seen, (weight_top, product_top) = e > _EMPTY, _tops(exponents)
         if seen.any() and exponents[0] < _SPOILED:

@@ -21,20 +21,20 @@ pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
 SCHEMES = [name for name in collectives.names("schedule") if name != "head_scatter"]
 
 
-def decoded(comm, problem, own, how):
+def decoded(comm, problem, own, how, reproducible="tokens"):
     """out and lse of this rank, as bytes."""
     context, drafts = own
-    at = np.concatenate([context, problem.context + drafts]).astype(np.int64)
+    at = np.concatenate([context, problem.context + np.asarray(drafts)]).astype(np.int64)
     k_scale, v_scale = problem.scales
     shard = Shard(problem.k[:, at], problem.v[:, at], k_scale=k_scale, v_scale=v_scale)
     seen = {}
-    if problem.ruled:
+    if problem.ruled or reproducible == "blocks":
         shard = replace(shard, positions=context)
         seen = {"rules": problem.rules, "q_positions": problem.q_positions}
     if problem.mask is not None:
         shard = replace(shard, draft_positions=problem.draft_positions[:, drafts])
         seen["mask"] = problem.mask[:, :, drafts]
-    given = {"comm": comm, "scheme": how, "scale": problem.scale, "reproducible": "tokens", **seen}
+    given = {"comm": comm, "scheme": how, "scale": problem.scale, "reproducible": reproducible, **seen}
     out, lse = treeattn.decode(problem.q, shard, **given)
     return out.tobytes() + lse.tobytes()
 
@@ -66,6 +66,29 @@ def test_a_decoder_keeps_its_bits_over_a_growing_cache(comm):
             want = [x.copy() for x in one(q, k[:, :tokens], v[:, :tokens])]
             got = decoder(q, np.ascontiguousarray(k[:, own]), np.ascontiguousarray(v[:, own]))
             assert [x.tobytes() for x in got] == [x.tobytes() for x in want]
+
+
+@pytest.mark.parametrize("seed", range(CASES or 2 * FACTOR))
+def test_whole_blocks_have_the_bits_of_one_rank(seed, comm):
+    rng = np.random.default_rng([31, seed])
+    problem = drawn(rng)
+    problem.mask = None
+    want = decoded(MPI.COMM_SELF, problem, (np.arange(problem.context), []), Reduction(), "blocks")
+    own = shards(rng, problem, "", comm.size, 32)[comm.rank][0], []
+    for scheme in ("chain", "mpi_allreduce"):
+        assert decoded(comm, problem, own, Reduction(scheme), "blocks") == want
+
+
+def test_torn_blocks_are_refused_on_every_rank(comm):
+    q, k = np.ones((1, 1, 2, 8), np.float32), np.ones((1, 33, 2, 8), np.float32)
+    given = {"comm": comm, "reproducible": "blocks"}
+    if comm.size == 1:
+        treeattn.decode(q, k, k, **given)
+        return
+    with pytest.raises(TreeattnError, match="whole blocks of 32 positions"):
+        treeattn.decode(q, k, k, **given)
+    with pytest.raises(TreeattnError, match="asks where tokens stand"):
+        treeattn.Decoder(comm, heads=2, kv_heads=2, head_dim=8, reproducible="blocks")
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -97,10 +97,11 @@ def decode(
         Where to compute: where q lies unless given. "cuda" is CuPy's current device.
     q_root : int, optional
         The rank whose q counts and is broadcast; the others may pass None.
-    reproducible : {"tokens"}, optional
+    reproducible : {"tokens", "blocks"}, optional
         The bits of out and lse are a function of the set of (key, value) that each query sees: not of the
         ranks, the layout or the order of tokens, nor of the batch, other heads, threads, scheme, executor or
-        processor. It costs time: docs/one-bit-pattern.md. device="cpu" alone.
+        processor. "blocks": also of which 32 positions, from a multiple of 32 on, are a block, which no
+        layout may tear; it costs less. device="cpu" alone. See docs/one-bit-pattern.md.
 
     Returns
     -------

@@ -27,7 +27,7 @@ from treeattn.decoder.plan import folding
 from treeattn.decoder.projection import Projection
 from treeattn.decoder.reproducible import find
 from treeattn.decoder.request import Reduction
-from treeattn.errors import ArgumentError
+from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.token_tree.owners import check_owner, draft_owners
 from treeattn.token_tree.tree import TokenTree
 
@@ -154,6 +154,8 @@ class Verifier:
             agreed.must_match = {"owner": check_owner(owner)}
             folding(scheme, "drafts join the records of the context before a reduction to every rank")
             self.shape = Shape(batch, nodes, heads, kv_heads, head_dim, dtype)
+            if reproducible == "blocks":
+                raise RestrictionError("drafts are dealt out one by one: take reproducible='tokens'")
             self._device = find(device, reproducible, comm.size)
             self._device.check_shape(self.shape)
             projection = None if project is None else Projection(project, self.shape)
