@@ -16,6 +16,7 @@ from treeattn.agreement import collectively
 from treeattn.attention.mask import Rules
 from treeattn.backends.device import Device
 from treeattn.cli import options
+from treeattn.cli.audit import fingerprint, head_digests
 from treeattn.cli.options import FILE, Output
 from treeattn.cli.own_device import own_device
 from treeattn.cli.problem import Judge, Problem, heads_of, seen_by_all
@@ -78,9 +79,10 @@ def command(
     rows = [_measure(world, problem, judge, where, inputs, one, reproducible, repeat) for one in how]
     results = [(row.pop("out"), row.pop("lse")) for row in rows]
     machine = environment.machine(world)
+    recorded = fingerprint(world, problem) if reproducible else {}
     if world.rank == 0:
         output.tensors(*results[-1], scale=repr(problem.scale), scheme=rows[-1]["scheme"])
-        output.report(_report(problem, rows, machine, output))
+        output.report(_report(problem, rows, recorded, machine, output))
     return 0 if all(row["passed"] for row in rows) else 1
 
 
@@ -134,6 +136,7 @@ def _measure(
             "step_s": {part: statistics.median(step[part] for step in steps) for part in first},
             "reproducible": reproducible,
             "sha256": digest,
+            **({"heads": head_digests(out, lse)} if reproducible else {}),
             "out": out,
             "lse": lse,
             **_wire(world, decoder),
@@ -176,7 +179,13 @@ def _wire(world: Any, decoder: Decoder) -> dict[str, Any]:
     return facts | {"messages": len(sizes), "bytes": sum(sizes)}
 
 
-def _report(problem: Problem, rows: list[dict[str, Any]], machine: dict[str, Any], output: Output) -> Report:
+def _report(
+    problem: Problem,
+    rows: list[dict[str, Any]],
+    recorded: dict[str, Any],
+    machine: dict[str, Any],
+    output: Output,
+) -> Report:
     shape, ranks = problem.shape, machine["ranks"]
     cache = {"cache_dtype": shape.kv_dtype, "v_dim": shape.v_dim, "page_size": shape.page_size}
     made = Report({
@@ -188,6 +197,7 @@ def _report(problem: Problem, rows: list[dict[str, Any]], machine: dict[str, Any
         "rules": {name: np.asarray(getattr(problem.rules, name)).tolist() for name in problem.rules.names},
         "schemes": [row["scheme"] for row in rows],
         "results": rows,
+        **recorded,  # for `treeattn audit`
     }, machine)  # fmt: skip
     values = f", values of {shape.v_dim}" if shape.v_dim != shape.head_dim else ""
     dtypes = f"{shape.dtype} over {shape.kv_dtype}" if shape.mixed else shape.dtype
