@@ -22,6 +22,7 @@ WAYS = {
 }
 OTHERS = "Gemma 2", "GPT-OSS", "Mistral"
 CASES = [("Llama", way) for way in WAYS] + [(family, "padded") for family in OTHERS]
+CASES += [("DeepSeek-V3", way) for way in ("padded", "beams")]
 
 
 @pytest.mark.parametrize(("family", "way"), CASES)

@@ -13,6 +13,7 @@ import pytest
 
 import treeattn
 from treeattn import cache_nodes, collectives, reference
+from treeattn.attention.shape import DTYPES
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError, StateError
 
 pytestmark = pytest.mark.mpi
@@ -80,6 +81,38 @@ def one_token_of_all_layers(cache, dense, tokens, counts, rules, begins):
         if given is None and dense.draw.random() < 0.3:
             again = cache.step(layer, q, rules=rules, begins=begins)
             np.testing.assert_allclose(again[0], out, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-5), ("bfloat16", 1e-2), ("float64", 1e-12)])
+def test_latents_lie_on_the_nodes(comm, dtype, near):
+    """Values are the first channels of the keys: no v travels, and none is kept. In pieces, saved, loaded."""
+
+    def model(nodes):
+        folder = tempfile.mkdtemp()
+        shape = {"layers": 1, "kv_heads": 1, "head_dim": 24, "v_dim": 16, "dtype": dtype}
+        cache = nodes.cache(batch=2, capacity=40, latent=True, **shape)
+        draw, elements = np.random.default_rng(5), DTYPES[dtype]
+        q = draw.standard_normal((2, 23, 4, 24)).astype(elements)
+        k = draw.standard_normal((2, 23, 1, 24)).astype(elements)
+        with pytest.raises(ArgumentError, match="v is not needed"):
+            cache.step(0, q, k, k, scale=0.2)
+        with pytest.raises(ArgumentError, match="the scale has to be given"):
+            cache.step(0, q, k)
+        cache.append(0, k[:, :3])
+        for begin, end in ((3, 20), (20, 21), (21, 23)):
+            out, _ = cache.step(0, q[:, begin:end], k[:, begin:end], scale=0.2)
+            if end == 21:
+                cache.save(f"{folder}/cache")
+                cache = nodes.load(f"{folder}/cache")
+            exact = [array.astype(np.float64) for array in (q[:, begin:end], k[:, :end], k[:, :end, :, :16])]
+            for row in range(2):
+                one = [array[row : row + 1] for array in exact]
+                seen = reference.seen(np.arange(end), np.arange(begin, end)[None], causal=True)
+                wanted, _ = reference.attention(*one, scale=0.2, seen=seen)
+                assert np.abs(out[row : row + 1] - wanted).max() < near
+        shutil.rmtree(folder)
+
+    meet(comm, model)
 
 
 @pytest.mark.parametrize("seed", range(4))

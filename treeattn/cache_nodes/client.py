@@ -17,7 +17,7 @@ from treeattn import communicators, job, mpi_library
 from treeattn.agreement import collectively
 from treeattn.attention import arrays
 from treeattn.attention.mask import Rules
-from treeattn.attention.shape import DTYPES
+from treeattn.attention.shape import DTYPES, check_latent
 from treeattn.cache.placement import whole_numbers
 from treeattn.cache_nodes.meeting import agreed_capacity, agreed_index, meet
 from treeattn.cache_nodes.message import Array, Head, Kind, Message, message_bytes
@@ -116,6 +116,7 @@ class CacheNodes:
         head_dim: int,
         v_dim: int | None = None,
         batch: int = 1,
+        latent: bool = False,
         dtype: str = "bfloat16",
         capacity: int | None = None,
     ) -> RemoteCache:
@@ -124,6 +125,7 @@ class CacheNodes:
         Parameters
         ----------
         layers, kv_heads, head_dim, v_dim, batch : int
+        latent : bool
             As of a `ShardedCache`.
         dtype : str
             Of q, k and v: "bfloat16", "float16", "float32" or "float64".
@@ -137,7 +139,9 @@ class CacheNodes:
             Sizes that cannot be, or more than the nodes have room for. They go on.
         """
         self._forget()
-        plan = CachePlan(layers, kv_heads, head_dim, v_dim or head_dim, dtype)
+        if latent:
+            check_latent(v_dim, head_dim, 1.0)
+        plan = CachePlan(layers, kv_heads, head_dim, v_dim or head_dim, dtype, bool(latent))
         self._call("plan_cache", plan=plan, batch=batch, capacity=capacity)
         return self._made(plan, batch, agreed_capacity(self._comm, plan, batch, capacity, 0))
 
@@ -252,7 +256,8 @@ class RemoteCache:
         q : [batch, tokens, heads, head_dim]
             Of the new tokens; more than 512, or no power of two of them, go in several steps.
         k, v : [batch, tokens, kv_heads, head_dim], [.., v_dim], optional
-            Of the new tokens; without them q attends to what is there, as the last tokens of it.
+            Of the new tokens, of a latent cache k alone; without them q attends to what is there, as the last
+            tokens of it.
         counts : [batch], optional
             How many of the tokens each sequence gets, if not all; results of the others mean nothing.
         begins : [batch], optional
@@ -272,6 +277,8 @@ class RemoteCache:
             What does not fit, or exceeds the capacity: before anything is sent.
         """
         self._nodes._check_open()
+        if self._plan.latent:
+            check_latent(self._plan.v_dim, self._plan.head_dim, scale)
         given = self._checked(layer, q, k, v)
         batch, queries, heads, _ = given[0].shape
         if counts is not None:
@@ -295,7 +302,7 @@ class RemoteCache:
         assert whole is not None
         return whole
 
-    def append(self, layer: int, k: Any, v: Any, *, counts: Any = None) -> None:
+    def append(self, layer: int, k: Any, v: Any = None, *, counts: Any = None) -> None:
         """The new tokens of a layer without a query: p - 1 messages. Arguments and errors as of `step`."""
         self._nodes._check_open()
         given = self._checked(layer, None, k, v)
@@ -389,7 +396,9 @@ class RemoteCache:
         plan, dtype = self._plan, DTYPES[self._plan.dtype]
         if not (isinstance(layer, int | np.integer) and 0 <= layer < plan.layers):
             raise ArgumentError(f"layer {layer!r:.40}: the cache has {plan.layers}, from 0 on")
-        if (k is None) != (v is None):
+        if plan.latent and v is not None:
+            raise ArgumentError("v is not needed: the values are the first channels of k, pass None")
+        if not plan.latent and (k is None) != (v is None):
             raise ArgumentError("k and v come together, or neither of them")
         widths = (None, plan.head_dim), (plan.kv_heads, plan.head_dim), (plan.kv_heads, plan.v_dim)
         named = [(*one, *of) for one, of in zip((("q", q), ("k", k), ("v", v)), widths, strict=True)]

@@ -43,14 +43,13 @@ def agreed_index(comm: MpiCommunicator, directory: str) -> tuple[CachePlan, Inde
 
     def read() -> Index:
         index = read_index(directory)
-        if index.latent or index.dtype in FLOAT8:
-            raise RestrictionError(
-                f"{directory}: cache nodes hold keys and values of one type, of 16 bits or more"
-            )
+        if index.dtype in FLOAT8:
+            raise RestrictionError(f"{directory}: cache nodes hold keys and values of 16 bits or more")
         return index
 
     index = collectively(comm, read)
-    return CachePlan(index.layers, index.kv_heads, index.head_dim, index.v_dim, index.dtype), index
+    shape = index.layers, index.kv_heads, index.head_dim, index.v_dim, index.dtype, index.latent
+    return CachePlan(*shape), index
 
 
 def agreed_capacity(comm: MpiCommunicator, plan: CachePlan, batch: int, wanted: int | None, free: int) -> int:

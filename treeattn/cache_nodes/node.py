@@ -91,20 +91,21 @@ class Node:
         key = batch, *head[2:3], *head[4:]
         self.steps += 1
         if head.view < 0:
-            counts, k, v = self._parts(
-                key, (*per_sequence(batch, *flags), *held.plan.new(batch, head.tokens)), flags[:1]
-            )
-            layer.append(k, v, counts)
+            parts = *per_sequence(batch, *flags), *held.plan.new(batch, head.tokens)
+            counts, *new = self._parts(key, parts, flags[:1])
+            _append(layer, counts, *new)
             return
         view, attention = held.views[head.view]
         counts, begins, q, *new = self._parts(key, view.parts(head.tokens, *flags), flags)
         first = layer.totals - (view.queries - head.tokens)
         if new:
-            layer.append(new[0], new[1], counts)
+            _append(layer, counts, *new)
         lengths = layer.lengths
         most = int(lengths.max())
         some = lengths if (lengths != most).any() else None
-        attention(q, layer.k[:, :most], layer.v[:, :most], some, layer.positions, first, begins)
+        k = layer.k[:, :most]
+        v = k[..., : held.plan.v_dim] if layer.v is None else layer.v[:, :most]
+        attention(q, k, v, some, layer.positions, first, begins)
 
     def _parts(self, key: Any, parts: tuple[Array, ...], flags: tuple[int, ...]) -> list[Any]:
         """The arrays of the message, with None for those whose flag is 0."""
@@ -123,6 +124,7 @@ class Node:
                 head_dim=plan.head_dim,
                 v_dim=plan.v_dim,
                 dtype=plan.dtype,
+                latent=plan.latent,
                 layers=plan.layers,
             )
 
@@ -167,3 +169,7 @@ class Node:
         self.tree.close()
         self._nodes.free()
         self.serves = False
+
+
+def _append(layer: ShardedCache, counts: Any, k: Any, v: Any = None) -> None:
+    layer.append(k, v, counts)

@@ -24,24 +24,30 @@ _INT64 = np.dtype(np.int64)
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """The shape of a cache on the nodes. dtype: of q too."""
+    """The shape of a cache on the nodes. dtype: of q too. latent: whether values are the first channels of
+    the keys."""
 
     layers: int
     kv_heads: int
     head_dim: int
     v_dim: int
     dtype: str
+    latent: bool = False
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Channels of what is kept: keys, and values of their own."""
+        return (self.head_dim,) if self.latent else (self.head_dim, self.v_dim)
 
     def token_bytes(self, batch: int) -> int:
         """Of one token of every sequence in all layers."""
-        width = self.head_dim + self.v_dim
         itemsize: int = DTYPES[self.dtype].itemsize
-        return batch * self.layers * self.kv_heads * width * itemsize
+        return batch * self.layers * self.kv_heads * sum(self.widths) * itemsize
 
     def new(self, batch: int, tokens: int) -> tuple[Array, ...]:
         """Keys and values of new tokens in a message."""
         dtype = DTYPES[self.dtype]
-        return tuple(((batch, tokens, self.kv_heads, width), dtype) for width in (self.head_dim, self.v_dim))
+        return tuple(((batch, tokens, self.kv_heads, width), dtype) for width in self.widths)
 
 
 def per_sequence(batch: int, *given: int) -> tuple[Array, ...]:
@@ -74,7 +80,7 @@ class Attention:
 
     def __init__(self, view: View, comm: Communicator, schedule: Schedule) -> None:
         cache, queries = view.cache, np.arange(view.queries)
-        differs = cache.v_dim != cache.head_dim
+        differs = cache.v_dim != cache.head_dim or cache.latent
         self._plain, self._positional, self._queries = not view.rules.names, view.rules.positional, queries
         self._decoder = Decoder(
             comm,

@@ -143,7 +143,7 @@ class ShardedKV(Cache):
             shape["layers"] = sum(isinstance(layer, FullAttentionLayer) for layer in self.layers)
             dtype = str(k.dtype).removeprefix("torch.")
             if self.nodes is not None:
-                remote = self.nodes.cache(capacity=self.capacity, dtype=dtype, **shape)
+                remote = self.nodes.cache(capacity=self.capacity, latent=latent, dtype=dtype, **shape)
                 self._shards[key] = iter([RemoteLayer(remote, number) for number in range(shape["layers"])])
             else:
                 place: Any = {"device": "cuda" if getattr(k, "is_cuda", False) else "cpu"}

@@ -55,9 +55,9 @@ def of(
     module: Any, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> Latents | None:
     """The latents of which `module` has made key and value, if they are what `layer` is to hold: None where
-    weights are tensor parallel, or the model is traced, or on cache nodes, or made otherwise."""
+    weights are tensor parallel, or the model is traced, or they are made otherwise."""
     store = layer.store
-    if torch.compiler.is_compiling() or layer.cache.nodes or store.is_sharded(query.shape[1]):
+    if torch.compiler.is_compiling() or store.is_sharded(query.shape[1]):
         return None
     if type(getattr(module, "kv_b_proj", None)) is not torch.nn.Linear or module.kv_b_proj.bias is not None:
         return None

@@ -25,9 +25,9 @@ class RemoteLayer:
         """int64 [batch]"""
         return self._cache.totals[self._number]
 
-    def append(self, k: Any, v: Any) -> None:
+    def append(self, k: Any, v: Any = None) -> None:
         """The next tokens."""
-        self._cache.append(self._number, _on_host(k), _on_host(v))
+        self._cache.append(self._number, _on_host(k), None if v is None else _on_host(v))
 
     def append_own(self, k: Any, v: Any, counts: Any) -> None:
         """The same: here they are all there."""
