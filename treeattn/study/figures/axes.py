@@ -44,7 +44,7 @@ def value_axis(axis: Any, log: bool, values: Sequence[float], room: int) -> None
         decades = math.log10(high / low)
         choices = [(1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)]
         steps = next((steps for steps in choices if decades * len(steps) <= room - 1), (1.0,))
-        finer = [s for s in (steps, (1.0, 2.0, 5.0), _CLOSE) if _ticks(s, low, high) >= _FEWEST]
+        finer = [s for s in (steps, (1.0, 3.0), (1.0, 2.0, 5.0), _CLOSE) if _ticks(s, low, high) >= _FEWEST]
         if finer:
             axis.set_major_locator(ticker.LogLocator(subs=finer[0], numticks=max(room, _FEWEST) + 1))
         else:
