@@ -13,7 +13,6 @@ import pytest
 import treeattn
 from tests.support.drawn import sample
 from tests.support.exporters import Dlpack, OnGpu
-from treeattn.backends.cuda import cupy_runtime
 from treeattn.errors import ArgumentError, BackendError, RestrictionError, StateError, TransportError
 
 from .cases import CASES, Case, is_tensor_core_case
@@ -21,14 +20,6 @@ from .raw_module import compiler_problem
 from .runtime import EmulatorRuntime
 
 pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> EmulatorRuntime:
-    """What device="cuda" finds."""
-    emulator = EmulatorRuntime()
-    monkeypatch.setattr(cupy_runtime, "current", lambda: emulator)
-    return emulator
 
 
 def decoder_for(case: Case, **options: Any) -> treeattn.Decoder:

@@ -13,7 +13,7 @@ import treeattn
 from tests.support.drawn import sample
 from treeattn import reference
 from treeattn.backends import cuda
-from treeattn.backends.cuda import cupy_runtime, variants
+from treeattn.backends.cuda import variants
 from treeattn.errors import ArgumentError, BackendError
 
 from .raw_module import compiler_problem
@@ -23,14 +23,6 @@ Array = np.ndarray[Any, Any]
 needs_emulator = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 SCALE = 192**-0.5  # of the heads before they were made latent
 LATENT = {"cache": treeattn.CacheFormat(v_dim=512), "scale": SCALE}
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> EmulatorRuntime:
-    """What device="cuda" finds."""
-    emulator = EmulatorRuntime()
-    monkeypatch.setattr(cupy_runtime, "current", lambda: emulator)
-    return emulator
 
 
 def made_up(dtype: Any, tokens: int, heads: int = 16, batch: int = 1) -> tuple[Array, Array]:

@@ -11,7 +11,6 @@ import treeattn
 from tests.support import arguments
 from tests.support.exporters import OnGpu
 from tests.support.pages import in_pages
-from treeattn.backends.cuda import cupy_runtime
 from treeattn.errors import ArgumentError, RestrictionError
 
 from .raw_module import compiler_problem
@@ -28,14 +27,6 @@ SHAPE: dict[str, Any] = {
     "queries": 2,
     "dtype": "float16",
 }
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> EmulatorRuntime:
-    """What device="cuda" finds."""
-    emulator = EmulatorRuntime()
-    monkeypatch.setattr(cupy_runtime, "current", lambda: emulator)
-    return emulator
 
 
 def cache() -> tuple[Array, tuple[Array, Array], tuple[Array, Array], Array]:

@@ -8,20 +8,11 @@ import numpy as np
 import pytest
 
 from treeattn import ShardedCache
-from treeattn.backends.cuda import cupy_runtime
 
 from .raw_module import compiler_problem
 from .runtime import EmulatorRuntime
 
 pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> EmulatorRuntime:
-    """What device="cuda" finds."""
-    emulator = EmulatorRuntime()
-    monkeypatch.setattr(cupy_runtime, "current", lambda: emulator)
-    return emulator
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])

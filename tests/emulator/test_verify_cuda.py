@@ -9,21 +9,12 @@ import pytest
 
 from tests.support.token_trees import Case
 from treeattn import ShardedCache
-from treeattn.backends.cuda import cupy_runtime
 from treeattn.token_tree import TokenTree, Verifier, verify
 
 from .raw_module import compiler_problem
 from .runtime import EmulatorRuntime
 
 pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> EmulatorRuntime:
-    """What device="cuda" finds."""
-    emulator = EmulatorRuntime()
-    monkeypatch.setattr(cupy_runtime, "current", lambda: emulator)
-    return emulator
 
 
 def test_packed_is_each_beam_alone(runtime: EmulatorRuntime) -> None:
