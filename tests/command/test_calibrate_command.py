@@ -52,6 +52,7 @@ def test_from_calibrate_to_those_who_read_the_file(tmp_path):
     assert "on here (" in " ".join(done.stdout.split())
 
 
+@pytest.mark.deep
 def test_one_node_has_one_tier(tmp_path):
     done = treeattn("calibrate", "--out", tmp_path / "n.toml", "--seconds", 1, "--executor", "mpi", ranks=3)
     assert done.returncode == 0, done.stdout + done.stderr

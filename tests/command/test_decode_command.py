@@ -365,7 +365,16 @@ def several_programs(*commands):
 
 @pytest.mark.parametrize(
     "other",
-    [["--layout", "zigzag"], ["--repeat", "3"], ["--scheme", "chain"], ["--check"], ["--layout", "spiral"]],
+    sample(
+        2,
+        [
+            ["--layout", "zigzag"],
+            ["--repeat", "3"],
+            ["--scheme", "chain"],
+            ["--check"],
+            ["--layout", "spiral"],
+        ],
+    ),
 )
 def test_command_lines_that_differ_between_ranks(tmp_path, other):
     """Each rank would read other tokens, or take other steps: a wrong answer, or a hang."""

@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tests.support.drawn import sample
 from tests.support.models import PROMPT, write_model
 from treeattn.collectives import build
 
@@ -35,7 +36,7 @@ def byte_tokenizer(size=256):
     return made
 
 
-@pytest.mark.parametrize("decode", ["tree", "kv_ring", "query_ring"])
+@pytest.mark.parametrize("decode", sample(2, ["tree", "kv_ring", "query_ring"]))
 def test_tokens_are_those_of_hugging_face(model, tmp_path, decode):
     out = tmp_path / "facts.json"
     done = treeattn(
@@ -262,7 +263,7 @@ REPLICATED, SHARDED = "replicated", "sharded"
 
 @pytest.mark.parametrize(
     ("weights", "broken", "message"),
-    [
+    sample(7, [
         (REPLICATED, lambda path: (path / "config.json").unlink(), "config.json: cannot be read (No such"),
         (SHARDED, lambda path: (path / "config.json").unlink(), "config.json: cannot be read (No such"),
         (REPLICATED, lambda path: (path / LAST).unlink(), f"{LAST}: no such file"),
@@ -275,7 +276,7 @@ REPLICATED, SHARDED = "replicated", "sharded"
         (SHARDED, changed_config(rope_parameters={"rope_type": "yarn"}), "rope_parameters.rope_type 'yarn'"),
         (REPLICATED, changed_config(max_position_embeddings=8), "the model was made for at most 8"),
         (SHARDED, changed_config(vocab_size=200), "config.json's vocab_size is 200"),
-    ],
+    ]),
 )  # fmt: skip
 def test_a_model_that_cannot_be_used_is_named_on_all_ranks(tmp_path, broken, message, weights):
     """Each file and field of it; the prompt is text, whose tokenizer has 256 tokens."""

@@ -158,11 +158,13 @@ main()
 
 @needs_mpiexec
 @pytest.mark.parametrize(
-    "words",
-    [("decode", CACHE, "--repeat", 1), (*COMPARE, "--repetitions", 1, "--iterations", 3)],
+    ("words", "ranks"),
+    [
+        (("decode", CACHE, "--repeat", 1), 2),
+        ((*COMPARE, "--repetitions", 1, "--iterations", 3), None),
+    ],
     ids=["decode", "compare"],
 )
-@pytest.mark.parametrize("ranks", [None, 2])
 def test_a_full_disk_under_a_file(words, ranks, tmp_path):
     done = run("-c", FULL, *words, "--json", tmp_path / "facts.json", ranks=ranks)
     assert done.returncode == 1, done.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import plans
+from tests.support.drawn import sample
 from treeattn.collectives import Schedule, Transfer, build
 
 from .launch import in_process, mpiexec, treeattn
@@ -131,7 +132,7 @@ def test_a_schedule_for_other_ranks_is_refused_once(star):
         assert "treeattn tune --ranks 2 --out" in done.stderr
 
 
-@pytest.mark.parametrize("cluster", [(), ("--cluster", "laptop")], ids=["measured", "predicted"])
+@pytest.mark.parametrize("cluster", sample(1, [[], ["--cluster", "laptop"]]), ids=str)
 def test_compare_goes_on_where_a_schedule_is_for_other_ranks(star, cluster):
     short = ("--what", "reduce", "--seconds", 0.01, "--repetitions", 1, "--ranks", "2,3", *cluster)
     done = treeattn("compare", "--schemes", f"{star},chain", *short, ranks=3)

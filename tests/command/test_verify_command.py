@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from tests.support.drawn import sample
 from treeattn import files
 
 from .launch import in_process, mpiexec, treeattn
@@ -66,10 +67,10 @@ def dense(given):
     return out, lse
 
 
-@pytest.mark.parametrize(("ranks", "options"), [
+@pytest.mark.parametrize(("ranks", "options"), sample(2, [
     (1, []), (3, ["--layout", "zigzag", "--owner", "round_robin"]), (4, ["--layout", "sizes=0,50,0,0"]),
     (2, ["--owner", "position", "--layout", "interleaved"]),
-])  # fmt: skip
+]))  # fmt: skip
 def test_a_tree_of_a_file(tmp_path, ranks, options):
     source = written(tmp_path / "tree.safetensors")
     result, facts = tmp_path / "out.safetensors", tmp_path / "facts.json"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.drawn import sample
+
 from .launch import run, treeattn
 
 # What Python runs at its start: mpi4py is there and finds no library, or is not there at all.
@@ -64,7 +66,7 @@ def test_doctor_names_the_remedy(without_mpi):
     assert "pip install mp" in done.stdout
 
 
-@pytest.mark.parametrize("words", ["decode nothing.safetensors", "compare", "paper"])
+@pytest.mark.parametrize("words", sample(1, ["decode nothing.safetensors", "compare", "paper"]))
 def test_what_needs_mpi_says_so(words, without_mpi):
     done = treeattn(*words.split(), **without_mpi)
     assert (done.returncode, done.stdout) == (1, "")

@@ -339,7 +339,7 @@ def test_a_requeued_job_has_nothing_left_to_do(bench):
     assert bench.calls.read_text().count("srun") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @needs_mpiexec
 def test_tasks_of_an_array_have_folders_of_their_own_and_are_collected(bench):
     bench.stand_in()

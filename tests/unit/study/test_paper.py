@@ -75,7 +75,7 @@ def test_the_page_explains_every_experiment_with_the_tables_of_today(name):
             assert list(map(shown, row)) == list(map(shown, numbers))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_simulated_tables_are_those_of_today():
     """The committed ones, with which the page is filled."""
     kept = json.loads((DOCS / "results/paper_simulated.json").read_text())["experiments"]

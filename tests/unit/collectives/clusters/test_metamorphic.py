@@ -29,7 +29,8 @@ IMMENSE = 1e9  # times of any drawn rate
 
 DRAWN = [
     0,
-    *(pytest.param(first, marks=pytest.mark.slow) for first in range(20, 500, 20)),
+    *(pytest.param(first, marks=pytest.mark.slow) for first in range(20, 160, 20)),
+    *(pytest.param(first, marks=pytest.mark.deep) for first in range(160, 500, 20)),
 ]
 of_drawn = pytest.mark.parametrize("first", DRAWN)
 
