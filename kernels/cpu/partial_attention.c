@@ -7,6 +7,7 @@
 
 #include "attend_span.h"
 #include "bins_attention.h"
+#include "shared_prefix.h"
 #include "thread_pool.h"
 #include "tiled_attention.h"
 
@@ -45,11 +46,15 @@ static float *records_of(const struct attention *a, int64_t chunk) {
   return partials + (chunk - 1) * record_count(a) * record_width(a);
 }
 
-int64_t attention_workspace(const struct attention *a) {
-  if (a->reproducible) return bins_workspace(a);
+int64_t plain_workspace(const struct attention *a) {
   if (suits_tiles(a)) return tiled_workspace(a);
   const int64_t partials = quotient_up(a->tokens, CHUNK) * record_count(a) * record_width(a) * (int64_t)sizeof(float);
   return threads_of(a) * state_bytes(a) + a->batch * reading_bytes(a) + partials;
+}
+
+int64_t attention_workspace(const struct attention *a) {
+  if (a->reproducible) return bins_workspace(a);
+  return may_share(a) ? sharing_workspace(a) : plain_workspace(a);
 }
 
 /* One piece of work: the records of one chunk of one batch row, for a part of the KV heads. */
@@ -98,16 +103,10 @@ static int64_t find_wrong(const struct attention *a) {
   return 0;
 }
 
-int64_t partial_attention(const struct attention *a) {
-  const int64_t wrong = find_wrong(a);
-  if (wrong) return wrong;
-  if (a->reproducible) {
-    attend_bins(a);
-    return 0;
-  }
+void attend_plainly(const struct attention *a) {
   if (suits_tiles(a)) {
     tiled_attention(a);
-    return 0;
+    return;
   }
   const int64_t longest = find_readings(a);
   struct plan p = {.a = a, .chunks = longest > CHUNK ? quotient_up(longest, CHUNK) : 1, .parts = 1};
@@ -116,5 +115,14 @@ int64_t partial_attention(const struct attention *a) {
   run_items(threads_of(a), pieces * p.parts, attend_piece, &p);
   for (int64_t chunk = 1; chunk < p.chunks; ++chunk)
     merge_partials(a->records, records_of(a, chunk), record_count(a), record_width(a));
+}
+
+int64_t partial_attention(const struct attention *a) {
+  const int64_t wrong = find_wrong(a);
+  if (wrong) return wrong;
+  if (a->reproducible)
+    attend_bins(a);
+  else if (!may_share(a) || !attend_shared(a))
+    attend_plainly(a);
   return 0;
 }
