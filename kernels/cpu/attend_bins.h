@@ -92,7 +92,8 @@ typedef void score_function(const struct bins_block *b, const float *q, float (*
   }
 #define SCORES(TYPE) SCORE(TYPE, 1) SCORE(TYPE, 2) SCORE(TYPE, 3) SCORE(TYPE, 4)
 SCORES(FLOAT32)
-SCORES(FLOAT16) SCORES(BFLOAT16) SCORES(E4M3FN) SCORES(E5M2)
+SCORES(FLOAT16)
+SCORES(BFLOAT16) SCORES(E4M3FN) SCORES(E5M2)
 #define SCORE_NAMES(TYPE) {score_##TYPE##_1, score_##TYPE##_2, score_##TYPE##_3, score_##TYPE##_4}
     static score_function *const score_rows[5][ROWS_TOGETHER] = {
         SCORE_NAMES(FLOAT32), SCORE_NAMES(FLOAT16), SCORE_NAMES(BFLOAT16), SCORE_NAMES(E4M3FN), SCORE_NAMES(E5M2)};
@@ -259,10 +260,11 @@ typedef void add_products_function(const struct values *v, const struct weights 
 PRODUCTS(FLOAT32)
 PRODUCTS(FLOAT16)
 PRODUCTS(BFLOAT16)
-PRODUCTS(WIDENED) static add_products_function *const add_many[6] = {[FLOAT32] = add_many_FLOAT32,
-                                                                     [FLOAT16] = add_many_FLOAT16,
-                                                                     [BFLOAT16] = add_many_BFLOAT16,
-                                                                     [WIDENED] = add_many_WIDENED};
+PRODUCTS(WIDENED)
+static add_products_function *const add_many[6] = {[FLOAT32] = add_many_FLOAT32,
+                                                   [FLOAT16] = add_many_FLOAT16,
+                                                   [BFLOAT16] = add_many_BFLOAT16,
+                                                   [WIDENED] = add_many_WIDENED};
 static add_products_function *const add_one[6] = {[FLOAT32] = add_one_FLOAT32,
                                                   [FLOAT16] = add_one_FLOAT16,
                                                   [BFLOAT16] = add_one_BFLOAT16,
@@ -300,9 +302,20 @@ INLINE int32_t value_exponent(enum element_type type, const struct bins_block *b
 }
 
 /* Bit t: whether e[t] > than. */
-INLINE uint32_t greater(const int32_t *e, int64_t than) {
+INLINE uint32_t greater(const int32_t *e, int64_t least) {
+  const int32_t than = (int32_t)(least < INT32_MIN ? INT32_MIN : least > INT32_MAX ? INT32_MAX : least);
   uint32_t bits = 0;
+#if SIMD_AVX512
+  for (int t = 0; t < BINS_BLOCK; t += 16)
+    bits |= (uint32_t)_mm512_cmpgt_epi32_mask(_mm512_load_si512(e + t), _mm512_set1_epi32(than)) << t;
+#elif SIMD_AVX2
+  for (int t = 0; t < BINS_BLOCK; t += 8) {
+    const __m256i more = _mm256_cmpgt_epi32(_mm256_load_si256((const void *)(e + t)), _mm256_set1_epi32(than));
+    bits |= (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(more)) << t;
+  }
+#else
   for (int t = 0; t < BINS_BLOCK; ++t) bits |= (uint32_t)(e[t] > than) << t;
+#endif
   return bits;
 }
 
@@ -347,7 +360,8 @@ typedef int32_t value_exponent_function(const struct bins_block *b, uint32_t bit
     return value_exponent(TYPE, b, bits);                                                                              \
   }
 VALUES(FLOAT32)
-VALUES(FLOAT16) VALUES(BFLOAT16) VALUES(E4M3FN) VALUES(E5M2) static widen_function *const widen[5] = {
+VALUES(FLOAT16)
+VALUES(BFLOAT16) VALUES(E4M3FN) VALUES(E5M2) static widen_function *const widen[5] = {
     widen_FLOAT32, widen_FLOAT16, widen_BFLOAT16, widen_E4M3FN, widen_E5M2};
 static value_exponent_function *const value_exponents[5] = {value_exponent_FLOAT32, value_exponent_FLOAT16,
                                                             value_exponent_BFLOAT16, value_exponent_E4M3FN,
