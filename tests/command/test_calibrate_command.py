@@ -21,6 +21,7 @@ def test_from_calibrate_to_those_who_read_the_file(tmp_path):
     done = treeattn("calibrate", *words, ranks=4, MPIR_CVAR_NUM_CLIQUES="2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "errors of the fit" in done.stdout
+    assert "of probes left out of it: median" in " ".join(done.stdout.split())
     cluster = description.load(here)
     assert [tier.name for tier in cluster.tiers] == ["node", "network"]
     assert (cluster.name, cluster.places, cluster.slots) == ("here", 4, 2)

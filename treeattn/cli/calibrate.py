@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -57,6 +57,7 @@ def command(executor: str | None, seconds: float, output: Output) -> None:
         "places": found.places,
         "seconds": found.seconds,
         "residuals": rows,
+        "left_out": [_facts(one) for one in found.left_out],
     })  # fmt: skip
     made.table(rows, [
         Column("tier", words=True),
@@ -78,8 +79,13 @@ def command(executor: str | None, seconds: float, output: Output) -> None:
 
 
 def _errors(found: Calibration) -> str:
-    errors = [abs(residual.error) for residual in found.residuals]
-    return f"errors of the fit: median {np.median(errors):.0%}, largest {max(errors):.0%}"
+    text = f"errors of the fit: {_spread(found.residuals)}"
+    return text + (f"; of probes left out of it: {_spread(found.left_out)}" if found.left_out else "")
+
+
+def _spread(residuals: Sequence[Residual]) -> str:
+    errors = [abs(one.error) for one in residuals]
+    return f"median {np.median(errors):.0%}, largest {max(errors):.0%}"
 
 
 def _comments(ranks: int, found: Calibration) -> Iterator[str]:

@@ -20,7 +20,7 @@ from treeattn import communicators, mpi_library, topology
 from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives import build
 from treeattn.collectives.clusters.description import Cluster, Executor
-from treeattn.collectives.clusters.fit import Residual, fit
+from treeattn.collectives.clusters.fit import Residual, fit, left_out
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.probes import Probe, probes
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
@@ -37,16 +37,19 @@ if TYPE_CHECKING:
 HEAD_DIM = 128
 _BLOCKS, _WARMUP, _FEWEST, _MOST = 4, 3, 4, 100
 _HEADS, _TOKENS = 8, 8192  # 32 MiB of keys and values, more than a core's caches
+_LEFT_OUT_RANKS = 16  # four more fits take minutes on more, while all ranks wait
 _ONE = 0x3F80  # in bfloat16
 
 
 class Calibration(NamedTuple):
     """What was found, on rank 0. cluster: as a file holds it, with the rate at which a rank reads its cache;
-    places: of the ranks of this job."""
+    places: of the ranks of this job. left_out: the errors of probes
+    that the fit had not seen, with at most 16 ranks."""
 
     cluster: Cluster
     places: Placement
     residuals: list[Residual]
+    left_out: list[Residual]
     seconds: float
 
 
@@ -76,7 +79,9 @@ def calibrate(
     medians = {probe: describe(samples[probe]).median for probe in wanted}
     cluster, residuals = fit(shape, places, bench.record_bytes, medians)
     cluster = structs.replace(_kept(cluster), memory=reading)
-    return Calibration(cluster, places, residuals, time.perf_counter() - began)
+    few = comm.size <= _LEFT_OUT_RANKS
+    unseen = left_out(shape, places, bench.record_bytes, medians) if few else []
+    return Calibration(cluster, places, residuals, unseen, time.perf_counter() - began)
 
 
 def _shape(found: topology.Topology, name: str, executor: str) -> tuple[Cluster, Placement]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from statistics import median
 
 import pytest
 from msgspec import structs
@@ -12,7 +13,7 @@ from tests.support.drawn import sample
 from treeattn.collectives import build, needs_nodes
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.description import Cluster, Executor, Protocol, Tier
-from treeattn.collectives.clusters.fit import fit
+from treeattn.collectives.clusters.fit import fit, left_out
 from treeattn.collectives.clusters.placement import block, node_groups
 from treeattn.collectives.clusters.probes import RECORDS, probes
 from treeattn.collectives.clusters.simulate import simulate
@@ -95,6 +96,18 @@ def test_a_few_wild_measurements_do_little():
     found, residuals = fit(truth, block(truth, truth.places), RECORD, measured)
     assert worst(found, truth) < 0.2
     assert sum(abs(residual.error) > 0.5 for residual in residuals) == 4
+
+
+def test_errors_of_probes_left_out_are_larger_than_the_residuals():
+    """With noise of 20 % in what is measured; every probe is left out once."""
+    truth, draw = machine(1, 3), random.Random(1)
+    measured = {p: took(truth, p) * draw.lognormvariate(0, 0.2) for p in probes(groups(truth))}
+    places = block(truth, truth.places)
+    _, residuals = fit(truth, places, RECORD, measured)
+    unseen = left_out(truth, places, RECORD, measured)
+    assert {one.probe: one.measured for one in unseen} == measured
+    fitted, told = (median(abs(one.error) for one in of) for of in (residuals, unseen))
+    assert fitted < told < 1
 
 
 def test_nothing_measured():
