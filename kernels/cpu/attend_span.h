@@ -2,7 +2,7 @@
 #ifndef TREEATTN_ATTEND_SPAN_H
 #define TREEATTN_ATTEND_SPAN_H
 
-#include "attention_state.h"
+#include "attend_in_order.h"
 #include "read_order.h"
 
 /* What of a stretch belongs to a piece; nothing where it ends before it begins. */
@@ -142,15 +142,17 @@ static void prepare_positions(const struct attention *a, const struct state *s, 
 
 /* All of a piece. */
 static void attend_tokens(const struct attention *a, const struct state *s, const struct piece *p) {
-  const int alibi = a->visible && a->visible->slopes;
+  const int alibi = a->visible && a->visible->slopes, adjusted = alibi || (a->visible && a->visible->softcap > 0);
   struct adjustment adjustment = {.softcap = a->visible ? a->visible->softcap : 0, .alibi = alibi};
   prepare(a, s, p);
   if (alibi) prepare_positions(a, s, p);
   for (int64_t i = 0; i < p->count; ++i) {
     const struct stretch c = cut(p->stretches + i, p);
-    if (c.begin < c.end)
-      attend_stretch(a, s, p, &c, alibi || adjustment.softcap > 0 ? &adjustment : NULL,
-                     alibi ? s->position + c.before - p->begin : NULL);
+    if (c.begin >= c.end) continue;
+    if (c.uniform && !adjusted && can_read_in_order(a))
+      attend_uniform(a, s, p, c.begin, c.end);
+    else
+      attend_stretch(a, s, p, &c, adjusted ? &adjustment : NULL, alibi ? s->position + c.before - p->begin : NULL);
   }
 }
 

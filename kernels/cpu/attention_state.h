@@ -8,7 +8,8 @@
 #include "attend_block.h"
 #include "rows.h"
 
-enum { CHUNK = 1008 }; /* tokens of a piece of work, at most */
+enum { CHUNK = 1008 };        /* tokens of a piece of work, at most */
+enum { MOST_IN_ORDER = 512 }; /* tokens of a block that is read in the order of memory, at most */
 
 /* Tokens begin..end of those that stretches of a batch row hold together, and some KV heads. */
 struct piece {
@@ -31,7 +32,9 @@ struct state {
   struct group *groups;        /* [rows of a KV head] */
   double *slope, *base, *time; /* [rows], for ALiBi: see struct adjustment; time: the query's position */
   double *position;            /* [CHUNK], for ALiBi */
-  int64_t *k_rows, *v_rows;    /* [CHUNK], for pages: see struct span */
+  int64_t *k_rows, *v_rows;    /* [CHUNK + 1], for pages and in the order of memory: see struct span */
+  float *sum, *factor;         /* [rows][row_floats], [rows]; these and the next: see attend_in_order.h */
+  float *scores, *lanes;       /* [MOST_IN_ORDER][rows], [rows][WIDTH] */
 };
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -39,6 +42,12 @@ static int64_t record_width(const struct attention *a) { return a->head_dim + RE
 static int64_t row_floats(const struct attention *a) { return whole_units(a->head_dim); }
 static int64_t rows_per_query(const struct attention *a) { return a->heads / a->kv_heads; }
 static int64_t rows_per_kv_head(const struct attention *a) { return rows_per_query(a) * a->queries; }
+
+/* Whether tokens that all rows see go through attend_in_order.h, where nothing else is done to their scores. Cores that
+ * follow many streams do not gain from it. */
+static int can_read_in_order(const struct attention *a) {
+  return a->order == NEIGHBOURS && rows_per_kv_head(a) == 1 && a->head_dim % UNIT == 0;
+}
 
 /* Of a row, counted over all KV heads. */
 static int64_t query_of(const struct attention *a, int64_t row) {
@@ -64,9 +73,15 @@ static int64_t lay_out(const struct attention *a, char *memory, struct state *s)
   s->denominator = take(memory, &at, rows * WIDTH * size);
   s->maximum = take(memory, &at, rows * size);
   s->groups = take(memory, &at, rows_per_kv_head(a) * (int64_t)sizeof(struct group));
-  if (a->block_table) {
-    s->k_rows = take(memory, &at, CHUNK * (int64_t)sizeof(int64_t));
-    s->v_rows = take(memory, &at, CHUNK * (int64_t)sizeof(int64_t));
+  if (a->block_table || can_read_in_order(a)) {
+    s->k_rows = take(memory, &at, (CHUNK + 1) * (int64_t)sizeof(int64_t));
+    s->v_rows = take(memory, &at, (CHUNK + 1) * (int64_t)sizeof(int64_t));
+  }
+  if (can_read_in_order(a)) {
+    s->sum = take(memory, &at, floats * size);
+    s->factor = take(memory, &at, rows * size);
+    s->scores = take(memory, &at, (MOST_IN_ORDER * rows + WIDTH) * size);
+    s->lanes = take(memory, &at, rows * WIDTH * size);
   }
   if (!a->visible) return at;
   s->slope = take(memory, &at, rows * (int64_t)sizeof(double));

@@ -1,8 +1,9 @@
 /* Attention of a few queries over many cached tokens, in one pass over the cache, as records.
  *
  * The tokens of a batch row that any query sees are cut into chunks of at most CHUNK. A chunk of some KV heads is a
- * piece of work for one thread; the partials of chunks are merged in ascending order afterwards. How work is cut into
- * chunks and blocks depends on what is visible alone, so the result depends neither on threads nor on timing. */
+ * piece of work for one thread; the partials of chunks are merged in pairs afterwards, and so on: short sums are
+ * accurate. How work is cut into chunks and blocks depends on what is visible alone, so the result depends neither on
+ * threads nor on timing. */
 #include "partial_attention.h"
 
 #include "attend_span.h"
@@ -113,8 +114,9 @@ void attend_plainly(const struct attention *a) {
   const int64_t pieces = a->batch * p.chunks, wanted = 2 * threads_of(a);
   if (threads_of(a) > 1 && pieces < wanted) p.parts = least(a->kv_heads, quotient_up(wanted, pieces));
   run_items(threads_of(a), pieces * p.parts, attend_piece, &p);
-  for (int64_t chunk = 1; chunk < p.chunks; ++chunk)
-    merge_partials(a->records, records_of(a, chunk), record_count(a), record_width(a));
+  for (int64_t apart = 1; apart < p.chunks; apart *= 2)
+    for (int64_t chunk = 0; chunk + apart < p.chunks; chunk += 2 * apart)
+      merge_partials(records_of(a, chunk), records_of(a, chunk + apart), record_count(a), record_width(a));
 }
 
 int64_t partial_attention(const struct attention *a) {

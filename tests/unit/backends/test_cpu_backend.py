@@ -135,6 +135,15 @@ def test_denominator_of_a_long_context() -> None:
 
 
 @pytest.mark.usefixtures("build")
+def test_equal_scores_and_values_of_a_long_context() -> None:
+    # Sums round to the same side: a thousand partials merged one by one would be 3 times out of bounds.
+    q = np.zeros((1, 1, 1, 32), np.float32)
+    kv = np.broadcast_to(np.full((1, 1, 1, 32), 0.1, np.float32), (1, 1_000_000, 1, 32))
+    out, _ = attend(q, kv, kv, 1.0)
+    assert abs(out.astype(np.float64) - np.float64(np.float32(0.1))).max() <= 2e-6 * 0.1
+
+
+@pytest.mark.usefixtures("build")
 def test_lengths_hide_what_lies_beyond() -> None:
     q, k, v = inputs((4, 1, 4, 2, 32, 1100), np.float16, seed=3)
     lengths = np.array([0, 1, 37, 1100])
