@@ -464,9 +464,12 @@ def test_memory_that_cannot_be_exposed(
     """It is given back."""
     log: list[Any] = [fails]
     use(monkeypatch, peer=log)
+    pool = SimpleNamespace(free_all_blocks=lambda: log.append("pool"))
+    monkeypatch.setattr(sys.modules["cupy"], "get_default_memory_pool", lambda: pool, raising=False)
     with pytest.raises(error, match=message):
         cupy_runtime.current().expose(5)
     assert (("free", 4096) in log) == (("malloc", 2 << 20) in log)
+    assert ("pool" in log) == (fails == "malloc")
 
 
 def test_memory_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
