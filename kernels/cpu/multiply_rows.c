@@ -1,18 +1,16 @@
 /* Matrices times a few vectors, which is what decoding is beside attention: bound by reading the matrices, once, as
- * they lie: their 16-bit and 8-bit elements are widened in registers.
+ * they lie: their 16-bit elements are widened in registers.
  *
  * An output is the same sum, term by term, however many vectors and threads there are: so drafts that are verified
  * together have the bits of tokens that come alone. */
 #include "simd.h"
 #include "thread_pool.h"
 
-enum { INT8 = 5 }; /* a type of these matrices alone, beside those of simd.h */
 enum { BLOCK = WIDTH, ITEM_BYTES = 1 << 16 }; /* rows whose sums are folded together; bytes of a thread's item */
 
-/* One of the matrices, [rows, columns]; scales: of its rows, or none. */
+/* One of the matrices, [rows, columns]. */
 struct matrix {
   const char *elements;
-  const float *scales;
   int64_t rows;
 };
 
@@ -25,12 +23,6 @@ struct product {
 };
 
 INLINE unit load_weights(int type, const char *from, int count) {
-  if (type == INT8) {
-    typedef int8_t bytes __attribute__((vector_size(WIDTH)));
-    bytes both[2] = {{0}};
-    memcpy(both, from, (size_t)count);
-    return (unit){__builtin_convertvector(both[0], vector), __builtin_convertvector(both[1], vector)};
-  }
 #if SIMD_AVX512
   /* By halves: matrices begin anywhere, and then each load of 64 bytes would lie in two lines. */
   if (type == BFLOAT16 && count == UNIT) {
@@ -47,11 +39,9 @@ INLINE int comes_split(int type) {
 #if SIMD_AVX512
   return 0;
 #else
-  return type != INT8 && is_split(type);
+  return is_split(type);
 #endif
 }
-
-INLINE size_t weight_size(int type) { return type == INT8 ? 1 : element_size(type); }
 
 /* One unit of a row times that of `count` vectors. */
 INLINE void multiply_unit(const struct product *p, int type, const char *from, const float *x, int elements, int count,
@@ -68,7 +58,7 @@ INLINE void multiply_unit(const struct product *p, int type, const char *from, c
  */
 INLINE void multiply_block(const struct product *p, int type, const struct matrix *m, int64_t row, int rows,
                            int64_t vector_at, int count, float *out) {
-  const size_t size = weight_size(type);
+  const size_t size = element_size(type);
   const char *from = m->elements + (size_t)(row * p->columns) * size;
   const float *x = p->vectors + vector_at * p->padded;
   vector lanes[4][BLOCK] = {0};
@@ -82,7 +72,6 @@ INLINE void multiply_block(const struct product *p, int type, const struct matri
   }
   for (int n = 0; n < count; ++n) {
     store(folded, sum_each(lanes[n]));
-    for (int r = 0; m->scales && r < rows; ++r) folded[r] *= m->scales[row + r];
     memcpy(out + (vector_at + n) * p->out_rows, folded, sizeof(float) * (size_t)rows);
   }
 }
@@ -117,7 +106,6 @@ static void multiply_item(void *context, int64_t item, int worker) {
   case FLOAT32: multiply_rows_of(p, FLOAT32, m, row, past, out); break;
   case FLOAT16: multiply_rows_of(p, FLOAT16, m, row, past, out); break;
   case BFLOAT16: multiply_rows_of(p, BFLOAT16, m, row, past, out); break;
-  case INT8: multiply_rows_of(p, INT8, m, row, past, out); break;
   }
 }
 
@@ -140,7 +128,7 @@ static void order_vectors(int type, const float *vectors, int64_t count, int64_t
 void multiply_rows(const struct matrix *matrices, int64_t parts, int64_t columns, int64_t type, const float *vectors,
                    int64_t count, float *workspace, float *out, int64_t threads) {
   const int64_t padded = (columns + UNIT - 1) / UNIT * UNIT;
-  const int64_t block_bytes = BLOCK * (int64_t)weight_size((int)type) * (columns > 0 ? columns : 1);
+  const int64_t block_bytes = BLOCK * (int64_t)element_size((enum element_type)type) * (columns > 0 ? columns : 1);
   const int64_t blocks = block_bytes < ITEM_BYTES ? ITEM_BYTES / block_bytes : 1;
   struct product p = {matrices, workspace, out, columns, padded, count, 0, blocks * BLOCK, (int32_t)type};
   int64_t items = 0;

@@ -26,7 +26,7 @@ _WIDENED = 1 << 20  # elements that NumPy's library is given at once
 class _Matrix(ctypes.Structure):
     """struct matrix of kernels/cpu/multiply_rows.c."""
 
-    _fields_ = (("elements", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("rows", ctypes.c_int64))
+    _fields_ = (("elements", ctypes.c_void_p), ("rows", ctypes.c_int64))
 
 
 class PlannedProduct:
@@ -47,7 +47,7 @@ class PlannedProduct:
         self._call = compiled.multiply_rows if compiled is not None and fits and type_ is not None else None
         self._reserve(1)
         if self._call is not None:
-            rows = [_Matrix(address(matrix), None, len(matrix)) for matrix in matrices]
+            rows = [_Matrix(address(matrix), len(matrix)) for matrix in matrices]
             self._structs = (_Matrix * len(rows))(*rows)
             numbers = (len(rows), self._columns, type_)
             self._planned = (self._structs, *map(ctypes.c_int64, numbers))
