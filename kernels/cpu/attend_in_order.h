@@ -1,7 +1,7 @@
 /* One query row for each KV head attends to tokens that all rows see, and the cache is read in the order of memory.
  *
  * A block of tokens is two passes: all keys, token by token and head by head as they lie, then all values likewise.
- * Each pass is one stream, which the hardware foresees: on cores that follow few streams that reads up to 1.6 times as
+ * Each pass is one stream, which the hardware foresees: on cores that follow few streams that reads up to 1.5 times as
  * fast as heads or tokens in turns. What does not come from memory stays in the first caches: the queries of all heads
  * in one pass, sums of all heads in the other. How a row's sums are ordered depends on its own tokens alone, so that
  * heads may be dealt out to threads. */
