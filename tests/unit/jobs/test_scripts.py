@@ -385,5 +385,5 @@ def test_folders_that_hold_no_run_are_named(bench):
 
 def test_nothing_is_absolute():
     for script in [*JOBS.glob("*.sbatch"), *JOBS.glob("*.sh"), *(JOBS / "sites").iterdir()]:
-        paths = re.findall(r"""(?<=[\s"'=:>!]))/(?:[a-z]+/)+[a-z]*""", script.read_text())
+        paths = re.findall(r"""(?<=[\s"'=:>!])/(?:[a-z]+/)+[a-z]*""", script.read_text())
         assert set(paths) <= {"/usr/bin/env", "/dev/null"}, script.name

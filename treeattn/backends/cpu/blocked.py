@@ -6,6 +6,7 @@ block, so that memory stays small whatever the number of tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from treeattn.attention.pages import rows_of
 
 __all__ = ["partial_attention"]
 
-_BLOCK = 4096
+_BLOCK = 1024  # tokens; libraries sum longer products to beyond the promised error
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -58,12 +59,30 @@ def partial_attention(
             _masked_row(q[b], cache, records[b], scale, tables, b)
             continue
         tokens = k.shape[1] if lengths is None else int(lengths[b])
-        for begin in range(0, tokens, _BLOCK):
-            end = min(begin + _BLOCK, tokens)
-            partial.merge(records[b], _block(q[b], *cache.rows(slice(begin, end)), scale, records.dtype))
+        blocks = (slice(begin, min(begin + _BLOCK, tokens)) for begin in range(0, tokens, _BLOCK))
+        _merge_all(records[b], (_block(q[b], *cache.rows(block), scale, records.dtype) for block in blocks))
 
     if v_scale is not None:
         records[..., partial.EXTRA :] *= np.repeat(v_scale, q.shape[2] // k.shape[2])[:, None, None]
+
+
+def _merge_all(into: Array, blocks: Iterable[Array]) -> None:
+    """Merge blocks in pairs, pairs in pairs and so on, in their order: short sums are accurate."""
+    held: list[Array] = []  # of 2^i blocks each, for the bits of how many there were
+    for number, block in enumerate(blocks):
+        while number % 2:
+            block, number = _merged(held.pop(), block), number // 2
+        held.append(block)
+    while len(held) > 1:
+        last = held.pop()
+        held.append(_merged(held.pop(), last))
+    if held:
+        partial.merge(into, held[0])
+
+
+def _merged(earlier: Array, later: Array) -> Array:
+    partial.merge(earlier, later)
+    return earlier
 
 
 class _Sequence(NamedTuple):
@@ -97,12 +116,18 @@ def _masked_row(q: Array, cache: _Sequence, records: Array, scale: float, tables
         drafts = np.flatnonzero(tables.sees_draft(b, i))
         if drafts.size:
             chosen.append((tables.draft_begins[b] + drafts, tables.draft_positions[b, drafts]))
-        for tokens, positions in chosen:
-            logits = _Logits(rules.softcap or 0, rules.alibi, tables.q_positions[b, i] - positions)
-            found = _block(q[i : i + 1], *cache.rows(tokens), scale, records.dtype, logits)
-            own = np.ascontiguousarray(records[:, i : i + 1])
-            partial.merge(own, found)
-            records[:, i : i + 1] = own
+        distances = (tables.q_positions[b, i] - positions for _, positions in chosen)
+        logits = (_Logits(rules.softcap or 0, rules.alibi, distance) for distance in distances)
+        own = np.ascontiguousarray(records[:, i : i + 1])
+        one = q[i : i + 1]
+        _merge_all(
+            own,
+            (
+                _block(one, *cache.rows(tokens), scale, records.dtype, how)
+                for (tokens, _), how in zip(chosen, logits, strict=True)
+            ),
+        )
+        records[:, i : i + 1] = own
 
 
 def _positions(tables: MaskTables, piece: slice) -> Any:
