@@ -8,6 +8,8 @@
 #ifndef TREEATTN_ATTEND_IN_ORDER_H
 #define TREEATTN_ATTEND_IN_ORDER_H
 
+#include <stdlib.h>
+
 #include "attention_state.h"
 #include "token_rows.h"
 

@@ -26,7 +26,8 @@ INLINE unit load_weights(int type, const char *from, int count) {
 #if SIMD_AVX512
   /* By halves: matrices begin anywhere, and then each load of 64 bytes would lie in two lines. */
   if (type == BFLOAT16 && count == UNIT) {
-    const __m256i first = _mm256_loadu_si256((const void *)from), second = _mm256_loadu_si256((const void *)(from + 32));
+    const __m256i first = _mm256_loadu_si256((const void *)from),
+                  second = _mm256_loadu_si256((const void *)(from + 32));
     return (unit){(vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(first), 16),
                   (vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16)};
   }
@@ -35,13 +36,9 @@ INLINE unit load_weights(int type, const char *from, int count) {
   return count == UNIT ? load_unit(type, from) : load_part(type, from, count);
 }
 
-INLINE int comes_split(int type) {
-#if SIMD_AVX512
-  return 0;
-#else
-  return is_split(type);
-#endif
-}
+/* Whether a unit comes apart as elements with even and with odd index; with AVX-512 load_weights() keeps their order.
+ */
+INLINE int comes_split(int type) { return WIDTH < 16 && is_split(type); }
 
 /* One unit of a row times that of `count` vectors. */
 INLINE void multiply_unit(const struct product *p, int type, const char *from, const float *x, int elements, int count,
@@ -103,9 +100,15 @@ static void multiply_item(void *context, int64_t item, int worker) {
   const int64_t row = item * p->rows_per_item;
   const int64_t past = row + p->rows_per_item < m->rows ? row + p->rows_per_item : m->rows;
   switch (p->type) {
-  case FLOAT32: multiply_rows_of(p, FLOAT32, m, row, past, out); break;
-  case FLOAT16: multiply_rows_of(p, FLOAT16, m, row, past, out); break;
-  case BFLOAT16: multiply_rows_of(p, BFLOAT16, m, row, past, out); break;
+  case FLOAT32:
+    multiply_rows_of(p, FLOAT32, m, row, past, out);
+    break;
+  case FLOAT16:
+    multiply_rows_of(p, FLOAT16, m, row, past, out);
+    break;
+  case BFLOAT16:
+    multiply_rows_of(p, BFLOAT16, m, row, past, out);
+    break;
   }
 }
 
@@ -115,8 +118,8 @@ static void order_vectors(int type, const float *vectors, int64_t count, int64_t
     for (int64_t i = 0; i < columns; i += UNIT) {
       const float *from = vectors + n * columns + i;
       const int64_t left = columns - i;
-      unit u = left >= UNIT ? load_unit(FLOAT32, (const char *)from)
-                            : load_part(FLOAT32, (const char *)from, (int)left);
+      unit u =
+          left >= UNIT ? load_unit(FLOAT32, (const char *)from) : load_part(FLOAT32, (const char *)from, (int)left);
       if (comes_split(type)) u = split(u);
       store(to + n * padded + i, u.first);
       store(to + n * padded + i + WIDTH, u.second);

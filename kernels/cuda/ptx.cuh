@@ -192,7 +192,7 @@ __device__ __forceinline__ void widen(const Vector &v, float *to, float8_e4m3fn)
     to[2 * i + 1] = to_float(float16{(unsigned short)(pair >> 16)});
   }
 #else
-  unsigned invalid = 0u; // the upper bit of a byte whose other bits are all set
+  unsigned invalid = 0u;        // the upper bit of a byte whose other bits are all set
 #pragma unroll
   for (int i = 0; i < 8; ++i) { // two bytes of a word at a time, each into a half of it
     const unsigned word = v.word[i / 2] >> i % 2 * 8;

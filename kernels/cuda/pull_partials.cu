@@ -61,13 +61,11 @@ constexpr int MAX_SOURCES = 128;
 constexpr int LANDED = -1;
 constexpr long long GIVEN_UP = -1;
 
-template <class Arguments>
-__device__ __forceinline__ long long *number_of(const Arguments &a, int rank) {
+template <class Arguments> __device__ __forceinline__ long long *number_of(const Arguments &a, int rank) {
   return reinterpret_cast<long long *>(a.tables.windows[rank]) + blockIdx.x;
 }
 
-template <class Arguments>
-__device__ __forceinline__ float *set_of(const Arguments &a, int rank, long long step) {
+template <class Arguments> __device__ __forceinline__ float *set_of(const Arguments &a, int rank, long long step) {
   return reinterpret_cast<float *>(a.tables.windows[rank] + a.header) + step % 2 * a.set * a.width;
 }
 
@@ -77,23 +75,20 @@ __device__ __forceinline__ int first_of_block(int first) {
   return first + (block + blocks - first % blocks) % blocks;
 }
 
-template <class Arguments>
-__device__ void copy(const Arguments &a, const Instruction &i, long long step) {
+template <class Arguments> __device__ void copy(const Arguments &a, const Instruction &i, long long step) {
   float *slots = set_of(a, a.rank, step) + (long long)i.place * a.width;
   for (int record = first_of_block(i.first); record < i.stop; record += gridDim.x)
     copy_record(slots + (long long)(record - i.first) * a.width, a.records + (long long)record * a.width, a.width);
 }
 
-template <class Arguments>
-__device__ void announce(const Arguments &a, const Instruction &i, long long step) {
+template <class Arguments> __device__ void announce(const Arguments &a, const Instruction &i, long long step) {
   __syncthreads(); // the block's copies are made
   if (threadIdx.x == 0) store_release(number_of(a, a.rank), step * a.numbers + i.round);
 }
 
 // Whether the rank announces the number in time. Where it does not, the host is told who and when, and so is whoever
 // waits for this rank: then all give up at once.
-template <class Arguments>
-__device__ bool comes(const Arguments &a, int rank, int round, long long step) {
+template <class Arguments> __device__ bool comes(const Arguments &a, int rank, int round, long long step) {
   const long long wanted = step * a.numbers + round, began = nanoseconds();
   for (;;) {
     const long long seen = load_acquire(number_of(a, rank));
@@ -121,8 +116,7 @@ __device__ bool await(const Arguments &a, const Instruction &i, long long step, 
 }
 
 // Folds what the sources hold, left to right; what a single one holds is taken as it is.
-template <class Arguments>
-__device__ void pull(const Arguments &a, const Instruction &i, const float *const *from) {
+template <class Arguments> __device__ void pull(const Arguments &a, const Instruction &i, const float *const *from) {
   for (int record = first_of_block(i.first); record < i.stop; record += gridDim.x) {
     const long long offset = (long long)(record - i.first) * a.width;
     fold_record([&](int source) { return from[source] + offset; }, i.sources, a.records + (long long)record * a.width,
@@ -131,22 +125,19 @@ __device__ void pull(const Arguments &a, const Instruction &i, const float *cons
 }
 
 // No result is better than a wrong one.
-template <class Arguments>
-__device__ void spoil(const Arguments &a) {
+template <class Arguments> __device__ void spoil(const Arguments &a) {
   for (int record = blockIdx.x; record < a.count; record += gridDim.x)
     for (int e = threadIdx.x; e < a.width; e += blockDim.x)
       a.records[(long long)record * a.width + e] = canonical_nan();
   __syncthreads(); // before they are finished
 }
 
-template <class Arguments>
-__device__ void finish_all(const Arguments &a) {
+template <class Arguments> __device__ void finish_all(const Arguments &a) {
   const FinishArguments finish = {a.records, a.out, a.lse, a.heads, a.queries, a.width - RECORD_NUMERATOR};
   for (int record = blockIdx.x; record < a.count; record += gridDim.x) finish_record(finish, record);
 }
 
-template <class Tables>
-__global__ void __launch_bounds__(128) pull_partials(const PullArguments<Tables> a) {
+template <class Tables> __global__ void __launch_bounds__(128) pull_partials(const PullArguments<Tables> a) {
   __shared__ const float *from[MAX_SOURCES];
   const long long step = a.steps[blockIdx.x];
   bool going = step != GIVEN_UP;
