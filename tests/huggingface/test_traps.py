@@ -258,7 +258,7 @@ def test_a_model_of_text_and_images_has_the_layers_of_its_text(comm):
 
 
 def test_a_cache_that_cannot_be(comm, model):
-    refused("capacity must be a whole number", huggingface.ShardedKV, model.config, comm, capacity=0)
+    refused("capacity must be a positive whole number", huggingface.ShardedKV, model.config, comm, capacity=0)
     if comm.size > 1:
         refused("capacity differs", huggingface.ShardedKV, model.config, comm, capacity=9 + comm.rank)
     kv = huggingface.ShardedKV(model.config, comm, capacity=64)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from treeattn.attention.positions import MAX_POSITION, Runs
+from treeattn.attention.shape import check_number
 from treeattn.errors import ArgumentError
 
 __all__ = ["Rules"]
@@ -155,10 +157,9 @@ class Rules:
         return found
 
 
-def _whole(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < MAX_POSITION:
-        raise ArgumentError(f"{name} must be a whole number from 0 on, not {value!r:.60}")
-    return int(value)
+def _whole(name: str, value: Any) -> int:
+    check_number(name, value, 0)
+    return min(int(value), MAX_POSITION)  # which no token has
 
 
 def _window(window: object) -> tuple[int | None, int | None] | None:

@@ -14,6 +14,7 @@ import numpy as np
 from treeattn.attention import arrays
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
+from treeattn.attention.shape import check_number
 from treeattn.errors import ArgumentError
 
 __all__ = ["CheckedTable", "OwnPages", "as_table", "check_lengths", "own_pages", "rows_of"]
@@ -191,8 +192,7 @@ def own_pages(block_table: Any, owners: Any, rank: int, *, page_size: int, lengt
             f"owners are {owners.dtype} {list(owners.shape)}: whole numbers [pages of the pool] are needed, "
             "the rank of each page"
         )
-    if isinstance(page_size, bool) or not isinstance(page_size, int | np.integer) or page_size < 1:
-        raise ArgumentError(f"page_size must be a positive whole number, not {page_size!r:.60}")
+    check_number("page_size", page_size)
     table, lengths = as_table(block_table, len(lengths)), lengths.astype(np.int64)
     CheckedTable().check(table, (len(owners), page_size), lengths, None)
     place = np.arange(table.shape[1])

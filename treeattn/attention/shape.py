@@ -65,9 +65,7 @@ class Shape:
         object.__setattr__(self, "v_dim", self.v_dim or self.head_dim)
         paged = () if self.page_size is None else ("page_size",)
         for name in ("batch", "queries", "heads", "kv_heads", "head_dim", "v_dim", *paged):
-            value = getattr(self, name)
-            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
-                raise ArgumentError(f"{name} must be a positive whole number, not {value!r}")
+            check_number(name, getattr(self, name))
         if self.heads % self.kv_heads:
             raise ArgumentError(
                 f"{self.heads} query heads cannot be grouped over {self.kv_heads} KV heads: "
@@ -234,6 +232,13 @@ class Shape:
             )
 
 
+def check_number(name: str, value: Any, least: int = 1) -> None:
+    """Raise `ArgumentError` unless it is a whole number, at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        wanted = "a positive whole number" if least == 1 else f"a whole number from {least} on"
+        raise ArgumentError(f"{name} must be {wanted}, not {value!r:.60}")
+
+
 def _scales(name: str, given: Any, kv_heads: int) -> tuple[float, ...] | None:
     if given is None:
         return None
@@ -300,7 +305,8 @@ def check_axes(name: str, array: Any) -> None:
 
 def check_latent(v_dim: Any, head_dim: int, scale: float | None) -> None:
     """Raise `ArgumentError` unless the first `v_dim` channels of keys of `head_dim` can be the values."""
-    if isinstance(v_dim, bool) or not isinstance(v_dim, int | np.integer) or not 1 <= v_dim <= head_dim:
+    check_number("v_dim", v_dim)
+    if v_dim > head_dim:
         raise ArgumentError(f"v_dim {v_dim!r:.60} must be a number of k's {head_dim} channels")
     if scale is None:
         raise ArgumentError(

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from treeattn.attention import arrays
 from treeattn.attention.positions import Runs, as_runs
-from treeattn.attention.shape import CACHE_DTYPES
+from treeattn.attention.shape import CACHE_DTYPES, check_number
 from treeattn.errors import ArgumentError
 from treeattn.shards import Layout, parse_layout
 
@@ -71,7 +71,8 @@ class Shard:
             if self.v_dim is not None:
                 raise ArgumentError("v_dim takes the values out of k: pass v=None, or leave v_dim out")
         _check_dtype(self.dtype)
-        _check_count("v_dim", self.v_dim)
+        if self.v_dim is not None:
+            check_number("v_dim", self.v_dim)
         for name in ("k_scale", "v_scale"):
             object.__setattr__(self, name, _scales(name, getattr(self, name)))
         object.__setattr__(self, "positions", _positions(self.positions))
@@ -136,8 +137,9 @@ class CacheFormat:
 
     def __post_init__(self) -> None:
         _check_dtype(self.dtype)
-        _check_count("v_dim", self.v_dim)
-        _check_count("page_size", self.page_size)
+        for name in ("v_dim", "page_size"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name))
         for name in ("k_scale", "v_scale"):
             object.__setattr__(self, name, _scales(name, getattr(self, name)))
         object.__setattr__(self, "positions", _positions(self.positions))
@@ -146,12 +148,6 @@ class CacheFormat:
 def _check_dtype(dtype: object) -> None:
     if dtype is not None and dtype not in CACHE_DTYPES:
         raise ArgumentError(f"dtype {dtype!r:.60} is not supported: use one of {', '.join(CACHE_DTYPES)}")
-
-
-def _check_count(name: str, value: object) -> None:
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if value is not None and not (whole and value >= 1):  # type: ignore[operator]
-        raise ArgumentError(f"{name} must be a positive whole number, not {value!r:.60}")
 
 
 def _scales(name: str, given: ArrayLike | None) -> float | tuple[float, ...] | None:

@@ -23,16 +23,14 @@ from treeattn.cache.placement import Reach, ordered
 from treeattn.errors import ArgumentError, BackendError
 
 if TYPE_CHECKING:
-    from treeattn.cache.sharded import ShardedCache
-
-__all__ = ["GLOB", "check", "read_rows", "write_part"]
+    from treeattn.cache.sharded import CacheLayer
 
 GLOB = "part-*.safetensors"
 #: Tokens that are copied at once.
 _BLOCK = 1 << 12
 
 
-def write_part(directory: Path, layers: Sequence[ShardedCache]) -> Part:
+def write_part(directory: Path, layers: Sequence[CacheLayer]) -> Part:
     """Write this rank's file, under another name until it is whole. Raises `BackendError`."""
     plan, reach = layers[0]._plan, layers[0]._reach
     elements, tokens, batch = CACHE_DTYPES[str(plan.shape.kv_dtype)], reach.most, len(reach.totals)
@@ -73,7 +71,7 @@ def write_part(directory: Path, layers: Sequence[ShardedCache]) -> Part:
     return Part(name, size, digest.hexdigest(), _runs(plan.placement.own, tokens))
 
 
-def read_rows(directory: Path, part: Part, layers: Sequence[ShardedCache], reach: Reach) -> None:
+def read_rows(directory: Path, part: Part, layers: Sequence[CacheLayer], reach: Reach) -> None:
     """Copy those tokens of a part that are this rank's, up to `reach`. Nothing is asked of a file without
     one. Raises `ArgumentError`, which names a file that is missing, cut off or damaged."""
     plan, there = layers[0]._plan, Runs(part.runs)

@@ -6,13 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from treeattn.attention.shape import CACHE_DTYPES, DTYPES, FLOAT8, Shape, bits_of
+from treeattn.attention.shape import CACHE_DTYPES, DTYPES, FLOAT8, Shape, bits_of, check_number
 from treeattn.backends import device as devices
 from treeattn.backends.device import Device
-from treeattn.cache.placement import Placement
+from treeattn.cache.placement import Placement, Reach
 from treeattn.errors import ArgumentError
-
-__all__ = ["Plan", "check_number"]
 
 
 class Plan(NamedTuple):
@@ -48,7 +46,7 @@ class Plan(NamedTuple):
             held["batch"], 1, held["kv_heads"], held["kv_heads"], head_dim, queries,
             dtype if dtype not in DTYPES else None, held["k_scale"], held["v_scale"], held["v_dim"] or 0,
         )  # fmt: skip
-        check_number("capacity", capacity, 1)
+        check_number("capacity", capacity)
         check_number("drafts", drafts, 0)
         if latent and shape.v_dim > head_dim:
             raise ArgumentError(
@@ -59,6 +57,10 @@ class Plan(NamedTuple):
         placement = Placement(layout, int(capacity), rank, size)
         return cls(shape, bool(latent), elements, int(drafts), placement, rank, devices.find(device))
 
+    def empty_reach(self) -> Reach:
+        """Of layers without tokens."""
+        return Reach(self.placement, np.zeros(self.shape.batch, np.int64))
+
     @property
     def names(self) -> tuple[str, ...]:
         """Of the arrays of a layer."""
@@ -68,9 +70,3 @@ class Plan(NamedTuple):
     def widths(self) -> tuple[int, ...]:
         """Channels of these arrays."""
         return (self.shape.head_dim, self.shape.v_dim)[: len(self.names)]
-
-
-def check_number(name: str, value: Any, least: int) -> None:
-    """Raise `ArgumentError` unless it is a whole number, at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ArgumentError(f"{name} must be a whole number, at least {least}, not {value!r:.60}")

@@ -20,13 +20,11 @@ from treeattn.cache.plan import Plan
 from treeattn.errors import ArgumentError, BackendError, TreeattnError
 
 if TYPE_CHECKING:
-    from treeattn.cache.sharded import ShardedCache
+    from treeattn.cache.sharded import CacheLayer
     from treeattn.collectives.runtime.communicator import Communicator
 
-__all__ = ["agree", "fill", "read_layers", "reshard", "save"]
 
-
-def save(comm: Communicator, layers: Sequence[ShardedCache], directory: Path, about: dict[str, Any]) -> None:
+def save(comm: Communicator, layers: Sequence[CacheLayer], directory: Path, about: dict[str, Any]) -> None:
     """As `ShardedCache.save`. Collective."""
     plan, reach = layers[0]._plan, layers[0]._reach
     written: Path | None = None
@@ -68,12 +66,12 @@ def agree(comm: Communicator, directory: Path) -> Index:
     return index
 
 
-def fill(comm: Communicator, layers: Sequence[ShardedCache], directory: Path, index: Index) -> None:
+def fill(comm: Communicator, layers: Sequence[CacheLayer], directory: Path, index: Index) -> None:
     """Read this rank's tokens into empty layers. Collective."""
     collectively(comm, lambda: read_layers(layers, directory, index))
 
 
-def read_layers(layers: Sequence[ShardedCache], directory: Path, index: Index) -> None:
+def read_layers(layers: Sequence[CacheLayer], directory: Path, index: Index) -> None:
     """The same, by one rank. Raises `ArgumentError`."""
     plan, totals = layers[0]._plan, np.array(index.totals, np.int64)
     if plan.placement.limit is not None and totals.max() > plan.placement.limit:
@@ -93,7 +91,7 @@ def read_layers(layers: Sequence[ShardedCache], directory: Path, index: Index) -
 def reshard(directory: Path, out: Path, ranks: int, layout: Any, capacity: int | None = None) -> Index:
     """Write a saved cache as so many ranks would have, one part after the other, in one process. Raises
     `ArgumentError`, `BackendError`."""
-    from treeattn.cache.sharded import ShardedCache
+    from treeattn.cache.sharded import CacheLayer
 
     index = read_index(directory)
     capacity = index.capacity if capacity is None else capacity
@@ -105,11 +103,12 @@ def reshard(directory: Path, out: Path, ranks: int, layout: Any, capacity: int |
         for rank in range(ranks):
             options = {"capacity": capacity, "layout": layout, "drafts": 0, "device": "cpu"}
             plan = Plan.of(index.held, index.latent, **options, rank=rank, size=ranks)
-            first = ShardedCache.__new__(ShardedCache)._begin(plan, capacity, index.layers)
-            read_layers(first.layers, directory, index)
-            parts.append(write_part(out, first.layers))
+            reach = plan.empty_reach()
+            layers = [CacheLayer(plan, capacity, reach) for _ in range(index.layers)]
+            read_layers(layers, directory, index)
+            parts.append(write_part(out, layers))
         made = msgspec.structs.replace(
-            index, parts=tuple(parts), layout=plan.placement.name, capacity=first.capacity
+            index, parts=tuple(parts), layout=plan.placement.name, capacity=layers[0].capacity
         )
         _publish(out, made)
     except BaseException:

@@ -10,122 +10,28 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from treeattn import communicators
 from treeattn.agreement import Agreement
 from treeattn.attention.positions import Runs
+from treeattn.attention.shape import check_number
 from treeattn.attention.shard import CacheFormat, Shard
 from treeattn.cache.placement import Reach, Write, ordered, whole_numbers
-from treeattn.cache.plan import Plan, check_number
+from treeattn.cache.plan import Plan
 from treeattn.errors import ArgumentError
 
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.communicator import Given
     from treeattn.token_tree import TokenTree
 
-__all__ = ["ShardedCache"]
 
+class CacheLayer:
+    """One layer of a `ShardedCache`: its methods send nothing, and are of this layer alone."""
 
-class ShardedCache:
-    """This rank's part of the keys and values of `batch` sequences. Creating it is collective.
-
-    Every method is one of this layer alone, and sends nothing; layers that are led alike share what follows
-    from the lengths of the sequences, and only the first of them computes it.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm or torch.distributed.ProcessGroup, optional
-        The ranks; unless given torch's default group where there is one, else COMM_WORLD.
-    batch, kv_heads, head_dim : int
-        As of a `Decoder`.
-    capacity : int
-        Tokens of the longest sequence, on all ranks together; an interleaved cache grows beyond it, into a
-        larger array, without a message.
-    dtype : str
-        Of k and v: "bfloat16", "float16", "float32", "float64", "float8_e4m3fn" or "float8_e5m2".
-    v_dim : int, optional
-        Channels of the values; head_dim unless given.
-    latent : bool
-        Whether the values are the first `v_dim` channels of the keys: `v` is None then, and none is given.
-    k_scale, v_scale : float or [kv_heads], optional
-        What stored elements are multiplied with; caches of float8 need both.
-    layout : str, Layout or integers [capacity]
-        Which token goes to which rank: a layout of `capacity` tokens (interleaved keeps ranks balanced and
-        grows; contiguous blocks fill one rank after the other), or the rank of each position.
-    layers : int
-        How many layers there are: this is the first, `layers` all of them.
-    drafts : int
-        Slots of the largest tree that `propose` takes.
-    device : {"cpu", "cuda"}
-
-    Attributes
-    ----------
-    k, v : [batch, own tokens, kv_heads, head_dim], [.., v_dim]
-        This rank's shard, valid up to `lengths`; other arrays only after they had to grow, or after `select`
-        of another number of sequences.
-    lengths : int64 [batch]
-        Valid tokens of this shard, written in place.
-
-    Raises
-    ------
-    ArgumentError
-        On every rank alike: sizes below 1, a layout that does not fit, arguments that differ between ranks.
-    """
-
-    def __init__(
-        self,
-        comm: Given = None,
-        *,
-        batch: int = 1,
-        capacity: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: str = "bfloat16",
-        v_dim: int | None = None,
-        latent: bool = False,
-        k_scale: Any = None,
-        v_scale: Any = None,
-        layout: Any = "interleaved",
-        layers: int = 1,
-        drafts: int = 0,
-        device: str = "cpu",
-    ) -> None:
-        comm = communicators.intracomm(comm)
-        held = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype, "v_dim": v_dim}
-        held |= {"k_scale": k_scale, "v_scale": v_scale}
-        with Agreement(comm) as agreed:
-            plan = Plan.of(
-                *(held, latent),
-                capacity=capacity,
-                layout=layout,
-                drafts=drafts,
-                device=device,
-                rank=comm.rank,
-                size=comm.size,
-            )
-            check_number("layers", layers, 1)
-            self._begin(plan, int(capacity), int(layers))
-            agreed.must_match = {
-                "batch, kv_heads, head_dim, v_dim, dtype or scales": plan.shape,
-                "latent": latent,
-                "capacity": capacity,
-                "layers": layers,
-                "drafts": drafts,
-                "layout": tuple(plan.placement.runs),
-                "device": device,
-            }
-        self._comm = comm
-
-    def _begin(self, plan: Plan, capacity: int, layers: int = 1, reach: Reach | None = None) -> ShardedCache:
-        """As the first of some empty layers."""
-        self._plan, self._capacity = plan, capacity
-        self._reach = reach or Reach(plan.placement, np.zeros(plan.shape.batch, np.int64))
+    def __init__(self, plan: Plan, capacity: int, reach: Reach) -> None:
+        """An empty layer; `reach` is shared by those that are led alike."""
+        self._plan, self._capacity, self._reach = plan, capacity, reach
         self._tree: TokenTree | None = None
         self._make_arrays()
-        others = [ShardedCache.__new__(ShardedCache) for _ in range(1, layers)]
-        self._others = tuple(other._begin(plan, capacity, reach=self._reach) for other in others)
-        return self
 
     def _make_arrays(self) -> None:
         """For as many sequences as there are."""
@@ -153,11 +59,6 @@ class ShardedCache:
     def size(self) -> int:
         """Of how many ranks."""
         return len(self._plan.placement.runs)
-
-    @property
-    def layers(self) -> tuple[ShardedCache, ...]:
-        """This layer and, of the first, all others."""
-        return (self, *self._others)
 
     @property
     def capacity(self) -> int:
@@ -194,56 +95,6 @@ class ShardedCache:
         more = {"k_scale": shape.k_scale, "v_scale": shape.v_scale, "dtype": shape.kv_dtype}
         more |= {"v_dim": shape.v_dim if latent else None, "positions": self.positions}
         return Shard(self.k, self.v, self.lengths, **more)
-
-    def save(self, directory: str | Path, about: Mapping[str, Any] | None = None) -> None:
-        """Write all layers into a directory that all ranks share: a safetensors file for each rank, and an
-        index. Collective, and of the first layer.
-
-        A cache that is there already is replaced in one moment: whenever a job is ended, the directory holds
-        the old one or the new one. about: what a reader may want to know, kept in the index as JSON.
-
-        Raises, on every rank alike, `ArgumentError` for layers that do not hold the same tokens, and
-        `BackendError` where a rank cannot write, as on a full disk; then what was there is as it was.
-        """
-        from treeattn.cache import saved  # reads and checks JSON: for files alone
-
-        saved.save(self._comm, self.layers, Path(directory), dict(about or {}))
-
-    @classmethod
-    def load(
-        cls,
-        directory: str | Path,
-        comm: Given = None,
-        *,
-        layout: Any = "interleaved",
-        capacity: int | None = None,
-        drafts: int = 0,
-        device: str = "cpu",
-    ) -> ShardedCache:
-        """The first layer of what `save` wrote, on any number of ranks and in any layout. Collective; each
-        rank reads its own tokens alone.
-
-        capacity: of the new cache, that of the saved one unless said; layout, drafts, device: as for a new
-        one. Raises `ArgumentError`, on every rank alike, for a directory without a cache, a sequence longer
-        than a layout that cannot grow ("contiguous") has room for, or a file that is missing, cut off or
-        damaged, which is named.
-        """
-        from treeattn.cache import saved
-
-        comm = communicators.intracomm(comm)
-        index = saved.agree(comm, Path(directory))
-        cache = cls(
-            *(comm,),
-            **index.held,
-            latent=index.latent,
-            layers=index.layers,
-            layout=layout,
-            drafts=drafts,
-            capacity=index.capacity if capacity is None else capacity,
-            device=device,
-        )
-        saved.fill(comm, cache.layers, Path(directory), index)
-        return cache
 
     def owners(self, positions: Any) -> Any:
         """The ranks of these positions, int64. Raises `ArgumentError` for one that is no rank's."""
@@ -393,6 +244,155 @@ class ShardedCache:
             f"{', '.join(axes)}: [batch, tokens, kv_heads, head_dim] = [{batch}, any, {heads}, {width}] is "
             f"needed{values}, alike for k and v"
         )
+
+
+class ShardedCache(CacheLayer):
+    """This rank's part of the keys and values of `batch` sequences. Creating it is collective.
+
+    It is the first of `layers`. Methods other than `save` and `load` are those of one layer alone, and send
+    nothing; layers that are led alike share what follows from the lengths of the sequences, and only the
+    first of them computes it.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm or torch.distributed.ProcessGroup, optional
+        The ranks; unless given torch's default group where there is one, else COMM_WORLD.
+    batch, kv_heads, head_dim : int
+        As of a `Decoder`.
+    capacity : int
+        Tokens of the longest sequence, on all ranks together; an interleaved cache grows beyond it, into a
+        larger array, without a message.
+    dtype : str
+        Of k and v: "bfloat16", "float16", "float32", "float64", "float8_e4m3fn" or "float8_e5m2".
+    v_dim : int, optional
+        Channels of the values; head_dim unless given.
+    latent : bool
+        Whether the values are the first `v_dim` channels of the keys: `v` is None then, and none is given.
+    k_scale, v_scale : float or [kv_heads], optional
+        What stored elements are multiplied with; caches of float8 need both.
+    layout : str, Layout or integers [capacity]
+        Which token goes to which rank: a layout of `capacity` tokens (interleaved keeps ranks balanced and
+        grows; contiguous blocks fill one rank after the other), or the rank of each position.
+    layers : int
+        How many layers there are.
+    drafts : int
+        Slots of the largest tree that `propose` takes.
+    device : {"cpu", "cuda"}
+
+    Attributes
+    ----------
+    k, v : [batch, own tokens, kv_heads, head_dim], [.., v_dim]
+        This rank's shard, valid up to `lengths`; other arrays only after they had to grow, or after `select`
+        of another number of sequences.
+    lengths : int64 [batch]
+        Valid tokens of this shard, written in place.
+
+    Raises
+    ------
+    ArgumentError
+        On every rank alike: sizes below 1, a layout that does not fit, arguments that differ between ranks.
+    """
+
+    def __init__(
+        self,
+        comm: Given = None,
+        *,
+        batch: int = 1,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: str = "bfloat16",
+        v_dim: int | None = None,
+        latent: bool = False,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        layout: Any = "interleaved",
+        layers: int = 1,
+        drafts: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        comm = communicators.intracomm(comm)
+        held = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype, "v_dim": v_dim}
+        held |= {"k_scale": k_scale, "v_scale": v_scale}
+        with Agreement(comm) as agreed:
+            plan = Plan.of(
+                *(held, latent),
+                capacity=capacity,
+                layout=layout,
+                drafts=drafts,
+                device=device,
+                rank=comm.rank,
+                size=comm.size,
+            )
+            check_number("layers", layers)
+            reach = plan.empty_reach()
+            super().__init__(plan, int(capacity), reach)
+            self._others = tuple(CacheLayer(plan, int(capacity), reach) for _ in range(1, layers))
+            agreed.must_match = {
+                "batch, kv_heads, head_dim, v_dim, dtype or scales": plan.shape,
+                "latent": latent,
+                "capacity": capacity,
+                "layers": layers,
+                "drafts": drafts,
+                "layout": tuple(plan.placement.runs),
+                "device": device,
+            }
+        self._comm = comm
+
+    @property
+    def layers(self) -> tuple[CacheLayer, ...]:
+        """This layer, the first, and all others."""
+        return (self, *self._others)
+
+    def save(self, directory: str | Path, about: Mapping[str, Any] | None = None) -> None:
+        """Write all layers into a directory that all ranks share: a safetensors file for each rank, and an
+        index. Collective, and of the first layer.
+
+        A cache that is there already is replaced in one moment: whenever a job is ended, the directory holds
+        the old one or the new one. about: what a reader may want to know, kept in the index as JSON.
+
+        Raises, on every rank alike, `ArgumentError` for layers that do not hold the same tokens, and
+        `BackendError` where a rank cannot write, as on a full disk; then what was there is as it was.
+        """
+        from treeattn.cache import saved  # reads and checks JSON: for files alone
+
+        saved.save(self._comm, self.layers, Path(directory), dict(about or {}))
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | Path,
+        comm: Given = None,
+        *,
+        layout: Any = "interleaved",
+        capacity: int | None = None,
+        drafts: int = 0,
+        device: str = "cpu",
+    ) -> ShardedCache:
+        """The first layer of what `save` wrote, on any number of ranks and in any layout. Collective; each
+        rank reads its own tokens alone.
+
+        capacity: of the new cache, that of the saved one unless said; layout, drafts, device: as for a new
+        one. Raises `ArgumentError`, on every rank alike, for a directory without a cache, a sequence longer
+        than a layout that cannot grow ("contiguous") has room for, or a file that is missing, cut off or
+        damaged, which is named.
+        """
+        from treeattn.cache import saved
+
+        comm = communicators.intracomm(comm)
+        index = saved.agree(comm, Path(directory))
+        cache = cls(
+            *(comm,),
+            **index.held,
+            latent=index.latent,
+            layers=index.layers,
+            layout=layout,
+            drafts=drafts,
+            capacity=index.capacity if capacity is None else capacity,
+            device=device,
+        )
+        saved.fill(comm, cache.layers, Path(directory), index)
+        return cache
 
 
 def _until_minus_one(slots: Any) -> Any:

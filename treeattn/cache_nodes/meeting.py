@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from treeattn.agreement import Agreement, collectively
-from treeattn.attention.shape import FLOAT8, Shape
+from treeattn.attention.shape import FLOAT8, Shape, check_number
 from treeattn.cache.index import Index, read_index
 from treeattn.cache_nodes import memory
 from treeattn.cache_nodes.tree import Tree, edges
@@ -13,7 +13,7 @@ from treeattn.cache_nodes.view import CachePlan
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.plan import schedule as planned
 from treeattn.decoder.plan import select
-from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.errors import RestrictionError
 
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
@@ -60,7 +60,6 @@ def agreed_capacity(comm: MpiCommunicator, plan: CachePlan, batch: int, wanted: 
     with Agreement(comm) as agreed:
         Shape(batch, 1, plan.kv_heads, plan.kv_heads, plan.head_dim, plan.dtype, v_dim=plan.v_dim)
         for name, value in (("layers", plan.layers), ("capacity", 1 if wanted is None else wanted)):
-            if type(value) is not int or value < 1:
-                raise ArgumentError(f"{name} must be a positive whole number, not {value!r:.40}")
+            check_number(name, value)
         agreed.share = free
     return memory.capacity(wanted, plan.token_bytes(batch), agreed.gathered[1:])

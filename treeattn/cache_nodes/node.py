@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from treeattn import communicators
 from treeattn.agreement import collectively
 from treeattn.cache import ShardedCache
+from treeattn.cache.sharded import CacheLayer
 from treeattn.cache_nodes import memory
 from treeattn.cache_nodes.meeting import agreed_capacity, agreed_index, meet
 from treeattn.cache_nodes.message import Array, Head, Kind, Message
@@ -46,8 +47,9 @@ def serve(comm: Intracomm | None = None, *, memory_bytes: int | None = None) -> 
 class _Held:
     """A cache of this node, and how its steps attend."""
 
-    def __init__(self, plan: CachePlan, layers: tuple[ShardedCache, ...], taken: int) -> None:
-        self.plan, self.layers, self.bytes = plan, layers, taken
+    def __init__(self, plan: CachePlan, cache: ShardedCache | None, taken: int) -> None:
+        self.plan, self.cache, self.bytes = plan, cache, taken
+        self.layers = cache.layers if cache else ()
         self.views: list[tuple[View, Attention]] = []
 
     def close(self) -> None:
@@ -140,10 +142,12 @@ class Node:
     def _hold(self, plan: CachePlan, cache: ShardedCache, batch: int, capacity: int) -> None:
         taken = plan.token_bytes(batch) * -(-capacity // self._nodes.size)
         self._free -= taken
-        self.caches.append(_Held(plan, cache.layers, taken))
+        self.caches.append(_Held(plan, cache, taken))
 
     def _save(self, cache: int, directory: str, about: dict[str, Any]) -> None:
-        collectively(self._comm, lambda: self.caches[cache].layers[0].save(directory, about))
+        held = self.caches[cache].cache
+        assert held is not None
+        collectively(self._comm, lambda: held.save(directory, about))
 
     def _plan_view(self, cache: int, view: View) -> None:
         attention = Attention(view, self._comm, self.tree.schedule)
@@ -161,7 +165,7 @@ class Node:
         held = self.caches[cache]
         held.close()
         self._free += held.bytes
-        self.caches[cache] = _Held(held.plan, (), 0)
+        self.caches[cache] = _Held(held.plan, None, 0)
 
     def _close(self) -> None:
         for held in self.caches:
@@ -171,5 +175,5 @@ class Node:
         self.serves = False
 
 
-def _append(layer: ShardedCache, counts: Any, k: Any, v: Any = None) -> None:
+def _append(layer: CacheLayer, counts: Any, k: Any, v: Any = None) -> None:
     layer.append(k, v, counts)

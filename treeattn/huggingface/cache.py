@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.cache_utils import (
@@ -18,7 +17,9 @@ from transformers.cache_utils import (
 
 from treeattn import communicators
 from treeattn.agreement import Agreement
+from treeattn.attention.shape import check_number
 from treeattn.cache import ShardedCache
+from treeattn.cache.sharded import CacheLayer
 from treeattn.cache_nodes import CacheNodes, connect
 from treeattn.decoder import Reduction
 from treeattn.errors import ArgumentError
@@ -90,10 +91,7 @@ class ShardedKV(Cache):
                     "attn_implementation='treeattn'"
                 )
             _refuse_another_way(text)
-            if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer) or capacity < 1:
-                raise ArgumentError(
-                    f"capacity must be a whole number of slots, at least 1, not {capacity!r:.60}"
-                )
+            check_number("capacity", capacity)
             layers = [
                 self._layer(kind, getattr(config, "num_attention_heads", None), given)
                 for config, kind, given in zip(
@@ -114,7 +112,7 @@ class ShardedKV(Cache):
         self.plans = plans.over(self.comm, reduction)
         self.plans_by_heads = plans.over(self.comm, by_heads)
         self.dealt: Any = None  # while a prefill is under way in which each rank has tokens of its own
-        self._shards: dict[Any, Iterator[ShardedCache] | Iterator[RemoteLayer]] = {}
+        self._shards: dict[Any, Iterator[CacheLayer] | Iterator[RemoteLayer]] = {}
         share_random_numbers(self.comm)
         warn_of_too_many(self.comm)
 
@@ -132,7 +130,7 @@ class ShardedKV(Cache):
             return DYNAMIC_LAYER_TYPE_MAPPING[kind](**given)
         raise ArgumentError(f"layers of {kind!r} are not served: {', '.join((*_ATTENTION, *_STATES))} are")
 
-    def new_shard(self, k: Any, v_dim: int, latent: bool) -> ShardedCache | RemoteLayer:
+    def new_shard(self, k: Any, v_dim: int, latent: bool) -> CacheLayer | RemoteLayer:
         """An empty cache of one layer for such keys, and values of their own unless `latent`. Collective for
         the first of a kind."""
         batch, _, kv_heads, head_dim = k.shape
@@ -151,7 +149,7 @@ class ShardedKV(Cache):
                 first = ShardedCache(self.comm, capacity=self.capacity, **shape, **place)
                 self._shards[key] = iter(first.layers)
             made = next(self._shards[key])
-        layer: ShardedCache | RemoteLayer = made
+        layer: CacheLayer | RemoteLayer = made
         return layer
 
     def __reduce_ex__(self, protocol: Any) -> Any:

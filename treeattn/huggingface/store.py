@@ -15,7 +15,7 @@ from treeattn.huggingface.remote import RemoteLayer
 from treeattn.huggingface.tensors import as_rows, as_tensor
 
 if TYPE_CHECKING:
-    from treeattn.cache import ShardedCache
+    from treeattn.cache.sharded import CacheLayer
     from treeattn.huggingface.cache import ShardedKV
     from treeattn.huggingface.latent import Latents
 
@@ -29,7 +29,7 @@ class Store:
     """This rank's tokens of one layer, and how to attend to those of all ranks."""
 
     def __init__(self, cache: ShardedKV, heads: int | None) -> None:
-        self._cache, self.shard = cache, cast("ShardedCache | RemoteLayer | None", None)
+        self._cache, self.shard = cache, cast("CacheLayer | RemoteLayer | None", None)
         self._heads, self._kind = heads, cast("tuple[Any, ...]", ())
         self.rank = 0  # of the latents that lie here in place of keys and values
         self.handle, self.slots = next(_numbers), 0
@@ -80,7 +80,7 @@ class Store:
             return both
         if new:
             self.append(*new)
-        stands, shard = range(at, at + q.shape[1]), cast("ShardedCache", self.shard)
+        stands, shard = range(at, at + q.shape[1]), cast("CacheLayer", self.shard)
         v = shard.k[..., : self.rank] if self.rank else shard.v
         seen: Any = stands, shard.lengths, begins
         if not by_heads:

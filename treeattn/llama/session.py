@@ -129,7 +129,7 @@ class Session:
         for rank, runs in enumerate(self._shards):
             owners[runs.positions()] = rank
         self._laid_out: dict[str, Any] = {"capacity": capacity, "layout": owners, "drafts": drafts}
-        self._caches = ShardedCache(self.comm, layers=config.layers, **self._laid_out, **planned).layers
+        self._cache = ShardedCache(self.comm, layers=config.layers, **self._laid_out, **planned)
         planned |= {"heads": config.heads, "scale": self._scale}
         # First, since it refuses schemes that a decoder takes: then there is no decoder to close.
         self._verifier = Verifier(self.comm, nodes=drafts, scheme=trees, **planned) if drafts else None
@@ -148,12 +148,12 @@ class Session:
     @property
     def cache_bytes(self) -> int:
         """Bytes of this rank's share of keys and values."""
-        return sum(cache.k.nbytes + cache.v.nbytes for cache in self._caches)
+        return sum(cache.k.nbytes + cache.v.nbytes for cache in self._cache.layers)
 
     def prefill(self, on_layer: Callable[[int], object] = lambda layer: None) -> Array:
         """Run the prompt: logits [vocab_size] of what follows it, on every rank. on_layer: called with the
         number of every layer whose attention is done. Raises `ArgumentError` the second time."""
-        if self._caches[0].totals[0]:
+        if self._cache.totals[0]:
             raise ArgumentError("the prompt is in the cache already: a session has one")
         if self.tokens != len(self.prompt_tokens):
             raise ArgumentError("the prompt was taken back: make a new session to run it")
@@ -163,7 +163,7 @@ class Session:
         planned |= {"tokens": len(own), "positions": self._shards[self.comm.rank], "method": self._method}
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            cache = self._caches[layer]
+            cache = self._cache.layers[layer]
             cache.append_own(k[None], v[None], [self.tokens])
             closer = (rows[:, : len(q)] for rows in (cache.k, cache.v))
             attended: Array = prefill(q[None], *closer)[0][0]
@@ -189,13 +189,13 @@ class Session:
         self._check_prefilled()
         if self.tokens != len(self.prompt_tokens):
             raise ArgumentError("the cache holds other tokens than the prompt: save it after prefill")
-        self._caches[0].save(directory, self._about(self.tokens))
+        self._cache.save(directory, self._about(self.tokens))
 
     def load(self, directory: Path) -> Array:
         """In place of `prefill`: take the keys and values of the prompt, or of its beginning, out of a saved
         cache. Logits [vocab_size] of what follows the prompt. Raises `ArgumentError` for a cache of another
         model, or of another text, and as `ShardedCache.load`."""
-        if self._caches[0].totals[0]:
+        if self._cache.totals[0]:
             raise ArgumentError("the prompt is in the cache already: a session has one")
         with Agreement(self.comm):
             from treeattn.cache.index import read_index
@@ -206,7 +206,7 @@ class Session:
                 if index.about.get(name) != value:
                     raise ArgumentError(f"{directory}: saved of another {name}: run the prompt anew")
         device = self.model.device.name
-        self._caches = ShardedCache.load(directory, self.comm, device=device, **self._laid_out).layers
+        self._cache = ShardedCache.load(directory, self.comm, device=device, **self._laid_out)
         self.rollback(min(there, own - 1))  # the last token is run again, for what follows it
         for token in self.prompt_tokens[self.tokens :].tolist():
             logits = self.step(token)
@@ -228,7 +228,7 @@ class Session:
         _check_tokens("the step", new, self.model.config.vocab_size)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            self._caches[layer].append(k[None], v[None])
+            self._cache.layers[layer].append(k[None], v[None])
             return self._timed(self.decoder, layer, q)
 
         hidden = self.model.forward(new, position, attend, dtype=self._dtype)
@@ -245,10 +245,10 @@ class Session:
             raise ArgumentError(f"{tree}: the session was planned without trees, or for others: see drafts=")
         self._check_prefilled()
         _check_tokens("the tree", tree.tokens[0], self.model.config.vocab_size)
-        lengths, positions = self._caches[0].shard_lengths, self._caches[0].draft_positions(tree)[0]
+        lengths, positions = self._cache.shard_lengths, self._cache.draft_positions(tree)[0]
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            self._caches[layer].propose(k[None], v[None], tree)
+            self._cache.layers[layer].propose(k[None], v[None], tree)
             return self._timed(verifier, layer, q, k[None], v[None], tree, shard_lengths=lengths)
 
         hidden = self.model.forward(tree.tokens[0], positions, attend, dtype=self._dtype)
@@ -257,7 +257,7 @@ class Session:
     def _timed(
         self, attention: Decoder | Verifier, layer: int, q: Array, *drafts: Any, **options: Any
     ) -> Array:
-        cache = self._caches[layer]
+        cache = self._cache.layers[layer]
         end = int(cache.lengths[0])  # rings send what they are given: nothing of the spare room
         began = time.perf_counter()
         out, _ = attention(q[None], cache.k[:, :end], cache.v[:, :end], *drafts, **options)
@@ -267,13 +267,13 @@ class Session:
 
     def commit(self, path: NDArray[np.integer[Any]]) -> None:
         """Keep the nodes on a path of the tree, as `Accepted.path` has it, and forget the others."""
-        for cache in self._caches:
+        for cache in self._cache.layers:
             cache.commit(path)
-        self.tokens = int(self._caches[0].totals[0])
+        self.tokens = int(self._cache.totals[0])
 
     def rollback(self, tokens: int) -> None:
         """Forget all but the first `tokens` tokens. Raises `ArgumentError` for more than there are."""
-        for cache in self._caches:
+        for cache in self._cache.layers:
             cache.rollback([tokens])
         self.tokens = tokens
 
@@ -309,7 +309,7 @@ class Session:
 
     def _check_prefilled(self) -> None:
         """Layers come one after the other: the first and the last say whether an exception came between."""
-        first, last = (int(self._caches[layer].totals[0]) for layer in (0, -1))
+        first, last = (int(self._cache.layers[layer].totals[0]) for layer in (0, -1))
         if first == last == 0 != self.tokens:
             raise ArgumentError("the prompt is not in the cache yet: call prefill first")
         if not first == last == self.tokens:

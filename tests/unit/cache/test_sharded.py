@@ -149,7 +149,7 @@ def test_a_path_that_is_none():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"capacity": 0}, "capacity must be a whole number, at least 1"),
+        ({"capacity": 0}, "capacity must be a positive whole number"),
         ({"capacity": 2.0}, "capacity must be"),
         ({"drafts": -1}, "drafts must be"),
         ({"layout": "sizes=1,1"}, "adds up to 2 tokens"),
