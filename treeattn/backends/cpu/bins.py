@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 
 from treeattn import bins
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import rows_of
-from treeattn.backends.cpu import arguments, compile
-from treeattn.backends.cpu.arguments import Array, code_address
-from treeattn.collectives.runtime.operator import NativeCode
-from treeattn.errors import BackendError
-
-__all__ = ["BinsOperator", "attend"]
+from treeattn.backends.cpu.arguments import Array
+from treeattn.backends.cpu.records import MergeOperator
 
 
 def attend(
@@ -82,44 +73,12 @@ def _float32(values: Array) -> Array:
     return values.astype(np.float32)
 
 
-class BinsOperator:
+class BinsOperator(MergeOperator):
     """How these records merge: a `collectives.runtime.operator.Operator`, associative to the bit."""
 
-    dtype = np.dtype(np.int64)
+    _merge, _kind, _by_numpy = "merge_bins", 1, staticmethod(bins.merge)
     #: Whatever the schedule.
     bits = "of the tokens"
 
     def __init__(self, v_dim: int) -> None:
-        #: Words of one record.
-        self.width = 2 * v_dim + bins.EXTRA
-        self._v_dim = v_dim
-
-    def planned_merge(self, into: Array, other: Array) -> Callable[[], object]:
-        """A call that folds `other` into `into`, in place, without checks: C-contiguous [records, width],
-        which never move."""
-        compiled = compile.loaded()[0]
-        if compiled is None:
-            return functools.partial(bins.merge, into, other)
-        return arguments.planned(compiled.merge_bins, into, other, into.size // self.width, self.width)
-
-    def native_code(self) -> NativeCode:
-        """The compiled merge and the step that calls it. Raises `BackendError` where there is no compiler."""
-        compiled = self._compiled("")
-        return NativeCode(code_address(compiled.run_step), code_address(compiled.merge_bins))
-
-    def mpi_function(self) -> int:
-        """Address of the merge as an MPI_User_function. Raises `BackendError` where there is none."""
-        compiled = self._compiled(", which mpi_allreduce needs: take a scheme with a schedule")
-        address: int | None = compiled.mpi_operator(ctypes.c_int64(self._v_dim), ctypes.c_int(1))
-        if address is None:
-            raise BackendError(
-                f"no compiled MPI operator for v_dim {self._v_dim}, only for multiples of 8 up to 256 and "
-                "for 512, which mpi_allreduce needs: take a schedule, such as recursive_doubling"
-            )
-        return address
-
-    def _compiled(self, consequence: str) -> Any:
-        compiled, problem = compile.loaded()
-        if compiled is None:
-            raise BackendError(f"no compiled merge of reproducible records ({problem}){consequence}")
-        return compiled
+        self.width, self._dim, self.dtype = 2 * v_dim + bins.EXTRA, v_dim, np.dtype(np.int64)

@@ -42,13 +42,20 @@ def merge(into: Array, other: Array) -> None:
     MergeOperator(into.shape[-1] - partial.EXTRA, into.dtype).planned_merge(into, other)()
 
 
+_NEEDED = ", which mpi_allreduce needs: take a scheme with a schedule, such as recursive_doubling"
+
+
 class MergeOperator:
     """How records of one head dimension and type merge: a `collectives.runtime.operator.Operator`."""
+
+    # The merge in C, its number among operators of MPI (kernels/cpu), and in NumPy.
+    _merge, _kind, _by_numpy = "merge_partials", 0, staticmethod(partial.merge)
 
     def __init__(self, head_dim: int, dtype: Any = np.float32) -> None:
         """For records of `head_dim` + 2 elements of `dtype`, float32 or float64."""
         #: Elements of one record.
         self.width = head_dim + partial.EXTRA
+        self._dim = head_dim
         #: Element type of a record.
         self.dtype: np.dtype[Any] = np.dtype(dtype)
         if self.dtype not in (np.float32, np.float64):
@@ -58,9 +65,10 @@ class MergeOperator:
         """A call that folds `other` into `into`, in place, without checks: C-contiguous [records, width],
         which never move."""
         compiled = compile.loaded()[0]
-        if compiled is None or self.dtype != np.float32:
-            return functools.partial(partial.merge, into, other)
-        return arguments.planned(compiled.merge_partials, into, other, into.size // self.width, self.width)
+        if compiled is None or self.dtype == np.float64:
+            return functools.partial(self._by_numpy, into, other)
+        merge = getattr(compiled, self._merge)
+        return arguments.planned(merge, into, other, into.size // self.width, self.width)
 
     def columns(self, records: Array) -> Columns:
         """Maximum, denominator and numerator of records [records, width], as views."""
@@ -83,40 +91,30 @@ class MergeOperator:
         return arguments.planned(compiled.rescale_records, *given)
 
     def native_code(self) -> NativeCode:
-        """The compiled merge and the step that calls it.
-
-        Raises:
-            BackendError: there is no compiled merge for these records (float64, or no compiler).
-        """
-        compiled, problem = compile.loaded()
-        if compiled is None or self.dtype != np.float32:
-            raise BackendError(
-                f"no compiled merge of {self.dtype} records ({problem or 'only float32 has one'})"
-            )
-        return NativeCode(code_address(compiled.run_step), code_address(compiled.merge_partials))
+        """The compiled merge and the step that calls it. Raises `BackendError` where there is none: of
+        float64, or without a compiler."""
+        compiled = self._compiled("")
+        return NativeCode(code_address(compiled.run_step), code_address(getattr(compiled, self._merge)))
 
     def mpi_function(self) -> int:
-        """Address of the merge as an MPI_User_function; it lives as long as the process.
-
-        Raises:
-            BackendError: there is no compiled merge for these records (float64, or no compiler).
-        """
-        compiled, problem = compile.loaded()
-        if compiled is None or self.dtype != np.float32:
-            raise BackendError(
-                f"no compiled merge of {self.dtype} records ({problem or 'only float32 has one'}), which "
-                "mpi_allreduce needs: take a scheme with a schedule, such as recursive_doubling"
-            )
-        address: int | None = compiled.mpi_operator(
-            ctypes.c_int64(self.width - partial.EXTRA), ctypes.c_int(0)
-        )
+        """Address of the merge as an MPI_User_function, which lives as long as the process. Raises
+        `BackendError` where there is none."""
+        compiled = self._compiled(_NEEDED)
+        address: int | None = compiled.mpi_operator(ctypes.c_int64(self._dim), ctypes.c_int(self._kind))
         if address is None:
             raise BackendError(
-                f"no compiled MPI operator for head_dim {self.width - partial.EXTRA}, only for multiples of "
-                "8 up to 256 and for 512, and mpi_allreduce needs one: take a scheme with a schedule, such "
-                "as recursive_doubling"
+                f"no compiled MPI operator for head_dim {self._dim}, only for multiples of 8 up to "
+                f"256 and for 512{_NEEDED}"
             )
         return address
+
+    def _compiled(self, why: str) -> ctypes.CDLL:
+        compiled, problem = compile.loaded()
+        if compiled is None or self.dtype == np.float64:
+            raise BackendError(
+                f"no compiled merge of {self.dtype} records ({problem or 'only float32 has one'}){why}"
+            )
+        return compiled
 
 
 class NullOperator(MergeOperator):
