@@ -1,17 +1,18 @@
-"""A program as Python runs it: regions as arrays, copies and folds as calls."""
+"""A program as Python runs it: regions as arrays, copies and folds as calls, round by round."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from treeattn.collectives import program
 from treeattn.collectives.program import LANDING, OWN, Copy, Fold, Instruction, Planned, Region
 from treeattn.collectives.runtime.operator import ManyOperator
+from treeattn.collectives.runtime.reducer import Reducer as BaseReducer
 from treeattn.collectives.runtime.reducer import ReductionSpec
-
-__all__ = ["Interpreter"]
+from treeattn.collectives.schedule import Schedule
 
 Message: TypeAlias = tuple[Any, int]
 
@@ -57,3 +58,109 @@ class Interpreter:
         else:
             for other in others:
                 yield self._operator.planned_merge(self.array(into), self.array(other))
+
+
+class Messages(Protocol):
+    """The messages of a program, planned round by round."""
+
+    def add(self, number: int, receives: Iterable[Message], sends: Iterable[Message]) -> object:
+        """Plan the messages (array, peer) of a round."""
+
+    def start(self, number: int) -> None:
+        """Start those of a round."""
+
+    def test(self, number: int) -> bool:
+        """Whether those that were started have come and gone, as far as that is known without waiting."""
+
+    def wait(self, number: int) -> None:
+        """Return when they have."""
+
+    def free(self) -> None:
+        """What this rank can release alone, where no message is under way."""
+
+    def close(self) -> None:
+        """Release everything. Collective."""
+
+
+class PlannedRound(NamedTuple):
+    """What one rank does in a round: its messages, then the `calls` in order."""
+
+    number: int
+    calls: list[Callable[[], object]]
+
+
+class Reducer(BaseReducer):
+    """A planned reduction of a buffer in place over all ranks of a communicator, from Python.
+
+    Afterwards the buffer holds the result (all of it, or this rank's chunk of a scattered schedule).
+    ``start()`` posts the first round and returns, ``test()`` ends rounds whose messages have come and posts
+    those that follow, ``wait()`` does the rest. What is queued to the memory of a GPU is waited for before
+    anything leaves it.
+
+    Raises `ScheduleError` if the schedule is for another number of ranks or is not a correct reduction.
+    """
+
+    def __init__(self, spec: ReductionSpec, schedule: Schedule) -> None:
+        planned = program.of_spec(spec, schedule)
+        # All ranks are here: what may fail on one of them alone comes after what they do together.
+        super().__init__(schedule.name)
+        self.messages = self._planned_messages(spec, planned)
+        self.certificate, self.sent, self._program = planned.certificate, planned.sent, planned.program
+        self._ready = spec.memory.synchronize
+        interpreter = Interpreter(spec, planned)
+        #: What this rank does in a step.
+        self.rounds: list[PlannedRound] = []
+        for number, instructions in planned.program.by_round():
+            self.messages.add(number, *interpreter.messages(instructions))
+            self.rounds.append(PlannedRound(number, interpreter.calls(instructions)))
+        self._at: int | None = None
+        self._left: list[PlannedRound] = []  # the next one last
+        self.stream_ordered = not self.rounds
+
+    @abstractmethod
+    def _planned_messages(self, spec: ReductionSpec, planned: Planned) -> Messages:
+        """Of the communicator's library, for no round yet. Collective."""
+
+    def waits_for(self) -> tuple[str, str]:
+        """The round, and its peers."""
+        if self._at is None:
+            return super().waits_for()
+        return f"{self.name}, round {self._at}", self._program.peers(self._at)
+
+    def _begin(self) -> None:
+        self._left = self.rounds[::-1]
+        self._post()
+
+    def _post(self) -> None:
+        """Start the messages of the next round, if there is one."""
+        if self._left:
+            self._at = self._left[-1].number
+            self._ready()
+            self.messages.start(self._at)
+
+    def _fold(self) -> None:
+        """Fold what has come in that round, and post the one that follows."""
+        for call in self._left.pop().calls:
+            call()
+        self._post()
+
+    def _advance(self) -> bool:
+        while self._left:
+            if not self.messages.test(self._left[-1].number):
+                return False
+            self._fold()
+        return True
+
+    def _complete(self) -> None:
+        while self._left:
+            self.messages.wait(self._left[-1].number)
+            self._fold()
+
+    def _release(self) -> None:
+        self.messages.close()
+
+    def _abandon(self) -> None:
+        if not self.in_flight:
+            self.messages.free()
+
+    _at_exit = _abandon

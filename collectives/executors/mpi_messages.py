@@ -44,7 +44,7 @@ class MpiMessages:
         self._handles: dict[int, NDArray[Any]] = {}
 
     def add(self, number: int, receives: Iterable[tuple[Any, int]], sends: Iterable[tuple[Any, int]]) -> None:
-        """Plan the messages (array, peer) of a round. Tag = round: a fast neighbour may be ahead."""
+        """Plan the messages (array, peer) of a round."""
         requests = self._requests.add(number, receives, sends)
         if requests:
             self._handles[number] = _handles(requests)

@@ -166,6 +166,7 @@ class PersistentRequests:
         """Collective. Raises `BackendError` as `duplicate` does."""
         self.comm = duplicate(comm)
         self._requests: list[MPI.Prequest] = []
+        self._rounds: dict[int, list[MPI.Prequest]] = {}
 
     def receive(self, array: Any, peer: int, tag: int) -> MPI.Prequest:
         """Plan a message into `array`."""
@@ -178,11 +179,25 @@ class PersistentRequests:
         return self._requests[-1]
 
     def add(
-        self, tag: int, receives: Iterable[tuple[Any, int]], sends: Iterable[tuple[Any, int]]
+        self, number: int, receives: Iterable[tuple[Any, int]], sends: Iterable[tuple[Any, int]]
     ) -> list[MPI.Prequest]:
-        """Plan the messages (array, peer) of a round."""
-        arriving = [self.receive(array, peer, tag) for array, peer in receives]
-        return arriving + [self.send(array, peer, tag) for array, peer in sends]
+        """Plan the messages (array, peer) of a round. Its number is their tag: a fast neighbour may be
+        ahead."""
+        self._rounds[number] = [self.receive(array, peer, number) for array, peer in receives]
+        self._rounds[number] += [self.send(array, peer, number) for array, peer in sends]
+        return self._rounds[number]
+
+    def start(self, number: int) -> None:
+        """Start those of a round."""
+        MPI.Prequest.Startall(self._rounds[number])
+
+    def test(self, number: int) -> bool:
+        """Whether those of a round have come and gone."""
+        return MPI.Prequest.Testall(self._rounds[number])
+
+    def wait(self, number: int) -> None:
+        """Return when they have."""
+        MPI.Prequest.Waitall(self._rounds[number])
 
     def free(self) -> None:
         """Free the requests, none of which may be active; the MPI library may be at its end already."""

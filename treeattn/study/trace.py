@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from mpi4py import MPI
 
 from treeattn import communicators
 from treeattn.backends.cpu import MergeOperator
@@ -45,12 +44,12 @@ class _Noting(mpi.Reducer):
         now, noted = self._now, []
         for step in self.rounds:
             noted.append(now())
-            MPI.Prequest.Startall(step.requests)
+            self.messages.start(step.number)
             noted.append(now())
-            MPI.Prequest.Waitall(step.requests)
+            self.messages.wait(step.number)
             noted.append(now())
-            for action in step.actions:
-                action()
+            for call in step.calls:
+                call()
             noted.append(now())
         self.noted.append(noted)
 
