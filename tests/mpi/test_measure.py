@@ -192,7 +192,7 @@ class Hungry:
 def test_memory_is_what_stays_and_what_a_further_step_adds(comm, monkeypatch):
     bench, key = Bench(comm, EFFORT, oversubscribed=True, seed=1), key_of(comm, "chain")
     problem = bench.problem(key)
-    monkeypatch.setattr("treeattn.study.compare.steps.plan", lambda comm, key: Hungry(problem.records))
+    monkeypatch.setattr("treeattn.study.compare.steps.plan", lambda *_: Hungry(problem.records))
     found = bench._memory(key, problem)
     assert 0 <= found["held"] - 10**6 - problem.records.nbytes < 10**5
     assert 0 <= found["step_peak"] - 2 * 10**6 < 10**5
@@ -293,5 +293,5 @@ def test_steps_that_cannot_be_planned_leave_no_communicator(comm):
     key = key_of(comm, "head_scatter", wire="bfloat16")
     for _ in range(2100):
         with pytest.raises(RestrictionError, match="cannot send bfloat16"):
-            steps.plan(comm, key)
+            steps.plan(comm, key, {})
     comm.Dup().Free()

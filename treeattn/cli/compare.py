@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +23,7 @@ from treeattn.cli.options import Output, choices, durations, numbers
 from treeattn.cli.own_device import own_device
 from treeattn.cli.scheme import given, named_equal
 from treeattn.collectives.runtime import nccl
-from treeattn.decoder.plan import select
+from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.request import MPI_EXECUTORS
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.report import Progress, Report
@@ -125,13 +125,14 @@ def command(
         raise ArgumentError("--seconds and --patience take a number of seconds; for no limit a large one")
     world = options.world()
     named = None if schemes == "all" else given(world, schemes, on_all=False)
+    own = {scheme.name: scheme for scheme in named or () if isinstance(scheme, Schedule)}
     effort = Effort(repetitions, iterations, seconds, patience)
     where, shared = own_device(world, device)
     over = compare_points.transports_of(world, where, transport)
     plan = collectively(world, lambda: compare_points.points(world.size, named, lists, device, over))
     if baseline is not None and baseline not in {key.label for key in plan}:
         raise ArgumentError(f"--baseline {baseline}: is not among what is measured; add it to --schemes")
-    predictions = prediction.predictions(world, cluster, plan)
+    predictions = prediction.predictions(world, cluster, plan, own)
     said: dict[str, Any] = {
         name: None if value is None else ",".join(map(str, value)) for name, value in lists.items()
     }
@@ -148,9 +149,9 @@ def command(
             rank["gpu"] = name
     line = msgspec.convert({"kind": "run", "format": FORMAT, "run": results.run_id(), **job}, Run)
     output.open(world=world)
-    with closing(_Session(world, output.out, line, launch, plan, predictions)) as session:
+    with closing(_Session(world, output.out, line, launch, plan, predictions, own)) as session:
         session.announce(repetitions)
-        for block, found in Sweep(plan, effort, launch, seed, session.done).run(world):
+        for block, found in Sweep(plan, effort, launch, seed, session.done, own).run(world):
             session.take(block, found)
         return broadcast_from_root(world, lambda: session.report(output, baseline), "the report of rank 0")
 
@@ -166,9 +167,10 @@ class _Session:
         launch: int,
         plan: list[Key],
         predictions: Predictions,
+        own: Mapping[str, Schedule],
     ) -> None:
         self._rank_0, self._line, self._launch = world.rank == 0, line, launch
-        self._plan, self._predictions = plan, predictions
+        self._plan, self._predictions, self._own = plan, predictions, own
         path = out if self._rank_0 else None
         self._writer = collectively(world, lambda: None if path is None else results.Writer(path))
         if out is not None:  # on every rank: one that is not within an MPI call tells it
@@ -261,9 +263,8 @@ class _Session:
         passed = compare_table.show(made, self._line, summaries, self._errors)
         if shown := self._predictions.shown:
             made.line(f"predicted: on {shown}")
-        for name in dict.fromkeys(key.scheme for key in self._plan if "@" in key.scheme):
-            if (own := select(name).own) is not None:
-                made.note(named_equal(own))
+        for own in self._own.values():
+            made.note(named_equal(own))
         output.report(made)
         return 0 if passed and not self._errors and not self._mixed else 1
 

@@ -10,6 +10,7 @@ import click
 from treeattn.backends.cuda.device import Cuda
 from treeattn.backends.device import Device
 from treeattn.cli.options import choices
+from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import gpu_reducers, reducers
 from treeattn.decoder.plan import CATALOG, select
 from treeattn.errors import ArgumentError, TransportError
@@ -50,7 +51,7 @@ def _chosen(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
 
 def points(
     size: int,
-    schemes: list[str] | None,
+    schemes: Sequence[str | Schedule] | None,
     lists: Mapping[str, Any],
     device: str,
     over: Sequence[str],
@@ -71,9 +72,11 @@ def points(
     if device == "cuda" and "bfloat16" in given["wire"]:
         raise ArgumentError("--wire 'bfloat16' is unknown to GPUs: choose from float32")
     place: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
+    expanded = _expanded(schemes or _serving(over), {"radix": radix, "chunks": chunks})
+    chosen = {scheme if isinstance(scheme, str) else scheme.name: scheme for scheme in expanded}
     found = keys(
-        _expanded(schemes or _serving(over), {"radix": radix, "chunks": chunks}),
-        lambda scheme: _ways(scheme, place, over, executors or (None,)),
+        list(chosen),
+        lambda name: _ways(chosen[name], place, over, executors or (None,)),
         tokens=given.pop("seq_len"),
         **given,
     )
@@ -83,7 +86,7 @@ def points(
 
 
 def _ways(
-    scheme: str, device: Literal["cpu", "cuda"], over: Sequence[str], executors: Sequence[Any]
+    scheme: str | Schedule, device: Literal["cpu", "cuda"], over: Sequence[str], executors: Sequence[Any]
 ) -> list[Way]:
     """List the ways of a scheme among what is compared. Raises where there is none."""
     if scheme == NULL:
@@ -111,7 +114,9 @@ def _serving(over: Sequence[str]) -> list[str]:
     return [name for name, row in CATALOG.items() if set(over) & set(row.transports)]
 
 
-def _expanded(chosen: list[str], parameters: Mapping[str, Sequence[int] | None]) -> list[str]:
+def _expanded(
+    chosen: Sequence[str | Schedule], parameters: Mapping[str, Sequence[int] | None]
+) -> list[str | Schedule]:
     """Spell schemes once for each radix and chunks where they take such; the sum and null first."""
     for parameter, values in parameters.items():
         if values is not None:
@@ -119,7 +124,7 @@ def _expanded(chosen: list[str], parameters: Mapping[str, Sequence[int] | None])
     return list(dict.fromkeys([NULL, SUM, *chosen]))
 
 
-def _variants(scheme: str, parameter: str, values: Sequence[int]) -> list[str]:
+def _variants(scheme: str | Schedule, parameter: str, values: Sequence[int]) -> list[str | Schedule]:
     selection = select(scheme)
     if selection.row.parameter(parameter) is None or parameter in dict(selection.given):
         return [scheme]

@@ -109,20 +109,20 @@ def _measure(
     repeat: int,
 ) -> dict[str, Any]:
     """One scheme: plan, first step, timed steps, verdicts. Collective."""
-    scheme, planned = str(how.scheme), problem.planned() | {"reproducible": reproducible}
+    planned = problem.planned() | {"reproducible": reproducible}
     with Decoder(world, **planned, scheme=how, device=device.name) as decoder:
         step, seen = problem.step(inputs)
         first = _timed_step(world, decoder, step, seen)
         steps, say = [], Progress(world.rank == 0)
         for done in range(repeat):
             steps.append(_timed_step(world, decoder, step, seen))
-            say(f"{scheme}: {done + 1:,} of {repeat:,} steps")
+            say(f"{decoder.scheme}: {done + 1:,} of {repeat:,} steps")
         out, lse = device.to_host(decoder.out), device.to_host(decoder.lse)
         digest, same_bits = seen_by_all(world, out, lse)
         errors, nan = judge.errors(out, lse), judge.nan(out, lse)
         passed = world.bcast(judge.passes(errors) and same_bits)
         return {
-            "scheme": scheme,
+            "scheme": decoder.scheme,
             "why": decoder.why,
             "device": device.name,
             "transport": decoder.transport,

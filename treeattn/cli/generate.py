@@ -25,6 +25,7 @@ from treeattn.cli.scheme import given, is_file
 from treeattn.cli.text import Source, Stream, source_options
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.reducer import Sent
+from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder
 from treeattn.decoder.prefill import PREFILLS
 from treeattn.decoder.request import Reduction
@@ -135,8 +136,9 @@ def command(
         raise ArgumentError("--draft and --draft-model are two ways to find drafts: take one")
     if scheme is not None and decode != "tree":
         raise ArgumentError(f"--scheme {scheme:.40} is of --decode tree: a ring has none")
+    chosen: str | Schedule = scheme or ("head_scatter" if weights == "sharded" else "hierarchical")
     if scheme is not None and is_file(scheme):
-        (scheme,) = given(world, scheme)
+        (chosen,) = given(world, scheme)
     output.open(world=world)
     _, shared = own_device(world, device)
     cores = ThreadLimits(world)
@@ -153,9 +155,7 @@ def command(
     with watchdog.Activity("the prompt"):
         tokens = world.bcast(tokens)
     capacity = len(tokens) + max_new_tokens - 1  # the last token is not attended to
-    if scheme is None:
-        scheme = "head_scatter" if weights == "sharded" else "hierarchical"
-    how = Reduction(scheme if decode == "tree" else decode, transport)
+    how = Reduction(chosen if decode == "tree" else decode, transport)
     settings: dict[str, Any] = {
         "capacity": capacity,
         "scheme": how,
@@ -178,14 +178,14 @@ def command(
             drafting = Drafting(settings["drafts"], drafter) if settings["drafts"] else None
             runs.append(_run(world, session, max_new_tokens, stop, drafting, stream, load_cache, save_cache))
             trees = session.tree_decoder
-            chosen = {
+            planned = {
                 "cache_dtype": session.decoder.shape.dtype,
                 "scheme": session.decoder.scheme,
                 "transport": session.decoder.transport,
                 "tree_scheme": None if trees is None else trees.scheme,
             }
     with watchdog.Activity("what was measured"):
-        facts = _facts(world, model, tokens, settings | chosen, runs)
+        facts = _facts(world, model, tokens, settings | planned, runs)
     if load_cache is not None:
         facts["prefill"] = f"loaded from {load_cache}"
     facts |= {"weights": weights, "draft": draft or (draft_model and str(draft_model))}

@@ -17,7 +17,7 @@ from treeattn.collectives.formats import goal, msccl, mscclpp
 from treeattn.collectives.parameters import Groups
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import auto
-from treeattn.decoder.plan import make_known, select
+from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, ScheduleError
 
 if TYPE_CHECKING:
@@ -96,15 +96,15 @@ def _read(path: Path) -> Schedule:
     )
 
 
-def for_out(output: Output, schemes: list[str]) -> list[str]:
+def for_out(output: Output, schemes: list[str | Schedule]) -> list[str | Schedule]:
     """Return the schemes, of which ``--out`` takes the result of one. Raises `ArgumentError`."""
     if output.out is not None and len(schemes) > 1:
         raise ArgumentError("--out takes the result of one scheme: name one with --scheme")
     return schemes
 
 
-def given(world: MpiCommunicator, names: str, on_all: bool = True) -> list[str]:
-    """Read a list of schemes, each in its one spelling; rank 0 reads the files. Collective.
+def given(world: MpiCommunicator, names: str, on_all: bool = True) -> list[str | Schedule]:
+    """Read a list of schemes, names in their one spelling; rank 0 reads the files. Collective.
 
     on_all: schedules have to be for all ranks of the job. Raises `ArgumentError` or `ScheduleError`, on
     every rank alike.
@@ -115,5 +115,4 @@ def given(world: MpiCommunicator, names: str, on_all: bool = True) -> list[str]:
         ranks = world.size if on_all else None
         return [from_file(name, ranks) if is_file(name) else select(name).text for name in items]
 
-    found = broadcast_from_root(world, read, "the schemes that rank 0 reads")
-    return [make_known(scheme) if isinstance(scheme, Schedule) else scheme for scheme in found]
+    return broadcast_from_root(world, read, "the schemes that rank 0 reads")

@@ -32,11 +32,11 @@ def command(
     world = options.world()
     if "," in scheme:
         raise ArgumentError(f"{scheme}: one scheme at a time is traced; name one")
-    (name,) = given(world, scheme)
+    (chosen,) = given(world, scheme)
     output.open(world=world)
-    schedule = routes.schedule(select(name), world)
+    schedule = routes.schedule(select(chosen), world)
     if schedule is None:
-        raise ArgumentError(f"{name} has no schedule whose rounds could be seen: take a schedule")
+        raise ArgumentError(f"{chosen} has no schedule whose rounds could be seen: take a schedule")
     text = trace.measure(world, schedule, heads, head_dim, queries, iterations)
     if text is not None:
         output.write(text.encode())

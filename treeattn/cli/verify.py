@@ -16,6 +16,7 @@ from treeattn.cli import options
 from treeattn.cli.options import FILE, Output
 from treeattn.cli.problem import Problem, heads_of, largest_difference, seen_by_all
 from treeattn.cli.scheme import for_out, given
+from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError
 from treeattn.report import LEGEND, Column, Progress, Report, identical, microseconds
 from treeattn.shards import Layout
@@ -154,7 +155,7 @@ class Drafts:
         ]
 
 
-def _measure(world: Any, drafts: Drafts, oracle: Any, scheme: str, repeat: int) -> dict[str, Any]:
+def _measure(world: Any, drafts: Drafts, oracle: Any, scheme: str | Schedule, repeat: int) -> dict[str, Any]:
     """One scheme: plan, first step, timed steps, verdicts. Collective."""
     problem, shape = drafts.problem, drafts.shape.plain
     nodes = shape.pop("queries")
@@ -168,10 +169,11 @@ def _measure(world: Any, drafts: Drafts, oracle: Any, scheme: str, repeat: int) 
             began = mpi_library.load().Wtime()
             out, lse = verifier(*step, shard_lengths=drafts.shard_lengths)
             times.append(max(world.allgather(mpi_library.load().Wtime() - began)))
-            say(f"{scheme}: {done:,} of {repeat:,} steps")
+            say(f"{verifier.decoder.scheme}: {done:,} of {repeat:,} steps")
         digest, same = seen_by_all(world, out, lse)
-        proof = verifier.decoder.certificate
-        row: dict[str, Any] = {"scheme": scheme, "executor": verifier.decoder.executor, "same_bits": same}
+        decoder = verifier.decoder
+        proof = decoder.certificate
+        row: dict[str, Any] = {"scheme": decoder.scheme, "executor": decoder.executor, "same_bits": same}
         row["determinism"] = "measured" if proof is None else proof.determinism
         row |= {"first_step_s": times[0], "step_s": statistics.median(times[1:]), "sha256": digest}
         wanted, bounds = oracle or (None, None)

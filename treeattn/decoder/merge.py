@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +28,8 @@ from treeattn.decoder.request import Reduction
 from treeattn.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from treeattn.collectives.runtime.communicator import Communicator, Given
 
 __all__ = ["Merger", "merge"]

@@ -30,7 +30,7 @@ from treeattn.decoder import auto, pipeline, reducers
 from treeattn.decoder.reproducible import check_blocks
 from treeattn.decoder.request import Reduction, Request, check
 from treeattn.decoder.sight import Sight, agree
-from treeattn.errors import RestrictionError, ScheduleError
+from treeattn.errors import RestrictionError
 
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.communicator import Communicator
@@ -41,7 +41,6 @@ __all__ = [
     "Plan",
     "Route",
     "folding",
-    "make_known",
     "plan",
     "plan_reducer",
     "schedule",
@@ -53,23 +52,9 @@ __all__ = [
 CATALOG = catalog.CATALOG | baselines.BASELINES
 
 
-# Schedules of one's own that have a name here, as results and command lines name schemes.
-_own: dict[str, Schedule] = {}
-
-
-def make_known(schedule: Schedule) -> str:
-    """Let `select` find a schedule of one's own by its name, which is returned."""
-    if schedule.name in CATALOG:
-        raise ScheduleError(f"{schedule.name} is a scheme of the catalogue: give the schedule another name")
-    _own[schedule.name] = schedule
-    return schedule.name
-
-
 def select(scheme: str | Schedule) -> Selection:
     """What ``scheme=`` asks for. Raises `ScheduleError`."""
-    if isinstance(scheme, str) and scheme not in _own:
-        return _read(scheme)
-    return catalog.select(_own[scheme] if isinstance(scheme, str) else scheme, CATALOG)
+    return _read(scheme) if isinstance(scheme, str) else catalog.select(scheme, CATALOG)
 
 
 @functools.lru_cache(maxsize=256)

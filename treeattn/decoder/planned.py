@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 from treeattn.attention import arrays
 from treeattn.attention.mask_tables import MaskTables
@@ -14,12 +14,20 @@ from treeattn.decoder.captured_step import CapturedStep
 from treeattn.decoder.plan import Plan
 from treeattn.errors import ArgumentError, RestrictionError, StateError
 
-__all__ = ["PlannedDecode"]
-
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
 
 #: One step: its attention, all of it in one call or None, its arrays, block table, and mask tables. A plain
 #: tuple, since every step in parts makes one.
 _Step: TypeAlias = tuple[Any, Any, tuple[Any, Any, Any, Any], Any, MaskTables | None]
+
+
+class Seen(TypedDict, total=False):
+    """What decides what the queries of a step see, as a call takes it."""
+
+    q_positions: Any
+    begins: Any
+    mask: Any
 
 
 class PlannedDecode:
@@ -107,7 +115,16 @@ class PlannedDecode:
         others. Collective then."""
         return None
 
-    def _taken(self, q: Any, k: Any, v: Any, lengths: Any, q_positions: Any, begins: Any, mask: Any) -> _Step:
+    def _taken(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        lengths: Any,
+        q_positions: Any = None,
+        begins: Any = None,
+        mask: Any = None,
+    ) -> _Step:
         """What a step was given, with the tables of what queries see filled. Raises `ArgumentError`."""
         positions = draft_positions = table = None
         if v is None or isinstance(k, Shard):
@@ -199,23 +216,13 @@ class PlannedDecode:
         if stage == "begun":
             raise StateError(f"{self.scheme}: begin() began a step, which finish() must end before another")
 
-    def local(
-        self,
-        q: Any,
-        k: Any,
-        v: Any = None,
-        lengths: Any = None,
-        *,
-        q_positions: Any = None,
-        begins: Any = None,
-        mask: Any = None,
-    ) -> None:
+    def local(self, q: Any, k: Any, v: Any = None, lengths: Any = None, **seen: Unpack[Seen]) -> None:
         """This rank's partials, from its own tokens, into the records buffer. Arguments as for a call."""
         if fewer := self._for(q):
-            fewer.local(q, k, v, lengths, q_positions=q_positions, begins=begins, mask=mask)
+            fewer.local(q, k, v, lengths, **seen)
             self._stage = fewer
             return
-        self._attend(self._taken(q, k, v, lengths, q_positions, begins, mask))
+        self._attend(self._taken(q, k, v, lengths, **seen))
         self._stage = "local"
 
     def reduce(self) -> None:
@@ -238,17 +245,7 @@ class PlannedDecode:
         self._reduce()
         self._stage = "folded"
 
-    def begin(
-        self,
-        q: Any,
-        k: Any,
-        v: Any = None,
-        lengths: Any = None,
-        *,
-        q_positions: Any = None,
-        begins: Any = None,
-        mask: Any = None,
-    ) -> None:
+    def begin(self, q: Any, k: Any, v: Any = None, lengths: Any = None, **seen: Unpack[Seen]) -> None:
         """`local`, and the start of the reduction: other work may follow, then `finish`. All ranks call.
         Arguments as for a call.
 
@@ -256,10 +253,10 @@ class PlannedDecode:
         has come so far. Raises `StateError` where the last step that began is not finished.
         """
         if fewer := self._for(q):
-            fewer.begin(q, k, v, lengths, q_positions=q_positions, begins=begins, mask=mask)
+            fewer.begin(q, k, v, lengths, **seen)
             self._stage = fewer
             return
-        self.local(q, k, v, lengths, q_positions=q_positions, begins=begins, mask=mask)
+        self.local(q, k, v, lengths, **seen)
         self.plan.start()
         self._stage = "begun"
 
@@ -306,15 +303,7 @@ class PlannedDecode:
         return self._reducer.sent
 
     def capture(
-        self,
-        q: Any,
-        k: Any,
-        v: Any = None,
-        lengths: Any = None,
-        *,
-        q_positions: Any = None,
-        begins: Any = None,
-        mask: Any = None,
+        self, q: Any, k: Any, v: Any = None, lengths: Any = None, **seen: Unpack[Seen]
     ) -> CapturedStep:
         """The whole step over arrays that stay where they are, as one CUDA graph. Collective.
 
@@ -329,13 +318,13 @@ class PlannedDecode:
         Raises `BackendError` unless ``device="cuda"``, `TransportError` where the host moves the records.
         """
         if fewer := self._for(q):
-            return fewer.capture(q, k, v, lengths, q_positions=q_positions, begins=begins, mask=mask)
+            return fewer.capture(q, k, v, lengths, **seen)
         k, v, lengths, positions, _, draft_positions = self._opened(k, v, lengths)
         step = captured_step.capture(
             self.plan,
             lambda attend, *taken: self._in_parts((attend, None, taken, None, None)),
             given=(q, k, v, lengths),
-            seen=(q_positions, positions, mask, draft_positions, begins),
+            seen=(seen.get("q_positions"), positions, seen.get("mask"), draft_positions, seen.get("begins")),
             owner=self,
         )
         self._captured.append(step)

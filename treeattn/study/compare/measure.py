@@ -9,13 +9,14 @@ import hashlib
 import math
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from treeattn import communicators
+from treeattn.collectives.schedule import Schedule
 from treeattn.study import environment
 from treeattn.study.compare import payload, problems, steps
 from treeattn.study.compare.clock import Clock
@@ -51,8 +52,16 @@ class Effort:
 class Bench:
     """Measures blocks on one communicator. Creating it is collective."""
 
-    def __init__(self, comm: MpiCommunicator, effort: Effort, oversubscribed: bool, seed: int) -> None:
-        self.comm, self.effort, self.seed = comm, effort, seed
+    def __init__(
+        self,
+        comm: MpiCommunicator,
+        effort: Effort,
+        oversubscribed: bool,
+        seed: int,
+        own: Mapping[str, Schedule] | None = None,
+    ) -> None:
+        """own: schedules of one's own among the schemes, by name."""
+        self.comm, self.effort, self.seed, self.own = comm, effort, seed, own or {}
         self.groups = communicators.node_groups(comm)
         self.machines = [entry["machine"] for entry in environment.placement(comm)]
         self.clock = Clock(comm)
@@ -70,7 +79,7 @@ class Bench:
         memory: also run two steps under tracemalloc, after what is timed. Raises what planning raises.
         """
         began = time.perf_counter()
-        step = steps.plan(self.comm, key)
+        step = steps.plan(self.comm, key, self.own)
         planning = self.loop.agree_on_slowest(time.perf_counter() - began)
         cold = self.loop.run(*_calls(key, problem, step), 1)
         facts = self._facts(key, problem, step)
@@ -78,7 +87,9 @@ class Bench:
         without_merge = None
         on_cpu = key.device == "cpu"
         if on_cpu and key.what == "reduce" and step.schedule is not None and key.wire == "float32":
-            _, without_merge = self._warm(key, problem, steps.plan_null_merge(self.comm, key), count)
+            _, without_merge = self._warm(
+                key, problem, steps.plan_null_merge(self.comm, key, self.own), count
+            )
         weighed = memory and on_cpu  # of a GPU's memory tracemalloc knows nothing
         allocated = self._memory(key, problem) if weighed else {"held": None, "step_peak": None}
         if timed is None or cold is None:
@@ -121,7 +132,7 @@ class Bench:
         """Bytes that a plan holds after its first step, and that a second step adds at its peak."""
         tracemalloc.start()
         try:
-            step = steps.plan(self.comm, key)
+            step = steps.plan(self.comm, key, self.own)
             parts, prepare = _calls(key, problem, step)
             for _ in range(2):
                 prepare()

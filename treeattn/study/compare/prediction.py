@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.executor_names import executor_over
+from treeattn.collectives.schedule import Schedule
 from treeattn.collectives.traffic import Payload
 from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, RestrictionError
@@ -34,9 +35,11 @@ class Predictions(NamedTuple):
     shown: str = ""
 
 
-def predictions(world: MpiCommunicator, name: str | None, keys: Sequence[Key]) -> Predictions:
-    """On the cluster of that name, else the one of TREEATTN_CLUSTER. Collective. Raises what reading the
-    cluster raises, on every rank alike."""
+def predictions(
+    world: MpiCommunicator, name: str | None, keys: Sequence[Key], own: Mapping[str, Schedule]
+) -> Predictions:
+    """On the cluster of that name, else the one of TREEATTN_CLUSTER. own: schedules of one's own, by name.
+    Collective. Raises what reading the cluster raises, on every rank alike."""
     found = topology.detect(world)
 
     def predict() -> Predictions:
@@ -44,7 +47,7 @@ def predictions(world: MpiCommunicator, name: str | None, keys: Sequence[Key]) -
         if named is None:
             return Predictions({})
         places = found.places_on(named.cluster)
-        times = {key: predicted(named.cluster, places[: key.ranks], found.nodes, key) for key in keys}
+        times = {key: predicted(named.cluster, places[: key.ranks], found.nodes, key, own) for key in keys}
         known = {key: time for key, time in times.items() if time is not None}
         without = dict.fromkeys(lacking(named.cluster, places[: key.ranks], key) for key in keys)
         return Predictions(
@@ -65,22 +68,28 @@ def lacking(cluster: Cluster, places: Placement, key: Key) -> str:
     return ""
 
 
-def predicted(cluster: Cluster, places: Placement, nodes: Sequence[Sequence[int]], key: Key) -> float | None:
+def predicted(
+    cluster: Cluster,
+    places: Placement,
+    nodes: Sequence[Sequence[int]],
+    key: Key,
+    own: Mapping[str, Schedule],
+) -> float | None:
     """Microseconds of one key; None for libraries and baselines without a schedule or a ring's formula, for
     an executor without prices there, and for whole steps where it does not say how fast a rank reads."""
     if key.scheme in (SUM, NULL) or lacking(cluster, places, key):
         return None
     executor = executor_over(key.transport, key.executor)
     scheme = "recursive_doubling" if key.scheme in ("kv_ring", "query_ring") else key.scheme
-    selection = select(scheme)
+    selection = select(own.get(scheme, scheme))
     scheduled = selection.own is not None or selection.row.generator is not None
     if selection.own is not None and selection.own.size != key.ranks:  # to run it will say so
         return None
     if not scheduled or (key.what == "decode" and cluster.memory is None):
         return None
-    own = [[rank for rank in node if rank < key.ranks] for node in nodes]
+    groups = [[rank for rank in node if rank < key.ranks] for node in nodes]
     try:
-        schedule = selection.build(key.ranks, list(filter(None, own)) if selection.needs_nodes else None)
+        schedule = selection.build(key.ranks, list(filter(None, groups)) if selection.needs_nodes else None)
     except RestrictionError:  # likewise
         return None
     if key.what == "reduce":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +15,7 @@ from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder, reducers
 from treeattn.decoder import plan as routes
-from treeattn.decoder.plan import select
+from treeattn.decoder.plan import CATALOG, select
 from treeattn.decoder.planned import PlannedDecode
 from treeattn.decoder.request import Reduction, Request
 from treeattn.errors import RestrictionError
@@ -33,23 +33,26 @@ def shape_of(key: Key) -> Shape:
 
 def reduces(scheme: str) -> bool:
     """Whether it has a reduction apart from the step: fused schemes attend while they communicate."""
-    return scheme in (NULL, SUM) or not select(scheme).row.fused
+    row = CATALOG.get(scheme.partition(":")[0])
+    return row is None or not row.fused
 
 
-def plan(comm: MpiCommunicator, key: Key) -> PlannedDecode:
-    """A planned step of the scheme of `key`. Collective; raises what `Decoder` raises, on every rank."""
+def plan(comm: MpiCommunicator, key: Key, own: Mapping[str, Schedule]) -> PlannedDecode:
+    """A planned step of the scheme of `key`, perhaps one of one's `own`, by name. Collective; raises what
+    `Decoder` raises, on every rank."""
     if key.scheme in (SUM, NULL):
         return _around(comm, key, None, yardsticks.library_sum if key.scheme == SUM else yardsticks.nothing)
+    scheme = own.get(key.scheme, key.scheme)
     if key.wire == "bfloat16":
-        return _around(comm, key, select(key.scheme), _bfloat16)
-    output = "heads" if select(key.scheme).row.scattered else "replicated"
-    how = Reduction(key.scheme, key.transport, key.executor, output)
+        return _around(comm, key, select(scheme), _bfloat16)
+    output = "heads" if select(scheme).row.scattered else "replicated"
+    how = Reduction(scheme, key.transport, key.executor, output)
     return Decoder(comm, **shape_of(key).plain, scheme=how, device=key.device)
 
 
-def plan_null_merge(comm: MpiCommunicator, key: Key) -> PlannedDecode:
+def plan_null_merge(comm: MpiCommunicator, key: Key, own: Mapping[str, Schedule]) -> PlannedDecode:
     """The same schedule, messages and executor with merges that do nothing. Collective."""
-    return _around(comm, key, select(key.scheme), _null_merge)
+    return _around(comm, key, select(own.get(key.scheme, key.scheme)), _null_merge)
 
 
 def _around(

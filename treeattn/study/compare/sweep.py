@@ -13,9 +13,10 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from treeattn.collectives.schedule import Schedule
 from treeattn.errors import TreeattnError
 from treeattn.study import environment
 from treeattn.study.compare.measure import Bench, Effort
@@ -69,13 +70,15 @@ def keys(
 
 @dataclass(slots=True)
 class Sweep:
-    """What `run` does. done: blocks that need not be measured again, with the microseconds that each took."""
+    """What `run` does. done: blocks that need not be measured again, with the microseconds that each took.
+    own: schedules of one's own among the schemes, by name."""
 
     keys: Sequence[Key]
     effort: Effort
     launch: int
     seed: int
     done: Mapping[Block, float]
+    own: Mapping[str, Schedule] = field(default_factory=dict)
 
     def blocks(self, case: Iterable[Key]) -> list[Block]:
         """What is left to do of a case, in the order of doing; the same on every rank."""
@@ -98,7 +101,7 @@ class Sweep:
             members: Any = world.Split(0 if world.rank < size else 1, world.rank)
             if world.rank < size:
                 oversubscribed = environment.node_load(placement[:size]) is not None
-                bench = Bench(members, self.effort, oversubscribed, self.seed)
+                bench = Bench(members, self.effort, oversubscribed, self.seed, self.own)
                 for _, case in itertools.groupby(mine, lambda key: key.case):
                     yield from self._run_case(bench, self.blocks(case))
             world.barrier_asleep()
