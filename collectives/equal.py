@@ -12,8 +12,6 @@ from treeattn.collectives.parameters import Groups, Parameter, Value
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import TreeattnError
 
-__all__ = ["equal_to"]
-
 _RANKS = 64  # with more, building every scheme takes seconds
 _MOST = 8  # of a parameter that is a number
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["EXECUTORS", "executor_over"]
-
 #: Runners of a schedule, as `Reducer.executor` names them: on the host, and on GPUs.
 EXECUTORS = ("slots", "program", "mpi", "nccl", "peer", "peer_nccl")
 # Transport from GPUs -> who runs schedules over it.

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 from treeattn.collectives.schedule import Schedule
 
-__all__ = ["Message", "Payload", "messages"]
-
 
 @dataclass(frozen=True, slots=True)
 class Payload:

@@ -11,8 +11,6 @@ from treeattn.errors import ArgumentError, TreeattnError
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.communicator import Communicator
 
-__all__ = ["Agreement", "broadcast_from_root", "collectively", "must_match", "portable"]
-
 T = TypeVar("T")
 
 

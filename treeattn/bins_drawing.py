@@ -8,8 +8,6 @@ from html import escape
 
 from treeattn.bins import STEP
 
-__all__ = ["svg"]
-
 _LIGHT = {"paper": "#ffffff", "ink": "#1b1f24", "upper": "#0072b2", "lower": "#56b4e9", "gone": "#cfd5dc"}
 _DARK = {"paper": "#14171c", "ink": "#e8eaed", "upper": "#56b4e9", "lower": "#0072b2", "gone": "#3a424c"}
 _STYLE = """

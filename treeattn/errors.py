@@ -7,20 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = [
-    "ArgumentError",
-    "BackendError",
-    "PeerError",
-    "PeerTimeoutError",
-    "RestrictionError",
-    "ScheduleError",
-    "SharingError",
-    "StateError",
-    "TransportError",
-    "TreeattnError",
-    "no_communicator",
-]
-
 
 class TreeattnError(Exception):
     """The base of every error below: ``except treeattn.TreeattnError`` catches them all."""

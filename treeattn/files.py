@@ -23,11 +23,6 @@ from safetensors.numpy import save
 
 from treeattn.errors import ArgumentError, BackendError
 
-__all__ = [
-    "ARCHIVES", "CacheFile", "check_distinct", "load_runs", "open_arrays", "open_cache", "output_writer",
-    "read_text", "save_tensors", "tensors_header",
-]  # fmt: skip
-
 #: Names of files that hold arrays end in one of these.
 ARCHIVES = (".safetensors", ".npz")
 

@@ -17,8 +17,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LEGEND", "ROOT", "Device", "Devices", "Pairs", "active_cards", "devices", "numa_nodes", "sockets"]
-
 ROOT = Path("/")
 
 #: NVIDIA's abbreviations, as ``nvidia-smi topo -m`` has them.

@@ -19,8 +19,6 @@ from treeattn import launch, mpi_library
 from treeattn.collectives.runtime import watchdog
 from treeattn.errors import BackendError
 
-__all__ = ["abort", "commanded", "end", "end_on_signals", "finalize", "start"]
-
 _PROMPT = 0.5  # seconds in which the main thread hears of a signal, unless it is in a blocking call
 _command = False
 _AGREES = 5.0  # seconds in which errors that were agreed on reach every rank

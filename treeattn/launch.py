@@ -9,8 +9,6 @@ from pathlib import Path
 
 from treeattn.collectives.runtime.process import Process
 
-__all__ = ["by_launcher", "container", "launched_as", "local_size", "outside_job", "problem", "siblings"]
-
 # (rank, size) as launchers put them into the environment of each process. One that runs below another
 # inherits that one's variables, too: those that only an inner one sets stand first.
 _LAUNCHERS = (

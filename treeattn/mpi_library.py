@@ -8,8 +8,6 @@ from typing import Any
 
 from treeattn.errors import BackendError
 
-__all__ = ["cuda_aware", "load", "started", "thread_level", "version"]
-
 
 def load(initialize: bool = True) -> Any:
     """The `mpi4py.MPI` module, whose first import initialises MPI unless it is told not to.

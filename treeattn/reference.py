@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Partial", "attention", "combine", "difference", "error_bounds", "partial", "seen", "sink"]
-
 
 class Partial(NamedTuple):
     """One shard's float64 partials and what the error bound needs.

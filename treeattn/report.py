@@ -15,8 +15,6 @@ from rich.table import Table
 
 from treeattn import launch
 
-__all__ = ["LEGEND", "Column", "Progress", "Report", "as_json", "count", "identical", "microseconds"]
-
 Row = TypeVar("Row")
 
 #: Explains a column of `identical`.

@@ -14,8 +14,6 @@ import numpy as np
 
 from treeattn.errors import ArgumentError
 
-__all__ = ["LAYOUTS", "Layout", "block", "parse_layout", "parts"]
-
 LAYOUTS = ("contiguous", "interleaved", "zigzag", "sizes=a,b,..")
 
 

@@ -31,8 +31,6 @@ from treeattn.hardware import ROOT, Device, Devices
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.communicator import Communicator
 
-__all__ = ["PRESET", "Described", "Rank", "Topology", "described", "detect", "needed"]
-
 #: Names the cluster where no option does.
 PRESET = "TREEATTN_CLUSTER"
 

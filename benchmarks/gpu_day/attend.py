@@ -18,8 +18,6 @@ from treeattn.backends import cuda
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.study.roofline.cuda import upload_random
 
-__all__ = ["LARGE", "SMALL", "Results", "attend"]
-
 Array = np.ndarray[Any, Any]
 
 HEAD_DIM = 128

@@ -25,8 +25,6 @@ from treeattn.llama.drafts import NgramDrafts
 from treeattn.llama.generate import Drafting, generate
 from treeattn.report import as_json
 
-__all__ = ["CASES", "Case", "compare"]
-
 BOUND = 1e-4
 TEXT, TOKENS, NODES = [*PROMPT.tolist()[:40]] * 2, 24, 6
 GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden" / "llama" / "logits.npz"

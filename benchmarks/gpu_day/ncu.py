@@ -13,8 +13,6 @@ from typing import Any
 
 from gpu_day.attend import LARGE
 
-__all__ = ["launches"]
-
 # Ours -> pattern of the name of a metric.
 _WANTED = {
     "microseconds": r"gpu__time_duration\.sum",

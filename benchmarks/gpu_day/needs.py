@@ -12,8 +12,6 @@ import shutil
 import subprocess
 import sys
 
-__all__ = ["missing"]
-
 _EVERY = "every step"
 _JOBS = "host, model, ranks, peer, compare"
 #: Module -> the steps that import it.

@@ -15,8 +15,6 @@ from xml.etree import ElementTree
 
 from gpu_day import ncu
 
-__all__ = ["READERS", "read"]
-
 Read = tuple[Any, str | None]
 
 # The last line of each tool. Racecheck alone counts warnings as well, which are hazards too.

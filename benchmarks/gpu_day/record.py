@@ -18,8 +18,6 @@ from gpu_day.machine import machine
 from treeattn import files
 from treeattn.report import as_json
 
-__all__ = ["record"]
-
 _TIMEOUT = (124, 137)  # of `timeout`: ended, and killed
 
 

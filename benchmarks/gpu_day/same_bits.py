@@ -26,8 +26,6 @@ from treeattn.backends.cuda import cupy_runtime
 from treeattn.backends.cuda.compile import OPTIONS, source
 from treeattn.report import as_json
 
-__all__ = ["TABLE", "Defined", "compare", "defined"]
-
 #: Cases of the multiply-add kernel in memory that is contiguous.
 TABLE = tuple(case for case in CASES if not is_tensor_core_case(case) and case.layout == "tokens")
 

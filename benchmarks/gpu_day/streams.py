@@ -24,8 +24,6 @@ from treeattn.collectives.check import prove
 from treeattn.collectives.schedule import Schedule
 from treeattn.report import as_json
 
-__all__ = ["Streams", "microseconds"]
-
 SCHEMES = ("all_gather_merge", "recursive_doubling", "binary_tree", "reduce_scatter_gather")
 HEAD_DIM = 128
 

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from treeattn.collectives.drawings.steps import Operation, steps
 from treeattn.collectives.schedule import Schedule
 
-__all__ = ["chakra"]
-
 _COMP, _SEND, _RECV = 4, 5, 6  # of NodeType
 _INT32, _INT64, _BOOL = 7, 9, 27  # fields of AttributeProto
 

@@ -12,8 +12,6 @@ from treeattn.collectives.check import check
 from treeattn.collectives.schedule import Schedule
 from treeattn.collectives.traffic import messages
 
-__all__ = ["Operation", "Step", "steps"]
-
 
 class Operation(NamedTuple):
     """A message of `size` bytes to or from `peer`; the tag is its own."""

@@ -22,9 +22,6 @@ from treeattn.collectives.program import Program, messages
 from treeattn.collectives.runtime.mpi_communicator import PersistentRequests
 from treeattn.errors import PeerError
 
-__all__ = ["MpiMessages", "problem"]
-
-
 # (bytes of a request, bytes of a status) of the binary interfaces that are known to work: MPICH's (Intel MPI,
 # MVAPICH and Cray MPICH share it), Open MPI's, and the standard one of MPI 5.
 _KNOWN = {(4, 20): "MPICH", (8, 24): "Open MPI", (8, 32): "MPI standard"}

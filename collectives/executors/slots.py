@@ -39,8 +39,6 @@ from treeattn.errors import SharingError
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.communicator import Communicator
 
-__all__ = ["Part", "Slots", "plan", "set_bytes", "share"]
-
 T = TypeVar("T")
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

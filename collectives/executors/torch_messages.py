@@ -15,8 +15,6 @@ from treeattn.collectives.program import Program
 from treeattn.collectives.runtime.torch_communicator import TorchCommunicator, reason
 from treeattn.errors import PeerError
 
-__all__ = ["TorchMessages"]
-
 # What kernels/cpu/step.c calls: (number of rounds: 1, address of the round's, ..).
 _STARTALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int64))
 _TESTALL = ctypes.CFUNCTYPE(

@@ -17,8 +17,6 @@ from treeattn.collectives.formats.rounds import Message, Rounds
 from treeattn.collectives.schedule import Result, Schedule
 from treeattn.errors import ScheduleError
 
-__all__ = ["Cell", "Operation", "Program"]
-
 
 class Cell(NamedTuple):
     """One chunk's room in a buffer of a rank."""

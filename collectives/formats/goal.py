@@ -18,8 +18,6 @@ from treeattn.collectives.parameters import RANK_LIMIT
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ScheduleError
 
-__all__ = ["read"]
-
 _PLACE = r"(?:\s+cpu\s+\d+)?(?:\s+nic\s+\d+)?"
 _MESSAGE = re.compile(rf"(\w+):\s*(send|recv)\s+(\d+)b\s+(to|from)\s+(\d+)(?:\s+tag\s+(\d+))?{_PLACE}")
 _CALC = re.compile(rf"(\w+):\s*calc\s+\d+{_PLACE}")

@@ -16,8 +16,6 @@ from treeattn.collectives.parameters import RANK_LIMIT
 from treeattn.collectives.schedule import Result, Schedule
 from treeattn.errors import ScheduleError
 
-__all__ = ["read"]
-
 _RESULTS: dict[str, Result] = {
     "allreduce": "replicated",
     "reduce": "root",

@@ -15,8 +15,6 @@ from treeattn.collectives.parameters import RANK_LIMIT
 from treeattn.collectives.schedule import Result, Schedule
 from treeattn.errors import ScheduleError
 
-__all__ = ["read"]
-
 _RESULTS: dict[str, Result] = {"allreduce": "replicated", "reducescatter": "scattered"}
 _MOVES = ("put", "get", "copy")
 _REDUCES = ("re", "rre", "res", "rres")  # the source is added to, others' too, and the sum is passed on

@@ -7,8 +7,6 @@ from graphlib import CycleError, TopologicalSorter
 
 from treeattn.errors import ScheduleError
 
-__all__ = ["OPERATION_LIMIT", "Order"]
-
 #: An order keeps a bit for each pair of operations: 128 MB at the limit.
 OPERATION_LIMIT = 1 << 15
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from treeattn.collectives.schedule import Result, Schedule, Transfer
 from treeattn.errors import ScheduleError
 
-__all__ = ["Message", "Rounds"]
-
 
 @dataclass(eq=False)
 class Message:

@@ -9,8 +9,6 @@ from mpi4py import MPI
 
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec, duplicate
 
-__all__ = ["CollectiveReducer"]
-
 
 class CollectiveReducer(Reducer):
     """A `Reducer` whose step begins with one collective and goes on when that has come.

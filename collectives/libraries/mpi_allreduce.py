@@ -17,8 +17,6 @@ from treeattn.collectives.libraries.collective import CollectiveReducer
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.errors import BackendError
 
-__all__ = ["MpiAllreduce", "plan"]
-
 
 class MpiAllreduce(CollectiveReducer):
     """The library's own allreduce: a call is MPI_Allreduce; ``start()`` and ``wait()`` are MPI_Iallreduce,

@@ -7,6 +7,4 @@ from __future__ import annotations
 
 from treeattn.collectives.libraries.rescaled_sum import over_nccl
 
-__all__ = ["plan"]
-
 plan = over_nccl

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
     from torch.distributed import ProcessGroup
 
-__all__ = ["Communicator", "Given", "Member", "introduce", "node_groups"]
-
 T = TypeVar("T")
 C = TypeVar("C", bound="Communicator")
 

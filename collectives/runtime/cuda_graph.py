@@ -10,8 +10,6 @@ from treeattn.collectives.runtime.nccl import Communicator
 from treeattn.collectives.runtime.reducer import Reducer
 from treeattn.errors import PeerTimeoutError, StateError, TransportError
 
-__all__ = ["CudaGraph", "CudaGraphReducer"]
-
 _ABORT_SECONDS = 10.0  # NCCL's abort waits for graphs as its end does: then it is left behind in its thread
 
 

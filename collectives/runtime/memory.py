@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["HOST", "Host", "Memory", "PeerMemory", "Stream"]
-
 
 class Memory(Protocol):
     """Where records lie. Work on them may be queued: it runs in order."""

@@ -16,8 +16,6 @@ from treeattn.collectives.runtime.communicator import Member
 from treeattn.collectives.runtime.reducer import duplicate
 from treeattn.errors import no_communicator
 
-__all__ = ["MpiCommunicator", "PersistentRequests"]
-
 # Calls that return without the other ranks. Whatever else a communicator has, or comes to have, is watched.
 _LOCAL = re.compile(
     r"_|I[a-z]|i[a-z_]+$|Get_|Set_|.*_init$|.*(keyval|_attr|errhandler)$|(Cart|Graph)_map"

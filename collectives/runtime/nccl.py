@@ -19,8 +19,6 @@ from treeattn.errors import PeerError, TransportError
 if TYPE_CHECKING:
     from treeattn.collectives.runtime import communicator
 
-__all__ = ["Communicator", "connect", "problem", "sharing_problem", "version"]
-
 #: NCCL's own variable: whether several ranks may have one GPU; and the first version that knows it.
 _SHARING, _SHARING_SINCE = "NCCL_MULTI_RANK_GPU_ENABLE", (2, 30)
 

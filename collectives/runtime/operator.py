@@ -7,18 +7,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from treeattn.collectives.program import Program
 
-__all__ = [
-    "Columns",
-    "CompiledOperator",
-    "ManyOperator",
-    "NativeCode",
-    "NativeOperator",
-    "OneSidedOperator",
-    "OneSidedStep",
-    "Operator",
-    "RescalingOperator",
-]
-
 
 class Operator(Protocol):
     """A commutative, associative merge of records.

@@ -7,8 +7,6 @@ import socket
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Process", "kernel", "namespace"]
-
 
 class Process(NamedTuple):
     """A process: its number, and when it started in ticks since boot, since numbers are used again."""

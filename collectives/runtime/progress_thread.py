@@ -11,9 +11,6 @@ from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.reducer import Reducer
 from treeattn.errors import TransportError
 
-__all__ = ["ProgressThreadReducer", "check_threads"]
-
-
 _PATIENCE = 0.5  # seconds for a thread to come back that looks up every twentieth of one
 
 

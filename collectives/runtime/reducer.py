@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
-__all__ = ["NativeStep", "Reducer", "ReductionSpec", "Sent", "duplicate"]
-
 
 class Sent(NamedTuple):
     """The payload that one rank hands to a library's collectives in one step.

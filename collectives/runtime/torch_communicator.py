@@ -24,8 +24,6 @@ from treeattn.errors import PeerError, StateError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["TorchCommunicator"]
-
 T = TypeVar("T")
 
 # Tags: this bit, then the channel, then the number of the message between two ranks. Torch takes 31 bits.

@@ -28,24 +28,6 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 from treeattn.collectives.runtime.process import Process
 from treeattn.errors import ArgumentError
 
-__all__ = [
-    "TIMED_OUT",
-    "VARIABLE",
-    "Activity",
-    "Guarded",
-    "Watched",
-    "WatchedCalls",
-    "at_the_end",
-    "call_with_timeout",
-    "current_activity",
-    "end_job",
-    "introduce",
-    "limit",
-    "poll",
-    "register",
-    "timeout_message",
-]
-
 T = TypeVar("T")
 
 #: Seconds that anything waits for other ranks; 0: as long as it takes.

@@ -21,8 +21,6 @@ import numpy as np
 
 from treeattn.errors import ArgumentError
 
-__all__ = ["Containers", "device_of", "give", "in_kind", "on_gpu", "on_host"]
-
 Pair = tuple[Any, Any]
 
 # DLDeviceType: what the processor reads in place (memory of the host, pinned or not), and what a GPU does.

@@ -9,8 +9,6 @@ from typing import NamedTuple
 from treeattn.attention.mask import Rules
 from treeattn.attention.positions import Runs
 
-__all__ = ["svg", "text"]
-
 #: Of a text drawing: a token that the query sees, one of this rank that it does not, and one of others.
 SEEN, OWNED, ELSEWHERE = "#", ".", " "
 

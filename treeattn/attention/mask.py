@@ -13,8 +13,6 @@ from treeattn.attention.positions import MAX_POSITION, Runs
 from treeattn.attention.shape import check_number
 from treeattn.errors import ArgumentError
 
-__all__ = ["Rules"]
-
 #: Kernels take these numbers as float32, whatever the inputs are.
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 

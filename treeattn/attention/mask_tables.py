@@ -15,8 +15,6 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.positions import MAX_POSITION, Runs
 from treeattn.errors import ArgumentError
 
-__all__ = ["MaskTables", "words_of"]
-
 #: Sequences, with one query each, up to which tables are filled one by one.
 _FEW = 8
 

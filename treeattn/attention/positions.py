@@ -15,8 +15,6 @@ import numpy as np
 
 from treeattn.errors import ArgumentError
 
-__all__ = ["MAX_POSITION", "Runs", "as_runs", "check_owners", "interleaved"]
-
 #: Positions, and the ends of intervals of them, are below this: sums of two stay within int64.
 MAX_POSITION = 2**60
 

@@ -15,19 +15,6 @@ from treeattn.errors import ArgumentError
 if TYPE_CHECKING:
     from treeattn.attention.shard import Shard
 
-__all__ = [
-    "CACHE_DTYPES",
-    "DTYPES",
-    "FLOAT8",
-    "Shape",
-    "as_tensor",
-    "check_axes",
-    "check_latent",
-    "check_shapes",
-    "dtype_name",
-    "values_of",
-]
-
 # Input dtypes by name. 16-bit inputs are widened inside the kernels; float64 keeps float64 throughout.
 DTYPES = {
     "float32": np.dtype(np.float32),

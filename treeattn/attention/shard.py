@@ -15,8 +15,6 @@ from treeattn.attention.shape import CACHE_DTYPES, check_number
 from treeattn.errors import ArgumentError
 from treeattn.shards import Layout, parse_layout
 
-__all__ = ["CacheFormat", "Positions", "Shard"]
-
 #: What ``positions=`` takes: a layout or its name, runs (start, step, count), slices, or integers [tokens].
 Positions = str | Layout | Runs | slice | Sequence[Any] | ArrayLike
 

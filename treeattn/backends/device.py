@@ -15,8 +15,6 @@ from treeattn.collectives.runtime.memory import Memory, Stream
 from treeattn.collectives.runtime.reducer import Reducer
 from treeattn.errors import ArgumentError
 
-__all__ = ["Attention", "Device", "WholeStep", "find"]
-
 Attention = Callable[[Any, Any, Any, Any], None]
 
 #: Called with q, k, v and lengths: whether it made the step. Else nothing was done, and the three parts are

@@ -17,8 +17,6 @@ from treeattn import files
 from treeattn.attention.positions import Runs, check_owners
 from treeattn.errors import ArgumentError
 
-__all__ = ["NAME", "Index", "Part", "read_index"]
-
 NAME = "index.json"
 
 

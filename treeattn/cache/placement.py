@@ -18,8 +18,6 @@ from treeattn.shards import Layout, parse_layout
 
 T = TypeVar("T")
 
-__all__ = ["Placement", "Reach", "Step", "Write", "ordered", "whole_numbers"]
-
 
 class Placement:
     """Which rank holds which positions.

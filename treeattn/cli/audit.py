@@ -19,8 +19,6 @@ from treeattn.errors import ArgumentError
 from treeattn.report import Report
 from treeattn.shards import Layout
 
-__all__ = ["command", "fingerprint", "head_digests"]
-
 _BLOCK = 256  # tokens with a fingerprint of their own
 
 

@@ -12,8 +12,6 @@ from treeattn.errors import ArgumentError
 from treeattn.study import export
 from treeattn.study.compare import results
 
-__all__ = ["command"]
-
 
 @click.command("export")
 @click.argument("files", nargs=-1, required=True, type=FILE, metavar="RESULTS..")

@@ -25,8 +25,6 @@ from treeattn.study.figures import draw
 from treeattn.study.figures.cases import Study
 from treeattn.study.page import Page
 
-__all__ = ["command"]
-
 _METHOD = """
 A block plans its scheme anew, warms it up and times iterations between agreed instants on one clock; each
 repetition takes the schemes of a case in a new random order. Times are medians over iterations, blocks

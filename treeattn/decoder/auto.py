@@ -6,8 +6,6 @@ from treeattn.collectives import parameters
 from treeattn.collectives.catalog import Scheme, Selection
 from treeattn.errors import ScheduleError
 
-__all__ = ["NAME", "NOT_NAMED", "ROW", "selection"]
-
 NAME = "auto"
 #: For commands that show one schedule.
 NOT_NAMED = (

@@ -12,8 +12,6 @@ from treeattn.collectives.runtime.cuda_graph import CudaGraph
 from treeattn.decoder.plan import Plan
 from treeattn.errors import ArgumentError, BackendError, RestrictionError, StateError, TransportError
 
-__all__ = ["CapturedStep", "capture"]
-
 
 class CapturedStep:
     """What `Decoder.capture` makes."""

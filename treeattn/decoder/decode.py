@@ -36,8 +36,6 @@ from treeattn.errors import ArgumentError
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.communicator import Communicator, Given
 
-__all__ = ["decode", "schemes"]
-
 
 def schemes() -> list[str]:
     """Every name that ``scheme=`` takes."""

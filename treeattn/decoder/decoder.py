@@ -20,8 +20,6 @@ from treeattn.errors import ArgumentError, TreeattnError
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.communicator import Communicator, Given
 
-__all__ = ["Decoder"]
-
 
 class Decoder(PlannedDecode):
     """A planned `decode`: everything that can be done once is done once. Creating it is collective.

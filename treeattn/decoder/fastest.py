@@ -24,8 +24,6 @@ from treeattn.errors import ArgumentError, RestrictionError
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.communicator import Communicator
 
-__all__ = ["Choice", "candidates", "choose"]
-
 _CANDIDATES = (
     "recursive_doubling", "k_nomial_tree", "k_nomial_tree:radix=4", "double_binary_tree", "bine",
     "reduce_scatter_gather", "reduce_scatter_gather:order=near", "circulant", "hierarchical",

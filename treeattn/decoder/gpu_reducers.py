@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from treeattn.collectives.executors import peer
     from treeattn.collectives.runtime.communicator import Communicator
 
-__all__ = ["PLANNERS", "connected_by_nccl", "problems", "shared_gpu"]
-
 
 def _over_nccl(
     selection: Selection, schedule: Schedule | None, reduction: ReductionSpec, executor: str | None

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from treeattn.collectives.runtime.communicator import Communicator, Given
 
-__all__ = ["Merger", "merge"]
-
 _NATURAL_LOG = {"e": 1.0, 2: math.log(2)}  # of the bases that kernels write
 
 

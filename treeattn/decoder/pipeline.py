@@ -25,8 +25,6 @@ from treeattn.errors import StateError
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.communicator import Communicator
 
-__all__ = ["CANDIDATES", "Group", "Pipeline", "Tried", "split"]
-
 #: Numbers of groups that ``groups="auto"`` tries, where the KV heads can be dealt out to them.
 CANDIDATES = (1, 2, 4)
 

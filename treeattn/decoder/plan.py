@@ -35,19 +35,6 @@ from treeattn.errors import RestrictionError
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.communicator import Communicator
 
-__all__ = [
-    "CATALOG",
-    "Buffers",
-    "Plan",
-    "Route",
-    "folding",
-    "plan",
-    "plan_reducer",
-    "schedule",
-    "select",
-    "sinks",
-]
-
 #: Every scheme that ``scheme=`` takes: schedules, library reductions, baselines.
 CATALOG = catalog.CATALOG | baselines.BASELINES
 

@@ -11,8 +11,6 @@ from treeattn.collectives.runtime.reducer import Sent
 if TYPE_CHECKING:
     from treeattn.decoder.plan import Plan
 
-__all__ = ["described"]
-
 
 def described(plan: Plan) -> str:
     """The plan as text of a few lines, for people."""

@@ -32,8 +32,6 @@ from treeattn.shards import parts
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.communicator import Given
 
-__all__ = ["PREFILLS", "Prefill", "prefill"]
-
 CAUSAL = Rules(causal=True)
 
 #: The positions of some keys, and keys and values [batch, keys, kv_heads, width].

@@ -20,8 +20,6 @@ from treeattn.backends.device import Attention, Device
 from treeattn.errors import ArgumentError
 from treeattn.partial import EXTRA
 
-__all__ = ["Projection"]
-
 
 class Projection:
     """The map of ``project=``, [heads, v_dim, out_dim]: out_dim numbers of a head from its v_dim.

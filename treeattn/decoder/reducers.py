@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from treeattn.collectives.executors.torch_messages import TorchMessages
     from treeattn.collectives.runtime.communicator import Communicator
 
-__all__ = ["by_module", "choose", "over_mpi", "plan", "refuse", "run_rounds"]
-
 _BY_MPI = ("mpi", "cuda-mpi", "host")
 
 _CHOICES = {

@@ -16,8 +16,6 @@ from treeattn.errors import ArgumentError, RestrictionError
 if TYPE_CHECKING:
     from treeattn.decoder.request import Request
 
-__all__ = ["REPRODUCIBLE", "ReproducibleCpu", "check", "find"]
-
 #: What ``reproducible=`` takes beside None.
 REPRODUCIBLE = ("tokens", "blocks")
 

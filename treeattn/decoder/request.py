@@ -15,8 +15,6 @@ from treeattn.decoder.projection import Projection
 from treeattn.decoder.sight import Stated
 from treeattn.errors import ArgumentError, RestrictionError
 
-__all__ = ["EXECUTORS", "MPI_EXECUTORS", "Reduction", "Request", "check"]
-
 #: The names that ``executor=`` takes: for ranks of MPI, the fastest first, and for those of process groups.
 MPI_EXECUTORS = ("slots", "program", "mpi")
 EXECUTORS = (*MPI_EXECUTORS, "torch")

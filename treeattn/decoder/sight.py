@@ -15,8 +15,6 @@ from treeattn.attention.shape import Shape
 from treeattn.errors import ArgumentError
 from treeattn.shards import Layout, parse_layout
 
-__all__ = ["Sight", "Stated", "Told", "agree", "all_runs"]
-
 
 class Stated(NamedTuple):
     """What a rank says of its tokens at planning.

@@ -20,8 +20,6 @@ from treeattn.llama.session import Session, _check_tokens, _checked_prompt
 from treeattn.llama.tensor_parallel import Tokens
 from treeattn.llama.weights import Array
 
-__all__ = ["RemoteSession"]
-
 
 class RemoteSession(Session):
     """One sequence of at most `capacity` tokens on `nodes`; the rest as of `Session`, without drafts.

@@ -16,8 +16,6 @@ from treeattn.study.compare.results import Results, Summary, compared_series, su
 from treeattn.study.compare.schema import NULL, SUM, Key
 from treeattn.study.figures.cases import PAYLOAD
 
-__all__ = ["FORMATS"]
-
 _TYPES = {"float32": "float", "bfloat16": "bfloat16", "float64": "double"}  # as NCCL's tests call them
 
 

@@ -9,8 +9,6 @@ from html import escape
 
 from treeattn.report import Column, Report, Row
 
-__all__ = ["Page"]
-
 _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; padding: 0 1em; max-width: 75em; }

@@ -26,8 +26,6 @@ from treeattn.token_tree.tree import Integers, TokenTree
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.communicator import Given
 
-__all__ = ["Accepted", "accept_greedy", "accept_sample", "accept_speculative", "draw_token"]
-
 Probabilities = NDArray[np.float64]
 
 #: Of a row and a node (-1: the context): the child to go to, if any, and the token after the node.

@@ -12,8 +12,6 @@ import numpy as np
 
 from treeattn.errors import ArgumentError
 
-__all__ = ["Packed", "mask_from_words", "mask_words", "pack", "prefix_tree", "unpack"]
-
 _WORD_BITS = 32
 
 

@@ -16,8 +16,6 @@ from treeattn.errors import ArgumentError
 from treeattn.token_tree import drawing
 from treeattn.token_tree.pack import mask_words, pack
 
-__all__ = ["TokenTree"]
-
 Integers = NDArray[np.integer[Any]]
 Mask = NDArray[np.bool_]
 

@@ -34,8 +34,6 @@ from treeattn.token_tree.tree import TokenTree
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.communicator import Given
 
-__all__ = ["Verifier", "verify"]
-
 _NAMES, _OVER = ("q", "k", "v", "draft_k", "draft_v"), "a tree is verified over"
 
 

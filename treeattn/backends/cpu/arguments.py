@@ -14,20 +14,6 @@ from treeattn import partial
 from treeattn.attention.shape import check_shapes
 from treeattn.errors import ArgumentError
 
-__all__ = [
-    "Array",
-    "Binding",
-    "address",
-    "check_inputs",
-    "check_lengths",
-    "check_merge",
-    "check_output",
-    "check_records",
-    "code_address",
-    "planned",
-    "planned_binding",
-]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 # enum element_type of kernels/cpu/simd.h. uint16 stands for the bits of bfloat16.

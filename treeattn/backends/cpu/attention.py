@@ -24,15 +24,6 @@ from treeattn.backends.cpu.arguments import Array, Binding, planned_binding
 from treeattn.backends.cpu.tables import PlannedTables
 from treeattn.errors import ArgumentError, RestrictionError
 
-__all__ = [
-    "MAX_THREADS",
-    "ORDERS",
-    "PlannedAttention",
-    "check_environment",
-    "partial_attention",
-    "read_order",
-]
-
 #: Threads that a process may have for attention; kernels/cpu/thread_pool.h has the same number.
 MAX_THREADS = 256
 

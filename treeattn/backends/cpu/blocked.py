@@ -16,8 +16,6 @@ from treeattn import partial
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import rows_of
 
-__all__ = ["partial_attention"]
-
 _BLOCK = 1024  # tokens; libraries sum longer products to beyond the promised error
 
 Array = np.ndarray[Any, np.dtype[Any]]

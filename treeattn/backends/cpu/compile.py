@@ -30,17 +30,6 @@ from pathlib import Path
 
 from treeattn.errors import ArgumentError, BackendError
 
-__all__ = [
-    "ISA_FLAGS",
-    "available_isas",
-    "chosen_isa",
-    "compiled_kernels_problem",
-    "library",
-    "library_path",
-    "loaded",
-    "processor_vendor",
-]
-
 #: Compiler flags of each instruction set, the fastest first.
 ISA_FLAGS: dict[str, tuple[str, ...]] = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),

@@ -23,8 +23,6 @@ from treeattn.collectives.runtime.reducer import NativeStep, Reducer
 if TYPE_CHECKING:
     from treeattn.backends.device import Attention, WholeStep
 
-__all__ = ["Cpu", "PlannedStep"]
-
 
 class Cpu:
     """The processor: NumPy arrays and compiled kernels. A `treeattn.backends.device.Device`."""

@@ -12,8 +12,6 @@ from treeattn.backends.cpu import compile
 from treeattn.backends.cpu.arguments import Array, address
 from treeattn.backends.cpu.attention import process_threads
 
-__all__ = ["PlannedProduct"]
-
 #: From so many vectors on a matrix product is bound by arithmetic, which NumPy's library does better.
 MOST = 16
 

@@ -20,17 +20,6 @@ from treeattn.backends.cpu.arguments import Array, code_address
 from treeattn.collectives.runtime.operator import Columns, NativeCode
 from treeattn.errors import ArgumentError, BackendError
 
-__all__ = [
-    "MergeOperator",
-    "NullOperator",
-    "finish",
-    "merge",
-    "planned_finish",
-    "planned_pack",
-    "planned_scale",
-    "rescale_records",
-]
-
 
 def merge(into: Array, other: Array) -> None:
     """Fold `other` into `into`, in place: records [..., head_dim + 2] of one shape and type.

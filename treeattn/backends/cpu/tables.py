@@ -9,8 +9,6 @@ import numpy as np
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.backends.cpu import arguments
 
-__all__ = ["PlannedTables"]
-
 
 class _Tables(ctypes.Structure):
     """struct mask of kernels/cpu/visible.h."""

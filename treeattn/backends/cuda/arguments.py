@@ -13,18 +13,6 @@ from treeattn.backends.cuda.runtime import Runtime
 from treeattn.backends.cuda.variants import TYPES, check_head_dim
 from treeattn.errors import ArgumentError
 
-__all__ = [
-    "MAX_GRID",
-    "check_inputs",
-    "check_rows",
-    "check_table",
-    "check_tables",
-    "check_tokens",
-    "layout_of",
-    "rows_aligned",
-    "wrong_type",
-]
-
 #: Blocks along the second and third axis of a grid.
 MAX_GRID = 65535
 _MAX_TOKENS = 2**31 - 64  # positions of tokens are 32-bit integers, a step beyond the last one too

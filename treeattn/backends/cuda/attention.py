@@ -29,9 +29,6 @@ from treeattn.backends.cuda.tables import VisibleTables
 from treeattn.backends.cuda.variants import TYPES, Tokens, Variant, choose_variant
 from treeattn.errors import ArgumentError
 
-__all__ = ["PlannedAttention", "most_queries", "partial_attention"]
-
-
 _LARGEST = float(np.finfo(np.float32).max)
 
 # AttentionArguments of kernels/cuda/attention.cuh.

@@ -14,8 +14,6 @@ from treeattn.backends.cuda.arguments import check_table
 from treeattn.backends.cuda.runtime import Runtime
 from treeattn.errors import ArgumentError
 
-__all__ = ["BlockTables"]
-
 
 class BlockTables:
     """Of one decoder."""

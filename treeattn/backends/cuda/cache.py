@@ -11,8 +11,6 @@ from treeattn.backends.cuda.runtime import Runtime
 from treeattn.backends.cuda.variants import TYPES, TYPES_8
 from treeattn.errors import ArgumentError
 
-__all__ = ["CacheType"]
-
 
 class CacheType:
     """The type of k and v, and what numbers of 8 bits are multiplied by."""

@@ -11,8 +11,6 @@ import functools
 import re
 from importlib import resources
 
-__all__ = ["OPTIONS", "source"]
-
 #: What every compiler is told beside the text.
 OPTIONS = ("-std=c++17",)
 

@@ -19,8 +19,6 @@ from treeattn.backends.cuda import compile as cuda_source
 from treeattn.backends.cuda import driver as cuda_driver
 from treeattn.errors import ArgumentError, BackendError, TransportError
 
-__all__ = ["CupyRuntime", "choose", "current", "problem"]
-
 _INSTALL = "install treeattn[cuda12] or treeattn[cuda13], whichever CUDA version the driver has (nvidia-smi)"
 _NO_IPC = (
     "transport='peer' needs peer access between the GPUs (nvidia-smi topo -p2p r), no MIG partitions, and in "

@@ -11,8 +11,6 @@ from typing import Any
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.backends.cuda import driver as cuda_driver
 
-__all__ = ["CupyStopwatch"]
-
 # Name in the results -> what nvidia-smi calls it. MHz, W, degrees Celsius.
 _READINGS = {
     "sm_clock_mhz": "clocks.sm",

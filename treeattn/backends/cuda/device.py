@@ -26,8 +26,6 @@ from treeattn.errors import ArgumentError
 if TYPE_CHECKING:
     from treeattn.backends.device import Attention, WholeStep
 
-__all__ = ["Cuda"]
-
 
 class Cuda:
     """The GPU that is CuPy's current device: CuPy arrays. A

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from treeattn.errors import BackendError
 
-__all__ = ["Driver", "Gpu", "addresses", "driver", "identity"]
-
 _LIBRARY = "libcuda.so.1"
 _MODULE_VERSION = Path("/proc/driver/nvidia/version")
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["PlannedProduct"]
-
 
 class PlannedProduct:
     """vectors [count, columns] -> vectors @ matrix.T of each matrix, side by side: a new array [count, rows],

@@ -25,8 +25,6 @@ from treeattn.collectives.program import (
 )
 from treeattn.errors import RestrictionError
 
-__all__ = ["PlannedPull", "resident_blocks", "window_bytes"]
-
 # Instruction, Source, InMemory, InParameters, PullArguments, Operation, LANDED and MAX_SOURCES of
 # kernels/cuda/pull_partials.cu.
 _INSTRUCTION = structure("", "", "operation round first stop place source sources")

@@ -24,16 +24,6 @@ from treeattn.collectives.program import Program
 from treeattn.collectives.runtime.operator import Columns
 from treeattn.errors import ArgumentError
 
-__all__ = [
-    "MergeOperator",
-    "PlannedFinish",
-    "finish",
-    "merge",
-    "planned_finish",
-    "planned_pack",
-    "planned_scale",
-]
-
 # MergeArguments, TakeMaximaArguments and RescaleArguments of kernels/cuda/*.cu.
 _MERGE = structure("into others", "others_stride", "records width count")
 _TAKE_MAXIMA = structure("records maxima", "", "count width")

@@ -12,8 +12,6 @@ from treeattn import partial
 from treeattn.collectives.runtime.memory import PeerMemory
 from treeattn.errors import ArgumentError
 
-__all__ = ["THREADS", "Runtime", "check_records", "default_runtime", "planned_launch", "structure"]
-
 #: Threads of a block, in every kernel.
 THREADS = 128
 

@@ -27,18 +27,6 @@ import numpy as np
 from treeattn import partial
 from treeattn.errors import BackendError
 
-__all__ = [
-    "CONSTANTS_FILE",
-    "MAX_SPLITS",
-    "Constants",
-    "Load",
-    "Splits",
-    "choose_splits",
-    "predict",
-    "rounded_steps",
-    "shipped",
-]
-
 #: MAX_SPLITS of kernels/cuda/attention.cuh.
 MAX_SPLITS = 256
 #: MAX_PARTIALS of kernels/cuda/combine.cuh.

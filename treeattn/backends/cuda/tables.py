@@ -15,8 +15,6 @@ from treeattn.attention.mask_tables import MaskTables
 from treeattn.backends.cuda.runtime import Runtime
 from treeattn.errors import ArgumentError
 
-__all__ = ["Spans", "VisibleTables", "find_spans"]
-
 _NO_DRAFT = np.int32(2**31 - 1)
 
 # TileView, Span and TokenTables of kernels/cuda/tokens.cuh.

@@ -6,23 +6,6 @@ from typing import NamedTuple
 
 from treeattn.errors import BackendError
 
-__all__ = [
-    "HEAD_DIMS",
-    "LATENT",
-    "TENSOR_CORES_FROM_ROWS",
-    "TYPES",
-    "TYPES_8",
-    "Tokens",
-    "Variant",
-    "check_head_dim",
-    "choose_variant",
-    "fma_kernel",
-    "kernel_head_dim",
-    "latent_kernel",
-    "latent_mma_kernel",
-    "mma_kernel",
-]
-
 #: Head dimensions that the attention kernels are built for.
 HEAD_DIMS = (64, 80, 96, 128, 256)
 #: Of latent attention: channels of keys, and how many of them, the first ones, are the values.
