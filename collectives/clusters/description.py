@@ -34,6 +34,7 @@ from treeattn.collectives.executor_names import EXECUTORS
 from treeattn.errors import ArgumentError
 
 __all__ = [
+    "PRICES",
     "Cluster",
     "Executor",
     "Link",
@@ -48,6 +49,15 @@ Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Microseconds = Annotated[float, Meta(ge=0, le=1e12)]
 Rate = Annotated[float, Meta(ge=1e-9, le=1e12)]
 Name = Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9_-]*$")]
+#: Standard deviations of logarithms of prices, by field.
+Errors = dict[str, Annotated[float, Meta(ge=0, le=10)]]
+Correlation = Annotated[float, Meta(ge=-1, le=1)]
+
+#: Fields that are prices, of whatever table.
+PRICES = (
+    "latency", "overhead", "gap", "bandwidth", "read_latency", "read_bandwidth", "taper", "shared_gap",
+    "shared_bandwidth", "call", "round", "merge_bandwidth", "message", "far_round", "memory",
+)  # fmt: skip
 
 _REMEDIES = {
     "missing required field": "add it, as the shipped files have it (treeattn simulate --list)",
@@ -85,7 +95,8 @@ class Tier(_Data, frozen=True):
     pair of ranks has a link of its own. taper: an outer tier's uplink from each unit has the bandwidth of
     its cards divided by this; 0 is a network without any such limit. shared_gap, shared_bandwidth: of what
     all messages within a unit of the tier go through one after the other, such as a bus, or the cores of a
-    machine that emulates several. assumed: names of the fields that nobody measured or published.
+    machine that emulates several. assumed: names of the fields that nobody measured or published. errors:
+    of fields and protocol steps by name, as `uncertainty` reads them.
     """
 
     name: Name
@@ -102,6 +113,7 @@ class Tier(_Data, frozen=True):
     shared_bandwidth: Rate | None = None
     protocols: tuple[Protocol, ...] = ()
     assumed: tuple[str, ...] = ()
+    errors: Errors = {}
 
 
 class Executor(_Data, frozen=True):
@@ -109,8 +121,8 @@ class Executor(_Data, frozen=True):
     rank has something to do, as much again where it has messages between nodes, and for each message; GB/s
     at which arriving bytes are merged.
 
-    pulls: receivers fetch, so a tier's read prices count. within: the tier that it cannot leave. assumed: as
-    of a tier.
+    pulls: receivers fetch, so a tier's read prices count. within: the tier that it cannot leave. assumed,
+    errors: as of a tier.
     """
 
     call: Microseconds
@@ -121,6 +133,7 @@ class Executor(_Data, frozen=True):
     pulls: bool = False
     within: str = ""
     assumed: tuple[str, ...] = ()
+    errors: Errors = {}
 
 
 class Link(msgspec.Struct, frozen=True):
@@ -136,7 +149,11 @@ class Link(msgspec.Struct, frozen=True):
 
 
 class Cluster(_Data, frozen=True, dict=True):
-    """A machine: tiers from the inside out, network cards of a node, executors by name."""
+    """A machine: tiers from the inside out, network cards of a node, executors by name.
+
+    scatter: standard deviation of the logarithm of what was measured over what was predicted, of schedules
+    that no price was fitted to; None where nobody knows. correlations: of errors of prices, by their names.
+    """
 
     name: Name
     about: str
@@ -146,7 +163,10 @@ class Cluster(_Data, frozen=True, dict=True):
     executor: str
     cards: Count = 1
     memory: Rate | None = None  # GB/s that one rank reads its keys and values at
+    scatter: Annotated[float, Meta(ge=0, le=10)] | None = None
     assumed: tuple[str, ...] = ()
+    errors: Errors = {}
+    correlations: dict[str, dict[str, Correlation]] = {}
 
     @cached_property
     def places(self) -> int:
@@ -219,8 +239,7 @@ def wholly_assumed(cluster: Cluster) -> Cluster:
 
 
 def _prices(part: Tier | Executor) -> tuple[str, ...]:
-    apart = ("name", "joins", "mesh", "pulls", "within", "assumed")
-    return tuple(name for name in part.__struct_fields__ if name not in apart)
+    return tuple(name for name in part.__struct_fields__ if name in PRICES or name == "protocols")
 
 
 def shipped() -> list[str]:
@@ -304,6 +323,10 @@ def _check(file: str, cluster: Cluster) -> None:
         for field in part.assumed:
             if field == "assumed" or field not in part.__struct_fields__:
                 raise ArgumentError(f"{file}: assumed: no key beside it is {field!r}; name those that are")
+        steps = {step.name for step in part.protocols} if isinstance(part, Tier) else set()
+        for field in part.errors:
+            if field not in steps and (field not in PRICES or field not in part.__struct_fields__):
+                raise ArgumentError(f"{file}: errors: no price beside it is {field!r}; name those that are")
     for tier in cluster.tiers:
         starts = [step.from_bytes for step in tier.protocols]
         if starts != sorted(set(starts)):

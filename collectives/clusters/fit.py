@@ -2,15 +2,17 @@
 
 The most probable prices, as logarithms, given wide beliefs around first guesses and measured logarithms, with
 slopes from differences. Measurements far from the rest count less (Cauchy's weights, iterated: Holland and
-Welsch, 1977), since on a machine with other work some always are.
+Welsch, 1977), since on a machine with other work some always are. Standard errors are those of the posterior
+near its maximum, with as much noise as what is left over of probes that the prices had not seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp
-from typing import Any
+from math import exp, log
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import structs
@@ -19,15 +21,17 @@ from treeattn.collectives.clusters.description import Cluster, Executor, Protoco
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.probes import Probe
 from treeattn.collectives.clusters.simulate import simulate
+from treeattn.collectives.clusters.uncertainty import prices
 from treeattn.collectives.traffic import Payload
 
-__all__ = ["Residual", "fit", "left_out", "most_probable"]
+__all__ = ["Fitted", "Residual", "fit", "most_probable"]
 
 #: Messages of so many bytes and more may cost another latency: eager, rendezvous, windows of TCP.
 _STEPS = (4096, 16384, 65536)
 
 _NOISE, _BELIEF = 0.05, 1.5  # standard deviations, of logarithms
 _ITERATIONS, _LONGEST, _DIFFERENCE = 15, 1.0, 1e-3
+_LEAST_CORRELATION, _TINY = 0.02, 1e-30
 
 Prices = dict[str, float]
 
@@ -46,10 +50,19 @@ class Residual:
         return self.fitted / self.measured - 1
 
 
-def fit(
-    shape: Cluster, places: Placement, record_bytes: int, measured: Mapping[Probe, float]
-) -> tuple[Cluster, list[Residual]]:
-    """`shape` with prices by which `measured` microseconds come out, and what is left over.
+class Fitted(NamedTuple):
+    """A cluster with prices by which what was measured comes out, how sure they are, and what is left over.
+
+    left_out: of probes that the prices had not seen: each kind on each tier is predicted from the others.
+    """
+
+    cluster: Cluster
+    residuals: list[Residual]
+    left_out: list[Residual]
+
+
+def fit(shape: Cluster, places: Placement, record_bytes: int, measured: Mapping[Probe, float]) -> Fitted:
+    """`shape` with prices by which `measured` microseconds come out.
 
     Of `shape` tiers, places and the executor's name are kept. Raises `ValueError` for no measurements.
     """
@@ -59,50 +72,93 @@ def fit(
     names, mean = list(guess), np.log(list(guess.values()))
     schedules = {probe: probe.schedule(len(places)) for probe in measured}
 
-    def times(parameters: Any) -> Any:
-        cluster = _priced(shape, dict(zip(names, np.exp(parameters), strict=True)))
+    def priced(parameters: Any) -> Cluster:
+        return _priced(shape, dict(zip(names, np.exp(parameters).tolist(), strict=True)))
+
+    def times(parameters: Any, probes: Iterable[Probe] = measured) -> Any:
+        cluster = priced(parameters)
         return np.log([
             simulate(schedules[probe], cluster, places, Payload(probe.records, record_bytes)).time
             if probe.groups else cluster.executors[cluster.executor].call
-            for probe in measured
+            for probe in probes
         ])  # fmt: skip
 
     def sloped(parameters: Any) -> tuple[Any, Any]:
         at = times(parameters)
-        nudged = (times(parameters + step) for step in _DIFFERENCE * np.eye(len(mean)))
-        return at, np.stack([(one - at) / _DIFFERENCE for one in nudged], axis=1)
+        return at, _slopes(times, parameters, at)
 
     def noise(left: Any) -> Any:
         return np.diag(_NOISE**2 * (1 + (left / (2 * _NOISE)) ** 2))
 
-    belief = _BELIEF**2 * np.eye(len(mean))
-    found = most_probable(sloped, mean, belief, np.log(list(measured.values())), noise)
+    belief, wanted = _BELIEF**2 * np.eye(len(mean)), np.log(list(measured.values()))
+    found = most_probable(sloped, mean, belief, wanted, noise)
+    at, slopes = sloped(found)
+    kept = np.linalg.inv(noise(wanted - at))  # weights of the measurements
+    left_out = []
+    for held in _kinds(measured):
+        rest = np.array([probe not in held for probe in measured])
+        weighed = slopes[rest].T @ kept[np.ix_(rest, rest)]
+        gain = np.linalg.inv(weighed @ slopes[rest] + np.linalg.inv(belief))
+        surprise = wanted[rest] - at[rest] + slopes[rest] @ (found - mean)
+        unseen = times(mean + gain @ weighed @ surprise, held).tolist()
+        left_out += [
+            Residual(probe, measured[probe], exp(time)) for probe, time in zip(held, unseen, strict=True)
+        ]
+    scatter = _scatter(left_out or [Residual(probe, took, took) for probe, took in measured.items()])
+    # What the fit took for noise is as large as what it misses where it has not seen.
+    kept *= min(1.0, (_NOISE / scatter) ** 2)
+    covariance = np.linalg.inv(slopes.T @ kept @ slopes + np.linalg.inv(belief))
     residuals = [
         Residual(probe, took, exp(time))
-        for (probe, took), time in zip(measured.items(), times(found).tolist(), strict=True)
+        for (probe, took), time in zip(measured.items(), at.tolist(), strict=True)
     ]
-    return _priced(shape, dict(zip(names, np.exp(found).tolist(), strict=True))), residuals
+    return Fitted(_with_errors(priced, found, covariance, scatter), residuals, left_out)
 
 
-def left_out(
-    shape: Cluster, places: Placement, record_bytes: int, measured: Mapping[Probe, float], parts: int = 4
-) -> list[Residual]:
-    """The errors of probes that a fit has not seen: each part of them is predicted from the other parts.
+def _kinds(measured: Iterable[Probe]) -> list[list[Probe]]:
+    """Probes of one kind on one tier, where a tier has several kinds."""
+    found: defaultdict[tuple[str, str], list[Probe]] = defaultdict(list)
+    for probe in measured:
+        found[probe.tier, probe.kind].append(probe)
+    per_tier = Counter(tier for tier, _ in found)
+    return [held for (tier, _), held in found.items() if per_tier[tier] > 1]
 
-    Parameters and errors as of `fit`; the fit's own residuals are smaller than what it would do elsewhere.
-    """
-    found, probes = [], list(measured)
-    for part in range(parts):
-        held = probes[part::parts]
-        rest = {probe: took for probe, took in measured.items() if probe not in held}
-        cluster, _ = fit(shape, places, record_bytes, rest)
-        for probe in held:
-            payload = Payload(probe.records, record_bytes)
-            took = cluster.executors[cluster.executor].call
-            if probe.groups:
-                took = simulate(probe.schedule(len(places)), cluster, places, payload).time
-            found.append(Residual(probe, measured[probe], took))
-    return found
+
+def _scatter(unseen: Sequence[Residual]) -> float:
+    """The standard deviation of normal errors with the median of these, and no less than is believed."""
+    return max(_NOISE, float(np.median([abs(log(one.fitted / one.measured)) for one in unseen])) / 0.6745)
+
+
+def _slopes(of: Callable[[Any], Any], parameters: Any, at: Any) -> Any:
+    """Derivatives [values, parameters], by differences."""
+    steps = _DIFFERENCE * np.eye(len(parameters))
+    return np.stack([(of(parameters + step) - at) / _DIFFERENCE for step in steps], axis=1)
+
+
+def _with_errors(priced: Callable[[Any], Cluster], found: Any, covariance: Any, scatter: float) -> Cluster:
+    """The cluster with standard errors of its prices, and correlations of more than a few percent."""
+
+    def logs(parameters: Any) -> Any:
+        return np.log([price.value for price in prices(priced(parameters)).values()])
+
+    cluster = priced(found)
+    names, slopes = list(prices(cluster)), _slopes(logs, found, logs(found))
+    covariance = slopes @ covariance @ slopes.T
+    deviations = np.sqrt(np.diag(covariance))
+    together = np.round(covariance / np.maximum(np.outer(deviations, deviations), _TINY), 2)
+    of_table: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    correlations: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for at, name in enumerate(names):
+        table, _, field = name.partition(".")
+        of_table[table][field] = round(float(deviations[at]), 3)
+        for other in range(at):
+            if abs(together[at, other]) >= _LEAST_CORRELATION:
+                correlations[name][names[other]] = float(together[at, other])
+    return structs.replace(
+        cluster, scatter=round(scatter, 3), correlations=dict(correlations),
+        tiers=tuple(structs.replace(tier, errors=of_table[tier.name]) for tier in cluster.tiers),
+        executors={n: structs.replace(of, errors=of_table[n]) for n, of in cluster.executors.items()},
+    )  # fmt: skip
 
 
 def most_probable(

@@ -24,6 +24,9 @@ def as_toml(cluster: Cluster, comments: Iterable[str] = ()) -> str:
         lines += ["", "[[tiers]]", *_table(tier)]
     for name, executor in cluster.executors.items():
         lines += ["", f"[executors.{name}]", *_table(executor)]
+    if cluster.correlations:
+        lines += ["", "[correlations]"]
+        lines += [f"{json.dumps(name)} = {_value(others)}" for name, others in cluster.correlations.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -31,7 +34,8 @@ def _table(data: msgspec.Struct) -> Iterator[str]:
     """A line for each field that is no table and not its default."""
     for field in structs.fields(data):
         value = getattr(data, field.name)
-        if field.name not in ("tiers", "executors") and value != field.default:
+        apart = field.name in ("tiers", "executors", "correlations")
+        if not apart and value not in (field.default, {}):
             yield f"{field.name} = {_value(value)}"
 
 
@@ -39,6 +43,8 @@ def _value(value: Any) -> str:
     """Strings and truth values are spelled as in JSON."""
     if isinstance(value, float):
         return repr(float(f"{value:.{_DIGITS}g}"))
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{json.dumps(key)} = {_value(item)}" for key, item in value.items()) + " }"
     if isinstance(value, msgspec.Struct):
         return "{ " + ", ".join(_table(value)) + " }"
     if isinstance(value, tuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 
 import pytest
@@ -21,12 +22,19 @@ def test_from_calibrate_to_those_who_read_the_file(tmp_path):
     done = treeattn("calibrate", *words, ranks=4, MPIR_CVAR_NUM_CLIQUES="2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "errors of the fit" in done.stdout
-    assert "of probes left out of it: median" in " ".join(done.stdout.split())
+    assert "of kinds of probes left out of it: median" in " ".join(done.stdout.split())
     cluster = description.load(here)
     assert [tier.name for tier in cluster.tiers] == ["node", "network"]
     assert (cluster.name, cluster.places, cluster.slots) == ("here", 4, 2)
     assert cluster.memory > 0
-    residuals = json.loads(facts.read_text())["residuals"]
+    found = json.loads(facts.read_text())
+    assert found["drift"] > 0
+    assert cluster.scatter >= abs(math.log(found["drift"])) - 1e-3
+    assert found["prices"]["network.latency"]["error"] == cluster.tiers[1].errors["latency"] > 0
+    comments = here.read_text().partition("name =")[0]
+    for words in ("UTC", "treeattn 0", "4 ranks on", "load ", found["mpi"].split()[0], "the last block took"):
+        assert words in comments
+    residuals = found["residuals"]
     assert {row["kind"] for row in residuals} == {"call", "ping-pong", "exchange"}
     assert all(row["measured_us"] > 0 and row["fitted_us"] > 0 for row in residuals)
     assert here.read_text().count("us measured") == len(residuals)

@@ -14,6 +14,7 @@ import numpy as np
 from treeattn.cli import options
 from treeattn.cli.options import Output
 from treeattn.collectives.clusters.fit import Residual
+from treeattn.collectives.clusters.uncertainty import prices
 from treeattn.collectives.clusters.writing import as_toml
 from treeattn.decoder.request import MPI_EXECUTORS
 from treeattn.errors import ArgumentError
@@ -49,13 +50,19 @@ def command(executor: str | None, seconds: float, output: Output) -> None:
     found = calibrate(world, path.stem, executor, seconds, Progress(world.rank == 0))
     if found is None:
         return
-    output.write(as_toml(found.cluster, _comments(world.size, found)).encode())
+    software = environment.software()
+    output.write(as_toml(found.cluster, _comments(world.size, found, software)).encode())
     rows = [_facts(one) for one in found.residuals]
     made = Report({
-        **environment.software(),
+        **software,
         "cluster": found.cluster.about,
         "places": found.places,
         "seconds": found.seconds,
+        "hosts": found.hosts,
+        "load": found.load,
+        "drift": found.drift,
+        "scatter": found.cluster.scatter,
+        "prices": {name: price._asdict() for name, price in prices(found.cluster).items()},
         "residuals": rows,
         "left_out": [_facts(one) for one in found.left_out],
     })  # fmt: skip
@@ -67,11 +74,12 @@ def command(executor: str | None, seconds: float, output: Output) -> None:
         Column("fitted", "fitted_us", microseconds),
         Column("error", lambda row: row["fitted_us"] / row["measured_us"] - 1, "+.0%"),
     ])  # fmt: skip
-    for tier in found.cluster.tiers:
-        made.line(
-            f"{tier.name}: latency {microseconds(tier.latency)} µs, overhead {tier.overhead:.2f} µs, "
-            f"{tier.bandwidth:.3g} GB/s"
-        )
+    made.line("\nprices, µs and GB/s, within so many percent")
+    made.table(prices(found.cluster).items(), [
+        Column("price", lambda row: row[0], words=True),
+        Column("", lambda row: row[1].value, ".3g"),
+        Column("standard\nerror", lambda row: row[1].error or None, ".0%"),
+    ])  # fmt: skip
     made.line(f"attention of each rank reads {found.cluster.memory:.3g} GB/s while all do")
     made.line(_errors(found))
     made.line(f"{path} holds the cluster; it took {found.seconds:.0f} s")
@@ -80,7 +88,8 @@ def command(executor: str | None, seconds: float, output: Output) -> None:
 
 def _errors(found: Calibration) -> str:
     text = f"errors of the fit: {_spread(found.residuals)}"
-    return text + (f"; of probes left out of it: {_spread(found.left_out)}" if found.left_out else "")
+    text += f"; of kinds of probes left out of it: {_spread(found.left_out)}" if found.left_out else ""
+    return f"{text}; the last block took {found.drift - 1:+.0%} beside the first"
 
 
 def _spread(residuals: Sequence[Residual]) -> str:
@@ -88,9 +97,14 @@ def _spread(residuals: Sequence[Residual]) -> str:
     return f"median {np.median(errors):.0%}, largest {max(errors):.0%}"
 
 
-def _comments(ranks: int, found: Calibration) -> Iterator[str]:
-    yield f"Written by treeattn calibrate on {datetime.now(timezone.utc):%Y-%m-%d}, {ranks} ranks."
-    yield f"{_errors(found).capitalize()}."
+def _comments(ranks: int, found: Calibration, software: dict[str, Any]) -> Iterator[str]:
+    now = datetime.now(timezone.utc)
+    commit = software["git"] or "no commit"
+    yield f"Written by treeattn calibrate at {now:%Y-%m-%d %H:%M} UTC after {found.seconds:.0f} s."
+    yield f"treeattn {software['packages']['treeattn']} ({commit}), {' '.join(software['mpi'].split())}"
+    before, after = found.load
+    yield f"{ranks} ranks on {', '.join(found.hosts)}; load {before:.1f} before, {after:.1f} after"
+    yield from f"{_errors(found).capitalize()}.".split("; ")
     for residual in found.residuals:
         probe = residual.probe
         size = f"{4 * (HEAD_DIM + 2) * probe.records} B" if probe.groups else ""

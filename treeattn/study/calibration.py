@@ -7,6 +7,8 @@ the last entry: the simulator has all ranks enter at once.
 
 from __future__ import annotations
 
+import math
+import os
 import random
 import time
 from collections import defaultdict
@@ -20,7 +22,7 @@ from treeattn import communicators, mpi_library, topology
 from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives import build
 from treeattn.collectives.clusters.description import Cluster, Executor
-from treeattn.collectives.clusters.fit import Residual, fit, left_out
+from treeattn.collectives.clusters.fit import Residual, fit
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.probes import Probe, probes
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
@@ -37,19 +39,24 @@ if TYPE_CHECKING:
 HEAD_DIM = 128
 _BLOCKS, _WARMUP, _FEWEST, _MOST = 4, 3, 4, 100
 _HEADS, _TOKENS = 8, 8192  # 32 MiB of keys and values, more than a core's caches
-_LEFT_OUT_RANKS = 16  # four more fits take minutes on more, while all ranks wait
 _ONE = 0x3F80  # in bfloat16
 
 
 class Calibration(NamedTuple):
     """What was found, on rank 0. cluster: as a file holds it, with the rate at which a rank reads its cache;
-    places: of the ranks of this job. left_out: the errors of probes
-    that the fit had not seen, with at most 16 ranks."""
+    places: of the ranks of this job. left_out: the errors of kinds of probes that the prices had not seen.
+
+    drift: what the last block, in the order of the first one, took of the time of the first; load: of rank
+    0's machine, before and after; hosts: of the ranks.
+    """
 
     cluster: Cluster
     places: Placement
     residuals: list[Residual]
     left_out: list[Residual]
+    drift: float
+    load: tuple[float, float]
+    hosts: tuple[str, ...]
     seconds: float
 
 
@@ -63,13 +70,15 @@ def calibrate(
     """
     if comm.size < 2:
         raise ArgumentError("calibrate needs two ranks or more: mpiexec -n 4 treeattn calibrate ..")
-    began = time.perf_counter()
+    began, load = time.perf_counter(), os.getloadavg()[0]
     found = topology.detect(comm)
+    hosts = tuple(dict.fromkeys(entry["host"] for entry in environment.placement(comm)))
     wanted = list(probes(found.nodes, found.sockets))
     bench = _Bench(comm, executor, seconds / len(wanted) / _BLOCKS)
     samples: defaultdict[Probe, list[Any]] = defaultdict(list)
     for block in range(_BLOCKS):
-        for at, probe in enumerate(random.Random(block).sample(wanted, len(wanted))):
+        order = random.Random(block % (_BLOCKS - 1))  # what came first comes first again at last
+        for at, probe in enumerate(order.sample(wanted, len(wanted))):
             say(f"{block * len(wanted) + at} of {_BLOCKS * len(wanted)} blocks are done")
             samples[probe].append(bench.measure(probe))
     shape, places = _shape(found, name, bench.executor)
@@ -77,11 +86,17 @@ def calibrate(
     if comm.rank:
         return None
     medians = {probe: describe(samples[probe]).median for probe in wanted}
-    cluster, residuals = fit(shape, places, bench.record_bytes, medians)
-    cluster = structs.replace(_kept(cluster), memory=reading)
-    few = comm.size <= _LEFT_OUT_RANKS
-    unseen = left_out(shape, places, bench.record_bytes, medians) if few else []
-    return Calibration(cluster, places, residuals, unseen, time.perf_counter() - began)
+    drift = float(np.median([np.median(of[-1]) / np.median(of[0]) for of in samples.values()]))
+    fitted = fit(shape, places, bench.record_bytes, medians)
+    cluster = _kept(fitted.cluster)
+    cluster = structs.replace(
+        cluster,
+        memory=reading,
+        assumed=(),
+        scatter=round(math.hypot(cluster.scatter or 0.0, math.log(drift)), 3),
+    )
+    seconds, loads = time.perf_counter() - began, (load, os.getloadavg()[0])
+    return Calibration(cluster, places, fitted.residuals, fitted.left_out, drift, loads, hosts, seconds)
 
 
 def _shape(found: topology.Topology, name: str, executor: str) -> tuple[Cluster, Placement]:

@@ -1,0 +1,110 @@
+"""How sure the prices of a cluster are, and clusters drawn from what is known of them.
+
+A price is a field of a tier or an executor, ``network.latency``, or a protocol step of a tier,
+``network.rendezvous``. `errors` of its table are standard deviations of its logarithm, as a calibration finds
+them, and `correlations` of the file say which of them are wrong together: of latency and overhead hardly
+more than the sum is known. A price that is only assumed is thought to lie within a factor of 2 of what the
+file says, 19 times of 20; one from a source that states no error is taken as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec import structs
+
+from treeattn.collectives.clusters.description import PRICES, Cluster, Executor, Protocol, Tier
+
+__all__ = ["ASSUMED", "STEP", "Price", "draws", "prices"]
+
+#: Standard deviation of the logarithm of a price that nobody measured.
+ASSUMED = math.log(2) / 1.96
+STEP = 0.1
+
+
+class Price(NamedTuple):
+    """A price above 0, in its own unit, and the standard deviation of its logarithm."""
+
+    value: float
+    error: float
+
+
+def prices(cluster: Cluster) -> dict[str, Price]:
+    """All prices of a cluster by name. Of protocol steps these are the latencies."""
+    found: dict[str, Price] = {}
+    for name, table in _tables(cluster):
+        for field in table.__struct_fields__:
+            value = getattr(table, field)
+            if field in PRICES and value:
+                found[f"{name}.{field}"] = Price(value, _error(table, field))
+        for step in table.protocols if isinstance(table, Tier) else ():
+            error = table.errors.get(step.name, _error(table, "protocols"))
+            found[f"{name}.{step.name}"] = Price(step.latency, error)
+    return found
+
+
+def draws(cluster: Cluster, count: int, seed: int = 0) -> Iterator[Cluster]:
+    """So many clusters, each with all its prices drawn anew, `STEP` of their errors away from this one; the
+    same for a seed. What a time differs by there, divided by `STEP`, is its error to first order.
+
+    Errors of logarithms are normal near what was found alone: of a price that is next to nothing hardly more
+    is known, and one that is drawn far from it would contradict what was measured.
+    """
+    unsure = {name: price.error for name, price in prices(cluster).items() if price.error}
+    root = _root(cluster, unsure)
+    draw = np.random.default_rng(seed)
+    for _ in range(count):
+        logs = root @ draw.standard_normal(len(unsure))
+        yield _scaled(cluster, dict(zip(unsure, np.exp(STEP * logs).tolist(), strict=True)))
+
+
+def _tables(cluster: Cluster) -> Iterator[tuple[str, Cluster | Tier | Executor]]:
+    yield cluster.name, cluster
+    yield from ((tier.name, tier) for tier in cluster.tiers)
+    yield from cluster.executors.items()
+
+
+def _error(table: Cluster | Tier | Executor, field: str) -> float:
+    return table.errors.get(field, ASSUMED if field in table.assumed else 0.0)
+
+
+def _root(cluster: Cluster, unsure: Mapping[str, float]) -> Any:
+    """A matrix by which independent numbers become logarithms of factors. Correlations of two digits may not
+    quite fit together: what of them cannot be is left out."""
+    at = {name: index for index, name in enumerate(unsure)}
+    together = np.eye(len(at))
+    for one, others in cluster.correlations.items():
+        for other, value in others.items():
+            if one in at and other in at:
+                together[at[one], at[other]] = together[at[other], at[one]] = value
+    deviations = np.array(list(unsure.values()))
+    values, vectors = np.linalg.eigh(together * np.outer(deviations, deviations))
+    return vectors * np.sqrt(np.maximum(values, 0))
+
+
+def _scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
+    def changed(name: str, table: Any) -> Any:
+        fields: dict[str, Any] = {
+            field: getattr(table, field) * factors[f"{name}.{field}"]
+            for field in table.__struct_fields__
+            if f"{name}.{field}" in factors
+        }
+        if isinstance(table, Tier):
+            fields["protocols"] = tuple(
+                _step(step, factors.get(f"{name}.{step.name}", 1.0)) for step in table.protocols
+            )
+        return structs.replace(table, **fields)
+
+    found: Cluster = structs.replace(
+        changed(cluster.name, cluster),
+        tiers=tuple(changed(tier.name, tier) for tier in cluster.tiers),
+        executors={name: changed(name, executor) for name, executor in cluster.executors.items()},
+    )
+    return found
+
+
+def _step(step: Protocol, factor: float) -> Protocol:
+    return structs.replace(step, latency=step.latency * factor)
