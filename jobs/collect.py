@@ -41,7 +41,7 @@ def _compared(path: Path) -> Iterator[tuple[Any, ...]]:
     found = results.read(path)
     for problem in found.problems:
         print(f"collect: {problem}", file=sys.stderr)
-    used = {found.version(point): found.runs[point.run].ranks[: point.key.ranks] for point in found.points}
+    used = {found.version(point): found.runs[point.run].used(point.key.place) for point in found.points}
     summaries = results.summarise(found)
     for summary in summaries:
         key = summary.key

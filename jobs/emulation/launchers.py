@@ -13,10 +13,12 @@ def host_files(plan: Plan) -> dict[str, str]:
     """Name and text of the files that list the nodes in the order in which ranks fill them."""
     nodes = [f"node{index}" for index in range(plan.nodes)]
     # Where ranks are left after the last line, MPICH's launcher starts again at the first.
-    at_once = plan.ranks_per_node if plan.placement == "block" else 1
+    each = list(zip(nodes, plan.ranks_per_node, strict=True))
     return {
-        "mpich_hosts": "".join(f"{node}:{at_once}\n" for node in nodes),
-        "openmpi_hosts": "".join(f"{node} slots={plan.ranks_per_node}\n" for node in nodes),
+        "mpich_hosts": "".join(
+            f"{node}:{ranks if plan.placement == 'block' else 1}\n" for node, ranks in each
+        ),
+        "openmpi_hosts": "".join(f"{node} slots={ranks}\n" for node, ranks in each),
     }
 
 

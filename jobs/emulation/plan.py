@@ -25,10 +25,11 @@ NANOSECONDS = {"us": 10**3, "ms": 10**6, "s": 10**9}
 
 @dataclass(frozen=True)
 class Plan:
-    """A cluster to be. `bandwidth` in bit/s each way, None for unlimited; `delay` one way in nanoseconds."""
+    """A cluster to be. `ranks_per_node` of each node; `bandwidth` in bit/s each way, None for unlimited;
+    `delay` one way in nanoseconds."""
 
     nodes: int
-    ranks_per_node: int
+    ranks_per_node: tuple[int, ...]
     placement: str
     bandwidth: int | None
     delay: int
@@ -85,15 +86,20 @@ def _count(most: int) -> Callable[[str], int]:
     return count
 
 
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(map(_count(1024), text.split(",")))
+
+
 def parse(words: list[str]) -> Plan:
     """The plan that the command line asks for. Bad arguments: one line on stderr and exit code 2."""
     split = words.index("--") if "--" in words else len(words)
     options, command = words[:split], words[split + 1 :]
     parser = _OneLine(usage=USAGE, allow_abbrev=False)
     add = parser.add_argument
-    add("--nodes", type=_count(MAX_NODES), default=4, metavar="N", help="default 4")
-    add("--ranks-per-node", type=_count(1024), default=1, metavar="R",
-        help="ranks that mpiexec puts on a node before it turns to the next; default 1")  # fmt: skip
+    add("--nodes", type=_count(MAX_NODES), metavar="N", help="default 4, or as many as R say")
+    add("--ranks-per-node", type=_counts, default="1", metavar="R[,R..]",
+        help="ranks that mpiexec puts on a node before it turns to the next, of each node if they differ; "
+        "default 1")  # fmt: skip
     add("--placement", choices=("block", "cyclic"), default="block",
         help="block: a node's ranks are neighbours (default); cyclic: rank r is on node r mod N")  # fmt: skip
     add("--bandwidth", type=bandwidth, default="1gbit", metavar="RATE",
@@ -110,6 +116,13 @@ def parse(words: list[str]) -> Plan:
         parser.error(f"unknown argument {rest[0]!r}: see the options{where}")
     if not command and not given.measure:
         parser.error("no command: write it after --, for instance -- mpiexec -n 8 treeattn doctor")
+    each = given.ranks_per_node
+    given.nodes = given.nodes or (4 if len(each) == 1 else len(each))
+    if len(each) not in (1, given.nodes) or given.nodes > MAX_NODES:
+        parser.error(f"--ranks-per-node is of {len(each)} nodes: --nodes {len(each)}, at most {MAX_NODES}")
+    given.ranks_per_node = each * (given.nodes // len(each))
+    if given.placement == "cyclic" and len(set(each)) > 1:
+        parser.error("--placement cyclic takes as many ranks on every node")
     if given.measure and given.nodes < 2:
         parser.error("--measure needs two nodes to measure between: --nodes 2")
     return Plan(**vars(given), command=tuple(command))

@@ -15,19 +15,24 @@ from tests.emulator.raw_module import compiler_problem
 from .conftest import PROGRAMS, QUEUE, ROOT, works
 
 
-def on_4_times_2(cluster, mpi, program: str, *options: str):
-    shape = ("--nodes", 4, "--ranks-per-node", 2)
-    done = cluster.run(*shape, *options, "--", mpi / "mpiexec", "-n", 8, mpi / "python", PROGRAMS / program)
+def on_8_ranks(cluster, mpi, program: str, *options: str, each: str = "2,2,2,2"):
+    done = cluster.run(
+        "--ranks-per-node", each, *options, "--", mpi / "mpiexec", "-n", 8, mpi / "python", PROGRAMS / program
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize(
-    ("placement", "node_of_rank"),
-    [("block", [0, 0, 1, 1, 2, 2, 3, 3]), ("cyclic", [0, 1, 2, 3, 0, 1, 2, 3])],
+    ("each", "placement", "node_of_rank"),
+    [
+        ("2,2,2,2", "block", [0, 0, 1, 1, 2, 2, 3, 3]),
+        ("2,2,2,2", "cyclic", [0, 1, 2, 3, 0, 1, 2, 3]),
+        ("4,1,2,1", "block", [0, 0, 0, 0, 1, 2, 2, 3]),
+    ],
 )
-def test_mpi_sees_four_nodes_of_two_ranks(cluster, mpi, placement, node_of_rank):
-    ranks = on_4_times_2(cluster, mpi, "who_is_where.py", "--placement", placement)
+def test_mpi_sees_four_nodes(cluster, mpi, each, placement, node_of_rank):
+    ranks = on_8_ranks(cluster, mpi, "who_is_where.py", "--placement", placement, each=each)
     assert [rank["host"] for rank in ranks] == [f"node{node}" for node in node_of_rank]
     for rank, node in zip(ranks, node_of_rank, strict=True):
         assert rank["node_ranks"] == [other for other in range(8) if node_of_rank[other] == node]
@@ -36,7 +41,7 @@ def test_mpi_sees_four_nodes_of_two_ranks(cluster, mpi, placement, node_of_rank)
 
 
 def test_only_messages_between_nodes_travel_over_the_link(cluster, mpi):
-    moved = on_4_times_2(cluster, mpi, "bytes_on_the_wire.py", "--bandwidth", "none")
+    moved = on_8_ranks(cluster, mpi, "bytes_on_the_wire.py", "--bandwidth", "none")
     assert moved["same_node"] < moved["payload"] / 100
     assert moved["payload"] <= moved["other_node"] < 1.2 * moved["payload"]
 

@@ -77,6 +77,27 @@ def test_executors_side_by_side(tmp_path):
     assert len({point.key.case for point in found.points}) == 1
 
 
+def test_sizes_ranks_of_nodes_and_what_single_ranks_take(tmp_path):
+    """On two nodes of two ranks; blocks may end with the answer."""
+    out = tmp_path / "r.jsonl"
+    words = ("--bytes", "64:1Ki:x16", "--ranks-per-node", 1, "--warmup", 2, "--out", out, "--wide")
+    effort = ("--iterations", 3, "--seconds", 0.001, "--repetitions", 9, "--stop-early")
+    done = treeattn("compare", "--schemes", "ring", *words, *effort, ranks=4, MPIR_CVAR_NUM_CLIQUES="2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = results.read(out)
+    assert found.problems == []
+    shapes = {(p.key.what, p.key.heads, p.key.head_dim, p.key.place) for p in found.points}
+    assert shapes == {("reduce", *size, (2, 1)) for size in ((1, 16), (2, 128))}
+    assert results.version(*found.used()[0]).endswith(", ranks 1+1")
+    for point in found.points:
+        assert point.warmup == 2
+        assert len(point.of_ranks) == point.key.ranks
+        assert 0 < max(point.of_ranks) <= max(point.samples["slowest"])
+    assert "a rank's" in done.stdout
+    assert "looked for after 8, 16, 32" in done.stdout
+    assert {row.times["completion"].blocks for row in results.summarise(found)} <= {8, 9}
+
+
 def test_nothing_is_measured_twice_and_launches_add_up(tmp_path):
     out = tmp_path / "r.jsonl"
     first = in_process(*REDUCE, "--out", out)
@@ -322,6 +343,10 @@ def test_an_interrupt_leaves_a_valid_file(tmp_path):
         ["--skew", "5"],
         ["--heads", "6", "--kv-heads", "4"],
         ["--head-dim", "7"],
+        ["--bytes", "8:1Mi:2"],
+        ["--bytes", "64", "--what", "decode"],
+        ["--bytes", "64", "--heads", "4"],
+        ["--ranks-per-node", "2"],
         ["--radix", "1"],
         ["--baseline", "nothing"],
         ["--seconds", "nan"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from statistics import median
 
 import pytest
@@ -42,6 +43,22 @@ def test_csv_is_flat_and_whole(measured):
     )  # fmt: skip
     assert float(mine["median_us"]) == median(point.samples["completion"])
     assert int(mine["record_bytes"]) == point.key.heads * 130 * 4
+
+
+def test_parquet_is_the_same_to_pandas(measured, tmp_path, monkeypatch):
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed (the extra `test`)")
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed (the extra `parquet`)")
+    for form in ("csv", "parquet"):
+        done = in_process("export", measured, "--format", form, "--out", tmp_path / form)
+        assert done.returncode == 0, done.stderr
+    ours, flat = pandas.read_parquet(tmp_path / "parquet"), pandas.read_csv(tmp_path / "csv")
+    assert list(ours.columns) == list(flat.columns)
+    assert ours["median_us"].tolist() == flat["median_us"].tolist()
+    assert str(ours["heads"].dtype) == "int64"
+    assert "name a file with --out" in in_process("export", measured, "--format", "parquet").stderr
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    done = in_process("export", measured, "--format", "parquet", "--out", tmp_path / "p")
+    assert (done.returncode, done.stderr.count("pip install 'treeattn[parquet]'")) == (1, 1)
 
 
 def test_osu_and_nccl_tables_hold_the_medians(measured):

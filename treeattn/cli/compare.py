@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from treeattn import files
+from treeattn import communicators, files
 from treeattn.agreement import broadcast_from_root, collectively
 from treeattn.attention.shape import DTYPES
 from treeattn.backends.cuda.device import Cuda
@@ -54,13 +54,16 @@ def _lists(
 @click.command("compare")
 @click.option("--schemes", default="all", metavar="S[,S..]",
               help="Scheme strings, such as k_nomial_tree:radix=4; FILE.json; all.")  # fmt: skip
-@_lists("what", choices(("reduce", "decode")), "reduce,decode",
-        "reduce: the reduction alone; decode: the whole step.", "W")  # fmt: skip
+@_lists("what", choices(("reduce", "decode")), None,
+        "reduce: the reduction alone; decode: the whole step; default both.", "W")  # fmt: skip
 @_lists("seq-len", numbers, "4096,65536", "Tokens over all ranks; k = 1000, Ki = 1024.")
 @_lists("ranks", numbers, None, "The first N ranks; default all.")
+@_lists("ranks-per-node", numbers, None, "Of each node the first N ranks; default all.")
+@click.option("--bytes", "--sizes", "bytes", callback=options.read(numbers), metavar="B[,B..]",
+              help="Reductions of records of about B bytes, as 8:1Mi:x2 says: of as many heads.")  # fmt: skip
 @_lists("batch", numbers, "1")
 @_lists("queries", numbers, "1")
-@_lists("heads", numbers, "16")
+@_lists("heads", numbers, None, "Default 16.")
 @_lists("kv-heads", numbers, None, "Default as many as heads.")
 @_lists("head-dim", numbers, "128")
 @_lists("dtype", choices(DTYPES), "bfloat16", f"Of q, k and v: {', '.join(DTYPES)}.", "D")
@@ -87,6 +90,10 @@ def _lists(
 )
 @click.option("--seconds", type=click.FloatRange(0, min_open=True), default=0.3,
               help="About so long for all blocks of a point; at least 3 iterations each.")  # fmt: skip
+@click.option("--warmup", type=click.IntRange(1, 100_000),
+              help="Untimed calls before those of a block.  [5 of a reduction, 1 of a step]")  # fmt: skip
+@click.option("--stop-early", is_flag=True, help="No further block of a scheme that has a verdict after "
+              "8, 16, 32 .. of them; verdicts pay for the looks.")  # fmt: skip
 @click.option("--patience", type=click.FloatRange(0, min_open=True), default=6.0,
               help="Seconds after which a point gets no further block.")  # fmt: skip
 @click.option(
@@ -105,6 +112,8 @@ def command(
     repetitions: int,
     iterations: int,
     seconds: float,
+    warmup: int | None,
+    stop_early: bool,
     patience: float,
     baseline: str | None,
     launch: int,
@@ -114,22 +123,24 @@ def command(
 ) -> int:
     """Measure schemes against each other: cold and warm, with intervals, errors, payload and memory.
 
-    Lists make every combination. Beside the schemes, each case has MPI_Allreduce(SUM) of the same bytes and a
-    reduction that does nothing (the harness's own cost). From GPUs schemes are measured over each transport,
-    and the sum is that of its own library. Every column is derived in docs/measuring.md. --cluster predicts
-    times beside. Exit code 1: a scheme could not run somewhere, a result missed its bound or differed between
-    ranks, or the file holds results of another version, to which these do not add. Lines of it that cannot be
-    used are named.
+    Lists make every combination; numbers also as FIRST:LAST:xFACTOR, such as 8:1Mi:x2. Beside the schemes,
+    each case has MPI_Allreduce(SUM) of the same bytes and a reduction that does nothing (the harness's own
+    cost). From GPUs schemes are measured over each transport, and the sum is that of its own library. Every
+    column is derived in docs/measuring.md. --cluster predicts times beside. Exit code 1: a scheme could not
+    run somewhere, a result missed its bound or differed between ranks, or the file holds results of another
+    version, to which these do not add. Lines of it that cannot be used are named.
     """
     if not math.isfinite(seconds + patience):
         raise ArgumentError("--seconds and --patience take a number of seconds; for no limit a large one")
     world = options.world()
     named = None if schemes == "all" else given(world, schemes, on_all=False)
     own = {scheme.name: scheme for scheme in named or () if isinstance(scheme, Schedule)}
-    effort = Effort(repetitions, iterations, seconds, patience)
+    effort = Effort(repetitions, iterations, seconds, patience, warmup, stop_early)
     where, shared = own_device(world, device)
     over = compare_points.transports_of(world, where, transport)
-    plan = collectively(world, lambda: compare_points.points(world.size, named, lists, device, over))
+    groups = communicators.node_groups(world)
+    nodes = [next(n for n, ranks in enumerate(groups) if rank in ranks) for rank in range(world.size)]
+    plan = collectively(world, lambda: compare_points.points(nodes, named, lists, device, over))
     if baseline is not None and baseline not in {key.label for key in plan}:
         raise ArgumentError(f"--baseline {baseline}: is not among what is measured; add it to --schemes")
     predictions = prediction.predictions(world, cluster, plan, own)
@@ -138,7 +149,7 @@ def command(
     }
     said |= {"schemes": schemes, **asdict(effort), "launch": launch, "seed": seed}
     said |= {"device": device, "transport": transport, "cluster": cluster}
-    job = environment.job(Clock(world), said, used=max(key.ranks for key in plan))
+    job = environment.job(Clock(world), said, [key.place for key in plan])
     if predictions.shown:
         said["predicted_on"] = predictions.shown
     if "nccl" in over:
@@ -149,11 +160,11 @@ def command(
             rank["gpu"] = name
     line = msgspec.convert({"kind": "run", "format": FORMAT, "run": results.run_id(), **job}, Run)
     output.open(world=world)
-    with closing(_Session(world, output.out, line, launch, plan, predictions, own)) as session:
+    with closing(_Session(world, output.out, line, launch, plan, predictions, own, baseline)) as session:
         session.announce(repetitions)
-        for block, found in Sweep(plan, effort, launch, seed, session.done, own).run(world):
+        for block, found in Sweep(plan, effort, launch, seed, session.done, own, session.answered).run(world):
             session.take(block, found)
-        return broadcast_from_root(world, lambda: session.report(output, baseline), "the report of rank 0")
+        return broadcast_from_root(world, lambda: session.report(output), "the report of rank 0")
 
 
 class _Session:
@@ -168,16 +179,17 @@ class _Session:
         plan: list[Key],
         predictions: Predictions,
         own: Mapping[str, Schedule],
+        baseline: str | None,
     ) -> None:
         self._rank_0, self._line, self._launch = world.rank == 0, line, launch
-        self._plan, self._predictions, self._own = plan, predictions, own
+        self._plan, self._predictions, self._own, self._baseline = plan, predictions, own, baseline
         path = out if self._rank_0 else None
         self._writer = collectively(world, lambda: None if path is None else results.Writer(path))
         if out is not None:  # on every rank: one that is not within an MPI call tells it
             files.kept.append(f"{out} (the same command goes on from there)")
         self._held = self._writer.held if self._writer else results.Results()
         self.done = broadcast_from_root(world, self._done, "what rank 0 finds in the file")
-        self._mixed = results.mixed_versions([*self._held.used(), *((line, key.ranks) for key in plan)])
+        self._mixed = results.mixed_versions([*self._held.used(), *((line, key.place) for key in plan)])
         known = results.mixed_versions(self._held.used())
         self._problems = [problem for problem in self._held.problems if problem != known]
         self._problems += [self._mixed] if self._mixed else []
@@ -194,7 +206,7 @@ class _Session:
         }
 
     def _version(self, key: Key) -> str:
-        return results.version(self._line, key.ranks)
+        return results.version(self._line, key.place)
 
     def announce(self, repetitions: int) -> None:
         """Say what is wrong with the file, and how many blocks there are to measure."""
@@ -230,6 +242,15 @@ class _Session:
             self._held.points.append(point)
             self._measured += 1
 
+    def answered(self, case: set[Key]) -> set[Key]:
+        """Of one case, what needs no further block."""
+        points = [
+            point
+            for point in self._held.points
+            if point.key in case and self._held.version(point) == self._version(point.key)
+        ]
+        return compare_answers.answered(results.Results(self._held.runs, points), self._baseline)
+
     def _say_how_far(self, block: Block) -> None:
         left = (time.monotonic() - self._began) / max(self._measured, 1) * (self._todo - self._measured)
         done = f"{self._measured:,} of {self._todo:,} blocks are done, at most {left:,.0f} s are left"
@@ -244,7 +265,7 @@ class _Session:
             self._written = True
         self._writer.append(line)
 
-    def report(self, output: Output, baseline: str | None) -> int:
+    def report(self, output: Output) -> int:
         """Print the tables, write the summaries; the exit code."""
         place = {key: index for index, key in enumerate(self._plan)}
         summaries = [
@@ -256,7 +277,7 @@ class _Session:
             summary.facts["predicted"] = self._predictions.times.get(summary.key)
         summaries.sort(key=lambda summary: place[summary.key])
         for _, group in itertools.groupby(summaries, lambda summary: summary.key.case):
-            compare_answers.answer(group, self._held.points, self._held.version, baseline)
+            compare_answers.answer(group, self._held, self._baseline)
         errors = [{"key": key, "message": text} for key, text in self._errors.items()]
         facts = {"run": self._line, "summaries": summaries, "errors": errors, "problems": self._problems}
         made = Report(msgspec.to_builtins(facts))

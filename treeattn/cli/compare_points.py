@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -14,7 +16,7 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import gpu_reducers, reducers
 from treeattn.decoder.plan import CATALOG, select
 from treeattn.errors import ArgumentError, TransportError
-from treeattn.study.compare.schema import NULL, SUM, Key
+from treeattn.study.compare.schema import NULL, SUM, WIRE_BYTES, Key, Place, members
 from treeattn.study.compare.steps import shape_of
 from treeattn.study.compare.sweep import Way, keys
 
@@ -50,7 +52,7 @@ def _chosen(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
 
 
 def points(
-    size: int,
+    nodes: Sequence[int],
     schemes: Sequence[str | Schedule] | None,
     lists: Mapping[str, Any],
     device: str,
@@ -58,31 +60,72 @@ def points(
 ) -> list[Key]:
     """Make every point of the sweep, of all schemes for None. Raises `ArgumentError` or `ScheduleError`.
 
-    lists: option -> its values, None for what was not said.
+    nodes: of each rank of the job, its node. lists: option -> its values, None for what was not said.
     """
     given = dict(lists)
     radix, chunks, executors = (given.pop(name) for name in ("radix", "chunks", "executor"))
+    sizes, per_node, ranks = (given.pop(name) for name in ("bytes", "ranks_per_node", "ranks"))
     if executors is not None and device != "cpu":
         raise ArgumentError(
             f"--executor {','.join(executors)} is for --device cpu: GPUs have transports to choose from"
         )
-    given |= {"ranks": sorted(given["ranks"] or [size]), "kv_heads": given["kv_heads"] or [0]}
-    if max(given["ranks"]) > size:
-        raise ArgumentError(f"--ranks {max(given['ranks'])}: this job has {size} ranks; start it with more")
     if device == "cuda" and "bfloat16" in given["wire"]:
         raise ArgumentError("--wire 'bfloat16' is unknown to GPUs: choose from float32")
     place: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
+    given |= {"tokens": given.pop("seq_len"), "kv_heads": given["kv_heads"] or [0]}
+    if sizes and given["what"] not in (None, ("reduce",)):
+        raise ArgumentError("--bytes is of reductions: leave out --what, or say --what reduce")
+    if sizes and given["heads"]:
+        raise ArgumentError("--bytes says how many heads there are: leave out --heads")
+    given["what"] = given["what"] or (("reduce",) if sizes else ("reduce", "decode"))
+    given["heads"] = given["heads"] or [16]
     expanded = _expanded(schemes or _serving(over), {"radix": radix, "chunks": chunks})
     chosen = {scheme if isinstance(scheme, str) else scheme.name: scheme for scheme in expanded}
-    found = keys(
-        list(chosen),
-        lambda name: _ways(chosen[name], place, over, executors or (None,)),
-        tokens=given.pop("seq_len"),
-        **given,
-    )
+    found = [
+        key
+        for used, of_node in _places(nodes, ranks, per_node or (None,))
+        for lists_of_size in (_of_bytes(given, sizes) if sizes else [given])
+        for key in keys(
+            list(chosen),
+            lambda name: _ways(chosen[name], place, over, executors or (None,)),
+            ranks=[used],
+            ranks_per_node=[of_node],
+            **lists_of_size,
+        )
+    ]
     for key in found:
         shape_of(key)
-    return [key for key in found if schemes is not None or _may_run(key)]
+    return [key for key in dict.fromkeys(found) if schemes is not None or _may_run(key)]
+
+
+def _places(
+    nodes: Sequence[int], ranks: Sequence[int] | None, per_node: Sequence[int | None]
+) -> Iterator[Place]:
+    """Every choice of ranks. Raises `ArgumentError` for more than there are."""
+    for most in per_node:
+        if most is not None and most > max(Counter(nodes).values()):
+            raise ArgumentError(
+                f"--ranks-per-node {most}: no node of this job has so many; start it with more"
+            )
+        there = len(members(nodes, (len(nodes), most)))
+        for count in sorted(ranks or [there]):
+            if count > there:
+                raise ArgumentError(f"--ranks {count}: this job has {there} ranks; start it with more")
+            yield count, most
+
+
+def _of_bytes(given: Mapping[str, Any], sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """The lists of each size: as many heads as come nearest, or one of fewer elements where it is less than
+    one; for each type of records of its own."""
+    for dtype, wire, batch, queries, head_dim, size in itertools.product(
+        *(given[name] for name in ("dtype", "wire", "batch", "queries", "head_dim")), sizes
+    ):
+        elements = size / (8 if dtype == "float64" else WIRE_BYTES[wire]) / (batch * queries)
+        heads = round(elements / (head_dim + 2))
+        dim = head_dim if heads else max(8, 8 * round((elements - 2) / 8))  # what shapes may have
+        one = {"dtype": dtype, "wire": wire, "batch": batch, "queries": queries}
+        one |= {"heads": max(heads, 1), "head_dim": dim}
+        yield {**given, **{name: [value] for name, value in one.items()}}
 
 
 def _ways(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
+from statistics import fmean
 from typing import Any
 
 from treeattn.cli import compare_answers
@@ -47,6 +48,7 @@ def show(made: Report, run: Run, summaries: Sequence[Summary], errors: Mapping[K
 def case(key: Key) -> str:
     """All of a key that its case has, in words."""
     text = f"{key.what}, {key.ranks} ranks, "
+    text += f"{key.ranks_per_node} a node, " if key.ranks_per_node else ""
     if key.what == "decode":
         text += f"{key.tokens:,} tokens, "
     text += f"batch {key.batch}, {key.queries} queries, " if key.batch * key.queries > 1 else ""
@@ -76,7 +78,7 @@ def _columns(rows: Sequence[Summary], series: str) -> list[Column[Summary]]:
     ]
     columns += [_fact("predicted", "predicted", microseconds, wide=False)] if predicted else []
     columns += [_quantile(series, name, wide=True) for name in ("p5", "p95", "p99")]
-    columns += [_time("slowest\nrank", "slowest", wide=True)]
+    columns += [_time("slowest\nrank", "slowest", wide=True), *_of_ranks()]
     columns += others
     columns += [_time(name.replace("_", "\n"), name, wide=True) for name in parts if key.device == "cpu"]
     columns += [
@@ -114,6 +116,20 @@ def _time(heading: str, name: str = "", wide: bool = False) -> Column[Summary]:
         return None if series is None else series.median
 
     return Column(heading, median, microseconds, wide=wide)
+
+
+def _of_ranks() -> list[Column[Summary]]:
+    """What single ranks take from their own entry to their own exit."""
+
+    def shown(choose: Callable[[list[float]], float]) -> Callable[[Summary], float | None]:
+        return lambda row: choose(row.facts["of_ranks"]) if row.facts["of_ranks"] else None
+
+    of: dict[str, Callable[[list[float]], float]] = {"least": min, "mean": fmean, "most": max}
+    columns = [Column(f"a rank's\n{name}", shown(f), microseconds, wide=True) for name, f in of.items()]
+    return [
+        *columns,
+        Column("most: of\nrank", shown(lambda times: times.index(max(times))), count, wide=True),
+    ]
 
 
 def _quantile(series: str, name: str, wide: bool = False) -> Column[Summary]:

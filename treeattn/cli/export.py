@@ -16,15 +16,17 @@ from treeattn.study.compare import results
 @click.command("export")
 @click.argument("files", nargs=-1, required=True, type=FILE, metavar="RESULTS..")
 @click.option("--format", "form", type=click.Choice(list(export.FORMATS)), default="csv",
-              help="All but csv hold reductions alone, as those benchmarks print them.")  # fmt: skip
+              help="Those of benchmarks (all but csv, parquet) hold reductions alone.")  # fmt: skip
 @click.option("--scheme", "schemes", multiple=True, metavar="S", help="Only this one; again for several.")
 @output_options("Write here instead of to the screen.", wide=False, json=None)
 def command(files: tuple[Path, ...], form: str, schemes: tuple[str, ...], output: Output) -> int:
-    """Write results of `treeattn compare --out` as CSV, or as OSU's and NCCL's benchmarks would.
+    """Write results of `treeattn compare --out` as CSV or Parquet, or as OSU's and NCCL's benchmarks would.
 
-    CSV has a row for each block and series of times; the others have the median that compare shows. Needs no
-    MPI. Exit code 1: a line could not be read; the rest is written.
+    CSV and Parquet have a row for each block and series of times; the others have the median that compare
+    shows. Needs no MPI. Exit code 1: a line could not be read; the rest is written.
     """
+    if form == "parquet" and output.out is None:
+        raise ArgumentError("--format parquet is not for a screen: name a file with --out")
     output.open(*files)
     found = results.read(*files)
     for problem in found.problems:

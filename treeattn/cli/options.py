@@ -39,11 +39,29 @@ def number(text: str) -> int:
 
 
 def numbers(text: str) -> list[int]:
-    """Read whole numbers from 1 on, separated by commas, each once. Raises `ArgumentError`."""
-    values = [number(part) for part in text.split(",")]
+    """Read whole numbers from 1 on, separated by commas, each once; FIRST:LAST:xFACTOR stands for several.
+    Raises `ArgumentError`."""
+    values = [
+        value for part in text.split(",") for value in (_range(part) if ":" in part else [number(part)])
+    ]
     if min(values) < 1:
         raise ArgumentError(f"{text}: {min(values)} is too small, 1 is the least")
     return list(dict.fromkeys(values))
+
+
+def _range(text: str) -> list[int]:
+    """All numbers of FIRST:LAST:xFACTOR. Raises `ArgumentError`."""
+    parts = text.split(":")
+    if len(parts) != 3 or not parts[2].startswith("x"):
+        raise ArgumentError(f"{text!r:.40}: give FIRST:LAST:xFACTOR, such as 8:1Mi:x2")
+    value, last, factor = number(parts[0]), number(parts[1]), number(parts[2][1:])
+    if not 1 <= value <= last or factor < 2:
+        raise ArgumentError(f"{text!r:.40}: from 1 on, not downwards, by a factor of 2 at least")
+    values = []
+    while value <= last:
+        values.append(value)
+        value *= factor
+    return values
 
 
 def whole_numbers(text: str) -> list[int]:

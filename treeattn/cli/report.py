@@ -20,7 +20,7 @@ from treeattn.errors import ArgumentError, RestrictionError, TreeattnError
 from treeattn.report import Column, microseconds
 from treeattn.study import plot
 from treeattn.study.compare.results import Results, Summary
-from treeattn.study.compare.schema import NULL, SUM, Run
+from treeattn.study.compare.schema import NULL, SUM, Rank
 from treeattn.study.figures import draw
 from treeattn.study.figures.cases import Study
 from treeattn.study.page import Page
@@ -106,7 +106,7 @@ def _tables(page: Page, study: Study, baseline: str | None) -> bool:
         for summary in of_version:
             cases.setdefault(summary.key.case, []).append(summary)
         for rows in cases.values():
-            compare_answers.answer(rows, found.points, found.version, baseline)
+            compare_answers.answer(rows, found, baseline)
         used = {point.run for point in found.points if found.version(point) == version}
         errors = {error.key: error.message for error in found.errors if error.run in used}
         page.heading(f"Measured: {version}")
@@ -155,7 +155,7 @@ def _figures(page: Page, study: Study) -> None:
 def _schedules(page: Page, study: Study, own: dict[str, Schedule]) -> None:
     page.heading("Schedules")
     drawn = dict.fromkeys(
-        (point.key.scheme, point.key.ranks, _nodes(study.results.runs[point.run], point.key.ranks))
+        (point.key.scheme, point.key.ranks, _nodes(study.results.runs[point.run].used(point.key.place)))
         for point in study.results.points
         if point.key.scheme not in (NULL, SUM)
     )
@@ -177,9 +177,9 @@ def _schedules(page: Page, study: Study, own: dict[str, Schedule]) -> None:
             page.folded(f"{scheme} on {ranks} ranks, step by step", draw_schedule.text(schedule, nodes))
 
 
-def _nodes(run: Run, ranks: int) -> Groups:
+def _nodes(ranks: Sequence[Rank]) -> Groups:
     found: dict[int, list[int]] = {}
-    for number, rank in enumerate(run.ranks[:ranks]):
+    for number, rank in enumerate(ranks):
         found.setdefault(rank.node, []).append(number)
     return tuple(map(tuple, found.values()))
 

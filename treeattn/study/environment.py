@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from treeattn import communicators, launch, mpi_library
 from treeattn.backends.cpu import compile
 from treeattn.collectives.runtime import process
+from treeattn.study.compare.schema import Place, members
 
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
@@ -84,14 +86,16 @@ def _machine(own: str, everyone: list[tuple[dict[str, Any], str, set[int]]]) -> 
     return {"machine": kernels.index(own), "machine_cores": len(together)}
 
 
-def job(clock: Clock, options: dict[str, Any], used: int | None = None) -> dict[str, Any]:
+def job(clock: Clock, options: dict[str, Any], places: Iterable[Place] = ()) -> dict[str, Any]:
     """The fields of a `treeattn.study.compare.schema.Run`. Collective; the same on every rank but for what
     only rank 0 may ask.
 
-    used: the first so many ranks measure and the others sleep; by default all measure.
+    places: which ranks measure while the others sleep; by default all measure.
     """
     world = clock.comm
     ranks = placement(world)
+    nodes = [entry["node"] for entry in ranks]
+    used = set().union(*(members(nodes, place) for place in places)) or range(len(ranks))
     # Asked once: it starts processes, and reads the whole checkout.
     known = world.bcast(software() | {"isa": compile.chosen_isa()} if world.rank == 0 else None)
     return {
@@ -106,7 +110,7 @@ def job(clock: Clock, options: dict[str, Any], used: int | None = None) -> dict[
         },
         "clock": clock.facts(),
         "options": options,
-        "warning": warning(ranks[:used]),
+        "warning": warning([ranks[rank] for rank in sorted(used)]),
     }
 
 

@@ -1,4 +1,4 @@
-"""Results of compare in the forms that other tools read: CSV, and what OSU's and NCCL's benchmarks print."""
+"""Results of compare as other tools read them: CSV, Parquet, and what OSU's and NCCL's benchmarks print."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ import io
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from statistics import fmean, median
+from typing import Any
 
 from msgspec.structs import asdict
 
-from treeattn.errors import ArgumentError
+from treeattn.errors import ArgumentError, BackendError
 from treeattn.report import as_json
 from treeattn.study.compare.results import Results, Summary, compared_series, summarise
 from treeattn.study.compare.schema import NULL, SUM, Key
 from treeattn.study.figures.cases import PAYLOAD
 
+_OF_SERIES: dict[str, Callable[[list[float]], float]] = {
+    "median": median,
+    "mean": fmean,
+    "min": min,
+    "max": max,
+}
 _TYPES = {"float32": "float", "bfloat16": "bfloat16", "float64": "double"}  # as NCCL's tests call them
 
 
@@ -23,25 +30,42 @@ def _bytes(key: Key) -> int:
     return int(PAYLOAD.value(key))
 
 
-def _csv(found: Results) -> bytes:
+def _rows(found: Results) -> list[dict[str, Any]]:
     """A row for each block and series of times, all of them in microseconds."""
-    made = io.StringIO()
-    names = [f"{name}_us" for name in ("median", "mean", "min", "max")]
     rows = []
     for point in found.points:
-        run = found.runs[point.run]
+        run, own = found.runs[point.run], point.of_ranks
         facts = {"label": point.key.label, **asdict(point.key), "record_bytes": _bytes(point.key)}
         facts |= {"run": point.run, "started": run.started}
         facts |= {"commit": run.software.git, "mpi": run.software.mpi}
         facts |= {"launch": point.launch, "repetition": point.repetition, "late": point.late}
+        facts |= {f"rank_{name}_us": choose(own) if own else None for name, choose in _OF_SERIES.items()}
+        facts["slowest_rank"] = own.index(max(own)) if own else None
         for series, times in point.samples.items():
-            values = [f(times) for f in (median, fmean, min, max)]
-            row = facts | {"series": series, "iterations": len(times)} | dict(zip(names, values, strict=True))
+            row = facts | {"series": series, "iterations": len(times)}
+            row |= {f"{name}_us": choose(times) for name, choose in _OF_SERIES.items()}
             rows.append({name: " ".join(v.split()) if isinstance(v, str) else v for name, v in row.items()})
+    return rows
+
+
+def _csv(found: Results) -> bytes:
+    made, rows = io.StringIO(), _rows(found)
     writer = csv.DictWriter(made, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return made.getvalue().encode()
+
+
+def _parquet(found: Results) -> bytes:
+    """The same as the columns of a Parquet file. Raises `BackendError` without pyarrow."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise BackendError(f"Parquet needs pyarrow ({error}): pip install 'treeattn[parquet]'") from None
+    stream = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(_rows(found)), stream)
+    return stream.getvalue()
 
 
 def _by_size(found: Results) -> Iterator[tuple[str, list[tuple[Summary, str]]]]:
@@ -117,7 +141,7 @@ def _nccl_json(found: Results) -> bytes:
         measured = dict(zip(("time", "alg_bw", "bus_bw", "nwrong"), _measured(row, series), strict=True))
         table = {"size": size, "count": count, "type": kind, "redop": operator, "root": root}
         results.append(table | {"out_of_place": measured, "in_place": measured})
-    ranks = found.runs[found.points[0].run].ranks[: found.points[0].key.ranks]
+    ranks = found.runs[found.points[0].run].used(found.points[0].key.place)
     devices = [{"rank": n, "hostname": r.host, "device": r.gpu or r.cpu} for n, r in enumerate(ranks)]
     return as_json({"title": tables[0][0], "config": {"devices": devices}, "results": results})
 
@@ -125,6 +149,7 @@ def _nccl_json(found: Results) -> bytes:
 #: Name on the command line -> what writes it.
 FORMATS: dict[str, Callable[[Results], bytes]] = {
     "csv": _csv,
+    "parquet": _parquet,
     "osu": _osu,
     "nccl-tests": _nccl,
     "nccl-tests-json": _nccl_json,

@@ -27,7 +27,11 @@ def emulated_cluster(*words: str, **options) -> subprocess.CompletedProcess:
 def test_defaults():
     plan = parse(["--", "hostname", "--fqdn"])
     assert plan.command == ("hostname", "--fqdn")
-    assert (plan.nodes, plan.ranks_per_node, plan.placement) == (4, 1, "block")
+    assert (plan.nodes, plan.ranks_per_node, plan.placement) == (4, (1,) * 4, "block")
+    uneven = parse(["--ranks-per-node", "3,1", "--", "true"])
+    assert (uneven.nodes, uneven.ranks_per_node) == (2, (3, 1))
+    assert launchers.host_files(uneven)["mpich_hosts"] == "node0:3\nnode1:1\n"
+    assert launchers.host_files(uneven)["openmpi_hosts"] == "node0 slots=3\nnode1 slots=1\n"
     assert (plan.bandwidth, plan.delay, plan.yield_cores, plan.measure) == (10**9, 0, False, False)
 
 
@@ -57,6 +61,9 @@ def test_delay_is_in_nanoseconds(text, nanoseconds):
         ("--nodes 65 -- true", "from 1 to 64"),
         ("--nodes many -- true", "from 1 to 64"),
         ("--ranks-per-node -1 -- true", "from 1 to 1024"),
+        ("--ranks-per-node 3, -- true", "from 1 to 1024"),
+        ("--ranks-per-node 3,1 --nodes 4 -- true", "--nodes 2"),
+        ("--ranks-per-node 3,1 --placement cyclic -- true", "as many ranks on every node"),
         ("--placement random -- true", "'block', 'cyclic'"),
         ("--bandwidth fast -- true", "1gbit, or none"),
         ("--bandwidth -1gbit -- true", "--bandwidth"),

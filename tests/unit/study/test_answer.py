@@ -10,8 +10,10 @@ import made_results
 import msgspec
 import pytest
 
-from treeattn.study.compare.answer import _holm, _location, _p, answers
-from treeattn.study.compare.schema import NULL, SUM, Point
+from treeattn.cli.compare_answers import answered
+from treeattn.study.compare.answer import LOOKS, _holm, _location, _looked, _p, answers
+from treeattn.study.compare.results import Results
+from treeattn.study.compare.schema import NULL, SUM, Point, Run
 
 
 def points(times, repetitions=10, seed=1):
@@ -57,7 +59,7 @@ def test_chances_are_those_of_all_signs():
     ours = min(ours, 28 - ours)
     as_far = sum(min(w := positive(signs), 28 - w) <= ours for signs in itertools.product((-1, 1), repeat=7))
     assert _p(logs) == pytest.approx(as_far / 128)
-    _, low, high = _location(logs)
+    _, low, high = _location(logs, 0.05)
     for end, outwards in ((low, -1e-9), (high, 1e-9)):
         assert _p([value - math.log(end) - outwards for value in logs]) < 0.05
         assert _p([value - math.log(end) + outwards for value in logs]) > 0.05
@@ -76,3 +78,34 @@ def test_without_a_difference_at_most_one_table_in_twenty_has_a_verdict():
         for seed in range(100)
     ]
     assert sum(told) <= 12
+
+
+def test_looks_are_paid_for():
+    """Of 400 measurements without a difference, looked at until 128 blocks: 20 expected at most; more than 36
+    is one chance in a thousand. Looks for which nothing is paid tell more than 40."""
+    drawn, told, unpaid = random.Random(3), 0, 0
+    for _ in range(400):
+        logs = [drawn.gauss(0, 1) for _ in range(128)]
+        told += _looked(logs)[2] <= 0.05
+        unpaid += min(_p(logs[:look]) for look in LOOKS if look <= 128) <= 0.05
+    assert told <= 36
+    assert unpaid > 40
+
+
+def test_blocks_end_where_the_answer_is_there():
+    """One whose answer is there leaves the others; an answer does not change between two looks."""
+    times = {SUM: 100.0, "chain": 50.0, "ring": 100.0}
+    run = msgspec.convert(made_results.run_line(options={"stop_early": True}), Run)
+
+    def told(repetitions, schemes=times):
+        chosen = {scheme: times[scheme] for scheme in schemes}
+        found = answered(Results({"made": run}, points(chosen, repetitions)), None)
+        return {key.scheme for key in found}
+
+    assert told(7) == set()
+    assert told(8) == {"chain"}
+    assert told(8, (SUM, "chain")) == {SUM, NULL, "chain"}
+    at_8, at_15 = (answers(points(times, n), "completion", early=True) for n in (8, 15))
+    assert [(one.ratio, one.low, one.blocks) for one in at_8] == [
+        (one.ratio, one.low, one.blocks) for one in at_15
+    ]

@@ -86,7 +86,7 @@ def test_other_gpus_are_another_version() -> None:
 
     def on(gpu: str | None) -> str:
         rank = SimpleNamespace(node=0, cpu="No CPU", gpu=gpu)
-        return results.version(structs.replace(run, ranks=[rank, rank]), 2)
+        return results.version(structs.replace(run, ranks=[rank, rank]), (2, None))
 
     assert on(None).endswith("No CPU, ranks 2")
     assert on("NVIDIA H100").endswith("NVIDIA H100, ranks 2")

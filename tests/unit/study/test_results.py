@@ -335,19 +335,30 @@ def on(*nodes, cpu="C"):
 
 def test_placement_is_that_of_the_ranks_that_a_point_used():
     block, cyclic, uneven = on(0, 0, 1, 1), on(0, 1, 0, 1), on(0, 0, 0, 1)
-    assert len({results.version(run, 4) for run in (block, cyclic, uneven)}) == 3
-    assert results.version(block, 2) == results.version(uneven, 2) == results.version(on(0, 0), 2)
-    assert results.version(block, 2) != results.version(cyclic, 2)
-    assert len({results.version(run, 1) for run in (block, cyclic, uneven, on(0))}) == 1
-    assert results.version(on(0), 1) != results.version(on(0, cpu="D"), 1)
+    assert len({results.version(run, (4, None)) for run in (block, cyclic, uneven)}) == 3
+    assert (
+        results.version(block, (2, None))
+        == results.version(uneven, (2, None))
+        == results.version(on(0, 0), (2, None))
+    )
+    assert results.version(block, (2, None)) != results.version(cyclic, (2, None))
+    assert len({results.version(run, (1, None)) for run in (block, cyclic, uneven, on(0))}) == 1
+    assert results.version(on(0), (1, None)) != results.version(on(0, cpu="D"), (1, None))
+    assert block.used((4, 1)) == [block.ranks[0], block.ranks[2]]
+    assert (
+        results.version(block, (2, 1))
+        == results.version(cyclic, (2, 1))
+        == results.version(on(0, 1), (2, None))
+    )
+    assert results.version(uneven, (3, 2)).endswith("ranks 2+1")
 
 
 def test_jobs_of_several_sizes_are_not_mixed_versions():
     jobs = [on(0), on(0, 0), on(0, 0, 1, 1)]
-    assert results.mixed_versions([(job, len(job.ranks)) for job in jobs]) is None
-    assert results.mixed_versions([(on(0, 0), 2), (on(0, 1), 2)]).count("ranks") == 2
+    assert results.mixed_versions([(job, (len(job.ranks), None)) for job in jobs]) is None
+    assert results.mixed_versions([(on(0, 0), (2, None)), (on(0, 1), (2, None))]).count("ranks") == 2
     newer = run_of("b", RUN | {"software": RUN["software"] | {"mpi": "M 2"}})
-    assert "M 2" in results.mixed_versions([(on(0), 1), (newer, 2)])
+    assert "M 2" in results.mixed_versions([(on(0), (1, None)), (newer, (2, None))])
 
 
 def test_jobs_of_one_version_add_up(tmp_path):

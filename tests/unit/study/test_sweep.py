@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from types import SimpleNamespace
+
 import pytest
 
 from treeattn import collectives
@@ -42,6 +45,25 @@ def test_schemes_change_places_in_each_repetition():
     assert blocks == sweep(found).blocks(found)  # the same on every rank
     assert blocks != sweep(found, launch=2).blocks(found)
     assert set(blocks) == {Block(key, repetition) for key in found for repetition in range(20)}
+
+
+def test_a_case_ends_where_nothing_is_left_to_ask():
+    """It is looked before the first block and after 8, 16, 32 .. repetitions."""
+
+    class Bench:
+        comm, loop = SimpleNamespace(rank=0, bcast=lambda told: told), SimpleNamespace(agree_on_slowest=float)
+
+        def problem(self, key):
+            return None
+
+        def block(self, key, problem, memory):
+            return {}
+
+    found = keys(["ring", "chain"], **{**LISTS, "what": ["reduce"]})
+    answers = iter([set(), {found[0]}, set(found), set(found)])
+    one = sweep(found, effort=Effort(40, stop_early=True), answered=lambda case: next(answers))
+    counted = Counter(block.key for block, point in one._run_case(Bench(), one.blocks(found)) if point)
+    assert counted == {found[0]: 8, found[1]: 16}
 
 
 def test_what_is_done_is_not_done_again():

@@ -36,12 +36,15 @@ PARTS = {("decode", "cpu"): ("local", "reduce", "finish")}  # of other keys the 
 class Effort:
     """How much is measured: blocks of a key, at most so many iterations in each, at most about so many
     seconds of iterations for all blocks of a key (but never fewer than 3 in a block); and no further block
-    of a key that took `patience` seconds in all, planning and cold calls included."""
+    of a key that took `patience` seconds in all, planning and cold calls included. warmup: untimed calls
+    before; None for `WARMUP`. stop_early: no further block of a key whose answer is there."""
 
     repetitions: int = 10
     iterations: int = 200
     seconds: float = 1.0
     patience: float = math.inf
+    warmup: int | None = None
+    stop_early: bool = False
 
     def count(self, slowest: float) -> int:
         """Iterations of a block when one takes so many seconds."""
@@ -101,12 +104,16 @@ class Bench:
             "plan": round(planning * 1e6, 3),
             "first": cold.samples()["completion"][0],
             "late": timed.late,
-            "warmup": WARMUP[key.what],
+            "warmup": self._warmup(key),
             "clock_error": timed.clock_error,
             **facts,
             **allocated,
             "samples": samples,
+            "of_ranks": timed.of_ranks(),
         }
+
+    def _warmup(self, key: Key) -> int:
+        return WARMUP[key.what] if self.effort.warmup is None else self.effort.warmup
 
     def _warm(
         self, key: Key, problem: problems.Problem, step: Any, count: int | None = None
@@ -115,7 +122,7 @@ class Bench:
         can afford. Closes it; not after an error, since that is collective and a rank may have failed alone.
         """
         parts, prepare = _calls(key, problem, step)
-        for _ in range(WARMUP[key.what]):
+        for _ in range(self._warmup(key)):
             prepare()
             began = time.perf_counter()
             for part in parts:

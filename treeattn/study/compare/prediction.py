@@ -18,13 +18,11 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.collectives.traffic import Payload
 from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, RestrictionError
-from treeattn.study.compare.schema import NULL, SUM, Key
+from treeattn.study.compare.schema import NULL, SUM, WIRE_BYTES, Key, members
 from treeattn.study.decode_step import Shape, decode_step
 
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
-
-_WIRES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
 class Predictions(NamedTuple):
@@ -47,9 +45,16 @@ def predictions(
         if named is None:
             return Predictions({})
         places = found.places_on(named.cluster)
-        times = {key: predicted(named.cluster, places[: key.ranks], found.nodes, key, own) for key in keys}
+        of_rank = [rank.node for rank in found.ranks]
+        times: dict[Key, float | None] = {}
+        without: dict[str, None] = {}
+        for key in keys:
+            used = members(of_rank, key.place)
+            at = tuple(places[rank] for rank in used)
+            nodes = [[used.index(rank) for rank in node if rank in used] for node in found.nodes]
+            times[key] = predicted(named.cluster, at, [node for node in nodes if node], key, own)
+            without[lacking(named.cluster, at, key)] = None
         known = {key: time for key, time in times.items() if time is not None}
-        without = dict.fromkeys(lacking(named.cluster, places[: key.ranks], key) for key in keys)
         return Predictions(
             known, "; ".join(filter(None, (named.shown, found.misfit(named.cluster), *without)))
         )
@@ -87,14 +92,13 @@ def predicted(
         return None
     if not scheduled or (key.what == "decode" and cluster.memory is None):
         return None
-    groups = [[rank for rank in node if rank < key.ranks] for node in nodes]
     try:
-        schedule = selection.build(key.ranks, list(filter(None, groups)) if selection.needs_nodes else None)
+        schedule = selection.build(key.ranks, nodes if selection.needs_nodes else None)
     except RestrictionError:  # likewise
         return None
     if key.what == "reduce":
         records = key.batch * key.heads * key.queries
-        payload = Payload(records, _WIRES[key.wire] * (key.head_dim + 2), key.queries)
+        payload = Payload(records, WIRE_BYTES[key.wire] * (key.head_dim + 2), key.queries)
         return simulate(schedule, cluster, places, payload, executor).time
     size = np.dtype(DTYPES[key.dtype]).itemsize
     shape = Shape(key.tokens, key.heads, key.kv_heads, key.head_dim, key.batch, key.queries, size)

@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 import msgspec
 
 from treeattn.errors import ArgumentError, BackendError
 from treeattn.report import as_json
-from treeattn.study.compare.schema import NULL, SUM, Failure, Key, Line, Point, Run
+from treeattn.study.compare.schema import NULL, SUM, Failure, Key, Line, Place, Point, Run
 from treeattn.study.statistics import Statistics, describe
 
 _LINE = msgspec.json.Decoder(Run | Point | Failure)
@@ -43,19 +44,19 @@ class Results:
 
     def version(self, point: Point) -> str:
         """The `version` of a point."""
-        return version(self.runs[point.run], point.key.ranks)
+        return version(self.runs[point.run], point.key.place)
 
-    def used(self) -> list[tuple[Run, int]]:
-        """Each run with each number of ranks that a point of it used, as `mixed_versions` takes them."""
-        found = dict.fromkeys((point.run, point.key.ranks) for point in self.points)
-        return [(self.runs[run], ranks) for run, ranks in found]
+    def used(self) -> list[tuple[Run, Place]]:
+        """Each run with each choice of ranks that a point of it used, as `mixed_versions` takes them."""
+        found = dict.fromkeys((point.run, point.key.place) for point in self.points)
+        return [(self.runs[run], place) for run, place in found]
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
     """All blocks of one key and one version. times: series -> statistics, with ``plan`` and ``first`` among
     them; facts: the other fields of a point: of errors and sizes the worst of all blocks, the sum of late
-    starts, and ``digests``, every result that some block had."""
+    starts, ``digests``, every result that some block had, and ``of_ranks``, medians over blocks."""
 
     key: Key
     version: str
@@ -127,10 +128,10 @@ def _drop(found: Results, why: str, wrong: Callable[[Point], bool]) -> None:
     found.points = kept
 
 
-def version(run: Run, ranks: int) -> str:
-    """What must be equal for points of two runs to be combined: software, and of the first `ranks` ranks,
-    which are those that a point used, their GPUs or processors and how they lie on nodes."""
-    used = run.ranks[:ranks]
+def version(run: Run, place: Place) -> str:
+    """What must be equal for points of two runs to be combined: software, and of the ranks that a point used
+    their GPUs or processors and how they lie on nodes."""
+    used = run.used(place)
     order = [rank.node for rank in used]
     nodes = "+".join(map(str, Counter(order).values()))
     processors = " and ".join(sorted({rank.gpu or rank.cpu for rank in used}))
@@ -149,17 +150,17 @@ def run_id() -> str:
     return f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
 
 
-def mixed_versions(used: Iterable[tuple[Run, int]]) -> str | None:
-    """Says which points are kept apart, of runs that used so many ranks; None if nothing is.
+def mixed_versions(used: Iterable[tuple[Run, Place]]) -> str | None:
+    """Says which points are kept apart, of runs that used these ranks; None if nothing is.
 
     Jobs of several sizes are not mixed: their points have different keys. Software is to be one everywhere.
     """
     builds: set[str] = set()
-    by_ranks: dict[int, set[str]] = {}
-    for run, ranks in used:
+    by_place: dict[Place, set[str]] = {}
+    for run, place in used:
         builds.add(_build(run))
-        by_ranks.setdefault(ranks, set()).add(version(run, ranks))
-    placed = {name for versions in by_ranks.values() if len(versions) > 1 for name in versions}
+        by_place.setdefault(place, set()).add(version(run, place))
+    placed = {name for versions in by_place.values() if len(versions) > 1 for name in versions}
     apart = builds if len(builds) > 1 else placed
     return "runs of different versions, kept apart: " + "; ".join(sorted(apart)) if apart else None
 
@@ -204,6 +205,8 @@ def _summary(key: Key, name: str, points: list[Point]) -> Summary:
     facts["same_bits"] = None if held == {None} else False not in held
     facts["digests"] = sorted({point.digest for point in points if point.digest})
     facts["late"] = sum(point.late for point in points)
+    each = [point.of_ranks for point in points if point.of_ranks]
+    facts["of_ranks"] = [median(times) for times in zip(*each, strict=True)] if each else None
     return Summary(key, name, len({point.launch for point in points}), times, facts)
 
 

@@ -10,6 +10,8 @@ be missing, and others may be there too.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, structs
@@ -22,6 +24,9 @@ FORMAT = 1
 SUM, NULL = "MPI_Allreduce(SUM)", "null"
 NCCL_SUM = "ncclAllReduce(sum)"
 
+#: Of an element of the records under way.
+WIRE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
 _MOST = 10**18  # of any number: sums and ratios of such are finite
 
 Whole = Annotated[int, Meta(ge=0, le=_MOST)]
@@ -32,6 +37,20 @@ Series = Annotated[list[Number], Meta(min_length=1)]
 Difference = Number | Literal["nan", "inf"] | None
 #: Tier -> (messages, bytes); messages None where they are not known.
 Tiers = dict[Literal["intra", "inter", "unknown"], tuple[Whole | None, Whole]]
+#: How many ranks of a job a point uses, and how many of each node if not all.
+Place = tuple[int, int | None]
+
+
+def members(nodes: Sequence[int], place: Place) -> list[int]:
+    """The ranks of a job that a point uses; nodes: of each of its ranks, the node."""
+    ranks, per_node = place
+    before: Counter[int] = Counter()
+    found = []
+    for rank, node in enumerate(nodes):
+        if per_node is None or before[node] < per_node:
+            found.append(rank)
+        before[node] += 1
+    return found[:ranks]
 
 
 class Key(Struct, frozen=True):
@@ -42,6 +61,8 @@ class Key(Struct, frozen=True):
     the records under way. skew: each rank enters up to so many microseconds late, at random. device: where
     ranks compute. transport: how records travel, as ``transport=`` takes it; "none" for `NULL` on a GPU.
     executor: who was asked to run the rounds of a schedule on the host; None: the best that there is.
+    ranks_per_node: of each node the first so many ranks take part, at most `ranks` in all; None: of all ranks
+    the first `ranks`.
     """
 
     what: Literal["reduce", "decode"]
@@ -59,6 +80,7 @@ class Key(Struct, frozen=True):
     device: Literal["cpu", "cuda"] = "cpu"
     transport: str = "mpi"
     executor: Literal["slots", "program", "mpi"] | None = None
+    ranks_per_node: Positive | None = None
 
     def check(self) -> None:
         """Raise `ValueError` for a transport that the device, or nothing, does not have."""
@@ -67,6 +89,11 @@ class Key(Struct, frozen=True):
             raise ValueError(f"key: {self.scheme} on {self.device} over {self.transport}")
         if self.executor is not None and (not on_cpu or self.scheme in (SUM, NULL)):
             raise ValueError(f"key: {self.scheme} on {self.device}, run by {self.executor}")
+
+    @property
+    def place(self) -> Place:
+        """Which ranks of a job take part."""
+        return self.ranks, self.ranks_per_node
 
     @property
     def case(self) -> tuple[Any, ...]:
@@ -146,6 +173,10 @@ class Run(Line, kw_only=True, tag="run"):
     options: dict[str, Any] = {}
     warning: str | None = None
 
+    def used(self, place: Place) -> list[Rank]:
+        """The ranks that a point used."""
+        return [self.ranks[rank] for rank in members([rank.node for rank in self.ranks], place)]
+
 
 class Point(Line, kw_only=True, tag="point", omit_defaults=True):
     """One block of iterations of one scheme.
@@ -168,6 +199,9 @@ class Point(Line, kw_only=True, tag="point", omit_defaults=True):
     held, step_peak: bytes that planning and a first step leave allocated, and that a further step adds at
     its peak, worst rank, as tracemalloc sees them (NumPy's buffers, not the MPI library's); None for blocks
     after the first of a key in a run. predicted: of the median completion, by a model.
+
+    of_ranks: of each rank, the median over the iterations of the time between its own entry and exit; None in
+    older results.
 
     samples: name of a series -> one value for each iteration. ``completion``: last exit minus first entry on
     the synchronised clock; ``after_last_entry``: last exit minus last entry; ``slowest``: the longest time
@@ -198,6 +232,7 @@ class Point(Line, kw_only=True, tag="point", omit_defaults=True):
     held: Whole | None
     step_peak: Whole | None
     samples: dict[str, Series]
+    of_ranks: Series | None = None
     took: Length = 0.0
     predicted: Number | None = None
     executor: str | None = None
@@ -211,6 +246,8 @@ class Point(Line, kw_only=True, tag="point", omit_defaults=True):
             raise ValueError("samples: completion, slowest or after_last_entry is missing")
         if min(self.samples["completion"]) <= 0:
             raise ValueError("samples: completion is not above 0")
+        if self.of_ranks is not None and len(self.of_ranks) != self.key.ranks:
+            raise ValueError("of_ranks: is not of as many ranks as the key has")
         self.key.check()
         judged = self.key.scheme not in (SUM, NULL)
         judgement = self.error_out, self.error_lse, self.bound_out, self.bound_lse

@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from treeattn.agreement import broadcast_from_root
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import TreeattnError
 from treeattn.study import environment
+from treeattn.study.compare.answer import LOOKS
 from treeattn.study.compare.measure import Bench, Effort
-from treeattn.study.compare.schema import Key
+from treeattn.study.compare.schema import Key, members
 from treeattn.study.compare.steps import reduces
 
 if TYPE_CHECKING:
@@ -71,7 +73,8 @@ def keys(
 @dataclass(slots=True)
 class Sweep:
     """What `run` does. done: blocks that need not be measured again, with the microseconds that each took.
-    own: schedules of one's own among the schemes, by name."""
+    own: schedules of one's own among the schemes, by name. answered: on rank 0, of a case what needs no
+    further block; asked where the effort is to stop early."""
 
     keys: Sequence[Key]
     effort: Effort
@@ -79,6 +82,7 @@ class Sweep:
     seed: int
     done: Mapping[Block, float]
     own: Mapping[str, Schedule] = field(default_factory=dict)
+    answered: Callable[[set[Key]], set[Key]] = lambda case: set()
 
     def blocks(self, case: Iterable[Key]) -> list[Block]:
         """What is left to do of a case, in the order of doing; the same on every rank."""
@@ -96,16 +100,17 @@ class Sweep:
         block of each scheme that cannot run, with the error.
         """
         placement = environment.placement(world)
-        for size, of_size in itertools.groupby(self.keys, lambda key: key.ranks):
-            mine = list(of_size)
-            members: Any = world.Split(0 if world.rank < size else 1, world.rank)
-            if world.rank < size:
-                oversubscribed = environment.node_load(placement[:size]) is not None
-                bench = Bench(members, self.effort, oversubscribed, self.seed, self.own)
+        nodes = [entry["node"] for entry in placement]
+        for place, of_place in itertools.groupby(self.keys, lambda key: key.place):
+            mine, used = list(of_place), members(nodes, place)
+            comm: Any = world.Split(0 if world.rank in used else 1, world.rank)
+            if world.rank in used:
+                oversubscribed = environment.node_load([placement[rank] for rank in used]) is not None
+                bench = Bench(comm, self.effort, oversubscribed, self.seed, self.own)
                 for _, case in itertools.groupby(mine, lambda key: key.case):
                     yield from self._run_case(bench, self.blocks(case))
             world.barrier_asleep()
-            members.Free()
+            comm.Free()
 
     def _run_case(self, bench: Bench, blocks: list[Block]) -> Iterator[tuple[Block, Any]]:
         if not blocks:
@@ -119,8 +124,18 @@ class Sweep:
         for block, took in self.done.items():
             spent[block.key] += took / 1e6
         weighed: set[Key] = set()
+        answered: set[Key] = set()
+        looked = None
         for block in blocks:
-            if spent[block.key] > self.effort.patience or spent[block.key] == math.inf:
+            if self.effort.stop_early and block.repetition != looked:
+                if looked is None or block.repetition in LOOKS:
+                    answered = self._answered(bench, blocks)
+                looked = block.repetition
+            if (
+                block.key in answered
+                or spent[block.key] > self.effort.patience
+                or spent[block.key] == math.inf
+            ):
                 continue
             yield block, None
             began = time.perf_counter()
@@ -135,3 +150,7 @@ class Sweep:
             spent[block.key] += took
             if point is not None:
                 yield block, point | {"took": round(took * 1e6)}
+
+    def _answered(self, bench: Bench, blocks: list[Block]) -> set[Key]:
+        case = {block.key for block in blocks}
+        return broadcast_from_root(bench.comm, lambda: self.answered(case), "whether the answer is there")

@@ -11,10 +11,8 @@ from typing import Any, Literal
 from msgspec.structs import asdict
 
 from treeattn.study.compare.results import Results, Summary, compared_series
-from treeattn.study.compare.schema import Key, Point, Run
+from treeattn.study.compare.schema import WIRE_BYTES, Key, Point, Run
 from treeattn.study.figures.style import in_order
-
-_WIRE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +30,7 @@ RANKS = Axis("ranks", lambda key: key.ranks, (("ranks", "layout"), ("ranks",)))
 SKEW = Axis("ranks enter up to so much late, µs", lambda key: key.skew, (("skew",),))
 PAYLOAD = Axis(
     "records of a rank, bytes",
-    lambda key: key.batch * key.queries * key.heads * (key.head_dim + 2) * _WIRE_BYTES[key.wire],
+    lambda key: key.batch * key.queries * key.heads * (key.head_dim + 2) * WIRE_BYTES[key.wire],
     (("batch", "queries", "heads", "kv_heads", "head_dim"),),
 )
 
@@ -218,6 +216,7 @@ def _words(fields: dict[str, Any]) -> str:
     nodes = f" on nodes of {known['layout']}" if known["layout"] else ""  # such as 4+4, 16x8 or 2+2 cyclic
     nodes = " on one node" if known["layout"].isdecimal() else nodes
     parts = [f"{known['ranks']} ranks{nodes}"] if "ranks" in known else []
+    parts += [f"{known['ranks_per_node']} a node"] if known.get("ranks_per_node") else []
     parts += [f"{known['tokens']:,} tokens"] if "tokens" in known else []
     if "heads" in known:
         parts.append("{heads} query and {kv_heads} KV heads × {head_dim}".format(**known))
