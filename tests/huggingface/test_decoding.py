@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch", reason="not installed (the extra `huggingfa
 
 from tests.support.tiny_models import logits_of, made, prompt  # noqa: E402
 from treeattn import huggingface  # noqa: E402
+from treeattn.errors import ArgumentError  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
 
@@ -45,27 +46,65 @@ def test_a_way_of_generate(comm, family, way):
     model.set_attn_implementation("treeattn")
     torch.manual_seed(11 + comm.rank)
     cache = huggingface.ShardedKV(model.config, comm, capacity=16)  # it grows
-    got = model.generate(
-        ids, past_key_values=cache, logits_processor=[huggingface.AgreeingRanks(cache)], **given
-    )
+    got = model.generate(ids, past_key_values=cache, **given)
     assert got.tolist() == wanted.tolist()
     assert len(set(map(str, comm.allgather(got.tolist())))) == 1
 
 
-def test_scores_that_differ_are_those_of_rank_0(comm):
-    """Without agreement a rank with noise in its last layer writes another text."""
-    model = made("Llama")
-    wanted = model.generate(prompt(), do_sample=False, max_new_tokens=8)
-    model.set_attn_implementation("treeattn")
+def last_bit(model, ids):
+    """A token that is as likely as the first of the text, and on all ranks but 0 more so by a last bit."""
+    with torch.no_grad():
+        hidden = model.model(ids).last_hidden_state[0, -1]
+        likely = int(model.lm_head(hidden).argmax())
+        rows = model.lm_head.weight
+        rows[likely + 1] = rows[likely]
+        return likely + 1, torch.nextafter(rows[likely], hidden.sign() * torch.inf)
+
+
+@pytest.mark.parametrize("way", ["greedy", "sampling", "beams", "assistant"])
+def test_ranks_that_would_part_go_on_with_rank_0(comm, way):
+    """Weights that differ in a last bit, where two tokens are as likely; the assistant's are others."""
+    model, ids = made("Llama"), prompt()
+    token, more_likely = last_bit(model, ids)
+    given = {"do_sample": False, "max_new_tokens": 8} | WAYS[way]
+    if "assistant_model" in given:
+        given["assistant_model"] = made("Llama", num_hidden_layers=2)
+    torch.manual_seed(11)
+    wanted = model.generate(ids, **given)
     if comm.rank:
         with torch.no_grad():
-            model.lm_head.weight.neg_()
+            model.lm_head.weight[token] = more_likely
+            getattr(given.get("assistant_model"), "lm_head", torch.nn.Linear(1, 1)).weight.neg_()
+        alone = model.generate(ids, do_sample=False, max_new_tokens=8)
+        assert alone[0, ids.shape[1]] == token  # which a rank for itself would take
+    model.set_attn_implementation("treeattn")
+    torch.manual_seed(11)
     cache = huggingface.ShardedKV(model.config, comm, capacity=64)
-    agreeing = [huggingface.AgreeingRanks(cache)]
-    got = model.generate(
-        prompt(), do_sample=False, max_new_tokens=8, past_key_values=cache, logits_processor=agreeing
-    )
-    assert got.tolist() == wanted.tolist()
+    assert model.generate(ids, past_key_values=cache, **given).tolist() == wanted.tolist()
+
+
+@torch.no_grad()
+def test_a_loop_of_ones_own_agrees_or_is_told(comm):
+    model, ids = made("Llama"), prompt()
+    token, more_likely = last_bit(model, ids)
+    wanted = model.generate(ids, do_sample=False, max_new_tokens=4)[:, ids.shape[1] :]
+    if comm.rank:
+        model.lm_head.weight[token] = more_likely
+    model.set_attn_implementation("treeattn")
+    cache = huggingface.ShardedKV(model.config, comm, capacity=64)
+    given, text = ids, []
+    for _ in range(4):
+        given = cache.agreed(model(given, past_key_values=cache).logits[:, -1]).argmax(1, keepdim=True)
+        text.append(given)
+    assert torch.cat(text, 1).tolist() == wanted.tolist()
+    cache.reset()
+    given = model(ids, past_key_values=cache).logits[:, -1].argmax(1, keepdim=True)
+    if comm.size > 1:
+        with pytest.raises(ArgumentError, match=r"different tokens: .* go on with cache\.agreed\(scores\)$"):
+            model(given, past_key_values=cache)
+        cache.reset()
+        with pytest.raises(ArgumentError, match="max_time: ranks would stop at different tokens"):
+            model.generate(ids, past_key_values=cache, max_time=9.0, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -273,13 +273,6 @@ def test_a_cache_that_cannot_be(comm, model):
         refused("attention_mask differs", huggingface.prefill, model, prompt(3), kv, begins_elsewhere)
 
 
-def test_ranks_with_different_prompts_are_told_apart_by_their_ids(comm, cache):
-    """As data parallel programs have them: of as many tokens, they would be mixed to another text."""
-    if comm.size == 1:
-        pytest.skip("one rank has nobody to differ from")
-    refused("ids differs", huggingface.AgreeingRanks(cache), prompt(seed=comm.rank), torch.zeros(1, 97))
-
-
 @pytest.mark.parametrize("family", ["Llama", "GPT-OSS"])
 def test_ranks_with_different_prompts_and_nobody_who_asks(comm, family):
     """The first chunk of a sequence tells, and what comes after a reset; no later step does."""

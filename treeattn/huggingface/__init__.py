@@ -5,8 +5,9 @@
 >>> cache = huggingface.ShardedKV(model.config, capacity=131072)                 # doctest: +SKIP
 >>> model.generate(ids, past_key_values=cache, max_new_tokens=100)               # doctest: +SKIP
 
-Importing this registers "treeattn" as an attention implementation, with its mask. It is the one package that
-imports torch and transformers (5 or newer, the extra ``huggingface``); nothing else here imports it.
+Importing this registers "treeattn" as an attention implementation, with its mask, and lets ``generate()``
+over a `ShardedKV` of several ranks go on with the scores of rank 0. It is the one package that imports torch
+and transformers (5 or newer, the extra ``huggingface``); nothing else here imports it.
 """
 
 from treeattn.errors import BackendError
@@ -23,11 +24,12 @@ if int(_transformers.__version__.split(".")[0]) < 5:
         "pip install 'treeattn[huggingface]'"
     )
 
-from treeattn.huggingface.agreeing_ranks import AgreeingRanks
+from treeattn.huggingface.agreeing_ranks import let_generate_agree
 from treeattn.huggingface.attention import register
 from treeattn.huggingface.cache import ShardedKV
 from treeattn.huggingface.prefill import prefill
 
 register()
+let_generate_agree(ShardedKV)
 
-__all__ = ["AgreeingRanks", "ShardedKV", "prefill"]
+__all__ = ["ShardedKV", "prefill"]

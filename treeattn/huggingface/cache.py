@@ -24,7 +24,7 @@ from treeattn.cache_nodes import CacheNodes, connect
 from treeattn.decoder import Reduction
 from treeattn.errors import ArgumentError
 from treeattn.huggingface import plans
-from treeattn.huggingface.agreeing_ranks import share_random_numbers
+from treeattn.huggingface.agreeing_ranks import follow_rank_0
 from treeattn.huggingface.layers import FullAttentionLayer, SlidingWindowLayer, waiting
 from treeattn.huggingface.remote import RemoteLayer
 from treeattn.huggingface.threads import warn_of_too_many
@@ -113,7 +113,8 @@ class ShardedKV(Cache):
         self.plans_by_heads = plans.over(self.comm, by_heads)
         self.dealt: Any = None  # while a prefill is under way in which each rank has tokens of its own
         self._shards: dict[Any, Iterator[CacheLayer] | Iterator[RemoteLayer]] = {}
-        share_random_numbers(self.comm)
+        self.follows = False  # whether the next token comes of `agreed` scores
+        follow_rank_0(self.comm, torch.device("cpu"))
         warn_of_too_many(self.comm)
 
     def update(
@@ -152,6 +153,13 @@ class ShardedKV(Cache):
         layer: CacheLayer | RemoteLayer = made
         return layer
 
+    def agreed(self, scores: torch.Tensor) -> torch.Tensor:
+        """The scores of rank 0 on every rank, and from now on its random numbers, so that all go on alike:
+        `generate()` asks by itself, a loop of one's own before it chooses a token. Collective."""
+        self.follows = True
+        mine = scores.detach().float().cpu().numpy() if self.comm.rank == 0 else None
+        return torch.from_numpy(follow_rank_0(self.comm, scores.device, mine)).to(scores)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Of copies and pickles, which would have one rank's part of it."""
         raise ArgumentError(
@@ -161,7 +169,7 @@ class ShardedKV(Cache):
 
     def reset(self) -> None:
         """Forget all tokens."""
-        waiting.layer = None
+        waiting.layer, self.follows = None, False
         super().reset()
 
 

@@ -35,5 +35,5 @@ def check(comm: Any, key: torch.Tensor, begins: Any) -> None:
         if others != alike or not np.allclose(values, first, rtol=near, atol=floor, equal_nan=True):
             raise ArgumentError(
                 f"ranks were given different tokens: those of rank {rank} are not those of rank 0; every "
-                "rank must pass the same prompt and padding"
+                "rank must pass the same prompt and padding, and go on with cache.agreed(scores)"
             )

@@ -54,9 +54,14 @@ class Store:
         return self.shard
 
     def check_tokens(self, key: torch.Tensor, begins: Any) -> None:
-        """Once for a sequence: whether all ranks were given the same. Collective."""
-        if self is self._cache.layers[self._cache.first].store and self._cache.comm.size > 1:
-            same_tokens.check(self._cache.comm, key, begins)
+        """Once for a step: whether all ranks were given the same, unless it is a token on whose scores they
+        have agreed. Collective."""
+        cache = self._cache
+        if self is not cache.layers[cache.first].store or cache.comm.size == 1:
+            return
+        if not cache.follows or key.shape[2] > 1:
+            same_tokens.check(cache.comm, key, begins)
+        cache.follows = False
 
     def crop(self, slots: int) -> None:
         """Forget what stands at `slots` and after."""
@@ -137,7 +142,7 @@ def attend(
     rules: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     by_heads = own is not None and own.is_sharded(q.shape[2])
     added: tuple[Any, ...] = ()
-    if own is not None and new and at == 0 and not by_heads:
+    if own is not None and new and not by_heads:
         own.check_tokens(key, first)
     if own is not None and new:
         own.take(latents, at == 0)
