@@ -49,8 +49,8 @@ Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Microseconds = Annotated[float, Meta(ge=0, le=1e12)]
 Rate = Annotated[float, Meta(ge=1e-9, le=1e12)]
 Name = Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9_-]*$")]
-#: Standard deviations of logarithms of prices, by field.
-Errors = dict[str, Annotated[float, Meta(ge=0, le=10)]]
+Deviation = Annotated[float, Meta(ge=0, le=10)]  # standard, of a logarithm
+Errors = dict[str, Deviation]  # of prices, by field
 Correlation = Annotated[float, Meta(ge=-1, le=1)]
 
 #: Fields that are prices, of whatever table.
@@ -152,7 +152,8 @@ class Cluster(_Data, frozen=True, dict=True):
     """A machine: tiers from the inside out, network cards of a node, executors by name.
 
     scatter: standard deviation of the logarithm of what was measured over what was predicted, of schedules
-    that no price was fitted to; None where nobody knows. correlations: of errors of prices, by their names.
+    that no price was fitted to, each by itself; None where nobody knows. drift: likewise of all together, by
+    another time. correlations: of errors of prices, by their names.
     """
 
     name: Name
@@ -163,7 +164,8 @@ class Cluster(_Data, frozen=True, dict=True):
     executor: str
     cards: Count = 1
     memory: Rate | None = None  # GB/s that one rank reads its keys and values at
-    scatter: Annotated[float, Meta(ge=0, le=10)] | None = None
+    scatter: Deviation | None = None
+    drift: Deviation = 0.0
     assumed: tuple[str, ...] = ()
     errors: Errors = {}
     correlations: dict[str, dict[str, Correlation]] = {}

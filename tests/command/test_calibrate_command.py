@@ -29,7 +29,8 @@ def test_from_calibrate_to_those_who_read_the_file(tmp_path):
     assert cluster.memory > 0
     found = json.loads(facts.read_text())
     assert found["drift"] > 0
-    assert cluster.scatter >= abs(math.log(found["drift"])) - 1e-3
+    assert cluster.drift == pytest.approx(abs(math.log(found["drift"])), abs=1e-3)
+    assert cluster.scatter > 0
     assert found["prices"]["network.latency"]["error"] == cluster.tiers[1].errors["latency"] > 0
     comments = here.read_text().partition("name =")[0]
     for words in ("UTC", "treeattn 0", "4 ranks on", "load ", found["mpi"].split()[0], "the last block took"):

@@ -21,10 +21,13 @@ from treeattn.collectives.clusters.simulate import Simulation, simulate
 from treeattn.collectives.drawings.timeline import timeline
 from treeattn.collectives.drawings.trace import trace
 from treeattn.collectives.schedule import Result
+from treeattn.collectives.traffic import Payload
 from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.report import Column, Report, count, microseconds
+from treeattn.study import intervals
 from treeattn.study.decode_step import DecodeStep, Shape, decode_step
+from treeattn.study.intervals import Estimate, Timed, estimates
 from treeattn.topology import needed
 
 _DRAWINGS = {"svg": timeline, "trace": trace}
@@ -38,6 +41,7 @@ class Row(NamedTuple):
     placement: str
     simulation: Simulation
     step: DecodeStep | None
+    estimate: Estimate
 
 
 @click.command("simulate")
@@ -53,6 +57,7 @@ class Row(NamedTuple):
 @click.option("--tokens", callback=options.read(options.number), metavar="N",
               help="Whole decode steps over so many tokens, and the rings' too.")  # fmt: skip
 @click.option("--kv-heads", type=options.SIZE, help="With --tokens.  [heads]")
+@click.option("--baseline", metavar="S", help="Ratios are to this one.  [the fastest]")
 @click.option("--format", "form", type=click.Choice(["table", *_DRAWINGS]), default="table",
               help="svg, trace (for ui.perfetto.dev): one scheme over time.")  # fmt: skip
 @options.output_options("Write the drawing here instead of to the screen.")
@@ -67,10 +72,14 @@ def command(
     sizes: Sizes,
     tokens: int | None,
     kv_heads: int | None,
+    baseline: str | None,
     form: str,
     output: Output,
 ) -> None:
-    """Predict what a reduction costs on a cluster that need not be here, message by message. Needs no MPI."""
+    """Predict what a reduction costs on a cluster that need not be here, message by message. Needs no MPI.
+
+    Each time and each ratio has an interval: docs/topology.md says what it holds.
+    """
     if listing:
         _list()
         return
@@ -85,11 +94,12 @@ def command(
         raise ArgumentError("--out takes a drawing: add --format svg or --format trace, or write --json FILE")
     output.open()
     shape = _shape(sizes, tokens, kv_heads)
-    rows = []
+    found = []
     for name, where, schedule, places in _cases(named.cluster, ranks, names, placements.split(","), result):
         step = None if shape is None else decode_step(named.cluster, places, schedule, shape, executor)
-        found = simulate(schedule, named.cluster, places, sizes.payload, executor)
-        rows.append(Row(name, where, found, step))
+        one = simulate(schedule, named.cluster, places, sizes.payload, executor)
+        found.append((name, where, one, step))
+    rows = _estimated(named.cluster, found, sizes.payload, baseline)
     made = Report({
         "cluster": named.cluster.name,
         "named_by": named.by,
@@ -104,12 +114,35 @@ def command(
         made.line(
             f"{ranks} ranks on {named.shown}; {sizes.payload.bytes:,} bytes each{to_root}; run by {runs}"
         )
-        _show(made, sorted(rows, key=lambda row: row.simulation.time))
+        _show(made, rows, baseline)
     elif len(rows) != 1:
         raise ArgumentError(f"--format {form} draws one scheme under one placement, not {len(rows)}: name it")
     output.report(made)
     if form != "table":
         output.draw(_DRAWINGS[form](rows[0].simulation), f"{rows[0].scheme} on {ranks} ranks over time")
+
+
+def _estimated(
+    cluster: Cluster,
+    found: list[tuple[str, str, Simulation, DecodeStep | None]],
+    payload: Payload,
+    baseline: str | None,
+) -> list[Row]:
+    """Rows in the order of their times, each with its interval and that of its ratio to the baseline."""
+    ordered = sorted(found, key=lambda row: row[2].time)
+    names = [name for name, *_ in ordered]
+    if baseline is not None and baseline not in names:
+        raise ArgumentError(f"--baseline {baseline}: is not among what is simulated; add it to --schemes")
+    first = 0 if baseline is None else names.index(baseline)
+    ordered.insert(0, ordered.pop(first))
+
+    def timed(one: Simulation) -> Timed:
+        return lambda of, _: simulate(one.schedule, of, one.places, payload, one.executor).time
+
+    sure = estimates(cluster, [timed(one) for _, _, one, _ in ordered])
+    rows = [Row(*row, estimate) for row, estimate in zip(ordered, sure, strict=True)]
+    rows.insert(first, rows.pop(0))
+    return rows
 
 
 def _list() -> None:
@@ -175,24 +208,34 @@ def placed(cluster: Cluster, ranks: int, where: str) -> Placement:
     return places
 
 
-def _show(made: Report, rows: list[Row]) -> None:
+def _show(made: Report, rows: list[Row], baseline: str | None) -> None:
     fastest = rows[0]
     columns: list[Column[Row]] = [Column("scheme", words=True)]
     if len({row.placement for row in rows}) > 1:
         columns.append(Column("placement", words=True))
     columns += [
         Column("µs", lambda row: row.simulation.time, microseconds),
+        Column("95 %", lambda row: row.estimate.interval),
+        Column("x baseline" if baseline else "x fastest", lambda row: row.estimate.ratio_interval),
         Column("x floor", _ratio, ".2f"),
-        Column("messages", lambda row: _between(row.simulation, "messages"), count),
-        Column("bytes", lambda row: _between(row.simulation, "bytes"), count),
-        Column("NIC", lambda row: row.simulation.busiest_card, count),
+        Column("messages", lambda row: _between(row.simulation, "messages"), count, wide=True),
+        Column("bytes", lambda row: _between(row.simulation, "bytes"), count, wide=True),
+        Column("NIC", lambda row: row.simulation.busiest_card, count, wide=fastest.step is not None),
     ]
     if fastest.step is not None:
         columns.append(Column("step, µs", lambda row: row.step and row.step.time, microseconds))
     made.table(rows, columns)
     for found in (row.simulation for row in rows if "@" in row.scheme):
         made.note(named_equal(found.schedule, placement.node_groups(found.cluster, found.places)))
-    made.line("\nmessages and bytes: between nodes, of all ranks; of the NIC that sends most")
+    made.line()
+    alike = [
+        row.scheme
+        for row in rows
+        if row.estimate.like_the_first and row.scheme != (baseline or fastest.scheme)
+    ]
+    made.line(like(alike, baseline or fastest.scheme))
+    made.line(intervals.words(fastest.simulation.cluster))
+    made.line("NIC: bytes of the card that sends most; messages and bytes: between nodes, of all ranks")
     made.line(f"floor, what no scheme is faster than: {microseconds(fastest.simulation.bound)} µs")
     if fastest.step is not None:
         made.line(fastest.step.in_words())
@@ -200,6 +243,13 @@ def _show(made: Report, rows: list[Row]) -> None:
     made.line(f"{fastest.scheme}: {in_words(path)}")
     if share := assumed_share(path):
         made.line(f"*: by prices that are assumed, not measured; they make {share:.0%} of this time")
+
+
+def like(schemes: list[str], baseline: str) -> str:
+    """Say which schemes are predicted neither faster nor slower."""
+    if not schemes:
+        return f"all others can be told apart from {baseline}"
+    return f"cannot be told apart from {baseline}: {', '.join(schemes)}"
 
 
 def _ratio(row: Row) -> float | None:
@@ -219,6 +269,7 @@ def _facts(row: Row) -> dict[str, object]:
         "executor": simulation.executor,
         "assumed_share": assumed_share(path),
         "microseconds": simulation.time,
+        "estimate": row.estimate._asdict(),
         "floor_microseconds": simulation.bound,
         "tiers": [{"tier": t.tier, "messages": t.messages, "bytes": t.bytes} for t in simulation.traffic],
         "busiest_card_bytes": simulation.busiest_card,

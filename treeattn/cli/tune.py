@@ -10,13 +10,15 @@ import click
 
 from treeattn.cli import options
 from treeattn.cli.options import Output, Sizes
-from treeattn.cli.simulate import placed
+from treeattn.cli.simulate import like, placed
 from treeattn.collectives.clusters.bound import lower_bound
 from treeattn.collectives.clusters.critical_path import assumed_share, critical_path
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.clusters.synthesis import Machine, Priced, front, improved, search
 from treeattn.errors import ArgumentError
 from treeattn.report import Column, Progress, Report, count, microseconds
+from treeattn.study import intervals
+from treeattn.study.intervals import Estimate, Timed, estimates
 from treeattn.topology import needed
 
 _STARTS = 4  # of the front, from which changes are tried
@@ -63,6 +65,9 @@ def command(
     floor = lower_bound(named.cluster, machine.places, sizes.payload.bytes, executors[runs])
     output.write((replace(best[0].schedule, name="tuned").to_json() + "\n").encode())
     fastest = simulate(best[0].schedule, named.cluster, machine.places, sizes.payload, executor)
+    sure = dict(
+        zip(map(id, best), estimates(named.cluster, [_timed(machine, one) for one in best]), strict=True)
+    )
     share = assumed_share(critical_path(fastest))
     made = Report({
         "cluster": named.cluster.name,
@@ -73,21 +78,26 @@ def command(
         "assumed_share": share,
         "floor_microseconds": floor,
         "not_priced": left,
-        "rows": [_facts(one, best) for one in everything],
+        "rows": [_facts(one, sure.get(id(one))) for one in everything],
         "fastest": json.loads(best[0].schedule.to_json()),
     })  # fmt: skip
     made.line(f"{ranks} ranks on {named.shown}; {sizes.payload.bytes:,} bytes each; run by {runs}")
-    made.table([_facts(one, best) for one in best], [
+    made.table([{**_facts(one, sure[id(one)]), "sure": sure[id(one)]} for one in best], [
         Column("schedule", words=True),
         Column("µs", "microseconds", microseconds),
-        Column("x floor", lambda row: row["microseconds"] / floor, ".2f"),
+        Column("95 %", lambda row: row["sure"].interval),
+        Column("x fastest", lambda row: row["sure"].ratio_interval),
+        Column("x floor", lambda row: row["microseconds"] / floor, ".2f", wide=True),
         Column("NIC", "busiest_card_bytes", count),
         Column("bits", lambda row: "always" if row["determinism"] == "A" else "in order"),
-        Column("messages", form=count),
+        Column("messages", form=count, wide=True),
     ])  # fmt: skip
     made.line(
         f"\n{len(priced)} candidates; shown is what none beats in time, bytes of the busiest NIC and bits"
     )
+    alike = [one.name for one in best[1:] if sure[id(one)].like_the_first]
+    made.line(like(alike, best[0].name))
+    made.line(intervals.words(named.cluster))
     made.line("bits: always, by any merge that commutes; in order, where ranks fold in one order, as here")
     if share:
         made.line(f"assumed prices: {share:.0%} of the fastest's time")
@@ -99,12 +109,18 @@ def command(
     output.report(made)
 
 
-def _facts(one: Priced, best: list[Priced]) -> dict[str, Any]:
+def _timed(machine: Machine, one: Priced) -> Timed:
+    _, places, payload, executor = machine
+    return lambda of, _: simulate(one.schedule, of, places, payload, executor).time
+
+
+def _facts(one: Priced, estimate: Estimate | None) -> dict[str, Any]:
     return {
         "schedule": one.name,
         "microseconds": one.time,
         "busiest_card_bytes": one.card,
         "determinism": one.bits,
         "messages": one.schedule.messages,
-        "on_the_front": any(one is other for other in best),
+        "on_the_front": estimate is not None,
+        "estimate": estimate and estimate._asdict(),
     }

@@ -93,7 +93,7 @@ def calibrate(
         cluster,
         memory=reading,
         assumed=(),
-        scatter=round(math.hypot(cluster.scatter or 0.0, math.log(drift)), 3),
+        drift=round(abs(math.log(drift)), 3),
     )
     seconds, loads = time.perf_counter() - began, (load, os.getloadavg()[0])
     return Calibration(cluster, places, fitted.residuals, fitted.left_out, drift, loads, hosts, seconds)

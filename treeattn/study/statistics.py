@@ -75,10 +75,10 @@ def describe(blocks: Sequence[Sequence[float]]) -> Statistics:
 
 def _margin(shares: Any) -> float:
     """Half the 95 percent interval of the mean of independent `shares`."""
-    return _student(len(shares) - 1) * float(shares.std(ddof=1)) / math.sqrt(len(shares))
+    return student(len(shares) - 1) * float(shares.std(ddof=1)) / math.sqrt(len(shares))
 
 
-def _student(freedom: int) -> float:
+def student(freedom: int) -> float:
     """The 97.5 percent point of Student's t, from 5 degrees of freedom on to 0.007: Wallace, "Bounds on
     normal approximations to Student's and the chi-square distributions", Ann. Math. Statist. 30(4), 1959.
     """

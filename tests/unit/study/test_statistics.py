@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.drawn import examples
-from treeattn.study.statistics import _student, describe
+from treeattn.study.statistics import describe, student
 
 FRACTIONS = {"p5": 0.05, "median": 0.5, "p95": 0.95, "p99": 0.99}
 BLOCK = st.lists(st.floats(0.001, 1e9), min_size=1, max_size=12)
@@ -95,8 +95,8 @@ def test_the_interval_holds_the_true_median_as_often_as_it_claims(count, of_bloc
 
 
 @pytest.mark.parametrize(("freedom", "point"), [(5, 2.5706), (9, 2.2622), (29, 2.0452), (10**6, 1.96)])
-def test_students_t_is_that_of_the_tables(freedom, point):
-    assert _student(freedom) == pytest.approx(point, abs=0.007)
+def teststudents_t_is_that_of_the_tables(freedom, point):
+    assert student(freedom) == pytest.approx(point, abs=0.007)
 
 
 def test_one_value():

@@ -1,0 +1,123 @@
+"""How sure predictions are: an interval of 95 percent for each time, and for each ratio to another one.
+
+Prices are drawn from what is known of them (`collectives.clusters.uncertainty`), the same for every schedule,
+so that a price which all pay alike widens no ratio. On top comes what a model misses that has all prices
+right: the cluster's own `scatter`, or `BLIND`, which is how far this model is from published runs that it
+knew nothing of. Noise, if there is any, is drawn too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from treeattn.collectives.clusters import uncertainty
+from treeattn.collectives.clusters.description import Cluster
+from treeattn.study.statistics import student
+
+DRAWS = 16
+_NORMAL = 0.6745  # the median of the absolute value of a standard normal number
+_LEAST = 1e-9  # microseconds: a step of one rank may take none
+
+#: Cluster, number of a draw of noise -> microseconds.
+Timed = Callable[[Cluster, int], float]
+
+
+class Blind(NamedTuple):
+    """Errors of predictions of runs of which nothing was given: of times their median and 90th percentile,
+    of ratios of two schemes the median."""
+
+    median: float
+    p90: float
+    ratio: float
+
+
+#: `treeattn published --blind`, docs/results/published_blind.json.
+BLIND = Blind(0.123, 0.387, 0.118)
+
+
+class Estimate(NamedTuple):
+    """Microseconds that a schedule takes, and its ratio to the first of those asked for; low and high: the
+    ends of their intervals."""
+
+    time: float
+    low: float
+    high: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+
+    @property
+    def like_the_first(self) -> bool:
+        """Whether it cannot be told apart from it."""
+        return self.ratio_low <= 1 <= self.ratio_high
+
+    @property
+    def interval(self) -> str:
+        """In words."""
+        return f"{_short(self.low)} to {_short(self.high)}"
+
+    @property
+    def ratio_interval(self) -> str | None:
+        """In words; None for the first itself."""
+        known = self.ratio_low < self.ratio_high  # of what ratios are to, it is 1
+        return f"{self.ratio_low:.2f} to {self.ratio_high:.2f}" if known else None
+
+
+def estimates(cluster: Cluster, timed: Sequence[Timed], noisy: bool = False) -> list[Estimate]:
+    """Of each of `timed`; ratios are to the first. noisy: times differ from draw to draw."""
+
+    def logs(of: Cluster, draw: int = 0) -> Any:
+        return np.log([max(one(of, draw), _LEAST) for one in timed])
+
+    found = logs(cluster)
+    covariance = np.zeros((len(timed), len(timed)))
+    if any(price.error for price in uncertainty.prices(cluster).values()):
+        apart = np.array([logs(of) - found for of in uncertainty.draws(cluster, DRAWS)]) / uncertainty.STEP
+        covariance += apart.T @ apart / DRAWS
+    if noisy:
+        drawn = np.array([found, *(logs(cluster, draw) for draw in range(1, DRAWS))])
+        found = np.median(drawn, axis=0)
+        covariance += np.atleast_2d(np.cov(drawn.T))
+    together, alone = _model(cluster)
+    covariance += together**2 + alone**2 * np.eye(len(timed))
+    variances = np.diag(covariance)
+    reach = student(DRAWS)
+    of_times = np.exp(reach * np.sqrt(variances))
+    ratios = np.exp(found - found[0])
+    apart = variances + variances[0] - 2 * covariance[0]
+    of_ratios = np.exp(reach * np.sqrt(np.maximum(apart, 0)))
+    rows = np.stack([
+        np.exp(found), np.exp(found) / of_times, np.exp(found) * of_times,
+        ratios, ratios / of_ratios, ratios * of_ratios,
+    ])  # fmt: skip
+    return [Estimate(*row) for row in rows.T.tolist()]
+
+
+def _model(cluster: Cluster) -> tuple[float, float]:
+    """Standard deviations of what the model misses of all schedules together, and of each alone."""
+    if cluster.scatter is not None:
+        return cluster.drift, cluster.scatter
+    alone = BLIND.ratio / _NORMAL / math.sqrt(2)
+    return math.sqrt((BLIND.median / _NORMAL) ** 2 - alone**2), alone
+
+
+def words(cluster: Cluster) -> str:
+    """What the intervals hold."""
+    text = "95 % intervals hold errors of prices, those assumed within a factor of 2, and "
+    if cluster.scatter is not None:
+        drift = f", {cluster.drift:.0%} all by drift" if cluster.drift else ""
+        return f"{text}what predictions on {cluster.name} miss: each {cluster.scatter:.0%}{drift}"
+    return (
+        f"{text}what this model misses of published runs that it knew nothing of: half are off by "
+        f"{BLIND.median:.0%}, one in ten by more than {BLIND.p90:.0%} (treeattn published --blind)"
+    )
+
+
+def _short(value: float) -> str:
+    """Three digits."""
+    digits = max(0, 2 - math.floor(math.log10(max(value, 0.01))))
+    return f"{value:,.{digits}f}"
