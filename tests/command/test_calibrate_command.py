@@ -50,8 +50,14 @@ def test_from_calibrate_to_those_who_read_the_file(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     named = "predicted: on here (TREEATTN_CLUSTER): 2 x 2 ranks, calibrated with"
     assert named in " ".join(done.stdout.split())
+    assert "predicted against measured, 2 times: median" in " ".join(done.stdout.split())
+    assert "95 % intervals hold errors of prices" in " ".join(done.stdout.split())
     points = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
     points = [line for line in points if line["kind"] == "point"]
+    for line in points:
+        estimate = line.get("estimate")
+        assert (estimate is None) == (line["key"]["scheme"] != "hierarchical")
+        assert estimate is None or estimate["low"] < line["predicted"] == estimate["time"] < estimate["high"]
     predicted = {(line["key"]["what"], line["key"]["scheme"]): line.get("predicted") for line in points}
     assert predicted["decode", "hierarchical"] > predicted["reduce", "hierarchical"] > 0
     assert predicted["reduce", "mpi_allreduce"] is None

@@ -143,7 +143,7 @@ def command(
     plan = collectively(world, lambda: compare_points.points(nodes, named, lists, device, over))
     if baseline is not None and baseline not in {key.label for key in plan}:
         raise ArgumentError(f"--baseline {baseline}: is not among what is measured; add it to --schemes")
-    predictions = prediction.predictions(world, cluster, plan, own)
+    predictions = prediction.predictions(world, cluster, plan, own, baseline)
     said: dict[str, Any] = {
         name: None if value is None else ",".join(map(str, value)) for name, value in lists.items()
     }
@@ -236,8 +236,9 @@ class _Session:
             self._errors[block.key] = str(found)
             self._append(Failure(**fields, message=str(found)))
         else:
-            predicted = self._predictions.times.get(block.key)
-            point = Point(**fields, predicted=predicted, repetition=block.repetition, **found)
+            estimate = self._predictions.estimates.get(block.key)
+            fields |= {"predicted": estimate and estimate.time, "estimate": estimate}
+            point = Point(**fields, repetition=block.repetition, **found)
             self._append(point)
             self._held.points.append(point)
             self._measured += 1
@@ -274,7 +275,8 @@ class _Session:
             if summary.key in place and summary.version == self._version(summary.key)
         ]
         for summary in summaries:  # those of this command, also where an older one measured
-            summary.facts["predicted"] = self._predictions.times.get(summary.key)
+            estimate = self._predictions.estimates.get(summary.key)
+            summary.facts.update(predicted=estimate and estimate.time, estimate=estimate)
         summaries.sort(key=lambda summary: place[summary.key])
         for _, group in itertools.groupby(summaries, lambda summary: summary.key.case):
             compare_answers.answer(group, self._held, self._baseline)

@@ -8,7 +8,7 @@ from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
-from treeattn.cli import compare_answers
+from treeattn.cli import compare_answers, compare_predicted
 from treeattn.report import LEGEND, Column, Report, count, identical, microseconds
 from treeattn.study.compare.results import Summary, compared_series
 from treeattn.study.compare.schema import NCCL_SUM, NULL, SUM, Key, Run
@@ -23,7 +23,7 @@ _SINCE = {"completion": "", "after_last_entry": ", from the last rank's entry"}
 
 def show(made: Report, run: Run, summaries: Sequence[Summary], errors: Mapping[Key, str]) -> bool:
     """Add everything to a report, case by case; whether every result is right and equal on all ranks."""
-    late = False
+    late, foretold = False, []
     for _, group in itertools.groupby(summaries, lambda summary: summary.key.case):
         of_case = list(group)
         series = compared_series(of_case)
@@ -35,6 +35,8 @@ def show(made: Report, run: Run, summaries: Sequence[Summary], errors: Mapping[K
             if reason := _wrong(row):
                 made.line(f"wrong: {row.key.label}: {reason}", style="red")
         compare_answers.show(made, rows)
+        foretold.append(compare_predicted.show(made, case(rows[0].key), rows))
+    compare_predicted.summary(made, foretold)
     causes: dict[Any, list[Key]] = {}
     for key, message in errors.items():
         causes.setdefault((key.case, message), []).append(key)
@@ -60,7 +62,7 @@ def case(key: Key) -> str:
 
 def _columns(rows: Sequence[Summary], series: str) -> list[Column[Summary]]:
     """Choose what stands in 80 columns: another series beside the compared one, else the error."""
-    key, predicted = rows[0].key, any(row.facts["predicted"] for row in rows)
+    key = rows[0].key
     sums = {row.key.transport: row.times[series].median for row in rows if row.key.scheme == SUM}
 
     def times_sum(row: Summary) -> float | None:
@@ -76,7 +78,6 @@ def _columns(rows: Sequence[Summary], series: str) -> list[Column[Summary]]:
         _quantile(series, "median"),
         Column("95 % interval", lambda row: interval(row.times[series])),
     ]
-    columns += [_fact("predicted", "predicted", microseconds, wide=False)] if predicted else []
     columns += [_quantile(series, name, wide=True) for name in ("p5", "p95", "p99")]
     columns += [_time("slowest\nrank", "slowest", wide=True), *_of_ranks()]
     columns += others
@@ -91,7 +92,7 @@ def _columns(rows: Sequence[Summary], series: str) -> list[Column[Summary]]:
         _fact("depth"),
     ]
     for of, what in itertools.product(("out", "lse"), ("error", "bound")):
-        narrow = (of, what) == ("out", "error") and not others and not predicted
+        narrow = (of, what) == ("out", "error") and not others
         columns.append(_fact(f"{what}\nof {of}", f"{what}_{of}", "{:.1e}".format, wide=not narrow))
     for index, heading in enumerate(("messages\nintra", "messages\ninter", "bytes\nintra", "bytes\ninter")):
         columns.append(_payload(index, heading))

@@ -6,7 +6,6 @@ import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 
 import click
 
@@ -17,7 +16,7 @@ from treeattn.collectives import Schedule
 from treeattn.collectives.drawings import text as draw_schedule
 from treeattn.collectives.parameters import Groups
 from treeattn.errors import ArgumentError, RestrictionError, TreeattnError
-from treeattn.report import Column, microseconds
+from treeattn.report import Column
 from treeattn.study import plot
 from treeattn.study.compare.results import Results, Summary
 from treeattn.study.compare.schema import NULL, SUM, Rank
@@ -64,7 +63,6 @@ def command(
     page.heading("Method")
     page.line(" ".join(_METHOD.split()))
     right = _tables(page, study, baseline)
-    _predictions(page, study.summaries)
     _figures(page, study)
     _schedules(page, study, own)
     _commands(page, study.results, files)
@@ -113,33 +111,6 @@ def _tables(page: Page, study: Study, baseline: str | None) -> bool:
         in_order = [summary for rows in cases.values() for summary in rows]
         right &= compare_table.show(page, found.runs[max(used)], in_order, errors)
     return right
-
-
-def _predictions(page: Page, summaries: Sequence[Summary]) -> None:
-    known = [s for s in summaries if s.facts["predicted"] and s.key.scheme not in (NULL, SUM)]
-    if not known:
-        return
-    errors = [_error(summary) for summary in known]
-    near = sum(abs(error) <= 0.25 for error in errors)
-    page.heading("Predicted against measured")
-    middle = median(map(abs, errors))
-    page.line(f"{len(known)} predictions: median error {middle:.0%}, {near / len(known):.0%} within 25 %")
-    page.table(known, [
-        Column("case", lambda row: compare_table.case(row.key), words=True),
-        Column("scheme", lambda row: row.key.label, words=True),
-        Column("predicted, µs", lambda row: row.facts["predicted"], microseconds),
-        Column("measured, µs", _compared, microseconds),
-        Column("95 % interval", lambda row: compare_table.interval(row.times[row.facts["compared_by"]])),
-        Column("error", _error, "+.0%"),
-    ])  # fmt: skip
-
-
-def _compared(summary: Summary) -> float:
-    return summary.times[summary.facts["compared_by"]].median
-
-
-def _error(summary: Summary) -> float:
-    return float(summary.facts["predicted"]) / _compared(summary) - 1
 
 
 def _figures(page: Page, study: Study) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import click
+from msgspec import structs
 
 from treeattn import collectives
 from treeattn.cli import options
@@ -228,12 +229,8 @@ def _show(made: Report, rows: list[Row], baseline: str | None) -> None:
     for found in (row.simulation for row in rows if "@" in row.scheme):
         made.note(named_equal(found.schedule, placement.node_groups(found.cluster, found.places)))
     made.line()
-    alike = [
-        row.scheme
-        for row in rows
-        if row.estimate.like_the_first and row.scheme != (baseline or fastest.scheme)
-    ]
-    made.line(like(alike, baseline or fastest.scheme))
+    first = baseline or fastest.scheme
+    made.line(intervals.alike(first, [(row.scheme, row.estimate) for row in rows if row.scheme != first]))
     made.line(intervals.words(fastest.simulation.cluster))
     made.line("NIC: bytes of the card that sends most; messages and bytes: between nodes, of all ranks")
     made.line(f"floor, what no scheme is faster than: {microseconds(fastest.simulation.bound)} µs")
@@ -243,13 +240,6 @@ def _show(made: Report, rows: list[Row], baseline: str | None) -> None:
     made.line(f"{fastest.scheme}: {in_words(path)}")
     if share := assumed_share(path):
         made.line(f"*: by prices that are assumed, not measured; they make {share:.0%} of this time")
-
-
-def like(schemes: list[str], baseline: str) -> str:
-    """Say which schemes are predicted neither faster nor slower."""
-    if not schemes:
-        return f"all others can be told apart from {baseline}"
-    return f"cannot be told apart from {baseline}: {', '.join(schemes)}"
 
 
 def _ratio(row: Row) -> float | None:
@@ -269,7 +259,7 @@ def _facts(row: Row) -> dict[str, object]:
         "executor": simulation.executor,
         "assumed_share": assumed_share(path),
         "microseconds": simulation.time,
-        "estimate": row.estimate._asdict(),
+        "estimate": structs.asdict(row.estimate),
         "floor_microseconds": simulation.bound,
         "tiers": [{"tier": t.tier, "messages": t.messages, "bytes": t.bytes} for t in simulation.traffic],
         "busiest_card_bytes": simulation.busiest_card,

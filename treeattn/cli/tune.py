@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import click
+from msgspec import structs
 
 from treeattn.cli import options
 from treeattn.cli.options import Output, Sizes
-from treeattn.cli.simulate import like, placed
+from treeattn.cli.simulate import placed
 from treeattn.collectives.clusters.bound import lower_bound
 from treeattn.collectives.clusters.critical_path import assumed_share, critical_path
 from treeattn.collectives.clusters.simulate import simulate
@@ -95,8 +96,7 @@ def command(
     made.line(
         f"\n{len(priced)} candidates; shown is what none beats in time, bytes of the busiest NIC and bits"
     )
-    alike = [one.name for one in best[1:] if sure[id(one)].like_the_first]
-    made.line(like(alike, best[0].name))
+    made.line(intervals.alike(best[0].name, [(one.name, sure[id(one)]) for one in best[1:]]))
     made.line(intervals.words(named.cluster))
     made.line("bits: always, by any merge that commutes; in order, where ranks fold in one order, as here")
     if share:
@@ -122,5 +122,5 @@ def _facts(one: Priced, estimate: Estimate | None) -> dict[str, Any]:
         "determinism": one.bits,
         "messages": one.schedule.messages,
         "on_the_front": estimate is not None,
-        "estimate": estimate and estimate._asdict(),
+        "estimate": estimate and structs.asdict(estimate),
     }

@@ -9,9 +9,10 @@ knew nothing of. Noise, if there is any, is drawn too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from treeattn.collectives.clusters import uncertainty
@@ -39,7 +40,7 @@ class Blind(NamedTuple):
 BLIND = Blind(0.123, 0.387, 0.118)
 
 
-class Estimate(NamedTuple):
+class Estimate(msgspec.Struct, frozen=True):
     """Microseconds that a schedule takes, and its ratio to the first of those asked for; low and high: the
     ends of their intervals."""
 
@@ -69,6 +70,9 @@ class Estimate(NamedTuple):
 
 def estimates(cluster: Cluster, timed: Sequence[Timed], noisy: bool = False) -> list[Estimate]:
     """Of each of `timed`; ratios are to the first. noisy: times differ from draw to draw."""
+
+    if not timed:
+        return []
 
     def logs(of: Cluster, draw: int = 0) -> Any:
         return np.log([max(one(of, draw), _LEAST) for one in timed])
@@ -115,6 +119,14 @@ def words(cluster: Cluster) -> str:
         f"{text}what this model misses of published runs that it knew nothing of: half are off by "
         f"{BLIND.median:.0%}, one in ten by more than {BLIND.p90:.0%} (treeattn published --blind)"
     )
+
+
+def alike(first: str, others: Iterable[tuple[str, Estimate]]) -> str:
+    """Which of the others are neither faster nor slower than the first, in words."""
+    named = [name for name, estimate in others if estimate.like_the_first]
+    if not named:
+        return f"predicted: all others can be told apart from {first}"
+    return f"predicted: cannot be told apart from {first}: {', '.join(named)}"
 
 
 def _short(value: float) -> str:

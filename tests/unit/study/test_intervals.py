@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from treeattn.cli import compare_predicted
 from treeattn.collectives import build
 from treeattn.collectives.clusters import description, uncertainty
 from treeattn.collectives.clusters.description import Cluster, Executor, Tier
@@ -17,7 +18,10 @@ from treeattn.collectives.clusters.writing import as_toml
 from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError
 from treeattn.study import intervals
-from treeattn.study.intervals import estimates
+from treeattn.study.compare.results import Summary
+from treeattn.study.compare.schema import Key
+from treeattn.study.intervals import Estimate, estimates
+from treeattn.study.statistics import describe
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 
@@ -92,6 +96,26 @@ def test_draws_of_a_shipped_cluster_change_what_is_assumed_and_nothing_else():
     assert {"nccl.round", "nvlink.gap", "nvlink.copy", "dgx-h100.memory"} <= {
         name for name, price in known.items() if price.error == uncertainty.ASSUMED
     }
+
+
+def row(scheme, measured, estimate):
+    key = Key("reduce", scheme, 8, 0, 1, 1, 1, 1, 1, "float32")
+    facts = {"predicted": estimate.time, "estimate": estimate, "compared_by": "completion"}
+    return Summary(key, "", 1, {"completion": describe([[measured]])}, facts)
+
+
+def test_how_good_predictions_were_is_summed_up():
+    """Of the first ratios are not counted; the third lies outside its interval."""
+    first = Estimate(10.0, 9.0, 11.0, 1.0, 1.0, 1.0)
+    second, third = Estimate(20.0, 18.0, 22.0, 2.0, 1.8, 2.2), Estimate(30.0, 27.0, 33.0, 3.0, 2.7, 3.3)
+    rows = [row("ring", 10.5, first), row("chain", 20.0, second), row("bine", 10.0, third)]
+    found = compare_predicted.facts([compare_predicted.pairs(rows)])
+    assert (found["rows"], found["within_25"]) == (3, pytest.approx(2 / 3))
+    assert found["median"] == pytest.approx(0.5 / 10.5)
+    assert found["within_interval"] == pytest.approx(2 / 3)
+    assert found["ratio_within_interval"] == pytest.approx(1 / 2)
+    assert found["worst_choice"] == pytest.approx(1.05)
+    assert compare_predicted.facts([]) == {}
 
 
 def test_correlated_prices_are_drawn_together():

@@ -6,18 +6,23 @@ import pytest
 from msgspec.structs import replace
 
 from treeattn.collectives.clusters import description
-from treeattn.study.compare.prediction import lacking, predicted
+from treeattn.study.compare.prediction import lacking, timed
 from treeattn.study.compare.schema import Key
 
 KEY = Key("reduce", "recursive_doubling", 2, 0, 1, 1, 16, 16, 128, "bfloat16")
 LAPTOP, DGX = description.load("laptop"), description.load("dgx-h100")
 
 
+def predicted(cluster, places, nodes, key):
+    run = timed(cluster, places, nodes, key, {})
+    return run and run(cluster, 0)
+
+
 def test_every_executor_of_the_host_has_a_time_of_its_own():
     keys = [replace(KEY, executor=name) for name in ("slots", "program", "mpi")]
-    slots, program, mpi = (predicted(LAPTOP, (0, 1), [[0, 1]], key, {}) for key in keys)
+    slots, program, mpi = (predicted(LAPTOP, (0, 1), [[0, 1]], key) for key in keys)
     assert slots < program < mpi
-    assert predicted(LAPTOP, (0, 1), [[0, 1]], KEY, {}) == slots  # what a Decoder takes on one node
+    assert predicted(LAPTOP, (0, 1), [[0, 1]], KEY) == slots  # what a Decoder takes on one node
 
 
 @pytest.mark.parametrize(
@@ -26,12 +31,12 @@ def test_every_executor_of_the_host_has_a_time_of_its_own():
 def test_a_transport_of_gpus_is_predicted_by_its_executor(transport, executor):
     key = replace(KEY, device="cuda", transport=transport)
     alone = replace(DGX, executors={executor: DGX.executors[executor]}, executor=executor)
-    assert predicted(DGX, (0, 1), [[0, 1]], key, {}) == predicted(alone, (0, 1), [[0, 1]], key, {}) > 0
+    assert predicted(DGX, (0, 1), [[0, 1]], key) == predicted(alone, (0, 1), [[0, 1]], key) > 0
 
 
 def test_an_executor_without_prices_is_named():
     leonardo, key = description.load("leonardo"), replace(KEY, executor="mpi")
-    assert predicted(leonardo, (0, 1), [[0], [1]], key, {}) is None
+    assert predicted(leonardo, (0, 1), [[0], [1]], key) is None
     assert lacking(leonardo, (0, 1), key) == (
         "no prices: leonardo: executors: there is no 'mpi'; choose from program"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,44 +21,55 @@ from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.study.compare.schema import NULL, SUM, WIRE_BYTES, Key, members
 from treeattn.study.decode_step import Shape, decode_step
+from treeattn.study.intervals import Estimate, Timed, estimates, words
 
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 
 class Predictions(NamedTuple):
-    """Microseconds of every key that can be predicted, and on which cluster, in words: on rank 0, where one
-    is named."""
+    """Of every key that can be predicted, and on which cluster, in words: on rank 0, where one is named."""
 
-    times: dict[Key, float]
+    estimates: dict[Key, Estimate]
     shown: str = ""
 
 
 def predictions(
-    world: MpiCommunicator, name: str | None, keys: Sequence[Key], own: Mapping[str, Schedule]
+    world: MpiCommunicator,
+    name: str | None,
+    keys: Sequence[Key],
+    own: Mapping[str, Schedule],
+    baseline: str | None = None,
 ) -> Predictions:
     """On the cluster of that name, else the one of TREEATTN_CLUSTER. own: schedules of one's own, by name.
-    Collective. Raises what reading the cluster raises, on every rank alike."""
+    Ratios are to the baseline, or in each case to the one that is predicted fastest.
+
+    Collective. Raises what reading the cluster raises, on every rank alike.
+    """
     found = topology.detect(world)
 
     def predict() -> Predictions:
         named = topology.described(name) if world.rank == 0 else None
         if named is None:
             return Predictions({})
-        places = found.places_on(named.cluster)
+        cluster, places = named.cluster, found.places_on(named.cluster)
         of_rank = [rank.node for rank in found.ranks]
-        times: dict[Key, float | None] = {}
+        known: dict[Key, Estimate] = {}
         without: dict[str, None] = {}
-        for key in keys:
-            used = members(of_rank, key.place)
-            at = tuple(places[rank] for rank in used)
-            nodes = [[used.index(rank) for rank in node if rank in used] for node in found.nodes]
-            times[key] = predicted(named.cluster, at, [node for node in nodes if node], key, own)
-            without[lacking(named.cluster, at, key)] = None
-        known = {key: time for key, time in times.items() if time is not None}
-        return Predictions(
-            known, "; ".join(filter(None, (named.shown, found.misfit(named.cluster), *without)))
-        )
+        for _, case in groupby(keys, lambda key: key.case):
+            runs: dict[Key, Timed] = {}
+            for key in case:
+                used = members(of_rank, key.place)
+                at = tuple(places[rank] for rank in used)
+                nodes = [[used.index(rank) for rank in node if rank in used] for node in found.nodes]
+                if run := timed(cluster, at, [node for node in nodes if node], key, own):
+                    runs[key] = run
+                without[lacking(cluster, at, key)] = None
+            times = {key: run(cluster, 0) for key, run in runs.items()}
+            order = sorted(times, key=lambda key: (key.label != baseline, times[key]))
+            known |= zip(order, estimates(cluster, [runs[key] for key in order]), strict=True)
+        shown = "; ".join(filter(None, (named.shown, found.misfit(cluster), *without)))
+        return Predictions(known, f"{shown}\n{words(cluster)}")
 
     return collectively(world, predict)
 
@@ -73,15 +85,16 @@ def lacking(cluster: Cluster, places: Placement, key: Key) -> str:
     return ""
 
 
-def predicted(
+def timed(
     cluster: Cluster,
     places: Placement,
     nodes: Sequence[Sequence[int]],
     key: Key,
     own: Mapping[str, Schedule],
-) -> float | None:
-    """Microseconds of one key; None for libraries and baselines without a schedule or a ring's formula, for
-    an executor without prices there, and for whole steps where it does not say how fast a rank reads."""
+) -> Timed | None:
+    """What gives the microseconds of one key; None for libraries and baselines without a schedule or a ring's
+    formula, for an executor without prices there, and for whole steps where it does not say how fast a rank
+    reads."""
     if key.scheme in (SUM, NULL) or lacking(cluster, places, key):
         return None
     executor = executor_over(key.transport, key.executor)
@@ -99,8 +112,12 @@ def predicted(
     if key.what == "reduce":
         records = key.batch * key.heads * key.queries
         payload = Payload(records, WIRE_BYTES[key.wire] * (key.head_dim + 2), key.queries)
-        return simulate(schedule, cluster, places, payload, executor).time
+        return lambda of, _: simulate(schedule, of, places, payload, executor).time
     size = np.dtype(DTYPES[key.dtype]).itemsize
     shape = Shape(key.tokens, key.heads, key.kv_heads, key.head_dim, key.batch, key.queries, size)
-    step = decode_step(cluster, places, schedule, shape, executor)
-    return {"kv_ring": step.kv_ring, "query_ring": step.query_ring}.get(key.scheme, step.time)
+
+    def step(of: Cluster, _: int) -> float:
+        found = decode_step(of, places, schedule, shape, executor)
+        return {"kv_ring": found.kv_ring, "query_ring": found.query_ring}.get(key.scheme, found.time)
+
+    return step

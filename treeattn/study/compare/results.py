@@ -183,7 +183,7 @@ def compared_series(rows: Iterable[Summary]) -> Literal["completion", "after_las
     return "after_last_entry" if late else "completion"
 
 
-_FACTS = ("warmup", "determinism", "rounds", "depth", "sent", "scheduled", "predicted")
+_FACTS = ("warmup", "determinism", "rounds", "depth", "sent", "scheduled", "predicted", "estimate")
 
 
 def summarise(results: Results) -> list[Summary]:

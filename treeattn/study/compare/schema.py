@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, structs
 
+from treeattn.study.intervals import Estimate
+
 #: Of the lines; a reader leaves lines of another format alone and names them.
 FORMAT = 1
 
@@ -198,7 +200,8 @@ class Point(Line, kw_only=True, tag="point", omit_defaults=True):
 
     held, step_peak: bytes that planning and a first step leave allocated, and that a further step adds at
     its peak, worst rank, as tracemalloc sees them (NumPy's buffers, not the MPI library's); None for blocks
-    after the first of a key in a run. predicted: of the median completion, by a model.
+    after the first of a key in a run. predicted: of the median completion, by a model;
+    estimate: the same with its interval, and its ratio to the first of its case.
 
     of_ranks: of each rank, the median over the iterations of the time between its own entry and exit; None in
     older results.
@@ -235,6 +238,7 @@ class Point(Line, kw_only=True, tag="point", omit_defaults=True):
     of_ranks: Series | None = None
     took: Length = 0.0
     predicted: Number | None = None
+    estimate: Estimate | None = None
     executor: str | None = None
 
     def check(self) -> None:
