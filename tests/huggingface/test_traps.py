@@ -16,7 +16,7 @@ told in slots of the whole sequence.
 | the batch is reordered, and expanded before a prefill | beams and return sequences of test_decoding.py |
 | ranks must draw alike, and decide alike at a tie | test_decoding.py, seeds and scores that differ |
 | a configuration of text and images has layers of both | test_a_model_of_text_and_images |
-| a new group is everybody's affair; a tag for each message | torchrun_models.py, torchrun_schedules.py |
+| a new group is everybody's affair; a tag for each message | test_what_a_rank_has_whole_.., torchrun_schedules.py |
 | mpiexec gives each rank all processors | test_more_threads_than_processors_are_told |
 | recurrent layers need every token in turn | check_family of LFM2, Qwen3-Next, Jamba |
 | experts and norms need nothing | families with experts |
@@ -39,6 +39,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 from tests.support.tiny_models import assert_close, made, padded, prompt  # noqa: E402
 from treeattn import huggingface  # noqa: E402
 from treeattn.errors import ArgumentError, StateError, TreeattnError  # noqa: E402
+from treeattn.huggingface import plans  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
 
@@ -222,7 +223,7 @@ def test_lengths_are_slots_of_the_whole_sequence(comm, model, cache):
     assert (cache.get_seq_length(), cache.get_mask_sizes(3, 0)) == (30, (33, 0))
     assert (cache.get_query_offset(), cache.get_max_length()) == (30, -1)
     assert layer.keys is None
-    assert comm.allreduce(int(layer.store.shard.lengths[0])) == 30
+    assert sum(comm.allgather(int(layer.store.shard.lengths[0]))) == 30
     assert cache.is_croppable
     assert not cache.is_compileable
     cache.crop(-4)
@@ -363,6 +364,13 @@ def test_more_threads_than_processors_are_told(comm, monkeypatch, model):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         huggingface.ShardedKV(model.config, comm, capacity=9)
+
+
+def test_what_a_rank_has_whole_it_attends_to_alone(comm):
+    """Under torchrun in a group of its own, in which no other has to take part."""
+    plans._alone.cache_clear()
+    if comm.rank == 0:
+        made("Llama", "treeattn")(prompt(), use_cache=False)
 
 
 def test_a_cache_is_not_copied(cache):
