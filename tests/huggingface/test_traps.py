@@ -16,7 +16,7 @@ told in slots of the whole sequence.
 | the batch is reordered, and expanded before a prefill | beams and return sequences of test_decoding.py |
 | ranks must draw alike, and decide alike at a tie | test_decoding.py, seeds and scores that differ |
 | a configuration of text and images has layers of both | test_a_model_of_text_and_images |
-| a new group is everybody's affair; a tag for each message | test_what_a_rank_has_whole_.., torchrun_schedules.py |
+| a new group is a matter of all; a tag for each message | test_what_a_rank_has_whole, torchrun_schedules.py |
 | mpiexec gives each rank all processors | test_more_threads_than_processors_are_told |
 | recurrent layers need every token in turn | check_family of LFM2, Qwen3-Next, Jamba |
 | experts and norms need nothing | families with experts |

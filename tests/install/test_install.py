@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -51,10 +55,33 @@ print(treeattn.__file__)
 """
 
 
-def run(*words, cwd):
+TORCH_JOB = """
+import importlib.util
+import torch, torch.distributed as dist, transformers
+from treeattn import huggingface
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+sizes = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, eos_token_id=None, pad_token_id=0)
+model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+ids, greedy = torch.arange(2, 40)[None], dict(do_sample=False, max_new_tokens=8)
+wanted = model.generate(ids, **greedy)
+model.set_attn_implementation("treeattn")
+cache = huggingface.ShardedKV(model.config, capacity=64)
+huggingface.prefill(model, ids[:, :-1], cache)
+assert model.generate(ids, past_key_values=cache, **greedy).tolist() == wanted.tolist()
+assert importlib.util.find_spec("mpi4py") is None
+print(huggingface.__file__)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def run(*words, cwd, **environment):
     done = subprocess.run(
-        list(map(str, words)), cwd=cwd, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL
-    )
+        list(map(str, words)), cwd=cwd, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL,
+        env={**os.environ, **environment},
+    )  # fmt: skip
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -104,6 +131,25 @@ def test_wheel_runs_in_another_folder(installed, tmp_path):
         "--expect", f"{cache}.expected.safetensors", cwd=tmp_path,
     )  # fmt: skip
     assert "pass" in table
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None,
+    reason="torch or transformers is not installed (the extra `huggingface`)",
+)
+def test_ranks_of_torchrun_need_no_mpi(wheel, tmp_path):
+    """Neither mpi4py nor a library: all else that is installed here is lent to the environment."""
+    run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
+    run(tmp_path / "venv/bin/python", "-m", "pip", "install", "-q", wheel, cwd=tmp_path)
+    (lent := tmp_path / "lent").mkdir()
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if not re.match("mpi|_*(editable|treeattn)", path.name):
+            (lent / path.name).symlink_to(path)
+    (tmp_path / "job.py").write_text(TORCH_JOB)
+    launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2
+    settings = {"PYTHONPATH": str(lent), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    where = run(tmp_path / "venv/bin/python", *launcher, "job.py", cwd=tmp_path, **settings)
+    assert where.count(str(tmp_path)) == 2
 
 
 def test_wheel_beside_a_checkout(installed):
