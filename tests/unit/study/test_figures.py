@@ -134,7 +134,7 @@ def test_ratios_pair_blocks_of_one_run(tmp_path):
     assert summary.times["completion"].blocks == 12
     (chart,) = charts("relative", found).values()
     by_label = dict(zip(chart.labels, chart.panels[0].series[0].points, strict=True))
-    assert by_label["chain"][1:] == pytest.approx((3.0, 3.0, 3.0))
+    assert by_label["chain"][1:4] == pytest.approx((3.0, 3.0, 3.0))
     (case,) = cases(found)
     assert len(times._blocks(case, summary, "chain")) == 12
 
@@ -153,7 +153,7 @@ def test_ratios_pair_the_blocks_of_a_repetition(tmp_path):
     found = study(path)
     (chart,) = charts("relative", found).values()
     by_label = dict(zip(chart.labels, chart.panels[0].series[0].points, strict=True))
-    assert by_label["chain"][1:] == pytest.approx((3.0, 3.0, 3.0))
+    assert by_label["chain"][1:4] == pytest.approx((3.0, 3.0, 3.0))
     assert by_label[SUM][1:] == (1.0, 1.0, 1.0)
 
 
@@ -225,19 +225,25 @@ def test_predictions_are_drawn_only_where_points_carry_them(made, tmp_path):
     assert charts("predicted", made) == {}
     path = tmp_path / "predicted.jsonl"
     key, other = made_results.keys(["chain", "ring"], [4096])
-    point = made_results.point_line(key, predicted=7.5)
-    lines = [made_results.run_line(), point, made_results.point_line(other)]
+    lines = [made_results.point_line(key, n, predicted=7.5) for n in range(6)]
+    lines = [made_results.run_line(), *lines, made_results.point_line(other)]
     path.write_text("\n".join(map(json.dumps, lines)))
     (chart,) = charts("predicted", study(path)).values()
     (series,) = chart.series
     assert series.label == "chain"
-    assert [(p.x, p.value) for p in series.points] == [(point["samples"]["completion"][1], 7.5)]
+    (found,) = (s.times["completion"] for s in study(path).summaries if s.key.scheme == "chain")
+    assert [(p.x, p.value, p.x_low, p.x_high) for p in series.points] == [
+        (found.median, 7.5, found.low, found.high)
+    ]
+    assert found.low < found.median
     drawn = draw.draw(chart)
     (axes,) = drawn.axes
     assert drawn.subfigs[0].get_supxlabel() == "measured completion (median), µs"
     assert drawn.subfigs[0].get_supylabel() == "predicted, µs"
     (mark,) = marks(axes)
     assert (mark.get_xdata()[0], mark.get_ydata()[0]) == tuple(series.points[0][:2])
+    (across,) = axes.collections
+    assert across.get_segments()[0].tolist() == [[found.low, 7.5], [found.high, 7.5]]
 
 
 def test_scaling_joins_jobs_of_several_sizes_but_no_two_placements(tmp_path):

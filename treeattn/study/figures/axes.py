@@ -90,6 +90,8 @@ def draw_mark(
     if known:
         draw = axes.vlines if upright else axes.hlines
         draw(at[not upright], point.low, point.high, colors=colour, linewidth=1.2)
+    if point.x_low is not None:
+        axes.hlines(at[1], point.x_low, point.x_high, colors=colour, linewidth=1.2)
 
 
 def reference_line(axes: Any, value: float | None, upright: bool) -> None:

@@ -9,12 +9,15 @@ from treeattn.study.statistics import Statistics
 
 
 class Point(NamedTuple):
-    """One mark. x: the place on a `Lines` axis, the row of `Rows`. low, high: interval, None without one."""
+    """One mark. x: the place on a `Lines` axis, the row of `Rows`. low, high: interval, None without one;
+    x_low, x_high: of the place, where that is measured, too."""
 
     x: float
     value: float
     low: float | None = None
     high: float | None = None
+    x_low: float | None = None
+    x_high: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

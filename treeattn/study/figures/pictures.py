@@ -109,7 +109,8 @@ def draw_lines(figure: Any, chart: Lines, share: float) -> None:
         _draw_series(axes, chart, chart.series[index])
     # Scales and ticks, which all axes share.
     first, room = grid[0, 0], max(2, int(12 * share) // columns + 1)
-    places = sorted({point.x for series in chart.series for point in series.points})
+    points = [point for series in chart.series for point in series.points]
+    places = sorted({x for p in points for x in (p.x, p.x_low, p.x_high) if x is not None})
     marks.value_axis(first.yaxis, True, _numbers(chart.series), 6)
     if chart.diagonal:
         marks.value_axis(first.xaxis, True, places, room)

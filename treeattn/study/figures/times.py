@@ -13,7 +13,7 @@ from treeattn.study.figures.axes import brief
 from treeattn.study.figures.cases import RANKS, SKEW, TOKENS, Case, left_out
 from treeattn.study.figures.chart import Chart, Lines, Panel, Point, Rows, Series, interval
 from treeattn.study.figures.style import in_order
-from treeattn.study.statistics import describe
+from treeattn.study.statistics import Statistics, describe
 
 _LINE = (
     "Line through it: interval of that median at 95 % confidence; hollow marks have none (fewer than 6 "
@@ -86,15 +86,22 @@ def cold(case: Case) -> list[Chart]:
 def predicted(case: Case) -> list[Chart]:
     """Predicted against measured time, where points carry a prediction (``predicted``, µs)."""
     known = [m for m in case.members if m.facts["predicted"] is not None]
-    points = [(m.key.label, Point(m.times[case.series].median, float(m.facts["predicted"]))) for m in known]
+    points = [(m.key.label, _against(m.times[case.series], float(m.facts["predicted"]))) for m in known]
     series = tuple(
         Series(scheme, tuple(sorted(point for name, point in points if name == scheme)))
         for scheme in in_order(name for name, _ in points)
     )
-    note = "Line: the prediction is right. Above it: it is too slow."
+    note = (
+        "Diagonal: the prediction is right. Above it: it is too slow. Line across a mark: interval of the "
+        "measured median at 95 % confidence."
+    )
     around = case.around("predicted-{}", "Predicted and measured time of a {}", note)
     labels = f"measured {_SERIES[case.series]} (median), µs", "predicted, µs"
     return [Lines(*around, *labels, series, intervals=False, diagonal=True)] if series else []
+
+
+def _against(measured: Statistics, predicted: float) -> Point:
+    return Point(measured.median, predicted, x_low=measured.low, x_high=measured.high)
 
 
 def by_scheme(
