@@ -23,7 +23,7 @@ html_static_path = ["_static"]
 html_css_files = ["treeattn.css"]
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True  # CATALOG, not everything that stands in it
-autodoc_typehints = "none"
+autodoc_typehints = "description"
 nitpick_ignore_regex = [
     ("py:class", r"(?!treeattn\.).*")
 ]  # types are words with shapes: links where they are ours

@@ -290,7 +290,7 @@ class PlannedDecode:
 
     @property
     def groups(self) -> int:
-        """Of heads, in which the next step is taken apart: 1 where it is not."""
+        """In how many groups of heads the next step is taken apart; 1 where it is not."""
         return getattr(self._reducer, "groups", 1)
 
     @property

@@ -245,7 +245,7 @@ class TokenTree:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256, equal for equal trees: what ranks compare."""
+        """SHA-256 by which ranks compare trees: equal for equal ones."""
         found = hashlib.sha256(repr((self.tokens.shape, self.lengths.tolist())).encode())
         found.update(self.tokens.astype(np.int64).tobytes() + self.parents.tobytes())
         return found.hexdigest()
