@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from treeattn.collectives import traffic
 from treeattn.collectives.check import Certificate, Proof, prove
@@ -30,6 +30,9 @@ from treeattn.collectives.schedule import Round, Schedule, Transfer
 from treeattn.errors import ScheduleError
 
 if TYPE_CHECKING:
+    from treeattn.collectives.runtime import nccl
+    from treeattn.collectives.runtime.communicator import Communicator
+    from treeattn.collectives.runtime.memory import Array
     from treeattn.collectives.runtime.reducer import ReductionSpec
 
 #: Buffers beside the slots of ranks, which go by the number of their rank.
@@ -205,7 +208,7 @@ class Planned(NamedTuple):
     name: str
     certificate: Certificate
     program: Program
-    records: Any
+    records: Array
     sent: list[tuple[int, int]]
 
 
@@ -215,7 +218,8 @@ def of_spec(spec: ReductionSpec, schedule: Schedule, node: Iterable[int] = ()) -
     Raises `ScheduleError`, before anything is allocated, if the schedule is for another number of ranks or is
     not a correct reduction, or if the buffer does not fit.
     """
-    rank, size = spec.comm.rank, spec.comm.size
+    comm: Communicator | nccl.Communicator = spec.comm
+    rank, size = comm.rank, comm.size
     if schedule.size != size:
         raise ScheduleError(
             f"{schedule.name}: made for {schedule.size} ranks, the communicator has {size}; "

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from treeattn.collectives import program
 from treeattn.collectives.executors.lowering import Buffers, Requests, Step, landing_records, lower
 from treeattn.collectives.program import LANDING, OWN, Planned, Region
-from treeattn.collectives.runtime.memory import HOST
-from treeattn.collectives.runtime.operator import NativeOperator
+from treeattn.collectives.runtime.memory import HOST, Array, Message
+from treeattn.collectives.runtime.operator import NativeOperator, Operator
 from treeattn.collectives.runtime.reducer import NativeStep, ReductionSpec
 from treeattn.collectives.runtime.reducer import Reducer as BaseReducer
 from treeattn.collectives.schedule import Schedule
@@ -39,10 +39,11 @@ _SPINS, _SPINS_OVERSUBSCRIBED = 1000, 20
 
 def problem(spec: ReductionSpec) -> str | None:
     """Why nothing of this reduction can be compiled on this rank, in one line; None where it can."""
-    if spec.memory is not HOST or not isinstance(spec.operator, NativeOperator):
+    operator: Operator = spec.operator
+    if spec.memory is not HOST or not isinstance(operator, NativeOperator):
         return "there is no compiled merge on the processor for these records"
     try:
-        spec.operator.native_code()
+        operator.native_code()
     except BackendError as error:
         return str(error)
     return None
@@ -51,7 +52,7 @@ def problem(spec: ReductionSpec) -> str | None:
 class Messages(Protocol):
     """The messages of a program, planned round by round, as compiled code starts and tests them."""
 
-    def add(self, number: int, receives: Iterable[tuple[Any, int]], sends: Iterable[tuple[Any, int]]) -> None:
+    def add(self, number: int, receives: Iterable[Message], sends: Iterable[Message]) -> None:
         """Plan the messages (array, peer) of a round."""
 
     @property
@@ -113,12 +114,11 @@ class Reducer(BaseReducer):
 
     def _bind(self, spec: ReductionSpec, planned: Planned, spins: int) -> None:
         """Everything that a step needs, where C finds it."""
-        landing = spec.memory.empty(
-            (landing_records(self._program), spec.operator.width), planned.records.dtype
-        )
+        operator: NativeOperator = spec.operator
+        landing = HOST.empty((landing_records(self._program), operator.width), planned.records.dtype)
         arrays = {OWN: planned.records, LANDING: landing}
 
-        def array(region: Region) -> Any:
+        def array(region: Region) -> Array:
             return arrays[region.buffer][region.first : region.stop]
 
         for number, instructions in self._program.by_round():
@@ -131,14 +131,14 @@ class Reducer(BaseReducer):
             Buffers(*addresses, self._slots, planned.records[:1].nbytes),
             self._messages.rounds,
         )
-        native = spec.operator.native_code()
+        native = operator.native_code()
         self._struct = Step(
             merge=native.merge,
             programs=self._lowered.addresses,
             length=len(self._lowered.rounds),
             number=1,
             spins=spins,
-            width=spec.operator.width,
+            width=operator.width,
             **self._messages.fields(),
         )
         self._owned, self._native = arrays, native.run_step

@@ -5,16 +5,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 from treeattn.collectives import program
 from treeattn.collectives.program import LANDING, OWN, Copy, Fold, Instruction, Planned, Region
-from treeattn.collectives.runtime.operator import ManyOperator
+from treeattn.collectives.runtime.memory import Array, Memory, Message
+from treeattn.collectives.runtime.operator import ManyOperator, Operator
 from treeattn.collectives.runtime.reducer import Reducer as BaseReducer
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.collectives.schedule import Schedule
-
-Message: TypeAlias = tuple[Any, int]
 
 
 class Interpreter:
@@ -22,12 +21,14 @@ class Interpreter:
 
     def __init__(self, spec: ReductionSpec, planned: Planned, landing: int | None = None) -> None:
         """landing: records of the landing place, where it is to have more than the program's."""
-        self._operator, self._copy = spec.operator, spec.memory.copy
-        shape = planned.program.landing if landing is None else landing, spec.operator.width
-        self.landing = spec.memory.empty(shape, planned.records.dtype)
+        operator: Operator = spec.operator
+        memory: Memory = spec.memory
+        self._operator, self._copy = operator, memory.copy
+        shape = planned.program.landing if landing is None else landing, operator.width
+        self.landing = memory.empty(shape, planned.records.dtype)
         self._buffers = {OWN: planned.records, LANDING: self.landing}
 
-    def array(self, region: Region) -> Any:
+    def array(self, region: Region) -> Array:
         """The records of a region: [records, width]."""
         return self._buffers[region.buffer][region.first : region.stop]
 
@@ -106,7 +107,8 @@ class Reducer(BaseReducer):
         super().__init__(schedule.name)
         self.messages = self._planned_messages(spec, planned)
         self.certificate, self.sent, self._program = planned.certificate, planned.sent, planned.program
-        self._ready = spec.memory.synchronize
+        memory: Memory = spec.memory
+        self._ready = memory.synchronize
         interpreter = Interpreter(spec, planned)
         #: What this rank does in a step.
         self.rounds: list[PlannedRound] = []

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from treeattn.collectives.check import prove
+from treeattn.collectives.runtime.memory import Array
 from treeattn.collectives.runtime.operator import Operator
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError
 
 
-def run(schedule: Schedule, partials: Sequence[Any], operator: Operator) -> list[Any]:
+def run(schedule: Schedule, partials: Sequence[Array], operator: Operator) -> list[Array]:
     """Reduce `partials`, one array [records, operator.width] per rank, which are left as they are.
 
     Returns one new array per rank, [records, width] of the chunks that it is promised: all, its own, or on
@@ -41,14 +41,14 @@ def run(schedule: Schedule, partials: Sequence[Any], operator: Operator) -> list
     return [array[part] for array, part in zip(held, own, strict=False)]
 
 
-def _folded(values: Sequence[Any], operator: Operator) -> Any:
+def _folded(values: Sequence[Array], operator: Operator) -> Array:
     total = values[0].copy()
     for value in values[1:]:
         operator.planned_merge(total, value)()
     return total
 
 
-def _check(schedule: Schedule, partials: Sequence[Any], operator: Operator) -> None:
+def _check(schedule: Schedule, partials: Sequence[Array], operator: Operator) -> None:
     if len(partials) != schedule.size:
         raise ArgumentError(
             f"{schedule.name} is for {schedule.size} ranks, but there are {len(partials)} partials"

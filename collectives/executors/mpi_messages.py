@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from treeattn.collectives.executors.lowering import Requests
 from treeattn.collectives.program import Program, messages
+from treeattn.collectives.runtime.memory import Message
 from treeattn.collectives.runtime.mpi_communicator import PersistentRequests
 from treeattn.errors import PeerError
 
@@ -40,7 +41,7 @@ class MpiMessages:
         self._requests.comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._handles: dict[int, NDArray[Any]] = {}
 
-    def add(self, number: int, receives: Iterable[tuple[Any, int]], sends: Iterable[tuple[Any, int]]) -> None:
+    def add(self, number: int, receives: Iterable[Message], sends: Iterable[Message]) -> None:
         """Plan the messages (array, peer) of a round."""
         requests = self._requests.add(number, receives, sends)
         if requests:

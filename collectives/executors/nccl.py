@@ -22,6 +22,7 @@ def plan(spec: ReductionSpec, schedule: Schedule) -> CudaGraphReducer:
     """
     planned = program.of_spec(spec, schedule)
     interpreter = Interpreter(spec, planned)
+    communicator: nccl.Communicator = spec.comm
     rounds = [
         (*interpreter.messages(instructions), interpreter.calls(instructions))
         for _, instructions in planned.program.by_round()
@@ -29,14 +30,14 @@ def plan(spec: ReductionSpec, schedule: Schedule) -> CudaGraphReducer:
 
     def queue() -> None:
         for receives, sends, calls in rounds:
-            nccl.exchange(spec.comm, receives, sends)
+            nccl.exchange(communicator, receives, sends)
             for call in calls:
                 call()
 
     peers = planned.program.message_peers
     reducer = CudaGraphReducer(
         schedule.name,
-        spec.comm,
+        communicator,
         spec.memory,
         queue if rounds else None,
         peers=(f"{schedule.name} over NCCL", program.ranks(peers)),

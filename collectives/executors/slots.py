@@ -98,15 +98,16 @@ def plan(
     communicator, the schedule's name and the program; MPI's unless given. Raises `SharingError` where ranks
     of a node cannot, on every rank alike.
     """
-    node = next(node for node in nodes if spec.comm.rank in node)
+    comm: Communicator = spec.comm
+    node = next(node for node in nodes if comm.rank in node)
     planned = program.of_spec(spec, schedule, node)
     record_bytes = planned.records[:1].nbytes
-    parts = share(spec.comm, node, 2 * set_bytes(planned.program, record_bytes))
+    parts = share(comm, node, 2 * set_bytes(planned.program, record_bytes))
     if messages is None:
         from treeattn.collectives.executors.mpi_messages import MpiMessages
 
         messages = MpiMessages
-    sending = messages(spec.comm, planned.name, planned.program)
+    sending = messages(comm, planned.name, planned.program)
     slots = Slots(parts, planned.program, record_bytes)
     return compiled.Reducer(spec, planned, sending, slots, oversubscribed)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from treeattn.collectives.executors.lowering import Requests
 from treeattn.collectives.program import Program
+from treeattn.collectives.runtime.memory import Array, Message
 from treeattn.collectives.runtime.torch_communicator import TorchCommunicator, reason
 from treeattn.errors import PeerError
 
@@ -34,18 +35,18 @@ class TorchMessages:
         """name: of the schedule. Collective."""
         self._comm, self._name, self._program = comm.dup(), name, program
         self._operations: dict[int, list[Any]] = {}
-        self._counts: Counter[tuple[Any, int]] = Counter()
+        self._counts: Counter[tuple[Array, int]] = Counter()
         self._under_way: list[Any] = []
         self._may_wait = True
         self._error: BaseException | None = None
 
-    def add(self, number: int, receives: Iterable[tuple[Any, int]], sends: Iterable[tuple[Any, int]]) -> None:
+    def add(self, number: int, receives: Iterable[Message], sends: Iterable[Message]) -> None:
         """Plan the messages (array, peer) of a round."""
         given = [(dist.irecv, *one) for one in receives] + [(dist.isend, *one) for one in sends]
         if given:
             self._operations[number] = [self._planned(*one) for one in given]
 
-    def _planned(self, call: Any, array: Any, peer: int) -> Any:
+    def _planned(self, call: Any, array: Array, peer: int) -> Any:
         self._counts[call, peer] += 1
         return self._comm.operation(call, array, peer, self._counts[call, peer])
 

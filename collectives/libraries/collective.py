@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
 
 from mpi4py import MPI
 
@@ -18,7 +17,7 @@ class CollectiveReducer(Reducer):
 
     def __init__(self, name: str, reduction: ReductionSpec) -> None:
         super().__init__(name)
-        self._records: Any = reduction.records(name)
+        self._records = reduction.records(name)
         self._private = duplicate(reduction.comm)
         self._comm = self._private.unwatched  # a step counts itself
 

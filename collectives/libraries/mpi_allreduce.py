@@ -14,6 +14,7 @@ import ctypes
 from mpi4py import MPI
 
 from treeattn.collectives.libraries.collective import CollectiveReducer
+from treeattn.collectives.runtime.operator import CompiledOperator
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.errors import BackendError
 
@@ -26,9 +27,9 @@ class MpiAllreduce(CollectiveReducer):
     one_collective = True
 
     def __init__(self, reduction: ReductionSpec) -> None:
-        self._op = _operator(reduction.operator.mpi_function())
+        operator: CompiledOperator = reduction.operator
+        self._op = _operator(operator.mpi_function())
         super().__init__("mpi_allreduce", reduction)
-        operator = reduction.operator
         self._record = MPI._typedict[operator.dtype.char].Create_contiguous(operator.width).Commit()
         self._buffer = [reduction.buffer, len(self._records), self._record]
 

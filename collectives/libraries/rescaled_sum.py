@@ -9,12 +9,12 @@ the sums: equal bits on all ranks are measured, not promised.
 
 from __future__ import annotations
 
-from typing import Any
-
 from mpi4py import MPI
 
 from treeattn.collectives.libraries.collective import CollectiveReducer
+from treeattn.collectives.runtime import nccl
 from treeattn.collectives.runtime.cuda_graph import CudaGraphReducer
+from treeattn.collectives.runtime.memory import Array, Memory
 from treeattn.collectives.runtime.operator import RescalingOperator
 from treeattn.collectives.runtime.reducer import ReductionSpec, Sent
 
@@ -26,9 +26,10 @@ class _Arrays:
     are one: packed, or `in_place` the whole records, whose maxima are overwritten afterwards.
     """
 
-    def __init__(self, records: Any, reduction: ReductionSpec, calls: int, in_place: bool = False) -> None:
+    def __init__(self, records: Array, reduction: ReductionSpec, calls: int, in_place: bool = False) -> None:
         operator: RescalingOperator = reduction.operator
-        empty = reduction.memory.empty
+        memory: Memory = reduction.memory
+        empty = memory.empty
         self.own = operator.columns(records)
         count, width = self.own.numerator.shape
         self.maxima = empty((count,), operator.dtype)
@@ -42,7 +43,7 @@ class _Arrays:
             self._folded = self.sums[0][:, 0], self.sums[0][:, 1:]
         self.take_maxima = operator.planned_maxima(records, self.maxima)
         self.rescale = operator.planned_rescale(records, self.maxima, *self._folded)
-        self._copy = reduction.memory.copy
+        self._copy = memory.copy
         self._in_place = in_place and calls == 2
 
     def put_back(self) -> None:
@@ -84,7 +85,8 @@ def over_nccl(spec: ReductionSpec, calls: str = "2") -> CudaGraphReducer:
     place: a copy less costs more than an element for each record.
     """
     arrays = _Arrays(spec.records("nccl_allreduce"), spec, int(calls), in_place=True)
-    all_reduce = spec.comm.all_reduce
+    communicator: nccl.Communicator = spec.comm
+    all_reduce = communicator.all_reduce
 
     def queue() -> None:
         arrays.take_maxima()
@@ -94,4 +96,4 @@ def over_nccl(spec: ReductionSpec, calls: str = "2") -> CudaGraphReducer:
             all_reduce(array, "sum")
         arrays.put_back()
 
-    return CudaGraphReducer("nccl_allreduce", spec.comm, spec.memory, queue)
+    return CudaGraphReducer("nccl_allreduce", communicator, spec.memory, queue)

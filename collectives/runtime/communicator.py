@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from treeattn.collectives.runtime import watchdog
+from treeattn.collectives.runtime.memory import Array
 from treeattn.collectives.runtime.process import Process, kernel, namespace
 
 if TYPE_CHECKING:
@@ -70,10 +71,10 @@ class Communicator(Protocol):
     def bcast(self, obj: Any, /, root: int = 0) -> Any:
         """The object of the rank `root`."""
 
-    def bcast_array(self, array: Any, root: int) -> None:
+    def bcast_array(self, array: Array, root: int) -> None:
         """Fill a C-contiguous NumPy array with that of the rank `root`, of the same size and type."""
 
-    def exchange(self, receive: tuple[Any, int], send: tuple[Any, int]) -> Callable[[], None]:
+    def exchange(self, receive: tuple[Array, int], send: tuple[Array, int]) -> Callable[[], None]:
         """Start a message into an array and one out of another, (array, peer) each; what waits for both."""
 
     def barrier(self) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+
+#: An array of NumPy, or one of a GPU that behaves as NumPy's do.
+Array: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[Any]]
+#: An array that travels, and the rank that it goes to or comes from.
+Message: TypeAlias = tuple[Array, int]
 
 
 class Memory(Protocol):
     """Where records lie. Work on them may be queued: it runs in order."""
 
-    def empty(self, shape: tuple[int, ...], dtype: Any, /) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: Any, /) -> Array:
         """A new C-contiguous array."""
 
     def copy(self, into: Any, source: Any, /) -> None:
@@ -37,7 +42,7 @@ class Stream(Memory, Protocol):
     def capture(self, run: Callable[[], object]) -> Callable[[], object]:
         """Record what `run` queues; the result queues it again, in one launch."""
 
-    def address(self, array: Any) -> int:
+    def address(self, array: Array) -> int:
         """Where an array begins."""
 
     @property
@@ -65,11 +70,11 @@ class PeerMemory(Stream, Protocol):
 class Host:
     """Memory of this process: NumPy arrays, and nothing is queued."""
 
-    empty: Any = staticmethod(np.empty)
-    copy: Any = staticmethod(np.copyto)
+    empty: Callable[..., Array] = staticmethod(np.empty)
+    copy = staticmethod(np.copyto)
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
 
-HOST = Host()
+HOST: Memory = Host()

@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 from treeattn.collectives.runtime import communicator, watchdog
 from treeattn.collectives.runtime.communicator import Member
+from treeattn.collectives.runtime.memory import Array, Message
 from treeattn.collectives.runtime.reducer import duplicate
 from treeattn.errors import no_communicator
 
@@ -60,7 +61,7 @@ class MpiCommunicator(MPI.Intracomm):
         """Ranks by node (shared memory domain), nodes in order of their lowest rank."""
         return communicator.node_groups(self.members)
 
-    def bcast_array(self, array: Any, root: int) -> None:
+    def bcast_array(self, array: Array, root: int) -> None:
         """Fill a C-contiguous NumPy array with that of the rank `root`."""
         self.Bcast(array.view("u1"), root=root)
 
@@ -83,7 +84,7 @@ class MpiCommunicator(MPI.Intracomm):
         made.members = self.members
         return made
 
-    def exchange(self, receive: tuple[Any, int], send: tuple[Any, int]) -> Callable[[], None]:
+    def exchange(self, receive: tuple[Array, int], send: tuple[Array, int]) -> Callable[[], None]:
         """Start a message into an array and one out of another, (array, peer) each; what waits for both."""
         return functools.partial(self.wait_all, [self.Irecv(*receive), self.Isend(*send)])
 
@@ -166,19 +167,17 @@ class PersistentRequests:
         self._requests: list[MPI.Prequest] = []
         self._rounds: dict[int, list[MPI.Prequest]] = {}
 
-    def receive(self, array: Any, peer: int, tag: int) -> MPI.Prequest:
+    def receive(self, array: Array, peer: int, tag: int) -> MPI.Prequest:
         """Plan a message into `array`."""
         self._requests.append(self.comm.Recv_init(array, peer, tag))
         return self._requests[-1]
 
-    def send(self, array: Any, peer: int, tag: int) -> MPI.Prequest:
+    def send(self, array: Array, peer: int, tag: int) -> MPI.Prequest:
         """Plan a message out of `array`."""
         self._requests.append(self.comm.Send_init(array, peer, tag))
         return self._requests[-1]
 
-    def add(
-        self, number: int, receives: Iterable[tuple[Any, int]], sends: Iterable[tuple[Any, int]]
-    ) -> list[MPI.Prequest]:
+    def add(self, number: int, receives: Iterable[Message], sends: Iterable[Message]) -> list[MPI.Prequest]:
         """Plan the messages (array, peer) of a round. Its number is their tag: a fast neighbour may be
         ahead."""
         self._rounds[number] = [self.receive(array, peer, number) for array, peer in receives]

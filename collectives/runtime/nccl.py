@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from treeattn.collectives.runtime import watchdog
-from treeattn.collectives.runtime.memory import Stream
+from treeattn.collectives.runtime.memory import Array, Message, Stream
 from treeattn.errors import PeerError, TransportError
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ class Communicator(Protocol):
     def group_end(self) -> None:
         """Queue the group."""
 
-    def send(self, array: Any, peer: int) -> None:
+    def send(self, array: Array, peer: int) -> None:
         """To the next `receive` of `peer` from this rank; waits for it, unless in a group."""
 
-    def receive(self, array: Any, peer: int) -> None:
+    def receive(self, array: Array, peer: int) -> None:
         """As much as `array` holds, from `peer`."""
 
-    def all_reduce(self, array: Any, operation: Literal["max", "sum"]) -> None:
+    def all_reduce(self, array: Array, operation: Literal["max", "sum"]) -> None:
         """Every element over all ranks, in place."""
 
     def check(self) -> None:
@@ -55,9 +55,7 @@ class Communicator(Protocol):
         """Leave without the others. It waits for graphs as `close` does."""
 
 
-def exchange(
-    communicator: Communicator, receives: Iterable[tuple[Any, int]], sends: Iterable[tuple[Any, int]]
-) -> None:
+def exchange(communicator: Communicator, receives: Iterable[Message], sends: Iterable[Message]) -> None:
     """Queue messages of (array, peer) as one group: they all travel at once."""
     communicator.group_start()
     for array, peer in receives:
@@ -152,17 +150,17 @@ class _Communicator:
     def group_end(self) -> None:
         self._nccl.groupEnd()
 
-    def send(self, array: Any, peer: int) -> None:
+    def send(self, array: Array, peer: int) -> None:
         self._communicator.send(*self._elements(array), peer, self._stream.stream)
 
-    def receive(self, array: Any, peer: int) -> None:
+    def receive(self, array: Array, peer: int) -> None:
         self._communicator.recv(*self._elements(array), peer, self._stream.stream)
 
-    def all_reduce(self, array: Any, operation: Literal["max", "sum"]) -> None:
+    def all_reduce(self, array: Array, operation: Literal["max", "sum"]) -> None:
         elements, code = self._elements(array), self._operations[operation]
         self._communicator.allReduce(elements[0], *elements, code, self._stream.stream)
 
-    def _elements(self, array: Any) -> tuple[int, int, int]:
+    def _elements(self, array: Array) -> tuple[int, int, int]:
         """Where they begin, how many they are, and their type."""
         return self._stream.address(array), array.size, self._nccl.NCCL_FLOAT32
 

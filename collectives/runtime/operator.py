@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+
 from treeattn.collectives.program import Program
+from treeattn.collectives.runtime.memory import Array
 
 
 class Operator(Protocol):
@@ -15,12 +18,12 @@ class Operator(Protocol):
     bits whichever operand comes first: schedules of class A and C rest on it.
     """
 
-    #: Element type of a record, a NumPy dtype.
-    dtype: Any
+    #: Element type of a record.
+    dtype: np.dtype[Any]
     #: Elements of one record.
     width: int
 
-    def planned_merge(self, into: Any, other: Any) -> Callable[[], object]:
+    def planned_merge(self, into: Array, other: Array) -> Callable[[], object]:
         """A call that folds `other` into `into`, in place. Both are [records, width] and never move."""
 
 
@@ -28,7 +31,7 @@ class Operator(Protocol):
 class ManyOperator(Protocol):
     """An `Operator` that folds several arrays in one go."""
 
-    def planned_merge_many(self, into: Any, others: Any) -> Callable[[], object]:
+    def planned_merge_many(self, into: Array, others: Array) -> Callable[[], object]:
         """Fold others[0], others[1], .. into `into`: [count, records, width] into [records, width]."""
 
 
@@ -36,7 +39,7 @@ class OneSidedStep(Protocol):
     """A program of one-sided gets, planned over memory that never moves."""
 
     #: [program.landing, width]: where messages of other nodes land.
-    landed: Any
+    landed: Array
 
     def __call__(self, part: int = 0) -> None:
         """Queue what runs before the first of `Program.exchanges` (part 0), or behind one of them; without
@@ -60,7 +63,7 @@ class OneSidedOperator(Operator, Protocol):
         """In how many parts this rank's device can work on that many records, all of them at once."""
 
     def planned_gets(
-        self, records: Any, program: Program, windows: list[int], seconds: float, blocks: int
+        self, records: Array, program: Program, windows: list[int], seconds: float, blocks: int
     ) -> OneSidedStep:
         """`program` over records [records, width], C-contiguous, which never move.
 
@@ -98,23 +101,23 @@ class Columns(NamedTuple):
     """Views of records [records, width]: `maximum` [records]; what adds up once the maxima are shared,
     `denominator` [records] and `numerator` [records, ..]."""
 
-    maximum: Any
-    denominator: Any
-    numerator: Any
+    maximum: Array
+    denominator: Array
+    numerator: Array
 
 
 class RescalingOperator(Operator, Protocol):
     """An operator that can put records on the scale of given maxima, after which they merge by adding."""
 
-    def columns(self, records: Any) -> Columns:
+    def columns(self, records: Array) -> Columns:
         """What a record is made of."""
 
-    def planned_maxima(self, records: Any, maxima: Any) -> Callable[[], object]:
+    def planned_maxima(self, records: Array, maxima: Array) -> Callable[[], object]:
         """Copy the maxima of `records` into `maxima` [records], NaN as +inf: libraries may drop NaN, and a
         record of either maximum has no result. Neither array ever moves."""
 
     def planned_rescale(
-        self, records: Any, maxima: Any, denominators: Any, numerators: Any
+        self, records: Array, maxima: Array, denominators: Array, numerators: Array
     ) -> Callable[[], object]:
         """Write denominators and numerators of `records` on the scale of `maxima` [records].
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from treeattn.collectives.check import Certificate
 from treeattn.collectives.runtime import watchdog
-from treeattn.collectives.runtime.memory import HOST
+from treeattn.collectives.runtime.memory import HOST, Array
 from treeattn.errors import ScheduleError, StateError
 
 if TYPE_CHECKING:
@@ -56,11 +56,11 @@ class ReductionSpec(NamedTuple):
 
     comm: Any
     operator: Any
-    buffer: Any
+    buffer: Array
     granularity: int = 1
     memory: Any = HOST
 
-    def records(self, name: str) -> Any:
+    def records(self, name: str) -> Array:
         """The buffer as [records, operator.width]. Raises `ScheduleError`, naming the scheme `name`."""
         if not self.buffer.flags.c_contiguous or self.buffer.dtype != self.operator.dtype:
             raise ScheduleError(f"{name}: the buffer must be C-contiguous {self.operator.dtype}")

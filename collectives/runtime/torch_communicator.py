@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from treeattn.collectives.runtime import communicator, watchdog
 from treeattn.collectives.runtime.communicator import Member
+from treeattn.collectives.runtime.memory import Array
 from treeattn.collectives.runtime.process import kernel, namespace
 from treeattn.errors import PeerError, StateError
 
@@ -107,12 +108,12 @@ class TorchCommunicator:
         self._run("bcast", dist.broadcast_object_list, box, group=self.host, group_src=root)
         return box[0]
 
-    def bcast_array(self, array: Any, root: int) -> None:
+    def bcast_array(self, array: Array, root: int) -> None:
         """Fill a C-contiguous NumPy array with that of the rank `root`."""
         tensor = torch.from_numpy(array.view("u1"))
         self._run("bcast_array", dist.broadcast, tensor, group=self.host, group_src=root)
 
-    def exchange(self, receive: tuple[Any, int], send: tuple[Any, int]) -> Callable[[], None]:
+    def exchange(self, receive: tuple[Array, int], send: tuple[Array, int]) -> Callable[[], None]:
         """Start a message into an array and one out of another, (array, peer) each; what waits for both."""
         operations = [self.operation(dist.irecv, *receive, 0), self.operation(dist.isend, *send, 0)]
         works = self._run("exchange", dist.batch_isend_irecv, operations)
@@ -139,7 +140,7 @@ class TorchCommunicator:
         """Itself: channels cost nothing."""
         return self
 
-    def operation(self, call: Callable[..., Any], array: Any, peer: int, number: int) -> Any:
+    def operation(self, call: Callable[..., Any], array: Array, peer: int, number: int) -> Any:
         """A ``P2POp`` of `isend` or `irecv` on an array, of the host or of a GPU; number: of the message
         between the two ranks. They may not pass one another on a group that overtakes: each has its tag."""
         on_host = isinstance(array, np.ndarray)
