@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from treeattn import partial
+from treeattn.partial import Array
 
 __all__ = [
     "BLOCK",
@@ -33,8 +34,6 @@ __all__ = [
     "record_of_sink",
     "set_identity",
 ]
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 #: Bits from a bin to the next, and words of a record beside the numerator's.
 STEP, EXTRA = 41, 3
@@ -133,7 +132,7 @@ def _sums_of_blocks(logits: Array, v: Array, blocks: Array) -> tuple[Array, Arra
             m, e = _weights(x[seen])
             most = int(e.max())
             weights[seen] = np.where(e - most < _LOWEST_WEIGHT, 0, np.ldexp(m, e - most))
-        total, added = np.float32(0), np.zeros(v.shape[1], np.float32)
+        total, added = np.float32(0), np.asarray(np.zeros(v.shape[1], np.float32))
         for weight, values in zip(weights, v[blocks == block], strict=True):
             total, added = total + weight, _fma(weight, values, added)
         totals.append(total)

@@ -19,7 +19,7 @@ floating-point environment: round to nearest, subnormal numbers kept.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -28,7 +28,8 @@ __all__ = ["EXTRA", "exponential", "finish", "identity", "merge", "set_identity"
 #: Elements of a record beside the numerator: the maximum and the denominator.
 EXTRA = 2
 
-Array = np.ndarray[Any, np.dtype[Any]]
+#: An array of NumPy, or one of a GPU that behaves as NumPy's do.
+Array: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[Any]]
 
 _QUIET_NAN = np.uint32(0x7FC00000).view(np.float32)
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from treeattn.partial import Array
+
 
 class Partial(NamedTuple):
     """One shard's float64 partials and what the error bound needs.
@@ -20,14 +22,16 @@ class Partial(NamedTuple):
     score_scale: the largest scale * sum_i |q_i k_i| over all rows and keys; largest_value: max |v|.
     """
 
-    max: Any
-    denominator: Any
-    numerator: Any
+    max: Array
+    denominator: Array
+    numerator: Array
     score_scale: float
     largest_value: float
 
 
-def attention(q: Any, k: Any, v: Any, *, scale: float, sinks: Any = None, **rules: Any) -> tuple[Any, Any]:
+def attention(
+    q: Array, k: Array, v: Array, *, scale: float, sinks: Any = None, **rules: Any
+) -> tuple[Any, Any]:
     """Attention of q [batch, queries, heads, head_dim] over k, v [batch, tokens, kv_heads, head_dim].
 
     rules: lengths, seen, softcap, alibi and distance as for `partial`. sinks: [heads] logits of a key without
@@ -41,14 +45,14 @@ def attention(q: Any, k: Any, v: Any, *, scale: float, sinks: Any = None, **rule
 
 
 def seen(
-    positions: Any,
-    q_positions: Any,
+    positions: Array,
+    q_positions: Array,
     *,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     leading: int = 0,
     begins: Any = 0,
-) -> Any:
+) -> Array:
     """Who sees whom, token by token: bool [batch, queries, tokens].
 
     positions [tokens], q_positions [batch, queries], begins [batch]. A key at s is seen from t when
@@ -67,9 +71,9 @@ def seen(
 
 
 def partial(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     scale: float,
     lengths: Any = None,
@@ -132,7 +136,7 @@ def sink(like: Partial, logits: Any) -> Partial:
     return Partial(top, there, np.zeros_like(like.numerator), 0.0, 0.0)
 
 
-def _largest_finite(values: Any) -> float:
+def _largest_finite(values: Array) -> float:
     """Largest magnitude of what is finite: an infinite score or value must not make every error pass."""
     magnitudes = np.abs(values)
     return float(magnitudes.max(initial=0.0, where=np.isfinite(magnitudes)))
@@ -143,15 +147,15 @@ def combine(partials: Sequence[Partial]) -> tuple[Any, Any]:
     top = np.max([p.max for p in partials], axis=0)
     with np.errstate(invalid="ignore", divide="ignore"):
         weights = [np.where(p.max == -np.inf, 0.0, np.exp(p.max - top)) for p in partials]
-        denominator = sum(w * p.denominator for w, p in zip(weights, partials, strict=True))
-        numerator = sum(w[..., None] * p.numerator for w, p in zip(weights, partials, strict=True))
+        denominator: Array = np.sum([w * p.denominator for w, p in zip(weights, partials, strict=True)], 0)
+        numerator = np.sum([w[..., None] * p.numerator for w, p in zip(weights, partials, strict=True)], 0)
         empty = denominator == 0
         out = np.where(empty[..., None], 0.0, numerator / denominator[..., None])
         lse = np.where(empty, -np.inf, top + np.log(denominator))
     return np.ascontiguousarray(out.transpose(0, 2, 1, 3)), lse
 
 
-def difference(one: Any, other: Any) -> Any:
+def difference(one: Array, other: Array) -> Array:
     """|one - other| in float64: 0 where both are the same, infinities and NaN too; infinite where only one is
     a number."""
     one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)

@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 
 Pair = tuple[Any, Any]
 
@@ -80,7 +81,7 @@ def device_of(name: str, array: Any) -> str:
     raise _no_array(name, array)
 
 
-def on_host(name: str, array: Any) -> Any:
+def on_host(name: str, array: Any) -> Array:
     """An array in the memory of the host as a NumPy array over the same memory.
 
     What is no NumPy array already is read-only; bfloat16 is that of ml_dtypes. Raises `ArgumentError` for
@@ -118,8 +119,8 @@ def on_gpu(name: str, array: Any, runtime: Any) -> Any:
 
 
 def _view(
-    name: str, array: Any, device: str, protocol: str, borrow: Callable[[Any], Any], **stream: Any
-) -> Any:
+    name: str, array: Any, device: str, protocol: str, borrow: Callable[[Any], Array], **stream: Any
+) -> Array:
     """What `borrow` makes of the memory that a DLPack exporter hands out."""
     capsule = _asked(name, _capsule, array, **stream)
     kind = _capsule_name(capsule)
@@ -145,7 +146,7 @@ def _view(
     return taken.view(ml_dtypes.bfloat16) if tensor.code == _BFLOAT and itemsize == 2 else taken
 
 
-def _torch_view(array: Any) -> Any:
+def _torch_view(array: Any) -> Array | None:
     """A plain tensor of torch on the host, by its own way to NumPy, which takes an eighth of DLPack's time;
     None for all else, of which DLPack tells what is wrong with it."""
     torch = sys.modules.get("torch")
@@ -153,7 +154,7 @@ def _torch_view(array: Any) -> Any:
         return None
     try:
         if array.dtype is torch.bfloat16:
-            view = array.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+            view: Array = array.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
         elif array.dtype in (torch.float32, torch.float16, torch.float64):
             view = array.numpy()
         else:

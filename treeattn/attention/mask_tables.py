@@ -14,6 +14,7 @@ import numpy as np
 from treeattn.attention.mask import Rules
 from treeattn.attention.positions import MAX_POSITION, Runs
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 
 #: Sequences, with one query each, up to which tables are filled one by one.
 _FEW = 8
@@ -36,7 +37,7 @@ class MaskTables:
         self.draft_begins = np.zeros(batch, np.int64)
         self.runs = Runs(())
         self.drafts = 0
-        self.mask = np.zeros((batch, queries, 0), np.uint32)
+        self.mask: Array = np.zeros((batch, queries, 0), np.uint32)
         self.draft_positions = np.zeros((batch, 0), np.int64)
         self.version = 0
         self._few = queries == 1 and batch <= _FEW
@@ -51,7 +52,7 @@ class MaskTables:
         tokens: int,
         lengths: Any = None,
         q_positions: Any = None,
-        mask: Any = None,
+        mask: Array | None = None,
         draft_positions: Any = None,
         begins: Any = None,
     ) -> None:
@@ -101,7 +102,7 @@ class MaskTables:
         tokens: int,
         lengths: Any,
         q_positions: Any,
-        mask: Any,
+        mask: Array,
         draft_positions: Any,
         begins: Any = None,
     ) -> None:
@@ -110,7 +111,7 @@ class MaskTables:
         stands = self.q_positions if q_positions is None else q_positions
         self.update(Runs([(0, 1, tokens)]), tokens, lengths, stands, mask, draft_positions, begins)
 
-    def sees_draft(self, row: int, query: int) -> Any:
+    def sees_draft(self, row: int, query: int) -> Array:
         """Which drafts a query sees, bool [drafts]."""
         bits = np.unpackbits(self.mask[row, query].astype("<u4").view(np.uint8), bitorder="little")
         return bits[: self.drafts].astype(bool)
@@ -143,7 +144,7 @@ class MaskTables:
         np.subtract(lengths, self.drafts, out=self.draft_begins, casting="unsafe")
         return self.draft_begins
 
-    def _first_positions(self, given: Any) -> Any:
+    def _first_positions(self, given: Any) -> Array:
         """begins as int64 [batch]."""
         array = np.asarray(given)
         if array.shape != self.draft_begins.shape:
@@ -153,7 +154,7 @@ class MaskTables:
         _check_positions("begins", array)
         return array.astype(np.int64)
 
-    def _take_drafts(self, mask: Any, draft_positions: Any) -> None:
+    def _take_drafts(self, mask: Array | None, draft_positions: Any) -> None:
         batch, queries = self.q_positions.shape
         self.version += 1
         if mask is None and draft_positions is not None:
@@ -186,7 +187,7 @@ class MaskTables:
         self.mask = np.ascontiguousarray(mask) if mask.dtype == np.uint32 else words_of(mask)
         self.drafts, self.draft_positions = drafts, np.ascontiguousarray(draft_positions, np.int64)
 
-    def _agreed_drafts(self, mask: Any, drafts: int) -> int:
+    def _agreed_drafts(self, mask: Array, drafts: int) -> int:
         """As many as there are draft_positions, if the mask speaks of so many."""
         if mask.dtype == np.bool_:
             fits = mask.shape[2] == drafts
@@ -214,7 +215,7 @@ class MaskTables:
         wanted: list[int] = self._positions(given)[:, 0].tolist()
         return wanted
 
-    def _positions(self, given: Any) -> Any:
+    def _positions(self, given: Any) -> Array:
         """q_positions as int64 [batch, queries]."""
         if given is None:
             return self.q_positions * 0
@@ -228,7 +229,7 @@ class MaskTables:
         return np.broadcast_to(array, self.q_positions.shape).astype(np.int64)
 
 
-def words_of(mask: Any) -> Any:
+def words_of(mask: Array) -> Array:
     """A bool mask [.., n] as uint32 words [.., ceil(n / 32)]: bit j % 32 of word j // 32 is element j."""
     words = -(-mask.shape[-1] // 32)
     padded = np.zeros((*mask.shape[:-1], 32 * words), np.bool_)

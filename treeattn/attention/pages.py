@@ -16,11 +16,12 @@ from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
 from treeattn.attention.shape import check_number
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 
 __all__ = ["CheckedTable", "OwnPages", "as_table", "check_lengths", "own_pages", "rows_of"]
 
 
-def as_table(block_table: Any, batch: int) -> Any:
+def as_table(block_table: Any, batch: int) -> Array:
     """A block table as C-contiguous int32 [batch, pages of a sequence]; one that is so already is not copied.
     Raises `ArgumentError`."""
     given = _listed(block_table) if isinstance(block_table, list | tuple) else block_table
@@ -66,7 +67,7 @@ class CheckedTable:
     def __init__(self) -> None:
         self._passed: tuple[Any, ...] = ()
 
-    def check(self, table: Any, cache: tuple[int, int], lengths: Any, tables: MaskTables | None) -> None:
+    def check(self, table: Array, cache: tuple[int, ...], lengths: Any, tables: MaskTables | None) -> None:
         """Raise `ArgumentError` for entries that cannot be, among those of tokens that some query sees.
 
         table: as `as_table` gives it. cache: how many pages k and v have, and tokens of each. lengths: int64
@@ -88,7 +89,7 @@ class CheckedTable:
         self._passed = given
 
 
-def _pages_seen(tables: MaskTables, page_size: int) -> Any:
+def _pages_seen(tables: MaskTables, page_size: int) -> Array:
     """Which entries of a table are read, [batch, n, 2], from one to before the other: for each query those of
     its two intervals, and those of drafts."""
     begins, ends = tables.intervals[..., 0::2], tables.intervals[..., 1::2]  # [batch, queries, 2]
@@ -101,7 +102,7 @@ def _pages_seen(tables: MaskTables, page_size: int) -> Any:
     return used
 
 
-def _check_entries(table: Any, pages: int, used: Any) -> None:
+def _check_entries(table: Array, pages: int, used: Array) -> None:
     """used: [batch, n, 2], as `_pages_seen` gives it; nothing where an end is not above its begin."""
     entries = table.shape[1]
     used = np.clip(used, 0, entries)
@@ -130,7 +131,7 @@ def _check_entries(table: Any, pages: int, used: Any) -> None:
         )
 
 
-def rows_of(cache: Any, table: Any, tokens: Any) -> Any:
+def rows_of(cache: Array, table: Array, tokens: Array) -> Any:
     """Keys or values of some tokens of one sequence, a copy [tokens, kv_heads, head_dim].
 
     cache: [pages, page_size, kv_heads, head_dim]. table: the sequence's row of a block table. tokens: their

@@ -11,6 +11,7 @@ import numpy as np
 
 from treeattn import bins, partial
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 
 if TYPE_CHECKING:
     from treeattn.attention.shard import Shard
@@ -127,7 +128,7 @@ class Shape:
             raise ArgumentError(f"scale must be a finite number of {self.record_dtype}, not {given!r:.60}")
         return value
 
-    def accepts(self, q: Any, k: Any, v: Any) -> bool:
+    def accepts(self, q: Array, k: Array, v: Array) -> bool:
         """Whether q, k and v pass the checks below: a few comparisons, for the step."""
         dtype, kv_dtype = DTYPES[self.dtype], CACHE_DTYPES[self.kv_dtype or self.dtype]
         return (
@@ -144,7 +145,7 @@ class Shape:
             and k.strides[3] == v.strides[3] == kv_dtype.itemsize
         )
 
-    def check_query(self, q: Any) -> None:
+    def check_query(self, q: Array) -> None:
         """Raise `ArgumentError` unless q is [batch, queries, heads, head_dim] of the right dtype."""
         if q.shape != self.q_shape:
             raise ArgumentError(
@@ -153,7 +154,7 @@ class Shape:
             )
         self._check_elements("q", q, self.dtype)
 
-    def check_cache(self, k: Any, v: Any) -> None:
+    def check_cache(self, k: Array, v: Array) -> None:
         """Raise `ArgumentError` unless k is [batch, tokens, kv_heads, head_dim], or [pages, page_size, ..],
         and v alike but for v_dim."""
         if k.shape != v.shape and self.v_dim == self.head_dim:
@@ -193,7 +194,7 @@ class Shape:
                     f"{name} of the Shard is {value}, but the Decoder was planned for {planned[name]}"
                 )
 
-    def check_lengths(self, lengths: Any, tokens: int) -> Any:
+    def check_lengths(self, lengths: Any, tokens: int) -> Array:
         """`lengths` as int64 [batch], each between 0 and `tokens`. Raises `ArgumentError`."""
         lengths = np.asarray(lengths)
         if lengths.shape != (self.batch,) or lengths.dtype.kind not in "iu":
@@ -207,7 +208,7 @@ class Shape:
             )
         return np.ascontiguousarray(lengths, np.int64)
 
-    def _check_elements(self, name: str, array: Any, dtype: str) -> None:
+    def _check_elements(self, name: str, array: Array, dtype: str) -> None:
         if array.dtype != CACHE_DTYPES[dtype] and str(array.dtype) != bits_of(dtype):
             raise ArgumentError(
                 f"{name} is {array.dtype}, expected {dtype}: k and v are of one type; a Decoder takes the "
@@ -246,7 +247,7 @@ def bits_of(dtype: str | None) -> str | None:
     return "uint16" if dtype == "bfloat16" else None
 
 
-def dtype_name(array: Any, dtype: str | None = None, served: Any = DTYPES) -> str:
+def dtype_name(array: Array, dtype: str | None = None, served: Any = DTYPES) -> str:
     """Name of an array's dtype as in `served`; `dtype` tells what uint16 and uint8 carry.
 
     Raises `ArgumentError` for integer and other unsupported dtypes, and where `dtype` contradicts the array.
@@ -269,7 +270,7 @@ def dtype_name(array: Any, dtype: str | None = None, served: Any = DTYPES) -> st
     return name
 
 
-def as_tensor(name: str, array: Any, dtype: str | None = None) -> Any:
+def as_tensor(name: str, array: Array, dtype: str | None = None) -> Array:
     """A NumPy array with four axes whose dtype is one of `DTYPES`, for k and v of `CACHE_DTYPES`; not copied.
 
     Raises `ArgumentError` for another dtype or number of axes.
@@ -283,7 +284,7 @@ def as_tensor(name: str, array: Any, dtype: str | None = None) -> Any:
     return array
 
 
-def check_axes(name: str, array: Any) -> None:
+def check_axes(name: str, array: Array) -> None:
     """Raise `ArgumentError` unless the array has four axes."""
     if array.ndim != 4:
         axes = "[batch, queries, heads, head_dim]" if name == "q" else "[batch, tokens, kv_heads, head_dim]"
@@ -302,7 +303,7 @@ def check_latent(v_dim: Any, head_dim: int, scale: float | None) -> None:
         )
 
 
-def values_of(k: Any, v: Any, v_dim: int | None, scale: float | None) -> Any:
+def values_of(k: Array, v: Array | None, v_dim: int | None, scale: float | None) -> Array:
     """The values that a call means: v, or, where v is None, the first `v_dim` channels of k, not copied.
 
     Raises `ArgumentError`.
@@ -317,7 +318,7 @@ def values_of(k: Any, v: Any, v_dim: int | None, scale: float | None) -> Any:
     return k[..., :v_dim]
 
 
-def check_shapes(q: Any, k: Any, v: Any, records: Any, *, paged: bool = False) -> None:
+def check_shapes(q: Array, k: Array, v: Array, records: Array, *, paged: bool = False) -> None:
     """Raise `ArgumentError` unless q, k and v belong together and to the records, on whatever device. paged:
     k and v are [pages, page_size, ..]."""
     batch, heads, queries, width = records.shape

@@ -14,6 +14,7 @@ from treeattn.attention.shape import Shape
 from treeattn.collectives.runtime.memory import Memory, Stream
 from treeattn.collectives.runtime.reducer import Reducer
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 
 Attention = Callable[[Any, Any, Any, Any], None]
 
@@ -67,24 +68,31 @@ class Device(Protocol):
     def rounds_weights(self, shape: Shape) -> bool:
         """Whether softmax weights may be rounded to 16 bits: then |out - exact| can reach 4e-3 * max|v|."""
 
-    def view(self, name: str, array: Any) -> Any:
+    def view(self, name: str, array: Any) -> Array:
         """An array of any library that lies on this device as one of this device, not copied.
         Raises `ArgumentError`."""
 
-    def tensor(self, name: str, array: Any, dtype: str | None) -> Any:
+    def tensor(self, name: str, array: Any, dtype: str | None) -> Array:
         """The `view` if it has four axes and a dtype that is served, perhaps viewed as another dtype.
         Raises `ArgumentError`."""
 
-    def admit(self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any) -> Any:
+    def admit(self, shape: Shape, q: Array, k: Array, v: Array, lengths: Any) -> Any:
         """Check the arrays of a step; the lengths as attention takes them. Raises `ArgumentError`."""
 
     def admit_pages(
-        self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any, block_table: Any, tables: MaskTables | None
+        self,
+        shape: Shape,
+        q: Array,
+        k: Array,
+        v: Array,
+        lengths: Any,
+        block_table: Any,
+        tables: MaskTables | None,
     ) -> tuple[Any, Any]:
         """The same for a paged cache: lengths and block table as attention takes them. tables: the tables of
         the step, with the lengths in them."""
 
-    def block_table(self, shape: Shape, block_table: Any) -> Any:
+    def block_table(self, shape: Shape, block_table: Any) -> Array:
         """A block table of this device or of the host; int32 [batch, pages of a sequence]. Raises
         `ArgumentError`."""
 
@@ -94,13 +102,13 @@ class Device(Protocol):
     def host_lengths(self, lengths: Any) -> Any:
         """The same for tables of what queries see, which are made on the host."""
 
-    def from_host(self, array: Any) -> Any:
+    def from_host(self, array: Array) -> Array:
         """A NumPy array as one of the device."""
 
-    def to_host(self, array: Any) -> Any:
+    def to_host(self, array: Array) -> Array:
         """An array of the device as a NumPy array of its own."""
 
-    def readable(self, array: Any) -> Any:
+    def readable(self, array: Array) -> Array:
         """An array of the device where the host can read it: itself on the processor, else `to_host`."""
 
     def kernel_head_dim(self, head_dim: int) -> int:
@@ -110,7 +118,7 @@ class Device(Protocol):
     def most_queries(self, heads: int, kv_heads: int) -> int | None:
         """How many queries attention takes at once; None for any number."""
 
-    def weights(self, array: Any) -> Any:
+    def weights(self, array: Array) -> Array:
         """An array of the host as `product` reads it, there."""
 
     def product(self, matrices: Sequence[Any]) -> Callable[[Any], Any]:
@@ -118,23 +126,23 @@ class Device(Protocol):
         [count, rows], in float32."""
 
     def attention(
-        self, shape: Shape, records: Any, scale: float, tables: MaskTables | None = None
+        self, shape: Shape, records: Array, scale: float, tables: MaskTables | None = None
     ) -> Attention:
         """Called with q, k, v and lengths: writes `records`. With `tables` it reads what these tables hold
         then, lengths among it."""
 
-    def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:
+    def finish(self, records: Array, out: Array, lse: Array) -> Callable[[], object]:
         """Writes out and lse from the folded records."""
 
     def whole_step(
-        self, attention: Any, reducer: Reducer, records: Any, out: Any, lse: Any
+        self, attention: Any, reducer: Reducer, records: Array, out: Array, lse: Array
     ) -> WholeStep | None:
         """Attention, reducer and finish at once; None where three calls are the best there is."""
 
-    def pack(self, records: Any, factor: float) -> Callable[[Any, Any], object]:
+    def pack(self, records: Array, factor: float) -> Callable[[Any, Any], object]:
         """Called with out and lse: writes records of them, lse times `factor`."""
 
-    def scale(self, lse: Any, factor: float) -> Callable[[], object]:
+    def scale(self, lse: Array, factor: float) -> Callable[[], object]:
         """Multiplies lse by `factor`, in place."""
 
     def merge_operator(self, v_dim: int, dtype: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -12,6 +11,7 @@ from mpi4py import MPI
 from treeattn.collectives.libraries.collective import CollectiveReducer
 from treeattn.collectives.runtime.operator import Operator
 from treeattn.collectives.runtime.reducer import ReductionSpec, Sent
+from treeattn.partial import Array
 
 
 class HeadAllToAll(CollectiveReducer):
@@ -44,7 +44,7 @@ class HeadAllToAll(CollectiveReducer):
         self.sent = Sent(None, sum(leaving) * buffer.itemsize)  # the slices of the other ranks
         self._merges = list(self._fold(operator, own)) if own.size else []
 
-    def _fold(self, operator: Operator, own: Any) -> Iterator[Callable[[], object]]:
+    def _fold(self, operator: Operator, own: Array) -> Iterator[Callable[[], object]]:
         """Merges in ascending order of ranks. They commute to the bit, so the sum may move into `own`."""
         values = [own if rank == self._comm.rank else value for rank, value in enumerate(self._arrived)]
         folded = values[0]

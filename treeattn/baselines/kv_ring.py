@@ -11,6 +11,7 @@ from treeattn.attention.shape import DTYPES, Shape
 from treeattn.backends import cpu
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec, duplicate
 from treeattn.errors import StateError
+from treeattn.partial import Array
 
 LARGEST_MESSAGE = 1 << 30  # bytes
 
@@ -40,7 +41,13 @@ class KvRing(Reducer):
     """
 
     def __init__(
-        self, reduction: ReductionSpec, shape: Shape, scale: float, records: Any, expanded: str, rotation: str
+        self,
+        reduction: ReductionSpec,
+        shape: Shape,
+        scale: float,
+        records: Array,
+        expanded: str,
+        rotation: str,
     ) -> None:
         """Collective. records: [batch, heads, queries, head_dim + 2], where the result goes."""
         super().__init__("kv_ring")
@@ -67,7 +74,7 @@ class KvRing(Reducer):
         # Of the last step, without the agreement on lengths.
         self.sent: list[tuple[int, int]] = []
 
-    def take(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
+    def take(self, q: Array, k: Array, v: Array, lengths: Any = None) -> None:
         """The arrays of the next step."""
         super()._check()
         if lengths is None:
@@ -159,7 +166,7 @@ class KvRing(Reducer):
         shape = self._shape.batch, tokens, self._heads, self._shape.head_dim
         return k.reshape(shape), v.reshape(shape)
 
-    def _bind(self, k: Any, v: Any) -> None:
+    def _bind(self, k: Array, v: Array) -> None:
         """The own shard's valid tokens as the block of hop 0, packed where they are not in one piece."""
         assert self._tokens is not None
         tokens = self._tokens[self._rank]

@@ -13,6 +13,7 @@ from treeattn.collectives.runtime.mpi_communicator import PersistentRequests
 from treeattn.collectives.runtime.operator import Operator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.errors import StateError
+from treeattn.partial import Array
 
 
 class QueryRing(Reducer):
@@ -30,7 +31,7 @@ class QueryRing(Reducer):
     communicate.
     """
 
-    def __init__(self, reduction: ReductionSpec, shape: Shape, scale: float, records: Any) -> None:
+    def __init__(self, reduction: ReductionSpec, shape: Shape, scale: float, records: Array) -> None:
         """Collective. records: [batch, heads, queries, head_dim + 2], where the result goes."""
         super().__init__("query_ring")
         self._messages = PersistentRequests(reduction.comm)
@@ -91,7 +92,7 @@ class QueryRing(Reducer):
         self._receives = [request for request in self._incoming if request] + self._takes
         self._sends = [request for request in self._outgoing if request] + self._gives
 
-    def take(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
+    def take(self, q: Array, k: Array, v: Array, lengths: Any = None) -> None:
         """The arrays of the next step."""
         super()._check()
         self._lengths = None if lengths is None else self._shape.check_lengths(lengths, k.shape[1])

@@ -21,6 +21,7 @@ from treeattn.attention.shape import CACHE_DTYPES
 from treeattn.cache.index import Part
 from treeattn.cache.placement import Reach, ordered
 from treeattn.errors import ArgumentError, BackendError
+from treeattn.partial import Array
 
 if TYPE_CHECKING:
     from treeattn.cache.sharded import CacheLayer
@@ -101,7 +102,7 @@ def check(directory: Path, part: Part, rows: bool) -> None:
             _checked(file, name, taken, stands)
 
 
-def _checked(file: files.CacheFile, name: str, taken: Any, positions: Any) -> Any:
+def _checked(file: files.CacheFile, name: str, taken: Any, positions: Array) -> Any:
     """Tokens of a tensor, in memory of their own. positions: where they stand, for the error."""
     rows = np.ascontiguousarray(file[name][:, taken])
     wrong = (_sums(rows) != file[f"{name}.sums"][:, taken]).any(axis=0)
@@ -126,13 +127,13 @@ def _open(path: Path, part: Part) -> files.CacheFile:
     return file
 
 
-def _blocks(device: Any, array: Any, row: int, length: int) -> Iterator[tuple[int, Any]]:
+def _blocks(device: Any, array: Array, row: int, length: int) -> Iterator[tuple[int, Any]]:
     """Tokens of a sequence, on the host: [tokens, kv_heads, width]."""
     for begin in range(0, length, _BLOCK):
         yield begin, np.ascontiguousarray(device.readable(array[row, begin : min(begin + _BLOCK, length)]))
 
 
-def _sums(rows: Any) -> Any:
+def _sums(rows: Array) -> Any:
     """Of rows [.., kv_heads, width], uint64 [..]: any element that changes, changes its row's."""
     words = rows.view(np.uint8).reshape(*rows.shape[:-2], -1).view(np.uint64)
     return words @ (np.arange(words.shape[-1], dtype=np.uint64) * _ODD * np.uint64(2) + np.uint64(1))

@@ -14,6 +14,7 @@ import numpy as np
 
 from treeattn.attention.positions import Runs, as_runs, interleaved
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 from treeattn.shards import Layout, parse_layout
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ class Placement:
             self.name, self.runs = "position by position", _by_owner(layout, capacity, size)
         self.own = self.runs[rank]
 
-    def owners(self, positions: Any) -> Any:
+    def owners(self, positions: Any) -> Array:
         """The ranks of these positions, int64. Raises `ArgumentError` for one that is no rank's."""
         positions = whole_numbers("positions", positions)
         least, most = (int(positions.min()), int(positions.max())) if positions.size else (0, 0)
@@ -94,10 +95,10 @@ class Reach:
         self.most, self.longest = int(self.lengths.max()), int(self.totals.max())
         self._question: object = None
         self._answer: Any = None
-        self._shard_lengths: Any = None
+        self._shard_lengths: Array | None = None
 
     @property
-    def shard_lengths(self) -> Any:
+    def shard_lengths(self) -> Array:
         """Of all ranks, int64 [ranks, batch], read-only."""
         if self._shard_lengths is None:
             self._shard_lengths = np.array([runs.all_below(self.totals) for runs in self.placement.runs])
@@ -191,7 +192,7 @@ def _by_owner(layout: Any, capacity: int, size: int) -> list[Runs]:
     return [as_runs(np.flatnonzero(owners == rank)) for rank in range(size)]
 
 
-def whole_numbers(name: str, given: Any) -> Any:
+def whole_numbers(name: str, given: Any) -> Array:
     """As int64; an array without elements is of any type. Raises `ArgumentError`."""
     try:
         array = np.asarray(given)
@@ -202,7 +203,7 @@ def whole_numbers(name: str, given: Any) -> Any:
     return array.astype(np.int64, copy=False)
 
 
-def ordered(numbers: Any) -> Any:
+def ordered(numbers: Array) -> Any:
     """As a slice where there is one step between them: a device needs to be sent nothing."""
     steps = np.diff(numbers)
     step = int(steps[0]) if len(steps) else 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
@@ -16,8 +16,12 @@ from treeattn.cli.options import FILE, Output
 from treeattn.cli.problem import Problem, seen_by_all
 from treeattn.decoder import Decoder
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 from treeattn.report import Report
 from treeattn.shards import Layout
+
+if TYPE_CHECKING:
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 _BLOCK = 256  # tokens with a fingerprint of their own
 
@@ -62,7 +66,7 @@ def command(recording: Path, source: Path | None, output: Output) -> int:
     return 0 if same else 1
 
 
-def fingerprint(world: Any, problem: Problem) -> dict[str, Any]:
+def fingerprint(world: MpiCommunicator, problem: Problem) -> dict[str, Any]:
     """Of the query, and of each 256 tokens of the cache, whoever holds them. Collective."""
     own: dict[int, int] = {}
     tensors: list[Any] = [problem.k] if problem.latent else [problem.k, problem.v]
@@ -77,7 +81,7 @@ def fingerprint(world: Any, problem: Problem) -> dict[str, Any]:
     return {"query": query, "blocks": [f"{total % (1 << 64):016x}" for total in sums]}
 
 
-def head_digests(out: Any, lse: Any) -> list[str]:
+def head_digests(out: Array, lse: Array) -> list[str]:
     """Of each query head's result."""
     return [
         hashlib.sha256(out[:, :, head].tobytes() + lse[:, head].tobytes()).hexdigest()[:16]

@@ -6,7 +6,7 @@ import statistics
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
@@ -29,6 +29,9 @@ from treeattn.decoder.request import Reduction
 from treeattn.report import LEGEND, Column, Progress, Report, count, identical, microseconds
 from treeattn.shards import Layout
 from treeattn.study import environment
+
+if TYPE_CHECKING:
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 
 @click.command("decode")
@@ -86,7 +89,7 @@ def command(
     return 0 if all(row["passed"] for row in rows) else 1
 
 
-def _placed(world: Any, source: Problem, name: str) -> tuple[Device, tuple[Any, ...]]:
+def _placed(world: MpiCommunicator, source: Problem, name: str) -> tuple[Device, tuple[Any, ...]]:
     """The device of this rank, and q, k, v and lengths on it."""
     device, shared = own_device(world, name)
     arrays = (source.q, source.k, source.v, source.lengths)
@@ -99,7 +102,7 @@ def _placed(world: Any, source: Problem, name: str) -> tuple[Device, tuple[Any, 
 
 
 def _measure(
-    world: Any,
+    world: MpiCommunicator,
     problem: Problem,
     judge: Judge,
     device: Device,
@@ -145,7 +148,7 @@ def _measure(
 
 
 def _timed_step(
-    world: Any, decoder: Decoder, step: tuple[Any, ...], seen: dict[str, Any]
+    world: MpiCommunicator, decoder: Decoder, step: tuple[Any, ...], seen: dict[str, Any]
 ) -> dict[str, float]:
     """Seconds of each part on the slowest rank; a barrier before each part keeps waiting out of the next.
     What a GPU was given to do is waited for."""
@@ -165,7 +168,7 @@ def _timed_step(
     return {part: max(rank[part] for rank in everyone) for part in seconds}
 
 
-def _wire(world: Any, decoder: Decoder) -> dict[str, Any]:
+def _wire(world: MpiCommunicator, decoder: Decoder) -> dict[str, Any]:
     """What is sent in one step, all ranks together; a library decides that, and the "payload" is what it was
     given. Collective."""
     proof, everyone = decoder.certificate, world.allgather(decoder.sent)

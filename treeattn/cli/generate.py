@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
@@ -41,6 +41,9 @@ from treeattn.llama.tokenizer import Tokenizer
 from treeattn.report import Progress, Report
 from treeattn.shards import Layout
 from treeattn.study import environment
+
+if TYPE_CHECKING:
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 _RINGS = ("kv_ring", "query_ring")
 
@@ -219,7 +222,7 @@ def _drafter(
 
 
 def _run(
-    world: Any,
+    world: MpiCommunicator,
     session: Session,
     count: int,
     stop: tuple[int, ...],
@@ -266,7 +269,11 @@ def _sent(session: Session, decoder: Decoder | None) -> int | None:
 
 
 def _facts(
-    world: Any, model: Llama, prompt: list[int], settings: dict[str, Any], runs: list[dict[str, Any]]
+    world: MpiCommunicator,
+    model: Llama,
+    prompt: list[int],
+    settings: dict[str, Any],
+    runs: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """What is written and reported. Collective."""
     tokens = runs[0]["tokens"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from treeattn import communicators
 from treeattn.agreement import collectively
@@ -13,8 +13,11 @@ from treeattn.backends.device import Device
 from treeattn.decoder import gpu_reducers
 from treeattn.errors import ArgumentError
 
+if TYPE_CHECKING:
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
-def own_device(world: Any, name: str) -> tuple[Device, str | None]:
+
+def own_device(world: MpiCommunicator, name: str) -> tuple[Device, str | None]:
     """The device of this rank, and what to say where ranks share one. Ranks of a node take its GPUs in turn.
 
     Collective. Raises `ArgumentError`, on every rank alike, where a rank has no such device.

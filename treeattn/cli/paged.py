@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from treeattn.attention.pages import CheckedTable, rows_of
+from treeattn.partial import Array
 from treeattn.shards import Layout
 
 
@@ -18,7 +19,7 @@ class PagedShard:
     """
 
     def __init__(
-        self, table: Any, pages: tuple[int, int], lengths: Any, layout: Layout, rank: int, size: int
+        self, table: Array, pages: tuple[int, int], lengths: Any, layout: Layout, rank: int, size: int
     ) -> None:
         """table: as `as_table` gives it. pages: how many the file has, and tokens of each. Raises
         `ArgumentError`."""
@@ -33,7 +34,7 @@ class PagedShard:
         self.block_table = np.where(valid > 0, np.searchsorted(self.numbers, own), -1).astype(np.int32)
         self.tokens = (places[:, None] * page_size + np.arange(page_size)).ravel()
 
-    def rows(self, cache: Any) -> Any:
+    def rows(self, cache: Array) -> Any:
         """[batch, tokens, ..] of this rank's pages; beyond `lengths` anything."""
         tokens = np.arange(len(self.tokens))
         if not len(cache):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,22 +18,31 @@ from treeattn.attention.shard import CacheFormat, Shard
 from treeattn.cli.paged import PagedShard
 from treeattn.cli.rules import oracle
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 from treeattn.report import Progress
 from treeattn.shards import Layout
+
+if TYPE_CHECKING:
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 
 class Problem:
     """The input: q whole, k and v as this rank's shard. Raises the same `ArgumentError` on every rank."""
 
     def __init__(
-        self, world: Any, source: Path, layout: Layout, expect: Path | None, rules: Rules | None = None
+        self,
+        world: MpiCommunicator,
+        source: Path,
+        layout: Layout,
+        expect: Path | None,
+        rules: Rules | None = None,
     ) -> None:
         self.source, self.layout, self.rules = source, layout, rules or Rules()
         collectively(world, lambda: self._open(world, expect))
         must_match(world, {"the input file": self.identity})
         self._load(world)
 
-    def _open(self, world: Any, expect: Path | None) -> None:
+    def _open(self, world: MpiCommunicator, expect: Path | None) -> None:
         self.file = files.open_cache(self.source)
         stated, v_dim = self.file.scale(), self.file.v_dim()
         q, k = self._four_axes("q"), self._four_axes("k")
@@ -41,7 +50,7 @@ class Problem:
         table = self.file.tensors.get("block_table")
         page_size = None if table is None else k.shape[1]
         scales = (self.file.tensors.get(name) for name in ("k_scale", "v_scale"))
-        cache = dtype_name(k, served=CACHE_DTYPES), *scales, v.shape[3], page_size
+        cache: tuple[Any, ...] = dtype_name(k, served=CACHE_DTYPES), *scales, v.shape[3], page_size
         batch, queries, heads, head_dim = q.shape
         self.shape = Shape(batch, queries, heads, k.shape[2], head_dim, dtype_name(q), *cache)
         self.shape.check_query(q)
@@ -66,7 +75,7 @@ class Problem:
             raise ArgumentError(f"{self.source}: {name} has shape {list(tensor.shape)}, expected four axes")
         return tensor
 
-    def _take_tokens(self, world: Any, table: Any) -> None:
+    def _take_tokens(self, world: MpiCommunicator, table: Any) -> None:
         """How many tokens a sequence can have, and which are this rank's."""
         pages, self.paged, self.lengths = self.file["k"].shape[:2], None, None
         table = None if table is None else as_table(table, self.shape.batch)
@@ -83,7 +92,7 @@ class Problem:
         if lengths is not None:
             self.lengths = self.layout.shard_lengths(lengths, self.tokens, world.rank, world.size)
 
-    def _take_rules(self, world: Any) -> None:
+    def _take_rules(self, world: MpiCommunicator) -> None:
         """Where tokens of this rank and queries stand, and what the rules have for each head."""
         tensors = self.file.tensors
         self.rules = replace(self.rules, alibi=tensors.get("alibi"), sink_logits=tensors.get("sink_logits"))
@@ -142,12 +151,13 @@ class Problem:
         k, v = (array.astype(np.float64) * scale for array, scale in zip((k, v), scales, strict=True))
         return k, v
 
-    def _load(self, world: Any) -> None:
+    def _load(self, world: MpiCommunicator) -> None:
         self.q = np.array(self.file["q"])
         names = "k" if self.latent else "kv"
         if self.paged is not None:
             paged = {name: self.file[name][self.paged.numbers] for name in names}
-            self.k, self.v = paged["k"], paged.get("v")
+            self.k: Any = paged["k"]
+            self.v: Any = paged.get("v")
             return
         size = sum(self.file[name].nbytes for name in names)
         nbytes = size * sum(len(range(*r.indices(self.tokens))) for r in self.runs)
@@ -165,7 +175,7 @@ class Problem:
 class Judge:
     """Says how far a result is from the oracle and from the expected tensors."""
 
-    def __init__(self, world: Any, problem: Problem, check: bool, rounded: bool = False) -> None:
+    def __init__(self, world: MpiCommunicator, problem: Problem, check: bool, rounded: bool = False) -> None:
         """rounded: as for `reference.error_bounds`."""
         self.world = world
         self.against: dict[str, tuple[Any, Any]] = {}
@@ -182,7 +192,7 @@ class Judge:
                 q_positions=problem.q_positions,
             )
             partials = world.gather(mine, root=0)
-            if world.rank == 0:
+            if partials is not None:
                 self.bounds = reference.error_bounds(partials, rounded)
                 self.bringing_nan = [rank for rank, part in enumerate(partials) if _has_nan(part)]
                 if problem.rules.sink_logits is not None:
@@ -192,14 +202,14 @@ class Judge:
                 if problem.expected is not None:
                     self.against["expected"] = problem.expected
 
-    def errors(self, out: Any, lse: Any) -> dict[str, tuple[float, float]]:
+    def errors(self, out: Array, lse: Array) -> dict[str, tuple[float, float]]:
         """Largest |out - reference| and |lse - reference| for each reference, on rank 0."""
         return {
             name: (largest_difference(out, wanted[0]), largest_difference(lse, wanted[1]))
             for name, wanted in self.against.items()
         }
 
-    def nan(self, out: Any, lse: Any) -> dict[str, Any]:
+    def nan(self, out: Array, lse: Array) -> dict[str, Any]:
         """How many results (rows of out, with their lse) are NaN, and in each reference; the ranks whose
         tokens bring NaN into the oracle. On rank 0."""
         mine = _nan_rows(out, lse)
@@ -217,21 +227,21 @@ class Judge:
         return bounds is None or all(o <= bounds[0] and s <= bounds[1] for o, s in errors.values())
 
 
-def _nan_rows(out: Any, lse: Any) -> Any:
+def _nan_rows(out: Array, lse: Array) -> Array:
     """Which results [batch, heads, queries] are NaN, in part or whole."""
-    return np.isnan(out).any(-1).transpose(0, 2, 1) | np.isnan(lse)
+    return np.asarray(np.isnan(out).any(axis=-1, keepdims=False)).transpose(0, 2, 1) | np.isnan(lse)
 
 
 def _has_nan(part: reference.Partial) -> bool:
     return any(bool(np.isnan(array).any()) for array in (part.max, part.denominator, part.numerator))
 
 
-def largest_difference(mine: Any, wanted: Any) -> float:
+def largest_difference(mine: Array, wanted: Array) -> float:
     """max |mine - wanted|, as `reference.difference` has it."""
     return float(reference.difference(mine, wanted).max(initial=0.0))
 
 
-def seen_by_all(world: Any, out: Any, lse: Any) -> tuple[str, bool]:
+def seen_by_all(world: MpiCommunicator, out: Array, lse: Array) -> tuple[str, bool]:
     """SHA-256 of a result, and whether every rank has the same. Collective."""
     digest = hashlib.sha256(out.tobytes() + lse.tobytes()).hexdigest()
     return digest, len(set(world.allgather(digest))) == 1

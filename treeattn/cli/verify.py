@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
@@ -18,11 +18,15 @@ from treeattn.cli.problem import Problem, heads_of, largest_difference, seen_by_
 from treeattn.cli.scheme import for_out, given
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 from treeattn.report import LEGEND, Column, Progress, Report, identical, microseconds
 from treeattn.shards import Layout
 from treeattn.study import environment
 from treeattn.token_tree import TokenTree, Verifier, accept_greedy
 from treeattn.token_tree.owners import OWNERS, draft_owners
+
+if TYPE_CHECKING:
+    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 
 @click.command("verify")
@@ -78,7 +82,7 @@ class Drafts:
     Raises the same `ArgumentError` on every rank.
     """
 
-    def __init__(self, world: Any, problem: Problem, owner: str | None) -> None:
+    def __init__(self, world: MpiCommunicator, problem: Problem, owner: str | None) -> None:
         self.problem, self.shape = problem, problem.shape
         collectively(world, lambda: self._read(owner))
         own = problem.lengths
@@ -110,7 +114,7 @@ class Drafts:
         if owner is None and "owners" in given:
             self.owners = self._ordered("owners", given["owners"])
 
-    def _ordered(self, name: str, array: Any) -> Any:
+    def _ordered(self, name: str, array: Array) -> Any:
         """What nodes hold, by slots: parents of a file may stand in any order."""
         if array.shape[:2] != self.tree.origin.shape:
             raise ArgumentError(
@@ -119,7 +123,7 @@ class Drafts:
             )
         return np.array(array)[np.arange(self.tree.batch)[:, None], self.tree.origin]
 
-    def as_given(self, out: Any, lse: Any) -> tuple[Any, Any]:
+    def as_given(self, out: Array, lse: Array) -> tuple[Any, Any]:
         """Results by the file's order."""
         rows, slots = np.nonzero(self.tree.real)
         places = self.tree.origin[rows, slots]
@@ -127,7 +131,7 @@ class Drafts:
         out_[rows, places], lse_[rows, :, places] = out[rows, slots], lse[rows, :, slots]
         return out_, lse_
 
-    def oracle(self, world: Any) -> Any:
+    def oracle(self, world: MpiCommunicator) -> Any:
         """((out, lse), bounds of their errors) from float64 partials, on rank 0; else None. Collective."""
         mine = reference.partial(
             self.q, self.problem.k, self.problem.v, scale=self.problem.scale, lengths=self.problem.lengths
@@ -143,7 +147,7 @@ class Drafts:
         out[rows, slots], lse[rows, :, slots] = 0, -np.inf
         return (out, lse), reference.error_bounds(partials)
 
-    def accepted(self, world: Any) -> list[dict[str, Any]]:
+    def accepted(self, world: MpiCommunicator) -> list[dict[str, Any]]:
         """What the model's own tokens keep of each row, by the file's order. Collective."""
         if self.targets is None:
             return []
@@ -155,7 +159,9 @@ class Drafts:
         ]
 
 
-def _measure(world: Any, drafts: Drafts, oracle: Any, scheme: str | Schedule, repeat: int) -> dict[str, Any]:
+def _measure(
+    world: MpiCommunicator, drafts: Drafts, oracle: Any, scheme: str | Schedule, repeat: int
+) -> dict[str, Any]:
     """One scheme: plan, first step, timed steps, verdicts. Collective."""
     problem, shape = drafts.problem, drafts.shape.plain
     nodes = shape.pop("queries")

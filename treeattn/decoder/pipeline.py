@@ -21,6 +21,7 @@ from treeattn.backends.device import Device
 from treeattn.collectives.runtime.memory import Memory
 from treeattn.collectives.runtime.reducer import Reducer, Sent
 from treeattn.errors import StateError
+from treeattn.partial import Array
 
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.communicator import Communicator
@@ -40,14 +41,14 @@ class Group(NamedTuple):
 
     heads: slice
     kv_heads: slice
-    records: Any
-    whole: Any
+    records: Array
+    whole: Array
     attend: Callable[[Any, Any, Any, Any], None]
     reducer: Reducer
 
 
 def split(
-    count: int, shape: Shape, scale: float, records: Any, device: Device, reduce: Callable[[Any], Reducer]
+    count: int, shape: Shape, scale: float, records: Array, device: Device, reduce: Callable[[Any], Reducer]
 ) -> list[Group]:
     """`count` groups of the heads of `records` [batch, heads, queries, head_dim + 2].
 
@@ -98,7 +99,7 @@ class Pipeline(Reducer):
         waiting = (group.reducer.waits_for() for group in self._groups if group.reducer.blocking)
         return next(waiting, super().waits_for())
 
-    def take(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
+    def take(self, q: Array, k: Array, v: Array, lengths: Any = None) -> None:
         """The arrays of the next step. Views of the same arrays are made once: attention knows them again."""
         super()._check()
         if not self._arrays or any(a is not b for a, b in zip(self._arrays, (q, k, v), strict=True)):
@@ -172,7 +173,7 @@ class Tried(Reducer):
         """As in the step at hand."""
         return self._chosen.waits_for()
 
-    def take(self, q: Any, k: Any, v: Any, lengths: Any = None) -> None:
+    def take(self, q: Array, k: Array, v: Array, lengths: Any = None) -> None:
         """The arrays of the next step."""
         super()._check()
         self._chosen.take(q, k, v, lengths)

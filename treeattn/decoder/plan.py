@@ -31,6 +31,7 @@ from treeattn.decoder.reproducible import check_blocks
 from treeattn.decoder.request import Reduction, Request, check
 from treeattn.decoder.sight import Sight, agree
 from treeattn.errors import RestrictionError
+from treeattn.partial import Array
 
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.communicator import Communicator
@@ -292,7 +293,7 @@ def _routed(request: Request, buffers: Buffers, reduction: ReductionSpec) -> _Ro
     return _Routed(rounds, chosen, reducer, why)
 
 
-def _attention(request: Request, records: Any, tables: MaskTables | None) -> Attention:
+def _attention(request: Request, records: Array, tables: MaskTables | None) -> Attention:
     """Attention into the records that travel."""
     given = request.shape, records, request.logit_scale, tables
     if request.project is None or not request.projects_first:
@@ -306,7 +307,7 @@ def plan_reducer(
     how: Reduction,
     scheme: Selection,
     operator: Any,
-    buffer: Any,
+    buffer: Array,
 ) -> Reducer:
     """The reducer of records that somebody else made: `buffer` [.., operator.width]. Collective.
 
@@ -319,7 +320,7 @@ def plan_reducer(
 
 
 def _rounds(
-    scheme: Selection, how: Reduction, comm: Communicator, records: Any, group: int, transport: str
+    scheme: Selection, how: Reduction, comm: Communicator, records: Array, group: int, transport: str
 ) -> tuple[Schedule | None, str | None]:
     """The schedule for such records [.., width], and why it is that one. Collective."""
     if scheme.row is not auto.ROW:
@@ -397,7 +398,7 @@ def _pipelined(
     """Attention and reduction by groups of heads. Collective."""
     shape, device = request.shape, request.device
 
-    def reduce(records: Any) -> Reducer:
+    def reduce(records: Array) -> Reducer:
         part = reduction._replace(buffer=records)
         return reducers.plan(transport, request.scheme, rounds, part, request.how.executor)
 
@@ -417,7 +418,7 @@ def _pipelined(
     return pipeline.Tried(tried, comm.dup()) if len(tried) > 1 else tried[0]
 
 
-def sinks(rules: Rules, device: Device, records: Any, operator: Any) -> Callable[[], object] | None:
+def sinks(rules: Rules, device: Device, records: Array, operator: Any) -> Callable[[], object] | None:
     """Folds one more key of each head, with the value 0, into the records [batch, heads, queries, width]; it
     is for one rank alone, so that sinks count once whatever the number of ranks."""
     if rules.sink_logits is None:

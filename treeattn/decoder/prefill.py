@@ -99,12 +99,12 @@ def prefill(
                     f"{list(given[0].shape)}: q, k and v are of one type and of the same tokens"
                 )
         batch, tokens, heads, head_dim = given[0].shape
-        plan = {"batch": batch, "heads": heads, "head_dim": head_dim, "device": place.name}
+        plan: dict[str, Any] = {"batch": batch, "heads": heads, "head_dim": head_dim, "device": place.name}
         plan |= {"kv_heads": given[1].shape[2], "v_dim": given[2].shape[3]}
         plan["dtype"] = dtype_name(given[0], "bfloat16" if given[0].dtype == np.uint16 else None)
         if given[1].shape[3] != head_dim:
             raise ArgumentError(f"k has heads of {given[1].shape[3]}, q of {head_dim}: they must be the same")
-    settings = {"positions": positions, "method": method, "scale": scale, "rules": rules}
+    settings: dict[str, Any] = {"positions": positions, "method": method, "scale": scale, "rules": rules}
     with Prefill(comm, tokens=tokens, **settings, **plan) as planned:
         return arrays.give(planned(*given, begins=begins), q)
 

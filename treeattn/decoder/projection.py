@@ -18,7 +18,7 @@ from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.shape import DTYPES, Shape, dtype_name
 from treeattn.backends.device import Attention, Device
 from treeattn.errors import ArgumentError
-from treeattn.partial import EXTRA
+from treeattn.partial import EXTRA, Array
 
 
 class Projection:
@@ -46,14 +46,14 @@ class Projection:
         self.digest = f"{given.shape} {hashlib.sha256(self._matrix.tobytes()).hexdigest()[:16]}"
 
     def before_merging(
-        self, device: Device, shape: Shape, records: Any, scale: float, tables: MaskTables | None
+        self, device: Device, shape: Shape, records: Array, scale: float, tables: MaskTables | None
     ) -> Attention:
         """Attention as `Device.attention` plans it, but into records [batch, heads, queries, out_dim + 2]."""
         partials = device.memory.empty((*shape.lse_shape, shape.v_dim + EXTRA), shape.record_dtype)
         attention = device.attention(shape, partials, scale, tables)
         matrix, wide, narrow = self._matrix, partials[..., EXTRA:], records[..., EXTRA:]
 
-        def attend(q: Any, k: Any, v: Any, *lengths_and_pages: Any) -> None:
+        def attend(q: Array, k: Array, v: Array, *lengths_and_pages: Any) -> None:
             attention(q, k, v, *lengths_and_pages)
             records[..., :EXTRA] = partials[..., :EXTRA]
             with np.errstate(all="ignore"):
@@ -62,7 +62,7 @@ class Projection:
         return attend
 
     def after_finish(
-        self, finish: Callable[[], object], divided: Any, out: Any, heads: slice
+        self, finish: Callable[[], object], divided: Array, out: Array, heads: slice
     ) -> Callable[[], object]:
         """`finish`, which writes `divided` [batch, queries, heads, v_dim] of these heads, and then `out`."""
         matrix, source, target = self._matrix[heads], divided.swapaxes(1, 2), out.swapaxes(1, 2)

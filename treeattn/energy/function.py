@@ -17,8 +17,9 @@ import numpy as np
 
 from treeattn.attention import arrays
 from treeattn.energy.reduction import Averages, Options, Statistic, reduce, tensor
-from treeattn.energy.shard import Array, Features
+from treeattn.energy.shard import Features
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -23,8 +23,9 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.plan import folding, plan_reducer
 from treeattn.decoder.request import Reduction, Request
 from treeattn.decoder.sight import Sight, Stated, Told, agree
-from treeattn.energy.shard import Array, EnergyInputs, Features, records
+from treeattn.energy.shard import EnergyInputs, Features, records
 from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.partial import Array
 
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.communicator import Communicator, Given

@@ -8,14 +8,13 @@ whatever the features are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from treeattn import partial
-
-Array = NDArray[Any]
+from treeattn.partial import Array
 
 _BYTES = 1 << 25  # about what the arrays of a block may take
 

@@ -16,7 +16,7 @@ from treeattn import communicators
 from treeattn.errors import ArgumentError
 from treeattn.llama.model import Llama
 from treeattn.llama.session import Session
-from treeattn.llama.weights import Array
+from treeattn.partial import Array
 from treeattn.token_tree import TokenTree
 
 

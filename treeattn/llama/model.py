@@ -23,7 +23,8 @@ from treeattn.backends import device as devices
 from treeattn.backends.device import Device
 from treeattn.llama.config import Config, Rope, read_config
 from treeattn.llama.tensor_parallel import Linear, Loader, TensorParallelGroup, Tokens
-from treeattn.llama.weights import Array, RandomWeights, Weights
+from treeattn.llama.weights import RandomWeights, Weights
+from treeattn.partial import Array
 from treeattn.shards import parts
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from treeattn.llama.model import Llama
 from treeattn.llama.sampling import Sampling
 from treeattn.llama.session import Session, _check_tokens, _checked_prompt
 from treeattn.llama.tensor_parallel import Tokens
-from treeattn.llama.weights import Array
+from treeattn.partial import Array
 
 
 class RemoteSession(Session):

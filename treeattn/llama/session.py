@@ -32,7 +32,7 @@ from treeattn.errors import ArgumentError
 from treeattn.llama.model import Llama
 from treeattn.llama.sampling import Sampling
 from treeattn.llama.tensor_parallel import Tokens
-from treeattn.llama.weights import Array
+from treeattn.partial import Array
 from treeattn.shards import parse_layout
 from treeattn.token_tree import Accepted, TokenTree, Verifier
 
@@ -175,7 +175,7 @@ class Session:
                 self.prompt_tokens[own], own, attend, sequence_parallel=True, dtype=self._dtype
             )
         root = next(rank for rank, runs in enumerate(self._shards) if runs.end == self.tokens)
-        last = np.empty((1, config.hidden_size), np.float32)
+        last: Array = np.empty((1, config.hidden_size), np.float32)
         if self.comm.rank == root:
             last = model.device.to_host(hidden[-1:])
         with watchdog.Activity("the prompt's last token"):

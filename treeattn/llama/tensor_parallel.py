@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime import watchdog
 from treeattn.llama.config import Config
-from treeattn.llama.weights import EMBEDDING, HEAD, Array, RandomWeights, Weights, shapes
+from treeattn.llama.weights import EMBEDDING, HEAD, RandomWeights, Weights, shapes
+from treeattn.partial import Array
 from treeattn.shards import block, parts
 
 if TYPE_CHECKING:

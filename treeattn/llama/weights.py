@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from treeattn import files
 from treeattn.errors import ArgumentError
 from treeattn.llama.config import Config
+from treeattn.partial import Array
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 #: Of float32, weights of 16 bits too; on a model's device it may be CuPy's, which has the methods of NumPy's.
-Array = NDArray[Any]
 
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 
 _WORD_BITS = 32
 
@@ -30,12 +31,12 @@ class Packed(NamedTuple):
     packed_token_indices: [B, L] int64, m * C + c of the token that each node came from.
     """
 
-    packed_beam: Any
-    attention_mask: Any
-    position_offsets: Any
-    unpack_map: Any
-    lengths: Any
-    packed_token_indices: Any
+    packed_beam: Array
+    attention_mask: Array
+    position_offsets: Array
+    unpack_map: Array
+    lengths: Array
+    packed_token_indices: Array
 
     @property
     def mask_words(self) -> Any:
@@ -88,7 +89,7 @@ def pack(beams: Any) -> Packed:
     )
 
 
-def unpack(x: Any, unpack_map: Any) -> Any:
+def unpack(x: Array, unpack_map: Array) -> Any:
     """Gather what nodes hold, x [B, L, ..], as beams hold it, [B, M, C, ..], by ``unpack_map`` [B, M, C].
 
     Raises `ArgumentError` for another batch, or a map that points outside L.
@@ -142,7 +143,7 @@ def _groups(xp: Any, beams: Any) -> Any:
     return groups
 
 
-def _mask(xp: Any, unpack_map: Any, lengths: Any, nodes: int) -> Any:
+def _mask(xp: Any, unpack_map: Array, lengths: Array, nodes: int) -> Any:
     """In every beam, the token in a column is seen by those from there on; a pad sees node 0."""
     batch, _, columns = unpack_map.shape
     mask = xp.zeros(batch * nodes * nodes, bool)
@@ -154,7 +155,7 @@ def _mask(xp: Any, unpack_map: Any, lengths: Any, nodes: int) -> Any:
     return mask
 
 
-def mask_words(mask: Any, words: int | None = None) -> Any:
+def mask_words(mask: Array, words: int | None = None) -> Any:
     """A bool mask [.., columns] as uint32 [.., words]: column j is bit j % 32 of word j // 32.
 
     words: how many there are room for; as many as are needed unless given. Raises `ArgumentError` for a mask
@@ -177,7 +178,7 @@ def mask_words(mask: Any, words: int | None = None) -> Any:
     return packed.view("<u4").reshape(*mask.shape[:-1], words)
 
 
-def mask_from_words(words: Any, columns: int) -> Any:
+def mask_from_words(words: Array, columns: int) -> Any:
     """The bool mask [.., columns] that `mask_words` packed. Raises `ArgumentError`."""
     xp = _array_module(words)
     words = xp.ascontiguousarray(words)
@@ -206,7 +207,7 @@ def _checked_beams(beams: Any) -> Any:
     return beams
 
 
-def _array_module(array: Any) -> Any:
+def _array_module(array: Array) -> Any:
     """CuPy for its arrays, NumPy for everything else."""
     cupy: Any = sys.modules.get("cupy")  # imported by whatever made an array of CuPy
     return cupy if cupy is not None and isinstance(array, cupy.ndarray) else np

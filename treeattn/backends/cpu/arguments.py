@@ -13,8 +13,7 @@ import numpy as np
 from treeattn import partial
 from treeattn.attention.shape import check_shapes
 from treeattn.errors import ArgumentError
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from treeattn.partial import Array
 
 # enum element_type of kernels/cpu/simd.h. uint16 stands for the bits of bfloat16.
 _ELEMENT_TYPES = {

@@ -20,9 +20,10 @@ from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import CheckedTable, as_table
 from treeattn.attention.shape import CACHE_DTYPES, FLOAT8
 from treeattn.backends.cpu import arguments, bins, blocked, compile
-from treeattn.backends.cpu.arguments import Array, Binding, planned_binding
+from treeattn.backends.cpu.arguments import Binding, planned_binding
 from treeattn.backends.cpu.tables import PlannedTables
 from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.partial import Array
 
 #: Threads that a process may have for attention; kernels/cpu/thread_pool.h has the same number.
 MAX_THREADS = 256

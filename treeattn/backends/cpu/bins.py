@@ -7,8 +7,8 @@ import numpy as np
 from treeattn import bins
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import rows_of
-from treeattn.backends.cpu.arguments import Array
 from treeattn.backends.cpu.records import MergeOperator
+from treeattn.partial import Array
 
 
 def attend(

@@ -15,10 +15,9 @@ from numpy.typing import ArrayLike
 from treeattn import partial
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import rows_of
+from treeattn.partial import Array
 
 _BLOCK = 1024  # tokens; libraries sum longer products to beyond the promised error
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def partial_attention(

@@ -13,12 +13,12 @@ from treeattn.attention import arrays, pages
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.shape import Shape, as_tensor, bits_of
 from treeattn.backends.cpu import arguments, compile
-from treeattn.backends.cpu.arguments import Array
 from treeattn.backends.cpu.attention import PlannedAttention, check_environment
 from treeattn.backends.cpu.multiply_rows import PlannedProduct
 from treeattn.backends.cpu.records import MergeOperator, planned_finish, planned_pack, planned_scale
 from treeattn.collectives.runtime.memory import HOST
 from treeattn.collectives.runtime.reducer import NativeStep, Reducer
+from treeattn.partial import Array
 
 if TYPE_CHECKING:
     from treeattn.backends.device import Attention, WholeStep
@@ -45,22 +45,22 @@ class Cpu:
         """Never."""
         return False
 
-    def view(self, name: str, array: Any) -> Any:
+    def view(self, name: str, array: Any) -> Array:
         """A NumPy array."""
         return arrays.on_host(name, array)
 
-    def tensor(self, name: str, array: Any, dtype: str | None) -> Any:
+    def tensor(self, name: str, array: Any, dtype: str | None) -> Array:
         """A NumPy array; uint16 becomes bfloat16 if `dtype` says so."""
         return as_tensor(name, self.view(name, array), dtype)
 
-    def admit(self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any) -> Any:
+    def admit(self, shape: Shape, q: Array, k: Array, v: Array, lengths: Any) -> Any:
         """A few comparisons; attention checks shape and range of the lengths itself."""
         self._check(shape, q, k, v)
         if lengths is None or (type(lengths) is np.ndarray and lengths.dtype == np.int64):
             return lengths
         return self.lengths(shape, lengths, k.shape[1])
 
-    def _check(self, shape: Shape, q: Any, k: Any, v: Any) -> None:
+    def _check(self, shape: Shape, q: Array, k: Array, v: Array) -> None:
         if not shape.accepts(q, k, v):
             # Say what is wrong; what passes is rare but right (bfloat16 as uint16, no tokens).
             raw, kv_raw = (name if bits_of(name) else None for name in (shape.dtype, shape.kv_dtype))
@@ -68,7 +68,14 @@ class Cpu:
             shape.check_cache(as_tensor("k", k, kv_raw), as_tensor("v", v, kv_raw))
 
     def admit_pages(
-        self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any, block_table: Any, tables: MaskTables | None
+        self,
+        shape: Shape,
+        q: Array,
+        k: Array,
+        v: Array,
+        lengths: Any,
+        block_table: Any,
+        tables: MaskTables | None,
     ) -> tuple[Any, Any]:
         """Attention looks at the pages itself."""
         self._check(shape, q, k, v)
@@ -78,7 +85,7 @@ class Cpu:
             lengths = self.lengths(shape, lengths, k.shape[1] * table.shape[1])
         return lengths, table
 
-    def block_table(self, shape: Shape, block_table: Any) -> Any:
+    def block_table(self, shape: Shape, block_table: Any) -> Array:
         """Of the host."""
         return pages.as_table(block_table, shape.batch)
 
@@ -90,15 +97,15 @@ class Cpu:
         """As they are."""
         return lengths
 
-    def from_host(self, array: Any) -> Any:
+    def from_host(self, array: Array) -> Array:
         """The array itself."""
         return array
 
-    def to_host(self, array: Any) -> Any:
+    def to_host(self, array: Array) -> Array:
         """A copy."""
         return array.copy()
 
-    def readable(self, array: Any) -> Any:
+    def readable(self, array: Array) -> Array:
         """The array itself."""
         return array
 
@@ -110,7 +117,7 @@ class Cpu:
         """Any."""
         return None
 
-    def weights(self, array: Any) -> Any:
+    def weights(self, array: Array) -> Array:
         """The array itself, of 16 bits too."""
         return array
 
@@ -119,7 +126,7 @@ class Cpu:
         return PlannedProduct(matrices)
 
     def attention(
-        self, shape: Shape, records: Any, scale: float, tables: MaskTables | None = None
+        self, shape: Shape, records: Array, scale: float, tables: MaskTables | None = None
     ) -> Attention:
         """The compiled kernel, or NumPy."""
         return PlannedAttention(
@@ -131,12 +138,12 @@ class Cpu:
             v_scale=shape.v_scale,
         )
 
-    def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:
+    def finish(self, records: Array, out: Array, lse: Array) -> Callable[[], object]:
         """The compiled kernel, or NumPy."""
         return planned_finish(records, out, lse)
 
     def whole_step(
-        self, attention: Any, reducer: Reducer, records: Any, out: Any, lse: Any
+        self, attention: Any, reducer: Reducer, records: Array, out: Array, lse: Array
     ) -> WholeStep | None:
         """One C call, where one C call is all that the reducer is."""
         native = reducer.native_step()
@@ -144,11 +151,11 @@ class Cpu:
             return None
         return PlannedStep(attention, native, records, out, lse)
 
-    def pack(self, records: Any, factor: float) -> Callable[[Any, Any], object]:
+    def pack(self, records: Array, factor: float) -> Callable[[Any, Any], object]:
         """NumPy."""
         return planned_pack(records, factor)
 
-    def scale(self, lse: Any, factor: float) -> Callable[[], object]:
+    def scale(self, lse: Array, factor: float) -> Callable[[], object]:
         """NumPy."""
         return planned_scale(lse, factor)
 

@@ -9,8 +9,9 @@ import ml_dtypes
 import numpy as np
 
 from treeattn.backends.cpu import compile
-from treeattn.backends.cpu.arguments import Array, address
+from treeattn.backends.cpu.arguments import address
 from treeattn.backends.cpu.attention import process_threads
+from treeattn.partial import Array
 
 #: From so many vectors on a matrix product is bound by arithmetic, which NumPy's library does better.
 MOST = 16
@@ -44,7 +45,7 @@ class PlannedProduct:
         fits = all(one.flags.c_contiguous and one.dtype == matrices[0].dtype for one in matrices)
         self._call = compiled.multiply_rows if compiled is not None and fits and type_ is not None else None
         self._reserve(1)
-        if self._call is not None:
+        if self._call is not None and type_ is not None:
             rows = [_Matrix(address(matrix), len(matrix)) for matrix in matrices]
             self._structs = (_Matrix * len(rows))(*rows)
             numbers = (len(rows), self._columns, type_)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +15,10 @@ import numpy as np
 
 from treeattn import bins, partial
 from treeattn.backends.cpu import arguments, compile
-from treeattn.backends.cpu.arguments import Array, code_address
+from treeattn.backends.cpu.arguments import code_address
 from treeattn.collectives.runtime.operator import Columns, NativeCode
 from treeattn.errors import ArgumentError, BackendError
+from treeattn.partial import Array
 
 
 def merge(into: Array, other: Array) -> None:
@@ -75,9 +75,10 @@ class MergeOperator:
         compiled = compile.loaded()[0]
         if compiled is None or self.dtype != np.float32:
             return functools.partial(rescale_records, records, maxima, denominators, numerators)
-        strided = ((array, array.strides[0] // array.itemsize) for array in (denominators, numerators))
-        given = (records, maxima, *itertools.chain(*strided), *records.shape)
-        return arguments.planned(compiled.rescale_records, *given)
+        given: list[Array | int] = [records, maxima]
+        for array in (denominators, numerators):
+            given += array, array.strides[0] // array.itemsize
+        return arguments.planned(compiled.rescale_records, *given, *records.shape)
 
     def native_code(self) -> NativeCode:
         """The compiled merge and the step that calls it. Raises `BackendError` where there is none: of

@@ -12,13 +12,14 @@ from treeattn.attention.shape import check_shapes
 from treeattn.backends.cuda.runtime import Runtime
 from treeattn.backends.cuda.variants import TYPES, check_head_dim
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 
 #: Blocks along the second and third axis of a grid.
 MAX_GRID = 65535
 _MAX_TOKENS = 2**31 - 64  # positions of tokens are 32-bit integers, a step beyond the last one too
 
 
-def layout_of(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
+def layout_of(q: Array, k: Array, v: Array) -> tuple[Any, ...]:
     """What decides kernel and strides; of the number of tokens only whether their stride counts."""
     k_shape, v_shape = k.shape, v.shape
     return (
@@ -27,7 +28,9 @@ def layout_of(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
     )
 
 
-def check_inputs(q: Any, k: Any, v: Any, records: Any, block_table: Any, runtime: Runtime) -> str:
+def check_inputs(
+    q: Array, k: Array, v: Array, records: Array, block_table: Array | None, runtime: Runtime
+) -> str:
     """C++ type of q; an error if anything does not fit."""
     batch, v_dim = records.shape[0], records.shape[3] - partial.EXTRA
     if q.dtype.name not in TYPES:
@@ -49,7 +52,7 @@ def check_inputs(q: Any, k: Any, v: Any, records: Any, block_table: Any, runtime
     return TYPES[q.dtype.name][0]
 
 
-def is_latent(k: Any, v: Any, runtime: Runtime) -> bool:
+def is_latent(k: Array, v: Array, runtime: Runtime) -> bool:
     """Whether v is the first channels of k, in k's own memory."""
     same = v.shape[3] < k.shape[3] and (v.dtype, v.strides) == (k.dtype, k.strides)
     return same and (v.size == 0 or runtime.address(v) == runtime.address(k))
@@ -61,7 +64,7 @@ def check_tokens(tokens: int) -> None:
         raise ArgumentError(f"{tokens} tokens: fewer than {_MAX_TOKENS} fit one launch")
 
 
-def check_rows(name: str, array: Any, runtime: Runtime) -> None:
+def check_rows(name: str, array: Array, runtime: Runtime) -> None:
     """Raise `ArgumentError` unless rows of head_dim can be loaded: those of k and v 16 bytes at a time."""
     if array.size == 0:
         return
@@ -75,13 +78,13 @@ def check_rows(name: str, array: Any, runtime: Runtime) -> None:
         )
 
 
-def rows_aligned(array: Any, multiple: int, runtime: Runtime) -> bool:
+def rows_aligned(array: Array, multiple: int, runtime: Runtime) -> bool:
     """Whether rows begin at multiples of so many bytes."""
     strides = [stride for stride, size in zip(array.strides[:3], array.shape[:3], strict=True) if size > 1]
     return not any(at % multiple for at in (runtime.address(array), *strides))
 
 
-def check_table(table: Any, batch: int) -> None:
+def check_table(table: Array, batch: int) -> None:
     """Raise `ArgumentError` unless it is a block table."""
     if table.ndim != 2 or table.shape[0] != batch or table.dtype != np.int32 or not table.flags.c_contiguous:
         raise ArgumentError(
@@ -90,7 +93,7 @@ def check_table(table: Any, batch: int) -> None:
         )
 
 
-def check_tables(tables: MaskTables, records: Any) -> None:
+def check_tables(tables: MaskTables, records: Array) -> None:
     """Raise `ArgumentError` unless the tables are for as many sequences, queries and heads as the records."""
     batch, heads, queries = records.shape[:3]
     slopes = tables.rules.alibi
@@ -103,7 +106,7 @@ def check_tables(tables: MaskTables, records: Any) -> None:
         )
 
 
-def wrong_type(name: str, array: Any) -> ArgumentError:
+def wrong_type(name: str, array: Array) -> ArgumentError:
     """Why an array is refused."""
     return ArgumentError(
         f"{name} is {array.dtype}: on the GPU it must be float32, float16 or bfloat16 "

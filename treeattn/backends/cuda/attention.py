@@ -28,6 +28,7 @@ from treeattn.backends.cuda.splits import MAX_SPLITS, Load, Splits, choose_split
 from treeattn.backends.cuda.tables import VisibleTables
 from treeattn.backends.cuda.variants import TYPES, Tokens, Variant, choose_variant
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -50,10 +51,10 @@ def most_queries(heads: int, kv_heads: int) -> int:
 
 
 def partial_attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    records: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    records: Array,
     *,
     scale: float,
     lengths: Any = None,
@@ -61,7 +62,7 @@ def partial_attention(
     kv_dtype: str | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
-    block_table: Any = None,
+    block_table: Array | None = None,
     num_splits: int | None = None,
     tensor_cores: bool = True,
     runtime: Runtime | None = None,
@@ -119,7 +120,7 @@ class PlannedAttention:
 
     def __init__(
         self,
-        records: Any,
+        records: Array,
         *,
         scale: float,
         tables: MaskTables | None = None,
@@ -164,7 +165,9 @@ class PlannedAttention:
         self._steps: int
         self._launch: Callable[[], object]
 
-    def __call__(self, q: Any, k: Any, v: Any, lengths: Any = None, block_table: Any = None) -> None:
+    def __call__(
+        self, q: Array, k: Array, v: Array, lengths: Any = None, block_table: Array | None = None
+    ) -> None:
         """As `partial_attention`."""
         bound, given = self._bound, (q, k, v, lengths, block_table)
         if not bound or any(map(operator.is_not, bound, given)):
@@ -182,7 +185,9 @@ class PlannedAttention:
             self._bind_splits(self._tokens[0])
             self._bound = bound
 
-    def bind(self, q: Any, k: Any, v: Any, lengths: Any = None, block_table: Any = None) -> None:
+    def bind(
+        self, q: Array, k: Array, v: Array, lengths: Any = None, block_table: Array | None = None
+    ) -> None:
         """What a call does before it launches, when it is given other arrays than the last one.
 
         Arrays laid out as the last ones, but for the number of tokens, cost their addresses.
@@ -217,7 +222,7 @@ class PlannedAttention:
         self._bind_splits(self._tokens[0])
         self._bound, self._layout = (q, k, v, lengths, block_table), layout
 
-    def _bind_layout(self, q: Any, k: Any, v: Any, block_table: Any) -> None:
+    def _bind_layout(self, q: Array, k: Array, v: Array, block_table: Array | None) -> None:
         """All but addresses, lengths and splits."""
         runtime, a = self._runtime, self._arguments
         kv_type = self._cache.kernel_type(k, v)
@@ -238,7 +243,7 @@ class PlannedAttention:
         self._choose_kernel(q, k, q_type, kv_type, block_table is not None)
         self._bind_visible(q, k)
 
-    def _bind_pages(self, k: Any, block_table: Any) -> None:
+    def _bind_pages(self, k: Array, block_table: Array | None) -> None:
         """Where the tokens of a sequence lie, and how many there can be."""
         a = self._arguments
         a["tokens"] = k.shape[1]
@@ -250,7 +255,7 @@ class PlannedAttention:
         a["block_table"] = self._runtime.address(block_table)
         a["by_page_size"], a["by_page_size_shift"] = divisor(page_size)
 
-    def _bind_lengths(self, lengths: Any, q: Any) -> None:
+    def _bind_lengths(self, lengths: Any, q: Array) -> None:
         self._arguments["lengths"] = 0
         if lengths is None or self._mask is not None:
             return
@@ -261,7 +266,7 @@ class PlannedAttention:
             )
         self._arguments["lengths"] = self._runtime.address(lengths)
 
-    def _bind_visible(self, q: Any, k: Any) -> None:
+    def _bind_visible(self, q: Array, k: Array) -> None:
         """Tables for the tiles of the kernel. What other tiles had stays, as the workspaces do."""
         if self._mask is None:
             return
@@ -273,7 +278,7 @@ class PlannedAttention:
         for name, address in self._tables.addresses.items():
             self._arguments[name] = address
 
-    def _choose_kernel(self, q: Any, k: Any, q_type: str, kv_type: str, paged: bool) -> None:
+    def _choose_kernel(self, q: Array, k: Array, q_type: str, kv_type: str, paged: bool) -> None:
         batch, queries, heads, head_dim = q.shape
         v_dim = self._records.shape[3] - partial.EXTRA
         latent = v_dim != head_dim

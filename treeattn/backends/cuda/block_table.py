@@ -34,7 +34,7 @@ class BlockTables:
         self,
         block_table: Any,
         batch: int,
-        cache: tuple[int, int],
+        cache: tuple[int, ...],
         lengths: Callable[[int], Any],
         tables: MaskTables | None,
     ) -> Any:

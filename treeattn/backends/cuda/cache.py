@@ -10,6 +10,7 @@ from treeattn.backends.cuda.arguments import wrong_type
 from treeattn.backends.cuda.runtime import Runtime
 from treeattn.backends.cuda.variants import TYPES, TYPES_8
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 
 
 class CacheType:
@@ -24,7 +25,7 @@ class CacheType:
         self._scales = [_scale("k_scale", k_scale), _scale("v_scale", v_scale)]
         self._devices: dict[int, Any] = {}
 
-    def kernel_type(self, k: Any, v: Any) -> str:
+    def kernel_type(self, k: Array, v: Array) -> str:
         """The C++ type. Raises `ArgumentError`."""
         name = self._dtype if self._dtype in TYPES_8 and k.dtype == np.uint8 else k.dtype.name
         if name not in TYPES and name not in TYPES_8:

@@ -22,6 +22,7 @@ from treeattn.backends.cuda.variants import TENSOR_CORES_FROM_ROWS, check_head_d
 from treeattn.collectives.runtime.memory import Memory, Stream
 from treeattn.collectives.runtime.reducer import Reducer
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 
 if TYPE_CHECKING:
     from treeattn.backends.device import Attention, WholeStep
@@ -85,22 +86,22 @@ class Cuda:
         """A CuPy array."""
         return arrays.on_gpu(name, array, self.runtime)
 
-    def tensor(self, name: str, array: Any, dtype: str | None) -> Any:
+    def tensor(self, name: str, array: Any, dtype: str | None) -> Array:
         """A device array as it is: the bits of bfloat16 stay uint16, those of 8 bits uint8."""
-        array = self.view(name, array)
-        self.runtime.check(name, array)
-        bits = "bfloat16" if name == "q" and array.dtype == np.uint16 else dtype
-        dtype_name(array, bits, DTYPES if name == "q" else CACHE_DTYPES)
-        check_axes(name, array)
-        check_rows(name, array, self.runtime)
-        return array
+        taken: Array = self.view(name, array)
+        self.runtime.check(name, taken)
+        bits = "bfloat16" if name == "q" and taken.dtype == np.uint16 else dtype
+        dtype_name(taken, bits, DTYPES if name == "q" else CACHE_DTYPES)
+        check_axes(name, taken)
+        check_rows(name, taken, self.runtime)
+        return taken
 
-    def admit(self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any) -> Any:
+    def admit(self, shape: Shape, q: Array, k: Array, v: Array, lengths: Any) -> Any:
         """Arrays that passed the last time are not looked at again."""
         self._check(shape, q, k, v)
         return self.lengths(shape, lengths, k.shape[1])
 
-    def _check(self, shape: Shape, q: Any, k: Any, v: Any) -> None:
+    def _check(self, shape: Shape, q: Array, k: Array, v: Array) -> None:
         given = (q, k, v)
         if any(map(operator.is_not, given, self._admitted)):
             for name, array in zip("qkv", given, strict=True):
@@ -110,7 +111,14 @@ class Cuda:
             self._admitted = given
 
     def admit_pages(
-        self, shape: Shape, q: Any, k: Any, v: Any, lengths: Any, block_table: Any, tables: MaskTables | None
+        self,
+        shape: Shape,
+        q: Array,
+        k: Array,
+        v: Array,
+        lengths: Any,
+        block_table: Any,
+        tables: MaskTables | None,
     ) -> tuple[Any, Any]:
         """A table of the host is looked at and copied; one of the device is used as it is, unread."""
         self._check(shape, q, k, v)
@@ -158,7 +166,7 @@ class Cuda:
             return lengths
         return self.to_host(self.view("lengths", lengths))
 
-    def from_host(self, array: Any) -> Any:
+    def from_host(self, array: Array) -> Array:
         """A new device array, there when this returns; bfloat16 and types of 8 bits as their bits."""
         array = np.ascontiguousarray(array.view(bits_of(array.dtype.name) or array.dtype))
         moved = self.runtime.empty(array.shape, array.dtype)
@@ -166,7 +174,7 @@ class Cuda:
         self.runtime.synchronize()
         return moved
 
-    def to_host(self, array: Any) -> Any:
+    def to_host(self, array: Array) -> Array:
         """Waits for what was queued before."""
         if not array.flags.c_contiguous:
             packed = self.runtime.empty(array.shape, array.dtype)
@@ -177,7 +185,7 @@ class Cuda:
         self.runtime.synchronize()
         return moved
 
-    def readable(self, array: Any) -> Any:
+    def readable(self, array: Array) -> Array:
         """A copy."""
         return self.to_host(array)
 
@@ -189,7 +197,7 @@ class Cuda:
         """As many as the grid of a launch has tiles for."""
         return most_queries(heads, kv_heads)
 
-    def weights(self, array: Any) -> Any:
+    def weights(self, array: Array) -> Array:
         """A new device array of float32, which is what cuBLAS multiplies here."""
         return self.from_host(np.asarray(array, np.float32))
 
@@ -198,7 +206,7 @@ class Cuda:
         return PlannedProduct(matrices, self.namespace)
 
     def attention(
-        self, shape: Shape, records: Any, scale: float, tables: MaskTables | None = None
+        self, shape: Shape, records: Array, scale: float, tables: MaskTables | None = None
     ) -> Attention:
         """One launch; with `tables` after a copy of what changed of its tables."""
         return PlannedAttention(
@@ -212,21 +220,21 @@ class Cuda:
             runtime=self.runtime,
         )
 
-    def finish(self, records: Any, out: Any, lse: Any) -> Callable[[], object]:
+    def finish(self, records: Array, out: Array, lse: Array) -> Callable[[], object]:
         """One launch."""
         return planned_finish(records, out, lse, runtime=self.runtime)
 
     def whole_step(
-        self, attention: Any, reducer: Reducer, records: Any, out: Any, lse: Any
+        self, attention: Any, reducer: Reducer, records: Array, out: Array, lse: Array
     ) -> WholeStep | None:
         """A captured step is one launch."""
         return None
 
-    def pack(self, records: Any, factor: float) -> Callable[[Any, Any], object]:
+    def pack(self, records: Array, factor: float) -> Callable[[Any, Any], object]:
         """One launch."""
         return planned_pack(records, factor, runtime=self.runtime)
 
-    def scale(self, lse: Any, factor: float) -> Callable[[], object]:
+    def scale(self, lse: Array, factor: float) -> Callable[[], object]:
         """One launch."""
         return planned_scale(lse, factor, runtime=self.runtime)
 

@@ -24,6 +24,7 @@ from treeattn.collectives.program import (
     messages,
 )
 from treeattn.errors import RestrictionError
+from treeattn.partial import Array
 
 # Instruction, Source, InMemory, InParameters, PullArguments, Operation, LANDED and MAX_SOURCES of
 # kernels/cuda/pull_partials.cu.
@@ -71,7 +72,7 @@ class PlannedPull:
 
     def __init__(
         self,
-        records: Any,
+        records: Array,
         program: Program,
         windows: list[int],
         seconds: float,
@@ -217,7 +218,7 @@ class _Tables:
         self._sources += [(ranks.get(source.buffer, source.buffer), source.first) for source in sources]
 
 
-def _on_device(array: Any, runtime: Runtime) -> Any:
+def _on_device(array: Array, runtime: Runtime) -> Any:
     """A copy there."""
     raw = array.view(np.uint8)
     moved = runtime.empty(raw.shape, np.uint8)

@@ -23,6 +23,7 @@ from treeattn.backends.cuda.runtime import (
 from treeattn.collectives.program import Program
 from treeattn.collectives.runtime.operator import Columns
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 
 # MergeArguments, TakeMaximaArguments and RescaleArguments of kernels/cuda/*.cu.
 _MERGE = structure("into others", "others_stride", "records width count")
@@ -38,7 +39,7 @@ _SCALE = structure("lse", "count", "", doubles="factor")
 _TYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "uint16": 2}
 
 
-def merge(into: Any, other: Any, *, runtime: Runtime | None = None) -> None:
+def merge(into: Array, other: Array, *, runtime: Runtime | None = None) -> None:
     """Fold `other` into `into`, in place: float32 records [..., head_dim + 2] of one shape.
 
     Raises:
@@ -60,12 +61,12 @@ class MergeOperator:
         self.dtype: np.dtype[Any] = np.dtype(np.float32)
         self._runtime = runtime or default_runtime()
 
-    def planned_merge(self, into: Any, other: Any) -> Callable[[], object]:
+    def planned_merge(self, into: Array, other: Array) -> Callable[[], object]:
         """One launch that folds `other` into `into`: C-contiguous [records, width], which never move."""
         self._check(into, other, into.shape)
         return self._plan(into, other, 1)
 
-    def planned_merge_many(self, into: Any, others: Any) -> Callable[[], object]:
+    def planned_merge_many(self, into: Array, others: Array) -> Callable[[], object]:
         """Fold others[0], others[1], .. into `into`, in this order, in one launch.
 
         into: C-contiguous [records, width]; others: [count, records, width]. Neither may ever move.
@@ -82,17 +83,17 @@ class MergeOperator:
         return pull.resident_blocks(records, self._runtime)
 
     def planned_gets(
-        self, records: Any, program: Program, windows: list[int], seconds: float, blocks: int
+        self, records: Array, program: Program, windows: list[int], seconds: float, blocks: int
     ) -> pull.PlannedPull:
         """A step of `program` over C-contiguous records [records, width], which never move, in one launch."""
         self._check_float32("records", records, (len(records), self.width), records.flags.c_contiguous)
         return pull.PlannedPull(records, program, windows, seconds, blocks, runtime=self._runtime)
 
-    def columns(self, records: Any) -> Columns:
+    def columns(self, records: Array) -> Columns:
         """Maximum, denominator and numerator of records [records, width], as views."""
         return Columns(records[:, 0], records[:, 1], records[:, partial.EXTRA :])
 
-    def planned_maxima(self, records: Any, maxima: Any) -> Callable[[], object]:
+    def planned_maxima(self, records: Array, maxima: Array) -> Callable[[], object]:
         """The maxima of records [records, width] into `maxima` [records], NaN as +inf, in one launch. Neither
         array may ever move."""
         self._check_float32("records", records, (len(records), self.width), records.flags.c_contiguous)
@@ -104,7 +105,7 @@ class MergeOperator:
         return planned_launch(kernel, -(-len(records) // THREADS), arguments, (records, maxima))
 
     def planned_rescale(
-        self, records: Any, maxima: Any, denominators: Any, numerators: Any
+        self, records: Array, maxima: Array, denominators: Array, numerators: Array
     ) -> Callable[[], object]:
         """Multiply denominators and numerators of [records, width] by exp(maximum - maxima[record]), in one
         launch. A record of nothing seen becomes zeros. None of the arrays may ever move.
@@ -132,12 +133,14 @@ class MergeOperator:
         kernel = self._runtime.kernel("rescale", "rescale")
         return planned_launch(kernel, len(records), arguments, tuple(arrays.values()))
 
-    def _check_float32(self, name: str, array: Any, shape: tuple[int, ...], contiguous: bool = True) -> None:
+    def _check_float32(
+        self, name: str, array: Array, shape: tuple[int, ...], contiguous: bool = True
+    ) -> None:
         self._runtime.check(name, array)
         if array.shape != shape or array.dtype != np.float32 or not contiguous:
             raise ArgumentError(f"{name} must be C-contiguous float32 {shape}, not {array.dtype}")
 
-    def _check(self, into: Any, others: Any, shape: tuple[int, ...]) -> None:
+    def _check(self, into: Array, others: Array, shape: tuple[int, ...]) -> None:
         self._runtime.check("into", into)
         self._runtime.check("other", others)
         if others.shape != shape or into.shape[-1] != self.width:
@@ -146,7 +149,7 @@ class MergeOperator:
             if array.dtype != np.float32 or not array.flags.c_contiguous:
                 raise ArgumentError(f"records to merge must be C-contiguous float32, not {array.dtype}")
 
-    def _plan(self, into: Any, others: Any, count: int) -> Callable[[], object]:
+    def _plan(self, into: Array, others: Array, count: int) -> Callable[[], object]:
         arguments = np.zeros(1, _MERGE)
         records = into.size // self.width
         arguments["into"], arguments["others"] = self._runtime.address(into), self._runtime.address(others)
@@ -156,7 +159,7 @@ class MergeOperator:
         return planned_launch(kernel, records, arguments, (into, others))
 
 
-def finish(records: Any, out: Any, lse: Any, *, runtime: Runtime | None = None) -> None:
+def finish(records: Array, out: Array, lse: Array, *, runtime: Runtime | None = None) -> None:
     """Turn records into attention output, as `treeattn.partial.finish` defines it, to the bit.
 
     Args:
@@ -183,7 +186,9 @@ class PlannedFinish:
         self._launch()
 
 
-def planned_finish(records: Any, out: Any, lse: Any, *, runtime: Runtime | None = None) -> PlannedFinish:
+def planned_finish(
+    records: Array, out: Array, lse: Array, *, runtime: Runtime | None = None
+) -> PlannedFinish:
     """Checks once. Raises `ArgumentError` as `finish` does."""
     runtime = runtime or default_runtime()
     check_records(records, runtime)
@@ -208,7 +213,7 @@ def planned_finish(records: Any, out: Any, lse: Any, *, runtime: Runtime | None 
 
 
 def planned_pack(
-    records: Any, factor: float, *, runtime: Runtime | None = None
+    records: Array, factor: float, *, runtime: Runtime | None = None
 ) -> Callable[[Any, Any], None]:
     """As `treeattn.backends.cpu.planned_pack`: one launch. Strided arrays are copied on the device first.
 
@@ -225,9 +230,9 @@ def planned_pack(
     launch = planned_launch(
         device.kernel("pack_partials", "pack_partials"), records.size // width, arguments, (records,)
     )
-    room: dict[str, Any] = {}
+    room: dict[str, Array] = {}
 
-    def pack(out: Any, lse: Any) -> None:
+    def pack(out: Array, lse: Array) -> None:
         if out.dtype.name not in _TYPES or lse.dtype != np.float32:
             raise ArgumentError(
                 f"out is {out.dtype} and lse {lse.dtype}: on the GPU out is float32, float16 or bfloat16, "
@@ -242,7 +247,7 @@ def planned_pack(
     return pack
 
 
-def _packed(device: Runtime, room: dict[str, Any], name: str, array: Any) -> Any:
+def _packed(device: Runtime, room: dict[str, Array], name: str, array: Array) -> Array:
     """The array if it is contiguous, else a copy that is, in room that is kept."""
     if array.flags.c_contiguous:
         return array
@@ -254,7 +259,7 @@ def _packed(device: Runtime, room: dict[str, Any], name: str, array: Any) -> Any
     return room[name]
 
 
-def planned_scale(lse: Any, factor: float, *, runtime: Runtime | None = None) -> Callable[[], object]:
+def planned_scale(lse: Array, factor: float, *, runtime: Runtime | None = None) -> Callable[[], object]:
     """A call that multiplies float32 lse by `factor`, in place: one launch."""
     device = runtime or default_runtime()
     arguments = np.zeros(1, _SCALE)

@@ -11,6 +11,7 @@ import numpy as np
 from treeattn import partial
 from treeattn.collectives.runtime.memory import PeerMemory
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 
 #: Threads of a block, in every kernel.
 THREADS = 128
@@ -55,22 +56,22 @@ class Runtime(PeerMemory, Protocol):
     def resident_blocks(self, kernel: Any, threads: int, shared_bytes: int) -> int:
         """How many blocks of a kernel one multiprocessor holds at once, at least 1."""
 
-    def zeros(self, size: int, dtype: Any) -> Any:
+    def zeros(self, size: int, dtype: Any) -> Array:
         """A new device array [size] of zeros. BackendError where memory is out."""
 
-    def pinned(self, shape: tuple[int, ...], dtype: Any) -> Any:
+    def pinned(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """A new NumPy array in page-locked memory, for copies that are not waited for."""
 
-    def upload(self, into: Any, source: Any) -> None:
+    def upload(self, into: Array, source: Array) -> None:
         """Queue a copy from a NumPy array, which may change as soon as this returns. Both C-contiguous."""
 
-    def holds(self, array: Any) -> bool:
+    def holds(self, array: Array) -> bool:
         """Whether `array` is a device array."""
 
-    def borrow(self, array: Any) -> Any:
+    def borrow(self, array: Array) -> Array:
         """A device array over the memory of one with the CUDA array interface, which it keeps alive."""
 
-    def check(self, name: str, array: Any) -> None:
+    def check(self, name: str, array: Array) -> None:
         """ArgumentError unless `array` is a device array of this device."""
 
 
@@ -92,7 +93,7 @@ def planned_launch(
     return launch
 
 
-def check_records(records: Any, runtime: Runtime) -> None:
+def check_records(records: Array, runtime: Runtime) -> None:
     """Raise `ArgumentError` unless they are [batch, heads, queries, head_dim + 2] of this device, float32."""
     runtime.check("records", records)
     if records.ndim != 4 or records.shape[3] <= partial.EXTRA:

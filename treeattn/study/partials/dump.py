@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from treeattn.errors import ArgumentError
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from treeattn.partial import Array
 
 #: Natural logarithm of a base, and which one it is mistaken for.
 LOG = {"e": 1.0, "2": math.log(2)}

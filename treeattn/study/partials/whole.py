@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 from treeattn.reference import difference
 from treeattn.study.partials.dump import (
     LOG,
     OTHER,
-    Array,
     Finding,
     Part,
     check_type,
