@@ -164,11 +164,11 @@ struct Parts {
   int count;
 };
 
-// Leaves four elements of a row's partial, from `index` on, as part `part` of `to`, or in the row's record. A NaN
+// Stores four elements of a row's partial, from `index` on, as part `part` of `to`, or in the row's record. A NaN
 // denominator makes all of it NaN, and a maximum of -inf makes it the identity.
 template <int HEAD_DIM, int ROWS>
-__device__ __forceinline__ void leave(const AttentionArguments &a, const Work &w, const Parts &to, int part,
-                                      int in_tile, int index, const State &state, Floats value) {
+__device__ __forceinline__ void store_partial(const AttentionArguments &a, const Work &w, const Parts &to, int part,
+                                              int in_tile, int index, const State &state, Floats value) {
   const bool invalid = state.denominator != state.denominator;
   const bool empty = !invalid && state.maximum == negative_infinity();
   const State left = {invalid ? canonical_nan() : state.maximum, invalid ? canonical_nan()
@@ -193,7 +193,7 @@ __device__ __forceinline__ void leave(const AttentionArguments &a, const Work &w
   }
 }
 
-// Merges the PARTS partials of each row that the block has in shared memory, in ascending order, and leaves them.
+// Merges the PARTS partials of each row that the block has in shared memory, in ascending order, and stores them.
 // numerators [PARTS][ROWS][PITCH], maxima and denominators [PARTS][ROWS].
 template <int HEAD_DIM, int ROWS, int PARTS, int PITCH>
 __device__ __forceinline__ void merge_block(const AttentionArguments &a, const Work &w, const Parts &to, int part,
@@ -211,6 +211,6 @@ __device__ __forceinline__ void merge_block(const AttentionArguments &a, const W
       state.denominator = fmaf(factor, denominators[p * ROWS + in_tile], state.denominator);
       add_scaled(value, factor, *reinterpret_cast<const Floats *>(numerators + (p * ROWS + in_tile) * PITCH + index));
     }
-    leave<HEAD_DIM, ROWS>(a, w, to, part, in_tile, index, state, value);
+    store_partial<HEAD_DIM, ROWS>(a, w, to, part, in_tile, index, state, value);
   }
 }

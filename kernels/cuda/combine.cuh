@@ -1,6 +1,6 @@
 // How the splits of a tile come together, within the launch that made them.
 //
-// Splits are numbered in groups of `fan`. A block leaves its partials among those of its group and counts itself; the
+// Splits are numbered in groups of `fan`. A block stores its partials among those of its group and counts itself; the
 // last one of a group merges the group, and where there are several groups the last of these merges them. Each merge
 // is of all parts in a fixed order, so the bits do not depend on which block came last, nor on when.
 //
@@ -16,7 +16,9 @@
 // At most so many partials, rows x parts, are merged at once: treeattn/backends/cuda/splits.py keeps to it.
 constexpr int MAX_PARTIALS = 1024;
 
-template <int HEAD_DIM, int ROWS> struct Readers {
+// Rows of a tile are merged 16 at a time.
+template <int HEAD_DIM, int TILE_ROWS> struct Readers {
+  static constexpr int ROWS = TILE_ROWS < 16 ? TILE_ROWS : 16;
   static constexpr int COLUMNS = HEAD_DIM / 4;
   static constexpr int LANES = power_of_two_from(COLUMNS); // head_dim 80 and 96 leave some idle
   static constexpr int COUNT = THREADS / LANES;
@@ -48,9 +50,9 @@ __device__ __forceinline__ Parts find_parts(const AttentionArguments &a, const W
   return {a.numerators + first * (HEAD_DIM / 4), a.states + first, groups ? g.count : min(a.fan, w.splits - g.first)};
 }
 
-// Where a block leaves the partials of its split, and which part of it they are.
+// Where a block stores the partials of its split, and which part of it they are.
 template <int HEAD_DIM, int ROWS>
-__device__ __forceinline__ Parts find_place(const AttentionArguments &a, const Work &w, int &part) {
+__device__ __forceinline__ Parts find_part(const AttentionArguments &a, const Work &w, int &part) {
   part = 0;
   if (w.splits == 1) return {};
   const Group g = find_group(a, w);
@@ -82,11 +84,11 @@ __device__ __forceinline__ void load_parts(Floats (&to)[BATCH], const Floats *co
 
 // Turns the maxima of all parts, [rows][count] in shared memory, into their weights, and adds up what they weigh.
 template <int ROWS>
-__device__ __forceinline__ void weigh_parts(const Work &w, int count, float *maxima, const float *denominators,
+__device__ __forceinline__ void weigh_parts(int rows, int count, float *maxima, const float *denominators,
                                             State *merged) {
   constexpr int LANES = THREADS / ROWS < 32 ? THREADS / ROWS : 32; // of a row: all rows are weighed at once
   const int row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-  const int begin = row * count, end = row < w.tile_rows ? begin + count : begin;
+  const int begin = row * count, end = row < rows ? begin + count : begin;
   State state = {negative_infinity(), 0.0f};
   for (int i = begin + lane; i < end; i += LANES) state.maximum = fmaxf(state.maximum, maxima[i]);
 #pragma unroll
@@ -99,28 +101,30 @@ __device__ __forceinline__ void weigh_parts(const Work &w, int count, float *max
 #pragma unroll
   for (int distance = LANES / 2; distance > 0; distance /= 2)
     state.denominator += __shfl_xor_sync(ALL_LANES, state.denominator, distance);
-  if (lane == 0 && row < w.tile_rows) merged[row] = state;
+  if (lane == 0 && row < rows) merged[row] = state;
 }
 
-// Merges the parts of every row of the tile and leaves them as part `part` of `to`.
-template <int HEAD_DIM, int ROWS>
+// Merges the parts of the rows of the tile from `first_row` on and stores them as part `part` of `to`.
+template <int HEAD_DIM, int TILE_ROWS>
 __device__ __forceinline__ void merge_parts(const AttentionArguments &a, const Work &w, const Parts &from,
-                                            const Parts &to, int part, Floats *shared) {
-  using R = Readers<HEAD_DIM, ROWS>;
-  constexpr int BATCH = 4, STATES = R::PARTIALS / THREADS;
+                                            const Parts &to, int part, int first_row, Floats *shared) {
+  using R = Readers<HEAD_DIM, TILE_ROWS>;
+  constexpr int ROWS = R::ROWS, BATCH = 4, STATES = R::PARTIALS / THREADS;
+  const int rows = min(ROWS, w.tile_rows - first_row), first_part = first_row * from.count;
   __shared__ State merged[ROWS];
   float *weights = reinterpret_cast<float *>(shared), *denominators = weights + R::PARTIALS;
   Floats *sums = reinterpret_cast<Floats *>(denominators); // [readers][rows][columns], once denominators are summed
-  const int partials = w.tile_rows * from.count, stride = min(R::COUNT, from.count);
+  const int partials = rows * from.count, stride = min(R::COUNT, from.count);
   const int reader = threadIdx.x / R::LANES, column = threadIdx.x % R::LANES;
   const bool reads = reader < stride && column < R::COLUMNS;
 
   State states[STATES] = {};
 #pragma unroll
   for (int i = 0; i < STATES; ++i)
-    if (i * THREADS + (int)threadIdx.x < partials) states[i] = load_fresh(from.states + i * THREADS + threadIdx.x);
+    if (i * THREADS + (int)threadIdx.x < partials)
+      states[i] = load_fresh(from.states + first_part + i * THREADS + threadIdx.x);
   Floats batch[BATCH] = {};
-  const Floats *numerators = from.numerators + column;
+  const Floats *numerators = from.numerators + first_part * R::COLUMNS + column;
   const int end = reads ? partials : 0;
   load_parts<R::COLUMNS>(batch, numerators, reader, stride, end);
 #pragma unroll
@@ -131,7 +135,7 @@ __device__ __forceinline__ void merge_parts(const AttentionArguments &a, const W
     denominators[at] = states[i].denominator;
   }
   __syncthreads(); // all states are there
-  weigh_parts<ROWS>(w, from.count, weights, denominators, merged);
+  weigh_parts<ROWS>(rows, from.count, weights, denominators, merged);
   __syncthreads(); // all weights are there, and nobody reads denominators any more
 
   int row = 0, row_end = from.count;
@@ -156,15 +160,15 @@ __device__ __forceinline__ void merge_parts(const AttentionArguments &a, const W
   }
   if (reads) sums[(reader * ROWS + row) * R::COLUMNS + column] = sum;
   __syncthreads(); // all sums are there
-  for (int e = threadIdx.x; e < w.tile_rows * R::COLUMNS; e += THREADS) {
-    const int in_tile = e / R::COLUMNS;
+  for (int e = threadIdx.x; e < rows * R::COLUMNS; e += THREADS) {
+    const int in_pass = e / R::COLUMNS;
     Floats value = sums[e];
     for (int i = 1; i < stride; ++i) add_scaled(value, 1.0f, sums[i * ROWS * R::COLUMNS + e]);
-    leave<HEAD_DIM, ROWS>(a, w, to, part, in_tile, e % R::COLUMNS * 4, merged[in_tile], value);
+    store_partial<HEAD_DIM, TILE_ROWS>(a, w, to, part, first_row + in_pass, e % R::COLUMNS * 4, merged[in_pass], value);
   }
 }
 
-// Every thread of every block calls this after it left its partials at `find_place`.
+// Every thread of every block calls this after it stored its partials at `find_part`.
 // `shared`: Readers::SHARED floats of shared memory, which all threads have done with.
 template <int HEAD_DIM, int ROWS>
 __device__ __forceinline__ void combine(const AttentionArguments &a, const Work &w, Floats *shared) {
@@ -177,7 +181,12 @@ __device__ __forceinline__ void combine(const AttentionArguments &a, const Work 
 #pragma unroll 1
   while (is_last(counter, from.count)) {
     const Parts to = groups ? Parts{} : find_parts<HEAD_DIM, ROWS>(a, w, g, true);
-    merge_parts<HEAD_DIM, ROWS>(a, w, from, to, g.number, shared);
+    merge_parts<HEAD_DIM, ROWS>(a, w, from, to, g.number, 0, shared);
+#pragma unroll 1
+    for (int row = 16; ROWS > 16 && row < w.tile_rows; row += 16) {
+      __syncthreads(); // the sums of the rows before are stored
+      merge_parts<HEAD_DIM, ROWS>(a, w, from, to, g.number, row, shared);
+    }
     if (groups) return;
     from = to;
     counter = counters + g.count;

@@ -6,10 +6,11 @@
 
 // What becomes of a thread's products where queries see some tokens only, in a tile of STEP tokens at `place`.
 template <int STEP, int ROWS, int EIGHTS>
-__device__ __forceinline__ void choose_scores(const AttentionArguments &a, const Views<ROWS> &views, const Place &place,
-                                              int token, const int (&rows)[2], float (&scores)[EIGHTS][4]) {
+__device__ __forceinline__ void choose_scores(const AttentionArguments &a, const TileViews<ROWS> &views,
+                                              const TileRange &place, int token, const int (&rows)[2], float scale,
+                                              float (&scores)[EIGHTS][4]) {
 #pragma unroll
-  for (int e = 0; e < 4 * EIGHTS; ++e) scores[e / 4][e % 4] *= a.scale;
+  for (int e = 0; e < 4 * EIGHTS; ++e) scores[e / 4][e % 4] *= scale;
   if (a.softcap > 0.0f) {
 #pragma unroll
     for (int e = 0; e < 4 * EIGHTS; ++e) scores[e / 4][e % 4] = cap(a, scores[e / 4][e % 4]);
@@ -37,16 +38,16 @@ __device__ __forceinline__ void choose_scores(const AttentionArguments &a, const
 
 // Products become logits, -inf where there is no such token or a row does not see it.
 template <int STEP, int ROWS, typename Tokens, int EIGHTS>
-__device__ __forceinline__ void find_scores(const AttentionArguments &a, const Tokens &tokens, const Place &place,
-                                            int token, const int (&rows)[2], float (&scores)[EIGHTS][4]) {
+__device__ __forceinline__ void find_scores(const AttentionArguments &a, const Tokens &tokens, const TileRange &place,
+                                            int token, const int (&rows)[2], float scale, float (&scores)[EIGHTS][4]) {
   if constexpr (Tokens::CHOSEN) {
-    choose_scores<STEP>(a, tokens.template views<ROWS>(), place, token, rows, scores);
+    choose_scores<STEP>(a, tokens.template views<ROWS>(), place, token, rows, scale, scores);
   } else {
 #pragma unroll
     for (int n = 0; n < EIGHTS; ++n)
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        scores[n][j] = token + n * 8 + j % 2 < place.end ? scores[n][j] * a.scale : negative_infinity();
+        scores[n][j] = token + n * 8 + j % 2 < place.end ? scores[n][j] * scale : negative_infinity();
   }
 }
 
@@ -55,7 +56,7 @@ struct RowPair {
   float maximum[2] = {negative_infinity(), negative_infinity()}, denominator[2] = {0.0f, 0.0f};
 
   // Takes scores in: they become weights. What was summed before is to be multiplied by `factor` of its row.
-  template <int EIGHTS> __device__ __forceinline__ void take(float (&scores)[EIGHTS][4], float (&factor)[2]) {
+  template <int EIGHTS> __device__ __forceinline__ void online_softmax(float (&scores)[EIGHTS][4], float (&factor)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float top = negative_infinity();

@@ -67,12 +67,14 @@ __device__ __forceinline__ void find_pages(const AttentionArguments &a, int (&pa
 }
 
 // Blocks that a multiprocessor should hold: as many as leave the compiler enough registers not to spill any.
-constexpr int resident_blocks(int rows, bool wide, bool chosen) {
-  return (rows == 4 ? 3 : rows == 2 ? 4 : 5) - (wide ? 1 : 0) - (chosen ? 1 : 0);
+// vectors: that a lane holds of a row.
+constexpr int resident_blocks(int rows, int vectors, bool narrow, bool chosen) {
+  const int most = rows == 4 ? 3 : rows == 2 ? 4 : 5;
+  return vectors > 2 ? 2 : most - (vectors > 1 || narrow ? 1 : 0) - (chosen ? 1 : 0);
 }
 
 template <typename T, int HEAD_DIM, int ROWS, typename Tokens = AllTokens>
-__global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_DIM>::PER_LANE > 1 || sizeof(T) == 1,
+__global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_DIM>::PER_LANE, sizeof(T) == 1,
                                                            Tokens::CHOSEN || Tokens::PAGED))
     partial_attention(const AttentionArguments a) {
   using L = Layout<T, HEAD_DIM>;
@@ -149,7 +151,7 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
         scores[r][u] = sum;
       }
     }
-    const Place here = tokens.at;
+    const TileRange here = tokens.at;
     tokens.template advance<L::STEP>(a);
     const int moved = tokens.at.start - here.start;
     if constexpr (Tokens::PAGED) {
@@ -171,7 +173,7 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
         for (int u = 0; u < UNROLL; ++u)
           if (token + u * L::TOKENS >= here.end) scores[r][u] = negative_infinity();
       }
-      take_scores(state[r], scores[r]);
+      online_softmax(state[r], scores[r]);
     }
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
@@ -213,7 +215,7 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
   }
   __syncthreads(); // the groups' states are there
   int part;
-  const Parts to = find_place<HEAD_DIM, ROWS>(a, w, part);
+  const Parts to = find_part<HEAD_DIM, ROWS>(a, w, part);
   merge_block<HEAD_DIM, ROWS, L::GROUPS, HEAD_DIM>(a, w, to, part, numerators, maxima, denominators);
   combine<HEAD_DIM, ROWS>(a, w, shared);
 }

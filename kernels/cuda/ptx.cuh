@@ -170,19 +170,19 @@ __device__ __forceinline__ float to_float(float16 x) {
 #define TREEATTN_CONVERTS_E4M3
 #endif
 
-// What `widen` leaves to be multiplied with: float16 counts exponents from another number than float8_e4m3fn.
+// What `dequantize` leaves to be multiplied with: float16 counts exponents from another number than float8_e4m3fn.
 template <typename T> constexpr float UNIT = 1.0f;
 #ifndef TREEATTN_CONVERTS_E4M3
 template <> constexpr float UNIT<float8_e4m3fn> = 256.0f;
 #endif
 
 // The sixteen numbers of a vector as float32, each divided by UNIT.
-__device__ __forceinline__ void widen(const Vector &v, float *to, float8_e5m2) {
+__device__ __forceinline__ void dequantize(const Vector &v, float *to, float8_e5m2) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) to[i] = to_float(float16{(unsigned short)((v.word[i / 4] >> i % 4 * 8 & 0xffu) << 8)});
 }
 
-__device__ __forceinline__ void widen(const Vector &v, float *to, float8_e4m3fn) {
+__device__ __forceinline__ void dequantize(const Vector &v, float *to, float8_e4m3fn) {
 #ifdef TREEATTN_CONVERTS_E4M3
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -249,6 +249,25 @@ __device__ __forceinline__ unsigned pack(float low, float high, bfloat16 type) {
   return result;
 #endif
 }
+
+// The sixteen numbers of a vector as such pairs, each divided by UNIT: exact.
+template <typename T, typename Wide>
+__device__ __forceinline__ void dequantize(const Vector &v, Vector *to, T narrow_type, Wide type) {
+  float number[16];
+  dequantize(v, number, narrow_type);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) to[i / 4].word[i % 4] = pack(number[2 * i], number[2 * i + 1], type);
+}
+
+#ifdef TREEATTN_CONVERTS_E4M3
+__device__ __forceinline__ void dequantize(const Vector &v, Vector *to, float8_e4m3fn, float16) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;"
+        : "=r"(to[i / 4].word[i % 4])
+        : "h"((unsigned short)(v.word[i / 2] >> i % 2 * 16)));
+}
+#endif
 
 // ---- memory
 

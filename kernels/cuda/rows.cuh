@@ -10,7 +10,7 @@ __device__ __forceinline__ void unpack(const Vector &v, float *to, float) {
 
 template <typename T> __device__ __forceinline__ void unpack(const Vector &v, float *to, T type) {
   if constexpr (sizeof(T) == 1) {
-    widen(v, to, type);
+    dequantize(v, to, type);
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -27,7 +27,7 @@ template <int HELD> struct RowState {
 
 // Takes COUNT scores in: they become weights, and what was summed before is rescaled.
 template <int HELD, int COUNT>
-__device__ __forceinline__ void take_scores(RowState<HELD> &state, float (&scores)[COUNT]) {
+__device__ __forceinline__ void online_softmax(RowState<HELD> &state, float (&scores)[COUNT]) {
   float top = state.maximum;
 #pragma unroll
   for (int u = 0; u < COUNT; ++u) top = fmaxf(top, scores[u]);
@@ -59,8 +59,8 @@ template <int LANES, int ROWS, int COUNT> __device__ __forceinline__ void sum_ov
 // of tokens `token` and each other TOKENS further on, at a step that begins at `place`. Returns the scores that are
 // hidden, a bit for each: their tokens are not to be multiplied by 0, since nobody knows what is there.
 template <int TOKENS, int STEP, int TILE_ROWS, int ROWS, int COUNT>
-__device__ __forceinline__ unsigned choose_scores(const AttentionArguments &a, const Views<TILE_ROWS> &views,
-                                                  int first_row, const Place &place, int token,
+__device__ __forceinline__ unsigned choose_scores(const AttentionArguments &a, const TileViews<TILE_ROWS> &views,
+                                                  int first_row, const TileRange &place, int token,
                                                   float (&scores)[ROWS][COUNT]) {
   if (a.softcap > 0.0f) {
 #pragma unroll

@@ -8,7 +8,7 @@
 #include "attention.cuh"
 
 // A step's first token, and where the tokens end that it may take.
-struct Place {
+struct TileRange {
   int start, end;
 };
 
@@ -16,7 +16,7 @@ struct Place {
 struct AllTokens {
   static constexpr bool CHOSEN = false, PAGED = false;
   long long length;
-  Place at;
+  TileRange at;
 
   // The length is read from the device's memory at every launch: a captured graph follows a growing cache. All tokens,
   // however many, without lengths: nothing is written after the load, which would make the block wait for it.
@@ -73,7 +73,7 @@ struct alignas(16) RowView {
 };
 
 // A tile and its rows, in shared memory: registers are scarcer.
-template <int ROWS> struct Views {
+template <int ROWS> struct TileViews {
   TileView tile;
   RowView rows[ROWS];
 };
@@ -83,7 +83,7 @@ struct VisibleTokens {
   static constexpr bool CHOSEN = true, PAGED = false;
   TileView tile;
   int span, left; // and the steps of the block from here on
-  Place at;
+  TileRange at;
 
   __device__ __forceinline__ VisibleTokens(const AttentionArguments &a, const Work &w)
       : tile(a.tiles[w.batch * divide(gridDim.y, a.by_kv_heads) + w.tile]) {}
@@ -108,8 +108,8 @@ struct VisibleTokens {
     }
   }
 
-  template <int ROWS> static __device__ __forceinline__ Views<ROWS> &views() {
-    __shared__ Views<ROWS> shared;
+  template <int ROWS> static __device__ __forceinline__ TileViews<ROWS> &views() {
+    __shared__ TileViews<ROWS> shared;
     return shared;
   }
 
@@ -142,11 +142,12 @@ __device__ __forceinline__ long long row_in_page(const AttentionArguments &a, in
 }
 
 // Do all queries of the tile see all tokens of this step?
-template <int STEP, int ROWS> __device__ __forceinline__ bool see_all(const Views<ROWS> &views, const Place &place) {
+template <int STEP, int ROWS>
+__device__ __forceinline__ bool see_all(const TileViews<ROWS> &views, const TileRange &place) {
   return place.start >= views.tile.whole_begin && place.start + STEP <= views.tile.whole_end;
 }
 
-template <int ROWS> __device__ __forceinline__ bool sees(const Views<ROWS> &views, int row, int token) {
+template <int ROWS> __device__ __forceinline__ bool sees(const TileViews<ROWS> &views, int row, int token) {
   const RowView &view = views.rows[row];
   const int draft = token - views.tile.draft_begin, *bound = view.sees.bound;
   if (draft >= 0) return view.mask[draft / 32] >> (draft % 32) & 1;
@@ -154,7 +155,7 @@ template <int ROWS> __device__ __forceinline__ bool sees(const Views<ROWS> &view
 }
 
 // Does any row of the tile? The spans hold what somebody sees, but for the draft, of which they hold all.
-template <int ROWS> __device__ __forceinline__ bool any_sees(const Views<ROWS> &views, int token) {
+template <int ROWS> __device__ __forceinline__ bool any_sees(const TileViews<ROWS> &views, int token) {
   if (token < views.tile.draft_begin) return true;
 #pragma unroll 1
   for (int r = 0; r < ROWS; ++r)

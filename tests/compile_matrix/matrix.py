@@ -27,8 +27,9 @@ ARCHITECTURES = {
     "89": 99 << 10,
     "90": 227 << 10,
     "100": 227 << 10,
+    "120": 99 << 10,
 }
-_TEMPLATES = ("partial_attention", "partial_attention_mma", "latent_attention", "latent_attention_mma")
+_TEMPLATES = ("partial_attention", "attention_mma")
 _PLAIN = ("merge_partials", "take_maxima", "rescale", "finish", "pack_partials", "scale_lse", "pull_partials")
 MODULES = (*_TEMPLATES, *_PLAIN)
 _TOKENS = [variants.Tokens(visible, paged) for paged in (False, True) for visible in (False, True)]
@@ -47,6 +48,7 @@ _CHOICE = [
     ("float", (80,), (2,), _TOKENS[:1]),
     ("float", (128,), (1,), _TOKENS[:1]),
     ("float", (256,), (4,), _TOKENS[:2]),
+    ("float", (512,), (1, 2), _TOKENS[:1]),
     ("float16", (96,), (2,), _TOKENS[:1]),
     ("bfloat16", (64,), (1,), _TOKENS[:1]),
     ("bfloat16", (128,), (1, 4), _TOKENS[:2]),
@@ -54,6 +56,23 @@ _CHOICE = [
     ("float8_e4m3fn", (128,), (1, 4), _TOKENS[:1]),
     ("float8_e4m3fn", (128,), (4,), _TOKENS[3:]),
     ("float8_e5m2", (128,), (1,), _TOKENS[:1]),
+]
+# Of the tensor-core kernel: type of q, head dimension, rows and kind of tokens.
+_LATENT = [
+    (t, variants.LATENT[0], rows, tokens) for t in _TYPES_16 for rows in (16, 32) for tokens in _TOKENS
+]
+_FEW_MMA = [
+    ("bfloat16", 80, 16, _TOKENS[0]),
+    *(("bfloat16", 128, 16, tokens) for tokens in _TOKENS),
+    ("bfloat16", 128, 32, _TOKENS[0]),
+    ("bfloat16", 128, 64, _TOKENS[0]),
+    ("bfloat16", 128, 64, _TOKENS[1]),
+    ("bfloat16", 256, 16, _TOKENS[0]),
+    ("bfloat16", 256, 32, _TOKENS[1]),
+    ("bfloat16", 512, 16, _TOKENS[0]),
+    ("float16", 576, 16, _TOKENS[0]),
+    ("bfloat16", 576, 32, _TOKENS[0]),
+    ("bfloat16", 576, 32, _TOKENS[3]),
 ]
 
 
@@ -98,22 +117,15 @@ def expressions(module: str, arch: str, whole: bool = False) -> dict[str, int]:
         chosen = every if whole else _CHOICE
         kinds = itertools.chain.from_iterable(itertools.product([kind], *rest) for kind, *rest in chosen)
         return {variants.fma_kernel(*one).expression: 0 for one in kinds}
-    tokens = _TOKENS if whole or module == "partial_attention_mma" else (_TOKENS[0], _TOKENS[3])
-    if module == "latent_attention":
-        kinds = ("float", *_TYPES_16, *variants.TYPES_8) if whole else ("float", "bfloat16", "float8_e4m3fn")
-        return {variants.latent_kernel(kind, one).expression: 0 for one in tokens for kind in kinds}
-    shared, types = ARCHITECTURES[arch], _TYPES_16 if whole else ("bfloat16",)
-    if module == "latent_attention_mma":
-        found = [variants.latent_mma_kernel(kind, shared, one) for one in tokens for kind in types]
-    else:
-        head_dims = variants.HEAD_DIMS if whole else (80, 128, 256)
-        found = [
-            variants.mma_kernel(kind, head_dim, shared, one)
-            for one in tokens
-            for kind in types
-            for head_dim in ((128, 256) if one.paged else head_dims)
-        ]
-    return {kernel.expression: kernel.shared_bytes for kernel in found if kernel} if int(arch) >= 80 else {}
+    if int(arch) < 80:
+        return {}
+    every = itertools.product(_TYPES_16, variants.HEAD_DIMS, (16, 32, 64), _TOKENS)
+    found = [
+        variants.mma_kernel(q_type, kv_type, head_dim, rows, ARCHITECTURES[arch], tokens)
+        for q_type, head_dim, rows, tokens in ([*every, *_LATENT] if whole else _FEW_MMA)
+        for kv_type in (q_type, *variants.TYPES_8)[: 3 if whole else 2]
+    ]
+    return {kernel.expression: kernel.shared_bytes for kernel in found if kernel}
 
 
 def compiled(module: str, arch: str, whole: bool = False) -> list[Row]:

@@ -126,7 +126,37 @@ def kernels(cubin: bytes) -> dict[str, Kernel]:
 
 
 def _loads(body: str) -> dict[str, int]:
-    return {"load_rounds": load_rounds(body), "loads_at_once": loads_at_once(body)}
+    loop = main_loop(body)
+    sizes = {"loop": len(loop), "loop_bytes": 32 * sum(map(_streamed_bytes, loop))}
+    return {"load_rounds": load_rounds(body), "loads_at_once": loads_at_once(body)} | sizes
+
+
+def main_loop(body: str) -> list[str]:
+    """Instructions of the shortest loop that brings most of what the loops of the code bring from memory."""
+    lines, loops = _loops(body)
+    brought = [(sum(map(_streamed_bytes, lines[begin:end])), begin - end, begin) for begin, end in loops]
+    most = max(brought, default=(0, 0, 0))
+    return lines[most[2] : most[2] - most[1]] if most[0] else []
+
+
+def _streamed_bytes(instruction: str) -> int:
+    """That a thread asks memory for, past the cache."""
+    return 16 * bool(re.search(r"\bLDG\.\S*\.NA\.\S*128|\bLDGSTS\S*\.128", instruction))
+
+
+def _loops(body: str) -> tuple[list[str], list[tuple[int, int]]]:
+    """Instructions, and where loops of them begin and end, in the order of their ends."""
+    lines, labels = [], {}
+    for line in body.splitlines():
+        if label := re.match(r"(\.L_\w+):", line):
+            labels[label[1]] = len(lines)
+        lines += _INSTRUCTION.findall(line)
+    branches = [
+        (labels.get(found[1], len(lines)), end + 1)
+        for end, line in enumerate(lines)
+        if (found := re.search(r"\bBRA\b.*\((\.L_\w+)\)", line))
+    ]
+    return lines, [loop for loop in branches if loop[0] < loop[1]]
 
 
 def loads_at_once(body: str) -> int:
@@ -172,14 +202,6 @@ def load_rounds(body: str) -> int:
 
 def _before_the_main_loop(body: str) -> list[str]:
     """Instructions up to where the first loop begins that reads keys, or multiplies matrices."""
-    lines, labels = [], {}
-    for line in body.splitlines():
-        if label := re.match(r"(\.L_\w+):", line):
-            labels[label[1]] = len(lines)
-        lines += _INSTRUCTION.findall(line)
-    for end, instruction in enumerate(lines):
-        branch = re.search(r"\bBRA\b.*\((\.L_\w+)\)", instruction)
-        begin = labels.get(branch[1], end + 1) if branch else end + 1
-        if begin <= end and any(map(_STREAMED.search, lines[begin:end])):
-            return lines[:begin]
-    return lines
+    lines, loops = _loops(body)
+    begins = (begin for begin, end in loops if any(map(_STREAMED.search, lines[begin:end])))
+    return lines[: next(begins, len(lines))]

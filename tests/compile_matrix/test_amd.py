@@ -95,7 +95,11 @@ extern "C" __global__ void products(float *x, double *y) {
 @pytest.mark.skipif(bool(LACKING), reason=f"no {', no '.join(LACKING)}: on Debian 12, make amd-compiler")
 def test_the_tensor_core_path_is_refused_by_the_compiler() -> None:
     with pytest.raises(subprocess.CalledProcessError) as refused:
-        assembly(source("partial_attention_mma"), ["partial_attention_mma<float16, 64, 2>"], "gfx90a")
+        assembly(
+            source("attention_mma"),
+            ["attention_mma<float16, float16, 64, 64, Warps<1, 4, 1>, 64, 2>"],
+            "gfx90a",
+        )
     assert "copy_async" in refused.value.stderr
 
 

@@ -42,7 +42,7 @@ def test_every_kernel_fits_and_costs_what_its_bounds_allow(module: str, arch: st
 def test_instructions_are_those_that_were_meant(arch: str) -> None:
     for row in compiled("partial_attention", arch):
         assert row.counts["load_16_bytes"] >= 8, row  # four tokens of keys and of values
-    for row in compiled("partial_attention_mma", arch) if int(arch) >= 80 else []:
+    for row in compiled("attention_mma", arch) if int(arch) >= 80 else []:
         assert row.counts["copy_16_bytes"] >= 2, row
         assert row.counts["matrix_multiply"] >= 8, row
         assert row.counts["matrix_load"] >= 8, row

@@ -18,7 +18,7 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
 
-__all__ = ["CASES", "Case", "Inputs", "is_tensor_core_case"]
+__all__ = ["CASES", "ON_THE_PROCESSOR", "Case", "Inputs", "is_tensor_core_case"]
 
 Array = np.ndarray[Any, Any]
 _DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -250,7 +250,8 @@ def _expected(case: Case) -> _Expected:
 
 def is_tensor_core_case(case: Case) -> bool:
     """Whether a GPU backend takes the tensor-core kernel for it."""
-    return case.tensor_cores and case.dtype != "float32" and case.group * case.queries >= 4
+    few = case.group * case.queries < 4 and not case.v_dim
+    return case.tensor_cores and case.dtype != "float32" and not few
 
 
 #: All at once, over a ragged batch with drafts.
@@ -272,9 +273,19 @@ _ALL_RULES: dict[str, Any] = {
 
 CASES = (
     # Every type and head dimension, one query head for each KV head.
-    *(Case(dtype, d, splits=3) for dtype in _DTYPES for d in (64, 80, 96, 128, 256)),
+    *(Case(dtype, d, splits=3) for dtype in _DTYPES for d in (64, 80, 96, 128, 256, 512)),
     # Grouping and several queries: tensor cores for 16 bits, multiply-add for the rest.
-    *(Case(dtype, d, group=4, splits=2) for dtype in ("float16", "bfloat16") for d in (64, 80, 96, 128, 256)),
+    *(
+        Case(dtype, d, group=4, splits=2)
+        for dtype in ("float16", "bfloat16")
+        for d in (64, 80, 96, 128, 256, 512)
+    ),
+    Case("float32", 512, group=3, splits=3),
+    # Many rows: one tile of 32 or 64, several, and those of wide heads.
+    *(Case("float16", d, group=8, queries=7, kv_heads=1, splits=4) for d in (64, 80, 96, 128, 256, 512)),
+    Case("bfloat16", 128, group=4, queries=7, splits=3),
+    Case("bfloat16", 128, group=4, queries=35, kv_heads=1, batch=2, lengths=(150, 40), splits=3),
+    Case("bfloat16", 64, group=2, queries=64, kv_heads=1, tokens=130, drafts=64, splits=3),
     Case("float32", 64, group=2, batch=2, splits=4),
     Case("float32", 64, group=3, queries=3, kv_heads=1, splits=2),
     Case("float32", 128, group=8, kv_heads=1, splits=5),
@@ -384,25 +395,24 @@ CASES = (
     Case("bfloat16", 64, group=4, tokens=3000, window=(700, 0), q_at=(2000,)),
     # Latent attention: one head of keys, of which the values are a part.
     *(
-        Case(t, 576, v_dim=512, kv_heads=1, group=g, splits=3, tensor_cores=cores)
-        for t, g, cores in (
-            ("float32", 16, True),
-            ("float16", 16, True),
-            ("bfloat16", 16, True),
-            ("bfloat16", 16, False),
-            ("bfloat16", 3, True),
-            ("float32", 21, True),
-            ("float16", 37, True),
-        )
+        Case(t, 576, v_dim=512, kv_heads=1, group=g, splits=3)
+        for t, g in (("float16", 16), ("bfloat16", 16), ("bfloat16", 3), ("float16", 37))
     ),
-    *(
-        Case(t, 576, v_dim=512, kv_heads=1, group=16, batch=4, tokens=70, lengths=(70, 33, 1, 0), splits=2)
-        for t in ("float32", "bfloat16")
+    Case(
+        "bfloat16", 576, v_dim=512, kv_heads=1, group=16, batch=4, tokens=70, lengths=(70, 33, 1, 0), splits=2
     ),
-    *(Case(t, 576, v_dim=512, kv_heads=1, group=4, tokens=0, splits=2) for t in ("float32", "bfloat16")),
+    Case("bfloat16", 576, v_dim=512, kv_heads=1, group=4, tokens=0, splits=2),
     Case("bfloat16", 576, v_dim=512, kv_heads=2, group=4, layout="heads", splits=2),
     Case("float16", 576, v_dim=512, kv_heads=1, group=5, queries=4, layout="gaps", splits=2),
-    Case("float32", 576, v_dim=512, kv_heads=1, group=8, scores=60.0, splits=2),
     Case("bfloat16", 576, v_dim=512, kv_heads=1, group=16, tokens=700),
-    *(Case(t, 576, v_dim=512, group=6, **_ALL_RULES) for t in ("float32", "bfloat16")),
+    Case("bfloat16", 576, v_dim=512, group=6, **_ALL_RULES),
+)
+
+#: Latent caches in float32, which no kernel of a GPU takes.
+ON_THE_PROCESSOR = (
+    *(Case("float32", 576, v_dim=512, kv_heads=1, group=g, splits=3) for g in (16, 21)),
+    Case("float32", 576, v_dim=512, kv_heads=1, group=16, batch=4, tokens=70, lengths=(70, 33, 1, 0)),
+    Case("float32", 576, v_dim=512, kv_heads=1, group=4, tokens=0),
+    Case("float32", 576, v_dim=512, kv_heads=1, group=8, scores=60.0),
+    Case("float32", 576, v_dim=512, group=6, **_ALL_RULES),
 )

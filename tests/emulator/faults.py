@@ -21,9 +21,7 @@ class Fault(NamedTuple):
 
 _SOURCES = {
     "fma": "partial_attention.cu",
-    "mma": "partial_attention_mma.cu",
-    "latent": "latent_attention.cu",
-    "latent_mma": "latent_attention_mma.cu",
+    "mma": "attention_mma.cu",
     "pull": "pull_partials.cu",
 }
 
@@ -53,7 +51,7 @@ FAULTS = {
         "if (threadIdx.x == RECORD_MAX) own",
         "const_cast<float *>(at(0))[RECORD_MAX] = own_maximum; if (threadIdx.x == RECORD_MAX) own",
     ),
-    "stages_reused_early": Fault("mma", "__syncthreads(); // the stages are free", ""),
+    "stages_reused_early": Fault("mma", "__syncthreads(); // the tiles are free", ""),
     "no_query_barrier": Fault("fma", "__syncthreads(); // q is there", ""),
     "no_query_barrier_mma": Fault("mma", "__syncthreads(); // q is there", ""),
     "query_always_by_vectors": Fault("fma", "if (a.q_aligned) {", "if (true) {"),
@@ -109,7 +107,7 @@ FAULTS = {
     ),
     "no_views_barrier": Fault("mma", "__syncthreads(); // the views are there", "", "tables"),
     "drafts_read_unseen": Fault(
-        "mma", "token < at.end && any_sees(views, token)", "token < at.end", "tables"
+        "mma", "if (!any_sees(views, min", "if (false && !any_sees(views, min", "tables"
     ),
     "end_seen_mma": Fault("mma", "token < bound[3])", "token <= bound[3])", "tables"),
     "edge_not_looked_at_mma": Fault("mma", "if (see_all<STEP>(views, place)) return;", "return;", "tables"),
@@ -133,36 +131,33 @@ FAULTS = {
         "find_pages<L::TOKENS>(a, pages, token,",
         "cache",
     ),
-    "unused_page_read": Fault("mma", "valid = page >= 0;", "", "cache"),
-    "copies_do_not_move": Fault("mma", "k += at.start * a.k_token_stride;", "", "tables"),
-    # Latent attention.
-    "no_tile_barrier": Fault("latent", "__syncthreads(); // everyone's copies of this tile", "// ", "latent"),
-    "no_tile_barrier_mma": Fault(
-        "latent_mma", "__syncthreads(); // everyone's copies of this tile", "// ", "latent"
+    "unused_page_read": Fault(
+        "mma", "PAGED ? pages[i] >= 0", "PAGED ? (pages[i] = max(pages[i], 0)) >= 0", "cache"
     ),
-    "short_wait_latent": Fault("latent", "wait<STAGES - 2>", "wait<STAGES - 1>", "latent"),
-    "short_wait_latent_mma": Fault("latent_mma", "wait<STAGES - 2>", "wait<STAGES - 1>", "latent"),
-    "no_query_barrier_latent": Fault("latent", "__syncthreads(); // q is there", "", "latent"),
-    "no_query_barrier_latent_mma": Fault("latent_mma", "__syncthreads(); // q is there", "", "latent"),
-    "half_overwritten": Fault("latent", "if (half) __syncthreads();", "", "latent"),
-    "rows_left_early": Fault("latent", "__syncthreads(); // all rows are there", "", "latent"),
-    "stage_filled_too_early": Fault("latent", "k, stages.before(stage))", "k, stage)", "latent"),
-    "stage_filled_too_early_mma": Fault("latent_mma", "k, stages.before(stage))", "k, stage)", "latent"),
-    "no_parts_barrier": Fault("latent_mma", "__syncthreads(); // all parts of the scores", "//", "latent"),
+    "copies_do_not_move": Fault("mma", "(at.start + first) * (s ?", "(first) * (s ?", "tables"),
+    "no_widened_barrier": Fault("mma", "__syncthreads(); // the tile is widened", "", "cache"),
+    "scale_of_another_head_mma": Fault("mma", "* a.k_scales[w.kv_head]", "* a.k_scales[0]", "cache"),
+    "value_scale_of_another_head_mma": Fault("mma", "* a.v_scales[w.kv_head]", "* a.v_scales[0]", "cache"),
+    # Many rows.
+    "rows_of_another_warp": Fault(
+        "mma", "first_row + lane / 4, first_row + lane / 4 + 8", "lane / 4, lane / 4 + 8", "tall"
+    ),
+    "query_of_another_warp": Fault("mma", "0, first_row + lane % 16)", "0, lane % 16)", "tall"),
+    "rows_merged_early": Fault("mma", "__syncthreads(); // the sums of the rows before", "//", "tall"),
+    "parts_of_another_row": Fault("mma", "first_part = first_row * from.count", "first_part = 0", "tall"),
+    "row_stored_again": Fault("mma", "to, part, first_row + in_pass,", "to, part, in_pass,", "tall"),
+    "rows_left_out": Fault("mma", "ROWS > 16 && row < w.tile_rows", "ROWS > 16 && row < 32", "tall"),
+    # Channels shared out among warps: latent attention.
+    "no_tile_barrier": Fault("mma", "__syncthreads(); // everyone's copies of this tile", "// ", "latent"),
+    "short_wait_latent": Fault("mma", "wait<STAGES - 2>", "wait<STAGES - 1>", "latent"),
+    "no_query_barrier_latent": Fault("mma", "__syncthreads(); // q is there", "", "latent"),
+    "stage_filled_too_early": Fault("mma", "sources, stages.before(stage))", "sources, stage)", "latent"),
+    "no_parts_barrier": Fault("mma", "__syncthreads(); // all parts of the scores", "//", "latent"),
     "part_forgotten": Fault(
-        "latent_mma", "i < WARPS; ++i) add_scaled", "i < WARPS - 1; ++i) add_scaled", "latent"
+        "mma", "i < Shape::CHANNELS; ++i) add_scaled", "i < Shape::CHANNELS - 1; ++i) add_scaled", "latent"
     ),
-    "columns_left_early": Fault("latent_mma", "__syncthreads(); // all columns are there", "", "latent"),
-    "stages_reused_early_latent": Fault(
-        "latent_mma", "__syncthreads(); // the stages are free", "", "latent"
-    ),
-    "rest_forgotten": Fault("latent", "i < S::REST; ++i) key", "i < S::REST - 1; ++i) key", "latent"),
-    "row_of_another_warp": Fault(
-        "latent", "views<ROWS>(), first_row, here", "views<ROWS>(), 0, here", "latent"
-    ),
-    "hidden_multiplied_latent": Fault(
-        "latent", "if (Tokens::CHOSEN && hidden", "if (false && hidden", "latent"
-    ),
+    "columns_stored_early": Fault("mma", "__syncthreads(); // the warps' partials are there", "", "latent"),
+    "stages_reused_early_latent": Fault("mma", "__syncthreads(); // the tiles are free", "", "latent"),
     "misaligned_scratch": Fault(
         "fma",
         "*numerators = from.numerators + column;",

@@ -85,24 +85,23 @@ def run_visible(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
 
 
 def run_cache(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
-    """Pages, of 8 bits where the multiply-add kernel reads them; the last one ends with its memory."""
+    """Pages of 8 bits; the last one ends with its memory."""
     runtime = EmulatorRuntime(seed=3, sanitizer=sanitizer, edit=edit)
     rng = np.random.default_rng(0)
     q = rng.standard_normal((2, 1, 4, 64)).astype(np.float16)
-    kind = "float8_e4m3fn" if name == "fma_cache" else np.float16
-    k, v = (rng.standard_normal((15, 16, 1, 64)).astype(kind) for _ in "kv")
+    k, v = (rng.standard_normal((15, 16, 1, 64)).astype("float8_e4m3fn") for _ in "kv")
     table = np.array([[14, 2, 5, 1, 0, 7, 3], [4, 13, 9, 10, 14, -1, -1]], np.int32)
     records = np.empty((2, 4, 1, 66), np.float32)
-    scales = {"k_scale": 0.5, "v_scale": 2.0} if name == "fma_cache" else {}
     cuda.partial_attention(
         *(q, k, v, records),
         scale=0.125,
         lengths=np.array([112, 80], np.int64),
         block_table=table,
         num_splits=2,
+        k_scale=0.5,
+        v_scale=2.0,
         tensor_cores=name == "mma_cache",
         runtime=runtime,
-        **scales,
     )
     print("NaN" if np.isnan(records).any() else "finite")
 
@@ -126,10 +125,20 @@ def run_latent(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
             *(q, keys, keys[..., :512], into),
             scale=0.1,
             num_splits=2,
-            tensor_cores=name == "latent_mma",
             runtime=runtime,
             **given,
         )
+    print("NaN" if np.isnan(records).any() else "finite")
+
+
+def run_tall(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
+    """Three splits of a tile of 41 rows."""
+    vars(attention)["choose_splits"] = lambda load, number: Splits(number, 2)
+    runtime = EmulatorRuntime(seed=3, sanitizer=sanitizer, edit=edit)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, n, 1, 64)).astype(np.float16) for n in (41, 200, 200))
+    records = np.empty((1, 1, 41, 66), np.float32)
+    cuda.partial_attention(q, k, v, records, scale=0.125, num_splits=3, runtime=runtime)
     print("NaN" if np.isnan(records).any() else "finite")
 
 
@@ -165,7 +174,8 @@ def main() -> None:
     else:
         way = kernel.removeprefix("fma").removeprefix("mma")
         runs = {"": run_attention, "_visible": run_visible, "_cache": run_cache}
-        run = run_latent if kernel.startswith("latent") else runs.get(way, run_pull)
+        runs |= {"latent": run_latent, "tall": run_tall}
+        run = runs.get(way, run_pull)
         run(sanitizer, kernel, str if fault == "clean" else planted(FAULTS[fault]))
 
 

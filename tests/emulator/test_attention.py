@@ -18,7 +18,7 @@ from treeattn.backends.cuda import attention
 from treeattn.backends.cuda.splits import Splits, choose_splits
 from treeattn.errors import ArgumentError, BackendError
 
-from .cases import CASES, Case, Inputs, is_tensor_core_case
+from .cases import CASES, ON_THE_PROCESSOR, Case, Inputs, is_tensor_core_case
 from .raw_module import compiler_problem
 from .runtime import EmulatorRuntime
 
@@ -68,7 +68,7 @@ def test_emulator_is_exact(case: Case) -> None:
     assert runtime.launches == 2
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *ON_THE_PROCESSOR], ids=str)
 def test_cpu_backend_is_exact(case: Case) -> None:
     q, k, v, lengths, visible = case.inputs()
     records = records_for(case)

@@ -54,19 +54,21 @@ def arrays(kind: Any, head_dim: int, group: int, queries: int = 1, q_kind: Any =
 
 
 @needs_emulator
+@pytest.mark.parametrize("q_kind", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("kind", TYPES_8)
-def test_every_number_of_8_bits_is_widened(kind: str) -> None:
-    """One token has the weight 1: its values come out as they are."""
+def test_every_number_of_8_bits_is_widened(kind: str, q_kind: Any) -> None:
+    """By multiply-add and into tiles for tensor cores. One token has the weight 1: its values come out as
+    they are."""
     codes = np.arange(256, dtype=np.uint8).view(kind)
     k = np.zeros((1, 1, 1, 256), kind)
-    q = np.ones((1, 1, 1, 256), np.float32)
+    q = np.ones((1, 1, 4, 256), q_kind)
     records = attend(q, k, codes.reshape(k.shape), k_scale=1.0, v_scale=1.0, num_splits=1)
-    np.testing.assert_array_equal(records[0, 0, 0, 2:], codes.astype(np.float32))
+    np.testing.assert_array_equal(records[0, 3, 0, 2:], codes.astype(np.float32))
     for code in range(0, 256, 5):  # and keys: each alone, times the one element of q that is not 0
-        one = np.zeros((1, 1, 1, 256), np.float32)
+        one = np.zeros((1, 1, 4, 256), q_kind)
         k[...], one[..., code] = 0, 1
         k[..., code] = codes[code]
-        found = attend(one, k, k * 0, k_scale=2.0, v_scale=1.0, num_splits=1, scale=1.0)[0, 0, 0, 0]
+        found = attend(one, k, k * 0, k_scale=2.0, v_scale=1.0, num_splits=1, scale=1.0)[0, 3, 0, 0]
         wanted = 2 * codes[code].astype(np.float32)
         assert found == wanted or (np.isnan(found) and np.isnan(wanted))
 
@@ -77,7 +79,7 @@ def test_every_number_of_8_bits_is_widened(kind: str) -> None:
     sample(6, itertools.product(TYPES_8, [64, 80, 128], [1, 8], [False, True])),
 )
 def test_caches_of_8_bits_are_exact(kind: str, head_dim: int, group: int, visible: bool) -> None:
-    """On the widened inputs: weights are not rounded, however many rows share a KV head."""
+    """On the widened inputs."""
     q, k, v = arrays(kind, head_dim, group, 3, ml_dtypes.bfloat16)
     rules: dict[str, Any] = {}
     given: dict[str, Any] = {"lengths": np.array([150, 111], np.int64)}
@@ -97,6 +99,7 @@ def test_caches_of_8_bits_are_exact(kind: str, head_dim: int, group: int, visibl
     part = reference.partial(q, *wide, scale=head_dim**-0.5, lengths=[150, 111], **rules)
     wanted, lse = reference.combine([part])
     bound, lse_bound = reference.error_bounds([part])
+    bound = max(bound, 4e-3 * part.largest_value) if group > 1 else bound
     out = (records[..., 2:] / records[..., 1:2]).transpose(0, 2, 1, 3)
     np.testing.assert_allclose(out, wanted, rtol=0, atol=bound)
     np.testing.assert_allclose(records[..., 0] + np.log(records[..., 1]), lse, rtol=0, atol=lse_bound)
@@ -115,14 +118,14 @@ def test_bits_are_taken_for_what_they_are_said_to_be(kind: str) -> None:
 @needs_emulator
 @pytest.mark.parametrize("kind", TYPES_8)
 def test_decode_takes_caches_of_8_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Named, or as uint8; the same as on the processor but for the last bits."""
+    """Named, or as uint8; as on the processor, but that tensor cores round weights to 16 bits."""
     monkeypatch.setattr(cupy_runtime, "current", lambda: EmulatorRuntime())
     q, k, v = arrays(kind, 64, 8, q_kind=np.float16)
     scales = {"k_scale": [0.5, 2.0], "v_scale": 3.0}
     wanted, lse = (array.copy() for array in treeattn.decode(q, treeattn.Shard(k, v, **scales)))
     for keys, values, named in ((k, v, None), (k.view(np.uint8), v.view(np.uint8), kind)):
         out, found = treeattn.decode(q, treeattn.Shard(keys, values, dtype=named, **scales), device="cuda")
-        np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(out, wanted, rtol=0, atol=4e-3 * 3 * np.abs(v.astype(float)).max())
         np.testing.assert_allclose(found, lse, rtol=0, atol=1e-5)
 
 

@@ -125,29 +125,31 @@ def hide(visible: MaskTables, mask: np.ndarray, array: np.ndarray) -> np.ndarray
 
 
 def cache_records_of(kernel: str, seed: int, fault: str | None) -> np.ndarray:
-    """Of a paged cache, of 8 bits where the multiply-add kernel reads it; a value of it is NaN. One sequence
-    goes on where it has no page."""
+    """Of a paged cache of 8 bits; a value of it is NaN. One sequence goes on where it has no page."""
     runtime = EmulatorRuntime(seed=seed, edit=planted(FAULTS[fault]) if fault else str)
     rng = np.random.default_rng(0)
     q = rng.standard_normal((2, 1, 8, 64)).astype(np.float16)
-    kind = "float8_e4m3fn" if kernel == "fma" else np.float16
-    k, v = (rng.standard_normal((40, 16, 2, 64)).astype(kind) for _ in "kv")
+    k, v = (rng.standard_normal((40, 16, 2, 64)).astype("float8_e4m3fn") for _ in "kv")
     v[3, 4, 1, 5] = np.nan
     table = rng.permutation(40)[:36].astype(np.int32).reshape(2, 18)
     table[1, 15] = -1
     table[0, 2] = 3
     records = np.full((2, 8, 1, 66), 77, np.float32)
-    scales = {"k_scale": [0.5, 2.0], "v_scale": [3.0, 1.0]} if kernel == "fma" else {}
     planned = cuda.PlannedAttention(
-        *(records,), scale=0.125, num_splits=1, tensor_cores=kernel == "mma", runtime=runtime, **scales
+        *(records,),
+        scale=0.125,
+        k_scale=[0.5, 2.0],
+        v_scale=[3.0, 1.0],
+        num_splits=1,
+        tensor_cores=kernel == "mma",
+        runtime=runtime,
     )
     planned(q, k, v, np.array([288, 250], np.int64), table)
     return records
 
 
 def latent_records_of(kernel: str, seed: int, fault: str | None) -> np.ndarray:
-    """Of a latent head: all tokens, by many tiles of them, then what five queries see of 300. By multiply-add
-    one of them sees a NaN."""
+    """Of a latent head: all tokens, by many tiles of them, then what five queries see of 300."""
     runtime = EmulatorRuntime(seed=seed, edit=planted(FAULTS[fault]) if fault else str)
     rng = np.random.default_rng(0)
     q = rng.standard_normal((1, 5, 3, 576)).astype(np.float16)
@@ -156,17 +158,25 @@ def latent_records_of(kernel: str, seed: int, fault: str | None) -> np.ndarray:
     visible.update(Runs([(0, 1, 300)]), 300, None, np.array([250, 40, 90, 20, 140]))
     everything = np.empty((2, 1, 3, 5, 514), np.float32)
     for records, seen in zip(everything, (None, visible), strict=True):
-        if seen and kernel == "latent":
-            k[0, 239] = np.nan
         cuda.partial_attention(
             *(q, k, k[..., :512], records),
             scale=0.1,
             tables=seen,
             num_splits=2,
-            tensor_cores=kernel == "latent_mma",
             runtime=runtime,
         )
     return everything
+
+
+def tall_records_of(kernel: str, seed: int, fault: str | None) -> np.ndarray:
+    """Of 57 queries, which are one tile of rows."""
+    runtime = EmulatorRuntime(seed=seed, edit=planted(FAULTS[fault]) if fault else str)
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((1, 57, 1, 64)).astype(np.float16)
+    k, v = (rng.standard_normal((1, 300, 1, 64)).astype(np.float16) for _ in "kv")
+    records = np.full((1, 1, 57, 66), 77, np.float32)
+    cuda.partial_attention(q, k, v, records, scale=0.125, num_splits=4, runtime=runtime)
+    return records
 
 
 RECORDS_OF = {
@@ -174,6 +184,7 @@ RECORDS_OF = {
     "tables": visible_records_of,
     "cache": cache_records_of,
     "latent": latent_records_of,
+    "tall": tall_records_of,
 }
 
 

@@ -107,11 +107,10 @@ def test_pages_are_not_captured_yet() -> None:
         decoder.capture(q, *pages, LENGTHS)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32])
 @pytest.mark.usefixtures("runtime")
-def test_latent_heads_in_pages(dtype: Any) -> None:
+def test_latent_heads_in_pages() -> None:
     rng = np.random.default_rng(0)
-    q, k = (rng.standard_normal((2, n, heads, 576)).astype(dtype) for n, heads in ((1, 8), (90, 1)))
+    q, k = (rng.standard_normal((2, n, heads, 576)).astype(np.float16) for n, heads in ((1, 8), (90, 1)))
     pages, table = in_pages(k, PAGE_SIZE, LENGTHS)
     given: dict[str, Any] = {"scale": 0.07, "lengths": LENGTHS, "device": "cuda"}
     wanted = [one.tobytes() for one in treeattn.decode(q, treeattn.Shard(k, v_dim=512), **given)]

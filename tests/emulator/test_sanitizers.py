@@ -70,7 +70,7 @@ def run(sanitizer: str, what: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "kernel",
     [f"{path}{way}" for path in ("fma", "mma") for way in ("", "_visible", "_cache")]
-    + ["latent", "latent_mma", "pull", "scatter", "nodes"],
+    + ["latent", "tall", "pull", "scatter", "nodes"],
 )
 def test_kernels_are_clean(sanitizer: str, kernel: str) -> None:
     result = run(sanitizer, f"{kernel}:clean")
@@ -87,11 +87,12 @@ def test_kernels_are_clean(sanitizer: str, kernel: str) -> None:
         ("fma:no_states_barrier", "combine.cuh"),
         ("fma:no_weights_barrier", "combine.cuh"),
         ("fma:no_sums_barrier", "combine.cuh"),
-        ("mma:no_pipeline_barrier", "partial_attention_mma.cu"),
-        ("mma:stages_reused_early", "partial_attention_mma.cu"),
-        ("latent:no_tile_barrier", "latent_attention.cu"),
-        ("latent_mma:no_parts_barrier", "latent_attention_mma.cu"),
-        ("latent_mma:stages_reused_early_latent", "latent_attention_mma.cu"),
+        ("mma:no_pipeline_barrier", "attention_mma.cu"),
+        ("mma:stages_reused_early", "attention_mma.cu"),
+        ("mma_cache:no_widened_barrier", "attention_mma.cu"),
+        ("tall:rows_merged_early", "combine.cuh"),
+        ("latent:no_parts_barrier", "attention_mma.cu"),
+        ("latent:stages_reused_early_latent", "attention_mma.cu"),
         ("shared_race", "faults.cu"),
         ("pull:relaxed_number", "pull_partials.cu"),
         ("pull:relaxed_look", "pull_partials.cu"),

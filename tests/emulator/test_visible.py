@@ -17,7 +17,8 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
 from treeattn.backends import cuda
-from treeattn.backends.cuda import cupy_runtime
+from treeattn.backends.cuda import attention, cupy_runtime
+from treeattn.backends.cuda.splits import Splits
 from treeattn.backends.cuda.tables import VisibleTables, find_spans
 from treeattn.backends.cuda.variants import HEAD_DIMS
 from treeattn.errors import ArgumentError
@@ -319,6 +320,9 @@ def test_a_captured_step_sees_anew(kernel: str, monkeypatch: pytest.MonkeyPatch)
     Other steps of the decoder, over a shorter cache, change nothing of it."""
     runtime = EmulatorRuntime()
     monkeypatch.setattr(cupy_runtime, "current", lambda: runtime)
+    monkeypatch.setattr(
+        attention, "choose_splits", lambda load, number: Splits(3, 2)
+    )  # a graph keeps its own
     rng = np.random.default_rng(0)
     q, k, v = step_arrays(kernel, rng)
     planned = {"heads": 4, "kv_heads": 1, "head_dim": 64, "batch": 2, "queries": 5, "dtype": q.dtype.name}

@@ -59,7 +59,7 @@ def test_gpu_is_exact(case: Case) -> None:
     planned = cuda.PlannedAttention(
         *(records,),
         scale=case.scale,
-        visible=visible,
+        tables=visible,
         num_splits=case.splits,
         tensor_cores=case.tensor_cores,
     )

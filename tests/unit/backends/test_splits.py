@@ -159,26 +159,32 @@ def test_a_broken_file_of_constants_is_refused(
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (9, 3), (1, 1), (64, 64), (128, 8)])
-@pytest.mark.parametrize("dtype", ["float", "bfloat16"])
-def test_as_many_queries_as_a_launch_has_tiles_for(heads: int, kv_heads: int, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float", 512), ("bfloat16", 128)])
+def test_as_many_queries_as_a_launch_has_tiles_for(
+    heads: int, kv_heads: int, dtype: str, head_dim: int
+) -> None:
     """And of the kernel with the smallest tiles not many more."""
     group, most = heads // kv_heads, most_queries(heads, kv_heads)
 
     def tiles(queries: int) -> int:
         rows = queries * group
-        variant = variants.choose_variant(dtype, dtype, 128, rows, tensor_cores=True, shared_limit=227 << 10)
+        variant = variants.choose_variant(
+            *(dtype, dtype, head_dim, rows), tensor_cores=True, shared_limit=227 << 10
+        )
         return kv_heads * math.ceil(rows / variant.rows)
 
     assert tiles(most) <= MAX_GRID
     assert dtype == "bfloat16" or tiles(most + 8) > MAX_GRID
 
 
-@pytest.mark.parametrize(("head_dim", "width"), [(8, 64), (64, 64), (72, 80), (112, 128), (256, 256)])
+@pytest.mark.parametrize(
+    ("head_dim", "width"), [(8, 64), (64, 64), (72, 80), (112, 128), (256, 256), (264, 512)]
+)
 def test_heads_are_filled_up_to_the_next_kernel(head_dim: int, width: int) -> None:
     assert variants.kernel_head_dim(head_dim) == width
     variants.check_head_dim(width)
 
 
 def test_a_head_that_no_kernel_holds() -> None:
-    with pytest.raises(BackendError, match="no CUDA kernel for head_dim 264: 256 is the widest"):
-        variants.kernel_head_dim(264)
+    with pytest.raises(BackendError, match="no CUDA kernel for head_dim 520: 512 is the widest"):
+        variants.kernel_head_dim(520)

@@ -46,8 +46,8 @@ _ATTENTION = structure(
 
 
 def most_queries(heads: int, kv_heads: int) -> int:
-    """Queries that one launch has blocks for, whatever the kernel: tiles of many rows have 4 or more."""
-    return MAX_GRID // kv_heads * 4 // (heads // kv_heads)
+    """Queries that one launch has blocks for, whatever the kernel: tiles of many rows have 2 or more."""
+    return MAX_GRID // kv_heads * 2 // (heads // kv_heads)
 
 
 def partial_attention(
@@ -87,7 +87,8 @@ def partial_attention(
             numbers are not looked at.
         num_splits: in how many splits to cut the tokens, 1..MAX_SPLITS; None chooses by `choose_splits`.
         tensor_cores: may probabilities be held in 16 bits, for speed? Then |out - exact| can reach
-            4e-3 * max|v|. Only used with 16-bit inputs of one type and 4 or more rows for each KV head.
+            4e-3 * max|v|. Only used with q of 16 bits, a cache of its type or of 8 bits, and 4 or more rows
+            for each KV head; latent attention has no other way.
         runtime: the device; None is CuPy's current one.
 
     Inputs are float32, float16, bfloat16 or uint16 (the bits of bfloat16); k and v also of 8 bits.

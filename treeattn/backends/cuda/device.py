@@ -18,7 +18,13 @@ from treeattn.backends.cuda.block_table import BlockTables
 from treeattn.backends.cuda.multiply_rows import PlannedProduct
 from treeattn.backends.cuda.records import MergeOperator, planned_finish, planned_pack, planned_scale
 from treeattn.backends.cuda.runtime import Runtime, default_runtime
-from treeattn.backends.cuda.variants import TENSOR_CORES_FROM_ROWS, check_head_dim, kernel_head_dim
+from treeattn.backends.cuda.variants import (
+    TYPES,
+    check_head_dim,
+    for_tensor_cores,
+    kernel_head_dim,
+    no_latent_kernel,
+)
 from treeattn.collectives.runtime.memory import Memory, Stream
 from treeattn.collectives.runtime.reducer import Reducer
 from treeattn.errors import ArgumentError
@@ -67,10 +73,12 @@ class Cuda:
         return self.runtime.namespace
 
     def check_shape(self, shape: Shape) -> None:
-        """float64 has no kernels here, nor has every head_dim."""
+        """float64 has no kernels here, nor has every head_dim, nor a latent cache of every type."""
         if shape.dtype == "float64":
             raise ArgumentError("float64 is for device='cpu': on the GPU use float32, float16 or bfloat16")
         check_head_dim(shape.head_dim, shape.v_dim)
+        if shape.v_dim != shape.head_dim and not self.rounds_weights(shape):
+            raise no_latent_kernel(shape.dtype, str(shape.kv_dtype))
 
     def slow_because(self) -> str | None:
         """Kernels are always compiled here."""
@@ -79,8 +87,11 @@ class Cuda:
     def rounds_weights(self, shape: Shape) -> bool:
         """Where tensor cores are used."""
         rows = shape.queries * (shape.heads // shape.kv_heads)
-        wide = shape.dtype == "float32" or shape.mixed or rows < TENSOR_CORES_FROM_ROWS
-        return self._tensor_cores and not wide
+        q_type, kv_type = (
+            TYPES.get(kind or "", (kind or "", 0))[0] for kind in (shape.dtype, shape.kv_dtype)
+        )
+        latent = shape.v_dim != shape.head_dim
+        return self._tensor_cores and for_tensor_cores(q_type, kv_type, rows, latent)
 
     def view(self, name: str, array: Any) -> Any:
         """A CuPy array."""

@@ -144,7 +144,7 @@ def _choose(load: Load, number: int | None, constants: Constants) -> Splits:
     splits = np.arange(1, min(MAX_SPLITS, steps) + 1) if number is None else np.array([number])
     # Groups as large as there are of them: then both levels merge as little as can be.
     square = np.ceil(np.sqrt(splits)).astype(int)
-    whole = np.where(load.rows * splits <= MAX_PARTIALS, splits, square)
+    whole = np.where(min(load.rows, 16) * splits <= MAX_PARTIALS, splits, square)
     times = np.stack([predict(load, splits, fan, constants) for fan in (whole, square)])
     way, best = np.unravel_index(np.argmin(times), times.shape)
     return Splits(int(splits[best]), int((whole, square)[way][best]))

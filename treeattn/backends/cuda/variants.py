@@ -7,7 +7,7 @@ from typing import NamedTuple
 from treeattn.errors import BackendError
 
 #: Head dimensions that the attention kernels are built for.
-HEAD_DIMS = (64, 80, 96, 128, 256)
+HEAD_DIMS = (64, 80, 96, 128, 256, 512)
 #: Of latent attention: channels of keys, and how many of them, the first ones, are the values.
 LATENT = (576, 512)
 #: Query rows of a KV head from which tensor cores are used: fewer would make them multiply mostly padding.
@@ -23,10 +23,7 @@ TYPES = {
 TYPES_8 = {"float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2"}
 
 _BYTES = {"float": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-_TILE = 64  # tokens that a block of the tensor-core kernel takes at a time
-_MMA_ROWS = 16
-_LATENT_TILE = 32  # tokens of the tensor-core kernel of latent attention; the other one: bytes of a channel
-_WARPS, _UNROLL = 4, 4  # of the multiply-add kernel
+_WARPS, _UNROLL = 4, 4  # of a block; tokens that a group of lanes of the multiply-add kernel takes at a time
 
 
 class Tokens(NamedTuple):
@@ -71,23 +68,38 @@ def choose_variant(
     """The kernel for C++ types of q and of the cache, and for `rows` query rows that share a KV head.
 
     tensor_cores: may they be used? shared_limit: bytes of shared memory that a block can have. tokens: which
-    ones it takes. latent: are the values the first channels of the keys? Caches of 8 bits are widened by the
-    multiply-add kernels alone.
+    ones it takes. latent: are the values the first channels of the keys? Those are for tensor cores alone.
+
+    Raises:
+        BackendError: latent attention that tensor cores do not serve.
     """
-    if tensor_cores and rows >= TENSOR_CORES_FROM_ROWS and q_type == kv_type != "float":
-        variant = (
-            latent_mma_kernel(kv_type, shared_limit, tokens)
-            if latent
-            else mma_kernel(kv_type, head_dim, shared_limit, tokens)
-        )
+    if tensor_cores and for_tensor_cores(q_type, kv_type, rows, latent):
+        variant = mma_kernel(q_type, kv_type, LATENT[0] if latent else head_dim, rows, shared_limit, tokens)
         if variant is not None:
             return variant
-    return latent_kernel(kv_type, tokens) if latent else fma_kernel(kv_type, head_dim, rows, tokens)
+    if latent:
+        raise no_latent_kernel(q_type, kv_type)
+    return fma_kernel(kv_type, head_dim, rows, tokens)
+
+
+def for_tensor_cores(q_type: str, kv_type: str, rows: int, latent: bool) -> bool:
+    """Whether tensor cores, where there are any, serve `rows` query rows that share a KV head."""
+    served = q_type != "float" and (q_type == kv_type or kv_type in TYPES_8)
+    return served and (latent or rows >= TENSOR_CORES_FROM_ROWS)
+
+
+def no_latent_kernel(q_type: str, kv_type: str) -> BackendError:
+    """Why latent attention is refused."""
+    return BackendError(
+        f"no CUDA kernel for latent attention with q of {q_type} and a cache of {kv_type}: it needs tensor "
+        "cores (compute capability 8.0, TREEATTN_TENSOR_CORES=1), q of 16 bits, and a cache of q's type or "
+        "of 8 bits; use device='cpu'"
+    )
 
 
 def fma_kernel(kv_type: str, head_dim: int, rows: int, tokens: Tokens = ALL_TOKENS) -> Variant:
     """The multiply-add kernel; `rows`: query rows that share a KV head."""
-    tile = 1 if rows == 1 else 2 if rows == 2 else 4
+    tile = 1 if rows == 1 else 2 if rows == 2 or head_dim > 256 else 4
     vectors = head_dim * _BYTES[kv_type] // 16
     lanes = min(32, 1 << (vectors - 1).bit_length())  # that share a token
     step = _WARPS * (32 // lanes) * _UNROLL
@@ -95,48 +107,68 @@ def fma_kernel(kv_type: str, head_dim: int, rows: int, tokens: Tokens = ALL_TOKE
     return Variant("partial_attention", name, 0, tile, step, step)
 
 
-def mma_kernel(kv_type: str, head_dim: int, shared_limit: int, tokens: Tokens = ALL_TOKENS) -> Variant | None:
-    """The tensor-core kernel; None where it needs more shared memory than there is.
+def mma_kernel(
+    q_type: str,
+    kv_type: str,
+    head_dim: int,
+    rows: int,
+    shared_limit: int,
+    tokens: Tokens = ALL_TOKENS,
+) -> Variant | None:
+    """The tensor-core kernel for `rows` rows of a KV head, latent where head_dim is that of latent keys; None
+    where it needs more shared memory than there is.
 
-    Three stages if two blocks of them fit beside each other, else two.
+    The first number of stages that leaves room for two blocks beside each other, with 2 KiB more for each,
+    else the last that fits.
     """
-    stages = 3 if 2 * _mma_shared_bytes(head_dim, 3) <= shared_limit else 2
-    size = _mma_shared_bytes(head_dim, stages)
-    if size > shared_limit:
+    latent = head_dim == LATENT[0]
+    tile = _tile_for(head_dim, rows)
+    narrow = kv_type in TYPES_8
+
+    def shared_bytes(stages: int) -> int:
+        """Tiles of 16 bits in rows padded by 16 bytes, as many as stages; or one, and stages as they come.
+        Where warps share out the channels, each one's part of the scores."""
+        rows_of_tiles = (1 if latent else 2) * tile.tokens
+        size = (1 if narrow else stages) * rows_of_tiles * (head_dim + 8) * 2
+        size += stages * rows_of_tiles * head_dim if narrow else 0
+        return size + (_WARPS * tile.tokens // tile.warps[1] * 64 if tile.warps[2] > 1 else 0)
+
+    twice = [n for n in tile.stages if 2 * (shared_bytes(n) + 2048) <= shared_limit]
+    once = [n for n in tile.stages if shared_bytes(n) <= shared_limit]
+    if not once:
         return None
-    name = f"partial_attention_mma<{kv_type}, {head_dim}, {stages}{tokens.expression}>"
-    return Variant("partial_attention_mma", name, size, _MMA_ROWS, _TILE, _TILE * (stages - 1))
+    stages = twice[0] if twice else once[-1]
+    size = shared_bytes(stages)
+    warps = "Warps<{}, {}, {}>".format(*tile.warps)
+    name = (
+        f"attention_mma<{q_type}, {kv_type}, {head_dim}, {LATENT[1] if latent else head_dim}, {warps}, "
+        f"{tile.tokens}, {stages}{tokens.expression}>"
+    )
+    tile_rows, in_flight = 16 * tile.warps[0], tile.tokens * (stages - 1)
+    return Variant("attention_mma", name, size, tile_rows, tile.tokens, in_flight)
 
 
-def _mma_shared_bytes(head_dim: int, stages: int) -> int:
-    """Stages of keys and values, rows padded by 16 bytes."""
-    return 2 * stages * _TILE * (head_dim + 8) * 2
+class _Tile(NamedTuple):
+    """warps: how they share out rows, tokens and channels. tokens: of a tile. stages: to choose from."""
+
+    warps: tuple[int, int, int]
+    tokens: int
+    stages: tuple[int, ...]
 
 
-def latent_kernel(kv_type: str, tokens: Tokens = ALL_TOKENS) -> Variant:
-    """The multiply-add kernel of latent attention. It has a tile of keys at hand and one on its way."""
-    step = _LATENT_TILE // _BYTES[kv_type]
-    name = f"latent_attention<{kv_type}, {LATENT[0]}, {LATENT[1]}{tokens.expression}>"
-    return Variant("latent_attention", name, 0, _MMA_ROWS, step, step)
-
-
-def latent_mma_kernel(kv_type: str, shared_limit: int, tokens: Tokens = ALL_TOKENS) -> Variant | None:
-    """The tensor-core kernel of latent attention; None where it needs more shared memory than there is.
-
-    Two stages if two blocks of them fit beside each other, with 2 KiB more for each; else three, if they fit.
-    """
-    two, three = (_latent_shared_bytes(stages) for stages in (2, 3))
-    stages, size = (3, three) if three <= shared_limit < 2 * (two + 2048) else (2, two)
-    if size > shared_limit:
-        return None
-    name = f"latent_attention_mma<{kv_type}, {LATENT[0]}, {LATENT[1]}, {stages}{tokens.expression}>"
-    in_flight = _LATENT_TILE * (stages - 1)
-    return Variant("latent_attention_mma", name, size, _MMA_ROWS, _LATENT_TILE, in_flight)
-
-
-def _latent_shared_bytes(stages: int) -> int:
-    """Stages of keys, rows padded by 16 bytes, and each warp's part of the scores."""
-    return stages * _LATENT_TILE * (LATENT[0] + 8) * 2 + _WARPS * _MMA_ROWS * _LATENT_TILE * 4
+def _tile_for(head_dim: int, rows: int) -> _Tile:
+    """Tiles of as many rows as there are, up to 64, where registers hold them."""
+    if head_dim == LATENT[0]:
+        return _Tile((1, 1, 4) if rows <= 16 else (2, 1, 2), 32, (2, 3))
+    if head_dim > 256:
+        return _Tile((1, 1, 4), 16, (3, 2))
+    if rows <= 16:
+        return _Tile((1, 4, 1), 64, (3, 2))
+    if head_dim > 128:
+        return _Tile((2, 1, 2), 32, (3, 2))
+    if rows <= 32:
+        return _Tile((2, 2, 1), 64, (3, 2))
+    return _Tile((4, 1, 1), 32, (4,) if head_dim == 64 else (3,))
 
 
 def check_head_dim(head_dim: int, v_dim: int | None = None) -> None:
