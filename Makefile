@@ -14,6 +14,7 @@
 #   fuzz-visible  2000 drawn cases of what a query may see, on each number of ranks (minutes)
 #   generate-demo continues 4096 tokens with a real model on 4 ranks, by tree and by ring (minutes)
 #   hf-demo       the same model by transformers over cache nodes (minutes)
+#   faults        every row of docs/faults.md, done for real and measured (an hour)
 #   soak          a million steps of every executor on 2 ranks leave no growth (minutes)
 #   wheel-test    installs the package from a wheel, away from the checkout
 #   release-check the wheel and the sdist of this commit as they would be published; tests out of the sdist
@@ -52,7 +53,7 @@ torchrun = OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo timeout -k 10 1800 $(BIN)/tor
 	-m pytest -p no:pytest_mpi -x -q tests/huggingface
 
 .PHONY: help demo test test-quick test-deep test-models test-kernels test-changed-kernels test-mpi test-openmpi test-abi test-cluster
-.PHONY: slurm-test soak test-bits fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
+.PHONY: slurm-test faults soak test-bits fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
 .PHONY: docs venv amd-compiler clean
 
 help:
@@ -132,6 +133,9 @@ test-bits: .venv/.tests
 	@for n in $(SIZES); do \
 	    echo "== $$n ranks"; TREEATTN_BITS_CASES=60 $(call job,$$n) tests/mpi/test_reproducible.py || exit 1; \
 	done
+
+faults: .venv/.tests .venv/.torch .venv-openmpi/.tests
+	$(BIN)/python -m tests.faults
 
 soak: .venv/.tests
 	TREEATTN_SOAK_STEPS=1000000 timeout -k 10 3600 $(MPIEXEC) -n 2 $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi/test_soak.py

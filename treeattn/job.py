@@ -76,7 +76,8 @@ def end_on_signals(endings: Mapping[int, Callable[[], object]]) -> None:
                 _from_a_thread(endings[number[0]])
 
     for number in endings:
-        signal.signal(number, handle)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
+            signal.signal(number, handle)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=listen, daemon=True).start()
 

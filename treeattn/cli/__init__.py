@@ -1,7 +1,7 @@
 """The ``treeattn`` command. Under MPI only rank 0 prints, and every rank exits with the same code.
 
 Exit codes: 0 done; 2 bad arguments or input (message on stderr, nothing written); 124 a wait for other ranks
-reached its limit; 130 interrupted; 143 ended by SIGTERM; 1 anything else, such as a rank that died.
+reached its limit; 130 interrupted; 143 ended by SIGTERM, 129 by SIGHUP; 1 anything else, as a rank that dies.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,7 +28,6 @@ from treeattn.errors import TreeattnError
 __all__ = ["main"]
 
 INTERRUPTED = 130  # as shells count: 128 + SIGINT
-CUT_OFF = 143  # 128 + SIGTERM, which schedulers send before the time limit
 
 
 class _Commands(click.Group):
@@ -87,8 +87,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     screen, output = sys.stdout, StandardOutput.of_rank(rank)
     sys.stdout = output
     interrupted = functools.partial(_end_interrupted, rank)
-    ended = functools.partial(_end_interrupted, rank, "ended by SIGTERM", CUT_OFF)
-    job.end_on_signals({signal.SIGINT: interrupted, signal.SIGTERM: ended})
+    endings: dict[int, Callable[[], object]] = {signal.SIGINT: interrupted}
+    for number in (signal.SIGTERM, signal.SIGHUP):  # of schedulers before the limit, of terminals that close
+        endings[number] = functools.partial(_end_interrupted, rank, f"ended by {number.name}", 128 + number)
+    job.end_on_signals(endings)
     try:
         if size > 1:
             job.start()  # first, so that a rank that fails alone can end the job

@@ -299,7 +299,9 @@ class Writer:
             raise BackendError(f"{reason}: make room, and the same command goes on from there") from None
 
     def close(self) -> None:
-        """Give the file free for others."""
+        """Give the file free for others. One that nothing could be written to goes."""
+        if not os.fstat(self._file.fileno()).st_size:
+            self._path.unlink(missing_ok=True)
         self._file.close()
 
     def __enter__(self) -> Writer:

@@ -1,0 +1,49 @@
+"""Does every row, measures from the fault to the end of the last process, and writes results and the page.
+
+python -m tests.faults [REPEATS]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from treeattn.study import environment
+
+from . import jobs, page, play, table
+
+
+def measure(repeats: int, folder: Path) -> dict:
+    rows = {}
+
+    def done(name: str, seconds: float) -> None:
+        row = rows.setdefault(name, {"jobs": 0, "seconds": 0.0})
+        row["jobs"] += 1
+        row["seconds"] = max(row["seconds"], round(seconds, 2))
+        print(f"{name}: {seconds:.1f} s", file=sys.stderr)
+
+    for fault in table.FAULTS:
+        for command in table.TOGETHER:
+            for seed in range(repeats):
+                done(fault.name, play.befall(fault, command, folder, seed))
+    launchers = ["MPICH", *(["Open MPI"] if jobs.OPEN_MPI.exists() else []), "torchrun"]
+    for grief in table.GRIEFS:
+        for phase in table.PHASES:
+            if grief.how == "SIGSTOP" and phase in table.UNAWAITED:
+                continue
+            for launcher in launchers:
+                done(grief.name, play.come_to_grief(grief, phase, launcher, folder))
+    return rows
+
+
+def main(repeats: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(repeats, play.prepared(Path(folder)))
+    facts = {"software": environment.software(), "cpu": environment.cpu_name(), "rows": rows}
+    page.RESULTS.write_text(json.dumps(facts, indent=1) + "\n")
+    page.PAGE.write_text(page.text(facts))
+
+
+main(int(sys.argv[1]) if len(sys.argv) > 1 else 1)

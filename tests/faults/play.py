@@ -1,0 +1,91 @@
+"""Plays one row: starts the job, lets the fault befall it at a drawn moment, and looks at how it ends."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+
+from tests.command.launch import treeattn
+from tests.command.test_verify_command import written
+from tests.support.models import write_model
+from treeattn import files
+
+from . import jobs, table
+
+
+def prepared(folder: Path) -> Path:
+    """With what the commands of the table read."""
+    write_model(folder, "tied")
+    written(folder / "drafts.safetensors")
+    words = "compare --schemes chain,ring --what reduce --heads 4 --head-dim 16 --repetitions 1 --out"
+    assert treeattn(*words.split(), folder / "results.jsonl").returncode == 0
+    words = f"decode {table.CACHE} --reproducible tokens --check --json"
+    assert treeattn(*words.split(), folder / "run.json").returncode == 0
+    partial = {"out": np.ones((4, 16), np.float32), "lse": np.ones(4, np.float32)}
+    (folder / "partial.safetensors").write_bytes(files.save_tensors(partial, {}))
+    (folder / "beams.txt").write_text("to be or not\nto be sure\n")
+    return folder
+
+
+def befall(fault: table.Fault, command: str, folder: Path, seed: int, launcher: str = "MPICH") -> float:
+    """The fault at a drawn moment of a command on three ranks. Returns the seconds until all was gone."""
+    draw = np.random.default_rng([seed, *command.encode()])
+    rank, moment = int(draw.integers(table.RANKS)), float(draw.uniform(0, 2.5))
+    words = table.TOGETHER[command].format(tmp=folder).split()
+    job = jobs.Job(
+        jobs.started(launcher, table.RANKS, ["-m", "treeattn", *words]), TREEATTN_TIMEOUT=str(fault.limit)
+    )
+    try:
+        struck = job.ready(table.RANKS)
+        time.sleep(moment)
+        struck = struck and fault.strike(job, rank)
+        took = job.ended(rank if fault.name == "a rank is stopped" and struck else None)
+    finally:
+        code, said = job.close()
+    told = f"rank {rank}, {moment:.1f} s, exit {code}:\n{said}"
+    assert took is not None, f"still there after {jobs.PATIENCE} s; {told}"
+    assert code in (0, *fault.codes), told
+    if code:
+        assert struck, told
+        assert re.search(fault.sees.format(rank=rank), said), told
+        assert "Traceback" not in said or "memory" in fault.name, told
+    return took
+
+
+def come_to_grief(grief: table.Grief, phase: str, launcher: str, folder: Path) -> float:
+    """Rank 1 of a program in one of its phases. Returns the seconds until all was gone, and the start."""
+    module = [] if launcher == "torchrun" else ["-m", "mpi4py"]
+    program = [*module, jobs.ROOT / "tests/faults/program.py", grief.how, phase, folder]
+    job = jobs.Job(jobs.started(launcher, 2, program, grief.hidden), PYTHONPATH=str(jobs.ROOT))
+    try:
+        took = job.ended(1 if grief.how == "SIGSTOP" else None)
+    finally:
+        code, said = job.close()
+    told = f"exit {code}:\n{said}"
+    assert took is not None, f"still there after {jobs.PATIENCE} s; {told}"
+    if phase in table.UNAWAITED and grief.how == "leave":
+        return took
+    assert code, told
+    assert re.search(grief.sees, said), told
+    return took
+
+
+def on_a_full_disk(words: str, folder: Path, disk: Path, ranks: int | None) -> None:
+    """One line, and nothing is left there."""
+    done = treeattn(*words.format(tmp=folder, disk=disk).split(), ranks=ranks)
+    assert done.returncode == 1, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("treeattn:")]
+    assert lines, done.stderr
+    assert all("No space left on device" in line and str(disk) in line for line in lines), done.stderr
+    assert "Traceback" not in done.stderr
+    left = [path for path in disk.rglob("*") if path.is_file() and path.name != "filled"]
+    for path in disk.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+    for path in left:
+        path.unlink(missing_ok=True)
+    assert not left, left

@@ -1,0 +1,74 @@
+"""Each class once, on all ranks; rank 1 comes to grief where the words say: HOW PHASE FOLDER."""
+
+import os
+import signal
+import sys
+
+import numpy as np
+
+import treeattn
+from treeattn.token_tree import TokenTree, Verifier
+
+how, phase, folder = sys.argv[1:]
+
+
+def communicator():
+    """Of MPI, or torch's where torchrun started this."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        from mpi4py import MPI
+
+        return MPI.COMM_WORLD, MPI.COMM_WORLD.rank
+    import torch.distributed
+
+    torch.distributed.init_process_group("gloo")
+    return None, torch.distributed.get_rank()
+
+
+comm, rank = communicator()
+
+
+def before(here: str) -> None:
+    if rank != 1 or here != phase:
+        return
+    if how == "raise":
+        raise RuntimeError("what the program raises on one rank")
+    if how == "leave":
+        sys.exit(0)
+    os.kill(os.getpid(), getattr(signal, how))
+
+
+def drawn(*shape: int):
+    return np.random.default_rng(rank).standard_normal(shape).astype(np.float32)
+
+
+plan = {"kv_heads": 2, "head_dim": 16, "dtype": "float32"}
+q, k, v = np.ones((1, 1, 4, 16), np.float32), drawn(1, 50, 2, 16), drawn(1, 50, 2, 16)
+
+before("planning")
+with treeattn.Decoder(comm, heads=4, scheme="binary_tree", **plan) as decoder:
+    before("a step")
+    decoder(q, k, v)
+    decoder.begin(q, k, v)
+    before("between begin and finish")
+    decoder.finish()
+    before("decode")
+    out, lse = treeattn.decode(q, k, v, comm=comm)
+    before("merge")
+    treeattn.merge(out, lse.transpose(0, 2, 1), comm=comm)
+    before("prefill")
+    treeattn.prefill(drawn(1, 20, 4, 16), drawn(1, 20, 2, 16), drawn(1, 20, 2, 16), comm=comm)
+    cache = treeattn.ShardedCache(comm, capacity=90, **plan)
+    cache.append(np.ones((1, 30, 2, 16), np.float32), np.ones((1, 30, 2, 16), np.float32))
+    before("a step of a cache")
+    decoder(q, cache.k, cache.v, cache.lengths)
+    before("save")
+    cache.save(f"{folder}/{how}-{phase}".replace(" ", "-"))
+    before("load")
+    treeattn.ShardedCache.load(f"{folder}/{how}-{phase}".replace(" ", "-"), comm)
+    tree = TokenTree.from_parents([[1, 2, 3]], [[-1, 0, 0]])
+    with Verifier(comm, heads=4, nodes=3, **plan) as verifier:
+        before("verify")
+        ones = np.ones((1, 3, 4, 16), np.float32)
+        verifier(ones, k, v, ones[:, :, :2], ones[:, :, :2], tree)
+    before("close")
+before("the end of the process")

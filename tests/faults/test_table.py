@@ -1,0 +1,21 @@
+"""The table has a row for every command, and the page shows the table."""
+
+from __future__ import annotations
+
+import click
+
+from treeattn.cli import commands
+
+from . import page, table
+
+#: Commands that neither wait nor write: their help says what they take.
+STARTED_OTHERWISE = {"cache-node"}  # by tests/command/test_cache_nodes.py
+
+
+def test_every_command_has_a_row():
+    names = set(commands.list_commands(click.Context(commands)))
+    assert names == {*table.TOGETHER, *table.ALONE} | STARTED_OTHERWISE
+
+
+def test_the_page_shows_the_table():
+    assert page.PAGE.read_text() == page.text(page.read())
