@@ -7,13 +7,16 @@ import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from unittest import mock
 
 import pytest
 
 from tests.unit.study import made_results
 from treeattn.collectives import Schedule, build
+from treeattn.study import plot
 from treeattn.study.compare import results
 from treeattn.study.compare.schema import NULL, SUM
+from treeattn.study.figures import draw
 
 from .launch import in_process
 
@@ -62,7 +65,9 @@ def written(tmp_path_factory):
     lines += [made_results.point_line(k, n, predicted=100.0) for k in keys for n in range(6)]
     path, out = folder / "r.jsonl", folder / "report.html"
     path.write_text("\n".join(map(json.dumps, lines)))
-    done = in_process("report", path, "--schedule", own, "--out", out, "--title", "A & B")
+    two = {name: plot.FIGURES[name] for name in ("time", "predicted")}
+    with mock.patch.object(plot, "FIGURES", two):  # of the others a test of its own draws each
+        done = in_process("report", path, "--schedule", own, "--out", out, "--title", "A & B")
     assert done.returncode == 0, done.stderr
     return path, name, out
 
@@ -96,7 +101,8 @@ def test_all_that_was_found_is_there_and_nothing_is_fetched(written):
         assert f"{scheme} on 4 ranks, step by step" in text
 
 
-def test_what_cannot_be_read_or_drawn_is_said(written, tmp_path):
+def test_what_cannot_be_read_or_drawn_is_said(written, tmp_path, monkeypatch):
+    monkeypatch.setattr(draw, "problem", lambda: "figures need <matplotlib>")
     path, name, _ = written
     out = tmp_path / "r.html"
     broken = tmp_path / "broken.jsonl"
@@ -105,12 +111,13 @@ def test_what_cannot_be_read_or_drawn_is_said(written, tmp_path):
     text = out.read_text()
     assert f"{name}: a schedule of one&#x27;s own: give its file with --schedule" in text
     assert "not a result line" in text
+    assert "figures need &lt;matplotlib&gt;" in text
     (tmp_path / "none.jsonl").write_text("")
     done = in_process("report", tmp_path / "none.jsonl", "--out", out)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is at hand")
 def test_a_click_sorts_in_a_browser(written, tmp_path):
     """The columns of medians and of schemes, up and down, as numbers and as words."""

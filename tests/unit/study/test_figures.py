@@ -225,16 +225,16 @@ def test_predictions_are_drawn_only_where_points_carry_them(made, tmp_path):
     assert charts("predicted", made) == {}
     path = tmp_path / "predicted.jsonl"
     key, other = made_results.keys(["chain", "ring"], [4096])
-    lines = [made_results.point_line(key, n, predicted=7.5) for n in range(6)]
+    ratio = dict.fromkeys(("ratio", "ratio_low", "ratio_high"), 1.0)
+    estimate = {"time": 7.5, "low": 7.0, "high": 9.0, **ratio}
+    lines = [made_results.point_line(key, n, predicted=7.5, estimate=estimate) for n in range(6)]
     lines = [made_results.run_line(), *lines, made_results.point_line(other)]
     path.write_text("\n".join(map(json.dumps, lines)))
     (chart,) = charts("predicted", study(path)).values()
     (series,) = chart.series
     assert series.label == "chain"
     (found,) = (s.times["completion"] for s in study(path).summaries if s.key.scheme == "chain")
-    assert [(p.x, p.value, p.x_low, p.x_high) for p in series.points] == [
-        (found.median, 7.5, found.low, found.high)
-    ]
+    assert series.points == ((found.median, 7.5, 7.0, 9.0, found.low, found.high),)
     assert found.low < found.median
     drawn = draw.draw(chart)
     (axes,) = drawn.axes
@@ -242,8 +242,9 @@ def test_predictions_are_drawn_only_where_points_carry_them(made, tmp_path):
     assert drawn.subfigs[0].get_supylabel() == "predicted, µs"
     (mark,) = marks(axes)
     assert (mark.get_xdata()[0], mark.get_ydata()[0]) == tuple(series.points[0][:2])
-    (across,) = axes.collections
-    assert across.get_segments()[0].tolist() == [[found.low, 7.5], [found.high, 7.5]]
+    upright, across = (lines.get_segments()[0].tolist() for lines in axes.collections)
+    assert across == [[found.low, 7.5], [found.high, 7.5]]
+    assert upright == [[found.median, 7.0], [found.median, 9.0]]
 
 
 def test_scaling_joins_jobs_of_several_sizes_but_no_two_placements(tmp_path):
@@ -451,30 +452,26 @@ def test_many_long_names_stay_inside_the_picture_and_apart(tmp_path):
             assert box.y1 <= drawn.bbox.y1
 
 
-@pytest.mark.slow
-def test_files_are_the_same_each_time_and_without_a_date(made):
-    chart = charts("time", made)["time-decode"]
-    first, second = (draw.render(chart) for _ in range(2))
+def test_files_are_the_same_each_time_and_follow_a_dark_screen(tmp_path):
+    """Of an SVG nothing but the two rules names ink or paper; a PDF has outlines that publishers take."""
+    found = study(made_results.write(tmp_path / "m.jsonl", made_results.keys(["chain", "ring"], [4096])))
+    chart = charts("time", found)["time-decode"]
+    first, second = (draw.render(chart, draw.FORMATS, 3.3) for _ in range(2))
     assert first == second
     assert first["png"].startswith(b"\x89PNG\r\n\x1a\n")
-    assert ElementTree.fromstring(first["svg"]).tag.endswith("svg")
-    assert b"date>" not in first["svg"]
-
-
-@pytest.mark.slow
-def test_ink_and_paper_follow_a_dark_screen(made):
-    """Nothing but the two rules names ink or paper: all that is drawn takes them from there."""
-    for name in ("time", "memory"):
-        for chart in charts(name, made).values():
-            text = draw.render(chart, ("svg",))["svg"].decode()
-            assert "@media screen and (prefers-color-scheme: dark)" in text
-            before, _, after = text.partition("</style>")
-            for colour in (style.INK, style.PAPER):
-                assert colour in before
-                assert colour not in after
-            assert "#000000" not in after
-            assert "currentColor" in after
-            assert 'class="paper"' in after
+    assert first["pdf"].startswith(b"%PDF")
+    assert b"/Type3" not in first["pdf"]
+    text = first["svg"].decode()
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+    assert "date>" not in text
+    assert "@media screen and (prefers-color-scheme: dark)" in text
+    before, _, after = text.partition("</style>")
+    for colour in (style.INK, style.PAPER):
+        assert colour in before
+        assert colour not in after
+    assert "#000000" not in after
+    assert "currentColor" in after
+    assert 'class="paper"' in after
 
 
 def test_notes_name_the_machine_warnings_and_what_failed(tmp_path):
@@ -571,14 +568,6 @@ def test_logarithmic_axes_have_three_labels(ends, room):
     figure.canvas.draw()
     labels = {label.get_text() for label in visible_ticks(axes.xaxis)}
     assert 3 <= len(labels) <= room + 6
-
-
-def test_pdf_is_the_same_from_the_same_data_with_outlines_that_publishers_take(made):
-    chart = charts("time", made)["time-decode"]
-    first, second = (draw.render(chart, ("pdf",), 3.3, titled=False)["pdf"] for _ in range(2))
-    assert first == second
-    assert first.startswith(b"%PDF")
-    assert b"/Type3" not in first
 
 
 def test_own_schedules_have_marks_of_their_own():

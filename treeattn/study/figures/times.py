@@ -86,22 +86,24 @@ def cold(case: Case) -> list[Chart]:
 def predicted(case: Case) -> list[Chart]:
     """Predicted against measured time, where points carry a prediction (``predicted``, µs)."""
     known = [m for m in case.members if m.facts["predicted"] is not None]
-    points = [(m.key.label, _against(m.times[case.series], float(m.facts["predicted"]))) for m in known]
+    points = [(m.key.label, _against(m.times[case.series], m)) for m in known]
     series = tuple(
         Series(scheme, tuple(sorted(point for name, point in points if name == scheme)))
         for scheme in in_order(name for name, _ in points)
     )
     note = (
-        "Diagonal: the prediction is right. Above it: it is too slow. Line across a mark: interval of the "
-        "measured median at 95 % confidence."
+        "Diagonal: the prediction is right. Above it: it is too slow. Lines through a mark: interval of the "
+        "measured median at 95 % confidence, and that of the prediction."
     )
     around = case.around("predicted-{}", "Predicted and measured time of a {}", note)
     labels = f"measured {_SERIES[case.series]} (median), µs", "predicted, µs"
     return [Lines(*around, *labels, series, intervals=False, diagonal=True)] if series else []
 
 
-def _against(measured: Statistics, predicted: float) -> Point:
-    return Point(measured.median, predicted, x_low=measured.low, x_high=measured.high)
+def _against(measured: Statistics, summary: Summary) -> Point:
+    known = summary.facts["estimate"]
+    ends = (known.low, known.high) if known else (None, None)
+    return Point(measured.median, float(summary.facts["predicted"]), *ends, measured.low, measured.high)
 
 
 def by_scheme(
