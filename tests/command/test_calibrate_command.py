@@ -40,11 +40,22 @@ def test_from_calibrate_to_those_who_read_the_file(tmp_path):
     assert all(row["measured_us"] > 0 and row["fitted_us"] > 0 for row in residuals)
     assert here.read_text().count("us measured") == len(residuals)
 
-    done = treeattn("simulate", "--cluster", here, "--ranks", 4)
+    done = in_process("simulate", "--cluster", here, "--ranks", 4, "--schemes", "ring,hierarchical")
     assert done.returncode == 0, done.stderr
     assert "calibrated with" in done.stdout
 
-    words = ("--seq-len", 4096, "--seconds", 0.01, "--repetitions", 2, "--out", tmp_path / "lines.jsonl")
+    words = (
+        "--seq-len",
+        4096,
+        "--heads",
+        4,
+        "--seconds",
+        0.01,
+        "--repetitions",
+        1,
+        "--out",
+        tmp_path / "lines.jsonl",
+    )
     words = ("compare", "--schemes", "hierarchical,mpi_allreduce", *words)
     done = treeattn(*words, ranks=4, MPIR_CVAR_NUM_CLIQUES="2", TREEATTN_CLUSTER=str(here))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -61,11 +72,6 @@ def test_from_calibrate_to_those_who_read_the_file(tmp_path):
     predicted = {(line["key"]["what"], line["key"]["scheme"]): line.get("predicted") for line in points}
     assert predicted["decode", "hierarchical"] > predicted["reduce", "hierarchical"] > 0
     assert predicted["reduce", "mpi_allreduce"] is None
-
-    cache = "tests/data/smollm2_layer17_4096.safetensors"
-    done = treeattn("decode", cache, "--scheme", f"auto:cluster={here}", "--repeat", 1, ranks=4)
-    assert done.returncode == 0, done.stderr
-    assert "on here (" in " ".join(done.stdout.split())
 
 
 @pytest.mark.deep

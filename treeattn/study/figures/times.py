@@ -101,9 +101,9 @@ def predicted(case: Case) -> list[Chart]:
 
 
 def _against(measured: Statistics, summary: Summary) -> Point:
-    known = summary.facts["estimate"]
-    ends = (known.low, known.high) if known else (None, None)
-    return Point(measured.median, float(summary.facts["predicted"]), *ends, measured.low, measured.high)
+    value, known = float(summary.facts["predicted"]), summary.facts["estimate"]
+    low, high = known and known.low, known and known.high
+    return Point(measured.median, value, low, high, measured.low, measured.high)
 
 
 def by_scheme(
