@@ -378,6 +378,24 @@ def test_a_cache_is_not_copied(cache):
     refused("crop", pickle.dumps, cache)
 
 
+def test_layers_whose_heads_differ_have_room_for_their_own_alone(comm, model):
+    """And not for the layers of another width, too."""
+    config = transformers.LlamaConfig(
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        head_dim=16,
+        per_layer_config={1: {"head_dim": 32}},
+        attn_implementation="treeattn",
+    )
+    kv = huggingface.ShardedKV(config, comm, capacity=64)
+    attention = ALL_ATTENTION_FUNCTIONS["treeattn"]
+    for number, width in enumerate((16, 32, 16)):
+        q, k, v = (torch.zeros(1, 2, 4, width) for _ in range(3))
+        attention(model.model.layers[0].self_attn, q, *kv.update(k, v, number), None)
+    assert [layer.store.alike for layer in kv.layers] == [2, 1, 2]
+    assert not any(list(left) for left in kv._shards.values())  # reserved and not taken
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_after_a_reset_keys_may_be_of_another_type(comm, model, cache, dtype):
     with torch.no_grad():

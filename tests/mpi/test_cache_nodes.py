@@ -206,6 +206,8 @@ def test_capacity_is_what_the_nodes_have_room_for(comm):
             nodes.cache(capacity=1_000_000, **SHAPE)
         with pytest.raises(ArgumentError, match="head_dim 7 is not supported"):
             nodes.cache(**{**SHAPE, "head_dim": 7})
+        with pytest.raises(ArgumentError, match="dtype 'float8_e4m3fn' is not supported: use one of float32"):
+            nodes.cache(**{**SHAPE, "dtype": "float8_e4m3fn"})
         with pytest.raises(ArgumentError, match="layers must be a positive whole number"):
             nodes.cache(**{**SHAPE, "layers": 0})
         small = nodes.cache(capacity=4, **SHAPE)

@@ -92,11 +92,10 @@ class ShardedKV(Cache):
                 )
             _refuse_another_way(text)
             check_number("capacity", capacity)
+            configs = text.per_layer_config
             layers = [
                 self._layer(kind, getattr(config, "num_attention_heads", None), given)
-                for config, kind, given in zip(
-                    text.per_layer_config, *get_layer_types_and_kwargs(text), strict=True
-                )
+                for config, kind, given in zip(configs, *get_layer_types_and_kwargs(text), strict=True)
             ]
             reduction = Reduction.of(scheme or "hierarchical")
             by_heads = Reduction.of(scheme or Reduction("head_scatter", output="heads"))
@@ -107,8 +106,11 @@ class ShardedKV(Cache):
             }
         super().__init__(layers=layers)
         self.latent = bool(getattr(text, "kv_lora_rank", None))
-        full = (n for n, layer in enumerate(layers) if isinstance(layer, FullAttentionLayer))
-        self.first = next(full, 0)  # layer of full attention
+        full = [n for n, layer in enumerate(layers) if isinstance(layer, FullAttentionLayer)]
+        self.first = full[0] if full else 0  # layer of full attention
+        wide = [[getattr(one, name, None) for name in ("head_dim", "num_key_value_heads")] for one in configs]
+        for n in full:
+            layers[n].store.alike = sum(wide[n] == wide[other] for other in full)
         self.plans = plans.over(self.comm, reduction)
         self.plans_by_heads = plans.over(self.comm, by_heads)
         self.dealt: Any = None  # while a prefill is under way in which each rank has tokens of its own
@@ -131,19 +133,19 @@ class ShardedKV(Cache):
             return DYNAMIC_LAYER_TYPE_MAPPING[kind](**given)
         raise ArgumentError(f"layers of {kind!r} are not served: {', '.join((*_ATTENTION, *_STATES))} are")
 
-    def new_shard(self, k: Any, v_dim: int, latent: bool) -> CacheLayer | RemoteLayer:
-        """An empty cache of one layer for such keys, and values of their own unless `latent`. Collective for
-        the first of a kind."""
+    def new_shard(self, k: Any, v_dim: int, latent: bool, alike: int) -> CacheLayer | RemoteLayer:
+        """An empty cache of one of `alike` layers for such keys, and values of their own unless `latent`.
+        Collective for the first of a kind."""
         batch, _, kv_heads, head_dim = k.shape
         key = batch, kv_heads, head_dim, v_dim, latent, k.dtype
         made: Any = next(self._shards.get(key, iter(())), None)
         if made is None:
             shape = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "v_dim": v_dim}
-            shape["layers"] = sum(isinstance(layer, FullAttentionLayer) for layer in self.layers)
+            shape["layers"] = alike
             dtype = str(k.dtype).removeprefix("torch.")
             if self.nodes is not None:
                 remote = self.nodes.cache(capacity=self.capacity, latent=latent, dtype=dtype, **shape)
-                self._shards[key] = iter([RemoteLayer(remote, number) for number in range(shape["layers"])])
+                self._shards[key] = iter([RemoteLayer(remote, number) for number in range(alike)])
             else:
                 place: Any = {"device": "cuda" if getattr(k, "is_cuda", False) else "cpu"}
                 place |= {"latent": latent, "dtype": dtype}

@@ -31,6 +31,7 @@ class Store:
     def __init__(self, cache: ShardedKV, heads: int | None) -> None:
         self._cache, self.shard = cache, cast("CacheLayer | RemoteLayer | None", None)
         self._heads, self._kind = heads, cast("tuple[Any, ...]", ())
+        self.alike = 1  # layers of the cache whose keys have such heads
         self.rank = 0  # of the latents that lie here in place of keys and values
         self.handle, self.slots = next(_numbers), 0
         _stores[self.handle] = self
@@ -50,7 +51,7 @@ class Store:
         v_dim = self.rank if v is None else v.shape[3]
         kind, shard = (k.shape[2:], v_dim, v is None, k.dtype), self.shard
         if shard is None or ((kind != self._kind or len(shard.totals) != len(k)) and not shard.totals.any()):
-            self.shard, self._kind = self._cache.new_shard(k, v_dim, latent=v is None), kind
+            self.shard, self._kind = self._cache.new_shard(k, v_dim, v is None, self.alike), kind
         return self.shard
 
     def check_tokens(self, key: torch.Tensor, begins: Any) -> None:
