@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from treeattn.cache.sharded import CacheLayer
 from treeattn.cache_nodes import CacheNodes, connect
 from treeattn.decoder import Reduction
 from treeattn.errors import ArgumentError
-from treeattn.huggingface import plans
+from treeattn.huggingface import plans, saved
 from treeattn.huggingface.agreeing_ranks import follow_rank_0
 from treeattn.huggingface.layers import FullAttentionLayer, SlidingWindowLayer, waiting
 from treeattn.huggingface.remote import RemoteLayer
@@ -105,6 +106,7 @@ class ShardedKV(Cache):
                 "the layers of the model": len(layers),
             }
         super().__init__(layers=layers)
+        self.model_type = text.model_type
         self.latent = bool(getattr(text, "kv_lora_rank", None))
         full = [n for n, layer in enumerate(layers) if isinstance(layer, FullAttentionLayer)]
         self.first = full[0] if full else 0  # layer of full attention
@@ -161,6 +163,18 @@ class ShardedKV(Cache):
         self.follows = True
         mine = scores.detach().float().cpu().numpy() if self.comm.rank == 0 else None
         return torch.from_numpy(follow_rank_0(self.comm, scores.device, mine)).to(scores)
+
+    def save(self, directory: str | Path) -> None:
+        """Write all tokens into a directory that all ranks share, as `ShardedCache.save`: a prompt that was
+        computed once is continued by any job. Collective. Raises `ArgumentError` for a model with windows or
+        recurrent states, and as that does."""
+        saved.save(self, directory)
+
+    def load(self, directory: str | Path) -> None:
+        """What `save` wrote for this model, on any number of ranks or cache nodes; ``generate()`` of ids that
+        begin with those tokens goes on from there. Collective. Raises `ArgumentError` for another model, a
+        cache that is not empty, and as `ShardedCache.load`."""
+        saved.load(self, directory)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Of copies and pickles, which would have one rank's part of it."""

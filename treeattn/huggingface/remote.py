@@ -18,16 +18,16 @@ class RemoteLayer:
     first layer says it for all."""
 
     def __init__(self, cache: RemoteCache, number: int) -> None:
-        self._cache, self._number = cache, number
+        self.cache, self._number = cache, number
 
     @property
     def totals(self) -> Any:
         """int64 [batch]"""
-        return self._cache.totals[self._number]
+        return self.cache.totals[self._number]
 
     def append(self, k: Any, v: Any = None) -> None:
         """The next tokens."""
-        self._cache.append(self._number, _on_host(k), None if v is None else _on_host(v))
+        self.cache.append(self._number, _on_host(k), None if v is None else _on_host(v))
 
     def append_own(self, k: Any, v: Any, counts: Any) -> None:
         """The same: here they are all there."""
@@ -36,12 +36,12 @@ class RemoteLayer:
     def rollback(self, totals: Any) -> None:
         """Forget what stands behind."""
         if self._number == 0:
-            self._cache.rollback(totals)
+            self.cache.rollback(totals)
 
     def select(self, rows: Any) -> None:
         """Go on with these sequences."""
         if self._number == 0:
-            self._cache.select(rows)
+            self.cache.select(rows)
 
     def attend(
         self, q: Any, new: tuple[Any, ...], begins: Any, scale: float, window: int, softcap: float
@@ -49,7 +49,7 @@ class RemoteLayer:
         """To all tokens, of which k and v in `new` come with q."""
         rules = Rules(causal=True, window=(window - 1, None) if window else None, softcap=softcap or None)
         given = [_on_host(array) for array in (q, *new)]
-        out, lse = self._cache.step(self._number, *given, begins=begins, scale=scale, rules=rules)
+        out, lse = self.cache.step(self._number, *given, begins=begins, scale=scale, rules=rules)
         if isinstance(q, torch.Tensor):
             return torch.from_numpy(out).to(q.device), torch.from_numpy(lse).to(q.device)
         return out.copy(), lse.copy()

@@ -47,6 +47,10 @@ class Store:
         self._made(k, v).append_own(k, v, [tokens] * len(k))
         self.slots += tokens
 
+    def hold(self, shard: CacheLayer | RemoteLayer, slots: int, rank: int) -> None:
+        """Go on with what was saved."""
+        self.shard, self.slots, self.rank = shard, slots, rank
+
     def _made(self, k: Any, v: Any) -> Any:
         v_dim = self.rank if v is None else v.shape[3]
         kind, shard = (k.shape[2:], v_dim, v is None, k.dtype), self.shard

@@ -1,0 +1,55 @@
+"""A prompt that was computed once is continued by other ranks, and by cache nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
+torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
+
+from tests.support.tiny_models import made, padded, prompt  # noqa: E402
+from treeattn import cache_nodes, huggingface  # noqa: E402
+from treeattn.errors import ArgumentError  # noqa: E402
+from treeattn.huggingface import plans  # noqa: E402
+
+pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
+
+
+@pytest.mark.parametrize("family", ["Llama", "DeepSeek-V3"])
+def test_the_text_goes_on_in_another_job(comm, tmp_path, family):
+    """All ranks write and each reads for itself, and the other way round; the nodes read it, too."""
+    directory, model, ids = comm.bcast(str(tmp_path)), made(family), prompt(3)
+    given = {"attention_mask": padded(ids), "do_sample": False, "max_new_tokens": 6}
+    wanted = model.generate(ids, **given).tolist()
+    model.set_attn_implementation("treeattn")
+    alone = plans.alone().comm
+    for writers, readers in ((comm, alone), (alone, comm)):
+        kv = huggingface.ShardedKV(model.config, writers, capacity=9)
+        with pytest.raises(ArgumentError, match="the cache is empty"):
+            kv.save(directory)
+        own = f"{directory}/{comm.rank if writers is alone else 'all'}"
+        huggingface.prefill(model, ids[:, :-1], kv, given["attention_mask"][:, :-1])
+        kv.save(own)
+        comm.barrier()
+        if writers is alone:
+            own = f"{directory}/0"
+        again = huggingface.ShardedKV(model.config, readers, capacity=9)
+        again.load(own)
+        assert again.get_seq_length() == 29
+        with pytest.raises(ArgumentError, match="29 slots already"):
+            again.load(own)
+        assert model.generate(ids, past_key_values=again, **given).tolist() == wanted
+        comm.barrier()
+    other = made("Mistral" if family == "Llama" else "Llama", "treeattn")
+    with pytest.raises(ArgumentError, match="all of full attention|this model is 'llama' of 4 layers"):
+        huggingface.ShardedKV(other.config, comm, capacity=9).load(f"{directory}/0")
+    if comm.size == 1 or comm.library == "torch":
+        return
+    if comm.rank:
+        cache_nodes.serve(comm, memory_bytes=1 << 24)
+        return
+    with cache_nodes.connect(comm) as nodes:
+        kv = huggingface.ShardedKV(model.config, capacity=64, nodes=nodes)
+        kv.load(f"{directory}/0")
+        kv.save(f"{directory}/nodes")
+        assert model.generate(ids, past_key_values=kv, **given).tolist() == wanted
