@@ -28,7 +28,7 @@ def test_table_file_and_json(tmp_path):
     out, summary = tmp_path / "r.jsonl", tmp_path / "s.json"
     done = treeattn(
         "compare", "--schemes", "ring,mpi_allreduce,head_scatter,k_nomial_tree", "--radix", "2,3",
-        "--seq-len", "1Ki", "--ranks", "2,3", "--batch", 2, *SMALL, "--skew", "10us",
+        "--seq-len", "1Ki", "--ranks", "2,3", "--batch", 2, *SMALL, "--arrivals", "random:10us",
         "--out", out, "--json", summary, ranks=3,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -340,7 +340,7 @@ def test_an_interrupt_leaves_a_valid_file(tmp_path):
         ["--what", "nothing"],
         ["--dtype", "int8"],
         ["--wire", "fp8"],
-        ["--skew", "5"],
+        ["--arrivals", "random:5"],
         ["--heads", "6", "--kv-heads", "4"],
         ["--head-dim", "7"],
         ["--bytes", "8:1Mi:2"],

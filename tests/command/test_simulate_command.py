@@ -93,7 +93,27 @@ def test_the_variable_names_the_cluster_and_the_report_says_so(tmp_path):
     assert "TREEATTN_CLUSTER: cluster 'summit': no such cluster" in done.stderr
 
 
+def test_a_disturbed_step_has_the_same_words_everywhere(tmp_path):
+    """Instants given by hand are simulated as they are; what is drawn widens the interval."""
+    path, found = tmp_path / "s.json", []
+    words = ("simulate", "--cluster", "leonardo", "--ranks", 4, "--schemes", "ring,chain", "--json", path)
+    for more in ((), ("--arrivals", "0+0+0+1ms"), ("--noise", "20us/40us", "--traffic", "30%")):
+        done = in_process(*words, *more)
+        assert done.returncode == 0, done.stderr
+        found.append({row["scheme"]: row["estimate"] for row in json.loads(path.read_text())["rows"]})
+        assert ("all below is of an undisturbed step" in " ".join(done.stdout.split())) == bool(more)
+    plain, late, noisy = (one["ring"] for one in found)
+    assert 1000 < late["time"] <= 1000 + plain["time"]
+    assert noisy["time"] > plain["time"]
+    assert noisy["high"] / noisy["low"] > plain["high"] / plain["low"]
+
+
 BAD = {
+    "--cluster laptop --ranks 2 --arrivals 0+1us+2us": "3 instants for 2 ranks",
+    "--cluster laptop --ranks 2 --arrivals soon": "'soon': take together",
+    "--cluster laptop --ranks 2 --noise 5us": "give 0 or a time with its unit",
+    "--cluster laptop --ranks 2 --traffic 100%": "give a share below 100%",
+    "--cluster laptop --ranks 2 --baseline ring": "not among what is simulated",
     "--ranks 8": "for which machine",
     "--cluster laptop": "over how many of the 8 places",
     "--cluster laptop --ranks 2 --schemes {own}": "own.json: size: the schedule is for 3 ranks",

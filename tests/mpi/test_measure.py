@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from treeattn.collectives.clusters.disturbance import TOGETHER, arrivals
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.decoder import plan as routes
 from treeattn.errors import ArgumentError, RestrictionError
@@ -111,7 +112,7 @@ def test_loop_notes_every_instant_on_one_clock(comm):
     calls = []
     parts = [lambda: calls.append("first"), lambda: calls.append("second")]
     times = Loop(comm, clock, oversubscribed=True, seed=0).run(
-        parts, lambda: calls.append("prepare"), 4, skew=50.0
+        parts, lambda: calls.append("prepare"), 4, arrivals("random:50us")
     )
     assert calls == ["prepare", "first", "second"] * 4
     if comm.rank:
@@ -155,18 +156,19 @@ def test_every_scheme(comm, scheme, what):
 
 
 def test_cold_and_warm_are_different_runs(comm, monkeypatch):
-    """The first call alone and without skew is cold; then come, with skew, those of the series."""
-    bench, runs = Bench(comm, EFFORT, oversubscribed=True, seed=1), []
+    """The first call alone and together is cold; then come, with arrivals, those of the series."""
+    late, runs = arrivals("random:20us"), []
+    bench = Bench(comm, EFFORT, oversubscribed=True, seed=1, arrivals={late.text: late})
     run = bench.loop.run
 
-    def noted(parts, prepare, iterations, skew=0.0):
-        runs.append((iterations, skew, run(parts, prepare, iterations, skew)))
+    def noted(parts, prepare, iterations, enter=TOGETHER):
+        runs.append((iterations, enter.text, run(parts, prepare, iterations, enter)))
         return runs[-1][2]
 
     monkeypatch.setattr(bench.loop, "run", noted)
-    key = key_of(comm, "chain", skew=20.0)
+    key = key_of(comm, "chain", arrivals=late.text)
     point = bench.block(key, bench.problem(key), memory=False)
-    assert [(count, skew) for count, skew, _ in runs] == [(1, 0.0), (3, 20.0), (3, 20.0)]
+    assert [(n, text) for n, text, _ in runs] == [(1, "together"), (3, late.text), (3, late.text)]
     if comm.rank == 0:
         (first, warm, null) = (times.samples()["completion"] for _, _, times in runs)
         assert point["first"] == first[0]
@@ -271,7 +273,7 @@ def test_sweep_over_ranks_goes_on_after_a_scheme_that_fails(comm):
     ranks = sorted({1, comm.size})
     plan = keys(
         ["ring", "hierarchical:nodes=99"], ranks=ranks, what=["reduce"], batch=[1], queries=[1], heads=[4],
-        kv_heads=[0], head_dim=[16], dtype=["float32"], wire=["float32"], skew=[0.0], tokens=[1],
+        kv_heads=[0], head_dim=[16], dtype=["float32"], wire=["float32"], arrivals=["together"], tokens=[1],
     )  # fmt: skip
     began, points, failures = [], [], []
     for block, found in Sweep(plan, EFFORT, 1, 0, {}).run(comm):

@@ -19,9 +19,11 @@ from treeattn.agreement import broadcast_from_root, collectively
 from treeattn.attention.shape import DTYPES
 from treeattn.backends.cuda.device import Cuda
 from treeattn.cli import compare_answers, compare_points, compare_table, options
-from treeattn.cli.options import Output, choices, durations, numbers
+from treeattn.cli.options import Output, choices, numbers
 from treeattn.cli.own_device import own_device
 from treeattn.cli.scheme import given, named_equal
+from treeattn.collectives.clusters import disturbance
+from treeattn.collectives.clusters.disturbance import TOGETHER, Arrivals
 from treeattn.collectives.runtime import nccl
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.request import MPI_EXECUTORS
@@ -69,7 +71,8 @@ def _lists(
 @_lists("dtype", choices(DTYPES), "bfloat16", f"Of q, k and v: {', '.join(DTYPES)}.", "D")
 @_lists("wire", choices(("float32", "bfloat16")), "float32",
         "Records under way: float32, or bfloat16 (schedules only).", "W")  # fmt: skip
-@_lists("skew", durations, "0", "Ranks enter up to so much late, at random: 0, 100us, 1ms.", "T")
+@click.option("--arrivals", default=TOGETHER.text, metavar="A[,A..]",
+              help="When ranks enter: together; random, exponential, ascending, late:1ms; FILE.")  # fmt: skip
 @_lists("radix", numbers, None, "Each scheme that has a radix, with each of these.")
 @_lists("chunks", numbers, None, "Likewise for chunks.")
 @options.DEVICE
@@ -106,6 +109,7 @@ def _lists(
                         json="Write the summaries of this command.")  # fmt: skip
 def command(
     schemes: str,
+    arrivals: str,
     device: str,
     transport: str | None,
     cluster: str | None,
@@ -135,15 +139,19 @@ def command(
     world = options.world()
     named = None if schemes == "all" else given(world, schemes, on_all=False)
     own = {scheme.name: scheme for scheme in named or () if isinstance(scheme, Schedule)}
+    enter = broadcast_from_root(world, lambda: _arrivals(arrivals), "what rank 0 reads of --arrivals")
+    lists["arrivals"] = list(enter)
     effort = Effort(repetitions, iterations, seconds, patience, warmup, stop_early)
     where, shared = own_device(world, device)
     over = compare_points.transports_of(world, where, transport)
     groups = communicators.node_groups(world)
     nodes = [next(n for n, ranks in enumerate(groups) if rank in ranks) for rank in range(world.size)]
     plan = collectively(world, lambda: compare_points.points(nodes, named, lists, device, over))
+    for key in plan:
+        enter[key.arrivals].check(key.ranks)
     if baseline is not None and baseline not in {key.label for key in plan}:
         raise ArgumentError(f"--baseline {baseline}: is not among what is measured; add it to --schemes")
-    predictions = prediction.predictions(world, cluster, plan, own, baseline)
+    predictions = prediction.predictions(world, cluster, plan, own, baseline, enter)
     said: dict[str, Any] = {
         name: None if value is None else ",".join(map(str, value)) for name, value in lists.items()
     }
@@ -162,9 +170,16 @@ def command(
     output.open(world=world)
     with closing(_Session(world, output.out, line, launch, plan, predictions, own, baseline)) as session:
         session.announce(repetitions)
-        for block, found in Sweep(plan, effort, launch, seed, session.done, own, session.answered).run(world):
+        for block, found in Sweep(plan, effort, launch, seed, session.done, own, enter, session.answered).run(
+            world
+        ):
             session.take(block, found)
         return broadcast_from_root(world, lambda: session.report(output), "the report of rank 0")
+
+
+def _arrivals(text: str) -> dict[str, Arrivals]:
+    found = [disturbance.arrivals(part.strip()) for part in text.split(",")]
+    return {one.text: one for one in found}
 
 
 class _Session:

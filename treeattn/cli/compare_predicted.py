@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from treeattn.collectives.clusters.disturbance import TOGETHER
 from treeattn.report import Column, Report, microseconds
 from treeattn.study import intervals
 from treeattn.study.compare.results import Summary
@@ -48,11 +49,17 @@ class Pair(NamedTuple):
         return bool(self.of_estimate("ratio_low") <= self.ratio <= self.of_estimate("ratio_high"))
 
 
+def _series(row: Summary) -> str:
+    """What is predicted: from the last entry where ranks were to enter together and did not."""
+    together = row.key.arrivals == TOGETHER.text
+    return str(row.facts["compared_by"]) if together else "completion"
+
+
 def pairs(rows: Sequence[Summary]) -> list[Pair]:
     """Of the rows of one case that have both, in the order of what was measured."""
     known = [row for row in rows if row.facts["predicted"]]
-    times = {row.key: row.times[row.facts["compared_by"]].median for row in known}
-    first = next((row for row in known if getattr(row.facts["estimate"], "ratio", None) == 1), None)
+    times = {row.key: row.times[_series(row)].median for row in known}
+    first = next((row for row in known if row.facts["estimate"] and row.facts["estimate"].is_baseline), None)
     base = None if first is None else times[first.key]
     made = [Pair(row, times[row.key], base and times[row.key] / base) for row in known]
     return sorted(made, key=lambda pair: pair.measured)
@@ -72,9 +79,9 @@ def show(made: Report, case: str, rows: Sequence[Summary]) -> list[Pair]:
             Column("ratio", "ratio", ".2f"),
             Column("predicted", lambda pair: pair.of_estimate("ratio_interval")),
         ])  # fmt: skip
-    of = [(pair.summary.key.label, pair.summary.facts["estimate"]) for pair in found]
-    if first := next((name for name, estimate in of if estimate and not estimate.ratio_interval), None):
-        made.line(intervals.alike(first, [one for one in of if one[0] != first]))
+    of = [(p.summary.key.label, p.summary.facts["estimate"]) for p in found if p.summary.facts["estimate"]]
+    if any(estimate.is_baseline for _, estimate in of):
+        made.line(intervals.alike(of))
     return found
 
 

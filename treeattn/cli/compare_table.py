@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from treeattn.cli import compare_answers, compare_predicted
+from treeattn.collectives.clusters.disturbance import TOGETHER
 from treeattn.report import LEGEND, Column, Report, count, identical, microseconds
 from treeattn.study.compare.results import Summary, compared_series
 from treeattn.study.compare.schema import NCCL_SUM, NULL, SUM, Key, Run
@@ -57,7 +58,7 @@ def case(key: Key) -> str:
     text += f"{key.heads} heads ({key.kv_heads} KV) x {key.head_dim}, {key.dtype}"
     text += ", on GPUs" if key.device == "cuda" else ""
     text += f", records as {key.wire}" if key.wire != "float32" else ""
-    return text + (f", arrival skew {key.skew:g} µs" if key.skew else "")
+    return text + (f", arrivals {key.arrivals}" if key.arrivals != TOGETHER.text else "")
 
 
 def _columns(rows: Sequence[Summary], series: str) -> list[Column[Summary]]:
@@ -69,7 +70,7 @@ def _columns(rows: Sequence[Summary], series: str) -> list[Column[Summary]]:
         of_sum = sums.get(row.key.transport)
         return row.times[series].median / of_sum if of_sum and row.key.scheme != NULL else None
 
-    others = [_time("from last\nentry", "after_last_entry")] if key.skew else []
+    others = [_time("from last\nentry", "after_last_entry")] if key.arrivals != TOGETHER.text else []
     if series == "after_last_entry":
         others = [_time("from first\nentry", "completion", wide=True)]
     parts = ("local", "reduce") if key.what == "decode" else ("null_merge",)

@@ -12,6 +12,8 @@ import click
 
 from treeattn import communicators, files
 from treeattn.agreement import collectively, must_match
+from treeattn.collectives.clusters import disturbance
+from treeattn.collectives.clusters.disturbance import TOGETHER, Arrivals, Disturbance, Noise, Traffic
 from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.report import Report
@@ -26,7 +28,6 @@ T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _UNITS = {"Ki": 1024, "Mi": 1024**2, "k": 1000, "M": 1000**2}
-_MICROSECONDS = {"us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
 
 
 def number(text: str) -> int:
@@ -82,25 +83,6 @@ def choices(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
         return names
 
     return choose
-
-
-def durations(text: str) -> list[float]:
-    """Read times in microseconds: 0, 100us, 1ms, separated by commas. Raises `ArgumentError`."""
-    return list(dict.fromkeys(_duration(part.strip()) for part in text.split(",")))
-
-
-def _duration(text: str) -> float:
-    if text == "0":
-        return 0.0
-    for unit, factor in _MICROSECONDS.items():
-        if text.endswith(unit):
-            try:
-                value = float(text.removesuffix(unit)) * factor
-            except ValueError:
-                break
-            if 0 <= value < 1e9:
-                return value
-    raise ArgumentError(f"{text!r}: give 0 or a time with its unit, such as 100us or 1ms")
 
 
 def read(reader: Callable[[str], T]) -> Callable[[click.Context, click.Parameter, str | None], T | None]:
@@ -173,6 +155,21 @@ size_options = grouped(
     click.option("--queries", type=SIZE, default=1),
     click.option("--heads", type=SIZE, default=16),
     click.option("--head-dim", type=SIZE, default=128),
+)  # fmt: skip
+
+
+def _disturbance(arrivals: Arrivals | None, noise: Noise | None, traffic: Traffic | None) -> Disturbance:
+    return Disturbance(arrivals or TOGETHER, noise, traffic)
+
+
+disturbance_options = grouped(
+    "disturbed", _disturbance,
+    click.option("--arrivals", callback=read(disturbance.arrivals), metavar="P:T|T+T+..|FILE",
+                 help="random, exponential, ascending, late:100us; each rank's instant."),
+    click.option("--noise", callback=read(disturbance.noise), metavar="T/T",
+                 help="Interruptions of each processor, such as 10us/1ms."),
+    click.option("--traffic", callback=read(disturbance.traffic), metavar="N%[:SIZE]",
+                 help="What others use of each network card, such as 30%:64Ki."),
 )  # fmt: skip
 
 

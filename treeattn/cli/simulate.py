@@ -17,6 +17,7 @@ from treeattn.collectives.catalog import with_result
 from treeattn.collectives.clusters import description, placement
 from treeattn.collectives.clusters.critical_path import assumed_share, critical_path, in_words
 from treeattn.collectives.clusters.description import Cluster
+from treeattn.collectives.clusters.disturbance import Disturbance
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.simulate import Simulation, simulate
 from treeattn.collectives.drawings.timeline import timeline
@@ -28,7 +29,7 @@ from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.report import Column, Report, count, microseconds
 from treeattn.study import intervals
 from treeattn.study.decode_step import DecodeStep, Shape, decode_step
-from treeattn.study.intervals import Estimate, Timed, estimates
+from treeattn.study.intervals import UNKNOWN, Estimate, Timed, estimates
 from treeattn.topology import needed
 
 _DRAWINGS = {"svg": timeline, "trace": trace}
@@ -42,7 +43,7 @@ class Row(NamedTuple):
     placement: str
     simulation: Simulation
     step: DecodeStep | None
-    estimate: Estimate
+    estimate: Estimate = UNKNOWN
 
 
 @click.command("simulate")
@@ -58,6 +59,7 @@ class Row(NamedTuple):
 @click.option("--tokens", callback=options.read(options.number), metavar="N",
               help="Whole decode steps over so many tokens, and the rings' too.")  # fmt: skip
 @click.option("--kv-heads", type=options.SIZE, help="With --tokens.  [heads]")
+@options.disturbance_options
 @click.option("--baseline", metavar="S", help="Ratios are to this one.  [the fastest]")
 @click.option("--format", "form", type=click.Choice(["table", *_DRAWINGS]), default="table",
               help="svg, trace (for ui.perfetto.dev): one scheme over time.")  # fmt: skip
@@ -73,6 +75,7 @@ def command(
     sizes: Sizes,
     tokens: int | None,
     kv_heads: int | None,
+    disturbed: Disturbance,
     baseline: str | None,
     form: str,
     output: Output,
@@ -95,17 +98,18 @@ def command(
         raise ArgumentError("--out takes a drawing: add --format svg or --format trace, or write --json FILE")
     output.open()
     shape = _shape(sizes, tokens, kv_heads)
-    found = []
+    rows = []
     for name, where, schedule, places in _cases(named.cluster, ranks, names, placements.split(","), result):
         step = None if shape is None else decode_step(named.cluster, places, schedule, shape, executor)
         one = simulate(schedule, named.cluster, places, sizes.payload, executor)
-        found.append((name, where, one, step))
-    rows = _estimated(named.cluster, found, sizes.payload, baseline)
+        rows.append(Row(name, where, one, step))
+    rows = _estimated(rows, baseline, sizes.payload, disturbed)
     made = Report({
         "cluster": named.cluster.name,
         "named_by": named.by,
         "ranks": ranks,
         "result": result,
+        "disturbed": disturbed.text,
         "bytes": sizes.payload.bytes,
         "rows": [_facts(row) for row in rows],
     })  # fmt: skip
@@ -115,7 +119,7 @@ def command(
         made.line(
             f"{ranks} ranks on {named.shown}; {sizes.payload.bytes:,} bytes each{to_root}; run by {runs}"
         )
-        _show(made, rows, baseline)
+        _show(made, rows, baseline, disturbed)
     elif len(rows) != 1:
         raise ArgumentError(f"--format {form} draws one scheme under one placement, not {len(rows)}: name it")
     output.report(made)
@@ -123,27 +127,22 @@ def command(
         output.draw(_DRAWINGS[form](rows[0].simulation), f"{rows[0].scheme} on {ranks} ranks over time")
 
 
-def _estimated(
-    cluster: Cluster,
-    found: list[tuple[str, str, Simulation, DecodeStep | None]],
-    payload: Payload,
-    baseline: str | None,
-) -> list[Row]:
+def _estimated(found: list[Row], baseline: str | None, payload: Payload, disturbed: Disturbance) -> list[Row]:
     """Rows in the order of their times, each with its interval and that of its ratio to the baseline."""
-    ordered = sorted(found, key=lambda row: row[2].time)
-    names = [name for name, *_ in ordered]
+    names = [row.scheme for row in found]
     if baseline is not None and baseline not in names:
         raise ArgumentError(f"--baseline {baseline}: is not among what is simulated; add it to --schemes")
-    first = 0 if baseline is None else names.index(baseline)
-    ordered.insert(0, ordered.pop(first))
 
     def timed(one: Simulation) -> Timed:
-        return lambda of, _: simulate(one.schedule, of, one.places, payload, one.executor).time
+        return lambda of, draw: (
+            simulate(one.schedule, of, one.places, payload, one.executor, None, disturbed, draw).completion
+        )
 
-    sure = estimates(cluster, [timed(one) for _, _, one, _ in ordered])
-    rows = [Row(*row, estimate) for row, estimate in zip(ordered, sure, strict=True)]
-    rows.insert(first, rows.pop(0))
-    return rows
+    first = None if baseline is None else names.index(baseline)
+    runs = [timed(row.simulation) for row in found]
+    sure = estimates(found[0].simulation.cluster, runs, first, disturbed.drawn)
+    rows = [row._replace(estimate=estimate) for row, estimate in zip(found, sure, strict=True)]
+    return sorted(rows, key=lambda row: row.estimate.time)
 
 
 def _list() -> None:
@@ -209,13 +208,13 @@ def placed(cluster: Cluster, ranks: int, where: str) -> Placement:
     return places
 
 
-def _show(made: Report, rows: list[Row], baseline: str | None) -> None:
+def _show(made: Report, rows: list[Row], baseline: str | None, disturbed: Disturbance) -> None:
     fastest = rows[0]
     columns: list[Column[Row]] = [Column("scheme", words=True)]
     if len({row.placement for row in rows}) > 1:
         columns.append(Column("placement", words=True))
     columns += [
-        Column("µs", lambda row: row.simulation.time, microseconds),
+        Column("µs", lambda row: row.estimate.time, microseconds),
         Column("95 %", lambda row: row.estimate.interval),
         Column("x baseline" if baseline else "x fastest", lambda row: row.estimate.ratio_interval),
         Column("x floor", _ratio, ".2f"),
@@ -229,8 +228,11 @@ def _show(made: Report, rows: list[Row], baseline: str | None) -> None:
     for found in (row.simulation for row in rows if "@" in row.scheme):
         made.note(named_equal(found.schedule, placement.node_groups(found.cluster, found.places)))
     made.line()
-    first = baseline or fastest.scheme
-    made.line(intervals.alike(first, [(row.scheme, row.estimate) for row in rows if row.scheme != first]))
+    if disturbed.text:
+        made.line(
+            f"times from the first entry on, with {disturbed.text}; all below is of an undisturbed step"
+        )
+    made.line(intervals.alike((row.scheme, row.estimate) for row in rows))
     made.line(intervals.words(fastest.simulation.cluster))
     made.line("NIC: bytes of the card that sends most; messages and bytes: between nodes, of all ranks")
     made.line(f"floor, what no scheme is faster than: {microseconds(fastest.simulation.bound)} µs")

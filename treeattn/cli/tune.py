@@ -96,7 +96,7 @@ def command(
     made.line(
         f"\n{len(priced)} candidates; shown is what none beats in time, bytes of the busiest NIC and bits"
     )
-    made.line(intervals.alike(best[0].name, [(one.name, sure[id(one)]) for one in best[1:]]))
+    made.line(intervals.alike((one.name, sure[id(one)]) for one in best))
     made.line(intervals.words(named.cluster))
     made.line("bits: always, by any merge that commutes; in order, where ranks fold in one order, as here")
     if share:

@@ -79,7 +79,7 @@ def _by_size(found: Results) -> Iterator[tuple[str, list[tuple[Summary, str]]]]:
 
     def title(summary: Summary) -> str:
         key = summary.key
-        late = f", entering up to {key.skew:g} us late" if key.skew else ""
+        late = f", arrivals {key.arrivals}" if key.arrivals != "together" else ""
         return f"{key.label}, {key.ranks} ranks, records as {key.wire}{late}; {summary.version}"
 
     for name, group in groupby(sorted(summaries, key=lambda s: (title(s), _bytes(s.key))), title):

@@ -41,8 +41,8 @@ BLIND = Blind(0.123, 0.387, 0.118)
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """Microseconds that a schedule takes, and its ratio to the first of those asked for; low and high: the
-    ends of their intervals."""
+    """Microseconds that a schedule takes, and its ratio to the baseline; low and high: the ends of their
+    intervals."""
 
     time: float
     low: float
@@ -52,7 +52,12 @@ class Estimate(msgspec.Struct, frozen=True):
     ratio_high: float
 
     @property
-    def like_the_first(self) -> bool:
+    def is_baseline(self) -> bool:
+        """Whether ratios are to this one."""
+        return self.ratio_low == self.ratio == self.ratio_high == 1
+
+    @property
+    def like_the_baseline(self) -> bool:
         """Whether it cannot be told apart from it."""
         return self.ratio_low <= 1 <= self.ratio_high
 
@@ -63,13 +68,18 @@ class Estimate(msgspec.Struct, frozen=True):
 
     @property
     def ratio_interval(self) -> str | None:
-        """In words; None for the first itself."""
-        known = self.ratio_low < self.ratio_high  # of what ratios are to, it is 1
-        return f"{self.ratio_low:.2f} to {self.ratio_high:.2f}" if known else None
+        """In words; None for the baseline itself."""
+        return None if self.is_baseline else f"{self.ratio_low:.2f} to {self.ratio_high:.2f}"
 
 
-def estimates(cluster: Cluster, timed: Sequence[Timed], noisy: bool = False) -> list[Estimate]:
-    """Of each of `timed`; ratios are to the first. noisy: times differ from draw to draw."""
+UNKNOWN = Estimate(*[math.nan] * 6)
+
+
+def estimates(
+    cluster: Cluster, timed: Sequence[Timed], base: int | None = None, noisy: bool = False
+) -> list[Estimate]:
+    """Of each of `timed`. base: which one ratios are to, by default the fastest. noisy: times differ from
+    draw to draw, and their median counts."""
 
     if not timed:
         return []
@@ -91,8 +101,9 @@ def estimates(cluster: Cluster, timed: Sequence[Timed], noisy: bool = False) -> 
     variances = np.diag(covariance)
     reach = student(DRAWS)
     of_times = np.exp(reach * np.sqrt(variances))
-    ratios = np.exp(found - found[0])
-    apart = variances + variances[0] - 2 * covariance[0]
+    base = int(np.argmin(found)) if base is None else base
+    ratios = np.exp(found - found[base])
+    apart = variances + variances[base] - 2 * covariance[base]
     of_ratios = np.exp(reach * np.sqrt(np.maximum(apart, 0)))
     rows = np.stack([
         np.exp(found), np.exp(found) / of_times, np.exp(found) * of_times,
@@ -121,12 +132,16 @@ def words(cluster: Cluster) -> str:
     )
 
 
-def alike(first: str, others: Iterable[tuple[str, Estimate]]) -> str:
-    """Which of the others are neither faster nor slower than the first, in words."""
-    named = [name for name, estimate in others if estimate.like_the_first]
-    if not named:
-        return f"predicted: all others can be told apart from {first}"
-    return f"predicted: cannot be told apart from {first}: {', '.join(named)}"
+def alike(of: Iterable[tuple[str, Estimate]]) -> str:
+    """Which schemes are neither faster nor slower than the baseline among them, in words."""
+    named = {True: [], False: []}  # type: dict[bool, list[str]]
+    for name, estimate in of:
+        if estimate.like_the_baseline:
+            named[estimate.is_baseline].append(name)
+    base, others = " and ".join(named[True]), ", ".join(named[False])
+    if not others:
+        return f"predicted: all others can be told apart from {base}"
+    return f"predicted: cannot be told apart from {base}: {others}"
 
 
 def _short(value: float) -> str:

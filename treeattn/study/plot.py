@@ -12,7 +12,7 @@ from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.study.compare import results
 from treeattn.study.compare.schema import SUM
 from treeattn.study.figures import payload, times
-from treeattn.study.figures.cases import RANKS, SKEW, Axis, Case, Study, cases, left_out
+from treeattn.study.figures.cases import ARRIVALS, RANKS, Axis, Case, Study, cases, left_out
 from treeattn.study.figures.chart import Chart
 from treeattn.study.figures.roofline import is_roofline, roofline
 
@@ -42,7 +42,7 @@ FIGURES = {
     "relative": Figure(times.relative, "no blocks of the baseline beside other schemes"),
     "speedup": Figure(times.speedup, "no kv_ring among the schemes of decode"),
     "scaling": Figure(times.scaling, "no case was measured on several numbers of ranks", RANKS),
-    "skew": Figure(times.skew, "no case was measured with several skews", SKEW),
+    "arrivals": Figure(times.arrivals, "no case was measured with several arrivals", ARRIVALS),
     "cold": Figure(times.cold, "no points of schemes"),
     "memory": Figure(payload.memory, "no point tells its allocations"),
     "traffic": Figure(payload.traffic, "no point tells what was sent"),

@@ -6,7 +6,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from treeattn.cli.options import Output, choices, durations, number, numbers, output_options, read
+from treeattn.cli.options import Output, choices, number, numbers, output_options, read
+from treeattn.collectives.clusters.disturbance import duration
 from treeattn.errors import ArgumentError
 from treeattn.report import Report
 
@@ -14,7 +15,7 @@ from treeattn.report import Report
 def test_values_are_read():
     assert number("64Ki") == 65536
     assert numbers("4k,4000,1Mi") == [4000, 1 << 20]
-    assert durations("0, 100us,1.5ms,2s") == [0.0, 100.0, 1500.0, 2e6]
+    assert [duration(text) for text in ("0", "100us", "1.5ms", "2s")] == [0.0, 100.0, 1500.0, 2e6]
     assert choices(("a", "b"))("b, a,b") == ("b", "a")
 
 
@@ -22,7 +23,7 @@ def test_values_are_read():
     ("reader", "bad"),
     [
         *((numbers, text) for text in ("", "many", "1.5", "0", "-4", "9" * 19, "1,,2", "³")),
-        *((durations, text) for text in ("", "5", "fast", "-1ms", "1h", "nanus", "9e99s")),
+        *((duration, text) for text in ("", "5", "fast", "-1ms", "1h", "nanus", "9e99s")),
         *((choices(("a",)), text) for text in ("", "c", "a,c")),
     ],
 )

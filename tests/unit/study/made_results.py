@@ -35,7 +35,7 @@ def point_line(key: Key, repetition: int = 0, run: str = "made", **fields: Any) 
     base = 40.0 * len(key.scheme) + key.tokens * (8 if key.scheme.startswith("kv_ring") else 1) / 500
     warm = [base * (1 + 0.03 * repetition) + i for i in range(3)]
     known = key.scheme not in (SUM, NULL, "mpi_allreduce")
-    waits = [value - 1 + key.skew for value in warm]
+    waits = [value - 1 + key.spread for value in warm]
     pair = [2 * len(key.scheme), 1000 * len(key.scheme)]
     facts: dict[str, Any] = {
         "plan": 50 * base, "first": 4 * base, "late": 0, "warmup": 5, "clock_error": 0.0, "digest": "00",

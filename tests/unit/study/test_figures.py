@@ -333,14 +333,16 @@ def test_versions_are_never_mixed(tmp_path):
     assert "ffffffffffff" in made["time-decode-build2"].notes[1]
 
 
-def test_skew_and_records_have_their_own_axes(tmp_path):
-    path = tmp_path / "skew.jsonl"
-    keys = [k for skew in (0.0, 100.0) for k in made_results.keys(["chain"], [4096], skew=skew)]
+def test_arrivals_and_records_have_their_own_axes(tmp_path):
+    path = tmp_path / "arrivals.jsonl"
+    keys = [
+        k for at in ("together", "random:100us") for k in made_results.keys(["chain"], [4096], arrivals=at)
+    ]
     keys += [k for b in (1, 2) for k in made_results.keys(["chain"], [0], what="reduce", batch=b)]
     found = study(made_results.write(path, keys))
-    (skew,) = charts("skew", found).values()
-    assert [point.x for point in skew.series[0].points] == [0.0, 100.0]
-    assert not skew.x_log
+    (late,) = charts("arrivals", found).values()
+    assert [point.x for point in late.series[0].points] == [0.0, 100.0]
+    assert not late.x_log
     reduce = charts("time", found)["time-reduce"]
     assert [panel.title for panel in reduce.panels] == ["8,320 bytes", "16,640 bytes"]
 

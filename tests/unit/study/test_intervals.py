@@ -50,7 +50,7 @@ def test_prices_that_are_known_leave_nothing_open():
     first, second = estimates(machine(), BOTH)
     assert isclose(first.low, first.high, rel_tol=1e-9)
     assert (second.ratio_low, second.ratio_high) == (pytest.approx(2, rel=1e-3), pytest.approx(2, rel=1e-3))
-    assert not second.like_the_first
+    assert not second.like_the_baseline
     assert first.ratio_interval is None
 
 
@@ -67,8 +67,8 @@ def test_what_a_model_misses_widens_ratios_and_drift_does_not():
     assert width(apart.ratio_low, apart.ratio_high) == pytest.approx(2.12 * 0.1 * 2**0.5, rel=0.01)
     assert width(together.low, together.high) == pytest.approx(2.12 * 0.1, rel=0.01)
     assert width(together.ratio_low, together.ratio_high) < 1e-6
-    assert not apart.like_the_first
-    assert estimates(machine(scatter=0.3), BOTH)[1].like_the_first
+    assert not apart.like_the_baseline
+    assert estimates(machine(scatter=0.3), BOTH)[1].like_the_baseline
 
 
 def test_noise_is_drawn():

@@ -15,7 +15,8 @@ from treeattn.study.compare.sweep import Block, Sweep, keys
 
 LISTS = {
     "ranks": [4], "what": ["reduce", "decode"], "batch": [1], "queries": [1], "heads": [16], "kv_heads": [0],
-    "head_dim": [128], "dtype": ["bfloat16"], "wire": ["float32"], "skew": [0.0], "tokens": [100, 200],
+    "head_dim": [128], "dtype": ["bfloat16"], "wire": ["float32"], "arrivals": ["together"],
+    "tokens": [100, 200],
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from treeattn import mpi_library
+from treeattn.collectives.clusters.disturbance import TOGETHER, Arrivals
 from treeattn.study.compare.clock import Clock, Offset, on_common_clock
 
 if TYPE_CHECKING:
@@ -62,14 +63,14 @@ class Times(NamedTuple):
 class Loop:
     """Timed loops on `comm`. Creating it is collective.
 
-    oversubscribed: ranks outnumber cores, so whoever waits gives its core away. seed: of the delays of a
-    skew.
+    oversubscribed: ranks outnumber cores, so whoever waits gives its core away. seed: of arrivals that are
+    drawn.
     """
 
     def __init__(self, comm: MpiCommunicator, clock: Clock, oversubscribed: bool, seed: int) -> None:
         self._comm, self._clock = comm, clock
         self._give_way: Callable[[], object] = os.sched_yield if oversubscribed else tuple
-        self._draw = np.random.default_rng([seed, comm.rank])
+        self._seed, self._steps = seed, 0
         self._mine, self._agreed = np.empty(1, np.int64), np.empty(1, np.int64)
         self._lead = _LEAST_LEAD
         self._most_lead = max(_MOST_LEAD, 2 * self._time_of_agreement())
@@ -107,13 +108,16 @@ class Loop:
         parts: Sequence[Callable[[], object]],
         prepare: Callable[[], object],
         iterations: int,
-        skew: float = 0.0,
+        arrivals: Arrivals = TOGETHER,
     ) -> Times | None:
         """Time `parts`, called in order after `prepare`; the times on rank 0. Collective.
 
-        skew: each rank enters up to so many microseconds after the agreed instant, at random.
+        arrivals: when ranks enter after the agreed instant; each iteration is another step of theirs.
         """
-        delays = self._draw.integers(0, int(1000 * skew) + 1, iterations).tolist()
+        size, rank = self._comm.size, self._comm.rank
+        steps = range(self._steps, self._steps + iterations)
+        delays = [int(1000 * arrivals.starts(step, size, self._seed)[rank]) for step in steps]
+        self._steps += iterations
         before = self._clock.compare()
         collecting = gc.isenabled()
         gc.disable()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeattn import communicators
+from treeattn.collectives.clusters.disturbance import ALL_TOGETHER, Arrivals
 from treeattn.collectives.schedule import Schedule
 from treeattn.study import environment
 from treeattn.study.compare import payload, problems, steps
@@ -62,8 +63,10 @@ class Bench:
         oversubscribed: bool,
         seed: int,
         own: Mapping[str, Schedule] | None = None,
+        arrivals: Mapping[str, Arrivals] = ALL_TOGETHER,
     ) -> None:
-        """own: schedules of one's own among the schemes, by name."""
+        """own: schedules of one's own among the schemes, by name; arrivals: likewise."""
+        self.arrivals = arrivals
         self.comm, self.effort, self.seed, self.own = comm, effort, seed, own or {}
         self.groups = communicators.node_groups(comm)
         self.machines = [entry["machine"] for entry in environment.placement(comm)]
@@ -129,9 +132,9 @@ class Bench:
                 part()
             spent = time.perf_counter() - began
         if count is None:
-            overhead = 2 * self.loop.lead / 1e6 + key.skew / 1e6
+            overhead = 2 * self.loop.lead / 1e6 + key.spread / 1e6
             count = self.effort.count(self.loop.agree_on_slowest(spent + overhead))
-        timed = self.loop.run(parts, prepare, count, key.skew)
+        timed = self.loop.run(parts, prepare, count, self.arrivals[key.arrivals])
         step.close()
         return count, timed
 

@@ -12,6 +12,7 @@ from treeattn import topology
 from treeattn.agreement import collectively
 from treeattn.attention.shape import DTYPES
 from treeattn.collectives.clusters.description import Cluster
+from treeattn.collectives.clusters.disturbance import ALL_TOGETHER, UNDISTURBED, Arrivals, Disturbance
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.executor_names import executor_over
@@ -40,6 +41,7 @@ def predictions(
     keys: Sequence[Key],
     own: Mapping[str, Schedule],
     baseline: str | None = None,
+    arrivals: Mapping[str, Arrivals] = ALL_TOGETHER,
 ) -> Predictions:
     """On the cluster of that name, else the one of TREEATTN_CLUSTER. own: schedules of one's own, by name.
     Ratios are to the baseline, or in each case to the one that is predicted fastest.
@@ -62,12 +64,13 @@ def predictions(
                 used = members(of_rank, key.place)
                 at = tuple(places[rank] for rank in used)
                 nodes = [[used.index(rank) for rank in node if rank in used] for node in found.nodes]
-                if run := timed(cluster, at, [node for node in nodes if node], key, own):
+                groups = [node for node in nodes if node]
+                if run := timed(cluster, at, groups, key, own, Disturbance(arrivals[key.arrivals])):
                     runs[key] = run
                 without[lacking(cluster, at, key)] = None
-            times = {key: run(cluster, 0) for key, run in runs.items()}
-            order = sorted(times, key=lambda key: (key.label != baseline, times[key]))
-            known |= zip(order, estimates(cluster, [runs[key] for key in order]), strict=True)
+            drawn = any(arrivals[key.arrivals].drawn for key in runs)
+            base = next((at for at, key in enumerate(runs) if key.label == baseline), None)
+            known |= zip(runs, estimates(cluster, list(runs.values()), base, drawn), strict=True)
         shown = "; ".join(filter(None, (named.shown, found.misfit(cluster), *without)))
         return Predictions(known, f"{shown}\n{words(cluster)}")
 
@@ -91,10 +94,11 @@ def timed(
     nodes: Sequence[Sequence[int]],
     key: Key,
     own: Mapping[str, Schedule],
+    disturbed: Disturbance = UNDISTURBED,
 ) -> Timed | None:
     """What gives the microseconds of one key; None for libraries and baselines without a schedule or a ring's
-    formula, for an executor without prices there, and for whole steps where it does not say how fast a rank
-    reads."""
+    formula, for an executor without prices there, and for whole steps that ranks do not enter together, or
+    where it does not say how fast a rank reads."""
     if key.scheme in (SUM, NULL) or lacking(cluster, places, key):
         return None
     executor = executor_over(key.transport, key.executor)
@@ -103,7 +107,7 @@ def timed(
     scheduled = selection.own is not None or selection.row.generator is not None
     if selection.own is not None and selection.own.size != key.ranks:  # to run it will say so
         return None
-    if not scheduled or (key.what == "decode" and cluster.memory is None):
+    if not scheduled or (key.what == "decode" and (cluster.memory is None or disturbed != UNDISTURBED)):
         return None
     try:
         schedule = selection.build(key.ranks, nodes if selection.needs_nodes else None)
@@ -112,7 +116,9 @@ def timed(
     if key.what == "reduce":
         records = key.batch * key.heads * key.queries
         payload = Payload(records, WIRE_BYTES[key.wire] * (key.head_dim + 2), key.queries)
-        return lambda of, _: simulate(schedule, of, places, payload, executor).time
+        return lambda of, draw: (
+            simulate(schedule, of, places, payload, executor, None, disturbed, draw).completion
+        )
     size = np.dtype(DTYPES[key.dtype]).itemsize
     shape = Shape(key.tokens, key.heads, key.kv_heads, key.head_dim, key.batch, key.queries, size)
 

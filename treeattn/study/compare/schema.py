@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, structs
 
+from treeattn.collectives.clusters.disturbance import duration
 from treeattn.study.intervals import Estimate
 
 #: Of the lines; a reader leaves lines of another format alone and names them.
@@ -60,8 +61,8 @@ class Key(Struct, frozen=True):
 
     what: ``"reduce"``, the reduction alone, or ``"decode"``, the whole step. scheme: as ``scheme=`` takes it,
     or `SUM` or `NULL`. tokens: context length over all ranks, 0 where it has no part (reduce). wire: type of
-    the records under way. skew: each rank enters up to so many microseconds late, at random. device: where
-    ranks compute. transport: how records travel, as ``transport=`` takes it; "none" for `NULL` on a GPU.
+    the records under way. arrivals: when ranks enter, in the words of `disturbance`. device: where ranks
+    compute. transport: how records travel, as ``transport=`` takes it; "none" for `NULL` on a GPU.
     executor: who was asked to run the rounds of a schedule on the host; None: the best that there is.
     ranks_per_node: of each node the first so many ranks take part, at most `ranks` in all; None: of all ranks
     the first `ranks`.
@@ -78,7 +79,7 @@ class Key(Struct, frozen=True):
     head_dim: Positive
     dtype: str
     wire: Literal["float32", "bfloat16", "float64"] = "float32"
-    skew: Length = 0.0
+    arrivals: str = "together"
     device: Literal["cpu", "cuda"] = "cpu"
     transport: str = "mpi"
     executor: Literal["slots", "program", "mpi"] | None = None
@@ -89,6 +90,7 @@ class Key(Struct, frozen=True):
         on_cpu, none = self.device == "cpu", self.transport == "none"
         if on_cpu != (self.transport == "mpi") or none != (self.scheme == NULL and not on_cpu):
             raise ValueError(f"key: {self.scheme} on {self.device} over {self.transport}")
+        duration(self.arrivals.partition(":")[2] or "0")
         if self.executor is not None and (not on_cpu or self.scheme in (SUM, NULL)):
             raise ValueError(f"key: {self.scheme} on {self.device}, run by {self.executor}")
 
@@ -96,6 +98,12 @@ class Key(Struct, frozen=True):
     def place(self) -> Place:
         """Which ranks of a job take part."""
         return self.ranks, self.ranks_per_node
+
+    @property
+    def spread(self) -> float:
+        """Microseconds that arrivals are scaled by; 0 for ranks that enter together, or as a list says."""
+        _, _, spread = self.arrivals.partition(":")
+        return duration(spread) if spread else 0.0
 
     @property
     def case(self) -> tuple[Any, ...]:

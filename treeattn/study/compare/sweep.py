@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from treeattn.agreement import broadcast_from_root
+from treeattn.collectives.clusters.disturbance import ALL_TOGETHER, Arrivals
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import TreeattnError
 from treeattn.study import environment
@@ -73,8 +74,8 @@ def keys(
 @dataclass(slots=True)
 class Sweep:
     """What `run` does. done: blocks that need not be measured again, with the microseconds that each took.
-    own: schedules of one's own among the schemes, by name. answered: on rank 0, of a case what needs no
-    further block; asked where the effort is to stop early."""
+    own: schedules of one's own among the schemes, by name; arrivals: likewise. answered: on rank 0, of a case
+    what needs no further block; asked where the effort is to stop early."""
 
     keys: Sequence[Key]
     effort: Effort
@@ -82,6 +83,7 @@ class Sweep:
     seed: int
     done: Mapping[Block, float]
     own: Mapping[str, Schedule] = field(default_factory=dict)
+    arrivals: Mapping[str, Arrivals] = field(default_factory=lambda: ALL_TOGETHER)
     answered: Callable[[set[Key]], set[Key]] = lambda case: set()
 
     def blocks(self, case: Iterable[Key]) -> list[Block]:
@@ -106,7 +108,7 @@ class Sweep:
             comm: Any = world.Split(0 if world.rank in used else 1, world.rank)
             if world.rank in used:
                 oversubscribed = environment.node_load([placement[rank] for rank in used]) is not None
-                bench = Bench(comm, self.effort, oversubscribed, self.seed, self.own)
+                bench = Bench(comm, self.effort, oversubscribed, self.seed, self.own, self.arrivals)
                 for _, case in itertools.groupby(mine, lambda key: key.case):
                     yield from self._run_case(bench, self.blocks(case))
             world.barrier_asleep()

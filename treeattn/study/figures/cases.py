@@ -27,7 +27,7 @@ class Axis:
 
 TOKENS = Axis("context length over all ranks, tokens", lambda key: key.tokens, (("tokens",),))
 RANKS = Axis("ranks", lambda key: key.ranks, (("ranks", "layout"), ("ranks",)))
-SKEW = Axis("ranks enter up to so much late, µs", lambda key: key.skew, (("skew",),))
+ARRIVALS = Axis("ranks enter so much apart, µs", lambda key: key.spread, (("arrivals",),))
 PAYLOAD = Axis(
     "records of a rank, bytes",
     lambda key: key.batch * key.queries * key.heads * (key.head_dim + 2) * WIRE_BYTES[key.wire],
@@ -206,8 +206,6 @@ def _suffix(fixed: dict[str, Any], common: set[tuple[str, Any]], study: Study) -
     known = {name: value for name, value in fixed.items() if (name, value) not in common}
     if "build" in known:
         known["build"] = builds.index(known["build"]) + 1
-    if "skew" in known:
-        known["skew"] = f"{known['skew']:g}"
     return "".join(f"-{name}{value}".replace(" ", "_") for name, value in known.items())
 
 
@@ -223,5 +221,6 @@ def _words(fields: dict[str, Any]) -> str:
         parts.append("batch {batch}, queries {queries}".format(**known))
     parts.append("{dtype}, {wire} records".format(**known))
     parts += ["on GPUs"] if known.get("device") == "cuda" else []
-    parts += [f"entering up to {known['skew']:g} µs late"] if known.get("skew") else []
+    late = known.get("arrivals", "together") != "together"
+    parts += [f"arrivals {known['arrivals']}"] if late else []
     return " · ".join(parts)

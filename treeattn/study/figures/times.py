@@ -10,7 +10,7 @@ from typing import Literal
 from treeattn.study.compare.results import Summary
 from treeattn.study.compare.schema import NULL, SUM
 from treeattn.study.figures.axes import brief
-from treeattn.study.figures.cases import RANKS, SKEW, TOKENS, Case, left_out
+from treeattn.study.figures.cases import ARRIVALS, RANKS, TOKENS, Case, left_out
 from treeattn.study.figures.chart import Chart, Lines, Panel, Point, Rows, Series, interval
 from treeattn.study.figures.style import in_order
 from treeattn.study.statistics import Statistics, describe
@@ -66,9 +66,9 @@ def scaling(case: Case) -> list[Chart]:
     return lines(case, words, f"{_SERIES[case.series]}, µs", _compared(case))
 
 
-def skew(case: Case) -> list[Chart]:
+def arrivals(case: Case) -> list[Chart]:
     """Time from the last rank's entry to the last exit, over how unevenly the ranks arrive."""
-    words = "skew-{}", "What remains of a {} after the last arrival", _INTERVALS
+    words = "arrivals-{}", "What remains of a {} after the last arrival", _INTERVALS
     return lines(case, words, "last exit minus last entry, µs", lambda one: _time(one, "after_last_entry"))
 
 
@@ -144,7 +144,7 @@ def lines(
     if len(places) < 2 or not series:
         return []
     ticks: Literal["tokens", "plain"] = "tokens" if case.axis is TOKENS else "plain"
-    missing = left_out(case.study, case.axis) if case.axis in (RANKS, SKEW) else ()
+    missing = left_out(case.study, case.axis) if case.axis in (RANKS, ARRIVALS) else ()
     return [
         Lines(*case.around(*words), case.axis.label, label, tuple(series), places[0] > 0, intervals, ticks,
               reference, left_out=missing)
