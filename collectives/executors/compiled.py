@@ -171,7 +171,6 @@ class Reducer(BaseReducer):
             self._go_on(result)
 
     def native_step(self) -> NativeStep:
-        """The program."""
         return NativeStep(self._native, ctypes.addressof(self._struct), _POLL_INTERVAL.value, self._as_step)
 
     def _as_step(self, call: Callable[[], int]) -> Callable[[], int]:
@@ -220,7 +219,6 @@ class Reducer(BaseReducer):
         return rounds[instruction] if instruction < len(rounds) else None
 
     def waits_for(self) -> tuple[str, str]:
-        """The round, and its peers."""
         number = self._round()
         if number is None:
             return super().waits_for()

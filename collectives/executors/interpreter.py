@@ -124,7 +124,6 @@ class Reducer(BaseReducer):
         """Of the communicator's library, for no round yet. Collective."""
 
     def waits_for(self) -> tuple[str, str]:
-        """The round, and its peers."""
         if self._at is None:
             return super().waits_for()
         return f"{self.name}, round {self._at}", self._program.peers(self._at)

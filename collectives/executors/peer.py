@@ -139,7 +139,6 @@ class Reducer(BaseReducer):
         """The stream does the rest."""
 
     def fuse_epilogue(self, work: Any) -> Callable[[], None] | None:
-        """Where this rank is not alone."""
         launch = self._windows.step and self._windows.step.fuse_epilogue(work)
         return self._step_by(launch) if launch else None
 

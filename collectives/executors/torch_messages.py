@@ -118,7 +118,6 @@ class TorchMessages:
         return polled if self._operations else poll
 
     def failure(self, number: int, code: int) -> BaseException:
-        """What was raised in that round."""
         assert self._error is not None
         return self._error
 

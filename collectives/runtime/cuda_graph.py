@@ -103,7 +103,6 @@ class CudaGraphReducer(Reducer):
             self._graph()
 
     def _advance(self) -> bool:
-        """The stream does the rest."""
         return True
 
     def _complete(self) -> None:

@@ -75,7 +75,6 @@ class MpiCommunicator(MPI.Intracomm):
         return made  # type: ignore[no-any-return]
 
     def free(self) -> None:
-        """Give it back to MPI."""
         self.Free()
 
     def lent(self) -> MpiCommunicator:
@@ -126,7 +125,6 @@ class _Lent(MpiCommunicator):
     MPI keeps the order of those with one tag."""
 
     def dup(self) -> MpiCommunicator:
-        """Itself."""
         return self
 
     def Free(self) -> None:
@@ -168,12 +166,10 @@ class PersistentRequests:
         self._rounds: dict[int, list[MPI.Prequest]] = {}
 
     def receive(self, array: Array, peer: int, tag: int) -> MPI.Prequest:
-        """Plan a message into `array`."""
         self._requests.append(self.comm.Recv_init(array, peer, tag))
         return self._requests[-1]
 
     def send(self, array: Array, peer: int, tag: int) -> MPI.Prequest:
-        """Plan a message out of `array`."""
         self._requests.append(self.comm.Send_init(array, peer, tag))
         return self._requests[-1]
 
@@ -185,7 +181,6 @@ class PersistentRequests:
         return self._rounds[number]
 
     def start(self, number: int) -> None:
-        """Start those of a round."""
         MPI.Prequest.Startall(self._rounds[number])
 
     def test(self, number: int) -> bool:
@@ -193,7 +188,6 @@ class PersistentRequests:
         return MPI.Prequest.Testall(self._rounds[number])
 
     def wait(self, number: int) -> None:
-        """Return when they have."""
         MPI.Prequest.Waitall(self._rounds[number])
 
     def free(self) -> None:

@@ -44,7 +44,6 @@ class ProgressThreadReducer(Reducer):
                 self._ended.put(None)
 
     def waits_for(self) -> tuple[str, str]:
-        """What is inside does."""
         return self._reducer.waits_for()
 
     def _step(self) -> None:

@@ -83,12 +83,10 @@ class TorchCommunicator:
 
     @property
     def host(self) -> ProcessGroup:
-        """The group that takes host memory."""
         return self._known.host or self.group
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """Where each rank runs."""
         return self._known.members
 
     @property
@@ -103,7 +101,6 @@ class TorchCommunicator:
         return everyone
 
     def bcast(self, obj: Any, /, root: int = 0) -> Any:
-        """The object of the rank `root`."""
         box: list[Any] = [obj]
         self._run("bcast", dist.broadcast_object_list, box, group=self.host, group_src=root)
         return box[0]
@@ -125,7 +122,6 @@ class TorchCommunicator:
         return wait
 
     def barrier(self) -> None:
-        """Return when all ranks have called."""
         self._run("barrier", dist.barrier, group=self.host)
 
     def dup(self) -> TorchCommunicator:
@@ -137,7 +133,6 @@ class TorchCommunicator:
         """Nothing is to be given back: the group is the caller's."""
 
     def lent(self) -> TorchCommunicator:
-        """Itself: channels cost nothing."""
         return self
 
     def operation(self, call: Callable[..., Any], array: Array, peer: int, number: int) -> Any:

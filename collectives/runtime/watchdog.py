@@ -147,7 +147,6 @@ class Guarded:
 
     @property
     def blocking(self) -> int:
-        """As `Watched`."""
         waits = self._current and (not self._patient or _absent())
         return self._current if waits else 0
 
@@ -158,7 +157,6 @@ class Guarded:
         self._current = 0
 
     def waits_for(self) -> tuple[str, str]:
-        """As `Watched`."""
         return self._what
 
 
@@ -290,7 +288,6 @@ class WatchedCalls:
         register(self)
 
     def run(self, name: str, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        """What a blocking call gives."""
         self._call = name
         self._number = self.blocking = self._number + 1
         try:

@@ -75,7 +75,6 @@ class KvRing(Reducer):
         self.sent: list[tuple[int, int]] = []
 
     def take(self, q: Array, k: Array, v: Array, lengths: Any = None) -> None:
-        """The arrays of the next step."""
         super()._check()
         if lengths is None:
             self._own_lengths[:] = k.shape[1]

@@ -93,7 +93,6 @@ class QueryRing(Reducer):
         self._sends = [request for request in self._outgoing if request] + self._gives
 
     def take(self, q: Array, k: Array, v: Array, lengths: Any = None) -> None:
-        """The arrays of the next step."""
         super()._check()
         self._lengths = None if lengths is None else self._shape.check_lengths(lengths, k.shape[1])
         bound = self._bound

@@ -193,7 +193,6 @@ class Staged(Reducer):
         self.executor, self.fallback = self._reducer.executor, self._reducer.fallback
 
     def waits_for(self) -> tuple[str, str]:
-        """What is inside does."""
         return self._reducer.waits_for()
 
     def _step(self) -> None:
@@ -204,7 +203,6 @@ class Staged(Reducer):
         self._runtime.copy(self._buffer, self._host)
 
     def _begin(self) -> None:
-        """The host waits for the partials."""
         self._runtime.copy(self._host, self._buffer)
         self._runtime.synchronize()
         self._reducer.start()
@@ -213,7 +211,6 @@ class Staged(Reducer):
         return self._reducer.test()
 
     def _complete(self) -> None:
-        """The GPU is not waited for."""
         self._reducer.wait()
         self._runtime.copy(self._buffer, self._host)
 

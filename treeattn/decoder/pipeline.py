@@ -81,7 +81,6 @@ class Pipeline(Reducer):
 
     @property
     def groups(self) -> int:
-        """How many there are."""
         return len(self._groups)
 
     @property
@@ -161,20 +160,16 @@ class Tried(Reducer):
 
     @property
     def groups(self) -> int:
-        """Of the next step."""
         return self._chosen.groups
 
     @property
     def sent(self) -> list[tuple[int, int]] | Sent | None:  # type: ignore[override]
-        """In the next step."""
         return self._chosen.sent
 
     def waits_for(self) -> tuple[str, str]:
-        """As in the step at hand."""
         return self._chosen.waits_for()
 
     def take(self, q: Array, k: Array, v: Array, lengths: Any = None) -> None:
-        """The arrays of the next step."""
         super()._check()
         self._chosen.take(q, k, v, lengths)
 
@@ -210,7 +205,6 @@ class Tried(Reducer):
             self._chosen = self._pipelines[following]
 
     def _decide(self) -> None:
-        """Once, together."""
         slowest = np.max(self._comm.allgather(self._seconds), axis=0)
         self._chosen = self._pipelines[int(slowest.argmin())]
         self._close_others()

@@ -264,7 +264,6 @@ class _SinksAdded:
         self.add()
 
     def refresh(self) -> None:
-        """As that of the attention."""
         self.attention.refresh()
 
 

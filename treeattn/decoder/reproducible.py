@@ -42,7 +42,6 @@ class ReproducibleCpu(Cpu):
         )
 
     def merge_operator(self, v_dim: int, dtype: Any) -> Any:
-        """Whole numbers, whatever the results are."""
         return cpu.BinsOperator(v_dim)
 
 

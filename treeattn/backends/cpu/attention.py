@@ -154,7 +154,6 @@ class PlannedAttention:
 
     @property
     def compiled(self) -> bool:
-        """Whether the compiled kernel does it."""
         return self._kernels is not None
 
     @property
@@ -192,7 +191,6 @@ class PlannedAttention:
     def __call__(
         self, q: Array, k: Array, v: Array, lengths: Array | None = None, block_table: Array | None = None
     ) -> None:
-        """As `partial_attention`."""
         bound = self._bound
         if block_table is not None and (bound is None or bound[3] is not block_table):
             block_table = as_table(block_table, q.shape[0])

@@ -38,15 +38,12 @@ class Cpu:
         check_environment()
 
     def slow_because(self) -> str | None:
-        """Why there are no compiled kernels."""
         return compile.compiled_kernels_problem()
 
     def rounds_weights(self, shape: Shape) -> bool:
-        """Never."""
         return False
 
     def view(self, name: str, array: Any) -> Array:
-        """A NumPy array."""
         return arrays.on_host(name, array)
 
     def tensor(self, name: str, array: Any, dtype: str | None) -> Array:
@@ -77,7 +74,6 @@ class Cpu:
         block_table: Any,
         tables: MaskTables | None,
     ) -> tuple[Any, Any]:
-        """Attention looks at the pages itself."""
         self._check(shape, q, k, v)
         table = self.block_table(shape, block_table)
         if tables is None:
@@ -86,35 +82,27 @@ class Cpu:
         return lengths, table
 
     def block_table(self, shape: Shape, block_table: Any) -> Array:
-        """Of the host."""
         return pages.as_table(block_table, shape.batch)
 
     def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
-        """int64, looked at."""
         return None if lengths is None else shape.check_lengths(lengths, tokens)
 
     def host_lengths(self, lengths: Any) -> Any:
-        """As they are."""
         return lengths
 
     def from_host(self, array: Array) -> Array:
-        """The array itself."""
         return array
 
     def to_host(self, array: Array) -> Array:
-        """A copy."""
         return array.copy()
 
     def readable(self, array: Array) -> Array:
-        """The array itself."""
         return array
 
     def kernel_head_dim(self, head_dim: int) -> int:
-        """Itself: every one is served."""
         return head_dim
 
     def most_queries(self, heads: int, kv_heads: int) -> int | None:
-        """Any."""
         return None
 
     def weights(self, array: Array) -> Array:
@@ -128,7 +116,6 @@ class Cpu:
     def attention(
         self, shape: Shape, records: Array, scale: float, tables: MaskTables | None = None
     ) -> Attention:
-        """The compiled kernel, or NumPy."""
         return PlannedAttention(
             records,
             scale=scale,
@@ -139,7 +126,6 @@ class Cpu:
         )
 
     def finish(self, records: Array, out: Array, lse: Array) -> Callable[[], object]:
-        """The compiled kernel, or NumPy."""
         return planned_finish(records, out, lse)
 
     def whole_step(
@@ -152,11 +138,9 @@ class Cpu:
         return PlannedStep(attention, native, records, out, lse)
 
     def pack(self, records: Array, factor: float) -> Callable[[Any, Any], object]:
-        """NumPy."""
         return planned_pack(records, factor)
 
     def scale(self, lse: Array, factor: float) -> Callable[[], object]:
-        """NumPy."""
         return planned_scale(lse, factor)
 
     def merge_operator(self, v_dim: int, dtype: Any) -> MergeOperator:

@@ -111,7 +111,6 @@ class NullOperator(MergeOperator):
     """Merges nothing: what a reduction then costs is the executor and the messages."""
 
     def planned_merge(self, into: Array, other: Array) -> Callable[[], object]:
-        """A callable that does nothing."""
         return tuple
 
     def native_code(self) -> NativeCode:

@@ -169,7 +169,6 @@ class PlannedAttention:
     def __call__(
         self, q: Array, k: Array, v: Array, lengths: Any = None, block_table: Array | None = None
     ) -> None:
-        """As `partial_attention`."""
         bound, given = self._bound, (q, k, v, lengths, block_table)
         if not bound or any(map(operator.is_not, bound, given)):
             self.bind(*given)
@@ -224,7 +223,6 @@ class PlannedAttention:
         self._bound, self._layout = (q, k, v, lengths, block_table), layout
 
     def _bind_layout(self, q: Array, k: Array, v: Array, block_table: Array | None) -> None:
-        """All but addresses, lengths and splits."""
         runtime, a = self._runtime, self._arguments
         kv_type = self._cache.kernel_type(k, v)
         q_type = check_inputs(q, k, v, self._records, block_table, runtime)

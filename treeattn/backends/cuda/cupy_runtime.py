@@ -168,7 +168,6 @@ class CupyRuntime:
         return self._allocate(self._cupy.zeros, size, dtype)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A new device array."""
         return self._allocate(self._cupy.empty, shape, dtype)
 
     def _allocate(self, new: Callable[..., Any], shape: Any, dtype: Any) -> Any:
@@ -218,7 +217,6 @@ class CupyRuntime:
             raise BackendError(f"out of GPU memory: {error}; use a smaller cache, or more ranks") from error
 
     def withdraw(self, address: int) -> None:
-        """Back to CUDA."""
         self._cupy.cuda.runtime.free(address)
 
     def open_exposed(self, handle: bytes) -> int:
@@ -231,7 +229,6 @@ class CupyRuntime:
             raise TransportError(f"{error}; {_NO_IPC}") from error
 
     def close_exposed(self, address: int) -> None:
-        """Unmapped."""
         self._cupy.cuda.runtime.ipcCloseMemHandle(address)
 
     def copy(self, into: Any, source: Any) -> None:
@@ -260,7 +257,6 @@ class CupyRuntime:
         return int(array.data.ptr)
 
     def holds(self, array: Any) -> bool:
-        """Whether `array` is CuPy's."""
         return isinstance(array, self._cupy.ndarray)
 
     def borrow(self, array: Any) -> Any:
@@ -268,11 +264,9 @@ class CupyRuntime:
         return self._cupy.asarray(array)
 
     def synchronize(self) -> None:
-        """Wait for CuPy's current stream."""
         self._cupy.cuda.get_current_stream().synchronize()
 
     def done(self) -> bool:
-        """By cudaStreamQuery of CuPy's current stream."""
         return bool(self._cupy.cuda.get_current_stream().done)
 
     def synchronize_all(self) -> None:
@@ -301,7 +295,6 @@ class CupyRuntime:
 
     @property
     def stream(self) -> int:
-        """CuPy's current stream."""
         return int(self._cupy.cuda.get_current_stream().ptr)
 
     def check(self, name: str, array: Any) -> None:

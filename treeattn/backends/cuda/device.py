@@ -59,17 +59,14 @@ class Cuda:
 
     @property
     def memory(self) -> Memory:
-        """The runtime."""
         return self.runtime
 
     @property
     def stream(self) -> Stream:
-        """The runtime."""
         return self.runtime
 
     @property
     def namespace(self) -> Any:
-        """CuPy."""
         return self.runtime.namespace
 
     def check_shape(self, shape: Shape) -> None:
@@ -81,11 +78,9 @@ class Cuda:
             raise no_latent_kernel(shape.dtype, str(shape.kv_dtype))
 
     def slow_because(self) -> str | None:
-        """Kernels are always compiled here."""
         return None
 
     def rounds_weights(self, shape: Shape) -> bool:
-        """Where tensor cores are used."""
         rows = shape.queries * (shape.heads // shape.kv_heads)
         q_type, kv_type = (
             TYPES.get(kind or "", (kind or "", 0))[0] for kind in (shape.dtype, shape.kv_dtype)
@@ -94,7 +89,6 @@ class Cuda:
         return self._tensor_cores and for_tensor_cores(q_type, kv_type, rows, latent)
 
     def view(self, name: str, array: Any) -> Any:
-        """A CuPy array."""
         return arrays.on_gpu(name, array, self.runtime)
 
     def tensor(self, name: str, array: Any, dtype: str | None) -> Array:
@@ -186,7 +180,6 @@ class Cuda:
         return moved
 
     def to_host(self, array: Array) -> Array:
-        """Waits for what was queued before."""
         if not array.flags.c_contiguous:
             packed = self.runtime.empty(array.shape, array.dtype)
             self.runtime.copy(packed, array)
@@ -197,7 +190,6 @@ class Cuda:
         return moved
 
     def readable(self, array: Array) -> Array:
-        """A copy."""
         return self.to_host(array)
 
     def kernel_head_dim(self, head_dim: int) -> int:
@@ -213,7 +205,6 @@ class Cuda:
         return self.from_host(np.asarray(array, np.float32))
 
     def product(self, matrices: Sequence[Any]) -> Callable[[Any], Any]:
-        """cuBLAS, through CuPy."""
         return PlannedProduct(matrices, self.namespace)
 
     def attention(
@@ -232,21 +223,17 @@ class Cuda:
         )
 
     def finish(self, records: Array, out: Array, lse: Array) -> Callable[[], object]:
-        """One launch."""
         return planned_finish(records, out, lse, runtime=self.runtime)
 
     def whole_step(
         self, attention: Any, reducer: Reducer, records: Array, out: Array, lse: Array
     ) -> WholeStep | None:
-        """A captured step is one launch."""
         return None
 
     def pack(self, records: Array, factor: float) -> Callable[[Any, Any], object]:
-        """One launch."""
         return planned_pack(records, factor, runtime=self.runtime)
 
     def scale(self, lse: Array, factor: float) -> Callable[[], object]:
-        """One launch."""
         return planned_scale(lse, factor, runtime=self.runtime)
 
     def merge_operator(self, v_dim: int, dtype: Any) -> MergeOperator:

@@ -182,7 +182,6 @@ class PlannedFinish:
         self.arguments, self.arrays, self._launch = arguments, arrays, launch
 
     def __call__(self) -> None:
-        """Queue the launch."""
         self._launch()
 
 
