@@ -58,10 +58,11 @@ def attend(runtime: Any, case: Case) -> Results:
     records = runtime.empty((case.batch, case.heads, case.queries, case.width + 2), np.float32)
     out = runtime.empty((case.batch, case.queries, case.heads, case.width), np.float32)
     lse = runtime.empty((case.batch, case.heads, case.queries), np.float32)
-    cuda.partial_attention(
-        *(q, k, v, records), scale=case.scale, lengths=lengths, tables=tables,
-        num_splits=case.splits or 1, tensor_cores=case.tensor_cores, runtime=runtime,
+    attention = cuda.PlannedAttention(
+        records, scale=case.scale, tables=tables, num_splits=case.splits or 1,
+        tensor_cores=case.tensor_cores, runtime=runtime,
     )  # fmt: skip
+    attention(q, k, v, lengths)
     cuda.planned_finish(records, out, lse, runtime=runtime)()
     runtime.synchronize()
     return Results(*(array.get() if hasattr(array, "get") else array for array in (records, out, lse)))
@@ -84,7 +85,7 @@ def launch(runtime: Any, shape: Shape) -> None:
     q = upload_random(runtime, (1, 1, shape.heads, HEAD_DIM), kind)
     k, v = (upload_random(runtime, rows, kind) for _ in "kv")
     records = runtime.empty((1, shape.heads, 1, HEAD_DIM + 2), np.float32)
-    cuda.partial_attention(q, k, v, records, scale=HEAD_DIM**-0.5, runtime=runtime)
+    cuda.PlannedAttention(records, scale=HEAD_DIM**-0.5, runtime=runtime)(q, k, v)
     runtime.synchronize()
 
 

@@ -19,6 +19,7 @@ from tests.emulator.faults import FAULTS, faults_source, planted
 from tests.emulator.node import Node
 from tests.emulator.raw_module import RawModule
 from tests.emulator.runtime import EmulatorRuntime
+from tests.support import verbs
 from treeattn import collectives
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
@@ -43,16 +44,21 @@ def run_attention(sanitizer: str, name: str, edit: Callable[[str], str]) -> None
     k, v = (rng.standard_normal((1, 200, 1, 64)).astype(np.float16) for _ in "kv")
     records = np.empty((1, 4, 1, 66), np.float32)
     for query in (q, room[..., 1:]):
-        cuda.partial_attention(
-            *(query, k, v, records), scale=0.125, num_splits=3, tensor_cores=name == "mma", runtime=runtime
+        verbs.attend(
+            cuda,
+            *(query, k, v, records),
+            scale=0.125,
+            num_splits=3,
+            tensor_cores=name == "mma",
+            runtime=runtime,
         )
     other = records.copy()
-    cuda.merge(records, other, runtime=runtime)
+    verbs.merge(cuda, records, other, runtime=runtime)
     operator, maxima = cuda.MergeOperator(64, runtime=runtime), records[..., 0].reshape(4) + np.float32(1)
     flat = records.reshape(4, 66)
     operator.planned_rescale(flat, maxima, *operator.columns(flat)[1:])()
     out, lse = np.empty((1, 1, 4, 64), np.float32), np.empty((1, 4, 1), np.float32)
-    cuda.finish(records, out, lse, runtime=runtime)
+    verbs.finish(cuda, records, out, lse, runtime=runtime)
     cuda.planned_pack(records.copy(), 1.0, runtime=runtime)(out.reshape(1, 4, 1, 64), lse)
     cuda.planned_scale(lse, 0.5, runtime=runtime)()
     print("NaN" if np.isnan(out).any() else "finite")
@@ -73,7 +79,8 @@ def run_visible(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
         draft_positions=np.arange(40)[None],
     )
     records = np.empty((1, 2, 3, 66), np.float32)
-    cuda.partial_attention(
+    verbs.attend(
+        cuda,
         *(q, k, v, records),
         scale=0.125,
         tables=visible,
@@ -92,7 +99,8 @@ def run_cache(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
     k, v = (rng.standard_normal((15, 16, 1, 64)).astype("float8_e4m3fn") for _ in "kv")
     table = np.array([[14, 2, 5, 1, 0, 7, 3], [4, 13, 9, 10, 14, -1, -1]], np.int32)
     records = np.empty((2, 4, 1, 66), np.float32)
-    cuda.partial_attention(
+    verbs.attend(
+        cuda,
         *(q, k, v, records),
         scale=0.125,
         lengths=np.array([112, 80], np.int64),
@@ -121,7 +129,8 @@ def run_latent(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
         ({}, {"tables": visible}, {"block_table": table}),
         strict=True,
     ):
-        cuda.partial_attention(
+        verbs.attend(
+            cuda,
             *(q, keys, keys[..., :512], into),
             scale=0.1,
             num_splits=2,
@@ -138,7 +147,7 @@ def run_tall(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, n, 1, 64)).astype(np.float16) for n in (41, 200, 200))
     records = np.empty((1, 1, 41, 66), np.float32)
-    cuda.partial_attention(q, k, v, records, scale=0.125, num_splits=3, runtime=runtime)
+    verbs.attend(cuda, q, k, v, records, scale=0.125, num_splits=3, runtime=runtime)
     print("NaN" if np.isnan(records).any() else "finite")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support import verbs
 from tests.support.drawn import sample
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
@@ -35,7 +37,8 @@ def attend(case: Case, runtime: EmulatorRuntime, inputs: Inputs | None = None, *
     q, k, v, lengths, visible = inputs or case.inputs()
     records = records_for(case)
     options = {"num_splits": case.splits, "tensor_cores": case.tensor_cores, **options}
-    cuda.partial_attention(
+    verbs.attend(
+        cuda,
         *(q, k, v, records),
         scale=case.scale,
         lengths=lengths,
@@ -63,7 +66,7 @@ def bits(array: Array) -> Array:
 def test_emulator_is_exact(case: Case) -> None:
     runtime = EmulatorRuntime(seed=1)
     records = attend(case, runtime)
-    out, lse = finished(records, lambda *arrays: cuda.finish(*arrays, runtime=runtime))
+    out, lse = finished(records, lambda *arrays: verbs.finish(cuda, *arrays, runtime=runtime))
     case.check(out, lse, is_tensor_core_case(case))
     assert runtime.launches == 2
 
@@ -73,7 +76,7 @@ def test_cpu_backend_is_exact(case: Case) -> None:
     q, k, v, lengths, visible = case.inputs()
     records = records_for(case)
     cpu.PlannedAttention(records, scale=case.scale, tables=visible)(q, k, v, lengths)
-    case.check(*finished(records, cpu.finish), tensor_cores=False)
+    case.check(*finished(records, functools.partial(verbs.finish, cpu)), tensor_cores=False)
 
 
 TWO = [
@@ -106,7 +109,7 @@ def test_splits_merge_on_two_levels(case: Case, fan: int, monkeypatch: pytest.Mo
     assert (bits(records[0]) == bits(records[1])).all()
     assert (bits(records[0]) == bits(records[2])).all()
     runtime = EmulatorRuntime()
-    out, lse = finished(records[0], lambda *arrays: cuda.finish(*arrays, runtime=runtime))
+    out, lse = finished(records[0], lambda *arrays: verbs.finish(cuda, *arrays, runtime=runtime))
     case.check(out, lse, is_tensor_core_case(case))
 
 
@@ -400,7 +403,7 @@ def test_what_cannot_be_is_refused(change: dict[str, Any], error: type[Exception
         "runtime": EmulatorRuntime(),
     }
     with pytest.raises(error, match=message):
-        cuda.partial_attention(**{**arguments, **change})
+        verbs.attend(cuda, **{**arguments, **change})
 
 
 @needs_emulator
@@ -482,4 +485,6 @@ def test_a_plan_outlives_a_lack_of_memory() -> None:
     assert (records == 77).all()
     runtime.full = False
     planned(q, k, v)
-    case.check(*finished(records, lambda *arrays: cuda.finish(*arrays, runtime=runtime)), tensor_cores=False)
+    case.check(
+        *finished(records, lambda *arrays: verbs.finish(cuda, *arrays, runtime=runtime)), tensor_cores=False
+    )

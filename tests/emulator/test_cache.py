@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import treeattn
+from tests.support import verbs
 from tests.support.drawn import sample
 from tests.support.pages import in_pages
 from treeattn import reference
@@ -34,7 +35,7 @@ def attend(q: Array, k: Array, v: Array, **options: Any) -> Array:
     batch, queries, heads, head_dim = q.shape
     records = np.full((batch, heads, queries, head_dim + 2), 77, np.float32)
     options = {"scale": head_dim**-0.5, "num_splits": 3, "runtime": EmulatorRuntime(seed=1), **options}
-    cuda.partial_attention(q, k, v, records, **options)
+    verbs.attend(cuda, q, k, v, records, **options)
     return records
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.support import verbs
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
@@ -158,7 +159,8 @@ def latent_records_of(kernel: str, seed: int, fault: str | None) -> np.ndarray:
     visible.update(Runs([(0, 1, 300)]), 300, None, np.array([250, 40, 90, 20, 140]))
     everything = np.empty((2, 1, 3, 5, 514), np.float32)
     for records, seen in zip(everything, (None, visible), strict=True):
-        cuda.partial_attention(
+        verbs.attend(
+            cuda,
             *(q, k, k[..., :512], records),
             scale=0.1,
             tables=seen,
@@ -175,7 +177,7 @@ def tall_records_of(kernel: str, seed: int, fault: str | None) -> np.ndarray:
     q = rng.standard_normal((1, 57, 1, 64)).astype(np.float16)
     k, v = (rng.standard_normal((1, 300, 1, 64)).astype(np.float16) for _ in "kv")
     records = np.full((1, 1, 57, 66), 77, np.float32)
-    cuda.partial_attention(q, k, v, records, scale=0.125, num_splits=4, runtime=runtime)
+    verbs.attend(cuda, q, k, v, records, scale=0.125, num_splits=4, runtime=runtime)
     return records
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import treeattn
+from tests.support import verbs
 from tests.support.drawn import sample
 from treeattn import reference
 from treeattn.backends import cuda
@@ -92,14 +93,14 @@ def test_pages_have_the_bits_of_one_piece(kind: Any) -> None:
     found = []
     for keys, options in ((whole, {}), (pages, {"block_table": table})):
         records = np.full((2, 16, 1, 514), 77, np.float32)
-        cuda.partial_attention(
-            *(q, keys, keys[..., :512], records), runtime=EmulatorRuntime(seed=2), **given, **options
+        verbs.attend(
+            cuda, *(q, keys, keys[..., :512], records), runtime=EmulatorRuntime(seed=2), **given, **options
         )
         found.append(records)
     assert (found[0].view(np.uint32) == found[1].view(np.uint32)).all()
     wide = whole.astype(np.float64) * (0.5 if narrow else 1)
     out, lse = (np.zeros(shape, np.float32) for shape in ((2, 1, 16, 512), (2, 16, 1)))
-    cuda.finish(found[0], out, lse, runtime=EmulatorRuntime())
+    verbs.finish(cuda, found[0], out, lse, runtime=EmulatorRuntime())
     assert_exact(q, wide, out, lse, lengths=lengths.tolist())
 
 

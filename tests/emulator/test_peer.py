@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support import verbs
 from tests.support.drawn import sample
 from treeattn import collectives
 from treeattn.backends import cpu, cuda
@@ -205,7 +206,7 @@ def test_a_step_may_finish_its_records() -> None:
             assert_same_bits(schedule, held, step)
             for records, (out, lse) in zip(held, node.results, strict=True):
                 want = np.empty_like(out), np.empty_like(lse)
-                cuda.finish(records[None, :, None], *want, runtime=EmulatorRuntime())
+                verbs.finish(cuda, records[None, :, None], *want, runtime=EmulatorRuntime())
                 np.testing.assert_array_equal(out.view(np.uint32), want[0].view(np.uint32))
                 np.testing.assert_array_equal(lse.view(np.uint32), want[1].view(np.uint32))
         assert [runtime.launches for runtime in node.runtimes] == [3] * 3

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.support import verbs
 from tests.support.drawn import sample
 from treeattn import partial
 from treeattn.backends import cpu, cuda
@@ -51,8 +52,8 @@ def test_merge_has_the_defined_bits_and_is_commutative(head_dim: int) -> None:
     first, second = (random_records(200, head_dim, seed) for seed in (0, 1))
     want, got, turned = first.copy(), first.copy(), second.copy()
     partial.merge(want, second)
-    cuda.merge(got, second, runtime=runtime)
-    cuda.merge(turned, first, runtime=runtime)
+    verbs.merge(cuda, got, second, runtime=runtime)
+    verbs.merge(cuda, turned, first, runtime=runtime)
     assert (bits(got) == bits(want)).all()
     assert (bits(turned) == bits(want)).all()
 
@@ -127,7 +128,7 @@ def test_finish_has_the_defined_bits() -> None:
     shapes = (batch, queries, heads, head_dim), (batch, heads, queries)
     want, got = ([np.full(shape, 77, np.float32) for shape in shapes] for _ in range(2))
     partial.finish(records, *want)
-    cuda.finish(records, *got, runtime=EmulatorRuntime())
+    verbs.finish(cuda, records, *got, runtime=EmulatorRuntime())
     assert (bits(got[0]) == bits(want[0])).all()
     assert (bits(got[1]) == bits(want[1])).all()
 
@@ -152,16 +153,17 @@ def test_what_cannot_merge_is_refused() -> None:
     runtime = EmulatorRuntime()
     records = np.zeros((3, 66), np.float32)
     with pytest.raises(ArgumentError, match="cannot merge"):
-        cuda.merge(records, records[:2].copy(), runtime=runtime)
+        verbs.merge(cuda, records, records[:2].copy(), runtime=runtime)
     with pytest.raises(ArgumentError, match="C-contiguous float32"):
-        cuda.merge(records, records.astype(np.float64), runtime=runtime)
+        verbs.merge(cuda, records, records.astype(np.float64), runtime=runtime)
     with pytest.raises(ArgumentError, match="device='cpu'"):
         cuda.MergeOperator(64, np.float64, runtime=runtime)
     operator = cuda.MergeOperator(64, runtime=runtime)
     with pytest.raises(ArgumentError, match="maxima must be"):
         operator.planned_rescale(records, np.zeros(2, np.float32), *operator.columns(records)[1:])
     with pytest.raises(ArgumentError, match="out must be"):
-        cuda.finish(
+        verbs.finish(
+            cuda,
             np.zeros((1, 1, 1, 66), np.float32),
             np.zeros((1, 1, 1, 65), np.float32),
             np.zeros((1, 1, 1), np.float32),

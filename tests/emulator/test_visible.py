@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import treeattn
-from tests.support import arguments
+from tests.support import arguments, verbs
 from tests.support.drawn import FACTOR
 from tests.support.exporters import OnGpu
 from tests.support.problems import draw
@@ -162,8 +162,8 @@ def fresh(arrays: tuple[Array, Array, Array], number: int) -> Array:
     """Records of step `number` from a plan of their own."""
     visible, records = MaskTables(RULES, 2, 5), np.full((2, 4, 5, 66), 77, np.float32)
     look(visible, number)
-    cuda.partial_attention(
-        *(*arrays, records), scale=0.125, tables=visible, num_splits=3, runtime=EmulatorRuntime()
+    verbs.attend(
+        cuda, *(*arrays, records), scale=0.125, tables=visible, num_splits=3, runtime=EmulatorRuntime()
     )
     return records
 
@@ -235,8 +235,8 @@ def test_what_nobody_sees_changes_no_bit(kernel: str) -> None:
     for value in (0, np.nan, np.inf):
         k[~seen], v[~seen] = value, -value
         records = np.full((2, 4, 5, 66), 77, np.float32)
-        cuda.partial_attention(
-            q, k, v, records, scale=0.125, tables=visible, num_splits=3, runtime=EmulatorRuntime()
+        verbs.attend(
+            cuda, q, k, v, records, scale=0.125, tables=visible, num_splits=3, runtime=EmulatorRuntime()
         )
         found.append(records)
     assert np.isfinite(found[0]).all()

@@ -10,6 +10,7 @@ import pytest
 from tests.emulator import test_cache
 from tests.emulator.cases import CASES, Case, is_tensor_core_case
 from tests.emulator.test_records import bits, random_records
+from tests.support import verbs
 from treeattn import partial
 from treeattn.backends import cuda
 from treeattn.backends.cuda import cupy_runtime
@@ -67,7 +68,7 @@ def test_gpu_is_exact(case: Case) -> None:
     first = records.get()
     out = cupy.full((case.batch, case.queries, case.heads, case.width), 77, cupy.float32)
     lse = cupy.full((case.batch, case.heads, case.queries), 77, cupy.float32)
-    cuda.finish(records, out, lse)
+    verbs.finish(cuda, records, out, lse)
     case.check(out.get(), lse.get(), is_tensor_core_case(case) and cupy_runtime.current().tensor_cores)
     for _ in range(20):
         planned(q, k, v, lengths)
@@ -83,7 +84,8 @@ def test_pages_of_8_bits_are_read(kind: str) -> None:
     (pages, table), (values, _) = test_cache.paged(k, 16), test_cache.paged(v, 16)
     records = cupy.zeros((2, 8, 1, 130), cupy.float32)
     given = {"scale": 0.1, "k_scale": [0.5, 2.0], "v_scale": 3.0, "kv_dtype": kind, "num_splits": 3}
-    cuda.partial_attention(
+    verbs.attend(
+        cuda,
         *(to_device(q), to_device(pages.view(np.uint8)), to_device(values.view(np.uint8)), records),
         lengths=to_device(np.array([150, 111], np.int64)),
         block_table=to_device(table),
@@ -102,13 +104,13 @@ def test_merge_and_finish_have_the_defined_bits() -> None:
     want = first.copy()
     partial.merge(want, second)
     got = cupy.asarray(first)
-    cuda.merge(got, cupy.asarray(second))
+    verbs.merge(cuda, got, cupy.asarray(second))
     assert (bits(got.get()) == bits(want)).all()
     shapes = (2, 10, 10, 64), (2, 10, 10)
     outputs = [np.empty(shape, np.float32) for shape in shapes]
     on_device = [cupy.empty(shape, cupy.float32) for shape in shapes]
     partial.finish(want.reshape(2, 10, 10, 66), *outputs)
-    cuda.finish(got.reshape(2, 10, 10, 66), *on_device)
+    verbs.finish(cuda, got.reshape(2, 10, 10, 66), *on_device)
     for wanted, array in zip(outputs, on_device, strict=True):
         assert (bits(array.get()) == bits(wanted)).all()
 
@@ -147,4 +149,4 @@ def test_arrays_of_the_host_are_refused() -> None:
     records = cupy.empty((1, 2, 1, 66), cupy.float32)
     q = np.zeros((1, 1, 2, 64), np.float32)
     with pytest.raises(ArgumentError, match="cupy.asarray"):
-        cuda.partial_attention(q, q, q, records, scale=1.0)
+        verbs.attend(cuda, q, q, q, records, scale=1.0)

@@ -178,7 +178,7 @@ def test_without_a_compiler_numpy_serves(compiler: str) -> None:
         "v = np.arange(24, dtype=np.float32).reshape(1, 3, 1, 8)\n"
         "r = np.empty((1, 1, 1, 10), np.float32); out = np.empty_like(q)\n"
         "lse = np.empty((1, 1, 1), np.float32)\n"
-        "cpu.partial_attention(q, k, v, r, scale=1.0); cpu.merge(r, r.copy()); cpu.finish(r, out, lse)\n"
+        "cpu.PlannedAttention(r, scale=1.0)(q, k, v); cpu.planned_finish(r, out, lse)()\n"
         "print(*out.ravel())"
     )
     process = python(code, CC=compiler)

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.support import verbs
 from treeattn import reference
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
@@ -23,9 +24,9 @@ def attend(q: Array, k: Array, v: Array, **plan: Any) -> tuple[Array, Array]:
     batch, queries, heads, head_dim = q.shape
     dtype = np.float64 if q.dtype == np.float64 else np.float32
     records = np.empty((batch, heads, queries, head_dim + 2), dtype)
-    cpu.partial_attention(q, k, v, records, **{"scale": 0.1} | plan)
+    verbs.attend(cpu, q, k, v, records, **{"scale": 0.1} | plan)
     out, lse = np.empty(q.shape, dtype), np.empty((batch, heads, queries), dtype)
-    cpu.finish(records, out, lse)
+    verbs.finish(cpu, records, out, lse)
     return out, lse
 
 

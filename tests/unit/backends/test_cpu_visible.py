@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support import verbs
 from tests.support.problems import Case, draw
 from treeattn import reference
 from treeattn.attention.mask import Rules
@@ -49,9 +50,9 @@ def test_drawn_cases_are_exact(block: int) -> None:
         case = draw(seed, SHARDS)
         whole = records_of(case, 0)
         for rank in range(1, SHARDS):
-            cpu.merge(whole, records_of(case, rank))
+            verbs.merge(cpu, whole, records_of(case, rank))
         out, lse = np.empty(case.q.shape, whole.dtype), np.empty(whole.shape[:3], whole.dtype)
-        cpu.finish(whole, out, lse)
+        verbs.finish(cpu, whole, out, lse)
         wanted_out, wanted_lse, out_bound, lse_bound = case.expected()
         where = f"seed {seed}, {case.rules}, q {case.q.shape} {case.q.dtype}, k {case.k.shape}"
         np.testing.assert_allclose(out, wanted_out, rtol=0, atol=out_bound, err_msg=where)
@@ -87,13 +88,13 @@ def test_what_nobody_may_see_changes_no_bit() -> None:
     stands = [[250, 120, 251]]
     records, again = (np.empty((1, 4, 3, 74), np.float32) for _ in "12")
     visible.update(Runs([(0, 1, 260)]), 300, None, stands, mask)
-    cpu.partial_attention(q, k, v, records, scale=0.2, tables=visible)
+    verbs.attend(cpu, q, k, v, records, scale=0.2, tables=visible)
     seen = reference.seen(np.arange(260), stands, causal=True, window=(70, 0), leading=3)
     hidden = ~np.concatenate([seen, mask], 2).any((0, 1))
     assert hidden[:260].any()
     assert hidden[260:].any()
     k[:, hidden], v[:, hidden] = np.nan, np.nan
-    cpu.partial_attention(q, k, v, again, scale=0.2, tables=visible)
+    verbs.attend(cpu, q, k, v, again, scale=0.2, tables=visible)
     assert records.tobytes() == again.tobytes()
 
 
@@ -102,9 +103,9 @@ def test_what_one_query_may_not_see_changes_no_bit_of_it() -> None:
     q, k, v, visible = one(2, 200, causal=True)
     visible.update(Runs([(0, 1, 200)]), 200, None, [150, 199])
     records, again = (np.empty((1, 4, 2, 74), np.float32) for _ in "12")
-    cpu.partial_attention(q, k, v, records, scale=0.2, tables=visible)
+    verbs.attend(cpu, q, k, v, records, scale=0.2, tables=visible)
     k[:, 151:], v[:, 151:] = np.nan, np.inf
-    cpu.partial_attention(q, k, v, again, scale=0.2, tables=visible)
+    verbs.attend(cpu, q, k, v, again, scale=0.2, tables=visible)
     assert records[:, :, 0].tobytes() == again[:, :, 0].tobytes()
     assert np.isnan(again[:, :, 1]).all()
 
@@ -114,8 +115,8 @@ def test_all_that_is_there_is_seen_to_the_same_bits() -> None:
     q, k, v, visible = one(1, 2500, causal=True)
     visible.update(Runs([(0, 1, 2500)]), 2500, None, [2499])
     records, plain = (np.empty((1, 4, 1, 74), np.float32) for _ in "12")
-    cpu.partial_attention(q, k, v, records, scale=0.2, tables=visible)
-    cpu.partial_attention(q, k, v, plain, scale=0.2)
+    verbs.attend(cpu, q, k, v, records, scale=0.2, tables=visible)
+    verbs.attend(cpu, q, k, v, plain, scale=0.2)
     assert records.tobytes() == plain.tobytes()
 
 
@@ -126,17 +127,17 @@ def test_softcap_from_tiny_scores_to_infinite_ones(softcap: float) -> None:
     k[0, :, :, 0] = np.geomspace(1e-6, 1e4, 90)[:, None]
     visible.update(None, 90)
     records = np.empty((1, 4, 1, 74), np.float32)
-    cpu.partial_attention(q, k, v, records, scale=0.2, tables=visible)
+    verbs.attend(cpu, q, k, v, records, scale=0.2, tables=visible)
     part = reference.partial(q, k, v, scale=0.2, softcap=softcap)
     out_bound, lse_bound = 3e-6 * np.abs(v).max(), 1e-5 + 3e-7 * softcap
     out, lse = np.empty(q.shape, np.float32), np.empty((1, 4, 1), np.float32)
-    cpu.finish(records, out, lse)
+    verbs.finish(cpu, records, out, lse)
     wanted_out, wanted_lse = reference.combine([part])
     if softcap < 50:  # else bounded by the scores themselves
         np.testing.assert_allclose(out, wanted_out, rtol=0, atol=out_bound)
     np.testing.assert_allclose(lse, wanted_lse, rtol=0, atol=lse_bound)
     k[0, 3], k[0, 4, :, 0] = np.nan, np.inf
-    cpu.partial_attention(q, k, v, records, scale=0.2, tables=visible)
+    verbs.attend(cpu, q, k, v, records, scale=0.2, tables=visible)
     assert np.isnan(records).all()
 
 
@@ -149,9 +150,9 @@ def test_alibi_from_far_away_keeps_its_digits(build: str) -> None:
     runs, stands = Runs([(0, 3, 700), (90_000, 1, 800)]), [[1_000_000, 120]]
     visible.update(runs, 1500, None, stands)
     records = np.empty((1, 4, 2, 74), np.float32)
-    cpu.partial_attention(q, k, v, records, scale=0.2, tables=visible)
+    verbs.attend(cpu, q, k, v, records, scale=0.2, tables=visible)
     out, lse = np.empty(q.shape, np.float32), np.empty((1, 4, 2), np.float32)
-    cpu.finish(records, out, lse)
+    verbs.finish(cpu, records, out, lse)
     distance = np.asarray(stands)[:, :, None] - runs.positions()
     part = reference.partial(q, k, v, scale=0.2, alibi=slopes, distance=distance)
     wanted_out, wanted_lse = reference.combine([part])
@@ -189,4 +190,4 @@ def test_tables_of_other_arrays_are_refused(build: str) -> None:
     visible.update(Runs([(0, 1, 50)]), 50, None, [49])
     records = np.empty((1, 4, 1, 74), np.float32)
     with pytest.raises(ArgumentError, match="sequence 0 sees tokens beyond the 49 of these arrays"):
-        cpu.partial_attention(q, k[:, :49], v[:, :49], records, scale=0.2, tables=visible)
+        verbs.attend(cpu, q, k[:, :49], v[:, :49], records, scale=0.2, tables=visible)

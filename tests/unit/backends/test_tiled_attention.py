@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.support import verbs
 from treeattn import reference
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
@@ -39,7 +40,7 @@ def attend(
         np.empty((batch, queries, heads, v.shape[3]), np.float32),
         np.empty(records.shape[:3], np.float32),
     )
-    cpu.finish(records, out, lse)
+    verbs.finish(cpu, records, out, lse)
     return out, lse
 
 

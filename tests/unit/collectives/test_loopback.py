@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from catalog_variants import VARIANTS, at_size, label
 
+from tests.support import verbs
 from treeattn.backends import cpu
 from treeattn.collectives import Schedule, Transfer, build, check, names, prove
 from treeattn.collectives.executors import loopback
@@ -105,7 +106,7 @@ def finished(results):
     for records in results:
         out = np.empty((1, 1, len(records), 3), np.float32)
         lse = np.empty((1, len(records), 1), np.float32)
-        cpu.finish(np.ascontiguousarray(records).reshape(1, -1, 1, 5), out, lse)
+        verbs.finish(cpu, np.ascontiguousarray(records).reshape(1, -1, 1, 5), out, lse)
         yield np.concatenate((out[0, 0], lse[0]), axis=1)
 
 

@@ -1,8 +1,7 @@
 """Attention on the processor: compiled C kernels, or NumPy where there is no compiler.
 
-The three verbs of a backend (`partial_attention`, `merge`, `finish`) check their arguments on every
-call. `PlannedAttention`, `planned_finish` and `MergeOperator.planned_merge` check once and keep
-pointers, for a decoder's step. Records are described in `treeattn.partial`.
+`PlannedAttention`, `planned_finish` and `MergeOperator.planned_merge` check once and keep pointers, for a
+decoder's step. Records are described in `treeattn.partial`.
 """
 
 from treeattn.backends.cpu.attention import (
@@ -10,7 +9,6 @@ from treeattn.backends.cpu.attention import (
     ORDERS,
     PlannedAttention,
     check_environment,
-    partial_attention,
     read_order,
 )
 from treeattn.backends.cpu.bins import BinsOperator
@@ -20,8 +18,6 @@ from treeattn.backends.cpu.multiply_rows import PlannedProduct
 from treeattn.backends.cpu.records import (
     MergeOperator,
     NullOperator,
-    finish,
-    merge,
     planned_finish,
     planned_pack,
     planned_scale,
@@ -38,9 +34,6 @@ __all__ = [
     "PlannedStep",
     "check_environment",
     "compiled_kernels_problem",
-    "finish",
-    "merge",
-    "partial_attention",
     "planned_finish",
     "planned_pack",
     "planned_scale",

@@ -70,13 +70,6 @@ def check_output(name: str, array: Array, shape: tuple[int, ...], dtype: np.dtyp
         )
 
 
-def check_merge(into: Array, other: Array) -> None:
-    if into.shape != other.shape or into.dtype != other.dtype:
-        raise ArgumentError(f"records {into.dtype} {into.shape} and {other.dtype} {other.shape} cannot merge")
-    if not (into.flags.c_contiguous and other.flags.c_contiguous):
-        raise ArgumentError("records to merge must be C-contiguous")
-
-
 def check_lengths(lengths: Array | None, tokens: int) -> None:
     for b, length in enumerate(() if lengths is None else lengths):
         if not 0 <= length <= tokens:

@@ -51,48 +51,15 @@ class _Arguments(ctypes.Structure):
     )
 
 
-def partial_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    records: Array,
-    *,
-    scale: float,
-    lengths: Array | None = None,
-    tables: MaskTables | None = None,
-    k_scale: Sequence[float] | None = None,
-    v_scale: Sequence[float] | None = None,
-    block_table: Array | None = None,
-) -> None:
-    """Write the records of every query head attending to this process's tokens.
-
-    Args:
-        q: [batch, queries, heads, head_dim].
-        k, v: [batch, tokens, kv_heads, head_dim], any strides but a contiguous last axis; tokens may
-            be 0. heads is a multiple of kv_heads: head h reads KV head h // (heads // kv_heads).
-        records: written, C-contiguous [batch, heads, queries, head_dim + 2], float32; float64 when
-            an input is float64.
-        scale: factor of the logits, usually 1 / sqrt(head_dim).
-        lengths: [batch] integers in 0..tokens, the valid tokens; None means all. What lies beyond
-            is never read.
-        tables: what each query may see, with the lengths in it; None: the first `lengths` tokens.
-        k_scale, v_scale: [kv_heads], what elements of k and v are multiplied with; None: 1.
-        block_table: integers [batch, pages of a sequence], in which pages its tokens lie, -1 for none; k and
-            v are then [pages, page_size, ..]. lengths are needed, if not in `tables`. Pages are looked at
-            where a query sees a token of them.
-
-    Inputs are float32, float16, bfloat16 or uint16 (the bits of bfloat16), or float64; k and v also
-    float8_e4m3fn or float8_e5m2.
-
-    Raises:
-        ArgumentError: shapes, types, strides or lengths that cannot be.
-    """
-    planned = PlannedAttention(records, scale=scale, tables=tables, k_scale=k_scale, v_scale=v_scale)
-    planned(q, k, v, lengths, block_table)
-
-
 class PlannedAttention:
-    """`partial_attention` into records that stay where they are.
+    """Writes the records of every query head attending to this process's tokens, where they stay.
+
+    A call takes q [batch, queries, heads, head_dim] and k, v [batch, tokens, kv_heads, head_dim and v_dim],
+    of any strides but a contiguous last axis: float32, float16, bfloat16 or uint16 (its bits), float64, and k
+    and v also of 8 bits. Head h reads KV head h // (heads // kv_heads). lengths: [batch] integers, the valid
+    tokens; None: all; what lies beyond is never read. block_table: integers [batch, pages of a sequence], -1
+    for none; k and v are then [pages, page_size, ..], and lengths are needed, if not in `tables`. Raises
+    `ArgumentError`.
 
     Calling it with the arrays of the last call (the same objects) derives nothing again; a block table is
     looked at where it changed. It keeps references to them and to its workspace until the next call.
@@ -112,7 +79,8 @@ class PlannedAttention:
         most_tokens: int | None = None,
         whole_blocks: bool = False,
     ) -> None:
-        """Plan for `records` and `scale` as in `partial_attention`; or for those of `treeattn.bins`, int64.
+        """records: C-contiguous [batch, heads, queries, v_dim + 2], float32; float64 for inputs of it; or
+        those of `treeattn.bins`, int64. scale: factor of the logits.
 
         tables: its tables are filled before each call, for the arrays of that; lengths are in them.
         threads: how many of this process compute; default ``TREEATTN_THREADS``. order: one of `ORDERS`;

@@ -36,16 +36,7 @@ def partial_attention(
     """Write the records of `q` attending to the first `lengths[b]` tokens of each batch row, or to those that
     `tables` says.
 
-    Args:
-        q: [batch, queries, heads, head_dim]; float32, float64, float16, bfloat16, uint16 (bfloat16 bits).
-        k, v: [batch, tokens, kv_heads, head_dim and v_dim], same types, or those of 8 bits; heads is a
-            multiple of kv_heads.
-        records: written, [batch, heads, queries, v_dim + 2], float32 or float64.
-        k_scale, v_scale: [kv_heads], what elements of k and v are multiplied with; None is 1.
-        scale: factor of the logits.
-        lengths: [batch] integers, or None for all tokens.
-        tables: the tables of a step; lengths are in them.
-        block_table: [batch, pages of a sequence], or None; then k and v are [pages, page_size, ..].
+    Arguments as of `treeattn.backends.cpu.PlannedAttention` and its calls; records are float32 or float64.
     """
     if k_scale is not None:  # of q instead: fewer products
         q = _wide(q, records.dtype) * np.repeat(k_scale, q.shape[2] // k.shape[2])[:, None]

@@ -20,17 +20,6 @@ from treeattn.collectives.runtime.operator import Columns, NativeCode
 from treeattn.errors import ArgumentError, BackendError
 from treeattn.partial import Array
 
-
-def merge(into: Array, other: Array) -> None:
-    """Fold `other` into `into`, in place: records [..., head_dim + 2] of one shape and type.
-
-    Raises:
-        ArgumentError: they differ in shape or type, or are not C-contiguous.
-    """
-    arguments.check_merge(into, other)
-    MergeOperator(into.shape[-1] - partial.EXTRA, into.dtype).planned_merge(into, other)()
-
-
 _NEEDED = ", which mpi_allreduce needs: take a scheme with a schedule, such as recursive_doubling"
 
 
@@ -119,22 +108,10 @@ class NullOperator(MergeOperator):
         return super().native_code()._replace(merge=code_address(compiled and compiled.merge_nothing))
 
 
-def finish(records: Array, out: Array, lse: Array) -> None:
-    """Turn records into attention output, as `treeattn.partial.finish` defines it, to the bit.
-
-    Args:
-        records: [batch, heads, queries, head_dim + 2], or those of `treeattn.bins`, int64.
-        out: written, [batch, queries, heads, head_dim].
-        lse: written, [batch, heads, queries]. All C-contiguous and of one type, float32 for int64.
-
-    Raises:
-        ArgumentError: shapes, types or strides that do not fit.
-    """
-    planned_finish(records, out, lse)()
-
-
 def planned_finish(records: Array, out: Array, lse: Array) -> Callable[[], object]:
-    """`finish` for arrays that never move: a call without arguments and without checks."""
+    """A call that turns records [batch, heads, queries, head_dim + 2], or those of `treeattn.bins`, into out
+    [batch, queries, heads, head_dim] and lse [batch, heads, queries], as `treeattn.partial.finish` does, to
+    the bit. All C-contiguous, of one type (float32 for int64); none ever moves. Raises `ArgumentError`."""
     arguments.check_records(records)
     batch, heads, queries, width = records.shape
     whole = records.dtype == np.int64

@@ -50,69 +50,15 @@ def most_queries(heads: int, kv_heads: int) -> int:
     return MAX_GRID // kv_heads * 2 // (heads // kv_heads)
 
 
-def partial_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    records: Array,
-    *,
-    scale: float,
-    lengths: Any = None,
-    tables: MaskTables | None = None,
-    kv_dtype: str | None = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    block_table: Array | None = None,
-    num_splits: int | None = None,
-    tensor_cores: bool = True,
-    runtime: Runtime | None = None,
-) -> None:
-    """Write the records of every query head attending to this device's tokens.
-
-    Args:
-        q: [batch, queries, heads, head_dim].
-        k, v: [batch, tokens, kv_heads, head_dim], any strides that keep rows aligned to 16 bytes, the
-            last axis contiguous; tokens may be 0. Latent attention: v is k[..., :512] of keys of 576.
-        records: written, C-contiguous [batch, heads, queries, v's channels + 2], float32.
-        scale: factor of the logits, usually 1 / sqrt(head_dim).
-        lengths: [batch] int64 on the device, the valid tokens, read at launch and clamped to
-            0..tokens (the host cannot look without waiting); None means all.
-        tables: what each query may see, filled by `MaskTables.update`; lengths are in it, and those above
-            are not looked at. Nothing outside its intervals and drafts is read. None: all valid tokens.
-        kv_dtype: what k and v carry where they are uint8: float8_e4m3fn or float8_e5m2.
-        k_scale, v_scale: of caches of 8 bits, a number or one for each KV head, on the host: what is stored
-            is multiplied by them.
-        block_table: [batch, pages] int32 on the device, the numbers of a sequence's pages in their order,
-            below 0 where there is none; k and v are then [all pages, page_size, kv_heads, head_dim]. Page
-            numbers are not looked at.
-        num_splits: in how many splits to cut the tokens, 1..MAX_SPLITS; None chooses by `choose_splits`.
-        tensor_cores: may probabilities be held in 16 bits, for speed? Then |out - exact| can reach
-            4e-3 * max|v|. Only used with q of 16 bits, a cache of its type or of 8 bits, and 4 or more rows
-            for each KV head; latent attention has no other way.
-        runtime: the device; None is CuPy's current one.
-
-    Inputs are float32, float16, bfloat16 or uint16 (the bits of bfloat16); k and v also of 8 bits.
-
-    Raises:
-        ArgumentError: shapes, types, strides or devices that cannot be.
-        BackendError: no GPU or no CuPy, a head_dim without a kernel.
-    """
-    planned = PlannedAttention(
-        *(records,),
-        scale=scale,
-        tables=tables,
-        kv_dtype=kv_dtype,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        num_splits=num_splits,
-        tensor_cores=tensor_cores,
-        runtime=runtime,
-    )
-    planned(q, k, v, lengths, block_table)
-
-
 class PlannedAttention:
-    """`partial_attention` into records that stay where they are.
+    """Writes the records of every query head attending to this device's tokens, where they stay.
+
+    A call takes q [batch, queries, heads, head_dim] and k, v [batch, tokens, kv_heads, head_dim], of any
+    strides that keep rows aligned to 16 bytes, the last axis contiguous: float32, float16, bfloat16 or uint16
+    (its bits), k and v also of 8 bits; for latent attention v is k[..., :512] of keys of 576. lengths:
+    [batch] int64 on the device, read at launch and clamped to 0..tokens; None: all. block_table: [batch,
+    pages] int32 on the device, below 0 where there is none, not looked at; k and v are then [all pages,
+    page_size, ..]. Raises `ArgumentError`, and `BackendError` for a head_dim without a kernel.
 
     Calling it with the arrays of the last call (the same objects) is one launch: nothing is derived,
     allocated or waited for. It keeps references to them and to its workspace until the next call. With
@@ -132,8 +78,12 @@ class PlannedAttention:
         tensor_cores: bool = True,
         runtime: Runtime | None = None,
     ) -> None:
-        """Plan for `records` and the options as in `partial_attention`; `tables` is filled anew for each
-        call."""
+        """records: C-contiguous [batch, heads, queries, v's channels + 2], float32. tables: filled anew for
+        each call, lengths in it. kv_dtype: what uint8 arrays carry, whose scales are numbers, or one for each
+        KV head. num_splits: 1..MAX_SPLITS; None chooses by `choose_splits`. tensor_cores: whether
+        probabilities may be held in 16 bits, for speed: then |out - exact| can reach 4e-3 * max|v|; used with
+        q of 16 bits, a cache of its type or of 8 bits, and 4 or more rows for each KV head (latent attention
+        has no other way). runtime: the device; None is CuPy's current one."""
         self._runtime = runtime = runtime or default_runtime()
         check_records(records, runtime)
         if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:

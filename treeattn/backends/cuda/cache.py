@@ -17,7 +17,7 @@ class CacheType:
     """The type of k and v, and what numbers of 8 bits are multiplied by."""
 
     def __init__(self, kv_dtype: str | None, k_scale: Any, v_scale: Any) -> None:
-        """As `partial_attention` takes them. Raises `ArgumentError`."""
+        """As `PlannedAttention` takes them. Raises `ArgumentError`."""
         known = {**TYPES, **TYPES_8}
         if kv_dtype is not None and kv_dtype not in known:
             raise ArgumentError(f"kv_dtype {kv_dtype!r} is unknown: use one of {', '.join(known)}")

@@ -39,15 +39,6 @@ _SCALE = structure("lse", "count", "", doubles="factor")
 _TYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "uint16": 2}
 
 
-def merge(into: Array, other: Array, *, runtime: Runtime | None = None) -> None:
-    """Fold `other` into `into`, in place: float32 records [..., head_dim + 2] of one shape.
-
-    Raises:
-        ArgumentError: they differ in shape or type, or are not C-contiguous.
-    """
-    MergeOperator(into.shape[-1] - partial.EXTRA, runtime=runtime).planned_merge(into, other)()
-
-
 class MergeOperator:
     """How float32 records of one head dimension merge on the device: an `runtime.operator.Operator`."""
 
@@ -159,23 +150,8 @@ class MergeOperator:
         return planned_launch(kernel, records, arguments, (into, others))
 
 
-def finish(records: Array, out: Array, lse: Array, *, runtime: Runtime | None = None) -> None:
-    """Turn records into attention output, as `treeattn.partial.finish` defines it, to the bit.
-
-    Args:
-        records: [batch, heads, queries, head_dim + 2].
-        out: written, [batch, queries, heads, head_dim].
-        lse: written, [batch, heads, queries]. All C-contiguous float32.
-        runtime: the device; None is CuPy's current one.
-
-    Raises:
-        ArgumentError: shapes, types or strides that do not fit.
-    """
-    planned_finish(records, out, lse, runtime=runtime)()
-
-
 class PlannedFinish:
-    """`finish` for arrays that never move: one launch, without checks."""
+    """A launch that turns records into out and lse, as `treeattn.partial.finish` does, to the bit."""
 
     def __init__(self, arguments: Any, arrays: tuple[Any, ...], launch: Callable[[], object]) -> None:
         """arguments: FinishArguments; arrays: what they point to; launch: with them."""
@@ -188,7 +164,8 @@ class PlannedFinish:
 def planned_finish(
     records: Array, out: Array, lse: Array, *, runtime: Runtime | None = None
 ) -> PlannedFinish:
-    """Checks once. Raises `ArgumentError` as `finish` does."""
+    """For C-contiguous float32 records [batch, heads, queries, head_dim + 2], out [batch, queries, heads,
+    head_dim] and lse [batch, heads, queries] that never move. Raises `ArgumentError`."""
     runtime = runtime or default_runtime()
     check_records(records, runtime)
     batch, heads, queries, width = records.shape
