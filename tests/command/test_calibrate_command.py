@@ -57,7 +57,7 @@ def test_from_calibrate_to_those_who_read_the_file(tmp_path):
         tmp_path / "lines.jsonl",
     )
     words = ("compare", "--schemes", "hierarchical,mpi_allreduce", *words)
-    done = treeattn(*words, ranks=4, MPIR_CVAR_NUM_CLIQUES="2", TREEATTN_CLUSTER=str(here))
+    done = in_process(*words, TREEATTN_CLUSTER=str(here))
     assert done.returncode == 0, done.stdout + done.stderr
     named = "predicted: on here (TREEATTN_CLUSTER): 2 x 2 ranks, calibrated with"
     assert named in " ".join(done.stdout.split())
