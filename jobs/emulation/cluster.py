@@ -97,6 +97,7 @@ def _build_and_run(plan: Plan) -> int:
     _connect(plan, list(nodes.values()))
     if plan.delay:
         vital[_start_delay(plan.delay, list(nodes.values()))] = "the process that delays packets"
+    vital.update(dict.fromkeys(_disturb(plan, nodes), "a process that disturbs"))
     if plan.measure:
         _measure(nodes["node0"], nodes["node1"])
     if not plan.command:
@@ -257,6 +258,19 @@ def _start(words: list[object], otherwise: str) -> int:
         said = (process.stderr.read().decode().strip() or "it ended silently").splitlines()[-1]
         raise Refusal(f"{tools.explained(said, otherwise)} ({said})")
     return process.pid
+
+
+def _disturb(plan: Plan, nodes: dict[str, int]) -> Iterator[int]:
+    """Start what interrupts cores, and what others send from each node."""
+    program = [sys.executable, HERE / "disturbance.py"]
+    if plan.noise is not None:
+        for core in sorted(os.sched_getaffinity(0)):
+            yield _start([*program, "noise", *plan.noise, core], "the cores cannot be interrupted")
+    if plan.traffic is not None and plan.bandwidth is not None:
+        for name, pid in nodes.items():
+            others = [other for other in nodes if other != name]
+            words = [*program, "traffic", *plan.traffic, plan.bandwidth / 8, *others]
+            yield _start(_on_node(pid, *words), f"others cannot send from {name}")
 
 
 def _measure(near: int, far: int) -> None:

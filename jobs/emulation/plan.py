@@ -20,19 +20,23 @@ Run a command on an emulated cluster: several nodes on this one Linux machine. N
 MAX_NODES = 64
 MOST_BITS_PER_SECOND = 10**12
 BITS_PER_SECOND = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+BYTES = {None: 1, "Ki": 1 << 10, "Mi": 1 << 20}
 NANOSECONDS = {"us": 10**3, "ms": 10**6, "s": 10**9}
 
 
 @dataclass(frozen=True)
 class Plan:
     """A cluster to be. `ranks_per_node` of each node; `bandwidth` in bit/s each way, None for unlimited;
-    `delay` one way in nanoseconds."""
+    `delay` one way in nanoseconds; `noise`: length and period of interruptions of each core in microseconds;
+    `traffic`: share of each link that others use, and the size of their messages."""
 
     nodes: int
     ranks_per_node: tuple[int, ...]
     placement: str
     bandwidth: int | None
     delay: int
+    noise: tuple[float, float] | None
+    traffic: tuple[float, int] | None
     yield_cores: bool
     measure: bool
     command: tuple[str, ...]
@@ -77,6 +81,31 @@ def delay(text: str) -> int:
     return round(duration)
 
 
+def noise(text: str) -> tuple[float, float]:
+    """Microseconds of `10us/1ms`: how long each core is interrupted, and once in how long on average."""
+    length, _, period = text.partition("/")
+    found = tuple(
+        _quantity(part, NANOSECONDS, "write for instance 10us/1ms") / 1000 for part in (length, period)
+    )
+    if not 1 <= found[0] < found[1]:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: at least 1us, and shorter than what lies between: 10us/1ms"
+        )
+    return found[0], found[1]
+
+
+def traffic(text: str) -> tuple[float, int]:
+    """Share and bytes of `30%:64Ki`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)%(?::(\d+)(Ki|Mi)?)?", text)
+    share = float(found[1]) / 100 if found else 0.0
+    size = int(found[2] or 64) * BYTES[found[3] if found[2] else "Ki"] if found else 0
+    if not 0 < share < 1 or not 0 < size <= 1 << 30:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a share below 100%: write for instance 30%, 30%:64Ki"
+        )
+    return share, size
+
+
 def _count(most: int) -> Callable[[str], int]:
     def count(text: str) -> int:
         if not text.isdecimal() or not 1 <= int(text) <= most:
@@ -106,6 +135,10 @@ def parse(words: list[str]) -> Plan:
         help="of each node's link, each way: 100mbit, 1gbit, ..., none; default 1gbit")  # fmt: skip
     add("--delay", type=delay, default="0ms", metavar="TIME",
         help="added to every packet between nodes, one way: 50us, 0.1ms, ...; default none")  # fmt: skip
+    add("--noise", type=noise, metavar="T/T",
+        help="keep each core busy so long, once in so long on average: 10us/1ms; default never")  # fmt: skip
+    add("--traffic", type=traffic, metavar="N%[:SIZE]",
+        help="others send so much of each link, in messages of SIZE: 30%%:64Ki; default none")  # fmt: skip
     add("--yield", dest="yield_cores", action="store_true",
         help="MPICH's waiting ranks sleep instead of spin: for more ranks than cores")  # fmt: skip
     add("--measure", action="store_true",
@@ -123,6 +156,8 @@ def parse(words: list[str]) -> Plan:
     given.ranks_per_node = each * (given.nodes // len(each))
     if given.placement == "cyclic" and len(set(each)) > 1:
         parser.error("--placement cyclic takes as many ranks on every node")
+    if given.traffic and (given.bandwidth is None or given.nodes < 2):
+        parser.error("--traffic is a share of a link between nodes: --nodes 2 and a --bandwidth")
     if given.measure and given.nodes < 2:
         parser.error("--measure needs two nodes to measure between: --nodes 2")
     return Plan(**vars(given), command=tuple(command))

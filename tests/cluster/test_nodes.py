@@ -125,6 +125,22 @@ def test_what_a_node_sees_of_the_machine(cluster):
     assert (local, first.split()[1], second.split()[1]) == ("127.0.0.1 localhost", "node0", "node1")
 
 
+def test_others_send_their_share_of_each_link(cluster):
+    """Of 50 Mbit/s, whatever else the machine does: what is late is made up for."""
+    look = "cat /sys/class/net/eth0/statistics/tx_bytes; sleep 3; cat /sys/class/net/eth0/statistics/tx_bytes"
+    shape = ("--nodes", 2, "--bandwidth", "50mbit", "--traffic", "40%:16Ki")
+    before, after = map(int, cluster.run(*shape, "--", "sh", "-c", look).stdout.split())
+    assert 0.25 < (after - before) / (3 * 50e6 / 8) < 0.6
+
+
+def test_every_core_is_interrupted_for_its_share(cluster):
+    """Processor time of those who interrupt, in ticks of 10 ms."""
+    look = "sleep 3; for p in $(pgrep -f 'disturbance[.]py noise'); do cut -d' ' -f14,15 /proc/$p/stat; done"
+    found = cluster.run("--nodes", 1, "--noise", "2ms/10ms", "--", "bash", "-c", look).stdout.split()
+    assert len(found) == 2 * len(os.sched_getaffinity(0)), found
+    assert 0.05 < sum(map(int, found)) / 100 / 3 / (len(found) / 2) < 0.35
+
+
 def test_a_slow_link_is_measured_too(cluster):
     _, rate = measured(cluster.run("--nodes", 2, "--bandwidth", "500kbit", "--measure").stdout)
     assert 0.25 < rate < 0.6
