@@ -29,35 +29,53 @@ struct Span;
 struct QueryView;
 struct TokenTables;
 
-// treeattn/backends/cuda/attention.py has the same fields in the same order. Strides are in elements, q's in bytes.
-struct AttentionArguments {
-  const void *q;            // [batch, queries, heads, head_dim]
-  const void *k, *v;        // [batch, tokens, kv_heads, head_dim], rows of head_dim aligned to 16 bytes
-  const long long *lengths; // [batch]: valid tokens, clamped to 0..tokens; null: all are
-  float *records;           // [batch, heads, queries, head_dim + 2], written
-  Floats *numerators;       // scratch for the splits, as combine.cuh has it; unused with one split
-  State *states;
-  unsigned *counters; // all 0 before and after
-  // What queries see, of VisibleTokens alone. It stays in place for as long as the plan, also for captured graphs.
+// treeattn/backends/cuda/attention.py has the same structures, with the same fields in the same order.
+
+// [batch, rows, heads, head_dim], rows being queries or tokens; strides are in elements, those of q in bytes. A cache
+// in pages is [pages, page_size, kv_heads, head_dim], its first stride that of pages.
+struct Strided {
+  const void *data;
+  long long batch_stride, row_stride, head_stride;
+};
+
+// What queries see, of VisibleTokens alone. It stays in place for as long as the plan, also for captured graphs.
+struct Mask {
   const TileView *tiles;        // [batch, tiles of rows]
   const Span *spans;            // those of a tile ascend
   const QueryView *views;       // [batch, queries]
   const long long *q_positions; // [batch, queries]
   const float *slopes;          // [heads] of ALiBi, or null
   const TokenTables *lookup;
+};
+
+// Of Paged tokens alone.
+struct Pages {
+  const int *table; // [batch, count]: which pages those of a sequence are; below 0: none
+  int count, size;  // of a sequence; tokens of a page
+  Divisor by_size;
+};
+
+// For the splits, as combine.cuh has it; with one split `fan` and memory are unused.
+struct Scratch {
+  Floats *numerators;
+  State *states;
+  unsigned *counters; // all 0 before and after
+  int fan;            // how many splits are merged at once
+  Divisor by_splits, by_fan;
+};
+
+struct AttentionArguments {
+  Strided q, k, v; // rows of k and v are aligned to 16 bytes
+  Mask mask;
+  Pages pages;
+  Scratch scratch;
+  const long long *lengths;         // [batch]: valid tokens, clamped to 0..tokens; null: all are
+  float *records;                   // [batch, heads, queries, head_dim + 2], written
   const float *k_scales, *v_scales; // [kv_heads], what keys and values of 8 bits are multiplied by; else unused
-  // [batch, pages]: where the pages of a sequence lie in k and v, [pages, page_size, kv_heads, head_dim], whose first
-  // stride is that of pages then. Of Paged tokens alone.
-  const int *block_table;
-  long long q_batch_stride, q_query_stride, q_head_stride;
-  long long k_batch_stride, k_token_stride, k_head_stride;
-  long long v_batch_stride, v_token_stride, v_head_stride;
   int tokens, queries, heads, kv_heads, group;
-  int pages, page_size;
-  int fan;       // how many splits are merged at once
   int q_type;    // ElementType
   int q_aligned; // are rows of q aligned to 16 bytes?
-  Divisor by_group, by_kv_heads, by_splits, by_fan, by_page_size;
+  Divisor by_group, by_kv_heads;
   float scale;
   float softcap, by_softcap; // and its reciprocal; 0: none
 };
@@ -126,8 +144,8 @@ __device__ __forceinline__ QueryPiece load_query(const AttentionArguments &a, co
   QueryPiece piece{};
   if (in_tile >= w.tile_rows) return piece;
   const Row row = find_row(a, w, rows_of_tile, in_tile);
-  const char *from = static_cast<const char *>(a.q) + w.batch * a.q_batch_stride + row.query * a.q_query_stride +
-                     row.head * a.q_head_stride + index * (a.q_type == FLOAT32 ? 4 : 2);
+  const char *from = static_cast<const char *>(a.q.data) + w.batch * a.q.batch_stride + row.query * a.q.row_stride +
+                     row.head * a.q.head_stride + index * (a.q_type == FLOAT32 ? 4 : 2);
   if (a.q_aligned) {
     piece.half[0] = reinterpret_cast<const Vector *>(from)[0];
     if (a.q_type == FLOAT32) piece.half[1] = reinterpret_cast<const Vector *>(from)[1];

@@ -68,8 +68,9 @@ __global__ void __launch_bounds__(THREADS) attention_mma(const AttentionArgument
   const Cache *sources[SOURCES];
 #pragma unroll
   for (int s = 0; s < SOURCES; ++s) {
-    sources[s] = static_cast<const Cache *>(s ? a.v : a.k) + w.kv_head * (s ? a.v_head_stride : a.k_head_stride);
-    if constexpr (!Tokens::PAGED) sources[s] += w.batch * (s ? a.v_batch_stride : a.k_batch_stride);
+    const Strided &source = s ? a.v : a.k;
+    sources[s] = static_cast<const Cache *>(source.data) + w.kv_head * source.head_stride;
+    if constexpr (!Tokens::PAGED) sources[s] += w.batch * source.batch_stride;
   }
   Tokens ahead = tokens;
 #pragma unroll

@@ -34,9 +34,9 @@ struct Group {
 
 __device__ __forceinline__ Group find_group(const AttentionArguments &a, const Work &w) {
   Group g;
-  g.number = divide(w.split, a.by_fan);
-  g.count = divide(w.splits + a.fan - 1, a.by_fan);
-  g.first = g.number * a.fan;
+  g.number = divide(w.split, a.scratch.by_fan);
+  g.count = divide(w.splits + a.scratch.fan - 1, a.scratch.by_fan);
+  g.first = g.number * a.scratch.fan;
   return g;
 }
 
@@ -47,7 +47,8 @@ template <int HEAD_DIM, int ROWS>
 __device__ __forceinline__ Parts find_parts(const AttentionArguments &a, const Work &w, const Group &g, bool groups) {
   const int pitch = min(ROWS, w.rows);
   const long long first = (tile_number(w) * (w.splits + g.count) + (groups ? w.splits : g.first)) * pitch;
-  return {a.numerators + first * (HEAD_DIM / 4), a.states + first, groups ? g.count : min(a.fan, w.splits - g.first)};
+  return {a.scratch.numerators + first * (HEAD_DIM / 4), a.scratch.states + first,
+          groups ? g.count : min(a.scratch.fan, w.splits - g.first)};
 }
 
 // Where a block stores the partials of its split, and which part of it they are.
@@ -109,7 +110,8 @@ template <int HEAD_DIM, int TILE_ROWS>
 __device__ __forceinline__ void merge_parts(const AttentionArguments &a, const Work &w, const Parts &from,
                                             const Parts &to, int part, int first_row, Floats *shared) {
   using R = Readers<HEAD_DIM, TILE_ROWS>;
-  constexpr int ROWS = R::ROWS, BATCH = 4, STATES = R::PARTIALS / THREADS;
+  constexpr int ROWS = R::ROWS, BATCH = R::COUNT > 1 ? 4 : 8; // a reader alone has all loads to make
+  constexpr int STATES = R::PARTIALS / THREADS;
   const int rows = min(ROWS, w.tile_rows - first_row), first_part = first_row * from.count;
   __shared__ State merged[ROWS];
   float *weights = reinterpret_cast<float *>(shared), *denominators = weights + R::PARTIALS;
@@ -174,7 +176,7 @@ template <int HEAD_DIM, int ROWS>
 __device__ __forceinline__ void combine(const AttentionArguments &a, const Work &w, Floats *shared) {
   if (w.splits == 1) return;
   const Group g = find_group(a, w);
-  unsigned *counters = a.counters + tile_number(w) * (g.count + 1);
+  unsigned *counters = a.scratch.counters + tile_number(w) * (g.count + 1);
   Parts from = find_parts<HEAD_DIM, ROWS>(a, w, g, false);
   bool groups = g.count == 1; // the one group is all there is
   unsigned *counter = counters + g.number;

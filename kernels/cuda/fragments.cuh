@@ -15,7 +15,7 @@ __device__ __forceinline__ void choose_scores(const AttentionArguments &a, const
 #pragma unroll
     for (int e = 0; e < 4 * EIGHTS; ++e) scores[e / 4][e % 4] = cap(a, scores[e / 4][e % 4]);
   }
-  if (a.slopes) {
+  if (a.mask.slopes) {
 #pragma unroll
     for (int t = 0; t < 2 * EIGHTS; ++t) {
       const int at = token + t / 2 * 8 + t % 2;

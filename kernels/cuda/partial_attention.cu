@@ -45,12 +45,12 @@ __device__ __forceinline__ void load_tokens(Vector (&to)[UNROLL][(Layout<T, HEAD
 template <typename T, int HEAD_DIM>
 __device__ __forceinline__ void load_paged(Vector (&to)[UNROLL][(Layout<T, HEAD_DIM>::PER_LANE)],
                                            const AttentionArguments &a, const int (&pages)[UNROLL], const T *all,
-                                           long long page_stride, long long stride, int lane, int token, int end) {
+                                           const Strided &in, int lane, int token, int end) {
   using L = Layout<T, HEAD_DIM>;
 #pragma unroll
   for (int u = 0; u < UNROLL; ++u) {
     const int at = token + u * L::TOKENS;
-    const T *row = all + row_in_page(a, pages[u], at, page_stride, stride);
+    const T *row = all + row_in_page(a, pages[u], at, in);
 #pragma unroll
     for (int i = 0; i < L::PER_LANE; ++i) {
       const int vector = i * L::LANES + lane;
@@ -94,19 +94,19 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
 
   tokens.template find<L::STEP>(a, w);
   int token = tokens.at.start + warp * L::TOKENS * UNROLL + in_warp; // the first of this lane's UNROLL
-  const T *k = static_cast<const T *>(a.k) + w.kv_head * a.k_head_stride;
-  const T *v = static_cast<const T *>(a.v) + w.kv_head * a.v_head_stride;
+  const T *k = static_cast<const T *>(a.k.data) + w.kv_head * a.k.head_stride;
+  const T *v = static_cast<const T *>(a.v.data) + w.kv_head * a.v.head_stride;
   Vector keys[UNROLL][L::PER_LANE], values[UNROLL][L::PER_LANE];
   int pages[UNROLL];
   if constexpr (Tokens::PAGED) {
     find_pages<L::TOKENS>(a, pages, token, tokens.at.end);
-    load_paged<T, HEAD_DIM>(keys, a, pages, k, a.k_batch_stride, a.k_token_stride, lane, token, tokens.at.end);
-    load_paged<T, HEAD_DIM>(values, a, pages, v, a.v_batch_stride, a.v_token_stride, lane, token, tokens.at.end);
+    load_paged<T, HEAD_DIM>(keys, a, pages, k, a.k, lane, token, tokens.at.end);
+    load_paged<T, HEAD_DIM>(values, a, pages, v, a.v, lane, token, tokens.at.end);
   } else {
-    k += w.batch * a.k_batch_stride + token * a.k_token_stride;
-    v += w.batch * a.v_batch_stride + token * a.v_token_stride;
-    load_tokens<T, HEAD_DIM>(keys, k, a.k_token_stride, lane, token, tokens.at.end);
-    load_tokens<T, HEAD_DIM>(values, v, a.v_token_stride, lane, token, tokens.at.end);
+    k += w.batch * a.k.batch_stride + token * a.k.row_stride;
+    v += w.batch * a.v.batch_stride + token * a.v.row_stride;
+    load_tokens<T, HEAD_DIM>(keys, k, a.k.row_stride, lane, token, tokens.at.end);
+    load_tokens<T, HEAD_DIM>(values, v, a.v.row_stride, lane, token, tokens.at.end);
   }
 
   if (piece_row < ROWS) {
@@ -156,11 +156,10 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
     const int moved = tokens.at.start - here.start;
     if constexpr (Tokens::PAGED) {
       find_pages<L::TOKENS>(a, pages, token + moved, tokens.at.end);
-      load_paged<T, HEAD_DIM>(keys, a, pages, k, a.k_batch_stride, a.k_token_stride, lane, token + moved,
-                              tokens.at.end);
+      load_paged<T, HEAD_DIM>(keys, a, pages, k, a.k, lane, token + moved, tokens.at.end);
     } else {
-      k += moved * a.k_token_stride;
-      load_tokens<T, HEAD_DIM>(keys, k, a.k_token_stride, lane, token + moved, tokens.at.end);
+      k += moved * a.k.row_stride;
+      load_tokens<T, HEAD_DIM>(keys, k, a.k.row_stride, lane, token + moved, tokens.at.end);
     }
     sum_over_lanes<L::LANES>(scores);
     unsigned hidden = 0u;
@@ -189,10 +188,10 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
     }
     token += moved;
     if constexpr (Tokens::PAGED) {
-      load_paged<T, HEAD_DIM>(values, a, pages, v, a.v_batch_stride, a.v_token_stride, lane, token, tokens.at.end);
+      load_paged<T, HEAD_DIM>(values, a, pages, v, a.v, lane, token, tokens.at.end);
     } else {
-      v += moved * a.v_token_stride;
-      load_tokens<T, HEAD_DIM>(values, v, a.v_token_stride, lane, token, tokens.at.end);
+      v += moved * a.v.row_stride;
+      load_tokens<T, HEAD_DIM>(values, v, a.v.row_stride, lane, token, tokens.at.end);
     }
   }
 

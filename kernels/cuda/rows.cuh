@@ -66,7 +66,7 @@ __device__ __forceinline__ unsigned choose_scores(const AttentionArguments &a, c
 #pragma unroll
     for (int e = 0; e < ROWS * COUNT; ++e) scores[e / COUNT][e % COUNT] = cap(a, scores[e / COUNT][e % COUNT]);
   }
-  if (a.slopes) {
+  if (a.mask.slopes) {
 #pragma unroll
     for (int u = 0; u < COUNT; ++u) {
       const int at = token + u * TOKENS;

@@ -64,21 +64,20 @@ struct Stages : Tiles<T, PITCH, SOURCES, TILE> {
     const T *rows[SOURCES];
 #pragma unroll
     for (int s = 0; s < SOURCES; ++s)
-      rows[s] = Tokens::PAGED ? from[s] : from[s] + (at.start + first) * (s ? a.v_token_stride : a.k_token_stride);
+      rows[s] = Tokens::PAGED ? from[s] : from[s] + (at.start + first) * (s ? a.v : a.k).row_stride;
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
       const int token = at.start + first + i * ROWS;
       const bool valid = Tokens::PAGED ? pages[i] >= 0 : token < at.end && seen >> i & 1u;
 #pragma unroll
       for (int s = 0; s < SOURCES; ++s) {
-        const long long stride = s ? a.v_token_stride : a.k_token_stride;
+        const Strided &source = s ? a.v : a.k;
         const T *row = rows[s];
-        if (Tokens::PAGED && valid)
-          row += row_in_page(a, pages[i], token, s ? a.v_batch_stride : a.k_batch_stride, stride);
+        if (Tokens::PAGED && valid) row += row_in_page(a, pages[i], token, source);
 #pragma unroll
         for (int vector = threadIdx.x % LANES; vector < VECTORS; vector += LANES)
           copy_async(this->row(stage, s, first + i * ROWS) + vector * ELEMENTS, row + vector * ELEMENTS, valid);
-        rows[s] += Tokens::PAGED ? 0 : ROWS * stride;
+        rows[s] += Tokens::PAGED ? 0 : ROWS * source.row_stride;
       }
     }
   }

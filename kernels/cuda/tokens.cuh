@@ -27,7 +27,7 @@ struct AllTokens {
   // Goes to the first step of the block; splits are whole numbers of steps, but for the last.
   template <int STEP> __device__ __forceinline__ void find(const AttentionArguments &a, const Work &w) {
     const int valid = (int)(length < 0 ? 0 : length > a.tokens ? a.tokens : length);
-    const int steps = (valid + STEP - 1) / STEP, chunk = divide(steps + w.splits - 1, a.by_splits) * STEP;
+    const int steps = (valid + STEP - 1) / STEP, chunk = divide(steps + w.splits - 1, a.scratch.by_splits) * STEP;
     const long long begin = (long long)w.split * chunk;
     at.start = (int)(begin < valid ? begin : valid);
     at.end = valid - at.start > chunk ? at.start + chunk : valid;
@@ -86,14 +86,14 @@ struct VisibleTokens {
   TileRange at;
 
   __device__ __forceinline__ VisibleTokens(const AttentionArguments &a, const Work &w)
-      : tile(a.tiles[w.batch * divide(gridDim.y, a.by_kv_heads) + w.tile]) {}
+      : tile(a.mask.tiles[w.batch * divide(gridDim.y, a.by_kv_heads) + w.tile]) {}
 
   template <int STEP> __device__ __forceinline__ void find(const AttentionArguments &a, const Work &w) {
-    const int chunk = divide(tile.steps + w.splits - 1, a.by_splits), first = w.split * chunk;
+    const int chunk = divide(tile.steps + w.splits - 1, a.scratch.by_splits), first = w.split * chunk;
     left = min(chunk, tile.steps - first);
     span = tile.first_span;
     Span found = {tile.begin, tile.end, 0, 0};
-    for (int i = 1; i < tile.spans && a.spans[span + 1].first_step <= first; ++i) found = a.spans[++span];
+    for (int i = 1; i < tile.spans && a.mask.spans[span + 1].first_step <= first; ++i) found = a.mask.spans[++span];
     at = {found.begin + (first - found.first_step) * STEP, found.end};
     if (left <= 0) at = {0, 0};
   }
@@ -103,7 +103,7 @@ struct VisibleTokens {
     if (--left <= 0) {
       at = {0, 0};
     } else if (at.start >= at.end) {
-      const Span next = a.spans[++span];
+      const Span next = a.mask.spans[++span];
       at = {next.begin, next.end};
     }
   }
@@ -119,8 +119,8 @@ struct VisibleTokens {
     if (threadIdx.x >= ROWS) return;
     const Row row = find_row(a, w, ROWS, threadIdx.x);
     const long long query = (long long)w.batch * a.queries + row.query;
-    views<ROWS>().rows[threadIdx.x] = {a.views[query], a.lookup->mask + query * a.lookup->mask_words,
-                                       a.q_positions[query], a.slopes ? a.slopes[row.head] : 0.0f};
+    views<ROWS>().rows[threadIdx.x] = {a.mask.views[query], a.mask.lookup->mask + query * a.mask.lookup->mask_words,
+                                       a.mask.q_positions[query], a.mask.slopes ? a.mask.slopes[row.head] : 0.0f};
   }
 };
 
@@ -132,13 +132,12 @@ template <typename Tokens> struct Paged : Tokens {
 
 // The page of a token of the block's sequence; below 0: none.
 __device__ __forceinline__ int find_page(const AttentionArguments &a, int token) {
-  return a.block_table[(long long)blockIdx.z * a.pages + divide(token, a.by_page_size)];
+  return a.pages.table[(long long)blockIdx.z * a.pages.count + divide(token, a.pages.by_size)];
 }
 
 // How far from the first element of all pages the row of a token lies.
-__device__ __forceinline__ long long row_in_page(const AttentionArguments &a, int page, int token,
-                                                 long long page_stride, long long token_stride) {
-  return page * page_stride + (token - divide(token, a.by_page_size) * a.page_size) * token_stride;
+__device__ __forceinline__ long long row_in_page(const AttentionArguments &a, int page, int token, const Strided &in) {
+  return page * in.batch_stride + (token - divide(token, a.pages.by_size) * a.pages.size) * in.row_stride;
 }
 
 // Do all queries of the tile see all tokens of this step?
@@ -165,7 +164,7 @@ template <int ROWS> __device__ __forceinline__ bool any_sees(const TileViews<ROW
 
 // Where a token of the block stands in the whole sequence.
 __device__ __forceinline__ long long position_of(const AttentionArguments &a, const TileView &tile, int token) {
-  const TokenTables &lookup = *a.lookup;
+  const TokenTables &lookup = *a.mask.lookup;
   const int draft = token - tile.draft_begin;
   if (draft >= 0) return lookup.draft_positions[blockIdx.z * lookup.drafts + draft];
   int run = 0, above = (int)lookup.run_count; // the last that begins at or before the token

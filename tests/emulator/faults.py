@@ -95,7 +95,10 @@ FAULTS = {
         "fma", "at = {next.begin, next.end};", "at = {next.begin + 1, next.end};", "tables"
     ),
     "span_skipped": Fault(
-        "fma", "a.spans[++span];\n      at", "a.spans[span += left > 1 ? 2 : 1];\n      at", "tables"
+        "fma",
+        "a.mask.spans[++span];\n      at",
+        "a.mask.spans[span += left > 1 ? 2 : 1];\n      at",
+        "tables",
     ),
     "split_begins_late": Fault("fma", "first - found.first_step)", "first - found.first_step + 1)", "tables"),
     "span_of_another_split": Fault("fma", "first_step <= first", "first_step < first", "tables"),
@@ -121,9 +124,9 @@ FAULTS = {
     "bytes_exchanged": Fault(
         "fma", "to[i / 2 * 4 + i % 2 + 2] =", "to[i / 2 * 4 + (i + 1) % 2 + 2] =", "cache"
     ),
-    "page_of_another_sequence": Fault("fma", "(long long)blockIdx.z * a.pages", "0", "cache"),
+    "page_of_another_sequence": Fault("fma", "(long long)blockIdx.z * a.pages.count", "0", "cache"),
     "page_begun_late": Fault(
-        "fma", "a.page_size) * token_stride", "a.page_size + 1) * token_stride", "cache"
+        "fma", "a.pages.size) * in.row_stride", "a.pages.size + 1) * in.row_stride", "cache"
     ),
     "pages_of_the_last_step": Fault(
         "fma",
@@ -160,7 +163,7 @@ FAULTS = {
     "stages_reused_early_latent": Fault("mma", "__syncthreads(); // the tiles are free", "", "latent"),
     "misaligned_scratch": Fault(
         "fma",
-        "*numerators = from.numerators + column;",
+        "*numerators = from.numerators + first_part * R::COLUMNS + column;",
         "*numerators = reinterpret_cast<const Floats *>(&from.numerators[column].element[1]);",
     ),
 }

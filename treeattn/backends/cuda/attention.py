@@ -32,16 +32,27 @@ from treeattn.partial import Array
 
 _LARGEST = float(np.finfo(np.float32).max)
 
-# AttentionArguments of kernels/cuda/attention.cuh.
-_ATTENTION = structure(
-    "q k v lengths records numerators states counters tiles spans views q_positions slopes lookup "
-    "k_scales v_scales block_table",
-    "q_batch_stride q_query_stride q_head_stride k_batch_stride k_token_stride k_head_stride "
-    "v_batch_stride v_token_stride v_head_stride",
-    "tokens queries heads kv_heads group pages page_size fan q_type q_aligned",
+# AttentionArguments of kernels/cuda/attention.cuh, and the structures in it.
+_STRIDED = structure("data", "batch_stride row_stride head_stride", "")
+_MASK = structure("tiles spans views q_positions slopes lookup", "", "")
+_PAGES = structure("table", "", "count size", unsigned="by_size by_size_shift")
+_SCRATCH = structure(
+    "numerators states counters", "", "fan", unsigned="by_splits by_splits_shift by_fan by_fan_shift"
+)
+_REST = structure(
+    "lengths records k_scales v_scales",
+    "",
+    "tokens queries heads kv_heads group q_type q_aligned",
     "scale softcap by_softcap",
-    unsigned="by_group by_group_shift by_kv_heads by_kv_heads_shift "
-    "by_splits by_splits_shift by_fan by_fan_shift by_page_size by_page_size_shift",
+    unsigned="by_group by_group_shift by_kv_heads by_kv_heads_shift",
+)
+_ATTENTION = np.dtype(
+    [
+        *((name, _STRIDED) for name in "qkv"),
+        *(("mask", _MASK), ("pages", _PAGES), ("scratch", _SCRATCH)),
+        *((name, _REST[name]) for name in _REST.names or ()),
+    ],
+    align=True,
 )
 
 
@@ -101,7 +112,7 @@ class PlannedAttention:
             softcap = tables.rules.softcap or 0
             self._arguments["softcap"] = softcap
             self._arguments["by_softcap"] = min(1 / softcap, _LARGEST) if softcap else 0
-        self._addresses = self._arguments.view(np.uint64)  # q, k and v come first
+        self._places = [self._arguments[name]["data"] for name in "qkv"]
         self._tokens = self._arguments["tokens"]
         self._scratch = runtime.zeros(0, np.float32)
         self._counters = runtime.zeros(0, np.uint32)
@@ -159,14 +170,14 @@ class PlannedAttention:
                 self._tokens[0] = k.shape[1]
             elif block_table is not bound[4]:
                 check_table(block_table, q.shape[0])
-                self._arguments["block_table"] = runtime.address(block_table)
+                self._arguments["pages"]["table"] = runtime.address(block_table)
             if lengths is not bound[3]:
                 self._bind_lengths(lengths, q)
         else:
             self._bind_layout(q, k, v, block_table)
             self._bind_lengths(lengths, q)
-        for place, address in enumerate(places):
-            self._addresses[place] = address
+        for place, address in zip(self._places, places, strict=True):
+            place[0] = address
         if self._tables is not None:
             self._tables.refresh()
         self._bind_splits(self._tokens[0])
@@ -177,9 +188,8 @@ class PlannedAttention:
         kv_type = self._cache.kernel_type(k, v)
         q_type = check_inputs(q, k, v, self._records, block_table, runtime)
         for name, array in (("q", q), ("k", k), ("v", v)):
-            axes = ("batch", "query" if name == "q" else "token", "head")
-            for axis, stride in zip(axes, array.strides[:3], strict=True):
-                a[f"{name}_{axis}_stride"] = stride // (1 if name == "q" else array.dtype.itemsize)
+            for axis, stride in zip(("batch", "row", "head"), array.strides[:3], strict=True):
+                a[name][f"{axis}_stride"] = stride // (1 if name == "q" else array.dtype.itemsize)
         a["queries"], a["heads"] = q.shape[1:3]
         a["kv_heads"] = k.shape[2]
         self._bind_pages(k, block_table)
@@ -200,9 +210,10 @@ class PlannedAttention:
             return
         page_size, pages = k.shape[1], block_table.shape[1]
         check_tokens(page_size * pages)
-        a["tokens"], a["pages"], a["page_size"] = page_size * pages, pages, page_size
-        a["block_table"] = self._runtime.address(block_table)
-        a["by_page_size"], a["by_page_size_shift"] = divisor(page_size)
+        a["tokens"], a = page_size * pages, a["pages"]
+        a["count"], a["size"] = pages, page_size
+        a["table"] = self._runtime.address(block_table)
+        a["by_size"], a["by_size_shift"] = divisor(page_size)
 
     def _bind_lengths(self, lengths: Any, q: Array) -> None:
         self._arguments["lengths"] = 0
@@ -225,7 +236,7 @@ class PlannedAttention:
             self._tables = VisibleTables(self._mask, self._runtime, heads, **tiling)
             self._workspaces.append(self._tables)
         for name, address in self._tables.addresses.items():
-            self._arguments[name] = address
+            self._arguments["mask"][name] = address
 
     def _choose_kernel(self, q: Array, k: Array, q_type: str, kv_type: str, paged: bool) -> None:
         batch, queries, heads, head_dim = q.shape
@@ -280,9 +291,10 @@ class PlannedAttention:
         """Make the launch of so many splits."""
         a, shared = self._arguments, self._variant.shared_bytes
         self._reserve(splits)
-        a["fan"] = splits.fan
-        a["by_splits"], a["by_splits_shift"] = divisor(splits.number)
-        a["by_fan"], a["by_fan_shift"] = divisor(splits.fan)
+        scratch = a["scratch"]
+        scratch["fan"] = splits.fan
+        scratch["by_splits"], scratch["by_splits_shift"] = divisor(splits.number)
+        scratch["by_fan"], scratch["by_fan_shift"] = divisor(splits.fan)
         grid = (splits.number, self.load.tiles // batch, batch)
         self._launch = functools.partial(self._kernel, grid, (THREADS,), (a,), shared_mem=shared)
         self.splits = splits
@@ -301,7 +313,7 @@ class PlannedAttention:
         if self._counters.size < counters:
             self._counters = runtime.zeros(2 * counters, np.uint32)
             self._workspaces.append(self._counters)
-        a, first = self._arguments, runtime.address(self._scratch)
+        a, first = self._arguments["scratch"], runtime.address(self._scratch)
         a["numerators"], a["states"] = first, first + 4 * partials * load.head_dim
         a["counters"] = runtime.address(self._counters)
 
