@@ -28,9 +28,7 @@ html_css_files = ["treeattn.css"]
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True  # CATALOG, not everything that stands in it
 autodoc_typehints = "description"
-nitpick_ignore_regex = [
-    ("py:class", r"(?!treeattn\.).*")
-]  # types are words with shapes: links where they are ours
+nitpick_ignore_regex = [("py:class", ".*")]  # types are words with shapes: links where they are on a page
 myst_heading_anchors = 3
 # Docstrings name arguments and results in `single quotes` that are not always objects.
 default_role = "code"

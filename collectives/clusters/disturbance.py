@@ -1,5 +1,5 @@
 """What disturbs a step: ranks that arrive at different instants, interruptions of their processors, and other
-traffic on the network. Each is named by words that `simulate`, `compare` and the emulated cluster share.
+traffic on the network. Each is named by words that `simulate`, `compare` and the emulated cluster share::
 
     arrivals   together; random:100us (each up to so late), exponential:100us (on average),
                ascending:100us (rank by rank, the last so late), late:100us (one rank, another each
