@@ -98,6 +98,8 @@ def test_a_loop_of_ones_own_agrees_or_is_told(comm):
         text.append(given)
     assert torch.cat(text, 1).tolist() == wanted.tolist()
     cache.reset()
+    with pytest.raises(ArgumentError, match="use_cache=False would cache every token anew"):
+        model.generate(ids, past_key_values=cache, use_cache=False, max_new_tokens=4)
     given = model(ids, past_key_values=cache).logits[:, -1].argmax(1, keepdim=True)
     if comm.size > 1:
         with pytest.raises(ArgumentError, match=r"different tokens: .* go on with cache\.agreed\(scores\)$"):

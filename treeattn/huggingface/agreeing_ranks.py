@@ -39,16 +39,20 @@ class AgreeingRanks(LogitsProcessor):
 
 
 def let_generate_agree(caches: type[Any]) -> None:
-    """Have generate() of all models append `AgreeingRanks` where it is given one of `caches`. There is no
-    place where transformers asks a cache; a version that made processors elsewhere would leave steps to
-    `same_tokens`, which raises where ranks part."""
+    """Have generate() of all models append `AgreeingRanks` where it is given one of `caches`, and refuse what
+    would be another text. There is no place where transformers asks a cache; a version that made processors
+    elsewhere would leave steps to `same_tokens`, which raises where ranks part."""
     prepare = GenerationMixin._get_logits_processor
 
     @functools.wraps(prepare)
     def prepared(model: Any, generation_config: Any, *given: Any, **named: Any) -> Any:
         processors = prepare(model, generation_config, *given, **named)
         cache = (named.get("model_kwargs") or {}).get("past_key_values")
-        if isinstance(cache, caches) and cache.comm.size > 1:
+        if not isinstance(cache, caches):
+            return processors
+        if generation_config.use_cache is False:
+            raise ArgumentError("use_cache=False would cache every token anew: leave past_key_values out")
+        if cache.comm.size > 1:
             if generation_config.max_time is not None:
                 raise ArgumentError("max_time: ranks would stop at different tokens; pass max_new_tokens")
             processors.append(AgreeingRanks(cache))
