@@ -218,7 +218,7 @@ def of_spec(spec: ReductionSpec, schedule: Schedule, node: Iterable[int] = ()) -
     Raises `ScheduleError`, before anything is allocated, if the schedule is for another number of ranks or is
     not a correct reduction, or if the buffer does not fit.
     """
-    comm: Communicator | nccl.Communicator = spec.comm
+    comm: Communicator | nccl.NcclCommunicator = spec.comm
     rank, size = comm.rank, comm.size
     if schedule.size != size:
         raise ScheduleError(

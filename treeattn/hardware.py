@@ -41,7 +41,7 @@ _VGA_CARDS = ("0x10de", "0x1002")
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class PciDevice:
     """A GPU or a network card.
 
     way: from its host bridge through PCIe switches to its own address, as sysfs nests them; socket and numa:
@@ -64,8 +64,8 @@ class Device:
 class Devices:
     """Of one machine. links: a row for each GPU, of what joins it to every GPU and then to every card."""
 
-    gpus: tuple[Device, ...] = ()
-    cards: tuple[Device, ...] = ()
+    gpus: tuple[PciDevice, ...] = ()
+    cards: tuple[PciDevice, ...] = ()
     links: tuple[tuple[str, ...], ...] = ()
 
 
@@ -122,13 +122,13 @@ def devices(root: Path = ROOT, ask: Callable[..., str] | None = None) -> Devices
     return Devices(gpus, cards, links)
 
 
-def _device(root: Path, name: str, model: str, address: str) -> Device:
+def _device(root: Path, name: str, model: str, address: str) -> PciDevice:
     folder = root / _PCI / address
     numa, everyone = _number(folder / "numa_node"), list((root / _NUMA).glob("node[0-9]*"))
     if numa is None and len(everyone) == 1:
         numa = int(everyone[0].name[4:])  # firmware does not number the only one
     near = sockets(_listed(_said(folder / "local_cpulist")), root)
-    return Device(name, model, _way(folder), near[0] if len(near) == 1 else None, numa)
+    return PciDevice(name, model, _way(folder), near[0] if len(near) == 1 else None, numa)
 
 
 def _way(folder: Path) -> tuple[str, ...]:
@@ -138,7 +138,7 @@ def _way(folder: Path) -> tuple[str, ...]:
     return parts[first:]
 
 
-def _link(one: Device, other: Device, direct: Pairs) -> str:
+def _link(one: PciDevice, other: PciDevice, direct: Pairs) -> str:
     """In NVIDIA's abbreviations."""
     if one == other:
         return "-"

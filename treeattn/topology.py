@@ -26,7 +26,7 @@ from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.levels import nested
 from treeattn.collectives.clusters.placement import Placement, block
 from treeattn.errors import ArgumentError, BackendError
-from treeattn.hardware import ROOT, Device, Devices
+from treeattn.hardware import ROOT, Devices, PciDevice
 
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.communicator import Communicator
@@ -210,7 +210,7 @@ def _placed(units: Sequence[Sequence[Group]], width: int, slots: int) -> Placeme
     return tuple(where[rank] for rank in range(len(where)))
 
 
-def _users(device: Device, ranks: Sequence[Rank]) -> str:
+def _users(device: PciDevice, ranks: Sequence[Rank]) -> str:
     """Which ranks their driver lets use it."""
     users = [str(rank.rank) for rank in ranks if device.address in rank.gpus]
     return f"  (for {' '.join(users)})" if users else ""

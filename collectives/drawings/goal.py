@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from treeattn.collectives.drawings.steps import Step, steps
+from treeattn.collectives.drawings.steps import RankRound, steps
 from treeattn.collectives.schedule import Schedule
 
 
@@ -31,7 +31,7 @@ def goal(
     return "\n".join(lines) + "\n"
 
 
-def _program(rounds: list[Step], merge_nanoseconds: int) -> Iterator[str]:
+def _program(rounds: list[RankRound], merge_nanoseconds: int) -> Iterator[str]:
     """Labelled operations; one `calc` closes each round (the merges) and all of the next wait for it."""
     closed = 0
     for step in rounds:

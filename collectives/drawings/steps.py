@@ -23,23 +23,23 @@ class Operation(NamedTuple):
 
 
 @dataclass
-class Step:
+class RankRound:
     """What one rank does in one round. merged: records that it merges on arrival."""
 
     operations: list[Operation] = field(default_factory=list)
     merged: int = 0
 
 
-def steps(schedule: Schedule, records: int, record_bytes: int, group: int) -> list[list[Step]]:
+def steps(schedule: Schedule, records: int, record_bytes: int, group: int) -> list[list[RankRound]]:
     """Per rank, the rounds in which it has something to do. Chunks without records are not sent.
 
     Raises `ScheduleError` for a schedule that does not check.
     """
     check(schedule)
-    found: list[list[Step]] = [[] for _ in range(schedule.size)]
+    found: list[list[RankRound]] = [[] for _ in range(schedule.size)]
     tag = 0
     for _, in_round in groupby(messages(schedule, records, group), key=attrgetter("round")):
-        now: defaultdict[int, Step] = defaultdict(Step)
+        now: defaultdict[int, RankRound] = defaultdict(RankRound)
         for _, src, dst, carried, merge in in_round:
             size = carried * record_bytes
             now[src].operations.append(Operation(True, dst, size, tag))

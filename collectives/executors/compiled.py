@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from treeattn.collectives import program
-from treeattn.collectives.executors.lowering import Buffers, Requests, Step, landing_records, lower
+from treeattn.collectives.executors.lowering import Addresses, Requests, StepStruct, landing_records, lower
 from treeattn.collectives.program import LANDING, OWN, Planned, Region
 from treeattn.collectives.runtime.memory import HOST, Array, Message
 from treeattn.collectives.runtime.operator import NativeOperator, Operator
@@ -60,7 +60,7 @@ class Messages(Protocol):
         """What stands for those of each round that has some."""
 
     def fields(self) -> dict[str, Any]:
-        """Of `Step`, by which the compiled code sends. After the last `add`."""
+        """Of `StepStruct`, by which the compiled code sends. After the last `add`."""
 
     def polled(self, poll: Callable[[], int]) -> Callable[[], int]:
         """`poll`, which goes on with a step, without waiting for a message."""
@@ -128,11 +128,11 @@ class Reducer(BaseReducer):
         addresses = planned.records.ctypes.data, landing.ctypes.data
         self._lowered = lower(
             self._program,
-            Buffers(*addresses, self._slots, planned.records[:1].nbytes),
+            Addresses(*addresses, self._slots, planned.records[:1].nbytes),
             self._messages.rounds,
         )
         native = operator.native_code()
-        self._struct = Step(
+        self._struct = StepStruct(
             merge=native.merge,
             programs=self._lowered.addresses,
             length=len(self._lowered.rounds),

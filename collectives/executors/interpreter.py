@@ -61,7 +61,7 @@ class Interpreter:
                 yield self._operator.planned_merge(self.array(into), self.array(other))
 
 
-class Messages(Protocol):
+class RoundMessages(Protocol):
     """The messages of a program, planned round by round."""
 
     def add(self, number: int, receives: Iterable[Message], sends: Iterable[Message]) -> object:
@@ -120,7 +120,7 @@ class Reducer(BaseReducer):
         self.stream_ordered = not self.rounds
 
     @abstractmethod
-    def _planned_messages(self, spec: ReductionSpec, planned: Planned) -> Messages:
+    def _planned_messages(self, spec: ReductionSpec, planned: Planned) -> RoundMessages:
         """Of the communicator's library, for no round yet. Collective."""
 
     def waits_for(self) -> tuple[str, str]:

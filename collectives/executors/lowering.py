@@ -30,7 +30,7 @@ _LAYOUT = np.dtype([("kind", "i4"), ("requests", "i4"), ("into", "u8"), ("source
 _Row = tuple[int, int, int, int, int]
 
 
-class Step(ctypes.Structure):
+class StepStruct(ctypes.Structure):
     """struct step of kernels/cpu/step.c."""
 
     _fields_ = (
@@ -59,7 +59,7 @@ class SlotAddresses(Protocol):
         """Address of a set of slots."""
 
 
-class Buffers(NamedTuple):
+class Addresses(NamedTuple):
     """Addresses of the buffers of a rank: own records, where messages land, slots; and bytes of a record."""
 
     own: int
@@ -76,7 +76,7 @@ class Lowered(NamedTuple):
 
     @property
     def addresses(self) -> ctypes.Array[ctypes.c_void_p]:
-        """Of both, as `Step.programs` takes them."""
+        """Of both, as `StepStruct.programs` takes them."""
         return (ctypes.c_void_p * 2)(*(array.ctypes.data for array in self.arrays))
 
 
@@ -86,7 +86,7 @@ def landing_records(program: Program) -> int:
     return program.landing + max((fold.into.records for fold in folds if _sums_in_slot(fold)), default=0)
 
 
-def lower(program: Program, buffers: Buffers, requests: Mapping[int, Requests]) -> Lowered:
+def lower(program: Program, buffers: Addresses, requests: Mapping[int, Requests]) -> Lowered:
     """Lower a program. requests: of each round with messages; where these land is `landing_records` long."""
     even, odd = (list(_Lowering(program, buffers, requests, parity).rows()) for parity in (0, 1))
     arrays = (np.array([row for _, row in rows], _LAYOUT) for rows in (even, odd))
@@ -100,7 +100,7 @@ def _sums_in_slot(fold: Fold) -> bool:
 
 class _Lowering(NamedTuple):
     program: Program
-    buffers: Buffers
+    buffers: Addresses
     requests: Mapping[int, Requests]
     parity: int
 

@@ -53,7 +53,7 @@ class MpiMessages:
         return {number: Requests(each.ctypes.data, len(each)) for number, each in self._handles.items()}
 
     def fields(self) -> dict[str, Any]:
-        """Of `Step`, by which the compiled code sends. After the last `add`."""
+        """Of `StepStruct`, by which the compiled code sends. After the last `add`."""
         self._statuses = _statuses(max(map(len, self._handles.values()), default=0) + 1)
         functions = zip(("startall", "testall", "iprobe"), _FUNCTIONS, strict=True)
         return {

@@ -22,7 +22,7 @@ def plan(spec: ReductionSpec, schedule: Schedule) -> CudaGraphReducer:
     """
     planned = program.of_spec(spec, schedule)
     interpreter = Interpreter(spec, planned)
-    communicator: nccl.Communicator = spec.comm
+    communicator: nccl.NcclCommunicator = spec.comm
     rounds = [
         (*interpreter.messages(instructions), interpreter.calls(instructions))
         for _, instructions in planned.program.by_round()

@@ -15,7 +15,7 @@ from treeattn.collectives.runtime.cuda_graph import CudaGraphReducer
 from treeattn.collectives.runtime.memory import Stream
 
 
-def plan(windows: Windows, communicator: nccl.Communicator, stream: Stream) -> CudaGraphReducer:
+def plan(windows: Windows, communicator: nccl.NcclCommunicator, stream: Stream) -> CudaGraphReducer:
     """The reducer of what `windows` plan, which are to be connected before the first step.
 
     communicator: of the same ranks, and from now on the reducer's, as `windows` are. A rank that does not

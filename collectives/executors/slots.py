@@ -56,7 +56,7 @@ _LINE = 128
 class Slots:
     """Two sets of slots of every rank of a node, each a line for the flag of every round, then records."""
 
-    def __init__(self, parts: Mapping[int, Part], program: Program, record_bytes: int) -> None:
+    def __init__(self, parts: Mapping[int, SharedPart], program: Program, record_bytes: int) -> None:
         """parts: of two sets, zeros, of all ranks of the node."""
         self._parts, self._flags = parts, _flag_bytes(program)
         self._set = set_bytes(program, record_bytes)
@@ -112,7 +112,7 @@ def plan(
     return compiled.Reducer(spec, planned, sending, slots, oversubscribed)
 
 
-class Part(NamedTuple):
+class SharedPart(NamedTuple):
     """The memory of one rank, zeros at first. Nobody else can write there."""
 
     memory: Bytes
@@ -128,7 +128,7 @@ class _Offer(NamedTuple):
     token: bytes
 
 
-def share(comm: Communicator, node: Iterable[int], size: int) -> dict[int, Part]:
+def share(comm: Communicator, node: Iterable[int], size: int) -> dict[int, SharedPart]:
     """A part of `size` bytes for this rank, and those of the other ranks of its node. Collective.
 
     Raises `SharingError`, on every rank of `comm` alike, where one cannot share memory with its node.
@@ -144,7 +144,7 @@ def share(comm: Communicator, node: Iterable[int], size: int) -> dict[int, Part]
             os.close(made[0].descriptor)
     assert made is not None
     assert opened is not None
-    return opened | {comm.rank: Part(made[1], made[0].owner)}
+    return opened | {comm.rank: SharedPart(made[1], made[0].owner)}
 
 
 def _made(size: int, owner: Process) -> tuple[_Offer, Bytes]:
@@ -162,7 +162,7 @@ def _made(size: int, owner: Process) -> tuple[_Offer, Bytes]:
     return _Offer(owner, descriptor, size, token), memory[_HEADER:]
 
 
-def _opened(rank: int, offer: _Offer) -> Part:
+def _opened(rank: int, offer: _Offer) -> SharedPart:
     """The part of another rank, to read."""
     try:
         descriptor = os.open(f"/proc/{offer.owner.number}/fd/{offer.descriptor}", _TO_READ)
@@ -175,7 +175,7 @@ def _opened(rank: int, offer: _Offer) -> Part:
         raise OSError(reason) from error
     if memory[:_HEADER].tobytes() != offer.token:
         raise OSError(f"rank {rank} is in another container")
-    return Part(memory[_HEADER:], offer.owner)
+    return SharedPart(memory[_HEADER:], offer.owner)
 
 
 def _mapped(descriptor: int, size: int, protection: int) -> Bytes:

@@ -83,8 +83,8 @@ class TorchMessages:
         return {number: Requests(each.ctypes.data, 1) for number, each in self._numbers.items()}
 
     def fields(self) -> dict[str, Any]:
-        """Of `Step`: calls back to Python, which only steps with messages make. Torch does not tell without
-        waiting whether one of gloo has come: a test waits, or, where nobody may, has not found it."""
+        """Of `StepStruct`: calls back to Python, which only steps with messages make. Torch does not tell
+        without waiting whether one of gloo has come: a test waits, or, where nobody may, has not found it."""
 
         def startall(_: int, number: Any) -> int:
             return self._code(self.start, number[0])

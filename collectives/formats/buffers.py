@@ -49,7 +49,7 @@ class Operation:
     writes: list[tuple[Cell, tuple[Cell, ...]]] = field(default_factory=list)
 
 
-class Program:
+class BufferProgram:
     """Operations over buffers i (input, `chunks` of the records), o (output; i where `in_place`) and s."""
 
     def __init__(

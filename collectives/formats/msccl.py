@@ -11,7 +11,7 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
-from treeattn.collectives.formats.buffers import Cell, Operation, Program
+from treeattn.collectives.formats.buffers import BufferProgram, Cell, Operation
 from treeattn.collectives.parameters import RANK_LIMIT
 from treeattn.collectives.schedule import Result, Schedule
 from treeattn.errors import ScheduleError
@@ -86,7 +86,7 @@ class _Reader:
                 )
             self.operations[operation].after.append(self.steps[wanted])
         self._connect()
-        program = Program(self.operations, self.size, self.chunks, self.result, self.in_place)
+        program = BufferProgram(self.operations, self.size, self.chunks, self.result, self.in_place)
         return program.schedule(self.algorithm.get("name") or "msccl")
 
     def _block(self, gpu: Element, block: Element) -> list[tuple[int, tuple[int, int, int]]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from treeattn.collectives.formats.buffers import Cell, Operation, Program
+from treeattn.collectives.formats.buffers import BufferProgram, Cell, Operation
 from treeattn.collectives.parameters import RANK_LIMIT
 from treeattn.collectives.schedule import Result, Schedule
 from treeattn.errors import ScheduleError
@@ -56,7 +56,7 @@ class _Reader:
             for block in gpu["threadblocks"]:
                 self._block(gpu, block)
         self._connect()
-        program = Program(self.operations, self.size, self.chunks, self.result, self.in_place)
+        program = BufferProgram(self.operations, self.size, self.chunks, self.result, self.in_place)
         return program.schedule(str(self.plan["name"]))
 
     def _block(self, gpu: dict[str, Any], block: dict[str, Any]) -> None:

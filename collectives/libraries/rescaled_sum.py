@@ -85,7 +85,7 @@ def over_nccl(spec: ReductionSpec, calls: str = "2") -> CudaGraphReducer:
     place: a copy less costs more than an element for each record.
     """
     arrays = _Arrays(spec.records("nccl_allreduce"), spec, int(calls), in_place=True)
-    communicator: nccl.Communicator = spec.comm
+    communicator: nccl.NcclCommunicator = spec.comm
     all_reduce = communicator.all_reduce
 
     def queue() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.memory import Stream
-from treeattn.collectives.runtime.nccl import Communicator
+from treeattn.collectives.runtime.nccl import NcclCommunicator
 from treeattn.collectives.runtime.reducer import Reducer
 from treeattn.errors import PeerTimeoutError, StateError, TransportError
 
@@ -66,7 +66,7 @@ class CudaGraphReducer(Reducer):
     def __init__(
         self,
         name: str,
-        communicator: Communicator,
+        communicator: NcclCommunicator,
         stream: Stream,
         queue: Callable[[], object] | None,
         *,

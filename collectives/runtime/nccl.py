@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _SHARING, _SHARING_SINCE = "NCCL_MULTI_RANK_GPU_ENABLE", (2, 30)
 
 
-class Communicator(Protocol):
+class NcclCommunicator(Protocol):
     """Ranks that exchange float32 arrays. All calls but the last three are queued, not waited for."""
 
     #: Of this process, of how many.
@@ -55,7 +55,7 @@ class Communicator(Protocol):
         """Leave without the others. It waits for graphs as `close` does."""
 
 
-def exchange(communicator: Communicator, receives: Iterable[Message], sends: Iterable[Message]) -> None:
+def exchange(communicator: NcclCommunicator, receives: Iterable[Message], sends: Iterable[Message]) -> None:
     """Queue messages of (array, peer) as one group: they all travel at once."""
     communicator.group_start()
     for array, peer in receives:

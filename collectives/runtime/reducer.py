@@ -48,8 +48,8 @@ class NativeStep(NamedTuple):
 class ReductionSpec(NamedTuple):
     """What is to be reduced over what: the argument of every planner of a `Reducer`.
 
-    comm: the ranks: an MPI communicator, or a `nccl.Communicator`. operator: an `operator.Operator`, or one
-    of its kinds where the planner says so. buffer: C-contiguous array of `memory` (a `memory.Memory`; a
+    comm: the ranks: a communicator, or NCCL's (`nccl.NcclCommunicator`). operator: an `operator.Operator`, or
+    one of its kinds where the planner says so. buffer: C-contiguous array of `memory` (a `memory.Memory`; a
     `Stream` of a GPU), views as [records, operator.width]. granularity: chunks are cut at multiples of so
     many records.
     """

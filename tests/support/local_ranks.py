@@ -58,7 +58,7 @@ def plan_slots(case, buffers=None):
 
     def share(comm, ranks, size):
         for rank in ranks:
-            parts.setdefault(rank, slots.Part(np.zeros(size + 64, np.uint8), owner))
+            parts.setdefault(rank, slots.SharedPart(np.zeros(size + 64, np.uint8), owner))
         return dict(parts)
 
     def duplicate(comm):

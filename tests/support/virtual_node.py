@@ -9,8 +9,8 @@ import numpy as np
 
 from tests.support.reducer_contract import OPERATOR
 from treeattn.collectives import program
-from treeattn.collectives.executors.lowering import Buffers, Lowered, landing_records, lower
-from treeattn.collectives.executors.slots import Part, Slots, set_bytes
+from treeattn.collectives.executors.lowering import Addresses, Lowered, landing_records, lower
+from treeattn.collectives.executors.slots import SharedPart, Slots, set_bytes
 from treeattn.collectives.runtime.reducer import ReductionSpec
 
 LINE = 128
@@ -55,10 +55,12 @@ def virtual_node(schedule, records, slots=Slots):
         for comm, buffer in zip(comms, buffers, strict=True)
     ]
     row = OPERATOR.width * 4
-    parts = {rank: Part(block.empty(2 * set_bytes(plans[0].program, row), np.uint8), None) for rank in node}
+    parts = {
+        rank: SharedPart(block.empty(2 * set_bytes(plans[0].program, row), np.uint8), None) for rank in node
+    }
     ranks = []
     for planned, buffer in zip(plans, buffers, strict=True):
         landing = block.empty((landing_records(planned.program), OPERATOR.width))
         addresses = buffer.ctypes.data, landing.ctypes.data, slots(parts, planned.program, row), row
-        ranks.append(VirtualRank(buffer, lower(planned.program, Buffers(*addresses), {})))
+        ranks.append(VirtualRank(buffer, lower(planned.program, Addresses(*addresses), {})))
     return block, ranks

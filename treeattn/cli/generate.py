@@ -22,7 +22,7 @@ from treeattn.cli import options
 from treeattn.cli.options import FILE, Output
 from treeattn.cli.own_device import own_device
 from treeattn.cli.scheme import given, is_file
-from treeattn.cli.text import Source, Stream, source_options
+from treeattn.cli.text import Source, TextStream, source_options
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.reducer import Sent
 from treeattn.collectives.schedule import Schedule
@@ -171,7 +171,7 @@ def command(
     stop = () if ignore_eos else model.config.eos
     runs = []
     for turn in range(repeat):
-        stream = Stream(tokenizer, world.rank == 0 and turn == 0)
+        stream = TextStream(tokenizer, world.rank == 0 and turn == 0)
         drafts = collectively(world, lambda: _drafter(world.rank, draft_model, model, capacity))
         if nodes is None:
             made: Session = Session(world, model, tokens, **settings)
@@ -227,7 +227,7 @@ def _run(
     count: int,
     stop: tuple[int, ...],
     drafting: Drafting | None,
-    stream: Stream,
+    stream: TextStream,
     load: Path | None,
     save: Path | None,
 ) -> dict[str, Any]:

@@ -67,7 +67,7 @@ source_options = grouped(
 )  # fmt: skip
 
 
-class Stream:
+class TextStream:
     """Prints tokens as they come: whole characters, or numbers."""
 
     def __init__(self, tokenizer: Tokenizer | None, shown: bool) -> None:

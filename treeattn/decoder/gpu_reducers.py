@@ -52,8 +52,8 @@ def _over_nccl(
         raise
 
 
-def connected_by_nccl(comm: Communicator, stream: Runtime) -> Any:
-    """A `nccl.Communicator` of the ranks and their GPUs. Collective; all raise `TransportError`, or none."""
+def connected_by_nccl(comm: Communicator, stream: Runtime) -> nccl.NcclCommunicator:
+    """NCCL over the ranks and their GPUs. Collective; all raise `TransportError`, or none."""
     _check_nccl(comm, stream)
     return collectively(comm, lambda: nccl.connect(comm, stream))
 
