@@ -21,7 +21,7 @@ from treeattn.collectives.clusters.description import Cluster, Executor, Protoco
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.probes import Probe
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.clusters.uncertainty import prices
+from treeattn.collectives.clusters.uncertainty import MEDIAN, prices
 from treeattn.collectives.traffic import Payload
 
 __all__ = ["Fitted", "Residual", "fit", "most_probable"]
@@ -126,7 +126,7 @@ def _kinds(measured: Iterable[Probe]) -> list[list[Probe]]:
 
 def _scatter(unseen: Sequence[Residual]) -> float:
     """The standard deviation of normal errors with the median of these, and no less than is believed."""
-    return max(_NOISE, float(np.median([abs(log(one.fitted / one.measured)) for one in unseen])) / 0.6745)
+    return max(_NOISE, float(np.median([abs(log(one.fitted / one.measured)) for one in unseen])) / MEDIAN)
 
 
 def _slopes(of: Callable[[Any], Any], parameters: Any, at: Any) -> Any:

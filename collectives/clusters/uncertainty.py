@@ -18,11 +18,26 @@ from msgspec import structs
 
 from treeattn.collectives.clusters.description import PRICES, Cluster, Executor, Protocol, Tier
 
-__all__ = ["ASSUMED", "STEP", "Price", "draws", "prices"]
+__all__ = ["ASSUMED", "BLIND", "MEDIAN", "STEP", "Blind", "Price", "draws", "half_off", "prices"]
 
 #: Standard deviation of the logarithm of a price that nobody measured.
 ASSUMED = math.log(2) / 1.96
 STEP = 0.1
+#: Of the absolute value of a standard normal number.
+MEDIAN = 0.6745
+
+
+class Blind(NamedTuple):
+    """Errors of predictions of runs of which nothing was given: of times their median and 90th percentile,
+    of ratios of two schemes the median."""
+
+    median: float
+    p90: float
+    ratio: float
+
+
+#: `treeattn published --blind`, docs/results/published_blind.json.
+BLIND = Blind(0.123, 0.387, 0.118)
 
 
 class Price(NamedTuple):
@@ -44,6 +59,12 @@ def prices(cluster: Cluster) -> dict[str, Price]:
             error = table.errors.get(step.name, _error(table, "protocols"))
             found[f"{name}.{step.name}"] = Price(step.latency, error)
     return found
+
+
+def half_off(cluster: Cluster) -> float:
+    """Half of what is predicted of schedules that no price was fitted to is off by more than this, as a
+    fraction, where prices are right."""
+    return BLIND.median if cluster.scatter is None else MEDIAN * cluster.scatter
 
 
 def draws(cluster: Cluster, count: int, seed: int = 0) -> Iterator[Cluster]:

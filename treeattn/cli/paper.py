@@ -11,11 +11,14 @@ import click
 
 from treeattn.cli import options
 from treeattn.cli.options import Output
+from treeattn.collectives.clusters import description
 from treeattn.errors import ArgumentError
 from treeattn.report import Column, Report
 from treeattn.study import environment
 from treeattn.study.compare.clock import Clock
+from treeattn.study.intervals import words
 from treeattn.study.paper import EXPERIMENTS, NOTHING_TO_SIMULATE, Table, shown
+from treeattn.study.paper.simulated import MACHINE
 
 
 @click.command("paper")
@@ -83,7 +86,8 @@ def _report(run: dict[str, Any] | None, measured: dict[str, list[Table]]) -> Rep
             made.line(_why_nothing(run))
         if not simulated:
             made.line(NOTHING_TO_SIMULATE)
-    made.line("\nwhat these numbers assume, and what is not explained: docs/paper.md")
+    made.line(f"\nsimulated: {words(description.load(MACHINE))}")
+    made.line("what these numbers assume, and what is not explained: docs/paper.md")
     made.note(run and run["warning"])
     return made
 

@@ -17,6 +17,7 @@ from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.levels import Nested, nested
 from treeattn.collectives.clusters.placement import Placement, node_groups
 from treeattn.collectives.clusters.simulate import simulate
+from treeattn.collectives.clusters.uncertainty import half_off
 from treeattn.collectives.schedule import Result, Schedule
 from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError, RestrictionError
@@ -88,7 +89,8 @@ def _fastest(
             continue
         times[one] = simulate(schedule, cluster, places, payload, runs).time
     first, *others = sorted(times, key=times.__getitem__)
-    what = f"{_called(first, nodes)}, {times[first]:.1f} µs for {payload.bytes:,} bytes by {runs}{lacking}"
+    time = f"{times[first]:.1f} µs, half of such off by {half_off(cluster):.0%},"
+    what = f"{_called(first, nodes)}, {time} for {payload.bytes:,} bytes by {runs}{lacking}"
     second = next((one for one in others if times[one] > times[first]), None)
     after = f"; next {_called(second, nodes)}, {times[second]:.1f}" if second else ""
     return first, f"{what} on {cluster.name} ({cluster.about}){by}{after}"

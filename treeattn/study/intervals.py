@@ -10,34 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from treeattn.collectives.clusters import uncertainty
 from treeattn.collectives.clusters.description import Cluster
+from treeattn.collectives.clusters.uncertainty import BLIND, MEDIAN
 from treeattn.study.statistics import student
 
 DRAWS = 16
-_NORMAL = 0.6745  # the median of the absolute value of a standard normal number
 _LEAST = 1e-9  # microseconds: a step of one rank may take none
 
 #: Cluster, number of a draw of noise -> microseconds.
 Timed = Callable[[Cluster, int], float]
-
-
-class Blind(NamedTuple):
-    """Errors of predictions of runs of which nothing was given: of times their median and 90th percentile,
-    of ratios of two schemes the median."""
-
-    median: float
-    p90: float
-    ratio: float
-
-
-#: `treeattn published --blind`, docs/results/published_blind.json.
-BLIND = Blind(0.123, 0.387, 0.118)
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -116,8 +103,8 @@ def _model(cluster: Cluster) -> tuple[float, float]:
     """Standard deviations of what the model misses of all schedules together, and of each alone."""
     if cluster.scatter is not None:
         return cluster.drift, cluster.scatter
-    alone = BLIND.ratio / _NORMAL / math.sqrt(2)
-    return math.sqrt((BLIND.median / _NORMAL) ** 2 - alone**2), alone
+    alone = BLIND.ratio / MEDIAN / math.sqrt(2)
+    return math.sqrt((BLIND.median / MEDIAN) ** 2 - alone**2), alone
 
 
 def words(cluster: Cluster) -> str:

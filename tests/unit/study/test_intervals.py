@@ -17,7 +17,6 @@ from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.clusters.writing import as_toml
 from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError
-from treeattn.study import intervals
 from treeattn.study.compare.results import Summary
 from treeattn.study.compare.schema import Key
 from treeattn.study.intervals import Estimate, estimates
@@ -83,7 +82,7 @@ def test_noise_is_drawn():
 def test_what_is_said_of_blind_predictions_was_measured():
     found = json.loads((RESULTS / "published_blind.json").read_text())
     measured = found["median_error"], found["p90_error"], found["ratio_error"]
-    assert tuple(intervals.BLIND) == tuple(round(value, 3) for value in measured)
+    assert tuple(uncertainty.BLIND) == tuple(round(value, 3) for value in measured)
 
 
 def test_draws_of_a_shipped_cluster_change_what_is_assumed_and_nothing_else():
