@@ -1,42 +1,24 @@
-/* One query row for each KV head attends to tokens that all rows see, and the cache is read in the order of memory.
+/* Rows attend to tokens that all of them see, and the cache is read in the order of memory.
  *
  * A block of tokens is two passes: all keys, token by token and head by head as they lie, then all values likewise.
  * Each pass is one stream, which the hardware foresees: on cores that follow few streams that reads up to 1.5 times as
  * fast as heads or tokens in turns. What does not come from memory stays in the first caches: the queries of all heads
  * in one pass, sums of all heads in the other. How a row's sums are ordered depends on its own tokens alone, so that
- * heads may be dealt out to threads. */
+ * heads may be dealt out to threads.
+ *
+ * With several rows for each KV head (attend_group.h) arithmetic takes as long as reading: there a few tokens of a head
+ * go through registers together, and lines of memory are asked for in time. */
 #ifndef TREEATTN_ATTEND_IN_ORDER_H
 #define TREEATTN_ATTEND_IN_ORDER_H
 
-#include <stdlib.h>
+#include "attend_group.h"
 
-#include "attention_state.h"
-#include "token_rows.h"
-
-/* Tokens whose values are added one by one: 512 would break the promise of exactness for equal scores and values. */
-enum { SUM_TOKENS = 128 };
-
-/* Tokens of a block, and how many bytes ahead values are asked for (0: not). Measured on an AMD EPYC 9004 (Zen 4):
- * where values are added faster than they come, changing between keys and values costs least and asking gains nothing;
+/* How many bytes ahead values of one row for each head are asked for (0: not). Measured on an AMD EPYC 9004 (Zen 4):
  * elements of 16 bits and fewer make more sums for each line of memory, which delays what is read next. */
-INLINE int tokens_in_order(enum element_type type) { return type == FLOAT32 ? 128 : WIDTH == 16 ? 512 : 256; }
 INLINE int values_ahead(enum element_type type) {
   if (type == FLOAT32) return WIDTH == 16 ? 512 : 0;
   return 8192;
 }
-
-/* Rows of neighbouring KV heads, and the tokens of a piece. */
-struct in_order {
-  int rows;
-  int64_t floats;                 /* of a row of q */
-  const char *k, *v;              /* of the first head */
-  int64_t k_head, v_head;         /* bytes from a head to the next */
-  const int64_t *k_rows, *v_rows; /* [tokens + 1]: how far from there each token's row is; the last is not read */
-  const float *q;                 /* [rows][floats], as all that follows in a state */
-  float *numerator, *sum;
-  float *maximum, *denominator, *factor;
-  float *scores, *lanes;
-};
 
 /* What a loop takes at once: a line of memory, so that one load sees all of it, or a unit where that is less. */
 INLINE int step_of_type(enum element_type type) { return type == FLOAT32 && WIDTH == 16 ? WIDTH : UNIT; }
@@ -65,7 +47,7 @@ INLINE vector multiply_key(enum element_type type, const struct in_order *o, str
     key += step * (int)element_size(type), q += step;
   } while (q != end);
   next->q = q, next->key += o->k_head;
-  if (q == o->q + o->rows * o->floats) next->q = o->q, next->key = o->k + *++next->row;
+  if (q == o->q + o->heads * o->floats) next->q = o->q, next->key = o->k + *++next->row;
   return step > WIDTH ? (vector)(first + second) : first;
 }
 
@@ -93,7 +75,7 @@ FOLD(16, fold_8, 8)
 /* scores[token][row], in the order of memory. */
 INLINE void score_in_order(enum element_type type, const struct in_order *o, int64_t token, int tokens) {
   struct next_key next = {o->k + o->k_rows[token], o->q, o->k_rows + token};
-  const int count = tokens * o->rows;
+  const int count = tokens * o->heads;
   int i = 0;
   for (; i + WIDTH <= count; i += WIDTH) store(o->scores + i, fold_keys(type, o, &next));
   if (i == count) return;
@@ -104,45 +86,12 @@ INLINE void score_in_order(enum element_type type, const struct in_order *o, int
   store(o->scores + i, left[0]);
 }
 
-/* Scores to weights, in place; sums by token modulo WIDTH go to the denominators. */
-static __attribute__((noinline)) void weigh_in_order(const struct in_order *o, int tokens) {
-  const int rows = o->rows, lanes = rows * WIDTH, whole = (tokens + WIDTH - 1) / WIDTH * lanes;
-  for (int i = tokens * rows; i < whole; ++i) o->scores[i] = -INFINITY;
-  for (int l = 0; l < lanes; l += WIDTH) {
-    vector highest = load(o->scores + l);
-    for (int i = l + lanes; i < whole; i += lanes) highest = larger(load(o->scores + i), highest);
-    store(o->lanes + l, highest);
-  }
-  for (int r = 0; r < rows; ++r) {
-    float highest = o->maximum[r];
-    for (int i = r; i < lanes; i += rows) highest = o->lanes[i] > highest ? o->lanes[i] : highest;
-    o->factor[r] = o->maximum[r] == highest ? 1.0f : exponential(o->maximum[r] - highest);
-    o->maximum[r] = highest;
-    for (int i = r; i < lanes; i += rows) o->lanes[i] = highest == -INFINITY ? 0.0f : highest;
-  }
-  for (int l = 0; l < lanes; l += WIDTH) {
-    const vector base = load(o->lanes + l);
-    vector sum = splat(0.0f);
-    for (int i = l; i < whole; i += lanes) {
-      const vector weight = exponential_lanes(load(o->scores + i) - base);
-      store(o->scores + i, weight);
-      sum += weight;
-    }
-    store(o->lanes + l, sum);
-  }
-  for (int r = 0; r < rows; ++r)
-    for (int i = 0; i < WIDTH; ++i) {
-      float *to = o->denominator + r * WIDTH + i;
-      *to = *to * o->factor[r] + o->lanes[i * rows + r];
-    }
-}
-
 /* sum += weight * value for all heads of a token. */
 INLINE void add_token(enum element_type type, const struct in_order *o, const char *head, const float *weights) {
   const int step = step_of_type(type);
   float *to = o->sum;
-  for (int r = 0; r < o->rows; ++r, head += o->v_head) {
-    const vector weight = splat(weights[r]);
+  for (int h = 0; h < o->heads; ++h, head += o->v_head) {
+    const vector weight = splat(weights[h]);
     const char *v = head;
     const float *const end = to + o->floats;
 #pragma GCC unroll 1
@@ -156,59 +105,87 @@ INLINE void add_token(enum element_type type, const struct in_order *o, const ch
   }
 }
 
-/* A block's values, in sums of SUM_TOKENS at most. */
+/* Weighted values of at most SUM_TOKENS tokens. */
 INLINE void add_in_order(enum element_type type, const struct in_order *o, int64_t token, int tokens) {
-  for (int begin = 0; begin < tokens; begin += SUM_TOKENS) {
-    memset(o->sum, 0, (size_t)(o->rows * o->floats) * sizeof(float));
-    for (int t = begin; t < tokens && t < begin + SUM_TOKENS; ++t)
-      add_token(type, o, o->v + o->v_rows[token + t], o->scores + t * o->rows);
-    for (int r = 0; r < o->rows; ++r) {
-      const vector factor = splat(begin ? 1.0f : o->factor[r]);
-      for (int64_t d = r * o->floats; d < (r + 1) * o->floats; d += WIDTH)
-        store(o->numerator + d, multiply_add(load(o->numerator + d), factor, load(o->sum + d)));
+  for (int t = 0; t < tokens; ++t) add_token(type, o, o->v + o->v_rows[token + t], o->scores + t * o->heads);
+}
+
+/* One compiled function for each type and pass: a compiler aligns and orders short ones best. */
+typedef void pass_function(const struct in_order *o, int64_t token, int tokens);
+#define PASS(NAME, TYPE)                                                                                               \
+  static __attribute__((noinline)) void NAME##_##TYPE(const struct in_order *o, int64_t token, int tokens) {           \
+    NAME(TYPE, o, token, tokens);                                                                                      \
+  }
+#define PASSES(NAME) PASS(NAME, FLOAT32) PASS(NAME, FLOAT16) PASS(NAME, BFLOAT16) PASS(NAME, E4M3FN) PASS(NAME, E5M2)
+PASSES(score_in_order)
+PASSES(score_group)
+PASSES(add_in_order)
+PASSES(add_group)
+#define OF_TYPES(NAME) {NAME##_FLOAT32, NAME##_FLOAT16, NAME##_BFLOAT16, NAME##_E4M3FN, NAME##_E5M2}
+static pass_function *const score_in_order_of_type[5] = OF_TYPES(score_in_order);
+static pass_function *const score_group_of_type[5] = OF_TYPES(score_group);
+static pass_function *const add_in_order_of_type[5] = OF_TYPES(add_in_order);
+static pass_function *const add_group_of_type[5] = OF_TYPES(add_group);
+
+static pass_function *score_function(enum element_type type, const struct in_order *o) {
+#if SIMD_AVX512
+  if (o->q_bits) return score_bits;
+#endif
+  return (o->rows > 1 ? score_group_of_type : score_in_order_of_type)[type];
+}
+
+static void attend_in_order(enum element_type type, const struct in_order *o) {
+  const int rows = o->heads * o->rows;
+  for (int64_t token = 0, count; token < o->tokens; token += count) {
+    count = least(tokens_in_order(type, rows), o->tokens - token);
+    score_function(type, o)(o, token, (int)count);
+    weigh_in_order(o, (int)count);
+    for (int64_t begin = 0, some; begin < count; begin += some) {
+      some = least(SUM_TOKENS, count - begin);
+      memset(o->sum, 0, (size_t)(rows * o->floats) * sizeof(float));
+      struct in_order part = *o;
+      part.scores += begin * rows;
+      (o->rows > 1 ? add_group_of_type : add_in_order_of_type)[type](&part, token + begin, (int)some);
+      for (int r = 0; r < rows; ++r) {
+        const vector factor = splat(begin ? 1.0f : o->factor[r]);
+        for (int64_t d = r * o->floats; d < (r + 1) * o->floats; d += WIDTH)
+          store(o->numerator + d, multiply_add(load(o->numerator + d), factor, load(o->sum + d)));
+      }
     }
   }
 }
 
-/* One compiled function for each type. */
-typedef void attend_in_order_function(const struct in_order *o, int64_t tokens);
-#define IN_ORDER(TYPE)                                                                                                 \
-  static void attend_in_order_##TYPE(const struct in_order *o, int64_t tokens) {                                       \
-    for (int64_t token = 0, count; token < tokens; token += count) {                                                   \
-      count = least(tokens_in_order(TYPE), tokens - token);                                                            \
-      score_in_order(TYPE, o, token, (int)count);                                                                      \
-      weigh_in_order(o, (int)count);                                                                                   \
-      add_in_order(TYPE, o, token, (int)count);                                                                        \
-    }                                                                                                                  \
-  }
-IN_ORDER(FLOAT32)
-IN_ORDER(FLOAT16)
-IN_ORDER(BFLOAT16)
-IN_ORDER(E4M3FN)
-IN_ORDER(E5M2)
-static attend_in_order_function *const in_order_of_type[5] = {attend_in_order_FLOAT32, attend_in_order_FLOAT16,
-                                                              attend_in_order_BFLOAT16, attend_in_order_E4M3FN,
-                                                              attend_in_order_E5M2};
-
 /* The rows of a piece attend to tokens that all of them see: together where a token's heads are neighbours in memory,
- * one by one where a head's tokens are. */
+ * head by head where a head's tokens are. */
 static void attend_uniform(const struct attention *a, const struct state *s, const struct piece *p, int64_t begin,
                            int64_t end) {
-  const int64_t together = llabs(a->k_head_stride) > llabs(a->k_token_stride) ? 1 : p->heads, tokens = end - begin;
+  const int64_t together = llabs(a->k_head_stride) > llabs(a->k_token_stride) ? 1 : p->heads;
+  const int64_t rows = rows_per_kv_head(a), tokens = end - begin;
   find_rows(a, p->b, begin, end, 1, s->k_rows);
   find_rows(a, p->b, begin, end, 0, s->v_rows);
   s->k_rows[tokens] = 0;
-  for (int64_t row = 0; row < p->heads; row += together) {
-    const int64_t head = p->head + row;
-    const struct in_order o = {.rows = (int)together,
+  const uint16_t *bits = NULL;
+#if SIMD_AVX512
+  if (can_take_bits(a) && take_bits(a, p, s->q_bits)) bits = s->q_bits;
+#endif
+  for (int64_t head = 0; head < p->heads; head += together) {
+    const int64_t row = head * rows;
+    const struct in_order o = {.heads = (int)together,
+                               .rows = (int)rows,
+                               .paged = a->block_table != NULL,
+                               .tokens = tokens,
                                .floats = row_floats(a),
-                               .k = a->k + head * a->k_head_stride,
-                               .v = a->v + head * a->v_head_stride,
+                               .k = a->k + (p->head + head) * a->k_head_stride,
+                               .v = a->v + (p->head + head) * a->v_head_stride,
                                .k_head = a->k_head_stride,
                                .v_head = a->v_head_stride,
+                               .k_token = a->k_token_stride,
+                               .v_token = a->v_token_stride,
                                .k_rows = s->k_rows,
                                .v_rows = s->v_rows,
                                .q = s->q + row * row_floats(a),
+                               .q_bits = bits ? bits + row * row_floats(a) : NULL,
+                               .scale = a->scale,
                                .numerator = s->numerator + row * row_floats(a),
                                .sum = s->sum,
                                .maximum = s->maximum + row,
@@ -216,7 +193,7 @@ static void attend_uniform(const struct attention *a, const struct state *s, con
                                .factor = s->factor,
                                .scores = s->scores,
                                .lanes = s->lanes};
-    in_order_of_type[a->kv_type](&o, tokens);
+    attend_in_order(a->kv_type, &o);
   }
 }
 

@@ -140,6 +140,13 @@ static void prepare_positions(const struct attention *a, const struct state *s, 
   for (int64_t i = 0; i < a->queries; ++i) find_base(a, s, p, i);
 }
 
+/* Whether the rows of all queries see a token. */
+static int all_see(const struct attention *a, int64_t b, int64_t token) {
+  for (int64_t i = 0; a->visible && i < a->queries; ++i)
+    if (!visible_bits(a->visible, b, a->queries, i, token, 1)) return 0;
+  return 1;
+}
+
 /* All of a piece. */
 static void attend_tokens(const struct attention *a, const struct state *s, const struct piece *p) {
   const int alibi = a->visible && a->visible->slopes, adjusted = alibi || (a->visible && a->visible->softcap > 0);
@@ -149,7 +156,7 @@ static void attend_tokens(const struct attention *a, const struct state *s, cons
   for (int64_t i = 0; i < p->count; ++i) {
     const struct stretch c = cut(p->stretches + i, p);
     if (c.begin >= c.end) continue;
-    if (c.uniform && !adjusted && can_read_in_order(a))
+    if (c.uniform && !adjusted && can_read_in_order(a) && all_see(a, p->b, c.begin))
       attend_uniform(a, s, p, c.begin, c.end);
     else
       attend_stretch(a, s, p, &c, adjusted ? &adjustment : NULL, alibi ? s->position + c.before - p->begin : NULL);

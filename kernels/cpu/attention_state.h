@@ -8,8 +8,12 @@
 #include "attend_block.h"
 #include "rows.h"
 
-enum { CHUNK = 1008 };        /* tokens of a piece of work, at most */
-enum { MOST_IN_ORDER = 512 }; /* tokens of a block that is read in the order of memory, at most */
+enum { CHUNK = 1008 }; /* tokens of a piece of work, at most */
+
+/* Tokens of a block that is read in the order of memory, at most; and of them those whose values are added one by one:
+ * 512 would break the promise of exactness for equal scores and values. Scores of many rows fit the second cache. */
+enum { MOST_IN_ORDER = 512, SUM_TOKENS = 128 };
+static int64_t most_in_order(int64_t rows) { return rows > 64 ? SUM_TOKENS : MOST_IN_ORDER; }
 
 /* Tokens begin..end of those that stretches of a batch row hold together, and some KV heads. */
 struct piece {
@@ -34,7 +38,8 @@ struct state {
   double *position;            /* [CHUNK], for ALiBi */
   int64_t *k_rows, *v_rows;    /* [CHUNK + 1], for pages and in the order of memory: see struct span */
   float *sum, *factor;         /* [rows][row_floats], [rows]; these and the next: see attend_in_order.h */
-  float *scores, *lanes;       /* [MOST_IN_ORDER][rows], [rows][WIDTH] */
+  uint16_t *q_bits;            /* [rows][row_floats] */
+  float *scores, *lanes;       /* [most_in_order(rows)][rows], [rows][WIDTH] */
 };
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -44,9 +49,22 @@ static int64_t rows_per_query(const struct attention *a) { return a->heads / a->
 static int64_t rows_per_kv_head(const struct attention *a) { return rows_per_query(a) * a->queries; }
 
 /* Whether tokens that all rows see go through attend_in_order.h, where nothing else is done to their scores. Cores that
- * follow many streams do not gain from it. */
+ * follow many streams do not gain from it, nor do several rows for each KV head where elements of 16 bits and fewer are
+ * widened to few lanes. */
 static int can_read_in_order(const struct attention *a) {
-  return a->order == NEIGHBOURS && rows_per_kv_head(a) == 1 && a->head_dim % UNIT == 0;
+  const int gains = rows_per_kv_head(a) == 1 || WIDTH == 16 || a->kv_type == FLOAT32;
+  return a->order == NEIGHBOURS && a->head_dim % UNIT == 0 && gains;
+}
+
+/* Whether their scores can come from bfloat16 as it is: see attend_group.h. */
+static int can_take_bits(const struct attention *a) {
+#if SIMD_AVX512
+  return rows_per_kv_head(a) > 1 && a->q_type == BFLOAT16 && a->kv_type == BFLOAT16 && !a->k_scale &&
+         __builtin_cpu_supports("avx512bf16");
+#else
+  (void)a;
+  return 0;
+#endif
 }
 
 /* Of a row, counted over all KV heads. */
@@ -80,9 +98,10 @@ static int64_t lay_out(const struct attention *a, char *memory, struct state *s)
   if (can_read_in_order(a)) {
     s->sum = take(memory, &at, floats * size);
     s->factor = take(memory, &at, rows * size);
-    s->scores = take(memory, &at, (MOST_IN_ORDER * rows + WIDTH) * size);
+    s->scores = take(memory, &at, (most_in_order(rows) * rows + WIDTH) * size);
     s->lanes = take(memory, &at, rows * WIDTH * size);
   }
+  if (can_take_bits(a)) s->q_bits = take(memory, &at, floats * (int64_t)sizeof(uint16_t));
   if (!a->visible) return at;
   s->slope = take(memory, &at, rows * (int64_t)sizeof(double));
   s->base = take(memory, &at, rows * (int64_t)sizeof(double));
@@ -102,13 +121,17 @@ static struct state state_of(const struct attention *a, int worker) {
   return s;
 }
 
+/* Where a row's q lies. */
+static const char *query_at(const struct attention *a, int64_t b, int64_t row) {
+  return a->q + b * a->q_batch_stride + query_of(a, row) * a->q_query_stride + head_of(a, row) * a->q_head_stride;
+}
+
 /* Queries of the rows of a piece; sums emptied. */
 static void prepare(const struct attention *a, const struct state *s, const struct piece *p) {
   const int64_t floats = row_floats(a), first = p->head * rows_per_kv_head(a), count = p->heads * rows_per_kv_head(a);
   for (int64_t r = 0; r < count; ++r) {
-    const int64_t head = head_of(a, first + r), query = query_of(a, first + r);
-    const char *from = a->q + p->b * a->q_batch_stride + query * a->q_query_stride + head * a->q_head_stride;
-    widen_query(a, from, a->scale * scale_of(a, a->k_scale, head / rows_per_query(a)), s->q + r * floats);
+    const float scale = a->scale * scale_of(a, a->k_scale, (first + r) / rows_per_kv_head(a));
+    widen_query(a, query_at(a, p->b, first + r), scale, s->q + r * floats);
     s->maximum[r] = -INFINITY;
   }
   memset(s->numerator, 0, (size_t)(count * floats) * sizeof(float));

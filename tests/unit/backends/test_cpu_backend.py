@@ -109,6 +109,16 @@ def test_exact_where_scores_reach_ten_thousand(dtype: str) -> None:
     assert_exact(attend(q, k, v, scale), q, k, v, scale)
 
 
+@pytest.mark.parametrize(("q_exponent", "k_exponent"), [(-130, 120), (118, -128), (90, -128)])
+@pytest.mark.usefixtures("build")
+def test_exact_where_subnormal_bfloat16_counts(q_exponent: int, k_exponent: int) -> None:
+    """The instruction that multiplies pairs of bfloat16 would take it for 0."""
+    q, k, v = inputs((1, 1, 8, 2, 64, 83), ml_dtypes.bfloat16, seed=3)
+    q, k = (x * np.array(2.0**e, x.dtype) for x, e in ((q, q_exponent), (k, k_exponent)))
+    scale = 2.0 ** min(2, -q_exponent - k_exponent - 3)
+    assert_exact(attend(q, k, v, scale), q, k, v, scale)
+
+
 @pytest.mark.parametrize("direction", [1, -1])
 @pytest.mark.usefixtures("build")
 def test_exact_when_the_maximum_keeps_changing(direction: int) -> None:
