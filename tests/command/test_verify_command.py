@@ -142,3 +142,12 @@ def test_bad_options(tmp_path):
         done = in_process("verify", source, *options)
         assert (done.returncode, done.stdout) == (2, ""), done.stderr
         assert words in done.stderr
+
+
+def test_reproducible_results_have_one_hash_on_any_ranks(tmp_path):
+    source, said = written(tmp_path / "drafts.safetensors"), set()
+    for ranks, words in ((None, ()), (3, ("--scheme", "chain,hierarchical", "--layout", "interleaved"))):
+        done = treeattn("verify", source, "--reproducible", "--repeat", 1, *words, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        said |= {line for line in done.stdout.splitlines() if line.startswith("SHA-256")}
+    assert len(said) == 1

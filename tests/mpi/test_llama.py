@@ -378,7 +378,7 @@ def test_what_one_rank_fails_at_alone_all_ranks_tell(comm, tied, weights, monkey
     model, last, kept = load(comm, tied, weights), comm.rank == comm.size - 1, []
     with monkeypatch.context() as patch:
         if last:
-            patch.setattr(ShardedCache, "_begin", full)
+            patch.setattr(ShardedCache, "_make_arrays", full)
         with pytest.raises(TreeattnError, match="MemoryError: none left"):
             Session(comm, model, [3], capacity=8)
     with Session(comm, model, PROMPT, capacity=len(PROMPT)) as session:
@@ -429,3 +429,30 @@ def test_what_fails_on_rank_0_alone_fails_on_all(comm, tied):
         pytest.raises(ArgumentError, match="ValueError: no idea"),
     ):
         generate(session, 7, drafting=drafting)
+
+
+@pytest.mark.many_ranks
+def test_drafts_layouts_and_ranks_change_no_bit_of_a_logit(comm, written):
+    """All of it has the hash of one rank alone."""
+    directory, digests, texts = written("tied"), set(), set()
+    model = Llama(directory, reproducible=True)
+    ways = [
+        (MPI.COMM_SELF, {}, False),
+        (comm, {}, False),
+        (comm, {"scheme": "chain", "layout": "contiguous", "prefill": "gather"}, True),
+        (comm, {"scheme": "binary_tree", "layout": "interleaved"}, True),
+    ]
+    for where, settings, drafted in ways:
+        drafts = 5 if drafted else 0
+        with Session(where, model, PROMPT, capacity=len(PROMPT) + 40, drafts=drafts, **settings) as session:
+            drafting = Drafting(drafts, NgramDrafts()) if drafted else None
+            made = generate(session, 40, drafting=drafting)
+        digests.add(made.digest.hexdigest())
+        texts.add(tuple(made.tokens))
+        assert not drafted or sum(made.accepted) > 0
+    assert len(digests) == len(texts) == 1
+
+
+def test_sharded_weights_are_not_reproducible(comm, tied):
+    with pytest.raises(RestrictionError, match="weights that every rank has whole"):
+        Llama(tied, comm, reproducible=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import treeattn
 from treeattn import Rules, reference
@@ -40,6 +41,19 @@ def drawn(comm, seed):
     ][draw.integers(5)]
     begins = draw.integers(0, tokens, batch) if draw.integers(2) else None
     return arrays, own, {"positions": positions, "rules": Rules(**rules), "begins": begins}
+
+
+@pytest.mark.parametrize("method", ["ring", "gather"])
+def test_reproducible_queries_have_the_bits_of_one_rank(comm, method):
+    for seed in range(8):
+        arrays, own, options = drawn(comm, seed)
+        arrays = [array.astype(np.float32) if array.dtype == np.float64 else array for array in arrays]
+        how = {"comm": comm, "method": method, "scale": 0.3, "reproducible": "tokens"}
+        out, lse = treeattn.prefill(*(array[:, own] for array in arrays), **how, **options)
+        alone = how | {"comm": MPI.COMM_SELF}
+        whole, whole_lse = treeattn.prefill(*arrays, **alone, **(options | {"positions": None}))
+        assert out.tobytes() == whole[:, own].tobytes()
+        assert lse.tobytes() == whole_lse[..., own].tobytes()
 
 
 @pytest.mark.parametrize("method", ["ring", "gather"])

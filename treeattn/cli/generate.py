@@ -87,6 +87,8 @@ _sampling_options = options.grouped(
 @click.option("--save-cache", type=FILE, metavar="DIR", help="Save the prompt's keys and values.")
 @click.option("--load-cache", type=FILE, metavar="DIR",
               help="Take those of the prompt's beginning from there, saved on any ranks.")  # fmt: skip
+@click.option("--reproducible", is_flag=True,
+              help="Bits of logits are the text's alone: not of ranks, layout or drafts.")  # fmt: skip
 @click.option("--ignore-eos", is_flag=True, help="Go on after a token that ends the text.")
 @click.option("--repeat", type=options.COUNT, default=1, help="All of it, so often.")
 @options.output_options(wide=False, json="Write everything measured.")
@@ -109,6 +111,7 @@ def command(
     cache_dtype: str | None,
     save_cache: Path | None,
     load_cache: Path | None,
+    reproducible: bool,
     ignore_eos: bool,
     repeat: int,
     output: Output,
@@ -130,6 +133,7 @@ def command(
             "--cache-dtype": cache_dtype,
             "--save-cache": save_cache,
             "--load-cache": load_cache,
+            "--reproducible": reproducible,
         })  # fmt: skip
         nodes = connect(communicators.world(), scheme=scheme or "hierarchical")
         world = communicators.alone()
@@ -146,9 +150,9 @@ def command(
     _, shared = own_device(world, device)
     cores = ThreadLimits(world)
     if weights == "sharded":
-        model = Llama(directory, world, device=device)
+        model = Llama(directory, world, device=device, reproducible=reproducible)
     else:
-        model = collectively(world, lambda: Llama(directory, device=device))
+        model = collectively(world, lambda: Llama(directory, device=device, reproducible=reproducible))
 
     def read() -> tuple[Tokenizer | None, list[int]]:
         """Text is rank 0's business."""
@@ -252,6 +256,7 @@ def _run(
         everyones = world.allgather(mine)
     return {
         "tokens": made.tokens,
+        "logits_sha256": made.digest.hexdigest(),
         "first_token_s": made.first_token_s,
         "step_s": made.step_s,
         "accepted": made.accepted,
@@ -286,6 +291,8 @@ def _facts(
         "prompt_tokens": len(prompt),
         "tokens": tokens,
         "tokens_sha256": hashlib.sha256(np.array(tokens, np.int64).tobytes()).hexdigest(),
+        "reproducible": model.reproducible,
+        "logits_sha256": runs[0]["logits_sha256"],
         "weight_bytes": world.allgather(model.weight_bytes),
         "peak_bytes": world.allgather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
         "first_token_s": [run["first_token_s"] for run in runs],
@@ -313,6 +320,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
         decode = f"{facts['step_p50_s'] * 1e3:.1f} ms a step (p95 {facts['step_p95_s'] * 1e3:.1f})"
     yield f"decode   {decode}, {facts['scheme']}{_travels(facts)}"
     yield from _accepted(facts)
+    if facts["reproducible"]:
+        yield f"logits   SHA-256 {facts['logits_sha256']}, of whatever ranks of this instruction set"
     wire = "known to the library only" if sent[0] is None else f"{max(sent):,} bytes a token and rank"
     if (trees := facts["sent_bytes_per_tree"]) is not None:
         wire += f", {'?' if trees[0] is None else format(max(trees), ',')} a tree ({facts['tree_scheme']})"

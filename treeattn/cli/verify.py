@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 @click.option("--owner", type=click.Choice(OWNERS),
               help="Which rank counts which draft; default: owners of FILE, else single.")  # fmt: skip
 @options.REPEAT
+@click.option("--reproducible", is_flag=True,
+              help="Bits that depend on the set of tokens alone, with their SHA-256.")  # fmt: skip
 @click.option("--no-check", is_flag=True, help="Do not compare with the float64 oracle.")
 @options.output_options("Write out and lse to this safetensors file.", json="Write everything measured.")
 def command(
@@ -45,6 +47,7 @@ def command(
     layout: Layout,
     owner: str | None,
     repeat: int,
+    reproducible: bool,
     no_check: bool,
     output: Output,
 ) -> int:
@@ -66,7 +69,7 @@ def command(
         raise ArgumentError(f"{source}: verify takes a cache in rows, not in pages: leave block_table out")
     drafts = Drafts(world, problem, owner)
     oracle = None if no_check else drafts.oracle(world)
-    rows = [_measure(world, drafts, oracle, scheme, repeat) for scheme in named]
+    rows = [_measure(world, drafts, oracle, scheme, reproducible, repeat) for scheme in named]
     results = [(row.pop("out"), row.pop("lse")) for row in rows]
     accepted = drafts.accepted(world)
     machine = environment.machine(world)
@@ -160,14 +163,18 @@ class Drafts:
 
 
 def _measure(
-    world: MpiCommunicator, drafts: Drafts, oracle: Any, scheme: str | Schedule, repeat: int
+    world: MpiCommunicator,
+    drafts: Drafts,
+    oracle: Any,
+    scheme: str | Schedule,
+    reproducible: bool,
+    repeat: int,
 ) -> dict[str, Any]:
     """One scheme: plan, first step, timed steps, verdicts. Collective."""
     problem, shape = drafts.problem, drafts.shape.plain
     nodes = shape.pop("queries")
-    with Verifier(
-        world, nodes=nodes, **shape, scheme=scheme, scale=problem.scale, owner=drafts.owners
-    ) as verifier:
+    shape |= {"scheme": scheme, "scale": problem.scale, "owner": drafts.owners}
+    with Verifier(world, nodes=nodes, **shape, reproducible="tokens" if reproducible else None) as verifier:
         step = (drafts.q, problem.k, problem.v, drafts.draft_k, drafts.draft_v, drafts.tree, problem.lengths)
         say, times = Progress(world.rank == 0), []
         for done in range(repeat + 1):
@@ -181,6 +188,7 @@ def _measure(
         proof = decoder.certificate
         row: dict[str, Any] = {"scheme": decoder.scheme, "executor": decoder.executor, "same_bits": same}
         row["determinism"] = "measured" if proof is None else proof.determinism
+        row |= {"reproducible": True, "determinism": "tokens"} if reproducible else {"reproducible": False}
         row |= {"first_step_s": times[0], "step_s": statistics.median(times[1:]), "sha256": digest}
         wanted, bounds = oracle or (None, None)
         errors = None if wanted is None else list(map(largest_difference, (out, lse), wanted))
@@ -228,6 +236,9 @@ def _report(
         out, lse = rows[0]["bounds"]
         made.line(f"errors: against the oracle; at most {out:.1e} of out, {lse:.1e} of lse")
     made.line(LEGEND)
+    if rows[0]["reproducible"]:
+        for digest in sorted({row["sha256"] for row in rows}):
+            made.text(f"SHA-256 of out and lse, on any ranks and machine: {digest}")
     for index, row in enumerate(accepted):
         path = " ".join(map(str, row["path"])) or "none"
         made.text(f"row {index}: accepted {path}; next token {row['next_token']}")

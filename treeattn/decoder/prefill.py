@@ -21,10 +21,10 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs, as_runs
 from treeattn.attention.shape import DTYPES, Shape, dtype_name
-from treeattn.backends import device as devices
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime import watchdog
 from treeattn.decoder.plan import sinks
+from treeattn.decoder.reproducible import check_blocks, check_shape, find
 from treeattn.decoder.sight import Stated, agree, all_runs
 from treeattn.errors import ArgumentError
 from treeattn.shards import parts
@@ -50,6 +50,7 @@ def prefill(
     rules: Rules = CAUSAL,
     begins: Any = None,
     device: str | None = None,
+    reproducible: str | None = None,
 ) -> tuple[Any, Any]:
     """Exact attention of the queries of a prompt whose tokens every rank holds some of. Collective.
 
@@ -75,6 +76,8 @@ def prefill(
         What a query may attend to; causal unless given.
     device : {"cpu", "cuda"}, optional
         Where to compute: where q lies unless given.
+    reproducible : {"tokens", "blocks"}, optional
+        As for `decode`: the bits of a query then depend on the tokens that it sees and on nothing else.
 
     Returns
     -------
@@ -90,7 +93,7 @@ def prefill(
     """
     comm = communicators.intracomm(comm)
     with Agreement(comm):
-        place = devices.find(device or arrays.device_of("q", q))
+        place = find(device or arrays.device_of("q", q), reproducible, comm.size)
         given = [place.tensor(name, array, None) for name, array in (("q", q), ("k", k), ("v", v))]
         for name, array in zip("qkv", given, strict=True):
             if array.shape[:2] != given[0].shape[:2] or array.dtype != given[0].dtype:
@@ -105,6 +108,7 @@ def prefill(
         if given[1].shape[3] != head_dim:
             raise ArgumentError(f"k has heads of {given[1].shape[3]}, q of {head_dim}: they must be the same")
     settings: dict[str, Any] = {"positions": positions, "method": method, "scale": scale, "rules": rules}
+    settings["reproducible"] = reproducible
     with Prefill(comm, tokens=tokens, **settings, **plan) as planned:
         return arrays.give(planned(*given, begins=begins), q)
 
@@ -222,7 +226,7 @@ class Prefill:
 
     Parameters
     ----------
-    comm, positions, method, scale, rules
+    comm, positions, method, scale, rules, reproducible
         As for `prefill`.
     tokens : int
         How many this rank holds; 0 is right.
@@ -253,6 +257,7 @@ class Prefill:
         scale: float | None = None,
         rules: Rules = CAUSAL,
         device: str = "cpu",
+        reproducible: str | None = None,
     ) -> None:
         comm = communicators.intracomm(comm)
         with Agreement(comm) as agreed:
@@ -261,14 +266,17 @@ class Prefill:
             shape = Shape(batch, 1, heads, kv_heads, head_dim, dtype, v_dim=v_dim or 0)
             rules, factor = Rules.of(rules, heads), shape.logit_scale(scale)
             stated = Stated(positions, (tokens,))
-            place = devices.find(device)
+            place = find(device, reproducible, comm.size)
             place.check_shape(shape)
+            if reproducible is not None:
+                check_shape(shape)
             agreed.must_match = {
                 "the shape or dtype of q, k, v": shape,
                 "scale": factor,
                 "rules": rules,
                 "method": method,
                 "device": device,
+                "reproducible": reproducible,
                 "the layout of positions": stated.layout,
             }
             agreed.share = stated.told()
@@ -279,6 +287,8 @@ class Prefill:
             self._shape, self._device = shape, place
             self._exchange = PREFILLS[method](shards, comm.rank, place, shape)
             stands = shards[comm.rank].positions()
+            if reproducible == "blocks":
+                check_blocks(shards[comm.rank], comm.size)
             merges = method == "ring" and comm.size > 1
             self._parts = [
                 (rows, _Queries(shape, stands[rows], factor, place, merges, rules))
@@ -339,16 +349,16 @@ class _Queries:
         memory, dtype = device.memory, shape.record_dtype
         self._copy, self._positions = memory.copy, np.broadcast_to(positions, (shape.batch, len(positions)))
         self._tables = MaskTables(rules, shape.batch, shape.queries)
-        self._records = memory.empty((*shape.lse_shape, shape.v_dim + 2), dtype)
+        operator = device.merge_operator(shape.v_dim, dtype)
+        self._records = memory.empty((*shape.lse_shape, operator.width), operator.dtype)
         self._attention = device.attention(shape, self._records, scale, self._tables)
         out = memory.empty((shape.batch, shape.queries, shape.heads, shape.v_dim), dtype)
         self.results = out, memory.empty(shape.lse_shape, dtype)
         self._finish = device.finish(self._records, *self.results)
-        operator = device.merge_operator(shape.v_dim, dtype)
         self._add_sinks = sinks(rules, device, self._records, operator)
         self._merge: Any = None
         if merges:
-            self._before = memory.empty(self._records.shape, dtype)
+            self._before = memory.empty(self._records.shape, operator.dtype)
             flat = (array.reshape(-1, operator.width) for array in (self._records, self._before))
             self._merge = operator.planned_merge(*flat)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from treeattn.agreement import broadcast_from_root
 from treeattn.collectives.runtime import watchdog
 from treeattn.llama.drafts import Drafter, draft_tree
 from treeattn.llama.session import Session
+from treeattn.partial import Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,8 @@ class Continuation:
     """The tokens that were generated and what they took.
 
     first_token_s: of the prefill and the first token. step_s: of each step that followed. attention_s: of it,
-    in attention and its communication, on this rank. accepted: drafts that each step kept.
+    in attention and its communication, on this rank. accepted: drafts that each step kept. digest: SHA-256 of
+    the logits that each token was chosen by, in their order.
     """
 
     tokens: list[int]
@@ -34,6 +38,7 @@ class Continuation:
     step_s: list[float] = field(default_factory=list)
     attention_s: list[float] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    digest: Any = field(default_factory=hashlib.sha256)
 
 
 def generate(
@@ -51,7 +56,7 @@ def generate(
     load: a saved cache that the prompt is taken from in place of a prefill; save: where to save it. on_step:
     called after every step; progress: with a line, while the prompt runs. Drafts change the number
     of steps, and no token that is not as likely as another to within rounding: those that are kept are what
-    would have been chosen without them.
+    would have been chosen without them. With a `reproducible` model they change no bit of any logit.
     """
     clock, layers = time.perf_counter, session.model.config.layers
     text = session.prompt_tokens.tolist()
@@ -65,25 +70,29 @@ def generate(
 
     logits = session.prefill(on_layer) if load is None else session.load(load)
     made = Continuation([session.choose(logits)], clock() - began)
+    made.digest.update(logits.tobytes())
     if save is not None:
         session.save(save)
     on_step(made)
     text += made.tokens
     while len(made.tokens) < count and made.tokens[-1] not in stop:
         began, before = clock(), session.attention_s
-        new = _step(session, text, count - len(made.tokens), drafting)
+        new, logits = _step(session, text, count - len(made.tokens), drafting)
         made.step_s.append(clock() - began)
         made.attention_s.append(session.attention_s - before)
         made.accepted.append(len(new) - 1)
         ends = [n for n, token in enumerate(new, 1) if token in stop]
         made.tokens += new[: ends[0]] if ends else new
+        made.digest.update(logits[: ends[0] if ends else len(new)].tobytes())
         text += new
         on_step(made)
     return made
 
 
-def _step(session: Session, tokens: list[int], left: int, drafting: Drafting | None) -> list[int]:
-    """The next tokens, at least one and at most `left`."""
+def _step(
+    session: Session, tokens: list[int], left: int, drafting: Drafting | None
+) -> tuple[list[int], Array]:
+    """The next tokens, at least one and at most `left`, and the logits by which each was chosen."""
     paths: list[list[int]] = []
     if drafting is not None and left > 1:
         drafter, budget = drafting.drafter, drafting.nodes - 1
@@ -93,9 +102,11 @@ def _step(session: Session, tokens: list[int], left: int, drafting: Drafting | N
 
         paths = broadcast_from_root(session.comm, propose, "the drafts of rank 0")
     if drafting is None or not paths:
-        return [session.choose(session.step(tokens[-1]))]
+        logits = session.step(tokens[-1])
+        return [session.choose(logits)], logits[None]
     tree = draft_tree(tokens[-1], paths, drafting.nodes)
-    accepted = session.accept(tree, session.verify(tree))
+    logits = session.verify(tree)
+    accepted = session.accept(tree, logits)
     session.commit(accepted.path)
-    kept = accepted.path[0, 1 : int(accepted.counts[0])]
-    return [*tree.tokens[0, kept].tolist(), int(accepted.next_tokens[0])]
+    kept = accepted.path[0, : int(accepted.counts[0])]
+    return [*tree.tokens[0, kept[1:]].tolist(), int(accepted.next_tokens[0])], logits[kept]

@@ -19,8 +19,9 @@ import numpy as np
 from treeattn import communicators
 from treeattn.agreement import Agreement
 from treeattn.attention.shape import DTYPES
-from treeattn.backends import device as devices
 from treeattn.backends.device import Device
+from treeattn.decoder.reproducible import find
+from treeattn.errors import RestrictionError
 from treeattn.llama.config import Config, Rope, read_config
 from treeattn.llama.tensor_parallel import Linear, Loader, TensorParallelGroup, Tokens
 from treeattn.llama.weights import RandomWeights, Weights
@@ -165,6 +166,8 @@ class Llama:
 
     cache_head_dim: of q, k and v, whose heads zeros fill up to the next one that the device has a kernel for:
     scores stay what they are, and the results of the zeros are cut off. dtype: of its matrices, here.
+    reproducible: a token's numbers have the same bits beside whatever other tokens of a pass, drafts or a
+    prompt: linear maps sum in one order, by 16 tokens at a time, which makes a prompt slower.
     weight_bytes: what this rank holds.
     norms_digest: SHA-256 of what every rank has whole, which tells models of one configuration apart.
 
@@ -173,11 +176,22 @@ class Llama:
     """
 
     def __init__(
-        self, model: str | Path | RandomWeights, comm: Intracomm | None = None, *, device: str = "cpu"
+        self,
+        model: str | Path | RandomWeights,
+        comm: Intracomm | None = None,
+        *,
+        device: str = "cpu",
+        reproducible: bool = False,
     ) -> None:
+        self.reproducible = reproducible
         if comm is None:
             self._load(model, None, device)
             return
+        if reproducible:
+            raise RestrictionError(
+                "reproducible is for weights that every rank has whole: sums over ranks of sharded ones are "
+                "rounded in another order on another number of ranks"
+            )
         watched = communicators.mpi_intracomm(comm, "a model with sharded weights")
         with Agreement(watched) as agreed:
             self._load(model, watched, device)
@@ -186,7 +200,7 @@ class Llama:
     def _load(self, model: str | Path | RandomWeights, comm: MpiCommunicator | None, device: str) -> None:
         weights = model if isinstance(model, RandomWeights) else Weights(model, read_config(model))
         self.config = config = weights.config
-        self.comm, self.device = comm, devices.find(device)
+        self.comm, self.device = comm, find(device, "tokens" if self.reproducible else None, 1)
         self.dtype = weights.dtype if device == "cpu" else "float32"
         self.cache_head_dim = self.device.kernel_head_dim(config.head_dim)
         loader = Loader(

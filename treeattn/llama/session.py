@@ -75,6 +75,9 @@ class Session:
         Of keys and values, and of the queries that meet them; that of the weights unless given, on a GPU
         float32.
 
+    With a model made `reproducible` every logit has the same bits on whatever ranks, layout and scheme, and
+    with or without drafts, on processors of one instruction set.
+
     Raises
     ------
     ArgumentError
@@ -119,6 +122,7 @@ class Session:
                 "cache_dtype": self._dtype,
                 "sampling": self._sampling,
                 "sharded weights": sharded,
+                "reproducible": model.reproducible,
                 **{f"the model's {one.name}": getattr(config, one.name) for one in fields(config)},
                 "the digest of the model's norms": f"{model.norms_digest:.16}",
             }
@@ -130,10 +134,15 @@ class Session:
             owners[runs.positions()] = rank
         self._laid_out: dict[str, Any] = {"capacity": capacity, "layout": owners, "drafts": drafts}
         self._cache = ShardedCache(self.comm, layers=config.layers, **self._laid_out, **planned)
-        planned |= {"heads": config.heads, "scale": self._scale}
+        planned |= {"heads": config.heads, "scale": self._scale, "reproducible": self._reproducible}
         # First, since it refuses schemes that a decoder takes: then there is no decoder to close.
         self._verifier = Verifier(self.comm, nodes=drafts, scheme=trees, **planned) if drafts else None
         self.decoder = Decoder(self.comm, scheme=how, **planned)
+
+    @property
+    def _reproducible(self) -> str | None:
+        """By tokens: a text grows by single ones, not by blocks."""
+        return "tokens" if self.model.reproducible else None
 
     @property
     def _scale(self) -> float:
@@ -161,6 +170,7 @@ class Session:
         planned: dict[str, Any] = {"heads": config.heads, "kv_heads": config.kv_heads, "scale": self._scale}
         planned |= {"head_dim": model.cache_head_dim, "dtype": self._dtype, "device": model.device.name}
         planned |= {"tokens": len(own), "positions": self._shards[self.comm.rank], "method": self._method}
+        planned["reproducible"] = self._reproducible
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             cache = self._cache.layers[layer]

@@ -11,6 +11,7 @@ import numpy as np
 from treeattn.backends.cpu import compile
 from treeattn.backends.cpu.arguments import address
 from treeattn.backends.cpu.attention import process_threads
+from treeattn.errors import BackendError
 from treeattn.partial import Array
 
 #: From so many vectors on a matrix product is bound by arithmetic, which NumPy's library does better.
@@ -32,18 +33,23 @@ class PlannedProduct:
     """vectors [count, columns] -> vectors @ matrix.T of each matrix, side by side: a new array [count, rows].
 
     matrices: [rows, columns] each, float32, float16 or bfloat16, read where they are; vectors and results are
-    float32. Up to 16 vectors an output has the same bits however many of them come together, where there is a
-    compiler and the matrices are C-contiguous and of one type.
+    float32. Up to 16 vectors an output has the same bits however many come together, where there is a
+    compiler and the matrices are C-contiguous and of one type; with `one_order` any number of vectors, by 16
+    at a time.
 
-    Raises `ArgumentError` where ``TREEATTN_THREADS`` is no number of threads.
+    Raises `ArgumentError` where ``TREEATTN_THREADS`` is no number of threads, `BackendError` for `one_order`
+    where the kernel does not serve.
     """
 
-    def __init__(self, matrices: Sequence[Array]) -> None:
+    def __init__(self, matrices: Sequence[Array], one_order: bool = False) -> None:
         self._matrices, self._threads = matrices, ctypes.c_int64(process_threads())
         self._columns, self._rows = matrices[0].shape[1], sum(map(len, matrices))
         compiled, type_ = compile.loaded()[0], _TYPES.get(matrices[0].dtype)
         fits = all(one.flags.c_contiguous and one.dtype == matrices[0].dtype for one in matrices)
         self._call = compiled.multiply_rows if compiled is not None and fits and type_ is not None else None
+        self._one_order = one_order
+        if one_order and self._call is None:
+            raise BackendError("sums in one order need a compiler, and matrices of 16 or 32 bits in a row")
         self._reserve(1)
         if self._call is not None and type_ is not None:
             rows = [_Matrix(address(matrix), len(matrix)) for matrix in matrices]
@@ -55,6 +61,8 @@ class PlannedProduct:
         count = len(vectors)
         fits = vectors.shape[1:] == (self._columns,)  # the kernel would read on; NumPy raises
         if self._call is None or not fits or not 0 < count <= MOST:
+            if self._one_order and count > MOST:
+                return np.concatenate([self(vectors[at : at + MOST]) for at in range(0, count, MOST)])
             return self._by_library(vectors)
         vectors = np.ascontiguousarray(vectors, np.float32)
         out = np.empty((count, self._rows), np.float32)
