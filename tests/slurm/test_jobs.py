@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import subprocess
 import sys
@@ -67,6 +68,21 @@ def test_a_model_process_and_cache_nodes(slurm):
     (found,) = (json.loads(line) for line in slurm.said(job).splitlines() if line.startswith("{"))
     assert (found["nodes"], found["totals"]) == (3, [[20], [20]])
     assert found["error"] < 1e-6
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None,
+    reason="transformers is not installed (the extra `huggingface`)",
+)
+def test_a_model_of_transformers(mpich):
+    """On ranks that srun starts, and over the cache nodes of a job."""
+    program = ROOT / "tests/cluster/programs/model_of_transformers.py"
+    ranks = "srun", "--nodes=2", "--ntasks-per-node=2", "python", "-m", "mpi4py"
+    done = mpich.command(*ranks, program, timeout=120, OMP_NUM_THREADS="1")
+    assert done.stdout.splitlines() == ["the same text"] * 4, done.stderr
+    job = mpich.submit(SIZE, "cache_nodes", "python", program, "nodes")
+    mpich.done(job)
+    assert "the same text" in mpich.said(job)
 
 
 def test_mpiexec_within_a_job_asks_slurm_for_its_nodes(slurm):
