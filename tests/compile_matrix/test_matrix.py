@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from tests.compile_matrix import nvidia
-from tests.compile_matrix.matrix import ARCHITECTURES, MODULES, bounds, compiled, expressions
+from tests.compile_matrix.matrix import ARCHITECTURES, MODULES, compiled, costs, expressions
 from treeattn.backends.cuda.compile import source
 
 pytestmark = [
@@ -19,23 +19,51 @@ pytestmark = [
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("module", MODULES)
-def test_every_kernel_fits_and_costs_what_its_bounds_allow(module: str, arch: str) -> None:
-    wanted = expressions(module, arch)
+def test_every_kernel_fits_and_costs_what_it_did(module: str, arch: str) -> None:
+    """Within 5 percent. After an intended change, or with another compiler: see `matrix.write`."""
+    wanted, known = expressions(module, arch), costs()[arch]
     rows = compiled(module, arch) if wanted else []
     assert [row.expression for row in rows] == list(wanted)
+    changes = []
     for row in rows:
         assert row.shared <= ARCHITECTURES[arch], row
         assert 0 < row.registers <= 255, row
         assert row.resident_blocks >= 1, row
-        if f"{arch} {row.expression}" not in bounds()["stack"]:
-            assert row.stack == row.counts["local_memory"] == 0, row
-        kind = (
-            "other"
-            if any(word in row.expression for word in ("VisibleTokens", "Paged", "float8"))
-            else "plain"
-        )
-        for count, most in bounds()[module][kind].items():
-            assert row.counts[count] <= most, row
+        changes += [
+            f"{row.expression} on sm_{arch}: {name} {now}, {before} before"
+            for name, now in row.costs.items()
+            if abs(now - (before := known[row.expression][name])) > 0.05 * before
+        ]
+    assert not changes, "python -m tests.compile_matrix.matrix --write\n" + "\n".join(changes)
+
+
+def test_what_kernels_may_cost() -> None:
+    """On every architecture: no division by what is known at launch alone, no spilled registers but a few
+    bytes beside 8-bit numbers, and each kernel of the choice in its place."""
+    for arch, known in costs().items():
+        assert list(known) == [name for module in MODULES for name in expressions(module, arch)]
+        for name, cost in known.items():
+            assert cost["divisions"] == 0 or name.startswith(("finish", "pull_partials")), name
+            assert cost["stack"] <= (16 if "float8" in name else 0), (arch, name)
+
+
+@pytest.mark.parametrize("arch", ["90", "100"])
+def test_instructions_for_a_byte(arch: str) -> None:
+    """Of the main loops, for a KiB that a warp brings. The bounds of tensor-core kernels are below what two
+    kernels in their place took, 58 and 79; numbers of 8 bits must fit the issue slots of 0.65 of the time
+    that as many bfloat16 take at the copy rate of an H100, 3.0 TB/s."""
+    known = costs()[arch]
+
+    def per_kibibyte(kernel: str) -> float:
+        (cost,) = (known[name] for name in known if name.startswith(kernel) and "Tokens" not in name)
+        return cost["loop"] / cost["loop_bytes"] * 1024
+
+    assert per_kibibyte("attention_mma<bfloat16, bfloat16, 128, 128, Warps<1, 4, 1>") <= 43
+    assert per_kibibyte("attention_mma<float16, float16, 576, 512, Warps<1, 1, 4>") <= 52
+    assert per_kibibyte("partial_attention<bfloat16, 128, 1>") <= 84
+    narrow = per_kibibyte("attention_mma<bfloat16, float8_e4m3fn, 128, 128, Warps<1, 4, 1>")
+    slots = 4 * 132 * 1.755e9  # warp instructions a second, of which 70 percent can be had
+    assert narrow / 1024 / (0.7 * slots) <= 0.65 * 2 / 3.0e12
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

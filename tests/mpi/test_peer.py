@@ -15,6 +15,7 @@ from tests.emulator.raw_module import compiler_problem
 from tests.emulator.runtime import EmulatorRuntime
 from treeattn import collectives, communicators
 from treeattn.backends.cuda import cupy_runtime
+from treeattn.cli import doctor_gpu
 from treeattn.collectives.runtime import nccl, watchdog
 from treeattn.decoder import gpu_reducers
 
@@ -314,3 +315,13 @@ def test_a_rank_that_does_not_come_is_named(comm, runtime, monkeypatch):
     for _, file in runtime._maps.values():
         if file:
             os.unlink(file)
+
+
+def test_the_trial_of_doctor(comm, runtime, monkeypatch, capsys):
+    """Its program, of the first two ranks: a pull over the other's memory, right and in time."""
+    monkeypatch.setattr(cupy_runtime, "choose", lambda rank: None)
+    pair = comm.Split(comm.rank // 2, comm.rank)
+    if pair.size == 2:
+        exec(doctor_gpu._PEER_MEMORY.replace("MPI.COMM_WORLD", "pair"), {"pair": pair})
+        assert capsys.readouterr().out == "right\n"
+    pair.Free()

@@ -37,20 +37,34 @@ with cupy.cuda.Device(world.rank % cupy.cuda.runtime.getDeviceCount()):
     print("right" if (got.get() == numbers + 1 - world.rank).all() else "wrong")
 """
 
-# Each rank reads the memory that the other exposes.
+# Two ranks reduce by a step of transport='peer', in which each polls and reads the other's memory; after five
+# seconds without the other it leaves NaN.
 _PEER_MEMORY = """
-import cupy, numpy
+import numpy
 from mpi4py import MPI
+from treeattn import collectives
+from treeattn.backends import cuda
 from treeattn.backends.cuda import cupy_runtime
-world, cuda = MPI.COMM_WORLD, cupy.cuda.runtime
+from treeattn.collectives import program
+from treeattn.collectives.check import prove
+world = MPI.COMM_WORLD
 cupy_runtime.choose(world.rank)
-gpu, got = cupy_runtime.current(), numpy.zeros(4096, "u1")
-mine, handle = gpu.expose(got.size)
-cuda.memset(mine, world.rank + 1, got.size)
-cuda.deviceSynchronize()
+gpu, schedule = cupy_runtime.current(), collectives.build("all_gather_merge", 2)
+operator = cuda.MergeOperator(64, runtime=gpu)
+plan = program.plan(schedule, prove(schedule), world.rank, 16, granularity=1, node=(0, 1))
+mine, handle = gpu.expose(operator.window_bytes(plan))
 theirs = gpu.open_exposed(world.sendrecv(handle, 1 - world.rank, source=1 - world.rank))
-cuda.memcpy(got.ctypes.data, theirs, got.size, cuda.memcpyDeviceToHost)
-print("right" if (got == 2 - world.rank).all() else "wrong")
+records = gpu.empty((16, 66), numpy.float32)
+gpu.upload(records, numpy.repeat(numpy.float32([[0, 1] + [world.rank + 1] * 64]), 16, axis=0))
+windows = [theirs, mine] if world.rank else [mine, theirs]
+step = operator.planned_gets(records, plan, windows, 5.0, operator.resident_blocks(16))
+world.Barrier()
+step()
+found = numpy.empty((16, 66), numpy.float32)
+gpu.copy(found, records)
+gpu.synchronize()
+print("right" if (found == [0, 2] + [3] * 64).all() else "wrong")
+world.Barrier()
 gpu.close_exposed(theirs)
 world.Barrier()
 gpu.withdraw(mine)
@@ -168,8 +182,10 @@ def _peer_memory() -> Finding:
         return Finding(subject, "missing", "not tried: no launcher")
     printed, problem = probe.in_two_ranks(launcher, _PEER_MEMORY)
     if printed == "rightright":
-        return Finding(subject, "ok", "two ranks read each other's GPU memory")
-    return Finding(subject, "missing", f"two ranks cannot read each other's: {problem or printed}", remedy)
+        return Finding(subject, "ok", "two ranks reduced in each other's GPU memory")
+    return Finding(
+        subject, "missing", f"two ranks cannot reduce in each other's: {problem or printed}", remedy
+    )
 
 
 def _mpi(gpu: bool) -> Finding:

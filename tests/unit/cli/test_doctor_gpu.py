@@ -90,7 +90,7 @@ def test_all_is_there(machine: Machine) -> None:
         "NVRTC": "version 12.9",
         "NCCL": "version 2.25.5",
         "CUDA kernels": "one was compiled and loaded",
-        "Peer memory": "two ranks read each other's GPU memory",
+        "Peer memory": "two ranks reduced in each other's GPU memory",
         "CUDA-aware MPI": "two ranks exchanged device memory",
     }
     assert {finding.verdict for finding in found.values()} == {"ok"}
@@ -245,7 +245,7 @@ def test_gpus_that_cannot_read_each_other(machine: Machine, trial: tuple[str, st
     machine.trial = trial
     found = machine.findings()["Peer memory"]
     assert found.verdict == "missing"
-    assert found.what == f"two ranks cannot read each other's: {trial[1] or trial[0]}"
+    assert found.what == f"two ranks cannot reduce in each other's: {trial[1] or trial[0]}"
     assert "transport='peer'" in found.remedy
 
 
