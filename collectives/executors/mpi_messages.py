@@ -111,8 +111,7 @@ def problem() -> str | None:
 @functools.cache
 def _function(name: str) -> int:
     """The address of one of its functions."""
-    address: int = ctypes.cast(getattr(_library(), name), ctypes.c_void_p).value or 0
-    return address
+    return ctypes.cast(getattr(_library(), name), ctypes.c_void_p).value or 0
 
 
 def _handles(objects: Sequence[Any]) -> np.ndarray[Any, Any]:

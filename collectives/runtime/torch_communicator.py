@@ -168,5 +168,4 @@ def _host_group(group: ProcessGroup) -> ProcessGroup | None:
         return None
     ranks = dist.get_process_group_ranks(group)
     part = len(ranks) < dist.get_world_size()
-    host: ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=part)
-    return host
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=part)

@@ -111,8 +111,7 @@ def over_mpi(
 
 
 def by_module(selection: Selection, reduction: ReductionSpec) -> Reducer:
-    reducer: Reducer = selection.row.plan(reduction, **selection.parameters)
-    return reducer
+    return selection.row.plan(reduction, **selection.parameters)
 
 
 # Library -> executors that send by another.

@@ -113,8 +113,7 @@ def tensor(name: str, array: Any, dtype: str | None = None) -> Array:
         raise ArgumentError(f"{name} lies on a GPU: energies are computed on the CPU, so move it there")
     array = arrays.on_host(name, array)
     bits = array.dtype == np.uint16 and name in ("q", "z", "zeta")
-    made: Array = as_tensor(name, array, "bfloat16" if bits else dtype)
-    return made
+    return as_tensor(name, array, "bfloat16" if bits else dtype)
 
 
 def _checked(q: Array, k: Array, v: Array, zeta: Any, lengths: Any) -> tuple[Shape, Array, Array | None]:
@@ -157,8 +156,7 @@ def _intervals(
     def seen() -> NDArray[np.int64]:
         tables = sight.tables()
         sight.look(tables, tokens, lengths, stands, None, None, None)
-        found: NDArray[np.int64] = tables.intervals
-        return found
+        return tables.intervals
 
     return collectively(comm, seen) if request.asks_positions else seen()
 

@@ -250,5 +250,4 @@ class Llama:
     def logits(self, hidden: Array) -> Array:
         """What `forward` made of tokens as logits, float32 [tokens, vocab_size], of the host: the same on
         every rank where `hidden` is. With sharded weights this is collective."""
-        logits: Array = self.device.readable(self._head(self._norm(hidden)))
-        return logits
+        return self.device.readable(self._head(self._norm(hidden)))

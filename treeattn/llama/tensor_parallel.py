@@ -122,8 +122,7 @@ class TensorParallelGroup:
         total = np.empty_like(mine)
         with self.activity:
             self.comm.Allreduce(mine, total)
-        summed: Array = self.device.from_host(total)
-        return summed
+        return self.device.from_host(total)
 
 
 class _AllGather:
@@ -148,8 +147,7 @@ class _AllGather:
         with self._group.activity:  # as bytes: MPI has no name for bfloat16
             counts = [count * row_bytes for count in self._counts]
             self._group.comm.Allgatherv(mine.view(np.uint8), (gathered.view(np.uint8), counts))
-        placed: Array = self._group.device.from_host(gathered if self._in_order else gathered[self._order])
-        return placed
+        return self._group.device.from_host(gathered if self._in_order else gathered[self._order])
 
 
 class ColumnParallelLinear(Linear):
@@ -213,8 +211,7 @@ class VocabParallelEmbedding(Embedding):
                 vectors = group.on_host(self._own_vectors(theirs[rows]))
                 with group.activity:
                     group.comm.Reduce(vectors, mine[rows] if group.rank == root else None, root=root)
-        placed: Array = self.device.from_host(mine)
-        return placed
+        return self.device.from_host(mine)
 
     def _own_vectors(self, tokens: Tokens) -> Array:
         vectors: Array = self.device.namespace.zeros((len(tokens), self.weight.shape[1]), np.float32)
