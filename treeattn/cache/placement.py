@@ -88,7 +88,7 @@ class Reach:
         "totals",
     )
 
-    def __init__(self, placement: Placement, totals: Any) -> None:
+    def __init__(self, placement: Placement, totals: Array) -> None:
         self.placement, self.totals = placement, totals
         self.lengths = np.array([placement.own.below(total) for total in totals.tolist()], np.int64)
         self.totals.flags.writeable = self.lengths.flags.writeable = False
@@ -115,12 +115,12 @@ class Reach:
         question = given if asked is None else (given, own, asked.shape, asked.tobytes())
         return self._once(question, lambda: self._append(given, asked, own))
 
-    def rollback(self, totals: Any) -> Reach:
+    def rollback(self, totals: Array) -> Reach:
         """Back to `totals` [batch]. Raises `ArgumentError` for more than there are."""
         totals = whole_numbers("totals", totals)
         return self._once(("rollback", totals.shape, totals.tobytes()), lambda: self._rollback(totals))
 
-    def select(self, rows: Any) -> tuple[Reach, list[int]]:
+    def select(self, rows: Array) -> tuple[Reach, list[int]]:
         """The sequences `rows`, as a list too. Raises `ArgumentError` for one that is not there."""
         rows = whole_numbers("rows", rows)
         return self._once(("rows", rows.shape, rows.tobytes()), lambda: self._select(rows))
@@ -165,14 +165,14 @@ class Reach:
             writes = [writes[0]._replace(rows=slice(None))]
         return Step(writes, reach)
 
-    def _rollback(self, totals: Any) -> Reach:
+    def _rollback(self, totals: Array) -> Reach:
         if totals.shape != self.totals.shape or (totals < 0).any() or (totals > self.totals).any():
             raise ArgumentError(
                 f"cannot go back to {totals.tolist()} tokens: from 0 to {self.totals.tolist()} are there"
             )
         return Reach(self.placement, totals.copy())
 
-    def _select(self, rows: Any) -> tuple[Reach, list[int]]:
+    def _select(self, rows: Array) -> tuple[Reach, list[int]]:
         batch = len(self.totals)
         if rows.ndim != 1 or not rows.size or (rows < 0).any() or (rows >= batch).any():
             raise ArgumentError(

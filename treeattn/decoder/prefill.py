@@ -27,6 +27,7 @@ from treeattn.decoder.plan import sinks
 from treeattn.decoder.reproducible import check_blocks, check_shape, find
 from treeattn.decoder.sight import Stated, agree, all_runs
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 from treeattn.shards import parts
 
 if TYPE_CHECKING:
@@ -125,14 +126,14 @@ class _Exchange:
         """Elements of k and of v, of so many tokens."""
         return [batch * heads * width * tokens for batch, heads, width in self._rows]
 
-    def packed(self, k: Any, v: Any, into: Any) -> None:
+    def packed(self, k: Array, v: Array, into: Array) -> None:
         """Copy both, one after the other, into a flat array of elements."""
         middle, end = np.cumsum(self.count(k.shape[1]))
         for part, array in ((into[:middle], k), (into[middle:end], v)):
             rows = self.device.readable(array)
             part.reshape(rows.shape)[...] = rows.view(part.dtype)
 
-    def unpacked(self, flat: Any, tokens: int) -> list[Any]:
+    def unpacked(self, flat: Array, tokens: int) -> list[Any]:
         """Views of both."""
         middle, end = np.cumsum(self.count(tokens))
         return [
@@ -144,7 +145,7 @@ class _Exchange:
         """Room for both, of so many tokens: flat, of words that every communicator can send."""
         return np.empty(sum(self.count(tokens)), f"u{self._elements.itemsize}")
 
-    def arrived(self, rows: Any) -> Any:
+    def arrived(self, rows: Array) -> Any:
         """Rows of words as the device's."""
         return self.device.from_host(np.ascontiguousarray(rows).view(self._elements))
 
@@ -160,7 +161,7 @@ class _Gather(_Exchange):
         self._places = np.split(places, np.cumsum([len(runs) for runs in shards])[:-1])
         self._activity = watchdog.Activity("the prefill gathers keys and values")
 
-    def blocks(self, comm: Any, k: Any, v: Any) -> Iterator[Block]:
+    def blocks(self, comm: Any, k: Array, v: Array) -> Iterator[Block]:
         """Of a layer."""
         mine = self.empty(k.shape[1])
         self.packed(k, v, mine)
@@ -173,7 +174,7 @@ class _Gather(_Exchange):
                 whole[:, places] = rows
         yield self._positions, *map(self.arrived, wholes)
 
-    def _gathered(self, comm: Any, mine: Any) -> list[Any]:
+    def _gathered(self, comm: Any, mine: Array) -> list[Any]:
         if comm.library != "mpi":
             return list(comm.allgather(mine))
         counts = [sum(self.count(len(runs))) for runs in self.shards]
@@ -194,7 +195,7 @@ class _Ring(_Exchange):
         beside = " and ".join(f"rank {one}" for one in sorted({self._before, self._after}))
         self._activity = watchdog.Activity("the prefill's ring", f"the blocks of {beside}")
 
-    def blocks(self, comm: Any, k: Any, v: Any) -> Iterator[Block]:
+    def blocks(self, comm: Any, k: Array, v: Array) -> Iterator[Block]:
         """Of a layer: this rank's first, then those of the ranks before it."""
         size = len(self.shards)
         if size == 1:
@@ -362,7 +363,7 @@ class _Queries:
             flat = (array.reshape(-1, operator.width) for array in (self._records, self._before))
             self._merge = operator.planned_merge(*flat)
 
-    def attend(self, q: Any, k: Any, v: Any, positions: Runs, begins: Any, merge: bool) -> None:
+    def attend(self, q: Any, k: Array, v: Array, positions: Runs, begins: Any, merge: bool) -> None:
         """Write records of q over k, v at `positions`, merged with those of the blocks before."""
         if merge:
             self._copy(self._before, self._records)

@@ -28,6 +28,7 @@ from treeattn.decoder.projection import Projection
 from treeattn.decoder.reproducible import find
 from treeattn.decoder.request import Reduction
 from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.partial import Array
 from treeattn.token_tree.owners import check_owner, draft_owners
 from treeattn.token_tree.tree import TokenTree
 
@@ -246,12 +247,12 @@ class _Drafts:
         self._attention = device.attention(*given) if first is None else first.before_merging(device, *given)
         self._seen: tuple[TokenTree | None, Any] = None, None
 
-    def merged_into(self, records: Any) -> Any:
+    def merged_into(self, records: Array) -> Any:
         """A call that folds the records of drafts into those of the context."""
         own, other = (array.reshape(-1, self._operator.width) for array in (records, self._records))
         return self._operator.planned_merge(own, other)
 
-    def attend(self, q: Any, draft_k: Any, draft_v: Any, tree: TokenTree, mine: Any) -> bool:
+    def attend(self, q: Array, draft_k: Array, draft_v: Array, tree: TokenTree, mine: Any) -> bool:
         """Each node to those ancestors that are `mine`, bool [batch, L]; whether there are any at all."""
         mine = mine & tree.real
         if not mine.any():
@@ -265,7 +266,7 @@ class _Drafts:
         return True
 
 
-def _shape(tree: TokenTree, q: Any, k: Any, v: Any, draft_k: Any, draft_v: Any) -> Shape:
+def _shape(tree: TokenTree, q: Array, k: Array, v: Array, draft_k: Array, draft_v: Array) -> Shape:
     """The shape of a step whose arrays fit each other and the tree. Raises `ArgumentError`."""
     elements = dtype_name(q, "bfloat16" if q.dtype == np.uint16 else None)
     shape = Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], elements)
@@ -276,7 +277,7 @@ def _shape(tree: TokenTree, q: Any, k: Any, v: Any, draft_k: Any, draft_v: Any) 
     return shape
 
 
-def _check_drafts(shape: Shape, tree: TokenTree, draft_k: Any, draft_v: Any) -> None:
+def _check_drafts(shape: Shape, tree: TokenTree, draft_k: Array, draft_v: Array) -> None:
     if not isinstance(tree, TokenTree):
         raise ArgumentError(f"tree is a {type(tree).__name__}: a treeattn.token_tree.TokenTree is needed")
     if (tree.batch, tree.nodes) != (shape.batch, shape.queries):

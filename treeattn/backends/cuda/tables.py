@@ -14,6 +14,7 @@ import numpy as np
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.backends.cuda.runtime import Runtime
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 
 _NO_DRAFT = np.int32(2**31 - 1)
 
@@ -32,12 +33,12 @@ _LOOKUP = np.dtype(
 class Spans(NamedTuple):
     """Ascending, of all tiles one after another. begin, end: tokens. counts: spans of each tile."""
 
-    begin: Any
-    end: Any
-    counts: Any
+    begin: Array
+    end: Array
+    counts: Array
 
 
-def find_spans(pieces: Any) -> Spans:
+def find_spans(pieces: Array) -> Spans:
     """What the pieces of each tile cover together: pieces [tiles, n, 2] of tokens begin..end, in any order;
     those that overlap or touch become one."""
     order = np.argsort(pieces[..., 0], axis=1)
@@ -84,7 +85,7 @@ class VisibleTables:
         places = np.cumsum([0, *(-(-count * kind.itemsize // 16) * 16 for count, kind in sizes.values())])
         self._host = np.zeros(int(places[-1]), np.uint8)
         self._device = runtime.zeros(self._host.size, np.uint8)
-        self._tables: dict[str, Any] = {}
+        self._tables: dict[str, Array] = {}
         #: Where each table lies, for the kernel's arguments; 0 where there is none.
         self.addresses: dict[str, int] = {}
         for (name, (count, kind)), place in zip(sizes.items(), places[:-1].tolist(), strict=True):
@@ -92,7 +93,7 @@ class VisibleTables:
             self.addresses[name] = runtime.address(self._device) + place if count else 0
         if slopes is not None:
             self._tables["slopes"][:] = slopes
-        self._held: list[Any] = []  # of the lookup: what was outgrown stays, a launch may still read it
+        self._held: list[Array] = []  # of the lookup: what was outgrown stays, a launch may still read it
         self._version, self._seen = -1, np.empty(0, np.int64)
         #: Steps of the tile that has the most, and one more than the last token that anybody sees.
         self.steps = self.end = 0
@@ -126,7 +127,7 @@ class VisibleTables:
     def _look_up(self) -> None:
         """Runs, mask and draft positions: what may grow, and is reached through the table of its places."""
         mask, lookup = self._mask, self._tables["lookup"]
-        arrays: dict[str, Any] = {
+        arrays: dict[str, Array] = {
             "runs": mask.runs.table,
             "draft_positions": mask.draft_positions,
             "mask": mask.mask,
