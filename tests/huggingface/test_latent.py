@@ -38,28 +38,27 @@ def test_what_lies_there_is_latents(comm):
     assert held(cache) == {24}
 
 
-def test_keys_that_are_made_otherwise_lie_there_themselves(comm):
-    """The weight alone does not say how: as of quantized or adapted layers."""
+class Doubled(torch.nn.Linear):
+    """As a quantized or adapted layer: the weight alone does not say what comes out."""
 
-    class Doubled(torch.nn.Linear):
-        def forward(self, states):
-            return 2 * super().forward(states)
-
-    model, ids = made("DeepSeek-V3"), prompt(2)
-    for layer in model.model.layers:
-        layer.self_attn.kv_b_proj.__class__ = Doubled
-    wanted = eager(model, ids)
-    model.set_attn_implementation("treeattn")
-    cache = huggingface.ShardedKV(model.config, comm, capacity=40)
-    assert_close(logits_of(model, ids, cache), wanted)
-    assert held(cache) == {128}
+    def forward(self, states):
+        return 2 * super().forward(states)
 
 
-def test_a_weight_that_is_no_whole_of_keys_and_values(comm):
+def doubled_by_class(layer):
+    layer.__class__ = Doubled
+
+
+def doubled_by_hook(layer):
+    layer.register_forward_hook(lambda _, given, out: 2 * out)
+
+
+@pytest.mark.parametrize("doubled", [doubled_by_class, doubled_by_hook])
+def test_keys_that_are_made_otherwise_lie_there_themselves(comm, doubled):
     """What the first chunk of a sequence shows decides, not the name of a layer."""
     model, ids = made("DeepSeek-V3"), prompt(2)
     for layer in model.model.layers:
-        layer.self_attn.kv_b_proj.register_forward_hook(lambda _, given, out: 2 * out)
+        doubled(layer.self_attn.kv_b_proj)
     wanted = eager(model, ids)
     model.set_attn_implementation("treeattn")
     cache = huggingface.ShardedKV(model.config, comm, capacity=40)

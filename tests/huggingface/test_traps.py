@@ -11,7 +11,7 @@ told in slots of the whole sequence.
 | slots decide what is seen, not position_ids | families with padding; test_rows_that_are_nothing .. |
 | no cache_position, no cache, not always position_ids | every family |
 | window, softcap, sinks, scale differ by model | families; test_arguments_that_would_change_the_result |
-| crop is told a negative number; windows record the past | test_lengths_are_slots, test_a_window_is_cropped |
+| crop is told a negative number; windows record the past | test_lengths_are_slots; the assistant of Mistral |
 | is_croppable, is_compileable, early init | test_lengths_are_slots; the assistant of test_decoding.py |
 | the batch is reordered, and expanded before a prefill | beams and return sequences of test_decoding.py |
 | ranks must draw alike, and decide alike at a tie | test_decoding.py, seeds and scores that differ |
@@ -123,19 +123,14 @@ def test_rows_that_are_nothing_but_padding_so_far(comm, model):
     assert model.generate(ids, past_key_values=kv, **greedy).tolist() == wanted
 
 
-def test_a_window_that_only_the_mask_tells():
-    """PhiMoE passes no sliding_window= to attention; without a cache nobody else knows it."""
+@pytest.mark.parametrize("family", ["Phi-3.5-MoE", "Qwen2-MoE"])
+def test_a_window_that_only_the_mask_tells(family):
+    """PhiMoE passes no sliding_window= to attention; without a cache nobody else knows it. Qwen2-MoE makes
+    the mask of a window of 0, for no layer."""
     ids, mask = prompt(2), padded(prompt(2))
     for given in ({}, {"attention_mask": mask}):
-        wanted = made("Phi-3.5-MoE")(ids, use_cache=False, **given).logits
-        got = made("Phi-3.5-MoE", "treeattn")(ids, use_cache=False, **given).logits
-        assert_close(got, wanted, mask.bool())
-
-
-def test_a_window_of_nothing_that_no_layer_has():
-    """Qwen2-MoE makes the mask of a window of 0, for no layer."""
-    got = made("Qwen2-MoE", "treeattn")(prompt(), use_cache=False).logits
-    assert_close(got, made("Qwen2-MoE")(prompt(), use_cache=False).logits)
+        wanted = made(family)(ids, use_cache=False, **given).logits
+        assert_close(made(family, "treeattn")(ids, use_cache=False, **given).logits, wanted, mask.bool())
 
 
 def test_a_layer_that_attends_twice(comm):
@@ -185,14 +180,8 @@ def test_arguments_that_would_change_the_result(model, cache):
 
 
 def test_a_static_cache(model):
-    refused(
-        "static cache",
-        model.generate,
-        *(prompt(),),
-        cache_implementation="static",
-        max_new_tokens=2,
-        disable_compile=True,
-    )
+    given = {"cache_implementation": "static", "max_new_tokens": 2, "disable_compile": True}
+    refused("static cache", model.generate, prompt(), **given)
 
 
 def test_there_is_no_gradient(model):
@@ -237,16 +226,6 @@ def test_lengths_are_slots_of_the_whole_sequence(comm, model, cache):
     rows = torch.tensor([1, 0, 1])
     again = model(ids[rows, 26:], attention_mask=mask[rows], past_key_values=cache).logits
     assert_close(again, got[rows])
-
-
-def test_a_window_is_cropped_where_it_recorded_the_past(comm):
-    model, ids = made("Mistral"), prompt(1, 24)
-    small = made("Mistral", num_hidden_layers=2)
-    given = {"do_sample": False, "max_new_tokens": 10, "assistant_model": small}
-    wanted = model.generate(ids, **given)
-    model.set_attn_implementation("treeattn")
-    kv = huggingface.ShardedKV(model.config, comm, capacity=64)
-    assert model.generate(ids, past_key_values=kv, **given).tolist() == wanted.tolist()
 
 
 def test_a_model_of_text_and_images_has_the_layers_of_its_text(comm):
@@ -300,15 +279,6 @@ def test_processors_that_round_otherwise_are_no_other_prompt(comm, cache):
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight.mul_(1 + 1e-6 * comm.rank)
         model(prompt(), past_key_values=cache)
-
-
-def test_a_prefill_of_rows_padded_on_the_left(comm, model):
-    ids, mask = prompt(3), padded(prompt(3))
-    kv = huggingface.ShardedKV(model.config, comm, capacity=64)
-    huggingface.prefill(model, ids[:, :-1], kv, mask[:, :-1])
-    greedy = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 5}
-    got = model.generate(ids, past_key_values=kv, **greedy)
-    assert got.tolist() == made("Llama").generate(ids, **greedy).tolist()
 
 
 def test_a_layer_that_was_left_waiting_is_named(cache):
