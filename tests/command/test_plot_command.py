@@ -81,21 +81,24 @@ def test_the_same_bytes_whatever_the_user_set(tmp_path):
 
 
 def test_a_scaling_figure_names_what_it_leaves_out(tmp_path, undrawn):
-    """Jobs of 1, 2 and 4 ranks, and one of 8 with other software: in one line each, and with the numbers."""
+    """Of 1, 2 and 4 ranks: a length that only one has, and 8 ranks with other software, in a line each."""
     paths = []
     for size, git in ((1, "a"), (2, "a"), (4, "a"), (8, "b")):
         software = made_results.run_line()["software"] | {"git": git * 16}
-        keys = made_results.keys(["chain"], [4096], ranks=size)
+        keys = made_results.keys(["chain"], [4096, 8192] if size == 4 else [4096], ranks=size)
         path = tmp_path / f"of_{size}.jsonl"
         paths.append(made_results.write(path, keys, run=f"of {size}", nodes=[0] * size, software=software))
     words = ("--figures", "scaling", "--format", "svg", "--out", tmp_path, "--json", tmp_path / "n.json")
     done = in_process("plot", *paths, *words)
     assert done.returncode == 1  # for the versions
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("scaling leaves out ")]
-    assert line.startswith("scaling leaves out of_8.jsonl: decoding step, 8 ranks · 4,096 tokens")
-    assert line.endswith("others differ in version")
+    lines = [line for line in done.stderr.splitlines() if line.startswith("scaling leaves out ")]
+    longer, other = sorted(lines)
+    assert longer.startswith("scaling leaves out of_4.jsonl: decoding step, 4 ranks · 8,192 tokens")
+    assert longer.endswith("others differ in tokens")
+    assert other.startswith("scaling leaves out of_8.jsonl: decoding step, 8 ranks · 4,096 tokens")
+    assert other.endswith("others differ in version")
     (chart,) = json.loads((tmp_path / "n.json").read_text())
-    assert [f"scaling leaves out {text}" for text in chart["left_out"]] == [line]
+    assert [f"scaling leaves out {text}" for text in chart["left_out"]] == lines
     assert [point[0] for point in chart["series"][0]["points"]] == [1, 2, 4]
 
 

@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from treeattn.decoder import plan as routes
-from treeattn.errors import ArgumentError, BackendError
+from treeattn.errors import ArgumentError
 from treeattn.study import plot
 from treeattn.study.compare.schema import NULL, SUM
 from treeattn.study.figures import draw, style, times
@@ -117,44 +117,27 @@ def test_one_length_makes_rows_from_the_fastest(tmp_path):
     assert [label.get_text() for label in axes.get_yticklabels()] == list(chart.labels)
 
 
-def test_ratios_pair_blocks_of_one_run(tmp_path):
-    """Two jobs that both call themselves launch 1: no block meets one of the other job."""
+def test_ratios_pair_the_blocks_of_a_repetition_of_one_run(tmp_path):
+    """A machine that becomes slower for all leaves ratios alone, and so do two jobs both called launch 1."""
+    lines = []
+    for run, slow in (("a", 1.0), ("b", 100.0)):
+        lines.append(made_results.run_line(run))
+        for key, factor in zip(made_results.keys([SUM, "chain"], [4096]), (1.0, 3.0), strict=True):
+            for repetition in range(6):
+                names = ("completion", "slowest", "after_last_entry")
+                samples = {name: [slow * factor * 10**repetition] for name in names}
+                lines.append(made_results.point_line(key, repetition, run, samples=samples))
     path = tmp_path / "jobs.jsonl"
-    names = ("completion", "slowest", "after_last_entry")
-    with path.open("w") as file:
-        for run, slow in (("a", 1.0), ("b", 100.0)):
-            file.write(json.dumps(made_results.run_line(run)) + "\n")
-            for key, factor in zip(made_results.keys([SUM, "chain"], [4096]), (1.0, 3.0), strict=True):
-                for repetition in range(6):
-                    samples = {name: [slow * factor] for name in names}
-                    line = made_results.point_line(key, repetition, run, samples=samples)
-                    file.write(json.dumps(line) + "\n")
+    path.write_text("\n".join(map(json.dumps, lines)))
     found = study(path)
     (summary,) = (summary for summary in found.summaries if summary.key.scheme == "chain")
     assert summary.times["completion"].blocks == 12
     (chart,) = charts("relative", found).values()
     by_label = dict(zip(chart.labels, chart.panels[0].series[0].points, strict=True))
     assert by_label["chain"][1:4] == pytest.approx((3.0, 3.0, 3.0))
+    assert by_label[SUM][1:4] == (1.0, 1.0, 1.0)
     (case,) = cases(found)
     assert len(times._blocks(case, summary, "chain")) == 12
-
-
-def test_ratios_pair_the_blocks_of_a_repetition(tmp_path):
-    """A machine that becomes slower and slower for all schemes leaves their ratios alone."""
-    path = tmp_path / "slower.jsonl"
-    fast, slow = made_results.keys([SUM, "chain"], [4096])
-    lines = [made_results.run_line()]
-    for repetition in range(6):
-        for key, factor in ((fast, 1.0), (slow, 3.0)):
-            names = ("completion", "slowest", "after_last_entry")
-            samples = {name: [factor * 10**repetition] for name in names}
-            lines.append(made_results.point_line(key, repetition, samples=samples))
-    path.write_text("\n".join(map(json.dumps, lines)))
-    found = study(path)
-    (chart,) = charts("relative", found).values()
-    by_label = dict(zip(chart.labels, chart.panels[0].series[0].points, strict=True))
-    assert by_label["chain"][1:4] == pytest.approx((3.0, 3.0, 3.0))
-    assert by_label[SUM][1:4] == (1.0, 1.0, 1.0)
 
 
 def test_speedup_is_the_time_of_the_ring_over_that_of_the_scheme(made):
@@ -270,26 +253,6 @@ def test_scaling_joins_jobs_of_several_sizes_but_no_two_placements(tmp_path):
         "time-decode-ranks2-layout2", "time-decode-ranks4-layout4", "time-decode-ranks4-layout2+2_cyclic",
     }  # fmt: skip
     assert "nodes of 2+2 cyclic" in times["time-decode-ranks4-layout2+2_cyclic"].case
-
-
-def test_scaling_draws_or_names_every_file(tmp_path):
-    """1, 2 and 4 ranks; the same of another version; and a length that only one job has."""
-    paths = []
-    for size, git in ((1, "a"), (2, "a"), (4, "a"), (8, "b")):
-        software = made_results.run_line()["software"] | {"git": git * 16}
-        tokens = [4096, 8192] if size == 4 else [4096]
-        keys = made_results.keys(["chain"], tokens, ranks=size)
-        path = tmp_path / f"of_{size}.jsonl"
-        paths.append(made_results.write(path, keys, run=f"of {size}", nodes=[0] * size, software=software))
-    found, _ = plot.read(paths)
-    (chart,) = charts("scaling", found).values()
-    assert [point.x for point in chart.series[0].points] == [1, 2, 4]
-    assert len(chart.left_out) == 2
-    longer, other = sorted(chart.left_out)
-    assert longer.startswith("of_4.jsonl: decoding step, 4 ranks · 8,192 tokens")
-    assert longer.endswith(": others differ in tokens")
-    assert other.startswith("of_8.jsonl: decoding step, 8 ranks · 4,096 tokens")
-    assert other.endswith(": others differ in version")
 
 
 @pytest.mark.parametrize(
@@ -492,34 +455,11 @@ def test_notes_name_the_machine_warnings_and_what_failed(tmp_path):
     )
 
 
-def test_points_twice_or_without_a_time_are_left_out_and_named(tmp_path):
-    path, copy = tmp_path / "one.jsonl", tmp_path / "copy.jsonl"
-    (key,) = made_results.keys(["chain"], [4096])
-    made_results.write(path, [key])
-    copy.write_text(path.read_text())
-    found, problems = plot.read([path, copy, path])
-    assert problems == ["6 points measured twice: left out"]
-    assert found.summaries[0].times["completion"].blocks == 6
-    with path.open("a") as file:
-        for samples in ({}, {"completion": [0.0]}, {"completion": [float("nan")]}):
-            file.write(json.dumps(made_results.point_line(key, 9, samples=samples)) + "\n")
-    found, problems = plot.read([path])
-    assert len(problems) == 3
-    assert all("left out" in problem for problem in problems)
-    assert found.summaries[0].times["completion"].blocks == 6
-
-
 def test_unknown_names(made):
     with pytest.raises(ArgumentError, match="chain: not among these results; choose from binary_tree"):
         plot.choose_baseline(made, "chain")
     assert plot.choose_baseline(made, "binary_tree") == "binary_tree"
     assert plot.choose_baseline(made, None) == SUM
-
-
-def test_without_matplotlib_the_remedy_is_named(made, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(BackendError, match=r"pip install 'treeattn\[plot\]'"):
-        draw.render(charts("time", made)["time-decode"])
 
 
 # Figures that a paper prints
