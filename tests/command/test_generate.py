@@ -149,6 +149,25 @@ main(sys.argv[1:])
 """
 
 
+def test_a_text_is_audited_on_one_process(model, tmp_path):
+    """Recorded with drafts, on three ranks; run again without."""
+    recording = tmp_path / "run.json"
+    words = ("--random-tokens", 40, "-n", 20, "--ignore-eos", "--reproducible", "--draft", "ngram")
+    done = treeattn("generate", "--model", model, *words, "--json", recording, ranks=3)
+    assert done.returncode == 0, done.stderr
+    digest = json.loads(recording.read_text())["logits_sha256"]
+    assert f"SHA-256 {digest}" in done.stderr
+    done = in_process("audit", recording)
+    assert done.returncode == 0, done.stderr
+    assert "the same bits" in done.stdout
+    facts = json.loads(recording.read_text())
+    facts["logits"][3] = facts["logits"][4]
+    recording.write_text(json.dumps(facts))
+    done = in_process("audit", recording)
+    assert done.returncode == 1
+    assert "the logits of token 3 of the text are the first that differ" in done.stdout
+
+
 def test_a_draft_model_is_closed_with_each_repetition(model):
     words = ("generate", "--model", model, "--prompt-ids", "1,2,3", "-n", 4, "--draft-model", model)
     done = run("-m", "mpi4py", "-c", CLOSES, *words, "--repeat", 2, ranks=2)

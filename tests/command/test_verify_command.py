@@ -147,7 +147,13 @@ def test_bad_options(tmp_path):
 def test_reproducible_results_have_one_hash_on_any_ranks(tmp_path):
     source, said = written(tmp_path / "drafts.safetensors"), set()
     for ranks, words in ((None, ()), (3, ("--scheme", "chain,hierarchical", "--layout", "interleaved"))):
-        done = treeattn("verify", source, "--reproducible", "--repeat", 1, *words, ranks=ranks)
+        words += "--repeat", 1, "--json", tmp_path / "run.json"
+        done = treeattn("verify", source, "--reproducible", *words, ranks=ranks)
         assert done.returncode == 0, done.stderr
         said |= {line for line in done.stdout.splitlines() if line.startswith("SHA-256")}
     assert len(said) == 1
+    assert in_process("audit", tmp_path / "run.json").returncode == 0
+    other = written(tmp_path / "other.safetensors", k=tensors()["k"] * 2)
+    done = in_process("audit", tmp_path / "run.json", "--input", other)
+    assert done.returncode == 1
+    assert "the cache differs in tokens 0 to 255" in done.stdout

@@ -16,7 +16,7 @@ from treeattn.agreement import collectively
 from treeattn.attention.mask import Rules
 from treeattn.backends.device import Device
 from treeattn.cli import options
-from treeattn.cli.audit import fingerprint, head_digests
+from treeattn.cli.fingerprint import fingerprint, head_digests
 from treeattn.cli.options import FILE, Output
 from treeattn.cli.own_device import own_device
 from treeattn.cli.problem import Judge, Problem, heads_of, seen_by_all

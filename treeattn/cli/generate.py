@@ -195,7 +195,11 @@ def command(
         facts = _facts(world, model, tokens, settings | planned, runs)
     if load_cache is not None:
         facts["prefill"] = f"loaded from {load_cache}"
-    facts |= {"weights": weights, "draft": draft or (draft_model and str(draft_model))}
+    facts |= {
+        "model": str(directory),
+        "weights": weights,
+        "draft": draft or (draft_model and str(draft_model)),
+    }
     facts |= {"sampling": asdict(sampling), "blas_threads": cores.blas_threads}
     facts |= {"device": device, "head_dim": session.decoder.shape.head_dim}
     if nodes is not None:
@@ -256,7 +260,8 @@ def _run(
         everyones = world.allgather(mine)
     return {
         "tokens": made.tokens,
-        "logits_sha256": made.digest.hexdigest(),
+        "logits": made.digests,
+        "logits_sha256": made.digest,
         "first_token_s": made.first_token_s,
         "step_s": made.step_s,
         "accepted": made.accepted,
@@ -292,7 +297,9 @@ def _facts(
         "tokens": tokens,
         "tokens_sha256": hashlib.sha256(np.array(tokens, np.int64).tobytes()).hexdigest(),
         "reproducible": model.reproducible,
-        "logits_sha256": runs[0]["logits_sha256"],
+        "logits_sha256": runs[0]["logits_sha256"] if model.reproducible else None,
+        # For `treeattn audit`:
+        **({"prompt": prompt, "logits": runs[0]["logits"]} if model.reproducible else {}),
         "weight_bytes": world.allgather(model.weight_bytes),
         "peak_bytes": world.allgather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
         "first_token_s": [run["first_token_s"] for run in runs],

@@ -13,6 +13,7 @@ import numpy as np
 from treeattn import mpi_library, reference
 from treeattn.agreement import collectively
 from treeattn.cli import options
+from treeattn.cli.fingerprint import fingerprint, head_digests
 from treeattn.cli.options import FILE, Output
 from treeattn.cli.problem import Problem, heads_of, largest_difference, seen_by_all
 from treeattn.cli.scheme import for_out, given
@@ -73,9 +74,10 @@ def command(
     results = [(row.pop("out"), row.pop("lse")) for row in rows]
     accepted = drafts.accepted(world)
     machine = environment.machine(world)
+    recorded = fingerprint(world, problem) if reproducible else {}
     if world.rank == 0:
         output.tensors(*drafts.as_given(*results[-1]), scale=repr(problem.scale))
-        output.report(_report(drafts, rows, accepted, machine, output))
+        output.report(_report(drafts, rows, accepted, machine | recorded, output))
     return 0 if world.bcast(all(row["passed"] for row in rows)) else 1
 
 
@@ -116,6 +118,11 @@ class Drafts:
         self.owners: Any = owner or "single"
         if owner is None and "owners" in given:
             self.owners = self._ordered("owners", given["owners"])
+
+    def step(self) -> tuple[Any, ...]:
+        """What a `Verifier` takes, with `shard_lengths`."""
+        context = self.problem.k, self.problem.v
+        return (self.q, *context, self.draft_k, self.draft_v, self.tree, self.problem.lengths)
 
     def _ordered(self, name: str, array: Array) -> Any:
         """What nodes hold, by slots: parents of a file may stand in any order."""
@@ -175,7 +182,7 @@ def _measure(
     nodes = shape.pop("queries")
     shape |= {"scheme": scheme, "scale": problem.scale, "owner": drafts.owners}
     with Verifier(world, nodes=nodes, **shape, reproducible="tokens" if reproducible else None) as verifier:
-        step = (drafts.q, problem.k, problem.v, drafts.draft_k, drafts.draft_v, drafts.tree, problem.lengths)
+        step = drafts.step()
         say, times = Progress(world.rank == 0), []
         for done in range(repeat + 1):
             world.Barrier()
@@ -188,7 +195,9 @@ def _measure(
         proof = decoder.certificate
         row: dict[str, Any] = {"scheme": decoder.scheme, "executor": decoder.executor, "same_bits": same}
         row["determinism"] = "measured" if proof is None else proof.determinism
-        row |= {"reproducible": True, "determinism": "tokens"} if reproducible else {"reproducible": False}
+        row["reproducible"] = "tokens" if reproducible else None
+        if reproducible:
+            row |= {"determinism": "tokens", "heads": head_digests(out, lse)}
         row |= {"first_step_s": times[0], "step_s": statistics.median(times[1:]), "sha256": digest}
         wanted, bounds = oracle or (None, None)
         errors = None if wanted is None else list(map(largest_difference, (out, lse), wanted))

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from treeattn.agreement import broadcast_from_root
 from treeattn.collectives.runtime import watchdog
@@ -29,8 +28,8 @@ class Continuation:
     """The tokens that were generated and what they took.
 
     first_token_s: of the prefill and the first token. step_s: of each step that followed. attention_s: of it,
-    in attention and its communication, on this rank. accepted: drafts that each step kept. digest: SHA-256 of
-    the logits that each token was chosen by, in their order.
+    in attention and its communication, on this rank. accepted: drafts that each step kept. digests: of a
+    reproducible model, the SHA-256 of the logits that each token was chosen by.
     """
 
     tokens: list[int]
@@ -38,7 +37,16 @@ class Continuation:
     step_s: list[float] = field(default_factory=list)
     attention_s: list[float] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    digest: Any = field(default_factory=hashlib.sha256)
+    digests: list[str] = field(default_factory=list)
+
+    def chosen_by(self, logits: Array) -> None:
+        """Note the digests of logits [tokens, vocab_size]."""
+        self.digests += [hashlib.sha256(row.tobytes()).hexdigest() for row in logits]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all of them, one after the other."""
+        return hashlib.sha256("".join(self.digests).encode()).hexdigest()
 
 
 def generate(
@@ -70,7 +78,9 @@ def generate(
 
     logits = session.prefill(on_layer) if load is None else session.load(load)
     made = Continuation([session.choose(logits)], clock() - began)
-    made.digest.update(logits.tobytes())
+    digested = session.model.reproducible
+    if digested:
+        made.chosen_by(logits[None])
     if save is not None:
         session.save(save)
     on_step(made)
@@ -83,7 +93,8 @@ def generate(
         made.accepted.append(len(new) - 1)
         ends = [n for n, token in enumerate(new, 1) if token in stop]
         made.tokens += new[: ends[0]] if ends else new
-        made.digest.update(logits[: ends[0] if ends else len(new)].tobytes())
+        if digested:
+            made.chosen_by(logits[: ends[0] if ends else len(new)])
         text += new
         on_step(made)
     return made
