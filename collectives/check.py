@@ -43,12 +43,8 @@ class Certificate:
     messages: int
     fan_in: int  # most messages that reach one rank in one round
     volume: float  # sent by all ranks together, in multiples of one rank's records
-    min_records_for_double_buffering: (
-        int | None  # records from which each rank's result counts every rank: nobody can be two steps ahead
-    )
-    uniform_merge_order: (
-        bool  # every chunk is merged in the same order: permuting the records permutes the result
-    )
+    min_records_for_double_buffering: int | None
+    uniform_merge_order: bool
     bits: str = "of the schedule"  # whose function the bits are; the operator may have them "of the tokens"
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from treeattn import bins
-from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
 from treeattn.attention.shape import Shape
 from treeattn.backends import cpu
@@ -25,22 +24,7 @@ class ReproducibleCpu(Cpu):
     """The processor, with the records of `treeattn.bins`."""
 
     def __init__(self, ranks: int, whole_blocks: bool) -> None:
-        self._most_tokens, self._whole_blocks = bins.MOST_TOKENS // ranks, whole_blocks
-
-    def attention(
-        self, shape: Shape, records: Any, scale: float, tables: MaskTables | None = None
-    ) -> devices.Attention:
-        """The kernel for whole numbers, or NumPy: the same bits."""
-        return cpu.PlannedAttention(
-            records,
-            scale=scale,
-            tables=tables,
-            kv_dtype=shape.kv_dtype,
-            k_scale=shape.k_scale,
-            v_scale=shape.v_scale,
-            most_tokens=self._most_tokens,
-            whole_blocks=self._whole_blocks,
-        )
+        self.bounds = {"most_tokens": bins.MOST_TOKENS // ranks, "whole_blocks": whole_blocks}
 
     def product(self, matrices: Sequence[Any]) -> Callable[[Any], Any]:
         """The compiled kernel, by 16 vectors at a time: a row's sum is the same beside whatever rows. Raises

@@ -45,6 +45,12 @@ _FLAGS = (
     *("-fPIC", "-shared", "-pthread"),
 )
 _SUFFIXES = (".c", ".h")
+# What the functions that Python calls return, where that is not an int.
+_RESULTS = {
+    "partial_attention attention_workspace decode_step run_step": ctypes.c_int64,
+    "merge_partials finish merge_bins finish_bins multiply_rows rescale_records": None,
+    "mpi_operator": ctypes.c_void_p,
+}
 
 
 def available_isas() -> tuple[str, ...]:
@@ -98,17 +104,9 @@ def _load(isa: str) -> tuple[ctypes.CDLL | None, str | None]:
         kernels = library(isa)
     except BackendError as error:
         return None, str(error)
-    kernels.partial_attention.restype = ctypes.c_int64
-    kernels.attention_workspace.restype = ctypes.c_int64
-    kernels.decode_step.restype = ctypes.c_int64
-    kernels.merge_partials.restype = None
-    kernels.finish.restype = None
-    kernels.merge_bins.restype = None
-    kernels.finish_bins.restype = None
-    kernels.multiply_rows.restype = None
-    kernels.run_step.restype = ctypes.c_int64
-    kernels.rescale_records.restype = None
-    kernels.mpi_operator.restype = ctypes.c_void_p
+    for names, result in _RESULTS.items():
+        for name in names.split():
+            getattr(kernels, name).restype = result
     return kernels, None
 
 

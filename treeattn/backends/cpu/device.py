@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +33,8 @@ class Cpu:
     memory = HOST
     stream = None
     namespace: Any = np
+    #: Of `PlannedAttention`, where shards may not be of any length or cut.
+    bounds: Mapping[str, Any] = MappingProxyType({})
 
     def check_shape(self, shape: Shape) -> None:
         """Every shape is served; settings of the environment may be wrong."""
@@ -116,14 +119,8 @@ class Cpu:
     def attention(
         self, shape: Shape, records: Array, scale: float, tables: MaskTables | None = None
     ) -> Attention:
-        return PlannedAttention(
-            records,
-            scale=scale,
-            tables=tables,
-            kv_dtype=shape.kv_dtype,
-            k_scale=shape.k_scale,
-            v_scale=shape.v_scale,
-        )
+        stored = {"kv_dtype": shape.kv_dtype, "k_scale": shape.k_scale, "v_scale": shape.v_scale}
+        return PlannedAttention(records, scale=scale, tables=tables, **stored, **self.bounds)
 
     def finish(self, records: Array, out: Array, lse: Array) -> Callable[[], object]:
         return planned_finish(records, out, lse)
