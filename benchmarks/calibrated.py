@@ -28,7 +28,7 @@ from treeattn.collectives.clusters.probes import RECORDS
 from treeattn.decoder.fastest import candidates
 from treeattn.decoder.plan import select
 from treeattn.study import environment
-from treeattn.study.compare.results import compared_series, read, summarise
+from treeattn.study.compare.results import Summary, compared_series, read, summarise
 
 HEADS = (2, 8, 32, 128)  # of 520 bytes; calibration has 1, 4, 16, 64, 256
 LINES = "compare.jsonl.xz"
@@ -57,6 +57,12 @@ def measure(folder: Path, ranks: int, schemes: list[str], seconds: float, repeti
     lines.unlink()
 
 
+def _in_interval(one: Summary, series: str) -> bool | None:
+    """Whether what was measured lies where the prediction says; None in results that say nothing."""
+    estimate = one.facts["estimate"]
+    return estimate and estimate.low <= one.times[series].median <= estimate.high
+
+
 def judged(folder: Path, ranks: int) -> dict:
     """Errors of all points, and what auto's choice costs beside the best, size by size."""
     rows, choices = [], []
@@ -66,7 +72,7 @@ def judged(folder: Path, ranks: int) -> dict:
         series = compared_series(of_case)
         here = [
             {"scheme": one.key.scheme, "bytes": 520 * heads, "measured_us": one.times[series].median,
-             "predicted_us": one.facts["predicted"]}
+             "predicted_us": one.facts["predicted"], "in_interval": _in_interval(one, series)}
             for one in of_case
             if one.facts["predicted"]
         ]  # fmt: skip
@@ -81,6 +87,7 @@ def judged(folder: Path, ranks: int) -> dict:
     return {
         "median_error": statistics.median(errors),
         "p90_error": errors[int(0.9 * len(errors))],
+        "in_interval": statistics.fmean(map(bool, (row["in_interval"] for row in rows))),
         "worst_choice": max(choice["ratio"] for choice in choices),
         "choices": choices,
         "rows": rows,
@@ -109,7 +116,7 @@ def main() -> None:
     (options.out / "calibrated.json").write_text(json.dumps(facts, indent=1) + "\n")
     print(
         f"median error {found['median_error']:.0%} (goal {GOAL_ERROR:.0%}), "
-        f"90 % within {found['p90_error']:.0%}"
+        f"90 % within {found['p90_error']:.0%}, {found['in_interval']:.0%} in their intervals"
     )
     for choice in found["choices"]:
         print("{bytes:>7} bytes: auto takes {taken}, {ratio:.2f} times the best, {best}".format(**choice))
