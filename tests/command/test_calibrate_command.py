@@ -61,7 +61,7 @@ def test_from_calibrate_to_those_who_read_the_file(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     named = "predicted: on here (TREEATTN_CLUSTER): 2 x 2 ranks, calibrated with"
     assert named in " ".join(done.stdout.split())
-    assert "predicted against measured, 2 times: median" in " ".join(done.stdout.split())
+    assert "Predicted against measured, 2 times: median" in " ".join(done.stdout.split())
     assert "95 % intervals hold errors of prices" in " ".join(done.stdout.split())
     points = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
     points = [line for line in points if line["kind"] == "point"]

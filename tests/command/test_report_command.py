@@ -89,7 +89,7 @@ def test_all_that_was_found_is_there_and_nothing_is_fetched(written):
     assert all(source.startswith("data:image/svg+xml;base64,") for source in page.sources)
     assert "http" not in re.sub(r"base64,[\w+/=]+", "", text)
     assert "<script>alert" not in text
-    assert "predicted against measured, " in text
+    assert "Predicted against measured, " in text
     measured = next(table for table in page.tables if "median" in table[0])
     column = measured[0].index("median")
     shown = {row[0]: float(row[column].replace(",", "")) for row in measured[1:]}

@@ -118,7 +118,7 @@ def summary(made: Report, cases: Sequence[Sequence[Pair]]) -> None:
     if not found:
         return
     text = (
-        f"predicted against measured, {found['rows']} times: median {found['median']:.0%} off, 90 % within "
+        f"Predicted against measured, {found['rows']} times: median {found['median']:.0%} off, 90 % within "
         f"{found['p90']:.0%}, {found['within_25']:.0%} within 25 %"
     )
     if found["within_interval"] is not None:
