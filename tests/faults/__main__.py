@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from treeattn.study import environment
@@ -18,32 +20,40 @@ from . import jobs, page, play, table
 def measure(repeats: int, folder: Path) -> dict:
     rows = {}
 
-    def done(name: str, seconds: float) -> None:
-        row = rows.setdefault(name, {"jobs": 0, "seconds": 0.0})
+    def done(name: str, where: str, play: Callable[[], float]) -> None:
+        row = rows.setdefault(name, {"jobs": 0, "seconds": 0.0, "failed": []})
         row["jobs"] += 1
+        try:
+            seconds = play()
+        except AssertionError as error:
+            row["failed"].append(where)
+            print(f"{name}, {where}: FAILED\n{error}", file=sys.stderr)
+            return
         row["seconds"] = max(row["seconds"], round(seconds, 2))
-        print(f"{name}: {seconds:.1f} s", file=sys.stderr)
+        print(f"{name}, {where}: {seconds:.1f} s", file=sys.stderr)
 
     for fault in table.FAULTS:
         for command in table.TOGETHER:
             for seed in range(repeats):
-                done(fault.name, play.befall(fault, command, folder, seed))
+                done(fault.name, command, partial(play.befall, fault, command, folder, seed))
     launchers = ["MPICH", *(["Open MPI"] if jobs.OPEN_MPI.exists() else []), "torchrun"]
     for grief in table.GRIEFS:
         for phase in table.PHASES:
             if grief.how == "SIGSTOP" and phase in table.UNAWAITED:
                 continue
             for launcher in launchers:
-                done(grief.name, play.come_to_grief(grief, phase, launcher, folder))
+                where = f"{phase}, {launcher}"
+                done(grief.name, where, partial(play.come_to_grief, grief, phase, launcher, folder))
     return rows
 
 
-def main(repeats: int) -> None:
+def main(repeats: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(repeats, play.prepared(Path(folder)))
     facts = {"software": environment.software(), "cpu": environment.cpu_name(), "rows": rows}
     page.RESULTS.write_text(json.dumps(facts, indent=1) + "\n")
     page.PAGE.write_text(page.text(facts))
+    return int(any(row["failed"] for row in rows.values()))
 
 
-main(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 1))

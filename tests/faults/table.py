@@ -114,17 +114,17 @@ FAULTS = (
         "`rank 1 of 3 failed, ending the job: MemoryError`, or what a library says of it", _NOTHING,
     ),
     Fault(
-        "Ctrl-C", _to_all(signal.SIGINT), (130, 2), r"treeattn: interrupted: |signal 2",
+        "Ctrl-C", _to_all(signal.SIGINT), (130, 2, 9), r"treeattn: interrupted: |signal 2",
         "`treeattn: interrupted: kept FILE`, or `nothing was written`",
         "results so far, and the same command goes on from there",
     ),
     Fault(
-        "SIGTERM, as schedulers send it", _to_all(signal.SIGTERM), (143, 15),
+        "SIGTERM, as schedulers send it", _to_all(signal.SIGTERM), (143, 15, 9),
         r"treeattn: ended by SIGTERM: |signal 15",
         "`treeattn: ended by SIGTERM: kept FILE`", "as after Ctrl-C",
     ),
     Fault(
-        "SIGHUP, as a terminal that closes sends it", _to_all(signal.SIGHUP), (129, 1), "",
+        "SIGHUP, as a terminal that closes sends it", _to_all(signal.SIGHUP), (129, 1, 9), "",
         "`treeattn: ended by SIGHUP: kept FILE`, unless the launcher goes first; under nohup nothing",
         "as after Ctrl-C",
     ),
