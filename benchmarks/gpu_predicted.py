@@ -1,10 +1,11 @@
-"""What launches on an H100 and an H200 should take, before any ran: python benchmarks/gpu_predicted.py [--json FILE]
+"""What launches on a GPU should take, before any ran: python benchmarks/gpu_predicted.py [--json FILE]
 
-For bfloat16, head_dim 128 and one sequence unless a row says otherwise. Beside one another, in microseconds:
-`floor`, the cache at the GPU's copy rate; `model`, `treeattn.backends.cuda.splits` with the constants that are
-shipped; `issue`, the main loop's instructions (tests/compile_matrix/costs.json, sm_90) at all issue slots, an
-upper bound where it has branches for masks; `l2`, tiles of rows that read the same tokens at 5.5 TB/s; and
-`read`, what a reading of the former kernels' machine code expected. The first GPU decides which was right.
+For bfloat16, head_dim 128 and one sequence unless a row says otherwise, on an H100 and an H200. Beside one
+another, in microseconds: `floor`, the cache at the GPU's copy rate; `model`, what chooses splits
+(treeattn.backends.cuda.splits) with the constants that are shipped; `issue`, the main loop's instructions
+(tests/compile_matrix/costs.json, sm_90) at all issue slots, an upper bound where it has branches for masks;
+`l2`, tiles of rows that read the same tokens at 5.5 TB/s; and `read`, what a reading of the former kernels'
+machine code expected. The first GPU decides which was right.
 """
 
 from __future__ import annotations

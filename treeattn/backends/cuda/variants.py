@@ -23,6 +23,7 @@ TYPES = {
 TYPES_8 = {"float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2"}
 
 _BYTES = {"float": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_BESIDE = 2048  # bytes of shared memory that a block takes beside its tiles, and the system with it
 _WARPS, _UNROLL = 4, 4  # of a block; tokens that a group of lanes of the multiply-add kernel takes at a time
 
 
@@ -118,8 +119,7 @@ def mma_kernel(
     """The tensor-core kernel for `rows` rows of a KV head, latent where head_dim is that of latent keys; None
     where it needs more shared memory than there is.
 
-    The first number of stages that leaves room for two blocks beside each other, with 2 KiB more for each,
-    else the last that fits.
+    The first number of stages that leaves room for two blocks beside each other, else the last that fits.
     """
     latent = head_dim == LATENT[0]
     tile = _tile_for(head_dim, rows)
@@ -133,8 +133,9 @@ def mma_kernel(
         size += stages * rows_of_tiles * head_dim if narrow else 0
         return size + (_WARPS * tile.tokens // tile.warps[1] * 64 if tile.warps[2] > 1 else 0)
 
-    twice = [n for n in tile.stages if 2 * (shared_bytes(n) + 2048) <= shared_limit]
-    once = [n for n in tile.stages if shared_bytes(n) <= shared_limit]
+    once, twice = (
+        [n for n in tile.stages if blocks * (shared_bytes(n) + _BESIDE) <= shared_limit] for blocks in (1, 2)
+    )
     if not once:
         return None
     stages = twice[0] if twice else once[-1]
