@@ -397,3 +397,13 @@ def test_compressed_results_are_read_and_not_appended_to(tmp_path):
     small.write_bytes(small.read_bytes()[:-20])
     with pytest.raises(ArgumentError, match=r"r\.jsonl\.xz: cannot be decompressed"):
         results.read(small)
+
+
+def test_what_was_there_before_stays_though_it_is_empty(tmp_path):
+    """A device, or a file that another process has only just made."""
+    path = tmp_path / "results.jsonl"
+    path.touch()
+    Writer(path).close()
+    assert path.exists()
+    Writer(tmp_path / "new.jsonl").close()
+    assert not (tmp_path / "new.jsonl").exists()

@@ -235,6 +235,7 @@ class Writer:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
+        self._new = not self._path.exists()
         try:
             self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 - held until close
         except OSError as error:
@@ -299,8 +300,8 @@ class Writer:
             raise BackendError(f"{reason}: make room, and the same command goes on from there") from None
 
     def close(self) -> None:
-        """Give the file free for others. One that nothing could be written to goes."""
-        if not os.fstat(self._file.fileno()).st_size:
+        """Give the file free for others. One that was made here goes where nothing could be written to it."""
+        if self._new and not os.fstat(self._file.fileno()).st_size:
             self._path.unlink(missing_ok=True)
         self._file.close()
 
