@@ -137,7 +137,7 @@ def _found(array: Any) -> list[tuple[int, int, int]]:
     steps = np.diff(array)
     changes = [*(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)] if len(array) > 1 else []
     for change in changes:
-        if change <= begin - 1:  # the token of this step ended the last run
+        if change <= begin:  # the run begins at this very token
             continue
         step = int(steps[begin]) if begin < len(steps) else 1
         runs.append((int(array[begin]), step, change - begin + 1))

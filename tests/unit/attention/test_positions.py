@@ -34,6 +34,11 @@ def test_runs_are_the_positions(positions):
     assert runs.all_below(asked).tolist() == below
 
 
+def test_blocks_with_gaps_are_a_run_each():
+    blocks = np.concatenate([np.arange(start, start + 32) for start in (0, 32, 256, 384)])
+    assert as_runs(blocks).table[:, 1:].tolist() == [[0, 1, 64], [256, 1, 32], [384, 1, 32]]
+
+
 def seen(rules: Rules, positions: np.ndarray, valid: int, t: int) -> np.ndarray:
     """The definition, token by token."""
     s = positions
