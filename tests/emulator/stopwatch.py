@@ -31,7 +31,7 @@ class RecordingRuntime(EmulatorRuntime):
 
         def launch(grid: Any, block: Any, arguments: Any, **options: Any) -> None:
             if "k" in (arguments[0].dtype.names or ()):
-                self.queue(functools.partial(self.keys.append, int(arguments[0]["k"][0])))
+                self.queue(functools.partial(self.keys.append, int(arguments[0]["k"][0][0])))
             kernel(grid, block, arguments, **options)
             self._take(SECONDS_PER_LAUNCH)
 
