@@ -162,6 +162,7 @@ def test_the_steps_that_need_something_are_steps() -> None:
         assert {step.partition(" (")[0] for step in steps.split(", ")} <= set(STEPS)
 
 
+@pytest.mark.deep
 def test_wheels_are_unpacked_and_results_go_to_one_file(day: Any, tmp_path: Path) -> None:
     """A wheel of MPI has programs and libraries beside modules, and the zip file lost their modes."""
     wheels = tmp_path / "wheels"

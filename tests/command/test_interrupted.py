@@ -76,6 +76,7 @@ def test_what_is_kept_is_named(ranks, tmp_path):
 
 ONE_RANK = """
 import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where these tests run in the background
 from treeattn import cli
 from treeattn.study.compare.sweep import Sweep
 
@@ -102,6 +103,7 @@ def test_an_import_that_is_interrupted():
     """An extension module makes an ImportError of it."""
     program = """
 import os, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where these tests run in the background
 from treeattn.cli import commands, main
 @commands.command("slow")
 def slow():

@@ -182,7 +182,7 @@ def test_doctor_finds_a_working_machine(tmp_path):
     "words",
     [
         "schemes",
-        "paper --ranks-free",
+        pytest.param("paper --ranks-free", marks=pytest.mark.deep),
         "doctor",
         "roofline --tokens 1k --groups 1 --dtypes float32 --repeat 1",
         "--help",
@@ -213,6 +213,7 @@ def test_progress_is_a_line_now_and_then(capsys, monkeypatch):
     assert capsys.readouterr() == ("", "second 3\nsecond 13\nsecond 23\n")
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec")
 def test_a_long_job_says_how_far_it_is():
     done = treeattn(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 
 import pytest
 
@@ -21,4 +22,5 @@ def test_models_and_tensor_parallel_weights():
         "-m", "pytest", "-p", "no:pytest_mpi", "-q", "-x", "tests/huggingface", "-k", some, ranks=2
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "6 passed" in done.stdout
+    assert re.search(r"[1-9]\d* passed", done.stdout)
+    assert "failed" not in done.stdout

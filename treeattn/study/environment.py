@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from treeattn import communicators, launch, mpi_library
 from treeattn.backends.cpu import compile
 from treeattn.collectives.runtime import process
-from treeattn.study.compare.schema import Place, members
 
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
     from treeattn.study.compare.clock import Clock
+    from treeattn.study.compare.schema import Place
 
 # Variables that change what is measured; others may hold secrets and are nobody's business.
 _PREFIXES = (
@@ -95,6 +95,9 @@ def job(clock: Clock, options: dict[str, Any], places: Iterable[Place] = ()) -> 
     world = clock.comm
     ranks = placement(world)
     nodes = [entry["node"] for entry in ranks]
+    # Loads msgspec, which benchmarks of a GPU do without.
+    from treeattn.study.compare.schema import members
+
     used = set().union(*(members(nodes, place) for place in places)) or range(len(ranks))
     # Asked once: it starts processes, and reads the whole checkout.
     known = world.bcast(software() | {"isa": compile.chosen_isa()} if world.rank == 0 else None)
