@@ -242,7 +242,7 @@ def _queue_arrivals(pid: int) -> None:
     return tools.run(*_on_node(pid, last, *rule), otherwise=NO_QUEUE)
 
 
-def _start(words: list[object], otherwise: str) -> int:
+def _start(words: Iterable[object], otherwise: str) -> int:
     """Start a process of the cluster that says `ready`; its PID."""
     command = [str(word) for word in words]
     process = subprocess.Popen(
