@@ -17,7 +17,7 @@ from treeattn.study import environment
 from . import jobs, page, play, table
 
 
-def measure(repeats: int, folder: Path) -> dict:
+def measure(repeats: int, part: str, folder: Path) -> dict:
     rows = {}
 
     def done(name: str, where: str, play: Callable[[], float]) -> None:
@@ -32,12 +32,12 @@ def measure(repeats: int, folder: Path) -> dict:
         row["seconds"] = max(row["seconds"], round(seconds, 2))
         print(f"{name}, {where}: {seconds:.1f} s", file=sys.stderr)
 
-    for fault in table.FAULTS:
+    for fault in table.FAULTS if part != "programs" else ():
         for command in table.TOGETHER:
             for seed in range(repeats):
                 done(fault.name, command, partial(play.befall, fault, command, folder, seed))
     launchers = ["MPICH", *(["Open MPI"] if jobs.OPEN_MPI.exists() else []), "torchrun"]
-    for grief in table.GRIEFS:
+    for grief in table.GRIEFS if part != "commands" else ():
         for phase in table.PHASES:
             if grief.how == "SIGSTOP" and phase in table.UNAWAITED:
                 continue
@@ -47,13 +47,15 @@ def measure(repeats: int, folder: Path) -> dict:
     return rows
 
 
-def main(repeats: int) -> int:
+def main(repeats: int = 1, part: str = "") -> int:
+    """What is not of this part stays as it was measured."""
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(repeats, play.prepared(Path(folder)))
-    facts = {"software": environment.software(), "cpu": environment.cpu_name(), "rows": rows}
+        rows = measure(repeats, part, play.prepared(Path(folder)))
+    facts = {"software": environment.software(), "cpu": environment.cpu_name()}
+    facts["rows"] = page.read()["rows"] | rows
     page.RESULTS.write_text(json.dumps(facts, indent=1) + "\n")
     page.PAGE.write_text(page.text(facts))
     return int(any(row["failed"] for row in rows.values()))
 
 
-sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 1))
+sys.exit(main(*map(int, sys.argv[1:2]), *sys.argv[2:3]))
