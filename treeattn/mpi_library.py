@@ -66,4 +66,5 @@ def cuda_aware() -> bool | None:
 def started() -> bool:
     """Whether this process takes part in MPI already."""
     module = sys.modules.get("mpi4py.MPI")
-    return module is not None and module.Is_initialized() and not module.Is_finalized()
+    initialized = getattr(module, "Is_initialized", None)  # a signal may come while it is being imported
+    return module is not None and initialized is not None and initialized() and not module.Is_finalized()

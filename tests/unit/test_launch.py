@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
+import types
 
 import pytest
 
-from treeattn import launch
+from treeattn import launch, mpi_library
 
 STARTERS = ("PMI", "OMPI_", "SLURM", "MPI_", "APPTAINER", "SINGULARITY", "CH_RUNNING")
 
@@ -178,3 +180,9 @@ def test_programs_of_slurm_without_a_cluster(environment, monkeypatch):
     environment(SLURM_CONF="/etc/slurm/slurm.conf")
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert launch.outside_job() is None
+
+
+def test_a_library_that_is_just_being_imported_has_not_started(monkeypatch):
+    """A signal that ends the job may come then."""
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", types.ModuleType("mpi4py.MPI"))
+    assert not mpi_library.started()
