@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.command.launch import ROOT, mpiexec
+from tests.support.torchrun import SETTINGS
 
 #: Seconds that a wait may take in these jobs, and what ends a job that does not end.
 LIMIT, PATIENCE = 3, 90
@@ -49,8 +50,7 @@ _SETTINGS = {
     "OMPI_MCA_pml": "ob1",
     "OMPI_MCA_btl": "self,sm,tcp",
     "OMPI_MCA_mpi_yield_when_idle": "1",
-    "OMP_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
+    **SETTINGS,
 }
 
 

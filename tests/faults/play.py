@@ -43,12 +43,13 @@ def befall(fault: table.Fault, command: str, folder: Path, seed: int, launcher: 
         struck = job.ready(table.RANKS)
         time.sleep(moment)
         struck = struck and fault.strike(job, rank)
-        took = job.ended(rank if fault.name == "a rank is stopped" and struck else None)
+        took = job.ended(rank if fault.stops and struck else None)
     finally:
         code, said = job.close()
     told = f"rank {rank}, {moment:.1f} s, exit {code}:\n{said}"
     assert took is not None, f"still there after {jobs.PATIENCE} s; {told}"
     assert code in (0, *fault.codes), told
+    assert code or not (fault.deadly and struck), told
     if code:
         assert struck, told
         assert re.search(fault.sees.format(rank=rank), said), told

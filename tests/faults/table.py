@@ -28,25 +28,6 @@ TOGETHER = {
     "verify": "verify {tmp}/drafts.safetensors",
 }
 
-#: Commands of one process, which only signals and full disks befall; what they are started with.
-ALONE = {
-    "cache": "cache info {tmp}/saved",
-    "check-partials": "check-partials --help",
-    "doctor": "doctor",
-    "export": "export {tmp}/results.jsonl --format csv",
-    "inspect": "inspect hierarchical --ranks 64",
-    "plot": "plot {tmp}/results.jsonl --out {tmp}/plot.svg",
-    "published": "published",
-    "report": "report {tmp}/results.jsonl --out {tmp}/report.html",
-    "roofline": "roofline --repeat 1000",
-    "schedule": "schedule ring --ranks 600",
-    "schemes": "schemes",
-    "simulate": "simulate --cluster dgx-h100 --ranks 128 --tokens 5120k",
-    "tree": "tree --help",
-    "tune": "tune --cluster dgx-h100 --ranks 64",
-    "visible": "visible",
-}
-
 
 @dataclass(frozen=True)
 class Fault:
@@ -59,6 +40,8 @@ class Fault:
     shown: str  #: the same as one reads it
     kept: str
     limit: int = LIMIT  #: seconds that a wait may take
+    deadly: bool = False  #: a job with a rank that it struck cannot end well
+    stops: bool = False  #: the rank stays, and goes on when the others have gone
 
 
 def _signal(number: int) -> Callable[[Job, int], bool]:
@@ -102,12 +85,14 @@ FAULTS = (
     Fault(
         "a rank is killed", _signal(signal.SIGKILL), (1, 9, 137), _LAUNCHERS,
         "the launcher's report of signal 9, or `rank 1 has ended, while this one waits`", _NOTHING,
+        deadly=True,
     ),
     Fault(
         "a rank is stopped", _signal(signal.SIGSTOP), (124, 9), r"rank {rank} is stopped",
         "`.. 3 s without ..: rank 1 is stopped (process 4711); if steps take so long, set ..`", _NOTHING,
+        stops=True,
     ),
-    Fault("a rank is slowed, half of the time", _slowed, (0,), "", "nothing", "everything", 60),
+    Fault("a rank is slowed, half of the time", _slowed, (0,), "", "nothing", "everything", limit=60),
     Fault(
         "a rank gets no more memory", _without_memory, (1, 2, 9, 124, 134, 137, 139),
         r"treeattn: |rror|EXIT STRING|[Mm]emory",

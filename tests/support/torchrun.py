@@ -18,13 +18,14 @@ needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="torch is not installed: pip install treeattn[torch]"
 )
 
-_SETTINGS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+#: So that many ranks share few cores, on the loopback device.
+SETTINGS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def torchrun(program: Path, *words: object, ranks: int, timeout: float = 120, **environment: str):
     """`program` on so many ranks of this machine, with gloo over its loopback device. Returns the completed
     process, text captured."""
-    environment = _SETTINGS | environment
+    environment = SETTINGS | environment
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks
     return run(*launcher, program, *words, timeout=timeout, PYTHONPATH=path, **environment)
@@ -36,7 +37,7 @@ def ranks_by_environment(program: str, *, ranks: int, timeout: float = 60, **env
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    given = _SETTINGS | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    given = SETTINGS | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
     started = [
         subprocess.Popen(
             [sys.executable, "-c", program],

@@ -16,7 +16,7 @@ from treeattn.agreement import collectively
 from treeattn.attention.mask import Rules
 from treeattn.backends.device import Device
 from treeattn.cli import options
-from treeattn.cli.fingerprint import fingerprint, head_digests
+from treeattn.cli.fingerprint import fingerprint, head_digests, show_digests
 from treeattn.cli.options import FILE, Output
 from treeattn.cli.own_device import own_device
 from treeattn.cli.problem import Judge, Problem, heads_of, seen_by_all
@@ -213,8 +213,7 @@ def _report(
         made.line(f"errors: against {references}; at most {bounds[0]:.1e} of out, {bounds[1]:.1e} of lse")
     made.line(LEGEND)
     if references and rows[0]["reproducible"]:
-        for digest in sorted({row["sha256"] for row in rows}):
-            made.text(f"SHA-256 of out and lse, on any ranks and machine: {digest}")
+        show_digests(made, rows)
     for row in rows:
         if row["why"]:
             made.line(f"{row['scheme']}: took {row['why']}")

@@ -9,6 +9,7 @@ import numpy as np
 
 from treeattn.cli.problem import Problem
 from treeattn.partial import Array
+from treeattn.report import Report
 
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
@@ -29,6 +30,12 @@ def fingerprint(world: MpiCommunicator, problem: Problem) -> dict[str, Any]:
     sums = (sum(one.get(at, 0) for one in everyone) for at in range(-(-problem.tokens // BLOCK)))
     query = hashlib.sha256(np.ascontiguousarray(problem.q).view(np.uint8).tobytes()).hexdigest()
     return {"query": query, "blocks": [f"{total % (1 << 64):016x}" for total in sums]}
+
+
+def show_digests(made: Report, rows: list[dict[str, Any]]) -> None:
+    """A line for each result that the rows have: one, where bits are of the tokens alone."""
+    for digest in sorted({row["sha256"] for row in rows}):
+        made.text(f"SHA-256 of out and lse, on any ranks and machine: {digest}")
 
 
 def head_digests(out: Array, lse: Array) -> list[str]:

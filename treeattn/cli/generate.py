@@ -328,7 +328,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     yield f"decode   {decode}, {facts['scheme']}{_travels(facts)}"
     yield from _accepted(facts)
     if facts["reproducible"]:
-        yield f"logits   SHA-256 {facts['logits_sha256']}, of whatever ranks of this instruction set"
+        yield f"logits   SHA-256 {facts['logits_sha256']}, on any ranks of like processors"
     wire = "known to the library only" if sent[0] is None else f"{max(sent):,} bytes a token and rank"
     if (trees := facts["sent_bytes_per_tree"]) is not None:
         wire += f", {'?' if trees[0] is None else format(max(trees), ',')} a tree ({facts['tree_scheme']})"

@@ -13,7 +13,7 @@ import numpy as np
 from treeattn import mpi_library, reference
 from treeattn.agreement import collectively
 from treeattn.cli import options
-from treeattn.cli.fingerprint import fingerprint, head_digests
+from treeattn.cli.fingerprint import fingerprint, head_digests, show_digests
 from treeattn.cli.options import FILE, Output
 from treeattn.cli.problem import Problem, heads_of, largest_difference, seen_by_all
 from treeattn.cli.scheme import for_out, given
@@ -246,8 +246,7 @@ def _report(
         made.line(f"errors: against the oracle; at most {out:.1e} of out, {lse:.1e} of lse")
     made.line(LEGEND)
     if rows[0]["reproducible"]:
-        for digest in sorted({row["sha256"] for row in rows}):
-            made.text(f"SHA-256 of out and lse, on any ranks and machine: {digest}")
+        show_digests(made, rows)
     for index, row in enumerate(accepted):
         path = " ".join(map(str, row["path"])) or "none"
         made.text(f"row {index}: accepted {path}; next token {row['next_token']}")

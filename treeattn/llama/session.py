@@ -76,7 +76,7 @@ class Session:
         float32.
 
     With a model made `reproducible` every logit has the same bits on whatever ranks, layout and scheme, and
-    with or without drafts, on processors of one instruction set.
+    with or without drafts, on like processors.
 
     Raises
     ------
