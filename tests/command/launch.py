@@ -30,7 +30,7 @@ def mpiexec() -> str | None:
 def run(
     *words: object,
     ranks: int | None = None,
-    timeout: float = 120,
+    timeout: float = 300,
     cwd: Path = ROOT,
     **environment: str,
 ):

@@ -44,7 +44,7 @@ def job(*program, nodes=2, words=(), shell=None, **environment):
         model, node = (["sh", "-c", shell.format(shlex.join(map(str, one)))] for one in (model, node))
     command = [str(mpiexec()), "-n", "1", *model, ":", "-n", str(nodes), *node]
     script = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
-    return run("-c", script, *command, timeout=60, **environment)
+    return run("-c", script, *command, **environment)
 
 
 def test_the_program_of_the_page(tmp_path):

@@ -110,14 +110,14 @@ def test_ranks_that_were_told_different_things(tmp_path, other):
     mine = ("calibrate", "--out", "a.toml", "--seconds", 1)
     here = (sys.executable, "-m", "treeattn")
     second = (":", "-n", 1, *here, *mine, *other)
-    done = treeattn(*mine, *second, ranks=1, timeout=60, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    done = treeattn(*mine, *second, ranks=1, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.count("the command line differs between ranks") == 1
     assert not list(tmp_path.iterdir())
 
 
 def test_compare_refuses_a_cluster_that_cannot_be(tmp_path):
-    done = treeattn("compare", "--schemes", "chain", "--cluster", "dual-4090", ranks=3, timeout=60)
+    done = treeattn("compare", "--schemes", "chain", "--cluster", "dual-4090", ranks=3)
     assert done.returncode == 2
     assert done.stderr.count("has 2 places") == 1
     done = in_process("compare", "--schemes", "chain", "--cluster", "summit")

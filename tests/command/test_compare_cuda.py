@@ -103,7 +103,7 @@ def test_what_is_not_there_is_said_and_left_out(tmp_path):
     ),
 )
 def test_bad_words(words, message):
-    done = run(*WORDS, *words, ranks=2, timeout=60)
+    done = run(*WORDS, *words, ranks=2)
     assert done.returncode == 2, done.stdout + done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("treeattn:")]
     assert message in line
@@ -112,7 +112,7 @@ def test_bad_words(words, message):
 
 @pytest.mark.skipif(cupy_runtime.problem() is None, reason="there is a GPU")
 def test_without_a_gpu_one_line_says_what_to_do():
-    done = treeattn("compare", "--device", "cuda", ranks=2, timeout=60)
+    done = treeattn("compare", "--device", "cuda", ranks=2)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.strip().splitlines()
     assert str(cupy_runtime.problem()) in line

@@ -34,7 +34,7 @@ def test_bash_completes_what_is_typed(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert (done.returncode, done.stderr) == (0, "")
     registered, *found = done.stdout.splitlines()

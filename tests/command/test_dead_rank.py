@@ -37,6 +37,6 @@ def test_the_others_name_it(tmp_path):
     said = tmp_path / "said"
     rank = shlex.join([sys.executable, "-m", "mpi4py", "-c", PROGRAM, str(said)])
     command = [str(mpiexec()), "-n", "2", "sh", "-c", f"{rank}; sleep 5"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode != 0
     assert said.read_text().startswith("recursive_doubling, round 1: rank 1 has ended, while this one waits")

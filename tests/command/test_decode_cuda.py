@@ -91,7 +91,7 @@ def test_a_wrong_transport_is_bad_input(cache: Path, words: tuple[str, ...], mes
 def test_ranks_that_may_not_share_a_gpu(cache: Path, nccl: str, variable: str, message: str) -> None:
     words = (EMULATED, "decode", cache, "--device", "cuda", "--transport", "nccl")
     environment = {"EMULATED_GPUS": "1", "EMULATED_NCCL": nccl, "NCCL_MULTI_RANK_GPU_ENABLE": variable}
-    done = run(*words, ranks=2, timeout=60, **environment)
+    done = run(*words, ranks=2, **environment)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = [line for line in done.stderr.splitlines() if not line.startswith("treeattn: warning:")]
     assert re.search(message, line)
@@ -107,7 +107,7 @@ def test_ranks_that_share_a_gpu_are_told(cache: Path) -> None:
 
 @pytest.mark.skipif(cupy_runtime.problem() is None, reason="there is a GPU")
 def test_without_a_gpu_one_line_says_what_to_do(cache: Path) -> None:
-    done = treeattn("decode", cache, "--device", "cuda", "--transport", "host", ranks=2, timeout=60)
+    done = treeattn("decode", cache, "--device", "cuda", "--transport", "host", ranks=2)
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
     assert str(cupy_runtime.problem()) in line

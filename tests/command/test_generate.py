@@ -307,7 +307,7 @@ def test_a_model_that_cannot_be_used_is_named_on_all_ranks(tmp_path, broken, mes
         broken(path)
     options = ("--prompt", "Hello, world", "--weights", weights)
     words = ("generate", "--model", path, *options)
-    done = in_process(*words) if weights == REPLICATED else treeattn(*words, ranks=2, timeout=60)
+    done = in_process(*words) if weights == REPLICATED else treeattn(*words, ranks=2)
     assert done.returncode == 2, done.stdout + done.stderr
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

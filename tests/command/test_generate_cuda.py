@@ -69,7 +69,7 @@ def test_tokens_are_those_of_the_processor(model, tmp_path, ranks, options):
 )
 def test_what_a_gpu_does_not_serve_is_bad_input(model, options, message):
     words = ("generate", "--model", model, "--prompt-ids", IDS, "--device", "cuda", *options)
-    done = run(EMULATED, *words, ranks=2, timeout=60)
+    done = run(EMULATED, *words, ranks=2)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.strip().splitlines()
     assert message in line
@@ -79,7 +79,7 @@ def test_what_a_gpu_does_not_serve_is_bad_input(model, options, message):
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 def test_without_a_gpu_one_line_says_what_to_do(model, weights):
     words = ("--device", "cuda", "--transport", "host", "--weights", weights)
-    done = treeattn("generate", "--model", model, "--prompt-ids", IDS, *words, ranks=2, timeout=60)
+    done = treeattn("generate", "--model", model, "--prompt-ids", IDS, *words, ranks=2)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.strip().splitlines()
     assert str(cupy_runtime.problem()) in line

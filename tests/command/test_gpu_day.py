@@ -107,7 +107,7 @@ def day(tmp_path: Path) -> Any:
                 (tools / name).chmod(0o755)
             variables |= {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(tools)}
         done = subprocess.run(
-            [SCRIPT, *steps], env=variables, capture_output=True, text=True, timeout=120, cwd=tmp_path
+            [SCRIPT, *steps], env=variables, capture_output=True, text=True, timeout=300, cwd=tmp_path
         )
         logs = re.search(r"what the steps printed is in (\S+)", done.stderr)
         if logs:
@@ -141,7 +141,7 @@ def test_a_bare_machine_collects_the_tests_of_gpus(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "-p", "no:cacheprovider", "--rootdir", ROOT]
     done = subprocess.run(
         [*command, "-q", "--collect-only", "-p", "no:warnings", ROOT / "tests" / "gpu"],
-        env=os.environ | {"PYTHONPATH": where}, cwd=ROOT, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": where}, cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     files = set(re.findall(r"gpu/(test_\w+)\.py::", done.stdout))
@@ -311,7 +311,7 @@ def test_reports_of_tests(tmp_path: Path) -> None:
     only = {"few": [], "skipped": ["-k", "test_not"]}
     reports = {}
     for name, choice in only.items():
-        subprocess.run([*command, *choice], cwd=tmp_path, capture_output=True, timeout=60, check=False)
+        subprocess.run([*command, *choice], cwd=tmp_path, capture_output=True, timeout=300, check=False)
         reports[name] = (tmp_path / "report.xml").read_text()
     data, problem = readers.read_tests(reports["few"])
     assert data["passed"] == 1

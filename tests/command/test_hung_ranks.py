@@ -41,7 +41,7 @@ treeattn.Decoder(**shape)
 
 def hung(scheme, where, **environment):
     environment = {"TREEATTN_TIMEOUT": "1", **environment}
-    done = run("-m", "mpi4py", "-c", PROGRAM, scheme, where, ranks=4, timeout=60, **environment)
+    done = run("-m", "mpi4py", "-c", PROGRAM, scheme, where, ranks=4, **environment)
     lines = [line for line in done.stderr.splitlines() if line.startswith("treeattn:")]
     assert done.returncode == 124, done.stderr
     assert lines, done.stderr
@@ -89,7 +89,7 @@ kept = [treeattn.Decoder(heads=4, kv_heads=4, head_dim=16, dtype="float32", sche
 for decoder in kept:
     decoder.begin(q, k, k)
 """
-    done = run("-m", "mpi4py", "-c", program, ranks=3, timeout=60)
+    done = run("-m", "mpi4py", "-c", program, ranks=3)
     assert done.returncode == 0, done.stderr
 
 
@@ -131,7 +131,7 @@ def test_a_model_waits_no_longer_than_a_step(tmp_path, weights, prefill, who, wh
     write_model(tmp_path, "tied")
     words = ("-m", "mpi4py", "-c", LLAMA, tmp_path, weights, prefill, who, where)
     # 3 seconds: so far apart may four ranks on two cores begin.
-    done = run(*words, ranks=4, timeout=60, TREEATTN_TIMEOUT="3")
+    done = run(*words, ranks=4, TREEATTN_TIMEOUT="3")
     lines = [line for line in done.stderr.splitlines() if line.startswith("treeattn:")]
     assert done.returncode == 124, done.stderr
     assert lines, done.stderr
@@ -156,7 +156,7 @@ try:
 except treeattn.ArgumentError as error:
     print(error)
 """
-    done = run("-m", "mpi4py", "-c", program, ranks=3, timeout=60)
+    done = run("-m", "mpi4py", "-c", program, ranks=3)
     assert done.returncode == 0, done.stderr
     wanted = "rank 1: TREEATTN_TIMEOUT=soon: give a number of seconds, 0 for no limit"
     assert done.stdout.count(wanted) == 3
@@ -175,6 +175,6 @@ if MPI.COMM_WORLD.rank == 1:
     os.kill(os.getpid(), signal.SIGSEGV)
 decoder(q, k, k)
 """
-    done = run("-m", "mpi4py", "-c", program, ranks=3, timeout=60)
+    done = run("-m", "mpi4py", "-c", program, ranks=3)
     assert done.returncode != 0
     assert re.search("Segmentation fault|signal 11|EXIT CODE", done.stdout + done.stderr)

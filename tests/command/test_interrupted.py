@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.drawn import sample
 from treeattn import files
+from treeattn.study.compare import results
 
 from .launch import ROOT, mpiexec, run, treeattn
 
@@ -37,7 +38,7 @@ def interrupted(words, ranks, ready):
     try:
         ready(process)
         os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=300)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -63,15 +64,17 @@ def test_what_is_kept_is_named(ranks, tmp_path):
     out = tmp_path / "r.jsonl"
 
     def blocks_are_kept(process):
-        deadline = time.monotonic() + 60
-        while not (out.exists() and out.stat().st_size > 10_000) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        while not (out.exists() and out.stat().st_size > 10_000) and process.poll() is None:
+            time.sleep(0.02)
 
     words = (*COMPARE, "--repetitions", 10_000, "--out", out)
     code, lines, err = interrupted(words, ranks, blocks_are_kept)
     wanted = f"treeattn: interrupted: kept {out} (the same command goes on from there)"
     assert (code, lines) == (130, {wanted})
     assert "Traceback" not in err
+    found = results.read(out)
+    assert found.problems == []
+    assert found.points
 
 
 ONE_RANK = """
@@ -94,7 +97,7 @@ cli.main(sys.argv[1:])
 @needs_mpiexec
 def test_a_rank_that_is_interrupted_alone_knows_what_is_kept(tmp_path):
     out = tmp_path / "r.jsonl"
-    done = run("-c", ONE_RANK, *COMPARE, "--out", out, ranks=2, timeout=60)
+    done = run("-c", ONE_RANK, *COMPARE, "--out", out, ranks=2)
     assert done.returncode == 130
     assert f"treeattn: interrupted: kept {out} (the same command goes on from there)" in done.stderr
 
@@ -129,7 +132,7 @@ def test_a_full_disk_under_the_output(words):
     program = 'exec "$0" -m treeattn "$@" > /dev/full'
     done = subprocess.run(
         ["sh", "-c", program, sys.executable, *words.split()], cwd=ROOT, capture_output=True, text=True,
-        timeout=60, stdin=subprocess.DEVNULL,
+        timeout=300, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr == "treeattn: standard output: No space left on device; print to another place\n"
@@ -139,7 +142,11 @@ def test_a_full_disk_under_the_output(words):
 def test_a_full_disk_under_the_output_of_a_job():
     program = f"exec {sys.executable} -m treeattn decode {CACHE} --repeat 1 > /dev/full"
     done = subprocess.run(
-        [str(mpiexec()), "-n", "2", "sh", "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [str(mpiexec()), "-n", "2", "sh", "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("treeattn:")]
@@ -150,6 +157,7 @@ def test_a_full_disk_under_the_output_of_a_job():
 FULL = """
 import errno, os
 from treeattn import files
+from treeattn.study.compare import results
 def full(_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 files.os.fsync = full
@@ -185,7 +193,7 @@ def test_the_device_of_a_full_disk_is_no_file():
 def test_a_reader_that_has_seen_enough():
     program = '"$0" -m treeattn schedule ring --ranks 100 | head -n 1; exit ${PIPESTATUS[0]}'
     done = subprocess.run(
-        ["bash", "-c", program, sys.executable], cwd=ROOT, capture_output=True, text=True, timeout=60
+        ["bash", "-c", program, sys.executable], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "ring, 100 ranks\n", "")
 
@@ -204,7 +212,7 @@ def test_output_that_nobody_takes_changes_no_verdict(words, output, code, tmp_pa
     (tmp_path / "other.safetensors").write_bytes(files.save_tensors(other, {}))
     program = f'"$0" -m treeattn {words} {output}; exit ${{PIPESTATUS[0]}}'
     done = subprocess.run(
-        ["bash", "-c", program, sys.executable], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        ["bash", "-c", program, sys.executable], cwd=tmp_path, capture_output=True, text=True, timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == code

@@ -22,6 +22,6 @@ COUNT = min(5 * FACTOR, len(collectives.names("schedule")))
 @pytest.mark.parametrize(("ranks", "nodes"), [(2, ()), (4, ("--two-nodes",))])
 def test_schedules_over_peer_memory(ranks, nodes):
     program = ("-m", "mpi4py", "tests/gpu/over_peers.py", *nodes, "--stand-ins", "--drawn", COUNT)
-    done = run(*program, ranks=ranks, timeout=200)
+    done = run(*program, ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines() == [f"{COUNT} schemes over {ranks} ranks"]

@@ -50,7 +50,7 @@ def test_an_environment_that_does_not_arrive(command):
     inside = 'env -i PATH="$PATH" PYTHONPATH="$PYTHONPATH" "$@"; exit $?'
     words = [str(mpiexec()), "-n", "2", "sh", "-c", inside, "sh", sys.executable, "-m", "treeattn", *command]
     done = subprocess.run(
-        list(map(str, words)), cwd=ROOT, capture_output=True, text=True, timeout=120,
+        list(map(str, words)), cwd=ROOT, capture_output=True, text=True, timeout=300,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
@@ -69,7 +69,7 @@ def test_a_container_that_hides_the_launchers_environment():
     inside = ("unshare", "--user", "--map-root-user", *clean, sys.executable, "-m", "treeattn")
     words = (mpiexec(), "-n", 2, *inside, "decode", CACHE)
     done = subprocess.run(
-        list(map(str, words)), cwd=ROOT, capture_output=True, text=True, timeout=120,
+        list(map(str, words)), cwd=ROOT, capture_output=True, text=True, timeout=300,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr

@@ -42,6 +42,6 @@ def test_bad_words(tmp_path, words, message):
 def test_ranks_that_were_told_different_things(tmp_path):
     mine = ("trace", "chain", "--out", tmp_path / "t.json", "--iterations")
     second = (":", "-n", 1, sys.executable, "-m", "treeattn", *mine, 9)
-    done = treeattn(*mine, 3, *second, ranks=1, timeout=60)
+    done = treeattn(*mine, 3, *second, ranks=1)
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.count("the command line differs between ranks") == 1

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import shutil
+import tempfile
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,22 +66,27 @@ def test_a_callers_communicator_is_wrapped_once(comm):
     theirs.Free()
 
 
-def waiting_for(comm, call):
-    """What the watchdog sees while rank 0 is in a call for which the last rank comes late."""
+def waiting_for(comm, call, looks=None):
+    """What the watchdog sees while rank 0 is in a call for which the last rank comes when the others have
+    been seen to wait, or after so many looks."""
+    folder = Path(comm.bcast(tempfile.mkdtemp()))
     if comm.rank == comm.size - 1:
-        time.sleep(0.3)
+        while len(list(folder.iterdir())) < comm.size - 1:
+            time.sleep(0.001)
         call()
+        shutil.rmtree(folder)
         return None
-    seen, told, left = weakref.WeakKeyDictionary(), [], threading.Event()
+    seen, told = weakref.WeakKeyDictionary(), []
 
     def look():
-        while not left.wait(0.02):
+        while len(told) != looks and not any(told):
             told.append(watchdog._stalled(seen))
+            time.sleep(0.001)
+        (folder / str(comm.rank)).touch()
 
     thread = threading.Thread(target=look)
     thread.start()
     call()
-    left.set()
     thread.join()
     return next(filter(None, told), None)
 
@@ -106,7 +114,7 @@ def test_a_wait_says_what_it_is_for(comm):
 def test_what_a_step_calls_is_not_counted_twice(comm):
     assert type(comm.unwatched) is MPI.Intracomm
     assert comm.unwatched == comm
-    assert waiting_for(comm, comm.unwatched.Barrier) is None
+    assert waiting_for(comm, comm.unwatched.Barrier, looks=20) is None
 
 
 def test_ranks_that_sleep_in_a_barrier_are_not_late(comm):

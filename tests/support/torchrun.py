@@ -22,7 +22,7 @@ needs_torch = pytest.mark.skipif(
 SETTINGS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def torchrun(program: Path, *words: object, ranks: int, timeout: float = 120, **environment: str):
+def torchrun(program: Path, *words: object, ranks: int, timeout: float = 300, **environment: str):
     """`program` on so many ranks of this machine, with gloo over its loopback device. Returns the completed
     process, text captured."""
     environment = SETTINGS | environment
@@ -31,7 +31,7 @@ def torchrun(program: Path, *words: object, ranks: int, timeout: float = 120, **
     return run(*launcher, program, *words, timeout=timeout, PYTHONPATH=path, **environment)
 
 
-def ranks_by_environment(program: str, *, ranks: int, timeout: float = 60, **environment: str):
+def ranks_by_environment(program: str, *, ranks: int, timeout: float = 300, **environment: str):
     """`program`, a text, as so many processes that find one another by their environment. When the first has
     ended, the others are killed. Returns the completed processes, with their `pid`, text captured."""
     with socket.socket() as free:

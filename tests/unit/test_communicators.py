@@ -35,7 +35,7 @@ def test_cuda_aware(
 ) -> None:
     library = tmp_path / "libmpi.so"
     command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
-    subprocess.run(command, input=source, text=True, check=True, timeout=60)
+    subprocess.run(command, input=source, text=True, check=True, timeout=300)
     monkeypatch.setattr(mpi_library, "load", lambda: SimpleNamespace(__file__=str(library)))
     assert mpi_library.cuda_aware() is answer
 

@@ -53,7 +53,7 @@ def test_console_blocks_print_what_they_show(page):
         words = shlex.split(first.removeprefix("$ "))
         assert words[0] == "treeattn"
         done = subprocess.run(
-            [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=60
+            [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.rstrip() == wanted.rstrip()
@@ -130,7 +130,7 @@ def test_pictures_are_current(picture, command, tmp_path):
         [sys.executable, "-m", "treeattn", *command, "--format", "svg", "--out", target],
         cwd=ROOT,
         check=True,
-        timeout=60,
+        timeout=300,
     )
     assert target.read_text() == (ROOT / f"docs/images/{picture}.svg").read_text()
 
@@ -153,7 +153,7 @@ def test_figures_are_those_of_the_results(results, figure, picture, tmp_path):
     """Words, numbers and marks: the rest may differ between versions of matplotlib."""
     command = ["plot", ROOT / results, "--figures", figure.partition("-")[0], "--format", "svg"]
     subprocess.run(
-        [sys.executable, "-m", "treeattn", *command, "--out", tmp_path], cwd=ROOT, check=True, timeout=60
+        [sys.executable, "-m", "treeattn", *command, "--out", tmp_path], cwd=ROOT, check=True, timeout=300
     )
     drawn, kept = (tmp_path / f"{figure}.svg").read_text(), (ROOT / f"docs/images/{picture}.svg").read_text()
     written = re.findall(r"<!-- (.*?) -->", kept)  # what the outlines of letters say

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def python(program: str, cwd: Path = ROOT):
     return subprocess.run(
-        [sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, timeout=300
     )
 
 
@@ -27,7 +27,7 @@ def test_a_program_beside_a_clone(tmp_path, name):
     (tmp_path / "program.py").write_text("import treeattn; print(treeattn.decode, treeattn.__file__)")
     environment = {**os.environ, "PYTHONPATH": "" if name == "treeattn" else str(tmp_path / name)}
     done = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300,
         env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

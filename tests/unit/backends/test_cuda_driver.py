@@ -57,7 +57,7 @@ def pretend(
     library, version = folder / "libcuda.so.1", folder / "version"
     command = ["cc", "-shared", "-fPIC", f"-DINIT={init}", f"-DBROKEN={broken}", f"-DUUID={uuid}"]
     command += ["-x", "c", "-", "-o", str(library)]
-    subprocess.run(command, input=SOURCE, text=True, check=True, timeout=60)
+    subprocess.run(command, input=SOURCE, text=True, check=True, timeout=300)
     version.write_text(
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n"
     )

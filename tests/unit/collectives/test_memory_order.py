@@ -62,7 +62,7 @@ def run(twin, path, schedule, slots=Slots, steps=40):
     path.write_bytes(b"".join(block.tobytes() for block in blocks))
     # Without fixed addresses some kernels leave the sanitizer no room.
     done = subprocess.run(
-        ["setarch", "-R", twin, path], capture_output=True, text=True, timeout=120, check=False
+        ["setarch", "-R", twin, path], capture_output=True, text=True, timeout=300, check=False
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -215,6 +215,6 @@ def test_a_communicator_that_nobody_closed_is_left_alone(end: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", UNCLOSED + ENDS[end]],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")

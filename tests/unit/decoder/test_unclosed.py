@@ -24,7 +24,7 @@ except treeattn.BackendError as error:
 def test_the_last_communicator_names_the_remedy(scheme):
     """Also where it is missed in looking for nodes."""
     command = [sys.executable, "-m", "mpi4py", "-c", PROGRAM.replace("{scheme}", scheme)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     count, message = done.stdout.split(maxsplit=1)
     assert int(count) > 100

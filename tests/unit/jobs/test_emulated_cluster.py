@@ -23,7 +23,7 @@ from treeattn.collectives.clusters import disturbance  # noqa: E402
 
 def emulated_cluster(*words: str, **options) -> subprocess.CompletedProcess:
     command = [sys.executable, str(JOBS / "emulated_cluster"), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
 
 
 def test_defaults():
