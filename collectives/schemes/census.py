@@ -7,8 +7,9 @@ p) rounds every rank has gathered all p - 1 others, each once, where plain doubl
 count some twice.
 
 Rank r merges in the order r, r + 1, .., around the ring: every rank in another order, so that bits differ
-between ranks, at powers of two as well (class none). Differing bits mean differing sampled tokens: it can
-be built, checked and drawn, and runs on the loopback, but no decode takes it. Two merges for each arrival.
+between ranks, at powers of two as well (class none). Differing bits mean differing sampled tokens: a decode
+takes it with ``reproducible=`` alone, whose records have the same bits in any order. Two merges for each
+arrival.
 
 Messages: p ceil(log2 p) of n bytes.
 
@@ -24,7 +25,7 @@ from treeattn.collectives.schedule import Round, Schedule, Transfer
 
 
 def census(size: int) -> Schedule:
-    """One message a round from every rank, ceil(log2 p) rounds, unlike bits: to study, not to run."""
+    """One message a round from every rank, ceil(log2 p) rounds; runs with reproducible= alone."""
     rounds: list[Round] = []
     known = 0  # ranks after it of which each rank has gathered the records
     for digit in f"{size - 1:b}" if size > 1 else "":

@@ -61,7 +61,7 @@ def main():
     comm, draw = communicators.intracomm(None), np.random.default_rng(7)
     ran = []
     for schedule in schedules(comm.size):
-        if schedule.has_exclusive:  # studied, not run
+        if schedule.has_exclusive:  # runs with reproducible= alone
             continue
         for records in (1, 3, 9, 64):
             check(torch.Reducer, comm, schedule, records, draw)

@@ -18,7 +18,9 @@ from treeattn.errors import TreeattnError
 from treeattn.token_tree import verify
 
 pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
-SCHEMES = [name for name in collectives.names("schedule") if name != "head_scatter"]
+SCHEMES = [name for name in (*collectives.names("schedule"), "census") if name != "head_scatter"]
+
+EXECUTORS = ("slots", "program", "mpi")
 
 
 def decoded(comm, problem, own, how, reproducible="tokens"):
@@ -47,9 +49,9 @@ def test_every_rank_of_every_reduction_has_the_bits_of_one(seed, comm, monkeypat
     everything = np.arange(problem.context), np.arange(problem.drafts)
     want = decoded(MPI.COMM_SELF, problem, everything, Reduction())
     monkeypatch.setenv("TREEATTN_ISA", isas()[comm.rank % len(compile.available_isas())])
-    for executor in ("slots", "program", "mpi", None):
+    tried = [(executor, str(rng.choice(SCHEMES))) for executor in EXECUTORS] + [(None, "mpi_allreduce")]
+    for executor, scheme in [*tried, (str(rng.choice(EXECUTORS)), "census")]:
         layout = str(rng.choice(LAYOUTS))
-        scheme = str(rng.choice(SCHEMES)) if executor else "mpi_allreduce"
         how = Reduction(scheme, executor=executor, groups=1)
         got = decoded(comm, problem, shards(rng, problem, layout, comm.size)[comm.rank], how)
         assert got == want, (problem.kind, layout, scheme, executor)

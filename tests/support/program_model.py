@@ -36,8 +36,9 @@ class Model:
         self._programs, self._operator, self._sets = programs, operator, sets
         self._random = random.Random(seed)
         self.held = [np.zeros((records, operator.width), operator.dtype) for _ in programs]
-        self._landed = [np.full((p.landing, operator.width), np.nan, operator.dtype) for p in programs]
-        slots = [np.full((sets, p.slots, operator.width), np.nan, operator.dtype) for p in programs]
+        garbage = np.nan if operator.dtype.kind == "f" else 1 << 60
+        self._landed = [np.full((p.landing, operator.width), garbage, operator.dtype) for p in programs]
+        slots = [np.full((sets, p.slots, operator.width), garbage, operator.dtype) for p in programs]
         self._slots, self._published = slots, [-1] * len(programs)
         self._posted = {}  # (src, dst) -> arrays to receive, and to send, that have not met
         self._ready = []  # those that have, and not moved
@@ -105,7 +106,7 @@ class Model:
 
     def _array(self, rank, step, region, writes=False):
         buffer = region.buffer
-        assert not writes or buffer in (rank, OWN), "a rank writes to its own records and slots alone"
+        assert not writes or buffer in (rank, OWN, LANDING), "a rank writes to what is its own alone"
         whole = {OWN: self.held[rank], LANDING: self._landed[rank]}.get(buffer)
         if whole is None:
             whole = self._slots[buffer][step % self._sets]

@@ -70,7 +70,7 @@ def _variants() -> Iterator[tuple[str, dict[str, Any]]]:
 
 VARIANTS = list(_variants())
 
-#: Those that are built, checked and drawn, but not run.
+#: Those that run with ``reproducible=`` alone.
 STUDIED = [row.name for row in CATALOG.values() if row.kind == "schedule" and not row.transports]
 
 

@@ -233,7 +233,7 @@ BAD_STRINGS = [
     ("hierarchical:inner=ring", "inner=ring gathers at no root; take one of {rooted}"),
     ("hierarchical:inner=(k_ary_tree:radix=0)", "k_ary_tree: radix=0 is not allowed"),
     ("hierarchical:outer=rung", "there is no scheme 'rung'; did you mean ring?"),
-    ("hierarchical:outer=census", "outer=census: its ranks end with unlike bits: build, check and draw it"),
+    ("hierarchical:outer=census", "outer=census is a scheme by itself: take recursive_doubling"),
     ("hierarchical:outer=mpi_allreduce", "outer=mpi_allreduce is a reducer of a library"),
 ]
 
