@@ -36,14 +36,10 @@ def measure(repeats: int, part: str, folder: Path) -> dict:
         for command in table.TOGETHER:
             for seed in range(repeats):
                 done(fault.name, command, partial(play.befall, fault, command, folder, seed))
-    launchers = ["MPICH", *(["Open MPI"] if jobs.OPEN_MPI.exists() else []), "torchrun"]
-    for grief in table.GRIEFS if part != "commands" else ():
-        for phase in table.PHASES:
-            if grief.how == "SIGSTOP" and phase in table.UNAWAITED:
-                continue
-            for launcher in launchers:
-                where = f"{phase}, {launcher}"
-                done(grief.name, where, partial(play.come_to_grief, grief, phase, launcher, folder))
+    for grief, phase, launcher in table.griefs() if part != "commands" else ():
+        if launcher == "Open MPI" and not jobs.OPEN_MPI.exists():
+            continue
+        done(grief.name, f"{phase}, {launcher}", partial(play.come_to_grief, grief, phase, launcher, folder))
     return rows
 
 

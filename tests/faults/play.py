@@ -68,7 +68,7 @@ def come_to_grief(grief: table.Grief, phase: str, launcher: str, folder: Path) -
         code, said = job.close()
     told = f"exit {code}:\n{said}"
     assert took is not None, f"still there after {jobs.PATIENCE} s; {told}"
-    if phase in table.UNAWAITED and grief.how == "leave":
+    if phase in table.UNAWAITED and grief.hidden:
         return took
     assert code, told
     assert re.search(grief.sees, said), told

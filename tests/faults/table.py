@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from .jobs import LIMIT, Job
@@ -78,7 +79,8 @@ def _without_memory(job: Job, rank: int) -> bool:
 
 
 _NOTHING = "what was written before; a file is written whole or not at all"
-_LAUNCHERS = r"BAD TERMINATION|signal 9|KILLED BY SIGNAL|ended|EXIT STRING"
+_LAUNCHERS = r"BAD TERMINATION|[Ss]ignal 9|KILLED BY SIGNAL|ended|EXIT STRING|exitcode: -9"
+_UNNAMED = "looking for the nodes: 3 s without the other"  # in the first plan no rank has a name yet
 
 #: What can befall every command of several ranks.
 FAULTS = (
@@ -139,11 +141,12 @@ class Grief:
 GRIEFS = (
     Grief("is killed", "SIGKILL", False, _LAUNCHERS, "the launcher's report of signal 9"),
     Grief(
-        "is killed, and a shell hides it from the launcher", "SIGKILL", True, rf"failed: |{_LAUNCHERS}",
+        "is killed, and a shell hides it from the launcher", "SIGKILL", True,
+        rf"failed: |{_LAUNCHERS}|{_UNNAMED}",
         "`PeerError: .. rank 1 has ended, while this one waits`, unless MPICH's launcher is faster",
     ),
     Grief(
-        "is stopped", "SIGSTOP", False, r"rank 1 is stopped|looking for the nodes: 3 s without the other",
+        "is stopped", "SIGSTOP", False, rf"rank 1 is stopped|{_UNNAMED}",
         "`.. 3 s without ..: rank 1 is stopped`; in the first plan it has no name yet",
     ),
     Grief("raises", "raise", False, r"what the program raises on one rank", "its own traceback"),
@@ -152,6 +155,16 @@ GRIEFS = (
 
 #: Before these only MPI itself still waits for rank 1, in the end of the process and without a limit.
 UNAWAITED = ("close", "the end of the process")
+
+
+def griefs() -> Iterator[tuple[Grief, str, str]]:
+    """Each grief in each phase under each launcher, but for what has no end or hides nothing."""
+    for grief, phase, launcher in itertools.product(GRIEFS, PHASES, LAUNCHERS):
+        endless = grief.how == "SIGSTOP" and phase in UNAWAITED
+        noticed = grief.how == "SIGKILL" and grief.hidden and launcher == "torchrun"  # starts no shell
+        if not endless and not noticed:
+            yield grief, phase, launcher
+
 
 #: What the commands that write a file are started with, for a full disk under each of those files.
 WRITERS = {

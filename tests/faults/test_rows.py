@@ -23,11 +23,13 @@ FACTOR = int(os.environ.get("TREEATTN_TEST_FACTOR", "1"))
 ROWS = [
     (fault, command, seed) for fault in table.FAULTS for command in table.TOGETHER for seed in range(FACTOR)
 ]
+NEEDS = {
+    "Open MPI": [pytest.mark.skipif(not jobs.OPEN_MPI.exists(), reason="no Open MPI: make test-openmpi")],
+    "torchrun": [needs_torch],
+}
 GRIEFS = [
-    (grief, phase)
-    for grief in table.GRIEFS
-    for phase in table.PHASES
-    if grief.how != "SIGSTOP" or phase not in table.UNAWAITED
+    pytest.param(grief, phase, launcher, marks=NEEDS.get(launcher, []), id=f"{grief.name}-{phase}-{launcher}")
+    for grief, phase, launcher in table.griefs()
 ]
 
 
@@ -59,18 +61,7 @@ def test_a_command(folder, fault, command, seed):
     play.befall(fault, command, folder, seed)
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        "MPICH",
-        pytest.param(
-            "Open MPI",
-            marks=pytest.mark.skipif(not jobs.OPEN_MPI.exists(), reason="no Open MPI: make test-openmpi"),
-        ),
-        pytest.param("torchrun", marks=needs_torch),
-    ],
-)
-@pytest.mark.parametrize(("grief", "phase"), GRIEFS, ids=[f"{grief.name}-{phase}" for grief, phase in GRIEFS])
+@pytest.mark.parametrize(("grief", "phase", "launcher"), GRIEFS)
 def test_a_program(folder, grief, phase, launcher):
     play.come_to_grief(grief, phase, launcher, folder)
 
