@@ -14,7 +14,7 @@
 #   fuzz-visible  2000 drawn cases of what a query may see, on each number of ranks (minutes)
 #   generate-demo continues 4096 tokens with a real model on 4 ranks, by tree and by ring (minutes)
 #   hf-demo       the same model by transformers over cache nodes (minutes)
-#   faults        every row of docs/faults.md, done for real and measured (an hour)
+#   faults        every row of docs/faults.md, done for real and measured (a quarter of an hour)
 #   soak          a million steps of every executor on 2 ranks leave no growth (minutes)
 #   wheel-test    installs the package from a wheel, away from the checkout
 #   release-check the wheel and the sdist of this commit as they would be published; tests out of the sdist

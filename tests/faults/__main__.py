@@ -5,6 +5,7 @@ python -m tests.faults [REPEATS]
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import tempfile
@@ -15,6 +16,13 @@ from pathlib import Path
 from treeattn.study import environment
 
 from . import jobs, page, play, table
+
+
+@functools.cache
+def present(launcher: str) -> bool:
+    if lacking := jobs.lacking(launcher):
+        print(f"not by {launcher}: {lacking}", file=sys.stderr)
+    return not lacking
 
 
 def measure(repeats: int, part: str, folder: Path) -> dict:
@@ -32,14 +40,18 @@ def measure(repeats: int, part: str, folder: Path) -> dict:
         row["seconds"] = max(row["seconds"], round(seconds, 2))
         print(f"{name}, {where}: {seconds:.1f} s", file=sys.stderr)
 
-    for fault in table.FAULTS if part != "programs" else ():
-        for command in table.TOGETHER:
-            for seed in range(repeats):
-                done(fault.name, command, partial(play.befall, fault, command, folder, seed))
+    for fault, command, launcher in table.faults() if part != "programs" else ():
+        for seed in range(repeats if present(launcher) else 0):
+            where = f"{command}, {launcher}"
+            done(fault.name, where, partial(play.befall, fault, command, launcher, folder, seed))
+    for spoiled in table.SPOILED if part != "programs" else ():
+        for command in table.READERS:
+            for seed in range(6 * repeats):
+                done(f"a file {spoiled.name}", command, partial(play.spoil, spoiled, command, folder, seed))
     for grief, phase, launcher in table.griefs() if part != "commands" else ():
-        if launcher == "Open MPI" and not jobs.OPEN_MPI.exists():
-            continue
-        done(grief.name, f"{phase}, {launcher}", partial(play.come_to_grief, grief, phase, launcher, folder))
+        if present(launcher):
+            where = f"{phase}, {launcher}"
+            done(grief.name, where, partial(play.come_to_grief, grief, phase, launcher, folder))
     return rows
 
 

