@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, log
+from math import exp
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,26 +93,25 @@ def fit(shape: Cluster, places: Placement, record_bytes: int, measured: Mapping[
     belief, wanted = _BELIEF**2 * np.eye(len(mean)), np.log(list(measured.values()))
     found = most_probable(sloped, mean, belief, wanted, noise)
     at, slopes = sloped(found)
-    kept = np.linalg.inv(noise(wanted - at))  # weights of the measurements
-    left_out = []
+    kept = np.diag(1 / np.diag(noise(wanted - at)))  # weights of the measurements
+    unseen, held_out = [], []
     for held in _kinds(measured):
         rest = np.array([probe not in held for probe in measured])
         weighed = slopes[rest].T @ kept[np.ix_(rest, rest)]
-        gain = np.linalg.inv(weighed @ slopes[rest] + np.linalg.inv(belief))
         surprise = wanted[rest] - at[rest] + slopes[rest] @ (found - mean)
-        unseen = times(mean + gain @ weighed @ surprise, held).tolist()
-        left_out += [
-            Residual(probe, measured[probe], exp(time)) for probe, time in zip(held, unseen, strict=True)
-        ]
-    scatter = _scatter(left_out or [Residual(probe, took, took) for probe, took in measured.items()])
-    # What the fit took for noise is as large as what it misses where it has not seen.
-    kept *= min(1.0, (_NOISE / scatter) ** 2)
-    covariance = np.linalg.inv(slopes.T @ kept @ slopes + np.linalg.inv(belief))
+        known = weighed @ slopes[rest]
+        moved = mean + np.linalg.solve(known + np.linalg.inv(belief), weighed @ surprise)
+        predicted = times(moved, held).tolist()
+        unseen += [Residual(p, measured[p], exp(time)) for p, time in zip(held, predicted, strict=True)]
+        held_out.append(_HeldOut(np.log([measured[p] for p in held]) - predicted, slopes[~rest], known))
+    scatter = _scatter(held_out, np.linalg.inv(belief))
+    precision = (_NOISE / scatter) ** 2 * slopes.T @ kept @ slopes + np.linalg.inv(belief)
+    covariance = np.linalg.inv(precision)
     residuals = [
         Residual(probe, took, exp(time))
         for (probe, took), time in zip(measured.items(), at.tolist(), strict=True)
     ]
-    return Fitted(_with_errors(priced, found, covariance, scatter), residuals, left_out)
+    return Fitted(_with_errors(priced, found, covariance, scatter), residuals, unseen)
 
 
 def _kinds(measured: Iterable[Probe]) -> list[list[Probe]]:
@@ -124,9 +123,35 @@ def _kinds(measured: Iterable[Probe]) -> list[list[Probe]]:
     return [held for (tier, _), held in found.items() if per_tier[tier] > 1]
 
 
-def _scatter(unseen: Sequence[Residual]) -> float:
-    """The standard deviation of normal errors with the median of these, and no less than is believed."""
-    return max(_NOISE, float(np.median([abs(log(one.fitted / one.measured)) for one in unseen])) / MEDIAN)
+class _HeldOut(NamedTuple):
+    """Errors of a kind of probes that was left out, as logarithms; how they depend on prices; how precisely
+    the others tell those, with noise of `_NOISE`."""
+
+    errors: Any
+    slopes: Any
+    known: Any
+
+
+def _scatter(held_out: Sequence[_HeldOut], belief: Any) -> float:
+    """The standard deviation of what is missed of a schedule where prices are right, and no less than is
+    believed: with it, and the errors that prices have without a kind, half of the errors of kinds left out
+    are as large as they are. belief: precision of prices before anything was measured."""
+
+    def too_large(scatter: float) -> bool:
+        share = []
+        for errors, slopes, known in held_out:
+            covariance = np.linalg.inv((_NOISE / scatter) ** 2 * known + belief)
+            together = slopes @ covariance @ slopes.T + scatter**2 * np.eye(len(errors))
+            share += np.abs(np.linalg.solve(np.linalg.cholesky(together), errors)).tolist()
+        return float(np.median(share)) < MEDIAN
+
+    low, high = _NOISE, 10.0
+    if not held_out or too_large(low):
+        return low
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (low, middle) if too_large(middle) else (middle, high)
+    return high
 
 
 def _slopes(of: Callable[[Any], Any], parameters: Any, at: Any) -> Any:

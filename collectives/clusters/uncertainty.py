@@ -1,4 +1,4 @@
-"""How sure the prices of a cluster are, and clusters drawn from what is known of them.
+"""How sure the prices of a cluster are, and clusters with prices that are as wrong as they may be.
 
 A price is a field of a tier or an executor, ``network.latency``, or a protocol step of a tier,
 ``network.rendezvous``. `errors` of its table are standard deviations of its logarithm, as a calibration finds
@@ -18,11 +18,12 @@ from msgspec import structs
 
 from treeattn.collectives.clusters.description import PRICES, Cluster, Executor, Protocol, Tier
 
-__all__ = ["ASSUMED", "BLIND", "MEDIAN", "STEP", "Blind", "Price", "draws", "half_off", "prices"]
+__all__ = ["ASSUMED", "BLIND", "MEDIAN", "STEP", "Blind", "Price", "half_off", "moved", "prices"]
 
 #: Standard deviation of the logarithm of a price that nobody measured.
 ASSUMED = math.log(2) / 1.96
 STEP = 0.1
+_TINY = 1e-9
 #: Of the absolute value of a standard normal number.
 MEDIAN = 0.6745
 
@@ -67,19 +68,16 @@ def half_off(cluster: Cluster) -> float:
     return BLIND.median if cluster.scatter is None else MEDIAN * cluster.scatter
 
 
-def draws(cluster: Cluster, count: int, seed: int = 0) -> Iterator[Cluster]:
-    """So many clusters, each with all its prices drawn anew, `STEP` of their errors away from this one; the
-    same for a seed. What a time differs by there, divided by `STEP`, is its error to first order.
+def moved(cluster: Cluster) -> Iterator[Cluster]:
+    """Clusters with prices wrong in one independent way each, `STEP` of its standard deviation. What a time
+    differs by in them, divided by `STEP`, are its errors to first order, and independent.
 
     Errors of logarithms are normal near what was found alone: of a price that is next to nothing hardly more
-    is known, and one that is drawn far from it would contradict what was measured.
+    is known, and one that is moved far from it would contradict what was measured.
     """
     unsure = {name: price.error for name, price in prices(cluster).items() if price.error}
-    root = _root(cluster, unsure)
-    draw = np.random.default_rng(seed)
-    for _ in range(count):
-        logs = root @ draw.standard_normal(len(unsure))
-        yield _scaled(cluster, dict(zip(unsure, np.exp(STEP * logs).tolist(), strict=True)))
+    for way in _ways(cluster, unsure):
+        yield _scaled(cluster, dict(zip(unsure, np.exp(STEP * way).tolist(), strict=True)))
 
 
 def _tables(cluster: Cluster) -> Iterator[tuple[str, Cluster | Tier | Executor]]:
@@ -92,9 +90,9 @@ def _error(table: Cluster | Tier | Executor, field: str) -> float:
     return table.errors.get(field, ASSUMED if field in table.assumed else 0.0)
 
 
-def _root(cluster: Cluster, unsure: Mapping[str, float]) -> Any:
-    """A matrix by which independent numbers become logarithms of factors. Correlations of two digits may not
-    quite fit together: what of them cannot be is left out."""
+def _ways(cluster: Cluster, unsure: Mapping[str, float]) -> Any:
+    """Independent ways to be wrong, [ways, prices]: logarithms of factors, one standard deviation each.
+    Correlations of two digits may not quite fit together: what of them cannot be is left out."""
     at = {name: index for index, name in enumerate(unsure)}
     together = np.eye(len(at))
     for one, others in cluster.correlations.items():
@@ -102,8 +100,8 @@ def _root(cluster: Cluster, unsure: Mapping[str, float]) -> Any:
             if one in at and other in at:
                 together[at[one], at[other]] = together[at[other], at[one]] = value
     deviations = np.array(list(unsure.values()))
-    values, vectors = np.linalg.eigh(together * np.outer(deviations, deviations))
-    return vectors * np.sqrt(np.maximum(values, 0))
+    variances, ways = np.linalg.eigh(together * np.outer(deviations, deviations))
+    return (ways * np.sqrt(np.maximum(variances, 0))).T[variances > _TINY]
 
 
 def _scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:

@@ -96,6 +96,27 @@ def test_json_of_nccl_tests_is_of_one_scheme(measured, tmp_path):
         assert row["out_of_place"]["bus_bw"] == pytest.approx(1.5 * row["in_place"]["alg_bw"])
 
 
+def test_few_iterations_are_told_wherever_medians_go(measured, tmp_path, monkeypatch):
+    """In exports and on the page; compare shows the same tables."""
+    page = tmp_path / "r.html"
+    monkeypatch.setattr("treeattn.study.figures.draw.problem", lambda: "no figures here")
+    for enough in (False, True):
+        if enough:
+            lines = [json.loads(line) for line in measured.read_text().splitlines()]
+            for line in lines[1:]:
+                line["samples"] = {name: times * 7 for name, times in line["samples"].items()}
+            measured.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        told = [
+            in_process("export", measured, "--scheme", "ring", "--format", form).stdout
+            for form in ("osu", "nccl-tests", "nccl-tests-json")
+        ]
+        in_process("report", measured, "--out", page)
+        for text in (*told, page.read_text()):
+            assert ("as few as 3 iterations a block: a median wants 20" in text) is not enough
+        rows = csv.DictReader(io.StringIO(in_process("export", measured).stdout))
+        assert {row["iterations"] for row in rows} == {"21" if enough else "3"}
+
+
 def test_what_cannot_be_exported_is_named(measured, tmp_path):
     (tmp_path / "none.jsonl").write_text("")
     for words, message in (

@@ -92,12 +92,12 @@ def _lists(
     "--iterations", type=click.IntRange(3, 1_000_000), default=200, help="Most iterations of a block."
 )
 @click.option("--seconds", type=click.FloatRange(0, min_open=True), default=0.3,
-              help="About so long for all blocks of a point; at least 3 iterations each.")  # fmt: skip
+              help="About so long for all blocks of a point; longer for 20 iterations each.")  # fmt: skip
 @click.option("--warmup", type=click.IntRange(1, 100_000),
               help="Untimed calls before those of a block.  [5 of a reduction, 1 of a step]")  # fmt: skip
 @click.option("--stop-early", is_flag=True, help="No further block of a scheme that has a verdict after "
               "8, 16, 32 .. of them; verdicts pay for the looks.")  # fmt: skip
-@click.option("--patience", type=click.FloatRange(0, min_open=True), default=6.0,
+@click.option("--patience", type=click.FloatRange(0, min_open=True), default=10.0,
               help="Seconds after which a point gets no further block.")  # fmt: skip
 @click.option(
     "--baseline", metavar="S", help="Say which schemes are faster than this one.  [the library's sum]"

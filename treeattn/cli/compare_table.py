@@ -11,12 +11,9 @@ from typing import Any
 from treeattn.cli import compare_answers, compare_predicted
 from treeattn.collectives.clusters.disturbance import TOGETHER
 from treeattn.report import LEGEND, Column, Report, count, identical, microseconds
-from treeattn.study.compare.results import Summary, compared_series
+from treeattn.study.compare.results import Summary, compared_series, lacking
 from treeattn.study.compare.schema import NCCL_SUM, NULL, SUM, Key, Run
 from treeattn.study.statistics import Statistics
-
-#: Iterations that a block should have: with fewer its median moves with every one of them.
-ENOUGH = 20
 
 # What a time is counted from is said where it is not the first entry.
 _SINCE = {"completion": "", "after_last_entry": ", from the last rank's entry"}
@@ -192,12 +189,8 @@ def _add_notes(made: Report, run: Run, summaries: Sequence[Summary], late: bool)
             "\nfrom the last rank's entry: ranks enter further apart (by the row that does nothing) than a "
             "tenth of the fastest scheme's time; x SUM is of these times"
         )
-    fewest = min(row.times["completion"].count // row.times["completion"].blocks for row in summaries)
-    if fewest < ENOUGH:
-        made.line(
-            f"\nn: iterations in all blocks, as few as {fewest} a block: a median wants {ENOUGH}; "
-            "give more --seconds"
-        )
+    if few := lacking(summaries):
+        made.line(f"\n{few}")
     by_way = ", over the same transport" if any(row.key.device == "cuda" for row in summaries) else ""
     made.line(f"\nx SUM: of the median of {SUM} over as many bytes{by_way}\n{LEGEND}")
     for null in summaries:

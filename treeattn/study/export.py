@@ -13,7 +13,7 @@ from msgspec.structs import asdict
 
 from treeattn.errors import ArgumentError, BackendError
 from treeattn.report import as_json
-from treeattn.study.compare.results import Results, Summary, compared_series, summarise
+from treeattn.study.compare.results import Results, Summary, compared_series, lacking, summarise
 from treeattn.study.compare.schema import NULL, SUM, Key
 from treeattn.study.figures.cases import PAYLOAD
 
@@ -31,7 +31,7 @@ def _bytes(key: Key) -> int:
 
 
 def _rows(found: Results) -> list[dict[str, Any]]:
-    """A row for each block and series of times, all of them in microseconds."""
+    """A row for each block and series of times, all of them in microseconds; how many iterations it had."""
     rows = []
     for point in found.points:
         run, own = found.runs[point.run], point.of_ranks
@@ -83,7 +83,8 @@ def _by_size(found: Results) -> Iterator[tuple[str, list[tuple[Summary, str]]]]:
         return f"{key.label}, {key.ranks} ranks, records as {key.wire}{late}; {summary.version}"
 
     for name, group in groupby(sorted(summaries, key=lambda s: (title(s), _bytes(s.key))), title):
-        yield name, [(summary, cases[summary.key.case]) for summary in group]
+        rows = list(group)
+        yield "; ".join(filter(None, (name, lacking(rows)))), [(row, cases[row.key.case]) for row in rows]
 
 
 def _osu(found: Results) -> bytes:

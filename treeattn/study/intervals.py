@@ -1,15 +1,16 @@
 """How sure predictions are: an interval of 95 percent for each time, and for each ratio to another one.
 
-Prices are drawn from what is known of them (`collectives.clusters.uncertainty`), the same for every schedule,
-so that a price which all pay alike widens no ratio. On top comes what a model misses that has all prices
-right: the cluster's own `scatter`, or `BLIND`, which is how far this model is from published runs that it
-knew nothing of. Noise, if there is any, is drawn too.
+Prices are as wrong as they may be (`collectives.clusters.uncertainty`), the same for every schedule, so that
+a price which all pay alike widens no ratio. On top comes what a model misses that has all prices right: the
+cluster's own `scatter`, or `BLIND`, which is how far this model is from published runs that it knew nothing
+of. Noise, if there is any, is drawn.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from statistics import NormalDist
 from typing import Any
 
 import msgspec
@@ -20,7 +21,9 @@ from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.uncertainty import BLIND, MEDIAN
 from treeattn.study.statistics import student
 
+#: Steps that are simulated where they differ by chance.
 DRAWS = 16
+_KINDS = 10  # of probes on all tiers, about so many, tell what `scatter` is
 _LEAST = 1e-9  # microseconds: a step of one rank may take none
 
 #: Cluster, number of a draw of noise -> microseconds.
@@ -76,9 +79,9 @@ def estimates(
 
     found = logs(cluster)
     covariance = np.zeros((len(timed), len(timed)))
-    if any(price.error for price in uncertainty.prices(cluster).values()):
-        apart = np.array([logs(of) - found for of in uncertainty.draws(cluster, DRAWS)]) / uncertainty.STEP
-        covariance += apart.T @ apart / DRAWS
+    for of in uncertainty.moved(cluster):
+        wrong = (logs(of) - found) / uncertainty.STEP
+        covariance += np.outer(wrong, wrong)
     if noisy:
         drawn = np.array([found, *(logs(cluster, draw) for draw in range(1, DRAWS))])
         found = np.median(drawn, axis=0)
@@ -86,7 +89,7 @@ def estimates(
     together, alone = _model(cluster)
     covariance += together**2 + alone**2 * np.eye(len(timed))
     variances = np.diag(covariance)
-    reach = student(DRAWS)
+    reach = student(DRAWS - 1) if noisy else _reach(cluster)
     of_times = np.exp(reach * np.sqrt(variances))
     base = int(np.argmin(found)) if base is None else base
     ratios = np.exp(found - found[base])
@@ -105,6 +108,11 @@ def _model(cluster: Cluster) -> tuple[float, float]:
         return cluster.drift, cluster.scatter
     alone = BLIND.ratio / MEDIAN / math.sqrt(2)
     return math.sqrt((BLIND.median / MEDIAN) ** 2 - alone**2), alone
+
+
+def _reach(cluster: Cluster) -> float:
+    """Standard deviations from the middle of an interval to its end."""
+    return NormalDist().inv_cdf(0.975) if cluster.scatter is None else student(_KINDS)
 
 
 def words(cluster: Cluster) -> str:

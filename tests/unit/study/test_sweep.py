@@ -48,6 +48,16 @@ def test_schemes_change_places_in_each_repetition():
     assert set(blocks) == {Block(key, repetition) for key in found for repetition in range(20)}
 
 
+@pytest.mark.parametrize(
+    ("slowest", "iterations"),
+    [(1e-6, 200), (1e-3, 30), (0.01, 20), (0.05, 10), (1.0, 3)],
+)
+def test_blocks_have_enough_iterations_where_patience_lasts(slowest, iterations):
+    """10 blocks in 0.3 seconds, else of 20 iterations in 5 seconds, else of 3."""
+    assert Effort(10, 200, 0.3, 10.0).count(slowest) == iterations
+    assert Effort(10, 7, 0.3, 10.0).count(slowest) == min(iterations, 7)
+
+
 def test_a_case_ends_where_nothing_is_left_to_ask():
     """It is looked before the first block and after 8, 16, 32 .. repetitions."""
 
@@ -73,11 +83,6 @@ def test_what_is_done_is_not_done_again():
     left = sweep(found, done=done).blocks(found)
     assert len(left) == 33
     assert not done.keys() & set(left)
-
-
-@pytest.mark.parametrize(("seconds", "count"), [(1e-6, 200), (1e-3, 50), (1.0, 3), (0.0, 200)])
-def test_iterations_fit_the_time(seconds, count):
-    assert Effort(repetitions=10, iterations=200, seconds=0.5).count(seconds) == count
 
 
 def test_payload_of_eq_14():

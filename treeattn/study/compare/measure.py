@@ -22,6 +22,7 @@ from treeattn.study import environment
 from treeattn.study.compare import payload, problems, steps
 from treeattn.study.compare.clock import Clock
 from treeattn.study.compare.loop import Loop, Times
+from treeattn.study.compare.results import ENOUGH
 from treeattn.study.compare.schema import NULL, SUM, Key
 
 if TYPE_CHECKING:
@@ -35,10 +36,11 @@ PARTS = {("decode", "cpu"): ("local", "reduce", "finish")}  # of other keys the 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured: blocks of a key, at most so many iterations in each, at most about so many
-    seconds of iterations for all blocks of a key (but never fewer than 3 in a block); and no further block
-    of a key that took `patience` seconds in all, planning and cold calls included. warmup: untimed calls
-    before; None for `WARMUP`. stop_early: no further block of a key whose answer is there."""
+    """How much is measured: blocks of a key, at most so many iterations in each, about so many seconds of
+    iterations for all blocks of a key; longer for `ENOUGH` in each where half of `patience` suffices, and
+    never fewer than 3. No further block of a key that took `patience` seconds in all, planning and cold calls
+    included. warmup: untimed calls before; None for `WARMUP`. stop_early: no further block of a key whose
+    answer is there."""
 
     repetitions: int = 10
     iterations: int = 200
@@ -49,7 +51,8 @@ class Effort:
 
     def count(self, slowest: float) -> int:
         """Iterations of a block when one takes so many seconds."""
-        affordable = self.seconds / self.repetitions / max(slowest, 1e-9)
+        all_blocks = self.repetitions * max(slowest, 1e-9)
+        affordable = max(self.seconds / all_blocks, min(ENOUGH, self.patience / 2 / all_blocks))
         return int(max(FEWEST, min(self.iterations, affordable)))
 
 

@@ -27,6 +27,8 @@ from treeattn.report import as_json
 from treeattn.study.compare.schema import NULL, SUM, Failure, Key, Line, Place, Point, Run
 from treeattn.study.statistics import Statistics, describe
 
+#: Iterations that a block should have: with fewer its median moves with every one of them.
+ENOUGH = 20
 _LINE = msgspec.json.Decoder(Run | Point | Failure)
 _NOT_A_LINE = (msgspec.DecodeError, ValueError, RecursionError)
 _BEGINNING = b'{"kind":"'
@@ -55,8 +57,9 @@ class Results:
 @dataclass(frozen=True, slots=True)
 class Summary:
     """All blocks of one key and one version. times: series -> statistics, with ``plan`` and ``first`` among
-    them; facts: the other fields of a point: of errors and sizes the worst of all blocks, the sum of late
-    starts, ``digests``, every result that some block had, and ``of_ranks``, medians over blocks."""
+    them; facts: the other fields of a point: of errors and sizes the worst of all blocks, the fewest
+    iterations of one, the sum of late starts, ``digests``, every result that some block had, and
+    ``of_ranks``, medians over blocks."""
 
     key: Key
     version: str
@@ -183,6 +186,16 @@ def compared_series(rows: Iterable[Summary]) -> Literal["completion", "after_las
     return "after_last_entry" if late else "completion"
 
 
+def lacking(rows: Iterable[Summary]) -> str | None:
+    """What tables and exports say of blocks with fewer than `ENOUGH` iterations; None where all have them."""
+    fewest = min((row.facts["fewest"] for row in rows), default=ENOUGH)
+    if fewest >= ENOUGH:
+        return None
+    return (
+        f"as few as {fewest} iterations a block: a median wants {ENOUGH}; give more --patience or --seconds"
+    )
+
+
 _FACTS = ("warmup", "determinism", "rounds", "depth", "sent", "scheduled", "predicted", "estimate")
 
 
@@ -204,6 +217,7 @@ def _summary(key: Key, name: str, points: list[Point]) -> Summary:
     held = {point.same_bits for point in points}
     facts["same_bits"] = None if held == {None} else False not in held
     facts["digests"] = sorted({point.digest for point in points if point.digest})
+    facts["fewest"] = min(len(point.samples["completion"]) for point in points)
     facts["late"] = sum(point.late for point in points)
     each = [point.of_ranks for point in points if point.of_ranks]
     facts["of_ranks"] = [median(times) for times in zip(*each, strict=True)] if each else None
