@@ -18,6 +18,8 @@ import click
 from treeattn import cli
 from treeattn.errors import TreeattnError
 
+from . import waiting_ranks
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -57,9 +59,14 @@ def run(
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def treeattn(*words: object, **options):
-    """The ``treeattn`` command."""
-    return run("-m", "treeattn", *words, **options)
+def treeattn(*words: object, ranks: int | None = None, timeout: float = 300, **options):
+    """The ``treeattn`` command: by ranks that wait for commands, or by new ones where it needs a folder or an
+    environment of its own. `run("-m", "treeattn", ..)` always starts new ones."""
+    if options or "MUTANT_TEST" in os.environ:  # coverage tells tests apart by process
+        return run("-m", "treeattn", *words, ranks=ranks, timeout=timeout, **options)
+    launcher = [] if ranks is None else [str(mpiexec()), "-n", str(ranks)]
+    texts = [*map(str, words)]
+    return subprocess.CompletedProcess(texts, *waiting_ranks.run(launcher, ranks, texts, timeout, ROOT))
 
 
 def in_process(*words: object, **environment: str):
