@@ -21,7 +21,7 @@ def test_without_ranks(tmp_path):
     path = tmp_path / "p.json"
     done = in_process("paper", "--ranks-free", "--wide", "--json", path)
     assert done.returncode == 0, done.stderr
-    words = ("close to 8", "2,936", "1,040", "dgx-h100, simulated")
+    words = ("close to 8", "3,845", "1,040", "dgx-h100, simulated")
     for word in (*words, "not run: --ranks-free", "what is not explained: docs/paper.md"):
         assert word in done.stdout
     facts = json.loads(path.read_text())
@@ -54,7 +54,7 @@ def test_on_ranks(tmp_path):
     assert {row[-1] for row in table["rows"]} == {1.0}
     assert volume["small"]["tokens"] == 4000
     assert volume["small"]["effort"]["iterations"] == 3
-    assert volume["predictions"][0]["headings"] == ["scheme", "elements a GPU sends, mean: simulated"]
+    assert volume["model"][1]["headings"] == ["scheme", "elements a GPU sends, mean: simulated"]
 
 
 @pytest.mark.parametrize(

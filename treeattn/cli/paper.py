@@ -17,7 +17,7 @@ from treeattn.report import Column, Report
 from treeattn.study import environment
 from treeattn.study.compare.clock import Clock
 from treeattn.study.intervals import words
-from treeattn.study.paper import EXPERIMENTS, NOTHING_TO_SIMULATE, Table, shown
+from treeattn.study.paper import EXPERIMENTS, Table, shown
 from treeattn.study.paper.simulated import MACHINE
 
 
@@ -64,19 +64,17 @@ def _report(run: dict[str, Any] | None, measured: dict[str, list[Table]]) -> Rep
     for name, here in measured.items():
         experiment = EXPERIMENTS[name]
         model = experiment.model(**experiment.paper)
-        simulated = [] if experiment.simulated is None else experiment.simulated(**experiment.paper)
         settings = asdict(experiment)
-        del settings["measure"], settings["simulated"]
+        del settings["measure"]
         facts.append({
             "name": name,
             **settings,
-            "predictions": list(map(asdict, simulated)) or NOTHING_TO_SIMULATE,
             "model": list(map(asdict, model)),
             "measured": list(map(asdict, here)),
         })  # fmt: skip
         made.line(f"\n{name}: {experiment.title}", style="bold")
         made.line(f"in the paper: {experiment.where}")
-        for found in (*model, *simulated, *here):
+        for found in (*model, *here):
             made.line(f"\n{found.title}")
             made.table(found.rows, [
                 Column(heading, itemgetter(index), shown, words=index < 2)
@@ -84,8 +82,6 @@ def _report(run: dict[str, Any] | None, measured: dict[str, list[Table]]) -> Rep
             ])  # fmt: skip
         if not here and experiment.small is not None:
             made.line(_why_nothing(run))
-        if not simulated:
-            made.line(NOTHING_TO_SIMULATE)
     made.line(f"\nsimulated: {words(description.load(MACHINE))}")
     made.line("what these numbers assume, and what is not explained: docs/paper.md")
     made.note(run and run["warning"])

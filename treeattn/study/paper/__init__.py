@@ -6,9 +6,9 @@ Each is one module: a model of the paper's setting, what is measured of a small 
 from __future__ import annotations
 
 from treeattn.study.paper import bandwidth, latency, llama, memory, steps, volume
-from treeattn.study.paper.experiment import NOTHING_TO_SIMULATE, Cell, Experiment, Table, shown
+from treeattn.study.paper.experiment import Cell, Experiment, Table, shown
 
-__all__ = ["EXPERIMENTS", "NOTHING_TO_SIMULATE", "Cell", "Experiment", "Table", "shown"]
+__all__ = ["EXPERIMENTS", "Cell", "Experiment", "Table", "shown"]
 
 #: Name, which is that of its module, -> experiment, in the order of the paper.
 EXPERIMENTS: dict[str, Experiment] = {

@@ -11,24 +11,12 @@ import numpy as np
 
 from treeattn import communicators
 from treeattn.study.paper import simulated
-from treeattn.study.paper.experiment import IN_THE_FIGURE, Experiment, Table
-from treeattn.study.paper.machines import BETWEEN, WITHIN
+from treeattn.study.paper.experiment import Experiment, Table
 
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 WARM_UP = 3
-
-
-def model(sizes: Sequence[int]) -> list[Table]:
-    """GB/s of one message of so many bytes on the paper's machine."""
-    tiers = "within a node, GB/s: model", "between nodes, GB/s: model"
-    headings = ("bytes", *tiers, "ratio: model", "paper")
-    rows = []
-    for size in sizes:
-        within, between = (size / (1e3 * link.microseconds(size)) for link in (WITHIN, BETWEEN))
-        rows.append((size, within, between, within / between, IN_THE_FIGURE))
-    return [Table("DGX H100", headings, rows)]
 
 
 def measure(comm: MpiCommunicator, sizes: Sequence[int], volume: int, fewest: int, most: int) -> list[Table]:
@@ -77,8 +65,7 @@ def ping_pong(comm: MpiCommunicator, pair: tuple[int, int], size: int, count: in
 EXPERIMENT = Experiment(
     title="send and receive by message size, within a node and between nodes",
     where="the figure of NCCL send and receive between two H100, in and across nodes",
-    model=model,
-    simulated=simulated.bandwidth,
+    model=simulated.bandwidth,
     measure=measure,
     paper={"sizes": tuple(1024 << 4 * step for step in range(6))},
     small={"sizes": tuple(64 << 2 * step for step in range(9)), "volume": 32 << 20, "fewest": 9, "most": 400},

@@ -6,9 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: What stands where a prediction of a simulated cluster would, of bytes that are held and not sent.
-NOTHING_TO_SIMULATE = "nothing to simulate: memory is counted"
-
 #: What stands where the paper has a mark in a figure; no number was read off one.
 IN_THE_FIGURE = "in the figure"
 
@@ -45,16 +42,15 @@ class Table:
 class Experiment:
     """One experiment of Shyam et al., "Tree Attention", arXiv 2408.04093v4.
 
-    where: its place in the paper. paper: its setting, the arguments of `model` and of `simulated`, which
-    need no MPI; simulated: None where there is nothing to simulate. small: one that runs for real on a few
-    ranks, the arguments of `measure` after the communicator; None where nothing runs. measure is collective
-    and returns tables on rank 0, nothing elsewhere.
+    where: its place in the paper. paper: its setting, the arguments of `model`: what the paper's equations
+    say, and the simulator; it needs no MPI. small: one that runs for real on a few ranks, the arguments of
+    `measure` after the communicator; None where nothing runs. measure is collective and returns tables on
+    rank 0, nothing elsewhere.
     """
 
     title: str
     where: str
     model: Callable[..., list[Table]]
     paper: dict[str, Any]
-    simulated: Callable[..., list[Table]] | None = None
     measure: Callable[..., list[Table]] = lambda comm: []
     small: dict[str, Any] | None = None

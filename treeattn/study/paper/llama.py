@@ -85,7 +85,7 @@ def implied(series: Series) -> tuple[float, float]:
 
 
 def model(series: Sequence[Series]) -> list[Table]:
-    """The paper's tables, and the bandwidth that they imply."""
+    """The paper's tables, the bandwidth that they imply, and simulated steps."""
     headings = (
         "table", "machine", "model", "tokens", "tree, s: paper", "ring, s: paper",
         "ring / tree: paper",
@@ -100,6 +100,7 @@ def model(series: Sequence[Series]) -> list[Table]:
     return [
         Table("as the paper prints them", headings, rows),
         Table("ring minus tree as the time of one link", ("machine", *found), links),
+        *simulated.llama(series),
     ]
 
 
@@ -174,7 +175,6 @@ EXPERIMENT = Experiment(
     title="Llama models: prefill and ten tokens, ring against tree",
     where="tables 1 and 2",
     model=model,
-    simulated=simulated.llama,
     measure=measure,
     paper={"series": PUBLISHED},
     small={"tokens": (2048, 8192), "repeats": 10, "ranks": 4},

@@ -8,23 +8,29 @@ from treeattn import collectives
 from treeattn.study import laws
 from treeattn.study.compare.measure import Effort
 from treeattn.study.compare.schema import Key
-from treeattn.study.paper import machines, measured, simulated
+from treeattn.study.paper import measured, simulated
 from treeattn.study.paper.experiment import Cell, Experiment, Table
 from treeattn.study.paper.measured import Points
 
 EFFORT = Effort(repetitions=3, iterations=50, seconds=0.1)
+GPUS = 8  # of a node
 SCHEMES = ("k_nomial_tree", "recursive_doubling", "binary_tree", "hierarchical", "chain")
 
 
 def certified(scheme: str, ranks: int) -> collectives.Certificate:
-    """What is proved of the schedule: rounds, and depth, its longest chain of merges. Nodes of 8 ranks."""
-    gpus = machines.GPUS_PER_NODE
-    nodes = "+".join([str(gpus)] * (ranks // gpus)) if collectives.needs_nodes(scheme) else None
+    """What is proved of the schedule: rounds, and depth, its longest chain of merges."""
+    nodes = "+".join([str(GPUS)] * (ranks // GPUS)) if collectives.needs_nodes(scheme) else None
     return collectives.check(collectives.build(scheme, ranks, nodes=nodes))
 
 
+def nccl_hops(gpus: int) -> int:
+    """Messages one after the other in NCCL's tree: a chain within nodes, a binary tree between them, up and
+    down (NCCL 2.30.7, src/graph/tuning.cc)."""
+    return 2 * (GPUS - 1 + (gpus // GPUS).bit_length() - 1)
+
+
 def model(ranks: Sequence[int], schemes: Sequence[str]) -> list[Table]:
-    """Proved for the paper's numbers of GPUs, beside the theorem's; NCCL's tree last."""
+    """Proved for the paper's numbers of GPUs, beside the theorem's; NCCL's tree last. Then times."""
     headings = (
         "ranks", "scheme", "depth: here, proved", "rounds: here, proved", "steps: paper",
         "steps: model (NCCL: hops up and down)",
@@ -33,11 +39,12 @@ def model(ranks: Sequence[int], schemes: Sequence[str]) -> list[Table]:
     for size in ranks:
         least = laws.reduction_steps(size, size)
         for scheme in schemes:
-            proved = certified(scheme, size)
+            found = certified(scheme, size)
             log = f"O(log p), log2 p = {size.bit_length() - 1}"
-            rows.append((size, scheme, proved.depth, proved.rounds, log, least))
-        rows.append((size, "NCCL's tree", None, None, None, machines.allreduce_hops(size)))
-    return [Table("the paper's numbers of GPUs, one token on each", headings, rows)]
+            rows.append((size, scheme, found.depth, found.rounds, log, least))
+        rows.append((size, "NCCL's tree", None, None, None, nccl_hops(size)))
+    proved = Table("the paper's numbers of GPUs, one token on each", headings, rows)
+    return [proved, *simulated.steps(ranks, schemes)]
 
 
 def keys(ranks: Sequence[int], schemes: Sequence[str], heads: int, head_dim: int) -> list[Key]:
@@ -60,7 +67,6 @@ EXPERIMENT = Experiment(
     title="steps of a reduction against log p",
     where="section 5.1, Theorem 1: O(N/p + log p)",
     model=model,
-    simulated=simulated.steps,
     measure=measured.sweep(keys, tables),
     paper={"ranks": (8, 64, 128), "schemes": (*SCHEMES[:3], "double_binary_tree", *SCHEMES[3:])},
     small={"ranks": (2, 3, 4, 8), "schemes": SCHEMES, "heads": 16, "head_dim": 128, "effort": EFFORT},

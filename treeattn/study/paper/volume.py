@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from treeattn.study import laws
 from treeattn.study.compare.schema import Key
-from treeattn.study.paper import machines, measured, simulated
+from treeattn.study.paper import measured, simulated
 from treeattn.study.paper.experiment import Cell, Experiment, Table
 from treeattn.study.paper.measured import Points
 
@@ -34,16 +34,16 @@ def law(scheme: str, ranks: int, tokens: int, heads: int, head_dim: int) -> floa
 
 
 def model(tokens: int, ranks: int, heads: int, head_dim: int) -> list[Table]:
-    """Section 6.3's example. Attention reads every key and value once at the memory's bandwidth on paper."""
+    """Section 6.3's example, and what is counted on simulated links."""
     of_rank = tokens // ranks
     shard = laws.shard_elements(1, of_rank, heads, head_dim) * CACHE
-    attention, hop = shard / (machines.MEMORY * 1e9), shard / (machines.WITHIN.reached * 1e9)
+    attention, hop = simulated.attention_and_hop(tokens, ranks, heads, head_dim)
     ring, least = (laws.ring_volume(1, of_rank, heads, head_dim, hops) for hops in (ranks, ranks - 1))
     tree = float(laws.tree_volume(1, heads, head_dim, ranks))
     rows: list[tuple[Cell, ...]] = [
         ("keys and values of a shard, bytes (eq. 11)", None, "2btd", shard),
-        ("attention of a shard, s", None, "O(1e-5)", attention),
-        ("one hop to the next GPU, s", None, "O(1e-3)", hop),
+        ("attention of a shard, s: simulated", None, "O(1e-5)", attention),
+        ("one hop to the next GPU, s: simulated", None, "O(1e-3)", hop),
         ("hop / attention", None, "about 100 (from the two above)", hop / attention),
         ("ring, p hops: elements that a GPU sends", None, "2btdp (eq. 10)", ring),
         ("ring, p - 1 hops: elements that a GPU sends", None, None, least),
@@ -51,7 +51,8 @@ def model(tokens: int, ranks: int, heads: int, head_dim: int) -> list[Table]:
         ("ring / tree, p - 1 hops", None, None, least / tree),
     ]
     setting = f"{tokens} tokens, {ranks} GPUs, hidden size {heads * head_dim}"
-    return [Table("the example of section 6.3", (setting, "here", "paper", "model"), rows)]
+    example = Table("the example of section 6.3", (setting, "here", "paper", "model"), rows)
+    return [example, *simulated.volume(tokens, ranks, heads, head_dim)]
 
 
 def keys(ranks: Sequence[int], tokens: int, heads: int, head_dim: int) -> list[Key]:
@@ -82,7 +83,6 @@ EXPERIMENT = Experiment(
     title="communication volume, and whether a ring can hide it behind computation",
     where="section 6.3, equations 10 to 14",
     model=model,
-    simulated=simulated.volume,
     measure=measured.sweep(keys, tables),
     paper={"tokens": 640_000, "ranks": 8, "heads": 16, "head_dim": 128},
     small={"tokens": 4_000, "ranks": (2, 4), "heads": 16, "head_dim": 128, "effort": measured.COUNTED},
