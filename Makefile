@@ -11,6 +11,7 @@
 #   test-openmpi  the MPI tests again, with Open MPI
 #   test-abi      the same over the standard binary interface of MPI 5, for which mpi4py is compiled (minutes)
 #   test-bits     1000 drawn problems, dealt out to 1..33 ranks: one bit pattern each; then over MPI (minutes)
+#   bits-model    64 tokens of a real model by 40 ways of ranks, schemes, layouts, drafts: one hash (half an hour)
 #   fuzz-visible  2000 drawn cases of what a query may see, on each number of ranks (minutes)
 #   generate-demo continues 4096 tokens with a real model on 4 ranks, by tree and by ring (minutes)
 #   hf-demo       the same model by transformers over cache nodes (minutes)
@@ -53,7 +54,7 @@ torchrun = OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo timeout -k 10 1800 $(BIN)/tor
 	-m pytest -p no:pytest_mpi -x -q tests/huggingface
 
 .PHONY: help demo test test-quick test-deep test-models test-kernels test-changed-kernels test-mpi test-openmpi test-abi test-cluster
-.PHONY: slurm-test faults soak test-bits fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
+.PHONY: slurm-test faults soak test-bits bits-model fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
 .PHONY: docs venv amd-compiler clean
 
 help:
@@ -126,6 +127,10 @@ generate-demo: $(MODEL)/config.json
 # The same model by transformers: one model process and 3 cache nodes, the text of transformers alone.
 hf-demo: $(MODEL)/config.json .venv/.torch
 	OMP_NUM_THREADS=1 $(MPIEXEC) -n 1 $(BIN)/python tools/hf_demo.py $(MODEL) build/models/prompt.md : -n 3 $(BIN)/treeattn cache-node
+
+# 64 tokens of the same model, over ranks, schemes, layouts, with drafts and without: all logits have one hash.
+bits-model: .venv/.tests $(MODEL)/config.json
+	$(PYTEST) -m deep tests/command/test_real_model.py
 
 # Results as a function of the set of tokens: in one process on all instruction sets, then over MPI.
 test-bits: .venv/.tests

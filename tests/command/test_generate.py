@@ -166,6 +166,15 @@ def test_a_text_is_audited_on_one_process(model, tmp_path):
     done = in_process("audit", recording)
     assert done.returncode == 1
     assert "the logits of token 3 of the text are the first that differ" in done.stdout
+    assert "attention differs" not in done.stdout
+    other = write_model(tmp_path, "grouped_llama3")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    file, tensors = next((path, t) for path in other.glob("*.safetensors") if name in (t := load_file(path)))
+    tensors[name][len(tensors[name]) // 2] += 1  # of head 3 of 6
+    save_file(tensors, file)
+    done = in_process("audit", recording, "--input", other)
+    assert done.returncode == 1
+    assert "attention differs first in layer 1, heads 3, of tokens 0 to 31" in done.stdout
 
 
 def test_a_draft_model_is_closed_with_each_repetition(model):

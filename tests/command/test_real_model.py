@@ -50,6 +50,30 @@ def test_64_tokens_are_hugging_faces(tmp_path, ranks, options):
         assert peak <= 1.1 * (weights + cache) + 200e6
 
 
+def logits_hash(path, ranks, *options):
+    out = path / "facts.json"
+    words = ("--random-tokens", 100, "-n", 64, "--ignore-eos", "--reproducible", *options, "--json", out)
+    limits = {"timeout": 900, "TREEATTN_TIMEOUT": "600"}
+    done = treeattn("generate", "--model", MODEL, *words, ranks=ranks, **limits)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(out.read_text())["logits_sha256"]
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(tmp_path_factory):
+    return logits_hash(tmp_path_factory.mktemp("alone"), 1)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("drafts", [(), ("--draft", "ngram")], ids=["plain", "drafts"])
+@pytest.mark.parametrize("layout", ["contiguous", "interleaved"])
+@pytest.mark.parametrize("scheme", ["binary_tree", "chain"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_all_logits_have_the_bits_of_one_rank(tmp_path, of_one_rank, ranks, scheme, layout, drafts):
+    options = ("--scheme", scheme, "--layout", layout, *drafts)
+    assert logits_hash(tmp_path, ranks, *options) == of_one_rank
+
+
 def test_a_long_prompt_stays_in_bounded_memory(tmp_path):
     """8000 tokens on one rank, which has room for 8192."""
     out = tmp_path / "facts.json"

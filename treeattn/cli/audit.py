@@ -35,7 +35,7 @@ def command(recording: Path, source: Path | None, output: Output) -> int:
 
     RECORDING is what decode, verify or generate wrote with --reproducible and --json, on any number of
     ranks. Exit code 1 means that bits differ; then the query, the blocks of tokens and the heads that differ
-    are named, or the first token of a text.
+    are named; of a text the first token, and the first block of tokens, layer and heads.
     """
     facts = _read(recording)
     world = options.world()
@@ -102,21 +102,27 @@ def _verified(world: MpiCommunicator, problem: Problem, reproducible: str) -> tu
 def _text(world: MpiCommunicator, facts: dict[str, Any], source: Path) -> tuple[dict[str, Any], list[str]]:
     """Of a text, without drafts: these change no bit. Collective."""
     from treeattn.llama import Llama, Sampling, Session
+    from treeattn.llama.attended import Attended, first_difference
     from treeattn.llama.generate import generate
 
     model = collectively(world, lambda: Llama(source, reproducible=True))
     settings = {"sampling": Sampling(**facts["sampling"]), "cache_dtype": facts["cache_dtype"]}
+    attended = Attended(model.config, facts["capacity"])
     with Session(world, model, facts["prompt"], capacity=facts["capacity"], **settings) as session:
-        made = generate(session, len(facts["tokens"]))
+        made = generate(session, len(facts["tokens"]), attended=attended)
     differ = _unlike(facts["logits"], made.digests)
+    now, then = attended.digests(world), facts.get("attended")
+    first = first_difference(then, now) if differ and then else None
     found = {
         "recorded": facts["logits_sha256"],
         "here": made.digest,
         "same": not differ,
         "tokens": made.tokens,
         "logits_differ": differ,
+        "first_difference": first and first._asdict(),
     }
-    return found, [f"the logits of token {differ[0]} of the text are the first that differ"] if differ else []
+    lines = [f"the logits of token {differ[0]} of the text are the first that differ"] if differ else []
+    return found, [*lines, *([first.text] if first else [])]
 
 
 def _read(recording: Path) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from treeattn.decoder import Decoder
 from treeattn.decoder.prefill import PREFILLS
 from treeattn.decoder.request import Reduction
 from treeattn.errors import ArgumentError
+from treeattn.llama.attended import Attended
 from treeattn.llama.drafts import Drafter, ModelDrafts, NgramDrafts
 from treeattn.llama.generate import Continuation, Drafting, generate
 from treeattn.llama.model import WEIGHTS, Llama
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 _RINGS = ("kv_ring", "query_ring")
+_AUDITED = ("logits", "attended")
 
 _sampling_options = options.grouped(
     "sampling", Sampling,
@@ -183,7 +185,9 @@ def command(
             made = RemoteSession(nodes, model, tokens, capacity=capacity, sampling=sampling)
         with made as session, drafts as drafter:
             drafting = Drafting(settings["drafts"], drafter) if settings["drafts"] else None
-            runs.append(_run(world, session, max_new_tokens, stop, drafting, stream, load_cache, save_cache))
+            audited = reproducible and output.json is not None and load_cache is None
+            what = max_new_tokens, stop, drafting, stream, load_cache, save_cache, audited
+            runs.append(_run(world, session, *what))
             trees = session.tree_decoder
             planned = {
                 "cache_dtype": session.decoder.shape.dtype,
@@ -238,9 +242,11 @@ def _run(
     stream: TextStream,
     load: Path | None,
     save: Path | None,
+    audited: bool,
 ) -> dict[str, Any]:
     """Prefill and decode once. Collective."""
     say = Progress(world.rank == 0)
+    attended = Attended(session.model.config, session.capacity) if audited else None
 
     def told(made: Continuation) -> None:
         stream(made.tokens)
@@ -248,7 +254,7 @@ def _run(
             rate = 1 / statistics.median(made.step_s)
             say(f"{len(made.tokens):,} of {count:,} tokens, {rate:.1f} steps a second")
 
-    made = generate(session, count, stop, drafting, told, say, load, save)
+    made = generate(session, count, stop, drafting, told, say, load, save, attended)
     stream.end()
     mine = {
         "attention_s": made.attention_s if session.model.device.name == "cpu" else None,
@@ -262,6 +268,7 @@ def _run(
         "tokens": made.tokens,
         "logits": made.digests,
         "logits_sha256": made.digest,
+        "attended": attended and attended.digests(world),
         "first_token_s": made.first_token_s,
         "step_s": made.step_s,
         "accepted": made.accepted,
@@ -299,7 +306,7 @@ def _facts(
         "reproducible": model.reproducible,
         "logits_sha256": runs[0]["logits_sha256"] if model.reproducible else None,
         # For `treeattn audit`:
-        **({"prompt": prompt, "logits": runs[0]["logits"]} if model.reproducible else {}),
+        **({"prompt": prompt} | {name: runs[0][name] for name in _AUDITED} if model.reproducible else {}),
         "weight_bytes": world.allgather(model.weight_bytes),
         "peak_bytes": world.allgather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
         "first_token_s": [run["first_token_s"] for run in runs],

@@ -127,6 +127,8 @@ class Session:
                 "the digest of the model's norms": f"{model.norms_digest:.16}",
             }
         self.tokens, self.capacity, self.attention_s = len(self.prompt_tokens), capacity, 0.0
+        #: Called with every layer's number and what its tokens attended to, [tokens, heads, head_dim].
+        self.observe: Callable[[int, Array], object] = lambda layer, attended: None
         planned: dict[str, Any] = {"kv_heads": config.kv_heads, "head_dim": model.cache_head_dim}
         planned |= {"dtype": self._dtype, "device": model.device.name}
         owners = np.arange(capacity) % size
@@ -155,6 +157,12 @@ class Session:
         return None if self._verifier is None else self._verifier.decoder
 
     @property
+    def prompt_positions(self) -> Tokens:
+        """Where the tokens of the prompt stand that this rank runs."""
+        positions: Tokens = self._shards[self.comm.rank].positions()
+        return positions
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes of this rank's share of keys and values."""
         return sum(cache.k.nbytes + cache.v.nbytes for cache in self._cache.layers)
@@ -166,7 +174,7 @@ class Session:
             raise ArgumentError("the prompt is in the cache already: a session has one")
         if self.tokens != len(self.prompt_tokens):
             raise ArgumentError("the prompt was taken back: make a new session to run it")
-        model, config, own = self.model, self.model.config, self._shards[self.comm.rank].positions()
+        model, config, own = self.model, self.model.config, self.prompt_positions
         planned: dict[str, Any] = {"heads": config.heads, "kv_heads": config.kv_heads, "scale": self._scale}
         planned |= {"head_dim": model.cache_head_dim, "dtype": self._dtype, "device": model.device.name}
         planned |= {"tokens": len(own), "positions": self._shards[self.comm.rank], "method": self._method}
@@ -177,6 +185,7 @@ class Session:
             cache.append_own(k[None], v[None], [self.tokens])
             closer = (rows[:, : len(q)] for rows in (cache.k, cache.v))
             attended: Array = prefill(q[None], *closer)[0][0]
+            self.observe(layer, attended)
             on_layer(layer)
             return attended
 
@@ -273,6 +282,7 @@ class Session:
         out, _ = attention(q[None], cache.k[:, :end], cache.v[:, :end], *drafts, **options)
         self.attention_s += time.perf_counter() - began
         attended: Array = out[0]
+        self.observe(layer, attended)
         return attended
 
     def commit(self, path: NDArray[np.integer[Any]]) -> None:
