@@ -18,17 +18,18 @@ import argparse
 import json
 import lzma
 import os
-import statistics
 import subprocess
 import sys
 from pathlib import Path
 
+from treeattn.cli import compare_predicted
+from treeattn.cli.compare_predicted import pairs
 from treeattn.collectives import names
 from treeattn.collectives.clusters.probes import RECORDS
 from treeattn.decoder.fastest import candidates
 from treeattn.decoder.plan import select
 from treeattn.study import environment
-from treeattn.study.compare.results import Summary, compared_series, read, summarise
+from treeattn.study.compare.results import compared_series, read, summarise
 
 HEADS = (2, 8, 32, 128)  # of 520 bytes; calibration has 1, 4, 16, 64, 256
 LINES = "compare.jsonl.xz"
@@ -57,41 +58,39 @@ def measure(folder: Path, ranks: int, schemes: list[str], seconds: float, repeti
     lines.unlink()
 
 
-def _in_interval(one: Summary, series: str) -> bool | None:
-    """Whether what was measured lies where the prediction says; None in results that say nothing."""
-    estimate = one.facts["estimate"]
-    return estimate and estimate.low <= one.times[series].median <= estimate.high
-
-
 def judged(folder: Path, ranks: int) -> dict:
-    """Errors of all points, and what auto's choice costs beside the best, size by size."""
-    rows, choices = [], []
+    """Errors of all points, as `compare` sums them up, and what auto's choice costs beside the best, size by
+    size."""
+    cases, choices = [], []
+    summaries = summarise(read(folder / LINES))
     named = {select(scheme).text for scheme in candidates(ranks)}
     for heads in HEADS:
-        of_case = [one for one in summarise(read(folder / LINES)) if one.key.heads == heads]
+        of_case = [one for one in summaries if one.key.heads == heads]
         series = compared_series(of_case)
-        here = [
-            {"scheme": one.key.scheme, "bytes": 520 * heads, "measured_us": one.times[series].median,
-             "predicted_us": one.facts["predicted"], "in_interval": _in_interval(one, series)}
-            for one in of_case
-            if one.facts["predicted"]
-        ]  # fmt: skip
-        rows += here
-        best = min(here, key=lambda row: row["measured_us"])
-        taken = min((row for row in here if row["scheme"] in named), key=lambda row: row["predicted_us"])
-        ratio = taken["measured_us"] / best["measured_us"]
-        choices.append(
-            {"bytes": 520 * heads, "taken": taken["scheme"], "best": best["scheme"], "ratio": ratio}
-        )
-    errors = sorted(abs(row["predicted_us"] / row["measured_us"] - 1) for row in rows)
+        for one in of_case:
+            one.facts["compared_by"] = series
+        cases.append(best := pairs(of_case))
+        taken = min((p for p in best if p.summary.key.scheme in named), key=lambda pair: pair.predicted)
+        choices.append({
+            "bytes": 520 * heads, "taken": taken.summary.key.scheme, "best": best[0].summary.key.scheme,
+            "ratio": taken.measured / best[0].measured,
+        })  # fmt: skip
+    found = compare_predicted.facts(cases)
     return {
-        "median_error": statistics.median(errors),
-        "p90_error": errors[int(0.9 * len(errors))],
-        "in_interval": statistics.fmean(map(bool, (row["in_interval"] for row in rows))),
+        "median_error": found["median"],
+        "p90_error": found["p90"],
+        "in_interval": found["within_interval"],
+        "ratios_in_interval": found["ratio_within_interval"],
         "worst_choice": max(choice["ratio"] for choice in choices),
         "choices": choices,
-        "rows": rows,
-    }
+        "rows": [
+            {"scheme": pair.summary.key.scheme, "bytes": 520 * pair.summary.key.heads,
+             "measured_us": pair.measured, "predicted_us": pair.predicted, "in_interval": pair.within,
+             "ratio_in_interval": pair.ratio_within}
+            for case in cases
+            for pair in case
+        ],
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -116,7 +115,8 @@ def main() -> None:
     (options.out / "calibrated.json").write_text(json.dumps(facts, indent=1) + "\n")
     print(
         f"median error {found['median_error']:.0%} (goal {GOAL_ERROR:.0%}), "
-        f"90 % within {found['p90_error']:.0%}, {found['in_interval']:.0%} in their intervals"
+        f"90 % within {found['p90_error']:.0%}, {found['in_interval'] or 0:.0%} in their intervals, "
+        f"{found['ratios_in_interval'] or 0:.0%} of the ratios"
     )
     for choice in found["choices"]:
         print("{bytes:>7} bytes: auto takes {taken}, {ratio:.2f} times the best, {best}".format(**choice))

@@ -14,8 +14,6 @@ import heapq
 from treeattn.collectives.clusters.description import Cluster, Executor
 from treeattn.collectives.clusters.placement import Placement, node_groups
 
-__all__ = ["lower_bound", "spread"]
-
 
 def lower_bound(
     cluster: Cluster, places: Placement, size: int, executor: Executor, replicated: bool = True

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import isqrt
 
-__all__ = ["candidates", "factorisations"]
-
 _RADICES = (2, 3, 4, 8, 16)
 _CHUNKS = (1, 2, 4, 8)
 _LEADERS = (2, 4, 8)

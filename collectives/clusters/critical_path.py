@@ -12,8 +12,6 @@ from typing import Literal, NamedTuple
 
 from treeattn.collectives.clusters.simulate import Flight, Simulation, Step
 
-__all__ = ["Segment", "assumed_share", "critical_path", "in_words"]
-
 Kind = Literal["start", "executor", "overhead", "merge", "latency", "bytes", "port"]
 
 _WORDS = {

@@ -33,18 +33,6 @@ from msgspec import Meta, structs
 from treeattn.collectives.executor_names import EXECUTORS
 from treeattn.errors import ArgumentError
 
-__all__ = [
-    "PRICES",
-    "Cluster",
-    "Executor",
-    "Link",
-    "Protocol",
-    "Tier",
-    "load",
-    "shipped",
-    "wholly_assumed",
-]
-
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Microseconds = Annotated[float, Meta(ge=0, le=1e12)]
 Rate = Annotated[float, Meta(ge=1e-9, le=1e12)]

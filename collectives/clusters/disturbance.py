@@ -24,21 +24,6 @@ import numpy as np
 
 from treeattn.errors import ArgumentError
 
-__all__ = [
-    "ALL_TOGETHER",
-    "TOGETHER",
-    "UNDISTURBED",
-    "Arrivals",
-    "Disturbance",
-    "Interruptions",
-    "Noise",
-    "Traffic",
-    "arrivals",
-    "noise",
-    "poisson",
-    "traffic",
-]
-
 _MICROSECONDS = {"us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
 _MOST = 1e9  # microseconds, of any wait
 _MESSAGE = 64 << 10

@@ -24,8 +24,6 @@ from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.clusters.uncertainty import MEDIAN, prices
 from treeattn.collectives.traffic import Payload
 
-__all__ = ["Fitted", "Residual", "fit", "most_probable"]
-
 #: Messages of so many bytes and more may cost another latency: eager, rendezvous, windows of TCP.
 _STEPS = (4096, 16384, 65536)
 

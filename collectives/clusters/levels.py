@@ -10,8 +10,6 @@ from typing import NamedTuple
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.placement import Placement, groups
 
-__all__ = ["Nested", "levels", "nested"]
-
 #: Scheme -> its parameter that holds the scheme of the level further out.
 _OUTER = {"hierarchical": "outer", "split_rail": "rail", "multi_leader": "rail"}
 

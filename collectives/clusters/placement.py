@@ -9,8 +9,6 @@ from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError
 
-__all__ = ["PLACEMENTS", "Placement", "block", "cyclic", "explicit", "groups", "node_groups", "suited"]
-
 #: Place of each rank.
 Placement = tuple[int, ...]
 

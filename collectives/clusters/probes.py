@@ -16,8 +16,6 @@ from treeattn.collectives.catalog import build
 from treeattn.collectives.combinators import on_ranks, side_by_side
 from treeattn.collectives.schedule import Round, Schedule
 
-__all__ = ["RECORDS", "Group", "Probe", "probes"]
-
 Group = tuple[int, ...]
 
 #: Sizes of the payload, in records.

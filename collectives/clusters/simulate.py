@@ -36,8 +36,6 @@ from treeattn.errors import ArgumentError
 
 _ONE_TOKEN = Payload()  # of 16 heads of 128
 
-__all__ = ["Flight", "Simulation", "Step", "Traffic", "simulate"]
-
 
 @dataclass(slots=True, eq=False)
 class Flight:

@@ -29,8 +29,6 @@ from treeattn.collectives.schedule import Round, Schedule, Transfer
 from treeattn.collectives.traffic import Payload
 from treeattn.errors import RestrictionError, ScheduleError
 
-__all__ = ["Machine", "Priced", "front", "improved", "priced", "search"]
-
 #: Candidates of more are left alone: they would take longer to price than all others together.
 MOST_TRANSFERS = 40_000
 

@@ -18,8 +18,6 @@ from msgspec import structs
 
 from treeattn.collectives.clusters.description import PRICES, Cluster, Executor, Protocol, Tier
 
-__all__ = ["ASSUMED", "BLIND", "MEDIAN", "STEP", "Blind", "Price", "half_off", "moved", "prices"]
-
 #: Standard deviation of the logarithm of a price that nobody measured.
 ASSUMED = math.log(2) / 1.96
 STEP = 0.1

@@ -11,8 +11,6 @@ from msgspec import structs
 
 from treeattn.collectives.clusters.description import Cluster
 
-__all__ = ["as_toml"]
-
 _DIGITS = 6
 
 
