@@ -32,7 +32,7 @@ def walked(page, folder, **replaced):
     for old, new in replaced.items():
         commands = commands.replace(old, new)
     done = subprocess.run(
-        ["bash", "-ec", commands], cwd=folder, capture_output=True, text=True, timeout=300,
+        ["bash", "-ec", commands], cwd=folder, capture_output=True, text=True, timeout=1200,
         env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -125,15 +125,17 @@ class Bench:
         self, key: Key, problem: problems.Problem, step: Any, count: int | None = None
     ) -> tuple[int, Times | None]:
         """The last of a step: untimed calls, then `count` timed ones, by default as many as the slowest rank
-        can afford. Closes it; not after an error, since that is collective and a rank may have failed alone.
+        can afford that take as long as the shortest of those. Closes it; not after an error, since that is
+        collective and a rank may have failed alone.
         """
         parts, prepare = _calls(key, problem, step)
+        spent = math.inf
         for _ in range(self._warmup(key)):
             prepare()
             began = time.perf_counter()
             for part in parts:
                 part()
-            spent = time.perf_counter() - began
+            spent = min(spent, time.perf_counter() - began)
         if count is None:
             overhead = 2 * self.loop.lead / 1e6 + key.spread / 1e6
             count = self.effort.count(self.loop.agree_on_slowest(spent + overhead))
