@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from treeattn.collectives.runtime import watchdog
+from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.errors import ArgumentError, TreeattnError
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.communicator import Communicator
 
 T = TypeVar("T")
 

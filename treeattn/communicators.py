@@ -7,14 +7,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from treeattn import launch, mpi_library
+from treeattn.collectives.runtime.communicator import Communicator, Member, MpiCommunicator
 from treeattn.collectives.runtime.process import kernel
 from treeattn.errors import ArgumentError, BackendError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
-    from treeattn.collectives.runtime.communicator import Communicator, Member
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
     from treeattn.collectives.runtime.torch_communicator import TorchCommunicator
 
 __all__ = [

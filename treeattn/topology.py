@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -25,11 +25,9 @@ from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.levels import nested
 from treeattn.collectives.clusters.placement import Placement, block
+from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.errors import ArgumentError, BackendError
 from treeattn.hardware import ROOT, Devices, PciDevice
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.communicator import Communicator
 
 #: Names the cluster where no option does.
 PRESET = "TREEATTN_CLUSTER"

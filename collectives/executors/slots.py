@@ -23,7 +23,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -31,13 +31,11 @@ from treeattn.collectives import program
 from treeattn.collectives.executors import compiled
 from treeattn.collectives.program import Program
 from treeattn.collectives.runtime import watchdog
+from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.runtime.process import Process
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import SharingError
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.communicator import Communicator
 
 T = TypeVar("T")
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

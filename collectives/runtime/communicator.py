@@ -17,11 +17,15 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
     from torch.distributed import ProcessGroup
 
+    from treeattn.collectives.runtime import mpi_communicator
+
 T = TypeVar("T")
 C = TypeVar("C", bound="Communicator")
 
 #: What callers pass as ``comm=``.
 Given: TypeAlias = "Intracomm | ProcessGroup | Communicator | None"
+#: For annotations: the class itself is imported where ranks are MPI's.
+MpiCommunicator: TypeAlias = "mpi_communicator.MpiCommunicator"
 
 
 class Member(NamedTuple):

@@ -18,11 +18,11 @@ from treeattn.cache.index import NAME, Index, read_index
 from treeattn.cache.parts import GLOB, read_rows, write_part
 from treeattn.cache.placement import Reach
 from treeattn.cache.plan import Plan
+from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.errors import ArgumentError, BackendError, TreeattnError
 
 if TYPE_CHECKING:
     from treeattn.cache.sharded import CacheLayer
-    from treeattn.collectives.runtime.communicator import Communicator
 
 
 def save(comm: Communicator, layers: Sequence[CacheLayer], directory: Path, about: dict[str, Any]) -> None:

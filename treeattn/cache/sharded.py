@@ -17,10 +17,10 @@ from treeattn.attention.shape import check_number
 from treeattn.attention.shard import CacheFormat, Shard
 from treeattn.cache.placement import Reach, Write, ordered, whole_numbers
 from treeattn.cache.plan import Plan
+from treeattn.collectives.runtime.communicator import Given
 from treeattn.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from treeattn.collectives.runtime.communicator import Given
     from treeattn.token_tree import TokenTree
 
 

@@ -23,13 +23,12 @@ from treeattn.cache_nodes.meeting import agreed_capacity, agreed_index, meet
 from treeattn.cache_nodes.message import Array, Head, Kind, Message, message_bytes
 from treeattn.cache_nodes.view import Attention, CachePlan, View, per_sequence
 from treeattn.collectives.runtime import watchdog
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError, StateError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
-
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 __all__ = ["CacheNodes", "RemoteCache", "connect"]
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from treeattn.agreement import Agreement, collectively
 from treeattn.attention.shape import FLOAT8, Shape, check_number
 from treeattn.cache.index import Index, read_index
 from treeattn.cache_nodes import memory
 from treeattn.cache_nodes.tree import Tree, edges
 from treeattn.cache_nodes.view import CachePlan
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.plan import schedule as planned
 from treeattn.decoder.plan import select
 from treeattn.errors import RestrictionError
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 __all__ = ["agreed_capacity", "agreed_index", "meet"]
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from treeattn import mpi_library
 from treeattn.cache_nodes.message import Message
 from treeattn.collectives.runtime import watchdog
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import RestrictionError
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 __all__ = ["Tree", "edges"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,11 +11,9 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.shape import DTYPES
 from treeattn.attention.shard import CacheFormat, Shard
 from treeattn.cache_nodes.message import Array
+from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder, Reduction
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.communicator import Communicator
 
 __all__ = ["Attention", "CachePlan", "View", "per_sequence"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -15,15 +15,13 @@ from treeattn.cli.fingerprint import BLOCK, fingerprint, head_digests
 from treeattn.cli.options import FILE, Output
 from treeattn.cli.problem import Problem, seen_by_all
 from treeattn.cli.verify import Drafts
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.decoder import Decoder
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 from treeattn.report import Report
 from treeattn.shards import Layout
 from treeattn.token_tree import Verifier
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 
 @click.command("audit")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
@@ -25,6 +25,7 @@ from treeattn.cli.scheme import given, named_equal
 from treeattn.collectives.clusters import disturbance
 from treeattn.collectives.clusters.disturbance import TOGETHER, Arrivals
 from treeattn.collectives.runtime import nccl
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.request import MPI_EXECUTORS
 from treeattn.errors import ArgumentError, TreeattnError
@@ -36,9 +37,6 @@ from treeattn.study.compare.measure import Effort
 from treeattn.study.compare.prediction import Predictions
 from treeattn.study.compare.schema import FORMAT, Failure, Key, Point, Run
 from treeattn.study.compare.sweep import Block, Sweep
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 _Decorator = Callable[[Callable[..., int]], Callable[..., int]]
 

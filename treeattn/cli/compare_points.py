@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import click
 
 from treeattn.backends.cuda.device import Cuda
 from treeattn.backends.device import Device
 from treeattn.cli.options import choices
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import gpu_reducers, reducers
 from treeattn.decoder.plan import CATALOG, select
@@ -19,9 +20,6 @@ from treeattn.errors import ArgumentError, TransportError
 from treeattn.study.compare.schema import NULL, SUM, WIRE_BYTES, Key, Place, members
 from treeattn.study.compare.steps import shape_of
 from treeattn.study.compare.sweep import Way, keys
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 
 def transports_of(world: MpiCommunicator, device: Device, wanted: str | None) -> tuple[str, ...]:

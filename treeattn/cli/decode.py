@@ -6,7 +6,7 @@ import statistics
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import numpy as np
@@ -22,6 +22,7 @@ from treeattn.cli.own_device import own_device
 from treeattn.cli.problem import Judge, Problem, heads_of, seen_by_all
 from treeattn.cli.rules import rule_options
 from treeattn.cli.scheme import for_out, given
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.reducer import Sent
 from treeattn.decoder import Decoder
 from treeattn.decoder.reproducible import REPRODUCIBLE
@@ -29,9 +30,6 @@ from treeattn.decoder.request import Reduction
 from treeattn.report import LEGEND, Column, Progress, Report, count, identical, microseconds
 from treeattn.shards import Layout
 from treeattn.study import environment
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 
 @click.command("decode")

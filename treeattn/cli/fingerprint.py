@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from treeattn.cli.problem import Problem
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.partial import Array
 from treeattn.report import Report
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 BLOCK = 256  # tokens with a digest of their own
 

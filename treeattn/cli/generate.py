@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import numpy as np
@@ -24,6 +24,7 @@ from treeattn.cli.own_device import own_device
 from treeattn.cli.scheme import given, is_file
 from treeattn.cli.text import Source, TextStream, source_options
 from treeattn.collectives.runtime import watchdog
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.reducer import Sent
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder
@@ -42,9 +43,6 @@ from treeattn.llama.tokenizer import Tokenizer
 from treeattn.report import Progress, Report
 from treeattn.shards import Layout
 from treeattn.study import environment
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 _RINGS = ("kv_ring", "query_ring")
 _AUDITED = ("logits", "attended")

@@ -14,6 +14,7 @@ from treeattn import communicators, files
 from treeattn.agreement import collectively, must_match
 from treeattn.collectives.clusters import disturbance
 from treeattn.collectives.clusters.disturbance import TOGETHER, Arrivals, Disturbance, Noise, Traffic
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.report import Report
@@ -21,8 +22,6 @@ from treeattn.shards import LAYOUTS, parse_layout
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
-
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])

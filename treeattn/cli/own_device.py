@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from treeattn import communicators
 from treeattn.agreement import collectively
 from treeattn.backends import device as devices
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.backends.cuda.device import Cuda
 from treeattn.backends.device import Device
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.decoder import gpu_reducers
 from treeattn.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 
 def own_device(world: MpiCommunicator, name: str) -> tuple[Device, str | None]:

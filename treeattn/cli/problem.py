@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,13 +17,11 @@ from treeattn.attention.shape import CACHE_DTYPES, Shape, dtype_name, values_of
 from treeattn.attention.shard import CacheFormat, Shard
 from treeattn.cli.paged import PagedShard
 from treeattn.cli.rules import oracle
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 from treeattn.report import Progress
 from treeattn.shards import Layout
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 
 class Problem:

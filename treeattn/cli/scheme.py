@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from treeattn import collectives
 from treeattn.agreement import broadcast_from_root
@@ -15,13 +14,11 @@ from treeattn.cli.options import Output
 from treeattn.collectives.equal import equal_to
 from treeattn.collectives.formats import goal, msccl, mscclpp
 from treeattn.collectives.parameters import Groups
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import auto
 from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, ScheduleError
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 _NAME_LIMIT = 100  # it stands in tables
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import numpy as np
@@ -17,6 +17,7 @@ from treeattn.cli.fingerprint import fingerprint, head_digests, show_digests
 from treeattn.cli.options import FILE, Output
 from treeattn.cli.problem import Problem, heads_of, largest_difference, seen_by_all
 from treeattn.cli.scheme import for_out, given
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
@@ -25,9 +26,6 @@ from treeattn.shards import Layout
 from treeattn.study import environment
 from treeattn.token_tree import TokenTree, Verifier, accept_greedy
 from treeattn.token_tree.owners import OWNERS, draft_owners
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 
 @click.command("verify")

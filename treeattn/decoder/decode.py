@@ -12,7 +12,7 @@ import hashlib
 import operator
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from treeattn.attention.shape import CACHE_DTYPES, DTYPES, Shape, dtype_name, va
 from treeattn.attention.shard import Shard
 from treeattn.backends import device as devices
 from treeattn.backends.device import Device
+from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import reproducible as reproducible_devices
 from treeattn.decoder.plan import CATALOG, plan, select
@@ -32,9 +33,6 @@ from treeattn.decoder.planned import PlannedDecode
 from treeattn.decoder.request import Reduction, Request
 from treeattn.decoder.sight import Sight, Stated
 from treeattn.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.communicator import Communicator, Given
 
 
 def schemes() -> list[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from treeattn import communicators
 from treeattn.attention.mask import Rules
 from treeattn.attention.shape import Shape, check_latent
 from treeattn.attention.shard import CacheFormat
+from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.plan import plan, select
 from treeattn.decoder.planned import PlannedDecode
@@ -16,9 +17,6 @@ from treeattn.decoder.reproducible import find
 from treeattn.decoder.request import Reduction, Request
 from treeattn.decoder.sight import Stated
 from treeattn.errors import ArgumentError, TreeattnError
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.communicator import Communicator, Given
 
 
 class Decoder(PlannedDecode):

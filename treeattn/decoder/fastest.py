@@ -7,7 +7,7 @@ fastest, and why.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from treeattn import communicators, topology
 from treeattn.agreement import collectively
@@ -18,12 +18,10 @@ from treeattn.collectives.clusters.levels import Nested, nested
 from treeattn.collectives.clusters.placement import Placement, node_groups
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.clusters.uncertainty import half_off
+from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.schedule import Result, Schedule
 from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError, RestrictionError
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.communicator import Communicator
 
 _CANDIDATES = (
     "recursive_doubling", "k_nomial_tree", "k_nomial_tree:radix=4", "double_binary_tree", "bine",

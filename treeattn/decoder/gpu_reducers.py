@@ -20,6 +20,7 @@ from treeattn.backends import cpu
 from treeattn.backends.cuda.runtime import Runtime
 from treeattn.collectives.catalog import DEVICES, Selection
 from treeattn.collectives.runtime import nccl
+from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.runtime.memory import HOST
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
@@ -28,7 +29,6 @@ from treeattn.errors import TransportError, TreeattnError
 
 if TYPE_CHECKING:
     from treeattn.collectives.executors import peer
-    from treeattn.collectives.runtime.communicator import Communicator
 
 
 def _over_nccl(

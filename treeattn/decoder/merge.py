@@ -22,6 +22,7 @@ from treeattn.backends import device as devices
 from treeattn.backends.device import Device
 from treeattn.collectives.catalog import Selection
 from treeattn.collectives.runtime import watchdog
+from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.plan import folding, plan_reducer
 from treeattn.decoder.request import Reduction
@@ -29,8 +30,6 @@ from treeattn.errors import ArgumentError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from treeattn.collectives.runtime.communicator import Communicator, Given
 
 _NATURAL_LOG = {"e": 1.0, 2: math.log(2)}  # of the bases that kernels write
 

@@ -12,19 +12,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from treeattn.attention.shape import Shape
 from treeattn.backends.device import Device
+from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.runtime.memory import Memory
 from treeattn.collectives.runtime.reducer import Reducer, Sent
 from treeattn.errors import StateError
 from treeattn.partial import Array
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.communicator import Communicator
 
 #: Numbers of groups that ``groups="auto"`` tries, where the KV heads can be dealt out to them.
 CANDIDATES = (1, 2, 4)

@@ -10,7 +10,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from treeattn.collectives import catalog
 from treeattn.collectives.catalog import Selection
 from treeattn.collectives.executor_names import executor_over
 from treeattn.collectives.runtime import progress_thread, watchdog
+from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Result, Schedule
 from treeattn.collectives.traffic import Payload
@@ -32,9 +33,6 @@ from treeattn.decoder.request import Reduction, Request, check
 from treeattn.decoder.sight import Sight, agree
 from treeattn.errors import RestrictionError
 from treeattn.partial import Array
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.communicator import Communicator
 
 #: Every scheme that ``scheme=`` takes: schedules, library reductions, baselines.
 CATALOG = catalog.CATALOG | baselines.BASELINES

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,15 +23,13 @@ from treeattn.attention.positions import Runs, as_runs
 from treeattn.attention.shape import DTYPES, Shape, dtype_name
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime import watchdog
+from treeattn.collectives.runtime.communicator import Given
 from treeattn.decoder.plan import sinks
 from treeattn.decoder.reproducible import check_blocks, check_shape, find
 from treeattn.decoder.sight import Stated, agree, all_runs
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 from treeattn.shards import parts
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.communicator import Given
 
 CAUSAL = Rules(causal=True)
 

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING
 from treeattn import communicators
 from treeattn.agreement import Agreement, collectively
 from treeattn.collectives.catalog import DEVICES, Scheme, Selection
+from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import RestrictionError, SharingError, TransportError
 
 if TYPE_CHECKING:
     from treeattn.collectives.executors.torch_messages import TorchMessages
-    from treeattn.collectives.runtime.communicator import Communicator
 
 _BY_MPI = ("mpi", "cuda-mpi", "host")
 

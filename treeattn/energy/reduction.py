@@ -7,7 +7,7 @@ Ranks agree on what they compute in one exchange, which also carries what each s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.shape import Shape, as_tensor, dtype_name
 from treeattn.attention.shard import Shard
 from treeattn.backends import device as devices
+from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.plan import folding, plan_reducer
 from treeattn.decoder.request import Reduction, Request
@@ -26,9 +27,6 @@ from treeattn.decoder.sight import Sight, Stated, Told, agree
 from treeattn.energy.shard import EnergyInputs, Features, records
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.partial import Array
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.communicator import Communicator, Given
 
 
 class Options(TypedDict, total=False):

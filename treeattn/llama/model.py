@@ -20,6 +20,7 @@ from treeattn import communicators
 from treeattn.agreement import Agreement
 from treeattn.attention.shape import DTYPES
 from treeattn.backends.device import Device
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.decoder.reproducible import find
 from treeattn.errors import RestrictionError
 from treeattn.llama.config import Config, Rope, read_config
@@ -30,8 +31,6 @@ from treeattn.shards import parts
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
-
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 #: Where weights are: all on every rank, or each on one.
 WEIGHTS = ("replicated", "sharded")

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from treeattn.agreement import Agreement, broadcast_from_root
 from treeattn.attention.positions import as_runs
 from treeattn.cache import ShardedCache
 from treeattn.collectives.runtime import watchdog
+from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder, Prefill
 from treeattn.decoder.plan import select
@@ -35,10 +36,6 @@ from treeattn.llama.tensor_parallel import Tokens
 from treeattn.partial import Array
 from treeattn.shards import parse_layout
 from treeattn.token_tree import Accepted, TokenTree, Verifier
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.communicator import Communicator, Given
-
 
 #: What keys and values are cached in; on a GPU the first.
 CACHE_DTYPES = ("float32", "float16", "bfloat16")

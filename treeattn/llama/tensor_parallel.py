@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime import watchdog
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.llama.config import Config
 from treeattn.llama.weights import EMBEDDING, HEAD, RandomWeights, Weights, shapes
 from treeattn.partial import Array
 from treeattn.shards import block, parts
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 Tokens = NDArray[np.int64]
 

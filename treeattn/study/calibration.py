@@ -13,7 +13,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import structs
@@ -25,6 +25,7 @@ from treeattn.collectives.clusters.description import Cluster, Executor
 from treeattn.collectives.clusters.fit import Residual, fit
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.probes import Probe, probes
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.decoder import Decoder, reducers
 from treeattn.errors import ArgumentError
@@ -32,9 +33,6 @@ from treeattn.study import environment
 from treeattn.study.compare.clock import Clock
 from treeattn.study.compare.loop import Loop
 from treeattn.study.statistics import describe
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 HEAD_DIM = 128
 _BLOCKS, _WARMUP, _FEWEST, _MOST = 4, 3, 4, 100

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from treeattn import communicators, launch, mpi_library
 from treeattn.backends.cpu import compile
 from treeattn.collectives.runtime import process
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 
 if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
     from treeattn.study.compare.clock import Clock
     from treeattn.study.compare.schema import Place
 

@@ -6,7 +6,7 @@ longer, and longer than by the compiled executors. All ranks read one clock, or 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,14 +15,12 @@ from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives import Schedule
 from treeattn.collectives.drawings.trace import Instants, measured
 from treeattn.collectives.executors import mpi
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.collectives.traffic import messages
 from treeattn.study import environment
 from treeattn.study.compare.clock import Clock, Offset, on_common_clock
 from treeattn.study.compare.loop import Loop
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 _WARMUP = 5
 

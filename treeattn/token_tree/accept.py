@@ -13,18 +13,16 @@ beam drafts (arXiv 2403.09919) does not, since each beam tries its luck on a pre
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from treeattn import communicators
 from treeattn.agreement import broadcast_from_root
+from treeattn.collectives.runtime.communicator import Given
 from treeattn.errors import ArgumentError
 from treeattn.token_tree.tree import Integers, TokenTree
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.communicator import Given
 
 Probabilities = NDArray[np.float64]
 

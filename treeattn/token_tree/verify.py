@@ -9,7 +9,7 @@ travels is batch * L * heads * (head_dim + 2) numbers, once.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.shape import Shape, dtype_name
 from treeattn.attention.shard import Shard
 from treeattn.backends.device import Device
+from treeattn.collectives.runtime.communicator import Given
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder
 from treeattn.decoder.plan import folding
@@ -31,9 +32,6 @@ from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.partial import Array
 from treeattn.token_tree.owners import check_owner, draft_owners
 from treeattn.token_tree.tree import TokenTree
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.communicator import Given
 
 _NAMES, _OVER = ("q", "k", "v", "draft_k", "draft_v"), "a tree is verified over"
 

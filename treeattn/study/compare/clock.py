@@ -12,14 +12,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from treeattn.collectives.runtime import process
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 
 ROUND_TRIPS = 30
 

@@ -12,16 +12,14 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from treeattn import mpi_library
 from treeattn.collectives.clusters.disturbance import TOGETHER, Arrivals
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.study.compare.clock import Clock, Offset, on_common_clock
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 # Nanoseconds. Above the most it is no longer the agreement that takes time, but others on the machine; across
 # slow links it takes longer, and the most is twice what it was seen to take.

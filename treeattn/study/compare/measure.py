@@ -11,12 +11,13 @@ import time
 import tracemalloc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from treeattn import communicators
 from treeattn.collectives.clusters.disturbance import ALL_TOGETHER, Arrivals
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.study import environment
 from treeattn.study.compare import payload, problems, steps
@@ -24,9 +25,6 @@ from treeattn.study.compare.clock import Clock
 from treeattn.study.compare.loop import Loop, Times
 from treeattn.study.compare.results import ENOUGH
 from treeattn.study.compare.schema import NULL, SUM, Key
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 WARMUP = {"reduce": 5, "decode": 1}
 FEWEST = 3

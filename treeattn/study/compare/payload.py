@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from treeattn.collectives.parameters import Groups, node_of
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.reducer import Sent
 from treeattn.collectives.schedule import Schedule
 from treeattn.collectives.traffic import messages
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 Tiers = dict[str, list[Any]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from treeattn.collectives.clusters.disturbance import ALL_TOGETHER, UNDISTURBED,
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.executor_names import executor_over
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.collectives.traffic import Payload
 from treeattn.decoder.plan import select
@@ -23,9 +24,6 @@ from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.study.compare.schema import NULL, SUM, WIRE_BYTES, Key, members
 from treeattn.study.decode_step import Shape, decode_step
 from treeattn.study.intervals import Estimate, Timed, estimates, words
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 
 class Predictions(NamedTuple):

@@ -8,7 +8,7 @@ float64 reference of any length costs no more than that of one period.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,14 +17,12 @@ from treeattn.agreement import Agreement, collectively
 from treeattn.attention.shape import DTYPES
 from treeattn.backends import device as devices
 from treeattn.backends.device import Device
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import ArgumentError
 from treeattn.shards import Layout
 from treeattn.study import environment
 from treeattn.study.compare.schema import Key
 from treeattn.study.compare.steps import shape_of
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 #: Tokens of a shard that differ from each other.
 PERIOD = 2048

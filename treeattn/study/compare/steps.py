@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +10,7 @@ from treeattn.attention.shape import Shape
 from treeattn.backends import device as devices
 from treeattn.backends.cpu import NullOperator
 from treeattn.collectives.catalog import Selection
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder, reducers
@@ -21,9 +21,6 @@ from treeattn.decoder.request import Reduction, Request
 from treeattn.errors import RestrictionError
 from treeattn.study.compare import wire, yardsticks
 from treeattn.study.compare.schema import NULL, SUM, Key
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 
 def shape_of(key: Key) -> Shape:

@@ -14,10 +14,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from treeattn.agreement import broadcast_from_root
 from treeattn.collectives.clusters.disturbance import ALL_TOGETHER, Arrivals
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import TreeattnError
 from treeattn.study import environment
@@ -25,9 +26,6 @@ from treeattn.study.compare.answer import LOOKS
 from treeattn.study.compare.measure import Bench, Effort
 from treeattn.study.compare.schema import Key, members
 from treeattn.study.compare.steps import reduces
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 
 class Way(NamedTuple):

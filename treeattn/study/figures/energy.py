@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from treeattn import energy
+from treeattn.collectives.runtime.communicator import Given
 from treeattn.errors import ArgumentError
 from treeattn.study.figures.axes import plain
 from treeattn.study.figures.chart import Curve, Curves, Point
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.communicator import Given
 
 
 def along(

@@ -5,16 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from treeattn import communicators
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.study.paper import simulated
 from treeattn.study.paper.experiment import Experiment, Table
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 WARM_UP = 3
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from treeattn import mpi_library
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import BackendError
 from treeattn.llama.config import Config, Rope
 from treeattn.llama.generate import generate
@@ -23,9 +24,6 @@ from treeattn.llama.thread_limits import ThreadLimits
 from treeattn.llama.weights import RandomWeights
 from treeattn.study.paper import simulated
 from treeattn.study.paper.experiment import Cell, Experiment, Table
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 DECODED = 9  # of ten tokens the first comes from the prefill
 BYTES = 2

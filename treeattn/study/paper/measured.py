@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import TreeattnError
 from treeattn.study.compare.measure import Effort
 from treeattn.study.compare.schema import Key
 from treeattn.study.compare.sweep import Sweep
 from treeattn.study.paper.experiment import Table
-
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 #: Where nothing depends on time.
 COUNTED = Effort(repetitions=1, iterations=3, seconds=0.01)
