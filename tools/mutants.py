@@ -3,9 +3,10 @@
 Usage: python tools/mutants.py --count 100 --out build/mutants SOURCE.py .. [KERNEL.c ..]
 
 The mutants are drawn by a seed from all places in the sources. A first run with coverage says which test
-functions reach which line, in processes that tests start and on 3 ranks too. It is kept beside the results,
-as is every verdict: a run that was cut off goes on. `report.md` lists the survivors with their change.
-Kernels have no coverage: `KERNEL_TESTS` says which tests run them.
+functions reach which line, in processes that tests start and on 3 ranks too, and which fail without a fault:
+those kill nothing. It is kept beside the results, as is every verdict: a run that was cut off goes on.
+`report.md` lists the survivors with their change. Kernels have no coverage: `KERNEL_TESTS` says which tests
+run them.
 """
 
 from __future__ import annotations
@@ -157,13 +158,14 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 
 def pytest_runtest_logreport(report: object) -> None:
-    line = json.dumps([report.nodeid.partition("[")[0], report.duration])  # type: ignore[attr-defined]
+    test = report.nodeid.partition("[")[0]  # type: ignore[attr-defined]
+    line = json.dumps([test, report.duration, report.failed])  # type: ignore[attr-defined]
     with open(f"{os.environ['MUTANT_TIMES']}.{os.getpid()}", "a") as file:
         file.write(line + "\n")
 
 
 def reach(out: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Source -> line -> test functions, and under "seconds" how long each takes."""
+    """Source -> line -> test functions; "seconds" of each, and in "failing" those that no mutant failed."""
     kept = out / "reach.json"
     if not kept.exists():
         rc = out / "coveragerc"
@@ -175,7 +177,15 @@ def reach(out: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         covered = [sys.executable, "-m", "coverage", "run", f"--rcfile={rc}"]
         tests = ["-m", "pytest", "-q", "-p", "mutants", "-p", "no:cacheprovider", "-m", options.select]
         job = [MPIEXEC, "-n", "3", *covered, "-m", "mpi4py", *tests, "--with-mpi", *options.mpi.split()]
-        for command in ([*covered, *tests, *options.tests.split()], job):
+        kernels = [
+            test
+            for folder, these in KERNEL_TESTS.items()
+            if any(source.startswith(folder) for source in options.sources)
+            for test in these
+        ]
+        commands = [[*covered, *tests, *options.tests.split()], job]
+        commands += [[sys.executable, *tests, *kernels]] if kernels else []
+        for command in commands:
             subprocess.run(command, env=os.environ | paths, check=False)
         kept.write_text(json.dumps(found(out, rc)))
     return json.loads(kept.read_text())  # type: ignore[no-any-return]
@@ -193,9 +203,11 @@ def found(out: Path, rc: Path) -> dict[str, dict[str, Any]]:
         }
         table[os.path.relpath(os.path.realpath(file), ROOT)] = contexts
     seconds = table["seconds"] = defaultdict(float)
+    failing = table["failing"] = {}
     for times in out.glob("times.*"):
-        for test, took in map(json.loads, times.read_text().splitlines()):
+        for test, took, failed in map(json.loads, times.read_text().splitlines()):
             seconds[test] += took
+            failing |= {test: True} if failed else {}
     return table
 
 
@@ -207,14 +219,14 @@ def tests_of(mutant: Mutant, reached: dict[str, dict[str, Any]], limit: float) -
     lines, seconds = reached.get(mutant.file, {}), reached["seconds"]
     line = (ROOT / mutant.file).read_bytes()[: mutant.start].count(b"\n") + 1
     anywhere = itertools.chain(*lines.values()) if str(line) in lines else ()
-    candidates = set(lines.get(str(line)) or anywhere)
+    candidates = set(lines.get(str(line)) or anywhere) - set(reached["failing"])
     ordered = sorted(candidates, key=lambda test: (seconds.get(test, 1.0), test))
     sums = itertools.accumulate(seconds.get(test, 1.0) for test in ordered)
     return ordered[: max(1, sum(total < limit / 2 for total in sums))]
 
 
-def failing(tests: list[str], tree: Path, options: argparse.Namespace) -> str:
-    """The first test that fails in a tree, "timeout", or "" where all pass."""
+def failing(tests: list[str], without: list[str], tree: Path, options: argparse.Namespace) -> str:
+    """The first of the tests that fails in a tree, "timeout", or "" where all pass; `without` is not run."""
     environment = os.environ | {"PYTHONPATH": str(tree), "TREEATTN_CACHE": str(tree / "build/cache")}
     pytest = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", options.select]
     groups = defaultdict(list)
@@ -231,6 +243,7 @@ def failing(tests: list[str], tree: Path, options: argparse.Namespace) -> str:
             *pytest,
             *["--with-mpi"] * on_ranks,
             *chosen,
+            *(f"--deselect={test}" for test in without),
         ]
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -245,20 +258,23 @@ def failing(tests: list[str], tree: Path, options: argparse.Namespace) -> str:
     return ""
 
 
-def verdict(mutant: Mutant, tests: list[str], tree: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """killed (and by which test), survived, timeout, or not reached; tests that fail anyway do not count."""
+def verdict(
+    mutant: Mutant, tests: list[str], without: list[str], tree: Path, options: argparse.Namespace
+) -> dict[str, Any]:
+    """killed (and by which test), survived, timeout, or not reached. A test that fails without the fault too
+    does not count."""
     file, source = tree / mutant.file, (ROOT / mutant.file).read_bytes()
-    if not tests:
+    if not set(tests) - set(without):
         return {"verdict": "not reached"}
     try:
         file.write_bytes(source[: mutant.start] + mutant.text.encode() + source[mutant.end :])
-        by = failing(tests, tree, options)
+        by = failing(tests, without, tree, options)
     finally:
         file.write_bytes(source)
     if by in ("", "timeout"):
         return {"verdict": by or "survived"}
-    if by in tests and failing([by], tree, options) == by:
-        return verdict(mutant, [test for test in tests if test != by], tree, options)
+    if "::" in by and failing([by], [], tree, options):
+        return verdict(mutant, tests, [*without, by], tree, options)
     return {"verdict": "killed", "by": by}
 
 
@@ -300,7 +316,8 @@ def main() -> None:
     def judge(mutant: Mutant) -> None:
         tree, started = trees.get(), time.monotonic()
         tests = tests_of(mutant, reached, options.limit)
-        entry = {"mutant": mutant, "tests": len(tests), **verdict(mutant, tests, tree, options)}
+        without = sorted(reached["failing"])
+        entry = {"mutant": mutant, "tests": len(tests), **verdict(mutant, tests, without, tree, options)}
         trees.put(tree)
         entry |= {"seconds": round(time.monotonic() - started), "change": change(mutant)}
         done.append(entry)
