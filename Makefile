@@ -67,7 +67,7 @@ demo: .venv/.installed
 
 # What runs beside: `pytest -n`. A file's tests stay in one process, which plans and compiles once for all of them.
 test: .venv/.tests
-	@$(PARTS) 'without ranks' '$(PYTEST) -n $(JOBS) --dist loadfile -m "not deep"' \
+	@$(PARTS) 'without ranks' '$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not deep"' \
 	    '3 ranks' '$(call ranks,3) -m "not deep"' '8 ranks' '$(call ranks,8) -m "many_ranks and not deep"' \
 	    'transformers' '$(call models,2) -m "not deep"'
 

@@ -141,7 +141,8 @@ def test_a_bare_machine_collects_the_tests_of_gpus(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "-p", "no:cacheprovider", "--rootdir", ROOT]
     done = subprocess.run(
         [*command, "-q", "--collect-only", "-p", "no:warnings", ROOT / "tests" / "gpu"],
-        env=os.environ | {"PYTHONPATH": where}, cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env=os.environ | {"PYTHONPATH": where, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, cwd=ROOT,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     files = set(re.findall(r"gpu/(test_\w+)\.py::", done.stdout))
@@ -311,7 +312,8 @@ def test_reports_of_tests(tmp_path: Path) -> None:
     only = {"few": [], "skipped": ["-k", "test_not"]}
     reports = {}
     for name, choice in only.items():
-        subprocess.run([*command, *choice], cwd=tmp_path, capture_output=True, timeout=300, check=False)
+        environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        subprocess.run([*command, *choice], cwd=tmp_path, capture_output=True, env=environment, check=False)
         reports[name] = (tmp_path / "report.xml").read_text()
     data, problem = readers.read_tests(reports["few"])
     assert data["passed"] == 1

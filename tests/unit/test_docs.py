@@ -6,12 +6,12 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import click
 import pytest
 
+from tests.command.launch import in_process
 from tests.support.drawn import sample
 from treeattn.cli import commands
 from treeattn.decoder.plan import CATALOG
@@ -52,9 +52,7 @@ def test_console_blocks_print_what_they_show(page):
         first, _, wanted = block.partition("\n")
         words = shlex.split(first.removeprefix("$ "))
         assert words[0] == "treeattn"
-        done = subprocess.run(
-            [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=300
-        )
+        done = in_process(*words[1:])
         assert done.returncode == 0, done.stderr
         assert done.stdout.rstrip() == wanted.rstrip()
 
@@ -126,12 +124,7 @@ def test_links_point_to_files():
 def test_pictures_are_current(picture, command, tmp_path):
     """Drawn again by the command that the README or the page names."""
     target = tmp_path / "drawn.svg"
-    subprocess.run(
-        [sys.executable, "-m", "treeattn", *command, "--format", "svg", "--out", target],
-        cwd=ROOT,
-        check=True,
-        timeout=300,
-    )
+    assert in_process(*command, "--format", "svg", "--out", target).returncode == 0
     assert target.read_text() == (ROOT / f"docs/images/{picture}.svg").read_text()
 
 
@@ -152,9 +145,7 @@ def test_pictures_are_current(picture, command, tmp_path):
 def test_figures_are_those_of_the_results(results, figure, picture, tmp_path):
     """Words, numbers and marks: the rest may differ between versions of matplotlib."""
     command = ["plot", ROOT / results, "--figures", figure.partition("-")[0], "--format", "svg"]
-    subprocess.run(
-        [sys.executable, "-m", "treeattn", *command, "--out", tmp_path], cwd=ROOT, check=True, timeout=300
-    )
+    assert in_process(*command, "--out", tmp_path).returncode == 0
     drawn, kept = (tmp_path / f"{figure}.svg").read_text(), (ROOT / f"docs/images/{picture}.svg").read_text()
     written = re.findall(r"<!-- (.*?) -->", kept)  # what the outlines of letters say
     assert len(written) > 10

@@ -6,13 +6,12 @@ No time is taken here: these are the results in docs/results. New ones may want 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from tests.command.launch import in_process
 from treeattn.collectives import names
 from treeattn.study.compare.results import compared_series
 from treeattn.study.compare.schema import NULL, SUM
@@ -115,7 +114,7 @@ def test_one_machine(fill_tables, tmp_path):
     assert behind(of, SUM) == {"two_allreduce", "three_allreduce"}
     command = ["plot", RESULTS / "compare_2.jsonl.xz", "--figures", "relative", "--format", "svg"]
     command += ["--out", tmp_path, "--json", tmp_path / "numbers.json"]
-    subprocess.run([sys.executable, "-m", "treeattn", *command], check=True, timeout=300)
+    assert in_process(*command).returncode == 0
     figure = next(f for f in json.loads((tmp_path / "numbers.json").read_text()) if "reduce" in f["name"])
     points = figure["panels"][0]["series"][0]["points"]
     ratios = {name: Interval(*point[2:4]) for name, point in zip(figure["labels"], points, strict=True)}
