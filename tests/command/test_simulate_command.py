@@ -18,6 +18,7 @@ def test_the_papers_latency_setting_in_one_command(tmp_path):
     assert done.returncode == 0, done.stderr
     for word in (
         "128 ranks on dgx-h100",
+        "run by nccl",
         "split_rail",
         "floor, what no scheme",
         "kv_ring",

@@ -5,8 +5,7 @@ paper's b, t, d, n_h and p are here `batch`, `tokens` of one rank's shard (t = N
 `heads` and `ranks`. As there, volumes and memory are numbers of tensor elements: multiply by the bytes
 of one, which are 4 for our records, and 2 or 4 for a cache.
 
-The paper has as many KV heads as query heads. `kv_heads` is for caches that have fewer: only keys and values
-shrink, and None gives the paper's formula. Nothing here was measured. What a program sends or holds may
+The paper has as many KV heads as query heads. Nothing here was measured. What a program sends or holds may
 differ from its law; the unit tests show where our schedules do.
 """
 
@@ -17,36 +16,36 @@ from fractions import Fraction
 from treeattn.errors import ArgumentError
 
 
-def shard_elements(batch: int, tokens: int, kv_heads: int, head_dim: int) -> int:
+def shard_elements(batch: int, tokens: int, heads: int, head_dim: int) -> int:
     """Elements of one rank's keys and values, 2 b t d: equation 11."""
-    return 2 * batch * tokens * kv_heads * head_dim
+    return 2 * batch * tokens * heads * head_dim
 
 
-def ring_peak_memory(batch: int, tokens: int, heads: int, head_dim: int, kv_heads: int | None = None) -> int:
+def ring_peak_memory(batch: int, tokens: int, heads: int, head_dim: int) -> int:
     """Elements that one rank of a ring of keys and values holds at most, 4 b t d + 2 b d: equation 8.
 
     Its own keys and values and its neighbour's, the query and the result.
     """
-    shard = shard_elements(batch, tokens, kv_heads or heads, head_dim)
+    shard = shard_elements(batch, tokens, heads, head_dim)
     return 2 * shard + 2 * batch * heads * head_dim
 
 
-def tree_peak_memory(batch: int, tokens: int, heads: int, head_dim: int, kv_heads: int | None = None) -> int:
+def tree_peak_memory(batch: int, tokens: int, heads: int, head_dim: int) -> int:
     """Elements that one rank of a tree reduction holds at most, 2 b t d + 2 b d + 2 b n_h: equation 9.
 
     Its own keys and values, the query, and a partial (numerator, denominator, maximum).
     """
-    shard = shard_elements(batch, tokens, kv_heads or heads, head_dim)
+    shard = shard_elements(batch, tokens, heads, head_dim)
     return shard + 2 * batch * heads * head_dim + 2 * batch * heads
 
 
-def ring_volume(batch: int, tokens: int, kv_heads: int, head_dim: int, hops: int) -> int:
+def ring_volume(batch: int, tokens: int, heads: int, head_dim: int, hops: int) -> int:
     """Elements that one rank sends while the shards travel around a ring, 2 b t d for each hop: equation 10.
 
     The paper has p hops; p - 1 are enough to show every shard to every rank. It calls this the volume
     "between devices": of all ranks together it is p times as much.
     """
-    return hops * shard_elements(batch, tokens, kv_heads, head_dim)
+    return hops * shard_elements(batch, tokens, heads, head_dim)
 
 
 def allreduce_volume(elements: int, ranks: int) -> Fraction:

@@ -15,25 +15,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import msgspec
 
 from treeattn.errors import ArgumentError
 
 LEAST, MOST = 256, 1 << 20
 ELEMENT = 4  # bytes: PICO sums int32
 
-_COLUMNS = (
-    "system",
-    "run",
-    "nodes",
-    "ppn",
-    "ranks",
-    "library",
-    "collective",
-    "algorithm",
-    "bytes",
-    "median_us",
-)
 _NEAR = "reduce_scatter_gather:order=near"
 
 # Name of a program without its suffix -> our scheme. With fewer elements than ranks, Open MPI's ring (which
@@ -114,33 +104,61 @@ SHIPPED = Files(
 )
 
 
+class _Row(msgspec.Struct):
+    system: str
+    run: str
+    nodes: int
+    ppn: int
+    ranks: int
+    library: str
+    collective: str
+    algorithm: str
+    bytes: int
+    median_us: float
+
+
+class _Allocation(msgspec.Struct):
+    run: str
+    ranks: int
+    rank: int
+    group: str
+
+
+class _Job(msgspec.Struct):
+    run: str
+    ranks: int
+    library: str
+    device: str
+    shape: Annotated[str, msgspec.Meta(pattern=r"^(\d+(x\d+)*)?$")]
+
+
+_Of = TypeVar("_Of", bound=msgspec.Struct)
+
+
 def read(files: Files) -> list[Measurement]:
     """All measurements that count, and those to fit by. Raises `ArgumentError` that names file, column and
     remedy."""
-    groups, shapes, devices = _groups(files.allocations), _shapes(files.runs), _devices(files.runs)
+    groups, jobs = _groups(files.allocations), [job for _, _, job in _rows(files.runs, _Job)]
+    devices = {(job.run, job.ranks, job.library): job.device for job in jobs}
+    sides = {(job.run, job.ranks): tuple(map(int, job.shape.split("x"))) for job in jobs if job.shape}
+    shapes = {key: shape for key, shape in sides.items() if math.prod(shape) == key[1]}
     found = []
-    for path in files.measurements:
-        for line, row in _rows(path, _COLUMNS):
-            try:
-                key = row["run"], int(row["ranks"])
-                size, ppn, time = int(row["bytes"]), int(row["ppn"]), float(row["median_us"])
-                int(row["nodes"])
-            except ValueError as error:
-                raise ArgumentError(
-                    f"{path}, line {line}: {error}; whole numbers and a time are expected"
-                ) from None
-            scheme = _scheme(row["algorithm"], size, key[1])
-            host = devices.get((*key, row["library"]), "cpu") == "cpu" and "CUDA" not in row["library"]
-            one_a_node = ppn == 1 and key[1] > 1
-            if not (scheme and host and row["collective"] == "allreduce" and one_a_node):
-                continue
-            if not LEAST <= size <= MOST:
-                continue
-            if not (math.isfinite(time) and time > 0):
-                raise ArgumentError(f"{path}, line {line}: median_us {time} is no measurement; take it out")
-            run = Run(*key, row["system"], row["library"], groups.get(key, ()), shapes.get(key, ()))
-            counts = row["algorithm"] in _PROGRAMS
-            found.append(Measurement(run, row["algorithm"], scheme, size, time, counts))
+    for path, line, row in _rows(files.measurements, _Row):
+        key = row.run, row.ranks
+        scheme = _scheme(row.algorithm, row.bytes, row.ranks)
+        host = devices.get((*key, row.library), "cpu") == "cpu" and "CUDA" not in row.library
+        one_a_node = row.ppn == 1 and row.ranks > 1
+        if not (scheme and host and row.collective == "allreduce" and one_a_node):
+            continue
+        if not LEAST <= row.bytes <= MOST:
+            continue
+        if not (math.isfinite(row.median_us) and row.median_us > 0):
+            raise ArgumentError(
+                f"{path}, line {line}: median_us {row.median_us} is no measurement; take it out"
+            )
+        run = Run(*key, row.system, row.library, groups.get(key, ()), shapes.get(key, ()))
+        counts = row.algorithm in _PROGRAMS
+        found.append(Measurement(run, row.algorithm, scheme, row.bytes, row.median_us, counts))
     return found
 
 
@@ -154,12 +172,8 @@ def _scheme(algorithm: str, size: int, ranks: int) -> str | None:
 def _groups(paths: Iterable[Any]) -> dict[tuple[str, int], tuple[str, ...]]:
     """Of each job, the group of every rank."""
     found: defaultdict[tuple[str, int], dict[int, str]] = defaultdict(dict)
-    for path in paths:
-        for line, row in _rows(path, ("run", "ranks", "rank", "group")):
-            try:
-                found[row["run"], int(row["ranks"])][int(row["rank"])] = row["group"]
-            except ValueError as error:
-                raise ArgumentError(f"{path}, line {line}: {error}; ranks are whole numbers") from None
+    for _, _, row in _rows(paths, _Allocation):
+        found[row.run, row.ranks][row.rank] = row.group
     return {
         key: tuple(group for _, group in sorted(ranks.items()))
         for key, ranks in found.items()
@@ -167,43 +181,27 @@ def _groups(paths: Iterable[Any]) -> dict[tuple[str, int], tuple[str, ...]]:
     }
 
 
-def _shapes(paths: Iterable[Any]) -> dict[tuple[str, int], tuple[int, ...]]:
-    found = {}
+def _rows(paths: Iterable[Any], kind: type[_Of]) -> Iterator[tuple[Any, int, _Of]]:
+    """Lines of files, plain or gzip, with their numbers."""
     for path in paths:
-        for line, row in _rows(path, ("run", "ranks", "shape")):
-            try:
-                shape = tuple(int(side) for side in row["shape"].split("x")) if row["shape"] else ()
-                key = row["run"], int(row["ranks"])
-            except ValueError as error:
-                raise ArgumentError(f"{path}, line {line}: {error}; a shape is 8x8x8 or nothing") from None
-            if shape and math.prod(shape) == key[1]:
-                found[key] = shape
-    return found
-
-
-def _devices(paths: Iterable[Any]) -> dict[tuple[str, int, str], str]:
-    return {
-        (row["run"], int(row["ranks"]), row["library"]): row["device"]
-        for path in paths
-        for _, row in _rows(path, ("run", "ranks", "library", "device"))
-    }
-
-
-def _rows(path: Any, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Lines of a file, plain or gzip, with their numbers."""
-    reader = csv.DictReader(io.StringIO(_text(path)))
-    missing = [name for name in columns if name not in (reader.fieldnames or ())]
-    if missing:
-        raise ArgumentError(
-            f"{path}: no column {missing[0]!r}: it is a file of another kind; the columns are "
-            f"{', '.join(columns)}"
-        )
-    for row in reader:
-        if None in row or None in row.values():
+        reader = csv.DictReader(io.StringIO(_text(path)))
+        missing = [name for name in kind.__struct_fields__ if name not in (reader.fieldnames or ())]
+        if missing:
             raise ArgumentError(
-                f"{path}, line {reader.line_num}: not as many cells as columns; write it again"
+                f"{path}: no column {missing[0]!r}: it is a file of another kind; the columns are "
+                f"{', '.join(kind.__struct_fields__)}"
             )
-        yield reader.line_num, row
+        for row in reader:
+            if None in row or None in row.values():
+                raise ArgumentError(
+                    f"{path}, line {reader.line_num}: not as many cells as columns; write it again"
+                )
+            try:
+                yield path, reader.line_num, msgspec.convert(row, kind, strict=False)
+            except msgspec.ValidationError as error:
+                raise ArgumentError(
+                    f"{path}, line {reader.line_num}: {error}; whole numbers, a time in µs, a shape as 8x8x8"
+                ) from None
 
 
 def _text(path: Any) -> str:

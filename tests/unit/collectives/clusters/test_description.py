@@ -56,6 +56,16 @@ def test_what_is_shipped():
         assert cluster.executor in cluster.executors
 
 
+def test_public_sheets_say_what_the_files_say():
+    """Frontier: 512 cards of a group beside 4 links to each of 73 others. Leonardo's Booster: 4 GPUs and 2
+    cards of two ports. Who runs the rounds is what `transport=` would take there."""
+    frontier, booster = description.load("frontier"), description.load("leonardo-booster")
+    assert max(tier.taper for tier in frontier.tiers) == pytest.approx(512 * 200 / (4 * 73 * 200), abs=1e-3)
+    assert (booster.slots, booster.cards) == (4, 4)
+    for name in ("frontier", "leonardo-booster", "dgx-h100"):
+        assert description.load(name).executor_for(tuple(range(128))) == "nccl"
+
+
 PRICES = {*Tier.__struct_fields__, *Executor.__struct_fields__, "memory"} - {
     "name", "joins", "mesh", "assumed", "pulls", "within",
 }  # fmt: skip
