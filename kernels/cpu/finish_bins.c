@@ -9,7 +9,7 @@ static void fill(float *out, float value, int64_t count) {
   for (int64_t i = 0; i < count; ++i) out[i] = value;
 }
 
-static void finish_record(const int64_t *record, float *out, float *lse, int64_t v_dim) {
+static void finish_record(const int64_t *restrict record, float *restrict out, float *lse, int64_t v_dim) {
   const struct exponents e = exponents_of(record);
   const int64_t *upper = record + BINS_NUMERATOR, *lower = upper + v_dim;
   const double denominator = number_of(record[BINS_DENOMINATOR], record[BINS_DENOMINATOR + 1]);
@@ -25,9 +25,11 @@ static void finish_record(const int64_t *record, float *out, float *lse, int64_t
     fill(out, (float)NAN, v_dim);
     return;
   }
+  /* Quotients are 0 or in 2^-105 .. 2^105: beyond these bounds a float is 0 or infinite at the bound already. */
   int64_t apart = STEP * (top_of_products(e) - top_of_weights(e));
-  apart = apart < -3000 ? -3000 : apart > 3000 ? 3000 : apart;
-  for (int64_t i = 0; i < v_dim; ++i) out[i] = (float)ldexp(number_of(upper[i], lower[i]) / denominator, (int)apart);
+  apart = apart < -1022 ? -1022 : apart > 1023 ? 1023 : apart;
+  const double unit = ldexp(1.0, (int)apart);
+  for (int64_t i = 0; i < v_dim; ++i) out[i] = (float)(number_of(upper[i], lower[i]) / denominator * unit);
 }
 
 void finish_bins(const int64_t *records, float *out, float *lse, int64_t batch, int64_t heads, int64_t queries,

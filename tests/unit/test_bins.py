@@ -53,6 +53,20 @@ def test_the_merge_is_a_commutative_monoid_on_arbitrary_words(isa, monkeypatch):
     assert (merged(merge, a, nothing) == a)[sound].all()
 
 
+@pytest.mark.parametrize("isa", isas()[:-1])
+def test_results_of_arbitrary_words_are_those_of_the_definition(isa, monkeypatch):
+    monkeypatch.setenv("TREEATTN_ISA", isa)
+    records = words(np.random.default_rng(6), 4000, 19).reshape(1, 4000, 1, -1)
+    records[0, ::2, 0, 1:] >>= np.random.default_rng(7).integers(0, 64, (2000, 40))
+    exponents = bins._exponents(records[0, ::4, 0])
+    exponents[...] = np.random.default_rng(8).integers(-3000, 3000, exponents.shape)
+    made = [(np.empty((1, 1, 4000, 19), np.float32), np.empty((1, 4000, 1), np.float32)) for _ in range(2)]
+    bins.finish(records, *made[0])
+    cpu.planned_finish(records, *made[1])()
+    assert [x.tobytes() for x in made[0]] == [x.tobytes() for x in made[1]]
+    assert np.isfinite(made[0][0]).mean() > 0.3
+
+
 @pytest.mark.parametrize("whole_blocks", [False, True])
 @pytest.mark.parametrize("seed", range(CASES or 8 * FACTOR))
 def test_a_result_is_a_function_of_the_set_of_tokens(seed, whole_blocks, monkeypatch):
