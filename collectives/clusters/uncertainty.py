@@ -10,7 +10,7 @@ file says, 19 times of 20; one from a source that states no error is taken as it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,14 +66,18 @@ def half_off(cluster: Cluster) -> float:
     return BLIND.median if cluster.scatter is None else MEDIAN * cluster.scatter
 
 
-def moved(cluster: Cluster) -> Iterator[Cluster]:
+def moved(cluster: Cluster, executors: Collection[str] | None = None) -> Iterator[Cluster]:
     """Clusters with prices wrong in one independent way each, `STEP` of its standard deviation. What a time
     differs by in them, divided by `STEP`, are its errors to first order, and independent.
+
+    executors: whose prices matter, by default all.
 
     Errors of logarithms are normal near what was found alone: of a price that is next to nothing hardly more
     is known, and one that is moved far from it would contradict what was measured.
     """
-    unsure = {name: price.error for name, price in prices(cluster).items() if price.error}
+    unused = set() if executors is None else cluster.executors.keys() - set(executors)
+    found = ((name, price.error) for name, price in prices(cluster).items() if price.error)
+    unsure = {name: error for name, error in found if name.partition(".")[0] not in unused}
     for way in _ways(cluster, unsure):
         yield _scaled(cluster, dict(zip(unsure, np.exp(STEP * way).tolist(), strict=True)))
 

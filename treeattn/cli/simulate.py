@@ -140,7 +140,8 @@ def _estimated(found: list[Row], baseline: str | None, payload: Payload, disturb
 
     first = None if baseline is None else names.index(baseline)
     runs = [timed(row.simulation) for row in found]
-    sure = estimates(found[0].simulation.cluster, runs, first, disturbed.drawn)
+    executors = {row.simulation.executor for row in found}
+    sure = estimates(found[0].simulation.cluster, runs, first, disturbed.drawn, executors)
     rows = [row._replace(estimate=estimate) for row, estimate in zip(found, sure, strict=True)]
     return sorted(rows, key=lambda row: row.estimate.time)
 

@@ -66,9 +66,8 @@ def command(
     floor = lower_bound(named.cluster, machine.places, sizes.payload.bytes, executors[runs])
     output.write((replace(best[0].schedule, name="tuned").to_json() + "\n").encode())
     fastest = simulate(best[0].schedule, named.cluster, machine.places, sizes.payload, executor)
-    sure = dict(
-        zip(map(id, best), estimates(named.cluster, [_timed(machine, one) for one in best]), strict=True)
-    )
+    timed = [_timed(machine, one) for one in best]
+    sure = dict(zip(map(id, best), estimates(named.cluster, timed, executors={runs}), strict=True))
     share = assumed_share(critical_path(fastest))
     made = Report({
         "cluster": named.cluster.name,

@@ -9,7 +9,7 @@ of. Noise, if there is any, is drawn.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from statistics import NormalDist
 from typing import Any
 
@@ -66,10 +66,14 @@ UNKNOWN = Estimate(*[math.nan] * 6)
 
 
 def estimates(
-    cluster: Cluster, timed: Sequence[Timed], base: int | None = None, noisy: bool = False
+    cluster: Cluster,
+    timed: Sequence[Timed],
+    base: int | None = None,
+    noisy: bool = False,
+    executors: Collection[str] | None = None,
 ) -> list[Estimate]:
     """Of each of `timed`. base: which one ratios are to, by default the fastest. noisy: times differ from
-    draw to draw, and their median counts."""
+    draw to draw, and their median counts. executors: who runs them, if it is known."""
 
     if not timed:
         return []
@@ -79,7 +83,7 @@ def estimates(
 
     found = logs(cluster)
     covariance = np.zeros((len(timed), len(timed)))
-    for of in uncertainty.moved(cluster):
+    for of in uncertainty.moved(cluster, executors):
         wrong = (logs(of) - found) / uncertainty.STEP
         covariance += np.outer(wrong, wrong)
     if noisy:
