@@ -7,6 +7,7 @@ and `new_group` names one by a count that may differ between ranks.
 
 from __future__ import annotations
 
+import re
 import socket
 import weakref
 from collections.abc import Callable
@@ -29,6 +30,8 @@ T = TypeVar("T")
 
 # Tags: this bit, then the channel, then the number of the message between two ranks. Torch takes 31 bits.
 _OURS, _CHANNELS, _MESSAGES = 1 << 30, 1 << 18, 1 << 12
+
+_LOST = re.compile("Connection (?:closed|reset) by peer")
 
 
 class _Known:
@@ -153,8 +156,11 @@ class TorchCommunicator:
 
 
 def reason(error: RuntimeError) -> str:
-    """What torch says, in one line."""
-    return (str(error).strip().splitlines() or [repr(error)])[0]
+    """What torch says, in one line and without the place in its sources."""
+    said = (str(error).strip().splitlines() or [repr(error)])[0]
+    if lost := _LOST.search(said):
+        return f"a rank has ended ({lost[0]})"
+    return re.sub(r"^\[[^\]]*\] ", "", said)
 
 
 def _host_group(group: ProcessGroup) -> ProcessGroup | None:

@@ -98,8 +98,11 @@ def test_generate_over_cache_nodes_writes_the_same_text(tmp_path):
     assert done.stdout == ",".join(map(str, wanted)) + "\n"
     assert "on 2 cache nodes" in done.stderr
     done = job(*generate, "--draft", "ngram")
+    assert (done.returncode, done.stdout) == (0, ",".join(map(str, wanted)) + "\n"), done.stderr
+    assert "accepted" in done.stderr
+    done = job(*generate, "--transport", "mpi")
     assert done.returncode == 2
-    assert "--draft and --cache-nodes do not go together" in done.stderr
+    assert "--transport and --cache-nodes do not go together" in done.stderr
 
 
 def test_a_node_by_itself_says_how_it_is_started():

@@ -11,6 +11,7 @@ import pytest
 from treeattn import collectives, mpi_library, report, schemes
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.cli import doctor, probe
+from treeattn.errors import BackendError
 
 from .launch import in_process, mpiexec, run, treeattn
 
@@ -243,10 +244,22 @@ def test_doctor_says_what_open_mpi_wants_of_root(tmp_path, monkeypatch, told):
     monkeypatch.setattr(probe, "launcher", lambda: str(launcher))
     for name in probe.AS_ROOT:
         monkeypatch.setenv(name, "1") if told else monkeypatch.delenv(name, raising=False)
-    found = {finding.subject: finding for finding in doctor._mpi()}["launcher"]
+    found = {finding.subject: finding for finding in doctor._mpi(False)}["launcher"]
     assert found.verdict == "ok"
     export = "it refuses root: export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
     assert found.remedy == ("" if told else export)
+
+
+@pytest.mark.parametrize(("torch", "verdict"), [("2.13.0", "missing"), (None, "broken")])
+def test_doctor_without_mpi4py_needs_another_launcher(monkeypatch, torch, verdict):
+    def load():
+        raise BackendError("no MPI library could be loaded (No module named 'mpi4py'): pip install mpich")
+
+    monkeypatch.setattr(mpi_library, "load", load)
+    monkeypatch.setattr(doctor, "_version", {"torch": torch}.get)
+    found = {finding.subject: finding.verdict for finding in doctor._findings()}
+    assert found["MPI library"] == verdict
+    assert found["torchrun"] == ("ok" if torch else "missing")
 
 
 def test_doctor_names_the_remedy_for_a_missing_compiler(tmp_path):

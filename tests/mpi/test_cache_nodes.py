@@ -15,6 +15,7 @@ import treeattn
 from treeattn import cache_nodes, collectives, reference
 from treeattn.attention.shape import DTYPES
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError, StateError
+from treeattn.token_tree import TokenTree
 
 pytestmark = pytest.mark.mpi
 
@@ -193,6 +194,60 @@ def test_a_step_is_two_messages_for_each_node(comm, scheme):
     if node is None:
         own = 64 + HEADS * HEAD_DIM * 4 + 2 * KV_HEADS * HEAD_DIM * 4
         assert sent_here[1] == sent_here[0] * own
+
+
+def test_drafts_are_verified_over_the_nodes(comm):
+    """Two rows of trees, one with pads, twice; what is kept is appended. As many messages as ever."""
+
+    def model(nodes):
+        dense = Dense(2, seed=3)
+        cache = nodes.cache(batch=2, capacity=90, **SHAPE)
+        parents = [[-1, 0, 0, 1, 1, 2], [-1, 0, 1, 2, -1, -1]]
+        tree = TokenTree.from_parents([[1, 2, 3, 4, 5, 6]] * 2, parents, lengths=[6, 4])
+        for tokens in (11, 40):
+            one_token_of_all_layers(
+                cache, dense, tokens, np.full(2, tokens), treeattn.Rules(causal=True), None
+            )
+            for layer in range(LAYERS):
+                q, k, v = dense.new(6, HEADS), dense.new(6), dense.new(6)
+                sent = nodes.messages
+                out, lse = cache.verify(layer, q, k, v, tree, scale=0.3)
+                assert nodes.messages - sent - len(nodes.children) in (0, len(nodes.children))  # planned once
+                for row, held in enumerate(dense.held[layer]):
+                    for node in range(int(tree.lengths[row])):
+                        kept = tree.mask[row, node]
+                        context = (np.stack(part) for part in zip(*held, strict=True))
+                        longer = [
+                            np.concatenate([part, drafts[row, kept]])[None]
+                            for part, drafts in zip(context, (k, v), strict=True)
+                        ]
+                        wanted = reference.attention(q[row : row + 1, node : node + 1], *longer, scale=0.3)
+                        np.testing.assert_allclose(out[row, node], wanted[0][0, 0], rtol=0, atol=2e-5)
+                        np.testing.assert_allclose(lse[row, :, node], wanted[1][0, :, 0], rtol=0, atol=2e-5)
+                assert not out[1, 4:].any()
+                assert (lse[1, :, 4:] == -np.inf).all()
+                path = [0, 1, 3]
+                for row, held in enumerate(dense.held[layer]):
+                    held += list(zip(k[row, path], v[row, path], strict=True))
+                cache.append(layer, k[:, path], v[:, path])
+        for words, wrong in (
+            ("draft_k has shape", (q, k[:, :5], v)),
+            ("draft_v is float64", (q, k, v.astype(float))),
+            ("the tree has 2 rows of 6 slots", (q[:, :3], k[:, :3], v[:, :3])),
+        ):
+            with pytest.raises(ArgumentError, match=words):
+                cache.verify(0, *wrong, tree)
+        with pytest.raises(ArgumentError, match="tree is a list"):
+            cache.verify(0, q, k, v, parents)
+        latent = nodes.cache(
+            layers=1, kv_heads=1, head_dim=16, v_dim=8, dtype="float32", latent=True, capacity=9
+        )
+        with pytest.raises(RestrictionError, match="values of their own"):
+            latent.verify(0, q, k, v, tree)
+        with pytest.raises(ArgumentError, match="float8_e4m3fn"):
+            nodes.cache(**{**SHAPE, "dtype": "float8_e4m3fn"})
+
+    meet(comm, model)
 
 
 def test_capacity_is_what_the_nodes_have_room_for(comm):

@@ -6,7 +6,7 @@ import atexit
 import functools
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from treeattn import communicators, job, mpi_library
 from treeattn.agreement import collectively
 from treeattn.attention import arrays
 from treeattn.attention.mask import Rules
-from treeattn.attention.shape import DTYPES, check_latent
+from treeattn.attention.shape import DTYPES, Shape, check_latent
 from treeattn.cache.placement import whole_numbers
 from treeattn.cache_nodes.meeting import agreed_capacity, agreed_index, meet
 from treeattn.cache_nodes.message import Array, Head, Kind, Message, message_bytes
@@ -25,7 +25,9 @@ from treeattn.cache_nodes.view import Attention, CachePlan, View, per_sequence
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
-from treeattn.errors import ArgumentError, StateError
+from treeattn.errors import ArgumentError, RestrictionError, StateError
+from treeattn.token_tree.tree import TokenTree
+from treeattn.token_tree.verify import check_drafts
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -34,6 +36,7 @@ __all__ = ["CacheNodes", "RemoteCache", "connect"]
 
 _MOST_QUERIES = 512  # in one step: a longer prompt goes in pieces of so many, then of smaller powers of two
 _CAUSAL = Rules(causal=True)
+_DRAFTS = "q", "draft_k", "draft_v"
 _open: list[CacheNodes] = []  # the one of this process
 
 
@@ -301,6 +304,45 @@ class RemoteCache:
         assert whole is not None
         return whole
 
+    def verify(
+        self, layer: int, q: Any, draft_k: Any, draft_v: Any, tree: TokenTree, *, scale: float | None = None
+    ) -> tuple[Any, Any]:
+        """Attend from the nodes of a token tree to all tokens of a layer and to their ancestors, in one step.
+
+        Drafts stay here, where they are counted, and are forgotten: `append` those that are kept.
+
+        Parameters
+        ----------
+        layer : int
+        q, draft_k, draft_v : [batch, L, heads or kv_heads, head_dim]
+            Of the drafts.
+        tree : TokenTree
+            Of `batch` rows and L slots.
+        scale
+            As of `decode`.
+
+        Returns
+        -------
+        out : [batch, L, heads, head_dim]
+        lse : [batch, heads, L]
+            As `treeattn.verify` gives them, until the next step; 0 and -inf in pads.
+
+        Raises
+        ------
+        ArgumentError
+            What does not fit: before anything is sent.
+        RestrictionError
+            Latent caches, and values of another width than keys.
+        """
+        self._nodes._check_open()
+        if len({*self._plan.widths}) != 1 or self._plan.latent:
+            raise RestrictionError("a token tree is verified over values of their own, as wide as the keys")
+        q, *drafts = self._checked(layer, q, draft_k, draft_v, _DRAFTS)
+        plan, (batch, queries, heads, _) = self._plan, q.shape
+        shape = Shape(batch, queries, heads, plan.kv_heads, plan.head_dim, plan.dtype)
+        check_drafts(shape, tree, *drafts)
+        return self._step(layer, (q,), None, None, scale, Rules(), (*drafts, tree))
+
     def append(self, layer: int, k: Any, v: Any = None, *, counts: Any = None) -> None:
         """The new tokens of a layer without a query: p - 1 messages. Arguments and errors as of `step`."""
         self._nodes._check_open()
@@ -327,7 +369,14 @@ class RemoteCache:
         return into
 
     def _step(
-        self, layer: int, given: tuple[Any, ...], counts: Any, begins: Any, scale: float | None, rules: Rules
+        self,
+        layer: int,
+        given: tuple[Any, ...],
+        counts: Any,
+        begins: Any,
+        scale: float | None,
+        rules: Rules,
+        drafts: tuple[Any, ...] = (),
     ) -> tuple[Any, Any]:
         nodes, plan, (batch, queries, heads, _) = self._nodes, self._plan, given[0].shape
         scale = 1.0 / math.sqrt(plan.head_dim) if scale is None else float(scale)
@@ -342,7 +391,11 @@ class RemoteCache:
         nodes._busy = True
         into = self._send(head, parts, (*(one for one in (counts, begins) if one is not None), *given))
         attention, totals = self._attention[number], self.totals[layer]
-        got = attention(into[sum(flags)], *attention.nothing, None, (), totals - (queries - tokens), begins)
+        if drafts:
+            got = attention.verify(into[sum(flags)], *drafts)
+        else:
+            first = totals - (queries - tokens)
+            got = attention(into[sum(flags)], *attention.nothing, None, (), first, begins)
         totals += tokens if counts is None else counts
         nodes._busy = False
         return got
@@ -390,7 +443,9 @@ class RemoteCache:
         self._nodes._call("select", cache=self._number, rows=rows)
         self.totals, self.capacity = self.totals[:, rows], capacity
 
-    def _checked(self, layer: int, q: Any, k: Any, v: Any) -> tuple[Any, ...]:
+    def _checked(
+        self, layer: int, q: Any, k: Any, v: Any, names: Sequence[str] = ("q", "k", "v")
+    ) -> tuple[Any, ...]:
         """Those that are given, as NumPy arrays that fit this cache. Raises `ArgumentError`."""
         plan, dtype = self._plan, DTYPES[self._plan.dtype]
         if not (isinstance(layer, int | np.integer) and 0 <= layer < plan.layers):
@@ -400,7 +455,7 @@ class RemoteCache:
         if not plan.latent and (k is None) != (v is None):
             raise ArgumentError("k and v come together, or neither of them")
         widths = (None, plan.head_dim), (plan.kv_heads, plan.head_dim), (plan.kv_heads, plan.v_dim)
-        named = [(*one, *of) for one, of in zip((("q", q), ("k", k), ("v", v)), widths, strict=True)]
+        named = [(*one, *of) for one, of in zip(zip(names, (q, k, v), strict=True), widths, strict=True)]
         named = [one for one in named if one[1] is not None]
         given = tuple(arrays.on_host(name, array) for name, array, *_ in named)
         queries = given[0].shape[1] if given[0].ndim == 4 else 0

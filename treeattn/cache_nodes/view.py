@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +12,13 @@ import numpy as np
 from treeattn.attention.mask import Rules
 from treeattn.attention.shape import DTYPES
 from treeattn.attention.shard import CacheFormat, Shard
+from treeattn.backends import device
 from treeattn.cache_nodes.message import Array
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder, Reduction
+from treeattn.token_tree.tree import TokenTree
+from treeattn.token_tree.verify import Drafts, blank_pads
 
 __all__ = ["Attention", "CachePlan", "View", "per_sequence"]
 
@@ -112,6 +117,25 @@ class Attention:
             return self._decoder(q, k, v, lengths)
         stands = first[:, None] + self._queries if self._positional else None
         return self._decoder(q, Shard(k, v, lengths, positions=positions), q_positions=stands, begins=begins)
+
+    @functools.cached_property
+    def _drafts(self) -> tuple[Drafts, Callable[[], object]]:
+        """How the model process attends to drafts, and merges that into its records."""
+        decoder = self._decoder
+        drafts = Drafts(decoder.shape, device.find("cpu"), decoder.scale, None)
+        return drafts, drafts.merged_into(decoder.records)
+
+    def verify(self, q: Any, draft_k: Any, draft_v: Any, tree: TokenTree) -> tuple[Any, Any]:
+        """The model process's end of a step in which it counts the drafts; the nodes, their context alone."""
+        drafts, merge = self._drafts
+        decoder = self._decoder
+        decoder.local(q, *self.nothing, None)
+        if drafts.attend(q, draft_k, draft_v, tree, tree.real):
+            merge()
+        decoder.reduce()
+        out, lse = decoder.finish()
+        blank_pads(tree, out, lse)
+        return out, lse
 
     def close(self) -> None:
         """Collective."""

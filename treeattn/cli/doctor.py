@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 
 import click
 
@@ -47,17 +49,33 @@ def _findings() -> Iterator[Finding]:
     yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
     cores = len(os.sched_getaffinity(0))
     yield Finding("CPU", "ok", f"{environment.cpu_name()}, {cores} usable cores, {platform.machine()}")
-    yield from _mpi()
+    torch = _version("torch")
+    yield from _mpi(torch is not None)
+    yield Finding(
+        "torchrun",
+        "missing" if torch is None else "ok",
+        "torch is not installed" if torch is None else f"torch {torch}: its ranks need no MPI",
+        "pip install treeattn[torch], for ranks that torchrun starts" if torch is None else "",
+    )
     yield from _kernels()
     yield from doctor_gpu.findings()
 
 
-def _mpi() -> Iterator[Finding]:
+def _version(package: str) -> str | None:
+    """Of what is installed, which is not loaded."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
+
+
+def _mpi(other_ranks: bool) -> Iterator[Finding]:
+    """other_ranks: whether there can be ranks without MPI."""
     try:
         mpi_library.load()
     except TreeattnError as error:
         what, _, remedy = str(error).rpartition(": ")
-        yield Finding("MPI library", "broken", what, remedy)
+        without = other_ranks and _version("mpi4py") is None
+        yield Finding("MPI library", "missing" if without else "broken", what, remedy)
         return
     library, launcher = mpi_library.version() or "", probe.launcher()
     yield Finding("MPI library", "ok", library)

@@ -127,8 +127,6 @@ def command(
             "--decode": decode != "tree",
             "--weights": weights == "sharded",
             "--device": device != "cpu",
-            "--draft": draft,
-            "--draft-model": draft_model,
             "--transport": transport,
             "--cache-dtype": cache_dtype,
             "--save-cache": save_cache,

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from treeattn import communicators
 from treeattn.attention.shape import DTYPES
@@ -19,10 +20,11 @@ from treeattn.llama.sampling import Sampling
 from treeattn.llama.session import Session, _check_tokens, _checked_prompt
 from treeattn.llama.tensor_parallel import Tokens
 from treeattn.partial import Array
+from treeattn.token_tree import TokenTree
 
 
 class RemoteSession(Session):
-    """One sequence of at most `capacity` tokens on `nodes`; the rest as of `Session`, without drafts.
+    """One sequence of at most `capacity` tokens on `nodes`; the rest as of `Session`.
 
     Raises `ArgumentError` for a model on a GPU or over several ranks, and where the nodes have no room.
     """
@@ -61,7 +63,7 @@ class RemoteSession(Session):
 
     @property
     def tree_decoder(self) -> None:
-        """None: no drafts are verified here."""
+        """None: drafts are verified in steps as of tokens."""
         return
 
     @property
@@ -73,7 +75,7 @@ class RemoteSession(Session):
         """As of `Session`: the prompt goes to the nodes in pieces."""
         if self._remote.totals.any():
             raise ArgumentError("the prompt is in the cache already: a session has one")
-        hidden = self._forward(self.prompt_tokens, np.arange(self.tokens), on_layer)
+        hidden = self._forward(self.prompt_tokens, np.arange(self.tokens), self._remote.step, on_layer)
         logits: Array = self.model.logits(hidden[-1:])[0]
         return logits
 
@@ -83,19 +85,41 @@ class RemoteSession(Session):
             raise ArgumentError("the prompt is not in the cache yet: call prefill first")
         new = np.array([token])
         _check_tokens("the step", new, self.model.config.vocab_size)
-        hidden = self._forward(new, np.array([self.tokens]))
+        hidden = self._forward(new, np.array([self.tokens]), self._remote.step)
         self.tokens += 1
         logits: Array = self.model.logits(hidden)[0]
         return logits
 
+    def verify(self, tree: TokenTree) -> Array:
+        """As of `Session`, for trees of any size."""
+        _check_tokens("the tree", tree.tokens[0], self.model.config.vocab_size)
+        self._drafts: list[tuple[Array, Array]] = []
+
+        def ask(layer: int, q: Array, k: Array, v: Array, **how: Any) -> tuple[Array, Array]:
+            self._drafts.append((k.copy(), v.copy()))
+            return self._remote.verify(layer, q, k, v, tree, **how)
+
+        return self.model.logits(self._forward(tree.tokens[0], self.tokens + tree.depths[0], ask))
+
+    def commit(self, path: NDArray[np.integer[Any]]) -> None:
+        """As of `Session`: what is kept goes to the nodes."""
+        kept = path[:, path[0] >= 0][0]
+        for layer, (k, v) in enumerate(self._drafts):
+            self._remote.append(layer, k[:, kept], v[:, kept])
+        self.tokens += len(kept)
+
     def _forward(
-        self, tokens: Any, positions: Any, on_layer: Callable[[int], object] = lambda layer: None
+        self,
+        tokens: Any,
+        positions: Any,
+        ask: Callable[..., tuple[Array, Array]],
+        on_layer: Callable[[int], object] = lambda layer: None,
     ) -> Array:
         scale = 1.0 / math.sqrt(self.model.config.head_dim)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             began = time.perf_counter()
-            out, _ = self._remote.step(layer, q[None], k[None], v[None], scale=scale)
+            out, _ = ask(layer, q[None], k[None], v[None], scale=scale)
             self.attention_s += time.perf_counter() - began
             on_layer(layer)
             attended: Array = out[0]

@@ -156,7 +156,7 @@ class Verifier:
             self._device = find(device, reproducible, comm.size)
             self._device.check_shape(self.shape)
             projection = None if project is None else Projection(project, self.shape)
-            self._drafts = _Drafts(self.shape, self._device, scale, projection)
+            self._drafts = Drafts(self.shape, self._device, scale, projection)
         self.owner, self._size, self._rank = owner, comm.size, comm.rank
         self.decoder = Decoder(
             comm,
@@ -200,22 +200,15 @@ class Verifier:
             shard = Shard.of(k, v, lengths).in_rows(_OVER)
             k, v, lengths = shard.k, shard.v, shard.lengths
         q, k, v, draft_k, draft_v = self._containers.take(q, k, v, draft_k, draft_v, names=_NAMES)
-        _check_drafts(self.shape, tree, draft_k, draft_v)
+        check_drafts(self.shape, tree, draft_k, draft_v)
         owners = draft_owners(self.owner if owner is None else owner, tree, self._size, shard_lengths)
         self.decoder.local(q, k, v, lengths)
         if self._drafts.attend(q, draft_k, draft_v, tree, owners == self._rank):
             self._merge()
         self.decoder.reduce()
         self.decoder.finish()
-        self._blank(tree)
+        blank_pads(tree, self.decoder.out, self.decoder.lse)
         return self._containers.give()
-
-    def _blank(self, tree: TokenTree) -> None:
-        """Pads saw the context, too. They are the last slots of a row."""
-        for row, nodes in enumerate(tree.lengths.tolist()):
-            if nodes < tree.nodes:
-                self.decoder.out[row, nodes:] = 0
-                self.decoder.lse[row, :, nodes:] = -np.inf
 
     def close(self) -> None:
         """Release communicator and requests. Collective."""
@@ -228,7 +221,7 @@ class Verifier:
         self.decoder.__exit__(*exception)
 
 
-class _Drafts:
+class Drafts:
     """The masked pass over draft tokens, into records of its own."""
 
     def __init__(
@@ -264,18 +257,27 @@ class _Drafts:
         return True
 
 
+def blank_pads(tree: TokenTree, out: Array, lse: Array) -> None:
+    """Pads saw the context, too. They are the last slots of a row."""
+    for row, nodes in enumerate(tree.lengths.tolist()):
+        if nodes < tree.nodes:
+            out[row, nodes:] = 0
+            lse[row, :, nodes:] = -np.inf
+
+
 def _shape(tree: TokenTree, q: Array, k: Array, v: Array, draft_k: Array, draft_v: Array) -> Shape:
     """The shape of a step whose arrays fit each other and the tree. Raises `ArgumentError`."""
     elements = dtype_name(q, "bfloat16" if q.dtype == np.uint16 else None)
     shape = Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], elements)
     shape.check_query(q)
     shape.check_cache(k, v)
-    _check_drafts(shape, tree, draft_k, draft_v)
+    check_drafts(shape, tree, draft_k, draft_v)
     shape.check_cache(draft_k, draft_v)
     return shape
 
 
-def _check_drafts(shape: Shape, tree: TokenTree, draft_k: Array, draft_v: Array) -> None:
+def check_drafts(shape: Shape, tree: TokenTree, draft_k: Array, draft_v: Array) -> None:
+    """Raise `ArgumentError` for a tree or drafts that do not fit q."""
     if not isinstance(tree, TokenTree):
         raise ArgumentError(f"tree is a {type(tree).__name__}: a treeattn.token_tree.TokenTree is needed")
     if (tree.batch, tree.nodes) != (shape.batch, shape.queries):
