@@ -70,9 +70,9 @@ def judged(folder: Path, ranks: int) -> dict:
         for one in of_case:
             one.facts["compared_by"] = series
         cases.append(best := pairs(of_case))
-        taken = min((p for p in best if p.summary.key.scheme in named), key=lambda pair: pair.predicted)
+        taken = min((p for p in best if p.label in named), key=lambda pair: pair.estimate.time)
         choices.append({
-            "bytes": 520 * heads, "taken": taken.summary.key.scheme, "best": best[0].summary.key.scheme,
+            "bytes": 520 * heads, "taken": taken.label, "best": best[0].label,
             "ratio": taken.measured / best[0].measured,
         })  # fmt: skip
     found = compare_predicted.facts(cases)
@@ -84,10 +84,10 @@ def judged(folder: Path, ranks: int) -> dict:
         "worst_choice": max(choice["ratio"] for choice in choices),
         "choices": choices,
         "rows": [
-            {"scheme": pair.summary.key.scheme, "bytes": 520 * pair.summary.key.heads,
-             "measured_us": pair.measured, "predicted_us": pair.predicted, "in_interval": pair.within,
+            {"scheme": pair.label, "bytes": 520 * heads,
+             "measured_us": pair.measured, "predicted_us": pair.estimate.time, "in_interval": pair.within,
              "ratio_in_interval": pair.ratio_within}
-            for case in cases
+            for heads, case in zip(HEADS, cases, strict=True)
             for pair in case
         ],
     }  # fmt: skip
@@ -115,8 +115,8 @@ def main() -> None:
     (options.out / "calibrated.json").write_text(json.dumps(facts, indent=1) + "\n")
     print(
         f"median error {found['median_error']:.0%} (goal {GOAL_ERROR:.0%}), "
-        f"90 % within {found['p90_error']:.0%}, {found['in_interval'] or 0:.0%} in their intervals, "
-        f"{found['ratios_in_interval'] or 0:.0%} of the ratios"
+        f"90 % within {found['p90_error']:.0%}, {found['in_interval']:.0%} in their intervals, "
+        f"{found['ratios_in_interval']:.0%} of the ratios"
     )
     for choice in found["choices"]:
         print("{bytes:>7} bytes: auto takes {taken}, {ratio:.2f} times the best, {best}".format(**choice))

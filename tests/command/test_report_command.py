@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from unittest import mock
 
 import pytest
+from msgspec.structs import asdict
 
 from tests.unit.study import made_results
 from treeattn.collectives import Schedule, build
@@ -17,6 +18,7 @@ from treeattn.study import plot
 from treeattn.study.compare import results
 from treeattn.study.compare.schema import NULL, SUM
 from treeattn.study.figures import draw
+from treeattn.study.intervals import Estimate
 
 from .launch import in_process
 
@@ -62,7 +64,8 @@ def written(tmp_path_factory):
     name = in_process("schedule", own).stdout.split(",")[0]
     keys = made_results.keys((*SCHEMES, name), tokens=[0], what="reduce")
     lines = [made_results.run_line(warning="<script>alert(1)</script>")]
-    lines += [made_results.point_line(k, n, predicted=100.0) for k in keys for n in range(6)]
+    estimate = asdict(Estimate(100.0, 90.0, 110.0, 1.0, 0.9, 1.1))
+    lines += [made_results.point_line(k, n, estimate=estimate) for k in keys for n in range(6)]
     path, out = folder / "r.jsonl", folder / "report.html"
     path.write_text("\n".join(map(json.dumps, lines)))
     two = {name: plot.FIGURES[name] for name in ("time", "predicted")}

@@ -64,7 +64,7 @@ def test_from_an_own_schedule_to_a_report_on_an_emulated_cluster(tmp_path):
     (run,) = found.runs.values()
     assert [rank.host for rank in run.ranks] == ["node0", "node0", "node1", "node1"]
     schemes = {name, "ring", "recursive_doubling", "hierarchical"}
-    predicted = {point.key.scheme for point in found.points if point.predicted}
+    predicted = {point.key.scheme for point in found.points if point.estimate}
     assert predicted == schemes
     for point in found.points:
         assert point.key.scheme not in schemes or point.error_out <= point.bound_out

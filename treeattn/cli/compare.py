@@ -250,8 +250,7 @@ class _Session:
             self._append(Failure(**fields, message=str(found)))
         else:
             estimate = self._predictions.estimates.get(block.key)
-            fields |= {"predicted": estimate and estimate.time, "estimate": estimate}
-            point = Point(**fields, repetition=block.repetition, **found)
+            point = Point(**fields, estimate=estimate, repetition=block.repetition, **found)
             self._append(point)
             self._held.points.append(point)
             self._measured += 1
@@ -288,8 +287,7 @@ class _Session:
             if summary.key in place and summary.version == self._version(summary.key)
         ]
         for summary in summaries:  # those of this command, also where an older one measured
-            estimate = self._predictions.estimates.get(summary.key)
-            summary.facts.update(predicted=estimate and estimate.time, estimate=estimate)
+            summary.facts["estimate"] = self._predictions.estimates.get(summary.key)
         summaries.sort(key=lambda summary: place[summary.key])
         for _, group in itertools.groupby(summaries, lambda summary: summary.key.case):
             compare_answers.answer(group, self._held, self._baseline)

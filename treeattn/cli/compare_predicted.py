@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from treeattn.collectives.clusters.disturbance import TOGETHER
 from treeattn.report import Column, Report, microseconds
 from treeattn.study import intervals
 from treeattn.study.compare.results import Summary
+from treeattn.study.intervals import Estimate
 from treeattn.study.published.held import score
 
 
@@ -17,36 +18,27 @@ class Pair(NamedTuple):
     """A scheme's measured microseconds and what was predicted; ratio: measured, to the scheme that the
     estimate's ratio is to, None where that was not measured."""
 
-    summary: Summary
+    label: str
     measured: float
+    estimate: Estimate
     ratio: float | None
-
-    @property
-    def predicted(self) -> float:
-        """Microseconds."""
-        return float(self.summary.facts["predicted"])
 
     @property
     def error(self) -> float:
         """Of the prediction, relative to what was measured."""
-        return self.predicted / self.measured - 1
-
-    def of_estimate(self, name: str) -> Any:
-        """A field of the estimate; None in results that hold none."""
-        return getattr(self.summary.facts["estimate"], name, None)
+        return self.estimate.time / self.measured - 1
 
     @property
-    def within(self) -> bool | None:
+    def within(self) -> bool:
         """Whether what was measured lies in the interval."""
-        low, high = self.of_estimate("low"), self.of_estimate("high")
-        return None if low is None else low <= self.measured <= high
+        return self.estimate.low <= self.measured <= self.estimate.high
 
     @property
     def ratio_within(self) -> bool | None:
         """Likewise of the ratio."""
-        if self.ratio is None or self.of_estimate("ratio_interval") is None:
+        if self.ratio is None or self.estimate.is_baseline:
             return None
-        return bool(self.of_estimate("ratio_low") <= self.ratio <= self.of_estimate("ratio_high"))
+        return self.estimate.ratio_low <= self.ratio <= self.estimate.ratio_high
 
 
 def _series(row: Summary) -> str:
@@ -57,11 +49,9 @@ def _series(row: Summary) -> str:
 
 def pairs(rows: Sequence[Summary]) -> list[Pair]:
     """Of the rows of one case that have both, in the order of what was measured."""
-    known = [row for row in rows if row.facts["predicted"]]
-    times = {row.key: row.times[_series(row)].median for row in known}
-    first = next((row for row in known if row.facts["estimate"] and row.facts["estimate"].is_baseline), None)
-    base = None if first is None else times[first.key]
-    made = [Pair(row, times[row.key], base and times[row.key] / base) for row in known]
+    known = [(row, row.times[_series(row)].median) for row in rows if row.facts["estimate"]]
+    base = next((time for row, time in known if row.facts["estimate"].is_baseline), None)
+    made = [Pair(row.key.label, time, row.facts["estimate"], base and time / base) for row, time in known]
     return sorted(made, key=lambda pair: pair.measured)
 
 
@@ -71,17 +61,16 @@ def show(made: Report, case: str, rows: Sequence[Summary]) -> list[Pair]:
     if found:
         made.line(f"\npredicted: {case}")
         made.table(found, [
-            Column("scheme", lambda pair: pair.summary.key.label, words=True),
+            Column("scheme", "label", words=True),
             Column("measured", "measured", microseconds),
-            Column("predicted", "predicted", microseconds),
-            Column("95 %", lambda pair: pair.of_estimate("interval")),
+            Column("predicted", lambda pair: pair.estimate.time, microseconds),
+            Column("95 %", lambda pair: pair.estimate.interval),
             Column("error", "error", "+.0%"),
             Column("ratio", "ratio", ".2f"),
-            Column("predicted", lambda pair: pair.of_estimate("ratio_interval")),
+            Column("predicted", lambda pair: pair.estimate.ratio_interval),
         ])  # fmt: skip
-    of = [(p.summary.key.label, p.summary.facts["estimate"]) for p in found if p.summary.facts["estimate"]]
-    if any(estimate.is_baseline for _, estimate in of):
-        made.line(intervals.alike(of))
+    if any(pair.estimate.is_baseline for pair in found):
+        made.line(intervals.alike((pair.label, pair.estimate) for pair in found))
     return found
 
 
@@ -90,26 +79,18 @@ def facts(cases: Sequence[Sequence[Pair]]) -> dict[str, Any]:
     every = [pair for case in cases for pair in case]
     if not every:
         return {}
-    of_ratios = [
-        abs(pair.of_estimate("ratio") / pair.ratio - 1)
-        for pair in every
-        if pair.ratio is not None and pair.of_estimate("ratio_interval")
-    ]
+    of_ratios = [pair for pair in every if pair.ratio_within is not None]
+    errors = [abs(pair.estimate.ratio / pair.ratio - 1) for pair in of_ratios if pair.ratio]
     chosen = [
-        min(case, key=lambda pair: pair.predicted).measured / case[0].measured for case in cases if case
+        min(case, key=lambda pair: pair.estimate.time).measured / case[0].measured for case in cases if case
     ]
     return {
         **score([abs(pair.error) for pair in every])._asdict(),
-        "within_interval": _share(pair.within for pair in every),
-        "ratio_median": median(of_ratios) if of_ratios else None,
-        "ratio_within_interval": _share(pair.ratio_within for pair in every),
+        "within_interval": fmean(pair.within for pair in every),
+        "ratio_median": median(errors) if errors else None,
+        "ratio_within_interval": fmean(map(bool, (p.ratio_within for p in of_ratios))) if errors else None,
         "worst_choice": max(chosen),
     }
-
-
-def _share(held: Any) -> float | None:
-    known = [one for one in held if one is not None]
-    return sum(known) / len(known) if known else None
 
 
 def summary(made: Report, cases: Sequence[Sequence[Pair]]) -> None:
@@ -119,10 +100,9 @@ def summary(made: Report, cases: Sequence[Sequence[Pair]]) -> None:
         return
     text = (
         f"Predicted against measured, {found['rows']} times: median {found['median']:.0%} off, 90 % within "
-        f"{found['p90']:.0%}, {found['within_25']:.0%} within 25 %"
+        f"{found['p90']:.0%}, {found['within_25']:.0%} within 25 %, {found['within_interval']:.0%} in their "
+        "intervals"
     )
-    if found["within_interval"] is not None:
-        text += f", {found['within_interval']:.0%} in their intervals"
     if found["ratio_median"] is not None:
         text += (
             f"; ratios: median {found['ratio_median']:.0%} off, {found['ratio_within_interval']:.0%} in "

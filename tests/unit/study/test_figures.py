@@ -210,7 +210,7 @@ def test_predictions_are_drawn_only_where_points_carry_them(made, tmp_path):
     key, other = made_results.keys(["chain", "ring"], [4096])
     ratio = dict.fromkeys(("ratio", "ratio_low", "ratio_high"), 1.0)
     estimate = {"time": 7.5, "low": 7.0, "high": 9.0, **ratio}
-    lines = [made_results.point_line(key, n, predicted=7.5, estimate=estimate) for n in range(6)]
+    lines = [made_results.point_line(key, n, estimate=estimate) for n in range(6)]
     lines = [made_results.run_line(), *lines, made_results.point_line(other)]
     path.write_text("\n".join(map(json.dumps, lines)))
     (chart,) = charts("predicted", study(path)).values()

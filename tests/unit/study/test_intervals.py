@@ -100,7 +100,7 @@ def test_of_a_shipped_cluster_what_is_assumed_may_be_wrong_and_nothing_else():
 
 def row(scheme, measured, estimate):
     key = Key("reduce", scheme, 8, 0, 1, 1, 1, 1, 1, "float32")
-    facts = {"predicted": estimate.time, "estimate": estimate, "compared_by": "completion"}
+    facts = {"estimate": estimate, "compared_by": "completion"}
     return Summary(key, "", 1, {"completion": describe([[measured]])}, facts)
 
 

@@ -98,8 +98,6 @@ def test_the_table_says_what_times_are_counted_from(tmp_path):
     texts = []
     for spread in (1.0, 30.0):
         summaries = of_case(tmp_path, spread, **{NULL: 40.0, "ring": 90.0, SUM: 60.0})
-        for summary in summaries:
-            summary.facts["predicted"] = None
         texts.append(shown(run_of("a"), summaries)[1])
     near, apart = texts
     assert "from the last rank's entry" not in near

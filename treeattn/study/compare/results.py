@@ -196,7 +196,7 @@ def lacking(rows: Iterable[Summary]) -> str | None:
     )
 
 
-_FACTS = ("warmup", "determinism", "rounds", "depth", "sent", "scheduled", "predicted", "estimate")
+_FACTS = ("warmup", "determinism", "rounds", "depth", "sent", "scheduled", "estimate")
 
 
 def summarise(results: Results) -> list[Summary]:

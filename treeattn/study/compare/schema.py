@@ -208,8 +208,8 @@ class Point(Line, kw_only=True, tag="point", omit_defaults=True):
 
     held, step_peak: bytes that planning and a first step leave allocated, and that a further step adds at
     its peak, worst rank, as tracemalloc sees them (NumPy's buffers, not the MPI library's); None for blocks
-    after the first of a key in a run. predicted: of the median completion, by a model;
-    estimate: the same with its interval, and its ratio to the first of its case.
+    after the first of a key in a run. estimate: what is
+    predicted of the median that the case is compared by, with its interval and its ratio.
 
     of_ranks: of each rank, the median over the iterations of the time between its own entry and exit; None in
     older results.
@@ -245,7 +245,6 @@ class Point(Line, kw_only=True, tag="point", omit_defaults=True):
     samples: dict[str, Series]
     of_ranks: Series | None = None
     took: Length = 0.0
-    predicted: Number | None = None
     estimate: Estimate | None = None
     executor: str | None = None
 

@@ -84,8 +84,8 @@ def cold(case: Case) -> list[Chart]:
 
 
 def predicted(case: Case) -> list[Chart]:
-    """Predicted against measured time, where points carry a prediction (``predicted``, µs)."""
-    known = [m for m in case.members if m.facts["predicted"] is not None]
+    """Predicted against measured time, where points carry a prediction."""
+    known = [m for m in case.members if m.facts["estimate"] is not None]
     points = [(m.key.label, _against(m.times[case.series], m)) for m in known]
     series = tuple(
         Series(scheme, tuple(sorted(point for name, point in points if name == scheme)))
@@ -101,9 +101,8 @@ def predicted(case: Case) -> list[Chart]:
 
 
 def _against(measured: Statistics, summary: Summary) -> Point:
-    value, known = float(summary.facts["predicted"]), summary.facts["estimate"]
-    low, high = known and known.low, known and known.high
-    return Point(measured.median, value, low, high, measured.low, measured.high)
+    known = summary.facts["estimate"]
+    return Point(measured.median, known.time, known.low, known.high, measured.low, measured.high)
 
 
 def by_scheme(
