@@ -34,8 +34,7 @@ __device__ __forceinline__ void load_tokens(Vector (&to)[UNROLL][(Layout<T, HEAD
 #pragma unroll
     for (int i = 0; i < L::PER_LANE; ++i) {
       const int vector = i * L::LANES + lane;
-      to[u][i] = Vector{{0, 0, 0, 0}};
-      if (token + u * L::TOKENS < end && vector < L::VECTORS) to[u][i] = load_once(row + vector * L::ELEMENTS);
+      to[u][i] = load_once(row + vector * L::ELEMENTS, token + u * L::TOKENS < end && vector < L::VECTORS);
     }
     row += L::TOKENS * stride;
   }
@@ -54,8 +53,7 @@ __device__ __forceinline__ void load_paged(Vector (&to)[UNROLL][(Layout<T, HEAD_
 #pragma unroll
     for (int i = 0; i < L::PER_LANE; ++i) {
       const int vector = i * L::LANES + lane;
-      to[u][i] = Vector{{0, 0, 0, 0}};
-      if (at < end && pages[u] >= 0 && vector < L::VECTORS) to[u][i] = load_once(row + vector * L::ELEMENTS);
+      to[u][i] = load_once(row + vector * L::ELEMENTS, at < end && pages[u] >= 0 && vector < L::VECTORS);
     }
   }
 }
@@ -137,6 +135,10 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
 
 #pragma unroll 1
   while (tokens.at.start < tokens.at.end) { // as often in all warps: shuffles need no care
+    const TileRange here = tokens.at;
+    tokens.template advance<L::STEP>(a);
+    const int moved = tokens.at.start - here.start;
+    if constexpr (Tokens::PAGED) find_pages<L::TOKENS>(a, pages, token + moved, tokens.at.end);
     float scores[ROWS][UNROLL];
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
@@ -151,11 +153,7 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
         scores[r][u] = sum;
       }
     }
-    const TileRange here = tokens.at;
-    tokens.template advance<L::STEP>(a);
-    const int moved = tokens.at.start - here.start;
     if constexpr (Tokens::PAGED) {
-      find_pages<L::TOKENS>(a, pages, token + moved, tokens.at.end);
       load_paged<T, HEAD_DIM>(keys, a, pages, k, a.k, lane, token + moved, tokens.at.end);
     } else {
       k += moved * a.k.row_stride;

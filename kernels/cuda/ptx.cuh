@@ -271,15 +271,34 @@ __device__ __forceinline__ void dequantize(const Vector &v, Vector *to, float8_e
 
 // ---- memory
 
-// 16 bytes that are read once: they should not push anything else out of the first-level cache.
-__device__ __forceinline__ Vector load_once(const void *from) {
+// The cache's keys and values are read once in a step: they should push nothing else out of either level of caches,
+// scratch memory and what the next kernels need above all. From sm_80 on: what a policy says of the second level.
+#if !defined(TREEATTN_PLAIN) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+__device__ __forceinline__ unsigned long long evict_first() {
+  unsigned long long policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+#endif
+
+// 16 bytes of them; zeros, and nothing read, where `valid` is false. One load under a predicate: compilers would branch
+// around some.
+__device__ __forceinline__ Vector load_once(const void *from, bool valid) {
 #ifdef TREEATTN_PLAIN
-  return *static_cast<const Vector *>(from);
+  return valid ? *static_cast<const Vector *>(from) : Vector{};
 #else
+#if __CUDA_ARCH__ >= 800
+#define LOAD_ONCE "ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [at], policy;"
+  const unsigned long long policy = evict_first();
+#else
+#define LOAD_ONCE "ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [at];"
+  const unsigned long long policy = 0;
+#endif
   Vector v;
-  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm("{ .reg .pred valid; .reg .b64 at, policy; mov.b64 at, %4; mov.b64 policy, %6; setp.ne.s32 valid, %5, 0;"
+      "  mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; @valid " LOAD_ONCE " }"
       : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
-      : "l"(from));
+      : "l"(from), "r"((int)valid), "l"(policy));
   return v;
 #endif
 }
@@ -327,10 +346,11 @@ __device__ __forceinline__ void copy_async(void *to, const void *from, bool vali
 #ifdef TREEATTN_EMULATOR
   emulator::copy_async(to, from, 16, valid ? 16 : 0);
 #elif __CUDA_ARCH__ < 800
-  *static_cast<Vector *>(to) = valid ? load_once(from) : Vector{};
+  *static_cast<Vector *>(to) = load_once(from, valid);
 #else
   const unsigned address = (unsigned)__cvta_generic_to_shared(to), bytes = valid ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(bytes)
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(address), "l"(from),
+               "r"(bytes), "l"(evict_first())
                : "memory");
 #endif
 }
