@@ -36,6 +36,11 @@ class Stream(Memory, Protocol):
     def synchronize_all(self) -> None:
         """Wait for every stream of the GPU; from any thread."""
 
+    def follow(self, last: Any) -> Any:
+        """Make the current stream wait for what was queued to the stream `last` until now; None: for nothing.
+        Returns the current one; while it is captured, which shuts others out, `last`, and nothing is done.
+        Raises `BackendError` where the last one is gone."""
+
     def capturing(self) -> bool:
         """Whether what is queued now is recorded instead of run."""
 
@@ -65,6 +70,20 @@ class PeerMemory(Stream, Protocol):
 
     def close_exposed(self, address: int) -> None:
         """The end of what was opened."""
+
+
+class StreamOrder:
+    """Steps that share buffers, in the order in which they are queued, whichever stream is current then."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        """stream: None where work is done at once."""
+        self._stream = stream
+        self._last: Any = None
+
+    def __call__(self) -> None:
+        """Before anything of a step is queued. Raises `BackendError`."""
+        if self._stream is not None:
+            self._last = self._stream.follow(self._last)
 
 
 class Host:

@@ -23,40 +23,39 @@ template <typename T, int HEAD_DIM> struct Layout {
   static_assert(HEAD_DIM % ELEMENTS == 0, "rows of keys are whole vectors");
 };
 
-// The vectors that this lane holds of UNROLL tokens: `token` lies at `row`, and each other TOKENS further on. Zeros,
-// and nothing read, where there are none. (In parentheses: clang takes the comma for the end of an expression.)
-template <typename T, int HEAD_DIM>
-__device__ __forceinline__ void load_tokens(Vector (&to)[UNROLL][(Layout<T, HEAD_DIM>::PER_LANE)], const T *row,
-                                            long long stride, int lane, int token, int end) {
+// Keys or values as a lane reads them: the row of its first token, of a cache in pages where all pages begin.
+template <typename T, int HEAD_DIM, typename Tokens> struct Rows {
   using L = Layout<T, HEAD_DIM>;
-#pragma unroll
-  for (int u = 0; u < UNROLL; ++u) {
-#pragma unroll
-    for (int i = 0; i < L::PER_LANE; ++i) {
-      const int vector = i * L::LANES + lane;
-      to[u][i] = load_once(row + vector * L::ELEMENTS, token + u * L::TOKENS < end && vector < L::VECTORS);
-    }
-    row += L::TOKENS * stride;
-  }
-}
+  const Strided &in;
+  const T *first;
 
-// The same of tokens in pages.
-template <typename T, int HEAD_DIM>
-__device__ __forceinline__ void load_paged(Vector (&to)[UNROLL][(Layout<T, HEAD_DIM>::PER_LANE)],
-                                           const AttentionArguments &a, const int (&pages)[UNROLL], const T *all,
-                                           const Strided &in, int lane, int token, int end) {
-  using L = Layout<T, HEAD_DIM>;
+  __device__ __forceinline__ Rows(const Strided &in, const Work &w, int token)
+      : in(in), first(static_cast<const T *>(in.data) + w.kv_head * in.head_stride) {
+    if constexpr (!Tokens::PAGED) first += w.batch * in.batch_stride + token * in.row_stride;
+  }
+
+  __device__ __forceinline__ void advance(int tokens) {
+    if constexpr (!Tokens::PAGED) first += tokens * in.row_stride;
+  }
+
+  // The vectors that this lane holds of UNROLL tokens, `token` and each other TOKENS further on. Zeros, and nothing
+  // read, where there are none.
+  __device__ __forceinline__ void load(Vector (&to)[UNROLL][L::PER_LANE], const AttentionArguments &a,
+                                       const int (&pages)[UNROLL], int lane, int token, int end) const {
+    const T *row = first;
 #pragma unroll
-  for (int u = 0; u < UNROLL; ++u) {
-    const int at = token + u * L::TOKENS;
-    const T *row = all + row_in_page(a, pages[u], at, in);
+    for (int u = 0; u < UNROLL; ++u) {
+      if constexpr (Tokens::PAGED) row = first + row_in_page(a, pages[u], token + u * L::TOKENS, in);
+      const bool valid = Tokens::PAGED ? pages[u] >= 0 : token + u * L::TOKENS < end;
 #pragma unroll
-    for (int i = 0; i < L::PER_LANE; ++i) {
-      const int vector = i * L::LANES + lane;
-      to[u][i] = load_once(row + vector * L::ELEMENTS, at < end && pages[u] >= 0 && vector < L::VECTORS);
+      for (int i = 0; i < L::PER_LANE; ++i) {
+        const int vector = i * L::LANES + lane;
+        to[u][i] = load_once(row + vector * L::ELEMENTS, valid && vector < L::VECTORS);
+      }
+      if constexpr (!Tokens::PAGED) row += L::TOKENS * in.row_stride;
     }
   }
-}
+};
 
 template <int TOKENS>
 __device__ __forceinline__ void find_pages(const AttentionArguments &a, int (&pages)[UNROLL], int token, int end) {
@@ -92,20 +91,12 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
 
   tokens.template find<L::STEP>(a, w);
   int token = tokens.at.start + warp * L::TOKENS * UNROLL + in_warp; // the first of this lane's UNROLL
-  const T *k = static_cast<const T *>(a.k.data) + w.kv_head * a.k.head_stride;
-  const T *v = static_cast<const T *>(a.v.data) + w.kv_head * a.v.head_stride;
+  Rows<T, HEAD_DIM, Tokens> k(a.k, w, token), v(a.v, w, token);
   Vector keys[UNROLL][L::PER_LANE], values[UNROLL][L::PER_LANE];
   int pages[UNROLL];
-  if constexpr (Tokens::PAGED) {
-    find_pages<L::TOKENS>(a, pages, token, tokens.at.end);
-    load_paged<T, HEAD_DIM>(keys, a, pages, k, a.k, lane, token, tokens.at.end);
-    load_paged<T, HEAD_DIM>(values, a, pages, v, a.v, lane, token, tokens.at.end);
-  } else {
-    k += w.batch * a.k.batch_stride + token * a.k.row_stride;
-    v += w.batch * a.v.batch_stride + token * a.v.row_stride;
-    load_tokens<T, HEAD_DIM>(keys, k, a.k.row_stride, lane, token, tokens.at.end);
-    load_tokens<T, HEAD_DIM>(values, v, a.v.row_stride, lane, token, tokens.at.end);
-  }
+  if constexpr (Tokens::PAGED) find_pages<L::TOKENS>(a, pages, token, tokens.at.end);
+  k.load(keys, a, pages, lane, token, tokens.at.end);
+  v.load(values, a, pages, lane, token, tokens.at.end);
 
   if (piece_row < ROWS) {
     float *to = reinterpret_cast<float *>(queries) + piece_row * HEAD_DIM + piece_index, scale = a.scale;
@@ -153,12 +144,8 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
         scores[r][u] = sum;
       }
     }
-    if constexpr (Tokens::PAGED) {
-      load_paged<T, HEAD_DIM>(keys, a, pages, k, a.k, lane, token + moved, tokens.at.end);
-    } else {
-      k += moved * a.k.row_stride;
-      load_tokens<T, HEAD_DIM>(keys, k, a.k.row_stride, lane, token + moved, tokens.at.end);
-    }
+    k.advance(moved);
+    k.load(keys, a, pages, lane, token + moved, tokens.at.end);
     sum_over_lanes<L::LANES>(scores);
     unsigned hidden = 0u;
     if constexpr (Tokens::CHOSEN)
@@ -185,12 +172,8 @@ __global__ void __launch_bounds__(THREADS, resident_blocks(ROWS, Layout<T, HEAD_
       }
     }
     token += moved;
-    if constexpr (Tokens::PAGED) {
-      load_paged<T, HEAD_DIM>(values, a, pages, v, a.v, lane, token, tokens.at.end);
-    } else {
-      v += moved * a.v.row_stride;
-      load_tokens<T, HEAD_DIM>(values, v, a.v.row_stride, lane, token, tokens.at.end);
-    }
+    v.advance(moved);
+    v.load(values, a, pages, lane, token, tokens.at.end);
   }
 
 #pragma unroll

@@ -271,34 +271,33 @@ __device__ __forceinline__ void dequantize(const Vector &v, Vector *to, float8_e
 
 // ---- memory
 
-// The cache's keys and values are read once in a step: they should push nothing else out of either level of caches,
-// scratch memory and what the next kernels need above all. From sm_80 on: what a policy says of the second level.
+// Keys and values are read once in a step: they should push nothing else out of the first level of caches, and where
+// policies say so (from sm_80 on), out of the second: not scratch memory, nor what the next kernels need.
 #if !defined(TREEATTN_PLAIN) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#define CACHE_HINT ".L2::cache_hint"
+#define BY_POLICY ", policy"
 __device__ __forceinline__ unsigned long long evict_first() {
   unsigned long long policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
+#else
+#define CACHE_HINT
+#define BY_POLICY
+__device__ __forceinline__ unsigned long long evict_first() { return 0; }
 #endif
 
-// 16 bytes of them; zeros, and nothing read, where `valid` is false. One load under a predicate: compilers would branch
-// around some.
+// 16 bytes of them; zeros, and nothing read, where `valid` is false. A predicate: compilers would branch around some.
 __device__ __forceinline__ Vector load_once(const void *from, bool valid) {
 #ifdef TREEATTN_PLAIN
   return valid ? *static_cast<const Vector *>(from) : Vector{};
 #else
-#if __CUDA_ARCH__ >= 800
-#define LOAD_ONCE "ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [at], policy;"
-  const unsigned long long policy = evict_first();
-#else
-#define LOAD_ONCE "ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [at];"
-  const unsigned long long policy = 0;
-#endif
   Vector v;
-  asm("{ .reg .pred valid; .reg .b64 at, policy; mov.b64 at, %4; mov.b64 policy, %6; setp.ne.s32 valid, %5, 0;"
-      "  mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; @valid " LOAD_ONCE " }"
+  asm("{ .reg .pred valid; .reg .b64 at, policy; mov.b64 at, %4; setp.ne.s32 valid, %5, 0; mov.b64 policy, %6;"
+      "  mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;"
+      "  @valid ld.global.nc.L1::no_allocate" CACHE_HINT ".v4.u32 {%0, %1, %2, %3}, [at]" BY_POLICY "; }"
       : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
-      : "l"(from), "r"((int)valid), "l"(policy));
+      : "l"(from), "r"((int)valid), "l"(evict_first()));
   return v;
 #endif
 }

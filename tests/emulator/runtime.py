@@ -174,6 +174,10 @@ class EmulatorRuntime:
         """There is one stream."""
         self.synchronize()
 
+    def follow(self, last: Any) -> Any:
+        """There is one stream."""
+        return self.stream
+
     def capturing(self) -> bool:
         """Whether `capture` is under way."""
         return self._captured is not None
@@ -255,6 +259,42 @@ class StrictRuntime(EmulatorRuntime):
         """ArgumentError unless `array` is the device's."""
         if not self.holds(array):
             raise ArgumentError(f"{name} is a {type(array).__name__}, not an array of the device")
+
+
+class LazyRuntime(EmulatorRuntime):
+    """Streams that run nothing before `synchronize_all`, and then those first that were used last: what does
+    not follow the stream of a step before runs before that step. The current one is `stream`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queued: dict[int, list[Callable[[], object]]] = {}
+
+    def queue(self, work: Callable[[], object]) -> None:
+        """Keep `work` for later."""
+        if self._captured is None:
+            self._queued.setdefault(self.stream, []).append(work)
+        else:
+            self._captured.append(work)
+
+    def follow(self, last: Any) -> Any:
+        """What is queued to `last` until now runs before what is queued here from now on."""
+        if self._captured is not None:
+            return last
+        if last not in (None, self.stream):
+            until = len(self._queued[last])
+            self.queue(lambda: self._run(last, until))
+        return self.stream
+
+    def _run(self, stream: int, until: int) -> None:
+        works = self._queued[stream]
+        for i in range(until):
+            works[i], work = tuple, works[i]
+            work()
+
+    def synchronize_all(self) -> None:
+        """Run everything."""
+        for stream in reversed(self._queued):
+            self._run(stream, len(self._queued[stream]))
 
 
 @functools.cache

@@ -13,11 +13,12 @@ import pytest
 import treeattn
 from tests.support.drawn import sample
 from tests.support.exporters import Dlpack, OnGpu
+from treeattn.backends.cuda import cupy_runtime
 from treeattn.errors import ArgumentError, BackendError, RestrictionError, StateError, TransportError
 
 from .cases import CASES, Case, is_tensor_core_case
 from .raw_module import compiler_problem
-from .runtime import EmulatorRuntime
+from .runtime import EmulatorRuntime, LazyRuntime
 
 pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
@@ -279,3 +280,38 @@ def test_a_captured_step_over_arrays_of_another_library(runtime: EmulatorRuntime
         wanted = decoder(q, k, v)
         np.testing.assert_array_equal(got[0], wanted[0])
         np.testing.assert_array_equal(got[1], wanted[1])
+
+
+@pytest.mark.parametrize("way", ["whole", "in parts", "captured", "merge"])
+def test_a_step_on_another_stream_follows_the_last_one(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """They use the same buffers. Without `follow` the first step comes last."""
+    np.testing.assert_array_equal(two_steps(monkeypatch, LazyRuntime(), way), 2)
+    runtime = LazyRuntime()
+    monkeypatch.setattr(runtime, "follow", lambda last: last)
+    assert (two_steps(monkeypatch, runtime, way) != 2).all()
+
+
+def two_steps(monkeypatch: pytest.MonkeyPatch, runtime: LazyRuntime, way: str) -> Any:
+    """out, after a step whose result is 0 and one on another stream whose result is 2."""
+    monkeypatch.setattr(cupy_runtime, "current", lambda: runtime)
+    q = np.zeros((1, 1, 1, 64), np.float32)
+    k, values = q, (q, q + 2)
+    decoder = treeattn.Decoder(heads=1, kv_heads=1, head_dim=64, dtype="float32", device="cuda")
+    merger = treeattn.Merger(lse_shape=(1, 1), head_dim=64, dtype="float32", device="cuda")
+    captured = decoder.capture(q, k, values[1]) if way == "captured" else tuple
+    runtime.synchronize_all()
+    for step, v in enumerate(values):
+        runtime.stream = 5 + step
+        if way == "merge":
+            merger(v[0], np.zeros((1, 1), np.float32))
+        elif way == "captured" and step:
+            captured()
+        elif way == "in parts":
+            decoder.local(q, k, v)
+            runtime.stream = 5
+            decoder.reduce()
+            decoder.finish()
+        else:
+            decoder(q, k, v)
+    runtime.synchronize_all()
+    return merger.out if way == "merge" else decoder.out

@@ -9,6 +9,7 @@ from treeattn.agreement import collectively
 from treeattn.attention import arrays
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime.cuda_graph import CudaGraph
+from treeattn.collectives.runtime.memory import StreamOrder
 from treeattn.decoder.plan import Plan
 from treeattn.errors import ArgumentError, BackendError, RestrictionError, StateError, TransportError
 
@@ -22,8 +23,9 @@ class CapturedStep:
         give: Callable[[], tuple[Any, Any]],
         owners: tuple[Any, ...],
         look: Callable[..., None] | None,
+        in_order: StreamOrder,
     ) -> None:
-        self._captured, self._give, self._look = captured, give, look
+        self._captured, self._give, self._look, self._in_order = captured, give, look, in_order
         self._owners = owners  # of the memory that the graph works on: it knows addresses only
         captured()
         captured.record()
@@ -49,6 +51,7 @@ class CapturedStep:
         if not self._owners:
             raise StateError("the decoder of this captured step is closed")
         given = lengths, q_positions, positions, mask, draft_positions, begins
+        self._in_order()
         if self._look is not None:
             self._look(*given)
         elif any(one is not None for one in given):
@@ -72,12 +75,13 @@ def capture(
     given: tuple[Any, Any, Any, Any],
     seen: tuple[Any, ...],
     owner: object,
+    in_order: StreamOrder,
 ) -> CapturedStep:
     """A whole step of a plan as one graph. Collective.
 
     run: makes a step by an attention and arrays of the device. given: q, k, v and lengths. seen: q_positions,
     positions, mask, draft_positions and begins. owner: of the plan, which has to live as long as the graph.
-    Raises as `Decoder.capture` says.
+    in_order: what the plan's steps begin with. Raises as `Decoder.capture` says.
     """
     request = plan.request
     device, stream = request.device, request.device.stream
@@ -109,7 +113,7 @@ def capture(
     views = collectively(plan.comm, taken)
     captured = CudaGraph(stream, lambda: run(attend, *views))
     give = containers.give if plan.buffers.given else lambda: (None, None)
-    return CapturedStep(captured, give, (owner, *given), look)
+    return CapturedStep(captured, give, (owner, *given), look, in_order)
 
 
 def _tables_of_its_own(plan: Plan, tokens: int, *first: Any) -> tuple[Any, Callable[..., None]]:

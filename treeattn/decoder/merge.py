@@ -23,6 +23,7 @@ from treeattn.backends.device import Device
 from treeattn.collectives.catalog import Selection
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import Communicator, Given
+from treeattn.collectives.runtime.memory import StreamOrder
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.plan import folding, plan_reducer
 from treeattn.decoder.request import Reduction
@@ -196,6 +197,7 @@ class _PlannedMerge:
         )
         self._scale = None if natural_log == 1 else self._device.scale(lse, 1 / natural_log)
         self._containers = arrays.Containers(self._device.view, self._results)
+        self._in_order = StreamOrder(self._device.stream)
 
     def __call__(self, out: Any, lse: Any) -> tuple[Any, Any]:
         """Merge once: (out, lse), valid until the next call. Every rank must call.
@@ -207,6 +209,7 @@ class _PlannedMerge:
         self.parts.check(out, lse, self._device.lse_dtypes)
         if self._strict:
             must_match(self._comm, {}, _marked_otherwise(self._device.to_host(lse)))
+        self._in_order()
         self._pack(out, lse)
         self._reducer()
         self._finish()

@@ -8,6 +8,7 @@ from treeattn.attention import arrays
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import check_lengths
 from treeattn.attention.shard import Shard
+from treeattn.collectives.runtime.memory import StreamOrder
 from treeattn.collectives.runtime.reducer import Sent
 from treeattn.decoder import captured_step
 from treeattn.decoder.captured_step import CapturedStep
@@ -50,6 +51,7 @@ class PlannedDecode:
         self._containers = arrays.Containers(request.device.view, results)
         self._native, self._foreign = type(buffers.out), False
         self._device, self._attention, self._reducer = request.device, plan.attend, reducer
+        self._in_order = StreamOrder(request.device.stream)
         self._reduce, self._finish, self._complete = plan.reduce, plan.finish, plan.complete
         self._tables, self._by_tables = plan.tables, (plan.attend, plan.whole)
         # A step of arrays and nothing beside them, which is tried first.
@@ -205,6 +207,7 @@ class PlannedDecode:
     def _attend(self, step: _Step) -> None:
         self._check_ended()
         self._stage = None
+        self._in_order()
         attend, _, (q, k, v, lengths), table, tables = step
         if self._page_size(table) is None:
             attend(q, k, v, self._device.admit(self.shape, q, k, v, lengths))
@@ -242,6 +245,7 @@ class PlannedDecode:
     def fold(self) -> None:
         """`reduce` of whatever `records` hold, for callers that wrote them. Collective."""
         self._stage = None
+        self._in_order()
         self._reduce()
         self._stage = "folded"
 
@@ -276,6 +280,7 @@ class PlannedDecode:
         """
         if isinstance(self._stage, PlannedDecode):
             return self._stage.finish()
+        self._in_order()
         if self._stage == "begun":
             self._stage = None
             self.plan.wait()
@@ -326,6 +331,7 @@ class PlannedDecode:
             given=(q, k, v, lengths),
             seen=(seen.get("q_positions"), positions, seen.get("mask"), draft_positions, seen.get("begins")),
             owner=self,
+            in_order=self._in_order,
         )
         self._captured.append(step)
         return step

@@ -76,6 +76,7 @@ SIGNATURES: dict[str, str | None] = {
     "cuda.Stream.end_capture": "",
     "cuda.Stream.is_capturing": "",
     "cuda.Stream.synchronize": "",
+    "cuda.Stream.wait_event": "event",
     "cuda.alloc_pinned_memory": "size",
     "cuda.compiler.CompileException": None,
     "cuda.driver.CUDADriverError": None,

@@ -427,6 +427,32 @@ def test_a_capture_has_a_stream_of_its_own_and_ends_with_an_error(monkeypatch: p
     assert (runtime.stream, runtime.identity, runtime.capturing()) == (77, "8f1c0a52-0", False)
 
 
+def test_a_stream_waits_for_the_last_one_by_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch)
+    runtime, cupy = cupy_runtime.current(), sys.modules["cupy"]
+    log, first, second = [], *(cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    first.ptr, second.ptr = 1, 2
+    for stream in (first, second):
+        stream.wait_event = strict("cuda.Stream.wait_event", lambda event, ptr=stream.ptr: log.append(ptr))
+    monkeypatch.setattr(cupy.cuda.Event, "record", lambda event, stream: log.append(-stream.ptr))
+    last = None
+    for current in (first, first, second, second, first):
+        monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda current=current: current)
+        last = runtime.follow(last)
+        assert last is current
+    assert log == [-1, 2, -2, 1]
+    second.capturing = True
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: second)
+    assert runtime.follow(first) is first
+    assert runtime.follow(None) is None
+    second.capturing = False
+    error = cupy.cuda.runtime.CUDARuntimeError
+    monkeypatch.setattr(cupy.cuda.Event, "record", lambda *given: (_ for _ in ()).throw(error("gone")))
+    with pytest.raises(BackendError, match="last step cannot be waited for: gone; keep it"):
+        runtime.follow(first)
+    assert log == [-1, 2, -2, 1]
+
+
 def test_one_stream_is_asked_and_all_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch)
     runtime, log = cupy_runtime.current(), sys.modules["cupy"].cuda.Stream.log

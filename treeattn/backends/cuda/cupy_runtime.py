@@ -274,6 +274,22 @@ class CupyRuntime:
         with self._cupy.cuda.Device(self._index):
             self._cupy.cuda.runtime.deviceSynchronize()
 
+    def follow(self, last: Any) -> Any:
+        """By an event. The stream that is returned lives as long as it is held, unless it is a library's own."""
+        current = self._cupy.cuda.get_current_stream()
+        if (last is not None and current.ptr == last.ptr) or current.is_capturing():
+            return last
+        if last is not None:
+            event = self._cupy.cuda.Event(disable_timing=True)
+            try:
+                event.record(last)
+            except self._cupy.cuda.runtime.CUDARuntimeError as error:
+                raise BackendError(
+                    f"the stream of the last step cannot be waited for: {error}; keep it until the next step"
+                ) from error
+            current.wait_event(event)
+        return current
+
     def capturing(self) -> bool:
         """Whether CuPy's current stream is being captured."""
         return bool(self._cupy.cuda.get_current_stream().is_capturing())
