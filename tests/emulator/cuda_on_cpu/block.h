@@ -58,8 +58,11 @@ struct Warp {
   Meeting meetings[MAX_MASKS];
 };
 
+// What threads bring to one barrier must not reach those that still leave the one before: two clocks take turns.
 struct Barrier {
   int arrived;
+  unsigned round;
+  char clocks[2];
   int any, all, count, any_result, all_result, count_result;
   int first_line;
 };
@@ -176,7 +179,7 @@ UNCHECKED inline unsigned char (*meet(unsigned mask, Operation operation, const 
   for (size_t i = 0; i < bytes; ++i) slots[me->lane][i] = static_cast<const unsigned char *>(value)[i];
   meeting->arrived |= 1u << me->lane;
 #if EMULATOR_TSAN
-  if (ordering) __tsan_release(meeting);
+  if (ordering) __tsan_release(slots);
 #endif
   if (meeting->arrived == mask) {
     meeting->arrived = 0;
@@ -187,7 +190,7 @@ UNCHECKED inline unsigned char (*meet(unsigned mask, Operation operation, const 
     wait_at("a warp operation", line);
   }
 #if EMULATOR_TSAN
-  if (ordering) __tsan_acquire(meeting);
+  if (ordering) __tsan_acquire(slots);
 #endif
   (void)ordering;
   return slots;
@@ -209,11 +212,13 @@ UNCHECKED inline Barrier &meet_block(int predicate, int line) {
   barrier.all &= predicate != 0;
   barrier.count += predicate != 0;
   barrier.arrived++;
+  char *clock = &barrier.clocks[barrier.round & 1];
 #if EMULATOR_TSAN
-  __tsan_release(&barrier);
+  __tsan_release(clock);
 #endif
   if (barrier.arrived == block->threads) {
     barrier.arrived = 0;
+    barrier.round++;
     barrier.any_result = barrier.any;
     barrier.all_result = barrier.all;
     barrier.count_result = barrier.count;
@@ -227,8 +232,9 @@ UNCHECKED inline Barrier &meet_block(int predicate, int line) {
     wait_at("a block barrier", line);
   }
 #if EMULATOR_TSAN
-  __tsan_acquire(&barrier);
+  __tsan_acquire(clock);
 #endif
+  (void)clock;
   return barrier;
 }
 

@@ -275,7 +275,7 @@ class CupyRuntime:
             self._cupy.cuda.runtime.deviceSynchronize()
 
     def follow(self, last: Any) -> Any:
-        """By an event. The stream that is returned lives as long as it is held, unless it is a library's own."""
+        """By an event. The stream that is returned lives as long as it is held, a library's own apart."""
         current = self._cupy.cuda.get_current_stream()
         if (last is not None and current.ptr == last.ptr) or current.is_capturing():
             return last
