@@ -24,7 +24,7 @@ from mpi4py import MPI
 
 from treeattn import RestrictionError, collectives, communicators
 from treeattn.backends.cpu import MergeOperator, NullOperator
-from treeattn.collectives.executors import compiled, mpi, slots
+from treeattn.collectives.executors import compiled, interpreter, slots
 from treeattn.collectives.libraries.mpi_allreduce import MpiAllreduce
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.study import environment
@@ -60,7 +60,7 @@ def cases(world, heads: int, head_dim: int, schemes: list[str]) -> dict[Case, Ca
     executors = {
         "slots": lambda *what: slots.plan(*what, nodes=nodes, oversubscribed=oversubscribed),
         "program": lambda *what: compiled.plan(*what, oversubscribed=oversubscribed),
-        "mpi": mpi.Reducer,
+        "mpi": interpreter.Reducer,
     }
     made = libraries(world, records)
     for executor, reducer in executors.items():

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 #: How records travel -> where they lie.
 DEVICES = {"mpi": "cpu", "nccl": "cuda", "peer": "cuda", "cuda-mpi": "cuda", "host": "cuda"}
+#: Runners of a schedule, as `Reducer.executor` and cluster files name them: on the host, and on GPUs.
+EXECUTORS = ("slots", "program", "mpi", "nccl", "peer", "peer_nccl")
+# Transport from GPUs -> who runs schedules over it.
+_OVER = {"nccl": "nccl", "peer": "peer", "cuda-mpi": "mpi", "host": "mpi"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,6 @@ class Scheme:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Where it runs."""
         return tuple(dict.fromkeys(DEVICES[transport] for transport in self.transports))
 
     @property
@@ -84,7 +87,6 @@ class Scheme:
         return self.description or (self.generator.__doc__ or "").strip().partition("\n")[0]
 
     def parameter(self, name: str) -> Parameter | None:
-        """The parameter of that name, or None."""
         return next((parameter for parameter in self.parameters if parameter.name == name), None)
 
 
@@ -123,6 +125,12 @@ class Selection(NamedTuple):
         if nodes is not None:
             given["nodes"] = _read(self.row, "nodes", nodes)
         return with_result(_build(self.row, given, size), result)
+
+
+def executor_over(transport: str, executor: str | None = None) -> str | None:
+    """Who runs a schedule over a transport, as ``transport=`` and ``executor=`` take them; None: a cluster's
+    own choice for the host."""
+    return _OVER.get(transport, executor)
 
 
 _RADIX = Parameter("radix", "integer", 2, "branches of the tree", low=2)

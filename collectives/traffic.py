@@ -23,7 +23,6 @@ class Payload:
 
     @property
     def bytes(self) -> int:
-        """All of it."""
         return self.records * self.record_bytes
 
 

@@ -46,7 +46,6 @@ class Column(Generic[Row]):
     wide: bool = False
 
     def cell(self, row: Row) -> str:
-        """Format what `row` has in this column."""
         key = self.heading if self.value is None else self.value
         if callable(key):
             value = key(row)

@@ -30,7 +30,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, structs
 
-from treeattn.collectives.executor_names import EXECUTORS
+from treeattn.collectives.catalog import EXECUTORS
 from treeattn.errors import ArgumentError
 
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]

@@ -150,7 +150,6 @@ def last_arrivals(schedule: Schedule) -> list[int]:
 
 
 def heads() -> Iterator[str]:
-    """The arrow heads."""
     yield "<defs>"
     for kind in ("merge", "copy"):
         yield (

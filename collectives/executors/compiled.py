@@ -1,6 +1,6 @@
 """Runs one schedule on one communicator as a compiled program: a step is a call of `kernels/cpu/step.c`.
 
-The program and the bits are those of `executors/mpi.py`, where Python runs it. Messages are those of the
+The program and the bits are those of `executors/interpreter.py`. Messages are those of the
 communicator's library (`mpi_messages.py`, `torch_messages.py`). What ranks of a node send one another goes
 through shared memory where slots are passed in (`executors/slots.py`).
 """
@@ -113,7 +113,6 @@ class Reducer(BaseReducer):
         self._bind(spec, planned, _SPINS_OVERSUBSCRIBED if oversubscribed else _SPINS)
 
     def _bind(self, spec: ReductionSpec, planned: Planned, spins: int) -> None:
-        """Everything that a step needs, where C finds it."""
         operator: NativeOperator = spec.operator
         landing = HOST.empty((landing_records(self._program), operator.width), planned.records.dtype)
         arrays = {OWN: planned.records, LANDING: landing}

@@ -1,8 +1,11 @@
-"""A program as Python runs it: regions as arrays, copies and folds as calls, round by round."""
+"""A program as Python runs it: regions as arrays, copies and folds as calls, round by round.
+
+The messages of a round are persistent requests of MPI, or those that `batch_isend_irecv` starts of a process
+group. The memory of a GPU needs an MPI library that takes its addresses; over NCCL it has never run.
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -91,7 +94,7 @@ class PlannedRound(NamedTuple):
 
 
 class Reducer(BaseReducer):
-    """A planned reduction of a buffer in place over all ranks of a communicator, from Python.
+    """A planned reduction of a buffer in place over all ranks of a communicator, of MPI or of torch.
 
     Afterwards the buffer holds the result (all of it, or this rank's chunk of a scattered schedule).
     ``start()`` posts the first round and returns, ``test()`` ends rounds whose messages have come and posts
@@ -105,7 +108,7 @@ class Reducer(BaseReducer):
         planned = program.of_spec(spec, schedule)
         # All ranks are here: what may fail on one of them alone comes after what they do together.
         super().__init__(schedule.name)
-        self.messages = self._planned_messages(spec, planned)
+        self.executor, self.messages = _no_messages(spec, planned)
         self.certificate, self.sent, self._program = planned.certificate, planned.sent, planned.program
         memory: Memory = spec.memory
         self._ready = memory.synchronize
@@ -118,10 +121,6 @@ class Reducer(BaseReducer):
         self._at: int | None = None
         self._left: list[PlannedRound] = []  # the next one last
         self.stream_ordered = not self.rounds
-
-    @abstractmethod
-    def _planned_messages(self, spec: ReductionSpec, planned: Planned) -> RoundMessages:
-        """Of the communicator's library, for no round yet. Collective."""
 
     def waits_for(self) -> tuple[str, str]:
         if self._at is None:
@@ -165,3 +164,15 @@ class Reducer(BaseReducer):
             self.messages.free()
 
     _at_exit = _abandon
+
+
+def _no_messages(spec: ReductionSpec, planned: Planned) -> tuple[str, RoundMessages]:
+    """The communicator's library, and its messages, of no round yet; ranks of one need not have the other.
+    Collective."""
+    if getattr(spec.comm, "library", "mpi") == "torch":
+        from treeattn.collectives.executors.torch_messages import TorchMessages
+
+        return "torch", TorchMessages(spec.comm, planned.name, planned.program)
+    from treeattn.collectives.runtime.mpi_communicator import PersistentRequests
+
+    return "mpi", PersistentRequests(spec.comm)

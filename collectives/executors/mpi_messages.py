@@ -42,7 +42,6 @@ class MpiMessages:
         self._handles: dict[int, NDArray[Any]] = {}
 
     def add(self, number: int, receives: Iterable[Message], sends: Iterable[Message]) -> None:
-        """Plan the messages (array, peer) of a round."""
         requests = self._requests.add(number, receives, sends)
         if requests:
             self._handles[number] = _handles(requests)
@@ -86,11 +85,9 @@ class MpiMessages:
         return code, "ranks " + ", ".join(map(str, sorted(set(peers))))
 
     def free(self) -> None:
-        """Free the requests, none of which may be active."""
         self._requests.free()
 
     def close(self) -> None:
-        """Free everything. Collective."""
         self._requests.close()
 
 

@@ -41,7 +41,6 @@ class TorchMessages:
         self._error: BaseException | None = None
 
     def add(self, number: int, receives: Iterable[Message], sends: Iterable[Message]) -> None:
-        """Plan the messages (array, peer) of a round."""
         given = [(dist.irecv, *one) for one in receives] + [(dist.isend, *one) for one in sends]
         if given:
             self._operations[number] = [self._planned(*one) for one in given]
@@ -127,6 +126,5 @@ class TorchMessages:
         self._under_way.clear()
 
     def close(self) -> None:
-        """The end. Collective."""
         self.free()
         self._comm.free()

@@ -98,7 +98,6 @@ class Rounds:
 
 
 def _runs(numbers: list[int]) -> list[range]:
-    """Chunks as ranges of neighbours."""
     runs: list[range] = []
     for number in sorted(numbers):
         if runs and runs[-1].stop == number:

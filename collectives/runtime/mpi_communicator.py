@@ -58,11 +58,9 @@ class MpiCommunicator(MPI.Intracomm):
 
     @functools.cached_property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks by node (shared memory domain), nodes in order of their lowest rank."""
         return communicator.node_groups(self.members)
 
     def bcast_array(self, array: Array, root: int) -> None:
-        """Fill a C-contiguous NumPy array with that of the rank `root`."""
         self.Bcast(array.view("u1"), root=root)
 
     def dup(self) -> MpiCommunicator:
@@ -84,7 +82,6 @@ class MpiCommunicator(MPI.Intracomm):
         return made
 
     def exchange(self, receive: tuple[Array, int], send: tuple[Array, int]) -> Callable[[], None]:
-        """Start a message into an array and one out of another, (array, peer) each; what waits for both."""
         return functools.partial(self.wait_all, [self.Irecv(*receive), self.Isend(*send)])
 
     def wait_all(self, requests: Sequence[MPI.Request]) -> None:
@@ -184,7 +181,6 @@ class PersistentRequests:
         MPI.Prequest.Startall(self._rounds[number])
 
     def test(self, number: int) -> bool:
-        """Whether those of a round have come and gone."""
         return MPI.Prequest.Testall(self._rounds[number])
 
     def wait(self, number: int) -> None:
@@ -196,6 +192,5 @@ class PersistentRequests:
             self._requests.pop().Free()
 
     def close(self) -> None:
-        """Free everything. Collective."""
         self.free()
         self.comm.free()

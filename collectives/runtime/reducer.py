@@ -252,7 +252,6 @@ class Reducer(ABC):
             self._release()
 
     def __enter__(self) -> Any:
-        """The reducer itself."""
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -98,7 +98,6 @@ class TorchCommunicator:
         return communicator.node_groups(self.members)
 
     def allgather(self, sendobj: T, /) -> list[T]:
-        """The objects of all ranks, in order of ranks."""
         everyone: list[Any] = [None] * self.size
         self._run("allgather", dist.all_gather_object, everyone, sendobj, group=self.host)
         return everyone
@@ -109,7 +108,6 @@ class TorchCommunicator:
         return box[0]
 
     def bcast_array(self, array: Array, root: int) -> None:
-        """Fill a C-contiguous NumPy array with that of the rank `root`."""
         tensor = torch.from_numpy(array.view("u1"))
         self._run("bcast_array", dist.broadcast, tensor, group=self.host, group_src=root)
 

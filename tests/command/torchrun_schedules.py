@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tests.support.torchrun import without_mpi
 from treeattn import collectives, communicators
 from treeattn.backends.cpu.records import MergeOperator
-from treeattn.collectives.executors import loopback, slots, torch
+from treeattn.collectives.executors import interpreter, loopback, slots
 from treeattn.collectives.executors.torch_messages import TorchMessages
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.errors import RestrictionError
@@ -64,7 +64,7 @@ def main():
         if schedule.has_exclusive:  # runs with reproducible= alone
             continue
         for records in (1, 3, 9, 64):
-            check(torch.Reducer, comm, schedule, records, draw)
+            check(interpreter.Reducer, comm, schedule, records, draw)
             check(by_slots, comm, schedule, records, draw)
         ran.append(schedule.name)
     assert len(ran) > 15, ran

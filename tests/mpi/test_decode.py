@@ -254,7 +254,7 @@ def test_a_decoder_that_was_left_by_an_error_is_closed(comm, scheme):
 
 def test_reducer_refuses_misuse(comm):
     from treeattn.backends.cpu import MergeOperator
-    from treeattn.collectives.executors.mpi import Reducer
+    from treeattn.collectives.executors.interpreter import Reducer
     from treeattn.collectives.runtime.reducer import ReductionSpec
 
     buffer = np.zeros((2, 10), np.float32)

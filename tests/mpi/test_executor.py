@@ -11,7 +11,7 @@ from tests.support.partials import partials
 from tests.support.reducer_contract import HEAD_DIM, OPERATOR, Ranks, ReducerContract, plain, wanted
 from treeattn import collectives, communicators
 from treeattn.collectives import Schedule, Transfer
-from treeattn.collectives.executors import compiled, mpi, slots
+from treeattn.collectives.executors import compiled, interpreter, slots
 from treeattn.collectives.libraries import mpi_allreduce, rescaled_sum
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.errors import ScheduleError
@@ -69,7 +69,7 @@ class Schedules(OverMpi):
 
 class TestMpi(Schedules):
     def reducer(self, spec, case):
-        return mpi.Reducer(spec, case.schedule)
+        return interpreter.Reducer(spec, case.schedule)
 
 
 class TestProgram(Schedules):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import ArrayLike
 
 from treeattn import bins, partial
 from treeattn.errors import ArgumentError
@@ -77,7 +78,11 @@ class Shape:
         if self.kv_dtype == "float64" != self.dtype:
             raise ArgumentError(f"k and v are float64, but q is {self.dtype}: make it float64, too")
         for name in ("k_scale", "v_scale"):
-            scales = _scales(name, getattr(self, name), self.kv_heads)
+            scales = read_scales(name, getattr(self, name))
+            if isinstance(scales, float):
+                scales = (scales,) * self.kv_heads
+            if scales is not None and len(scales) != self.kv_heads:
+                raise ArgumentError(f"{name} must be a number, or one for each of {self.kv_heads} KV heads")
             if (scales is None) == (self.kv_dtype in FLOAT8):
                 raise ArgumentError(
                     f"a cache of {self.kv_dtype} needs {name}: a number, or one for each KV head"
@@ -227,17 +232,17 @@ def check_number(name: str, value: Any, least: int = 1) -> None:
         raise ArgumentError(f"{name} must be {wanted}, not {value!r:.60}")
 
 
-def _scales(name: str, given: Any, kv_heads: int) -> tuple[float, ...] | None:
+def read_scales(name: str, given: ArrayLike | None) -> float | tuple[float, ...] | None:
+    """A number, or one for each KV head, as float32 holds them. Raises `ArgumentError`."""
     if given is None:
         return None
     array = np.asarray(given)
-    number = array.dtype.kind in "fiu" or array.dtype == DTYPES["bfloat16"]
-    if not number or array.shape not in ((), (kv_heads,)):
-        raise ArgumentError(f"{name} must be a number, or one for each of {kv_heads} KV heads")
-    array = np.broadcast_to(array, kv_heads).astype(np.float32)
+    if array.ndim > 1 or not (array.dtype.kind in "fiu" or array.dtype == DTYPES["bfloat16"]):
+        raise ArgumentError(f"{name} must be a number, or one for each KV head")
+    array = array.astype(np.float32)
     if not (np.isfinite(array) & (array > 0)).all():
         raise ArgumentError(f"{name} must be finite and above 0")
-    return tuple(array.tolist())
+    return tuple(array.tolist()) if array.ndim else float(array)
 
 
 def bits_of(dtype: str | None) -> str | None:
@@ -304,12 +309,7 @@ def check_latent(v_dim: Any, head_dim: int, scale: float | None) -> None:
 
 
 def values_of(k: Array, v: Array | None, v_dim: int | None, scale: float | None) -> Array:
-    """The values that a call means: v, or, where v is None, the first `v_dim` channels of k, not copied.
-
-    Raises `ArgumentError`.
-    """
-    if v is not None and v_dim is not None:
-        raise ArgumentError("v_dim takes the values out of k: pass v=None, or leave v_dim out")
+    """What a call means: v, or the first `v_dim` channels of k, not copied. Raises `ArgumentError`."""
     if v is not None:
         return v
     if v_dim is None:

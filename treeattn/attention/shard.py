@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from treeattn.attention import arrays
 from treeattn.attention.positions import Runs, as_runs
-from treeattn.attention.shape import CACHE_DTYPES, check_number
+from treeattn.attention.shape import CACHE_DTYPES, check_number, read_scales
 from treeattn.errors import ArgumentError
 from treeattn.shards import Layout, parse_layout
 
@@ -72,7 +71,7 @@ class Shard:
         if self.v_dim is not None:
             check_number("v_dim", self.v_dim)
         for name in ("k_scale", "v_scale"):
-            object.__setattr__(self, name, _scales(name, getattr(self, name)))
+            object.__setattr__(self, name, read_scales(name, getattr(self, name)))
         object.__setattr__(self, "positions", _positions(self.positions))
 
     @classmethod
@@ -139,26 +138,13 @@ class CacheFormat:
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name))
         for name in ("k_scale", "v_scale"):
-            object.__setattr__(self, name, _scales(name, getattr(self, name)))
+            object.__setattr__(self, name, read_scales(name, getattr(self, name)))
         object.__setattr__(self, "positions", _positions(self.positions))
 
 
 def _check_dtype(dtype: object) -> None:
     if dtype is not None and dtype not in CACHE_DTYPES:
         raise ArgumentError(f"dtype {dtype!r:.60} is not supported: use one of {', '.join(CACHE_DTYPES)}")
-
-
-def _scales(name: str, given: ArrayLike | None) -> float | tuple[float, ...] | None:
-    """A number, or one for each KV head, as float32 holds them."""
-    if given is None:
-        return None
-    array = np.asarray(given)
-    if array.ndim > 1 or not (array.dtype.kind in "fiu" or array.dtype == CACHE_DTYPES["bfloat16"]):
-        raise ArgumentError(f"{name} must be a number, or one for each KV head")
-    array = array.astype(np.float32)
-    if not (np.isfinite(array) & (array > 0)).all():
-        raise ArgumentError(f"{name} must be finite and above 0")
-    return tuple(array.tolist()) if array.ndim else float(array)
 
 
 def _positions(given: Positions | None) -> Layout | Runs | None:

@@ -56,7 +56,6 @@ def command(recording: Path, source: Path | None, output: Output) -> int:
 
 
 def _step(world: MpiCommunicator, facts: dict[str, Any], source: Path) -> tuple[dict[str, Any], list[str]]:
-    """Of a decode or a verification. Collective."""
     then = facts["results"][0]
     problem = Problem(world, source, Layout("contiguous"), None, _rules(facts.get("rules", {})))
     out, lse = (_verified if "nodes" in facts else _decoded)(world, problem, then["reproducible"])

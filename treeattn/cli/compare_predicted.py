@@ -56,7 +56,6 @@ def pairs(rows: Sequence[Summary]) -> list[Pair]:
 
 
 def show(made: Report, case: str, rows: Sequence[Summary]) -> list[Pair]:
-    """Add the table of one case, where there are predictions."""
     found = pairs(rows)
     if found:
         made.line(f"\npredicted: {case}")

@@ -223,7 +223,6 @@ def _refuse_beside_nodes(asked: dict[str, object]) -> None:
 def _drafter(
     rank: int, draft_model: Path | None, model: Llama, capacity: int
 ) -> AbstractContextManager[Drafter | None]:
-    """Of rank 0."""
     if rank or draft_model is None:
         return nullcontext(None if rank else NgramDrafts())
     return ModelDrafts(draft_model, model.config.vocab_size, capacity, device=model.device.name)

@@ -120,7 +120,6 @@ class Problem:
         return inputs, {"q_positions": self.q_positions} if self.rules.positional else {}
 
     def planned(self) -> dict[str, Any]:
-        """What a decoder is planned with."""
         shape = self.shape
         held = CacheFormat(
             dtype=shape.kv_dtype,
@@ -246,5 +245,4 @@ def seen_by_all(world: MpiCommunicator, out: Array, lse: Array) -> tuple[str, bo
 
 
 def heads_of(shape: Shape) -> str:
-    """Heads in words."""
     return f"{shape.heads} heads ({shape.kv_heads} KV) x {shape.head_dim}"

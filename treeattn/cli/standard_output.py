@@ -28,16 +28,13 @@ class StandardOutput(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """As the screen has it."""
         return getattr(self._screen, "encoding", "utf-8")
 
     @property
     def errors(self) -> str:  # type: ignore[override]
-        """As the screen has it."""
         return getattr(self._screen, "errors", "replace")
 
     def isatty(self) -> bool:
-        """Whether the screen is a terminal."""
         return self._screen is not None and self._screen.isatty()
 
     def write(self, text: str) -> int:
@@ -54,7 +51,6 @@ class StandardOutput(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Show now what was written so far."""
         if self._problem is None and self._screen is not None:
             try:
                 self._screen.flush()

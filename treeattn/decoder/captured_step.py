@@ -63,7 +63,6 @@ class CapturedStep:
         return self._give()
 
     def drop(self) -> None:
-        """Give the graph back."""
         self._captured.drop()
         self._owners = ()
 

@@ -181,7 +181,6 @@ class Staged(Reducer):
     def __init__(
         self, selection: Selection, schedule: Schedule | None, reduction: ReductionSpec, executor: str | None
     ) -> None:
-        """Collective."""
         super().__init__(selection.text)
         self._runtime: Runtime = reduction.memory
         self._buffer = buffer = reduction.buffer

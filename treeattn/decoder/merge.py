@@ -271,7 +271,6 @@ class Merger(_PlannedMerge):
 
 
 def _natural_log(base: object) -> float:
-    """ln(base). Raises `ArgumentError`."""
     if not isinstance(base, str | int) or base not in _NATURAL_LOG:
         raise ArgumentError(f"base {base!r} is unknown: use 'e' (torch, vLLM, SGLang) or 2 (FlashInfer)")
     return _NATURAL_LOG[base]

@@ -83,7 +83,6 @@ class Pipeline(Reducer):
 
     @property
     def sent(self) -> list[tuple[int, int]] | Sent | None:  # type: ignore[override]
-        """Of all groups, as each reducer tells it."""
         told = [group.reducer.sent for group in self._groups]
         if isinstance(told[0], Sent):
             return Sent(None, sum(sent.bytes for sent in told if isinstance(sent, Sent)))

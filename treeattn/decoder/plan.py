@@ -20,8 +20,7 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.backends.device import Attention, Device, WholeStep
 from treeattn.collectives import catalog
-from treeattn.collectives.catalog import Selection
-from treeattn.collectives.executor_names import executor_over
+from treeattn.collectives.catalog import Selection, executor_over
 from treeattn.collectives.runtime import progress_thread, watchdog
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
@@ -111,7 +110,6 @@ class Buffers:
             self._memory.copy(self.wire, self.records.transpose(1, 0, 2, 3))
 
     def from_wire(self) -> None:
-        """After it."""
         head_major = self.wire if self._reordered else self.wire.transpose(1, 0, 2, 3)
         self._memory.copy(self.own, head_major[self.heads].transpose(1, 0, 2, 3))
 
@@ -237,7 +235,6 @@ def plan(comm: Communicator, ask: Callable[[], Request], route: Route | None = N
 
 
 def _in_turn(*parts: Callable[[], object] | None) -> Callable[[], object]:
-    """One call of all parts, in turn."""
     first, *others = (part for part in parts if part is not None)
     if not others:
         return first

@@ -198,7 +198,6 @@ class PlannedDecode:
         return self.shape.page_size
 
     def _in_parts(self, step: _Step) -> tuple[Any, Any]:
-        """Stage by stage."""
         self._attend(step)
         self._stage = None
         self._complete()

@@ -132,7 +132,6 @@ class _Exchange:
             part.reshape(rows.shape)[...] = rows.view(part.dtype)
 
     def unpacked(self, flat: Array, tokens: int) -> list[Any]:
-        """Views of both."""
         middle, end = np.cumsum(self.count(tokens))
         return [
             part.reshape(batch, tokens, heads, width)
@@ -160,7 +159,6 @@ class _Gather(_Exchange):
         self._activity = watchdog.Activity("the prefill gathers keys and values")
 
     def blocks(self, comm: Any, k: Array, v: Array) -> Iterator[Block]:
-        """Of a layer."""
         mine = self.empty(k.shape[1])
         self.packed(k, v, mine)
         with self._activity:
@@ -371,7 +369,6 @@ class _Queries:
             self._merge()
 
     def finish(self) -> None:
-        """Write the results."""
         if self._add_sinks is not None:
             self._add_sinks()
         self._finish()

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from treeattn import communicators
 from treeattn.agreement import Agreement, collectively
 from treeattn.collectives.catalog import DEVICES, Scheme, Selection
+from treeattn.collectives.executors import interpreter
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
@@ -146,25 +147,14 @@ def run_rounds(executor: str | None, schedule: Schedule, reduction: ReductionSpe
             f"take executor={library!r} or None"
         )
     if executor == library:
-        return _in_python(library, schedule, reduction)
+        return interpreter.Reducer(reduction, schedule)
     lacking = _first(reduction.comm, _not_compiled(library, reduction))
     if lacking is None:
         return _compiled(executor, library, schedule, reduction)
     _cannot(executor, lacking, repr(library))
     if library == "mpi" and _not_callable() is not None:  # else it is the records: their planner knows
         _warn(reduction.comm, f"Python runs every round, since {lacking}")
-    return _instead(_in_python(library, schedule, reduction), lacking)
-
-
-def _in_python(library: str, schedule: Schedule, reduction: ReductionSpec) -> Reducer:
-    """Round by round."""
-    if library == "torch":
-        from treeattn.collectives.executors import torch
-
-        return torch.Reducer(reduction, schedule)
-    from treeattn.collectives.executors import mpi
-
-    return mpi.Reducer(reduction, schedule)
+    return _instead(interpreter.Reducer(reduction, schedule), lacking)
 
 
 def _not_compiled(library: str, reduction: ReductionSpec) -> str | None:
@@ -189,7 +179,7 @@ def _compiled(executor: str | None, library: str, schedule: Schedule, reduction:
     def by_messages() -> Reducer:
         if library == "mpi":
             return compiled.plan(reduction, schedule, oversubscribed=oversubscribed)
-        return _in_python(library, schedule, reduction)
+        return interpreter.Reducer(reduction, schedule)
 
     alone = all(len(node) == 1 for node in nodes)
     if executor == "program" or (executor is None and alone):

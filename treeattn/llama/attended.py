@@ -59,7 +59,6 @@ class Difference(NamedTuple):
 
     @property
     def text(self) -> str:
-        """A line."""
         heads = ", ".join(map(str, self.heads))
         begin, end = self.tokens
         return f"attention differs first in layer {self.layer}, heads {heads}, of tokens {begin} to {end - 1}"

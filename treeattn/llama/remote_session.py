@@ -80,7 +80,6 @@ class RemoteSession(Session):
         return logits
 
     def step(self, token: int) -> Array:
-        """As of `Session`."""
         if int(self._remote.totals.min()) != self.tokens:
             raise ArgumentError("the prompt is not in the cache yet: call prefill first")
         new = np.array([token])
@@ -128,7 +127,6 @@ class RemoteSession(Session):
         return self.model.forward(tokens, positions, attend, dtype=self.model.dtype)
 
     def rollback(self, tokens: int) -> None:
-        """As of `Session`."""
         self._remote.rollback([tokens])
         self.tokens = tokens
 

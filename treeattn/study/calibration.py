@@ -146,12 +146,12 @@ class _Bench:
 
     def _reducer(self, comm: MpiCommunicator, scheme: str, buffer: Any) -> Reducer:
         """As over all ranks. Not by `reducers.run_rounds`, which sees a few ranks alone, and cores enough."""
-        from treeattn.collectives.executors import compiled, mpi, slots
+        from treeattn.collectives.executors import compiled, interpreter, slots
 
         reduction, schedule = self._reduction(comm, buffer), build(scheme, comm.size)
         nodes = communicators.node_groups(comm)
         if self.executor == "mpi":
-            return mpi.Reducer(reduction, schedule)
+            return interpreter.Reducer(reduction, schedule)
         if self.executor == "program" or len(nodes) == comm.size:
             return compiled.plan(reduction, schedule, oversubscribed=self._oversubscribed)
         return slots.plan(reduction, schedule, nodes=nodes, oversubscribed=self._oversubscribed)

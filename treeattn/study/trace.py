@@ -1,7 +1,7 @@
 """A measured step of a schedule, round by round on all ranks: what the simulator says, as it happened.
 
-Python runs the rounds (`executors/mpi.py`) and reads the clock four times in each; a step takes that much
-longer, and longer than by the compiled executors. All ranks read one clock, or clocks that were compared.
+Python runs the rounds (`executors/interpreter.py`) and reads the clock four times in each; a step takes that
+much longer, and longer than by compiled executors. All ranks read one clock, or clocks that were compared.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from treeattn import communicators
 from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives import Schedule
 from treeattn.collectives.drawings.trace import Instants, measured
-from treeattn.collectives.executors import mpi
+from treeattn.collectives.executors import interpreter
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.collectives.traffic import messages
@@ -25,7 +25,7 @@ from treeattn.study.compare.loop import Loop
 _WARMUP = 5
 
 
-class _Noting(mpi.Reducer):
+class _Noting(interpreter.Reducer):
     """The reducer that notes nanoseconds: of each step, of each of this rank's rounds, four."""
 
     def __init__(self, reduction: ReductionSpec, schedule: Schedule, clock: Clock) -> None:

@@ -13,7 +13,7 @@ beam drafts (arXiv 2403.09919) does not, since each beam tries its luck on a pre
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,7 +22,7 @@ from treeattn import communicators
 from treeattn.agreement import broadcast_from_root
 from treeattn.collectives.runtime.communicator import Given
 from treeattn.errors import ArgumentError
-from treeattn.token_tree.tree import Integers, TokenTree
+from treeattn.token_tree.tree import Integers, TokenTree, integers
 
 Probabilities = NDArray[np.float64]
 
@@ -68,8 +68,8 @@ def accept_greedy(
     """
 
     def walk() -> Accepted:
-        tokens = _integers("target_tokens", target_tokens, tree.tokens.shape)
-        begin = None if first is None else _integers("first", first, (tree.batch,))
+        tokens = integers("target_tokens", target_tokens, tree.tokens.shape)
+        begin = None if first is None else integers("first", first, (tree.batch,))
 
         def step(row: int, node: int) -> tuple[list[int], int]:
             said = tokens[row, node] if node >= 0 or begin is None else begin[row]
@@ -199,7 +199,6 @@ def _residual(p: Probabilities, q: Probabilities, token: int) -> tuple[Probabili
 
 
 def _child_of(tree: TokenTree, row: int, node: int, token: int) -> tuple[list[int], int]:
-    """The child that carries a token, if one does, and the token."""
     children = tree.children(row, node)
     return children[tree.tokens[row, children] == token][:1].tolist(), token
 
@@ -272,12 +271,3 @@ def _probabilities(name: str, given: ArrayLike, wanted: NDArray[np.bool_]) -> Pr
     if (array < 0).any() or not (np.abs(total - 1) < 1e-3)[wanted].all():
         raise ArgumentError(f"{name} are no probabilities: each row is of numbers from 0 on that add up to 1")
     return np.asarray(array / np.where(wanted, total, 1)[..., None])
-
-
-def _integers(name: str, given: ArrayLike, shape: tuple[int, ...]) -> NDArray[Any]:
-    array = np.asarray(given)
-    if array.shape != shape or array.dtype.kind not in "iu":
-        raise ArgumentError(
-            f"{name} are {array.dtype} {list(array.shape)}: integers {list(shape)} are needed"
-        )
-    return array

@@ -75,7 +75,7 @@ class TokenTree:
         Raises `ArgumentError` for tokens or parents that are no integers, parents that form a cycle or lie
         outside the row.
         """
-        words, above = _integers("tokens", tokens), _integers("parents", parents)
+        words, above = integers("tokens", tokens), integers("parents", parents)
         if words.ndim != 2 or words.shape != above.shape or 0 in words.shape:
             raise ArgumentError(
                 f"tokens {list(words.shape)} and parents {list(above.shape)}: both are [batch, nodes]"
@@ -104,7 +104,7 @@ class TokenTree:
     @classmethod
     def chain(cls, tokens: ArrayLike, lengths: ArrayLike | None = None) -> TokenTree:
         """The tree of one path: each of the tokens [batch, L] follows the one before it."""
-        words = _integers("tokens", tokens)
+        words = integers("tokens", tokens)
         parents = np.broadcast_to(np.arange(-1, words.shape[-1] - 1), words.shape) if words.ndim else 0
         return cls.from_parents(words, parents, lengths)
 
@@ -371,20 +371,25 @@ def _common_integers(arrays: Sequence[Integers]) -> np.dtype[Any]:
     return np.dtype(np.int64 if most < 2**63 else np.uint64)
 
 
-def _integers(name: str, given: ArrayLike) -> Integers:
+def integers(name: str, given: ArrayLike, shape: tuple[int, ...] | None = None) -> Integers:
+    """Of this shape, if one is asked for. Raises `ArgumentError`."""
     try:
         array = np.asarray(given)
     except ValueError as error:
         raise ArgumentError(f"{name} are no array ({error}): give rows of equal length") from None
     if array.dtype.kind not in "iu":
         raise ArgumentError(f"{name} are {array.dtype}: integers are needed")
+    if shape not in (None, array.shape):
+        raise ArgumentError(
+            f"{name} are {array.dtype} {list(array.shape)}: integers {list(shape or ())} are needed"
+        )
     return array
 
 
 def _checked_lengths(lengths: ArrayLike | None, batch: int, nodes: int) -> Integers:
     if lengths is None:
         return np.full(batch, nodes)
-    counts = _integers("lengths", lengths)
+    counts = integers("lengths", lengths)
     if counts.shape != (batch,) or (counts < 0).any() or (counts > nodes).any():
         raise ArgumentError(
             f"lengths {counts.tolist()}: one for each of {batch} rows, from 0 to {nodes} nodes"

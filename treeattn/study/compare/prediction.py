@@ -11,11 +11,11 @@ import numpy as np
 from treeattn import topology
 from treeattn.agreement import collectively
 from treeattn.attention.shape import DTYPES
+from treeattn.collectives.catalog import executor_over
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.disturbance import ALL_TOGETHER, UNDISTURBED, Arrivals, Disturbance
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.executor_names import executor_over
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.collectives.traffic import Payload

@@ -9,12 +9,12 @@ from made_clusters import rendezvous, two_tiers, with_executor
 from msgspec.structs import replace
 
 from treeattn.collectives import Schedule, Transfer, build, names, needs_nodes
+from treeattn.collectives.catalog import executor_over
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.bound import spread
 from treeattn.collectives.clusters.critical_path import assumed_share, critical_path, in_words
 from treeattn.collectives.clusters.placement import block, cyclic, node_groups
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.executor_names import executor_over
 from treeattn.collectives.traffic import Payload, messages
 from treeattn.errors import ArgumentError, RestrictionError
 
