@@ -6,7 +6,8 @@ of its own, with the same total threads: two. On a busy machine two threads wait
 type of DIR's weights; tokens of 16-bit weights may differ, since `transformers` rounds every step. Between
 them two threads read as many bytes as weights and cache are, by the fastest way of `treeattn roofline`.
 And attention alone with its communication, a token of all layers, on 4 ranks, by tree and by ring in turn.
-PYTHON: one that has the extra `oracle`.
+PYTHON: one that has the extra `oracle`. With --llama-cpp PYTHON --gguf FILE llama.cpp runs too, by
+llama-cpp-python 0.3.36: its file of 4 bits as it is, and widened to bfloat16.
 
 Goals: of 16-bit weights at most 1.4 times what reading takes, on 1 rank and on 2 with sharded weights;
 faster than `transformers` per decoded token on 2 ranks with sharded weights, not slower on 1;
@@ -55,12 +56,42 @@ with torch.no_grad():
         steps.append(time.perf_counter() - began)
 print(json.dumps({"first_token_s": first, "step_s": steps, "tokens": tokens}))
 """
+#: Of a file of 4 bits the same weights in bfloat16 too, as llama.cpp widens them.
+LLAMA_CPP = """
+import ctypes, json, sys, tempfile, time
+import llama_cpp, numpy as np
+file, kind, prompt, count, threads = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6])
+with tempfile.TemporaryDirectory() as folder:
+    if kind == "bfloat16":
+        how = llama_cpp.llama_model_quantize_default_params()
+        how.ftype, how.allow_requantize, given = llama_cpp.LLAMA_FTYPE_MOSTLY_BF16, True, file
+        file = folder + "/wide.gguf"
+        if llama_cpp.llama_model_quantize(given.encode(), file.encode(), ctypes.byref(how)):
+            sys.exit("llama.cpp cannot widen this file")
+    model = llama_cpp.Llama(
+        file, n_ctx=prompt + count, n_threads=threads, n_threads_batch=threads, verbose=False
+    )
+ids = np.random.default_rng(0).integers(0, model.n_vocab(), prompt).tolist()
+began = time.perf_counter()
+model.eval(ids)
+def said():
+    logits = llama_cpp.llama_get_logits_ith(model.ctx, -1)
+    return int(np.ctypeslib.as_array(logits, (model.n_vocab(),)).argmax())
+tokens = [said()]
+first, steps = time.perf_counter() - began, []
+for _ in range(count - 1):
+    began = time.perf_counter()
+    model.eval(tokens[-1:])
+    tokens.append(said())
+    steps.append(time.perf_counter() - began)
+print(json.dumps({"first_token_s": first, "step_s": steps, "tokens": tokens}))
+"""
 LEFT_OVER = 1.1, 200e6  # what a rank may need beside weights and cache
 
 
-def hugging_face(options: argparse.Namespace, threads: int) -> dict[str, Any]:
-    words = [options.oracle, "-c", HUGGING_FACE, options.model]
-    words += [str(n) for n in (options.prompt, options.tokens, threads)]
+def theirs(options: argparse.Namespace, words: list[str], threads: int) -> dict[str, Any]:
+    """What a program of theirs says of so many tokens."""
+    words = [*words, *(str(n) for n in (options.prompt, options.tokens, threads))]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     facts: dict[str, Any] = json.loads(done.stdout)
     return facts
@@ -93,14 +124,19 @@ def ours(options: argparse.Namespace, ranks: int, *more: str) -> dict[str, Any]:
     }
 
 
-def beside_hugging_face(options: argparse.Namespace) -> list[dict[str, Any]]:
+def beside_others(options: argparse.Namespace) -> list[dict[str, Any]]:
+    transformers = [options.oracle, "-c", HUGGING_FACE, options.model]
+    llama_cpp = [options.llama_cpp, "-c", LLAMA_CPP, str(options.gguf)]
     cases = {
-        "transformers, 2 threads": lambda: hugging_face(options, 2),
-        "transformers, 1 thread": lambda: hugging_face(options, 1),
+        "transformers, 2 threads": lambda: theirs(options, transformers, 2),
+        "transformers, 1 thread": lambda: theirs(options, transformers, 1),
         "1 rank": lambda: ours(options, 1),
         "2 ranks, weights replicated": lambda: ours(options, 2),
         "2 ranks, weights sharded": lambda: ours(options, 2, "--weights", "sharded"),
     }
+    if options.gguf:
+        cases["llama.cpp, 2 threads"] = lambda: theirs(options, [*llama_cpp, "bfloat16"], 2)
+        cases["llama.cpp, its file of 4 bits, 2 threads"] = lambda: theirs(options, [*llama_cpp, "4"], 2)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
     reading: list[float] = []
     for _ in range(options.repeats):
@@ -195,6 +231,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--oracle", default=sys.executable)
+    parser.add_argument("--llama-cpp", default=sys.executable, help="a Python with llama-cpp-python")
+    parser.add_argument("--gguf", help="the same model for llama.cpp, of 4 bits")
     parser.add_argument("--prompt", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
@@ -207,7 +245,8 @@ def main() -> None:
         attention_alone(options.model, options.prompt, options.turns, options.attention)
         return
     facts = {
-        "command": "python benchmarks/llama.py --model DIR --oracle PYTHON",
+        "command": "python benchmarks/llama.py --model DIR --oracle PYTHON"
+        + " --llama-cpp PYTHON --gguf FILE" * bool(options.gguf),
         "note": options.note,
         "software": {name: what for name, what in environment.software().items() if name != "command"},
         "cpu": environment.cpu_name(),
@@ -216,7 +255,7 @@ def main() -> None:
         "tokens": options.tokens,
         "repeats": options.repeats,
         "attention": attention(options),
-        "rows": beside_hugging_face(options),
+        "rows": beside_others(options),
     }
     if options.json:
         options.json.write_text(json.dumps(facts, indent=1) + "\n")
