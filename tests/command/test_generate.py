@@ -167,6 +167,11 @@ def test_a_text_is_audited_on_one_process(model, tmp_path):
     assert done.returncode == 1
     assert "the logits of token 3 of the text are the first that differ" in done.stdout
     assert "attention differs" not in done.stdout
+    for name in ("attended", "capacity", "sampling"):
+        broken = tmp_path / "broken.json"
+        broken.write_text(json.dumps(facts | {name: "none"}))
+        done = in_process("audit", broken)
+        assert (done.returncode, "broken.json is no recording" in done.stderr) == (2, True)
     other = write_model(tmp_path, "grouped_llama3")
     name = "model.layers.1.self_attn.q_proj.weight"
     file, tensors = next((path, t) for path in other.glob("*.safetensors") if name in (t := load_file(path)))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 from treeattn.agreement import collectively
 from treeattn.attention.mask import Rules
@@ -22,6 +23,10 @@ from treeattn.partial import Array
 from treeattn.report import Report
 from treeattn.shards import Layout
 from treeattn.token_tree import Verifier
+
+_OF_TEXT = {"capacity": int, "model": str, "logits_sha256": str} | dict.fromkeys(
+    ("prompt", "tokens", "logits", "ranks"), list
+)
 
 
 @click.command("audit")
@@ -104,11 +109,11 @@ def _text(world: MpiCommunicator, facts: dict[str, Any], source: Path) -> tuple[
 
     model = collectively(world, lambda: Llama(source, reproducible=True))
     settings = {"sampling": Sampling(**facts["sampling"]), "cache_dtype": facts["cache_dtype"]}
-    attended = Attended(model.config, facts["capacity"])
     with Session(world, model, facts["prompt"], capacity=facts["capacity"], **settings) as session:
+        attended = Attended(model.config, session.capacity)
         made = generate(session, len(facts["tokens"]), attended=attended)
     differ = _unlike(facts["logits"], made.digests)
-    now, then = attended.digests(world), facts.get("attended")
+    now, then = attended.digests(world), facts["attended"]
     first = first_difference(then, now) if differ and then else None
     found = {
         "recorded": facts["logits_sha256"],
@@ -125,7 +130,14 @@ def _text(world: MpiCommunicator, facts: dict[str, Any], source: Path) -> tuple[
 def _read(recording: Path) -> dict[str, Any]:
     try:
         facts: dict[str, Any] = json.loads(recording.read_text(encoding="utf-8"))
-        if facts.get("logits") or (facts["results"][0]["reproducible"] and facts["blocks"]):
+        if facts.get("logits"):
+            from treeattn.llama.sampling import Sampling
+
+            Sampling(**facts["sampling"])
+            whole = all(isinstance(facts[name], kind) for name, kind in _OF_TEXT.items())
+            if whole and np.ndim(facts["attended"] or [[[]]]) == 3:
+                return facts
+        elif facts["results"][0]["reproducible"] and facts["blocks"]:
             return facts
     except (AttributeError, ValueError, KeyError, IndexError, TypeError):
         pass
