@@ -34,6 +34,8 @@ FLAGS = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space")  # as
 CLASSES = {
     "load_16_bytes": r"\bLDG\.(?:\S+\.)?128\b",
     "copy_16_bytes": r"\bLDGSTS\S*\.128",
+    # Loads and copies with a policy for the second level of caches: before sm_90 no others have descriptors.
+    "hinted": r"\bLDG\.\S*\.NA\.\S* \S+, desc|\bLDGSTS\S*\.128 \[\S+\], desc",
     "matrix_multiply": r"\bHMMA\.16816",
     "matrix_load": r"\bLDSM\.",
     "local_memory": r"\b(?:LDL|STL)\b",

@@ -11,6 +11,7 @@ from tests.emulator import test_cache
 from tests.emulator.cases import CASES, Case, is_tensor_core_case
 from tests.emulator.test_records import bits, random_records
 from tests.support import verbs
+from tests.support.pages import in_pages
 from treeattn import partial
 from treeattn.backends import cuda
 from treeattn.backends.cuda import cupy_runtime
@@ -81,7 +82,7 @@ def test_pages_of_8_bits_are_read(kind: str) -> None:
     import cupy
 
     q, k, v = test_cache.arrays(kind, 128, 4, q_kind=np.float16)
-    (pages, table), (values, _) = test_cache.paged(k, 16), test_cache.paged(v, 16)
+    (pages, table), (values, _) = in_pages(k, 16), in_pages(v, 16)
     records = cupy.zeros((2, 8, 1, 130), cupy.float32)
     given = {"scale": 0.1, "k_scale": [0.5, 2.0], "v_scale": 3.0, "kv_dtype": kind, "num_splits": 3}
     verbs.attend(
