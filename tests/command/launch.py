@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -34,9 +35,13 @@ def run(
     ranks: int | None = None,
     timeout: float = 300,
     cwd: Path = ROOT,
+    code: int | None = 0,
     **environment: str,
 ):
-    """`python *words`, under mpiexec if `ranks` is given. Returns the completed process, text captured."""
+    """`python *words`, under mpiexec if `ranks` is given. Returns the completed process, text captured.
+
+    code: how it must have ended, as `_ended` takes it.
+    """
     command = [sys.executable, *map(str, words)]
     if ranks is not None:
         command = [str(mpiexec()), "-n", str(ranks), *command]
@@ -56,20 +61,33 @@ def run(
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
         raise AssertionError(f"still running after {timeout} s: {command}\n{out}\n{err}") from None
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    return _ended(code, subprocess.CompletedProcess(command, process.returncode, out, err))
 
 
-def treeattn(*words: object, ranks: int | None = None, timeout: float = 300, **options):
-    """The ``treeattn`` command: by ranks that wait for commands, or by new ones where it needs a folder or an
-    environment of its own. `run("-m", "treeattn", ..)` always starts new ones."""
-    if options or "MUTANT_TEST" in os.environ:  # coverage tells tests apart by process
-        return run("-m", "treeattn", *words, ranks=ranks, timeout=timeout, **options)
+def _ended(code: int | None, done: subprocess.CompletedProcess):
+    """`done`, whose exit code this must be; None: any. With 2, for bad input, one line says why, no more."""
+    told = f"exit {done.returncode}: {done.args}\n{done.stdout}\n{done.stderr}"
+    assert code in (None, done.returncode), told
+    if code == 2:
+        lines = [line for line in done.stderr.splitlines() if re.match("treeattn: (?!warning)|Usage: ", line)]
+        assert len(lines) == 1, told
+        assert "Traceback" not in done.stderr, told
+        assert not done.stdout.strip(), told
+    return done
+
+
+def treeattn(*words: object, ranks: int | None = None, timeout: float = 300, code: int | None = 0, **options):
+    """The ``treeattn`` command: by ranks that wait for commands, or by new ones where it needs a folder, an
+    environment or other programs beside it. `run("-m", "treeattn", ..)` always starts new ones."""
+    if options or ":" in words or "MUTANT_TEST" in os.environ:  # coverage tells tests apart by process
+        return run("-m", "treeattn", *words, ranks=ranks, timeout=timeout, code=code, **options)
     launcher = [] if ranks is None else [str(mpiexec()), "-n", str(ranks)]
     texts = [*map(str, words)]
-    return subprocess.CompletedProcess(texts, *waiting_ranks.run(launcher, ranks, texts, timeout, ROOT))
+    done = waiting_ranks.run(launcher, ranks, texts, timeout, ROOT)
+    return _ended(code, subprocess.CompletedProcess(texts, *done))
 
 
-def in_process(*words: object, **environment: str):
+def in_process(*words: object, code: int | None = 0, **environment: str):
     """The same as one rank of this process: for what neither ranks nor the start of a process decide."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
     with (
@@ -81,8 +99,8 @@ def in_process(*words: object, **environment: str):
         warnings.simplefilter("default")
         warnings.showwarning = cli._show_warning
         try:
-            code = cli._run([*map(str, words)])
+            found = cli._run([*map(str, words)])
         except (click.ClickException, TreeattnError, OSError) as error:
-            code = cli._failed(error)
+            found = cli._failed(error)
     said, complained = (one.buffer.getvalue().decode() for one in (out, err))
-    return subprocess.CompletedProcess(words, code, said, complained)
+    return _ended(code, subprocess.CompletedProcess(words, found, said, complained))

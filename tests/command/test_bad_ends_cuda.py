@@ -31,7 +31,7 @@ for _ in range(2):
 
 def ended(program, **environment):
     environment = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "TREEATTN_TIMEOUT": "1", **environment}
-    done = run("-m", "mpi4py", "-c", BEGIN + program, ranks=2, **environment)
+    done = run("-m", "mpi4py", "-c", BEGIN + program, ranks=2, code=None, **environment)
     return done.returncode, [line for line in done.stderr.splitlines() if line.startswith("treeattn:")], done
 
 

@@ -20,7 +20,6 @@ def test_from_calibrate_to_those_who_read_the_file(tmp_path):
     here, facts = tmp_path / "here.toml", tmp_path / "facts.json"
     words = ("--out", here, "--seconds", 1, "--json", facts)
     done = treeattn("calibrate", *words, ranks=4, MPIR_CVAR_NUM_CLIQUES="2")
-    assert done.returncode == 0, done.stdout + done.stderr
     assert "errors of the fit" in done.stdout
     assert "of kinds of probes left out of it: median" in " ".join(done.stdout.split())
     cluster = description.load(here)
@@ -41,7 +40,6 @@ def test_from_calibrate_to_those_who_read_the_file(tmp_path):
     assert here.read_text().count("us measured") == len(residuals)
 
     done = in_process("simulate", "--cluster", here, "--ranks", 4, "--schemes", "ring,hierarchical")
-    assert done.returncode == 0, done.stderr
     assert "calibrated with" in done.stdout
 
     words = (
@@ -58,7 +56,6 @@ def test_from_calibrate_to_those_who_read_the_file(tmp_path):
     )
     words = ("compare", "--schemes", "hierarchical,mpi_allreduce", *words)
     done = in_process(*words, TREEATTN_CLUSTER=str(here))
-    assert done.returncode == 0, done.stdout + done.stderr
     named = "predicted: on here (TREEATTN_CLUSTER): 2 x 2 ranks, calibrated with"
     assert named in " ".join(done.stdout.split())
     assert "Predicted against measured, 2 times: median" in " ".join(done.stdout.split())
@@ -75,8 +72,7 @@ def test_from_calibrate_to_those_who_read_the_file(tmp_path):
 
 @pytest.mark.deep
 def test_one_node_has_one_tier(tmp_path):
-    done = treeattn("calibrate", "--out", tmp_path / "n.toml", "--seconds", 1, "--executor", "mpi", ranks=3)
-    assert done.returncode == 0, done.stdout + done.stderr
+    treeattn("calibrate", "--out", tmp_path / "n.toml", "--seconds", 1, "--executor", "mpi", ranks=3)
     cluster = description.load(tmp_path / "n.toml")
     assert [tier.name for tier in cluster.tiers] == ["node"]
     assert list(cluster.executors) == ["mpi"]
@@ -96,10 +92,8 @@ def test_one_node_has_one_tier(tmp_path):
     ],
 )
 def test_bad_words(tmp_path, words, message):
-    done = in_process("calibrate", *(word.format(folder=tmp_path) for word in words))
-    assert done.returncode == 2, done.stdout + done.stderr
+    done = in_process("calibrate", *(word.format(folder=tmp_path) for word in words), code=2)
     assert message in done.stderr
-    assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
 
 
@@ -109,19 +103,15 @@ def test_ranks_that_were_told_different_things(tmp_path, other):
     mine = ("calibrate", "--out", "a.toml", "--seconds", 1)
     here = (sys.executable, "-m", "treeattn")
     second = (":", "-n", 1, *here, *mine, *other)
-    done = treeattn(*mine, *second, ranks=1, cwd=tmp_path, PYTHONPATH=str(ROOT))
-    assert done.returncode == 2, done.stdout + done.stderr
+    done = treeattn(*mine, *second, ranks=1, cwd=tmp_path, PYTHONPATH=str(ROOT), code=2)
     assert done.stderr.count("the command line differs between ranks") == 1
     assert not list(tmp_path.iterdir())
 
 
 def test_compare_refuses_a_cluster_that_cannot_be(tmp_path):
-    done = treeattn("compare", "--schemes", "chain", "--cluster", "dual-4090", ranks=3)
-    assert done.returncode == 2
+    done = treeattn("compare", "--schemes", "chain", "--cluster", "dual-4090", ranks=3, code=2)
     assert done.stderr.count("has 2 places") == 1
-    done = in_process("compare", "--schemes", "chain", "--cluster", "summit")
-    assert done.returncode == 2
+    done = in_process("compare", "--schemes", "chain", "--cluster", "summit", code=2)
     assert done.stderr.count("no such cluster") == 1
-    done = in_process("compare", "--schemes", "chain", TREEATTN_CLUSTER="summit")
-    assert done.returncode == 2
+    done = in_process("compare", "--schemes", "chain", TREEATTN_CLUSTER="summit", code=2)
     assert "TREEATTN_CLUSTER: cluster 'summit': no such cluster" in done.stderr

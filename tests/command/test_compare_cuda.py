@@ -33,7 +33,6 @@ def test_every_transport_side_by_side_and_resumed(tmp_path):
     words = (*WORDS, "--schemes", "ring,head_scatter,nccl_allreduce,mpi_allreduce", "--repetitions", 2)
     words = (*words, "--out", out, "--json", summary)
     done = run(*words, ranks=2, **ALL)
-    assert done.returncode == 0, done.stdout + done.stderr
     assert "GPU 8f1c0a52" not in done.stderr
     three = ("host", "nccl", "cuda-mpi")
     wanted = {(scheme, over) for scheme in ("ring", "head_scatter") for over in (*three, "peer")}
@@ -60,12 +59,10 @@ def test_every_transport_side_by_side_and_resumed(tmp_path):
 
     content = out.read_bytes()
     again = run(*words, ranks=2, **ALL)
-    assert again.returncode == 0, again.stdout + again.stderr
     assert f"{4 * len(wanted)} are in the file already" in again.stderr
     assert out.read_bytes() == content
 
-    figures = treeattn("plot", out, "--out", tmp_path / "figures", "--format", "svg")
-    assert figures.returncode == 0, figures.stderr
+    treeattn("plot", out, "--out", tmp_path / "figures", "--format", "svg")
     assert "ring [nccl]" in (tmp_path / "figures" / "time-reduce.svg").read_text()
 
 
@@ -74,14 +71,12 @@ def test_what_is_not_there_is_said_and_left_out(tmp_path):
     summary = tmp_path / "s.json"
     words = (*WORDS, "--what", "reduce", "--schemes", "chain", "--repetitions", 1, "--json", summary)
     done = run(*words, ranks=2, EMULATED_NCCL="30", EMULATED_GPUS="1", NCCL_MULTI_RANK_GPU_ENABLE="0")
-    assert done.returncode == 0, done.stdout + done.stderr
     assert re.search("left out transport nccl: .*ranks 0, 1 share GPU 8f1c0a52-0 of .*ENABLE=1", done.stderr)
     assert "left out transport cuda-mpi: " in done.stderr
     facts = json.loads(summary.read_text())
     assert {row["key"]["transport"] for row in facts["summaries"]} == {"host", "peer", "none"}
     assert "times include waiting for each other" in facts["run"]["warning"]
-    shared = run(*words, ranks=2, EMULATED_NCCL="30", EMULATED_GPUS="1", NCCL_MULTI_RANK_GPU_ENABLE="1")
-    assert shared.returncode == 0, shared.stdout + shared.stderr
+    run(*words, ranks=2, EMULATED_NCCL="30", EMULATED_GPUS="1", NCCL_MULTI_RANK_GPU_ENABLE="1")
     facts = json.loads(summary.read_text())
     assert {row["key"]["transport"] for row in facts["summaries"]} == {"host", "nccl", "peer", "none"}
 
@@ -103,16 +98,13 @@ def test_what_is_not_there_is_said_and_left_out(tmp_path):
     ),
 )
 def test_bad_words(words, message):
-    done = run(*WORDS, *words, ranks=2)
-    assert done.returncode == 2, done.stdout + done.stderr
+    done = run(*WORDS, *words, ranks=2, code=2)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("treeattn:")]
     assert message in line
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.skipif(cupy_runtime.problem() is None, reason="there is a GPU")
 def test_without_a_gpu_one_line_says_what_to_do():
-    done = treeattn("compare", "--device", "cuda", ranks=2)
-    assert (done.returncode, done.stdout) == (2, "")
+    done = treeattn("compare", "--device", "cuda", ranks=2, code=2)
     (line,) = done.stderr.strip().splitlines()
     assert str(cupy_runtime.problem()) in line

@@ -90,7 +90,7 @@ def write_gguf(path, directory, kind="F32", **changes):
 
 
 def convert(*words):
-    return run(ROOT / "tools" / "convert_gguf.py", *words)
+    return run(ROOT / "tools" / "convert_gguf.py", *words, code=None)
 
 
 def converted(source, directory):

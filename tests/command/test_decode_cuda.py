@@ -39,7 +39,6 @@ def test_through_the_same_path_as_on_a_cpu(tmp_path: Path, cache: Path, ranks: i
         EMULATED, "decode", cache, "--device", "cuda", "--transport", "host", "--layout", "zigzag", "--check",
         "--repeat", 2, "--out", out, "--json", facts, ranks=ranks,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
     assert "GPU" not in done.stderr
     results = load_file(out)
     CASE.check(results["out"], results["lse"], tensor_cores=True)
@@ -63,9 +62,7 @@ def test_through_the_same_path_as_on_a_cpu(tmp_path: Path, cache: Path, ranks: i
     ),
 )
 def test_a_wrong_transport_is_bad_input(cache: Path, words: tuple[str, ...], message: str) -> None:
-    done = run(EMULATED, "decode", cache, "--device", "cuda", *words, ranks=2)
-    assert done.returncode == 2, done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    done = run(EMULATED, "decode", cache, "--device", "cuda", *words, ranks=2, code=2)
     assert re.search(message, done.stderr)
 
 
@@ -91,8 +88,7 @@ def test_a_wrong_transport_is_bad_input(cache: Path, words: tuple[str, ...], mes
 def test_ranks_that_may_not_share_a_gpu(cache: Path, nccl: str, variable: str, message: str) -> None:
     words = (EMULATED, "decode", cache, "--device", "cuda", "--transport", "nccl")
     environment = {"EMULATED_GPUS": "1", "EMULATED_NCCL": nccl, "NCCL_MULTI_RANK_GPU_ENABLE": variable}
-    done = run(*words, ranks=2, **environment)
-    assert (done.returncode, done.stdout) == (2, "")
+    done = run(*words, ranks=2, **environment, code=2)
     (line,) = [line for line in done.stderr.splitlines() if not line.startswith("treeattn: warning:")]
     assert re.search(message, line)
 
@@ -101,14 +97,11 @@ def test_ranks_that_may_not_share_a_gpu(cache: Path, nccl: str, variable: str, m
 def test_ranks_that_share_a_gpu_are_told(cache: Path) -> None:
     words = (EMULATED, "decode", cache, "--device", "cuda", "--transport", "host", "--repeat", 1)
     done = run(*words, ranks=2, EMULATED_GPUS="1")
-    assert done.returncode == 0, done.stderr
     assert done.stderr.count("ranks 0, 1 share GPU 8f1c0a52-0 of ") == 1
 
 
 @pytest.mark.skipif(cupy_runtime.problem() is None, reason="there is a GPU")
 def test_without_a_gpu_one_line_says_what_to_do(cache: Path) -> None:
-    done = treeattn("decode", cache, "--device", "cuda", "--transport", "host", ranks=2)
-    assert done.returncode == 2
+    done = treeattn("decode", cache, "--device", "cuda", "--transport", "host", ranks=2, code=2)
     (line,) = done.stderr.strip().splitlines()
     assert str(cupy_runtime.problem()) in line
-    assert not done.stdout

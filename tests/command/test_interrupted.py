@@ -97,8 +97,7 @@ cli.main(sys.argv[1:])
 @needs_mpiexec
 def test_a_rank_that_is_interrupted_alone_knows_what_is_kept(tmp_path):
     out = tmp_path / "r.jsonl"
-    done = run("-c", ONE_RANK, *COMPARE, "--out", out, ranks=2)
-    assert done.returncode == 130
+    done = run("-c", ONE_RANK, *COMPARE, "--out", out, ranks=2, code=130)
     assert f"treeattn: interrupted: kept {out} (the same command goes on from there)" in done.stderr
 
 
@@ -119,8 +118,8 @@ commands.list_commands = lambda ctx: ["slow"]
 commands.get_command = lambda ctx, name: slow
 main()
 """
-    done = run("-c", program, "slow")
-    assert (done.returncode, done.stderr) == (130, "treeattn: interrupted: nothing was written\n")
+    done = run("-c", program, "slow", code=130)
+    assert done.stderr == "treeattn: interrupted: nothing was written\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
@@ -176,8 +175,7 @@ main()
     ids=["decode", "compare"],
 )
 def test_a_full_disk_under_a_file(words, ranks, tmp_path):
-    done = run("-c", FULL, *words, "--json", tmp_path / "facts.json", ranks=ranks)
-    assert done.returncode == 1, done.stderr
+    done = run("-c", FULL, *words, "--json", tmp_path / "facts.json", ranks=ranks, code=1)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("treeattn:")]
     assert "facts.json: cannot be written (No space left on device)" in line
     assert "Traceback" not in done.stderr
@@ -185,8 +183,7 @@ def test_a_full_disk_under_a_file(words, ranks, tmp_path):
 
 
 def test_the_device_of_a_full_disk_is_no_file():
-    done = treeattn("schemes", "--json", "/dev/full")
-    assert (done.returncode, done.stdout) == (2, "")
+    done = treeattn("schemes", "--json", "/dev/full", code=2)
     assert done.stderr == "treeattn: /dev/full: is not an ordinary file; name a file to write\n"
 
 

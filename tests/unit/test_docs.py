@@ -53,7 +53,6 @@ def test_console_blocks_print_what_they_show(page):
         words = shlex.split(first.removeprefix("$ "))
         assert words[0] == "treeattn"
         done = in_process(*words[1:])
-        assert done.returncode == 0, done.stderr
         assert done.stdout.rstrip() == wanted.rstrip()
 
 
