@@ -8,19 +8,34 @@
 
 #include "in_order.h"
 
-enum { TILE_TOKENS = WIDTH == 16 ? 4 : 2 };
+enum { TILE_TOKENS = WIDTH == 16 ? 4 : 2, MAX_ROWS = 4, MAX_UNITS = 4 };
 
-/* How many tokens' values are summed in registers, and how many bytes ahead keys and values are asked for. Measured on
- * an AMD EPYC 9004 (Zen 4). Tokens of float32 often lie 4096 bytes apart, all in one set of the first cache. */
-INLINE int tokens_summed(enum element_type type) { return type == FLOAT32 ? 4 : 32; }
-INLINE int group_keys_ahead(enum element_type type) { return type == FLOAT32 ? 32768 : 16384; }
-enum { GROUP_VALUES_AHEAD = 65536 };
+/* Asked for where a unit is read, into the second cache: a core can wait for few lines of memory at a time. Units of
+ * 8-bit elements are parts of a line, which is asked for once. */
+INLINE void prefetch_unit(enum element_type type, const char *at, int64_t offset) {
+  if (type > BFLOAT16 && offset % 64) return;
+  for (size_t i = 0; i < UNIT * element_size(type); i += 64) __builtin_prefetch(at + i, 0, 2);
+}
 
-/* From a token's row to that which is about `bytes` further on; where tokens lie in pages, no further than known. */
+/* Units summed together: as many sums as registers hold beside a unit and a weight, the half of them. */
+INLINE int units_together(int rows) {
+  const int sums = REGISTERS / 2;
+  return rows == 1 ? MAX_UNITS : rows == 2 ? sums / 4 : sums / 8;
+}
+
+/* How many tokens of a head go through at once, for keys and for values, and how many bytes ahead they are asked for.
+ * Measured on an AMD EPYC 9004 (Zen 4). Tokens of float32 often lie 4096 bytes apart, all in one set of the first
+ * cache. */
+INLINE int tokens_scored(enum element_type type) { return WIDTH == 16 || type == FLOAT32 ? TILE_TOKENS : 16; }
+INLINE int tokens_summed(enum element_type type) { return type == FLOAT32 ? 4 : WIDTH == 16 ? 32 : 16; }
+INLINE int group_keys_ahead(enum element_type type) { return type == FLOAT32 ? 32768 : WIDTH == 16 ? 16384 : 65536; }
+INLINE int group_values_ahead(enum element_type type) { return WIDTH == 16 || type == FLOAT32 ? 65536 : 32768; }
+
+/* From a token's row to that which is about `bytes` further on; where tokens are listed, no further than known. */
 INLINE int64_t way_ahead(enum element_type type, const struct in_order *o, const int64_t *rows, int64_t token,
                          int64_t stride, int64_t bytes) {
   const int64_t tokens = bytes / (o->heads * o->floats * (int64_t)element_size(type)) + 1;
-  if (!o->paged) return tokens * stride;
+  if (!o->listed) return tokens * stride;
   return rows[least(token + tokens, o->tokens - 1)] - rows[token];
 }
 
@@ -38,34 +53,43 @@ INLINE void fold_tile(int rows, const struct in_order *o, int tokens, vector *su
     memcpy(scores + t * o->heads * o->rows, folded + t * rows, sizeof(float) * (size_t)rows);
 }
 
-/* scores[token][row] of a tile: `tokens` of its tokens for `rows` rows of a head. */
-INLINE void score_tile(enum element_type type, int rows, const struct in_order *o, int64_t token, int tokens,
-                       int64_t head, int64_t row, int64_t ahead, float *scores) {
+/* What a unit of keys adds to sums: `count` elements of it, UNIT or fewer. */
+INLINE void score_unit(enum element_type type, int rows, const struct in_order *o, const char **keys, const float *q,
+                       int64_t d, int count, int64_t ahead, vector *sum) {
   const int size = (int)element_size(type);
-  const char *keys[TILE_TOKENS];
-  point_at_keys(o, token, tokens, head, keys);
-  const float *const q = o->q + row * o->floats;
-  vector sum[MAX_ROWS * TILE_TOKENS];
-  for (int i = 0; i < MAX_ROWS * TILE_TOKENS; ++i) sum[i] = splat(0.0f);
-#pragma GCC unroll 1
-  for (int64_t d = 0; d < o->floats; d += UNIT) {
-    unit key[TILE_TOKENS];
-    for (int t = 0; t < TILE_TOKENS; ++t) {
-      key[t] = load_unit(type, keys[t] + d * size);
-      prefetch_unit(NEIGHBOURS, type, keys[t] + d * size + ahead, d * size);
-    }
-    for (int r = 0; r < rows; ++r) {
-      const vector first = load(q + r * o->floats + d), second = load(q + r * o->floats + d + WIDTH);
-      for (int t = 0; t < TILE_TOKENS; ++t) sum[t * rows + r] = multiply_add(key[t].first, first, sum[t * rows + r]);
-      for (int t = 0; t < TILE_TOKENS; ++t) sum[t * rows + r] = multiply_add(key[t].second, second, sum[t * rows + r]);
-    }
+  unit key[TILE_TOKENS];
+  for (int t = 0; t < TILE_TOKENS; ++t) {
+    key[t] = count < UNIT ? load_part(type, keys[t] + d * size, count) : load_unit(type, keys[t] + d * size);
+    prefetch_unit(type, keys[t] + d * size + ahead, d * size);
   }
-  fold_tile(rows, o, tokens, sum, 1.0f, scores);
+  for (int r = 0; r < rows; ++r) {
+    const vector first = load(q + r * o->floats + d), second = load(q + r * o->floats + d + WIDTH);
+    for (int t = 0; t < TILE_TOKENS; ++t) sum[t * rows + r] = multiply_add(key[t].first, first, sum[t * rows + r]);
+    for (int t = 0; t < TILE_TOKENS; ++t) sum[t * rows + r] = multiply_add(key[t].second, second, sum[t * rows + r]);
+  }
 }
 
-/* Sums of values in a tile, for `rows` rows of a head and `units` units from element d on. */
-INLINE void add_tile(enum element_type type, int rows, int units, const struct in_order *o, int64_t token, int tokens,
-                     int64_t head, int64_t row, int64_t d, int64_t ahead, const float *weights) {
+/* scores[token][row] of `tokens` tokens for `rows` rows of a head. */
+INLINE void score_tile(enum element_type type, int rows, const struct in_order *o, int64_t token, int tokens,
+                       int64_t head, int64_t row, int64_t ahead, float *scores) {
+  for (; tokens > 0; tokens -= TILE_TOKENS, token += TILE_TOKENS, scores += TILE_TOKENS * o->heads * o->rows) {
+    const char *keys[TILE_TOKENS];
+    point_at_keys(o, token, tokens, head, keys);
+    const float *const q = o->q + row * o->floats;
+    vector sum[MAX_ROWS * TILE_TOKENS];
+    for (int i = 0; i < MAX_ROWS * TILE_TOKENS; ++i) sum[i] = splat(0.0f);
+    int64_t d = 0;
+#pragma GCC unroll 1
+    for (; d + UNIT <= o->elements; d += UNIT) score_unit(type, rows, o, keys, q, d, UNIT, ahead, sum);
+    if (d < o->elements) score_unit(type, rows, o, keys, q, d, (int)(o->elements - d), ahead, sum);
+    fold_tile(rows, o, (int)least(TILE_TOKENS, tokens), sum, 1.0f, scores);
+  }
+}
+
+/* Sums of values in a tile, for `rows` rows of a head and `units` units from element d on, or `part` elements of one.
+ */
+INLINE void add_tile(enum element_type type, int rows, int units, int part, const struct in_order *o, int64_t token,
+                     int tokens, int64_t head, int64_t row, int64_t d, int64_t ahead, const float *weights) {
   const int size = (int)element_size(type);
   const char *const values = o->v + head * o->v_head + d * size;
   float *const to = o->sum + row * o->floats + d;
@@ -77,8 +101,8 @@ INLINE void add_tile(enum element_type type, int rows, int units, const struct i
     const char *from = values + o->v_rows[token + t];
     unit value[MAX_UNITS];
     for (int u = 0; u < units; ++u) {
-      value[u] = load_unit(type, from + u * UNIT * size);
-      prefetch_unit(NEIGHBOURS, type, from + u * UNIT * size + ahead, (d + u * UNIT) * size);
+      value[u] = part ? load_part(type, from, part) : load_unit(type, from + u * UNIT * size);
+      prefetch_unit(type, from + u * UNIT * size + ahead, (d + u * UNIT) * size);
     }
     for (int r = 0; r < rows; ++r) {
       const vector weight = splat(weights[r]);
@@ -97,9 +121,10 @@ INLINE void add_tile_rows(enum element_type type, int rows, const struct in_orde
                           int64_t head, int64_t row, int64_t ahead, const float *weights) {
   const int units = units_together(rows);
   int64_t d = 0;
-  for (; d + units * UNIT <= o->floats; d += units * UNIT)
-    add_tile(type, rows, units, o, token, tokens, head, row, d, ahead, weights);
-  for (; d < o->floats; d += UNIT) add_tile(type, rows, 1, o, token, tokens, head, row, d, ahead, weights);
+  for (; d + units * UNIT <= o->elements; d += units * UNIT)
+    add_tile(type, rows, units, 0, o, token, tokens, head, row, d, ahead, weights);
+  for (; d + UNIT <= o->elements; d += UNIT) add_tile(type, rows, 1, 0, o, token, tokens, head, row, d, ahead, weights);
+  if (d < o->elements) add_tile(type, rows, 1, (int)(o->elements - d), o, token, tokens, head, row, d, ahead, weights);
 }
 
 /* Calls a function of a tile for the rows of all heads, which go through by MAX_ROWS at most. */
@@ -123,16 +148,16 @@ INLINE void add_tile_rows(enum element_type type, int rows, const struct in_orde
     }
 
 INLINE void score_group(enum element_type type, const struct in_order *o, int64_t token, int tokens) {
-  for (int t = 0; t < tokens; t += TILE_TOKENS) {
+  for (int t = 0; t < tokens; t += tokens_scored(type)) {
     const int64_t ahead = way_ahead(type, o, o->k_rows, token + t, o->k_token, group_keys_ahead(type));
-    const int count = (int)least(TILE_TOKENS, tokens - t);
+    const int count = (int)least(tokens_scored(type), tokens - t);
     FOR_ROWS(score_tile, type, o, token + t, count, ahead, o->scores + t * o->heads * o->rows)
   }
 }
 
 INLINE void add_group(enum element_type type, const struct in_order *o, int64_t token, int tokens) {
   for (int t = 0; t < tokens; t += tokens_summed(type)) {
-    const int64_t ahead = way_ahead(type, o, o->v_rows, token + t, o->v_token, GROUP_VALUES_AHEAD);
+    const int64_t ahead = way_ahead(type, o, o->v_rows, token + t, o->v_token, group_values_ahead(type));
     const int count = (int)least(tokens_summed(type), tokens - t);
     FOR_ROWS(add_tile_rows, type, o, token + t, count, ahead, o->scores + t * o->heads * o->rows)
   }
@@ -154,7 +179,7 @@ FOR_BFLOAT16 INLINE void score_bits_tile(enum element_type type, int rows, const
     __m512bh key[TILE_TOKENS];
     for (int t = 0; t < TILE_TOKENS; ++t) {
       key[t] = (__m512bh)_mm512_loadu_si512(keys[t] + 2 * d);
-      prefetch_unit(NEIGHBOURS, type, keys[t] + 2 * d + ahead, 2 * d);
+      prefetch_unit(type, keys[t] + 2 * d + ahead, 2 * d);
     }
     for (int r = 0; r < rows; ++r) {
       const __m512bh bits = (__m512bh)_mm512_loadu_si512(q + r * o->floats + d);

@@ -127,73 +127,36 @@ static pass_function *const score_group_of_type[5] = OF_TYPES(score_group);
 static pass_function *const add_in_order_of_type[5] = OF_TYPES(add_in_order);
 static pass_function *const add_group_of_type[5] = OF_TYPES(add_group);
 
+/* One row for each head, in the order of memory, and whole units: else as a group. */
+static int is_one_stream(const struct in_order *o) { return o->rows == 1 && o->elements == o->floats && !o->scattered; }
+
 static pass_function *score_function(enum element_type type, const struct in_order *o) {
 #if SIMD_AVX512
   if (o->q_bits) return score_bits;
 #endif
-  return (o->rows > 1 ? score_group_of_type : score_in_order_of_type)[type];
+  return (is_one_stream(o) ? score_in_order_of_type : score_group_of_type)[type];
 }
 
 static void attend_in_order(enum element_type type, const struct in_order *o) {
   const int rows = o->heads * o->rows;
+  pass_function *const add = (is_one_stream(o) ? add_in_order_of_type : add_group_of_type)[type];
   for (int64_t token = 0, count; token < o->tokens; token += count) {
-    count = least(tokens_in_order(type, rows), o->tokens - token);
+    count = least(o->block, o->tokens - token);
     score_function(type, o)(o, token, (int)count);
+    adjust_in_order(o, token, (int)count);
     weigh_in_order(o, (int)count);
     for (int64_t begin = 0, some; begin < count; begin += some) {
       some = least(SUM_TOKENS, count - begin);
       memset(o->sum, 0, (size_t)(rows * o->floats) * sizeof(float));
       struct in_order part = *o;
       part.scores += begin * rows;
-      (o->rows > 1 ? add_group_of_type : add_in_order_of_type)[type](&part, token + begin, (int)some);
+      add(&part, token + begin, (int)some);
       for (int r = 0; r < rows; ++r) {
         const vector factor = splat(begin ? 1.0f : o->factor[r]);
         for (int64_t d = r * o->floats; d < (r + 1) * o->floats; d += WIDTH)
           store(o->numerator + d, multiply_add(load(o->numerator + d), factor, load(o->sum + d)));
       }
     }
-  }
-}
-
-/* The rows of a piece attend to tokens that all of them see: together where a token's heads are neighbours in memory,
- * head by head where a head's tokens are. */
-static void attend_uniform(const struct attention *a, const struct state *s, const struct piece *p, int64_t begin,
-                           int64_t end) {
-  const int64_t together = llabs(a->k_head_stride) > llabs(a->k_token_stride) ? 1 : p->heads;
-  const int64_t rows = rows_per_kv_head(a), tokens = end - begin;
-  find_rows(a, p->b, begin, end, 1, s->k_rows);
-  find_rows(a, p->b, begin, end, 0, s->v_rows);
-  s->k_rows[tokens] = 0;
-  const uint16_t *bits = NULL;
-#if SIMD_AVX512
-  if (can_take_bits(a) && take_bits(a, p, s->q_bits)) bits = s->q_bits;
-#endif
-  for (int64_t head = 0; head < p->heads; head += together) {
-    const int64_t row = head * rows;
-    const struct in_order o = {.heads = (int)together,
-                               .rows = (int)rows,
-                               .paged = a->block_table != NULL,
-                               .tokens = tokens,
-                               .floats = row_floats(a),
-                               .k = a->k + (p->head + head) * a->k_head_stride,
-                               .v = a->v + (p->head + head) * a->v_head_stride,
-                               .k_head = a->k_head_stride,
-                               .v_head = a->v_head_stride,
-                               .k_token = a->k_token_stride,
-                               .v_token = a->v_token_stride,
-                               .k_rows = s->k_rows,
-                               .v_rows = s->v_rows,
-                               .q = s->q + row * row_floats(a),
-                               .q_bits = bits ? bits + row * row_floats(a) : NULL,
-                               .scale = a->scale,
-                               .numerator = s->numerator + row * row_floats(a),
-                               .sum = s->sum,
-                               .maximum = s->maximum + row,
-                               .denominator = s->denominator + row * WIDTH,
-                               .factor = s->factor,
-                               .scores = s->scores,
-                               .lanes = s->lanes};
-    attend_in_order(a->kv_type, &o);
   }
 }
 

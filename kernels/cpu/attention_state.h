@@ -5,15 +5,19 @@
 #ifndef TREEATTN_ATTENTION_STATE_H
 #define TREEATTN_ATTENTION_STATE_H
 
-#include "attend_block.h"
 #include "rows.h"
+#include "token_rows.h"
 
 enum { CHUNK = 1008 }; /* tokens of a piece of work, at most */
 
 /* Tokens of a block that is read in the order of memory, at most; and of them those whose values are added one by one:
  * 512 would break the promise of exactness for equal scores and values. Scores of many rows fit the second cache. */
 enum { MOST_IN_ORDER = 512, SUM_TOKENS = 128 };
-static int64_t most_in_order(int64_t rows) { return rows > 64 ? SUM_TOKENS : MOST_IN_ORDER; }
+
+/* In which order tokens that all rows see are read. Cores that follow few streams of memory read fastest as it lies
+ * (NEIGHBOURS), others where STREAMS places are read in turns (SCATTERED). */
+enum order { SCATTERED = 0, NEIGHBOURS = 1 };
+enum { STREAMS = 16, SEEN_TOGETHER = 16 }; /* the latter: tokens that visible_bits() is asked for at once */
 
 /* Tokens begin..end of those that stretches of a batch row hold together, and some KV heads. */
 struct piece {
@@ -21,25 +25,17 @@ struct piece {
   const struct stretch *stretches; /* [count] */
 };
 
-/* Neighbouring rows of a KV head that see the same of a block. */
-struct group {
-  int32_t first, rows; /* rows <= MAX_ROWS */
-  uint32_t bits;       /* of the tokens that they see; ALL of them */
-};
-#define ALL 0xffffffffu
-
 /* What a thread sums up: all rows of a range of KV heads. */
 struct state {
   float *q, *numerator;        /* [rows][row_floats], in unit order */
   float *denominator;          /* [rows][WIDTH]: sums by lane */
   float *maximum;              /* [rows] */
-  struct group *groups;        /* [rows of a KV head] */
-  double *slope, *base, *time; /* [rows], for ALiBi: see struct adjustment; time: the query's position */
-  double *position;            /* [CHUNK], for ALiBi */
-  int64_t *k_rows, *v_rows;    /* [CHUNK + 1], for pages and in the order of memory: see struct span */
+  double *slope, *base, *time; /* [rows], for ALiBi: see in_order.h; time: the query's position */
+  double *position, *listed;   /* [CHUNK], for ALiBi: of a piece's tokens; of those that are read now */
+  int64_t *k_rows, *v_rows;    /* [CHUNK + 1]: where those are */
   float *sum, *factor;         /* [rows][row_floats], [rows]; these and the next: see attend_in_order.h */
   uint16_t *q_bits;            /* [rows][row_floats] */
-  float *scores, *lanes;       /* [most_in_order(rows)][rows], [rows][WIDTH] */
+  float *scores, *lanes;       /* [tokens_in_order()][rows], [rows][WIDTH] */
 };
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -48,19 +44,18 @@ static int64_t row_floats(const struct attention *a) { return whole_units(a->hea
 static int64_t rows_per_query(const struct attention *a) { return a->heads / a->kv_heads; }
 static int64_t rows_per_kv_head(const struct attention *a) { return rows_per_query(a) * a->queries; }
 
-/* Whether tokens that all rows see go through attend_in_order.h, where nothing else is done to their scores. Cores that
- * follow many streams do not gain from it, nor do several rows for each KV head where elements of 16 bits and fewer are
- * widened to few lanes. */
-static int can_read_in_order(const struct attention *a) {
-  const int gains = rows_per_kv_head(a) == 1 || WIDTH == 16 || a->kv_type == FLOAT32;
-  return a->order == NEIGHBOURS && a->head_dim % UNIT == 0 && gains;
+/* Tokens of a block: the same for all pieces. Measured on an AMD EPYC 9004 (Zen 4): where values are added faster than
+ * they come, changing between keys and values costs least. */
+static int64_t tokens_in_order(const struct attention *a) {
+  if (a->kv_type == FLOAT32 || a->heads * a->queries > 64) return SUM_TOKENS;
+  return WIDTH == 16 ? MOST_IN_ORDER : MOST_IN_ORDER / 2;
 }
 
-/* Whether their scores can come from bfloat16 as it is: see attend_group.h. */
+/* Whether scores can come from bfloat16 as it is: see attend_group.h. */
 static int can_take_bits(const struct attention *a) {
 #if SIMD_AVX512
   return rows_per_kv_head(a) > 1 && a->q_type == BFLOAT16 && a->kv_type == BFLOAT16 && !a->k_scale &&
-         __builtin_cpu_supports("avx512bf16");
+         a->head_dim % UNIT == 0 && __builtin_cpu_supports("avx512bf16");
 #else
   (void)a;
   return 0;
@@ -90,23 +85,19 @@ static int64_t lay_out(const struct attention *a, char *memory, struct state *s)
   s->numerator = take(memory, &at, floats * size);
   s->denominator = take(memory, &at, rows * WIDTH * size);
   s->maximum = take(memory, &at, rows * size);
-  s->groups = take(memory, &at, rows_per_kv_head(a) * (int64_t)sizeof(struct group));
-  if (a->block_table || can_read_in_order(a)) {
-    s->k_rows = take(memory, &at, (CHUNK + 1) * (int64_t)sizeof(int64_t));
-    s->v_rows = take(memory, &at, (CHUNK + 1) * (int64_t)sizeof(int64_t));
-  }
-  if (can_read_in_order(a)) {
-    s->sum = take(memory, &at, floats * size);
-    s->factor = take(memory, &at, rows * size);
-    s->scores = take(memory, &at, (most_in_order(rows) * rows + WIDTH) * size);
-    s->lanes = take(memory, &at, rows * WIDTH * size);
-  }
+  s->k_rows = take(memory, &at, (CHUNK + 1) * (int64_t)sizeof(int64_t));
+  s->v_rows = take(memory, &at, (CHUNK + 1) * (int64_t)sizeof(int64_t));
+  s->sum = take(memory, &at, floats * size);
+  s->factor = take(memory, &at, rows * size);
+  s->scores = take(memory, &at, (tokens_in_order(a) * rows + WIDTH) * size);
+  s->lanes = take(memory, &at, rows * WIDTH * size);
   if (can_take_bits(a)) s->q_bits = take(memory, &at, floats * (int64_t)sizeof(uint16_t));
   if (!a->visible) return at;
   s->slope = take(memory, &at, rows * (int64_t)sizeof(double));
   s->base = take(memory, &at, rows * (int64_t)sizeof(double));
   s->time = take(memory, &at, rows * (int64_t)sizeof(double));
   s->position = take(memory, &at, CHUNK * (int64_t)sizeof(double));
+  s->listed = take(memory, &at, CHUNK * (int64_t)sizeof(double));
   return at;
 }
 

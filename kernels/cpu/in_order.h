@@ -2,15 +2,15 @@
 #ifndef TREEATTN_IN_ORDER_H
 #define TREEATTN_IN_ORDER_H
 
-#include <stdlib.h>
-
 #include "attention_state.h"
-#include "token_rows.h"
+#include "hyperbolic_tangent.h"
 
 /* Neighbouring KV heads with the rows of each, and the tokens of a piece. */
 struct in_order {
-  int heads, rows, paged;
-  int64_t tokens, floats;         /* floats: of a row of q */
+  int heads, rows, scattered;     /* scattered: see enum order */
+  int listed;                     /* whether tokens do not lie each `k_token` behind the one before */
+  int64_t tokens, block;          /* block: tokens of one, at most */
+  int64_t elements, floats;       /* of a key or value; of a row of q, whole units */
   const char *k, *v;              /* of the first head */
   int64_t k_head, v_head;         /* bytes from a head to the next, */
   int64_t k_token, v_token;       /* and from a token to the next in its page */
@@ -20,14 +20,22 @@ struct in_order {
   float scale;
   float *numerator, *sum;
   float *maximum, *denominator, *factor;
-  float *scores, *lanes; /* scores[token][head][row] */
+  float *scores, *lanes;                 /* scores[token][head][row] */
+  float softcap;                         /* 0: none */
+  const double *position, *slope, *base; /* of tokens; of rows; slope is NULL without ALiBi */
 };
 
-/* Tokens of a block. Measured on an AMD EPYC 9004 (Zen 4): where values are added faster than they come, changing
- * between keys and values costs least. */
-INLINE int64_t tokens_in_order(enum element_type type, int rows) {
-  if (type == FLOAT32) return SUM_TOKENS;
-  return least(WIDTH == 16 ? 512 : 256, most_in_order(rows));
+/* A soft cap, then ALiBi, which is slope * (position - base) here: the base lies among a row's own tokens, since a
+ * distance to a far query would swallow a score's digits; write_records() makes good for it. */
+static void adjust_in_order(const struct in_order *o, int64_t token, int tokens) {
+  const int rows = o->heads * o->rows;
+  for (int i = 0; o->softcap > 0 && i < tokens * rows; i += WIDTH) {
+    const vector score = load(o->scores + i);
+    store(o->scores + i, splat(o->softcap) * hyperbolic_tangent(score / splat(o->softcap)));
+  }
+  for (int t = 0; o->slope && t < tokens; ++t)
+    for (int r = 0; r < rows; ++r)
+      o->scores[t * rows + r] += (float)(o->slope[r] * (o->position[token + t] - o->base[r]));
 }
 
 /* Scores to weights, in place; sums by token modulo WIDTH go to the denominators. */

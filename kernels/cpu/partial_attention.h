@@ -21,7 +21,7 @@ struct attention {
   int64_t v_batch_stride, v_token_stride, v_head_stride;
   float scale;
   int32_t q_type, kv_type;        /* enum element_type */
-  int32_t threads, order;         /* enum order of attend_block.h */
+  int32_t threads, order;         /* enum order of attention_state.h */
   int32_t reproducible;           /* enum reproducible */
   const struct visible *visible;  /* or NULL: every query sees the first lengths[b] tokens */
   const float *k_scale, *v_scale; /* [kv_heads]: what elements of k, v are multiplied with; NULL: 1 */

@@ -354,7 +354,12 @@ INLINE unit load_part(enum element_type type, const char *from, int count) {
   return (unit){_mm512_cvtph_ps(_mm512_castsi512_si256(bits)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1))};
 #else
   char padded[UNIT * 4] = {0};
-  memcpy(padded, from, (size_t)count * element_size(type));
+  const size_t bytes = (size_t)count * element_size(type);
+#pragma GCC unroll 8
+  for (size_t some = UNIT * 2; some; some /= 2) { /* sizes known when this is compiled: a call would spill registers */
+    const size_t at = bytes & ~(2 * some - 1);
+    if (bytes & some) memcpy(padded + at, from + at, some);
+  }
   return load_unit(type, padded);
 #endif
 }

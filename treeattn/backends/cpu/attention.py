@@ -28,7 +28,7 @@ from treeattn.partial import Array
 #: Threads that a process may have for attention; kernels/cpu/thread_pool.h has the same number.
 MAX_THREADS = 256
 
-#: enum order of kernels/cpu/attend_block.h: tokens of a block far apart in memory, or side by side.
+#: enum order of kernels/cpu/attention_state.h: tokens of a block far apart in memory, or side by side.
 ORDERS = ("scattered", "neighbours")
 
 
