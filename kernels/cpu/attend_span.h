@@ -35,7 +35,7 @@ static void list_token(const struct state *s, const struct listing *l, int64_t f
 static int64_t list_tokens(const struct attention *a, const struct state *s, const struct piece *p,
                            const struct stretch *c, int64_t query, const double *position) {
   const int64_t tokens = c->end - c->begin, turns = (tokens + STREAMS - 1) / STREAMS | 1;
-  struct listing found = {.position = position};
+  struct listing found; /* filled where it is needed */
   int64_t count = 0;
   find_rows(a, p->b, c->begin, c->end, 1, s->k_rows);
   find_rows(a, p->b, c->begin, c->end, 0, s->v_rows);
@@ -43,6 +43,7 @@ static int64_t list_tokens(const struct attention *a, const struct state *s, con
   if (c->uniform && a->order == NEIGHBOURS) return tokens;
   memcpy(found.k_rows, s->k_rows, (size_t)tokens * sizeof *s->k_rows);
   memcpy(found.v_rows, s->v_rows, (size_t)tokens * sizeof *s->v_rows);
+  found.position = position;
   for (int64_t turn = 0; c->uniform && turn < turns; ++turn)
     for (int64_t i = turn; i < tokens; i += turns) list_token(s, &found, i, count++);
   for (int64_t i = 0; !c->uniform && i < tokens; i += SEEN_TOGETHER) {

@@ -403,7 +403,14 @@ def test_blocked_is_the_same_verb() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(3, 2, 6, 3, 40, 2500), (1, 1, 8, 8, 16, 100), (1, 1, 2, 1, 8, 30_000), (2, 1, 2, 2, 8, 1)]
+    "shape",
+    [
+        (3, 2, 6, 3, 40, 2500),
+        (1, 1, 8, 8, 16, 100),
+        (1, 1, 2, 1, 8, 30_000),
+        (2, 1, 2, 2, 8, 1),
+        (1, 1, 128, 16, 32, 3000),  # of 128 rows each thread has few, and a block's length follows from all
+    ],
 )
 def test_threads_do_not_change_a_bit(build: str, shape: tuple[int, int, int, int, int, int]) -> None:
     if build == "numpy":
