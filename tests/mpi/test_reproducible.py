@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -91,6 +92,14 @@ def test_torn_blocks_are_refused_on_every_rank(comm):
         treeattn.decode(q, k, k, **given)
     with pytest.raises(TreeattnError, match="asks where tokens stand"):
         treeattn.Decoder(comm, heads=2, kv_heads=2, head_dim=8, reproducible="blocks")
+
+
+def test_more_tokens_than_64_bits_hold_are_refused_on_every_rank(comm):
+    tokens = 3 if comm.rank else (1 << 23) // comm.size + 1
+    k = np.zeros((1, tokens, 1, 8), ml_dtypes.float8_e5m2)
+    shard = Shard(k, k, k_scale=1.0, v_scale=1.0)
+    with pytest.raises(TreeattnError, match="a shard of .* tokens: reproducible= takes at most"):
+        treeattn.decode(np.zeros((1, 1, 1, 8), np.float32), shard, comm=comm, reproducible="tokens")
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -10,6 +10,7 @@ from treeattn.attention.positions import Runs
 from treeattn.attention.shape import Shape
 from treeattn.backends import cpu
 from treeattn.backends import device as devices
+from treeattn.backends.cpu.attention import check_tokens
 from treeattn.backends.cpu.device import Cpu
 from treeattn.errors import ArgumentError, RestrictionError
 
@@ -25,6 +26,10 @@ class ReproducibleCpu(Cpu):
 
     def __init__(self, ranks: int, whole_blocks: bool) -> None:
         self.bounds = {"most_tokens": bins.MOST_TOKENS // ranks, "whole_blocks": whole_blocks}
+
+    def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
+        check_tokens(tokens, self.bounds["most_tokens"])
+        return super().lengths(shape, lengths, tokens)
 
     def product(self, matrices: Sequence[Any]) -> Callable[[Any], Any]:
         """The compiled kernel, by 16 vectors at a time: a row's sum is the same beside whatever rows. Raises

@@ -169,11 +169,7 @@ class PlannedAttention:
             self._bind_table(k, block_table)
             self._bound = q, k, v, block_table
         tokens = k.shape[1] if block_table is None else k.shape[1] * block_table.shape[1]
-        if tokens > self._most_tokens:
-            raise ArgumentError(
-                f"a shard of {tokens} tokens: reproducible= takes at most {self._most_tokens} on each of so "
-                "many ranks, that 64 bits hold the sums: use more ranks, or leave it out"
-            )
+        check_tokens(tokens, self._most_tokens)
         if self._tables is not None:
             self._tables.follow()
             lengths = None
@@ -261,6 +257,15 @@ class PlannedAttention:
             start = arguments.address(self._workspace)
             self._arguments.workspace = start + -start % _ALIGNMENT
             self._binding.workspace = self._workspace.nbytes - _ALIGNMENT
+
+
+def check_tokens(tokens: int, most: int) -> None:
+    """Raise `ArgumentError` for a shard of more."""
+    if tokens > most:
+        raise ArgumentError(
+            f"a shard of {tokens} tokens: reproducible= takes at most {most} on each of so many ranks, that "
+            "64 bits hold the sums: use more ranks, or leave it out"
+        )
 
 
 def _scales(given: Sequence[float] | None) -> Array | None:
