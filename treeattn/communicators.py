@@ -16,16 +16,6 @@ if TYPE_CHECKING:
 
     from treeattn.collectives.runtime.torch_communicator import TorchCommunicator
 
-__all__ = [
-    "alone",
-    "intracomm",
-    "mpi_intracomm",
-    "node_groups",
-    "node_local_rank",
-    "oversubscribed",
-    "world",
-]
-
 
 def world() -> MpiCommunicator:
     """COMM_WORLD, after making sure that the job did not come up as so many singletons.

@@ -23,8 +23,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-__all__ = ["EXTRA", "exponential", "finish", "identity", "merge", "set_identity"]
-
 #: Elements of a record beside the numerator: the maximum and the denominator.
 EXTRA = 2
 
@@ -56,16 +54,8 @@ _POLYNOMIAL = tuple(
 
 
 def identity(shape_prefix: tuple[int, ...], head_dim: int, dtype: Any = np.float32) -> Array:
-    """Records of nothing seen: what merges with any record without changing it.
-
-    Args:
-        shape_prefix: the leading axes, usually (batch, heads, queries).
-        head_dim: elements of the numerator.
-        dtype: float32 or float64.
-
-    Returns:
-        A new array, shape_prefix followed by head_dim + 2.
-    """
+    """Records of nothing seen, a new array [*shape_prefix, head_dim + 2] of float32 or float64: what merges
+    with any record without changing it."""
     records = np.empty((*shape_prefix, head_dim + EXTRA), dtype)
     set_identity(records)
     return records
@@ -104,16 +94,12 @@ def merge(into: Array, other: Array) -> None:
 
 
 def finish(records: Array, out: Array, lse: Array) -> None:
-    """Turn records into attention output: ``numerator / denominator``, ``max + ln(denominator)``.
+    """Turn records [batch, heads, queries, head_dim + 2] into attention output: ``numerator / denominator``
+    into out [batch, queries, heads, head_dim], ``max + ln(denominator)`` into lse [batch, heads, queries].
 
-    Args:
-        records: [batch, heads, queries, head_dim + 2].
-        out: written, [batch, queries, heads, head_dim]; 0 where nothing was seen.
-        lse: written, [batch, heads, queries], natural log; -inf where nothing was seen, never +inf.
-
-    Both outputs have the records' dtype. For float32 the result is defined to the bit. Nothing was seen
-    where the maximum is -inf, or finite with a denominator of 0. A maximum that is NaN or +inf and a
-    denominator that is NaN, +inf or negative make all of the head NaN.
+    0 and -inf where nothing was seen; lse is never +inf. Both have the records' dtype. For float32 the result
+    is defined to the bit. Nothing was seen where the maximum is -inf, or finite with a denominator of 0. A
+    maximum that is NaN or +inf and a denominator that is NaN, +inf or negative make all of the head NaN.
     """
     maximum, denominator = records[..., :1], records[..., 1:2]
     bounded = maximum < np.inf

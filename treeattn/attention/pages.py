@@ -18,8 +18,6 @@ from treeattn.attention.shape import check_number
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 
-__all__ = ["CheckedTable", "OwnPages", "as_table", "check_lengths", "own_pages", "rows_of"]
-
 
 def as_table(block_table: Any, batch: int) -> Array:
     """A block table as C-contiguous int32 [batch, pages of a sequence]; one that is so already is not copied.

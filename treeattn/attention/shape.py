@@ -183,20 +183,13 @@ class Shape:
 
     def check_shard(self, shard: Shard) -> None:
         """Raise `ArgumentError` where a shard says other things of the cache than were planned."""
-        scales = {name: getattr(shard, name) for name in ("k_scale", "v_scale")}
-        stated = {"dtype": shard.dtype, "v_dim": shard.v_dim, **scales}
-        planned = {
-            "dtype": self.kv_dtype,
-            "v_dim": self.v_dim,
-            "k_scale": self.k_scale,
-            "v_scale": self.v_scale,
-        }
-        for name, value in stated.items():
+        for name in ("dtype", "v_dim", "k_scale", "v_scale"):
+            value, planned = getattr(shard, name), getattr(self, "kv_dtype" if name == "dtype" else name)
             if isinstance(value, float):
                 value = (value,) * self.kv_heads
-            if value is not None and value != planned[name]:
+            if value is not None and value != planned:
                 raise ArgumentError(
-                    f"{name} of the Shard is {value}, but the Decoder was planned for {planned[name]}"
+                    f"{name} of the Shard is {value}, but the Decoder was planned for {planned}"
                 )
 
     def check_lengths(self, lengths: Any, tokens: int) -> Array:

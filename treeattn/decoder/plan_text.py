@@ -89,11 +89,5 @@ def _reasons(plan: Plan) -> Iterator[tuple[str, str]]:
     if reducer.executor is not None:
         fastest = reducer.fallback or "the fastest that all ranks can have"
         yield "executor", "as asked for" if how.executor else fastest
-    yield (
-        "calls",
-        (
-            "one: attention and reduction are both compiled"
-            if plan.whole is not None
-            else "one for each stage: they are not all compiled, or something comes between them"
-        ),
-    )
+    stages = "one for each stage: they are not all compiled, or something comes between them"
+    yield "calls", stages if plan.whole is None else "one: attention and reduction are both compiled"

@@ -186,16 +186,12 @@ class PlannedDecode:
 
     def _page_size(self, block_table: Any) -> int | None:
         """As planned, which a step cannot change."""
-        if (block_table is None) != (self.shape.page_size is None):
-            raise ArgumentError(
-                f"this decoder is planned with page_size={self.shape.page_size}: "
-                + (
-                    "pass Shard(block_table=)"
-                    if block_table is None
-                    else "plan with cache=CacheFormat(page_size=) for a block_table"
-                )
-            )
-        return self.shape.page_size
+        planned = self.shape.page_size
+        if (block_table is None) != (planned is None):
+            plan = "plan with cache=CacheFormat(page_size=) for a block_table"
+            remedy = "pass Shard(block_table=)" if block_table is None else plan
+            raise ArgumentError(f"this decoder is planned with page_size={planned}: {remedy}")
+        return planned
 
     def _in_parts(self, step: _Step) -> tuple[Any, Any]:
         self._attend(step)

@@ -79,11 +79,8 @@ def all_runs(layout: Layout | None, everyone: Sequence[Told]) -> list[Runs] | No
                 raise ArgumentError(f"rank {rank} passed no positions, but others did: all ranks or none")
         return [runs for runs in named if runs is not None]
     if everyone[0].valid is None:
-        return (
-            None
-            if layout is None
-            else [_open_runs(layout, rank, len(everyone)) for rank in range(len(everyone))]
-        )
+        size = len(everyone)
+        return None if layout is None else [_open_runs(layout, rank, size) for rank in range(size)]
     counts = [max(told.valid or (0,)) for told in everyone]
     if layout is not None:
         return _laid_out(layout, counts)

@@ -106,17 +106,9 @@ def verify(
         }
         agreed.share = [tokens] * tree.batch if lengths is None else where.to_host(lengths).tolist()
     planned, step = shape.plain, (*given, tree, lengths)
-    with Verifier(
-        comm,
-        nodes=planned.pop("queries"),
-        **planned,
-        scheme=scheme,
-        scale=scale,
-        device=where.name,
-        owner=owner,
-        project=project,
-        reproducible=reproducible,
-    ) as verifier:
+    planned |= {"nodes": planned.pop("queries"), "scheme": scheme, "scale": scale, "device": where.name}
+    planned |= {"owner": owner, "project": project, "reproducible": reproducible}
+    with Verifier(comm, **planned) as verifier:
         return arrays.give(verifier(*step, shard_lengths=agreed.gathered), q)
 
 
@@ -158,20 +150,8 @@ class Verifier:
             projection = None if project is None else Projection(project, self.shape)
             self._drafts = Drafts(self.shape, self._device, scale, projection)
         self.owner, self._size, self._rank = owner, comm.size, comm.rank
-        self.decoder = Decoder(
-            comm,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            batch=batch,
-            queries=nodes,
-            dtype=dtype,
-            scheme=scheme,
-            scale=scale,
-            device=device,
-            project=project,
-            reproducible=reproducible,
-        )
+        how = {"scheme": scheme, "project": project, "reproducible": reproducible}
+        self.decoder = Decoder(comm, **self.shape.plain, scale=scale, device=device, **how)
         self._merge = self._drafts.merged_into(self.decoder.records)
         self._containers = arrays.Containers(self._device.view, (self.decoder.out, self.decoder.lse))
 

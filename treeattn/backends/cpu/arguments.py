@@ -128,14 +128,10 @@ class Binding(ctypes.Structure):
 def planned_binding(kernels: ctypes.CDLL, binding: Binding) -> Callable[[tuple[Any, ...]], int]:
     """Called with (q, k, v, lengths), binds them and gives 0 where that is so easy; else changes nothing."""
     python = ctypes.pythonapi
-    binding.item, binding.attribute = (
-        code_address(python.PyTuple_GetItem),
-        code_address(python.PyObject_GetAttr),
-    )
-    binding.pointer, binding.release = (
-        code_address(python.PyCapsule_GetPointer),
-        code_address(python.Py_DecRef),
-    )
+    functions = {"item": python.PyTuple_GetItem, "attribute": python.PyObject_GetAttr}
+    functions |= {"pointer": python.PyCapsule_GetPointer, "release": python.Py_DecRef}
+    for name, function in functions.items():
+        setattr(binding, name, code_address(function))
     binding.name, binding.none = "__array_struct__", None
     # The interpreter's lock is kept: its objects are asked.
     prototype = ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.py_object)

@@ -66,11 +66,8 @@ def available_isas() -> tuple[str, ...]:
 
 
 def chosen_isa() -> str:
-    """The instruction set in use: ``TREEATTN_ISA``, else the fastest that the processor has.
-
-    Raises:
-        ArgumentError: ``TREEATTN_ISA`` names none, or one that this processor lacks.
-    """
+    """The instruction set in use: ``TREEATTN_ISA``, else the fastest that the processor has. Raises
+    `ArgumentError` where that names none, or one that this processor lacks."""
     available = available_isas()
     wanted = os.environ.get("TREEATTN_ISA", "")
     if not wanted:
@@ -84,11 +81,8 @@ def compiled_kernels_problem() -> str | None:
     """Why the compiled kernels cannot be used here, in one line; None where they can.
 
     Everything here works without them, several times slower and without a warning: the caller
-    knows whether to say so, and once for all ranks.
-
-    Raises:
-        ArgumentError: ``TREEATTN_ISA`` asks for what this processor lacks, or ``TREEATTN_CACHE`` cannot
-            be written.
+    knows whether to say so, and once for all ranks. Raises `ArgumentError` where ``TREEATTN_ISA`` asks for
+    what this processor lacks, or ``TREEATTN_CACHE`` cannot be written.
     """
     return loaded()[1]
 
@@ -114,9 +108,8 @@ def _load(isa: str) -> tuple[ctypes.CDLL | None, str | None]:
 def library(isa: str) -> ctypes.CDLL:
     """The kernels compiled for an instruction set, now if they never were.
 
-    Raises:
-        BackendError: there is no compiler, it refuses the sources, or what it made cannot be loaded.
-        ArgumentError: ``TREEATTN_CACHE`` cannot be written.
+    Raises `BackendError` where there is no compiler, it refuses the sources, or what it made cannot be
+    loaded, `ArgumentError` where ``TREEATTN_CACHE`` cannot be written.
     """
     path = library_path(isa)
     try:

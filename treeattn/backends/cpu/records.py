@@ -159,13 +159,9 @@ def rescale_records(records: Array, shared: Array, denominators: Array, numerato
     reduced first; then each rank rescales its records to the common maximum, and denominators and numerators
     are plain sums (Shyam et al., arXiv 2408.04093, Algorithm 3).
 
-    Args:
-        records: [count, head_dim + 2], float32 or float64.
-        shared: [count], the largest maximum of all ranks, NaN aside.
-        denominators: written, [count], any stride.
-        numerators: written, [count, head_dim], rows of any stride.
-
-    A record of nothing gives zeros, also where no rank saw anything; a maximum of NaN gives NaN.
+    records: [count, head_dim + 2], float32 or float64. shared: [count], the largest maximum of all ranks, NaN
+    aside. Written are denominators [count] and numerators [count, head_dim], rows of any stride. A record of
+    nothing gives zeros, also where no rank saw anything; a maximum of NaN gives NaN.
     """
     own = records[:, 0]
     with np.errstate(all="ignore"):

@@ -46,11 +46,8 @@ def choose(index: int) -> None:
 
 
 def current() -> CupyRuntime:
-    """CuPy's current device.
-
-    Raises:
-        BackendError: no CuPy, a CuPy for another CUDA or for ROCm, no driver or no GPU.
-    """
+    """CuPy's current device. Raises `BackendError` without CuPy, driver or GPU, and for a CuPy for another
+    CUDA or for ROCm."""
     return _device(int(_cupy().cuda.Device().id))
 
 

@@ -24,11 +24,8 @@ _READINGS = {
 
 
 class CupyStopwatch:
-    """A `treeattn.study.roofline.cuda.Stopwatch` on CuPy's current device.
-
-    Raises:
-        BackendError: no CuPy, no driver or no GPU.
-    """
+    """A `treeattn.study.roofline.cuda.Stopwatch` on CuPy's current device. Raises `BackendError` without
+    CuPy, driver or GPU."""
 
     def __init__(self) -> None:
         """On the device that is current now."""

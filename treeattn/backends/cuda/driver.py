@@ -37,11 +37,8 @@ class Driver(NamedTuple):
 
 
 def driver() -> Driver | None:
-    """What the driver of this machine says; None where there is none.
-
-    Raises:
-        BackendError: a driver that is there but does not start, with the driver's name for the reason.
-    """
+    """What the driver of this machine says; None where there is none. Raises `BackendError`, with the
+    driver's name for the reason, where it does not start."""
     try:
         library = ctypes.CDLL(_LIBRARY)
     except OSError:

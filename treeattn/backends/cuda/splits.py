@@ -81,11 +81,8 @@ class Splits(NamedTuple):
 
 @functools.cache
 def shipped() -> Constants:
-    """The constants that lie beside this file.
-
-    Raises:
-        BackendError: a file that lacks one, or has one that is not a positive number.
-    """
+    """The constants that lie beside this file. Raises `BackendError` where one is lacking, or no positive
+    number."""
     text = resources.files(__package__).joinpath(CONSTANTS_FILE).read_text(encoding="utf-8")
     try:
         constants = Constants(

@@ -69,10 +69,8 @@ def choose_variant(
     """The kernel for C++ types of q and of the cache, and for `rows` query rows that share a KV head.
 
     tensor_cores: may they be used? shared_limit: bytes of shared memory that a block can have. tokens: which
-    ones it takes. latent: are the values the first channels of the keys? Those are for tensor cores alone.
-
-    Raises:
-        BackendError: latent attention that tensor cores do not serve.
+    ones it takes. latent: are the values the first channels of the keys? Those are for tensor cores alone:
+    raises `BackendError` where these do not serve.
     """
     if tensor_cores and for_tensor_cores(q_type, kv_type, rows, latent):
         variant = mma_kernel(q_type, kv_type, LATENT[0] if latent else head_dim, rows, shared_limit, tokens)
