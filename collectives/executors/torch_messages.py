@@ -55,7 +55,7 @@ class TorchMessages:
             try:
                 self._under_way = dist.batch_isend_irecv(self._operations[number])
             except RuntimeError as error:
-                raise self._lost(number, error) from error
+                raise self._lost(number, error) from None
 
     def test(self, number: int) -> bool:
         """Whether the round has no messages: torch does not tell, without waiting, whether one of gloo has
@@ -69,7 +69,7 @@ class TorchMessages:
                 self._under_way[-1].wait()
                 self._under_way.pop()
         except RuntimeError as error:
-            raise self._lost(number, error) from error
+            raise self._lost(number, error) from None
 
     def _lost(self, number: int, error: RuntimeError) -> PeerError:
         peers = self._program.peers(number)

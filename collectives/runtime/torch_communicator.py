@@ -31,7 +31,7 @@ T = TypeVar("T")
 # Tags: this bit, then the channel, then the number of the message between two ranks. Torch takes 31 bits.
 _OURS, _CHANNELS, _MESSAGES = 1 << 30, 1 << 18, 1 << 12
 
-_LOST = re.compile("Connection (?:closed|reset) by peer")
+_LOST = re.compile("Connection (?:closed|reset) by peer|Broken pipe")
 
 
 class _Known:
@@ -150,7 +150,7 @@ class TorchCommunicator:
             return self._known.calls.run(name, call, *arguments, **options)
         except RuntimeError as error:  # a connection is lost, or torch's own limit was reached
             what, _ = self._known.calls.waits_for()
-            raise PeerError(f"{what}: torch.distributed failed: {reason(error)}") from error
+            raise PeerError(f"{what}: torch.distributed failed: {reason(error)}") from None
 
 
 def reason(error: RuntimeError) -> str:

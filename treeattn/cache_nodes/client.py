@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import functools
 import math
+import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -17,7 +18,8 @@ from treeattn import communicators, job, mpi_library
 from treeattn.agreement import collectively
 from treeattn.attention import arrays
 from treeattn.attention.mask import Rules
-from treeattn.attention.shape import DTYPES, Shape, check_latent
+from treeattn.attention.shape import CACHE_DTYPES, bits_of, check_latent
+from treeattn.attention.shard import CacheFormat
 from treeattn.cache.placement import whole_numbers
 from treeattn.cache_nodes.meeting import agreed_capacity, agreed_index, meet
 from treeattn.cache_nodes.message import Array, Head, Kind, Message, message_bytes
@@ -25,9 +27,9 @@ from treeattn.cache_nodes.view import Attention, CachePlan, View, per_sequence
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
-from treeattn.errors import ArgumentError, RestrictionError, StateError
+from treeattn.errors import ArgumentError, PeerError, StateError
 from treeattn.token_tree.tree import TokenTree
-from treeattn.token_tree.verify import check_drafts
+from treeattn.token_tree.verify import blank_pads, check_tree
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -72,6 +74,8 @@ def connect(comm: Intracomm | None = None, *, scheme: str | Schedule = "hierarch
     for known in _open:
         if known._comm is watched and not known._closed:
             return known
+    if not _open:
+        sys.excepthook = functools.partial(_uncaught, sys.excepthook)
     _open[:] = [CacheNodes(watched, scheme)]
     return _open[0]
 
@@ -120,6 +124,8 @@ class CacheNodes:
         batch: int = 1,
         latent: bool = False,
         dtype: str = "bfloat16",
+        k_scale: Any = None,
+        v_scale: Any = None,
         capacity: int | None = None,
     ) -> RemoteCache:
         """Plan a cache on the nodes; there may be several.
@@ -127,10 +133,10 @@ class CacheNodes:
         Parameters
         ----------
         layers, kv_heads, head_dim, v_dim, batch : int
-        latent : bool
+        latent, k_scale, v_scale
             As of a `ShardedCache`.
         dtype : str
-            Of q, k and v: "bfloat16", "float16", "float32" or "float64".
+            As of a `ShardedCache`; q is of it too, and float32 over 8 bits.
         capacity : int, optional
             Tokens of the longest sequence; as many as the node with the least memory has room for unless
             given. Nothing beyond it is taken.
@@ -143,7 +149,9 @@ class CacheNodes:
         self._forget()
         if latent:
             check_latent(v_dim, head_dim, 1.0)
-        plan = CachePlan(layers, kv_heads, head_dim, v_dim or head_dim, dtype, bool(latent))
+        scales = CacheFormat(k_scale=k_scale, v_scale=v_scale)
+        given = dtype, bool(latent), scales.k_scale, scales.v_scale
+        plan = CachePlan(layers, kv_heads, head_dim, v_dim or head_dim, *given)
         self._call("plan_cache", plan=plan, batch=batch, capacity=capacity)
         return self._made(plan, batch, agreed_capacity(self._comm, plan, batch, capacity, 0))
 
@@ -210,6 +218,8 @@ class CacheNodes:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, PeerError):
+            _end(error)
         if error is not None and self._busy:
             job.abort(error)
         self.close()
@@ -331,17 +341,18 @@ class RemoteCache:
         ------
         ArgumentError
             What does not fit: before anything is sent.
-        RestrictionError
-            Latent caches, and values of another width than keys.
         """
         self._nodes._check_open()
-        if len({*self._plan.widths}) != 1 or self._plan.latent:
-            raise RestrictionError("a token tree is verified over values of their own, as wide as the keys")
+        if self._plan.latent:
+            check_latent(self._plan.v_dim, self._plan.head_dim, scale)
+        if draft_k is None:
+            raise ArgumentError("draft_k is missing: drafts have keys and values of their own")
         q, *drafts = self._checked(layer, q, draft_k, draft_v, _DRAFTS)
-        plan, (batch, queries, heads, _) = self._plan, q.shape
-        shape = Shape(batch, queries, heads, plan.kv_heads, plan.head_dim, plan.dtype)
-        check_drafts(shape, tree, *drafts)
-        return self._step(layer, (q,), None, None, scale, Rules(), (*drafts, tree))
+        check_tree(tree, *q.shape[:2])
+        given = drafts[0], drafts[-1][..., : self._plan.v_dim], tree.mask & tree.real[:, :, None]
+        out, lse = self._step(layer, (q,), None, None, scale, Rules(), given)
+        blank_pads(tree, out, lse)
+        return out, lse
 
     def append(self, layer: int, k: Any, v: Any = None, *, counts: Any = None) -> None:
         """The new tokens of a layer without a query: p - 1 messages. Arguments and errors as of `step`."""
@@ -378,6 +389,7 @@ class RemoteCache:
         rules: Rules,
         drafts: tuple[Any, ...] = (),
     ) -> tuple[Any, Any]:
+        """drafts: keys, values and mask of what q sees beside the cache."""
         nodes, plan, (batch, queries, heads, _) = self._nodes, self._plan, given[0].shape
         scale = 1.0 / math.sqrt(plan.head_dim) if scale is None else float(scale)
         view = View(plan, batch, queries, heads, scale, _of_the_last(rules) if queries == 1 else rules)
@@ -391,11 +403,9 @@ class RemoteCache:
         nodes._busy = True
         into = self._send(head, parts, (*(one for one in (counts, begins) if one is not None), *given))
         attention, totals = self._attention[number], self.totals[layer]
-        if drafts:
-            got = attention.verify(into[sum(flags)], *drafts)
-        else:
-            first = totals - (queries - tokens)
-            got = attention(into[sum(flags)], *attention.nothing, None, (), first, begins)
+        k, v, *mask = drafts or attention.nothing
+        first = totals - (queries - tokens)
+        got = attention(into[sum(flags)], k, v, None, (), first, begins, *mask)
         totals += tokens if counts is None else counts
         nodes._busy = False
         return got
@@ -447,19 +457,22 @@ class RemoteCache:
         self, layer: int, q: Any, k: Any, v: Any, names: Sequence[str] = ("q", "k", "v")
     ) -> tuple[Any, ...]:
         """Those that are given, as NumPy arrays that fit this cache. Raises `ArgumentError`."""
-        plan, dtype = self._plan, DTYPES[self._plan.dtype]
+        plan = self._plan
         if not (isinstance(layer, int | np.integer) and 0 <= layer < plan.layers):
             raise ArgumentError(f"layer {layer!r:.40}: the cache has {plan.layers}, from 0 on")
         if plan.latent and v is not None:
             raise ArgumentError("v is not needed: the values are the first channels of k, pass None")
         if not plan.latent and (k is None) != (v is None):
             raise ArgumentError("k and v come together, or neither of them")
-        widths = (None, plan.head_dim), (plan.kv_heads, plan.head_dim), (plan.kv_heads, plan.v_dim)
-        named = [(*one, *of) for one, of in zip(zip(names, (q, k, v), strict=True), widths, strict=True)]
-        named = [one for one in named if one[1] is not None]
-        given = tuple(arrays.on_host(name, array) for name, array, *_ in named)
+        every = (
+            (names[0], q, plan.q_dtype, None, plan.head_dim),
+            (names[1], k, plan.dtype, plan.kv_heads, plan.head_dim),
+            (names[2], v, plan.dtype, plan.kv_heads, plan.v_dim),
+        )
+        named = [one for one in every if one[1] is not None]
+        given = tuple(_elements(arrays.on_host(name, array), dtype) for name, array, dtype, *_ in named)
         queries = given[0].shape[1] if given[0].ndim == 4 else 0
-        for (name, _, heads, width), array in zip(named, given, strict=True):
+        for (name, _, dtype, heads, width), array in zip(named, given, strict=True):
             shape = array.shape
             right = len(shape) == 4 and shape[:2] == (self.batch, queries) and shape[3] == width
             if not right or not queries or heads not in (None, shape[2]):
@@ -467,8 +480,10 @@ class RemoteCache:
                     f"{name} has shape {list(shape)}: [batch, tokens, heads, width] = [{self.batch}, "
                     f"{queries or 'some'}, {heads or 'any'}, {width}] is needed"
                 )
-            if array.dtype != dtype:
-                raise ArgumentError(f"{name} is {array.dtype}, the cache on the nodes holds {plan.dtype}")
+            if array.dtype != CACHE_DTYPES[dtype]:
+                raise ArgumentError(
+                    f"{name} is {array.dtype}: the cache on the nodes, of {plan.dtype}, takes {dtype}"
+                )
         if q is not None and given[0].shape[2] % plan.kv_heads:
             raise ArgumentError(
                 f"{given[0].shape[2]} query heads are no multiple of {plan.kv_heads} KV heads"
@@ -499,6 +514,24 @@ class RemoteCache:
                 f"{int(after.max())} tokens of a sequence: the cache nodes have room for {self.capacity}: "
                 "take more nodes, or plan fewer sequences"
             )
+
+
+def _uncaught(otherwise: Callable[..., object], kind: Any, error: BaseException, trace: Any) -> None:
+    """A node that was lost ends a program that does not catch it in one line: none of its calls is at
+    fault."""
+    if isinstance(error, PeerError):
+        _end(error)
+    otherwise(kind, error, trace)
+
+
+def _end(error: PeerError) -> NoReturn:
+    print(f"treeattn: {error}", file=sys.stderr)
+    job.end(error.exit_code)
+
+
+def _elements(array: Any, dtype: str) -> Any:
+    """An array that carries the bits of `dtype` as integers, as torch hands out 8 bits, seen as such."""
+    return array.view(CACHE_DTYPES[dtype]) if str(array.dtype) == bits_of(dtype) else array
 
 
 def _close(planned: list[Attention]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from treeattn.agreement import Agreement, collectively
-from treeattn.attention.shape import FLOAT8, Shape, check_number
+from treeattn.attention.shape import Shape, check_number
 from treeattn.cache.index import Index, read_index
 from treeattn.cache_nodes import memory
 from treeattn.cache_nodes.tree import Tree, edges
@@ -35,17 +37,9 @@ def meet(comm: MpiCommunicator, scheme: str | Schedule) -> Tree:
 
 def agreed_index(comm: MpiCommunicator, directory: str) -> tuple[CachePlan, Index]:
     """What a saved cache holds, as every rank reads it. Collective. Raises, on every rank alike, as
-    `read_index`, and for a cache that nodes do not serve."""
-
-    def read() -> Index:
-        index = read_index(directory)
-        if index.dtype in FLOAT8:
-            raise RestrictionError(f"{directory}: cache nodes hold keys and values of 16 bits or more")
-        return index
-
-    index = collectively(comm, read)
-    shape = index.layers, index.kv_heads, index.head_dim, index.v_dim, index.dtype, index.latent
-    return CachePlan(*shape), index
+    `read_index`."""
+    index = collectively(comm, lambda: read_index(directory))
+    return CachePlan(**{field.name: getattr(index, field.name) for field in fields(CachePlan)}), index
 
 
 def agreed_capacity(comm: MpiCommunicator, plan: CachePlan, batch: int, wanted: int | None, free: int) -> int:
@@ -54,7 +48,9 @@ def agreed_capacity(comm: MpiCommunicator, plan: CachePlan, batch: int, wanted: 
     free: bytes that this node has left. Raises `ArgumentError` on every rank alike.
     """
     with Agreement(comm) as agreed:
-        Shape(batch, 1, plan.kv_heads, plan.kv_heads, plan.head_dim, plan.dtype, v_dim=plan.v_dim)
+        scales = plan.k_scale, plan.v_scale
+        heads = plan.kv_heads, plan.kv_heads, plan.head_dim
+        Shape(batch, 1, *heads, plan.q_dtype, plan.dtype, *scales, plan.v_dim)
         for name, value in (("layers", plan.layers), ("capacity", 1 if wanted is None else wanted)):
             check_number(name, value)
         agreed.share = free

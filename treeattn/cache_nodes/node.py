@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from treeattn import communicators
@@ -118,17 +119,7 @@ class Node:
         found = agreed_capacity(self._comm, plan, batch, capacity, self._free)
 
         def make() -> ShardedCache:
-            return ShardedCache(
-                self._nodes,
-                batch=batch,
-                capacity=found,
-                kv_heads=plan.kv_heads,
-                head_dim=plan.head_dim,
-                v_dim=plan.v_dim,
-                dtype=plan.dtype,
-                latent=plan.latent,
-                layers=plan.layers,
-            )
+            return ShardedCache(self._nodes, batch=batch, capacity=found, **asdict(plan))
 
         self._hold(plan, collectively(self._comm, make), batch, found)
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from treeattn.attention.mask import Rules
-from treeattn.attention.shape import DTYPES
+from treeattn.attention.shape import CACHE_DTYPES, DTYPES, FLOAT8
 from treeattn.attention.shard import CacheFormat, Shard
-from treeattn.backends import device
 from treeattn.cache_nodes.message import Array
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder, Reduction
-from treeattn.token_tree.tree import TokenTree
-from treeattn.token_tree.verify import Drafts, blank_pads
 
 __all__ = ["Attention", "CachePlan", "View", "per_sequence"]
 
@@ -27,8 +23,8 @@ _INT64 = np.dtype(np.int64)
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """The shape of a cache on the nodes. dtype: of q too. latent: whether values are the first channels of
-    the keys."""
+    """The shape of a cache on the nodes. dtype: of q too, which is float32 over 8 bits. latent, k_scale and
+    v_scale: as of a `ShardedCache`."""
 
     layers: int
     kv_heads: int
@@ -36,6 +32,13 @@ class CachePlan:
     v_dim: int
     dtype: str
     latent: bool = False
+    k_scale: ArrayLike | None = None
+    v_scale: ArrayLike | None = None
+
+    @property
+    def q_dtype(self) -> str:
+        """Of queries."""
+        return "float32" if self.dtype in FLOAT8 else self.dtype
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -44,12 +47,12 @@ class CachePlan:
 
     def token_bytes(self, batch: int) -> int:
         """Of one token of every sequence in all layers."""
-        itemsize: int = DTYPES[self.dtype].itemsize
+        itemsize: int = CACHE_DTYPES[self.dtype].itemsize
         return batch * self.layers * self.kv_heads * sum(self.widths) * itemsize
 
     def new(self, batch: int, tokens: int) -> tuple[Array, ...]:
         """Keys and values of new tokens in a message."""
-        dtype = DTYPES[self.dtype]
+        dtype = CACHE_DTYPES[self.dtype]
         return tuple(((batch, tokens, self.kv_heads, width), dtype) for width in self.widths)
 
 
@@ -73,7 +76,7 @@ class View:
         """The arrays of a step's message: per sequence counts and begins, where they come; q, and of `tokens`
         new ones k and v."""
         cache, batch = self.cache, self.batch
-        q = (batch, self.queries, self.heads, cache.head_dim), DTYPES[cache.dtype]
+        q = (batch, self.queries, self.heads, cache.head_dim), DTYPES[cache.q_dtype]
         new = cache.new(batch, tokens) if tokens else ()
         return *per_sequence(batch, counts, begins), q, *new
 
@@ -83,7 +86,14 @@ class Attention:
 
     def __init__(self, view: View, comm: Communicator, schedule: Schedule) -> None:
         cache, queries = view.cache, np.arange(view.queries)
-        differs = cache.v_dim != cache.head_dim or cache.latent
+        quantized = cache.k_scale is not None
+        differs = cache.v_dim != cache.head_dim or cache.latent or quantized
+        held = CacheFormat(
+            dtype=cache.dtype if quantized else None,
+            v_dim=cache.v_dim,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+        )
         self._plain, self._positional, self._queries = not view.rules.names, view.rules.positional, queries
         self._decoder = Decoder(
             comm,
@@ -92,13 +102,13 @@ class Attention:
             head_dim=cache.head_dim,
             batch=view.batch,
             queries=view.queries,
-            dtype=cache.dtype,
+            dtype=cache.q_dtype,
             scheme=Reduction(schedule, output="root"),
             scale=view.scale,
             rules=view.rules,
-            cache=CacheFormat(v_dim=cache.v_dim) if differs else None,
+            cache=held if differs else None,
         )
-        empty, dtype = (view.batch, 0, cache.kv_heads), DTYPES[cache.dtype]
+        empty, dtype = (view.batch, 0, cache.kv_heads), CACHE_DTYPES[cache.dtype]
         #: Keys and values of the model process.
         self.nothing = np.empty((*empty, cache.head_dim), dtype), np.empty((*empty, cache.v_dim), dtype)
 
@@ -110,32 +120,22 @@ class Attention:
         return sent
 
     def __call__(
-        self, q: Any, k: Any, v: Any, lengths: Any, positions: Any, first: Any, begins: Any
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        lengths: Any,
+        positions: Any,
+        first: Any,
+        begins: Any,
+        mask: Any = None,
     ) -> tuple[Any, Any]:
-        """A step. positions: of this rank's tokens; first: where the first query of each sequence stands."""
+        """A step. positions: of this rank's tokens; first: where the first query of each sequence stands;
+        mask: who sees which of the last tokens, where others see all."""
         if self._plain and begins is None:
-            return self._decoder(q, k, v, lengths)
+            return self._decoder(q, k, v, lengths, mask=mask)
         stands = first[:, None] + self._queries if self._positional else None
         return self._decoder(q, Shard(k, v, lengths, positions=positions), q_positions=stands, begins=begins)
-
-    @functools.cached_property
-    def _drafts(self) -> tuple[Drafts, Callable[[], object]]:
-        """How the model process attends to drafts, and merges that into its records."""
-        decoder = self._decoder
-        drafts = Drafts(decoder.shape, device.find("cpu"), decoder.scale, None)
-        return drafts, drafts.merged_into(decoder.records)
-
-    def verify(self, q: Any, draft_k: Any, draft_v: Any, tree: TokenTree) -> tuple[Any, Any]:
-        """The model process's end of a step in which it counts the drafts; the nodes, their context alone."""
-        drafts, merge = self._drafts
-        decoder = self._decoder
-        decoder.local(q, *self.nothing, None)
-        if drafts.attend(q, draft_k, draft_v, tree, tree.real):
-            merge()
-        decoder.reduce()
-        out, lse = decoder.finish()
-        blank_pads(tree, out, lse)
-        return out, lse
 
     def close(self) -> None:
         """Collective."""

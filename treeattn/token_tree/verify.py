@@ -148,7 +148,7 @@ class Verifier:
             self._device = find(device, reproducible, comm.size)
             self._device.check_shape(self.shape)
             projection = None if project is None else Projection(project, self.shape)
-            self._drafts = Drafts(self.shape, self._device, scale, projection)
+            self._drafts = _Drafts(self.shape, self._device, scale, projection)
         self.owner, self._size, self._rank = owner, comm.size, comm.rank
         how = {"scheme": scheme, "project": project, "reproducible": reproducible}
         self.decoder = Decoder(comm, **self.shape.plain, scale=scale, device=device, **how)
@@ -180,7 +180,7 @@ class Verifier:
             shard = Shard.of(k, v, lengths).in_rows(_OVER)
             k, v, lengths = shard.k, shard.v, shard.lengths
         q, k, v, draft_k, draft_v = self._containers.take(q, k, v, draft_k, draft_v, names=_NAMES)
-        check_drafts(self.shape, tree, draft_k, draft_v)
+        _check_drafts(self.shape, tree, draft_k, draft_v)
         owners = draft_owners(self.owner if owner is None else owner, tree, self._size, shard_lengths)
         self.decoder.local(q, k, v, lengths)
         if self._drafts.attend(q, draft_k, draft_v, tree, owners == self._rank):
@@ -201,7 +201,7 @@ class Verifier:
         self.decoder.__exit__(*exception)
 
 
-class Drafts:
+class _Drafts:
     """The masked pass over draft tokens, into records of its own."""
 
     def __init__(
@@ -251,20 +251,23 @@ def _shape(tree: TokenTree, q: Array, k: Array, v: Array, draft_k: Array, draft_
     shape = Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], elements)
     shape.check_query(q)
     shape.check_cache(k, v)
-    check_drafts(shape, tree, draft_k, draft_v)
+    _check_drafts(shape, tree, draft_k, draft_v)
     shape.check_cache(draft_k, draft_v)
     return shape
 
 
-def check_drafts(shape: Shape, tree: TokenTree, draft_k: Array, draft_v: Array) -> None:
-    """Raise `ArgumentError` for a tree or drafts that do not fit q."""
+def check_tree(tree: TokenTree, batch: int, queries: int) -> None:
+    """Raise `ArgumentError` for a tree that does not fit q."""
     if not isinstance(tree, TokenTree):
         raise ArgumentError(f"tree is a {type(tree).__name__}: a treeattn.token_tree.TokenTree is needed")
-    if (tree.batch, tree.nodes) != (shape.batch, shape.queries):
+    if (tree.batch, tree.nodes) != (batch, queries):
         raise ArgumentError(
-            f"the tree has {tree.batch} rows of {tree.nodes} slots, but q is of {shape.batch} rows of "
-            f"{shape.queries}"
+            f"the tree has {tree.batch} rows of {tree.nodes} slots, but q is of {batch} rows of {queries}"
         )
+
+
+def _check_drafts(shape: Shape, tree: TokenTree, draft_k: Array, draft_v: Array) -> None:
+    check_tree(tree, shape.batch, shape.queries)
     for name, array in (("draft_k", draft_k), ("draft_v", draft_v)):
         wanted = [shape.batch, shape.queries, shape.kv_heads, shape.head_dim]
         if list(array.shape) != wanted:
