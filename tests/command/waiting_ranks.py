@@ -113,7 +113,7 @@ def main() -> None:
     with (folder / str(rank)).open() as requests:
         for request in requests:
             words, settings = json.loads(request)
-            sys.argv[1:] = words
+            sys.argv[:] = ["treeattn", *words]
             for name in _settings():
                 del os.environ[name]
             os.environ |= settings

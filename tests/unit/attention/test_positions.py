@@ -118,6 +118,7 @@ def test_what_does_not_ascend_is_refused(positions):
         ({"softcap": 1e300}, "softcap must be"),
         ({"softcap": 1e-300}, "softcap must be"),
         ({"sink_logits": [0.0, 1e300]}, "sink_logits must be finite"),
+        ({"alibi": [0.0, -np.inf]}, "alibi must be finite numbers of float32"),
         ({"alibi": [1.0]}, "alibi has shape \\[1\\]: one number for each of 2 heads"),
         ({"sink_logits": [0.0, np.nan]}, "sink_logits must be finite numbers of float32, or -inf"),
         ({"causal": 2}, "causal must be True or False"),
