@@ -22,19 +22,6 @@ import numpy as np
 from treeattn import partial
 from treeattn.partial import Array
 
-__all__ = [
-    "BLOCK",
-    "EXTRA",
-    "MOST_TOKENS",
-    "STEP",
-    "finish",
-    "identity",
-    "merge",
-    "record",
-    "record_of_sink",
-    "set_identity",
-]
-
 #: Bits from a bin to the next, and words of a record beside the numerator's.
 STEP, EXTRA = 41, 3
 #: Tokens up to which no sum overflows: a slice is at most 2**40.

@@ -179,43 +179,22 @@ def records_of(problem, own, isa, monkeypatch, *, rng=None, threads=1, sinks=Fal
         k, v, block_table = _paged(rng, k, v)
         lengths = np.full(batch, len(at), np.int64)
         if tables is not None:
-            tables.update(
-                as_runs(context),
-                block_table.shape[1] * k.shape[1],
-                lengths,
-                problem.q_positions,
-                mask,
-                stands,
-            )
+            rows = block_table.shape[1] * k.shape[1]
+            tables.update(as_runs(context), rows, lengths, problem.q_positions, mask, stands)
     elif rng is not None and rng.random() < 0.3:
         k, v = (np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (k, v))
+    given = {"scale": problem.scale, "tables": tables, "whole_blocks": whole_blocks}
     if isa == "numpy":
-        attend(
-            *(problem.q, k, v, records, *problem.scales),
-            scale=problem.scale,
-            lengths=lengths,
-            tables=tables,
-            block_table=block_table,
-            whole_blocks=whole_blocks,
-        )
+        given |= {"lengths": lengths, "block_table": block_table}
+        attend(problem.q, k, v, records, *problem.scales, **given)
     else:
         monkeypatch.setenv("TREEATTN_ISA", isa)
-        scales = dict(zip(("k_scale", "v_scale"), problem.scales, strict=True))
-        given = {
-            "scale": problem.scale,
-            "threads": threads,
-            "tables": tables,
-            "whole_blocks": whole_blocks,
-            **scales,
-        }
-        planned = cpu.PlannedAttention(records, **given)
-        planned(problem.q, k, v, lengths, block_table)
+        given |= {"threads": threads, "k_scale": problem.scales[0], "v_scale": problem.scales[1]}
+        cpu.PlannedAttention(records, **given)(problem.q, k, v, lengths, block_table)
     if sinks and problem.rules.sink_logits is not None:
         for head, logit in enumerate(np.asarray(problem.rules.sink_logits, np.float32)):
-            bins.merge(
-                records[:, head],
-                np.broadcast_to(bins.record_of_sink(logit, problem.v_dim), records[:, head].shape),
-            )
+            sink = bins.record_of_sink(logit, problem.v_dim)
+            bins.merge(records[:, head], np.broadcast_to(sink, records[:, head].shape))
     return records
 
 

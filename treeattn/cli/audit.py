@@ -124,7 +124,12 @@ def _text(world: MpiCommunicator, facts: dict[str, Any], source: Path) -> tuple[
         "first_difference": first and first._asdict(),
     }
     lines = [f"the logits of token {differ[0]} of the text are the first that differ"] if differ else []
-    return found, [*lines, *([first.text] if first else [])]
+    if first:
+        where = f"layer {first.layer}, heads {', '.join(map(str, first.heads))}"
+        lines.append(
+            f"attention differs first in {where}, of tokens {first.tokens[0]} to {first.tokens[1] - 1}"
+        )
+    return found, lines
 
 
 def _read(recording: Path) -> dict[str, Any]:

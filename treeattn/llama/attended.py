@@ -50,18 +50,11 @@ class Attended:
 
 
 class Difference(NamedTuple):
-    """Where two runs part: tokens of the prompt and the text, from the first to before the second number, a
-    layer, and heads of it."""
+    """Where two runs part: tokens from the first number to before the second, a layer, and heads of it."""
 
     tokens: tuple[int, int]
     layer: int
     heads: list[int]
-
-    @property
-    def text(self) -> str:
-        heads = ", ".join(map(str, self.heads))
-        begin, end = self.tokens
-        return f"attention differs first in layer {self.layer}, heads {heads}, of tokens {begin} to {end - 1}"
 
 
 def first_difference(then: Digests, now: Digests) -> Difference | None:
