@@ -12,6 +12,7 @@
 #   test-abi      the same over the standard binary interface of MPI 5, for which mpi4py is compiled (minutes)
 #   test-bits     1000 drawn problems, dealt out to 1..33 ranks: one bit pattern each; then over MPI (minutes)
 #   bits-model    64 tokens of a real model by 40 ways of ranks, schemes, layouts, drafts: one hash (half an hour)
+#   fuzz          damaged inputs, mutated schedules, drawn jobs; FUZZ=100: so many times as many, new ones (a minute)
 #   fuzz-visible  2000 drawn cases of what a query may see, on each number of ranks (minutes)
 #   generate-demo continues 4096 tokens with a real model on 4 ranks, by tree and by ring (minutes)
 #   hf-demo       the same model by transformers over cache nodes (minutes)
@@ -55,7 +56,7 @@ torchrun = OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo timeout -k 10 1800 $(BIN)/tor
 	-m pytest -p no:pytest_mpi -x -q tests/huggingface
 
 .PHONY: help demo test test-quick test-deep test-models test-kernels test-changed-kernels test-mpi test-openmpi test-abi test-cluster
-.PHONY: slurm-test faults mutants soak test-bits bits-model fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
+.PHONY: slurm-test faults mutants soak test-bits bits-model fuzz fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
 .PHONY: docs venv amd-compiler clean
 
 help:
@@ -98,6 +99,15 @@ test-kernels: .venv/.tests
 
 test-changed-kernels: .venv/.tests
 	@$(BIN)/python tools/kernel_record.py || $(MAKE) -s test-kernels
+
+# Always the same cases; with FUZZ=100 a hundred times as many, drawn anew. FUZZ_SIZES: the numbers of ranks.
+FUZZ       ?= 1
+FUZZ_SIZES ?= 1 2 4
+
+fuzz: export TREEATTN_FUZZ := $(FUZZ)
+fuzz: .venv/.tests
+	@$(PARTS) 'without ranks' '$(PYTEST) --timeout 0 tests/fuzz tests/unit/collectives/test_reducers.py' \
+	    $(foreach n,$(FUZZ_SIZES),'$(n) ranks' '$(call job,$(n)) tests/mpi/test_machines.py')
 
 # Drawn cases of what a query may see, against a dense oracle: 2000 on each number of ranks.
 fuzz-visible: .venv/.tests

@@ -257,7 +257,7 @@ def find(name: str, catalog: Mapping[str, Scheme] = CATALOG) -> Scheme:
         if name == row.name or name in row.aliases:
             return row
     aliases = [alias for row in catalog.values() for alias in row.aliases]
-    raise ScheduleError(f"there is no scheme {name!r}; {_meant(name, list(catalog), aliases)}")
+    raise ScheduleError(f"there is no scheme {name!r:.80}; {_meant(name, list(catalog), aliases)}")
 
 
 def parse(text: str, catalog: Mapping[str, Scheme] = CATALOG) -> tuple[str, dict[str, Value]]:
@@ -269,15 +269,17 @@ def parse(text: str, catalog: Mapping[str, Scheme] = CATALOG) -> tuple[str, dict
     """
     if not isinstance(text, str):
         raise ScheduleError(f"{text!r} is not the name of a scheme; {_meant('', list(catalog))}")
+    if not text.strip().isprintable():
+        raise ScheduleError(f"{text!r:.80} is not the name of a scheme, which is one line of text")
     name, *assignments = parameters.split(text)
     row = find(name.strip(), catalog)
     given: dict[str, Value] = {}
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
         if not equals:
-            raise ScheduleError(f"{text!r}: {assignment!r} is not of the form key=value")
+            raise ScheduleError(f"{text!r:.80}: {assignment!r:.80} is not of the form key=value")
         if key.strip() in given:
-            raise ScheduleError(f"{text!r} gives {key.strip()} twice")
+            raise ScheduleError(f"{text!r:.80} gives {key.strip()} twice")
         given[key.strip()] = _read(row, key.strip(), value)
     return row.name, given
 
@@ -341,7 +343,7 @@ def _build(row: Scheme, given: Mapping[str, Value], size: int) -> Schedule:
 def _read(row: Scheme, key: str, value: object) -> Value:
     parameter = row.parameter(key)
     if parameter is None:
-        raise ScheduleError(f"{row.name} has no parameter {key!r}; {_unknown_parameter(row, key)}")
+        raise ScheduleError(f"{row.name} has no parameter {key!r:.80}; {_unknown_parameter(row, key)}")
     read = parameters.read(row.name, parameter, value)
     if parameter.kind not in ("scheme", "tree") or not isinstance(read, str):
         return read

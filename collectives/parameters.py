@@ -60,7 +60,7 @@ def read(scheme: str, parameter: Parameter, value: object) -> Value:
         return _READERS[parameter.kind](parameter, value)
     except (TypeError, ValueError) as error:
         raise ScheduleError(
-            f"{scheme}: {parameter.name}={value} is not allowed; {parameter.name} ({parameter.doc}) "
+            f"{scheme}: {parameter.name}={value!s:.80} is not allowed; {parameter.name} ({parameter.doc}) "
             f"takes {parameter.allowed}"
         ) from error
 
@@ -113,7 +113,7 @@ def split(scheme: str) -> list[str]:
         else:
             parts[-1] += character
     if depth:
-        raise ScheduleError(f"{scheme!r}: the parentheses do not match")
+        raise ScheduleError(f"{scheme!r:.80}: the parentheses do not match")
     return parts
 
 

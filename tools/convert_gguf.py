@@ -48,10 +48,12 @@ def main() -> None:
         raise SystemExit(f"{source}: no such file")
     try:
         reader = GGUFReader(source)
-    except (ValueError, IndexError) as error:  # from the library: other bytes, or too few
-        raise SystemExit(f"{source}: is not a whole GGUF file ({error})") from None
-    config = read_config(reader, source) | {"torch_dtype": dtype}
-    tensors, words = dict(renamed(tensor, config) for tensor in reader.tensors), tokenizer(reader, source)
+        config = read_config(reader, source) | {"torch_dtype": dtype}
+        tensors, words = dict(renamed(tensor, config) for tensor in reader.tensors), tokenizer(reader, source)
+    except Exception as error:  # from the library, of many types: other bytes, or too few
+        raise SystemExit(
+            f"{source}: is not a whole GGUF file ({str(error) or type(error).__name__!r:.200})"
+        ) from None
     tensors = {name: values.astype(DTYPES[dtype]) for name, values in tensors.items()}
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
     for kind, part in (("attention_bias", "self_attn"), ("mlp_bias", "mlp")):

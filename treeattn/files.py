@@ -94,7 +94,7 @@ class CacheFile:
         text = self.metadata.get("v_dim", "")
         if "v" in self.tensors or "v" in self.unsupported:
             return None
-        if not text.isdecimal():
+        if not text.isdecimal() or len(text) > 9:
             raise ArgumentError(
                 f"{self.path}: no tensor 'v' in the file, and no metadata 'v_dim', how many of k's first "
                 "channels are the values"
@@ -116,9 +116,9 @@ class CacheFile:
 def open_cache(path: str | Path) -> CacheFile:
     """Map a safetensors file. Raises `ArgumentError` if it is missing, truncated or of another format."""
     path = Path(path)
-    if not path.is_file():
-        raise ArgumentError(f"{path}: {'is not an ordinary file' if path.exists() else 'no such file'}")
     try:
+        if not path.is_file():
+            raise ArgumentError(f"{path}: {'is not an ordinary file' if path.exists() else 'no such file'}")
         with safe_open(path, framework="numpy"):
             pass  # the library checks the header against the file's length
         with path.open("rb") as file:

@@ -62,7 +62,7 @@ def local_size() -> int:
 def _number(environment: Mapping[str, str], name: str) -> int:
     """0 for none, or what no launcher writes."""
     text = environment.get(name, "")
-    return int(text) if text.isdecimal() else 0
+    return int(text) if text.isdecimal() and len(text) < 10 else 0
 
 
 def problem() -> tuple[str, str] | None:

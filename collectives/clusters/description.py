@@ -265,7 +265,7 @@ def _read(file: str, content: bytes) -> Cluster:
         cluster = msgspec.toml.decode(content, type=Cluster)
     except msgspec.ValidationError as error:
         raise ArgumentError(f"{file}: {_where(str(error))}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise ArgumentError(f"{file}: not TOML: {error}") from None
     _check(file, cluster)
     return cluster

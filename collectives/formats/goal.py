@@ -19,7 +19,10 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ScheduleError
 
 _PLACE = r"(?:\s+cpu\s+\d+)?(?:\s+nic\s+\d+)?"
-_MESSAGE = re.compile(rf"(\w+):\s*(send|recv)\s+(\d+)b\s+(to|from)\s+(\d+)(?:\s+tag\s+(\d+))?{_PLACE}")
+# No number is longer than 18 digits: others are no line of GOAL.
+_MESSAGE = re.compile(
+    rf"(\w+):\s*(send|recv)\s+(\d{{1,18}})b\s+(to|from)\s+(\d{{1,18}})(?:\s+tag\s+(\d{{1,18}}))?{_PLACE}"
+)
 _CALC = re.compile(rf"(\w+):\s*calc\s+\d+{_PLACE}")
 _REQUIRES = re.compile(r"(\w+)\s+requires\s+(\w+)")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -45,7 +48,7 @@ def read(text: str, name: str = "goal") -> Schedule:
 
 def _parse(text: str) -> tuple[int, list[_Operation], list[list[int]]]:
     lines = [line.strip() for line in _COMMENT.sub("", text).splitlines()]
-    head = re.fullmatch(r"num_ranks\s+(\d+)", next(filter(None, lines), ""))
+    head = re.fullmatch(r"num_ranks\s+(\d{1,18})", next(filter(None, lines), ""))
     if head is None or not 1 <= int(head[1]) <= RANK_LIMIT:
         raise ScheduleError(f"not GOAL: it does not begin with num_ranks, 1 to {RANK_LIMIT}")
     size, rank = int(head[1]), None
@@ -54,7 +57,7 @@ def _parse(text: str) -> tuple[int, list[_Operation], list[list[int]]]:
     waits: list[tuple[int, str, str]] = []
     seen: set[int] = set()
     for number, line in enumerate(lines, 1):
-        begins = re.fullmatch(r"rank\s+(\d+)\s*\{", line)
+        begins = re.fullmatch(r"rank\s+(\d{1,18})\s*\{", line)
         if begins and rank is None and int(begins[1]) < size and int(begins[1]) not in seen:
             rank = int(begins[1])
             seen.add(rank)
@@ -64,7 +67,7 @@ def _parse(text: str) -> tuple[int, list[_Operation], list[list[int]]]:
             waits.append((rank, found[1], found[2]))
         elif rank is not None and (found := _MESSAGE.fullmatch(line) or _CALC.fullmatch(line)):
             if (rank, found[1]) in labels:
-                raise ScheduleError(f"line {number}: rank {rank} has two operations {found[1]}")
+                raise ScheduleError(f"line {number}: rank {rank} has two operations {found[1]:.40}")
             labels[rank, found[1]] = len(operations)
             operations.append(_operation(rank, found, size))
         elif line and line is not None and not line.startswith("num_ranks"):
@@ -72,13 +75,13 @@ def _parse(text: str) -> tuple[int, list[_Operation], list[list[int]]]:
     after: list[list[int]] = [[] for _ in operations]
     for rank, waiting, wanted in waits:
         if (rank, waiting) not in labels or (rank, wanted) not in labels:
-            raise ScheduleError(f"rank {rank}: {waiting} requires {wanted}, which are not both there")
+            raise ScheduleError(f"rank {rank}: {waiting:.40} requires {wanted:.40}, which are not both there")
         after[labels[rank, waiting]].append(labels[rank, wanted])
     return size, operations, after
 
 
 def _operation(rank: int, found: re.Match[str], size: int) -> _Operation:
-    named = f"rank {rank}, {found[1]}"
+    named = f"rank {rank}, {found[1]:.40}"
     if found.re is _CALC:
         return _Operation(rank, named)
     _, kind, count, preposition, other, tag = found.groups()

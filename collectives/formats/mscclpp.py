@@ -27,8 +27,12 @@ def read(plan: dict[str, Any]) -> Schedule:
     wrong."""
     try:
         return _Reader(plan).schedule()
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ScheduleError(f"not an execution plan of MSCCL++: {type(error).__name__} {error}") from None
+    except ScheduleError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
+        raise ScheduleError(
+            f"not an execution plan of MSCCL++: {type(error).__name__} {error!s:.80}"
+        ) from None
 
 
 class _Reader:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.fuzz.settings import fuzzed
 from tests.support.partials import partials
 from tests.support.reducer_contract import HEAD_DIM, OPERATOR, Ranks, ReducerContract, plain, wanted
 from treeattn import collectives, communicators
@@ -31,13 +32,8 @@ class OverMpi(ReducerContract):
     def for_each(self, strategy, check):
         drawn = []
         if self.comm.rank == 0:
-            phases = settings(
-                max_examples=30 if self.size < 5 else 10,
-                derandomize=True,
-                deadline=None,
-                phases=[Phase.generate],
-            )
-            phases(given(strategy)(lambda case: drawn.append(case)))()
+            each = settings(fuzzed(30 if self.size < 5 else 10), phases=[Phase.generate])
+            each(given(strategy)(lambda case: drawn.append(case)))()
         for case in self.comm.bcast(drawn):
             check(case)
 

@@ -120,9 +120,13 @@ def catalogued(draw, sizes):
 
 @st.composite
 def schedules(draw, sizes=SIZES):
-    """Correct ones of both kinds, some of them to rank 0 alone."""
+    """Correct ones of both kinds, some of them to rank 0 alone, and mutants that the check accepts."""
     schedule = draw(st.one_of(drawn_schedules(sizes), catalogued(sizes)))
-    return to_root(schedule) if schedule.result == "replicated" and draw(st.booleans()) else schedule
+    schedule = to_root(schedule) if schedule.result == "replicated" and draw(st.booleans()) else schedule
+    for _ in range(draw(st.integers(0, 6))):  # about one mutant of seventeen is correct
+        mutant = draw(mutated(schedule))
+        schedule = mutant if accepted(mutant) else schedule
+    return schedule
 
 
 def accepted(schedule):

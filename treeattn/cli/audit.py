@@ -144,7 +144,7 @@ def _read(recording: Path) -> dict[str, Any]:
                 return facts
         elif facts["results"][0]["reproducible"] and facts["blocks"]:
             return facts
-    except (AttributeError, ValueError, KeyError, IndexError, TypeError):
+    except (AttributeError, ValueError, KeyError, IndexError, TypeError, RecursionError):
         pass
     raise ArgumentError(
         f"{recording} is no recording: write one with decode, verify or generate --reproducible --json"

@@ -131,7 +131,7 @@ def _read(path: Path) -> _Fields:
         values = json.loads(path.read_text())
     except OSError as error:
         raise ArgumentError(f"{path}: cannot be read ({error.strerror}): name a model directory") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{path}: is not JSON ({error})") from None
     if not isinstance(values, dict):
         raise ArgumentError(f"{path}: is not a JSON object")

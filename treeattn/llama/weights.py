@@ -120,7 +120,9 @@ def _read_index(path: Path) -> dict[Path, set[str] | None]:
     try:
         placed: dict[str, str] = json.loads(path.read_text())["weight_map"]
         named = {name: path.with_name(file) for name, file in placed.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if not all(file.name.isprintable() and len(file.name) < 256 for file in named.values()):
+            raise ValueError
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ArgumentError(f"{path}: is not an index of safetensors ({type(error).__name__})") from None
     return {file: {name for name, other in named.items() if other == file} for file in named.values()}
 

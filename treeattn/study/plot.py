@@ -89,7 +89,7 @@ def read(paths: Sequence[Path]) -> tuple[Study, list[str]]:
 def _take_roofline(study: Study, path: Path, content: bytes) -> list[str]:
     try:
         measured = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return [f"{path}: not what `treeattn roofline --json` writes ({error}); left out"]
     if not is_roofline(measured):
         return [f"{path}: neither results of compare nor what `treeattn roofline --json` writes; left out"]

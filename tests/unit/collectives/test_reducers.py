@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fuzz.settings import fuzzed
 from tests.support.fake_nccl import Fabric, QueuedOperator
 from tests.support.local_ranks import plan_slots
 from tests.support.reducer_contract import OPERATOR, Ranks, ReducerContract
@@ -24,9 +25,7 @@ class InProcess(ReducerContract):
 
     def for_each(self, strategy, check):
         if self.size == 1:  # other sizes are drawn
-            settings(max_examples=100, derandomize=True, deadline=None)(
-                given(strategy)(lambda case: check(case))
-            )()
+            fuzzed(100)(given(strategy)(lambda case: check(case)))()
 
 
 class OverNccl(Ranks):

@@ -1,0 +1,1 @@
+"""Fuzzers: `make fuzz`. What they find becomes a case of a test beside what it broke."""

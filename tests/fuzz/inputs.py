@@ -1,0 +1,199 @@
+"""Every kind of input: valid examples, how they are damaged, and the reader that users meet."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import lzma
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from tests.fuzz import mutations
+from tests.support import plans
+from tests.support.models import write_model
+from tests.unit.study import made_results
+from treeattn import launch
+from treeattn.cache import ShardedCache, index
+from treeattn.cli import audit, scheme, tree
+from treeattn.collectives import build, names
+from treeattn.collectives.catalog import select
+from treeattn.collectives.clusters import description
+from treeattn.collectives.drawings import goal
+from treeattn.files import open_arrays, open_cache, save_tensors
+from treeattn.llama.config import read_config
+from treeattn.llama.weights import Weights
+from treeattn.study import plot
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Input:
+    """`read` gets the path of a file of this name."""
+
+    seeds: Callable[[Path], list[bytes]]
+    damage: Callable[[bytes, random.Random], bytes]
+    name: str
+    read: Callable[[Path], Any]
+
+
+def _tensors(_: Path) -> list[bytes]:
+    arrays = {
+        "k": np.ones((1, 3, 2, 8), np.float32),
+        "v": np.ones((1, 3, 2, 8), np.float16),
+        "e": np.ones((0, 2)),
+    }
+    return [
+        save_tensors(arrays, {"scale": "0.5", "v_dim": "4"}),
+        save_tensors({"k": arrays["k"]}, {"v_dim": "4"}),
+    ]
+
+
+def _cache(path: Path) -> None:
+    file = open_cache(path)
+    file.scale()
+    for name in file.tensors:
+        file[name].sum()
+    file.v_dim()
+
+
+def _archive(folder: Path) -> list[bytes]:
+    np.savez(folder / "a.npz", tokens=[[1, 2]], parents=[[-1, 0]])
+    np.savez_compressed(folder / "b.npz", beams=[[[1, 2], [1, 3]]])
+    return [(folder / "a.npz").read_bytes(), (folder / "b.npz").read_bytes()]
+
+
+def _model(folder: Path) -> list[bytes]:
+    write_model(folder, "old_dialect")
+    write_model(folder / "other", "eos_list")
+    return [(at / "config.json").read_bytes() for at in (folder, folder / "other")]
+
+
+def _weights(folder: Path) -> list[bytes]:
+    write_model(folder, "tied")
+    return [(folder / "model.safetensors.index.json").read_bytes()]
+
+
+def _read_weights(path: Path) -> None:
+    Weights(path.parent, read_config(path.parent))
+
+
+def _results(folder: Path) -> list[bytes]:
+    content = made_results.write(folder / "made.jsonl", made_results.keys(tokens=[64]), 1).read_bytes()
+    return [content, lzma.compress(content)]
+
+
+def _schemes(_: Path) -> list[bytes]:
+    return [
+        *(name.encode() for name in names()),
+        b"k_nomial_tree:k=3", b"uneven_nodes:nodes=3+2", b"hierarchical:intra=chain:inter=(k_ary_tree:k=2)",
+    ]  # fmt: skip
+
+
+def _scheme(path: Path) -> None:
+    text = path.read_bytes().decode(errors="replace")
+    if select(text).row.kind == "schedule":
+        build(text, 5)
+
+
+def _environment(_: Path) -> list[bytes]:
+    known = dict.fromkeys([*sum(launch._LAUNCHERS, ()), *launch._LOCAL_SIZES, "PMIX_RANK"], "1")
+    return [json.dumps(known).encode(), json.dumps(dict.fromkeys(known, "4")).encode()]
+
+
+def _launched(path: Path) -> None:
+    try:
+        said = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return
+    given = {str(k): str(v) for k, v in said.items()} if isinstance(said, dict) else {}
+    given = {k: v for k, v in given.items() if k and "=" not in k and "\0" not in k + v}
+    with mock.patch.dict(launch.os.environ, given, clear=True):
+        rank, size = launch.launched_as()
+        assert rank >= 0
+        assert size >= 1
+        launch.local_size()
+        launch.problem()
+
+
+def _recordings(_: Path) -> list[bytes]:
+    facts = {"results": [{"reproducible": "tokens"}], "blocks": [1], "logits": ["a"], "tokens": [1]}
+    return [json.dumps(facts).encode()]
+
+
+def _rooflines(_: Path) -> list[bytes]:
+    return [(ROOT / "docs/results/roofline.json").read_bytes(), json.dumps({"kind": "x"}, indent=1).encode()]
+
+
+def _saved(folder: Path) -> list[bytes]:
+    from treeattn import communicators
+
+    ShardedCache(communicators.alone(), capacity=4, kv_heads=1, head_dim=8).save(folder / "saved")
+    return [(folder / "saved" / index.NAME).read_bytes()]
+
+
+def _gguf(folder: Path) -> list[bytes]:
+    from tests.command.test_convert_gguf import write_gguf
+
+    write_model(folder / "model", "tied", rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    write_gguf(folder / "a.gguf", folder / "model")
+    return [(folder / "a.gguf").read_bytes()]
+
+
+def _convert(path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("convert_gguf", ROOT / "tools/convert_gguf.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    with mock.patch.object(sys, "argv", ["convert_gguf", str(path), str(path.parent / "out")]):
+        tool.main()
+
+
+def _head(data: bytes, draw: random.Random) -> bytes:
+    """Of a file with megabytes of weights, what describes them."""
+    return mutations.of_bytes(data[:8192], draw) + data[8192:]
+
+
+def _schedules(_: Path) -> list[bytes]:
+    made = [build(name, 4).to_json() for name in ("ring", "binary_tree", "head_scatter", "census")]
+    return [
+        text.encode()
+        for text in (*made, plans.mscclpp_line(3), json.dumps({"schedule": json.loads(made[0])}))
+    ]
+
+
+INPUTS = {
+    "safetensors": Input(_tensors, mutations.of_safetensors, "x.safetensors", _cache),
+    "npz": Input(_archive, mutations.of_bytes, "x.npz", lambda path: (open_arrays(path), tree._packed(path))),
+    "beams": Input(lambda _: [b"a b c\na b d\n\nx y\n"], mutations.of_text, "x.txt", tree._words),
+    "schedule": Input(_schedules, mutations.of_json, "x.json", scheme.from_file),
+    "msccl": Input(
+        lambda _: [plans.msccl_ring(3).encode(), plans.msccl_all_pairs(3).encode()],
+        mutations.of_text, "x.xml", scheme.from_file,
+    ),
+    "goal": Input(
+        lambda _: [plans.goal_line(4).encode(), goal.goal(build("binary_tree", 4)).encode()],
+        mutations.of_text, "x.goal", scheme.from_file,
+    ),
+    "cluster": Input(
+        lambda _: [path.read_bytes() for path in (ROOT / "collectives/clusters").glob("*.toml")],
+        mutations.of_text, "x.toml", description.load,
+    ),
+    "results": Input(_results, mutations.of_json_lines, "x.jsonl", lambda path: plot.read([path])),
+    "roofline": Input(_rooflines, mutations.of_json, "x.json", lambda path: plot.read([path])),
+    "scheme": Input(_schemes, mutations.of_text, "x", _scheme),
+    "launcher": Input(_environment, mutations.of_json, "x", _launched),
+    "recording": Input(_recordings, mutations.of_json, "x.json", audit._read),
+    "saved_cache": Input(_saved, mutations.of_json, index.NAME, lambda path: index.read_index(path.parent)),
+    "model": Input(_model, mutations.of_json, "config.json", lambda path: read_config(path.parent)),
+    "weights": Input(_weights, mutations.of_json, "model.safetensors.index.json", _read_weights),
+    "gguf": Input(_gguf, _head, "x.gguf", _convert),
+}  # fmt: skip
