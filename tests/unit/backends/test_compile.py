@@ -289,6 +289,21 @@ def test_a_temporary_folder_of_someone_else_is_not_trusted(
     assert compile._private_temporary_folder() != folder
 
 
+def test_a_cache_folder_that_everybody_can_write_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "treeattn"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    monkeypatch.setenv("TREEATTN_CACHE", str(folder))
+    with pytest.raises(ArgumentError, match="can be written by everybody: chmod o-w"):
+        compile.library_path("portable")
+    monkeypatch.delenv("TREEATTN_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compile.tempfile, "tempdir", str(tmp_path))
+    assert compile._chosen_folder() == tmp_path / f"treeattn-{os.getuid()}"
+
+
 def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TREEATTN_CACHE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

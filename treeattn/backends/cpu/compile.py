@@ -250,15 +250,28 @@ def _run(command: list[str]) -> str:
 
 
 def _chosen_folder() -> Path:
-    """Where the environment wants compiled kernels; it need not exist."""
+    """Where the environment wants compiled kernels; it need not exist. Code is loaded from it: not from one
+    that everybody can write."""
     chosen = os.environ.get("TREEATTN_CACHE")
+    if chosen and _open_to_all(Path(chosen)):
+        raise ArgumentError(
+            f"TREEATTN_CACHE={chosen} can be written by everybody: chmod o-w, or take another"
+        )
     if chosen:
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
     try:
-        return (Path(base) if base else Path.home() / ".cache") / "treeattn"
+        folder = (Path(base) if base else Path.home() / ".cache") / "treeattn"
     except RuntimeError:  # no home directory
         return _private_temporary_folder()
+    return _private_temporary_folder() if _open_to_all(folder) else folder
+
+
+def _open_to_all(folder: Path) -> bool:
+    try:
+        return bool(folder.stat().st_mode & stat.S_IWOTH)
+    except OSError:
+        return False
 
 
 def _writable_folder() -> Path:
