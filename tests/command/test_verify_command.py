@@ -147,7 +147,7 @@ def test_reproducible_results_have_one_hash_on_any_ranks(tmp_path):
         done = treeattn("verify", source, "--reproducible", *words, ranks=ranks)
         said |= {line for line in done.stdout.splitlines() if line.startswith("SHA-256")}
     assert len(said) == 1
-    assert in_process("audit", tmp_path / "run.json").returncode == 0
+    in_process("audit", tmp_path / "run.json")
     other = written(tmp_path / "other.safetensors", k=tensors()["k"] * 2)
     done = in_process("audit", tmp_path / "run.json", "--input", other, code=1)
     assert "the cache differs in tokens 0 to 255" in done.stdout

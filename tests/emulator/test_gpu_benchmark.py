@@ -173,8 +173,7 @@ def test_both_sides_of_a_combine_are_the_same_blocks(benchmark: Any, monkeypatch
 
 
 def test_a_place_that_cannot_be_written_is_found_before_measuring(tmp_path: Any) -> None:
-    done = run(SCRIPT, "--alone", "--json", tmp_path / "none" / "x.json", PYTHONPATH=str(ROOT))
-    assert done.returncode == 1
+    done = run(SCRIPT, "--alone", "--json", tmp_path / "none" / "x.json", code=1, PYTHONPATH=str(ROOT))
     assert done.stderr.startswith("gpu_kernel.py: ")
     assert "x.json" in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -199,8 +198,7 @@ def test_what_is_missing_is_named(tmp_path: Any, words: list[str]) -> None:
     """Without CuPy and torch: two modules of these names that cannot be imported stand before them."""
     for name in ("cupy", "torch"):
         (tmp_path / f"{name}.py").write_text(f"raise ImportError('none here', name='{name}')\n")
-    done = run(SCRIPT, *words, PYTHONPATH=f"{tmp_path}:{ROOT}")
-    assert done.returncode == 1
+    done = run(SCRIPT, *words, code=1, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert done.stdout == ""
     cupy, *torch = done.stderr.splitlines()
     assert cupy.startswith("gpu_kernel.py: no CuPy: install treeattn[cuda12]")

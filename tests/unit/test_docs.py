@@ -123,7 +123,7 @@ def test_links_point_to_files():
 def test_pictures_are_current(picture, command, tmp_path):
     """Drawn again by the command that the README or the page names."""
     target = tmp_path / "drawn.svg"
-    assert in_process(*command, "--format", "svg", "--out", target).returncode == 0
+    in_process(*command, "--format", "svg", "--out", target)
     assert target.read_text() == (ROOT / f"docs/images/{picture}.svg").read_text()
 
 
@@ -144,7 +144,7 @@ def test_pictures_are_current(picture, command, tmp_path):
 def test_figures_are_those_of_the_results(results, figure, picture, tmp_path):
     """Words, numbers and marks: the rest may differ between versions of matplotlib."""
     command = ["plot", ROOT / results, "--figures", figure.partition("-")[0], "--format", "svg"]
-    assert in_process(*command, "--out", tmp_path).returncode == 0
+    in_process(*command, "--out", tmp_path)
     drawn, kept = (tmp_path / f"{figure}.svg").read_text(), (ROOT / f"docs/images/{picture}.svg").read_text()
     written = re.findall(r"<!-- (.*?) -->", kept)  # what the outlines of letters say
     assert len(written) > 10

@@ -114,7 +114,7 @@ def test_one_machine(fill_tables, tmp_path):
     assert behind(of, SUM) == {"two_allreduce", "three_allreduce"}
     command = ["plot", RESULTS / "compare_2.jsonl.xz", "--figures", "relative", "--format", "svg"]
     command += ["--out", tmp_path, "--json", tmp_path / "numbers.json"]
-    assert in_process(*command).returncode == 0
+    in_process(*command)
     figure = next(f for f in json.loads((tmp_path / "numbers.json").read_text()) if "reduce" in f["name"])
     points = figure["panels"][0]["series"][0]["points"]
     ratios = {name: Interval(*point[2:4]) for name, point in zip(figure["labels"], points, strict=True)}
