@@ -228,11 +228,12 @@ def of_spec(spec: ReductionSpec, schedule: Schedule, node: Iterable[int] = ()) -
             f"run it on {schedule.size}, or build one with size={size}"
         )
     records = spec.records(schedule.name)
-    made, certificate, messages = _planned(schedule, rank, len(records), spec.granularity, tuple(node))
+    given = schedule, rank, len(records), spec.granularity, tuple(node)
+    made, certificate, messages, exclusive = _planned(*given)
     bytes_each = records.nbytes // max(len(records), 1)
     sent = [(peer, count * bytes_each) for peer, count in messages]
     bits = getattr(spec.operator, "bits", certificate.bits)
-    if schedule.has_exclusive and bits == certificate.bits:
+    if exclusive and bits == certificate.bits:
         raise ScheduleError(
             f"{schedule.name} sends what a rank has gathered without its own, so that ranks merge in unlike "
             "orders: only reproducible= has one result then; else take another, such as recursive_doubling"
@@ -244,12 +245,13 @@ def of_spec(spec: ReductionSpec, schedule: Schedule, node: Iterable[int] = ()) -
 @lru_cache(maxsize=64)
 def _planned(
     schedule: Schedule, rank: int, count: int, granularity: int, node: tuple[int, ...]
-) -> tuple[Program, Certificate, tuple[tuple[int, int], ...]]:
-    """Program, proof, and (destination, records) of what the rank sends: they follow from these alone."""
+) -> tuple[Program, Certificate, tuple[tuple[int, int], ...], bool]:
+    """Program, proof, (destination, records) of what the rank sends, and whether transfers are exclusive."""
     proof = prove(schedule)
     own = [each for each in traffic.messages(schedule, count, granularity) if each.src == rank]
     made = plan(schedule, proof, rank, count, granularity=granularity, node=node)
-    return made, proof.certificate, tuple((each.dst, each.records) for each in own)
+    sent = tuple((each.dst, each.records) for each in own)
+    return made, proof.certificate, sent, schedule.has_exclusive
 
 
 class _Run(NamedTuple):

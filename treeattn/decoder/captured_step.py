@@ -9,7 +9,6 @@ from treeattn.agreement import collectively
 from treeattn.attention import arrays
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime.cuda_graph import CudaGraph
-from treeattn.collectives.runtime.memory import StreamOrder
 from treeattn.decoder.plan import Plan
 from treeattn.errors import ArgumentError, BackendError, RestrictionError, StateError, TransportError
 
@@ -23,7 +22,7 @@ class CapturedStep:
         give: Callable[[], tuple[Any, Any]],
         owners: tuple[Any, ...],
         look: Callable[..., None] | None,
-        in_order: StreamOrder,
+        in_order: Callable[[], object],
     ) -> None:
         self._captured, self._give, self._look, self._in_order = captured, give, look, in_order
         self._owners = owners  # of the memory that the graph works on: it knows addresses only
@@ -74,7 +73,7 @@ def capture(
     given: tuple[Any, Any, Any, Any],
     seen: tuple[Any, ...],
     owner: object,
-    in_order: StreamOrder,
+    in_order: Callable[[], object],
 ) -> CapturedStep:
     """A whole step of a plan as one graph. Collective.
 

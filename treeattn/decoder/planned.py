@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 from treeattn.attention import arrays
@@ -51,7 +52,8 @@ class PlannedDecode:
         self._containers = arrays.Containers(request.device.view, results)
         self._native, self._foreign = type(buffers.out), False
         self._device, self._attention, self._reducer = request.device, plan.attend, reducer
-        self._in_order = StreamOrder(request.device.stream)
+        stream = request.device.stream
+        self._in_order: Callable[[], object] = tuple if stream is None else StreamOrder(stream)
         self._reduce, self._finish, self._complete = plan.reduce, plan.finish, plan.complete
         self._tables, self._by_tables = plan.tables, (plan.attend, plan.whole)
         # A step of arrays and nothing beside them, which is tried first.
