@@ -18,7 +18,7 @@
 #   hf-demo       the same model by transformers over cache nodes (minutes)
 #   faults        every row of docs/faults.md, done for real and measured (a quarter of an hour)
 #   mutants       500 small faults in what is trusted most, each tried on the tests that reach it (hours; goes on)
-#   soak          a million steps of every executor on 2 ranks leave no growth (minutes)
+#   soak          a million steps of every executor, 10,000 openings: no growth; SOAK=100000: fewer (minutes)
 #   wheel-test    installs the package from a wheel, away from the checkout
 #   release-check the wheel and the sdist of this commit as they would be published; tests out of the sdist
 #   slurm-test    every job script on a real Slurm on 4 emulated nodes (root; minutes)
@@ -163,8 +163,12 @@ mutants: .venv/.tests
 	$(BIN)/python -m pip install -q -e '.[$(EXTRAS),coverage]'
 	$(BIN)/python tools/mutants.py --count $(MUTANTS) $(TRUSTED)
 
+# SOAK: steps of each executor; a tenth as many of classes, a hundredth of openings.
+SOAK ?= 1000000
+
 soak: .venv/.tests
-	TREEATTN_SOAK_STEPS=1000000 timeout -k 10 3600 $(MPIEXEC) -n 2 $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi/test_soak.py
+	TREEATTN_SOAK_STEPS=$(SOAK) TREEATTN_SOAK_REPORT=build/soak.jsonl timeout -k 10 14400 $(MPIEXEC) -n 2 \
+	    $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi/test_soak.py
 
 # The same MPI ring with Open MPI, in an environment of its own: two MPI runtimes in one get in each other's
 # way. The variables let it run as root, on more ranks than cores, without its network interfaces.

@@ -1,41 +1,102 @@
-"""Many steps leave nothing behind: no memory, no descriptor. `make soak` takes a million of each executor."""
+"""Many steps and openings leave nothing behind: no memory, descriptor, thread, shared memory or communicator.
+
+`make soak` takes more of all, and writes down what a process held.
+"""
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from treeattn import Decoder, Reduction
+from treeattn import Decoder, Reduction, ShardedCache
+from treeattn.study import environment
+from treeattn.token_tree import TokenTree, Verifier
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(0)]
 
 STEPS = int(os.environ.get("TREEATTN_SOAK_STEPS", "3000"))
+REPORT = os.environ.get("TREEATTN_SOAK_REPORT")
 GROWTH = 256 * 1024  # bytes that an allocator may still take for its own ends; a leak of a byte a step shows
+SHAPE = {"heads": 4, "kv_heads": 4, "head_dim": 16, "dtype": "float32"}
+Q, K = np.ones((1, 1, 4, 16), np.float32), np.ones((1, 8, 4, 16), np.float32)
+TREE = TokenTree.chain([[1, 2, 3]])
 
 
-def resident():
+def held():
+    """What this process has now, without what waits to be collected."""
+    gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "memory": pages * os.sysconf("SC_PAGE_SIZE"),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "python_threads": threading.active_count(),
+        "shared": sum("memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines()),
+        "objects": sys.getallocatedblocks(),
+    }
 
 
-@pytest.mark.timeout(0)
+def assert_flat(comm, name, step, count, warm=1000, objects=100):
+    """`step` leaves nothing behind, whatever it took to begin with. Rank 0 writes it down."""
+    for _ in range(warm):
+        step()
+    seen, began = [held()], time.monotonic()
+    for _ in range(4):
+        for _ in range(-(-count // 4)):
+            step()
+        seen.append(held())
+    seconds = time.monotonic() - began
+    if REPORT and comm.rank == 0:
+        facts = {"what": name, "ranks": comm.size, "steps": count, "seconds": round(seconds, 1), "held": seen}
+        with Path(REPORT).open("a") as file:
+            file.write(json.dumps({**facts, "software": environment.software()}) + "\n")
+    before, after = seen[0], seen[-1]
+    assert after["memory"] - before["memory"] <= GROWTH
+    assert after["objects"] - before["objects"] < objects
+    for what in ("descriptors", "threads", "python_threads", "shared"):
+        assert after[what] == before[what], what
+
+
 @pytest.mark.parametrize("executor", ["mpi", "program", "slots"])
-def test_nothing_grows(comm, executor):
-    shape = {"heads": 4, "kv_heads": 4, "head_dim": 16, "dtype": "float32"}
-    q, k = np.ones((1, 1, 4, 16), np.float32), np.ones((1, 8, 4, 16), np.float32)
-    with Decoder(comm, **shape, scheme=Reduction(executor=executor)) as decoder:
-        first = decoder(q, k, k)[0].copy()
-        for _ in range(1000):
-            decoder(q, k, k)
-        before = resident(), len(os.listdir("/proc/self/fd")), sys.getallocatedblocks()
-        for _ in range(STEPS):
-            decoder(q, k, k)
-        after = resident(), len(os.listdir("/proc/self/fd")), sys.getallocatedblocks()
-        np.testing.assert_array_equal(decoder(q, k, k)[0], first)
-    assert after[0] - before[0] <= GROWTH
-    assert after[1] == before[1]
-    assert after[2] - before[2] < 100
+def test_steps_of_executors(comm, executor):
+    with Decoder(comm, **SHAPE, scheme=Reduction(executor=executor)) as decoder:
+        first = decoder(Q, K, K)[0].copy()
+        assert_flat(comm, executor, lambda: decoder(Q, K, K), STEPS)
+        np.testing.assert_array_equal(decoder(Q, K, K)[0], first)
+
+
+def test_steps_of_a_cache_and_a_verifier(comm):
+    cache = ShardedCache(comm, capacity=64, drafts=3, kv_heads=4, head_dim=16, dtype="float32")
+    (layer,), q = cache.layers, np.ones((1, 3, 4, 16), np.float32)
+    drafts = q.copy()
+    with Verifier(comm, nodes=3, **SHAPE) as verifier:
+
+        def step():
+            layer.append(drafts, drafts)
+            lengths = layer.shard_lengths
+            verifier(q, layer.k, layer.v, drafts, drafts, TREE, layer.lengths, shard_lengths=lengths)
+            layer.propose(drafts, drafts, TREE)
+            layer.commit([[0, 1]])
+            layer.rollback([0])
+
+        assert_flat(comm, "cache and verifier", step, STEPS // 10, objects=STEPS // 10)
+
+
+@pytest.mark.parametrize("executor", ["mpi", "program", "slots"])
+def test_openings(comm, executor):
+    """With a step each."""
+
+    def step():
+        with Decoder(comm, **SHAPE, scheme=Reduction(executor=executor)) as decoder:
+            decoder(Q, K, K)
+
+    count = max(100, STEPS // 100)
+    assert_flat(comm, f"openings, {executor}", step, count, warm=150, objects=count)
