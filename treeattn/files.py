@@ -127,7 +127,7 @@ def open_cache(path: str | Path) -> CacheFile:
         data = np.memmap(path, np.uint8, "r", offset=8 + length) if path.stat().st_size > 8 + length else None
     except (OSError, SafetensorError, ValueError, struct.error) as error:
         raise ArgumentError(f"{path}: not a readable safetensors file ({_reason(error)})") from None
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None) or {}
     tensors, unsupported, starts = {}, {}, {}
     for name, entry in header.items():
         if entry["dtype"] not in _DTYPES:
@@ -136,7 +136,10 @@ def open_cache(path: str | Path) -> CacheFile:
         start, stop = entry["data_offsets"]
         starts[name] = 8 + length + start
         raw = np.empty(0, np.uint8) if data is None else data[start:stop]
-        tensors[name] = raw.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        try:
+            tensors[name] = raw.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        except ValueError as error:  # NumPy's limits
+            raise ArgumentError(f"{path}: tensor {name!r:.80} cannot be read ({error})") from None
     return CacheFile(path, tensors, metadata, unsupported, starts)
 
 
@@ -163,7 +166,8 @@ def read_text(path: Path) -> str:
 
 
 def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error).strip().split("\n")[0] or type(error).__name__
+    said = getattr(error, "strerror", None) or str(error).strip().split("\n")[0] or type(error).__name__
+    return f"{said:.200}"
 
 
 def load_runs(
