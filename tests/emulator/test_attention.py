@@ -312,99 +312,83 @@ UNALIGNED = np.zeros(1 + 9 * 2 * 64, np.float32)[1:].reshape(1, 9, 2, 64)
 assert UNALIGNED.ctypes.data % 16
 
 
+def zeros(tokens: int, head_dim: int, heads: int = 2, dtype: Any = np.float32) -> Array:
+    return np.zeros((1, tokens, heads, head_dim), dtype)
+
+
+def records_of(heads: int, head_dim: int, batch: int = 1) -> dict[str, Array]:
+    return {"records": np.zeros((batch, heads, 1, head_dim + 2), np.float32)}
+
+
+ODD_BYTES = np.zeros(1 + 2 * 256, np.uint8)[1:].view(np.float32).reshape(1, 1, 2, 64)
+LATENT = {"q": zeros(1, 576), "k": zeros(9, 576), "v": zeros(9, 512), **records_of(2, 512)}
+
+
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("change", "message"),
     [
-        ({"q": np.zeros((1, 1, 3, 64), np.float32)}, ArgumentError, "q has shape"),
-        ({"q": np.zeros((1, 1, 2, 72), np.float32)}, ArgumentError, r"kv_heads, head_dim\] = .* 72\]"),
-        ({"k": np.zeros((1, 9, 2, 64), np.float16)}, ArgumentError, "k is float16 but v is float32"),
-        ({"k": np.zeros((1, 9, 2, 64), np.float64)}, ArgumentError, "device='cpu'"),
-        (
-            {"k": np.zeros((1, 9, 2, 128), np.float32)[..., ::2]},
-            ArgumentError,
-            "last axis of k.*ascontiguous",
-        ),
-        (
-            {"v": np.zeros((1, 9, 2, 128), np.float32)[..., ::2]},
-            ArgumentError,
-            "last axis of v.*ascontiguous",
-        ),
-        (
-            {"q": np.zeros(1 + 2 * 256, np.uint8)[1:].view(np.float32).reshape(1, 1, 2, 64)},
-            ArgumentError,
-            "rows of q must begin at multiples of 4 bytes",
-        ),
-        (
-            {"q": np.zeros((1, 1, 2, 128), np.float32)[..., ::2]},
-            ArgumentError,
-            "last axis of q.*ascontiguous",
-        ),
-        ({"k": UNALIGNED}, ArgumentError, "rows of k must begin at multiples of 16 bytes"),
-        ({"records": np.zeros((1, 2, 1, 132), np.float32)[..., ::2]}, ArgumentError, "C-contiguous"),
-        ({"records": np.zeros((2, 1, 66), np.float32)}, ArgumentError, r"head_dim \+ 2\] is needed"),
-        ({"v": np.zeros((1, 9, 2, 66), np.float32)[..., :64]}, ArgumentError, "multiples of 16 bytes"),
-        (
-            {"k": np.zeros((1, 9, 3, 64), np.float32), "v": np.zeros((1, 9, 3, 64), np.float32)},
-            ArgumentError,
-            "share",
-        ),
-        ({"lengths": np.zeros(1, np.int32)}, ArgumentError, "int64"),
-        ({"lengths": [9]}, ArgumentError, "list"),
-        ({"records": np.zeros((1, 2, 1, 66), np.float64)}, ArgumentError, "float32"),
-        ({"num_splits": 0}, ArgumentError, "num_splits"),
-        ({"q": np.zeros((1, 1, 2, 64), np.int8)}, ArgumentError, "q is int8"),
-        ({"tables": MaskTables(Rules(), 2, 1)}, ArgumentError, "the mask tables are for batch, queries"),
-        ({"tables": MaskTables(Rules(alibi=(1.0,)), 1, 1)}, ArgumentError, "and 1 heads"),
-        ({"tables": looking_at(10)}, ArgumentError, "see up to 10 tokens, but k and v have 9"),
+        ({"q": zeros(1, 64, 3)}, "q has shape"),
+        ({"q": zeros(1, 72)}, r"kv_heads, head_dim\] = .* 72\]"),
+        ({"k": zeros(9, 64, dtype=np.float16)}, "k is float16 but v is float32"),
+        ({"k": zeros(9, 64, dtype=np.float64)}, "device='cpu'"),
+        ({"k": zeros(9, 128)[..., ::2]}, "last axis of k.*ascontiguous"),
+        ({"v": zeros(9, 128)[..., ::2]}, "last axis of v.*ascontiguous"),
+        ({"q": zeros(1, 128)[..., ::2]}, "last axis of q.*ascontiguous"),
+        ({"q": ODD_BYTES}, "rows of q must begin at multiples of 4 bytes"),
+        ({"k": UNALIGNED}, "rows of k must begin at multiples of 16 bytes"),
+        ({"v": zeros(9, 66)[..., :64]}, "multiples of 16 bytes"),
+        ({"records": np.zeros((1, 2, 1, 132), np.float32)[..., ::2]}, "C-contiguous"),
+        ({"records": np.zeros((2, 1, 66), np.float32)}, r"head_dim \+ 2\] is needed"),
+        ({"records": np.zeros((1, 2, 1, 66), np.float64)}, "float32"),
+        ({x: zeros(9, 64, 3) for x in "kv"}, "share"),
+        ({"lengths": np.zeros(1, np.int32)}, "int64"),
+        ({"lengths": [9]}, "list"),
+        ({"num_splits": 0}, "num_splits"),
+        ({"q": zeros(1, 64, dtype=np.int8)}, "q is int8"),
+        ({"tables": MaskTables(Rules(), 2, 1)}, "the mask tables are for batch, queries"),
+        ({"tables": MaskTables(Rules(alibi=(1.0,)), 1, 1)}, "and 1 heads"),
+        ({"tables": looking_at(10)}, "see up to 10 tokens, but k and v have 9"),
         (
             {x: of_shape(2, 1, 2, 64) for x in "qkv"}
-            | {"records": np.zeros((2, 2, 1, 66), np.float32), "lengths": np.zeros(4, np.int64)[::2]},
-            ArgumentError,
+            | records_of(2, 64, batch=2)
+            | {"lengths": np.zeros(4, np.int64)[::2]},
             "contiguous int64",
         ),
-        (dict.fromkeys("kv", of_shape(1, 2**31 - 64, 2, 64)), ArgumentError, "2147483584 tokens: fewer"),
+        (dict.fromkeys("kv", of_shape(1, 2**31 - 64, 2, 64)), "2147483584 tokens: fewer"),
         (
-            {x: of_shape(65536, 1, 2, 64) for x in "qkv"}
-            | {"records": np.zeros((65536, 2, 1, 66), np.float32)},
-            ArgumentError,
+            {x: of_shape(65536, 1, 2, 64) for x in "qkv"} | records_of(2, 64, batch=65536),
             "batch 65536.*at most 65535",
         ),
         (
-            {x: of_shape(1, 1, 65536, 64) for x in "qkv"}
-            | {"records": np.zeros((1, 65536, 1, 66), np.float32)},
-            ArgumentError,
+            {x: of_shape(1, 1, 65536, 64) for x in "qkv"} | records_of(65536, 64),
             "65536 heads are too many for one launch",
         ),
+        (LATENT, "values of 512 channels are the first ones of the keys: pass v=None and v_dim=512"),
+    ],
+)
+def test_what_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        refused(change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"v": zeros(9, 56), **records_of(2, 56)}, "keys of 64 and values of 56 channels.*576 and 512"),
         (
-            {"records": np.zeros((1, 2, 1, 58), np.float32), "v": np.zeros((1, 9, 2, 56), np.float32)},
-            BackendError,
-            "keys of 64 and values of 56 channels.*576 and 512",
-        ),
-        (
-            {x: np.zeros((1, n, 2, 72), np.float32) for x, n in (("q", 1), ("k", 9), ("v", 9))}
-            | {"records": np.zeros((1, 2, 1, 74), np.float32)},
-            BackendError,
+            {"q": zeros(1, 72), "k": zeros(9, 72), "v": zeros(9, 72), **records_of(2, 72)},
             "head_dim 72: there are 64, 80",
-        ),
-        (
-            {x: np.zeros((1, n, 2, 576), np.float32) for x, n in (("q", 1), ("k", 9))}
-            | {"v": np.zeros((1, 9, 2, 512), np.float32), "records": np.zeros((1, 2, 1, 514), np.float32)},
-            ArgumentError,
-            "values of 512 channels are the first ones of the keys: pass v=None and v_dim=512",
         ),
     ],
 )
-def test_what_cannot_be_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    arguments: dict[str, Any] = {
-        "q": np.zeros((1, 1, 2, 64), np.float32),
-        "k": np.zeros((1, 9, 2, 64), np.float32),
-        "v": np.zeros((1, 9, 2, 64), np.float32),
-        "records": np.zeros((1, 2, 1, 66), np.float32),
-        "scale": 1.0,
-        "runtime": EmulatorRuntime(),
-    }
-    with pytest.raises(error, match=message):
-        verbs.attend(cuda, **{**arguments, **change})
+def test_what_no_kernel_serves_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(BackendError, match=message):
+        refused(change)
+
+
+def refused(change: dict[str, Any]) -> None:
+    given = {"q": zeros(1, 64), "k": zeros(9, 64), "v": zeros(9, 64), **records_of(2, 64)}
+    verbs.attend(cuda, **{**given, "scale": 1.0, "runtime": EmulatorRuntime(), **change})
 
 
 @needs_emulator
