@@ -21,11 +21,18 @@ RESULTS=${RESULTS:-docs/results}
 export PYTHONPATH=$PWD:$PWD/benchmarks:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32} # ranks as streams, each with a queue
 
+# stop WHAT: before any step, where none could leave a result.
+stop() {
+  echo "gpu_day: $1" >&2
+  [ -n "${work:-}" ] && rm -r "$work"
+  exit 1
+}
+
 # use FOLDER: unpack its wheels into $work, and find modules, programs and libraries there.
 use() {
   local wheel data
   for wheel in "$1"/*.whl; do
-    "$PYTHON" -m zipfile -e "$wheel" "$work/wheels" || return 1
+    "$PYTHON" -m zipfile -e "$wheel" "$work/wheels" 2>/dev/null || stop "WHEELS: $wheel is no whole wheel: copy it again"
   done
   PYTHONPATH=$work/wheels:$PYTHONPATH
   for data in "$work"/wheels/*.data/data; do
@@ -39,7 +46,11 @@ use() {
 # What there is so far, in one file: of a machine that is taken back, only what was sent remains.
 archive() {
   [ -n "${ARCHIVE:-}" ] || return 0
-  tar --exclude=./wheels -czf "$ARCHIVE.new" -C "$RESULTS" . -C "$work" . && mv "$ARCHIVE.new" "$ARCHIVE"
+  if tar --exclude=./wheels -czf "$ARCHIVE.new" -C "$RESULTS" . -C "$work" .; then
+    mv "$ARCHIVE.new" "$ARCHIVE"
+  else
+    rm -f "$ARCHIVE.new"
+  fi
 }
 
 CACHE=tests/data/smollm2_layer17_4096
@@ -131,8 +142,9 @@ place() { # of a step in --list, from 1; nothing for another word
   done
 }
 
+command -v "$PYTHON" >/dev/null || stop "PYTHON=$PYTHON is not there"
 work=$(mktemp -d) || exit 1
-[ -n "${WHEELS:-}" ] && { use "$WHEELS" || exit 1; }
+[ -n "${WHEELS:-}" ] && use "$WHEELS"
 case ${1:-} in
   --list | --check)
     code=0
@@ -152,11 +164,14 @@ for name in "$@"; do
 done
 [ $# -eq 0 ] && set -- "${STEPS[@]}"
 
+mkdir -p "$RESULTS" 2>/dev/null && [ -w "$RESULTS" ] || stop "RESULTS=$RESULTS is no folder that can be written to"
+if [ -n "${ARCHIVE:-}" ]; then
+  { : >"$ARCHIVE.new"; } 2>/dev/null || stop "ARCHIVE=$ARCHIVE cannot be written"
+fi
 problem=$("$PYTHON" -c 'from treeattn.backends.cuda import cupy_runtime as r; print(r.problem() or "")' 2>&1) ||
   problem="treeattn does not load: ${problem##*$'\n'}"
 failed=()
 if [ -n "${ARCHIVE:-}" ]; then
-  mkdir -p "$RESULTS"
   (while sleep 15; do archive; done) &
   keeper=$!
   trap 'kill "$keeper" 2>/dev/null; archive' EXIT

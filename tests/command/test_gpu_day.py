@@ -180,6 +180,18 @@ def test_wheels_are_unpacked_and_results_go_to_one_file(day: Any, tmp_path: Path
     assert {"gpu_ncu.json", "ncu.out", "ncu.log"} <= names
 
 
+@pytest.mark.parametrize("name", ["PYTHON", "WHEELS", "RESULTS", "ARCHIVE"])
+def test_what_would_leave_no_result_is_said_before_any_step(day: Any, tmp_path: Path, name: str) -> None:
+    """A Python that is not there, a wheel that was half copied, and places that cannot be written to."""
+    (tmp_path / "file").mkdir()
+    (tmp_path / "file" / "half-1.whl").write_bytes(b"PK\x03\x04half")
+    (tmp_path / "none").touch()
+    place = str(tmp_path / ("file" if name == "WHEELS" else "none/x"))
+    done = day("versions", **{name: place})
+    assert done.returncode == 1
+    assert re.fullmatch(rf"gpu_day: {name}.*{re.escape(place)}.*\n", done.stderr)
+
+
 def test_the_three_calls_are_all_steps_but_three() -> None:
     lines = SCRIPT.read_text().splitlines()
     calls = [line for line in lines if re.match(r"(FIRST|SECOND|THIRD)=\(", line)]

@@ -91,6 +91,7 @@ def test_kernels_are_clean(sanitizer: str, kernel: str) -> None:
         ("mma:stages_reused_early", "attention_mma.cu"),
         ("mma_cache:no_widened_barrier", "attention_mma.cu"),
         ("latent:no_parts_barrier", "attention_mma.cu"),
+        ("tall:rows_merged_early", "combine.cuh"),
         ("latent:stages_reused_early_latent", "attention_mma.cu"),
         ("shared_race", "faults.cu"),
         ("pull:relaxed_number", "pull_partials.cu"),
