@@ -53,7 +53,7 @@ def test_parquet_is_the_same_to_pandas(measured, tmp_path, monkeypatch):
     assert list(ours.columns) == list(flat.columns)
     assert ours["median_us"].tolist() == flat["median_us"].tolist()
     assert str(ours["heads"].dtype) == "int64"
-    assert "name a file with --out" in in_process("export", measured, "--format", "parquet").stderr
+    assert "name a file with --out" in in_process("export", measured, "--format", "parquet", code=2).stderr
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     done = in_process("export", measured, "--format", "parquet", "--out", tmp_path / "p", code=1)
     assert done.stderr.count("pip install 'treeattn[parquet]'") == 1
