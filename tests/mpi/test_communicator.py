@@ -118,4 +118,4 @@ def test_what_a_step_calls_is_not_counted_twice(comm):
 
 
 def test_ranks_that_sleep_in_a_barrier_are_not_late(comm):
-    assert waiting_for(comm, comm.barrier_asleep) is None
+    assert waiting_for(comm, comm.barrier_asleep, looks=20) is None
