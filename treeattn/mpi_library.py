@@ -29,6 +29,11 @@ def load(initialize: bool = True) -> Any:
     return MPI
 
 
+def is_error(error: Exception) -> bool:
+    """Whether the MPI library raised this, as where a rank has ended."""
+    return type(error).__module__ == "mpi4py.MPI"
+
+
 def version() -> str | None:
     """What the MPI library calls itself, or None where none can be loaded."""
     try:

@@ -54,8 +54,8 @@ _POLYNOMIAL = tuple(
 
 
 def identity(shape_prefix: tuple[int, ...], head_dim: int, dtype: Any = np.float32) -> Array:
-    """Records of nothing seen, a new array [*shape_prefix, head_dim + 2] of float32 or float64: what merges
-    with any record without changing it."""
+    """Records of nothing seen, a new array [.., head_dim + 2] of float32 or float64: what merges with any
+    record without changing it. shape_prefix: all but the last of its sizes."""
     records = np.empty((*shape_prefix, head_dim + EXTRA), dtype)
     set_identity(records)
     return records

@@ -17,6 +17,7 @@ from mpi4py import MPI
 from treeattn import communicators
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
+from treeattn.study.compare.yardsticks import OneCall
 
 pytestmark = pytest.mark.mpi
 
@@ -115,6 +116,11 @@ def test_what_a_step_calls_is_not_counted_twice(comm):
     assert type(comm.unwatched) is MPI.Intracomm
     assert comm.unwatched == comm
     assert waiting_for(comm, comm.unwatched.Barrier, looks=20) is None
+
+
+def test_what_schemes_are_compared_with_is_watched_too(comm):
+    told = waiting_for(comm, OneCall("sum", comm.unwatched.Barrier))
+    assert (told is None) == (comm.rank == comm.size - 1)
 
 
 def test_ranks_that_sleep_in_a_barrier_are_not_late(comm):

@@ -23,7 +23,7 @@ from click.shell_completion import CompletionItem
 
 from treeattn import communicators, files, job, launch, mpi_library
 from treeattn.cli.standard_output import StandardOutput
-from treeattn.errors import TreeattnError
+from treeattn.errors import PeerError, TreeattnError
 
 __all__ = ["main"]
 
@@ -103,6 +103,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except Exception as error:
         if isinstance(error.__cause__, SystemExit):  # a signal in the import of an extension module
             raise error.__cause__ from None
+        if mpi_library.is_error(error):
+            error = PeerError(f"a message failed, perhaps since another rank has ended: {error}")
+            sys.exit(_failed(error))
         if mpi_library.started():
             job.abort(error)
         raise

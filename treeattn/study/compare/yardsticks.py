@@ -21,8 +21,10 @@ class OneCall(Reducer):
         self._call, self._end = call, end
 
     def __call__(self) -> None:
-        """As bare as a caller's own: this is what schemes are compared with."""
+        """As bare as a caller's own, which schemes are compared with, but for the count that ends a wait."""
+        self._running = self._number = self._number + 1
         self._call()
+        self._running = 0
 
     def _begin(self) -> None:
         """Nothing goes ahead."""
