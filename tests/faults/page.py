@@ -31,7 +31,8 @@ def text(measured: dict) -> str:
     rows = measured["rows"]
     count = sum(row["jobs"] for row in rows.values())
     head = _HEAD.format(limit=jobs.LIMIT, jobs=count, cpu=measured["cpu"])
-    return head + "\n".join(_lines(rows)) + "\n"
+    note = f"{measured['note']}\n\n" if "note" in measured else ""
+    return head + note + "\n".join(_lines(rows)) + "\n"
 
 
 def _lines(rows: dict) -> Iterator[str]:
