@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import os
@@ -55,8 +56,10 @@ def commanded() -> bool:
 def _finalize_mpi() -> None:
     library = mpi_library.load()
     if not library.Is_finalized():
-        with watchdog.Guarded("the end of MPI"):
-            ctypes.CDLL(library.__file__).MPI_Finalize()
+        # While there is a communicator to abort: a rank that is stopped later may hide the exit code.
+        with watchdog.Guarded("the end of MPI"), contextlib.suppress(library.Exception):
+            library.COMM_WORLD.Barrier()
+        watchdog.finalize_mpi(ctypes.CDLL(library.__file__).MPI_Finalize)
 
 
 def end_on_signals(endings: Mapping[int, Callable[[], object]]) -> None:

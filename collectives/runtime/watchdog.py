@@ -189,6 +189,14 @@ def at_the_end(call: Callable[[], object]) -> None:
     _last.append(call)
 
 
+def finalize_mpi(call: Callable[[], object]) -> None:
+    """Call it, which ends MPI. From here on there may be no communicator left to abort: a process that
+    leaves in the middle ends the job, too."""
+    _mpi_ends.append(True)
+    with Guarded("the end of MPI"):
+        call()
+
+
 @atexit.register
 def _end() -> None:
     while _last:
@@ -200,7 +208,7 @@ def end_job(code: int) -> NoReturn:
     sys.stderr.flush()
     time.sleep(0.2)  # launchers drop what is under way when a job ends
     library = sys.modules.get("mpi4py.MPI")  # not imported here: the main thread may be about to
-    if library is not None and library.Is_initialized() and not library.Is_finalized():
+    if library is not None and library.Is_initialized() and not library.Is_finalized() and not _mpi_ends:
         last = threading.Timer(1.0, os._exit, (code,))  # where it lets no other thread end the job
         last.daemon = True
         last.start()
@@ -213,6 +221,7 @@ _things: weakref.WeakSet[Watched] = weakref.WeakSet()
 _thread: list[threading.Thread] = []
 _activities: list[tuple[str, str]] = []
 _last: list[Callable[[], object]] = []
+_mpi_ends: list[bool] = []
 
 
 class _Job(NamedTuple):

@@ -174,3 +174,19 @@ decoder(q, k, k)
     done = run("-m", "mpi4py", "-c", program, ranks=3, code=None)
     assert done.returncode != 0
     assert re.search("Segmentation fault|signal 11|EXIT CODE", done.stdout + done.stderr)
+
+
+def test_a_rank_that_is_stopped_on_its_way_out_is_named():
+    """MPI_Finalize frees every communicator before it waits: there is none left to abort."""
+    program = """
+import os, signal
+from treeattn import job
+job.start()
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()
+if MPI.COMM_WORLD.rank == 2:
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    done = run("-c", program, ranks=3, code=124, TREEATTN_TIMEOUT="1")
+    says = "^treeattn: rank [01]: the end of MPI: 1 s without .*: rank 2 is stopped"
+    assert re.search(says, done.stderr, re.MULTILINE)
