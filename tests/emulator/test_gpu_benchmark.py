@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import sys
 from functools import partial
 from typing import Any
 
+import gpu_kernel
 import numpy as np
 import pytest
 
@@ -22,17 +22,13 @@ SCRIPT = ROOT / "benchmarks" / "gpu_kernel.py"
 
 
 @pytest.fixture
-def benchmark() -> Any:
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     if compiler_problem():
         pytest.skip(str(compiler_problem()))
-    specification = importlib.util.spec_from_file_location("gpu_kernel", SCRIPT)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
     # The emulator takes its time over 256 splits.
-    vars(module).update(CALLS=1, TOKENS_OF_A_SPLIT=40, COMBINES=((16, 16, 2), (16, 1, 3)))
-    return module
+    for name, few in (("CALLS", 1), ("TOKENS_OF_A_SPLIT", 40), ("COMBINES", ((16, 16, 2), (16, 1, 3)))):
+        monkeypatch.setattr(gpu_kernel, name, few)
+    return gpu_kernel
 
 
 def widened(bits: Array) -> Array:

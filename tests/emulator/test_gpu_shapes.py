@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-from typing import Any
-
+import gpu_shapes
 import pytest
-
-from tests.command.launch import ROOT
 
 from .raw_module import compiler_problem
 from .stopwatch import EmulatorStopwatch
@@ -17,14 +13,8 @@ pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compi
 
 @pytest.mark.deep
 def test_every_shape_has_its_row() -> None:
-    where = ROOT / "benchmarks" / "gpu_shapes.py"
-    specification = importlib.util.spec_from_file_location("gpu_shapes", where)
-    assert specification is not None
-    assert specification.loader is not None
-    shapes: Any = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(shapes)
-    rows = list(shapes.measure(EmulatorStopwatch(20_000), 128, 1))
-    assert [row["what"] for row in rows] == [shape.what for shape in shapes.SHAPES]
+    rows = list(gpu_shapes.measure(EmulatorStopwatch(20_000), 128, 1))
+    assert [row["what"] for row in rows] == [shape.what for shape in gpu_shapes.SHAPES]
     for row in rows:
         assert "problem" not in row, row
         assert row["microseconds"] == pytest.approx(5)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from typing import Any
 
+import gpu_splits as benchmark
 import numpy as np
 import pytest
 
@@ -21,17 +21,7 @@ SCRIPT = ROOT / "benchmarks" / "gpu_splits.py"
 TRUE = Constants(launch=4.2, wave=0.9, megabyte=0.51, latency=0.62, level=1.7, merged_megabyte=14.0)
 
 
-@pytest.fixture(scope="module")
-def benchmark() -> Any:
-    specification = importlib.util.spec_from_file_location("gpu_splits", SCRIPT)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
-def synthetic(benchmark: Any, constants: Constants, noise: float = 0.0) -> list[dict[str, Any]]:
+def synthetic(constants: Constants, noise: float = 0.0) -> list[dict[str, Any]]:
     """Rows as a device of these constants would give them."""
     rng, rows = np.random.default_rng(5), []
     for kv_heads in (1, 40):
@@ -52,16 +42,16 @@ def synthetic(benchmark: Any, constants: Constants, noise: float = 0.0) -> list[
     return rows
 
 
-def test_the_constants_of_a_known_device_are_found(benchmark: Any) -> None:
-    rows = synthetic(benchmark, TRUE)
+def test_the_constants_of_a_known_device_are_found() -> None:
+    rows = synthetic(TRUE)
     assert benchmark.fit(rows, splits.shipped()) == pytest.approx(TRUE, rel=1e-4)
     facts = benchmark.judge(rows, TRUE)
     assert facts["largest_error_percent"] == pytest.approx(0)
     assert facts["largest_choice_slower_percent"] == 0
 
 
-def test_noise_moves_them_little(benchmark: Any) -> None:
-    rows = synthetic(benchmark, TRUE, noise=0.03)
+def test_noise_moves_them_little() -> None:
+    rows = synthetic(TRUE, noise=0.03)
     fitted = benchmark.fit(rows, splits.shipped())
     assert fitted.megabyte == pytest.approx(TRUE.megabyte, rel=0.05)
     assert fitted.latency == pytest.approx(TRUE.latency, rel=0.05)
@@ -70,17 +60,15 @@ def test_noise_moves_them_little(benchmark: Any) -> None:
     assert benchmark.judge(rows, splits.shipped())["median_error_percent"] > 10
 
 
-def test_what_no_row_tells_of_stays(benchmark: Any) -> None:
-    rows = [row for row in synthetic(benchmark, TRUE) if row["splits"] == 1]
+def test_what_no_row_tells_of_stays() -> None:
+    rows = [row for row in synthetic(TRUE) if row["splits"] == 1]
     fitted, start = benchmark.fit(rows, splits.shipped()), splits.shipped()
     assert fitted.level == pytest.approx(start.level)
     assert fitted.merged_megabyte == pytest.approx(start.merged_megabyte)
 
 
 @pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
-def test_a_sweep_from_end_to_end(
-    benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_from_end_to_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(benchmark, "ROWS", (1, 4))
     rows = benchmark.measure(EmulatorStopwatch(20_000), 1, tokens=(100,), numbers=(1, 3))
     assert [(r["kv_heads"], r["rows"], r["tokens"], r["splits"]) for r in rows] == [
@@ -93,10 +81,10 @@ def test_a_sweep_from_end_to_end(
 
 @pytest.mark.parametrize("by_gpu_day", [False, True])
 def test_an_earlier_run_is_fitted_and_its_constants_are_those_that_are_read(
-    benchmark: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, by_gpu_day: bool
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, by_gpu_day: bool
 ) -> None:
     earlier, constants = tmp_path / "rows.json", tmp_path / splits.CONSTANTS_FILE
-    facts = {"rows": synthetic(benchmark, TRUE), "device": {"name": "G"}, "date": "2031-02-03"}
+    facts = {"rows": synthetic(TRUE), "device": {"name": "G"}, "date": "2031-02-03"}
     whole = {"step": "splits", "date": "2031-02-04T00:00:00+00:00", "result": facts}
     earlier.write_text(json.dumps(whole if by_gpu_day else facts))
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--fit", str(earlier), "--constants", str(constants)])
@@ -121,17 +109,12 @@ def test_what_is_wrong_is_one_line(tmp_path: Any, words: list[str], said: str) -
     (tmp_path / "cupy.py").write_text("raise ImportError('none here', name='cupy')\n")
     (tmp_path / "empty.json").write_text('{"rows": [], "device": {"name": "G"}, "date": "2031-02-03"}')
     given = [tmp_path / word if word.endswith(".json") else word for word in words]
-    done = run(SCRIPT, *given, code=1, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    done = run(SCRIPT, *given, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.startswith("gpu_splits.py: ")
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
-
-
-def test_the_help_names_every_option() -> None:
-    done = run(SCRIPT, "--help")
-    for option in ("--json", "--constants", "--fit", "--repeats"):
-        assert option in done.stdout
 
 
 def test_splits_count_their_groups() -> None:

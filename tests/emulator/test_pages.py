@@ -105,14 +105,3 @@ def test_pages_are_not_captured_yet() -> None:
         pytest.raises(RestrictionError, match="a captured step takes no block table"),
     ):
         decoder.capture(q, *pages, LENGTHS)
-
-
-@pytest.mark.usefixtures("runtime")
-def test_latent_heads_in_pages() -> None:
-    rng = np.random.default_rng(0)
-    q, k = (rng.standard_normal((2, n, heads, 576)).astype(np.float16) for n, heads in ((1, 8), (90, 1)))
-    pages, table = in_pages(k, PAGE_SIZE, LENGTHS)
-    given: dict[str, Any] = {"scale": 0.07, "lengths": LENGTHS, "device": "cuda"}
-    wanted = [one.tobytes() for one in treeattn.decode(q, treeattn.Shard(k, v_dim=512), **given)]
-    found = treeattn.decode(q, treeattn.Shard(pages, block_table=table, v_dim=512), **given)
-    assert [one.tobytes() for one in found] == wanted
