@@ -109,8 +109,7 @@ def test_what_is_wrong_is_one_line(tmp_path: Any, words: list[str], said: str) -
     (tmp_path / "cupy.py").write_text("raise ImportError('none here', name='cupy')\n")
     (tmp_path / "empty.json").write_text('{"rows": [], "device": {"name": "G"}, "date": "2031-02-03"}')
     given = [tmp_path / word if word.endswith(".json") else word for word in words]
-    done = run(SCRIPT, *given, PYTHONPATH=f"{tmp_path}:{ROOT}")
-    assert done.returncode == 1
+    done = run(SCRIPT, *given, code=1, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert done.stdout == ""
     assert done.stderr.startswith("gpu_splits.py: ")
     assert said in done.stderr
