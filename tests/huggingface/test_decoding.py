@@ -84,6 +84,24 @@ def test_ranks_that_would_part_go_on_with_rank_0(comm, way):
     assert model.generate(ids, past_key_values=cache, **given).tolist() == wanted.tolist()
 
 
+def test_tokens_are_those_that_rank_0_drew(comm, monkeypatch):
+    """Of the same scores, whose probabilities may differ in a last bit; by beams an error, at the end too."""
+    model, ids, draw = made("Llama"), prompt(2), torch.multinomial
+    sampled = {"do_sample": True, "max_new_tokens": 6}
+    torch.manual_seed(11)
+    wanted = model.generate(ids, **sampled)
+    model.set_attn_implementation("treeattn")
+    if comm.rank:
+        monkeypatch.setattr(torch, "multinomial", lambda *given, **named: (draw(*given, **named) + 1) % 97)
+    torch.manual_seed(11)
+    cache = huggingface.ShardedKV(model.config, comm, capacity=64)
+    assert model.generate(ids, past_key_values=cache, **sampled).tolist() == wanted.tolist()
+    cache.reset()
+    if comm.size > 1:
+        with pytest.raises(ArgumentError, match="ids differs between ranks"):
+            model.generate(ids, past_key_values=cache, do_sample=True, num_beams=2, max_new_tokens=1)
+
+
 @torch.no_grad()
 def test_a_loop_of_ones_own_agrees_or_is_told(comm):
     model, ids = made("Llama"), prompt()

@@ -1,4 +1,4 @@
-"""Ranks that could part do not: generate() goes on with the scores and the random numbers of rank 0."""
+"""Ranks that could part do not: generate() goes on with the scores, random numbers and draws of rank 0."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import functools
 from typing import Any
 
 import torch
-from transformers.generation import GenerationMixin, LogitsProcessor
+from transformers.generation import GenerationMixin, LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 
 from treeattn.agreement import must_match
 from treeattn.errors import ArgumentError
 from treeattn.huggingface.tensors import digest
 
-__all__ = ["AgreeingRanks", "follow_rank_0", "let_generate_agree"]
+__all__ = ["AgreeingDraws", "AgreeingRanks", "follow_rank_0", "let_generate_agree"]
 
 #: Ids of each sequence that are compared for a token, after all of them for the first.
 _RECENT = 256
@@ -32,10 +32,30 @@ class AgreeingRanks(LogitsProcessor):
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """The scores of rank 0, whose random numbers come along."""
-        ids = input_ids if self._first else input_ids[:, -_RECENT:]
-        must_match(self._cache.comm, {"ids": digest(ids)})
+        self.compare(input_ids if self._first else input_ids[:, -_RECENT:])
         self._first = False
         return self._cache.agreed(scores)
+
+    def compare(self, ids: Any) -> None:
+        """Raise `ArgumentError` unless all ranks have these. Collective."""
+        must_match(self._cache.comm, {"ids": digest(ids)})
+
+    def drawn(self, tokens: Any) -> Any:
+        """Those of rank 0. Collective."""
+        return torch.from_numpy(self._cache.comm.bcast(tokens.cpu().numpy()))
+
+
+class AgreeingDraws(StoppingCriteria):
+    """Puts the tokens that rank 0 drew behind the ids, before any criterion looks at them: probabilities are
+    made of the same scores on each rank, and may differ in a last bit."""
+
+    def __init__(self, ranks: AgreeingRanks) -> None:
+        self._ranks = ranks
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        """No sequence ends by it."""
+        input_ids[:, -1] = self._ranks.drawn(input_ids[:, -1])
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def let_generate_agree(caches: type[Any]) -> None:
@@ -59,6 +79,34 @@ def let_generate_agree(caches: type[Any]) -> None:
         return processors
 
     GenerationMixin._get_logits_processor = prepared
+    for name in ("_sample", "_beam_search", "_assisted_decoding"):
+        setattr(GenerationMixin, name, _agreeing(getattr(GenerationMixin, name)))
+
+
+def _agreeing(decode: Any) -> Any:
+    """A decoding method whose ranks go on with what rank 0 drew. Beams and drafts have no place for that:
+    ranks that drew otherwise raise at the next token, or at the end."""
+
+    @functools.wraps(decode)
+    def decoded(
+        model: Any,
+        ids: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **more: Any,
+    ) -> Any:
+        agreeing = [one for one in logits_processor if isinstance(one, AgreeingRanks)]
+        draws = agreeing if generation_config.do_sample else []
+        if decode.__name__ == "_sample":
+            stopping_criteria = StoppingCriteriaList([*map(AgreeingDraws, draws), *stopping_criteria])
+            draws = []
+        found = decode(model, ids, logits_processor, stopping_criteria, generation_config, **more)
+        for ranks in draws:
+            ranks.compare(found if isinstance(found, torch.Tensor) else found.sequences)
+        return found
+
+    return decoded
 
 
 def follow_rank_0(comm: Any, device: torch.device, given: Any = None) -> Any:
