@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import pytest
 
 from tests.command.launch import in_process
 from treeattn.collectives import names
-from treeattn.study.compare.results import compared_series
+from treeattn.study.compare.answer import Answer, answers
+from treeattn.study.compare.results import compared_series, read, summarise
 from treeattn.study.compare.schema import NULL, SUM
 
 pytestmark = pytest.mark.slow
@@ -21,6 +23,8 @@ pytestmark = pytest.mark.slow
 RESULTS = Path(__file__).resolve().parents[2] / "docs/results"
 FLAT_TREES = {"binary_tree", "k_ary_tree", "k_nomial_tree", "double_binary_tree", "chain"}
 RINGS = {"query_ring", "kv_ring"}
+# With two ranks: one sends, the other merges and sends back.
+ROOTED = {"hierarchical", "logp_optimal", "k_nomial_tree", "chain", "binary_tree", "k_ary_tree"}
 
 
 class Interval(NamedTuple):
@@ -37,6 +41,15 @@ def intervals(fill_tables, file, what="reduce", tokens=0) -> dict[str, Interval]
     series = compared_series(rows.values())
     times = {name: row.times[series] for name, row in rows.items()}
     return {name: Interval(t.low or t.median, t.high or t.median) for name, t in times.items()}
+
+
+def told(file, what, tokens, launch=None) -> list[Answer]:
+    """The table of answers, of all launches or of one."""
+    results = read(RESULTS / file)
+    rows = [row for row in summarise(results) if (row.key.what, row.key.tokens) == (what, tokens)]
+    keys = {row.key for row in rows}
+    points = [point for point in results.points if point.key in keys and launch in (None, point.launch)]
+    return answers(points, compared_series(rows))
 
 
 def ahead(of, name) -> set[str]:
@@ -110,30 +123,48 @@ def test_what_placement_changes(fill_tables):
 def test_one_machine(fill_tables, tmp_path):
     schedules = set(names("schedule"))
     of = intervals(fill_tables, "compare_4.jsonl.xz")
-    assert ahead(of, SUM) == schedules | {NULL}
-    assert behind(of, SUM) == {"two_allreduce", "three_allreduce"}
+    collectives = {"mpi_allreduce", "two_allreduce", "three_allreduce"}
+    assert ahead(of, SUM) == schedules | {NULL, "head_all_to_all"}
+    assert behind(of, SUM) == collectives
     command = ["plot", RESULTS / "compare_2.jsonl.xz", "--figures", "relative", "--format", "svg"]
     command += ["--out", tmp_path, "--json", tmp_path / "numbers.json"]
     in_process(*command)
     figure = next(f for f in json.loads((tmp_path / "numbers.json").read_text()) if "reduce" in f["name"])
     points = figure["panels"][0]["series"][0]["points"]
     ratios = {name: Interval(*point[2:4]) for name, point in zip(figure["labels"], points, strict=True)}
-    assert ahead(ratios, SUM) == schedules
-    assert behind(ratios, SUM) == {"mpi_allreduce", "two_allreduce", "three_allreduce"}
-    rooted = {"hierarchical", "logp_optimal", "k_nomial_tree", "chain", "binary_tree", "k_ary_tree"}
-    assert set(figure["labels"][: len(schedules - rooted)]) == schedules - rooted
-    for group in (rooted, schedules - rooted):
+    assert ahead(ratios, SUM) == schedules - ROOTED
+    assert behind(ratios, SUM) == collectives
+    for group in (ROOTED, schedules - ROOTED):
         assert not any(behind(ratios, name) & group for name in group)
+
+
+def test_launches_on_two_ranks():
+    """The first is unlike the others, for schedules that gather at rank 0 and for those that do not."""
+    schedules = set(names("schedule"))
+    for launch, (others, rooted) in {1: (0.4, 0.5), 2: (0.7, 1.2), 3: (0.7, 1.2)}.items():
+        found = {
+            answer.key.scheme: answer.ratio for answer in told("compare_2.jsonl.xz", "reduce", 0, launch)
+        }
+        assert median(found[name] for name in ROOTED) == pytest.approx(rooted, abs=0.05)
+        assert median(found[name] for name in schedules - ROOTED) == pytest.approx(others, abs=0.05)
 
 
 def test_whole_steps_on_one_machine(fill_tables):
     of_2, of_4 = (intervals(fill_tables, f"compare_{ranks}.jsonl.xz", "decode", 4096) for ranks in (2, 4))
-    assert ahead(of_2, SUM) | behind(of_2, SUM) == {"kv_ring"}
-    assert ahead(of_4, SUM) - {NULL} == {
-        "recursive_doubling", "recursive_multiplying", "bine", "multi_leader", "all_gather_merge", "chain",
-        "k_ary_tree",
-    }  # fmt: skip
+    assert ahead(of_2, SUM) | ahead(of_4, SUM) <= {NULL}
+    assert behind(of_2, SUM) == RINGS | {"three_allreduce"}
     assert behind(of_4, SUM) == RINGS | {"two_allreduce", "three_allreduce"}
+    faster = [
+        [
+            answer.ratio
+            for answer in told(f"compare_{ranks}.jsonl.xz", "decode", 4096)
+            if answer.verdict == "faster"
+        ]
+        for ranks in (2, 4)
+    ]
+    assert not faster[0]
+    assert len(faster[1]) == 10
+    assert (round(min(faster[1]), 2), round(max(faster[1]), 2)) == (0.83, 0.94)
     for ranks in (2, 4):
         of = intervals(fill_tables, f"compare_{ranks}.jsonl.xz", "decode", 65536)
         others = set(of) - RINGS
