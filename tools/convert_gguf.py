@@ -78,7 +78,7 @@ def read_config(reader: Any, source: Path) -> dict[str, Any]:
     """config.json, in the dialect of published Llamas."""
     architecture = field(reader, "general.architecture")
     if architecture != "llama":
-        raise SystemExit(f"{source}: is a {architecture}, only llama is served")
+        raise SystemExit(f"{source}: is a {architecture!r:.80}, only llama is served")
     scaled = any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors)  # Llama 3.1's way
     if scaled or "llama.rope.scaling.type" in reader.fields:
         raise SystemExit(f"{source}: scales its rotary positions, which this converter does not carry over")
@@ -109,7 +109,7 @@ def renamed(tensor: Any, config: dict[str, Any]) -> tuple[str, Any]:
         return WHOLE[tensor.name], values
     _, layer, part, kind = [*tensor.name.split("."), "", "", ""][:4]
     if part not in BLOCK:
-        raise SystemExit(f"the file has a tensor {tensor.name}, which a Llama here does not have")
+        raise SystemExit(f"the file has a tensor {tensor.name!r:.80}, which a Llama here does not have")
     if part in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
         pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
@@ -128,7 +128,7 @@ def tokenizer(reader: Any, source: Path) -> Tokenizer:
     splits = field(reader, "tokenizer.ggml.pre", "gpt-2")
     if splits not in ("gpt-2", "smollm"):
         raise SystemExit(
-            f"{source}: its tokenizer splits words as {splits}, only gpt-2 and smollm are served"
+            f"{source}: its tokenizer splits words as {splits!r:.80}, only gpt-2 and smollm are served"
         )
     if field(reader, "tokenizer.ggml.add_bos_token", False):
         raise SystemExit(f"{source}: its tokenizer puts a token before each text, which is not carried over")

@@ -14,6 +14,9 @@ class TreeattnError(Exception):
     #: Of the ``treeattn`` command: 2 for what its caller can mend on the command line or in a file.
     exit_code = 1
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*(one_line(arg) if isinstance(arg, str) else arg for arg in args))
+
 
 class ArgumentError(TreeattnError, ValueError):
     """An argument or an input file that cannot be used, or that differs between ranks."""
@@ -68,3 +71,10 @@ def no_communicator(error: Any) -> BackendError:
         f"MPI gives no communicator ({reason}): decoders and reducers keep one each until close() or the "
         "end of their with statement; for good where an exception ended that"
     )
+
+
+def one_line(message: str) -> str:
+    """Whatever it quotes of an input: control characters are escaped, a long one is cut in its middle."""
+    if not message.isprintable():
+        message = "".join(one if one.isprintable() else repr(one)[1:-1] for one in message)
+    return message if len(message) <= 1600 else f"{message[:1000]} .. {message[-500:]}"

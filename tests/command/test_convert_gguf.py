@@ -200,15 +200,15 @@ STRANGE = np.ones((4, 96), np.float32)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architecture": "qwen2"}, "model.gguf: is a qwen2, only llama is served"),
+        ({"architecture": "qwen2"}, "model.gguf: is a 'qwen2', only llama is served"),
         ({"llama.rope.scaling.type": "linear"}, "scales its rotary positions"),
         ({"tensors": {"rope_freqs.weight": np.ones(8, np.float32)}}, "scales its rotary positions"),
         ({"tokenizer.ggml.model": "llama"}, "its tokenizer is no byte-level BPE"),
-        ({"tokenizer.ggml.pre": "llama-bpe"}, "splits words as llama-bpe, only gpt-2 and smollm are served"),
+        ({"tokenizer.ggml.pre": "llama-bpe"}, "splits words as 'llama-bpe', only gpt-2 and smollm are"),
         ({"tokenizer.ggml.add_bos_token": True}, "puts a token before each text"),
         ({"tokenizer.ggml.eos_token_id": None}, "the file does not say tokenizer.ggml.eos_token_id"),
         ({"llama.context_length": None}, "the file does not say llama.context_length"),
-        ({"tensors": {"blk.0.attn_qkv.weight": STRANGE}}, "has a tensor blk.0.attn_qkv.weight"),
+        ({"tensors": {"blk.0.attn_qkv.weight": STRANGE}}, "has a tensor 'blk.0.attn_qkv.weight'"),
     ],
 )  # fmt: skip
 def test_what_is_not_carried_over_is_refused(tmp_path, changes, message):

@@ -90,6 +90,12 @@ def _results(folder: Path) -> list[bytes]:
     return [content, lzma.compress(content)]
 
 
+def _plotted(path: Path) -> None:
+    for problem in plot.read([path])[1]:
+        assert problem.isprintable(), problem
+        assert len(problem) < 2000, problem
+
+
 def _schemes(_: Path) -> list[bytes]:
     return [
         *(name.encode() for name in names()),
@@ -187,8 +193,8 @@ INPUTS = {
         lambda _: [path.read_bytes() for path in (ROOT / "collectives/clusters").glob("*.toml")],
         mutations.of_text, "x.toml", description.load,
     ),
-    "results": Input(_results, mutations.of_json_lines, "x.jsonl", lambda path: plot.read([path])),
-    "roofline": Input(_rooflines, mutations.of_json, "x.json", lambda path: plot.read([path])),
+    "results": Input(_results, mutations.of_json_lines, "x.jsonl", _plotted),
+    "roofline": Input(_rooflines, mutations.of_json, "x.json", _plotted),
     "scheme": Input(_schemes, mutations.of_text, "x", _scheme),
     "launcher": Input(_environment, mutations.of_json, "x", _launched),
     "recording": Input(_recordings, mutations.of_json, "x.json", audit._read),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 import warnings
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from tests.fuzz.inputs import INPUTS
 from tests.fuzz.limits import limited_memory, limited_time
 from tests.fuzz.mutations import mutant
 from tests.fuzz.settings import fuzzed
+from tests.support import plans
 from treeattn.errors import TreeattnError
 from treeattn.files import save_tensors
 
@@ -34,6 +37,17 @@ def assert_read_or_refused(read, path: Path) -> None:
     assert len(said) < 2000, said
 
 
+def _header(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def _mscclpp(operation: str) -> str:
+    """A plan with that operation."""
+    plan = json.loads(plans.mscclpp_line(3))
+    plan["gpus"][0]["threadblocks"][0]["ops"][0]["name"] = operation
+    return json.dumps(plan)
+
+
 LONG = "9" * 5000
 #: What was found, in short: each was a traceback, or more than a line.
 FOUND = [
@@ -51,6 +65,12 @@ FOUND = [
     ("model", "[" * 100_000),
     ("roofline", "{\n" + '"a":{' * 100_000),
     ("safetensors", save_tensors({"k": np.zeros(3)}, {"v_dim": LONG})),
+    ("safetensors", _header('{"__metadata__": null}')),
+    ("safetensors", _header('{"k": {"dtype": "U8", "shape": [%s0], "data_offsets": [0, 0]}}' % ("1, " * 99))),
+    ("cluster", f"{'x' * 5000} = 1"),
+    ("saved_cache", f'{{"{LONG}": 1}}'),
+    ("schedule", _mscclpp(LONG)),
+    ("schedule", _mscclpp("a\nb")),
 ]
 
 

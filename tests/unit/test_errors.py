@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 import treeattn
@@ -43,3 +45,14 @@ def test_the_command_leaves_with_the_code_of_the_error(raised, code, monkeypatch
 def test_what_callers_caught_before_they_still_catch():
     assert issubclass(treeattn.PeerTimeoutError, treeattn.TransportError)
     assert issubclass(treeattn.StateError, RuntimeError)
+
+
+def test_a_message_is_one_line_whatever_it_quotes():
+    """Of an input with control characters, or of any length; the remedy stands at its end."""
+    said = str(treeattn.ArgumentError(f"name {'x' * 9999}\x1b[2J\n: take another"))
+    assert said.startswith("name xxx")
+    assert said.endswith(r"x\x1b[2J\n: take another")
+    assert len(said) < 1600
+    again = pickle.loads(pickle.dumps(treeattn.ArgumentError(said)))
+    assert str(again) == said
+    assert str(treeattn.ArgumentError("größer als 3 µs")) == "größer als 3 µs"

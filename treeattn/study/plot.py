@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from treeattn.decoder.plan import select
-from treeattn.errors import ArgumentError, TreeattnError
+from treeattn.errors import ArgumentError, TreeattnError, one_line
 from treeattn.study.compare import results
 from treeattn.study.compare.schema import SUM
 from treeattn.study.figures import payload, times
@@ -90,7 +90,7 @@ def _take_roofline(study: Study, path: Path, content: bytes) -> list[str]:
     try:
         measured = json.loads(content)
     except (ValueError, RecursionError) as error:
-        return [f"{path}: not what `treeattn roofline --json` writes ({error}); left out"]
+        return [one_line(f"{path}: not what `treeattn roofline --json` writes ({error}); left out")]
     if not is_roofline(measured):
         return [f"{path}: neither results of compare nor what `treeattn roofline --json` writes; left out"]
     study.rooflines[str(path)] = measured

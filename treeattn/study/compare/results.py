@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from treeattn.errors import ArgumentError, BackendError
+from treeattn.errors import ArgumentError, BackendError, one_line
 from treeattn.report import as_json
 from treeattn.study.compare.schema import NULL, SUM, Failure, Key, Line, Place, Point, Run
 from treeattn.study.statistics import Statistics, describe
@@ -100,7 +100,7 @@ def read(*paths: str | Path) -> Results:
     firsts = {_block(point): point for point in reversed(found.points)}
     _drop(found, "measured twice", lambda point: firsts[_block(point)] is not point)
     mixed = mixed_versions(found.used())
-    found.problems += [mixed] if mixed else []
+    found.problems = list(map(one_line, [*found.problems, *filter(None, [mixed])]))
     return found
 
 
