@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import struct
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -202,11 +203,25 @@ def output_writer(path: str | Path | None) -> Callable[[bytes], None]:
     """
     if path is None:
         return lambda _: None
+    if _planted(Path(path)):
+        raise ArgumentError(
+            f"{path}: is another user's link in a folder that everybody can write; name another place"
+        )
     target = Path(path).resolve()  # what a link points to is replaced, not the link
     if target.exists() and not target.is_file():
         raise ArgumentError(f"{path}: is not an ordinary file; name a file to write")
     os.unlink(_temporary_beside(target))  # found out now whether it can be written
     return lambda content: _replace(target, content)
+
+
+def _planted(path: Path) -> bool:
+    """Whether it is a link that Linux, where it protects links, does not follow: another user's, in a folder
+    such as /tmp."""
+    if not path.is_symlink():
+        return False
+    folder, link = path.parent.stat(), path.lstat()
+    shared = stat.S_ISVTX | stat.S_IWOTH
+    return folder.st_mode & shared == shared and link.st_uid not in (os.geteuid(), folder.st_uid)
 
 
 def check_distinct(outputs: Sequence[Path | None], inputs: Sequence[Path | None] = ()) -> None:
@@ -225,10 +240,7 @@ def _replace(target: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)  # mkstemp is stricter than an ordinary new file
-        os.replace(temporary, target)
+        publish(temporary, target)
     except BaseException as error:
         os.unlink(temporary)
         if isinstance(error, OSError):
@@ -236,6 +248,14 @@ def _replace(target: Path, content: bytes) -> None:
             raise BackendError(reason) from None
         raise
     kept.append(str(target))
+
+
+def publish(temporary: str, target: Path) -> None:
+    """Rename a whole file that `mkstemp` made, with the modes of an ordinary new one."""
+    mask = os.umask(0)
+    os.umask(mask)
+    os.chmod(temporary, 0o666 & ~mask)
+    os.replace(temporary, target)
 
 
 def _temporary_beside(target: Path) -> str:

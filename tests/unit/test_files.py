@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -59,3 +61,20 @@ def test_output_is_whole_or_absent(tmp_path, monkeypatch):
     assert target.read_bytes() == b"content"
     assert list(tmp_path.iterdir()) == [target]
     assert target.stat().st_mode & 0o600 == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's link")
+def test_another_users_link_in_a_shared_folder_is_not_followed(tmp_path):
+    """One's own is."""
+    (tmp_path / "private").write_text("precious")
+    shared, link = tmp_path / "shared", tmp_path / "shared" / "result"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    link.symlink_to(tmp_path / "private")
+    os.chown(link, 12345, 12345, follow_symlinks=False)
+    os.chown(shared, 4711, 4711)
+    with pytest.raises(ArgumentError, match="another user's link"):
+        files.output_writer(link)
+    os.chown(link, 0, 0, follow_symlinks=False)
+    files.output_writer(link)(b"mine")
+    assert (tmp_path / "private").read_bytes() == b"mine"

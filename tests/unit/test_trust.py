@@ -1,9 +1,15 @@
-"""Nothing that is read can run: who calls what might, by the calls themselves."""
+"""Nothing that is read can run: who calls what might, by the calls themselves. And nobody else looks in."""
 
 from __future__ import annotations
 
 import ast
+import os
 from pathlib import Path
+
+import pytest
+
+from treeattn.collectives.executors import slots
+from treeattn.collectives.runtime.process import Process
 
 ROOT = Path(__file__).parents[2]
 #: Messages between ranks of one job.
@@ -52,3 +58,22 @@ def test_no_shell_reads_a_command():
         assert given.get("shell", "False") == "False" or file == "tools/parts.py", (
             file
         )  # the Makefile's lines
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_shared_memory_is_opened_by_its_user_alone():
+    """It has no name, and who looks it up among this process's files is asked who they are."""
+    named = set(os.listdir("/dev/shm"))
+    offer, _ = slots._made(64, Process.of(os.getpid()))
+    assert set(os.listdir("/dev/shm")) <= named
+    assert slots._opened(0, offer).memory.size == 64
+    child = os.fork()
+    if child == 0:
+        os.setresuid(12345, 12345, 12345)
+        try:
+            slots._opened(0, offer)
+        except OSError as error:
+            os._exit(13 if "Permission denied" in str(error) else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 13
+    os.close(offer.descriptor)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -21,10 +21,10 @@ NAME = "index.json"
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rank's file. runs: (start, step, count) of the positions of its tokens, in order. sha256: of its
-    header and of the sums of its rows, with which the rows that a reader takes are checked."""
+    """One rank's file, beside the index. runs: (start, step, count) of the positions of its tokens, in order.
+    sha256: of its header and of the sums of its rows, with which the rows that a reader takes are checked."""
 
-    file: str
+    file: Annotated[str, msgspec.Meta(pattern=r"^part-[0-9]{5,}-[0-9a-f]{16}\.safetensors\Z")]
     bytes: int
     sha256: str
     runs: tuple[tuple[int, int, int], ...]

@@ -60,8 +60,7 @@ def write_part(directory: Path, layers: Sequence[CacheLayer]) -> Part:
                 os.fsync(file.fileno())
                 size = file.tell()
             name = f"part-{plan.rank:05}-{digest.hexdigest()[:16]}.safetensors"
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, directory / name)
+            files.publish(temporary, directory / name)
         except BaseException:
             os.unlink(temporary)
             raise

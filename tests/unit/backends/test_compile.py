@@ -296,12 +296,29 @@ def test_a_cache_folder_that_everybody_can_write_is_not_trusted(
     folder.mkdir()
     folder.chmod(0o1777)
     monkeypatch.setenv("TREEATTN_CACHE", str(folder))
-    with pytest.raises(ArgumentError, match="can be written by everybody: chmod o-w"):
+    with pytest.raises(ArgumentError, match="everybody can write it.*chmod o-w"):
         compile.library_path("portable")
     monkeypatch.delenv("TREEATTN_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compile.tempfile, "tempdir", str(tmp_path))
     assert compile._chosen_folder() == tmp_path / f"treeattn-{os.getuid()}"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make another user's folder")
+def test_a_cache_folder_that_another_user_planted_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder such as /tmp, its own or one above it; and in one that lets everybody rename it."""
+    shared = tmp_path / "shared"
+    (shared / "planted" / "kernels").mkdir(parents=True)
+    shared.chmod(0o1777)
+    for folder, refused in ((shared / "planted" / "kernels", True), (shared / "new", False)):
+        os.chown(shared / "planted", 12345, 12345)
+        assert compile._open_to_all(folder) == refused
+    os.chown(shared / "planted", 0, 0)
+    assert not compile._open_to_all(shared / "planted" / "kernels")
+    shared.chmod(0o777)
+    assert compile._open_to_all(shared / "new")
 
 
 def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

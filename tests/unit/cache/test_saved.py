@@ -123,6 +123,28 @@ def test_what_is_damaged_is_named(tmp_path, harm, words):
     assert "\n" not in str(told[0])
 
 
+@pytest.mark.parametrize("name", ["../cache/{}", "/dev/null", "inner/{}", "{}\n", "."])
+def test_an_index_names_no_file_elsewhere(tmp_path, name):
+    """Whoever made it may have signed it, too."""
+    save(filled(2), tmp_path / "cache")
+    index = read_index(tmp_path / "cache")
+    first, *others = index.parts
+    first = msgspec.structs.replace(first, file=name.format(first.file))
+    signed = msgspec.structs.replace(index, parts=(first, *others)).encode()
+    (tmp_path / "cache" / "index.json").write_bytes(signed)
+    with pytest.raises(ArgumentError, match=r"index.json: damaged.*\$.parts\[0\].file"):
+        read_index(tmp_path / "cache")
+
+
+def test_a_saved_cache_has_the_modes_of_the_umask(tmp_path):
+    before = os.umask(0o077)
+    try:
+        save(filled(2), tmp_path / "cache")
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in (tmp_path / "cache").iterdir()] == [0o600] * 3
+
+
 def held(directory):
     (cache,) = load(directory, 1)
     assert isinstance(cache, ShardedCache), cache

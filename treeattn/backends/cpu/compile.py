@@ -251,11 +251,12 @@ def _run(command: list[str]) -> str:
 
 def _chosen_folder() -> Path:
     """Where the environment wants compiled kernels; it need not exist. Code is loaded from it: not from one
-    that everybody can write."""
+    that everybody can fill."""
     chosen = os.environ.get("TREEATTN_CACHE")
     if chosen and _open_to_all(Path(chosen)):
         raise ArgumentError(
-            f"TREEATTN_CACHE={chosen} can be written by everybody: chmod o-w, or take another"
+            f"TREEATTN_CACHE={chosen}: everybody can write it, or a folder that it is in: chmod o-w, or take "
+            "one of your own"
         )
     if chosen:
         return Path(chosen)
@@ -268,10 +269,21 @@ def _chosen_folder() -> Path:
 
 
 def _open_to_all(folder: Path) -> bool:
-    try:
-        return bool(folder.stat().st_mode & stat.S_IWOTH)
-    except OSError:
-        return False
+    """Whether anybody can put files there, or another folder in its place. In one such as /tmp, whose sticky
+    bit protects what lies there, it has to be this user's, or root's."""
+    held: os.stat_result | None = None
+    for place in (folder.resolve(), *folder.resolve().parents):
+        try:
+            status = place.stat()
+        except OSError:  # not there yet
+            continue
+        protected = status.st_mode & stat.S_ISVTX and place != folder.resolve()
+        if status.st_mode & stat.S_IWOTH and not (
+            protected and (held is None or held.st_uid in (os.getuid(), 0))
+        ):
+            return True
+        held = status
+    return False
 
 
 def _writable_folder() -> Path:
