@@ -1,0 +1,208 @@
+"""Models that drawn rules go through on every rank of a job, whose ranks are threads or processes of MPI.
+
+Each rule does the same on all ranks, which draw alike, and is right or wrong on all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from tests.support.caches import layout_of
+from tests.support.models import write_model
+from tests.support.ranks import assert_same_bits
+from treeattn import Decoder, ShardedCache, communicators, reference
+from treeattn.collectives import build, names
+from treeattn.llama import Llama, Session
+from treeattn.llama.drafts import draft_tree
+from treeattn.token_tree import TokenTree, Verifier
+
+HEADS, DIM, NODES = 2, 16, 6
+REPLICATED = [name for name in names("schedule") if build(name, 4).result == "replicated"]
+
+
+def machine(model, job):
+    """A state machine over the rules of `model`, which is made as ``model(comm, seed)``.
+
+    job: by a number of ranks a job, whose `on_each` gives what a call gives or raises on those ranks that are
+    in this process.
+    """
+
+    class Machine(RuleBasedStateMachine):
+        @initialize(size=st.integers(1, 4), seed=st.integers(0, 2**32 - 1))
+        def make(self, size, seed):
+            self.job = job(size)
+            self.models = self.on_each(lambda comm: model(comm, seed))
+
+        def on_each(self, call):
+            told = self.job.on_each(call)
+            if failed := [one for one in told if isinstance(one, Exception)]:
+                raise failed[0]
+            return told
+
+        def teardown(self):
+            if hasattr(self, "models"):
+                self.on_each(lambda comm: self.of(comm).close())
+
+        def of(self, comm):
+            return next(one for one in self.models if one.comm is comm)
+
+    def step(name):
+        def run(self):
+            self.on_each(lambda comm: getattr(self.of(comm), name)())
+
+        run.__name__ = name
+        return rule()(run)
+
+    return type(model.__name__, (Machine,), {name: step(name) for name in model.rules})
+
+
+class Serving:
+    """Cache, decoder and verifier over all ranks: two layers of a batch of sequences, each whole in NumPy."""
+
+    rules = "append", "rollback", "select", "decode", "verify"
+
+    def __init__(self, comm, seed):
+        self.comm, self.draw = comm, np.random.default_rng(seed)
+        self.batch, kv_heads = int(self.draw.integers(1, 4)), int(self.draw.integers(1, HEADS + 1))
+        kind = self.draw.choice(["contiguous", "interleaved", "zigzag", "sizes", "owners"])
+        plan = {"batch": self.batch, "kv_heads": kv_heads, "head_dim": DIM, "dtype": "float64"}
+        plan_trees = plan | {"heads": 2 * kv_heads, "scale": 0.3, "scheme": str(self.draw.choice(REPLICATED))}
+        layout = layout_of(kind, comm.size, 60, self.draw)
+        self.cache = ShardedCache(comm, capacity=60, layout=layout, layers=2, drafts=NODES, **plan)
+        self.decoder = Decoder(comm, cache=self.cache.format, **plan_trees)
+        owner = str(self.draw.choice(["single", "position", "round_robin"]))
+        self.verifier = Verifier(comm, nodes=NODES, owner=owner, **plan_trees)
+        self.width = (kv_heads, 2 * DIM)
+        self.whole = [[np.zeros((0, *self.width)) for _ in range(self.batch)] for _ in "ab"]
+
+    def close(self):
+        self.decoder.close()
+        self.verifier.close()
+
+    def layers(self):
+        return zip(self.cache.layers, self.whole, strict=True)
+
+    def append(self):
+        room = 60 - self.cache.layers[0].totals
+        counts = self.draw.integers(0, np.minimum(room, 9) + 1)
+        for layer, sequences in self.layers():
+            new = self.draw.standard_normal((self.batch, int(counts.max()), *self.width))
+            layer.append(new[..., :DIM].copy(), new[..., DIM:].copy(), counts)
+            for row, count in enumerate(counts):
+                sequences[row] = np.concatenate([sequences[row], new[row, :count]])
+
+    def rollback(self):
+        totals = self.draw.integers(0, self.cache.layers[0].totals + 1)
+        for layer, sequences in self.layers():
+            layer.rollback(totals)
+            sequences[:] = [one[:total] for one, total in zip(sequences, totals, strict=True)]
+
+    def select(self):
+        rows = self.draw.integers(0, self.batch, self.batch)
+        for layer, sequences in self.layers():
+            layer.select(rows)
+            sequences[:] = [sequences[row] for row in rows]
+
+    def decode(self):
+        q = self.draw.standard_normal((self.batch, 1, 2 * self.width[0], DIM))
+        for layer, sequences in self.layers():
+            self.compare(self.decoder(q, layer.shard), q, sequences)
+
+    def verify(self):
+        """A tree of which a path stays, where there is room."""
+        parents = [[-1, *(int(self.draw.integers(n)) for n in range(1, NODES))] for _ in range(self.batch)]
+        lengths = self.draw.integers(0, NODES + 1, self.batch)
+        tree = TokenTree.from_parents(np.zeros((self.batch, NODES), int), parents, lengths)
+        path = np.full((self.batch, NODES), -1)
+        for row, total in enumerate(self.cache.layers[0].totals):
+            if lengths[row]:
+                slots = tree.path(row, int(self.draw.integers(lengths[row])))[: max(0, 60 - total)]
+                path[row, : len(slots)] = slots
+        q = self.draw.standard_normal((self.batch, NODES, 2 * self.width[0], DIM))
+        for layer, sequences in self.layers():
+            new = self.draw.standard_normal((self.batch, NODES, *self.width))
+            drafts = new[..., :DIM].copy(), new[..., DIM:].copy()
+            context = layer.k, layer.v, *drafts, tree, layer.lengths
+            found = self.verifier(q, *context, shard_lengths=layer.shard_lengths)
+            self.compare(found, q, sequences, new, tree)
+            layer.propose(*drafts, tree)
+            layer.commit(path)
+            sequences[:] = [
+                np.concatenate([one, new[row, path[row][path[row] >= 0]]])
+                for row, one in enumerate(sequences)
+            ]
+
+    def compare(self, found, q, sequences, drafts=None, tree=None):
+        out, _ = found
+        assert_same_bits(self.comm, *found)
+        for row, tokens in enumerate(sequences):
+            seen = np.ones((1, q.shape[1], len(tokens)), bool)
+            if tree is not None:
+                seen = np.concatenate([seen, tree.mask[row][None]], 2) & tree.real[row][None, :, None]
+                tokens = np.concatenate([tokens, drafts[row]])
+            k, v = tokens[None, ..., :DIM], tokens[None, ..., DIM:]
+            wanted, _ = reference.attention(q[row : row + 1], k, v, scale=0.3, seen=seen)
+            np.testing.assert_allclose(out[row : row + 1], wanted, rtol=0, atol=1e-11)
+
+
+@functools.cache
+def llama():
+    """A tiny one."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), "tied")
+        return Llama(Path(folder))
+
+
+class Writing:
+    """A session that writes, drafts and takes back; and the whole text as the prompt of one rank."""
+
+    rules = "step", "tree", "back"
+
+    def __init__(self, comm, seed):
+        self.comm, self.draw = comm, np.random.default_rng(seed)
+        self.text = self.tokens(int(self.draw.integers(1, 20)))
+        how = {
+            "prefill": str(self.draw.choice(["ring", "gather"])),
+            "layout": str(self.draw.choice(["zigzag", "contiguous"])),
+            "scheme": str(self.draw.choice(REPLICATED)),
+        }
+        self.session = Session(comm, llama(), self.text, capacity=90, drafts=4, **how)
+        self.compare(self.session.prefill())
+
+    def close(self):
+        self.session.close()
+
+    def tokens(self, count):
+        return self.draw.integers(0, 256, count).tolist()
+
+    def step(self):
+        if len(self.text) < 90:
+            self.text += self.tokens(1)
+            self.compare(self.session.step(self.text[-1]))
+
+    def tree(self):
+        new, kept = self.tokens(3), int(self.draw.integers(1, 4))
+        if len(self.text) < 87:
+            logits = self.session.verify(draft_tree(new[0], [new[1:]], 4))[kept - 1]
+            self.session.commit(np.arange(kept)[None])
+            self.text += new[:kept]
+            self.compare(logits)
+
+    def back(self):
+        self.text = self.text[: int(self.draw.integers(1, len(self.text) + 1))]
+        self.session.rollback(len(self.text))
+
+    def compare(self, logits):
+        wanted = None
+        if self.comm.rank == 0:
+            with Session(communicators.alone(), llama(), self.text, capacity=90) as whole:
+                wanted = whole.prefill()
+        wanted = self.comm.bcast(wanted)
+        assert_same_bits(self.comm, logits)
+        np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
