@@ -13,12 +13,14 @@
 #   test-bits     1000 drawn problems, dealt out to 1..33 ranks: one bit pattern each; then over MPI (minutes)
 #   bits-model    64 tokens of a real model by 40 ways of ranks, schemes, layouts, drafts: one hash (half an hour)
 #   fuzz          damaged inputs, mutated schedules, drawn jobs; FUZZ=100: so many times as many, new ones (a minute)
+#   fuzz-kernels  the compiled kernels under sanitizers, on drawn shapes, strides, alignments, pages (minutes)
+#   fuzz-guided   damaged inputs by atheris, guided by coverage; GUIDED=60 seconds of each kind
 #   fuzz-visible  2000 drawn cases of what a query may see, on each number of ranks (minutes)
 #   generate-demo continues 4096 tokens with a real model on 4 ranks, by tree and by ring (minutes)
 #   hf-demo       the same model by transformers over cache nodes (minutes)
 #   faults        every row of docs/faults.md, done for real and measured (a quarter of an hour)
 #   mutants       500 small faults in what is trusted most, each tried on the tests that reach it (hours; goes on)
-#   soak          a million steps of every executor, 10,000 openings: no growth; SOAK=100000: fewer (minutes)
+#   soak          a million steps of every executor, 10,000 openings: no growth; SOAK=100000: fewer, SOAK_RANKS=64 (minutes)
 #   wheel-test    installs the package from a wheel, away from the checkout
 #   release-check the wheel and the sdist of this commit as they would be published; tests out of the sdist
 #   slurm-test    every job script on a real Slurm on 4 emulated nodes (root; minutes)
@@ -56,7 +58,7 @@ torchrun = OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo timeout -k 10 1800 $(BIN)/tor
 	-m pytest -p no:pytest_mpi -x -q tests/huggingface
 
 .PHONY: help demo test test-quick test-deep test-models test-kernels test-changed-kernels test-mpi test-openmpi test-abi test-cluster
-.PHONY: slurm-test faults mutants soak test-bits bits-model fuzz fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
+.PHONY: slurm-test faults mutants soak test-bits bits-model fuzz fuzz-kernels fuzz-guided fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
 .PHONY: docs venv amd-compiler clean
 
 help:
@@ -108,6 +110,22 @@ fuzz: export TREEATTN_FUZZ := $(FUZZ)
 fuzz: .venv/.tests
 	@$(PARTS) 'without ranks' '$(PYTEST) --timeout 0 tests/fuzz tests/unit/collectives/test_reducers.py' \
 	    $(foreach n,$(FUZZ_SIZES),'$(n) ranks' '$(call job,$(n)) tests/mpi/test_machines.py')
+
+# What the interpreter loads is compiled with sanitizers: a byte touched beside an array ends the process.
+sanitized = LD_PRELOAD=$$(cc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
+	CC='cc -g1 -fsanitize=address,undefined -fno-sanitize-recover=all' TREEATTN_CACHE=$(CURDIR)/build/sanitized
+units     = $(patsubst %,tests/unit/backends/test_%.py,cpu_backend cpu_pages cpu_visible cpu_float8 multiply_rows \
+	rescale shared_prefix tiled_attention)
+
+fuzz-kernels: .venv/.tests
+	$(sanitized) TREEATTN_FUZZ=$(FUZZ) $(PYTEST) --timeout 0 -s -m "not deep" tests/fuzz/test_kernels.py tests/unit/test_bins.py $(units)
+
+GUIDED ?= 60
+fuzz-guided: .venv/.tests .venv/.models
+	@$(BIN)/python -m pip install -q atheris==3.0.0
+	@for kind in $$($(BIN)/python -c 'from tests.fuzz.inputs import INPUTS; print(*INPUTS)'); do \
+	    echo "== $$kind"; $(BIN)/python -m tests.fuzz.guided $$kind $(GUIDED) 2>&1 | tail -n 12; \
+	done
 
 # Drawn cases of what a query may see, against a dense oracle: 2000 on each number of ranks.
 fuzz-visible: .venv/.tests
@@ -163,12 +181,15 @@ mutants: .venv/.tests
 	$(BIN)/python -m pip install -q -e '.[$(EXTRAS),coverage]'
 	$(BIN)/python tools/mutants.py --count $(MUTANTS) $(TRUSTED)
 
-# SOAK: steps of each executor; a tenth as many of classes, a hundredth of openings.
-SOAK ?= 1000000
+# SOAK: steps of each executor; a tenth as many of classes, a hundredth of sessions and openings.
+SOAK       ?= 1000000
+SOAK_RANKS ?= 2
 
 soak: .venv/.tests
-	TREEATTN_SOAK_STEPS=$(SOAK) TREEATTN_SOAK_REPORT=build/soak.jsonl timeout -k 10 14400 $(MPIEXEC) -n 2 \
+	@rm -f build/soak.jsonl
+	TREEATTN_SOAK_STEPS=$(SOAK) TREEATTN_SOAK_REPORT=build/soak.jsonl timeout -k 10 14400 $(MPIEXEC) -n $(SOAK_RANKS) \
 	    $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi/test_soak.py
+	$(BIN)/python tools/soak_plot.py build/soak.jsonl build/soak.svg
 
 # The same MPI ring with Open MPI, in an environment of its own: two MPI runtimes in one get in each other's
 # way. The variables let it run as root, on more ranks than cores, without its network interfaces.

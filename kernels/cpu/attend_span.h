@@ -59,7 +59,7 @@ static int64_t list_tokens(const struct attention *a, const struct state *s, con
 static void attend_listed(const struct attention *a, const struct state *s, const struct piece *p, int64_t query,
                           int64_t queries, int64_t tokens, int in_row, const uint16_t *bits) {
   const int near = llabs(a->k_head_stride) > llabs(a->k_token_stride), whole = queries == a->queries;
-  const int64_t together = near || !whole ? 1 : p->heads, step = near || whole ? tokens : SUM_TOKENS;
+  const int64_t together = near || !whole ? 1 : p->heads, step = whole ? tokens : SUM_TOKENS; /* by no stride */
   const int alibi = a->visible && a->visible->slopes;
   s->k_rows[tokens] = 0;
   for (int64_t begin = 0; begin < tokens; begin += step)

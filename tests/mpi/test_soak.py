@@ -16,7 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from treeattn import Decoder, Reduction, ShardedCache
+from tests.support.models import write_model
+from treeattn import Decoder, Merger, Prefill, Reduction, ShardedCache
+from treeattn.llama import Llama, Session
 from treeattn.study import environment
 from treeattn.token_tree import TokenTree, Verifier
 
@@ -88,6 +90,28 @@ def test_steps_of_a_cache_and_a_verifier(comm):
             layer.rollback([0])
 
         assert_flat(comm, "cache and verifier", step, STEPS // 10, objects=STEPS // 10)
+
+
+@pytest.mark.parametrize("kind", ["merger", "prefill by ring", "prefill by gather"])
+def test_steps_of_other_verbs(comm, kind):
+    if kind == "merger":
+        planned, given = Merger(comm, lse_shape=(1, 8, 4), head_dim=16), (K, np.zeros((1, 8, 4), np.float32))
+    else:
+        planned, given = Prefill(comm, tokens=8, method=kind.split()[-1], **SHAPE), (K, K, K)
+    with planned:
+        assert_flat(comm, kind, lambda: planned(*given), STEPS // 10)
+
+
+def test_steps_of_a_session(comm, tmp_path):
+    write_model(tmp_path, "tied")
+    with Session(comm, Llama(tmp_path), [1, 2, 3], capacity=9) as session:
+        session.prefill()
+
+        def step():
+            session.step(4)
+            session.rollback(3)
+
+        assert_flat(comm, "session", step, STEPS // 100, warm=20, objects=STEPS // 100)
 
 
 @pytest.mark.parametrize("executor", ["mpi", "program", "slots"])

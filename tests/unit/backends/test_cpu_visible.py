@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -26,20 +28,24 @@ def rules_of(case: Case) -> Rules:
     return Rules(**case.rules)
 
 
-def records_of(case: Case, rank: int, **plan: Any) -> Array:
-    batch, queries, heads, head_dim = case.q.shape
+def records_of(case: Case, rank: int, lay: Callable[[Array], Array] = np.asarray, **plan: Any) -> Array:
+    """lay: puts q, k and v where they are to lie."""
+    batch, queries, heads, _ = case.q.shape
     visible = MaskTables(rules_of(case), batch, queries)
     dtype = np.float64 if case.q.dtype == np.float64 else np.float32
-    records = np.full((batch, heads, queries, head_dim + 2), 77, dtype)
     given = case.shard(rank)
+    q, k = lay(given["q"]), lay(given["k"])
+    v = k[..., : case.v_dim] if case.v_dim else lay(given["v"])
+    records = np.full((batch, heads, queries, v.shape[3] + 2), 77, dtype)
+    plan |= {name: given[name] for name in ("k_scale", "v_scale") if name in given}
     planned = cpu.PlannedAttention(records, scale=case.scale, tables=visible, **plan)
     table = given.get("block_table")
-    tokens = given["k"].shape[1] * (1 if table is None else table.shape[1])
+    tokens = k.shape[1] * (1 if table is None else table.shape[1])
     visible.update(
         *(as_runs(given["positions"]), tokens, given["lengths"], given["q_positions"]),
         *(given.get(name) for name in ("mask", "draft_positions", "begins")),
     )
-    planned(given["q"], given["k"], given["v"], None, table)
+    planned(q, k, v, None, table)
     return records
 
 
@@ -96,6 +102,19 @@ def test_what_nobody_may_see_changes_no_bit() -> None:
     k[:, hidden], v[:, hidden] = np.nan, np.nan
     verbs.attend(cpu, q, k, v, again, scale=0.2, tables=visible)
     assert records.tobytes() == again.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.usefixtures("build")
+def test_which_of_tokens_and_heads_are_neighbours_changes_no_bit(dtype: Any) -> None:
+    """Where some queries see of a stretch what others do not."""
+    q, k, v, visible = one(5, 700, dtype, causal=True)
+    visible.update(Runs([(0, 1, 700)]), 700, None, [690, 20, 333, 699, 512])
+    records, swapped = (np.empty((1, 4, 5, 74), np.float32) for _ in "12")
+    verbs.attend(cpu, q, k, v, records, scale=0.2, tables=visible)
+    k, v = (np.ascontiguousarray(one.swapaxes(1, 2)).swapaxes(1, 2) for one in (k, v))
+    verbs.attend(cpu, q, k, v, swapped, scale=0.2, tables=visible)
+    assert records.tobytes() == swapped.tobytes()
 
 
 @pytest.mark.usefixtures("build")
