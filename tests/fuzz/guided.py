@@ -23,7 +23,8 @@ def main() -> None:
     kind, corpus = INPUTS[name], ROOT / "build" / "fuzz" / name
     corpus.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="treeattn-fuzz-"))
-    for number, seed in enumerate(kind.seeds(folder)):
+    seeds = kind.seeds(folder)
+    for number, seed in enumerate(seeds):
         (corpus / f"seed-{number}").write_bytes(seed)
     path = folder / kind.name
 
@@ -36,8 +37,13 @@ def main() -> None:
         changed = atheris.Mutate(data, most) if draw.random() < 0.3 else kind.damage(data, draw)
         return bytes(changed)[:most]
 
-    options = [f"-max_total_time={seconds}", "-max_len=65536", "-rss_limit_mb=4096", "-timeout=30"]
-    options += [f"-artifact_prefix={corpus.parent}/{name}-", "-print_final_stats=1"]
+    options = [f"-max_total_time={seconds}", f"-max_len={2 * max(map(len, seeds)) + 9999}"]
+    options += [
+        "-rss_limit_mb=4096",
+        "-timeout=30",
+        f"-artifact_prefix={corpus.parent}/{name}-",
+        "-print_final_stats=1",
+    ]
     atheris.Setup([sys.argv[0], str(corpus), *options], read, custom_mutator=damage)
     atheris.Fuzz()
 

@@ -60,7 +60,7 @@ def _cache(path: Path) -> None:
     file = open_cache(path)
     file.scale()
     for name in file.tensors:
-        file[name].sum()
+        file[name].tobytes()
     file.v_dim()
 
 

@@ -99,7 +99,7 @@ def test_steps_of_other_verbs(comm, kind):
     else:
         planned, given = Prefill(comm, tokens=8, method=kind.split()[-1], **SHAPE), (K, K, K)
     with planned:
-        assert_flat(comm, kind, lambda: planned(*given), STEPS // 10)
+        assert_flat(comm, kind, lambda: planned(*given), STEPS // 10, warm=300, objects=STEPS // 10)
 
 
 def test_steps_of_a_session(comm, tmp_path):
@@ -111,7 +111,7 @@ def test_steps_of_a_session(comm, tmp_path):
             session.step(4)
             session.rollback(3)
 
-        assert_flat(comm, "session", step, STEPS // 100, warm=20, objects=STEPS // 100)
+        assert_flat(comm, "session", step, STEPS // 100, warm=20, objects=max(200, STEPS // 100))
 
 
 @pytest.mark.parametrize("executor", ["mpi", "program", "slots"])

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from treeattn.cache.sharded import CacheLayer
 
 GLOB = "part-*.safetensors"
+#: What a job that was killed leaves of its files.
+UNFINISHED = f".{GLOB}", ".index.json.*.part"
 #: Tokens that are copied at once.
 _BLOCK = 1 << 12
 
@@ -42,7 +44,7 @@ def write_part(directory: Path, layers: Sequence[CacheLayer]) -> Part:
     header = files.tensors_header(tensors | {name: (t.dtype, t.shape) for name, t in sums.items()})
     digest = hashlib.sha256(header)
     try:
-        handle, temporary = tempfile.mkstemp(dir=directory, prefix=".", suffix=".part")
+        handle, temporary = tempfile.mkstemp(dir=directory, prefix=".part-", suffix=".safetensors")
         try:
             with open(handle, "wb") as file:
                 file.write(header)

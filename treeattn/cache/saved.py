@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 from treeattn import files
 from treeattn.agreement import Agreement, collectively
 from treeattn.cache.index import NAME, Index, read_index
-from treeattn.cache.parts import GLOB, read_rows, write_part
+from treeattn.cache.parts import GLOB, UNFINISHED, read_rows, write_part
 from treeattn.cache.placement import Reach
 from treeattn.cache.plan import Plan
 from treeattn.collectives.runtime.communicator import Communicator
@@ -140,7 +141,7 @@ def _publish(directory: Path, index: Index) -> None:
     files.output_writer(directory / NAME)(index.encode())
     _sync(directory)
     kept = {part.file for part in index.parts}
-    for path in (*directory.glob(GLOB), *directory.glob(".*.part")):
+    for path in itertools.chain.from_iterable(map(directory.glob, (GLOB, *UNFINISHED))):
         if path.name not in kept:
             with contextlib.suppress(OSError):
                 path.unlink()

@@ -211,7 +211,8 @@ def test_whenever_a_job_is_killed_there_is_the_old_cache_or_the_new_one(tmp_path
 
 
 def test_two_jobs_do_not_save_in_one_place_at_once(tmp_path):
-    """The one that ends first would remove what the other one wrote."""
+    """The one that ends first would remove what the other one wrote. What others write there it leaves."""
+    (tmp_path / ".result.json.x1.part").write_text("of another command")
     assert save(filled(2), tmp_path) == [None] * 2
     before = sorted(path.name for path in tmp_path.iterdir())
     with saved._claimed(tmp_path):
@@ -220,6 +221,7 @@ def test_two_jobs_do_not_save_in_one_place_at_once(tmp_path):
         assert f"{tmp_path}: another job is saving a cache there" in words
         assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert save(filled(2, tokens=9), tmp_path) == [None] * 2
+    assert (tmp_path / ".result.json.x1.part").exists()
 
 
 def test_layers_must_have_come_as_far(tmp_path):

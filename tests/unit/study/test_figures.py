@@ -274,6 +274,17 @@ def test_layouts_have_short_names(tmp_path, nodes, words, suffix):
     assert made[f"time-decode-layout{suffix}"].case.startswith(words + " · ")
 
 
+def test_a_figure_is_never_drawn_in_another_folder(tmp_path):
+    """Whatever the results say, of which its name has parts."""
+    path = made_results.write(tmp_path / "a.jsonl", made_results.keys())
+    strange = {"dtype": "/../../bf16", "arrivals": "../../late:1us"}
+    made_results.write(path, made_results.keys(**strange), run="other")
+    found, _ = plot.read([path])
+    names = [chart.name for figure in plot.FIGURES.values() for chart in figure.charts(found)]
+    assert any("bf16" in name and "late" in name for name in names)
+    assert all(Path(name).name == name for name in names)
+
+
 def test_ranks_that_slept_are_no_part_of_the_layout(tmp_path):
     """The first 2 of 4 ranks, and a job of 2: one figure."""
     path = made_results.write(tmp_path / "a.jsonl", made_results.keys(ranks=2))

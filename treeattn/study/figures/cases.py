@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -201,12 +202,12 @@ def _fields(key: Key) -> dict[str, Any]:
 
 
 def _suffix(fixed: dict[str, Any], common: set[tuple[str, Any]], study: Study) -> str:
-    """Of a file's name: what is not common to all cases of one kind."""
+    """Of a file's name, and of no folder's: what is not common to all cases of one kind."""
     builds = list(dict.fromkeys(summary.version.rpartition(", ranks ")[0] for summary in study.summaries))
     known = {name: value for name, value in fixed.items() if (name, value) not in common}
     if "build" in known:
         known["build"] = builds.index(known["build"]) + 1
-    return "".join(f"-{name}{value}".replace(" ", "_") for name, value in known.items())
+    return "".join(re.sub(r"[^\w.+=:-]", "_", f"-{name}{value}") for name, value in known.items())
 
 
 def _words(fields: dict[str, Any]) -> str:
