@@ -397,6 +397,6 @@ def test_memory_of_the_model_process_is_flat(comm):
         finally:
             tracemalloc.stop()
         token = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4
-        assert held[1] - held[0] < 96 * token, "a tenth of the 960 tokens that came"
+        assert held[1] - held[0] < 4 * token  # of the 960 that came; what is made once comes to 1240 bytes
 
     meet(comm, model)

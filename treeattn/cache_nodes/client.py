@@ -531,7 +531,8 @@ def _end(error: PeerError) -> NoReturn:
 
 def _elements(array: Any, dtype: str) -> Any:
     """An array that carries the bits of `dtype` as integers, as torch hands out 8 bits, seen as such."""
-    return array.view(CACHE_DTYPES[dtype]) if str(array.dtype) == bits_of(dtype) else array
+    wanted = CACHE_DTYPES[dtype]
+    return array.view(wanted) if array.dtype != wanted and str(array.dtype) == bits_of(dtype) else array
 
 
 def _close(planned: list[Attention]) -> None:
