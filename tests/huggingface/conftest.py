@@ -7,8 +7,33 @@ Apart from those of tests/mpi, since every rank imports torch.
 """
 
 import os
+import socket
+
+import pytest
 
 if "TORCHELASTIC_RUN_ID" in os.environ:
     from tests.support.torch_job import *  # noqa: F403
 else:
     from tests.mpi.conftest import *  # noqa: F403
+
+
+@pytest.fixture(scope="module")
+def group():
+    """torch's own ranks, of the same job, for transformers' tensor parallel layers."""
+    from torch import distributed
+
+    if distributed.is_initialized():
+        yield
+        return
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = world.bcast(free.getsockname()[1])
+    os.environ |= {"RANK": str(world.rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(world.rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    distributed.init_process_group("gloo")
+    yield
+    distributed.barrier()
+    distributed.destroy_process_group()

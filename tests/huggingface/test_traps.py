@@ -215,6 +215,7 @@ def test_lengths_are_slots_of_the_whole_sequence(comm, model, cache):
     assert sum(comm.allgather(int(layer.store.shard.lengths[0]))) == 30
     assert cache.is_croppable
     assert not cache.is_compileable
+    assert not layer.supports_early_init
     cache.crop(-4)
     assert cache.get_seq_length() == 26
     with pytest.raises(ArgumentError, match="negative"):
@@ -341,6 +342,51 @@ def test_what_a_rank_has_whole_it_attends_to_alone(comm):
     plans._alone.cache_clear()
     if comm.rank == 0:
         made("Llama", "treeattn")(prompt(), use_cache=False)
+
+
+def test_a_cache_of_another_model(comm, model):
+    """Of one with windows, whose older tokens are gone, or with fewer layers."""
+    windows = huggingface.ShardedKV(made("Mistral", "treeattn").config, comm, capacity=64)
+    refused("a window of None, its cache has one of 7", model, prompt(), past_key_values=windows)
+    longer, few = made("Llama", "treeattn", num_hidden_layers=5), huggingface.ShardedKV
+    refused("more than the 4 layers", longer, prompt(), past_key_values=few(model.config, comm, capacity=64))
+
+
+def test_a_text_that_the_cache_has_already(model, cache):
+    """transformers would put its last token behind the others once more."""
+    text = model.generate(prompt(), past_key_values=cache, max_new_tokens=3)
+    for ids in (prompt(), text[:, :-1]):
+        refused("the cache has 32 slots already", model.generate, ids, past_key_values=cache)
+    model.generate(text, past_key_values=cache, max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 3.0},
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+            "factor": 4.0,
+            "original_max_position_embeddings": 28,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_frequencies_that_depend_on_the_length(comm, rope):
+    """Of a prompt of 29 tokens not every rank has the last."""
+    rope = {"rope_theta": 1e4, **rope}
+    other = made("Llama", rope_parameters=rope, max_position_embeddings=28)
+    wanted = other.generate(prompt(), do_sample=False, max_new_tokens=4).tolist()
+    other.set_attn_implementation("treeattn")
+    kv = huggingface.ShardedKV(other.config, comm, capacity=64)
+    if comm.size > 1:
+        refused("depend on the length", huggingface.prefill, other, prompt()[:, :29], kv)
+    huggingface.prefill(other, prompt()[:, :27], kv)
+    kv.reset()
+    got = other.generate(prompt(), past_key_values=kv, do_sample=False, max_new_tokens=4)
+    assert got.tolist() == wanted
 
 
 def test_a_cache_is_not_copied(cache):

@@ -72,6 +72,12 @@ def let_generate_agree(caches: type[Any]) -> None:
             return processors
         if generation_config.use_cache is False:
             raise ArgumentError("use_cache=False would cache every token anew: leave past_key_values out")
+        tokens, slots = named.get("input_ids_seq_length") or 0, cache.get_seq_length()
+        if 0 < tokens <= slots:
+            raise ArgumentError(
+                f"the cache has {slots} slots already and the text {tokens} tokens: pass one that begins "
+                "with those of the cache and goes on, or reset() it"
+            )
         if cache.comm.size > 1:
             if generation_config.max_time is not None:
                 raise ArgumentError("max_time: ranks would stop at different tokens; pass max_new_tokens")

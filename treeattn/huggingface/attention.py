@@ -65,6 +65,7 @@ def attention(
     if layer is None:
         end = key.shape[2]
     else:
+        layer.check_window(sliding_window)
         store, end = layer.store, layer.slots
         new = layer.taken(module, layer is waited)
         if layer.cache.dealt is not None:

@@ -126,6 +126,10 @@ class ShardedKV(Cache):
     ) -> Any:
         """The new keys and values of a layer, on their way to attention. Nothing is ever moved off a
         device."""
+        if layer_idx >= len(self.layers):
+            raise ArgumentError(
+                f"the model has more than the {len(self.layers)} layers of the cache: make it of its config"
+            )
         return self.layers[layer_idx].update(key_states, value_states)
 
     def _layer(self, kind: str, heads: int | None, given: dict[str, Any]) -> Any:

@@ -80,6 +80,9 @@ class FullAttentionLayer(CacheLayerMixin):
             raise ArgumentError(f"{type(module).__name__} attends twice in a layer: it is not served")
         return 0
 
+    def check_window(self, window: int | None) -> None:
+        """All tokens are there for any window."""
+
     def get_seq_length(self) -> int:
         """Slots of the whole sequence, on whichever ranks."""
         return self.slots
@@ -145,3 +148,11 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
     def taken(self, _module: Any, _waited: bool) -> int:
         """Nothing is to be appended."""
         return 0
+
+    def check_window(self, window: int | None) -> None:
+        """Raise `ArgumentError` where attention has another one: the cache was made for another model."""
+        if window != self.sliding_window:
+            raise ArgumentError(
+                f"a layer attends with a window of {window}, its cache has one of {self.sliding_window}: "
+                "make the cache of the config of this model"
+            )

@@ -47,7 +47,8 @@ def prefill(
     """
     comm, tokens = cache.comm, ids.shape[1]
     with Agreement(comm) as agreed:
-        if model.config.get_text_config(decoder=True)._attn_implementation != "treeattn":
+        text = model.config.get_text_config(decoder=True)
+        if text._attn_implementation != "treeattn":
             raise ArgumentError("load the model with attn_implementation='treeattn'")
         if getattr(model, "tp_size", None) not in (None, 1):
             raise ArgumentError(
@@ -66,19 +67,37 @@ def prefill(
         if tokens < comm.size:
             raise ArgumentError(f"{tokens} tokens for {comm.size} ranks: leave the prefill to generate()")
         begins = None if attention_mask is None else begins_of(attention_mask, tokens)
+        own = torch.arange(comm.rank, tokens, comm.size)
+        places = own[None] if begins is None else (own[None] - begins[:, None]).clamp(0)
+        length = tokens if begins is None else tokens - int(begins.min())
+        if _frequencies(text, int(places.max()) + 1) != _frequencies(text, length):
+            raise ArgumentError(
+                "the rotary frequencies of this model depend on the length of the text, of which ranks see "
+                "different parts: leave the prefill to generate()"
+            )
         agreed.must_match = {
             "ids": digest(ids),
             "attention_mask": None if begins is None else begins.tolist(),
         }
-    own = torch.arange(comm.rank, tokens, comm.size)
-    places = own[None] if begins is None else (own[None] - begins[:, None]).clamp(0)
     dealt = cache.dealt = Dealt(comm, tokens, begins)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # rings are not traced
             model(ids[:, own], position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1)
     finally:
         cache.dealt = None
     dealt.close()
+
+
+def _frequencies(config: Any, length: int) -> list[int]:
+    """Which ones rotate the keys of a text of this length, for each kind of layers whose depend on it."""
+    given = getattr(config, "rope_parameters", None) or {}
+    chosen = []
+    for rope in [given] if "rope_type" in given else given.values():
+        if rope["rope_type"] == "longrope":
+            chosen.append(int(length > rope["original_max_position_embeddings"]))
+        elif "dynamic" in rope["rope_type"]:
+            chosen.append(max(length, config.max_position_embeddings))
+    return chosen
 
 
 class Dealt:
