@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(0)]
 STEPS = int(os.environ.get("TREEATTN_SOAK_STEPS", "3000"))
 REPORT = os.environ.get("TREEATTN_SOAK_REPORT")
 GROWTH = 256 * 1024  # bytes that an allocator may still take for its own ends; a leak of a byte a step shows
+OF_A_RANK = 16 * 1024  # and what MPI may for each other rank
 SHAPE = {"heads": 4, "kv_heads": 4, "head_dim": 16, "dtype": "float32"}
 Q, K = np.ones((1, 1, 4, 16), np.float32), np.ones((1, 8, 4, 16), np.float32)
 TREE = TokenTree.chain([[1, 2, 3]])
@@ -48,7 +49,7 @@ def held():
 
 def assert_flat(comm, name, step, count, warm=1000, objects=100):
     """`step` leaves nothing behind, whatever it took to begin with. Rank 0 writes it down."""
-    for _ in range(warm):
+    for _ in range(min(warm, 2 * count)):
         step()
     seen, began = [held()], time.monotonic()
     for _ in range(4):
@@ -61,7 +62,7 @@ def assert_flat(comm, name, step, count, warm=1000, objects=100):
         with Path(REPORT).open("a") as file:
             file.write(json.dumps({**facts, "software": environment.software()}) + "\n")
     before, after = seen[0], seen[-1]
-    assert after["memory"] - before["memory"] <= GROWTH
+    assert after["memory"] - before["memory"] <= GROWTH + comm.size * OF_A_RANK
     assert after["objects"] - before["objects"] < objects
     for what in ("descriptors", "threads", "python_threads", "shared"):
         assert after[what] == before[what], what
@@ -122,5 +123,5 @@ def test_openings(comm, executor):
         with Decoder(comm, **SHAPE, scheme=Reduction(executor=executor)) as decoder:
             decoder(Q, K, K)
 
-    count = max(100, STEPS // 100)
+    count = max(min(100, STEPS // 30), STEPS // 100)
     assert_flat(comm, f"openings, {executor}", step, count, warm=150, objects=count)
