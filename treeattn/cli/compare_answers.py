@@ -53,6 +53,13 @@ def show(made: Report, rows: Sequence[Summary]) -> None:
         Column("verdict", "verdict", words=True),
         Column("blocks", "blocks", wide=not early),
     ])  # fmt: skip
+    if disagree := [one.key.label for one in found if one.disagree]:
+        made.line(f"launches disagree, one alone says the opposite of all: {', '.join(disagree)}")
+    if max(one.launches for one in found) == 1:
+        made.line(
+            "of one launch: what only another launch changes, such as the cores of ranks, is in no interval "
+            "(--launch 2)"
+        )
     if early:
         made.line(
             "blocks ended with the answer: it was looked for after 8, 16, 32 .. of them, and p and intervals "

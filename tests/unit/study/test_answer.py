@@ -16,7 +16,7 @@ from treeattn.study.compare.results import Results
 from treeattn.study.compare.schema import NULL, SUM, Point, Run
 
 
-def points(times, repetitions=10, seed=1):
+def points(times, repetitions=10, seed=1, launch=1):
     """Blocks whose common disturbance is far larger than how schemes differ."""
     drawn, found = random.Random(seed), []
     for repetition in range(repetitions):
@@ -24,7 +24,7 @@ def points(times, repetitions=10, seed=1):
         for key in made_results.keys([*times, NULL], tokens=[4096]):
             time = times.get(key.scheme, 1) * disturbed * math.exp(drawn.gauss(0, 0.02))
             samples = dict.fromkeys(("completion", "slowest", "after_last_entry"), [time] * 3)
-            line = made_results.point_line(key, repetition, samples=samples)
+            line = made_results.point_line(key, repetition, samples=samples) | {"launch": launch}
             found.append(msgspec.convert(line, Point))
     return found
 
@@ -45,6 +45,18 @@ def test_what_disturbs_a_repetition_does_not_hide_who_is_faster():
     assert named == {SUM: "faster", "chain": "faster", "mpi_allreduce": "faster"}
     few = answers(points(times, repetitions=5), "completion")
     assert {(one.low, one.verdict) for one in few} == {(None, "cannot be told apart")}
+
+
+def test_launches_that_disagree_have_no_verdict():
+    """Four times as many blocks of one launch do not outvote another one."""
+    first = {SUM: 100.0, "chain": 50.0, "ring": 110.0, "bine": 50.0}
+    second = {SUM: 100.0, "chain": 120.0, "ring": 110.0, "bine": 99.9}
+    found = answers([*points(first, 40), *points(second, 10, launch=2)], "completion")
+    found = {one.key.scheme: one for one in found}
+    assert found["chain"].p < 0.05
+    assert (found["chain"].disagree, found["chain"].verdict) == (True, "cannot be told apart")
+    assert {name: found[name].verdict for name in ("ring", "bine")} == {"ring": "slower", "bine": "faster"}
+    assert {one.launches for one in found.values()} == {2}
 
 
 def test_chances_are_those_of_all_signs():

@@ -12,6 +12,10 @@ Who looks at the answer to decide whether to go on must pay for each look (Armit
 of the first 8, 16, 32 .. blocks alone, and the n-th look is tested at a share 1 / (n (n + 1)) of the 5 %: all
 shares together are the whole, so whenever a measurement ends, and for whatever reason, 5 of 100 tables at
 most hold a verdict where nothing differs.
+
+Blocks of one launch share what only a launch changes, such as where ranks were put, so many blocks do not
+make up for few launches (Hunold and Carpen-Amarie, "Reproducible MPI benchmarking is still not as easy as you
+think", TPDS 27(12), 2016). Where one launch alone says the opposite of all together, there is no verdict.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,8 +46,8 @@ class Answer:
     """How one scheme compares with the baseline.
 
     ratio: of its time to the baseline's, with its own 95 % interval low to high (None below 6 blocks). p:
-    of no difference, corrected for all answers of the case and for all looks; verdict: by p at 5 %. blocks:
-    that it is of.
+    of no difference, corrected for all answers of the case and for all looks; verdict: by p at 5 %, and none
+    where launches disagree. blocks, launches: that it is of.
     """
 
     key: Key
@@ -54,6 +58,8 @@ class Answer:
     p: float
     verdict: Verdict
     blocks: int
+    launches: int
+    disagree: bool
 
 
 def answers(
@@ -78,7 +84,11 @@ def answers(
         shared = [b for b in times if b in theirs and min(times[b], theirs[b]) > 0]
         logs = [math.log(times[block] / theirs[block]) for block in shared]
         if logs:
-            found.append((key, other, *(_looked(logs) if early else _at_once(logs))))
+            parts = {
+                launch: [log for log, b in zip(logs, shared, strict=True) if b[1] == launch]
+                for launch in {block[1] for block in shared}
+            }
+            found.append((key, other, parts.values(), *(_looked(logs) if early else _at_once(logs))))
     corrected = _holm([p for *_, p in found])
     made = [_answer(*entry[:-1], p) for entry, p in zip(found, corrected, strict=True)]
     return sorted(made, key=lambda answer: answer.ratio)
@@ -106,10 +116,13 @@ def _is_baseline(base: Key, key: Key, baseline: str | None) -> bool:
     return base.label == baseline
 
 
-def _answer(key: Key, other: Key, logs: Sequence[float], level: float, p: float) -> Answer:
+def _answer(
+    key: Key, other: Key, parts: Collection[Sequence[float]], logs: Sequence[float], level: float, p: float
+) -> Answer:
     middle, low, high = _location(logs, level)
-    verdict: Verdict = UNTOLD if p > 0.05 else "faster" if middle < 1 else "slower"
-    return Answer(key, other.label, middle, low, high, p, verdict, len(logs))
+    disagree = any(_p(part) <= 0.05 and (_location(part, 0.05)[0] < 1) != (middle < 1) for part in parts)
+    verdict: Verdict = UNTOLD if p > 0.05 or disagree else "faster" if middle < 1 else "slower"
+    return Answer(key, other.label, middle, low, high, p, verdict, len(logs), len(parts), disagree)
 
 
 @functools.lru_cache(maxsize=16)
