@@ -9,6 +9,9 @@ from pathlib import Path
 
 from treeattn.collectives.runtime.process import Process
 
+#: What `jobs/emulated_cluster` was told, in the environment of its nodes.
+EMULATED = "TREEATTN_EMULATED"
+
 # (rank, size) as launchers put them into the environment of each process. One that runs below another
 # inherits that one's variables, too: those that only an inner one sets stand first.
 _LAUNCHERS = (

@@ -33,7 +33,8 @@ def timeline(simulation: Simulation) -> str:
     order = [rank for node in node_groups(simulation.cluster, simulation.places) for rank in node]
     lane = {rank: float(_TOP + index * _LANE) for index, rank in enumerate(order)}
     bottom = _TOP + len(order) * _LANE
-    title = f"{schedule.name}, {schedule.size} ranks on {simulation.cluster.name}: {simulation.time:.1f} µs"
+    where = f"{schedule.size} ranks on {simulation.cluster.name}"
+    title = f"{schedule.name}, {where}, simulated: {simulation.time:.1f} µs"
     width = _LEFT + _WIDTH + 24
     return "\n".join(
         [

@@ -10,6 +10,7 @@ import contextlib
 import glob
 import os
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -102,7 +103,12 @@ def _build_and_run(plan: Plan) -> int:
         _measure(nodes["node0"], nodes["node1"])
     if not plan.command:
         return 0
-    environment = {**launchers.environment(plan, SHARED, caller), "TMPDIR": SCRATCH}
+    made_by = shlex.join(sys.argv[1 : -len(plan.command)]).removesuffix(" --")
+    environment = {
+        **launchers.environment(plan, SHARED, caller),
+        "TMPDIR": SCRATCH,
+        "TREEATTN_EMULATED": made_by,
+    }
     command = subprocess.Popen(_on_node(nodes["node0"], *_words(plan, folder)), env=environment)
     return _wait(command.pid, vital)
 

@@ -63,7 +63,8 @@ def written(tmp_path_factory):
     own.write_text(Schedule("mine", 4, 1, build("chain", 4).rounds).to_json())
     name = in_process("schedule", own).stdout.split(",")[0]
     keys = made_results.keys((*SCHEMES, name), tokens=[0], what="reduce")
-    lines = [made_results.run_line(warning="<script>alert(1)</script>")]
+    emulated = {"TREEATTN_EMULATED": "--nodes 2 --delay 1ms"}
+    lines = [made_results.run_line(warning="<script>alert(1)</script>", environment=emulated)]
     estimate = asdict(Estimate(100.0, 90.0, 110.0, 1.0, 0.9, 1.1))
     lines += [made_results.point_line(k, n, estimate=estimate) for k in keys for n in range(6)]
     path, out = folder / "r.jsonl", folder / "report.html"
@@ -100,6 +101,9 @@ def test_all_that_was_found_is_there_and_nothing_is_fetched(written):
     assert shown == pytest.approx(found, rel=0.01)
     answers = next(table for table in page.tables if "verdict" in table[0])
     assert {row[0] for row in answers[1:]} == {"ring", "chain", "binary_tree", name}
+    assert "jobs/emulated_cluster --nodes 2 --delay 1ms -- mpiexec -n 4 " in text
+    assert "treeattn report r.jsonl --schedule mine.json --out report.html" in text
+    assert "of one launch" in text
     for scheme in ("ring", "chain", name):
         assert f"{scheme} on 4 ranks, step by step" in text
 

@@ -16,10 +16,11 @@ from treeattn.collectives import Schedule
 from treeattn.collectives.drawings import text as draw_schedule
 from treeattn.collectives.parameters import Groups
 from treeattn.errors import ArgumentError, RestrictionError, TreeattnError
+from treeattn.launch import EMULATED
 from treeattn.report import Column
 from treeattn.study import plot
 from treeattn.study.compare.results import Results, Summary
-from treeattn.study.compare.schema import NULL, SUM, Rank
+from treeattn.study.compare.schema import NULL, SUM, Rank, Run
 from treeattn.study.figures import draw
 from treeattn.study.figures.cases import Study
 from treeattn.study.page import Page
@@ -65,7 +66,7 @@ def command(
     right = _tables(page, study, baseline)
     _figures(page, study)
     _schedules(page, study, own)
-    _commands(page, study.results, files)
+    _commands(page, study.results, files, schedules, baseline)
     output.write(page.html())
     click.echo(f"the report is in {output.out}")
     return 0 if right and not problems else 1
@@ -155,12 +156,23 @@ def _nodes(ranks: Sequence[Rank]) -> Groups:
     return tuple(map(tuple, found.values()))
 
 
-def _commands(page: Page, found: Results, files: Sequence[Path]) -> None:
+def _commands(
+    page: Page, found: Results, files: Sequence[Path], schedules: Sequence[str], baseline: str | None
+) -> None:
     page.heading("To reproduce")
     lines = [
-        f"mpiexec -n {len(run.ranks)} {shlex.join(run.software.command or ['treeattn', 'compare'])}"
+        f"{_emulated(run)}mpiexec -n {len(run.ranks)} "
+        f"{shlex.join(run.software.command or ['treeattn', 'compare'])}"
         f"  # at commit {run.software.git}"
         for run in found.runs.values()
     ]
-    names = shlex.join(path.name for path in files)
-    page.text("\n".join([*dict.fromkeys(lines), f"treeattn report {names} --out report.html"]))
+    again = ["treeattn", "report", *(path.name for path in files)]
+    again += [word for path in schedules for word in ("--schedule", Path(path).name)]
+    again += ["--baseline", baseline] if baseline else []
+    page.text("\n".join([*dict.fromkeys(lines), f"{shlex.join(again)} --out report.html"]))
+
+
+def _emulated(run: Run) -> str:
+    """What made the nodes, where they are emulated."""
+    made_by = run.environment.get(EMULATED)
+    return f"jobs/emulated_cluster {made_by} -- " if made_by else ""

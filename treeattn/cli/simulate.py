@@ -117,7 +117,8 @@ def command(
         runs = " and ".join(dict.fromkeys(row.simulation.executor for row in rows))
         to_root = " to rank 0" if result == "root" else ""
         made.line(
-            f"{ranks} ranks on {named.shown}; {sizes.payload.bytes:,} bytes each{to_root}; run by {runs}"
+            f"simulated: {ranks} ranks on {named.shown}; {sizes.payload.bytes:,} bytes each{to_root}; "
+            f"run by {runs}"
         )
         _show(made, rows, baseline, disturbed)
     elif len(rows) != 1:

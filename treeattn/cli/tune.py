@@ -81,7 +81,7 @@ def command(
         "rows": [_facts(one, sure.get(id(one))) for one in everything],
         "fastest": json.loads(best[0].schedule.to_json()),
     })  # fmt: skip
-    made.line(f"{ranks} ranks on {named.shown}; {sizes.payload.bytes:,} bytes each; run by {runs}")
+    made.line(f"simulated: {ranks} ranks on {named.shown}; {sizes.payload.bytes:,} bytes each; run by {runs}")
     made.table([{**_facts(one, sure[id(one)]), "sure": sure[id(one)]} for one in best], [
         Column("schedule", words=True),
         Column("µs", "microseconds", microseconds),

@@ -129,7 +129,9 @@ def machine(comm: MpiCommunicator) -> dict[str, Any]:
 
 def warning(ranks: list[dict[str, Any]]) -> str | None:
     """What makes times mean less than they seem to: too many ranks for the cores, or the wrong place."""
-    return "; ".join(filter(None, (node_load(ranks), launch.outside_job()))) or None
+    made_by = os.environ.get(launch.EMULATED)
+    emulated = made_by and f"an emulated cluster ({made_by}), not one of several machines"
+    return "; ".join(filter(None, (emulated, node_load(ranks), launch.outside_job()))) or None
 
 
 def node_load(ranks: list[dict[str, Any]]) -> str | None:

@@ -322,6 +322,11 @@ def on(*nodes, cpu="C"):
     return run_of("a", RUN | {"ranks": [{"node": node, "cpu": cpu} for node in nodes]})
 
 
+def emulated(run, made_by):
+    """The same on a cluster that is emulated so."""
+    return msgspec.structs.replace(run, environment={"TREEATTN_EMULATED": made_by})
+
+
 def test_placement_is_that_of_the_ranks_that_a_point_used():
     block, cyclic, uneven = on(0, 0, 1, 1), on(0, 1, 0, 1), on(0, 0, 0, 1)
 
@@ -330,6 +335,8 @@ def test_placement_is_that_of_the_ranks_that_a_point_used():
 
     assert len(versions(4, None, block, cyclic, uneven)) == 3
     assert len(versions(2, None, block, uneven, on(0, 0))) == 1
+    delays = [block, *(emulated(block, f"--nodes 2 --delay {delay}ms") for delay in (1, 2))]
+    assert len(versions(4, None, *delays)) == 3
     assert len(versions(2, None, block, cyclic)) == 2
     assert len(versions(1, None, block, cyclic, uneven, on(0))) == 1
     assert len(versions(1, None, on(0), on(0, cpu="D"))) == 2

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import msgspec
 
 from treeattn.errors import ArgumentError, BackendError, one_line
+from treeattn.launch import EMULATED
 from treeattn.report import as_json
 from treeattn.study.compare.schema import NULL, SUM, Failure, Key, Line, Place, Point, Run
 from treeattn.study.statistics import Statistics, describe
@@ -132,13 +133,16 @@ def _drop(found: Results, why: str, wrong: Callable[[Point], bool]) -> None:
 
 
 def version(run: Run, place: Place) -> str:
-    """What must be equal for points of two runs to be combined: software, and of the ranks that a point used
-    their GPUs or processors and how they lie on nodes."""
+    """What must be equal for points of two runs to be combined: software, of the ranks that a point used
+    their GPUs or processors and how they lie on nodes, and what emulated these."""
     used = run.used(place)
     order = [rank.node for rank in used]
     nodes = "+".join(map(str, Counter(order).values()))
     processors = " and ".join(sorted({rank.gpu or rank.cpu for rank in used}))
-    return f"{_build(run)}, {processors}, ranks {nodes}{'' if order == sorted(order) else ' cyclic'}"
+    emulated = f" emulated ({made_by})" if (made_by := run.environment.get(EMULATED)) else ""
+    return (
+        f"{_build(run)}, {processors}, ranks {nodes}{'' if order == sorted(order) else ' cyclic'}{emulated}"
+    )
 
 
 def _build(run: Run) -> str:
