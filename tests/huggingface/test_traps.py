@@ -347,6 +347,9 @@ def test_what_a_rank_has_whole_it_attends_to_alone(comm):
 def test_a_cache_of_another_model(comm, model):
     """Of one with windows, whose older tokens are gone, or with fewer layers."""
     windows = huggingface.ShardedKV(made("Mistral", "treeattn").config, comm, capacity=64)
+    with torch.no_grad():
+        got = model(prompt(1, 7), past_key_values=windows).logits  # of a short text nothing is gone
+    assert_close(got, made("Llama")(prompt(1, 7)).logits)
     refused("a window of None, its cache has one of 7", model, prompt(), past_key_values=windows)
     longer, few = made("Llama", "treeattn", num_hidden_layers=5), huggingface.ShardedKV
     refused("more than the 4 layers", longer, prompt(), past_key_values=few(model.config, comm, capacity=64))

@@ -150,8 +150,9 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
         return 0
 
     def check_window(self, window: int | None) -> None:
-        """Raise `ArgumentError` where attention has another one: the cache was made for another model."""
-        if window != self.sliding_window:
+        """Raise `ArgumentError` where attention has another one and tokens are gone: the cache was made for
+        another model."""
+        if window != self.sliding_window < self.slots:
             raise ArgumentError(
                 f"a layer attends with a window of {window}, its cache has one of {self.sliding_window}: "
                 "make the cache of the config of this model"
