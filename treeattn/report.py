@@ -55,7 +55,14 @@ class Column(Generic[Row]):
             value = getattr(row, key)
         if value is None:
             return "-"
-        return self.form(value) if callable(self.form) else format(value, self.form)
+        return plain(self.form(value) if callable(self.form) else format(value, self.form))
+
+
+def plain(text: str) -> str:
+    """Text that may come from a file, for a screen, which would obey its control characters."""
+    if text.replace("\n", "").isprintable():
+        return text
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
 
 
 @dataclass(slots=True)
@@ -72,11 +79,11 @@ class Report:
 
     def line(self, text: str = "", style: str | None = None) -> None:
         """Add a line, broken where it is longer than the screen is wide."""
-        self._parts.append(lambda screen, wide: screen.print(text, style=style))
+        self._parts.append(lambda screen, wide: screen.print(plain(text), style=style))
 
     def text(self, text: str) -> None:
         """Add lines as they are, such as a drawing."""
-        self._parts.append(lambda screen, wide: screen.print(text, soft_wrap=True))
+        self._parts.append(lambda screen, wide: screen.print(plain(text), soft_wrap=True))
 
     def note(self, text: object) -> None:
         """Add a remark, unless it is empty or None."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -30,6 +31,13 @@ def said(*words):
     done = CliRunner().invoke(command, list(map(str, words)), catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return " ".join(done.output.split())
+
+
+def test_a_screen_obeys_no_file(directory):
+    index = read_index(directory)
+    strange = msgspec.structs.replace(index, about={"text": "Mars\x1b[2J\x07"})
+    (directory / "index.json").write_bytes(strange.encode())
+    assert r"text: Mars\x1b[2J\x07" in said("info", directory)
 
 
 def test_what_is_shown(directory):
