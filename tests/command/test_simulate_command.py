@@ -16,7 +16,7 @@ def test_the_papers_latency_setting_in_one_command(tmp_path):
     path = tmp_path / "s.json"
     done = treeattn("simulate", "--cluster", "dgx-h100", "--ranks", 128, "--tokens", "5120k", "--json", path)
     for word in (
-        "128 ranks on dgx-h100",
+        "simulated: 128 ranks on dgx-h100",
         "run by nccl",
         "split_rail",
         "floor, what no scheme",

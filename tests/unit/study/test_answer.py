@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import random
+import types
 
 import made_results
 import msgspec
 import pytest
 
-from treeattn.cli.compare_answers import answered
+from treeattn.cli.compare_answers import answered, show
+from treeattn.report import Report
 from treeattn.study.compare.answer import LOOKS, _holm, _location, _looked, _p, answers
 from treeattn.study.compare.results import Results
 from treeattn.study.compare.schema import NULL, SUM, Point, Run
@@ -57,6 +60,17 @@ def test_launches_that_disagree_have_no_verdict():
     assert (found["chain"].disagree, found["chain"].verdict) == (True, "cannot be told apart")
     assert {name: found[name].verdict for name in ("ring", "bine")} == {"ring": "slower", "bine": "faster"}
     assert {one.launches for one in found.values()} == {2}
+    assert "launches disagree, one alone says the opposite of all: chain" in shown(found.values())
+    assert "of one launch" in shown(answers(points(first), "completion"))
+
+
+def shown(found):
+    """The table of these answers, on one line."""
+    rows = [types.SimpleNamespace(facts={"answer": one, "stops_early": False}) for one in found]
+    made, screen = Report({}), io.StringIO()
+    show(made, rows)
+    made.show(file=screen)
+    return " ".join(screen.getvalue().split())
 
 
 def test_chances_are_those_of_all_signs():
