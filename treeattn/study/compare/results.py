@@ -195,7 +195,8 @@ def lacking(rows: Iterable[Summary]) -> str | None:
     fewest = min((row.facts["fewest"] for row in rows), default=ENOUGH)
     if fewest >= ENOUGH:
         return None
-    return f"as few as {fewest} iterations a block: a median wants {ENOUGH}; give more --iterations, --seconds or --patience"
+    more = "give more --iterations, --seconds or --patience"
+    return f"as few as {fewest} iterations a block: a median wants {ENOUGH}; {more}"
 
 
 _FACTS = ("warmup", "determinism", "rounds", "depth", "sent", "scheduled", "estimate")
