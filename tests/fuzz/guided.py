@@ -13,7 +13,9 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["treeattn"]):
+with atheris.instrument_imports(include=["treeattn", "gguf"]):
+    import gguf  # noqa: F401
+
     from tests.fuzz.inputs import INPUTS, ROOT
     from tests.fuzz.test_inputs import assert_read_or_refused
 
