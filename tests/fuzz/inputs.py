@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import lzma
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import numpy as np
 
 from tests.fuzz import mutations
@@ -141,8 +143,17 @@ def _rooflines(_: Path) -> list[bytes]:
 def _saved(folder: Path) -> list[bytes]:
     from treeattn import communicators
 
-    ShardedCache(communicators.alone(), capacity=4, kv_heads=1, head_dim=8).save(folder / "saved")
-    return [(folder / "saved" / index.NAME).read_bytes()]
+    ShardedCache(communicators.alone(), capacity=4, kv_heads=1, head_dim=8).save(folder)
+    return [(folder / index.NAME).read_bytes()]
+
+
+def _load(path: Path) -> None:
+    """Signed again, as who damages it on purpose does."""
+    from treeattn import communicators
+
+    with contextlib.suppress(msgspec.DecodeError, ValueError, RecursionError):
+        path.write_bytes(msgspec.json.decode(path.read_bytes(), type=index.Index).encode())
+    ShardedCache.load(path.parent, communicators.alone())
 
 
 def _gguf(folder: Path) -> list[bytes]:
@@ -198,7 +209,7 @@ INPUTS = {
     "scheme": Input(_schemes, mutations.of_text, "x", _scheme),
     "launcher": Input(_environment, mutations.of_json, "x", _launched),
     "recording": Input(_recordings, mutations.of_json, "x.json", audit._read),
-    "saved_cache": Input(_saved, mutations.of_json, index.NAME, lambda path: index.read_index(path.parent)),
+    "saved_cache": Input(_saved, mutations.of_json, index.NAME, _load),
     "model": Input(_model, mutations.of_json, "config.json", lambda path: read_config(path.parent)),
     "weights": Input(_weights, mutations.of_json, "model.safetensors.index.json", _read_weights),
     "gguf": Input(_gguf, _head, "x.gguf", _convert),

@@ -35,7 +35,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     format: Literal["treeattn.ShardedCache"] = "treeattn.ShardedCache"
     version: Literal[1] = 1
-    layers: int
+    layers: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     kv_heads: int
     head_dim: int
     v_dim: int
@@ -45,7 +45,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     v_scale: tuple[float, ...] | None = None
     layout: str
     capacity: int
-    totals: tuple[int, ...]
+    totals: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
     parts: tuple[Part, ...]
     about: dict[str, Any] = {}
     sha256: str = ""
@@ -82,6 +82,11 @@ def read_index(directory: str | Path) -> Index:
     if index.sha256 != _digest(msgspec.structs.replace(index, sha256="")):
         raise ArgumentError(f"{path}: damaged: its digest is another than it says; save the cache again")
     check_owners(everyone)
+    most = max(index.totals, default=0)
+    if sum(runs.below(most) for runs in everyone) != most:
+        raise ArgumentError(
+            f"{path}: damaged: its files hold fewer tokens than it says; save the cache again"
+        )
     return index
 
 

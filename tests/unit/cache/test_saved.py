@@ -136,6 +136,18 @@ def test_an_index_names_no_file_elsewhere(tmp_path, name):
         read_index(tmp_path / "cache")
 
 
+@pytest.mark.parametrize(
+    "change", [{"totals": (9, 5)}, {"parts": ()}, {"totals": (-1, 5)}, {"layers": 10**9}]
+)
+def test_an_index_promises_no_more_than_there_is(tmp_path, change):
+    """Memory that nobody wrote was taken for keys."""
+    save(filled(2), tmp_path)
+    signed = msgspec.structs.replace(read_index(tmp_path), **change)
+    (tmp_path / "index.json").write_bytes(signed.encode())
+    with pytest.raises(ArgumentError, match="index.json: damaged"):
+        read_index(tmp_path)
+
+
 def test_a_saved_cache_has_the_modes_of_the_umask(tmp_path):
     before = os.umask(0o077)
     try:
