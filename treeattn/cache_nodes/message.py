@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Hashable
 from enum import IntEnum
@@ -105,4 +106,4 @@ def message_bytes(arrays: tuple[Array, ...]) -> int:
 
 
 def _bytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
-    return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return math.prod(shape) * dtype.itemsize
