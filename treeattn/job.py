@@ -56,9 +56,11 @@ def commanded() -> bool:
 def _finalize_mpi() -> None:
     library = mpi_library.load()
     if not library.Is_finalized():
-        # While there is a communicator to abort: a rank that is stopped later may hide the exit code.
-        with watchdog.Guarded("the end of MPI"), contextlib.suppress(library.Exception):
-            library.COMM_WORLD.Barrier()
+        if (
+            _command
+        ):  # while there is a communicator to abort: a rank that is stopped later may hide the exit code
+            with watchdog.Guarded("the end of MPI"), contextlib.suppress(library.Exception):
+                library.COMM_WORLD.Barrier()
         watchdog.finalize_mpi(ctypes.CDLL(library.__file__).MPI_Finalize)
 
 
@@ -120,6 +122,13 @@ def abort(error: BaseException) -> NoReturn:
     print(f"treeattn: rank {comm.rank} of {comm.size} failed, ending the job: {what}", file=sys.stderr)
     traceback.print_exception(error)
     end(1)
+
+
+def leave() -> NoReturn:
+    """Exit from a job of which other ranks are no commands, and take no part in how commands end."""
+    global _command
+    _command = False
+    raise SystemExit(0)
 
 
 def end(code: int) -> NoReturn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from treeattn import cache_nodes
+from treeattn import cache_nodes, job
 from treeattn.cache_nodes.memory import read_bytes
 from treeattn.cli.options import read
 
@@ -19,5 +19,5 @@ def command(memory: int | None) -> int:
     """
     node = cache_nodes.serve(memory_bytes=memory)
     if not node.command:
-        raise SystemExit(0)  # rank 0 does not take part in how commands end
+        job.leave()
     return 0
