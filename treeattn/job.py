@@ -56,9 +56,8 @@ def commanded() -> bool:
 def _finalize_mpi() -> None:
     library = mpi_library.load()
     if not library.Is_finalized():
-        if (
-            _command
-        ):  # while there is a communicator to abort: a rank that is stopped later may hide the exit code
+        # While there is a communicator to abort: a rank that is stopped later may hide the exit code.
+        if _command:
             with watchdog.Guarded("the end of MPI"), contextlib.suppress(library.Exception):
                 library.COMM_WORLD.Barrier()
         watchdog.finalize_mpi(ctypes.CDLL(library.__file__).MPI_Finalize)
