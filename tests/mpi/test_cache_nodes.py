@@ -396,7 +396,8 @@ def test_memory_of_the_model_process_is_flat(comm):
                 held.append(tracemalloc.get_traced_memory()[0])
         finally:
             tracemalloc.stop()
-        token = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4
-        assert held[1] - held[0] < 4 * token  # of the 960 that came; what is made once comes to 1240 bytes
+        # What is made once comes to 1 to 3 kB, by what rank 0 happened to wait for; an object that each step
+        # kept, to 28 bytes a step at the least.
+        assert held[1] - held[0] < 8 * 960 * LAYERS
 
     meet(comm, model)

@@ -55,4 +55,4 @@ def test_a_message_is_one_line_whatever_it_quotes():
     assert len(said) < 1600
     again = pickle.loads(pickle.dumps(treeattn.ArgumentError(said)))
     assert str(again) == said
-    assert str(treeattn.ArgumentError("größer als 3 µs")) == "größer als 3 µs"
+    assert str(treeattn.ArgumentError("größer: 3 µs")) == "größer: 3 µs"
