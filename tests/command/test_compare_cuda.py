@@ -30,13 +30,12 @@ ALL = {"EMULATED_NCCL": "30", "EMULATED_CUDA_MPI": "1"}
 @needs_emulator
 def test_every_transport_side_by_side(tmp_path):
     out, summary = tmp_path / "r.jsonl", tmp_path / "s.json"
-    words = (*WORDS, "--schemes", "ring,head_scatter,nccl_allreduce,mpi_allreduce", "--repetitions", 2)
+    words = (*WORDS, "--schemes", "ring,nccl_allreduce,mpi_allreduce", "--repetitions", 2)
     words = (*words, "--out", out, "--json", summary)
     done = run(*words, ranks=2, **ALL)
     assert "GPU 8f1c0a52" not in done.stderr
     three = ("host", "nccl", "cuda-mpi")
-    wanted = {(scheme, over) for scheme in ("ring", "head_scatter") for over in (*three, "peer")}
-    wanted |= {(SUM, over) for over in three}
+    wanted = {("ring", "peer")} | {(scheme, over) for scheme in ("ring", SUM) for over in three}
     wanted |= {("nccl_allreduce", "nccl"), ("mpi_allreduce", "host"), (NULL, "none")}
     rows = json.loads(summary.read_text())["summaries"]
     assert {(row["key"]["scheme"], row["key"]["transport"]) for row in rows} == wanted
@@ -80,7 +79,7 @@ def test_what_is_not_there_is_said_and_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     sample(
-        2,
+        1,
         [
             (("--transport", "nccl"), "NCCL is reached through CuPy"),
             (("--transport", "cuda-mpi"), "does not say that it takes GPU buffers"),

@@ -345,7 +345,7 @@ def several_programs(*commands):
 @pytest.mark.parametrize(
     "other",
     sample(
-        2,
+        1,
         [
             ["--layout", "zigzag"],
             ["--repeat", "3"],

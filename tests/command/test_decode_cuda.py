@@ -32,7 +32,7 @@ def cache(tmp_path: Path) -> Path:
 
 
 @needs_emulator
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.deep), 3])
 def test_through_the_same_path_as_on_a_cpu(tmp_path: Path, cache: Path, ranks: int) -> None:
     out, facts = tmp_path / "out.safetensors", tmp_path / "facts.json"
     done = run(

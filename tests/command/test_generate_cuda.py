@@ -29,7 +29,10 @@ def model(tmp_path_factory):
 @needs_emulator
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [(1, ("--draft", "ngram")), (3, ("--transport", "host", "--weights", "sharded", "--prefill", "gather"))],
+    [
+        pytest.param(1, ("--draft", "ngram"), marks=pytest.mark.deep),
+        (3, ("--transport", "host", "--weights", "sharded", "--prefill", "gather")),
+    ],
 )
 def test_tokens_are_those_of_the_processor(model, tmp_path, ranks, options):
     found = {}

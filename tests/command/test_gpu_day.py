@@ -132,6 +132,7 @@ def test_without_a_gpu_every_step_says_so_and_nothing_is_written(day: Any, tmp_p
     assert not written(tmp_path)
 
 
+@pytest.mark.deep
 def test_a_bare_machine_collects_the_tests_of_gpus(tmp_path: Path) -> None:
     """Importing msgspec or mpi4py.MPI raises ImportError here: what needs them skips, the rest is there."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -253,6 +254,7 @@ def test_a_step_that_takes_too_long_is_ended(day: Any, tmp_path: Path) -> None:
     assert not written(tmp_path)
 
 
+@pytest.mark.deep
 def test_tests_that_take_too_long_keep_what_they_had(day: Any, tmp_path: Path) -> None:
     """By a Python that takes a folder of other tests for tests/gpu: one passes, one has no time left."""
     tests = tmp_path / "other_tests"
@@ -271,6 +273,7 @@ def test_tests_that_take_too_long_keep_what_they_had(day: Any, tmp_path: Path) -
     assert facts["result"] == {"passed": 1, "failed": {}, "skipped": {}}
 
 
+@pytest.mark.deep
 def test_a_tool_that_fails_after_its_report_is_not_well(day: Any, tmp_path: Path) -> None:
     """The program's own check, of the results, decides as well as the sanitizer."""
     done = day("memcheck", standins={"compute-sanitizer": CLEAN}, CODE="3")

@@ -50,7 +50,7 @@ def hung(scheme, where, **environment):
 @pytest.mark.parametrize(
     ("scheme", "waits"),
     sample(
-        2,
+        1,
         [
             ("binary_tree", "rank 0: binary_tree, round 2: 1 s without messages from rank 1 and 2,"),
             (
@@ -115,7 +115,7 @@ session.step(token)
 
 @pytest.mark.parametrize(
     ("weights", "prefill", "who", "where", "waits"),
-    sample(2, [
+    sample(1, [
         ("replicated", "ring", 2, "prompt", "what all ranks plan together: 3 s without the other ranks,"),
         ("replicated", "ring", 2, "layer 0", "the prefill's ring: 3 s without the blocks of rank "),
         ("replicated", "gather", 2, "layer 0", "the prefill gathers keys and values: 3 s without the "),

@@ -52,7 +52,9 @@ def steps_are_told(process):
     assert "of 100,000,000 steps" in process.stderr.readline()
 
 
-@pytest.mark.parametrize("ranks", [None, pytest.param(3, marks=needs_mpiexec)])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(None, marks=pytest.mark.deep), pytest.param(3, marks=needs_mpiexec)]
+)
 def test_nothing_was_written(ranks):
     code, lines, err = interrupted(FOREVER, ranks, steps_are_told)
     assert (code, lines) == (130, {"treeattn: interrupted: nothing was written"})

@@ -19,7 +19,9 @@ pytestmark = [
 COUNT = min(5 * FACTOR, len(collectives.names("schedule")))
 
 
-@pytest.mark.parametrize(("ranks", "nodes"), [(2, ()), (4, ("--two-nodes",))])
+@pytest.mark.parametrize(
+    ("ranks", "nodes"), [pytest.param(2, (), marks=pytest.mark.deep), (4, ("--two-nodes",))]
+)
 def test_schedules_over_peer_memory(ranks, nodes):
     program = ("-m", "mpi4py", "tests/gpu/over_peers.py", *nodes, "--stand-ins", "--drawn", COUNT)
     done = run(*program, ranks=ranks)

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(
 
 def test_models_and_tensor_parallel_weights():
     """Some of tests/huggingface; `make test-models` runs all of it on 1 to 4 ranks of either launcher."""
-    some = "(eager and Mistral) or Llama-sampling or alone"
+    some = "(eager and Mistral) or alone"
     done = torchrun(
         "-m", "pytest", "-p", "no:pytest_mpi", "-q", "-x", "tests/huggingface", "-k", some, ranks=2
     )
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 4, done.stdout
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 3, done.stdout

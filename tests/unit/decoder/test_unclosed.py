@@ -20,7 +20,7 @@ except treeattn.BackendError as error:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["chain", "hierarchical"])
+@pytest.mark.parametrize("scheme", [pytest.param("chain", marks=pytest.mark.deep), "hierarchical"])
 def test_the_last_communicator_names_the_remedy(scheme):
     """Also where it is missed in looking for nodes."""
     command = [sys.executable, "-m", "mpi4py", "-c", PROGRAM.replace("{scheme}", scheme)]
