@@ -13,13 +13,6 @@
 
 #include "attend_group.h"
 
-/* How many bytes ahead values of one row for each head are asked for (0: not). Measured on an AMD EPYC 9004 (Zen 4):
- * elements of 16 bits and fewer make more sums for each line of memory, which delays what is read next. */
-INLINE int values_ahead(enum element_type type) {
-  if (type == FLOAT32) return WIDTH == 16 ? 512 : 0;
-  return 8192;
-}
-
 /* What a loop takes at once: a line of memory, so that one load sees all of it, or a unit where that is less. */
 INLINE int step_of_type(enum element_type type) { return type == FLOAT32 && WIDTH == 16 ? WIDTH : UNIT; }
 INLINE unit load_step(enum element_type type, const char *from) {

@@ -7,12 +7,13 @@
 
 #include "rows.h"
 #include "token_rows.h"
+#include "tuned.h"
 
 enum { CHUNK = 1008 }; /* tokens of a piece of work, at most */
 
-/* Tokens of a block that is read in the order of memory, at most; and of them those whose values are added one by one:
- * 512 would break the promise of exactness for equal scores and values. Scores of many rows fit the second cache. */
-enum { MOST_IN_ORDER = 512, SUM_TOKENS = 128 };
+/* Of tokens that are read in the order of memory, those whose values are added one by one, at most: 512 would break the
+ * promise of exactness for equal scores and values. */
+enum { SUM_TOKENS = 128 };
 
 /* In which order tokens that all rows see are read. Cores that follow few streams of memory read fastest as it lies
  * (NEIGHBOURS), others where STREAMS places are read in turns (SCATTERED). */
@@ -44,11 +45,9 @@ static int64_t row_floats(const struct attention *a) { return whole_units(a->hea
 static int64_t rows_per_query(const struct attention *a) { return a->heads / a->kv_heads; }
 static int64_t rows_per_kv_head(const struct attention *a) { return rows_per_query(a) * a->queries; }
 
-/* Tokens of a block: the same for all pieces. Measured on an AMD EPYC 9004 (Zen 4): where values are added faster than
- * they come, changing between keys and values costs least. */
+/* Tokens of a block: the same for all pieces. Scores of many rows are to fit the second cache. */
 static int64_t tokens_in_order(const struct attention *a) {
-  if (a->kv_type == FLOAT32 || a->heads * a->queries > 64) return SUM_TOKENS;
-  return WIDTH == 16 ? MOST_IN_ORDER : MOST_IN_ORDER / 2;
+  return a->heads * a->queries > 64 ? SUM_TOKENS : block_tokens(a->kv_type);
 }
 
 /* Whether scores can come from bfloat16 as it is: see attend_group.h. */

@@ -34,7 +34,7 @@ from treeattn.errors import ArgumentError
 from treeattn.llama.attended import Attended
 from treeattn.llama.drafts import Drafter, ModelDrafts, NgramDrafts
 from treeattn.llama.generate import Continuation, Drafting, generate
-from treeattn.llama.model import WEIGHTS, Llama
+from treeattn.llama.model import WEIGHT_DTYPES, WEIGHTS, Llama
 from treeattn.llama.remote_session import RemoteSession
 from treeattn.llama.sampling import Sampling
 from treeattn.llama.session import CACHE_DTYPES, Session
@@ -71,6 +71,8 @@ _sampling_options = options.grouped(
               help="Keys and values lie on the other ranks, which run treeattn cache-node.")  # fmt: skip
 @click.option("--weights", type=click.Choice(WEIGHTS), default="replicated",
               help="sharded: each rank reads and holds a part.")  # fmt: skip
+@click.option("--weight-dtype", type=click.Choice(WEIGHT_DTYPES),
+              help="Round matrices to it, by rows: fewer bytes a token, other logits.")  # fmt: skip
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu",
               help="Where each rank computes, and holds weights and cache.")  # fmt: skip
 @click.option("--transport",
@@ -100,6 +102,7 @@ def command(
     scheme: str | None,
     remote: bool,
     weights: str,
+    weight_dtype: str | None,
     device: str,
     transport: str | None,
     draft: str | None,
@@ -147,10 +150,11 @@ def command(
     output.open(world=world)
     _, shared = own_device(world, device)
     cores = ThreadLimits(world)
+    made_of: dict[str, Any] = {"device": device, "reproducible": reproducible, "weight_dtype": weight_dtype}
     if weights == "sharded":
-        model = Llama(directory, world, device=device, reproducible=reproducible)
+        model = Llama(directory, world, **made_of)
     else:
-        model = collectively(world, lambda: Llama(directory, device=device, reproducible=reproducible))
+        model = collectively(world, lambda: Llama(directory, **made_of))
 
     def read() -> tuple[Tokenizer | None, list[int]]:
         """Text is rank 0's business."""
@@ -198,6 +202,7 @@ def command(
     facts |= {
         "model": str(directory),
         "weights": weights,
+        "weight_dtype": weight_dtype,
         "draft": draft or (draft_model and str(draft_model)),
     }
     facts |= {"sampling": asdict(sampling), "blas_threads": cores.blas_threads}

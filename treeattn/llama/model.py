@@ -22,7 +22,7 @@ from treeattn.attention.shape import DTYPES
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.decoder.reproducible import find
-from treeattn.errors import RestrictionError
+from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.llama.config import Config, Rope, read_config
 from treeattn.llama.tensor_parallel import Linear, Loader, TensorParallelGroup, Tokens
 from treeattn.llama.weights import RandomWeights, Weights
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 #: Where weights are: all on every rank, or each on one.
 WEIGHTS = ("replicated", "sharded")
+#: Types that matrices may be rounded to when they are read.
+WEIGHT_DTYPES = ("int8",)
 
 #: Called with a layer's number, q [tokens, heads, cache_head_dim] and k, v [tokens, kv_heads, cache_head_dim]
 #: of the tokens of a forward pass, rotated, in arrays that will hold those of the next layer; returns what
@@ -103,7 +105,7 @@ class Attention:
     """Adds to x what its tokens attend to: o(attention(rotate(qkv(norm(x)))))."""
 
     def __init__(self, loader: Loader, prefix: str, layer: int, config: Config) -> None:
-        norm = loader.tensor(f"{prefix}input_layernorm.weight")
+        norm = loader.vector(f"{prefix}input_layernorm.weight")
         self._norm = RMSNorm(loader.device, norm, config.rms_norm_eps)
         maps = [f"{prefix}self_attn.{name}_proj" for name in "qkv"]
         self._qkv = loader.stacked(*maps, gather_output=True)
@@ -136,7 +138,7 @@ class FeedForward:
     """Adds to x its gated MLP: down(silu(gate(norm(x))) * up(norm(x)))."""
 
     def __init__(self, loader: Loader, prefix: str, config: Config) -> None:
-        norm = loader.tensor(f"{prefix}post_attention_layernorm.weight")
+        norm = loader.vector(f"{prefix}post_attention_layernorm.weight")
         self._norm = RMSNorm(loader.device, norm, config.rms_norm_eps)
         self._gate_up = loader.stacked(f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj")
         self._down = loader.linear(f"{prefix}mlp.down_proj")
@@ -164,11 +166,15 @@ class Llama:
     where it computes and where its weights lie, "cpu" or "cuda": each rank's go there once.
 
     cache_head_dim: of q, k and v, whose heads zeros fill up to the next one that the device has a kernel for:
-    scores stay what they are, and the results of the zeros are cut off. dtype: of its matrices, here.
+    scores stay what they are, and the results of the zeros are cut off. dtype: of its matrices, before they
+    are rounded.
+    weight_dtype: "int8" rounds every matrix when it is read, by the largest of each row, or of each rank's
+    part of it: on the processor a token reads half the bytes of 16-bit weights, and its logits are others.
     reproducible: a token's numbers have the same bits beside whatever other tokens of a pass, drafts or a
     prompt: linear maps sum in one order, by 16 tokens at a time, which makes a prompt slower.
     weight_bytes: what this rank holds.
-    norms_digest: SHA-256 of what every rank has whole, which tells models of one configuration apart.
+    norms_digest: SHA-256 of what every rank has whole, and of weight_dtype, which tells models of one
+    configuration apart.
 
     Raises `ArgumentError` for a directory that holds no such model, `BackendError` for a device that is not
     there or whose kernels are too narrow; with `comm` on every rank.
@@ -181,8 +187,9 @@ class Llama:
         *,
         device: str = "cpu",
         reproducible: bool = False,
+        weight_dtype: str | None = None,
     ) -> None:
-        self.reproducible = reproducible
+        self.reproducible, self.weight_dtype = reproducible, weight_dtype
         if comm is None:
             self._load(model, None, device)
             return
@@ -194,17 +201,24 @@ class Llama:
         watched = communicators.mpi_intracomm(comm, "a model with sharded weights")
         with Agreement(watched) as agreed:
             self._load(model, watched, device)
-            agreed.must_match = {"the model's device": device}
+            agreed.must_match = {"the model's device": device, "the model's weight_dtype": self.weight_dtype}
 
     def _load(self, model: str | Path | RandomWeights, comm: MpiCommunicator | None, device: str) -> None:
+        if self.weight_dtype not in (None, *WEIGHT_DTYPES):
+            raise ArgumentError(
+                f"weight_dtype {self.weight_dtype!r:.40}: use int8, or None for what files have"
+            )
+        if self.weight_dtype is not None and device != "cpu":
+            raise RestrictionError(
+                f"weight_dtype {self.weight_dtype} is of device cpu: leave it out on {device}"
+            )
         weights = model if isinstance(model, RandomWeights) else Weights(model, read_config(model))
         self.config = config = weights.config
         self.comm, self.device = comm, find(device, "tokens" if self.reproducible else None, 1)
         self.dtype = weights.dtype if device == "cpu" else "float32"
         self.cache_head_dim = self.device.kernel_head_dim(config.head_dim)
-        loader = Loader(
-            weights, self.device, None if comm is None else TensorParallelGroup(comm, self.device)
-        )
+        group = None if comm is None else TensorParallelGroup(comm, self.device)
+        loader = Loader(weights, self.device, group, self.weight_dtype == "int8")
         self._embedding, self._head = loader.vocabulary()
         self._layers: list[tuple[Attention, FeedForward]] = []
         for layer in range(config.layers):
@@ -212,9 +226,9 @@ class Llama:
             self._layers.append(
                 (Attention(loader, prefix, layer, config), FeedForward(loader, prefix, config))
             )
-        self._norm = RMSNorm(self.device, loader.tensor("model.norm.weight"), config.rms_norm_eps)
+        self._norm = RMSNorm(self.device, loader.vector("model.norm.weight"), config.rms_norm_eps)
         self._frequencies = inverse_frequencies(config.rope, config.head_dim)
-        self.weight_bytes, digest = loader.nbytes, hashlib.sha256()
+        self.weight_bytes, digest = loader.nbytes, hashlib.sha256((self.weight_dtype or "").encode())
         for name in weights.shapes:
             if name.endswith("norm.weight"):
                 digest.update(weights.read(name).tobytes())

@@ -120,6 +120,7 @@ class Session:
                 "sampling": self._sampling,
                 "sharded weights": sharded,
                 "reproducible": model.reproducible,
+                "the model's weight_dtype": model.weight_dtype,
                 **{f"the model's {one.name}": getattr(config, one.name) for one in fields(config)},
                 "the digest of the model's norms": f"{model.norms_digest:.16}",
             }

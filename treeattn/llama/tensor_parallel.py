@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from treeattn.backends.cpu.int8_rows import Int8Rows
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import MpiCommunicator
@@ -30,9 +31,11 @@ _BLOCK = 1024  # tokens of a prompt whose vectors travel at once
 
 class Linear:
     """A map of x [tokens, in] to x @ weight.T + bias [tokens, out] in float32, or several of one input whose
-    outputs stand side by side; weights: [out, in] of each, as the model has them."""
+    outputs stand side by side; weights: [out, in] of each, as the model has them or rounded to int8."""
 
-    def __init__(self, device: Device, weights: Sequence[Array], bias: Array | None = None) -> None:
+    def __init__(
+        self, device: Device, weights: Sequence[Array | Int8Rows], bias: Array | None = None
+    ) -> None:
         self.device, self.weights, self.bias = device, weights, bias
         self._product = device.product(weights)
 
@@ -52,7 +55,7 @@ class Linear:
 class Embedding:
     """The vectors [tokens, hidden_size] of token numbers, which lie on the host."""
 
-    def __init__(self, device: Device, weight: Array) -> None:
+    def __init__(self, device: Device, weight: Array | Int8Rows) -> None:
         self.device, self.weight = device, weight
 
     def __call__(self, tokens: Tokens, sequence_parallel: bool) -> Array:
@@ -170,7 +173,7 @@ class ColumnParallelLinear(Linear):
     def gather_weights(self) -> Linear:
         bias = None if self.bias is None else self._gather(self.bias[:, None])[:, 0]
         pairs = zip(self._gather_each, self.weights, strict=True)
-        return Linear(self.device, [gather(weight) for gather, weight in pairs], bias)
+        return Linear(self.device, [gather(weight[:]) for gather, weight in pairs], bias)
 
 
 class RowParallelLinear(Linear):
@@ -187,13 +190,13 @@ class RowParallelLinear(Linear):
         return self._add_bias(self._group.all_reduce(self._product(mine)))
 
     def gather_weights(self) -> Linear:
-        return Linear(self.device, [self._gather(self.weights[0].T).T], self.bias)
+        return Linear(self.device, [self._gather(self.weights[0][:].T).T], self.bias)
 
 
 class VocabParallelEmbedding(Embedding):
     """The vectors of tokens, of which every rank holds some and adds 0 for the others. Collective."""
 
-    def __init__(self, group: TensorParallelGroup, axis: ShardedAxis, weight: Array) -> None:
+    def __init__(self, group: TensorParallelGroup, axis: ShardedAxis, weight: Array | Int8Rows) -> None:
         super().__init__(group.device, weight)
         self._group, self._own = group, axis.shard(group.rank, group.size)
 
@@ -221,18 +224,30 @@ class VocabParallelEmbedding(Embedding):
 
 
 class Loader:
-    """Loads maps onto a device: whole, or with `group` this rank's part of each; nbytes: of all of them."""
+    """Loads maps onto a device: whole, or with `group` this rank's part of each; int8: whether matrices are
+    rounded to it; nbytes: of all of them."""
 
     def __init__(
-        self, weights: Weights | RandomWeights, device: Device, group: TensorParallelGroup | None
+        self,
+        weights: Weights | RandomWeights,
+        device: Device,
+        group: TensorParallelGroup | None,
+        int8: bool = False,
     ) -> None:
-        self.weights, self.device, self._group, self.nbytes = weights, device, group, 0
+        self.weights, self.device, self._group, self._int8, self.nbytes = weights, device, group, int8, 0
 
-    def tensor(self, name: str) -> Array:
-        """A tensor on the device, or this rank's part of it."""
+    def vector(self, name: str) -> Array:
+        """A vector on the device, or this rank's part of it."""
+        placed: Array = self.device.weights(self.weights.read(name, self._own(name)))
+        self.nbytes += placed.nbytes
+        return placed
+
+    def matrix(self, name: str) -> Array | Int8Rows:
+        """The same of a matrix."""
         summed = name.endswith(("o_proj.weight", "down_proj.weight"))
         part = (None, self._own(name)) if summed else (self._own(name), None)
-        placed: Array = self.device.weights(self.weights.read(name, *part))
+        read = self.weights.read(name, *part)
+        placed = Int8Rows.rounded(read) if self._int8 else self.device.weights(read)
         self.nbytes += placed.nbytes
         return placed
 
@@ -248,17 +263,17 @@ class Loader:
 
     def vocabulary(self) -> tuple[Embedding, Linear]:
         """The embedding and the head, which are one matrix where they are tied."""
-        embedding, group, axis = self.tensor(EMBEDDING), self._group, self._axis("lm_head")
+        embedding, group, axis = self.matrix(EMBEDDING), self._group, self._axis("lm_head")
         if self.weights.config.tied:
             self.weights.check_tied(self._own(HEAD))
-        head = Linear(self.device, [embedding if self.weights.config.tied else self.tensor(HEAD)])
+        head = Linear(self.device, [embedding if self.weights.config.tied else self.matrix(HEAD)])
         if group is None:
             return Embedding(self.device, embedding), head
         return VocabParallelEmbedding(group, axis, embedding), ColumnParallelLinear(group, [axis], head, True)
 
     def _part(self, *names: str) -> Linear:
-        biases = [self.tensor(f"{name}.bias") for name in names if f"{name}.bias" in self.weights.shapes]
-        weights = [self.tensor(f"{name}.weight") for name in names]
+        biases = [self.vector(f"{name}.bias") for name in names if f"{name}.bias" in self.weights.shapes]
+        weights = [self.matrix(f"{name}.weight") for name in names]
         bias = self.device.namespace.concatenate(biases) if biases else None
         return Linear(self.device, weights, bias)
 
