@@ -3,9 +3,10 @@
 `transformers` on the processor and `treeattn generate`, one after the other and again, each in processes
 of its own, with the same total threads: two. On a busy machine two threads wait for each other, so
 `transformers` on one is there as well. The same random prompt, the same number of tokens, greedily, in the
-type of DIR's weights; tokens of 16-bit weights may differ, since `transformers` rounds every step. Between
-them two threads read as many bytes as weights and cache are, by the fastest way of `treeattn roofline`.
-And attention alone with its communication, a token of all layers, on 4 ranks, by tree and by ring in turn.
+type of DIR's weights, and once rounded to int8; tokens of 16-bit weights may differ, since `transformers`
+rounds every step. Between them two threads read as many bytes as weights and cache are, by the fastest way of
+`treeattn roofline`. And attention alone with its communication, a token of all layers, on 4 ranks, by tree and
+by ring in turn.
 PYTHON: one that has the extra `oracle`. With --llama-cpp PYTHON --gguf FILE llama.cpp runs too, by
 llama-cpp-python 0.3.36: its file of 4 bits as it is, and widened to bfloat16.
 
@@ -133,19 +134,29 @@ def beside_others(options: argparse.Namespace) -> list[dict[str, Any]]:
         "1 rank": lambda: ours(options, 1),
         "2 ranks, weights replicated": lambda: ours(options, 2),
         "2 ranks, weights sharded": lambda: ours(options, 2, "--weights", "sharded"),
+        "1 rank, weights in int8": lambda: ours(options, 1, "--weight-dtype", "int8"),
+        "2 ranks, weights sharded, in int8": lambda: ours(
+            options, 2, "--weights", "sharded", "--weight-dtype", "int8"
+        ),
     }
     if options.gguf:
         cases["llama.cpp, 2 threads"] = lambda: theirs(options, [*llama_cpp, "bfloat16"], 2)
         cases["llama.cpp, its file of 4 bits, 2 threads"] = lambda: theirs(options, [*llama_cpp, "4"], 2)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
-    reading: list[float] = []
+    reading: dict[str, list[float]] = {"1 rank": [], "1 rank, weights in int8": []}
     for _ in range(options.repeats):
         for name, run in cases.items():
             found[name].append(run())
-        reading.append(reading_ms(found["1 rank"][0]["read_bytes"]))
-    print(f"reading weights and cache once {statistics.median(reading):.1f} ms (at best {min(reading):.1f})")
+        for name, times in reading.items():
+            times.append(reading_ms(found[name][0]["read_bytes"]))
+    for name, times in reading.items():
+        print(f"{name}: reading it all once {statistics.median(times):.1f} ms (at best {min(times):.1f})")
     wanted = found["transformers, 2 threads"][0]["tokens"]
-    return [row(name, runs, wanted) | {"reading_ms": reading} for name, runs in found.items()]
+    plain, rounded = reading.values()
+    return [
+        row(name, runs, wanted) | {"reading_ms": rounded if "int8" in name else plain}
+        for name, runs in found.items()
+    ]
 
 
 def reading_ms(size: int, threads: int = 2) -> float:

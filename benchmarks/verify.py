@@ -45,7 +45,7 @@ def measure(group: int, repeats: int) -> dict[str, Any]:
     k, v = draw.standard_normal((2, 1, TOKENS, KV_HEADS, HEAD_DIM), np.float32)
     alone = [np.ascontiguousarray(q[:, node : node + 1]) for node in range(nodes)]
     plan = {"heads": group * KV_HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": "float32"}
-    limits, reading, times = roofline._Limits(compile.library(compile.chosen_isa())), math.inf, []
+    limits, reading, times = roofline.Limits(compile.library(compile.chosen_isa())), math.inf, []
     world = communicators.world()
     with Verifier(world, nodes=nodes, **plan) as verifier, treeattn.Decoder(world, **plan) as decoder:
         for _ in range(repeats + 1):

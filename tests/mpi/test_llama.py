@@ -457,3 +457,31 @@ def test_drafts_layouts_and_ranks_change_no_bit_of_a_logit(comm, written):
 def test_sharded_weights_are_not_reproducible(comm, tied):
     with pytest.raises(RestrictionError, match="weights that every rank has whole"):
         Llama(tied, comm, reproducible=True)
+
+
+def test_int8_weights_are_one_model_in_prompts_and_steps(comm, written, weights):
+    """A step reads int8, a prompt what it stands for, gathered from all parts: as near to the weights that
+    were rounded as 255 numbers for a row allow."""
+    directory, placed = written("biases"), comm if weights == "sharded" else None
+    model, plain = Llama(directory, placed, weight_dtype="int8"), Llama(directory, placed)
+    assert model.weight_bytes < 0.4 * plain.weight_bytes  # vectors and scales are as they were
+    logits = {}
+    for name, one, prompt in (("step", model, 39), ("prompt", model, 40), ("plain", plain, 40)):
+        with Session(comm, one, PROMPT[:prompt], capacity=48, cache_dtype="float32") as session:
+            made = session.prefill()
+            logits[name] = made if prompt == 40 else session.step(int(PROMPT[39]))
+    assert_logits(logits["step"], logits["prompt"])
+    off = np.abs(logits["step"] - logits["plain"]).max() / np.abs(logits["plain"]).max()
+    assert 1e-4 < off < 0.15  # a tiny model of random numbers: 0.06 with the weights of one rank
+
+
+def test_ranks_agree_on_the_type_of_weights(comm, tied):
+    wanted = "weight_dtype differs between ranks" if comm.size > 1 else "weight_dtype 'int4': use int8"
+    with pytest.raises(TreeattnError, match=wanted):
+        Llama(tied, comm, weight_dtype="int4" if comm.size == 1 else "int8" if comm.rank else None)
+    model = Llama(tied, weight_dtype="int8" if comm.rank else None)
+    if comm.size > 1:
+        with pytest.raises(TreeattnError, match="weight_dtype differs between ranks"):
+            Session(comm, model, PROMPT[:9], capacity=9)
+    with pytest.raises(TreeattnError, match="weight_dtype int8 is of device cpu: leave it out on cuda"):
+        Llama(tied, device="cuda", weight_dtype="int8")

@@ -71,7 +71,7 @@ def measure(
     if max(threads) > cpu.MAX_THREADS:
         raise ArgumentError(f"{max(threads)} threads: {cpu.MAX_THREADS} are the most of one process")
     _check_room(tokens, max(np.dtype(DTYPES[dtype]).itemsize for dtype in dtypes))
-    limits = _Limits(compile.library(compile.chosen_isa()))
+    limits = Limits(compile.library(compile.chosen_isa()))
     rows = []
     for dtype in dtypes:
         k, v = (_cache(tokens, DTYPES[dtype], seed) for seed in (1, 2))
@@ -98,7 +98,7 @@ def _check_room(tokens: int, itemsize: int) -> None:
         )
 
 
-def _row(limits: _Limits, k: Any, v: Any, group: int, threads: int, repeats: int) -> dict[str, Any]:
+def _row(limits: Limits, k: Any, v: Any, group: int, threads: int, repeats: int) -> dict[str, Any]:
     tokens, heads = k.shape[1], group * k.shape[2]
     q = np.random.default_rng(0).standard_normal((1, 1, heads, _HEAD_DIM)).astype(k.dtype)
     records = partial.identity((1, heads, 1), _HEAD_DIM)
@@ -126,7 +126,7 @@ def _row(limits: _Limits, k: Any, v: Any, group: int, threads: int, repeats: int
     }
 
 
-class _Limits:
+class Limits:
     """The yardsticks of kernels/cpu/roofline.c."""
 
     multiply_add_rate = 0.0
