@@ -4,9 +4,9 @@
 of its own, with the same total threads: two. On a busy machine two threads wait for each other, so
 `transformers` on one is there as well. The same random prompt, the same number of tokens, greedily, in the
 type of DIR's weights, and once rounded to int8; tokens of 16-bit weights may differ, since `transformers`
-rounds every step. Between them two threads read as many bytes as weights and cache are, by the fastest way of
-`treeattn roofline`. And attention alone with its communication, a token of all layers, on 4 ranks, by tree and
-by ring in turn.
+rounds every step. Between them two threads read as many bytes as weights and cache are, by the fastest way
+of `treeattn roofline`. And attention alone with its communication, a token of all layers, on 4 ranks, by tree
+and by ring in turn.
 PYTHON: one that has the extra `oracle`. With --llama-cpp PYTHON --gguf FILE llama.cpp runs too, by
 llama-cpp-python 0.3.36: its file of 4 bits as it is, and widened to bfloat16.
 

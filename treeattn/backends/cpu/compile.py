@@ -6,8 +6,8 @@ The instruction set is part of a compiled file's name and comes from explicit fl
 Environment, each read here and nowhere else:
 
 - ``CC``: the compiler, with arguments if need be; default ``cc``.
-- ``TREEATTN_CACHE``: where compiled kernels are kept; default ``$XDG_CACHE_HOME/treeattn``, else
-  ``~/.cache/treeattn``, else a private folder among the temporary files.
+- ``TREEATTN_CACHE``: where compiled kernels are kept, and what was tuned; default
+  ``$XDG_CACHE_HOME/treeattn``, else ``~/.cache/treeattn``, else a private folder among the temporary files.
 - ``TREEATTN_ISA``: use this instruction set, one of `ISA_FLAGS` that the processor has.
 """
 
@@ -18,6 +18,7 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import json
 import os
 import platform
 import shlex
@@ -28,6 +29,7 @@ from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
+from treeattn.backends.cpu import tuned
 from treeattn.errors import ArgumentError, BackendError
 
 #: Compiler flags of each instruction set, the fastest first.
@@ -89,13 +91,53 @@ def compiled_kernels_problem() -> str | None:
 
 def loaded() -> tuple[ctypes.CDLL | None, str | None]:
     """The compiled kernels, or why there are none."""
-    return _load(chosen_isa())
+    return _load(chosen_isa(), *_tried)
+
+
+@contextlib.contextmanager
+def trying(chosen: tuned.Chosen) -> Iterator[None]:
+    """Let `loaded` give kernels with these settings, whatever was tuned."""
+    _tried[:] = [tuned.flags(chosen)]
+    try:
+        yield
+    finally:
+        _tried.clear()
+
+
+_tried: list[tuple[str, ...]] = []
+
+
+def chosen_settings(isa: str) -> tuned.Chosen:
+    """What was tuned for this processor; nothing: the defaults of the sources hold."""
+    return tuned.read(tuned.file(_chosen_folder(), isa, _processor("model name")))
+
+
+def write_settings(isa: str, chosen: tuned.Chosen) -> Path:
+    """Keep settings for processes that start from now on; returns the file. Those of the sources: nothing is
+    to be kept. Raises `ArgumentError` where ``TREEATTN_CACHE`` cannot be written."""
+    path = tuned.file(_writable_folder(), isa, _processor("model name"))
+    if chosen == default_settings(isa):
+        path.unlink(missing_ok=True)
+    else:
+        path.write_text(json.dumps(chosen) + "\n", encoding="utf-8")
+    return path
+
+
+def default_settings(isa: str) -> tuned.Chosen:
+    """Those of the sources, as the compiler sees them. Raises `BackendError` where there is none."""
+    with tempfile.TemporaryDirectory(prefix="treeattn-build-") as build:
+        for name, content in _sources().items():
+            (Path(build) / name).write_bytes(content)
+        said = _run([*_compiler(), *ISA_FLAGS[isa], "-dM", "-E", str(Path(build) / "tuned.h")])
+    lines = (line.split(maxsplit=2) for line in said.splitlines())
+    found = {name: numbers for _, name, numbers in (line for line in lines if len(line) == 3)}
+    return {name: [int(number) for number in found[name].split(",")] for name in tuned.SETTINGS}
 
 
 @functools.cache
-def _load(isa: str) -> tuple[ctypes.CDLL | None, str | None]:
+def _load(isa: str, *tried: tuple[str, ...]) -> tuple[ctypes.CDLL | None, str | None]:
     try:
-        kernels = library(isa)
+        kernels = library(isa, *tried)
     except BackendError as error:
         return None, str(error)
     for names, result in _RESULTS.items():
@@ -105,13 +147,14 @@ def _load(isa: str) -> tuple[ctypes.CDLL | None, str | None]:
 
 
 @functools.cache
-def library(isa: str) -> ctypes.CDLL:
-    """The kernels compiled for an instruction set, now if they never were.
+def library(isa: str, *tried: tuple[str, ...]) -> ctypes.CDLL:
+    """The kernels compiled for an instruction set, now if they never were; tried: with flags instead of those
+    that were tuned.
 
     Raises `BackendError` where there is no compiler, it refuses the sources, or what it made cannot be
     loaded, `ArgumentError` where ``TREEATTN_CACHE`` cannot be written.
     """
-    path = library_path(isa)
+    path = library_path(isa, *tried)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -121,7 +164,7 @@ def library(isa: str) -> ctypes.CDLL:
         ) from error
 
 
-def library_path(isa: str) -> Path:
+def library_path(isa: str, *tried: tuple[str, ...]) -> Path:
     """The file with the kernels for one instruction set, compiled now if it is not there or damaged.
 
     One process of a machine compiles while the others wait; where it fails, they fail of the same. The
@@ -130,14 +173,9 @@ def library_path(isa: str) -> Path:
     Where there is no compiler, as on the compute nodes of some clusters, what another machine with
     the same cache folder compiled from the same sources serves too.
     """
-    try:
-        compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
-    except ValueError as error:
-        raise BackendError(f"CC={os.environ['CC']} cannot be read as a command: {error}") from None
-    sources = _sources()
-    stem = (
-        f"kernels-{isa}-{_digest(platform.machine(), platform.system(), *_FLAGS, *ISA_FLAGS[isa], sources)}"
-    )
+    compiler, sources = _compiler(), _sources()
+    flags = *_FLAGS, *ISA_FLAGS[isa], *(tried[0] if tried else tuned.flags(chosen_settings(isa)))
+    stem = f"kernels-{isa}-{_digest(platform.machine(), platform.system(), *flags, sources)}"
     try:
         version = _run([*compiler, "--version"])
     except BackendError:
@@ -151,8 +189,16 @@ def library_path(isa: str) -> Path:
         return path
     path = _writable_folder() / name
     if not _is_whole(path):
-        _compile_once([*compiler, *_FLAGS, *ISA_FLAGS[isa]], sources, path)
+        _compile_once([*compiler, *flags], sources, path)
     return path
+
+
+def _compiler() -> list[str]:
+    """The command that ``CC`` names."""
+    try:
+        return shlex.split(os.environ.get("CC", "")) or ["cc"]
+    except ValueError as error:
+        raise BackendError(f"CC={os.environ['CC']} cannot be read as a command: {error}") from None
 
 
 def _compile_once(command: list[str], sources: dict[str, bytes], path: Path) -> None:

@@ -27,7 +27,7 @@ from treeattn.study.roofline.reading import Reader, fastest_reader, seconds
 DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 _KV_HEADS = 8
-_HEAD_DIM = 128
+HEAD_DIM = 128
 
 
 def measure(
@@ -53,28 +53,20 @@ def measure(
         second; ``reader``: in which way. ``rows``: for each case ``dtype``, ``group``, ``tokens``,
         ``threads``; ``gb_s``: bytes of the cache per second; ``percent_of_read_rate``: of one core's
         beside this case; ``percent_of_bound``: of the slower of reading and arithmetic with that many
-        threads; ``microseconds``. Also the ``isa`` and the ``order`` of reading in use, and
-        ``multiply_add_rate_g_s``, 10^9 per second.
+        threads; ``microseconds``. Also the ``isa``, the ``order`` of reading and what was ``tuned`` that are
+        in use, and ``multiply_add_rate_g_s``, 10^9 per second.
 
     Raises:
         ArgumentError: an unknown type, a number that is not positive, more than the machine has room for.
         BackendError: there are no compiled kernels here, and why.
     """
-    problem = cpu.compiled_kernels_problem()
-    if problem:
-        raise BackendError(f"nothing to measure without compiled kernels: {problem}")
-    unknown = set(dtypes) - set(DTYPES)
-    if unknown:
-        raise ArgumentError(f"dtype {', '.join(sorted(unknown))}: choose from {', '.join(DTYPES)}")
-    if min(tokens, repeats, *groups, *threads) < 1:
-        raise ArgumentError("tokens, groups, threads and repeats must be positive")
+    check(tokens, dtypes, repeats, *groups, *threads)
     if max(threads) > cpu.MAX_THREADS:
         raise ArgumentError(f"{max(threads)} threads: {cpu.MAX_THREADS} are the most of one process")
-    _check_room(tokens, max(np.dtype(DTYPES[dtype]).itemsize for dtype in dtypes))
     limits = Limits(compile.library(compile.chosen_isa()))
     rows = []
     for dtype in dtypes:
-        k, v = (_cache(tokens, DTYPES[dtype], seed) for seed in (1, 2))
+        k, v = (cache(tokens, DTYPES[dtype], seed) for seed in (1, 2))
         for group in groups:
             for count in threads:
                 rows.append(_row(limits, k, v, group, count, repeats) | {"dtype": dtype})
@@ -85,12 +77,23 @@ def measure(
         "multiply_add_rate_g_s": limits.multiply_add_rate / 1e9,
         "isa": compile.chosen_isa(),
         "order": cpu.read_order(),
+        "tuned": dict(compile.chosen_settings(compile.chosen_isa())),
         "rows": rows,
     }
 
 
-def _check_room(tokens: int, itemsize: int) -> None:
-    needed, free = 2 * tokens * _KV_HEADS * _HEAD_DIM * itemsize, environment.free_memory()
+def check(tokens: int, dtypes: Sequence[str], *counts: int) -> None:
+    """Raise `ArgumentError` or `BackendError` for what cannot be measured here."""
+    problem = cpu.compiled_kernels_problem()
+    if problem:
+        raise BackendError(f"nothing to measure without compiled kernels: {problem}")
+    unknown = set(dtypes) - set(DTYPES)
+    if unknown:
+        raise ArgumentError(f"dtype {', '.join(sorted(unknown))}: choose from {', '.join(DTYPES)}")
+    if min(tokens, *counts) < 1:
+        raise ArgumentError("tokens, groups, threads and repeats must be positive")
+    itemsize = max(np.dtype(DTYPES[dtype]).itemsize for dtype in dtypes)
+    needed, free = 2 * tokens * _KV_HEADS * HEAD_DIM * itemsize, environment.free_memory()
     if free is not None and needed > free:
         raise ArgumentError(
             f"a cache of {tokens:,} tokens takes {needed / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are free: "
@@ -100,9 +103,9 @@ def _check_room(tokens: int, itemsize: int) -> None:
 
 def _row(limits: Limits, k: Any, v: Any, group: int, threads: int, repeats: int) -> dict[str, Any]:
     tokens, heads = k.shape[1], group * k.shape[2]
-    q = np.random.default_rng(0).standard_normal((1, 1, heads, _HEAD_DIM)).astype(k.dtype)
-    records = partial.identity((1, heads, 1), _HEAD_DIM)
-    attention = cpu.PlannedAttention(records, scale=_HEAD_DIM**-0.5, threads=threads)
+    q = np.random.default_rng(0).standard_normal((1, 1, heads, HEAD_DIM)).astype(k.dtype)
+    records = partial.identity((1, heads, 1), HEAD_DIM)
+    attention = cpu.PlannedAttention(records, scale=HEAD_DIM**-0.5, threads=threads)
     attention(q, k, v)  # allocates, and starts threads
     alone, together, step = (math.inf,) * 3
     for _ in range(repeats):
@@ -112,7 +115,7 @@ def _row(limits: Limits, k: Any, v: Any, group: int, threads: int, repeats: int)
         limits.run_arithmetic()
         step = min(step, seconds(lambda: attention(q, k, v), threads))
     size = k.nbytes + v.nbytes
-    arithmetic = 2 * tokens * heads * _HEAD_DIM / limits.multiply_add_rate / threads
+    arithmetic = 2 * tokens * heads * HEAD_DIM / limits.multiply_add_rate / threads
     return {
         "dtype": "",
         "group": group,
@@ -154,7 +157,7 @@ class Limits:
         self.multiply_add_rate = max(self.multiply_add_rate, done / taken)
 
 
-def _cache(tokens: int, dtype: Any, seed: int) -> Any:
+def cache(tokens: int, dtype: Any, seed: int) -> Any:
     """Keys or values [1, tokens, kv_heads, head_dim]: random, but the same 1024 tokens again and again."""
-    block = np.random.default_rng(seed).standard_normal((1024, _KV_HEADS, _HEAD_DIM)).astype(dtype)
-    return np.resize(block, (1, tokens, _KV_HEADS, _HEAD_DIM))
+    block = np.random.default_rng(seed).standard_normal((1024, _KV_HEADS, HEAD_DIM)).astype(dtype)
+    return np.resize(block, (1, tokens, _KV_HEADS, HEAD_DIM))
