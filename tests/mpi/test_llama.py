@@ -483,5 +483,3 @@ def test_ranks_agree_on_the_type_of_weights(comm, tied):
     if comm.size > 1:
         with pytest.raises(TreeattnError, match="weight_dtype differs between ranks"):
             Session(comm, model, PROMPT[:9], capacity=9)
-    with pytest.raises(TreeattnError, match="weight_dtype int8 is of device cpu: leave it out on cuda"):
-        Llama(tied, device="cuda", weight_dtype="int8")

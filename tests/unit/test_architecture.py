@@ -110,10 +110,11 @@ def test_every_file_named_on_the_page_exists():
         assert all(any(list(top.glob(path)) for top in tops) for path in paths), name
 
 
-# What only one of the backends has: NumPy in place of compiled kernels, reproducible records; the GPU's
-# libraries, and how its kernels are built, cut into blocks and given pages.
+# What only one of the backends has: NumPy in place of compiled kernels, reproducible records, weights of
+# int8, settings for a processor; the GPU's libraries, and how its kernels are built, cut into blocks and
+# given pages.
 ALONE = {
-    "cpu": {"bins", "blocked"},
+    "cpu": {"bins", "blocked", "int8_rows", "tuned"},
     "cuda": {
         "block_table", "cache", "cupy_runtime", "cupy_stopwatch", "driver", "pull", "runtime", "splits",
         "variants",

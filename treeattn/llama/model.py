@@ -208,17 +208,13 @@ class Llama:
             raise ArgumentError(
                 f"weight_dtype {self.weight_dtype!r:.40}: use int8, or None for what files have"
             )
-        if self.weight_dtype is not None and device != "cpu":
-            raise RestrictionError(
-                f"weight_dtype {self.weight_dtype} is of device cpu: leave it out on {device}"
-            )
         weights = model if isinstance(model, RandomWeights) else Weights(model, read_config(model))
         self.config = config = weights.config
         self.comm, self.device = comm, find(device, "tokens" if self.reproducible else None, 1)
         self.dtype = weights.dtype if device == "cpu" else "float32"
         self.cache_head_dim = self.device.kernel_head_dim(config.head_dim)
         group = None if comm is None else TensorParallelGroup(comm, self.device)
-        loader = Loader(weights, self.device, group, self.weight_dtype == "int8")
+        loader = Loader(weights, self.device, group, self.weight_dtype)
         self._embedding, self._head = loader.vocabulary()
         self._layers: list[tuple[Attention, FeedForward]] = []
         for layer in range(config.layers):

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treeattn.backends.cpu.int8_rows import Int8Rows
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import MpiCommunicator
@@ -23,6 +22,9 @@ from treeattn.llama.config import Config
 from treeattn.llama.weights import EMBEDDING, HEAD, RandomWeights, Weights, shapes
 from treeattn.partial import Array
 from treeattn.shards import block, parts
+
+if TYPE_CHECKING:
+    from treeattn.backends.cpu.int8_rows import Int8Rows
 
 Tokens = NDArray[np.int64]
 
@@ -224,17 +226,17 @@ class VocabParallelEmbedding(Embedding):
 
 
 class Loader:
-    """Loads maps onto a device: whole, or with `group` this rank's part of each; int8: whether matrices are
-    rounded to it; nbytes: of all of them."""
+    """Loads maps onto a device: whole, or with `group` this rank's part of each; dtype: what
+    `Device.weights` rounds matrices to; nbytes: of all of them."""
 
     def __init__(
         self,
         weights: Weights | RandomWeights,
         device: Device,
         group: TensorParallelGroup | None,
-        int8: bool = False,
+        dtype: str | None = None,
     ) -> None:
-        self.weights, self.device, self._group, self._int8, self.nbytes = weights, device, group, int8, 0
+        self.weights, self.device, self._group, self._dtype, self.nbytes = weights, device, group, dtype, 0
 
     def vector(self, name: str) -> Array:
         """A vector on the device, or this rank's part of it."""
@@ -246,8 +248,7 @@ class Loader:
         """The same of a matrix."""
         summed = name.endswith(("o_proj.weight", "down_proj.weight"))
         part = (None, self._own(name)) if summed else (self._own(name), None)
-        read = self.weights.read(name, *part)
-        placed = Int8Rows.rounded(read) if self._int8 else self.device.weights(read)
+        placed: Array | Int8Rows = self.device.weights(self.weights.read(name, *part), self._dtype)
         self.nbytes += placed.nbytes
         return placed
 

@@ -15,6 +15,7 @@ from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.shape import Shape, as_tensor, bits_of
 from treeattn.backends.cpu import arguments, compile
 from treeattn.backends.cpu.attention import PlannedAttention, check_environment
+from treeattn.backends.cpu.int8_rows import Int8Rows
 from treeattn.backends.cpu.multiply_rows import PlannedProduct
 from treeattn.backends.cpu.records import MergeOperator, planned_finish, planned_pack, planned_scale
 from treeattn.collectives.runtime.memory import HOST
@@ -108,9 +109,9 @@ class Cpu:
     def most_queries(self, heads: int, kv_heads: int) -> int | None:
         return None
 
-    def weights(self, array: Array) -> Array:
+    def weights(self, array: Array, dtype: str | None = None) -> Array | Int8Rows:
         """The array itself, of 16 bits too."""
-        return array
+        return Int8Rows.rounded(array) if dtype == "int8" else array
 
     def product(self, matrices: Sequence[Any]) -> Callable[[Any], Any]:
         """The compiled kernel for a few vectors, or NumPy."""

@@ -9,7 +9,6 @@ import numpy as np
 
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
-from treeattn.shards import parts
 
 #: Elements that are widened at once.
 WIDENED = 1 << 20
@@ -30,7 +29,8 @@ class Int8Rows:
         """Each number of a matrix to the nearest of 255 that its row has, the largest of which is the row's.
         Raises `ArgumentError` for infinities and NaN."""
         made = cls(np.empty(matrix.shape, np.int8), np.empty(len(matrix), np.float32))
-        for rows in parts(len(matrix), max(1, WIDENED // max(1, matrix.shape[1]))):
+        step = max(1, WIDENED // max(1, matrix.shape[1]))
+        for rows in (slice(begin, begin + step) for begin in range(0, len(matrix), step)):
             some = widened(matrix[rows])
             scales = np.abs(some).max(axis=1, initial=0) / np.float32(127)
             if not np.isfinite(scales).all():
