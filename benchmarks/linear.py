@@ -96,10 +96,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--columns", type=int, default=576)
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    facts = {"cpu": environment.cpu_name(), "isa": compile.chosen_isa(), "software": environment.software()}
+    facts: dict[str, Any] = {
+        "command": "python benchmarks/linear.py" + " --model DIR" * bool(options.model),
+        "software": {name: what for name, what in environment.software().items() if name != "command"},
+        "cpu": environment.cpu_name(),
+        "isa": compile.chosen_isa(),
+    }
     facts["rows"] = product_rows(options.columns, options.repeats)
     if options.model:
         facts["logits"] = cost_in_logits(options.model)
