@@ -111,10 +111,10 @@ def test_every_file_named_on_the_page_exists():
 
 
 # What only one of the backends has: NumPy in place of compiled kernels, reproducible records, weights of
-# int8, settings for a processor; the GPU's libraries, and how its kernels are built, cut into blocks and
-# given pages.
+# int8, memory in large pages, settings for a processor; the GPU's libraries, and how its kernels are built,
+# cut into blocks and given pages.
 ALONE = {
-    "cpu": {"bins", "blocked", "int8_rows", "tuned"},
+    "cpu": {"bins", "blocked", "int8_rows", "large_pages", "tuned"},
     "cuda": {
         "block_table", "cache", "cupy_runtime", "cupy_stopwatch", "driver", "pull", "runtime", "splits",
         "variants",

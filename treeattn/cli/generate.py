@@ -154,7 +154,7 @@ def command(
     if weights == "sharded":
         model = Llama(directory, world, **made_of)
     else:
-        model = collectively(world, lambda: Llama(directory, **made_of))
+        model = collectively(world, lambda: Llama(directory, **made_of, mapped=cores.ranks > 1))
 
     def read() -> tuple[Tokenizer | None, list[int]]:
         """Text is rank 0's business."""

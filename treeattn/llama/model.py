@@ -159,7 +159,7 @@ class FeedForward:
 
 class Llama:
     """A model from a directory or from weights that are drawn. It computes in float32; on the processor its
-    matrices stay of the type that they have, which a token reads as they lie.
+    matrices stay of the type that they have.
 
     With `comm`, its ranks hold a part of the weights each: heads of the attention, rows and columns of the
     MLP, rows of the vocabulary; no rank reads another's part, and making the model is collective. `device` is
@@ -172,6 +172,8 @@ class Llama:
     part of it: on the processor a token reads half the bytes of 16-bit weights, and its logits are others.
     reproducible: a token's numbers have the same bits beside whatever other tokens of a pass, drafts or a
     prompt: linear maps sum in one order, by 16 tokens at a time, which makes a prompt slower.
+    mapped: matrices of the processor stay the pages of their files, which processes of a machine share, and
+    which are read half as fast as memory in large pages: where several hold the same.
     weight_bytes: what this rank holds.
     norms_digest: SHA-256 of what every rank has whole, and of weight_dtype, which tells models of one
     configuration apart.
@@ -188,10 +190,11 @@ class Llama:
         device: str = "cpu",
         reproducible: bool = False,
         weight_dtype: str | None = None,
+        mapped: bool = False,
     ) -> None:
         self.reproducible, self.weight_dtype = reproducible, weight_dtype
         if comm is None:
-            self._load(model, None, device)
+            self._load(model, None, device, mapped and device == "cpu" and weight_dtype is None)
             return
         if reproducible:
             raise RestrictionError(
@@ -203,12 +206,18 @@ class Llama:
             self._load(model, watched, device)
             agreed.must_match = {"the model's device": device, "the model's weight_dtype": self.weight_dtype}
 
-    def _load(self, model: str | Path | RandomWeights, comm: MpiCommunicator | None, device: str) -> None:
+    def _load(
+        self,
+        model: str | Path | RandomWeights,
+        comm: MpiCommunicator | None,
+        device: str,
+        mapped: bool = False,
+    ) -> None:
         if self.weight_dtype not in (None, *WEIGHT_DTYPES):
             raise ArgumentError(
                 f"weight_dtype {self.weight_dtype!r:.40}: use int8, or None for what files have"
             )
-        weights = model if isinstance(model, RandomWeights) else Weights(model, read_config(model))
+        weights = model if isinstance(model, RandomWeights) else Weights(model, read_config(model), mapped)
         self.config = config = weights.config
         self.comm, self.device = comm, find(device, "tokens" if self.reproducible else None, 1)
         self.dtype = weights.dtype if device == "cpu" else "float32"

@@ -240,7 +240,8 @@ class Loader:
 
     def vector(self, name: str) -> Array:
         """A vector on the device, or this rank's part of it."""
-        placed: Array = self.device.weights(self.weights.read(name, self._own(name)))
+        read = self.weights.read(name, self._own(name))
+        placed: Array = read if self.weights.mapped else self.device.weights(read)
         self.nbytes += placed.nbytes
         return placed
 
@@ -248,7 +249,8 @@ class Loader:
         """The same of a matrix."""
         summed = name.endswith(("o_proj.weight", "down_proj.weight"))
         part = (None, self._own(name)) if summed else (self._own(name), None)
-        placed: Array | Int8Rows = self.device.weights(self.weights.read(name, *part), self._dtype)
+        read = self.weights.read(name, *part)
+        placed: Array | Int8Rows = read if self.weights.mapped else self.device.weights(read, self._dtype)
         self.nbytes += placed.nbytes
         return placed
 

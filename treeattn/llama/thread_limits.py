@@ -26,7 +26,8 @@ class ThreadLimits:
     """
 
     def __init__(self, comm: MpiCommunicator) -> None:
-        ranks = len(next(ranks for ranks in communicators.node_groups(comm) if comm.rank in ranks))
+        #: How many ranks of the job are on this node.
+        self.ranks = ranks = len(next(one for one in communicators.node_groups(comm) if comm.rank in one))
         share = max(1, len(os.sched_getaffinity(0)) // ranks)
         self.blas_threads: int | None = None
         self._limits: Any = None

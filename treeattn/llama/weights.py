@@ -42,7 +42,8 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 class Weights:
-    """The tensors of a directory by name, mapped from their files: ranks of a node share the pages.
+    """The tensors of a directory by name. mapped: matrices that are read whole are the pages of their files,
+    which ranks of a node share.
 
     dtype: the name of the embedding's, and so of most matrices.
 
@@ -50,8 +51,8 @@ class Weights:
     names file and tensor where one is missing, or of a shape or type that the configuration does not have.
     """
 
-    def __init__(self, directory: str | Path, config: Config) -> None:
-        self.config, self.shapes = config, shapes(config)
+    def __init__(self, directory: str | Path, config: Config, mapped: bool = False) -> None:
+        self.config, self.shapes, self.mapped = config, shapes(config), mapped
         self._files: dict[str, files.CacheFile] = {}
         index, single = Path(directory) / _INDEX, Path(directory) / _SINGLE
         # A file of everything goes before an index that lies beside it, as with Hugging Face.
@@ -72,13 +73,13 @@ class Weights:
         self.dtype = str(self._files[EMBEDDING][EMBEDDING].dtype)
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Array:
-        """A matrix as the file holds it, its mapped pages; a part of one is read into memory of its own, and
-        nothing else is. A vector as float32."""
+        """A matrix as the file holds it, its pages where it is mapped; else it, or a part of it, is read into
+        memory of its own, and nothing else is. A vector as float32."""
         file = self._files[name]
         tensor = file[name]
         if tensor.ndim == 1:
             return np.asarray(tensor[rows or slice(None)], np.float32)
-        if rows is columns is None:
+        if self.mapped and rows is columns is None:
             whole: Array = tensor
             return whole
         height, width = map(range, tensor.shape)
@@ -97,7 +98,7 @@ class Weights:
 class RandomWeights:
     """Weights for times, which do not depend on them: norms of 1, all else drawn when it is read."""
 
-    dtype = "float32"
+    dtype, mapped = "float32", False
 
     def __init__(self, config: Config, seed: int = 0) -> None:
         self.config, self.shapes, self._seed = config, shapes(config), seed

@@ -26,6 +26,22 @@ def first_logits(path):
         return session.prefill()
 
 
+def test_mapped_matrices_give_the_same_bits(tmp_path):
+    """They are the file's pages; others are copies, one behind the other."""
+    path = write_model(tmp_path, "tied", dtype=np.float16)
+    models = [Llama(path, mapped=mapped) for mapped in (True, False)]
+    logits = []
+    for model in models:
+        with Session(MPI.COMM_SELF, model, PROMPT[:9], capacity=10) as session:
+            logits.append([session.prefill(), session.step(3)])
+    assert np.array_equal(*logits)
+    assert [model.weight_bytes for model in models] == [models[0].weight_bytes] * 2
+    mapped, placed = (model._embedding.weight for model in models)
+    assert not mapped.flags.writeable
+    assert placed.flags.writeable
+    assert placed.ctypes.data % 64 == 0
+
+
 def error_of(name, path):
     wanted = GOLDEN[f"{name}.logits"][0]
     return np.abs(first_logits(path) - wanted).max() / np.abs(wanted).max()

@@ -16,6 +16,7 @@ from treeattn.attention.shape import Shape, as_tensor, bits_of
 from treeattn.backends.cpu import arguments, compile
 from treeattn.backends.cpu.attention import PlannedAttention, check_environment
 from treeattn.backends.cpu.int8_rows import Int8Rows
+from treeattn.backends.cpu.large_pages import LargePages
 from treeattn.backends.cpu.multiply_rows import PlannedProduct
 from treeattn.backends.cpu.records import MergeOperator, planned_finish, planned_pack, planned_scale
 from treeattn.collectives.runtime.memory import HOST
@@ -36,6 +37,10 @@ class Cpu:
     namespace: Any = np
     #: Of `PlannedAttention`, where shards may not be of any length or cut.
     bounds: Mapping[str, Any] = MappingProxyType({})
+
+    @functools.cached_property
+    def _weights(self) -> LargePages:
+        return LargePages()
 
     def check_shape(self, shape: Shape) -> None:
         """Every shape is served; settings of the environment may be wrong."""
@@ -110,8 +115,11 @@ class Cpu:
         return None
 
     def weights(self, array: Array, dtype: str | None = None) -> Array | Int8Rows:
-        """The array itself, of 16 bits too."""
-        return Int8Rows.rounded(array) if dtype == "int8" else array
+        """A copy of the same type in `LargePages`."""
+        if dtype is None:
+            return self._weights.put(array)
+        rounded = Int8Rows.rounded(array)
+        return Int8Rows(self._weights.put(rounded.values), rounded.scales)
 
     def product(self, matrices: Sequence[Any]) -> Callable[[Any], Any]:
         """The compiled kernel for a few vectors, or NumPy."""
