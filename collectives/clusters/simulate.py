@@ -149,7 +149,10 @@ def simulate(
     ends = tuple(
         steps[-1].ended - before if steps else start for start, steps in zip(begin, run.steps, strict=True)
     )
-    bound = lower_bound(cluster, run.places, payload.bytes, run.executor, schedule.result == "replicated")
+    replicated = (
+        schedule.result == "replicated" and payload.copied_bytes is None
+    )  # else half as much at least
+    bound = lower_bound(cluster, run.places, payload.bytes, run.executor, replicated)
     return Simulation(
         schedule, cluster, run.places, name, max(ends), min(begin) + bound, begin, ends,
         tuple(map(tuple, run.steps)), run.traffic(), run.busiest_card(),
@@ -190,9 +193,10 @@ class _Run:
     ) -> None:
         self.cluster, self.places, self.executor = cluster, places, executor
         self.steps: list[list[Step]] = [[] for _ in range(schedule.size)]
+        copied, copying = payload.copied_bytes or payload.record_bytes, schedule.rounds_of("copying")
         for message in messages(schedule, payload.records, payload.group):
             tier = cluster.tier_between(places[message.src], places[message.dst])
-            size = message.records * payload.record_bytes
+            size = message.records * (copied if message.round + 1 in copying else payload.record_bytes)
             flight = Flight(message.round, message.src, message.dst, size, message.merge, tier)
             sender = self._step(message.src, message.round)
             receiver = self._step(message.dst, message.round)

@@ -26,7 +26,7 @@ from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Result, Schedule
 from treeattn.collectives.traffic import Payload
-from treeattn.decoder import auto, pipeline, reducers
+from treeattn.decoder import auto, finished_copies, pipeline, reducers
 from treeattn.decoder.reproducible import check_blocks
 from treeattn.decoder.request import Reduction, Request, check
 from treeattn.decoder.sight import Sight, agree
@@ -151,12 +151,14 @@ class Plan:
 
 
 class _Routed(NamedTuple):
-    """How the records are reduced: the schedule, over which transport, by what, and why that schedule."""
+    """How the records are reduced: the schedule, over which transport, by what, and why that schedule; and
+    how they are finished, where that is not all that is left to do."""
 
     schedule: Schedule | None
     transport: str
     reducer: Any
     why: str | None
+    finish: Callable[[], object] | None = None
 
 
 #: Plans what reduces the records of a spec. Collective.
@@ -199,6 +201,7 @@ def plan(comm: Communicator, ask: Callable[[], Request], route: Route | None = N
     reduction = ReductionSpec(comm, operator, buffers.wire, buffers.group, device.memory)
     routed = _routed(request, buffers, reduction) if route is None else _Routed(*_given(route, reduction))
     reducer: Any = routed.reducer
+    finish = routed.finish or finish
     add_sinks = sinks(request.rules, device, buffers.records, operator) if comm.rank == 0 else None
 
     def stages(attention: Attention) -> tuple[Attention, WholeStep | None]:
@@ -273,19 +276,26 @@ def _routed(request: Request, buffers: Buffers, reduction: ReductionSpec) -> _Ro
     _check_output(row, how.output)
     any_order, device = request.reproducible is not None, request.device.name
     chosen = reducers.choose(device, how.transport, row, comm.size, comm.library, any_order=any_order)
-    rounds, why = _rounds(request.scheme, how, comm, buffers.wire, buffers.group, chosen)
+    light = any_order and how.groups == 1 and finished_copies.pays(comm, buffers.wire)
+    rounds, why = _rounds(request.scheme, how, comm, buffers.wire, buffers.group, chosen, light)
     reducer: Reducer
+    finish = None
     if row.fused:
         reducers.refuse(how.executor, f"{row.name} attends while it communicates")
         step = request.shape, request.logit_scale, buffers.records
         reducer = row.plan(reduction, *step, **request.scheme.parameters)
     elif how.groups == 1:
-        reducer = reducers.plan(chosen, request.scheme, rounds, reduction, how.executor)
+        reduce = functools.partial(reducers.plan, chosen, request.scheme, rounds, executor=how.executor)
+        if light and rounds is not None and rounds.rounds_of("copying"):
+            reducer = copying = finished_copies.plan(reduce, reduction, rounds, request.shape)
+            finish = copying.finish(buffers.out, buffers.lse)
+        else:
+            reducer = reduce(reduction)
     else:
         reducer = _pipelined(request, comm, buffers, chosen, rounds, reduction)
     if how.progress == "thread":
         reducer = progress_thread.ProgressThreadReducer(reducer)
-    return _Routed(rounds, chosen, reducer, why)
+    return _Routed(rounds, chosen, reducer, why, finish)
 
 
 def _attention(request: Request, records: Array, tables: MaskTables | None) -> Attention:
@@ -315,13 +325,21 @@ def plan_reducer(
 
 
 def _rounds(
-    scheme: Selection, how: Reduction, comm: Communicator, records: Array, group: int, transport: str
+    scheme: Selection,
+    how: Reduction,
+    comm: Communicator,
+    records: Array,
+    group: int,
+    transport: str,
+    light: bool = False,
 ) -> tuple[Schedule | None, str | None]:
-    """The schedule for such records [.., width], and why it is that one. Collective."""
+    """The schedule for such records [.., width], and why it is that one. light: results are copied in their
+    place. Collective."""
     if scheme.row is not auto.ROW:
         return schedule(scheme, comm, how.output), None
     width = records.shape[-1]
-    payload = Payload(records.size // width, width * records.itemsize, group)
+    copied = finished_copies.result_bytes(width) if light else None
+    payload = Payload(records.size // width, width * records.itemsize, group, copied)
     return _fastest(scheme, comm, payload, executor_over(transport, how.executor), how.output)
 
 
