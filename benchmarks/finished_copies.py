@@ -82,7 +82,8 @@ def measured(world: Any, scheme: str, batch: int, turns: int) -> dict[str, Any]:
 
 def decoder(world: Any, scheme: str, batch: int, light: bool) -> Decoder:
     """Whose copies are results, or not, whatever their size."""
-    decides, finished_copies.pays = finished_copies.pays, lambda *_: light
+    decides = finished_copies.pays
+    finished_copies.pays = lambda _, __, schedule: light and bool(schedule.rounds_of("copying"))
     try:
         planned = {"heads": HEADS, "kv_heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32"}
         return Decoder(world, **planned, batch=batch, scheme=scheme, reproducible="tokens")

@@ -17,7 +17,8 @@ from treeattn.collectives.schedule import Schedule
 class Payload:
     """What a rank brings: `records` records of `record_bytes` bytes, never cut within `group` of them.
 
-    copied_bytes: of a record in the rounds that only copy at the end, where it is finished before.
+    copied_bytes: of a record in the rounds that only copy at the end, where it is finished before since some
+    of these copies leave a node.
     """
 
     records: int = 16

@@ -193,9 +193,14 @@ class _Run:
     ) -> None:
         self.cluster, self.places, self.executor = cluster, places, executor
         self.steps: list[list[Step]] = [[] for _ in range(schedule.size)]
-        copied, copying = payload.copied_bytes or payload.record_bytes, schedule.rounds_of("copying")
-        for message in messages(schedule, payload.records, payload.group):
-            tier = cluster.tier_between(places[message.src], places[message.dst])
+        sent = [
+            (message, cluster.tier_between(places[message.src], places[message.dst]))
+            for message in messages(schedule, payload.records, payload.group)
+        ]
+        copying, copied = schedule.rounds_of("copying"), payload.record_bytes
+        if any(message.round + 1 in copying and tier > cluster.node_tier for message, tier in sent):
+            copied = payload.copied_bytes or copied
+        for message, tier in sent:
             size = message.records * (copied if message.round + 1 in copying else payload.record_bytes)
             flight = Flight(message.round, message.src, message.dst, size, message.merge, tier)
             sender = self._step(message.src, message.round)

@@ -6,7 +6,8 @@ function of the record, which is the same on every rank: the bits are those of c
 finishes follows from the schedule, and either part is run by whatever executor would run the whole.
 
 Two reductions and what lies between them cost some microseconds more than one C call. Measured on emulated
-nodes that pays from `_FROM` bytes on; within a node, where a copy is a reader's glance, at no size.
+nodes that pays from `_FROM` bytes on where copies leave a node; within one, where ranks read one another's
+memory, at no size.
 """
 
 from __future__ import annotations
@@ -27,14 +28,18 @@ from treeattn.partial import Array
 _FROM = 100_000  # bytes of a rank's records
 
 
-def pays(comm: Communicator, records: Array) -> bool:
-    """Whether it is done for such records, of the same size on every rank."""
-    return records.nbytes >= _FROM and len(communicators.node_groups(comm)) > 1
+def copied_bytes(records: Array) -> int | None:
+    """Of one record [.., width] in copies that leave a node; None where there are too few of them."""
+    if records.nbytes < _FROM:
+        return None
+    return 4 * cpu.ResultOperator((records.shape[-1] - bins.EXTRA) // 2).width
 
 
-def result_bytes(width: int) -> int:
-    """Of one record of `width` words, once it is finished."""
-    return 4 * cpu.ResultOperator((width - bins.EXTRA) // 2).width
+def pays(comm: Communicator, records: Array, schedule: Schedule) -> bool:
+    """Whether it is done for such records, as many on every rank."""
+    node = {rank: index for index, ranks in enumerate(communicators.node_groups(comm)) for rank in ranks}
+    copies = (t for number in schedule.rounds_of("copying") for t in schedule.rounds[number - 1])
+    return copied_bytes(records) is not None and any(node[t.src] != node[t.dst] for t in copies)
 
 
 class FinishedCopies(Reducer):

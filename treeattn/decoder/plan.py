@@ -276,7 +276,7 @@ def _routed(request: Request, buffers: Buffers, reduction: ReductionSpec) -> _Ro
     _check_output(row, how.output)
     any_order, device = request.reproducible is not None, request.device.name
     chosen = reducers.choose(device, how.transport, row, comm.size, comm.library, any_order=any_order)
-    light = any_order and how.groups == 1 and finished_copies.pays(comm, buffers.wire)
+    light = any_order and how.groups == 1
     rounds, why = _rounds(request.scheme, how, comm, buffers.wire, buffers.group, chosen, light)
     reducer: Reducer
     finish = None
@@ -286,7 +286,7 @@ def _routed(request: Request, buffers: Buffers, reduction: ReductionSpec) -> _Ro
         reducer = row.plan(reduction, *step, **request.scheme.parameters)
     elif how.groups == 1:
         reduce = functools.partial(reducers.plan, chosen, request.scheme, rounds, executor=how.executor)
-        if light and rounds is not None and rounds.rounds_of("copying"):
+        if light and rounds is not None and finished_copies.pays(comm, buffers.wire, rounds):
             reducer = copying = finished_copies.plan(reduce, reduction, rounds, request.shape)
             finish = copying.finish(buffers.out, buffers.lse)
         else:
@@ -333,12 +333,12 @@ def _rounds(
     transport: str,
     light: bool = False,
 ) -> tuple[Schedule | None, str | None]:
-    """The schedule for such records [.., width], and why it is that one. light: results are copied in their
-    place. Collective."""
+    """The schedule for such records [.., width], and why it is that one. light: results may be copied in
+    their place. Collective."""
     if scheme.row is not auto.ROW:
         return schedule(scheme, comm, how.output), None
     width = records.shape[-1]
-    copied = finished_copies.result_bytes(width) if light else None
+    copied = finished_copies.copied_bytes(records) if light else None
     payload = Payload(records.size // width, width * records.itemsize, group, copied)
     return _fastest(scheme, comm, payload, executor_over(transport, how.executor), how.output)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from treeattn import collectives, communicators
+from treeattn.collectives import catalog
 from treeattn.collectives.schedule import Schedule, Transfer
 from treeattn.decoder import finished_copies
 
@@ -38,9 +39,18 @@ def test_each_chunk_is_finished_once_where_its_merges_end(size):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "records", "done"),
-    [(((0, 1),), 64, False), (((0,), (1,)), 64, True), (((0,), (1,)), 16, False)],
+    ("nodes", "records", "scheme", "done"),
+    [
+        ([range(4)], 64, "ring", False),
+        ([[0, 1], [2, 3]], 64, "ring", True),
+        ([[0, 1], [2, 3]], 16, "ring", False),
+        ([[0, 1], [2, 3]], 64, "hierarchical", False),  # its copies stay within a node
+        ([[0, 1], [2, 3]], 64, "binary_tree", True),
+        ([[0, 1], [2, 3]], 64, "recursive_doubling", False),
+    ],
 )
-def test_it_is_done_for_enough_records_of_several_nodes(nodes, records, done, monkeypatch):
+def test_it_is_done_for_enough_records_whose_copies_leave_a_node(nodes, records, scheme, done, monkeypatch):
     monkeypatch.setattr(communicators, "node_groups", lambda _: nodes)
-    assert finished_copies.pays(None, np.empty((records, 259), np.int64)) == done
+    groups = tuple(map(tuple, nodes)) if scheme == "hierarchical" else None
+    schedule = catalog.select(scheme).build(4, groups, "replicated")
+    assert finished_copies.pays(None, np.empty((records, 259), np.int64), schedule) == done

@@ -218,8 +218,11 @@ def test_receivers_that_fetch_pay_the_read_prices():
 
 
 def test_what_only_copies_may_be_lighter():
-    cluster = two_tiers(2, 1)
-    for scheme, share in (("reduce_scatter_gather", 5 / 8), ("recursive_doubling", 1)):
+    for scheme, share, cluster in (
+        ("reduce_scatter_gather", 5 / 8, two_tiers(2, 1)),
+        ("recursive_doubling", 1, two_tiers(2, 1)),
+        ("reduce_scatter_gather", 1, two_tiers(1, 2)),  # within a node
+    ):
         heavy, light = (
             simulate(build(scheme, 2), cluster, (0, 1), Payload(16, 2064, 1, copied))
             for copied in (None, 516)
