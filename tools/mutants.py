@@ -1,12 +1,13 @@
 """Plants small faults, one at a time, and asks the tests that reach them: what no test notices is a gap.
 
-Usage: python tools/mutants.py --count 100 --out build/mutants SOURCE.py .. [KERNEL.c ..]
+Usage: python tools/mutants.py --count 500 --out build/mutants SOURCE.py ..
 
-The mutants are drawn by a seed from all places in the sources. A first run with coverage says which test
-functions reach which line, in processes that tests start and on 3 ranks too, and which fail without a fault:
-those kill nothing. It is kept beside the results, as is every verdict: a run that was cut off goes on.
-`report.md` lists the survivors with their change. Kernels have no coverage: `KERNEL_TESTS` says which tests
-run them.
+The mutants are drawn by a seed from all places in the sources. The tests are collected once; one run of them
+under coverage, kept beside the results, says which reaches which line, for how long, and which fails without
+a fault. A fork for each mutant replaces the code of the functions that it changes and runs the tests that
+reach the line, the quickest first, to the first that fails. What runs at import (constants, classes) is
+planted by the loader, in a process of its own; so is, on 3 ranks, what the tests without ranks did not kill.
+A run that was cut off goes on. `report.md` lists the survivors with their change.
 """
 
 from __future__ import annotations
@@ -14,53 +15,35 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import functools
+import gc
+import importlib.machinery
+import inspect
 import itertools
 import json
 import os
 import random
 import re
-import shutil
+import resource
+import signal
 import subprocess
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from queue import Queue
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import coverage
+import pytest
 
 ROOT = Path.cwd()
-MPIEXEC = str(Path(sys.executable).with_name("mpiexec"))
-KERNEL_TESTS = {"kernels/cpu": ["tests/unit/backends"], "kernels/cuda": ["tests/emulator"]}
-SWAPS = {
-    "<": "<=",
-    "<=": "<",
-    ">": ">=",
-    ">=": ">",
-    "==": "!=",
-    "!=": "==",
-    "+": "-",
-    "-": "+",
-    "*": "+",
-    "/": "*",
-    "//": "*",
-    "%": "//",
-    "&": "|",
-    "|": "&",
-    "<<": ">>",
-    ">>": "<<",
-    "&&": "||",
-    "||": "&&",
-    "and": "or",
-    "or": "and",
-    "in": "not in",
-    "not in": "in",
-    "is": "is not",
-    "is not": "is",
-}
+PYTEST = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+ONES = ["<", ">", "==", "+", "&", "<<", "and", "in", "is"]
+OTHERS = ["<=", ">=", "!=", "-", "|", ">>", "or", "not in", "is not"]
+SWAPS = dict(zip(ONES + OTHERS, OTHERS + ONES, strict=True)) | {"*": "+", "/": "*", "//": "*", "%": "//"}
+LoaderType = importlib.machinery.SourceFileLoader
 
 
 class Mutant(NamedTuple):
@@ -108,7 +91,9 @@ def python_mutants(file: str, source: bytes) -> Iterator[Mutant]:
                 yield Mutant(
                     file, begin(test), end(test), f"not ({source[begin(test) : end(test)].decode()})"
                 )
-            case ast.Call(args=[first, second, *_]) if not isinstance(first, ast.Starred):
+            case ast.Call(args=[first, second, *_]) if not (
+                isinstance(first, ast.Starred) or re.search(r"max|min", ast.unparse(node.func))
+            ):
                 a, b = (source[begin(x) : end(x)] for x in (first, second))
                 gap = source[end(first) : begin(second)]
                 yield Mutant(file, begin(first), end(second), (b + gap + a).decode())
@@ -129,161 +114,264 @@ def nodes(tree: ast.AST) -> Iterator[ast.AST]:
                 yield from nodes(child)
 
 
-def kernel_mutants(file: str, source: bytes) -> Iterator[Mutant]:
-    """Operators between spaces, numbers, calls that stand alone; none of comments and of the preprocessor."""
-    text = re.sub(rb"//[^\n]*|/\*.*?\*/|\"[^\"\n]*\"|^#(?:[^\n]*\\\n)*[^\n]*",
-                  lambda found: re.sub(rb"[^\n]", b" ", found[0]), source, flags=re.S | re.M)  # fmt: skip
-    for found in re.finditer(rb"(?<= )(<=?|>=?|==|!=|&&|\|\||<<|>>|[+\-*/%])(?= )", text):
-        yield Mutant(file, *found.span(), SWAPS[found[0].decode()])
-    for found in re.finditer(rb"(?<=[ (\[])\d+(?=[ )\];,u])", text):
-        yield Mutant(file, *found.span(), str(int(found[0]) + 1))
-    for found in re.finditer(rb"^ +\w[\w.>\[\]-]*\([^{}]*?\);$", text, re.M):
-        yield Mutant(file, *found.span(), ";")
-
-
-def drawn(sources: list[str], count: int, seed: int) -> list[Mutant]:
+def drawn(options: argparse.Namespace) -> list[Mutant]:
     """So many of all mutants of the sources, in an order that a larger count keeps."""
-    found: list[Mutant] = []
-    for file in sorted(sources):
-        kind = python_mutants if file.endswith(".py") else kernel_mutants
-        found += kind(file, (ROOT / file).read_bytes())
-    return random.Random(seed).sample(found, min(count, len(found)))
+    found = [m for file in sorted(options.sources) for m in python_mutants(file, (ROOT / file).read_bytes())]
+    return random.Random(options.seed).sample(found, min(options.count, len(found)))
 
 
-# As a plugin of pytest: which test runs now, told to coverage here and, by the environment, in children.
-def pytest_runtest_logstart(nodeid: str) -> None:
-    os.environ["MUTANT_TEST"] = test = nodeid.partition("[")[0]
-    if (current := coverage.Coverage.current()) is not None:
-        current.switch_context(test)
-
-
-def pytest_runtest_logreport(report: object) -> None:
-    test = report.nodeid.partition("[")[0]  # type: ignore[attr-defined]
-    line = json.dumps([test, report.duration, report.failed])  # type: ignore[attr-defined]
-    with open(f"{os.environ['MUTANT_TIMES']}.{os.getpid()}", "a") as file:
-        file.write(line + "\n")
-
-
-def reach(out: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Source -> line -> test functions; "seconds" of each, and in "failing" those that no mutant failed."""
-    kept = out / "reach.json"
-    if not kept.exists():
-        rc = out / "coveragerc"
-        rc.write_text(
-            "[run]\nparallel = true\nsource = treeattn, collectives\npatch = subprocess\n"
-            f"context = ${{MUTANT_TEST-}}\ndata_file = {out}/coverage\n"
-        )
-        paths = {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "MUTANT_TIMES": f"{out}/times"}
-        covered = [sys.executable, "-m", "coverage", "run", f"--rcfile={rc}"]
-        tests = ["-m", "pytest", "-q", "-p", "mutants", "-p", "no:cacheprovider", "-m", options.select]
-        job = [MPIEXEC, "-n", "3", *covered, "-m", "mpi4py", *tests, "--with-mpi", *options.mpi.split()]
-        kernels = [
-            test
-            for folder, these in KERNEL_TESTS.items()
-            if any(source.startswith(folder) for source in options.sources)
-            for test in these
-        ]
-        commands = [[*covered, *tests, *options.tests.split()], job]
-        commands += [[sys.executable, *tests, *kernels]] if kernels else []
-        for command in commands:
-            subprocess.run(command, env=os.environ | paths, check=False)
-        kept.write_text(json.dumps(found(out, rc)))
-    return json.loads(kept.read_text())  # type: ignore[no-any-return]
-
-
-def found(out: Path, rc: Path) -> dict[str, dict[str, Any]]:
-    """What `reach` keeps, from the files that the processes left."""
-    covered = coverage.Coverage(data_file=out / "coverage", config_file=str(rc))
-    covered.combine()
-    data, table = covered.get_data(), dict[str, dict[str, Any]]()
-    for file in data.measured_files():
-        lines = data.contexts_by_lineno(file).items()
-        contexts = {
-            str(line): sorted({name.rpartition("|")[2] for name in names} - {""}) for line, names in lines
-        }
-        table[os.path.relpath(os.path.realpath(file), ROOT)] = contexts
-    seconds = table["seconds"] = defaultdict(float)
-    failing = table["failing"] = {}
-    for times in out.glob("times.*"):
-        for test, took, failed in map(json.loads, times.read_text().splitlines()):
-            seconds[test] += took
-            failing |= {test: True} if failed else {}
-    return table
-
-
-def tests_of(mutant: Mutant, reached: dict[str, dict[str, Any]], limit: float) -> list[str]:
-    """Those that reach its line, or its file if an import does; the quickest first, for half the limit."""
-    for folder, tests in KERNEL_TESTS.items():
-        if mutant.file.startswith(folder):
-            return tests
-    lines, seconds = reached.get(mutant.file, {}), reached["seconds"]
-    line = (ROOT / mutant.file).read_bytes()[: mutant.start].count(b"\n") + 1
-    anywhere = itertools.chain(*lines.values()) if str(line) in lines else ()
-    candidates = set(lines.get(str(line)) or anywhere) - set(reached["failing"])
-    ordered = sorted(candidates, key=lambda test: (seconds.get(test, 1.0), test))
-    sums = itertools.accumulate(seconds.get(test, 1.0) for test in ordered)
-    return ordered[: max(1, sum(total < limit / 2 for total in sums))]
-
-
-def failing(tests: list[str], without: list[str], tree: Path, options: argparse.Namespace) -> str:
-    """The first of the tests that fails in a tree, "timeout", or "" where all pass; `without` is not run."""
-    environment = os.environ | {"PYTHONPATH": str(tree), "TREEATTN_CACHE": str(tree / "build/cache")}
-    pytest = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", options.select]
-    groups = defaultdict(list)
-    for test in tests:
-        groups[test.startswith("tests/mpi")].append(test)
-    for on_ranks, chosen in groups.items():
-        job = [MPIEXEC, "-n", "3", sys.executable, "-m", "mpi4py"] if on_ranks else [sys.executable]
-        command = [
-            "timeout",
-            "-k",
-            "5",
-            str(options.limit),
-            *job,
-            *pytest,
-            *["--with-mpi"] * on_ranks,
-            *chosen,
-            *(f"--deselect={test}" for test in without),
-        ]
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            named = re.search(r"^(?:FAILED|ERROR) ([^\s\[]+)", done.stdout, re.M)
-            return (
-                "timeout"
-                if done.returncode in (124, 137)
-                else named[1]
-                if named
-                else "the end of the process"
-            )
-    return ""
-
-
-def verdict(
-    mutant: Mutant, tests: list[str], without: list[str], tree: Path, options: argparse.Namespace
-) -> dict[str, Any]:
-    """killed (and by which test), survived, timeout, or not reached. A test that fails without the fault too
-    does not count."""
-    file, source = tree / mutant.file, (ROOT / mutant.file).read_bytes()
-    if not set(tests) - set(without):
-        return {"verdict": "not reached"}
-    try:
-        file.write_bytes(source[: mutant.start] + mutant.text.encode() + source[mutant.end :])
-        by = failing(tests, without, tree, options)
-    finally:
-        file.write_bytes(source)
-    if by in ("", "timeout"):
-        return {"verdict": by or "survived"}
-    if "::" in by and failing([by], [], tree, options):
-        return verdict(mutant, tests, [*without, by], tree, options)
-    return {"verdict": "killed", "by": by}
+def mutated(mutant: Mutant) -> bytes:
+    source = (ROOT / mutant.file).read_bytes()
+    return source[: mutant.start] + mutant.text.encode() + source[mutant.end :]
 
 
 def change(mutant: Mutant) -> str:
     """What a reader sees of it."""
-    old = (ROOT / mutant.file).read_bytes()
-    new = old[: mutant.start] + mutant.text.encode() + old[mutant.end :]
-    before, after = (text.decode().splitlines(keepends=True) for text in (old, new))
+    texts = ((ROOT / mutant.file).read_bytes(), mutated(mutant))
+    before, after = (text.decode().splitlines(keepends=True) for text in texts)
     return "".join(difflib.unified_diff(before, after, mutant.file, mutant.file, n=2))
+
+
+def codes(code: CodeType) -> Iterator[CodeType]:
+    """It, and all codes in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes(constant)
+
+
+def planted(mutant: Mutant, functions: list[FunctionType]) -> bool:
+    """Replace the code of the functions that it changes; not where a module or a class changes."""
+    file = ROOT / mutant.file
+    sources = file.read_bytes(), mutated(mutant)
+    before, after = (list(codes(compile(source, file, "exec"))) for source in sources)
+
+    def at_import(code: CodeType) -> list[object]:
+        constants = [repr(constant) for constant in code.co_consts if not isinstance(constant, CodeType)]
+        own = not code.co_flags & inspect.CO_OPTIMIZED and (code.co_code, constants, code.co_names)
+        return [code.co_qualname, own]
+
+    if list(map(at_import, before)) != list(map(at_import, after)):
+        return False
+    replaced = dict(zip(before, after, strict=True))
+    for function in functions:
+        if os.path.realpath(function.__code__.co_filename) == str(file):
+            function.__code__ = replaced[function.__code__]
+    return True
+
+
+def plant_by_the_loader(mutant: Mutant) -> None:
+    """Whoever imports the file from now on gets the mutant."""
+    get_code = LoaderType.get_code
+
+    def replaced(self: LoaderType, fullname: str) -> CodeType | None:
+        if os.path.realpath(self.path) == str(ROOT / mutant.file):
+            return compile(mutated(mutant), self.path, "exec")
+        return get_code(self, fullname)
+
+    LoaderType.get_code = replaced  # type: ignore[method-assign]
+
+
+class Runner:
+    """A plugin of pytest that runs tests one by one: to measure, or to see whether one fails."""
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        self.task, self.failed = task, False
+        if "mutant" in task:
+            plant_by_the_loader(Mutant(*task["mutant"]))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.failed |= report.failed
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if "kept" in self.task:
+            self.measure(session.items)
+        elif by := self.first_failing(session.items, self.task["tests"]):
+            print(f"\nkilled by {by}", file=sys.__stdout__, flush=True)
+            session.testsfailed = 1
+        return True
+
+    def run(self, items: list[pytest.Item]) -> Iterator[tuple[str, float, bool]]:
+        """Each test, its seconds, and whether it failed."""
+        for item, following in itertools.zip_longest(items, items[1:]):
+            started, self.failed = time.monotonic(), False
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+            yield item.nodeid, time.monotonic() - started, self.failed
+
+    def first_failing(self, items: list[pytest.Item], tests: list[str]) -> str:
+        named = {item.nodeid: item for item in items}
+        ran = self.run([named[test] for test in tests if test in named])
+        return next((test for test, _, failed in ran if failed), "")
+
+    def measure(self, items: list[pytest.Item]) -> str:
+        """Which test reaches which line, in a file for `Reach`."""
+        include = [f"*/{source}" for source in self.task["sources"]]
+        covered = coverage.Coverage(data_file=None, config_file=False, include=include)
+        covered.start()
+        covered.switch_context(items[0].nodeid)
+        tests = {}
+        for (test, *ended), following in itertools.zip_longest(self.run(items), items[1:]):
+            tests[test] = ended
+            covered.switch_context(following.nodeid if following else "")
+        covered.stop()
+        data = covered.get_data()
+        lines = {
+            f"{os.path.relpath(os.path.realpath(file), ROOT)}:{line}": list(filter(None, names))
+            for file in data.measured_files()
+            for line, names in data.contexts_by_lineno(file).items()
+        }
+        Path(f"{self.task['kept']}.{os.getpid()}").write_text(json.dumps([tests, lines]))
+        return ""
+
+
+if __name__ != "__main__":
+
+    def pytest_configure(config: pytest.Config) -> None:
+        config.pluginmanager.register(RUNNER)
+
+    RUNNER = Runner(json.loads(Path(os.environ["MUTANT_TASK"]).read_text()))
+
+
+def in_process(task: dict[str, Any], ranks: int, arguments: list[str], options: argparse.Namespace) -> str:
+    """Run pytest with this task, on so many ranks; the test that failed, "timeout" or ""."""
+    described = options.out / "task.json"
+    described.write_text(json.dumps(task))
+    job = [str(Path(sys.executable).with_name("mpiexec")), "-n", str(ranks)] if ranks else []
+    job += [sys.executable, *["-m", "mpi4py"] * bool(ranks), "-m", "pytest", *PYTEST, "-p", "mutants"]
+    environment = os.environ | {"MUTANT_TASK": str(described), "PYTHONPATH": str(Path(__file__).parent)}
+    if "mutant" in task:
+        environment["TREEATTN_TEST_DEADLINE"] = environment["TREEATTN_TIMEOUT"] = "10"
+    limit = ["timeout", "-k", "5", str(3600 if "kept" in task else 10 * options.limit)]
+    command = [*limit, *job, *["--with-mpi"] * bool(ranks), "-m", options.select, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if by := re.search(r"killed by (\S+)", done.stdout):
+        return by[1]
+    return "timeout" if done.returncode in (124, 137) else "the end of the process" if done.returncode else ""
+
+
+class Reach:
+    """The tests that reach a line: first one case of each test function, then the others, up to a limit of
+    seconds; none that fails without a fault."""
+
+    def __init__(self, kept: Path, limit: float) -> None:
+        self.tests, self.limit = dict[str, tuple[float, bool]](), limit
+        self.lines = defaultdict[str, set[str]](set)
+        for part in kept.parent.glob(f"{kept.name}.*"):
+            tests, lines = json.loads(part.read_text())
+            self.tests |= tests
+            for line, reaching in lines.items():
+                self.lines[line] |= set(reaching)
+
+    def of(self, mutant: Mutant, at_import: bool) -> list[str]:
+        line = (ROOT / mutant.file).read_bytes()[: mutant.start].count(b"\n") + 1
+        found = self.lines.get(f"{mutant.file}:{line}", set())
+        if at_import and not found:
+            within = [tests for at, tests in self.lines.items() if at.startswith(f"{mutant.file}:")]
+            found = set().union(*within)
+        cases, ordered = Counter[str](), []
+        for (seconds, failing), test in sorted((self.tests[test], test) for test in found):
+            function = test.partition("[")[0]
+            ordered += [] if failing else [(cases[function], seconds, test)]
+            cases[function] += 1
+        sums = itertools.accumulate(seconds for _, seconds, _ in sorted(ordered))
+        return [test for (*_, test), total in zip(sorted(ordered), sums, strict=True) if total < self.limit]
+
+
+class Judge(Runner):
+    """Holds the collected tests, and forks for each mutant."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__({"sources": options.sources, "kept": str(options.out / "reach")})
+        self.options, self.results, self.mutants = options, options.out / "results.jsonl", drawn(options)
+        lines = self.results.read_text().splitlines() if self.results.exists() else []
+        self.done = {Mutant(*entry["mutant"]): entry for entry in map(json.loads, lines)}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        gc.unfreeze()  # a conftest froze them
+        alive, real = gc.get_objects(), functools.cache(os.path.realpath)
+        ours = {str(ROOT / source) for source in self.options.sources}
+        functions = [f for f in alive if isinstance(f, FunctionType) and real(f.__code__.co_filename) in ours]
+        caches = [c for c in alive if isinstance(c, functools._lru_cache_wrapper)]
+        caches = [c for c in caches if c.__module__.startswith("treeattn")]
+        gc.freeze()
+        if not list(self.options.out.glob("reach.*")):
+            forked(lambda: self.measure(session.items), 3600)
+        reach = Reach(self.options.out / "reach", self.options.limit / 2)
+
+        def judged(mutant: Mutant, tests: list[str]) -> str:
+            for cache in caches:
+                cache.cache_clear()
+            return self.first_failing(session.items, tests) if planted(mutant, functions) else "at import"
+
+        at_import = []
+        for mutant in (mutant for mutant in self.mutants if mutant not in self.done):
+            started, tests, by = time.monotonic(), reach.of(mutant, False), "at import"
+            if tests:
+                by = forked(functools.partial(judged, mutant, tests), self.options.limit)
+            if by == "at import":
+                at_import.append(mutant)
+            else:
+                self.say(mutant, by, started)
+        for mutant in at_import:
+            started = time.monotonic()
+            self.say(mutant, self.alone(mutant, reach.of(mutant, True), 0), started)
+        return True
+
+    def alone(self, mutant: Mutant, tests: list[str], ranks: int) -> str:
+        files = sorted({test.partition("::")[0] for test in tests})
+        task = {"mutant": mutant, "tests": tests}
+        return in_process(task, ranks, files, self.options) if tests else "not reached"
+
+    def say(self, mutant: Mutant, by: str, started: float, ranks: int = 0) -> None:
+        verdict = by if by in ("timeout", "not reached") else "killed" if by else "survived"
+        seconds = round(time.monotonic() - started, 1)
+        entry = {"mutant": mutant, "verdict": verdict, "by": by, "ranks": ranks, "seconds": seconds}
+        self.done[mutant] = entry | {"change": change(mutant)}
+        with self.results.open("a") as file:
+            file.write(json.dumps(self.done[mutant]) + "\n")
+        print(verdict, mutant.file, by, seconds, flush=True)
+
+    def on_ranks(self) -> None:
+        """The tests on 3 ranks that reach what no other killed."""
+        kept = self.options.out / "ranks"
+        if not list(self.options.out.glob("ranks.*")):
+            in_process(self.task | {"kept": str(kept)}, 3, self.options.mpi.split(), self.options)
+        reach = Reach(kept, self.options.limit / 2)
+        for mutant in self.mutants:
+            before, started = self.done[mutant], time.monotonic()
+            if before["verdict"] in ("survived", "not reached") and not before["ranks"]:
+                by = self.alone(mutant, reach.of(mutant, True), 3)
+                self.say(mutant, before["by"] if by == "not reached" else by, started, 3)
+
+
+def forked(work: Callable[[], str], limit: int) -> str:
+    """What the work gives in a fork, of so many seconds of processor time; or how it ended."""
+    reading, writing = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.setpgid(0, 0)
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+        for output in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+        try:
+            said = f"done {work()}"
+        except BaseException as error:  # of pytest itself
+            said = f"done {error!r}"
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    ends = time.monotonic() + 10 * limit
+    while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < ends:
+        time.sleep(0.01)
+    if not ended[0]:
+        os.killpg(pid, signal.SIGKILL)
+        ended = os.waitpid(pid, 0)
+    with os.fdopen(reading, "rb") as pipe:
+        said = pipe.read().decode()
+    if os.WIFSIGNALED(ended[1]) and os.WTERMSIG(ended[1]) in (signal.SIGKILL, signal.SIGXCPU):
+        return "timeout"
+    return said.removeprefix("done ") if said else "the end of the process"
 
 
 def main() -> None:
@@ -292,54 +380,22 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("build/mutants"))
-    parser.add_argument("--limit", type=int, default=300, help="seconds for a mutant")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--tests", default="tests/unit tests/command")
+    parser.add_argument("--limit", type=int, default=30, help="processor seconds for a mutant")
+    parser.add_argument("--tests", default="tests/unit")
     parser.add_argument("--mpi", default="tests/mpi")
     parser.add_argument("--select", default="not deep")
     options = parser.parse_args()
-    out = options.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    results, trees = out / "results.jsonl", Queue[Path]()
-    done = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    known = {tuple(entry["mutant"]) for entry in done}
-    reached = reach(out, options)
-    for number in range(options.jobs):
-        tree = out / f"tree-{number}"
-        if not tree.exists():
-            ignored = shutil.ignore_patterns(".git", ".venv*", "build", "__pycache__")
-            shutil.copytree(ROOT, tree, symlinks=True, ignore=ignored)
-        for file in options.sources:  # a run that was cut off may have left a mutant
-            shutil.copy(ROOT / file, tree / file)
-        trees.put(tree)
-
-    def judge(mutant: Mutant) -> None:
-        tree, started = trees.get(), time.monotonic()
-        tests = tests_of(mutant, reached, options.limit)
-        without = sorted(reached["failing"])
-        entry = {"mutant": mutant, "tests": len(tests), **verdict(mutant, tests, without, tree, options)}
-        trees.put(tree)
-        entry |= {"seconds": round(time.monotonic() - started), "change": change(mutant)}
-        done.append(entry)
-        with results.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
-        print(entry["verdict"], mutant.file, entry.get("by", ""), f"{entry['seconds']} s", flush=True)
-
-    wanted = [mutant for mutant in drawn(options.sources, options.count, options.seed) if mutant not in known]
-    with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(judge, wanted))
-    counts = {
-        kind: [e for e in done if e["verdict"] == kind]
-        for kind in ("killed", "timeout", "survived", "not reached")
-    }
-    lines = [
-        f"{len(done)} mutants: " + ", ".join(f"{len(found)} {kind}" for kind, found in counts.items()),
-        "",
-    ]
-    lines += [
-        f"{kind}:\n```diff\n{e['change']}```\n" for kind in ("survived", "not reached") for e in counts[kind]
-    ]
-    (out / "report.md").write_text("\n".join(lines))
+    options.out = options.out.resolve()
+    options.out.mkdir(parents=True, exist_ok=True)
+    judge = Judge(options)
+    pytest.main([*PYTEST, "-s", "-m", options.select, *options.tests.split()], plugins=[judge])
+    judge.on_ranks()
+    done = [judge.done[mutant] for mutant in judge.mutants]
+    counts = Counter(entry["verdict"] for entry in done)
+    lines = [f"{len(done)} mutants: " + ", ".join(f"{n} {kind}" for kind, n in counts.most_common()), ""]
+    for kind in ("survived", "not reached"):
+        lines += [f"{kind}:\n```diff\n{e['change']}```\n" for e in done if e["verdict"] == kind]
+    (options.out / "report.md").write_text("\n".join(lines))
     print(lines[0])
 
 

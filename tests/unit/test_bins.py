@@ -153,3 +153,18 @@ def test_a_planted_fault_is_caught(name, fault, monkeypatch):
         if caught:
             return
     raise AssertionError(f"{fault.__name__} went unnoticed")
+
+
+@pytest.mark.parametrize("blocks", [None, np.zeros(3, int)])
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_what_is_not_finite_leaves_no_sums(bad, blocks):
+    q, k, v = np.ones(4, np.float32), np.ones((3, 4), np.float32), np.ones((3, 2), np.float32)
+    k[1, 2] = bad
+    spoiled = bins.record(q, k, v, blocks=blocks)
+    assert bins._exponents(spoiled)[0] == bins._SPOILED
+    assert not spoiled[1:].any()
+    k[1, 2], v[1, 0] = 1, bad
+    spoiled = bins.record(q, k, v, blocks=blocks)
+    assert bins._exponents(spoiled)[1] == bins._SPOILED
+    assert spoiled[1:3].any()
+    assert not spoiled[3:].any()

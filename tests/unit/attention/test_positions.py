@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.support.drawn import examples
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables, words_of
-from treeattn.attention.positions import Runs, as_runs, check_owners
+from treeattn.attention.positions import MAX_POSITION, Runs, as_runs, check_owners
 from treeattn.errors import ArgumentError
 from treeattn.shards import parse_layout
 
@@ -32,6 +32,31 @@ def test_runs_are_the_positions(positions):
     below = [sum(position < t for position in positions) for t in asked]
     assert [runs.below(int(t)) for t in asked] == below
     assert runs.all_below(asked).tolist() == below
+
+
+@pytest.mark.parametrize(
+    ("given", "positions"),
+    [
+        ([(0, 2, 3), (9, 1, 1), (10, 1, 0)], [0, 2, 4, 9]),
+        (slice(3, 9, 2), [3, 5, 7]),
+        ([slice(2), slice(4, 6)], [0, 1, 4, 5]),
+        (slice(5, 3), []),
+        ([], []),
+    ],
+)
+def test_ways_to_say_positions(given, positions):
+    runs = as_runs(given)
+    assert runs.positions().tolist() == positions
+    assert as_runs(runs) is runs
+    assert runs == as_runs(np.array(positions, np.int64)) or len(runs.table) > 1
+    assert hash(runs) == hash(as_runs(given))
+    assert runs != positions
+
+
+@pytest.mark.parametrize("given", [slice(3, None), slice(-1, 4), slice(0, 4, -1), [slice(4), slice(2, None)]])
+def test_a_slice_needs_an_end(given):
+    with pytest.raises(ArgumentError, match="a slice needs an end, and a step above 0"):
+        as_runs(given)
 
 
 def test_blocks_with_gaps_are_a_run_each():
@@ -129,6 +154,22 @@ def test_bad_rules(rules, message):
         Rules.of(Rules(**rules), 2)
 
 
+def test_rules_are_kept_in_one_form():
+    rules = Rules(causal=np.True_, window=[None, None], leading=2**70, softcap=2, alibi=np.array([1, 2]))
+    assert (rules.causal, rules.window, rules.leading, rules.alibi) == (True, None, MAX_POSITION, (1.0, 2.0))
+    assert rules.causal is True
+    assert Rules(window=[3, None]) == Rules(window=(3, None))
+    assert rules.names == ("causal", "leading", "softcap", "alibi")
+    assert [
+        Rules(**given).positional for given in ({}, {"softcap": 1}, {"causal": True}, {"alibi": [1]})
+    ] == [*(False, False, True, True)]
+    assert [Rules(**given).by_tables for given in ({}, {"softcap": 1}, {"window": (0, 0)})] == [
+        False,
+        True,
+        True,
+    ]
+
+
 def test_words_of_a_mask():
     mask = np.zeros((1, 1, 40), bool)
     mask[0, 0, [0, 5, 33]] = True
@@ -158,3 +199,81 @@ def test_masks_that_do_not_fit_are_refused(mask, draft_positions):
     tables = MaskTables(Rules(), 2, 1)
     with pytest.raises(ArgumentError, match="the mask"):
         tables.update(None, 12, None, None, mask=mask, draft_positions=draft_positions)
+
+
+DRAWN_LENGTHS = st.lists(st.integers(0, 12), min_size=2, max_size=2)
+
+
+@examples(60)
+@given(st.integers(1, 2), st.none() | DRAWN_LENGTHS, st.integers(0, 3), st.none() | DRAWN_LENGTHS, st.data())
+def test_tables_are_the_definition(queries, lengths, drafts, begins, data):
+    """Of one query and of several, which are filled in different ways."""
+    rules = Rules(causal=data.draw(st.booleans()), window=(data.draw(SIDE), data.draw(SIDE)), leading=2)
+    stands = data.draw(st.lists(st.integers(0, 30), min_size=queries, max_size=queries))
+    stands = stands if data.draw(st.booleans()) else [stands, stands[::-1]]
+    mask = np.array(
+        data.draw(st.lists(st.booleans(), min_size=2 * queries * drafts, max_size=2 * queries * drafts))
+    )
+    mask = mask.reshape(2, queries, drafts).astype(bool)
+    runs, tables = as_runs(range(1, 25, 2)), MaskTables(rules, 2, queries)
+    given = 12, lengths, np.array(stands), mask, np.arange(20, 20 + drafts)
+    valid = np.array([12, 12] if lengths is None else lengths) - drafts
+    if (valid < 0).any():
+        for refused in (lambda: tables.validate(*given, begins), lambda: tables.update(runs, *given, begins)):
+            with pytest.raises(ArgumentError, match=f"must lie between {drafts}"):
+                refused()
+        return
+    tables.validate(*given, begins)
+    tables.update(runs, *given, begins)
+    asked = np.broadcast_to(stands, (2, queries))
+    wanted = [
+        [
+            rules.intervals(runs, int(valid[b]), int(asked[b, i]), begins[b] if begins else 0)
+            for i in range(queries)
+        ]
+        for b in range(2)
+    ]
+    assert tables.intervals.tolist() == np.array(wanted).tolist()
+    assert (tables.q_positions == asked).all()
+    assert tables.draft_begins.tolist() == valid.tolist()
+    assert (tables.drafts, tables.draft_positions.tolist()) == (drafts, [list(range(20, 20 + drafts))] * 2)
+    assert all((tables.sees_draft(b, i) == mask[b, i]).all() for b in range(2) for i in range(queries))
+
+
+@pytest.mark.parametrize("queries", [1, 2])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"lengths": [3]}, "lengths must be whole numbers of shape \\[2\\]"),
+        ({"lengths": [[3, 4]]}, "lengths must be whole numbers"),
+        ({"lengths": [3.0, 4.0]}, "lengths must be whole numbers"),
+        ({"lengths": [3, 13]}, "must lie between 0"),
+        ({"lengths": [-1, 3]}, "must lie between 0"),
+        ({"q_positions": np.zeros(3, int)}, "q_positions have shape \\[3\\]"),
+        ({"q_positions": np.zeros((1, 1), int)}, "q_positions have shape"),
+        ({"q_positions": np.full(1, 2**60)}, "q_positions"),
+        ({"q_positions": np.full(1, -1)}, "q_positions"),
+        ({"q_positions": None}, "causal, leading ask where queries stand"),
+        ({"begins": [1]}, "begins have shape \\[1\\]"),
+        ({"begins": [-1, 0]}, "begins must be whole numbers from 0"),
+        ({"begins": [0, 2**60]}, "begins must be whole numbers"),
+        ({"runs": as_runs(range(11))}, "positions of 11 tokens are known, but the shard has 12"),
+        ({"runs": None}, "this shard's positions are not known"),
+        ({"mask": np.zeros((2, 1, 3)), "draft_positions": np.arange(3)}, "the mask is float64"),
+        ({"draft_positions": np.arange(3)}, "pass mask="),
+        (
+            {"mask": np.ones((2, 2, 3), bool), "draft_positions": np.zeros((5, 3), int)},
+            "draft_positions have",
+        ),
+        (
+            {"mask": np.ones((2, 2, 3), bool), "draft_positions": np.zeros((2, 1, 3), int)},
+            "draft_positions have",
+        ),
+        ({"mask": np.ones((2, 2, 3), bool), "draft_positions": np.arange(-1, 2)}, "draft_positions must be"),
+    ],
+)
+def test_calls_that_no_table_serves(queries, call, message):
+    given = {"runs": as_runs(range(12)), "tokens": 12, "q_positions": np.zeros(queries, int)} | call
+    given["mask"] = given["mask"][:, :queries] if "mask" in given else None
+    with pytest.raises(ArgumentError, match=message):
+        MaskTables(Rules(causal=True, leading=1), 2, queries).update(**given)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from treeattn.collectives.runtime.reducer import Reducer
@@ -71,3 +73,30 @@ def test_an_error_outside_of_a_step_leaves_without_the_others():
     reducer()
     reducer.__exit__(ZeroDivisionError)
     assert reducer.log == ["begin", "complete", "abandon"]
+
+
+def test_what_a_fork_inherits_is_disowned():
+    reducer = Logged()
+    reducer.start()
+    if (child := os.fork()) == 0:
+        try:
+            reducer.wait()
+        except StateError as error:
+            os._exit(0 if "another process's" in str(error) and not reducer.in_flight else 2)
+        os._exit(3)
+    assert os.waitpid(child, 0)[1] == 0
+    reducer.close()
+    assert reducer.log == ["begin", "complete", "release"]
+
+
+def test_a_part_that_fails_is_seen_by_whoever_asks():
+    """A step that works, one that rests, and one that failed: which may wait for other ranks."""
+    reducer = Logged("complete")
+    assert (reducer.blocking, reducer.in_flight) == (0, False)
+    reducer.start()
+    assert (reducer.blocking, reducer.in_flight, reducer.test()) == (0, True, False)
+    with pytest.raises(KeyError):
+        reducer.wait()
+    assert (reducer.blocking, reducer.in_flight) == (0, True)
+    with pytest.raises(StateError, match=r"test\(\) without start\(\)"):
+        reducer.test()

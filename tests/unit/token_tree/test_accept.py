@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from treeattn.token_tree import (
     accept_sample,
     accept_speculative,
 )
+from treeattn.token_tree.accept import draw_token
 
 VECTORS = np.load(Path(__file__).resolve().parents[2] / "data/token_tree_vectors.npz", allow_pickle=False)
 GREEDY = [e["case"] for e in json.loads(VECTORS["manifest_json"].tobytes()) if e["greedy"]]
@@ -202,6 +204,12 @@ def test_a_token_of_probability_zero_is_never_emitted():
     assert (tree.tokens[0, accepted.path[accepted.counts == 2, 1]] == 1).all()
 
 
+def test_the_largest_number_of_a_generator_draws_a_token_too():
+    """In float32 its product with the sum of probabilities is that sum."""
+    generator = SimpleNamespace(random=lambda: 1 - 2**-53)
+    assert draw_token(np.array([0.5, 0.5, 0], np.float32), generator) == 1
+
+
 FOREST = TokenTree.from_parents([[1, 2]], [[-1, -1]])
 CHAIN = TokenTree.chain([[0, 1]])
 ONES = np.full((1, 2, 4), 0.25)
@@ -215,6 +223,7 @@ ONES = np.full((1, 2, 4), 0.25)
         (lambda: accept_greedy(CHAIN, [[1, 2]], first=[[1]]), "first are int64 [1, 1]"),
         (lambda: accept_greedy(FOREST, [[1, 2]]), "row 0 has 2 roots"),
         (lambda: accept_sample(CHAIN, ONES[0], None), "[1, 2, vocabulary] is needed"),
+        (lambda: accept_sample(CHAIN, np.full((1, 3, 4), 0.25), None), "[1, 2, vocabulary] is needed"),
         (lambda: accept_sample(CHAIN, ONES * 2, None), "probabilities are no probabilities"),
         (lambda: accept_sample(CHAIN, ONES * np.nan, None), "probabilities are no probabilities"),
         (lambda: accept_sample(CHAIN, ONES, None, first=np.ones((1, 1))), "first is over 1 tokens"),
