@@ -63,7 +63,8 @@ def assert_flat(comm, name, step, count, warm=1000, objects=0):
             file.write(json.dumps({**facts, "software": environment.software()}) + "\n")
     before, after = seen[0], seen[-1]
     assert after["memory"] - before["memory"] <= GROWTH + comm.size * OF_A_RANK
-    assert after["objects"] - before["objects"] < max(200, objects)
+    # Some 250 come in time, however many steps: a leak of one a step shows from 400 steps on (`make soak`).
+    assert after["objects"] - before["objects"] < max(400, objects)
     for what in ("descriptors", "threads", "python_threads", "shared"):
         assert after[what] == before[what], what
 
@@ -100,7 +101,7 @@ def test_steps_of_other_verbs(comm, kind):
     else:
         planned, given = Prefill(comm, tokens=8, method=kind.split()[-1], **SHAPE), (K, K, K)
     with planned:
-        assert_flat(comm, kind, lambda: planned(*given), STEPS // 10, warm=100, objects=STEPS // 10)
+        assert_flat(comm, kind, lambda: planned(*given), STEPS // 10, warm=100)
 
 
 def test_steps_of_a_session(comm, tmp_path):
