@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
@@ -86,11 +87,24 @@ class StreamOrder:
             self._last = self._stream.follow(self._last)
 
 
+_LARGE_PAGE = 2 << 20
+_ADVISED = 4 << 20  # from so many bytes on NumPy advises the system to use large pages
+
+
 class Host:
     """Memory of this process: NumPy arrays, and nothing is queued."""
 
-    empty: Callable[..., Array] = staticmethod(np.empty)
     copy = staticmethod(np.copyto)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any, /) -> Array:
+        """One that takes half a large page or more begins with one: so it is read up to twice as fast."""
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        if size < _LARGE_PAGE // 2:
+            return np.empty(shape, dtype)
+        room = np.empty(max(size + _LARGE_PAGE, _ADVISED), np.uint8)
+        begin = -room.ctypes.data % _LARGE_PAGE
+        array: Array = room[begin : begin + size].view(dtype).reshape(shape)
+        return array
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
