@@ -24,8 +24,8 @@ from treeattn.partial import Array
 
 #: Bits from a bin to the next, and words of a record beside the numerator's.
 STEP, EXTRA = 41, 3
-#: Tokens up to which no sum overflows: a slice is at most 2**40.
-MOST_TOKENS = 1 << 23
+#: Tokens up to which no sum overflows: a slice is at most 2**40, and that where a tie leaves it.
+MOST_TOKENS = (1 << 23) - 1
 # Exponents of nothing, and of what has no finite result: the maximum absorbs them and is absorbed by them.
 _EMPTY, _SPOILED = -(1 << 28), 1 << 28
 _LARGEST_LOGIT = 1 << 20

@@ -67,6 +67,42 @@ def test_results_of_arbitrary_words_are_those_of_the_definition(isa, monkeypatch
     assert np.isfinite(made[0][0]).mean() > 0.3
 
 
+def record_of_many(count, k, v):
+    """Of `count` equal tokens of a query of 1: doubled records, merged."""
+    q, total = np.ones(1, np.float32), bins.identity((), 1)
+    power = bins.record(q, np.full((1, 1), k, np.float32), np.full((1, 1), v, np.float32))
+    while count:
+        if count % 2:
+            bins.merge(total, power)
+        bins.merge(power, power.copy())
+        count //= 2
+    return total
+
+
+def finished(record):
+    out, lse = np.empty((1, 1, 1, 1), np.float32), np.empty((1, 1, 1), np.float32)
+    bins.finish(record.reshape(1, 1, 1, -1), out, lse)
+    return float(out[0, 0, 0, 0])
+
+
+def test_as_many_tokens_as_are_taken_do_not_overflow():
+    """Each ties half-way between two units of the upper bin, and leaves 2**40 in the lower one."""
+    assert finished(record_of_many(bins.MOST_TOKENS, 0.0, 2.0**40)) == 2.0**40
+    assert finished(record_of_many(bins.MOST_TOKENS + 1, 0.0, 2.0**40)) != 2.0**40
+
+
+def test_what_is_cut_off_grows_with_the_tokens_as_promised():
+    """4 million, each just below half a unit of the lower bin, beside one of weight 1 and the value 2**39."""
+    tokens, logit, largest = 1 << 22, np.float32(-20.8), 2.0**39
+    m, e = (float(part[0]) for part in bins._weights(logit.reshape(1)))
+    value = float(np.float32(0.49 / (m * 2.0**e)))
+    record = record_of_many(tokens, logit, value)
+    bins.merge(record, record_of_many(1, 0.0, largest))
+    whole = 1 + tokens * m * 2.0**e
+    error = abs(finished(record) - (largest + 0.49 * tokens) / whole) / largest
+    assert 3e-6 < error <= 2e-12 * tokens
+
+
 @pytest.mark.parametrize("whole_blocks", [False, True])
 @pytest.mark.parametrize("seed", range(CASES or 8 * FACTOR))
 def test_a_result_is_a_function_of_the_set_of_tokens(seed, whole_blocks, monkeypatch):
