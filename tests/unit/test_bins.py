@@ -204,3 +204,38 @@ def test_what_is_not_finite_leaves_no_sums(bad, blocks):
     assert bins._exponents(spoiled)[1] == bins._SPOILED
     assert spoiled[1:3].any()
     assert not spoiled[3:].any()
+
+
+@pytest.mark.parametrize("blocks", [None, np.zeros(3, int)])
+def test_tokens_without_weight_or_value_are_none(blocks):
+    q, k, v = np.ones(4, np.float32), np.ones((3, 4), np.float32), np.zeros((3, 2), np.float32)
+    record = bins.record(q, k, v, blocks=blocks)
+    assert bins._exponents(record)[1] == -127 - (blocks is not None) * bins._BLOCK_BITS
+    assert record[1:3].any()
+    assert not record[3:].any()
+    k[:, 1] = -np.inf
+    record = bins.record(q, k, v + 1, blocks=blocks)
+    assert bins._exponents(record)[0] == bins._EMPTY
+    assert not record[1:].any()
+
+
+@pytest.mark.parametrize("logit", [-3.5, 0.0, 88.0, 2.0**20])
+def test_a_sink_is_a_token_whose_value_is_zero(logit):
+    q, k, v = (np.full(shape, x, np.float32) for shape, x in (((1,), logit), ((1, 1), 1), ((1, 3), 0)))
+    assert bins.record_of_sink(logit, 3).tobytes() == bins.record(q, k, v).tobytes()
+    assert bins.record_of_sink(-np.inf, 3).tobytes() == bins.identity((), 3).tobytes()
+    assert bins.record(q, k, v + 1).tobytes() == bins.record(q, k, v + 1, 1.0).tobytes()
+
+
+def test_bounds_of_logits_and_of_tokens():
+    assert bins.record_of_sink(1e30, 1).tobytes() == bins.record_of_sink(2.0**20, 1).tobytes()
+    assert bins.MOST_TOKENS << bins.STEP - 1 < 1 << 63 <= bins.MOST_TOKENS + 1 << bins.STEP - 1
+
+
+def test_a_soft_cap_is_the_hyperbolic_tangent():
+    scores, penalty = np.linspace(-40, 40, 81, dtype=np.float32), np.arange(81.0)
+    capped = 5 * np.tanh(scores.astype(np.float64) / 5)
+    np.testing.assert_allclose(bins._logits(scores, 5.0, None), capped, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(bins._logits(scores, 5.0, penalty), capped - penalty, rtol=0, atol=1e-14)
+    assert (bins._logits(scores, 0, penalty) == scores - penalty).all()
+    assert bins._logits(scores, 0, None) is scores

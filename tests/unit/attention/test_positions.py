@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -59,6 +61,12 @@ def test_a_slice_needs_an_end(given):
         as_runs(given)
 
 
+def test_the_largest_position():
+    assert len(Runs([(MAX_POSITION - 1, 1, 1)])) == 1
+    with pytest.raises(ArgumentError, match="must ascend"):
+        Runs([(MAX_POSITION, 1, 1)])
+
+
 def test_blocks_with_gaps_are_a_run_each():
     blocks = np.concatenate([np.arange(start, start + 32) for start in (0, 32, 256, 384)])
     assert as_runs(blocks).table[:, 1:].tolist() == [[0, 1, 64], [256, 1, 32], [384, 1, 32]]
@@ -115,6 +123,18 @@ def test_a_position_of_two_ranks_is_found(ours, theirs):
     with pytest.raises(ArgumentError, match="ranks 0 and 1 both claim position") as raised:
         check_owners(everyone)
     assert int(str(raised.value).split()[-1]) in both
+
+
+def test_runs_of_all_small_steps_meet_where_they_do():
+    for a, b, s, t in itertools.product(range(5), range(5), (1, 2, 3, 4, 6), (1, 2, 3, 4, 6)):
+        both = sorted({*range(a, a + 5 * s, s)} & {*range(b, b + 4 * t, t)})
+        everyone = [Runs([(a, s, 5)]), Runs([(b, t, 4)])]
+        said = ""
+        try:
+            check_owners(everyone)
+        except ArgumentError as error:
+            said = str(error)
+        assert said == (f"ranks 0 and 1 both claim position {both[0]}" if both else "")
 
 
 @pytest.mark.parametrize(
@@ -238,6 +258,26 @@ def test_tables_are_the_definition(queries, lengths, drafts, begins, data):
     assert tables.draft_begins.tolist() == valid.tolist()
     assert (tables.drafts, tables.draft_positions.tolist()) == (drafts, [list(range(20, 20 + drafts))] * 2)
     assert all((tables.sees_draft(b, i) == mask[b, i]).all() for b in range(2) for i in range(queries))
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2), (1, 2), ()])
+def test_one_query_of_each_sequence_stands_at_one_position(shape):
+    with pytest.raises(ArgumentError, match="q_positions have shape"):
+        MaskTables(Rules(causal=True), 2, 1).update(as_runs(range(9)), 9, None, np.zeros(shape, int))
+
+
+def test_words_of_more_drafts_than_a_word_has():
+    mask = np.ones((1, 1, 40), bool)
+    tables = MaskTables(Rules(), 1, 1)
+    tables.update(None, 50)
+    assert tables.mask.shape == (1, 1, 0)
+    tables.update(None, 50, mask=words_of(mask), draft_positions=np.arange(40))
+    assert (tables.drafts, tables.sees_draft(0, 0).all()) == (40, True)
+    tables.update(None, 70, mask=words_of(mask))
+    assert tables.drafts == 64
+    tables.update(None, 70)
+    assert (tables.drafts, tables.mask.shape, tables.draft_positions.shape) == (0, (1, 1, 0), (1, 0))
+    assert MaskTables(Rules(), 2, 3).mask.shape == (2, 3, 0)
 
 
 @pytest.mark.parametrize("queries", [1, 2])

@@ -28,6 +28,10 @@ class Logged(Reducer):
     def _complete(self):
         self._part("complete")
 
+    def _advance(self):
+        self._part("advance")
+        return False
+
     def _release(self):
         self._part("release")
 
@@ -100,3 +104,20 @@ def test_a_part_that_fails_is_seen_by_whoever_asks():
     assert (reducer.blocking, reducer.in_flight) == (0, True)
     with pytest.raises(StateError, match=r"test\(\) without start\(\)"):
         reducer.test()
+
+
+def test_what_fails_on_the_way_is_never_finished():
+    reducer = Logged("advance")
+    reducer.start()
+    with pytest.raises(KeyError):
+        reducer.test()
+    with pytest.raises(StateError, match=r"wait\(\) without start\(\)"):
+        reducer.wait()
+
+
+def test_other_work_in_place_of_a_step():
+    reducer = Logged()
+    step = reducer._step_by(lambda: reducer.log.append("work"))
+    step()
+    step()
+    assert (reducer.log, reducer.in_flight) == (["work", "work"], False)

@@ -210,9 +210,22 @@ def test_the_largest_number_of_a_generator_draws_a_token_too():
     assert draw_token(np.array([0.5, 0.5, 0], np.float32), generator) == 1
 
 
+def test_the_smallest_number_of_a_generator_accepts_no_impossible_draft():
+    p, q = (np.array([[row] * 2], float) for row in ([0.5, 0, 0.5, 0], [0.5, 0.5, 0, 0]))
+    accepted = accept_speculative(CHAIN, p, q, SimpleNamespace(random=lambda: 0.0))
+    assert accepted.counts.tolist() == [1]
+    assert accepted.next_tokens.tolist() == [2]
+
+
 FOREST = TokenTree.from_parents([[1, 2]], [[-1, -1]])
 CHAIN = TokenTree.chain([[0, 1]])
 ONES = np.full((1, 2, 4), 0.25)
+
+
+def test_what_follows_the_first_draft_follows_its_own_probabilities():
+    accepted = accept_sample(CHAIN, np.eye(4)[[[1, 3]]], np.random.default_rng(0), first=np.eye(4)[[0]])
+    assert accepted.counts.tolist() == [2]
+    assert accepted.next_tokens.tolist() == [3]
 
 
 @pytest.mark.parametrize(
