@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 
 #: What ``reproducible=`` takes beside None.
 REPRODUCIBLE = ("tokens", "blocks")
+_BESIDE = 1 << 16  # tokens that shards do not hold: drafts, and a sink
 
 
 class ReproducibleCpu(Cpu):
     """The processor, with the records of `treeattn.bins`."""
 
     def __init__(self, ranks: int, whole_blocks: bool) -> None:
-        self.bounds = {"most_tokens": bins.MOST_TOKENS // ranks, "whole_blocks": whole_blocks}
+        most = (bins.MOST_TOKENS - _BESIDE) // ranks
+        self.bounds = {"most_tokens": most, "whole_blocks": whole_blocks}
 
     def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
         check_tokens(tokens, self.bounds["most_tokens"])
