@@ -237,5 +237,6 @@ def test_a_soft_cap_is_the_hyperbolic_tangent():
     capped = 5 * np.tanh(scores.astype(np.float64) / 5)
     np.testing.assert_allclose(bins._logits(scores, 5.0, None), capped, rtol=0, atol=1e-14)
     np.testing.assert_allclose(bins._logits(scores, 5.0, penalty), capped - penalty, rtol=0, atol=1e-14)
+    assert bins._logits(np.array([1e6, -1e6], np.float32), 1.0, None).tolist() == [1, -1]
     assert (bins._logits(scores, 0, penalty) == scores - penalty).all()
     assert bins._logits(scores, 0, None) is scores

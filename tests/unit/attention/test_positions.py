@@ -174,7 +174,25 @@ def test_bad_rules(rules, message):
         Rules.of(Rules(**rules), 2)
 
 
+def test_queries_of_which_nobody_asks_where_they_stand():
+    tables = MaskTables(Rules(), 1, 2)
+    tables.update(as_runs(range(9)), 9, None, [3, 4])
+    tables.update(as_runs(range(9)), 9)
+    assert tables.q_positions.tolist() == [[0, 0]]
+    with pytest.raises(ArgumentError, match="rules must be a treeattn.Rules"):
+        Rules.of({"causal": True}, 2)
+
+
+def test_more_drafts_than_tokens_are_refused():
+    with pytest.raises(ArgumentError, match="3 draft tokens cannot be the last of a shard of 2"):
+        MaskTables(Rules(), 1, 1).update(None, 2, mask=np.ones((1, 1, 3), bool))
+
+
 def test_rules_are_kept_in_one_form():
+    given, runs = Rules(window=(2, 0), leading=1), as_runs([0, 2, 4, 6])
+    assert Rules.of(given, 2) is given
+    assert tuple(given.all_intervals(runs, 4, np.array([6]))[0]) == given.intervals(runs, 4, 6)
+    assert repr(runs) == "Runs([(0, 2, 4)])"
     rules = Rules(causal=np.True_, window=[None, None], leading=2**70, softcap=2, alibi=np.array([1, 2]))
     assert (rules.causal, rules.window, rules.leading, rules.alibi) == (True, None, MAX_POSITION, (1.0, 2.0))
     assert rules.causal is True

@@ -121,3 +121,6 @@ def test_other_work_in_place_of_a_step():
     step()
     step()
     assert (reducer.log, reducer.in_flight) == (["work", "work"], False)
+    reducer.start()
+    with pytest.raises(StateError, match="already running"):
+        step()
