@@ -94,10 +94,12 @@ _ADVISED = 4 << 20  # from so many bytes on NumPy advises the system to use larg
 class Host:
     """Memory of this process: NumPy arrays, and nothing is queued."""
 
+    empty: Callable[..., Array] = staticmethod(np.empty)
     copy = staticmethod(np.copyto)
 
-    def empty(self, shape: tuple[int, ...], dtype: Any, /) -> Array:
-        """One that takes half a large page or more begins with one: so it is read up to twice as fast."""
+    def large(self, shape: tuple[int, ...], dtype: Any, /) -> Array:
+        """As `empty`; one that takes half a large page or more begins with one: it is read up to twice as
+        fast."""
         size = math.prod(shape) * np.dtype(dtype).itemsize
         if size < _LARGE_PAGE // 2:
             return np.empty(shape, dtype)
@@ -110,4 +112,4 @@ class Host:
         """Nothing to wait for."""
 
 
-HOST: Memory = Host()
+HOST = Host()

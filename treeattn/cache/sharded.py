@@ -18,6 +18,7 @@ from treeattn.attention.shard import CacheFormat, Shard
 from treeattn.cache.placement import Reach, Write, ordered, whole_numbers
 from treeattn.cache.plan import Plan
 from treeattn.collectives.runtime.communicator import Given
+from treeattn.collectives.runtime.memory import HOST
 from treeattn.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ class CacheLayer:
     def _empty(self, tokens: int) -> tuple[Any, ...]:
         """Arrays of so many tokens, for keys and, unless they are among these, for values."""
         plan, axes = self._plan, (len(self._reach.totals), tokens, self._plan.shape.kv_heads)
-        return tuple(plan.device.memory.empty((*axes, width), plan.elements) for width in plan.widths)
+        memory = plan.device.memory
+        new = HOST.large if memory is HOST else memory.empty
+        return tuple(new((*axes, width), plan.elements) for width in plan.widths)
 
     def _hold(self, arrays: tuple[Any, ...]) -> None:
         self._shard = arrays

@@ -13,7 +13,7 @@ from treeattn.collectives.runtime.memory import HOST
 @pytest.mark.parametrize("dtype", [np.uint8, ml_dtypes.bfloat16], ids=str)
 def test_an_array_is_new_and_a_large_one_begins_a_page(size, dtype):
     shape = (2, size // 2 // np.dtype(dtype).itemsize, 1)
-    array, other = HOST.empty(shape, dtype), HOST.empty(shape, dtype)
+    array, other = HOST.large(shape, dtype), HOST.large(shape, dtype)
     assert (array.shape, array.dtype, array.flags.c_contiguous) == (shape, dtype, True)
     assert array.nbytes < 1 << 20 or array.ctypes.data % (2 << 20) == 0
     array.fill(1)
