@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import treeattn
 from tests.support.drawn import FACTOR
 from tests.support.token_sets import CASES, LAYOUTS, drawn, isas, records_of, results, shards
 from treeattn import bins, collectives
@@ -83,6 +84,18 @@ def finished(record):
     out, lse = np.empty((1, 1, 1, 1), np.float32), np.empty((1, 1, 1), np.float32)
     bins.finish(record.reshape(1, 1, 1, -1), out, lse)
     return float(out[0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("isa", isas()[:-1])
+def test_a_block_drops_weights_below_the_hundredth_power_of_its_largest(isa, monkeypatch):
+    monkeypatch.setenv("TREEATTN_ISA", isa)
+    q, v = np.eye(1, 8, dtype=np.float32), np.stack([np.zeros(8), np.ones(8)]).astype(np.float32)
+    for power, kept in ((-100.0, True), (-100.5, False)):
+        k = np.stack([np.zeros(8), q[0] * power * np.log(2)]).astype(np.float32)
+        shard = treeattn.Shard(k[None, :, None], v[None, :, None], positions=slice(0, 2))
+        out, _ = treeattn.decode(q[None, :, None], shard, scale=1.0, reproducible="blocks")
+        assert (out > 0).all() == kept
+        assert finished(bins.record(q[0], k, v[:, :1], blocks=np.zeros(2, int))) == out[0, 0, 0, 0]
 
 
 def test_as_many_tokens_as_are_taken_do_not_overflow():

@@ -26,6 +26,7 @@ from treeattn.collectives import (
     reversed_as_copies,
     side_by_side,
     then,
+    to_root,
 )
 from treeattn.collectives.provenance import ChunkMap, Expressions, aligned
 from treeattn.errors import RestrictionError, ScheduleError
@@ -381,6 +382,20 @@ def test_a_fold_ends_where_a_message_does():
     down = tuple(Transfer(0, r, range(4), False) for r in (1, 2))
     folds = prove(Schedule("halves", 3, 4, (halves, down))).folds
     assert folds[0] == {0: (Fold(range(2), (0, 1, 2)), Fold(range(2, 4), (0, 1, 2)))}
+
+
+def test_neighbouring_folds_in_one_order_are_one():
+    """Chunks 0 and 1 meet rank 3 at rank 1, the others at rank 0, which then folds them all alike."""
+    apart = (Transfer(3, 1, range(2)), Transfer(3, 0, range(2, 4)))
+    rounds = apart, (Transfer(1, 0, range(4)),), (Transfer(2, 0, range(4)),)
+    folds = prove(Schedule("joined", 4, 4, rounds, "root")).folds
+    assert folds[1] == {0: (Fold(range(4), (0, 1)),)}
+
+
+def test_who_may_run_ahead():
+    """Root and nobody else has a result: its peers wait for nobody, however many records there are."""
+    ahead = [check(to_root(build("chain", size))).min_records_for_double_buffering for size in (1, 2, 3)]
+    assert ahead == [1, None, None]
 
 
 @given(built(high=14))

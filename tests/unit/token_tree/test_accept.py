@@ -222,6 +222,12 @@ CHAIN = TokenTree.chain([[0, 1]])
 ONES = np.full((1, 2, 4), 0.25)
 
 
+def test_the_first_of_equal_siblings_is_kept():
+    tree = TokenTree.from_parents([[1, 7, 7]], [[-1, 0, 0]])
+    accepted = accept_greedy(tree, [[7, 3, 4]])
+    assert (accepted.path.tolist(), accepted.next_tokens.tolist()) == ([[0, 1]], [3])
+
+
 def test_what_follows_the_first_draft_follows_its_own_probabilities():
     accepted = accept_sample(CHAIN, np.eye(4)[[[1, 3]]], np.random.default_rng(0), first=np.eye(4)[[0]])
     assert accepted.counts.tolist() == [2]
