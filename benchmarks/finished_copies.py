@@ -42,12 +42,12 @@ def main() -> None:
         for batch in map(int, options.batches.split(","))
         for scheme in options.schemes.split(",")
     ]
-    machine = environment.machine(world)
+    facts = {"rows": rows, "software": environment.software(), "machine": environment.machine(world)}
     if world.rank == 0:
         for row in rows:
             print(", ".join(f"{name} {value}" for name, value in row.items()))
         if options.json:
-            options.json.write_text(json.dumps({"rows": rows, "machine": machine}, indent=1) + "\n")
+            options.json.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def measured(world: Any, scheme: str, batch: int, turns: int) -> dict[str, Any]:

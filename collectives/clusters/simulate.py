@@ -149,9 +149,8 @@ def simulate(
     ends = tuple(
         steps[-1].ended - before if steps else start for start, steps in zip(begin, run.steps, strict=True)
     )
-    replicated = (
-        schedule.result == "replicated" and payload.copied_bytes is None
-    )  # else half as much at least
+    # Where copies are lighter, half as much bounds them, as if the result were on one rank.
+    replicated = schedule.result == "replicated" and payload.copied_bytes is None
     bound = lower_bound(cluster, run.places, payload.bytes, run.executor, replicated)
     return Simulation(
         schedule, cluster, run.places, name, max(ends), min(begin) + bound, begin, ends,

@@ -16,8 +16,6 @@ from treeattn.partial import Array
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
-#: Of float32, weights of 16 bits too; on a model's device it may be CuPy's, which has the methods of NumPy's.
-
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of a model by its name; linear maps are [out, in]."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from treeattn.collectives.runtime.memory import HOST
 from treeattn.partial import Array
 
-_PIECE = 64 << 20  # bytes asked for at once: NumPy advises the system to use large pages for so many
+_PIECE = 64 << 20  # bytes asked for at once: small matrices share pages
 _LINE = 64
 
 
@@ -14,12 +15,12 @@ class LargePages:
     """Where arrays are put one behind the other; they keep the memory alive."""
 
     def __init__(self) -> None:
-        self._rest = np.empty(0, np.uint8)
+        self._rest: Array = np.empty(0, np.uint8)
 
     def put(self, array: Array) -> Array:
         """A copy of an array, C-contiguous, which begins with a line of memory."""
         if array.nbytes + _LINE > len(self._rest):
-            self._rest = np.empty(max(_PIECE, array.nbytes + _LINE), np.uint8)
+            self._rest = HOST.large((max(_PIECE, array.nbytes + _LINE),), np.uint8)
         begin = -self._rest.ctypes.data % _LINE
         end = begin + array.nbytes
         copy = self._rest[begin:end].view(array.dtype).reshape(array.shape)
