@@ -14,7 +14,7 @@ import ctypes
 import operator
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -22,7 +22,20 @@ import numpy as np
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 
-Pair = tuple[Any, Any]
+Pair = tuple[Array, Array]
+
+
+class AnyArray(Protocol):
+    """An array of any library: NumPy's, CuPy's, torch's, JAX's."""
+
+    @property
+    def shape(self) -> Any:
+        """A tuple of integers, or what is used as one."""
+
+    @property
+    def dtype(self) -> Any:
+        """An object of the library's own."""
+
 
 # DLDeviceType: what the processor reads in place (memory of the host, pinned or not), and what a GPU does.
 _HOST, _GPU = (1, 3), (2, 13)
@@ -68,7 +81,7 @@ class _Exported:
         self._owner = owner
 
 
-def device_of(name: str, array: Any) -> str:
+def device_of(name: str, array: object) -> str:
     """Where an array lies: ``"cpu"`` or ``"cuda"``. Raises `ArgumentError` for what is no array."""
     if isinstance(array, np.ndarray):
         return "cpu"
@@ -81,7 +94,7 @@ def device_of(name: str, array: Any) -> str:
     raise _no_array(name, array)
 
 
-def on_host(name: str, array: Any) -> Array:
+def on_host(name: str, array: object) -> Array:
     """An array in the memory of the host as a NumPy array over the same memory.
 
     What is no NumPy array already is read-only; bfloat16 is that of ml_dtypes. Raises `ArgumentError` for
@@ -113,7 +126,8 @@ def on_gpu(name: str, array: Any, runtime: Any) -> Any:
     if device_of(name, array) != "cuda":
         raise _elsewhere(name, array, "cuda")
     if not hasattr(array, "__dlpack__"):
-        return runtime.borrow(array)
+        borrowed: Array = runtime.borrow(array)
+        return borrowed
     stream = runtime.stream or 1  # DLPack's number of the default stream
     return _view(name, array, "cuda", "__cuda_array_interface__", runtime.borrow, stream=stream)
 
@@ -191,7 +205,7 @@ def _device_name(name: str, kind: int) -> str:
     )
 
 
-def _no_array(name: str, given: Any) -> ArgumentError:
+def _no_array(name: str, given: object) -> ArgumentError:
     kind = f"{type(given).__module__}.{type(given).__name__}".removeprefix("builtins.")
     return ArgumentError(
         f"{name} is a {kind}: pass an array with DLPack or the array interface, as NumPy, CuPy, torch and "
@@ -199,7 +213,7 @@ def _no_array(name: str, given: Any) -> ArgumentError:
     )
 
 
-def _elsewhere(name: str, array: Any, wanted: str) -> ArgumentError:
+def _elsewhere(name: str, array: object, wanted: str) -> ArgumentError:
     """Why an array that does not lie on `wanted` is refused. May raise, too, for what is no array."""
     where = device_of(name, array)
     if where == wanted:
@@ -211,7 +225,7 @@ def _elsewhere(name: str, array: Any, wanted: str) -> ArgumentError:
     )
 
 
-def give(results: Pair, like: Any) -> Pair:
+def give(results: Pair, like: object) -> Pair:
     """Results, as NumPy or CuPy arrays, in the container of `like`.
 
     torch tensors share their memory. Those of a library with a namespace of the array API, such as JAX, are
@@ -221,12 +235,12 @@ def give(results: Pair, like: Any) -> Pair:
     return _copies(results, like) if shared is None else shared
 
 
-def in_kind(result: Any, like: Any) -> Any:
+def in_kind(result: Array, like: object) -> Array:
     """One result as `give` gives two."""
     return give((result, result), like)[0]
 
 
-def _shared(results: Pair, like: Any) -> Pair | None:
+def _shared(results: Pair, like: object) -> Pair | None:
     """None where a container has to be given copies."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(like, torch.Tensor):
@@ -247,15 +261,15 @@ class Containers:
     Arrays of the last step, the same objects over the same memory, are not looked at again.
     """
 
-    def __init__(self, view: Callable[[str, Any], Any], results: Pair) -> None:
+    def __init__(self, view: Callable[[str, object], Array], results: Pair) -> None:
         """view: called with a name and an array, gives one of the device. results: (out, lse) there."""
         self._view, self._results = view, results
         self._native = type(results[0])
-        self._seen: dict[str, tuple[Any, Any, Any]] = {}
-        self._like: Any = None
+        self._seen: dict[str, tuple[object, object, Array]] = {}
+        self._like: object = None
         self._shared: tuple[type, Pair | None] = (type(results[0]), results)
 
-    def take(self, *arrays: Any, names: tuple[str, ...] = ("q", "k", "v")) -> tuple[Any, ...]:
+    def take(self, *arrays: Any, names: tuple[str, ...] = ("q", "k", "v")) -> tuple[Array, ...]:
         """The arrays of a step as the device's; results will be of the kind of the first.
 
         Raises `ArgumentError`.
@@ -267,7 +281,7 @@ class Containers:
                 return tuple(map(self._taken, names, arrays))
         return arrays
 
-    def _taken(self, name: str, array: Any) -> Any:
+    def _taken(self, name: str, array: Any) -> Array:
         if type(array) is self._native:
             return array
         place = _place(array)
@@ -297,7 +311,7 @@ _TORCH_PLACE = (
 _IMMUTABLE = ("jax", "jaxlib")
 
 
-def _place(array: Any) -> Any:
+def _place(array: object) -> object:
     """What may change of an object that stays the same: it can be given other memory, as a growing cache is.
 
     Who does not say where its memory lies is asked anew in each step: equal to nothing.

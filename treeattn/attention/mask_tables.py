@@ -7,9 +7,8 @@ is asked. What is no interval, a tree of draft tokens, is a bit mask over the la
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+from numpy.typing import ArrayLike
 
 from treeattn.attention.mask import Rules
 from treeattn.attention.positions import MAX_POSITION, Runs
@@ -50,11 +49,11 @@ class MaskTables:
         self,
         runs: Runs | None,
         tokens: int,
-        lengths: Any = None,
-        q_positions: Any = None,
+        lengths: ArrayLike | None = None,
+        q_positions: ArrayLike | None = None,
         mask: Array | None = None,
-        draft_positions: Any = None,
-        begins: Any = None,
+        draft_positions: ArrayLike | None = None,
+        begins: ArrayLike | None = None,
     ) -> None:
         """Fill the tables for arrays of `tokens` tokens.
 
@@ -78,16 +77,16 @@ class MaskTables:
             self.runs, self.version = runs, self.version + 1
         if q_positions is None and self.rules.positional:
             raise ArgumentError(f"{', '.join(self.rules.names)} ask where queries stand: pass q_positions=")
-        first: Any = 0 if begins is None else self._first_positions(begins)
+        first = 0 if begins is None else self._first_positions(begins)
         if self._few:
             self._one_by_one(runs, valid, self._stands(q_positions), first)
             return
         self.q_positions[...] = self._positions(q_positions)
         counts = valid if isinstance(valid, int) else valid[:, None]
-        first = first if begins is None else first[:, None]
+        first = first if isinstance(first, int) else first[:, None]
         self.intervals[...] = self.rules.all_intervals(runs, counts, self.q_positions, first)
 
-    def _one_by_one(self, runs: Runs, valid: Any, stands: list[int], first: Any) -> None:
+    def _one_by_one(self, runs: Runs, valid: int | Array, stands: list[int], first: int | Array) -> None:
         """The tables of a few sequences with one query each: arrays of NumPy would take longer."""
         rows, cells = len(stands), self._cells
         counts = [valid] * rows if isinstance(valid, int) else valid.tolist()
@@ -100,11 +99,11 @@ class MaskTables:
     def validate(
         self,
         tokens: int,
-        lengths: Any,
-        q_positions: Any,
-        mask: Array,
-        draft_positions: Any,
-        begins: Any = None,
+        lengths: ArrayLike | None,
+        q_positions: ArrayLike | None,
+        mask: Array | None,
+        draft_positions: ArrayLike | None,
+        begins: ArrayLike | None = None,
     ) -> None:
         """Raise `ArgumentError` for what `update` will refuse, before positions are known. `draft_begins`
         holds then how many tokens of each sequence are no drafts."""
@@ -116,7 +115,7 @@ class MaskTables:
         bits = np.unpackbits(self.mask[row, query].astype("<u4").view(np.uint8), bitorder="little")
         return bits[: self.drafts].astype(bool)
 
-    def _context(self, tokens: int, lengths: Any) -> Any:
+    def _context(self, tokens: int, lengths: ArrayLike | None) -> int | Array:
         """Tokens before the drafts: one number for all sequences, or int64 [batch]."""
         if lengths is None:
             if self.drafts > tokens:
@@ -144,7 +143,7 @@ class MaskTables:
         np.subtract(lengths, self.drafts, out=self.draft_begins, casting="unsafe")
         return self.draft_begins
 
-    def _first_positions(self, given: Any) -> Array:
+    def _first_positions(self, given: ArrayLike) -> Array:
         """begins as int64 [batch]."""
         array = np.asarray(given)
         if array.shape != self.draft_begins.shape:
@@ -154,7 +153,7 @@ class MaskTables:
         _check_positions("begins", array)
         return array.astype(np.int64)
 
-    def _take_drafts(self, mask: Array | None, draft_positions: Any) -> None:
+    def _take_drafts(self, mask: Array | None, draft_positions: ArrayLike | None) -> None:
         batch, queries = self.q_positions.shape
         self.version += 1
         if mask is None and draft_positions is not None:
@@ -202,20 +201,19 @@ class MaskTables:
             )
         return drafts
 
-    def _stands(self, given: Any) -> list[int]:
+    def _stands(self, given: ArrayLike | None) -> list[int]:
         """The position of each sequence's one query."""
         rows = len(self._begins)
         if given is None:
             return [0] * rows
-        array = type(given) is np.ndarray and given.dtype.kind in "iu"
-        if array and given.shape in ((1,), (rows, 1)):
+        if type(given) is np.ndarray and given.dtype.kind in "iu" and given.shape in ((1,), (rows, 1)):
             stands: list[int] = given.reshape(-1).tolist() * (rows if given.ndim == 1 else 1)
             if 0 <= min(stands) <= max(stands) < MAX_POSITION:
                 return stands
         wanted: list[int] = self._positions(given)[:, 0].tolist()
         return wanted
 
-    def _positions(self, given: Any) -> Array:
+    def _positions(self, given: ArrayLike | None) -> Array:
         """q_positions as int64 [batch, queries]."""
         if given is None:
             return self.q_positions * 0
@@ -237,6 +235,6 @@ def words_of(mask: Array) -> Array:
     return np.packbits(padded, axis=-1, bitorder="little").view("<u4").astype(np.uint32)
 
 
-def _check_positions(name: str, array: Any) -> None:
+def _check_positions(name: str, array: Array) -> None:
     if array.dtype.kind not in "iu" or (array.size and not 0 <= array.min() <= array.max() < MAX_POSITION):
         raise ArgumentError(f"{name} must be whole numbers from 0 to 2^60, not {array.dtype}")

@@ -6,10 +6,11 @@ in any order, and sequences may share them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from treeattn.attention import arrays
 from treeattn.attention.mask_tables import MaskTables
@@ -18,8 +19,11 @@ from treeattn.attention.shape import check_number
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 
+#: What ``block_table=`` takes.
+BlockTable = Array | Sequence[Sequence[int]]
 
-def as_table(block_table: Any, batch: int) -> Array:
+
+def as_table(block_table: BlockTable | None, batch: int) -> Array:
     """A block table as C-contiguous int32 [batch, pages of a sequence]; one that is so already is not copied.
     Raises `ArgumentError`."""
     given = _listed(block_table) if isinstance(block_table, list | tuple) else block_table
@@ -36,7 +40,7 @@ def as_table(block_table: Any, batch: int) -> Array:
     return np.ascontiguousarray(table, np.int32)
 
 
-def _listed(rows: Any) -> Any:
+def _listed(rows: Sequence[Sequence[int]]) -> Array:
     try:
         return np.asarray(rows)
     except ValueError:
@@ -45,7 +49,7 @@ def _listed(rows: Any) -> Any:
         ) from None
 
 
-def check_lengths(lengths: Any, page_size: int, pages: int) -> None:
+def check_lengths(lengths: ArrayLike | None, page_size: int, pages: int) -> None:
     """Raise `ArgumentError` unless lengths are given and `pages` pages of a sequence hold so many tokens."""
     if lengths is None:
         raise ArgumentError(
@@ -63,16 +67,18 @@ class CheckedTable:
     """The last block table that passed: looked at again where it, or what is read of it, changed."""
 
     def __init__(self) -> None:
-        self._passed: tuple[Any, ...] = ()
+        self._passed: object = None
 
-    def check(self, table: Array, cache: tuple[int, ...], lengths: Any, tables: MaskTables | None) -> None:
+    def check(
+        self, table: Array, cache: tuple[int, ...], lengths: Array | None, tables: MaskTables | None
+    ) -> None:
         """Raise `ArgumentError` for entries that cannot be, among those of tokens that some query sees.
 
         table: as `as_table` gives it. cache: how many pages k and v have, and tokens of each. lengths: int64
         [batch], where there is no `tables`, which has them.
         """
         pages, page_size = cache
-        used: Any = b""
+        used: Array = np.empty(0, np.int64)
         if tables is not None:
             used = _pages_seen(tables, page_size)
         elif lengths is not None:
@@ -129,14 +135,15 @@ def _check_entries(table: Array, pages: int, used: Array) -> None:
         )
 
 
-def rows_of(cache: Array, table: Array, tokens: Array) -> Any:
+def rows_of(cache: Array, table: Array, tokens: Array) -> Array:
     """Keys or values of some tokens of one sequence, a copy [tokens, kv_heads, head_dim].
 
     cache: [pages, page_size, kv_heads, head_dim]. table: the sequence's row of a block table. tokens: their
     numbers in the order of the table.
     """
     page_size = cache.shape[1]
-    return cache[table[tokens // page_size], tokens % page_size]
+    rows: Array = cache[table[tokens // page_size], tokens % page_size]
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +153,9 @@ class OwnPages:
     places: int64 [batch, pages], the how manyth page of its sequence each entry is; -1 where there is none.
     """
 
-    block_table: Any
-    lengths: Any
-    places: Any
+    block_table: Array
+    lengths: Array
+    places: Array
     page_size: int
 
     @property
@@ -172,7 +179,7 @@ class OwnPages:
         )
 
 
-def own_pages(block_table: Any, owners: Any, rank: int, *, page_size: int, lengths: Any) -> OwnPages:
+def own_pages(block_table: Array, owners: Array, rank: int, *, page_size: int, lengths: Array) -> OwnPages:
     """What of a block table over all ranks is this rank's.
 
     block_table: integers [batch, pages of a sequence], numbers of pages of the whole pool; behind `lengths`

@@ -9,6 +9,8 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from treeattn.attention import arrays
+from treeattn.attention.arrays import AnyArray
+from treeattn.attention.pages import BlockTable
 from treeattn.attention.positions import Runs, as_runs
 from treeattn.attention.shape import CACHE_DTYPES, check_number, read_scales
 from treeattn.errors import ArgumentError
@@ -50,11 +52,11 @@ class Shard:
         A value that cannot be; the message names it.
     """
 
-    k: Any
-    v: Any = None
-    lengths: Any = None
+    k: AnyArray
+    v: AnyArray | None = None
+    lengths: ArrayLike | None = None
     positions: Positions | None = None
-    block_table: Any = None
+    block_table: BlockTable | None = None
     k_scale: ArrayLike | None = None
     v_scale: ArrayLike | None = None
     dtype: str | None = None
@@ -75,7 +77,7 @@ class Shard:
         object.__setattr__(self, "positions", _positions(self.positions))
 
     @classmethod
-    def of(cls, k: Any, v: Any = None, lengths: Any = None) -> Shard:
+    def of(cls, k: AnyArray | Shard, v: AnyArray | None = None, lengths: ArrayLike | None = None) -> Shard:
         """`k` if it is a shard already, then with `lengths`; else the shard of these arrays. Raises
         `ArgumentError` for what is given twice."""
         if not isinstance(k, Shard):

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from numpy.typing import ArrayLike, DTypeLike
+
 from treeattn.attention.mask_tables import MaskTables
+from treeattn.attention.pages import BlockTable
 from treeattn.attention.shape import Shape
 from treeattn.collectives.runtime.memory import Memory, Stream
 from treeattn.collectives.runtime.reducer import Reducer
@@ -68,15 +71,15 @@ class Device(Protocol):
     def rounds_weights(self, shape: Shape) -> bool:
         """Whether softmax weights may be rounded to 16 bits: then |out - exact| can reach 4e-3 * max|v|."""
 
-    def view(self, name: str, array: Any) -> Array:
+    def view(self, name: str, array: object) -> Array:
         """An array of any library that lies on this device as one of this device, not copied.
         Raises `ArgumentError`."""
 
-    def tensor(self, name: str, array: Any, dtype: str | None) -> Array:
+    def tensor(self, name: str, array: object, dtype: str | None) -> Array:
         """The `view` if it has four axes and a dtype that is served, perhaps viewed as another dtype.
         Raises `ArgumentError`."""
 
-    def admit(self, shape: Shape, q: Array, k: Array, v: Array, lengths: Any) -> Any:
+    def admit(self, shape: Shape, q: Array, k: Array, v: Array, lengths: ArrayLike | None) -> Array | None:
         """Check the arrays of a step; the lengths as attention takes them. Raises `ArgumentError`."""
 
     def admit_pages(
@@ -85,21 +88,21 @@ class Device(Protocol):
         q: Array,
         k: Array,
         v: Array,
-        lengths: Any,
-        block_table: Any,
+        lengths: ArrayLike | None,
+        block_table: BlockTable | None,
         tables: MaskTables | None,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[ArrayLike | None, Array]:
         """The same for a paged cache: lengths and block table as attention takes them. tables: the tables of
         the step, with the lengths in them."""
 
-    def block_table(self, shape: Shape, block_table: Any) -> Array:
+    def block_table(self, shape: Shape, block_table: BlockTable | None) -> Array:
         """A block table of this device or of the host; int32 [batch, pages of a sequence]. Raises
         `ArgumentError`."""
 
-    def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
+    def lengths(self, shape: Shape, lengths: ArrayLike | None, tokens: int) -> Array | None:
         """The lengths of a shard of `tokens` tokens as attention takes them. Raises `ArgumentError`."""
 
-    def host_lengths(self, lengths: Any) -> Any:
+    def host_lengths(self, lengths: ArrayLike | None) -> ArrayLike | None:
         """The same for tables of what queries see, which are made on the host."""
 
     def from_host(self, array: Array) -> Array:
@@ -122,7 +125,7 @@ class Device(Protocol):
         """An array of the host as `product` reads it, there. dtype: "int8" rounds a matrix, with a scale for
         each row, whose rows are float32 where they are indexed; on the processor alone."""
 
-    def product(self, matrices: Sequence[Any]) -> Callable[[Any], Any]:
+    def product(self, matrices: Sequence[Any]) -> Callable[[Array], Array]:
         """Called with vectors [count, columns]: vectors @ matrix.T of each matrix, side by side: a new array
         [count, rows], in float32."""
 
@@ -140,11 +143,11 @@ class Device(Protocol):
     ) -> WholeStep | None:
         """Attention, reducer and finish at once; None where three calls are the best there is."""
 
-    def pack(self, records: Array, factor: float) -> Callable[[Any, Any], object]:
+    def pack(self, records: Array, factor: float) -> Callable[[Array, Array], object]:
         """Called with out and lse: writes records of them, lse times `factor`."""
 
     def scale(self, lse: Array, factor: float) -> Callable[[], object]:
         """Multiplies lse by `factor`, in place."""
 
-    def merge_operator(self, v_dim: int, dtype: Any) -> Any:
+    def merge_operator(self, v_dim: int, dtype: DTypeLike) -> Any:
         """How the records merge: a `treeattn.collectives.runtime.operator.Operator`."""

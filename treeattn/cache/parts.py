@@ -48,7 +48,7 @@ def write_part(directory: Path, layers: Sequence[CacheLayer]) -> Part:
         try:
             with open(handle, "wb") as file:
                 file.write(header)
-                arrays = [array for layer in layers for array in layer._shard]
+                arrays = [array for layer in layers for array in layer.arrays]
                 for array, table in zip(arrays, sums.values(), strict=True):
                     for row, length in enumerate(reach.lengths.tolist()):
                         for begin, rows in _blocks(plan.device, array, row, length):
@@ -87,7 +87,7 @@ def read_rows(directory: Path, part: Part, layers: Sequence[CacheLayer], reach: 
         into = own[begin : begin + _BLOCK]
         taken, target = ordered(index[into]), ordered(into)
         for number, layer in enumerate(layers):
-            for name, array in zip(plan.names, layer._shard, strict=True):
+            for name, array in zip(plan.names, layer.arrays, strict=True):
                 tensor = f"layers.{number}.{name}"
                 rows = _checked(file, tensor, taken, mine[into])
                 array[:, target] = plan.device.from_host(rows)
@@ -103,7 +103,7 @@ def check(directory: Path, part: Part, rows: bool) -> None:
             _checked(file, name, taken, stands)
 
 
-def _checked(file: files.CacheFile, name: str, taken: Any, positions: Array) -> Any:
+def _checked(file: files.CacheFile, name: str, taken: slice | Array, positions: Array) -> Array:
     """Tokens of a tensor, in memory of their own. positions: where they stand, for the error."""
     rows = np.ascontiguousarray(file[name][:, taken])
     wrong = (_sums(rows) != file[f"{name}.sums"][:, taken]).any(axis=0)
@@ -128,13 +128,13 @@ def _open(path: Path, part: Part) -> files.CacheFile:
     return file
 
 
-def _blocks(device: Any, array: Array, row: int, length: int) -> Iterator[tuple[int, Any]]:
+def _blocks(device: Any, array: Array, row: int, length: int) -> Iterator[tuple[int, Array]]:
     """Tokens of a sequence, on the host: [tokens, kv_heads, width]."""
     for begin in range(0, length, _BLOCK):
         yield begin, np.ascontiguousarray(device.readable(array[row, begin : min(begin + _BLOCK, length)]))
 
 
-def _sums(rows: Array) -> Any:
+def _sums(rows: Array) -> Array:
     """Of rows [.., kv_heads, width], uint64 [..]: any element that changes, changes its row's."""
     words = rows.view(np.uint8).reshape(*rows.shape[:-2], -1).view(np.uint64)
     return words @ (np.arange(words.shape[-1], dtype=np.uint64) * _ODD * np.uint64(2) + np.uint64(1))

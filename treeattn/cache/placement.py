@@ -8,9 +8,10 @@ rank's shard is the same in every layer, so it is found once, by the first layer
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from treeattn.attention.positions import Runs, as_runs, interleaved
 from treeattn.errors import ArgumentError
@@ -40,7 +41,7 @@ class Placement:
             self.name, self.runs = "position by position", _by_owner(layout, capacity, size)
         self.own = self.runs[rank]
 
-    def owners(self, positions: Any) -> Array:
+    def owners(self, positions: ArrayLike) -> Array:
         """The ranks of these positions, int64. Raises `ArgumentError` for one that is no rank's."""
         positions = whole_numbers("positions", positions)
         least, most = (int(positions.min()), int(positions.max())) if positions.size else (0, 0)
@@ -59,7 +60,7 @@ class Write(NamedTuple):
 
     rows: int | slice
     into: slice
-    chosen: Any
+    chosen: slice | Array
 
 
 class Step(NamedTuple):
@@ -94,7 +95,7 @@ class Reach:
         self.totals.flags.writeable = self.lengths.flags.writeable = False
         self.most, self.longest = int(self.lengths.max()), int(self.totals.max())
         self._question: object = None
-        self._answer: Any = None
+        self._answer: object = None
         self._shard_lengths: Array | None = None
 
     @property
@@ -105,22 +106,21 @@ class Reach:
             self._shard_lengths.flags.writeable = False
         return self._shard_lengths
 
-    def append(self, given: int, counts: Any, own: bool = False) -> Step:
+    def append(self, given: int, counts: ArrayLike | None, own: bool = False) -> Step:
         """The next `counts` [batch] tokens of each sequence, None for as many as are given; `given`: tokens
         of the arrays they come in, which are this rank's alone where `own`. Raises `ArgumentError`."""
         if counts is None and not own and self._question == given:
-            answer: Step = self._answer
-            return answer
+            return cast(Step, self._answer)
         asked = None if counts is None and not own else whole_numbers("counts", counts)
         question = given if asked is None else (given, own, asked.shape, asked.tobytes())
         return self._once(question, lambda: self._append(given, asked, own))
 
-    def rollback(self, totals: Array) -> Reach:
+    def rollback(self, totals: ArrayLike) -> Reach:
         """Back to `totals` [batch]. Raises `ArgumentError` for more than there are."""
         totals = whole_numbers("totals", totals)
         return self._once(("rollback", totals.shape, totals.tobytes()), lambda: self._rollback(totals))
 
-    def select(self, rows: Array) -> tuple[Reach, list[int]]:
+    def select(self, rows: ArrayLike) -> tuple[Reach, list[int]]:
         """The sequences `rows`, as a list too. Raises `ArgumentError` for one that is not there."""
         rows = whole_numbers("rows", rows)
         return self._once(("rows", rows.shape, rows.tobytes()), lambda: self._select(rows))
@@ -129,10 +129,9 @@ class Reach:
         if question != self._question:
             self._answer = find()
             self._question = question
-        answer: T = self._answer
-        return answer
+        return cast(T, self._answer)
 
-    def _append(self, given: int, counts: Any, own: bool) -> Step:
+    def _append(self, given: int, counts: Array | None, own: bool) -> Step:
         batch, limit = len(self.totals), self.placement.limit
         counts = np.full(batch, given, np.int64) if counts is None else counts
         most = given if not own else None
@@ -192,7 +191,7 @@ def _by_owner(layout: Any, capacity: int, size: int) -> list[Runs]:
     return [as_runs(np.flatnonzero(owners == rank)) for rank in range(size)]
 
 
-def whole_numbers(name: str, given: Any) -> Array:
+def whole_numbers(name: str, given: ArrayLike | None) -> Array:
     """As int64; an array without elements is of any type. Raises `ArgumentError`."""
     try:
         array = np.asarray(given)
@@ -203,7 +202,7 @@ def whole_numbers(name: str, given: Any) -> Array:
     return array.astype(np.int64, copy=False)
 
 
-def ordered(numbers: Array) -> Any:
+def ordered(numbers: Array) -> slice | Array:
     """As a slice where there is one step between them: a device needs to be sent nothing."""
     steps = np.diff(numbers)
     step = int(steps[0]) if len(steps) else 1

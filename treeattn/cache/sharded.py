@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from numpy.typing import ArrayLike
+
 from treeattn import communicators
 from treeattn.agreement import Agreement
 from treeattn.attention.positions import Runs
@@ -20,6 +22,7 @@ from treeattn.cache.plan import Plan
 from treeattn.collectives.runtime.communicator import Given
 from treeattn.collectives.runtime.memory import HOST
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 
 if TYPE_CHECKING:
     from treeattn.token_tree import TokenTree
@@ -40,18 +43,18 @@ class CacheLayer:
         self._drafts = self._empty(self._plan.drafts)
         self.lengths = self._reach.lengths.copy()
 
-    def _empty(self, tokens: int) -> tuple[Any, ...]:
+    def _empty(self, tokens: int) -> tuple[Array, ...]:
         """Arrays of so many tokens, for keys and, unless they are among these, for values."""
         plan, axes = self._plan, (len(self._reach.totals), tokens, self._plan.shape.kv_heads)
         memory = plan.device.memory
         new = HOST.large if memory is HOST else memory.empty
         return tuple(new((*axes, width), plan.elements) for width in plan.widths)
 
-    def _hold(self, arrays: tuple[Any, ...]) -> None:
-        self._shard = arrays
+    def _hold(self, arrays: tuple[Array, ...]) -> None:
+        self.arrays = arrays
         self._rows = [(array.shape[0], *array.shape[2:]) for array in arrays]
-        self.k: Any = arrays[0]
-        self.v: Any = None if self._plan.latent else arrays[1]
+        self.k: Array = arrays[0]
+        self.v: Array | None = None if self._plan.latent else arrays[1]
 
     @property
     def rank(self) -> int:
@@ -69,12 +72,12 @@ class CacheLayer:
         return self._capacity
 
     @property
-    def totals(self) -> Any:
+    def totals(self) -> Array:
         """Tokens of the whole sequences, int64 [batch], read-only."""
         return self._reach.totals
 
     @property
-    def shard_lengths(self) -> Any:
+    def shard_lengths(self) -> Array:
         """Valid tokens of every rank's shard, int64 [ranks, batch], read-only, which nobody has to send."""
         return self._reach.shard_lengths
 
@@ -99,15 +102,15 @@ class CacheLayer:
         more |= {"v_dim": shape.v_dim if latent else None, "positions": self.positions}
         return Shard(self.k, self.v, self.lengths, **more)
 
-    def owners(self, positions: Any) -> Any:
+    def owners(self, positions: ArrayLike) -> Array:
         """The ranks of these positions, int64. Raises `ArgumentError` for one that is no rank's."""
         return self._plan.placement.owners(positions)
 
-    def draft_positions(self, tree: TokenTree) -> Any:
+    def draft_positions(self, tree: TokenTree) -> Array:
         """Where the nodes of a tree stand, int64 [batch, L], after the sequence; pads as node 0."""
         return self.totals[:, None] + tree.depths
 
-    def append(self, k: Any, v: Any = None, counts: Any = None) -> None:
+    def append(self, k: Array, v: Array | None = None, counts: ArrayLike | None = None) -> None:
         """Add the next tokens of each sequence: k, v [batch, tokens, kv_heads, head_dim or v_dim], the same
         on every rank, of which each keeps its own.
 
@@ -118,7 +121,7 @@ class CacheLayer:
         step = self._reach.append(given[0].shape[1], counts)
         self._write(step.writes, given, step.reach)
 
-    def append_own(self, k: Any, v: Any, counts: Any) -> None:
+    def append_own(self, k: Array, v: Array | None, counts: ArrayLike) -> None:
         """Add the next `counts` [batch] tokens of each sequence, of which k and v hold this rank's alone:
         [batch, own tokens, kv_heads, head_dim or v_dim], in order, for rows that get fewer the first ones.
 
@@ -128,14 +131,14 @@ class CacheLayer:
         step = self._reach.append(given[0].shape[1], counts, own=True)
         self._write(step.writes, given, step.reach)
 
-    def select(self, rows: Any) -> None:
+    def select(self, rows: ArrayLike) -> None:
         """Go on with the sequences `rows`, integers [new batch], in this order, as beams do; one may come
         several times, or not at all. The same on every rank; drafts are forgotten.
 
         Raises `ArgumentError` for a sequence that is not there, and then nothing has changed.
         """
         reach, chosen = self._reach.select(rows)
-        before: Any = self._shard
+        before: Iterable[Any] = self.arrays
         if len(chosen) != len(self.totals):
             self._reach = reach
             self._make_arrays()
@@ -143,13 +146,13 @@ class CacheLayer:
         else:
             moves = [(new, old) for new, old in enumerate(chosen) if new != old]
             before = [{old: array[old, : reach.most].copy() for _, old in moves} for array in before]
-        for array, rows_before in zip(self._shard, before, strict=True):
+        for array, rows_before in zip(self.arrays, before, strict=True):
             for new, old in moves:
                 length = int(reach.lengths[new])
                 array[new, :length] = rows_before[old][:length]
         self._stand(reach)
 
-    def propose(self, draft_k: Any, draft_v: Any, tree: TokenTree) -> None:
+    def propose(self, draft_k: Array, draft_v: Array, tree: TokenTree) -> None:
         """Hold the keys and values of draft tokens, [batch, L, kv_heads, head_dim or v_dim], until `commit`.
 
         They are copied beside the shard, nothing else changes. Raises `ArgumentError` for a tree of another
@@ -168,7 +171,7 @@ class CacheLayer:
             held[:, :tokens] = new
         self._tree = tree
 
-    def commit(self, path: Any) -> None:
+    def commit(self, path: ArrayLike) -> None:
         """Append the drafts on a path and forget the others.
 
         path: [batch, longest] slots of the proposed tree, from the root on, then -1, as `Accepted.path` has
@@ -190,7 +193,7 @@ class CacheLayer:
         ]
         self._write(writes, self._drafts, step.reach)
 
-    def rollback(self, totals: Any = None) -> None:
+    def rollback(self, totals: ArrayLike | None = None) -> None:
         """Forget the proposed drafts and all tokens from `totals` [batch] on; without it, the drafts alone.
 
         Raises `ArgumentError` for more tokens than there are.
@@ -199,11 +202,11 @@ class CacheLayer:
             self._stand(self._reach.rollback(totals))
         self._tree = None
 
-    def _write(self, writes: Iterable[Write], given: tuple[Any, ...], reach: Reach) -> None:
+    def _write(self, writes: Iterable[Write], given: tuple[Array, ...], reach: Reach) -> None:
         self._reserve(reach)
         for rows, into, chosen in writes:
-            taken = chosen if type(chosen) is slice else self._plan.device.from_host(chosen)
-            for shard, new in zip(self._shard, given, strict=True):
+            taken = chosen if isinstance(chosen, slice) else self._plan.device.from_host(chosen)
+            for shard, new in zip(self.arrays, given, strict=True):
                 shard[rows, into] = new[rows, taken]
         self._stand(reach)
 
@@ -211,9 +214,9 @@ class CacheLayer:
         """Larger arrays where there is no room: by half at least, so that growing costs a token little."""
         if reach.longest <= self._capacity:
             return
-        self._capacity, before = max(reach.longest, self._capacity + self._capacity // 2), self._shard
+        self._capacity, before = max(reach.longest, self._capacity + self._capacity // 2), self.arrays
         self._hold(self._empty(self.positions.below(self._capacity)))
-        for new, old in zip(self._shard, before, strict=True):
+        for new, old in zip(self.arrays, before, strict=True):
             for row, length in enumerate(self._reach.lengths.tolist()):
                 new[row, :length] = old[row, :length]
 
@@ -221,10 +224,10 @@ class CacheLayer:
         self._reach, self._tree = reach, None
         self.lengths[...] = reach.lengths
 
-    def _given(self, k: Any, v: Any) -> tuple[Any, ...]:
+    def _given(self, k: Array, v: Array | None) -> tuple[Array, ...]:
         """The arrays as they are to be stored, k and v or k alone. Raises `ArgumentError`."""
         given = (k,) if v is None else (k, v)
-        if len(given) != len(self._shard):
+        if len(given) != len(self.arrays):
             raise ArgumentError(
                 "v is missing: this cache has values of its own"
                 if v is None
@@ -239,7 +242,7 @@ class CacheLayer:
                 raise ArgumentError(f"{name} is {array.dtype}, the cache holds {elements}")
         return given
 
-    def _refuse(self, k: Any, v: Any) -> None:
+    def _refuse(self, k: Array, v: Array | None) -> None:
         axes = [f"{name} {list(array.shape)}" for name, array in (("k", k), ("v", v)) if array is not None]
         batch, _, heads, width = self.k.shape
         values = "" if self.v is None else f", of v [.., {self.v.shape[3]}]"
@@ -307,8 +310,8 @@ class ShardedCache(CacheLayer):
         dtype: str = "bfloat16",
         v_dim: int | None = None,
         latent: bool = False,
-        k_scale: Any = None,
-        v_scale: Any = None,
+        k_scale: ArrayLike | None = None,
+        v_scale: ArrayLike | None = None,
         layout: Any = "interleaved",
         layers: int = 1,
         drafts: int = 0,
@@ -400,7 +403,7 @@ class ShardedCache(CacheLayer):
         return cache
 
 
-def _until_minus_one(slots: Any) -> Any:
+def _until_minus_one(slots: Array) -> Array:
     """What stands before the first -1. Raises `ArgumentError` where more follows."""
     length = int((slots >= 0).sum())
     if (slots[:length] < 0).any() or (slots[length:] != -1).any():

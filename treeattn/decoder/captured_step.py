@@ -104,9 +104,9 @@ def capture(
             attend, look = _tables_of_its_own(plan, k.shape[1], lengths, *seen)
         else:
             rest = _on_device(device, lengths)
-        views = *containers.take(q, k, v), rest
-        device.admit(request.shape, *views)
-        return views
+        query, keys, values = containers.take(q, k, v)
+        device.admit(request.shape, query, keys, values, rest)
+        return query, keys, values, rest
 
     views = collectively(plan.comm, taken)
     captured = CudaGraph(stream, lambda: run(attend, *views))

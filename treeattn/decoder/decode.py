@@ -12,13 +12,14 @@ import hashlib
 import operator
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from treeattn import communicators
 from treeattn.agreement import Agreement, collectively
 from treeattn.attention import arrays
+from treeattn.attention.arrays import AnyArray
 from treeattn.attention.mask import Rules
 from treeattn.attention.pages import check_lengths
 from treeattn.attention.shape import CACHE_DTYPES, DTYPES, Shape, dtype_name, values_of
@@ -29,10 +30,11 @@ from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import reproducible as reproducible_devices
 from treeattn.decoder.plan import CATALOG, plan, select
-from treeattn.decoder.planned import PlannedDecode
+from treeattn.decoder.planned import PlannedDecode, Seen
 from treeattn.decoder.request import Reduction, Request
 from treeattn.decoder.sight import Sight, Stated
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 
 
 def schemes() -> list[str]:
@@ -41,22 +43,22 @@ def schemes() -> list[str]:
 
 
 def decode(
-    q: Any,
-    k: Any,
-    v: Any = None,
+    q: AnyArray | None,
+    k: AnyArray | Shard,
+    v: AnyArray | None = None,
     *,
     comm: Given = None,
     scheme: str | Schedule | Reduction = "hierarchical",
     scale: float | None = None,
-    lengths: Any = None,
+    lengths: ArrayLike | None = None,
     rules: Rules | None = None,
-    q_positions: Any = None,
-    begins: Any = None,
-    mask: Any = None,
+    q_positions: ArrayLike | None = None,
+    begins: ArrayLike | None = None,
+    mask: Array | None = None,
     device: str | None = None,
     q_root: int | None = None,
     reproducible: str | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """Exact attention of a query over a KV cache of which every rank holds a shard. Collective.
 
     Plans, runs one step and tears down: in a loop keep a `Decoder`. Arrays are of any library with DLPack or
@@ -128,17 +130,16 @@ def decode(
             return devices.find(named)
         return reproducible_devices.find(named, reproducible, comm.size)
 
-    if q_root is not None:
-        q = _broadcast_query(comm, place, q, q_root)
-    step: tuple[Any, ...] = ()
+    broadcast = None if q_root is None else _broadcast_query(comm, place, q, q_root)
+    step: tuple[Array, Shard]
 
     def ask() -> Request:
         nonlocal step
         where, shard = place(), Shard.of(k, v, lengths)
         keys = where.tensor("k", shard.k, shard.dtype)
-        values = values_of(keys, shard.v, shard.v_dim, scale)
-        values = values if shard.v is None else where.tensor("v", shard.v, shard.dtype)
-        query = where.tensor("q", q, None) if q_root is None else where.from_host(q)
+        given = None if shard.v is None else where.tensor("v", shard.v, shard.dtype)
+        values = values_of(keys, given, shard.v_dim, scale)
+        query = where.tensor("q", q, None) if broadcast is None else where.from_host(broadcast)
         shape = _shape(query, keys, values, shard)
         tokens = keys.shape[1]
         if shard.block_table is not None:
@@ -167,7 +168,7 @@ def decode(
 
     with PlannedDecode(plan(comm, ask)) as decoder:
         query, shard = step
-        seen = {"q_positions": q_positions, "begins": begins, "mask": mask}
+        seen: Seen = {"q_positions": q_positions, "begins": begins, "mask": mask}
         if shard.block_table is None:
             return _give(decoder(query, shard, **seen), like)
         # What queries see of the table is known only now: who has it wrong tells the others.
@@ -176,12 +177,12 @@ def decode(
         return _give(decoder.finish(), like)
 
 
-def _give(results: tuple[Any, Any], like: Any) -> tuple[Any, Any]:
+def _give(results: tuple[Array, Array], like: object) -> tuple[Array, Array]:
     """In the container of `like`, where this rank is given any."""
     return results if results[0] is None else arrays.give(results, like)
 
 
-def _shape(q: Any, k: Any, v: Any, shard: Shard) -> Shape:
+def _shape(q: Array, k: Array, v: Array, shard: Shard) -> Shape:
     """The shape of a call whose arrays fit each other."""
     stored = dtype_name(k, {"uint16": "bfloat16"}.get(str(k.dtype), shard.dtype), CACHE_DTYPES)
     page_size = None if shard.block_table is None else k.shape[1]
@@ -194,17 +195,19 @@ def _shape(q: Any, k: Any, v: Any, shard: Shard) -> Shape:
     return shape
 
 
-def _named(positions: Any) -> str:
+def _named(positions: Array) -> str:
     """A few of them, and a digest of all."""
     return f"{positions.tolist()!r:.60} ({hashlib.sha256(positions.tobytes()).hexdigest()[:8]})"
 
 
-def _broadcast_query(comm: Communicator, place: Callable[[], Device], q: Any, q_root: Any) -> Any:
+def _broadcast_query(
+    comm: Communicator, place: Callable[[], Device], q: AnyArray | None, q_root: object
+) -> Array:
     """The query of rank `q_root` as a NumPy array, on every rank; its problems too.
 
     Which rank that is must be agreed before anything is broadcast.
     """
-    host: Any = None
+    host: Array
     with Agreement(comm) as agreed:
         root = _checked_root(q_root, comm.size)
         agreed.must_match = {"q_root": root}
@@ -218,7 +221,7 @@ def _broadcast_query(comm: Communicator, place: Callable[[], Device], q: Any, q_
     return host
 
 
-def _on_host(device: Device, q: Any) -> Any:
+def _on_host(device: Device, q: AnyArray | None) -> Array:
     q = device.tensor("q", q, None)
     name = dtype_name(q, "bfloat16" if q.dtype == np.uint16 else None)
     return np.ascontiguousarray(device.to_host(q)).view(DTYPES[name])

@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
+
+from numpy.typing import ArrayLike
 
 from treeattn.attention import arrays
+from treeattn.attention.arrays import AnyArray
 from treeattn.attention.mask_tables import MaskTables
-from treeattn.attention.pages import check_lengths
-from treeattn.attention.shard import Shard
+from treeattn.attention.pages import BlockTable, check_lengths
+from treeattn.attention.shard import Positions, Shard
 from treeattn.collectives.runtime.memory import StreamOrder
 from treeattn.collectives.runtime.reducer import Sent
 from treeattn.decoder import captured_step
 from treeattn.decoder.captured_step import CapturedStep
 from treeattn.decoder.plan import Plan
 from treeattn.errors import ArgumentError, RestrictionError, StateError
+from treeattn.partial import Array
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
 #: One step: its attention, all of it in one call or None, its arrays, block table, and mask tables. A plain
 #: tuple, since every step in parts makes one.
-_Step: TypeAlias = tuple[Any, Any, tuple[Any, Any, Any, Any], Any, MaskTables | None]
+_Step: TypeAlias = tuple[
+    Callable[..., None],
+    Callable[..., bool] | None,
+    tuple[Any, Any, Any, ArrayLike | None],
+    BlockTable | None,
+    MaskTables | None,
+]
 
 
 class Seen(TypedDict, total=False):
     """What decides what the queries of a step see, as a call takes it."""
 
-    q_positions: Any
-    begins: Any
-    mask: Any
+    q_positions: ArrayLike | None
+    begins: ArrayLike | None
+    mask: Array | None
 
 
 class PlannedDecode:
@@ -46,9 +56,8 @@ class PlannedDecode:
         self.records = buffers.records
         self.heads = buffers.heads if buffers.given else slice(0, 0)
         results = buffers.out, buffers.lse
-        self._results: tuple[Any, Any] = results if buffers.given else (None, None)
-        self.out: Any = self._results[0]
-        self.lse: Any = self._results[1]
+        self._results = results if buffers.given else cast(arrays.Pair, (None, None))
+        self.out, self.lse = self._results
         self._containers = arrays.Containers(request.device.view, results)
         self._native, self._foreign = type(buffers.out), False
         self._device, self._attention, self._reducer = request.device, plan.attend, reducer
@@ -62,19 +71,19 @@ class PlannedDecode:
         self._captured: list[CapturedStep] = []
         # Of a step in parts: "local", "begun", "folded", or the steps of fewer queries that it is one of.
         self._stage: str | PlannedDecode | None = None
-        self._latent_of: tuple[Any, Any] = (None, None)
+        self._latent_of: tuple[Array, Array] | None = None
 
     def __call__(
         self,
-        q: Any,
-        k: Any,
-        v: Any = None,
-        lengths: Any = None,
+        q: AnyArray,
+        k: AnyArray | Shard,
+        v: AnyArray | None = None,
+        lengths: ArrayLike | None = None,
         *,
-        q_positions: Any = None,
-        begins: Any = None,
-        mask: Any = None,
-    ) -> tuple[Any, Any]:
+        q_positions: ArrayLike | None = None,
+        begins: ArrayLike | None = None,
+        mask: Array | None = None,
+    ) -> tuple[Array, Array]:
         """One step. Every rank must call.
 
         Parameters
@@ -114,20 +123,20 @@ class PlannedDecode:
             return self._given()
         return self._in_parts(step)
 
-    def _for(self, q: Any) -> PlannedDecode | None:
+    def _for(self, q: AnyArray) -> PlannedDecode | None:
         """The steps of fewer queries than planned, planned when their number first comes; None for all
         others. Collective then."""
         return None
 
     def _taken(
         self,
-        q: Any,
-        k: Any,
-        v: Any,
-        lengths: Any,
-        q_positions: Any = None,
-        begins: Any = None,
-        mask: Any = None,
+        q: AnyArray,
+        k: AnyArray | Shard,
+        v: AnyArray | None,
+        lengths: ArrayLike | None,
+        q_positions: ArrayLike | None = None,
+        begins: ArrayLike | None = None,
+        mask: Array | None = None,
     ) -> _Step:
         """What a step was given, with the tables of what queries see filled. Raises `ArgumentError`."""
         positions = draft_positions = table = None
@@ -141,7 +150,9 @@ class PlannedDecode:
         attend, whole = self._look(k, lengths, table, q_positions, positions, mask, draft_positions, begins)
         return attend, whole, (q, k, v, None), table, self._tables
 
-    def _opened(self, k: Any, v: Any, lengths: Any) -> tuple[Any, ...]:
+    def _opened(
+        self, k: AnyArray | Shard, v: AnyArray | None, lengths: ArrayLike | None
+    ) -> tuple[AnyArray, AnyArray, ArrayLike | None, Positions | None, BlockTable | None, ArrayLike | None]:
         """(k, v, lengths, positions, block_table, draft_positions) of a step."""
         positions = draft_positions = table = None
         if isinstance(k, Shard):
@@ -152,17 +163,19 @@ class PlannedDecode:
         values = self._first_channels(k) if v is None else v
         return k, values, lengths, positions, table, draft_positions
 
-    def _first_channels(self, k: Any) -> Any:
+    def _first_channels(self, k: Any) -> Array:
         """The values of latent attention, a view of k; the same one for the same array, which is bound."""
         if not self._latent:
             raise ArgumentError(
                 "v is missing: pass it, or plan with cache=CacheFormat(v_dim=), how many channels of k it is"
             )
-        if self._latent_of[0] is not k or type(k) is not self._native:
+        if self._latent_of is None or self._latent_of[0] is not k or type(k) is not self._native:
             self._latent_of = k, k[..., : self.shape.v_dim]
         return self._latent_of[1]
 
-    def _look(self, k: Any, lengths: Any, block_table: Any, *seen: Any) -> tuple[Any, Any]:
+    def _look(
+        self, k: AnyArray, lengths: ArrayLike | None, block_table: BlockTable | None, *seen: Any
+    ) -> tuple[Callable[..., None], Callable[..., bool] | None]:
         """Fill the tables of a step; attention and whole step that read them."""
         tokens = self._tokens(k, lengths, block_table)
         plan = self.plan
@@ -177,7 +190,7 @@ class PlannedDecode:
         plan.sight.look(self._tables, tokens, self._device.host_lengths(lengths), *seen)
         return self._by_tables
 
-    def _tokens(self, k: Any, lengths: Any, block_table: Any) -> int:
+    def _tokens(self, k: AnyArray, lengths: ArrayLike | None, block_table: BlockTable | None) -> int:
         """How many there can be of a sequence."""
         page_size = self._page_size(block_table)
         if page_size is None:
@@ -186,7 +199,7 @@ class PlannedDecode:
         check_lengths(self._device.host_lengths(lengths), page_size, pages)
         return int(pages * page_size)
 
-    def _page_size(self, block_table: Any) -> int | None:
+    def _page_size(self, block_table: BlockTable | None) -> int | None:
         """As planned, which a step cannot change."""
         planned = self.shape.page_size
         if (block_table is None) != (planned is None):
@@ -195,7 +208,7 @@ class PlannedDecode:
             raise ArgumentError(f"this decoder is planned with page_size={planned}: {remedy}")
         return planned
 
-    def _in_parts(self, step: _Step) -> tuple[Any, Any]:
+    def _in_parts(self, step: _Step) -> tuple[Array, Array]:
         self._attend(step)
         self._stage = None
         self._complete()
@@ -216,7 +229,14 @@ class PlannedDecode:
         if stage == "begun":
             raise StateError(f"{self.scheme}: begin() began a step, which finish() must end before another")
 
-    def local(self, q: Any, k: Any, v: Any = None, lengths: Any = None, **seen: Unpack[Seen]) -> None:
+    def local(
+        self,
+        q: AnyArray,
+        k: AnyArray | Shard,
+        v: AnyArray | None = None,
+        lengths: ArrayLike | None = None,
+        **seen: Unpack[Seen],
+    ) -> None:
         """This rank's partials, from its own tokens, into the records buffer. Arguments as for a call."""
         if fewer := self._for(q):
             fewer.local(q, k, v, lengths, **seen)
@@ -246,7 +266,14 @@ class PlannedDecode:
         self._reduce()
         self._stage = "folded"
 
-    def begin(self, q: Any, k: Any, v: Any = None, lengths: Any = None, **seen: Unpack[Seen]) -> None:
+    def begin(
+        self,
+        q: AnyArray,
+        k: AnyArray | Shard,
+        v: AnyArray | None = None,
+        lengths: ArrayLike | None = None,
+        **seen: Unpack[Seen],
+    ) -> None:
         """`local`, and the start of the reduction: other work may follow, then `finish`. All ranks call.
         Arguments as for a call.
 
@@ -269,7 +296,7 @@ class PlannedDecode:
         """
         return self._stage.test() if isinstance(self._stage, PlannedDecode) else self._reducer.test()
 
-    def finish(self) -> tuple[Any, Any]:
+    def finish(self) -> tuple[Array, Array]:
         """(out, lse) from the folded records, in the container of the q that `local` was given; after `begin`
         the end of the reduction first.
 
@@ -287,7 +314,7 @@ class PlannedDecode:
         self._finish()
         return self._given()
 
-    def _given(self) -> tuple[Any, Any]:
+    def _given(self) -> tuple[Array, Array]:
         return self._containers.give() if self._foreign and self.plan.buffers.given else self._results
 
     @property
@@ -305,7 +332,12 @@ class PlannedDecode:
         return self._reducer.sent
 
     def capture(
-        self, q: Any, k: Any, v: Any = None, lengths: Any = None, **seen: Unpack[Seen]
+        self,
+        q: AnyArray,
+        k: AnyArray | Shard,
+        v: AnyArray | None = None,
+        lengths: ArrayLike | None = None,
+        **seen: Unpack[Seen],
     ) -> CapturedStep:
         """The whole step over arrays that stay where they are, as one CUDA graph. Collective.
 
@@ -351,13 +383,13 @@ class PlannedDecode:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         if exception and exception[0] is None:
             self.close()
         else:
             self._leave(*exception)
 
-    def _leave(self, *exception: Any) -> None:
+    def _leave(self, *exception: object) -> None:
         """The end of this rank alone, after an error."""
         self._drop_captured()
         self._reducer.__exit__(*exception)

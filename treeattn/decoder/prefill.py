@@ -34,23 +34,23 @@ from treeattn.shards import parts
 CAUSAL = Rules(causal=True)
 
 #: The positions of some keys, and keys and values [batch, keys, kv_heads, width].
-Block = tuple[Runs, Any, Any]
+Block = tuple[Runs, Array, Array]
 
 
 def prefill(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
-    positions: Any = None,
+    positions: Array | None = None,
     comm: Given = None,
     method: str = "ring",
     scale: float | None = None,
     rules: Rules = CAUSAL,
-    begins: Any = None,
+    begins: Array | None = None,
     device: str | None = None,
     reproducible: str | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """Exact attention of the queries of a prompt whose tokens every rank holds some of. Collective.
 
     Plans, runs and tears down: for layer after layer keep a `Prefill`. Arrays are of any library, as for
@@ -131,18 +131,18 @@ class _Exchange:
             rows = self.device.readable(array)
             part.reshape(rows.shape)[...] = rows.view(part.dtype)
 
-    def unpacked(self, flat: Array, tokens: int) -> list[Any]:
+    def unpacked(self, flat: Array, tokens: int) -> list[Array]:
         middle, end = np.cumsum(self.count(tokens))
         return [
             part.reshape(batch, tokens, heads, width)
             for part, (batch, heads, width) in zip((flat[:middle], flat[middle:end]), self._rows, strict=True)
         ]
 
-    def empty(self, tokens: int) -> Any:
+    def empty(self, tokens: int) -> Array:
         """Room for both, of so many tokens: flat, of words that every communicator can send."""
         return np.empty(sum(self.count(tokens)), f"u{self._elements.itemsize}")
 
-    def arrived(self, rows: Array) -> Any:
+    def arrived(self, rows: Array) -> Array:
         """Rows of words as the device's."""
         return self.device.from_host(np.ascontiguousarray(rows).view(self._elements))
 
@@ -168,9 +168,10 @@ class _Gather(_Exchange):
         for runs, places, flat in zip(self.shards, self._places, everyones, strict=True):
             for whole, rows in zip(wholes, self.unpacked(flat, len(runs)), strict=True):
                 whole[:, places] = rows
-        yield self._positions, *map(self.arrived, wholes)
+        keys, values = map(self.arrived, wholes)
+        yield self._positions, keys, values
 
-    def _gathered(self, comm: Any, mine: Array) -> list[Any]:
+    def _gathered(self, comm: Any, mine: Array) -> list[Array]:
         if comm.library != "mpi":
             return list(comm.allgather(mine))
         counts = [sum(self.count(len(runs))) for runs in self.shards]
@@ -246,7 +247,7 @@ class Prefill:
         heads: int,
         kv_heads: int,
         head_dim: int,
-        positions: Any = None,
+        positions: Array | None = None,
         batch: int = 1,
         dtype: str = "bfloat16",
         v_dim: int | None = None,
@@ -296,7 +297,7 @@ class Prefill:
         with watchdog.Activity("planning the prefill"):
             self._comm = comm.dup()
 
-    def _whole(self, tokens: int) -> tuple[Any, Any]:
+    def _whole(self, tokens: int) -> tuple[Array, Array]:
         """(out, lse): of the one part, or of several together."""
         if len(self._parts) == 1:
             return self._parts[0][1].results
@@ -305,7 +306,7 @@ class Prefill:
         out = empty((shape.batch, tokens, shape.heads, shape.v_dim), dtype)
         return out, empty((shape.batch, shape.heads, tokens), dtype)
 
-    def __call__(self, q: Any, k: Any, v: Any, *, begins: Any = None) -> tuple[Any, Any]:
+    def __call__(self, q: Array, k: Array, v: Array, *, begins: Array | None = None) -> tuple[Array, Array]:
         """Attend in one layer: (out, lse) as `prefill` gives them, which hold until the next call. Arrays are
         looked at on their own rank alone; raises `ArgumentError` there."""
         q, k, v = self._containers.take(q, k, v)
@@ -340,7 +341,7 @@ class _Queries:
     """Attention of queries at some positions to blocks of keys, one after the other. results: (out, lse)."""
 
     def __init__(
-        self, shape: Shape, positions: Any, scale: float, device: Device, merges: bool, rules: Rules
+        self, shape: Shape, positions: Array, scale: float, device: Device, merges: bool, rules: Rules
     ) -> None:
         shape = replace(shape, queries=len(positions))
         memory, dtype = device.memory, shape.record_dtype
@@ -353,19 +354,21 @@ class _Queries:
         self.results = out, memory.empty(shape.lse_shape, dtype)
         self._finish = device.finish(self._records, *self.results)
         self._add_sinks = sinks(rules, device, self._records, operator)
-        self._merge: Any = None
+        self._merge: Callable[[], object] | None = None
         if merges:
             self._before = memory.empty(self._records.shape, operator.dtype)
             flat = (array.reshape(-1, operator.width) for array in (self._records, self._before))
             self._merge = operator.planned_merge(*flat)
 
-    def attend(self, q: Any, k: Array, v: Array, positions: Runs, begins: Any, merge: bool) -> None:
+    def attend(
+        self, q: Array, k: Array, v: Array, positions: Runs, begins: Array | None, merge: bool
+    ) -> None:
         """Write records of q over k, v at `positions`, merged with those of the blocks before."""
         if merge:
             self._copy(self._before, self._records)
         self._tables.update(positions, len(positions), None, self._positions, begins=begins)
         self._attention(q, k, v, None)
-        if merge:
+        if self._merge is not None and merge:
             self._merge()
 
     def finish(self) -> None:

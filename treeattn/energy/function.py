@@ -11,7 +11,7 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _TOKENS = 4096  # that are widened at once
 
 
-def value(zeta: Any, q: Any, k: Any, v: Any = None, **options: Unpack[Options]) -> Any:
+def value(zeta: Array, q: Array, k: Array, v: Array | None = None, **options: Unpack[Options]) -> Array:
     """F(zeta) = log of the sum over all ranks' keys of exp(scale q.k + zeta.v). Collective; Algorithm 1.
 
     Parameters
@@ -60,7 +60,7 @@ def value(zeta: Any, q: Any, k: Any, v: Any = None, **options: Unpack[Options]) 
     return arrays.in_kind(reduce(Statistic(), zeta, q, k, v, **options).lse, q)
 
 
-def gradient(zeta: Any, q: Any, k: Any, v: Any = None, **options: Unpack[Options]) -> Any:
+def gradient(zeta: Array, q: Array, k: Array, v: Array | None = None, **options: Unpack[Options]) -> Array:
     """dF/dzeta: the average of the values with weights exp(scale q.k + zeta.v). Collective; Algorithm 2.
 
     At zeta = 0 (or None) it is attention. Arguments and errors as for `value`; the gradient of `total` is
@@ -72,7 +72,7 @@ def gradient(zeta: Any, q: Any, k: Any, v: Any = None, **options: Unpack[Options
     return arrays.in_kind(reduce(_Values(), zeta, q, k, v, **options).mean, q)
 
 
-def total(zeta: Any, q: Any, k: Any, v: Any = None, **options: Unpack[Options]) -> Any:
+def total(zeta: Array, q: Array, k: Array, v: Array | None = None, **options: Unpack[Options]) -> Array:
     """The energy of all heads and queries together, with causal `rules` that of causal attention. Collective.
 
     Arguments and errors as for `value`. Returns [batch], float64: correctly rounded sums of `value`, hence of
@@ -82,7 +82,9 @@ def total(zeta: Any, q: Any, k: Any, v: Any = None, **options: Unpack[Options]) 
     return arrays.in_kind(np.array([math.fsum(row) for row in each.reshape(len(each), -1).tolist()]), q)
 
 
-def log_likelihood(zeta: Any, z: Any, q: Any, k: Any, v: Any = None, **options: Unpack[Options]) -> Any:
+def log_likelihood(
+    zeta: Array, z: Array, q: Array, k: Array, v: Array | None = None, **options: Unpack[Options]
+) -> Array:
     """Gamma(zeta, z) = zeta.z - F(zeta): how likely zeta is when the value z was observed. Collective.
 
     The values under weights exp(scale q.k + zeta.v - F(zeta)) are an exponential family with parameter zeta
@@ -99,14 +101,14 @@ def log_likelihood(zeta: Any, z: Any, q: Any, k: Any, v: Any = None, **options: 
 
 
 def moments(
-    q: Any,
-    k: Any,
-    v: Any = None,
+    q: Array,
+    k: Array,
+    v: Array | None = None,
     *,
-    zeta: Any = None,
+    zeta: Array | None = None,
     covariance: bool | Sequence[int] = False,
     **options: Unpack[Options],
-) -> tuple[Any, ...]:
+) -> tuple[Array, ...]:
     """(mean, variance) of the values over all ranks' keys, with the weights of attention. Collective.
 
     The mean is attention; the variance, of each of its elements, says how far the values it averages lie
@@ -132,7 +134,7 @@ class _Values(Statistic):
 
     name = "gradient"
 
-    def features(self, v_dim: int, shared: Sequence[Any]) -> Features:
+    def features(self, v_dim: int, shared: Sequence[object]) -> Features:
         return Features(v_dim, lambda row, values: values)
 
 
@@ -141,7 +143,7 @@ class _Products(Statistic):
 
     name = "log_likelihood"
 
-    def __init__(self, zeta: Any, z: Any) -> None:
+    def __init__(self, zeta: Array, z: Array) -> None:
         self._zeta, self._z = zeta, z
 
     def share(self, q: Array, v: Array, lengths: Array) -> None:
@@ -174,7 +176,7 @@ class _Moments(Statistic):
         self._first, self._second = pairs.T
         return _sums(v, lengths), lengths
 
-    def features(self, v_dim: int, shared: Sequence[Any]) -> Features:
+    def features(self, v_dim: int, shared: Sequence[tuple[Array, Array]]) -> Features:
         """2 v_dim numbers, and one for each pair."""
         self._centre = centre = _mean_of_all(shared)
         first, second = self._chosen[self._first], self._chosen[self._second]

@@ -163,7 +163,7 @@ class Session:
     @property
     def cache_bytes(self) -> int:
         """Bytes of this rank's share of keys and values."""
-        return sum(cache.k.nbytes + cache.v.nbytes for cache in self._cache.layers)
+        return sum(held.nbytes for cache in self._cache.layers for held in cache.arrays)
 
     def prefill(self, on_layer: Callable[[int], object] = lambda layer: None) -> Array:
         """Run the prompt: logits [vocab_size] of what follows it, on every rank. on_layer: called with the
@@ -181,7 +181,7 @@ class Session:
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             cache = self._cache.layers[layer]
             cache.append_own(k[None], v[None], [self.tokens])
-            closer = (rows[:, : len(q)] for rows in (cache.k, cache.v))
+            closer = (rows[:, : len(q)] for rows in cache.arrays)
             attended: Array = prefill(q[None], *closer)[0][0]
             self.observe(layer, attended)
             on_layer(layer)
@@ -277,7 +277,8 @@ class Session:
         cache = self._cache.layers[layer]
         end = int(cache.lengths[0])  # rings send what they are given: nothing of the spare room
         began = time.perf_counter()
-        out, _ = attention(q[None], cache.k[:, :end], cache.v[:, :end], *drafts, **options)
+        k, v = (array[:, :end] for array in cache.arrays)
+        out, _ = attention(q[None], k, v, *drafts, **options)
         self.attention_s += time.perf_counter() - began
         attended: Array = out[0]
         self.observe(layer, attended)

@@ -9,13 +9,16 @@ travels is batch * L * heads * (head_dim + 2) numbers, once.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from treeattn import communicators
 from treeattn.agreement import Agreement
 from treeattn.attention import arrays
+from treeattn.attention.arrays import AnyArray
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.shape import Shape, dtype_name
@@ -37,22 +40,22 @@ _NAMES, _OVER = ("q", "k", "v", "draft_k", "draft_v"), "a tree is verified over"
 
 
 def verify(
-    q: Any,
-    k: Any,
-    v: Any,
-    draft_k: Any,
-    draft_v: Any,
+    q: AnyArray,
+    k: AnyArray | Shard,
+    v: AnyArray | None,
+    draft_k: AnyArray,
+    draft_v: AnyArray,
     tree: TokenTree,
     *,
     comm: Given = None,
     scheme: str | Schedule | Reduction = "hierarchical",
     scale: float | None = None,
-    lengths: Any = None,
-    owner: Any = "single",
+    lengths: ArrayLike | None = None,
+    owner: str | ArrayLike = "single",
     device: str | None = None,
-    project: Any = None,
+    project: Array | None = None,
     reproducible: str | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """Exact attention of the nodes of a token tree over a sharded context and their ancestors. Collective.
 
     Parameters
@@ -105,11 +108,15 @@ def verify(
             **{name: _digest(where, given[_NAMES.index(name)], tree) for name in ("q", "draft_k", "draft_v")},
         }
         agreed.share = [tokens] * tree.batch if lengths is None else where.to_host(lengths).tolist()
-    planned, step = shape.plain, (*given, tree, lengths)
+    planned = shape.plain
     planned |= {"nodes": planned.pop("queries"), "scheme": scheme, "scale": scale, "device": where.name}
     planned |= {"owner": owner, "project": project, "reproducible": reproducible}
     with Verifier(comm, **planned) as verifier:
-        return arrays.give(verifier(*step, shard_lengths=agreed.gathered), q)
+        query, keys, values, draft_keys, draft_values = given
+        results = verifier(
+            query, keys, values, draft_keys, draft_values, tree, lengths, shard_lengths=agreed.gathered
+        )
+        return arrays.give(results, q)
 
 
 class Verifier:
@@ -134,8 +141,8 @@ class Verifier:
         scheme: str | Schedule | Reduction = "hierarchical",
         scale: float | None = None,
         device: str = "cpu",
-        owner: Any = "single",
-        project: Any = None,
+        owner: str | ArrayLike = "single",
+        project: Array | None = None,
         reproducible: str | None = None,
     ) -> None:
         comm = communicators.intracomm(comm)
@@ -150,24 +157,24 @@ class Verifier:
             projection = None if project is None else Projection(project, self.shape)
             self._drafts = _Drafts(self.shape, self._device, scale, projection)
         self.owner, self._size, self._rank = owner, comm.size, comm.rank
-        how = {"scheme": scheme, "project": project, "reproducible": reproducible}
+        how: dict[str, Any] = {"scheme": scheme, "project": project, "reproducible": reproducible}
         self.decoder = Decoder(comm, **self.shape.plain, scale=scale, device=device, **how)
         self._merge = self._drafts.merged_into(self.decoder.records)
         self._containers = arrays.Containers(self._device.view, (self.decoder.out, self.decoder.lse))
 
     def __call__(
         self,
-        q: Any,
-        k: Any,
-        v: Any,
-        draft_k: Any,
-        draft_v: Any,
+        q: AnyArray,
+        k: AnyArray | Shard,
+        v: AnyArray | None,
+        draft_k: AnyArray,
+        draft_v: AnyArray,
         tree: TokenTree,
-        lengths: Any = None,
+        lengths: ArrayLike | None = None,
         *,
-        shard_lengths: Any = None,
-        owner: Any = None,
-    ) -> tuple[Any, Any]:
+        shard_lengths: ArrayLike | None = None,
+        owner: str | ArrayLike | None = None,
+    ) -> tuple[Array, Array]:
         """One step: (out, lse), valid until the next call. Every rank must call.
 
         shard_lengths: [ranks, batch] valid tokens of the context on each rank, as `ShardedCache` knows them:
@@ -197,7 +204,7 @@ class Verifier:
     def __enter__(self) -> Verifier:
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.decoder.__exit__(*exception)
 
 
@@ -216,19 +223,20 @@ class _Drafts:
         scale = shape.default_scale() if scale is None else float(scale)
         given = shape, self._records, scale, self._tables
         self._attention = device.attention(*given) if first is None else first.before_merging(device, *given)
-        self._seen: tuple[TokenTree | None, Any] = None, None
+        self._seen: tuple[TokenTree, Array] | None = None
 
-    def merged_into(self, records: Array) -> Any:
+    def merged_into(self, records: Array) -> Callable[[], object]:
         """A call that folds the records of drafts into those of the context."""
         own, other = (array.reshape(-1, self._operator.width) for array in (records, self._records))
-        return self._operator.planned_merge(own, other)
+        merge: Callable[[], object] = self._operator.planned_merge(own, other)
+        return merge
 
-    def attend(self, q: Array, draft_k: Array, draft_v: Array, tree: TokenTree, mine: Any) -> bool:
+    def attend(self, q: Array, draft_k: Array, draft_v: Array, tree: TokenTree, mine: Array) -> bool:
         """Each node to those ancestors that are `mine`, bool [batch, L]; whether there are any at all."""
         mine = mine & tree.real
         if not mine.any():
             return False
-        if self._seen[0] is not tree or not np.array_equal(self._seen[1], mine):
+        if self._seen is None or self._seen[0] is not tree or not np.array_equal(self._seen[1], mine):
             seen = tree.mask & tree.real[:, :, None] & mine[:, None, :]
             self._tables.update(None, tree.nodes, mask=seen)
             self._seen = tree, mine
@@ -276,6 +284,6 @@ def _check_drafts(shape: Shape, tree: TokenTree, draft_k: Array, draft_v: Array)
             )
 
 
-def _digest(device: Device, array: Any, tree: TokenTree) -> str:
+def _digest(device: Device, array: Array, tree: TokenTree) -> str:
     """Of what nodes hold: pads may differ between ranks."""
     return hashlib.sha256(np.ascontiguousarray(device.to_host(array)[tree.real]).tobytes()).hexdigest()

@@ -110,6 +110,8 @@ class Frame:
 def test_what_cannot_be_taken_is_named(array: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         on_host("q", array)
+    with pytest.raises(ArgumentError, match=message):
+        Containers(on_host, RESULTS).take(array)
 
 
 def test_where_an_array_lies() -> None:

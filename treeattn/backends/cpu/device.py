@@ -9,9 +9,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from treeattn.attention import arrays, pages
 from treeattn.attention.mask_tables import MaskTables
+from treeattn.attention.pages import BlockTable
 from treeattn.attention.shape import Shape, as_tensor, bits_of
 from treeattn.backends.cpu import arguments, compile
 from treeattn.backends.cpu.attention import PlannedAttention, check_environment
@@ -52,14 +54,14 @@ class Cpu:
     def rounds_weights(self, shape: Shape) -> bool:
         return False
 
-    def view(self, name: str, array: Any) -> Array:
+    def view(self, name: str, array: object) -> Array:
         return arrays.on_host(name, array)
 
-    def tensor(self, name: str, array: Any, dtype: str | None) -> Array:
+    def tensor(self, name: str, array: object, dtype: str | None) -> Array:
         """A NumPy array; uint16 becomes bfloat16 if `dtype` says so."""
         return as_tensor(name, self.view(name, array), dtype)
 
-    def admit(self, shape: Shape, q: Array, k: Array, v: Array, lengths: Any) -> Any:
+    def admit(self, shape: Shape, q: Array, k: Array, v: Array, lengths: ArrayLike | None) -> Array | None:
         """A few comparisons; attention checks shape and range of the lengths itself."""
         self._check(shape, q, k, v)
         if lengths is None or (type(lengths) is np.ndarray and lengths.dtype == np.int64):
@@ -79,10 +81,10 @@ class Cpu:
         q: Array,
         k: Array,
         v: Array,
-        lengths: Any,
-        block_table: Any,
+        lengths: ArrayLike | None,
+        block_table: BlockTable | None,
         tables: MaskTables | None,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[ArrayLike | None, Array]:
         self._check(shape, q, k, v)
         table = self.block_table(shape, block_table)
         if tables is None:
@@ -90,13 +92,13 @@ class Cpu:
             lengths = self.lengths(shape, lengths, k.shape[1] * table.shape[1])
         return lengths, table
 
-    def block_table(self, shape: Shape, block_table: Any) -> Array:
+    def block_table(self, shape: Shape, block_table: BlockTable | None) -> Array:
         return pages.as_table(block_table, shape.batch)
 
-    def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
+    def lengths(self, shape: Shape, lengths: ArrayLike | None, tokens: int) -> Array | None:
         return None if lengths is None else shape.check_lengths(lengths, tokens)
 
-    def host_lengths(self, lengths: Any) -> Any:
+    def host_lengths(self, lengths: ArrayLike | None) -> ArrayLike | None:
         return lengths
 
     def from_host(self, array: Array) -> Array:
@@ -121,7 +123,7 @@ class Cpu:
         rounded = Int8Rows.rounded(array)
         return Int8Rows(self._weights.put(rounded.values), rounded.scales)
 
-    def product(self, matrices: Sequence[Any]) -> Callable[[Any], Any]:
+    def product(self, matrices: Sequence[Any]) -> Callable[[Array], Array]:
         """The compiled kernel for a few vectors, or NumPy."""
         return PlannedProduct(matrices)
 
@@ -143,13 +145,13 @@ class Cpu:
             return None
         return PlannedStep(attention, native, records, out, lse)
 
-    def pack(self, records: Array, factor: float) -> Callable[[Any, Any], object]:
+    def pack(self, records: Array, factor: float) -> Callable[[Array, Array], object]:
         return planned_pack(records, factor)
 
     def scale(self, lse: Array, factor: float) -> Callable[[], object]:
         return planned_scale(lse, factor)
 
-    def merge_operator(self, v_dim: int, dtype: Any) -> MergeOperator:
+    def merge_operator(self, v_dim: int, dtype: DTypeLike) -> MergeOperator:
         """The compiled merge, or NumPy's: the same bits."""
         return MergeOperator(v_dim, dtype)
 

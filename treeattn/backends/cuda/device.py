@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from treeattn.attention import arrays, pages
 from treeattn.attention.mask_tables import MaskTables
+from treeattn.attention.pages import BlockTable
 from treeattn.attention.shape import CACHE_DTYPES, DTYPES, Shape, bits_of, check_axes, dtype_name
 from treeattn.backends.cuda.arguments import check_rows
 from treeattn.backends.cuda.attention import PlannedAttention, most_queries
@@ -88,10 +90,10 @@ class Cuda:
         latent = shape.v_dim != shape.head_dim
         return self._tensor_cores and for_tensor_cores(q_type, kv_type, rows, latent)
 
-    def view(self, name: str, array: Any) -> Any:
+    def view(self, name: str, array: object) -> Any:
         return arrays.on_gpu(name, array, self.runtime)
 
-    def tensor(self, name: str, array: Any, dtype: str | None) -> Array:
+    def tensor(self, name: str, array: object, dtype: str | None) -> Array:
         """A device array as it is: the bits of bfloat16 stay uint16, those of 8 bits uint8."""
         taken: Array = self.view(name, array)
         self.runtime.check(name, taken)
@@ -101,7 +103,7 @@ class Cuda:
         check_rows(name, taken, self.runtime)
         return taken
 
-    def admit(self, shape: Shape, q: Array, k: Array, v: Array, lengths: Any) -> Any:
+    def admit(self, shape: Shape, q: Array, k: Array, v: Array, lengths: ArrayLike | None) -> Any:
         """Arrays that passed the last time are not looked at again."""
         self._check(shape, q, k, v)
         return self.lengths(shape, lengths, k.shape[1])
@@ -121,10 +123,10 @@ class Cuda:
         q: Array,
         k: Array,
         v: Array,
-        lengths: Any,
-        block_table: Any,
+        lengths: ArrayLike | None,
+        block_table: BlockTable | None,
         tables: MaskTables | None,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[ArrayLike | None, Array]:
         """A table of the host is looked at and copied; one of the device is used as it is, unread."""
         self._check(shape, q, k, v)
         if tables is None and lengths is None:
@@ -138,7 +140,7 @@ class Cuda:
             lengths = self.lengths(shape, lengths, k.shape[1] * table.shape[1])
         return lengths, table
 
-    def block_table(self, shape: Shape, block_table: Any) -> Any:
+    def block_table(self, shape: Shape, block_table: BlockTable | None) -> Any:
         """Of the device, or of the host."""
         return self._block_tables.take(block_table, shape.batch)
 
@@ -164,7 +166,7 @@ class Cuda:
         self.runtime.upload(self._lengths, host)
         return self._lengths
 
-    def host_lengths(self, lengths: Any) -> Any:
+    def host_lengths(self, lengths: ArrayLike | None) -> ArrayLike | None:
         """Lengths that lie on the GPU are waited for."""
         array = hasattr(lengths, "__dlpack_device__") or hasattr(lengths, "__cuda_array_interface__")
         if not array or arrays.device_of("lengths", lengths) == "cpu":
@@ -206,7 +208,7 @@ class Cuda:
             raise RestrictionError(f"weight_dtype {dtype} is of device cpu: leave it out on cuda")
         return self.from_host(np.asarray(array, np.float32))
 
-    def product(self, matrices: Sequence[Any]) -> Callable[[Any], Any]:
+    def product(self, matrices: Sequence[Any]) -> Callable[[Array], Array]:
         return PlannedProduct(matrices, self.namespace)
 
     def attention(
@@ -232,12 +234,12 @@ class Cuda:
     ) -> WholeStep | None:
         return None
 
-    def pack(self, records: Array, factor: float) -> Callable[[Any, Any], object]:
+    def pack(self, records: Array, factor: float) -> Callable[[Array, Array], object]:
         return planned_pack(records, factor, runtime=self.runtime)
 
     def scale(self, lse: Array, factor: float) -> Callable[[], object]:
         return planned_scale(lse, factor, runtime=self.runtime)
 
-    def merge_operator(self, v_dim: int, dtype: Any) -> MergeOperator:
+    def merge_operator(self, v_dim: int, dtype: DTypeLike) -> MergeOperator:
         """One launch for any number of records."""
         return MergeOperator(v_dim, dtype, runtime=self.runtime)
