@@ -13,25 +13,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from treeattn import communicators, job, mpi_library
 from treeattn.agreement import collectively
 from treeattn.attention import arrays
+from treeattn.attention.arrays import AnyArray, Pair
 from treeattn.attention.mask import Rules
 from treeattn.attention.shape import CACHE_DTYPES, bits_of, check_latent
 from treeattn.attention.shard import CacheFormat
 from treeattn.cache.placement import whole_numbers
 from treeattn.cache_nodes.meeting import agreed_capacity, agreed_index, meet
-from treeattn.cache_nodes.message import Array, Head, Kind, Message, message_bytes
+from treeattn.cache_nodes.message import Head, Kind, Message, Part, message_bytes
 from treeattn.cache_nodes.view import Attention, CachePlan, View, per_sequence
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError, PeerError, StateError
+from treeattn.partial import Array
 from treeattn.token_tree.tree import TokenTree
 from treeattn.token_tree.verify import blank_pads, check_tree
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from mpi4py.MPI import Intracomm
 
 __all__ = ["CacheNodes", "RemoteCache", "connect"]
@@ -124,8 +129,8 @@ class CacheNodes:
         batch: int = 1,
         latent: bool = False,
         dtype: str = "bfloat16",
-        k_scale: Any = None,
-        v_scale: Any = None,
+        k_scale: ArrayLike | None = None,
+        v_scale: ArrayLike | None = None,
         capacity: int | None = None,
     ) -> RemoteCache:
         """Plan a cache on the nodes; there may be several.
@@ -251,15 +256,15 @@ class RemoteCache:
     def step(
         self,
         layer: int,
-        q: Any,
-        k: Any = None,
-        v: Any = None,
+        q: AnyArray,
+        k: AnyArray | None = None,
+        v: AnyArray | None = None,
         *,
-        counts: Any = None,
-        begins: Any = None,
+        counts: ArrayLike | None = None,
+        begins: ArrayLike | None = None,
         scale: float | None = None,
         rules: Rules | None = None,
-    ) -> tuple[Any, Any]:
+    ) -> Pair:
         """Append the new tokens of a layer and attend to all of it: 2 (p - 1) messages over p processes.
 
         Parameters
@@ -293,18 +298,17 @@ class RemoteCache:
             check_latent(self._plan.v_dim, self._plan.head_dim, scale)
         given = self._checked(layer, q, k, v)
         batch, queries, heads, _ = given[0].shape
-        if counts is not None:
-            counts = self._per_sequence("counts", counts, queries if len(given) > 1 else 0)
-        if begins is not None:
-            begins = self._per_sequence("begins", begins, None)
-        self._check_room(layer, counts, queries if len(given) > 1 else 0)
+        tokens = queries if len(given) > 1 else 0
+        counted = None if counts is None else self._per_sequence("counts", counts, tokens)
+        first = None if begins is None else self._per_sequence("begins", begins, None)
+        self._check_room(layer, counted, tokens)
         rules = Rules.of(_CAUSAL if rules is None else rules, heads)
         pieces = list(_pieces(queries)) if len(given) > 1 else [slice(0, queries)]
-        whole: tuple[Any, Any] | None = None
+        whole: Pair | None = None
         for piece in pieces:
             some = tuple(array[:, piece] for array in given)
-            told = None if counts is None else np.clip(counts - piece.start, 0, piece.stop - piece.start)
-            got = self._step(layer, some, told, begins, scale, rules)
+            told = None if counted is None else np.clip(counted - piece.start, 0, piece.stop - piece.start)
+            got = self._step(layer, some, told, first, scale, rules)
             if len(pieces) == 1:
                 return got
             if whole is None:
@@ -315,8 +319,15 @@ class RemoteCache:
         return whole
 
     def verify(
-        self, layer: int, q: Any, draft_k: Any, draft_v: Any, tree: TokenTree, *, scale: float | None = None
-    ) -> tuple[Any, Any]:
+        self,
+        layer: int,
+        q: AnyArray,
+        draft_k: AnyArray,
+        draft_v: AnyArray | None,
+        tree: TokenTree,
+        *,
+        scale: float | None = None,
+    ) -> Pair:
         """Attend from the nodes of a token tree to all tokens of a layer and to their ancestors, in one step.
 
         Drafts stay here, where they are counted, and are forgotten: `append` those that are kept.
@@ -347,28 +358,29 @@ class RemoteCache:
             check_latent(self._plan.v_dim, self._plan.head_dim, scale)
         if draft_k is None:
             raise ArgumentError("draft_k is missing: drafts have keys and values of their own")
-        q, *drafts = self._checked(layer, q, draft_k, draft_v, _DRAFTS)
-        check_tree(tree, *q.shape[:2])
+        query, *drafts = self._checked(layer, q, draft_k, draft_v, _DRAFTS)
+        check_tree(tree, *query.shape[:2])
         given = drafts[0], drafts[-1][..., : self._plan.v_dim], tree.mask & tree.real[:, :, None]
-        out, lse = self._step(layer, (q,), None, None, scale, Rules(), given)
+        out, lse = self._step(layer, (query,), None, None, scale, Rules(), given)
         blank_pads(tree, out, lse)
         return out, lse
 
-    def append(self, layer: int, k: Any, v: Any = None, *, counts: Any = None) -> None:
+    def append(
+        self, layer: int, k: AnyArray, v: AnyArray | None = None, *, counts: ArrayLike | None = None
+    ) -> None:
         """The new tokens of a layer without a query: p - 1 messages. Arguments and errors as of `step`."""
         self._nodes._check_open()
         given = self._checked(layer, None, k, v)
         batch, tokens = given[0].shape[:2]
-        if counts is not None:
-            counts = self._per_sequence("counts", counts, tokens)
-        self._check_room(layer, counts, tokens)
-        flag = int(counts is not None)
+        counted = None if counts is None else self._per_sequence("counts", counts, tokens)
+        self._check_room(layer, counted, tokens)
+        flag = int(counted is not None)
         parts = (*per_sequence(batch, flag), *self._plan.new(batch, tokens))
         head = Head(Kind.STEP, message_bytes(parts), self._number, layer, -1, tokens, flag)
-        self._send(head, parts, (*([counts] if flag else []), *given))
-        self.totals[layer] += tokens if counts is None else counts
+        self._send(head, parts, (*([] if counted is None else [counted]), *given))
+        self.totals[layer] += tokens if counted is None else counted
 
-    def _send(self, head: Head, parts: tuple[Array, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _send(self, head: Head, parts: tuple[Part, ...], given: tuple[Array, ...]) -> tuple[Array, ...]:
         """A message down the tree; its arrays there."""
         nodes, batch = self._nodes, self.batch
         nodes._tree.sent()
@@ -382,13 +394,13 @@ class RemoteCache:
     def _step(
         self,
         layer: int,
-        given: tuple[Any, ...],
-        counts: Any,
-        begins: Any,
+        given: tuple[Array, ...],
+        counts: Array | None,
+        begins: Array | None,
         scale: float | None,
         rules: Rules,
-        drafts: tuple[Any, ...] = (),
-    ) -> tuple[Any, Any]:
+        drafts: tuple[Array, ...] = (),
+    ) -> Pair:
         """drafts: keys, values and mask of what q sees beside the cache."""
         nodes, plan, (batch, queries, heads, _) = self._nodes, self._plan, given[0].shape
         scale = 1.0 / math.sqrt(plan.head_dim) if scale is None else float(scale)
@@ -416,16 +428,16 @@ class RemoteCache:
         number = self._views[view] = len(self._attention) - 1
         return number
 
-    def rollback(self, totals: Any) -> None:
+    def rollback(self, totals: ArrayLike) -> None:
         """Forget the tokens from `totals` [batch] on, in all layers. Raises `ArgumentError` for more than
         there are."""
-        totals = self._per_sequence("totals", totals, None)
-        if (totals > self.totals).any():
+        wanted = self._per_sequence("totals", totals, None)
+        if (wanted > self.totals).any():
             raise ArgumentError(
-                f"cannot go back to {totals.tolist()} tokens: {self.totals.min(axis=0).tolist()} are there"
+                f"cannot go back to {wanted.tolist()} tokens: {self.totals.min(axis=0).tolist()} are there"
             )
-        self._nodes._call("rollback", cache=self._number, totals=totals)
-        self.totals[...] = totals
+        self._nodes._call("rollback", cache=self._number, totals=wanted)
+        self.totals[...] = wanted
 
     def save(self, directory: str | Path, about: Mapping[str, Any] | None = None) -> None:
         """Write all layers, as `ShardedCache.save`: each node writes what it holds. `CacheNodes.load` and
@@ -438,7 +450,7 @@ class RemoteCache:
         """Forget all tokens."""
         self.rollback(np.zeros(self.batch, np.int64))
 
-    def select(self, rows: Any) -> None:
+    def select(self, rows: ArrayLike) -> None:
         """Go on with the sequences `rows`, integers [new batch], in this order, as beams do; one may come
         several times, or not at all. Raises `ArgumentError` for a sequence that is not there, or for more
         of them than there is room for."""
@@ -454,8 +466,13 @@ class RemoteCache:
         self.totals, self.capacity = self.totals[:, rows], capacity
 
     def _checked(
-        self, layer: int, q: Any, k: Any, v: Any, names: Sequence[str] = ("q", "k", "v")
-    ) -> tuple[Any, ...]:
+        self,
+        layer: int,
+        q: AnyArray | None,
+        k: AnyArray | None,
+        v: AnyArray | None,
+        names: Sequence[str] = ("q", "k", "v"),
+    ) -> tuple[Array, ...]:
         """Those that are given, as NumPy arrays that fit this cache. Raises `ArgumentError`."""
         plan = self._plan
         if not (isinstance(layer, int | np.integer) and 0 <= layer < plan.layers):
@@ -494,7 +511,7 @@ class RemoteCache:
             )
         return given
 
-    def _per_sequence(self, name: str, given: Any, most: int | None) -> Any:
+    def _per_sequence(self, name: str, given: ArrayLike, most: int | None) -> Array:
         numbers = whole_numbers(name, given)
         upto = "on" if most is None else f"to {most}"
         if (
@@ -507,7 +524,7 @@ class RemoteCache:
             )
         return numbers
 
-    def _check_room(self, layer: int, counts: Any, tokens: int) -> None:
+    def _check_room(self, layer: int, counts: Array | None, tokens: int) -> None:
         after = self.totals[layer] + (tokens if counts is None else counts)
         if (after > self.capacity).any():
             raise ArgumentError(
@@ -516,7 +533,12 @@ class RemoteCache:
             )
 
 
-def _uncaught(otherwise: Callable[..., object], kind: Any, error: BaseException, trace: Any) -> None:
+def _uncaught(
+    otherwise: Callable[..., object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
     """A node that was lost ends a program that does not catch it in one line: none of its calls is at
     fault."""
     if isinstance(error, PeerError):
@@ -529,7 +551,7 @@ def _end(error: PeerError) -> NoReturn:
     job.end(error.exit_code)
 
 
-def _elements(array: Any, dtype: str) -> Any:
+def _elements(array: Array, dtype: str) -> Array:
     """An array that carries the bits of `dtype` as integers, as torch hands out 8 bits, seen as such."""
     wanted = CACHE_DTYPES[dtype]
     return array.view(wanted) if array.dtype != wanted and str(array.dtype) == bits_of(dtype) else array

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-__all__ = ["LINE", "Array", "Head", "Kind", "Message", "message_bytes"]
+from treeattn.partial import Array
+
+__all__ = ["LINE", "Head", "Kind", "Message", "Part", "message_bytes"]
 
 LINE = 64
 
 #: (shape, dtype) of an array in a message.
-Array: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]
+Part: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]
 
 
 class Kind(IntEnum):
@@ -46,7 +48,7 @@ class Message:
     """Memory that messages are written to or land in, one after the other."""
 
     def __init__(self) -> None:
-        self._views: dict[Hashable, tuple[Any, ...]] = {}
+        self._views: dict[Hashable, tuple[Array, ...]] = {}
         self._make(1 << 16)
 
     def _make(self, size: int) -> None:
@@ -61,11 +63,11 @@ class Message:
         return Head(*self._head.tolist())
 
     @property
-    def bytes(self) -> Any:
+    def bytes(self) -> Array:
         """The whole message."""
         return self._all[: int(self._head[1])]
 
-    def room(self, size: int) -> Any:
+    def room(self, size: int) -> Array:
         """The first `size` bytes, for a message to land in."""
         if size > len(self._all):
             self._make(max(size, 2 * len(self._all)))
@@ -76,7 +78,7 @@ class Message:
         self.room(head.bytes)
         self._head[:] = head
 
-    def arrays(self, key: Hashable, arrays: tuple[Array, ...]) -> tuple[Any, ...]:
+    def arrays(self, key: Hashable, arrays: tuple[Part, ...]) -> tuple[Array, ...]:
         """The arrays behind the head, as views. key: stands for `arrays`, and for nothing else."""
         views = self._views.get(key)
         if views is None:
@@ -100,7 +102,7 @@ class Message:
         return name, arguments
 
 
-def message_bytes(arrays: tuple[Array, ...]) -> int:
+def message_bytes(arrays: tuple[Part, ...]) -> int:
     """Of a message with such arrays."""
     return LINE + sum(-(-_bytes(*array) // LINE) * LINE for array in arrays)
 

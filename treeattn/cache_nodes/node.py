@@ -6,15 +6,19 @@ import contextlib
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from numpy.typing import ArrayLike
+
 from treeattn import communicators
 from treeattn.agreement import collectively
 from treeattn.cache import ShardedCache
 from treeattn.cache.sharded import CacheLayer
 from treeattn.cache_nodes import memory
 from treeattn.cache_nodes.meeting import agreed_capacity, agreed_index, meet
-from treeattn.cache_nodes.message import Array, Head, Kind, Message
+from treeattn.cache_nodes.message import Head, Kind, Message, Part
 from treeattn.cache_nodes.view import Attention, CachePlan, View, per_sequence
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import ArgumentError, TreeattnError
+from treeattn.partial import Array
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -63,7 +67,7 @@ class Node:
     """What a node has and does. command: whether rank 0 is a command of this package, which leaves together
     with the others."""
 
-    def __init__(self, comm: Any, memory_bytes: int | None) -> None:
+    def __init__(self, comm: MpiCommunicator, memory_bytes: int | None) -> None:
         """Collective, as making `CacheNodes` is."""
         self._comm = comm
         scheme, self.command = comm.bcast(None)
@@ -110,7 +114,7 @@ class Node:
         v = k[..., : held.plan.v_dim] if layer.v is None else layer.v[:, :most]
         attention(q, k, v, some, layer.positions, first, begins)
 
-    def _parts(self, key: Any, parts: tuple[Array, ...], flags: tuple[int, ...]) -> list[Any]:
+    def _parts(self, key: Any, parts: tuple[Part, ...], flags: tuple[int, ...]) -> list[Any]:
         """The arrays of the message, with None for those whose flag is 0."""
         there = iter(self._message.arrays(key, parts))
         return [next(there) if flag else None for flag in flags] + list(there)
@@ -144,11 +148,11 @@ class Node:
         attention = Attention(view, self._comm, self.tree.schedule)
         self.caches[cache].views.append((view, attention))
 
-    def _rollback(self, cache: int, totals: Any) -> None:
+    def _rollback(self, cache: int, totals: Array) -> None:
         for layer in self.caches[cache].layers:
             layer.rollback(totals)
 
-    def _select(self, cache: int, rows: Any) -> None:
+    def _select(self, cache: int, rows: Array) -> None:
         for layer in self.caches[cache].layers:
             layer.select(rows)
 
@@ -166,5 +170,5 @@ class Node:
         self.serves = False
 
 
-def _append(layer: CacheLayer, counts: Any, k: Any, v: Any = None) -> None:
+def _append(layer: CacheLayer, counts: ArrayLike | None, k: Array, v: Array | None = None) -> None:
     layer.append(k, v, counts)

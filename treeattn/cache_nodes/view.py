@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from treeattn.attention.arrays import Pair
 from treeattn.attention.mask import Rules
 from treeattn.attention.shape import CACHE_DTYPES, DTYPES, FLOAT8
-from treeattn.attention.shard import CacheFormat, Shard
-from treeattn.cache_nodes.message import Array
+from treeattn.attention.shard import CacheFormat, Positions, Shard
+from treeattn.cache_nodes.message import Part
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder, Reduction
+from treeattn.partial import Array
 
 __all__ = ["Attention", "CachePlan", "View", "per_sequence"]
 
@@ -50,13 +51,13 @@ class CachePlan:
         itemsize: int = CACHE_DTYPES[self.dtype].itemsize
         return batch * self.layers * self.kv_heads * sum(self.widths) * itemsize
 
-    def new(self, batch: int, tokens: int) -> tuple[Array, ...]:
+    def new(self, batch: int, tokens: int) -> tuple[Part, ...]:
         """Keys and values of new tokens in a message."""
         dtype = CACHE_DTYPES[self.dtype]
         return tuple(((batch, tokens, self.kv_heads, width), dtype) for width in self.widths)
 
 
-def per_sequence(batch: int, *given: int) -> tuple[Array, ...]:
+def per_sequence(batch: int, *given: int) -> tuple[Part, ...]:
     """What a message has first where sequences get, or begin with, different numbers of tokens."""
     return (((batch,), _INT64),) * sum(given)
 
@@ -72,7 +73,7 @@ class View:
     scale: float
     rules: Rules
 
-    def parts(self, tokens: int, counts: int, begins: int) -> tuple[Array, ...]:
+    def parts(self, tokens: int, counts: int, begins: int) -> tuple[Part, ...]:
         """The arrays of a step's message: per sequence counts and begins, where they come; q, and of `tokens`
         new ones k and v."""
         cache, batch = self.cache, self.batch
@@ -121,15 +122,15 @@ class Attention:
 
     def __call__(
         self,
-        q: Any,
-        k: Any,
-        v: Any,
-        lengths: Any,
-        positions: Any,
-        first: Any,
-        begins: Any,
-        mask: Any = None,
-    ) -> tuple[Any, Any]:
+        q: Array,
+        k: Array,
+        v: Array,
+        lengths: Array | None,
+        positions: Positions,
+        first: Array,
+        begins: Array | None,
+        mask: Array | None = None,
+    ) -> Pair:
         """A step. positions: of this rank's tokens; first: where the first query of each sequence stands;
         mask: who sees which of the last tokens, where others see all."""
         if self._plain and begins is None:

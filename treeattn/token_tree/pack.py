@@ -39,12 +39,12 @@ class Packed(NamedTuple):
     packed_token_indices: Array
 
     @property
-    def mask_words(self) -> Any:
+    def mask_words(self) -> Array:
         """The mask in bits, uint32 [B, L, ceil(L / 32)], as `treeattn.token_tree.mask_words` packs it."""
         return mask_words(self.attention_mask)
 
 
-def pack(beams: Any) -> Packed:
+def pack(beams: Array) -> Packed:
     """Keep each distinct prefix of the beams once, and the mask by which a node sees its ancestors.
 
     Parameters
@@ -89,7 +89,7 @@ def pack(beams: Any) -> Packed:
     )
 
 
-def unpack(x: Array, unpack_map: Array) -> Any:
+def unpack(x: Array, unpack_map: Array) -> Array:
     """Gather what nodes hold, x [B, L, ..], as beams hold it, [B, M, C, ..], by ``unpack_map`` [B, M, C].
 
     Raises `ArgumentError` for another batch, or a map that points outside L.
@@ -106,7 +106,7 @@ def unpack(x: Array, unpack_map: Array) -> Any:
     return x[xp.arange(len(x))[:, None, None], unpack_map.astype(np.int64)]
 
 
-def prefix_tree(beams: Any) -> Any:
+def prefix_tree(beams: Array) -> Array:
     """The lowest row of the batch row that has the same tokens up to here, int64 [batch, beams, tokens].
 
     ``T[b, m, c]`` is the least k with ``beams[b, k, :c + 1] == beams[b, m, :c + 1]``. A token is a node of
@@ -123,7 +123,7 @@ def prefix_tree(beams: Any) -> Any:
     return owners - rows * xp.arange(batch)[:, None, None]
 
 
-def _groups(xp: Any, beams: Any) -> Any:
+def _groups(xp: Any, beams: Array) -> Array:
     """Numbers [tokens, batch * beams], equal where the prefixes up to this token are, within a batch row.
 
     In lexicographic order equal prefixes are neighbours, so a prefix is new where it differs from the one
@@ -143,7 +143,7 @@ def _groups(xp: Any, beams: Any) -> Any:
     return groups
 
 
-def _mask(xp: Any, unpack_map: Array, lengths: Array, nodes: int) -> Any:
+def _mask(xp: Any, unpack_map: Array, lengths: Array, nodes: int) -> Array:
     """In every beam, the token in a column is seen by those from there on; a pad sees node 0."""
     batch, _, columns = unpack_map.shape
     mask = xp.zeros(batch * nodes * nodes, bool)
@@ -155,7 +155,7 @@ def _mask(xp: Any, unpack_map: Array, lengths: Array, nodes: int) -> Any:
     return mask
 
 
-def mask_words(mask: Array, words: int | None = None) -> Any:
+def mask_words(mask: Array, words: int | None = None) -> Array:
     """A bool mask [.., columns] as uint32 [.., words]: column j is bit j % 32 of word j // 32.
 
     words: how many there are room for; as many as are needed unless given. Raises `ArgumentError` for a mask
@@ -178,7 +178,7 @@ def mask_words(mask: Array, words: int | None = None) -> Any:
     return packed.view("<u4").reshape(*mask.shape[:-1], words)
 
 
-def mask_from_words(words: Array, columns: int) -> Any:
+def mask_from_words(words: Array, columns: int) -> Array:
     """The bool mask [.., columns] that `mask_words` packed. Raises `ArgumentError`."""
     xp = _array_module(words)
     words = xp.ascontiguousarray(words)
@@ -191,7 +191,7 @@ def mask_from_words(words: Array, columns: int) -> Any:
     return bits.reshape(*words.shape[:-1], held)[..., :columns].astype(bool)
 
 
-def _checked_beams(beams: Any) -> Any:
+def _checked_beams(beams: Array) -> Array:
     """`beams` as an array of integers [batch, beams, tokens]. Raises `ArgumentError`."""
     if _array_module(beams) is np:
         try:
@@ -207,7 +207,7 @@ def _checked_beams(beams: Any) -> Any:
     return beams
 
 
-def _array_module(array: Array) -> Any:
+def _array_module(array: Array) -> Array:
     """CuPy for its arrays, NumPy for everything else."""
     cupy: Any = sys.modules.get("cupy")  # imported by whatever made an array of CuPy
     return cupy if cupy is not None and isinstance(array, cupy.ndarray) else np
