@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from treeattn.errors import ArgumentError, BackendError
+from treeattn.partial import Array
 
 #: Names of files that hold arrays end in one of these.
 ARCHIVES = (".safetensors", ".npz")
@@ -54,12 +55,12 @@ class CacheFile:
     """The tensors of a file, memory-mapped and read-only, and its metadata strings."""
 
     path: Path
-    tensors: dict[str, Any]
+    tensors: dict[str, Array]
     metadata: dict[str, str]
     unsupported: dict[str, str]  # name -> dtype, of tensors that NumPy has no type for
     starts: dict[str, int]  # name -> the first byte of a tensor in the file
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Array:
         try:
             return self.tensors[name]
         except KeyError:
@@ -70,7 +71,7 @@ class CacheFile:
             held = ", ".join(sorted(self.tensors)) or "none"
             raise ArgumentError(f"{self.path}: no tensor {name!r} in the file; it holds {held}") from None
 
-    def read(self, name: str, rows: range, columns: range) -> Any:
+    def read(self, name: str, rows: range, columns: range) -> Array:
         """A part of a matrix [rows, columns] in memory of its own: no other byte of the file is asked for."""
         tensor = self[name]
         width, size = tensor.shape[1], tensor.dtype.itemsize
@@ -172,11 +173,11 @@ def _reason(error: Exception) -> str:
 
 
 def load_runs(
-    tensor: Any,
+    tensor: Array,
     runs: Sequence[slice],
     progress: Callable[[int], object] = lambda _: None,
     block: int = 1 << 14,
-) -> Any:
+) -> Array:
     """Copy the tokens of `runs` out of a mapped [batch, tokens, ...] tensor, and nothing else.
 
     `progress` is told the bytes after every block of tokens.
@@ -274,7 +275,7 @@ def save_tensors(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> byt
     )
 
 
-def tensors_header(tensors: Mapping[str, tuple[Any, Sequence[int]]]) -> bytes:
+def tensors_header(tensors: Mapping[str, tuple[np.dtype[Any], Sequence[int]]]) -> bytes:
     """The beginning of a safetensors file of tensors (dtype, shape) that follow in this order."""
     names = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
     header, end = {}, 0

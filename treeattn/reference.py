@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from treeattn.partial import Array
 
@@ -30,8 +31,8 @@ class Partial(NamedTuple):
 
 
 def attention(
-    q: Array, k: Array, v: Array, *, scale: float, sinks: Any = None, **rules: Any
-) -> tuple[Any, Any]:
+    q: Array, k: Array, v: Array, *, scale: float, sinks: Array | None = None, **rules: Any
+) -> tuple[Array, Array]:
     """Attention of q [batch, queries, heads, head_dim] over k, v [batch, tokens, kv_heads, head_dim].
 
     rules: lengths, seen, softcap, alibi and distance as for `partial`. sinks: [heads] logits of a key without
@@ -51,7 +52,7 @@ def seen(
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     leading: int = 0,
-    begins: Any = 0,
+    begins: ArrayLike = 0,
 ) -> Array:
     """Who sees whom, token by token: bool [batch, queries, tokens].
 
@@ -67,7 +68,8 @@ def seen(
         inside &= t - left <= s
     if right is not None:
         inside &= s <= t + right
-    return (inside | (s - first < leading)) & (first <= s) & ((s <= t) if causal else True)
+    visible: Array = (inside | (s - first < leading)) & (first <= s) & ((s <= t) if causal else True)
+    return visible
 
 
 def partial(
@@ -76,11 +78,11 @@ def partial(
     v: Array,
     *,
     scale: float,
-    lengths: Any = None,
-    seen: Any = None,
+    lengths: Array | None = None,
+    seen: Array | None = None,
     softcap: float | None = None,
-    alibi: Any = None,
-    distance: Any = None,
+    alibi: Array | None = None,
+    distance: Array | None = None,
 ) -> Partial:
     """The float64 partials of one shard.
 
@@ -115,7 +117,7 @@ def partial(
                 score_scale = max(score_scale, abs(scale) * _largest_finite(np.abs(keys) @ np.abs(query)))
                 if softcap is not None:
                     scores = softcap * np.tanh(scores / softcap)
-                bias = 0.0 if alibi is None else float(alibi[h]) * distance[b, i, chosen]
+                bias = 0.0 if alibi is None or distance is None else float(alibi[h]) * distance[b, i, chosen]
                 scores = scores - bias
                 top = scores.max()
                 with np.errstate(invalid="ignore"):  # NaN and infinite inputs give NaN, as they should
@@ -129,7 +131,7 @@ def partial(
     return result._replace(score_scale=score_scale, largest_value=largest_value)
 
 
-def sink(like: Partial, logits: Any) -> Partial:
+def sink(like: Partial, logits: ArrayLike) -> Partial:
     """The partials of one more key in each head [heads], with this logit and the value 0."""
     top = np.broadcast_to(np.asarray(logits, np.float64)[:, None], like.max.shape)
     there = (top > -np.inf).astype(np.float64)
@@ -142,7 +144,7 @@ def _largest_finite(values: Array) -> float:
     return float(magnitudes.max(initial=0.0, where=np.isfinite(magnitudes)))
 
 
-def combine(partials: Sequence[Partial]) -> tuple[Any, Any]:
+def combine(partials: Sequence[Partial]) -> tuple[Array, Array]:
     """(out, lse), as `attention` returns them, from the partials of all shards."""
     top = np.max([p.max for p in partials], axis=0)
     with np.errstate(invalid="ignore", divide="ignore"):

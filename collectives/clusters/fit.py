@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import structs
+from numpy.typing import NDArray
 
 from treeattn.collectives.clusters.description import Cluster, Executor, Protocol, Tier
 from treeattn.collectives.clusters.placement import Placement
@@ -23,6 +24,8 @@ from treeattn.collectives.clusters.probes import Probe
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.clusters.uncertainty import MEDIAN, prices
 from treeattn.collectives.traffic import Payload
+
+Numbers = NDArray[np.floating[Any]]
 
 #: Messages of so many bytes and more may cost another latency: eager, rendezvous, windows of TCP.
 _STEPS = (4096, 16384, 65536)
@@ -70,10 +73,10 @@ def fit(shape: Cluster, places: Placement, record_bytes: int, measured: Mapping[
     names, mean = list(guess), np.log(list(guess.values()))
     schedules = {probe: probe.schedule(len(places)) for probe in measured}
 
-    def priced(parameters: Any) -> Cluster:
+    def priced(parameters: Numbers) -> Cluster:
         return _priced(shape, dict(zip(names, np.exp(parameters).tolist(), strict=True)))
 
-    def times(parameters: Any, probes: Iterable[Probe] = measured) -> Any:
+    def times(parameters: Numbers, probes: Iterable[Probe] = measured) -> Numbers:
         cluster = priced(parameters)
         return np.log([
             simulate(schedules[probe], cluster, places, Payload(probe.records, record_bytes)).time
@@ -81,11 +84,11 @@ def fit(shape: Cluster, places: Placement, record_bytes: int, measured: Mapping[
             for probe in probes
         ])  # fmt: skip
 
-    def sloped(parameters: Any) -> tuple[Any, Any]:
+    def sloped(parameters: Numbers) -> tuple[Numbers, Numbers]:
         at = times(parameters)
         return at, _slopes(times, parameters, at)
 
-    def noise(left: Any) -> Any:
+    def noise(left: Numbers) -> Numbers:
         return np.diag(_NOISE**2 * (1 + (left / (2 * _NOISE)) ** 2))
 
     belief, wanted = _BELIEF**2 * np.eye(len(mean)), np.log(list(measured.values()))
@@ -125,12 +128,12 @@ class _HeldOut(NamedTuple):
     """Errors of a kind of probes that was left out, as logarithms; how they depend on prices; how precisely
     the others tell those, with noise of `_NOISE`."""
 
-    errors: Any
-    slopes: Any
-    known: Any
+    errors: Numbers
+    slopes: Numbers
+    known: Numbers
 
 
-def _scatter(held_out: Sequence[_HeldOut], belief: Any) -> float:
+def _scatter(held_out: Sequence[_HeldOut], belief: Numbers) -> float:
     """The standard deviation of what is missed of a schedule where prices are right, and no less than is
     believed: with it, and the errors that prices have without a kind, half of the errors of kinds left out
     are as large as they are. belief: precision of prices before anything was measured."""
@@ -152,16 +155,18 @@ def _scatter(held_out: Sequence[_HeldOut], belief: Any) -> float:
     return high
 
 
-def _slopes(of: Callable[[Any], Any], parameters: Any, at: Any) -> Any:
+def _slopes(of: Callable[[Numbers], Numbers], parameters: Numbers, at: Numbers) -> Numbers:
     """Derivatives [values, parameters], by differences."""
     steps = _DIFFERENCE * np.eye(len(parameters))
     return np.stack([(of(parameters + step) - at) / _DIFFERENCE for step in steps], axis=1)
 
 
-def _with_errors(priced: Callable[[Any], Cluster], found: Any, covariance: Any, scatter: float) -> Cluster:
+def _with_errors(
+    priced: Callable[[Numbers], Cluster], found: Numbers, covariance: Numbers, scatter: float
+) -> Cluster:
     """The cluster with standard errors of its prices, and correlations of more than a few percent."""
 
-    def logs(parameters: Any) -> Any:
+    def logs(parameters: Numbers) -> Numbers:
         return np.log([price.value for price in prices(priced(parameters)).values()])
 
     cluster = priced(found)
@@ -185,12 +190,12 @@ def _with_errors(priced: Callable[[Any], Cluster], found: Any, covariance: Any, 
 
 
 def most_probable(
-    times: Callable[[Any], tuple[Any, Any]],
-    mean: Any,
-    covariance: Any,
-    measured: Any,
-    noise: Callable[[Any], Any],
-) -> Any:
+    times: Callable[[Numbers], tuple[Numbers, Numbers]],
+    mean: Numbers,
+    covariance: Numbers,
+    measured: Numbers,
+    noise: Callable[[Numbers], Numbers],
+) -> Numbers:
     """The most probable parameters, given that they are thought to be normal, by Gauss and Newton.
 
     times: parameters -> logarithms of times, and their derivatives [times, parameters]. measured: logarithms.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +122,7 @@ class Shape:
         """1 / sqrt(head_dim)"""
         return 1.0 / math.sqrt(self.head_dim)
 
-    def logit_scale(self, given: Any) -> float:
+    def logit_scale(self, given: float | None) -> float:
         """As given, or the default. Raises `ArgumentError` unless the records' type can hold it."""
         if given is None:
             return self.default_scale()
@@ -192,7 +193,7 @@ class Shape:
                     f"{name} of the Shard is {value}, but the Decoder was planned for {planned}"
                 )
 
-    def check_lengths(self, lengths: Any, tokens: int) -> Array:
+    def check_lengths(self, lengths: ArrayLike, tokens: int) -> Array:
         """`lengths` as int64 [batch], each between 0 and `tokens`. Raises `ArgumentError`."""
         lengths = np.asarray(lengths)
         if lengths.shape != (self.batch,) or lengths.dtype.kind not in "iu":
@@ -218,7 +219,7 @@ class Shape:
             )
 
 
-def check_number(name: str, value: Any, least: int = 1) -> None:
+def check_number(name: str, value: object, least: int = 1) -> None:
     """Raise `ArgumentError` unless it is a whole number, at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         wanted = "a positive whole number" if least == 1 else f"a whole number from {least} on"
@@ -245,7 +246,7 @@ def bits_of(dtype: str | None) -> str | None:
     return "uint16" if dtype == "bfloat16" else None
 
 
-def dtype_name(array: Array, dtype: str | None = None, served: Any = DTYPES) -> str:
+def dtype_name(array: Array, dtype: str | None = None, served: Mapping[str, np.dtype[Any]] = DTYPES) -> str:
     """Name of an array's dtype as in `served`; `dtype` tells what uint16 and uint8 carry.
 
     Raises `ArgumentError` for integer and other unsupported dtypes, and where `dtype` contradicts the array.
@@ -289,10 +290,10 @@ def check_axes(name: str, array: Array) -> None:
         raise ArgumentError(f"{name} has shape {list(array.shape)}, expected four axes {axes}")
 
 
-def check_latent(v_dim: Any, head_dim: int, scale: float | None) -> None:
+def check_latent(v_dim: int | None, head_dim: int, scale: float | None) -> None:
     """Raise `ArgumentError` unless the first `v_dim` channels of keys of `head_dim` can be the values."""
     check_number("v_dim", v_dim)
-    if v_dim > head_dim:
+    if v_dim is None or v_dim > head_dim:
         raise ArgumentError(f"v_dim {v_dim!r:.60} must be a number of k's {head_dim} channels")
     if scale is None:
         raise ArgumentError(

@@ -66,7 +66,7 @@ class KvRing(Reducer):
         self._lengths = np.zeros((self._size, shape.batch), np.int64)
         self._lengths_of = list(self._lengths)  # one and the same view in every step
         self._tokens: list[int] | None = None  # of each rank's shard
-        self._source: tuple[Any, Any] | None = None
+        self._source: tuple[Array, Array] | None = None
         self._buffers = [np.empty(0, DTYPES[shape.dtype]) for _ in range(3)]
         self._requests: list[MPI.Request] = []
         self._q: Any = None
@@ -74,7 +74,7 @@ class KvRing(Reducer):
         # Of the last step, without the agreement on lengths.
         self.sent: list[tuple[int, int]] = []
 
-    def take(self, q: Array, k: Array, v: Array, lengths: Any = None) -> None:
+    def take(self, q: Array, k: Array, v: Array, lengths: Array | None = None) -> None:
         super()._check()
         if lengths is None:
             self._own_lengths[:] = k.shape[1]
@@ -137,7 +137,7 @@ class KvRing(Reducer):
         coming = [tokens[self._owner(hop)] for hop in range(1, self._hops + 1)]
         for buffer in range(2):
             self._reserve(buffer, max(coming[buffer::2], default=0))
-        self._packed: tuple[Any, Any] | None = None
+        self._packed: tuple[Array, Array] | None = None
         self._source = None
         own = (self._buffers[2][:0],) * 2  # comes with the arrays, in _bind
         self._blocks = [own, *(self._block(hop % 2, t) for hop, t in enumerate(coming))]
@@ -160,7 +160,7 @@ class KvRing(Reducer):
         """Heads of the keys and values that travel."""
         return self._shape.heads if self._expanded else self._shape.kv_heads
 
-    def _block(self, buffer: int, tokens: int) -> tuple[Any, Any]:
+    def _block(self, buffer: int, tokens: int) -> tuple[Array, Array]:
         k, v = self._buffers[buffer][: 2 * self._elements(tokens)].reshape(2, -1)
         shape = self._shape.batch, tokens, self._heads, self._shape.head_dim
         return k.reshape(shape), v.reshape(shape)
@@ -191,7 +191,7 @@ class KvRing(Reducer):
         self._private.free()
 
 
-def _as_bytes(block: tuple[Any, Any]) -> tuple[Any, ...]:
+def _as_bytes(block: tuple[Array, Array]) -> tuple[Array, ...]:
     """Flat views for MPI, which has no 16-bit floating point type: one for each message."""
     flat = [part.reshape(-1).view(np.uint8) for part in block]
     return tuple(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 from mpi4py import MPI
@@ -45,9 +45,9 @@ class QueryRing(Reducer):
         self._parts = [np.empty_like(records[:, heads], order="C") for heads in self._heads]
         self._attention = [cpu.PlannedAttention(part, scale=scale) for part in self._parts]
         self._shape, self._records = shape, records
-        self._bound: tuple[Any, Any, Any] | None = None
-        self._views: list[tuple[Any, Any, Any]] = []
-        self._lengths: Any = None
+        self._bound: tuple[Array, Array, Array] | None = None
+        self._views: list[tuple[Array, Array, Array]] = []
+        self._lengths: Array | None = None
         self._taken = False
         self.sent: list[tuple[int, int]] = []  # a slice of no heads is not
         self._plan_hops(reduction.operator)
@@ -58,7 +58,7 @@ class QueryRing(Reducer):
         left, right = (rank - 1) % size, (rank + 1) % size
         self._incoming: list[MPI.Prequest | None] = [None] * size
         self._outgoing: list[MPI.Prequest | None] = [None] * size
-        self._merges: list[Any] = [None] * size
+        self._merges: dict[int, Callable[[], object]] = {}
         for hop, part in enumerate(self._parts):
             if not part.size:
                 continue
@@ -92,7 +92,7 @@ class QueryRing(Reducer):
         self._receives = [request for request in self._incoming if request] + self._takes
         self._sends = [request for request in self._outgoing if request] + self._gives
 
-    def take(self, q: Array, k: Array, v: Array, lengths: Any = None) -> None:
+    def take(self, q: Array, k: Array, v: Array, lengths: Array | None = None) -> None:
         super()._check()
         self._lengths = None if lengths is None else self._shape.check_lengths(lengths, k.shape[1])
         bound = self._bound

@@ -27,6 +27,7 @@ from treeattn.collectives.runtime.reducer import Sent
 from treeattn.decoder import Decoder
 from treeattn.decoder.reproducible import REPRODUCIBLE
 from treeattn.decoder.request import Reduction
+from treeattn.partial import Array
 from treeattn.report import LEGEND, Column, Progress, Report, count, identical, microseconds
 from treeattn.shards import Layout
 from treeattn.study import environment
@@ -87,7 +88,7 @@ def command(
     return 0 if all(row["passed"] for row in rows) else 1
 
 
-def _placed(world: MpiCommunicator, source: Problem, name: str) -> tuple[Device, tuple[Any, ...]]:
+def _placed(world: MpiCommunicator, source: Problem, name: str) -> tuple[Device, tuple[Array | None, ...]]:
     """The device of this rank, and q, k, v and lengths on it."""
     device, shared = own_device(world, name)
     arrays = (source.q, source.k, source.v, source.lengths)
@@ -104,7 +105,7 @@ def _measure(
     problem: Problem,
     judge: Judge,
     device: Device,
-    inputs: tuple[Any, ...],
+    inputs: tuple[Array | None, ...],
     how: Reduction,
     reproducible: str | None,
     repeat: int,
@@ -146,7 +147,7 @@ def _measure(
 
 
 def _timed_step(
-    world: MpiCommunicator, decoder: Decoder, step: tuple[Any, ...], seen: dict[str, Any]
+    world: MpiCommunicator, decoder: Decoder, step: tuple[Array, ...], seen: dict[str, Any]
 ) -> dict[str, float]:
     """Seconds of each part on the slowest rank; a barrier before each part keeps waiting out of the next.
     What a GPU was given to do is waited for."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -48,7 +48,8 @@ class Problem:
         table = self.file.tensors.get("block_table")
         page_size = None if table is None else k.shape[1]
         scales = (self.file.tensors.get(name) for name in ("k_scale", "v_scale"))
-        cache: tuple[Any, ...] = dtype_name(k, served=CACHE_DTYPES), *scales, v.shape[3], page_size
+        stored, (k_scale, v_scale) = dtype_name(k, served=CACHE_DTYPES), scales
+        cache = stored, k_scale, v_scale, v.shape[3], page_size
         batch, queries, heads, head_dim = q.shape
         self.shape = Shape(batch, queries, heads, k.shape[2], head_dim, dtype_name(q), *cache)
         self.shape.check_query(q)
@@ -67,21 +68,23 @@ class Problem:
                 raise ArgumentError(f"{expect}: out and lse do not have the shapes that {self.source} gives")
         self.identity = (self.shape, self.tokens, self.scale, self.source.stat().st_size)
 
-    def _four_axes(self, name: str) -> Any:
+    def _four_axes(self, name: str) -> Array:
         tensor = self.file[name]
         if tensor.ndim != 4:
             raise ArgumentError(f"{self.source}: {name} has shape {list(tensor.shape)}, expected four axes")
         return tensor
 
-    def _take_tokens(self, world: MpiCommunicator, table: Any) -> None:
+    def _take_tokens(self, world: MpiCommunicator, table: Array | None) -> None:
         """How many tokens a sequence can have, and which are this rank's."""
-        pages, self.paged, self.lengths = self.file["k"].shape[:2], None, None
+        pages, page_size = self.file["k"].shape[:2]
+        self.paged: PagedShard | None = None
+        self.lengths: Array | None = None
         table = None if table is None else as_table(table, self.shape.batch)
-        self.tokens = pages[1] if table is None else pages[1] * table.shape[1]
+        self.tokens = page_size if table is None else page_size * table.shape[1]
         given = self.file["lengths"] if table is not None or "lengths" in self.file.tensors else None
         lengths = None if given is None else self.shape.check_lengths(given, self.tokens)
         if table is not None:
-            self.paged = PagedShard(table, pages, lengths, self.layout, world.rank, world.size)
+            self.paged = PagedShard(table, (pages, page_size), lengths, self.layout, world.rank, world.size)
             self.lengths, self.own = self.paged.lengths, self.paged.tokens
             return
         self.runs = self.layout.runs(self.tokens, world.rank, world.size)
@@ -112,12 +115,14 @@ class Problem:
             stands = last[:, None] + 1 - self.shape.queries + np.arange(self.shape.queries)
             self.q_positions = np.maximum(stands, 0)
 
-    def step(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def step(self, inputs: tuple[Array | None, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a step of `treeattn.Decoder`, from q, k, v and lengths on its device."""
         q, k, v, lengths = inputs
+        seen = {"q_positions": self.q_positions} if self.rules.positional else {}
         if self.paged is not None:
-            inputs = q, Shard(k, v, lengths, block_table=self.paged.block_table)
-        return inputs, {"q_positions": self.q_positions} if self.rules.positional else {}
+            shard = Shard(cast(Array, k), v, lengths, block_table=self.paged.block_table)
+            return (q, shard), seen
+        return inputs, seen
 
     def planned(self) -> dict[str, Any]:
         shape = self.shape
@@ -136,7 +141,7 @@ class Problem:
         """Whether the values are channels of the keys."""
         return "v" not in self.file.tensors
 
-    def meant(self) -> tuple[Any, Any]:
+    def meant(self) -> tuple[Array, Array]:
         """k and v of this rank, [batch, tokens, kv_heads, head_dim and v_dim], as what they stand for: those
         of 8 bits times their scales, float64."""
         k, v = self.k, self.k[..., : self.shape.v_dim] if self.latent else self.v
@@ -153,7 +158,7 @@ class Problem:
         names = "k" if self.latent else "kv"
         if self.paged is not None:
             paged = {name: self.file[name][self.paged.numbers] for name in names}
-            self.k: Any = paged["k"]
+            self.k: Array = paged["k"]
             self.v: Any = paged.get("v")
             return
         size = sum(self.file[name].nbytes for name in names)
@@ -175,7 +180,7 @@ class Judge:
     def __init__(self, world: MpiCommunicator, problem: Problem, check: bool, rounded: bool = False) -> None:
         """rounded: as for `reference.error_bounds`."""
         self.world = world
-        self.against: dict[str, tuple[Any, Any]] = {}
+        self.against: dict[str, tuple[Array, Array]] = {}
         self.bringing_nan: list[int] = []
         self.bounds: tuple[float, float] | None = None
         if check or problem.expected is not None:

@@ -49,6 +49,6 @@ def oracle(
         seen=reference.seen(
             positions, stands, causal=rules.causal, window=rules.window, leading=rules.leading
         ),
-        alibi=rules.alibi,
+        alibi=None if rules.alibi is None else np.asarray(rules.alibi),
         distance=stands[:, :, None] - np.asarray(positions)[None, None],
     )

@@ -79,6 +79,10 @@ def command(
     return 0 if world.bcast(all(row["passed"] for row in rows)) else 1
 
 
+#: (out, lse) of a float64 oracle, and the bounds of their errors.
+Oracle = tuple[tuple[Array, Array], tuple[float, float]]
+
+
 class Drafts:
     """The tree of a file with what its nodes hold, in the order of its slots. Collective.
 
@@ -113,7 +117,7 @@ class Drafts:
         self.targets = (
             self._ordered("target_tokens", given["target_tokens"]) if "target_tokens" in given else None
         )
-        self.owners: Any = owner or "single"
+        self.owners: str | Array = owner or "single"
         if owner is None and "owners" in given:
             self.owners = self._ordered("owners", given["owners"])
 
@@ -122,7 +126,7 @@ class Drafts:
         context = self.problem.k, self.problem.v
         return (self.q, *context, self.draft_k, self.draft_v, self.tree, self.problem.lengths)
 
-    def _ordered(self, name: str, array: Array) -> Any:
+    def _ordered(self, name: str, array: Array) -> Array:
         """What nodes hold, by slots: parents of a file may stand in any order."""
         if array.shape[:2] != self.tree.origin.shape:
             raise ArgumentError(
@@ -131,7 +135,7 @@ class Drafts:
             )
         return np.array(array)[np.arange(self.tree.batch)[:, None], self.tree.origin]
 
-    def as_given(self, out: Array, lse: Array) -> tuple[Any, Any]:
+    def as_given(self, out: Array, lse: Array) -> tuple[Array, Array]:
         """Results by the file's order."""
         rows, slots = np.nonzero(self.tree.real)
         places = self.tree.origin[rows, slots]
@@ -139,7 +143,7 @@ class Drafts:
         out_[rows, places], lse_[rows, :, places] = out[rows, slots], lse[rows, :, slots]
         return out_, lse_
 
-    def oracle(self, world: MpiCommunicator) -> Any:
+    def oracle(self, world: MpiCommunicator) -> Oracle | None:
         """((out, lse), bounds of their errors) from float64 partials, on rank 0; else None. Collective."""
         mine = reference.partial(
             self.q, self.problem.k, self.problem.v, scale=self.problem.scale, lengths=self.problem.lengths
@@ -170,7 +174,7 @@ class Drafts:
 def _measure(
     world: MpiCommunicator,
     drafts: Drafts,
-    oracle: Any,
+    oracle: Oracle | None,
     scheme: str | Schedule,
     reproducible: bool,
     repeat: int,

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from treeattn import communicators, partial
 from treeattn.agreement import Agreement, must_match
 from treeattn.attention import arrays
+from treeattn.attention.arrays import AnyArray, Pair
 from treeattn.attention.shape import DTYPES, dtype_name
 from treeattn.backends import device as devices
 from treeattn.backends.device import Device
@@ -28,6 +29,7 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.plan import folding, plan_reducer
 from treeattn.decoder.request import Reduction
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,15 +38,15 @@ _NATURAL_LOG = {"e": 1.0, 2: math.log(2)}  # of the bases that kernels write
 
 
 def merge(
-    out: Any,
-    lse: Any,
+    out: AnyArray,
+    lse: AnyArray,
     *,
     comm: Given = None,
     scheme: str | Schedule | Reduction = "hierarchical",
     base: str | int = "e",
     strict: bool = False,
     device: str | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Array, Array]:
     """Attention over all ranks' tokens from what each rank's own kernel made of its part. Collective.
 
     Plans, merges once and tears down: in a loop keep a `Merger`.
@@ -80,7 +82,7 @@ def merge(
         On every rank alike; with `strict` for an lse of +inf or NaN, too.
     """
     comm = communicators.intracomm(comm)
-    step: tuple[Any, ...] = ()
+    step: Pair
 
     def ask() -> Settings:
         nonlocal step
@@ -117,7 +119,7 @@ class Parts:
         """Of records and results."""
         return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
 
-    def check(self, out: Any, lse: Any, lse_dtypes: tuple[str, ...]) -> None:
+    def check(self, out: Array, lse: Array, lse_dtypes: tuple[str, ...]) -> None:
         """Raise `ArgumentError` unless they are such a part, with lse of one of these types."""
         for name, array, shape in (("out", out, (*self.lse_shape, self.head_dim)),
                                    ("lse", lse, self.lse_shape)):  # fmt: skip
@@ -179,15 +181,16 @@ class _PlannedMerge:
         )
         self.executor, self.fallback = self._reducer.executor, self._reducer.fallback
         self._given_here = settings.how.output != "root" or self._comm.rank == 0
-        nothing: tuple[Any, Any] = (None, None)
-        self.out, self.lse = self._results if self._given_here else nothing
+        nothing = cast(Pair, (None, None))
+        self._shown = self._results if self._given_here else nothing
+        self.out, self.lse = self._shown
 
     def _plan_memory(self, natural_log: float) -> None:
         """Records, results, and the steps between them; finish sees each part as a sequence of its own."""
         shape, head_dim, dtype = self.parts.lse_shape, self.parts.head_dim, self.parts.record_dtype
         empty, count = self._device.memory.empty, math.prod(shape)
         self._records = empty((*shape, head_dim + partial.EXTRA), dtype)
-        self._results: tuple[Any, Any] = empty((*shape, head_dim), dtype), empty(shape, dtype)
+        self._results: tuple[Array, Array] = empty((*shape, head_dim), dtype), empty(shape, dtype)
         out, lse = self._results
         self._pack = self._device.pack(self._records, natural_log)
         self._finish = self._device.finish(
@@ -199,7 +202,7 @@ class _PlannedMerge:
         self._containers = arrays.Containers(self._device.view, self._results)
         self._in_order = StreamOrder(self._device.stream)
 
-    def __call__(self, out: Any, lse: Any) -> tuple[Any, Any]:
+    def __call__(self, out: AnyArray, lse: AnyArray) -> tuple[Array, Array]:
         """Merge once: (out, lse), valid until the next call. Every rank must call.
 
         Raises `ArgumentError` for arrays that do not fit the plan, on one rank alone as a `Decoder` does;
@@ -215,7 +218,7 @@ class _PlannedMerge:
         self._finish()
         if self._scale is not None:
             self._scale()
-        return self._containers.give() if self._given_here else (None, None)
+        return self._containers.give() if self._given_here else self._shown
 
     def close(self) -> None:
         """Release communicator and requests. Collective."""
@@ -224,7 +227,7 @@ class _PlannedMerge:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._reducer.__exit__(*exception)
 
 
@@ -276,7 +279,7 @@ def _natural_log(base: object) -> float:
     return _NATURAL_LOG[base]
 
 
-def _marked_otherwise(lse: Any) -> ArgumentError | None:
+def _marked_otherwise(lse: Array) -> ArgumentError | None:
     """What `strict` says of an lse that is +inf or NaN."""
     found = np.argwhere(np.isnan(lse) | (lse == np.inf))
     if not len(found):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from treeattn.attention import arrays
+from treeattn.attention.arrays import AnyArray
 from treeattn.energy.reduction import Averages, Options, Statistic, reduce, tensor
 from treeattn.energy.shard import Features
 from treeattn.errors import ArgumentError
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 _TOKENS = 4096  # that are widened at once
 
 
-def value(zeta: Array, q: Array, k: Array, v: Array | None = None, **options: Unpack[Options]) -> Array:
+def value(
+    zeta: AnyArray, q: AnyArray, k: AnyArray, v: AnyArray | None = None, **options: Unpack[Options]
+) -> Array:
     """F(zeta) = log of the sum over all ranks' keys of exp(scale q.k + zeta.v). Collective; Algorithm 1.
 
     Parameters
@@ -60,7 +63,9 @@ def value(zeta: Array, q: Array, k: Array, v: Array | None = None, **options: Un
     return arrays.in_kind(reduce(Statistic(), zeta, q, k, v, **options).lse, q)
 
 
-def gradient(zeta: Array, q: Array, k: Array, v: Array | None = None, **options: Unpack[Options]) -> Array:
+def gradient(
+    zeta: AnyArray, q: AnyArray, k: AnyArray, v: AnyArray | None = None, **options: Unpack[Options]
+) -> Array:
     """dF/dzeta: the average of the values with weights exp(scale q.k + zeta.v). Collective; Algorithm 2.
 
     At zeta = 0 (or None) it is attention. Arguments and errors as for `value`; the gradient of `total` is
@@ -72,7 +77,9 @@ def gradient(zeta: Array, q: Array, k: Array, v: Array | None = None, **options:
     return arrays.in_kind(reduce(_Values(), zeta, q, k, v, **options).mean, q)
 
 
-def total(zeta: Array, q: Array, k: Array, v: Array | None = None, **options: Unpack[Options]) -> Array:
+def total(
+    zeta: AnyArray, q: AnyArray, k: AnyArray, v: AnyArray | None = None, **options: Unpack[Options]
+) -> Array:
     """The energy of all heads and queries together, with causal `rules` that of causal attention. Collective.
 
     Arguments and errors as for `value`. Returns [batch], float64: correctly rounded sums of `value`, hence of
@@ -83,7 +90,12 @@ def total(zeta: Array, q: Array, k: Array, v: Array | None = None, **options: Un
 
 
 def log_likelihood(
-    zeta: Array, z: Array, q: Array, k: Array, v: Array | None = None, **options: Unpack[Options]
+    zeta: AnyArray,
+    z: AnyArray,
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray | None = None,
+    **options: Unpack[Options],
 ) -> Array:
     """Gamma(zeta, z) = zeta.z - F(zeta): how likely zeta is when the value z was observed. Collective.
 
@@ -101,11 +113,11 @@ def log_likelihood(
 
 
 def moments(
-    q: Array,
-    k: Array,
-    v: Array | None = None,
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray | None = None,
     *,
-    zeta: Array | None = None,
+    zeta: AnyArray | None = None,
     covariance: bool | Sequence[int] = False,
     **options: Unpack[Options],
 ) -> tuple[Array, ...]:
@@ -143,10 +155,10 @@ class _Products(Statistic):
 
     name = "log_likelihood"
 
-    def __init__(self, zeta: Array, z: Array) -> None:
+    def __init__(self, zeta: AnyArray, z: AnyArray) -> None:
         self._zeta, self._z = zeta, z
 
-    def share(self, q: Array, v: Array, lengths: Array) -> None:
+    def share(self, q: AnyArray, v: Array, lengths: Array) -> None:
         z = tensor("z", self._z)
         given = q if self._zeta is None else tensor("zeta", self._zeta)
         if given.shape != z.shape:
@@ -169,7 +181,7 @@ class _Moments(Statistic):
     def __init__(self, covariance: bool | Sequence[int]) -> None:
         self._covariance, self.name = covariance, f"moments with covariance of {covariance!r}"
 
-    def share(self, q: Array, v: Array, lengths: Array) -> tuple[Array, Array]:
+    def share(self, q: AnyArray, v: Array, lengths: Array) -> tuple[Array, Array]:
         """Sums of this rank's valid values, [batch, kv_heads, head_dim], and how many there are, [batch]."""
         self._chosen = _dimensions(self._covariance, v.shape[3])
         pairs = np.array([*itertools.combinations(range(len(self._chosen)), 2)], int).reshape(-1, 2)

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from treeattn import communicators, partial
 from treeattn.agreement import Agreement, collectively
 from treeattn.attention import arrays
+from treeattn.attention.arrays import AnyArray
 from treeattn.attention.mask import Rules
 from treeattn.attention.shape import Shape, as_tensor, dtype_name
 from treeattn.attention.shard import Shard
@@ -35,9 +36,9 @@ class Options(TypedDict, total=False):
     comm: Communicator | None
     scheme: str | Schedule | Reduction
     scale: float | None
-    lengths: Any
+    lengths: ArrayLike
     rules: Rules | None
-    q_positions: Any
+    q_positions: ArrayLike
 
 
 class Statistic:
@@ -71,24 +72,25 @@ class Averages(NamedTuple):
 
 def reduce(
     statistic: Statistic,
-    zeta: Any,
-    q: Any,
-    k: Any,
-    v: Any,
+    zeta: AnyArray | None,
+    q: AnyArray,
+    k: AnyArray | Shard,
+    v: AnyArray | None,
     comm: Given = None,
     scheme: str | Schedule | Reduction = "hierarchical",
     scale: float | None = None,
-    lengths: Any = None,
+    lengths: ArrayLike | None = None,
     rules: Rules | None = None,
-    q_positions: Any = None,
+    q_positions: ArrayLike | None = None,
 ) -> Averages:
     """Average a statistic over all keys. Collective; arguments and errors as for `treeattn.energy.value`."""
     comm = communicators.intracomm(comm)
     with Agreement(comm) as agreed:
         how, selection = folding(scheme, "an energy is a sum over all keys on every rank")
         shard = Shard.of(k, v, lengths).in_rows("an energy takes")
-        q, k, v = tensor("q", q), tensor("k", shard.k, shard.dtype), tensor("v", shard.v, shard.dtype)
-        shape, valid, tilt = _checked(q, k, v, zeta, shard.lengths)
+        queries, values = tensor("q", q), tensor("v", shard.v, shard.dtype)
+        keys = tensor("k", shard.k, shard.dtype)
+        shape, valid, tilt = _checked(queries, keys, values, zeta, shard.lengths)
         stated = Stated(shard.positions, tuple(valid.tolist()))
         device, plain = devices.find("cpu"), _plain(rules, shape.heads)
         request = Request(shape, how, selection, scale, device, rules=plain, stated=stated)
@@ -98,14 +100,14 @@ def reduce(
             "q_positions": None if stands is None else stands.tolist(),
             "what is computed": statistic.name,
         }
-        agreed.share = stated.told(), statistic.share(q, v, valid)
+        agreed.share = stated.told(), statistic.share(queries, values, valid)
     places, shared = zip(*agreed.gathered, strict=True)
-    intervals = _intervals(request, places, comm, k.shape[1], valid, stands)
-    inputs = EnergyInputs(q, tilt, k, v, request.logit_scale, intervals)
-    return _folded(request, comm, inputs, statistic.features(v.shape[3], shared))
+    intervals = _intervals(request, places, comm, keys.shape[1], valid, stands)
+    inputs = EnergyInputs(queries, tilt, keys, values, request.logit_scale, intervals)
+    return _folded(request, comm, inputs, statistic.features(values.shape[3], shared))
 
 
-def tensor(name: str, array: Any, dtype: str | None = None) -> Array:
+def tensor(name: str, array: AnyArray | None, dtype: str | None = None) -> Array:
     """An array of four axes in the memory of the host, not copied. Raises `ArgumentError`."""
     if arrays.device_of(name, array) != "cpu":
         raise ArgumentError(f"{name} lies on a GPU: energies are computed on the CPU, so move it there")
@@ -114,7 +116,9 @@ def tensor(name: str, array: Any, dtype: str | None = None) -> Array:
     return as_tensor(name, array, "bfloat16" if bits else dtype)
 
 
-def _checked(q: Array, k: Array, v: Array, zeta: Any, lengths: Any) -> tuple[Shape, Array, Array | None]:
+def _checked(
+    q: Array, k: Array, v: Array, zeta: AnyArray | None, lengths: ArrayLike | None
+) -> tuple[Shape, Array, Array | None]:
     """The shape of a step, how many tokens are valid [batch], and zeta. Raises `ArgumentError`."""
     shape = Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], dtype_name(q))
     shape.check_query(q)

@@ -72,11 +72,11 @@ def pack(beams: Array) -> Packed:
     xp = _array_module(beams)
     batch, rows, columns = beams.shape
     owners = prefix_tree(beams)
-    chosen = (owners == xp.arange(rows)[:, None]).reshape(batch, -1)
-    slots = xp.cumsum(chosen, axis=1) - 1
+    chosen: Array = (owners == xp.arange(rows)[:, None]).reshape(batch, -1)
+    slots: Array = xp.cumsum(chosen, axis=1) - 1
     lengths = slots[:, -1] + 1
-    unpack_map = xp.take_along_axis(slots.reshape(beams.shape), owners, 1)
-    indices = xp.zeros((batch, int(lengths.max())), xp.int64)
+    unpack_map: Array = xp.take_along_axis(slots.reshape(beams.shape), owners, 1)
+    indices: Array = xp.zeros((batch, int(lengths.max())), xp.int64)
     row, cell = xp.nonzero(chosen)
     indices[row, slots[row, cell]] = cell
     return Packed(
@@ -103,7 +103,8 @@ def unpack(x: Array, unpack_map: Array) -> Array:
         )
     if unpack_map.size and (int(unpack_map.min()) < 0 or int(unpack_map.max()) >= x.shape[1]):
         raise ArgumentError(f"unpack_map points outside the {x.shape[1]} nodes of x")
-    return x[xp.arange(len(x))[:, None, None], unpack_map.astype(np.int64)]
+    unpacked: Array = x[xp.arange(len(x))[:, None, None], unpack_map.astype(np.int64)]
+    return unpacked
 
 
 def prefix_tree(beams: Array) -> Array:
@@ -119,8 +120,9 @@ def prefix_tree(beams: Array) -> Array:
     batch, rows, columns = beams.shape
     groups = _groups(xp, beams)
     _, first = xp.unique(groups, return_index=True)  # of each group: the lowest row, since rows ascend
-    owners = (first[groups] % (batch * rows)).reshape(columns, batch, rows).transpose(1, 2, 0)
-    return owners - rows * xp.arange(batch)[:, None, None]
+    owners: Array = (first[groups] % (batch * rows)).reshape(columns, batch, rows).transpose(1, 2, 0)
+    first_rows: Array = rows * xp.arange(batch)[:, None, None]
+    return owners - first_rows
 
 
 def _groups(xp: Any, beams: Array) -> Array:
@@ -130,15 +132,15 @@ def _groups(xp: Any, beams: Array) -> Array:
     before it.
     """
     batch, rows, columns = beams.shape
-    keys = xp.empty((columns + 1, batch * rows), xp.int64)  # the last is the first that is sorted by
+    keys: Array = xp.empty((columns + 1, batch * rows), xp.int64)  # the last is the first that is sorted by
     keys[-1] = xp.repeat(xp.arange(batch), rows)
     keys[:-1] = beams.reshape(-1, columns).T[::-1].astype(xp.int64)  # 64 bits as they are: equality is enough
-    order = xp.lexsort(keys)
+    order: Array = xp.lexsort(keys)
     ordered = keys[::-1][:, order]
-    new = xp.ones((columns, batch * rows), bool)
-    changes = xp.cumsum(ordered[:, 1:] != ordered[:, :-1], axis=0)
+    new: Array = xp.ones((columns, batch * rows), bool)
+    changes: Array = xp.cumsum(ordered[:, 1:] != ordered[:, :-1], axis=0)
     new[:, 1:] = changes[1:] > 0
-    groups = xp.empty((columns, batch * rows), xp.int64)
+    groups: Array = xp.empty((columns, batch * rows), xp.int64)
     groups[:, order] = (xp.cumsum(new.reshape(-1)) - 1).reshape(new.shape)
     return groups
 
@@ -146,8 +148,8 @@ def _groups(xp: Any, beams: Array) -> Array:
 def _mask(xp: Any, unpack_map: Array, lengths: Array, nodes: int) -> Array:
     """In every beam, the token in a column is seen by those from there on; a pad sees node 0."""
     batch, _, columns = unpack_map.shape
-    mask = xp.zeros(batch * nodes * nodes, bool)
-    starts = (unpack_map + nodes * xp.arange(batch)[:, None, None]) * nodes
+    mask: Array = xp.zeros(batch * nodes * nodes, bool)
+    starts: Array = (unpack_map + nodes * xp.arange(batch)[:, None, None]) * nodes
     for column in range(columns):
         mask[starts[..., column:] + unpack_map[..., column, None]] = True
     mask = mask.reshape(batch, nodes, nodes)
@@ -172,9 +174,9 @@ def mask_words(mask: Array, words: int | None = None) -> Array:
         raise ArgumentError(
             f"{columns} nodes do not fit into {words} mask words of {_WORD_BITS} bits: {needed} are needed"
         )
-    wide = xp.zeros((*mask.shape[:-1], words * _WORD_BITS), bool)
+    wide: Array = xp.zeros((*mask.shape[:-1], words * _WORD_BITS), bool)
     wide[..., :columns] = mask
-    packed = xp.packbits(wide.reshape(-1), bitorder="little")
+    packed: Array = xp.packbits(wide.reshape(-1), bitorder="little")
     return packed.view("<u4").reshape(*mask.shape[:-1], words)
 
 
@@ -187,7 +189,7 @@ def mask_from_words(words: Array, columns: int) -> Array:
     held = words.shape[-1] * _WORD_BITS
     if not 0 <= columns <= held:
         raise ArgumentError(f"{columns} nodes: {words.shape[-1]} mask words hold 0 to {held}")
-    bits = xp.unpackbits(words.reshape(-1).view(xp.uint8), bitorder="little")
+    bits: Array = xp.unpackbits(words.reshape(-1).view(xp.uint8), bitorder="little")
     return bits.reshape(*words.shape[:-1], held)[..., :columns].astype(bool)
 
 
@@ -207,7 +209,7 @@ def _checked_beams(beams: Array) -> Array:
     return beams
 
 
-def _array_module(array: Array) -> Array:
+def _array_module(array: Array) -> Any:
     """CuPy for its arrays, NumPy for everything else."""
     cupy: Any = sys.modules.get("cupy")  # imported by whatever made an array of CuPy
     return cupy if cupy is not None and isinstance(array, cupy.ndarray) else np

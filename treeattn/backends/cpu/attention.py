@@ -11,8 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -93,7 +92,7 @@ class PlannedAttention:
         self._most_tokens = most_tokens or _ANY
         self._records = records
         self._scale = float(scale)
-        self._bound: tuple[Any, ...] | None = None
+        self._bound: tuple[Array, Array, Array, Array | None] | None = None
         self._pages: CheckedTable | None = None
         self._lengths: Array | None = None
         self._mask = tables
@@ -186,7 +185,7 @@ class PlannedAttention:
             arguments.check_lengths(lengths, tokens)
             if k.dtype == np.uint8 and self._bits is not None:
                 k, v = k.view(self._bits), v.view(self._bits)
-            attend: Any = blocked.partial_attention
+            attend: Callable[..., None] = blocked.partial_attention
             if self._arguments.reproducible:
                 attend = functools.partial(bins.attend, whole_blocks=self._arguments.reproducible == 2)
             attend(

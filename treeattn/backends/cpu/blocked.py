@@ -81,7 +81,7 @@ class _Sequence(NamedTuple):
     b: int
     block_table: Array | None
 
-    def rows(self, tokens: Any) -> tuple[Array, Array]:
+    def rows(self, tokens: slice | Array) -> tuple[Array, Array]:
         """[tokens, kv_heads, head_dim and v_dim] of a slice of tokens, or of an array of their numbers."""
         if self.block_table is None:
             return self.k[self.b, tokens], self.v[self.b, tokens]
@@ -100,6 +100,7 @@ def _masked_row(q: Array, cache: _Sequence, records: Array, scale: float, tables
             for start, end in ((first, first_end), (second, second_end))
             for begin in range(start, end, _BLOCK)
         ]
+        chosen: list[tuple[slice | Array, Array | int]]
         chosen = [(piece, _positions(tables, piece)) for piece in pieces]
         drafts = np.flatnonzero(tables.sees_draft(b, i))
         if drafts.size:
@@ -118,7 +119,7 @@ def _masked_row(q: Array, cache: _Sequence, records: Array, scale: float, tables
         records[:, i : i + 1] = own
 
 
-def _positions(tables: MaskTables, piece: slice) -> Any:
+def _positions(tables: MaskTables, piece: slice) -> Array | int:
     """Of a slice of the shard's tokens, where somebody asks; else 0."""
     return 0 if tables.rules.alibi is None else tables.runs.positions(piece.start, piece.stop)
 
@@ -128,7 +129,7 @@ class _Logits(NamedTuple):
 
     softcap: float
     slopes: ArrayLike | None
-    distance: Any
+    distance: Array | int
 
     def of(self, scores: Array) -> Array:
         """scores: [kv_heads, heads of a group, tokens]."""
@@ -136,7 +137,7 @@ class _Logits(NamedTuple):
             scores = self.softcap * np.tanh(scores / self.softcap)
         if self.slopes is not None:
             slopes = np.asarray(self.slopes, scores.dtype).reshape(scores.shape[0], -1, 1)
-            scores = scores - slopes * self.distance.astype(scores.dtype)
+            scores = scores - slopes * np.asarray(self.distance, scores.dtype)
         return np.asarray(scores)
 
 

@@ -133,7 +133,7 @@ class Cuda:
             pages.check_lengths(None, k.shape[1], 0)
 
         def host_lengths(tokens: int) -> Any:
-            return shape.check_lengths(self.host_lengths(lengths), tokens)
+            return shape.check_lengths(self.host_lengths(lengths), tokens)  # type: ignore[arg-type]
 
         table = self._block_tables.admit(block_table, shape.batch, k.shape[:2], host_lengths, tables)
         if tables is None:

@@ -8,7 +8,7 @@ float64 reference of any length costs no more than that of one period.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from treeattn.backends import device as devices
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 from treeattn.shards import Layout
 from treeattn.study import environment
 from treeattn.study.compare.schema import Key
@@ -32,11 +33,11 @@ class Problem(NamedTuple):
     """Inputs of this rank, on its device, and on rank 0 what must come out: (out, lse), bounds of "exact"."""
 
     device: Device
-    q: Any
-    k: Any
-    v: Any
-    records: Any
-    expected: tuple[Any, Any] | None
+    q: Array | None
+    k: Array | None
+    v: Array | None
+    records: Array | None
+    expected: tuple[Array, Array] | None
     bounds: tuple[float, float] | None
 
 
@@ -81,7 +82,7 @@ def decode_problem(comm: MpiCommunicator, key: Key, seed: int) -> Problem:
     partials = comm.gather(_repeated_partials(q, k, v, tokens, shape.default_scale()), root=0)
     device = devices.find(key.device)
 
-    def placed() -> list[Any]:
+    def placed() -> list[Array]:
         shards = (np.take(array, np.arange(tokens) % PERIOD, axis=1) for array in (k, v))
         return [device.from_host(array) for array in (q, *shards)]
 
@@ -89,7 +90,7 @@ def decode_problem(comm: MpiCommunicator, key: Key, seed: int) -> Problem:
     return Problem(device, q, k, v, None, *_judged(partials, device.rounds_weights(shape)))
 
 
-def _repeated_partials(q: Any, k: Any, v: Any, tokens: int, scale: float) -> list[reference.Partial]:
+def _repeated_partials(q: Array, k: Array, v: Array, tokens: int, scale: float) -> list[reference.Partial]:
     """Float64 partials of the period as often as it occurs, and of what is left over."""
     whole, rest = divmod(tokens, max(k.shape[1], 1))
     once = reference.partial(q, k, v, scale=scale)
@@ -114,7 +115,9 @@ def reduce_problem(comm: MpiCommunicator, key: Key, seed: int) -> Problem:
     return Problem(device, None, None, None, given, *_judged(gathered))
 
 
-def _judged(gathered: list[list[reference.Partial]] | None, rounded: bool = False) -> tuple[Any, Any]:
+def _judged(
+    gathered: list[list[reference.Partial]] | None, rounded: bool = False
+) -> tuple[tuple[Array, Array] | None, tuple[float, float] | None]:
     """(expected, bounds) on rank 0, from the float64 partials of all ranks. rounded: as for
     `reference.error_bounds`."""
     if gathered is None:

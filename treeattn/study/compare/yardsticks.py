@@ -7,9 +7,10 @@ from typing import Any
 
 from treeattn import mpi_library
 from treeattn.collectives.runtime.cuda_graph import CudaGraphReducer
-from treeattn.collectives.runtime.memory import HOST
+from treeattn.collectives.runtime.memory import HOST, Memory
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec, duplicate
 from treeattn.decoder import gpu_reducers
+from treeattn.partial import Array
 from treeattn.study.compare.schema import NULL, SUM, Key
 
 
@@ -52,7 +53,7 @@ def library_sum(key: Key, reduction: ReductionSpec, *_: object) -> Reducer:
     return OneCall(SUM, add(comm.unwatched, reduction.memory, mine), comm.free)
 
 
-def _where_it_lies(comm: Any, memory: Any, mine: Any) -> Callable[[], object]:
+def _where_it_lies(comm: Any, memory: Memory, mine: Array) -> Callable[[], object]:
     total, operation = memory.empty(mine.shape, mine.dtype), mpi_library.load().SUM
     if memory is HOST:
         return lambda: comm.Allreduce(mine, total, operation)
@@ -64,7 +65,7 @@ def _where_it_lies(comm: Any, memory: Any, mine: Any) -> Callable[[], object]:
     return add
 
 
-def _by_way_of_the_host(comm: Any, memory: Any, mine: Any) -> Callable[[], object]:
+def _by_way_of_the_host(comm: Any, memory: Any, mine: Array) -> Callable[[], object]:
     given, total = (memory.pinned(mine.shape, mine.dtype) for _ in range(2))
     operation = mpi_library.load().SUM
 
@@ -77,7 +78,7 @@ def _by_way_of_the_host(comm: Any, memory: Any, mine: Any) -> Callable[[], objec
     return add
 
 
-def _nccl_sum(reduction: ReductionSpec, mine: Any) -> Reducer:
+def _nccl_sum(reduction: ReductionSpec, mine: Array) -> Reducer:
     """ncclAllReduce in place, as one CUDA graph from the second step on, as schedules are."""
     connected = gpu_reducers.connected_by_nccl(reduction.comm, reduction.memory)
     return CudaGraphReducer(SUM, connected, reduction.memory, lambda: connected.all_reduce(mine, "sum"))

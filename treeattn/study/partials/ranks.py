@@ -12,6 +12,7 @@ import numpy as np
 
 from treeattn import reference
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 from treeattn.reference import difference
 from treeattn.study.partials.dump import LOG, OTHER, Finding, Part, largest, read_part, tolerance
 from treeattn.study.partials.whole import merged
@@ -42,7 +43,7 @@ def unwell(parts: list[Part], base: str) -> Iterator[Finding]:
         yield from _counted(rank, part, broken, "not a number", "out is {} beside a finite lse in {}", "NaN")
 
 
-def _counted(rank: int, part: Part, mark: Any, kind: str, text: str, name: str) -> Iterator[Finding]:
+def _counted(rank: int, part: Part, mark: Array, kind: str, text: str, name: str) -> Iterator[Finding]:
     if mark.any():
         first = part.at(int(np.argmax(mark)))
         where = f"{mark.sum()} of {mark.size} heads, first {first}"
@@ -50,7 +51,7 @@ def _counted(rank: int, part: Part, mark: Any, kind: str, text: str, name: str) 
         yield Finding(kind, (rank,), f"rank {rank}: {text.format(name, where)}", numbers)
 
 
-def _weighty(rank: int, part: Part, weight: Any, base: str) -> Iterator[Finding]:
+def _weighty(rank: int, part: Part, weight: Array, base: str) -> Iterator[Finding]:
     """An out of nothing but zeros is what a kernel leaves that saw nothing."""
     zero = part.seen & (part.out == 0).all(axis=-1)
     if not zero.any():
