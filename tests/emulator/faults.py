@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["FAULTS", "Fault", "faults_source", "planted"]
+__all__ = ["FAULTS", "Fault", "faults_source", "planted", "weakly_ordered"]
 
 
 class Fault(NamedTuple):
@@ -179,6 +179,22 @@ def planted(fault: Fault) -> Callable[[str], str]:
         return text.replace(fault.old, fault.new)
 
     return edit
+
+
+def weakly_ordered(text: str) -> str:
+    """The kernel that pulls, with what it stores for other devices delayed and reordered: weak_memory.h. All
+    has landed at the end of a launch."""
+    if "kernels/cuda/pull_partials.cu" not in text:
+        return text
+    copied, offset = "into[{0}] = held[c];", "first + c * (int)blockDim.x"
+    for old, new in (
+        (copied.format(offset), f"weak::store(into + {offset}, held[c]);"),
+        ("emulator::store_release(at, value);", "weak::store_release(at, value);"),
+        ("if (threadIdx.x == 0) a.steps[", "weak::fence_system();\n  if (threadIdx.x == 0) a.steps["),
+    ):
+        assert text.count(old) == 1, f"{old!r} must occur once"
+        text = text.replace(old, new)
+    return (Path(__file__).parent / "weak_memory.h").read_text(encoding="utf-8") + text
 
 
 def faults_source() -> str:

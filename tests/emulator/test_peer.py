@@ -21,7 +21,7 @@ from treeattn.collectives.executors import loopback
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import RestrictionError
 
-from .faults import FAULTS, planted
+from .faults import FAULTS, planted, weakly_ordered
 from .node import Node
 from .raw_module import compiler_problem
 from .runtime import EmulatorRuntime
@@ -280,6 +280,42 @@ def test_a_stale_number_lets_a_step_end_before_the_others_begin_it() -> None:
             node.run(list(partials[:2]))
             node.run(list(partials[2:3]), ranks=[0])
             assert node.late[0] == late
+
+
+# How a rank announces a round, in place of one release of system scope -> whether that is wrong.
+_RELEASE = "store_release(number_of(a, a.rank), step"
+_RELAXED = "emulator::store_relaxed(number_of(a, a.rank), step"
+ORDERS = {
+    "release": (_RELEASE, False),
+    "fence": (f"weak::fence_system(), {_RELAXED}", False),
+    "no_fence": (_RELAXED, True),
+    "fence_of_a_gpu": (f"weak::fence_gpu(), {_RELAXED}", True),
+    "release_of_a_gpu": (f"weak::fence_gpu(), emulator::{_RELEASE}", True),
+}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("order", [*ORDERS, "no_barrier"])
+def test_values_show_what_is_announced_before_it_has_landed(order: str) -> None:
+    """Where stores land late and in any order. Without a barrier those of other threads are not ordered."""
+    new, wrong = ORDERS.get(order, (_RELEASE, True))
+    barrier = FAULTS["announced_early"]
+
+    def edit(text: str) -> str:
+        text = weakly_ordered(text).replace(_RELEASE, new)
+        return planted(barrier)(text) if order == "no_barrier" else text
+
+    seen = []
+    for scheme in ("all_gather_merge", "recursive_doubling", "binary_tree", "reduce_scatter_gather"):
+        schedule, partials = collectives.build(scheme, 3), made(5, 3, 11)
+        with Node(schedule, 11, HEAD_DIM, edit=edit) as node:
+            for held, step in zip(node.run(list(partials)), partials, strict=True):
+                try:
+                    assert_same_bits(schedule, held, step)
+                except AssertionError:
+                    seen.append(scheme)
+            assert node.late == [None] * 3
+    assert bool(seen) == wrong
 
 
 def test_more_sources_than_the_kernel_takes_are_refused() -> None:
