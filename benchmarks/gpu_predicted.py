@@ -2,10 +2,15 @@
 
 For bfloat16, head_dim 128 and one sequence unless a row says otherwise, on an H100 and an H200. Beside one
 another, in microseconds: `floor`, the cache at the GPU's copy rate; `model`, what chooses splits
-(treeattn.backends.cuda.splits) with the constants that are shipped; `issue`, the main loop's instructions
+(treeattn.backends.cuda.splits) with the constants that are shipped, an H100's, and with an H200's copy rate,
+as if every tile of rows read memory; `once`, the same where tiles that read the same tokens have them from
+memory once, else from the L2 cache at 5.5 TB/s; `issue`, the main loop's instructions
 (tests/compile_matrix/costs.json, sm_90) at all issue slots, an upper bound where it has branches for masks;
-`l2`, tiles of rows that read the same tokens at 5.5 TB/s; and `read`, what a reading of the former kernels'
-machine code expected. The first GPU decides which was right.
+`l2`, all tiles at 5.5 TB/s; and `read`, what a reading of the former kernels' machine code expected.
+
+Then a reduction of 8 KB over peer memory of 8 GPUs: the program of each rank, instruction by instruction,
+with the round trips of `Links`, where the kernel's tables lie in memory and where in its parameters; and a
+step. The first GPU decides which was right.
 """
 
 from __future__ import annotations
@@ -16,12 +21,44 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from treeattn import collectives
 from treeattn.backends.cuda import splits, variants
+from treeattn.collectives import program
+from treeattn.collectives.check import prove
 from treeattn.files import output_writer
 
 COSTS = Path(__file__).parents[1] / "tests" / "compile_matrix" / "costs.json"
 MULTIPROCESSORS, SHARED, CLOCK, L2 = 132, 227 << 10, 1.755e9, 5.5e12
 COPIED = {"H100": 3.0e12, "H200": 4.3e12}  # bytes a second, read and written
+RECORDS, RANKS = 16, 8  # of 130 floats: 8 KB
+
+
+class Links(NamedTuple):
+    """Microseconds of what a reduction waits for, as a reading of the machine code assumed them.
+
+    touch: a table that lies in memory, for the first time. copy: records into a window. number: of a round,
+    behind a fence. trip: to another GPU and back. reload: of where a window lies, in each look at a number.
+    """
+
+    launch: float = 2.3
+    steps: float = 0.7
+    program: float = 0.8
+    sources: float = 0.75
+    windows: float = 0.7
+    copy: float = 0.6
+    number: float = 0.9
+    trip: float = 1.0
+    reload: float = 0.5
+    finish: float = 1.5
+
+
+LINKS = {"memory": Links(), "parameters": Links(program=0, sources=0, windows=0, reload=0)}
+# Scheme -> what was read, from and to, with the tables in memory and in parameters.
+REDUCTIONS = {
+    "all_gather_merge": ((11, 13), (9, 11)),
+    "recursive_doubling": ((20, 23), (15, 17)),
+    "binary_tree": ((30, 36), (22, 26)),
+}
 
 
 class Row(NamedTuple):
@@ -87,6 +124,14 @@ def predicted(row: Row, costs: dict[str, Any]) -> dict[str, Any]:
         multiprocessors=MULTIPROCESSORS,
     )
     cut = splits.choose_splits(load)
+
+    def model(reads: int) -> dict[str, float]:
+        """Where so many tiles have the same tokens from memory together."""
+        return {
+            name: round(float(splits.predict(load, cut.number, cut.fan, constants(name, reads))), 1)
+            for name in COPIED
+        }
+
     size = row.kv_heads * row.tokens * token_bytes
     turns = load.tiles * math.ceil(row.tokens / variant.step)
     return {
@@ -94,11 +139,49 @@ def predicted(row: Row, costs: dict[str, Any]) -> dict[str, Any]:
         "kernel": variant.expression,
         "splits": cut.number,
         "floor": {name: round(size / rate * 1e6, 1) for name, rate in COPIED.items()},
-        "model": round(float(splits.predict(load, cut.number, cut.fan, splits.shipped())), 1),
+        "model": model(1),
+        "once": model(tiles),
         "issue": round(turns * cost["loop"] / MULTIPROCESSORS / CLOCK * 1e6, 1),
         "l2": round(tiles * size / L2 * 1e6, 1),
         "read": None if row.read is None else dict(zip(COPIED, row.read, strict=True)),
     }
+
+
+def constants(gpu: str, reads: int) -> splits.Constants:
+    """Of the model on a GPU, where `reads` tiles have the same megabyte from memory together."""
+    shipped = splits.shipped()
+    megabyte = shipped.megabyte * COPIED["H100"] / COPIED[gpu] / reads
+    return shipped._replace(megabyte=megabyte if reads == 1 else max(megabyte, 1e12 / L2))
+
+
+def reduced(scheme: str, links: Links) -> float:
+    """Microseconds of a step of `transport="peer"`, all ranks starting at once, until the last one ends.
+
+    A fold has all sources under way before it waits for the first: one trip. Who waits for a number sees it
+    in the look after the one that missed it, half of which has passed.
+    """
+    schedule = collectives.build(scheme, RANKS)
+    proof, ranks = prove(schedule), range(RANKS)
+    programs = [program.plan(schedule, proof, rank, RECORDS, node=tuple(ranks)) for rank in ranks]
+    rounds = [dict(each.by_round()) for each in programs]
+    now = [links.launch + links.steps + links.program + links.sources + links.windows] * RANKS
+    announced: dict[tuple[int, int], float] = {}
+    look = links.trip + links.reload
+    for number in range(1, programs[0].rounds + 1):
+        every = [(rank, i) for rank in ranks for i in rounds[rank].get(number, ())]
+        for rank, i in every:  # what a rank of a round announces, it announces before it waits
+            if isinstance(i, program.Publish):
+                now[rank] += links.number
+                announced[rank, number] = now[rank]
+            elif isinstance(i, program.Copy) and i.into.buffer != program.OWN:
+                now[rank] += links.copy
+        for rank, i in every:
+            if isinstance(i, program.Await):
+                comes = max(announced[peer, number] for peer in i.ranks)
+                now[rank] = max(now[rank], comes + look / 2) + look
+            elif isinstance(i, program.Copy | program.Fold) and i.into.buffer == program.OWN:
+                now[rank] += links.trip
+    return round(max(now) + links.finish, 1)
 
 
 def main() -> None:
@@ -110,9 +193,23 @@ def main() -> None:
     found: dict[str, Any] = {
         "source": "predicted, nothing of it measured",
         "rows": [predicted(row, costs) for row in ROWS],
+        "reductions": [
+            {
+                "what": f"8 KB over {RANKS} GPUs, {scheme}",
+                "model": {where: reduced(scheme, links) for where, links in LINKS.items()},
+                "read": dict(zip(LINKS, read, strict=True)),
+            }
+            for scheme, read in REDUCTIONS.items()
+        ],
+    }
+    shard = next(row for row in found["rows"] if row["what"] == "32/8 heads, 8k")
+    reduction = found["reductions"][0]["model"]["parameters"]
+    found["step"] = {
+        "what": f"64k tokens over {RANKS} GPUs, 32/8 heads: 8k each, all_gather_merge",
+        "model": {name: round(time + reduction, 1) for name, time in shard["model"].items()},
     }
     output_writer(options.json)((json.dumps(found, indent=1) + "\n").encode())
-    for row in found["rows"]:
+    for row in (*found["rows"], *found["reductions"], found["step"]):
         print(row)
 
 
