@@ -86,11 +86,14 @@ step() {
     peer)      take "$1" tests "${PYTEST[@]}" tests/gpu/test_peer.py --junitxml FILE ;;
     compare)   take "$1" json "${SEVERAL_RANKS[@]}" "$MPIEXEC" -n 2 "$PYTHON" -m treeattn compare \
                  --device cuda --transport all --seq-len 65536 --repetitions 4 --json FILE ;; # NCCL connects in each
+    node)      local gpus
+               gpus=$(several_gpus) || return 0
+               take "$1" json "$MPIEXEC" -n "$gpus" "$PYTHON" -m mpi4py -m gpu_day.node --json FILE ;;
     bits)      take "$1" json "$PYTHON" -m gpu_day.same_bits --json FILE ;;
   esac
 }
 STEPS=(versions doctor tests streams protocol memcheck initcheck racecheck kernel beside roofline shapes ncu splits host \
-  model ranks peer compare bits)
+  model ranks peer compare node bits)
 FIRST=(versions doctor tests streams protocol kernel)
 SECOND=(splits memcheck racecheck ncu roofline shapes)
 THIRD=(beside host model peer bits)
@@ -108,10 +111,20 @@ limit() {
 }
 
 nccl_shares_gpus() { # among ranks, from 2.30 on
-  local version
+  local version found="there is none"
   version=$("$PYTHON" -c 'from cupy.cuda import nccl; print(nccl.get_version())' 2>/dev/null)
   [ "${version:-0}" -ge 23000 ] && return
-  echo "gpu_day: ranks: skipped: NCCL ${version:-is not there, and} 2.30 is needed for several ranks on one GPU" >&2
+  [ -n "$version" ] && found="it is $((version / 10000)).$((version / 100 % 100))"
+  echo "gpu_day: ranks: skipped: several ranks on one GPU need NCCL 2.30, and $found" >&2
+  return 1
+}
+
+# How many GPUs there are; says so where they are not several.
+several_gpus() {
+  local count
+  count=$("$PYTHON" -c 'from cupy.cuda import runtime; print(runtime.getDeviceCount())' 2>/dev/null)
+  [ "${count:-0}" -ge 2 ] && echo "$count" && return
+  echo "gpu_day: node: skipped: it needs two GPUs or more, and there is ${count:-no} here" >&2
   return 1
 }
 

@@ -91,6 +91,7 @@ ROWS = (
     ),
     Row("latent, 16 heads, 64k", 16, 1, 65536, ((38, 46), (31, 37)), latent=True),
     Row("latent, 128 heads, 64k", 128, 1, 65536, ((120, 150), (110, 150)), latent=True),
+    Row("latent of 8 bits, 16 heads, 64k", 16, 1, 65536, None, "float8_e4m3fn", latent=True),
     Row("a tree of 64 nodes, 32/8 heads, 64k", 32, 8, 65536, ((750, 900), (720, 850)), nodes=64),
 )
 

@@ -2,8 +2,8 @@
 
 8-bit caches, latent heads, trees of draft tokens, pages, batches and wide heads, each over 64 Ki tokens of
 cache with a cold L2, beside bfloat16's row of the same shape. **Percent of copy rate** as in
-treeattn.study.roofline.cuda; `predicted` are the microseconds that a reading of the machine code expects of
-an H100 and an H200, before any GPU ran a line. Each row is written when it is there.
+treeattn.study.roofline.cuda; docs/results/gpu_predicted.json has what is expected of an H100 and an H200.
+Each row is written when it is there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class Shape(NamedTuple):
     nodes: int = 0
     page: int = 0
     latent: bool = False
-    predicted: tuple[int, int] | None = None  # microseconds on an H100 and an H200
 
 
 SHAPES = (
@@ -54,10 +53,10 @@ SHAPES = (
         for group in (1, 4, 8, 16)
         for dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2")
     ),
-    Shape("latent, 16 heads", group=16, kv_heads=1, head_dim=576, latent=True, predicted=(42, 34)),
-    Shape("latent, 128 heads", group=128, kv_heads=1, head_dim=576, latent=True, predicted=(61, 61)),
-    Shape("latent of 8 bits, 16 heads", "float8_e4m3fn", 16, 1, 576, latent=True, predicted=(30, 28)),
-    Shape("a tree of 64 nodes", group=4, nodes=NODES, predicted=(285, 285)),
+    Shape("latent, 16 heads", group=16, kv_heads=1, head_dim=576, latent=True),
+    Shape("latent, 128 heads", group=128, kv_heads=1, head_dim=576, latent=True),
+    Shape("latent of 8 bits, 16 heads", "float8_e4m3fn", 16, 1, 576, latent=True),
+    Shape("a tree of 64 nodes", group=4, nodes=NODES),
     Shape("pages of 16 tokens", group=4, page=PAGE),
     Shape("batch of 8", group=4, batch=8),
     Shape("heads of 256", group=4, head_dim=256),

@@ -1,7 +1,8 @@
 """The launches that the sanitizers and Nsight Compute look at: python -m gpu_day.attend small|large
 
 small: cases as in the tests' table, of each kernel and of each way to read a cache, held to the float64
-oracle; without CuPy's pool, where an overrun meets the next array and nobody sees it.
+oracle, and a reduction over peer memory, held to its definition; without CuPy's pool, where an overrun meets
+the next array and nobody sees it.
 large: `LARGE`, one launch each.
 """
 
@@ -13,9 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gpu_day.streams import Ranks
 from tests.emulator.cases import Case, is_tensor_core_case
-from treeattn.backends import cuda
+from treeattn import collectives
+from treeattn.backends import cpu, cuda
 from treeattn.backends.cuda import cupy_runtime
+from treeattn.collectives.executors import loopback
 from treeattn.study.roofline.cuda import upload_random
 
 Array = np.ndarray[Any, Any]
@@ -89,6 +93,30 @@ def launch(runtime: Any, shape: Shape) -> None:
     runtime.synchronize()
 
 
+def pull(runtime: Any) -> None:
+    """Two steps of a record of eight ranks that one of them keeps, who folds it out of the windows of all.
+
+    Launches come one after the other, as sanitizers have them: those who keep nothing wait for nobody in the
+    first steps. Raises `AssertionError` over another bit than the definition's.
+    """
+    schedule = collectives.build("head_scatter", 8)
+    made = np.random.default_rng(0).standard_normal((2, 8, 1, HEAD_DIM + 2)).astype(np.float32)
+    made[..., 1] = np.abs(made[..., 1])
+    with Ranks(runtime, schedule, 1, HEAD_DIM) as ranks:
+        kept = [len(range(1)[schedule.chunk_slice(schedule.promised(rank), 1)]) for rank in range(8)]
+        keeper = kept.index(1)
+        for partials in made:
+            for rank in sorted(range(8), key=kept.__getitem__):
+                runtime.upload(ranks.buffers[rank], partials[rank])
+                ranks.steps[rank]()
+            runtime.synchronize()
+            found = ranks.buffers[keeper]
+            wanted = loopback.run(schedule, list(partials), cpu.MergeOperator(HEAD_DIM))[keeper]
+            np.testing.assert_array_equal(
+                (found.get() if hasattr(found, "get") else found).view(np.uint32), wanted.view(np.uint32)
+            )
+
+
 def main(which: str) -> None:
     if which == "small" and cupy_runtime.problem() is None:
         importlib.import_module("cupy").cuda.set_allocator(None)
@@ -102,6 +130,8 @@ def main(which: str) -> None:
         results = attend(runtime, case)
         case.check(results.out, results.lse, is_tensor_core_case(case))
         print(f"{case}: within the promised bounds")
+    pull(runtime)
+    print("a reduction over peer memory has the bits of the definition")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 _EVERY = "every step"
-_JOBS = "host, model, ranks, peer, compare"
+_JOBS = "host, model, ranks, peer, compare, node"
 #: Module -> the steps that import it.
 MODULES = {
     "numpy": _EVERY,
@@ -22,7 +22,7 @@ MODULES = {
     "safetensors": "doctor, host, model, compare",
     "click": "doctor, roofline, host, compare",
     "rich": "doctor, roofline, host, compare",
-    "msgspec": "doctor, roofline, host, model, compare",
+    "msgspec": "doctor, roofline, host, model, compare, node",
     "pytest": "tests, streams, ranks, peer",
     "hypothesis": "tests, ranks, peer",
     "mpi4py": _JOBS,

@@ -193,11 +193,31 @@ def test_what_would_leave_no_result_is_said_before_any_step(day: Any, tmp_path: 
     assert re.fullmatch(rf"gpu_day: {name}.*{re.escape(place)}.*\n", done.stderr)
 
 
-def test_the_three_calls_are_all_steps_but_three() -> None:
+@pytest.mark.parametrize(("version", "found"), [("22809", "it is 2.28"), (None, "there is none")])
+def test_several_ranks_on_one_gpu_are_skipped_with_the_reason(
+    day: Any, tmp_path: Path, version: str | None, found: str
+) -> None:
+    """Where NCCL cannot have them; and several GPUs, where there is one."""
+    cupy = tmp_path / "tools" / "cupy" / "cuda"
+    cupy.mkdir(parents=True)
+    (cupy / "runtime.py").write_text("def getDeviceCount(): return 1\n")
+    if version:
+        (cupy / "nccl.py").write_text(f"def get_version(): return {version}\n")
+    done = day("ranks", "node", standins={})
+    assert done.returncode == 0
+    assert done.stderr.splitlines() == [
+        f"gpu_day: ranks: skipped: several ranks on one GPU need NCCL 2.30, and {found}",
+        "gpu_day: node: skipped: it needs two GPUs or more, and there is 1 here",
+        "gpu_day: all 2 steps done",
+    ]
+    assert not written(tmp_path)
+
+
+def test_the_three_calls_are_all_steps_but_four() -> None:
     lines = SCRIPT.read_text().splitlines()
     calls = [line for line in lines if re.match(r"(FIRST|SECOND|THIRD)=\(", line)]
     assert len(calls) == 3
-    assert set(STEPS) - set(re.findall(r"\w+", " ".join(calls))) == {"initcheck", "ranks", "compare"}
+    assert set(STEPS) - set(re.findall(r"\w+", " ".join(calls))) == {"initcheck", "ranks", "compare", "node"}
 
 
 def test_another_word_than_a_step_starts_nothing(day: Any) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "kernels",
     "load_rounds",
     "loads_at_once",
+    "loads_of_a_look",
     "problem",
 ]
 
@@ -130,7 +131,8 @@ def kernels(cubin: bytes) -> dict[str, Kernel]:
 def _loads(body: str) -> dict[str, int]:
     loop = main_loop(body)
     sizes = {"loop": len(loop), "loop_bytes": 32 * sum(map(_streamed_bytes, loop))}
-    return {"load_rounds": load_rounds(body), "loads_at_once": loads_at_once(body)} | sizes
+    waits = {"loads_of_a_look": loads_of_a_look(body)}
+    return {"load_rounds": load_rounds(body), "loads_at_once": loads_at_once(body)} | sizes | waits
 
 
 def main_loop(body: str) -> list[str]:
@@ -182,6 +184,14 @@ def loads_at_once(body: str) -> int:
             pending |= {named[0] + i for i in range(_registers(load[1]))}
         most = max(most, loads)
     return most
+
+
+def loads_of_a_look(body: str) -> int:
+    """Loads in each turn of the shortest loop that looks at what another device writes; 0 without one."""
+    lines, loops = _loops(body)
+    turns = [lines[slice(*loop)] for loop in loops]
+    looks = [turn for turn in turns if any(re.search(r"\bLD\S*\.STRONG\.SYS", line) for line in turn)]
+    return sum(bool(re.search(r"\bLDG?\.", line)) for line in min(looks, key=len, default=[]))
 
 
 def _registers(suffix: str) -> int:

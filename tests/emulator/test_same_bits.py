@@ -67,6 +67,11 @@ def test_cases_for_the_sanitizers_are_right(case: same_bits.Case) -> None:
     assert np.isfinite(results.records).all()
 
 
+def test_the_reduction_for_the_sanitizers_is_right() -> None:
+    """Bits, with launches one after the other: none waits for one that comes later."""
+    attend.pull(EmulatorRuntime())
+
+
 @pytest.mark.parametrize("name", ["exp2_fast", "reciprocal_fast"])
 def test_a_source_without_an_approximation_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"no {name} .* same_bits.py has to follow"):
