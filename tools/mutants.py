@@ -1,12 +1,13 @@
 """Plants small faults, one at a time, and asks the tests that reach them: what no test notices is a gap.
 
-Usage: python tools/mutants.py --count 500 --out build/mutants SOURCE.py ..
+Usage: python tools/mutants.py --count 500 --out build/mutants SOURCE.py .. [KERNEL.c ..]
 
 The mutants are drawn by a seed from all places in the sources. The tests are collected once; one run of them
 under coverage, kept beside the results, says which reaches which line, for how long, and which fails without
 a fault. A fork for each mutant replaces the code of the functions that it changes and runs the tests that
 reach the line, the quickest first, to the first that fails. What runs at import (constants, classes) is
 planted by the loader, in a process of its own; so is, on 3 ranks, what the tests without ranks did not kill.
+A change of C is compiled, and loaded in place of the kernels; tests that reach what calls them are run.
 A run that was cut off goes on. `report.md` lists the survivors with their change.
 """
 
@@ -38,12 +39,15 @@ from typing import Any, NamedTuple
 import coverage
 import pytest
 
+from treeattn.backends.cpu import compile as kernels
+
 ROOT = Path.cwd()
+CALLERS = "treeattn/backends/cpu/"  # of the kernels
 PYTEST = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
 ONES = ["<", ">", "==", "+", "&", "<<", "and", "in", "is"]
 OTHERS = ["<=", ">=", "!=", "-", "|", ">>", "or", "not in", "is not"]
 SWAPS = {"*": "+", "/": "*", "//": "*", "%": "//", "**": "*"}
-SWAPS |= dict(zip(ONES + OTHERS, OTHERS + ONES, strict=True))
+SWAPS |= dict(zip(ONES + OTHERS, OTHERS + ONES, strict=True)) | {"&&": "||", "||": "&&"}
 LoaderType = importlib.machinery.SourceFileLoader
 
 
@@ -105,6 +109,21 @@ def python_mutants(file: str, source: bytes) -> Iterator[Mutant]:
                 yield Mutant(file, begin(node), end(node), "return 0" if none else "return None")
 
 
+def kernel_mutants(file: str, source: bytes) -> Iterator[Mutant]:
+    """Operators between spaces, numbers, statements of one line; none of comments and of the preprocessor."""
+    other = rb"//[^\n]*|/\*.*?\*/|\"[^\"\n]*\"|^#(?:[^\n]*\\\n)*[^\n]*"
+    text = re.sub(other, lambda found: re.sub(rb"[^\n]", b" ", found[0]), source, flags=re.S | re.M)
+    for found in re.finditer(rb"(?<= )(<=?|>=?|==|!=|&&|\|\||<<|>>|[+\-*/%&|])(?= [^,)])", text):
+        yield Mutant(file, *found.span(), SWAPS[found[0].decode()])
+    for found in re.finditer(rb"(?<=[ (\[])\d+(?=[ )\];,u])", text):
+        yield Mutant(file, *found.span(), str(int(found[0]) + 1))
+    for found in re.finditer(
+        rb"(?<= )(?:[\w.>\[\]+-]+ [+*|&-]?= [^;{}]*|\w+\([^;{}]*\)|continue|break);$", text, re.M
+    ):
+        if re.match(rb"\s*$", text[: found.start()].rpartition(b"\n")[2]):
+            yield Mutant(file, *found.span(), ";")
+
+
 def nodes(tree: ast.AST) -> Iterator[ast.AST]:
     """All but annotations, text with values, and `__all__`."""
     yield tree
@@ -118,7 +137,10 @@ def nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 def drawn(options: argparse.Namespace) -> list[Mutant]:
     """So many of all mutants of the sources, in an order that a larger count keeps."""
-    found = [m for file in sorted(options.sources) for m in python_mutants(file, (ROOT / file).read_bytes())]
+    found = []
+    for file in sorted(options.sources):
+        of = python_mutants if file.endswith(".py") else kernel_mutants
+        found += of(file, (ROOT / file).read_bytes())
     return random.Random(options.seed).sample(found, min(options.count, len(found)))
 
 
@@ -174,12 +196,39 @@ def plant_by_the_loader(mutant: Mutant) -> None:
     LoaderType.get_code = replaced  # type: ignore[method-assign]
 
 
+def compiled(mutant: Mutant, out: Path) -> bool:
+    """Make `planted.so` of the kernels with it; whether that is a program, and another than `plain.so`.
+
+    Quickly optimised, for the fastest instruction set: the one of the gate's tests."""
+    sources = [file for file in (ROOT / "kernels/cpu").iterdir() if file.suffix in (".c", ".h")]
+    out.mkdir(exist_ok=True)
+    inputs = sorted(file.name for file in sources if file.suffix == ".c")
+    command = ["cc", *kernels._FLAGS, *kernels.ISA_FLAGS[kernels.available_isas()[0]], "-O1", *inputs, "-lm"]
+    for name, change in ("plain.so", mutant._replace(end=mutant.start, text="")), ("planted.so", mutant):
+        if name == "plain.so" and (out / name).exists():
+            continue
+        for file in sources:
+            (out / file.name).write_bytes(file.read_bytes())
+        (out / Path(change.file).name).write_bytes(mutated(change))
+        done = subprocess.run([*command, "-o", name], cwd=out, capture_output=True, check=False)
+    return not done.returncode and (out / "plain.so").read_bytes() != (out / "planted.so").read_bytes()
+
+
+def plant_kernels(library: Path) -> None:
+    """Whoever asks for the kernels of the fastest instruction set from now on gets this file."""
+    path = kernels.library_path
+    fastest = kernels.available_isas()[0], ()
+    kernels.library_path = lambda isa, *tried: library if (isa, tried) == fastest else path(isa, *tried)
+
+
 class Runner:
     """A plugin of pytest that runs tests one by one: to measure, or to see whether one fails."""
 
     def __init__(self, task: dict[str, Any]) -> None:
         self.task, self.failed = task, False
-        if "mutant" in task:
+        if "library" in task:
+            plant_kernels(Path(task["library"]))
+        elif "mutant" in task:
             plant_by_the_loader(Mutant(*task["mutant"]))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -209,6 +258,9 @@ class Runner:
     def measure(self, items: list[pytest.Item]) -> str:
         """Which test reaches which line, in a file for `Reach`."""
         include = [f"*/{source}" for source in self.task["sources"]]
+        if not all(source.endswith(".py") for source in self.task["sources"]):
+            include.append(f"*/{CALLERS}*.py")
+            plant_kernels(Path(self.task["kept"]).parent / "kernels/plain.so")
         covered = coverage.Coverage(data_file=None, config_file=False, include=include)
         covered.start()
         covered.switch_context(items[0].nodeid)
@@ -268,8 +320,9 @@ class Reach:
     def of(self, mutant: Mutant, at_import: bool) -> list[str]:
         line = (ROOT / mutant.file).read_bytes()[: mutant.start].count(b"\n") + 1
         found = self.lines.get(f"{mutant.file}:{line}", set())
-        if at_import and not found:
-            within = [tests for at, tests in self.lines.items() if at.startswith(f"{mutant.file}:")]
+        if not found and (at_import or not mutant.file.endswith(".py")):
+            file = f"{mutant.file}:" if mutant.file.endswith(".py") else CALLERS
+            within = [tests for at, tests in self.lines.items() if at.startswith(file)]
             found = set().union(*within)
         cases, ordered = Counter[str](), []
         for (seconds, failing), test in sorted((self.tests[test], test) for test in found):
@@ -298,18 +351,25 @@ class Judge(Runner):
         caches = [c for c in caches if c.__module__.startswith("treeattn")]
         gc.freeze()
         if not list(self.options.out.glob("reach.*")):
+            if not all(source.endswith(".py") for source in self.options.sources):
+                compiled(self.mutants[0], self.options.out / "kernels")
             forked(lambda: self.measure(session.items), 3600)
         reach = Reach(self.options.out / "reach", self.options.limit / 2)
 
         def judged(mutant: Mutant, tests: list[str]) -> str:
             for cache in caches:
                 cache.cache_clear()
+            if not mutant.file.endswith(".py"):
+                plant_kernels(self.options.out / "kernels/planted.so")
+                return self.first_failing(session.items, tests)
             return self.first_failing(session.items, tests) if planted(mutant, functions) else "at import"
 
         at_import = []
         for mutant in (mutant for mutant in self.mutants if mutant not in self.done):
             started, tests, by = time.monotonic(), reach.of(mutant, False), "at import"
-            if tests:
+            if not mutant.file.endswith(".py") and not compiled(mutant, self.options.out / "kernels"):
+                by = "no change"
+            elif tests:
                 by = forked(functools.partial(judged, mutant, tests), self.options.limit)
             if by == "at import":
                 at_import.append(mutant)
@@ -322,11 +382,13 @@ class Judge(Runner):
 
     def alone(self, mutant: Mutant, tests: list[str], ranks: int) -> str:
         files = sorted({test.partition("::")[0] for test in tests})
-        task = {"mutant": mutant, "tests": tests}
+        task: dict[str, Any] = {"mutant": mutant, "tests": tests}
+        if not mutant.file.endswith(".py") and compiled(mutant, self.options.out / "kernels"):
+            task["library"] = str(self.options.out / "kernels/planted.so")
         return in_process(task, ranks, files, self.options) if tests else "not reached"
 
     def say(self, mutant: Mutant, by: str, started: float, ranks: int = 0) -> None:
-        verdict = by if by in ("timeout", "not reached") else "killed" if by else "survived"
+        verdict = by if by in ("timeout", "not reached", "no change") else "killed" if by else "survived"
         seconds = round(time.monotonic() - started, 1)
         entry = {"mutant": mutant, "verdict": verdict, "by": by, "ranks": ranks, "seconds": seconds}
         self.done[mutant] = entry | {"change": change(mutant)}

@@ -125,3 +125,8 @@ def test_what_schemes_are_compared_with_is_watched_too(comm):
 
 def test_ranks_that_sleep_in_a_barrier_are_not_late(comm):
     assert waiting_for(comm, comm.barrier_asleep, looks=20) is None
+    comm.Barrier()
+    time.sleep(0.02 if comm.rank == 0 else 0)
+    came = time.monotonic_ns()
+    comm.barrier_asleep()
+    assert time.monotonic_ns() >= max(comm.allgather(came))

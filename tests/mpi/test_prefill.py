@@ -86,6 +86,7 @@ def test_what_cannot_be_is_told_by_all(comm):
     odd = comm.rank == comm.size - 1
     cases = {
         "v is float64": {"v": one.astype(float) if odd else one},
+        "k is float32 .1, 3, 2, 8.": {"k": np.ones((1, 3, 2, 8), np.float32)},
         "k has heads of 16": {"k": np.ones((1, 2, 2, 16), np.float32) if odd else one},
         "method 'star' is unknown": {"method": "star"},
         "2 query heads cannot be grouped over 3": {"k": np.ones((1, 2, 3, 8), np.float32)},

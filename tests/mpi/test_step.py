@@ -247,7 +247,9 @@ def test_no_shared_memory_is_said_in_one_line(comm, monkeypatch, fails):
     assert decoder.executor == "program"
     assert decoder.fallback.startswith("rank ")
     decoder.close()
-    with pytest.raises(TransportError, match="executor='slots' cannot run here: rank .*; take executor="):
+    with pytest.raises(
+        TransportError, match="executor='slots' cannot run here: rank .*; take executor='program'"
+    ):
         treeattn.Decoder(comm, **HEADS, scheme=treeattn.Reduction(executor="slots"))
 
 

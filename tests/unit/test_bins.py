@@ -8,7 +8,7 @@ import pytest
 
 import treeattn
 from tests.support.drawn import FACTOR
-from tests.support.token_sets import CASES, LAYOUTS, drawn, isas, records_of, results, shards
+from tests.support.token_sets import CASES, LAYOUTS, TYPES, drawn, isas, records_of, results, shards
 from treeattn import bins, collectives
 from treeattn.backends import cpu
 from treeattn.collectives.executors import loopback
@@ -57,11 +57,12 @@ def test_the_merge_is_a_commutative_monoid_on_arbitrary_words(isa, monkeypatch):
 @pytest.mark.parametrize("isa", isas()[:-1])
 def test_results_of_arbitrary_words_are_those_of_the_definition(isa, monkeypatch):
     monkeypatch.setenv("TREEATTN_ISA", isa)
-    records = words(np.random.default_rng(6), 4000, 19).reshape(1, 4000, 1, -1)
-    records[0, ::2, 0, 1:] >>= np.random.default_rng(7).integers(0, 64, (2000, 40))
-    exponents = bins._exponents(records[0, ::4, 0])
+    records = words(np.random.default_rng(6), 4000, 19)
+    records[::2, 1:] >>= np.random.default_rng(7).integers(0, 64, (2000, 40))
+    exponents = bins._exponents(records[::4])
     exponents[...] = np.random.default_rng(8).integers(-3000, 3000, exponents.shape)
-    made = [(np.empty((1, 1, 4000, 19), np.float32), np.empty((1, 4000, 1), np.float32)) for _ in range(2)]
+    records = records.reshape(2, 400, 5, -1)
+    made = [(np.empty((2, 5, 400, 19), np.float32), np.empty((2, 400, 5), np.float32)) for _ in range(2)]
     bins.finish(records, *made[0])
     cpu.planned_finish(records, *made[1])()
     assert [x.tobytes() for x in made[0]] == [x.tobytes() for x in made[1]]
@@ -84,6 +85,19 @@ def finished(record):
     out, lse = np.empty((1, 1, 1, 1), np.float32), np.empty((1, 1, 1), np.float32)
     bins.finish(record.reshape(1, 1, 1, -1), out, lse)
     return float(out[0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("isa", isas()[:-1])
+@pytest.mark.parametrize("dtype", TYPES[2:])
+def test_every_number_of_a_narrow_type_is_read_right(dtype, isa, monkeypatch):
+    monkeypatch.setenv("TREEATTN_ISA", isa)
+    bits = np.dtype(dtype).itemsize * 8
+    numbers = np.arange(1 << bits, dtype=f"u{bits // 8}").view(dtype).reshape(-1, 1, 1, 64)
+    v = np.where(np.isfinite(numbers.astype(np.float32)), numbers, np.zeros((), dtype))
+    factor = 1.0 if bits == 8 else None
+    shard = treeattn.Shard(np.zeros_like(v), v, k_scale=factor, v_scale=factor)
+    out, _ = treeattn.decode(np.zeros(v.shape, np.float32), shard, reproducible="tokens")
+    np.testing.assert_array_equal(out, v.astype(np.float32))
 
 
 @pytest.mark.parametrize("isa", isas()[:-1])

@@ -61,7 +61,7 @@ def test_no_shell_reads_a_command():
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_shared_memory_is_opened_by_its_user_alone():
+def test_shared_memory_is_opened_by_its_user_alone(tmp_path):
     """It has no name, and who looks it up among this process's files is asked who they are."""
     named = set(os.listdir("/dev/shm"))
     offer, _ = slots._made(64, Process.of(os.getpid()))
@@ -77,3 +77,9 @@ def test_shared_memory_is_opened_by_its_user_alone():
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 13
     os.close(offer.descriptor)
+    os.mkfifo(tmp_path / "pipe")
+    pipe, empty = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK), os.memfd_create("empty")
+    for other in (pipe, empty):  # of the same number, in another container: neither waited for nor read
+        with pytest.raises(OSError, match="rank 0 cannot be opened.*smaller than was said"):
+            slots._opened(0, offer._replace(descriptor=other))
+        os.close(other)

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.drawn import examples
-from treeattn import collectives
+from treeattn import Reduction, collectives
 from treeattn.collectives import build, check, names, needs_nodes, parse
 from treeattn.collectives.catalog import CATALOG, Scheme, complete, select
 from treeattn.collectives.schedule import TRANSFER_LIMIT
-from treeattn.errors import RestrictionError, ScheduleError
+from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
 
 SCHEDULES = [*names("schedule"), *STUDIED]
 ON_NODES = [row.name for row in CATALOG.values() if row.parameter("nodes")]
@@ -258,6 +258,8 @@ def test_a_bad_string_is_one_line_that_names_the_remedy(text, remedy):
 def test_bad_arguments_read_like_bad_strings(params, problem):
     with pytest.raises(ScheduleError, match=problem):
         build("k_nomial_tree", 4, **params)
+    with pytest.raises(ArgumentError, match="scheme must be a name or a Schedule, not"):
+        Reduction(params)
 
 
 def test_a_parameter_is_given_once():

@@ -12,6 +12,7 @@ from tests.support.drawn import examples
 from treeattn.collectives import (
     Schedule,
     Transfer,
+    build,
     on_chunks,
     on_ranks,
     reversed_as_copies,
@@ -19,6 +20,7 @@ from treeattn.collectives import (
     then,
     with_chunks,
 )
+from treeattn.collectives import schedule as schedules_
 from treeattn.collectives.combinators import fold_onto
 from treeattn.collectives.schedule import RESULTS, TRANSFER_LIMIT, refuse_above_limit
 from treeattn.errors import RestrictionError, ScheduleError
@@ -185,3 +187,12 @@ def test_plans_above_the_limit_are_refused_with_a_remedy():
     refuse_above_limit("ring", 4, TRANSFER_LIMIT)
     with pytest.raises(RestrictionError, match=r"ring on 9999 ranks needs 524289 transfers.*take a scheme"):
         refuse_above_limit("ring", 9999, TRANSFER_LIMIT + 1)
+
+
+@pytest.mark.parametrize("scheme", ["all_gather_merge", "all_gather_trees", "double_binary_tree", "ring"])
+def test_transfers_are_counted_before_they_are_made(scheme, monkeypatch):
+    made = [build(scheme, size) for size in (8, 12)]
+    monkeypatch.setattr(schedules_, "TRANSFER_LIMIT", 0)
+    for one in made:
+        with pytest.raises(RestrictionError, match=f"needs {one.messages} transfers"):
+            build(scheme, one.size)
