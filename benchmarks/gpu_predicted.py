@@ -4,9 +4,11 @@ For bfloat16, head_dim 128 and one sequence unless a row says otherwise, on an H
 another, in microseconds: `floor`, the cache at the GPU's copy rate; `model`, what chooses splits
 (treeattn.backends.cuda.splits) with the constants that are shipped, an H100's, and with an H200's copy rate,
 as if every tile of rows read memory; `once`, the same where tiles that read the same tokens have them from
-memory once, else from the L2 cache at 5.5 TB/s; `issue`, the main loop's instructions
-(tests/compile_matrix/costs.json, sm_90) at all issue slots, an upper bound where it has branches for masks;
-`l2`, all tiles at 5.5 TB/s; and `read`, what a reading of the former kernels' machine code expected.
+memory once, else from the L2 cache at 5.5 TB/s, as they can where all blocks run `at_once`, and the splits
+that would be chosen so (`splits_once`); `merge`, what of both the merge of splits takes, a tile's by one
+multiprocessor; `issue`, the main loop's instructions (tests/compile_matrix/costs.json, sm_90) at all issue
+slots, without and with the branches for masks, which tokens that all rows see do not take; `l2`, all tiles at
+5.5 TB/s; and `read`, what a reading of the former kernels' machine code expected.
 
 Then a reduction of 8 KB over peer memory of 8 GPUs: the program of each rank, instruction by instruction,
 with the round trips of `Links`, where the kernel's tables lie in memory and where in its parameters; and a
@@ -135,14 +137,20 @@ def predicted(row: Row, costs: dict[str, Any]) -> dict[str, Any]:
 
     size = row.kv_heads * row.tokens * token_bytes
     turns = load.tiles * math.ceil(row.tokens / variant.step)
+    loops = [costs[variant.expression.replace(", VisibleTokens", "")]["loop"], cost["loop"]]
+    free = constants("H100", 1)._replace(level=0, merged_megabyte=0)
+    merge = model(1)["H100"] - float(splits.predict(load, cut.number, cut.fan, free))
     return {
         "what": row.what,
         "kernel": variant.expression,
         "splits": cut.number,
+        "splits_once": splits.choose_splits(load, None, constants("H100", tiles)).number,
         "floor": {name: round(size / rate * 1e6, 1) for name, rate in COPIED.items()},
         "model": model(1),
         "once": model(tiles),
-        "issue": round(turns * cost["loop"] / MULTIPROCESSORS / CLOCK * 1e6, 1),
+        "merge": round(merge, 1),
+        "at_once": load.tiles * cut.number <= load.slots,
+        "issue": [round(turns * loop / MULTIPROCESSORS / CLOCK * 1e6, 1) for loop in loops],
         "l2": round(tiles * size / L2 * 1e6, 1),
         "read": None if row.read is None else dict(zip(COPIED, row.read, strict=True)),
     }

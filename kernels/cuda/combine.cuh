@@ -110,7 +110,7 @@ template <int HEAD_DIM, int TILE_ROWS>
 __device__ __forceinline__ void merge_parts(const AttentionArguments &a, const Work &w, const Parts &from,
                                             const Parts &to, int part, int first_row, Floats *shared) {
   using R = Readers<HEAD_DIM, TILE_ROWS>;
-  constexpr int ROWS = R::ROWS, BATCH = R::COUNT > 1 ? 4 : 8; // a reader alone has all loads to make
+  constexpr int ROWS = R::ROWS, BATCH = R::COUNT > 1 ? 4 : 16; // a reader alone has all loads to make
   constexpr int STATES = R::PARTIALS / THREADS;
   const int rows = min(ROWS, w.tile_rows - first_row), first_part = first_row * from.count;
   __shared__ State merged[ROWS];

@@ -64,7 +64,7 @@ _LATENT = [
 _FEW_MMA = [
     *(("bfloat16", 128, 16, tokens) for tokens in _TOKENS[:3]),
     ("bfloat16", 128, 32, _TOKENS[0]),
-    ("bfloat16", 128, 64, _TOKENS[1]),
+    *(("bfloat16", 128, 64, tokens) for tokens in _TOKENS[:2]),
     ("bfloat16", 256, 16, _TOKENS[0]),
     ("bfloat16", 512, 16, _TOKENS[0]),
     ("float16", 576, 16, _TOKENS[0]),

@@ -47,6 +47,13 @@ def test_what_kernels_may_cost() -> None:
             assert cost["stack"] <= (16 if "float8" in name else 0), (arch, name)
 
 
+def test_the_merge_of_wide_heads_has_sixteen_numerators_on_their_way() -> None:
+    """Of 512 columns a block has one reader alone; eight a turn, beside the eight states, were 16 loads."""
+    wide = [cost for known in costs().values() for name, cost in known.items() if ", 512, Warps" in name]
+    assert len(wide) == 6 * 5
+    assert min(cost["loads_at_once"] for cost in wide) >= 8 + 16
+
+
 @pytest.mark.parametrize("arch", ["90", "100"])
 def test_instructions_for_a_byte(arch: str) -> None:
     """Of the main loops, for a KiB that a warp brings. The bounds are below what there was before: 58 and 79
