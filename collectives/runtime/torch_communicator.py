@@ -172,4 +172,5 @@ def _host_group(group: ProcessGroup) -> ProcessGroup | None:
         return None
     ranks = dist.get_process_group_ranks(group)
     part = len(ranks) < dist.get_world_size()
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=part)
+    made: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=part)
+    return made

@@ -15,6 +15,7 @@ from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import BlockTable
 from treeattn.attention.shape import Shape
 from treeattn.collectives.runtime.memory import Memory, Stream
+from treeattn.collectives.runtime.operator import Operator
 from treeattn.collectives.runtime.reducer import Reducer
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
@@ -149,5 +150,5 @@ class Device(Protocol):
     def scale(self, lse: Array, factor: float) -> Callable[[], object]:
         """Multiplies lse by `factor`, in place."""
 
-    def merge_operator(self, v_dim: int, dtype: DTypeLike) -> Any:
+    def merge_operator(self, v_dim: int, dtype: DTypeLike) -> Operator:
         """How the records merge: a `treeattn.collectives.runtime.operator.Operator`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from numpy.typing import ArrayLike
 
@@ -72,7 +72,7 @@ class Node:
         self._comm = comm
         scheme, self.command = comm.bcast(None)
         self.tree = meet(comm, scheme)
-        self._nodes = comm.Split(1, comm.rank)
+        self._nodes = cast("Intracomm", comm.Split(1, comm.rank))
         here = next(group for group in comm.nodes if comm.rank in group)
         sharing = len(set(here) - {0})
         self._free = memory.available(sharing) if memory_bytes is None else memory_bytes

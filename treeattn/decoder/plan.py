@@ -23,6 +23,7 @@ from treeattn.collectives import catalog
 from treeattn.collectives.catalog import Selection, executor_over
 from treeattn.collectives.runtime import progress_thread, watchdog
 from treeattn.collectives.runtime.communicator import Communicator
+from treeattn.collectives.runtime.operator import Operator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Result, Schedule
 from treeattn.collectives.traffic import Payload
@@ -80,7 +81,7 @@ class Buffers:
     result; one that has none of ``output="root"`` divides what it holds, and nobody looks at it.
     """
 
-    def __init__(self, request: Request, comm: Communicator, operator: Any) -> None:
+    def __init__(self, request: Request, comm: Communicator, operator: Operator) -> None:
         shape, self._memory = request.shape, request.device.memory
         batch, all_heads, queries = shape.lse_shape
         dtype, empty = shape.record_dtype, self._memory.empty
@@ -311,7 +312,7 @@ def plan_reducer(
     device: Device,
     how: Reduction,
     scheme: Selection,
-    operator: Any,
+    operator: Operator,
     buffer: Array,
 ) -> Reducer:
     """The reducer of records that somebody else made: `buffer` [.., operator.width]. Collective.
@@ -431,7 +432,7 @@ def _pipelined(
     return pipeline.Tried(tried, comm.dup()) if len(tried) > 1 else tried[0]
 
 
-def sinks(rules: Rules, device: Device, records: Array, operator: Any) -> Callable[[], object] | None:
+def sinks(rules: Rules, device: Device, records: Array, operator: Operator) -> Callable[[], object] | None:
     """Folds one more key of each head, with the value 0, into the records [batch, heads, queries, width]; it
     is for one rank alone, so that sinks count once whatever the number of ranks."""
     if rules.sink_logits is None:

@@ -43,12 +43,14 @@ class Latents:
 
     def turned(self, query: torch.Tensor) -> torch.Tensor:
         """Queries [batch, heads, tokens, nope + rope] to latents: [.., rank + rope]."""
-        plain, rotated = query.split([self._keys.shape[1], query.shape[3] - self._keys.shape[1]], 3)
+        nope = self._keys.shape[1]
+        plain, rotated = query[..., :nope], query[..., nope:]
         return torch.cat([plain @ self._keys, rotated], 3)
 
     def values(self, out: torch.Tensor) -> torch.Tensor:
         """Results over latents [batch, tokens, heads, rank] as values [.., v_head_dim]."""
-        return (out.transpose(1, 2) @ self._values.to(out.dtype).mT).transpose(1, 2)
+        values: torch.Tensor = self._values.to(out.dtype)
+        return (out.transpose(1, 2) @ values.mT).transpose(1, 2)
 
 
 def of(

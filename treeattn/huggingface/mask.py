@@ -24,7 +24,7 @@ def mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int = 0,
+    q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     mask_function: Any = causal_mask_function,
     attention_mask: torch.Tensor | None = None,

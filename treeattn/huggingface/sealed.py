@@ -35,6 +35,8 @@ class Sealed(torch.Tensor):
     """New keys, of which a model that attends by itself would make another text, or the beginnings that
     `mask` made. Has the tensor in it as `plain`."""
 
+    plain: torch.Tensor
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raise `StateError` for all that computes."""
@@ -53,7 +55,8 @@ def sealed(tensor: torch.Tensor, **attached: Any) -> torch.Tensor:
     one.plain = tensor
     for name, value in attached.items():
         setattr(one, name, value)
-    return one
+    made: torch.Tensor = one
+    return made
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -104,6 +104,7 @@ class CupyRuntime:
     def __init__(self, cupy: Any, index: int) -> None:
         """Device `index` of those that CuPy sees."""
         self._cupy = self.namespace = cupy
+        self._cuda, self._calls = cupy.cuda, cupy.cuda.runtime
         self._index = index
         self._kernels: dict[tuple[str, str, int], Any] = {}
         # Copies under way and the memory that they read.
@@ -155,7 +156,7 @@ class CupyRuntime:
 
     def resident_blocks(self, kernel: Any, threads: int, shared_bytes: int) -> int:
         """How many blocks one multiprocessor holds at once, as the driver says."""
-        blocks = self._cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
+        blocks = self._cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
             kernel.kernel.ptr, threads, shared_bytes
         )
         return max(1, int(blocks))
@@ -169,9 +170,9 @@ class CupyRuntime:
 
     def _allocate(self, new: Callable[..., Any], shape: Any, dtype: Any) -> Any:
         try:
-            with self._cupy.cuda.Device(self._index):
+            with self._cuda.Device(self._index):
                 return new(shape, dtype)
-        except self._cupy.cuda.memory.OutOfMemoryError as error:
+        except self._cuda.memory.OutOfMemoryError as error:
             raise BackendError(
                 f"out of GPU memory: {error}; use a smaller cache, more ranks, or fewer splits (num_splits=)"
             ) from error
@@ -180,8 +181,8 @@ class CupyRuntime:
         """Page-locked memory of the host, which goes back to CuPy's pool with the array."""
         count = math.prod(shape)
         try:
-            memory = self._cupy.cuda.alloc_pinned_memory(count * np.dtype(dtype).itemsize)
-        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            memory = self._cuda.alloc_pinned_memory(count * np.dtype(dtype).itemsize)
+        except self._calls.CUDARuntimeError as error:
             raise BackendError(
                 f"no page-locked memory for {count} numbers: {error}; free memory of the host"
             ) from error
@@ -190,43 +191,40 @@ class CupyRuntime:
     def expose(self, size: int) -> tuple[int, bytes]:
         """By cudaMalloc itself: what pools give cannot be exported. In units of 2 MiB, which CUDA shares with
         nothing else (CUDA programming guide, "Interprocess Communication")."""
-        runtime = self._cupy.cuda.runtime
         size = -(-size // _SHARED_UNIT) * _SHARED_UNIT
-        with self._cupy.cuda.Device(self._index):
+        with self._cuda.Device(self._index):
             address = self._malloc(size)
             try:
-                runtime.memset(address, 0, size)
-                runtime.deviceSynchronize()
-                return address, bytes(runtime.ipcGetMemHandle(address))
-            except runtime.CUDARuntimeError as error:
-                runtime.free(address)
+                self._calls.memset(address, 0, size)
+                self._calls.deviceSynchronize()
+                return address, bytes(self._calls.ipcGetMemHandle(address))
+            except self._calls.CUDARuntimeError as error:
+                self._calls.free(address)
                 raise TransportError(f"this GPU exposes no memory: {error}; {_NO_IPC}") from error
 
     def _malloc(self, size: int) -> int:
         """Beside CuPy's pool, which gives back what it holds unused where there is no room."""
-        runtime = self._cupy.cuda.runtime
-        with contextlib.suppress(runtime.CUDARuntimeError):
-            return int(runtime.malloc(size))
+        with contextlib.suppress(self._calls.CUDARuntimeError):
+            return int(self._calls.malloc(size))
         self._cupy.get_default_memory_pool().free_all_blocks()
         try:
-            return int(runtime.malloc(size))
-        except runtime.CUDARuntimeError as error:
+            return int(self._calls.malloc(size))
+        except self._calls.CUDARuntimeError as error:
             raise BackendError(f"out of GPU memory: {error}; use a smaller cache, or more ranks") from error
 
     def withdraw(self, address: int) -> None:
-        self._cupy.cuda.runtime.free(address)
+        self._calls.free(address)
 
     def open_exposed(self, handle: bytes) -> int:
         """Also of a GPU that this process does not see, where both have peer access."""
-        runtime = self._cupy.cuda.runtime
         try:
-            with self._cupy.cuda.Device(self._index):
-                return int(runtime.ipcOpenMemHandle(handle))
-        except runtime.CUDARuntimeError as error:
+            with self._cuda.Device(self._index):
+                return int(self._calls.ipcOpenMemHandle(handle))
+        except self._calls.CUDARuntimeError as error:
             raise TransportError(f"{error}; {_NO_IPC}") from error
 
     def close_exposed(self, address: int) -> None:
-        self._cupy.cuda.runtime.ipcCloseMemHandle(address)
+        self._calls.ipcCloseMemHandle(address)
 
     def copy(self, into: Any, source: Any) -> None:
         """On the current stream; from or to page-locked memory the host does not wait."""
@@ -245,7 +243,7 @@ class CupyRuntime:
         staged = self.pinned(source.shape, source.dtype)
         staged[...] = source
         self.copy(into, staged)
-        event = self._cupy.cuda.Event(disable_timing=True)
+        event = self._cuda.Event(disable_timing=True)
         event.record()
         self._uploads.append((event, staged))
 
@@ -261,26 +259,26 @@ class CupyRuntime:
         return self._cupy.asarray(array)
 
     def synchronize(self) -> None:
-        self._cupy.cuda.get_current_stream().synchronize()
+        self._cuda.get_current_stream().synchronize()
 
     def done(self) -> bool:
-        return bool(self._cupy.cuda.get_current_stream().done)
+        return bool(self._cuda.get_current_stream().done)
 
     def synchronize_all(self) -> None:
         """By cudaDeviceSynchronize; the current device is a thread's own."""
-        with self._cupy.cuda.Device(self._index):
-            self._cupy.cuda.runtime.deviceSynchronize()
+        with self._cuda.Device(self._index):
+            self._calls.deviceSynchronize()
 
     def follow(self, last: Any) -> Any:
         """By an event. The stream that is returned lives as long as it is held, a library's own apart."""
-        current = self._cupy.cuda.get_current_stream()
+        current = self._cuda.get_current_stream()
         if (last is not None and current.ptr == last.ptr) or current.is_capturing():
             return last
         if last is not None:
-            event = self._cupy.cuda.Event(disable_timing=True)
+            event = self._cuda.Event(disable_timing=True)
             try:
                 event.record(last)
-            except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            except self._calls.CUDARuntimeError as error:
                 raise BackendError(
                     f"the stream of the last step cannot be waited for: {error}; keep it until the next step"
                 ) from error
@@ -289,11 +287,11 @@ class CupyRuntime:
 
     def capturing(self) -> bool:
         """Whether CuPy's current stream is being captured."""
-        return bool(self._cupy.cuda.get_current_stream().is_capturing())
+        return bool(self._cuda.get_current_stream().is_capturing())
 
     def capture(self, run: Callable[[], object]) -> Callable[[], object]:
         """Record `run` on a stream of its own: the default stream cannot be captured."""
-        with self._cupy.cuda.Device(self._index), self._cupy.cuda.Stream(non_blocking=True) as stream:
+        with self._cuda.Device(self._index), self._cuda.Stream(non_blocking=True) as stream:
             stream.begin_capture()
             try:
                 run()
@@ -308,7 +306,7 @@ class CupyRuntime:
 
     @property
     def stream(self) -> int:
-        return int(self._cupy.cuda.get_current_stream().ptr)
+        return int(self._cuda.get_current_stream().ptr)
 
     def check(self, name: str, array: Any) -> None:
         """ArgumentError unless `array` is a CuPy array of this device."""
@@ -317,7 +315,7 @@ class CupyRuntime:
                 f"{name} is a {type(array).__module__}.{type(array).__name__}: the GPU needs cupy.ndarray "
                 "(cupy.asarray makes one)"
             )
-        current = int(self._cupy.cuda.runtime.getDevice())
+        current = int(self._calls.getDevice())
         if current != self._index:
             raise ArgumentError(
                 f"GPU {current} is current, but this was planned on GPU {self._index}: make that one current "

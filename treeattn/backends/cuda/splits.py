@@ -20,12 +20,14 @@ import functools
 import json
 import math
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from treeattn import partial
 from treeattn.errors import BackendError
+from treeattn.partial import Array
 
 #: MAX_SPLITS of kernels/cuda/attention.cuh.
 MAX_SPLITS = 256
@@ -98,7 +100,7 @@ def shipped() -> Constants:
     return constants
 
 
-def predict(load: Load, splits: Any, fan: Any, constants: Constants) -> Any:
+def predict(load: Load, splits: ArrayLike, fan: ArrayLike, constants: Constants) -> Array:
     """Microseconds of a launch. splits, fan: numbers, or arrays of them."""
     c, splits, fan = constants, np.asarray(splits), np.asarray(fan)
     blocks = load.tiles * splits
@@ -111,13 +113,14 @@ def predict(load: Load, splits: Any, fan: Any, constants: Constants) -> Any:
     levels = (splits > 1) * (1 + (groups > 1))
     parts = (splits > 1) * (fan + (groups > 1) * groups)
     merged = load.rows * parts * (load.head_dim + partial.EXTRA) * 4 / 1e6
-    return (
+    time: Array = (
         c.launch
         + c.wave * waves
         + np.hypot(c.megabyte * megabytes, c.latency * rounds)
         + c.level * levels
         + c.merged_megabyte * merged
     )
+    return time
 
 
 def rounded_steps(tokens: int, step: int) -> int:

@@ -7,7 +7,7 @@ splits are chosen. The tables keep their places, so a captured graph reads what 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,12 +53,12 @@ def find_spans(pieces: Array) -> Spans:
     return Spans(begin.ravel()[first], end.ravel()[last], opens.sum(axis=1))
 
 
-def _queries_of_tiles(queries: int, group: int, rows: int) -> Any:
+def _queries_of_tiles(queries: int, group: int, rows: int) -> Array:
     """[tiles, the most of a tile]: the last one again where a tile has fewer."""
     begin = np.arange(0, queries * group, rows)
     first, last = begin // group, (np.minimum(begin + rows, queries * group) - 1) // group
     width = int((last - first).max()) + 1
-    return np.minimum(first[:, None] + np.arange(width), last[:, None])
+    return np.asarray(np.minimum(first[:, None] + np.arange(width), last[:, None]))
 
 
 class VisibleTables:
@@ -198,7 +198,7 @@ class VisibleTables:
         self.steps = int(table["steps"].max())
         self.end = int(spans.end.max(initial=0))
 
-    def _fill_spans(self, spans: Spans) -> Any:
+    def _fill_spans(self, spans: Spans) -> Array:
         """Returns the steps of each tile: every span begins one."""
         number = len(spans.begin)
         steps = -(-(spans.end - spans.begin) // self._step)
@@ -207,4 +207,4 @@ class VisibleTables:
         table = self._tables["spans"]
         table["begin"][:number], table["end"][:number] = spans.begin, spans.end
         table["first_step"][:number] = before[:-1] - np.repeat(before[bounds[:-1]], spans.counts)
-        return before[bounds[1:]] - before[bounds[:-1]]
+        return np.diff(before[bounds])

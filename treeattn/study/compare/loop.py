@@ -12,13 +12,14 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from treeattn import mpi_library
 from treeattn.collectives.clusters.disturbance import TOGETHER, Arrivals
 from treeattn.collectives.runtime.communicator import MpiCommunicator
+from treeattn.partial import Array
 from treeattn.study.compare.clock import Clock, Offset, on_common_clock
 
 # Nanoseconds. Above the most it is no longer the agreement that takes time, but others on the machine; across
@@ -34,7 +35,7 @@ class Times(NamedTuple):
     entered after the agreed instant. clock_error: microseconds, of the worst rank.
     """
 
-    instants: Any
+    instants: Array
     late: int
     clock_error: float
 

@@ -5,6 +5,7 @@ Everything here is collective over the communicator of the block; what was found
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import time
@@ -19,6 +20,7 @@ from treeattn import communicators
 from treeattn.collectives.clusters.disturbance import ALL_TOGETHER, Arrivals
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
+from treeattn.decoder.planned import PlannedDecode
 from treeattn.study import environment
 from treeattn.study.compare import payload, problems, steps
 from treeattn.study.compare.clock import Clock
@@ -120,7 +122,7 @@ class Bench:
         return WARMUP[key.what] if self.effort.warmup is None else self.effort.warmup
 
     def _warm(
-        self, key: Key, problem: problems.Problem, step: Any, count: int | None = None
+        self, key: Key, problem: problems.Problem, step: PlannedDecode, count: int | None = None
     ) -> tuple[int, Times | None]:
         """The last of a step: untimed calls, then `count` timed ones, by default as many as the slowest rank
         can afford that take as long as the shortest of those. Closes it; not after an error, since that is
@@ -160,7 +162,7 @@ class Bench:
         everyone = self.comm.allgather((held, max(peak - held, 0)))
         return {"held": max(h for h, _ in everyone), "step_peak": max(p for _, p in everyone)}
 
-    def _facts(self, key: Key, problem: problems.Problem, step: Any) -> dict[str, Any]:
+    def _facts(self, key: Key, problem: problems.Problem, step: PlannedDecode) -> dict[str, Any]:
         """What does not depend on time: the result's error and bits, and what was sent."""
         proved, scheduled = step.certificate, None
         if step.schedule is not None:
@@ -180,7 +182,7 @@ class Bench:
             **(self._judged(problem, step) if judged else dict.fromkeys(JUDGEMENT)),
         }
 
-    def _judged(self, problem: problems.Problem, step: Any) -> dict[str, Any]:
+    def _judged(self, problem: problems.Problem, step: PlannedDecode) -> dict[str, Any]:
         out, lse = map(problem.device.to_host, (step.out, step.lse))
         everyone = self.comm.gather((out, lse), root=0)
         if everyone is None:
@@ -202,10 +204,11 @@ class Bench:
         }
 
 
-def _calls(key: Key, problem: problems.Problem, step: Any) -> tuple[Any, Callable[[], object]]:
+def _calls(key: Key, problem: problems.Problem, step: PlannedDecode) -> tuple[Any, Callable[[], object]]:
     """The timed parts of an iteration, and what precedes them untimed. What a GPU was given to do is waited
     for: the clock does not stop before."""
-    q, k, v, memory = problem.q, problem.k, problem.v, problem.device.memory
+    given: Any = problem.q, problem.k, problem.v
+    memory = problem.device.memory
 
     def fresh() -> None:
         """A reduction works in place: not on the results of the last one."""
@@ -213,12 +216,16 @@ def _calls(key: Key, problem: problems.Problem, step: Any) -> tuple[Any, Callabl
         memory.synchronize()
 
     def waited(run: Callable[..., object], *given: Any) -> Callable[[], object]:
-        return lambda: (run(*given), step.synchronize())
+        def call() -> None:
+            run(*given)
+            step.synchronize()
+
+        return call
 
     if key.device == "cuda":
-        return ((waited(step, q, k, v),), tuple) if key.what == "decode" else ((waited(step.fold),), fresh)
+        return ((waited(step, *given),), tuple) if key.what == "decode" else ((waited(step.fold),), fresh)
     if key.what == "decode":
-        return (lambda: step.local(q, k, v), step.reduce, step.finish), tuple
+        return (functools.partial(step.local, *given), step.reduce, step.finish), tuple
     return (step.fold,), fresh
 
 

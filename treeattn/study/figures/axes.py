@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from treeattn.study.figures.chart import Point
 from treeattn.study.figures.style import INK, PAPER
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 _FEWEST = 3  # ticks that a scale is read by
 _CLOSE = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
@@ -26,7 +30,7 @@ def plain(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def value_axis(axis: Any, log: bool, values: Sequence[float], room: int) -> None:
+def value_axis(axis: Axis, log: bool, values: Sequence[float], room: int) -> None:
     """A scale for `values` with at most about `room` ticks and at least three: on logarithmic ones at 1, 2
     and 5, at 1 and 3, or at powers of ten; closer where those are too few. Where there are zeros, the axis
     is linear below the smallest other value."""
@@ -34,7 +38,7 @@ def value_axis(axis: Any, log: bool, values: Sequence[float], room: int) -> None
 
     positive = [value for value in values if value > 0] or [1.0]
     low, high = min(positive), max(positive)
-    set_scale = axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale
+    set_scale = axis.axes.set_xscale if axis is axis.axes.xaxis else axis.axes.set_yscale
     if log and len(positive) < len(values):
         least = 10.0 ** math.floor(math.log10(low))
         set_scale("symlog", linthresh=least, linscale=0.4)
@@ -69,7 +73,7 @@ def _short(value: float) -> str:
     return plain(value)
 
 
-def place_ticks(axes: Any, places: Sequence[float], tokens: bool, room: int) -> None:
+def place_ticks(axes: Axes, places: Sequence[float], tokens: bool, room: int) -> None:
     """Ticks of a horizontal axis where there are points, at most `room` of them."""
     from matplotlib import ticker
 
@@ -81,20 +85,25 @@ def place_ticks(axes: Any, places: Sequence[float], tokens: bool, room: int) -> 
 
 
 def draw_mark(
-    axes: Any, at: tuple[float, float], point: Point, look: tuple[str, str], full: bool, upright: bool = False
+    axes: Axes,
+    at: tuple[float, float],
+    point: Point,
+    look: tuple[str, str],
+    full: bool,
+    upright: bool = False,
 ) -> None:
     """A mark, hollow unless it is `full` or has an interval, which is drawn across or `upright`."""
-    known, (colour, marker) = point.low is not None, look
-    face = colour if full or known else PAPER
+    colour, marker = look
+    face = colour if full or point.low is not None else PAPER
     axes.plot(*at, marker, color=colour, markerfacecolor=face, zorder=3, label=f"{point.value:g}")
-    if known:
+    if point.low is not None and point.high is not None:
         draw = axes.vlines if upright else axes.hlines
         draw(at[not upright], point.low, point.high, colors=colour, linewidth=1.2)
-    if point.x_low is not None:
+    if point.x_low is not None and point.x_high is not None:
         axes.hlines(at[1], point.x_low, point.x_high, colors=colour, linewidth=1.2)
 
 
-def reference_line(axes: Any, value: float | None, upright: bool) -> None:
+def reference_line(axes: Axes, value: float | None, upright: bool) -> None:
     """A thin line across all of the axes, at a value of either axis."""
     if value is not None:
         (axes.axvline if upright else axes.axhline)(value, color=INK, linewidth=0.8, zorder=1)

@@ -7,11 +7,15 @@ import itertools
 import math
 import textwrap
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from treeattn.study.figures import axes as marks
 from treeattn.study.figures.chart import Curve, Curves, Lines, Panel, Rows, Series
 from treeattn.study.figures.style import COLOURS, INK, MARKERS, style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _NARROW = 0.6  # of a page's width; panels stand below each other there
 
@@ -22,7 +26,7 @@ def rows_height(chart: Rows, share: float) -> float:
     return len(chart.panels) * (one + 0.6) + 0.4 if share < _NARROW else one + 1.0
 
 
-def draw_rows(figure: Any, chart: Rows, share: float) -> None:
+def draw_rows(figure: Figure, chart: Rows, share: float) -> None:
     """Values by name, as marks with intervals or with their numbers."""
     shape = (len(chart.panels), 1) if share < _NARROW else (1, len(chart.panels))
     panels = figure.subplots(*shape, sharey=True, squeeze=False).flat
@@ -56,7 +60,7 @@ def _row_heights(chart: Rows, share: float) -> list[float]:
     return [max(0.15 * count, 0.13 * several) + 0.07 for count in lines]
 
 
-def _draw_panel(axes: Any, panel: Panel, chart: Rows, middles: list[float], room: int) -> None:
+def _draw_panel(axes: Axes, panel: Panel, chart: Rows, middles: list[float], room: int) -> None:
     marks.value_axis(axes.xaxis, panel.log, _numbers(panel.series), room)
     for place, series in enumerate(panel.series):
         for point in series.points:
@@ -75,7 +79,7 @@ def _draw_panel(axes: Any, panel: Panel, chart: Rows, middles: list[float], room
         to_screen = axes.xaxis.get_transform()
         low, high = to_screen.transform(axes.get_xlim())
         wider = high + 0.12 * len(chart.panels) * (high - low)
-        axes.set_xlim(right=to_screen.inverted().transform(wider))
+        axes.set_xlim(right=float(to_screen.inverted().transform(wider)))
     marks.reference_line(axes, panel.reference, upright=True)
 
 
@@ -90,7 +94,7 @@ def _columns(chart: Lines, share: float) -> int:
     return min(max(1, round(4 * share)), len(chart.series))
 
 
-def draw_lines(figure: Any, chart: Lines, share: float) -> None:
+def draw_lines(figure: Figure, chart: Lines, share: float) -> None:
     """Small multiples of values over a quantity: each series in its colours, before the others in grey."""
     columns = _columns(chart, share)
     grid = figure.subplots(
@@ -123,7 +127,7 @@ def draw_lines(figure: Any, chart: Lines, share: float) -> None:
     figure.supylabel(chart.y_label, fontsize=8)
 
 
-def _draw_series(axes: Any, chart: Lines, series: Series) -> None:
+def _draw_series(axes: Axes, chart: Lines, series: Series) -> None:
     look = style(series.label)
     for point in series.points:
         marks.draw_mark(axes, (point.x, point.value), point, look, not chart.intervals, upright=True)
@@ -140,7 +144,7 @@ def curves_height(chart: Curves, share: float) -> float:
     return 2.9 * max(share, 0.7)
 
 
-def draw_curves(figure: Any, chart: Curves, share: float) -> None:
+def draw_curves(figure: Figure, chart: Curves, share: float) -> None:
     """Smooth functions of one quantity, panels beside each other."""
     panels = figure.subplots(1, len(chart.panels), squeeze=False)[0]
     for axes, curve in zip(panels, chart.panels, strict=True):
@@ -149,12 +153,13 @@ def draw_curves(figure: Any, chart: Curves, share: float) -> None:
         _draw_curve(axes, curve)
 
 
-def _draw_curve(axes: Any, curve: Curve) -> None:
+def _draw_curve(axes: Axes, curve: Curve) -> None:
     """The curve in its band, then the straight line, then the mark on top."""
     xs, values = _line(curve)
     band = [(point.x, point.low, point.high) for point in curve.points if point.low is not None]
     if band:
-        axes.fill_between(*zip(*band, strict=True), color=COLOURS[0], alpha=0.18, linewidth=0)
+        places, lows, highs = zip(*band, strict=True)
+        axes.fill_between(places, lows, highs, color=COLOURS[0], alpha=0.18, linewidth=0)
     axes.plot(xs, values, color=COLOURS[0], label="_curve")
     limits = axes.get_ylim()
     if curve.line is not None:

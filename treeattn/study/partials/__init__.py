@@ -7,10 +7,11 @@ the merge that reproduces the result that was made of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from treeattn.attention import arrays
+from treeattn.attention.arrays import AnyArray
 from treeattn.errors import ArgumentError
+from treeattn.partial import Array
 from treeattn.study.partials import ranks
 from treeattn.study.partials.dump import Finding, base_name, read_part
 from treeattn.study.partials.whole import explained
@@ -19,8 +20,8 @@ __all__ = ["Finding", "check_partials"]
 
 
 def check_partials(
-    parts: Sequence[Mapping[str, Any]],
-    whole: Mapping[str, Any] | None = None,
+    parts: Sequence[Mapping[str, AnyArray]],
+    whole: Mapping[str, AnyArray] | None = None,
     *,
     base: str | int = "e",
     scale: float | None = None,
@@ -54,5 +55,5 @@ def check_partials(
     return found
 
 
-def _merged(part: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(part: Mapping[str, Array]) -> dict[str, Array]:
     return {name: part[f"merged_{name}"] for name in ("out", "lse") if f"merged_{name}" in part}

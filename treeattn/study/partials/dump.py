@@ -56,7 +56,7 @@ def base_name(base: str | int) -> str:
     return str(base)
 
 
-def read_part(whose: str, given: Mapping[str, Any], base: str) -> Part:
+def read_part(whose: str, given: Mapping[str, Array], base: str) -> Part:
     """The ``out`` and ``lse`` of a dump. Raises `ArgumentError`."""
     out, lse = paired(whose, given)
     natural = lse.astype(np.float64).ravel() * LOG[base]
@@ -64,7 +64,7 @@ def read_part(whose: str, given: Mapping[str, Any], base: str) -> Part:
     return Part(flat, natural, np.isfinite(natural), out.dtype.name, lse.shape)
 
 
-def paired(whose: str, given: Mapping[str, Any]) -> tuple[Array, Array]:
+def paired(whose: str, given: Mapping[str, Array]) -> tuple[Array, Array]:
     """out [.., head_dim] and lse [..], their axes in one order. Raises `ArgumentError`."""
     for name in ("out", "lse"):
         if name not in given:

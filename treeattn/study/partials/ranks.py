@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 
@@ -83,7 +82,7 @@ def alike(parts: list[Part]) -> Iterator[Finding]:
             yield Finding("counted twice", (first, second), text, {"largest difference of out": apart})
 
 
-def merged_unlike(given: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+def merged_unlike(given: Sequence[Mapping[str, Array]]) -> Iterator[Finding]:
     """After the merge every rank must hold the same bits."""
     for name in ("merged_out", "merged_lse"):
         held = {rank: np.ascontiguousarray(part[name]) for rank, part in enumerate(given) if name in part}
@@ -105,7 +104,7 @@ def merged_unlike(given: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def recomputed(
-    given: list[dict[str, Any]], parts: list[Part], base: str, scale: float | None
+    given: list[dict[str, Array]], parts: list[Part], base: str, scale: float | None
 ) -> Iterator[Finding]:
     """Parts that are not attention over the rank's own keys and values."""
     for rank, (dump, part) in enumerate(zip(given, parts, strict=True)):
@@ -120,7 +119,7 @@ def recomputed(
             yield from _compared(rank, part, right, base, tolerance(part.dtype) * values)
 
 
-def _attention(rank: int, dump: Mapping[str, Any], scale: float | None) -> Part:
+def _attention(rank: int, dump: Mapping[str, Array], scale: float | None) -> Part:
     q, k, v = (dump[name] for name in "qkv")
     fit = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[::3] == k.shape[::3]
     if not fit or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
@@ -162,7 +161,7 @@ def _compared(rank: int, part: Part, right: Part, base: str, allowed: float) -> 
         yield Finding("differs", (rank,), text, {"largest difference of out": off})
 
 
-def keys_held_twice(given: list[dict[str, Any]]) -> Iterator[Finding]:
+def keys_held_twice(given: list[dict[str, Array]]) -> Iterator[Finding]:
     """Tokens with the same keys on two ranks; keys of zeros are room that is not used."""
     owners: dict[bytes, int] = {}
     for rank, dump in enumerate(given):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,7 +54,7 @@ def merged(parts: Sequence[Part], times: Mapping[int, float] | None = None) -> W
         )
 
 
-def explained(parts: list[Part], given: Mapping[str, Any], base: str) -> Iterator[Finding]:
+def explained(parts: list[Part], given: Mapping[str, Array], base: str) -> Iterator[Finding]:
     """Nothing where the right merge reproduces the whole; else which wrong one does."""
     found, allowed = _read(parts, given, base)
     right = merged(parts)
@@ -78,7 +78,7 @@ def explained(parts: list[Part], given: Mapping[str, Any], base: str) -> Iterato
     yield Finding(best.kind, best.ranks, text, {**numbers, "reproduced to": off})
 
 
-def _read(parts: list[Part], given: Mapping[str, Any], base: str) -> tuple[Whole, tuple[float, float]]:
+def _read(parts: list[Part], given: Mapping[str, Array], base: str) -> tuple[Whole, tuple[float, float]]:
     """The whole, and what its out and lse may be off by."""
     if "out" not in given or given["out"].size != parts[0].out.size:
         raise ArgumentError(f"the whole needs an out of {parts[0].out.size} elements, as each part has")

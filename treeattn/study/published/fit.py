@@ -7,13 +7,13 @@ calibration of computer models", 2001. A run that is predicted enters with its g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.fit import most_probable
+from treeattn.partial import Array
 from treeattn.study.published.measurements import Measurement, Run
 from treeattn.study.published.prices import Prices
 
@@ -45,23 +45,23 @@ class Fit:
         """What the simulator takes: the machine of a run over MPI, as it was then."""
         return self.prices.cluster(self.parameters, run)
 
-    def predict(self, rows: Sequence[Measurement]) -> Any:
+    def predict(self, rows: Sequence[Measurement]) -> Array:
         """Microseconds of each row. Their own times are not looked at."""
         times, _ = self.prices.sheet(rows).log_times(self.parameters)
-        return np.exp(times + _likeness(rows, self._known) @ self._weights)
+        return np.asarray(np.exp(times + _likeness(rows, self._known) @ self._weights))
 
 
-def _likeness(some: Sequence[Measurement], others: Sequence[Measurement]) -> Any:
+def _likeness(some: Sequence[Measurement], others: Sequence[Measurement]) -> Array:
     """Covariance of what prices leave over: rows of one kind of schedule, of sizes and numbers of ranks
     near each other (e-folding at about 8 times), the more the same machine, program, day and run they
     have."""
 
-    def same(of: Any) -> Any:
-        codes: dict[Any, int] = {}
+    def same(of: Callable[[Measurement], object]) -> Array:
+        codes: dict[object, int] = {}
         left, right = ([codes.setdefault(of(row), len(codes)) for row in rows] for rows in (some, others))
         return np.equal.outer(left, right).astype(float)
 
-    def near(of: Any) -> Any:
+    def near(of: Callable[[Measurement], float]) -> Array:
         left, right = (np.log2([of(row) for row in rows], dtype=float) for rows in (some, others))
         return np.exp(-(((left.reshape(-1, 1) - right.reshape(1, -1)) / 3) ** 2) / 2)
 

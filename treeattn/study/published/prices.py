@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from treeattn.collectives.clusters.description import Cluster, Executor, Protocol, Tier
+from treeattn.partial import Array
 from treeattn.study.published.measurements import Measurement, Run
 from treeattn.study.published.rounds import STEPS, sums
 
@@ -97,7 +98,7 @@ class Prices:
             {name: np.array(index) for name, index in where.items()}, len(self._at),
         )  # fmt: skip
 
-    def cluster(self, parameters: Any, run: Run) -> Cluster:
+    def cluster(self, parameters: Array, run: Run) -> Cluster:
         """The machine of a run over MPI, one rank on each node, in groups where the allocation is known."""
         of = {price: parameters[self._at[price, (run.system, "mpi")]] for price in _PRICES}
         state = {factor: parameters[self._at[factor, run]] for factor in _FACTORS}
@@ -127,14 +128,14 @@ class Prices:
 class Sheet(NamedTuple):
     """Sums of several rows as columns."""
 
-    rounds: Any
-    reach: Any
-    leaving: Any
-    bytes: Any
-    where: dict[str, Any]
+    rounds: Array
+    reach: Array
+    leaving: Array
+    bytes: Array
+    where: dict[str, Array]
     parameters: int
 
-    def log_times(self, parameters: Any) -> tuple[Any, Any]:
+    def log_times(self, parameters: Array) -> tuple[Array, Array]:
         """Logarithms of microseconds, and their derivatives by the parameters."""
         p = {name: parameters[index] for name, index in self.where.items()}
         steps = [p[f"step {at}"] for at in range(len(STEPS))]

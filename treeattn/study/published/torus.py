@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import log2
-from typing import Any
 
 import numpy as np
+
+from treeattn.partial import Array
 
 
 def hops_and_load(shape: Sequence[int], pairs: Sequence[tuple[int, int]]) -> tuple[float, float]:
@@ -30,7 +31,7 @@ def hops_and_load(shape: Sequence[int], pairs: Sequence[tuple[int, int]]) -> tup
     return float(np.log2(np.maximum(hops, 1)).mean()), log2(busiest)
 
 
-def _along(at: Any, steps: Any, side: int, stride: int) -> int:
+def _along(at: Array, steps: Array, side: int, stride: int) -> int:
     """Messages on the busiest link of one dimension; links up and down are two."""
     ranks = int(at.max()) + stride * side + 1
     most = 0

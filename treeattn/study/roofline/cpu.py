@@ -15,11 +15,13 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 from treeattn import partial
 from treeattn.backends import cpu
 from treeattn.backends.cpu import compile
 from treeattn.errors import ArgumentError, BackendError
+from treeattn.partial import Array
 from treeattn.study import environment
 from treeattn.study.roofline.reading import Reader, fastest_reader, seconds
 
@@ -101,7 +103,7 @@ def check(tokens: int, dtypes: Sequence[str], *counts: int) -> None:
         )
 
 
-def _row(limits: Limits, k: Any, v: Any, group: int, threads: int, repeats: int) -> dict[str, Any]:
+def _row(limits: Limits, k: Array, v: Array, group: int, threads: int, repeats: int) -> dict[str, Any]:
     tokens, heads = k.shape[1], group * k.shape[2]
     q = np.random.default_rng(0).standard_normal((1, 1, heads, HEAD_DIM)).astype(k.dtype)
     records = partial.identity((1, heads, 1), HEAD_DIM)
@@ -139,7 +141,7 @@ class Limits:
         self._kernels = kernels
         kernels.multiply_and_add.restype = ctypes.c_int64
 
-    def read_time(self, array: Any, threads: int) -> float:
+    def read_time(self, array: Array, threads: int) -> float:
         """Seconds to read an array once, in the way that was the fastest for the first one."""
         self.reader = self.reader or fastest_reader(array)
         return self.reader.seconds(array, threads)
@@ -157,7 +159,7 @@ class Limits:
         self.multiply_add_rate = max(self.multiply_add_rate, done / taken)
 
 
-def cache(tokens: int, dtype: Any, seed: int) -> Any:
+def cache(tokens: int, dtype: DTypeLike, seed: int) -> Array:
     """Keys or values [1, tokens, kv_heads, head_dim]: random, but the same 1024 tokens again and again."""
     block = np.random.default_rng(seed).standard_normal((1024, _KV_HEADS, HEAD_DIM)).astype(dtype)
     return np.resize(block, (1, tokens, _KV_HEADS, HEAD_DIM))
