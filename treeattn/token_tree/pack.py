@@ -73,11 +73,11 @@ def pack(beams: Array) -> Packed:
     batch, rows, columns = beams.shape
     owners = prefix_tree(beams)
     chosen: Array = (owners == xp.arange(rows)[:, None]).reshape(batch, -1)
-    slots: Array = chosen.cumsum(axis=1) - 1
+    slots: Array = xp.cumsum(chosen, axis=1) - 1
     lengths = slots[:, -1] + 1
     unpack_map: Array = xp.take_along_axis(slots.reshape(beams.shape), owners, 1)
     indices: Array = xp.zeros((batch, int(lengths.max())), np.int64)
-    row, cell = chosen.nonzero()
+    row, cell = xp.nonzero(chosen)
     indices[row, slots[row, cell]] = cell
     return Packed(
         packed_beam=xp.take_along_axis(beams.reshape(batch, -1), indices, 1),
@@ -133,15 +133,15 @@ def _groups(xp: Any, beams: Array) -> Array:
     """
     batch, rows, columns = beams.shape
     keys: Array = xp.empty((columns + 1, batch * rows), np.int64)  # the last is the first that is sorted by
-    keys[-1] = xp.arange(batch).repeat(rows)
+    keys[-1] = xp.repeat(xp.arange(batch), rows)
     keys[:-1] = beams.reshape(-1, columns).T[::-1].astype(np.int64)  # 64 bits as they are: equality is enough
     order: Array = xp.lexsort(keys)
     ordered = keys[::-1][:, order]
     new: Array = xp.ones((columns, batch * rows), bool)
-    changes = (ordered[:, 1:] != ordered[:, :-1]).cumsum(axis=0)
+    changes: Array = xp.cumsum(ordered[:, 1:] != ordered[:, :-1], axis=0)
     new[:, 1:] = changes[1:] > 0
     groups: Array = xp.empty((columns, batch * rows), np.int64)
-    groups[:, order] = (new.reshape(-1).cumsum() - 1).reshape(new.shape)
+    groups[:, order] = (xp.cumsum(new.reshape(-1)) - 1).reshape(new.shape)
     return groups
 
 
