@@ -1,19 +1,12 @@
-"""What tests of several pages share; and thousands of tests stay in memory while they run: the garbage
-collector need not look at them each time."""
+"""What tests of several pages share."""
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")
