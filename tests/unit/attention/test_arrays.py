@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.exporters import Dlpack, Interface, Old, OnGpu, bfloat16_bits
-from treeattn.attention.arrays import Containers, device_of, give, on_host
+from treeattn.attention.arrays import Containers, device_of, give, on_gpu, on_host
 from treeattn.errors import ArgumentError
 
 EXPORTERS = (Dlpack, Old, Interface)
@@ -120,6 +121,9 @@ def test_where_an_array_lies() -> None:
     assert [device_of("q", array) for array in (Dlpack(some(), 2), Dlpack(some(), 13), OnGpu(some()))] == [
         "cuda"
     ] * 3
+    for array in (Dlpack(some()), Interface(some())):
+        with pytest.raises(ArgumentError, match="q lies in the memory of the host, but device='cuda' was"):
+            on_gpu("q", array, SimpleNamespace(holds=lambda _: False, borrow=np.asarray, stream=None))
 
 
 def test_an_array_that_says_where_it_lies_is_not_taken_again() -> None:
