@@ -47,7 +47,9 @@ class OverMpi(ReducerContract):
 class Schedules(OverMpi):
     @pytest.mark.parametrize("records", [4, 40_000])
     def test_swap_in_one_round_reads_the_state_before_it(self, records):
-        """Large messages leave the buffer late: that is where a copy that lands too early shows."""
+        """Large messages leave the buffer late: that is where a copy that lands too early shows.
+        Each rank folds those of all, hence fewer records where ranks are many."""
+        records = min(records, 120_000 // self.size)
         ends = [(a, a + 1) for a in range(0, self.size - 1, 2)]
         swap = tuple(Transfer(*way, range(1), False) for a, b in ends for way in ((a, b), (b, a)))
         total = collectives.build("recursive_doubling", self.size)
