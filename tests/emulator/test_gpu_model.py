@@ -68,7 +68,7 @@ def _broadcast(self: Llama, tokens: Any, *given: Any, **more: Any) -> None:
 def _write_by_the_host(self: ShardedCache, writes: Any, given: Any, reach: Any) -> None:
     self._reserve(reach)
     for rows, into, _ in writes:
-        for shard, new in zip(self._shard, given, strict=True):
+        for shard, new in zip(self.arrays, given, strict=True):
             shard[rows, into] = new[rows, np.arange(into.stop - into.start)]
 
 
