@@ -33,14 +33,14 @@
 # Variables: PY the Python to build on; EXTRAS the MPI runtime to install (`mpi` where the site has its
 # own); MPIEXEC the launcher; NP the ranks of the demo; SIZES the communicator sizes of test-mpi
 # (OPENMPI_SIZES with Open MPI, ABI_SIZES over the interface of MPI 5); JOBS the processes of the tests without ranks,
-# one more than a small machine has cores, since tests of limits wait.
+# two more than a small machine has cores, since tests of limits and of starts wait.
 
 PY      ?= python3
 EXTRAS  ?= mpich
 MPIEXEC ?= .venv/bin/mpiexec
 NP      ?= 4
 SIZES   ?= 1 2 3 4 5 7 8
-JOBS    ?= 3
+JOBS    ?= 4
 OPENMPI_SIZES ?= 1 2 3 4
 ABI_SIZES ?= 1 2 3
 SCHEMES ?= binary_tree,recursive_doubling,hierarchical

@@ -16,6 +16,7 @@ import pytest
 from gpu_day import needs, readers
 from gpu_day.attend import LARGE
 
+from tests.support.drawn import sample
 from treeattn.backends.cuda import cupy_runtime
 
 from .launch import ROOT
@@ -193,7 +194,7 @@ def test_what_would_leave_no_result_is_said_before_any_step(day: Any, tmp_path: 
     assert re.fullmatch(rf"gpu_day: {name}.*{re.escape(place)}.*\n", done.stderr)
 
 
-@pytest.mark.parametrize(("version", "found"), [("22809", "it is 2.28"), (None, "there is none")])
+@pytest.mark.parametrize(("version", "found"), sample(1, [("22809", "it is 2.28"), (None, "there is none")]))
 def test_several_ranks_on_one_gpu_are_skipped_with_the_reason(
     day: Any, tmp_path: Path, version: str | None, found: str
 ) -> None:

@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 
-COUNT = min(5 * FACTOR, len(collectives.names("schedule")))
+COUNT = min(3 * FACTOR, len(collectives.names("schedule")))
 
 
 @pytest.mark.parametrize(

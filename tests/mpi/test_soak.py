@@ -24,7 +24,7 @@ from treeattn.token_tree import TokenTree, Verifier
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(0)]
 
-STEPS = int(os.environ.get("TREEATTN_SOAK_STEPS", "1000"))
+STEPS = int(os.environ.get("TREEATTN_SOAK_STEPS", "600"))
 REPORT = os.environ.get("TREEATTN_SOAK_REPORT")
 GROWTH = 256 * 1024  # bytes that an allocator may still take for its own ends; a leak of a byte a step shows
 OF_A_RANK = 16 * 1024  # and what MPI may for each other rank
