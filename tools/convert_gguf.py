@@ -39,6 +39,16 @@ DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 CONTROL = 3  # type of a token that stands for itself, such as the end of a text
 
 
+class WholeReader(GGUFReader):
+    """Ends where the file does. The library reads nothing there, 10^18 times if a damaged length says so."""
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **orders: Any) -> Any:
+        values = super()._get(offset, dtype, count, *order, **orders)
+        if len(values) < count:
+            raise ValueError(f"it ends at byte {len(self.data)}, and says that more follows")
+        return values
+
+
 def main() -> None:
     if len(sys.argv) not in (3, 4) or sys.argv[3:] not in ([], *([name] for name in DTYPES)):
         raise SystemExit(f"usage: {sys.argv[0]} MODEL.gguf DIRECTORY [{'|'.join(DTYPES)}]")
@@ -47,7 +57,7 @@ def main() -> None:
     if not source.is_file():
         raise SystemExit(f"{source}: no such file")
     try:
-        reader = GGUFReader(source)
+        reader = WholeReader(source)
         config = read_config(reader, source) | {"torch_dtype": dtype}
         tensors, words = dict(renamed(tensor, config) for tensor in reader.tensors), tokenizer(reader, source)
     except Exception as error:  # from the library, of many types: other bytes, or too few

@@ -152,6 +152,8 @@ def open_arrays(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = dict(archive)
+        if strange := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
+            raise ValueError(f"{strange[0]!r:.80} is not an array")
     except Exception as error:  # zipfile, zlib and NumPy have many types for what a file can be
         raise ArgumentError(f"{path}: not a readable .npz file ({_reason(error)})") from None
     # NumPy writes bfloat16 as two bytes without a meaning.

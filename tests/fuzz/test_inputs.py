@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import struct
 import warnings
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +50,22 @@ def _mscclpp(operation: str) -> str:
     return json.dumps(plan)
 
 
+def _zip(**members: str) -> bytes:
+    """An archive of texts."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for name, text in members.items():
+            archive.writestr(name, text)
+    return content.getvalue()
+
+
+def _gguf(length: int) -> bytes:
+    """A file of one field, which says that it is an array of so many whole numbers; none follow."""
+    version, tensors, fields, name, array, uint32 = 3, 0, 1, b"x", 9, 4
+    head = (version, tensors, fields, len(name), name, array, uint32, length)
+    return b"GGUF" + struct.pack("<IQQQ1sIIQ", *head)
+
+
 LONG = "9" * 5000
 #: What was found, in short: each was a traceback, or more than a line.
 FOUND = [
@@ -71,11 +89,19 @@ FOUND = [
     ("saved_cache", f'{{"{LONG}": 1}}'),
     ("schedule", _mscclpp(LONG)),
     ("schedule", _mscclpp("a\nb")),
+    ("npz", _zip(beams="no array")),
+    ("gguf", _gguf(2**60)),
 ]
+
+
+def _needed(name):
+    if name == "gguf":
+        pytest.importorskip("gguf", reason="no gguf: pip install 'treeattn[models]'")
 
 
 @pytest.mark.parametrize(("name", "content"), FOUND, ids=[name for name, _ in FOUND])
 def test_what_was_found(name, content, tmp_path):
+    _needed(name)
     INPUTS[name].seeds(tmp_path)
     path = tmp_path / INPUTS[name].name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -84,8 +110,7 @@ def test_what_was_found(name, content, tmp_path):
 
 @pytest.mark.parametrize("name", INPUTS)
 def test_a_damaged_file_is_read_or_refused_in_one_line(name, tmp_path):
-    if name == "gguf":
-        pytest.importorskip("gguf", reason="no gguf: pip install 'treeattn[models]'")
+    _needed(name)
     kind = INPUTS[name]
     seeds = kind.seeds(tmp_path)
     path = tmp_path / kind.name
