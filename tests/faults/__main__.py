@@ -49,7 +49,7 @@ def measure(repeats: int, part: str, folder: Path) -> dict:
             for seed in range(6 * repeats):
                 done(f"a file {spoiled.name}", command, partial(play.spoil, spoiled, command, folder, seed))
     for grief, phase, launcher in table.griefs() if part != "commands" else ():
-        if present(launcher):
+        for _ in range(repeats if present(launcher) else 0):
             where = f"{phase}, {launcher}"
             done(grief.name, where, partial(play.come_to_grief, grief, phase, launcher, folder))
     return rows
