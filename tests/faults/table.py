@@ -101,7 +101,7 @@ FAULTS = (
     ),
     Fault("a rank is slowed, half of the time", _slowed, (0,), "", "nothing", "everything", limit=60),
     Fault(
-        "a rank gets no more memory", _without_memory, (1, 2, 9, 15, 124, 125, 134, 137, 139),
+        "a rank gets no more memory", _without_memory, (1, 2, 9, 15, 124, 125, 134, 137, 139, 143),
         r"treeattn: |rror|EXIT STRING|[Mm]emory",
         "`rank 1 of 3 failed, ending the job: MemoryError`, or what a library says of it", _NOTHING,
     ),
