@@ -73,6 +73,12 @@ _SETTINGS = {
 }
 
 
+def _listen() -> None:
+    """What this process ignores, as under nohup or in the background of a script, a job ignores too."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Job:
     """A launcher and its ranks, which an entry of their environment tells from all other processes."""
 
@@ -87,6 +93,7 @@ class Job:
             stdout=self._output,
             stderr=self._errors,
             start_new_session=True,
+            preexec_fn=_listen,
         )  # fmt: skip
 
     def ranks(self) -> dict[int, int]:
