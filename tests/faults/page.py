@@ -50,7 +50,7 @@ def _lines(rows: dict) -> Iterator[str]:
     yield "The code is 0 where the rank had nothing left to do. 1 after signals is Open MPI's own, which then"
     yield "lets no line of ranks through; 2, 9, 15, 134, 137, 139 are the launchers' too. 125 is MPICH's for"
     yield "1 of a rank that failed and 124 of others that waited for it to start, 143 its own for MPI that"
-    yield "gets no memory when it starts."
+    yield "gets no memory when it starts, 139 after SIGHUP Open MPI's, whose launcher sometimes crashes then."
     yield ""
     yield "## A program"
     yield ""

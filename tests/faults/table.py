@@ -116,7 +116,7 @@ FAULTS = (
         "`treeattn: ended by SIGTERM: kept FILE`; Open MPI: `Errorcode: 143` alone", "as after Ctrl-C",
     ),
     Fault(
-        "SIGHUP, as a terminal that closes sends it", _to_all(signal.SIGHUP), (129, 1, 9), "",
+        "SIGHUP, as a terminal that closes sends it", _to_all(signal.SIGHUP), (129, 1, 9, 139), "",
         "`treeattn: ended by SIGHUP: kept FILE`, unless the launcher goes first; under nohup nothing",
         "as after Ctrl-C",
     ),
