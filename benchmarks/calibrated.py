@@ -22,8 +22,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from treeattn.cli import compare_predicted
-from treeattn.cli.compare_predicted import pairs
+from treeattn.cli import compare_table
+from treeattn.cli.compare_table import pairs
 from treeattn.collectives import names
 from treeattn.collectives.clusters.probes import RECORDS
 from treeattn.decoder.fastest import candidates
@@ -75,7 +75,7 @@ def judged(folder: Path, ranks: int) -> dict:
             "bytes": 520 * heads, "taken": taken.label, "best": best[0].label,
             "ratio": taken.measured / best[0].measured,
         })  # fmt: skip
-    found = compare_predicted.facts(cases)
+    found = compare_table.accuracy(cases)
     return {
         "median_error": found["median"],
         "p90_error": found["p90"],

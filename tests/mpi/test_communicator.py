@@ -17,7 +17,7 @@ from mpi4py import MPI
 from treeattn import communicators
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
-from treeattn.study.compare.yardsticks import OneCall
+from treeattn.study.compare.steps import OneCall
 
 pytestmark = pytest.mark.mpi
 

@@ -14,7 +14,7 @@ from treeattn.collectives.clusters.disturbance import TOGETHER, arrivals
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.decoder import plan as routes
 from treeattn.errors import ArgumentError, RestrictionError
-from treeattn.study.compare import problems, steps, yardsticks
+from treeattn.study.compare import problems, steps
 from treeattn.study.compare.clock import Clock, Offset
 from treeattn.study.compare.loop import Loop
 from treeattn.study.compare.measure import Bench, Effort
@@ -224,10 +224,10 @@ def test_bits_that_differ_between_ranks_are_told(comm):
 def test_the_sum_adds_as_many_bytes_as_records_have_under_way(monkeypatch, comm, dtype, wire, size):
     handed = []
     spy = SimpleNamespace(Allreduce=lambda *arguments: handed.append(arguments))
-    monkeypatch.setattr(yardsticks, "duplicate", lambda _: SimpleNamespace(unwatched=spy, free=tuple))
+    monkeypatch.setattr(steps, "duplicate", lambda _: SimpleNamespace(unwatched=spy, free=tuple))
     key = key_of(comm, SUM, dtype=dtype, wire=wire)
     records = np.zeros((2, 8, 3, 18), np.float64 if dtype == "float64" else np.float32)
-    yardsticks.library_sum(key, ReductionSpec(comm, None, records))()
+    steps.library_sum(key, ReductionSpec(comm, None, records))()
     ((mine, total, operation),) = handed
     assert mine.nbytes == total.nbytes == records.size * size
     assert operation == MPI.SUM

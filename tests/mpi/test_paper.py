@@ -8,7 +8,7 @@ from treeattn.errors import TreeattnError
 from treeattn.study import environment as facts
 from treeattn.study.compare.clock import Clock
 from treeattn.study.compare.measure import Effort
-from treeattn.study.paper import EXPERIMENTS, measured
+from treeattn.study.paper import EXPERIMENTS, experiment
 from treeattn.study.paper.bandwidth import ping_pong
 from treeattn.study.paper.steps import certified
 from treeattn.study.paper.volume import SCHEMES
@@ -95,9 +95,9 @@ def test_any_pair_may_play(comm):
 
 
 def test_a_scheme_that_cannot_run_is_an_error_on_every_rank(comm):
-    key = measured.decode_key("hierarchical:nodes=5+5", comm.size, 10, 4, 16)
+    key = experiment.decode_key("hierarchical:nodes=5+5", comm.size, 10, 4, 16)
     with pytest.raises(TreeattnError, match="10 ranks"):
-        measured.run(comm, [key], EFFORT)
+        experiment.run(comm, [key], EFFORT)
 
 
 def test_a_wrong_result_is_not_shown(comm, monkeypatch):
@@ -105,9 +105,9 @@ def test_a_wrong_result_is_not_shown(comm, monkeypatch):
 
     exact = problems._judged
     monkeypatch.setattr(problems, "_judged", lambda *given: (exact(*given)[0], (0.0, 0.0)))
-    key = measured.decode_key("chain", comm.size, 100, 4, 16)
+    key = experiment.decode_key("chain", comm.size, 100, 4, 16)
     with pytest.raises(TreeattnError, match="chain on .* ranks: error"):
-        measured.run(comm, [key], EFFORT)
+        experiment.run(comm, [key], EFFORT)
 
 
 def test_files_of_this_machine_are_not_recorded(comm, monkeypatch):

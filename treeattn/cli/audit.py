@@ -12,9 +12,8 @@ import numpy as np
 from treeattn.agreement import collectively
 from treeattn.attention.mask import Rules
 from treeattn.cli import options
-from treeattn.cli.fingerprint import BLOCK, fingerprint, head_digests
 from treeattn.cli.options import FILE, Output
-from treeattn.cli.problem import Problem, seen_by_all
+from treeattn.cli.problem import BLOCK, Problem, fingerprint, head_digests, seen_by_all
 from treeattn.cli.verify import Drafts
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.decoder import Decoder

@@ -18,7 +18,7 @@ from treeattn import communicators, files
 from treeattn.agreement import broadcast_from_root, collectively
 from treeattn.attention.shape import DTYPES
 from treeattn.backends.cuda.device import Cuda
-from treeattn.cli import compare_answers, compare_points, compare_table, options
+from treeattn.cli import compare_points, compare_table, options
 from treeattn.cli.options import Output, choices, numbers
 from treeattn.cli.own_device import own_device
 from treeattn.cli.scheme import given, named_equal
@@ -262,7 +262,7 @@ class _Session:
             for point in self._held.points
             if point.key in case and self._held.version(point) == self._version(point.key)
         ]
-        return compare_answers.answered(results.Results(self._held.runs, points), self._baseline)
+        return compare_table.answered(results.Results(self._held.runs, points), self._baseline)
 
     def _say_how_far(self, block: Block) -> None:
         left = (time.monotonic() - self._began) / max(self._measured, 1) * (self._todo - self._measured)
@@ -290,7 +290,7 @@ class _Session:
             summary.facts["estimate"] = self._predictions.estimates.get(summary.key)
         summaries.sort(key=lambda summary: place[summary.key])
         for _, group in itertools.groupby(summaries, lambda summary: summary.key.case):
-            compare_answers.answer(group, self._held, self._baseline)
+            compare_table.answer(group, self._held, self._baseline)
         errors = [{"key": key, "message": text} for key, text in self._errors.items()]
         facts = {"run": self._line, "summaries": summaries, "errors": errors, "problems": self._problems}
         made = Report(msgspec.to_builtins(facts))

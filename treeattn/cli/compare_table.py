@@ -1,18 +1,22 @@
-"""The tables of ``treeattn compare``; docs/measuring.md derives every column."""
+"""The tables of ``treeattn compare`` and ``report``: what was measured, which schemes are faster than a
+baseline, and predicted against measured. docs/measuring.md derives every column."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from statistics import fmean
-from typing import Any
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
-from treeattn.cli import compare_answers, compare_predicted
 from treeattn.collectives.clusters.disturbance import TOGETHER
 from treeattn.report import LEGEND, Column, Report, count, identical, microseconds
-from treeattn.study.compare.results import Summary, compared_series, lacking
+from treeattn.study import intervals
+from treeattn.study.compare.answer import FEWEST, LOOKS, UNTOLD, Answer, answers
+from treeattn.study.compare.results import Results, Summary, compared_series, lacking, summarise
 from treeattn.study.compare.schema import NCCL_SUM, NULL, SUM, Key, Run
+from treeattn.study.intervals import Estimate
+from treeattn.study.published.held import score
 from treeattn.study.statistics import Statistics
 
 # What a time is counted from is said where it is not the first entry.
@@ -32,9 +36,9 @@ def show(made: Report, run: Run, summaries: Sequence[Summary], errors: Mapping[K
         for row in rows:
             if reason := _wrong(row):
                 made.line(f"wrong: {row.key.label}: {reason}", style="red")
-        compare_answers.show(made, rows)
-        foretold.append(compare_predicted.show(made, case(rows[0].key), rows))
-    compare_predicted.summary(made, foretold)
+        show_answers(made, rows)
+        foretold.append(_show_predicted(made, case(rows[0].key), rows))
+    _show_accuracy(made, foretold)
     causes: dict[Any, list[Key]] = {}
     for key, message in errors.items():
         causes.setdefault((key.case, message), []).append(key)
@@ -202,3 +206,158 @@ def _add_notes(made: Report, run: Run, summaries: Sequence[Summary], late: bool)
         source, method, error = run.clock.source, run.clock.method, run.clock.error
         made.line(f"clock: {source}, {method}; error at most {error:.2f} µs")
     made.note(run.warning)
+
+
+def answer(rows: Iterable[Summary], measured: Results, baseline: str | None) -> None:
+    """Give each summary of one case the series that it is compared by, and its answer or None."""
+    of_case = {row.key: row for row in rows}
+    series = compared_series(of_case.values())
+    used = [
+        point
+        for point in measured.points
+        if point.key in of_case and measured.version(point) == of_case[point.key].version
+    ]
+    early = any(measured.runs[run].options.get("stop_early") for run in {point.run for point in used})
+    found = {one.key: one for one in answers(used, series, baseline, early)}
+    for row in of_case.values():
+        row.facts.update(compared_by=series, answer=found.get(row.key), stops_early=early)
+
+
+def answered(case: Results, baseline: str | None) -> set[Key]:
+    """Keys of one case that need no further block: those with a verdict, and then all if none lacks it."""
+    rows = summarise(case)
+    answer(rows, case, baseline)
+    asked = [row.facts["answer"] for row in rows if row.facts["answer"]]
+    told = {one.key for one in asked if one.verdict != UNTOLD}
+    return {row.key for row in rows} if asked and len(told) == len(asked) else told
+
+
+def show_answers(made: Report, rows: Sequence[Summary]) -> None:
+    """Add the table of one case, or the line that says what it lacks."""
+    found: list[Answer] = [row.facts["answer"] for row in rows if row.facts.get("answer")]
+    if not found:
+        return
+    baselines = " or ".join(dict.fromkeys(one.baseline for one in found))
+    early = any(row.facts["stops_early"] for row in rows)
+    if max(one.blocks for one in found) < (LOOKS[0] if early else FEWEST):
+        made.line(f"faster than {baselines}? --repetitions {LOOKS[0] if early else FEWEST} at least can tell")
+        return
+    made.line(f"\nagainst {baselines}, within each repetition")
+    made.table(sorted(found, key=lambda one: one.ratio), [
+        Column("scheme", lambda one: one.key.label, words=True),
+        Column("ratio", "ratio", ".2f"),
+        Column("95 % interval", lambda one: None if one.low is None else f"{one.low:.2f} to {one.high:.2f}"),
+        Column("p", "p", ".2g"),
+        Column("verdict", "verdict", words=True),
+        Column("blocks", "blocks", wide=not early),
+    ])  # fmt: skip
+    if disagree := [one.key.label for one in found if one.disagree]:
+        made.line(f"launches disagree, one alone says the opposite of all: {', '.join(disagree)}")
+    if max(one.launches for one in found) == 1:
+        made.line(
+            "of one launch: what only another launch changes, such as the cores of ranks, is in no interval "
+            "(--launch 2)"
+        )
+    if early:
+        made.line(
+            "blocks ended with the answer: it was looked for after 8, 16, 32 .. of them, and p and intervals "
+            "hold for all looks together"
+        )
+
+
+class Pair(NamedTuple):
+    """A scheme's measured microseconds and what was predicted; ratio: measured, to the scheme that the
+    estimate's ratio is to, None where that was not measured."""
+
+    label: str
+    measured: float
+    estimate: Estimate
+    ratio: float | None
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative to what was measured."""
+        return self.estimate.time / self.measured - 1
+
+    @property
+    def within(self) -> bool:
+        """Whether what was measured lies in the interval."""
+        return self.estimate.low <= self.measured <= self.estimate.high
+
+    @property
+    def ratio_within(self) -> bool | None:
+        """Likewise of the ratio."""
+        if self.ratio is None or self.estimate.is_baseline:
+            return None
+        return self.estimate.ratio_low <= self.ratio <= self.estimate.ratio_high
+
+
+def _predicted_series(row: Summary) -> str:
+    """What is predicted: from the last entry where ranks were to enter together and did not."""
+    together = row.key.arrivals == TOGETHER.text
+    return str(row.facts["compared_by"]) if together else "completion"
+
+
+def pairs(rows: Sequence[Summary]) -> list[Pair]:
+    """Of the rows of one case that have both, in the order of what was measured."""
+    known = [(row, row.times[_predicted_series(row)].median) for row in rows if row.facts["estimate"]]
+    base = next((time for row, time in known if row.facts["estimate"].is_baseline), None)
+    made = [Pair(row.key.label, time, row.facts["estimate"], base and time / base) for row, time in known]
+    return sorted(made, key=lambda pair: pair.measured)
+
+
+def _show_predicted(made: Report, case: str, rows: Sequence[Summary]) -> list[Pair]:
+    found = pairs(rows)
+    if found:
+        made.line(f"\npredicted: {case}")
+        made.table(found, [
+            Column("scheme", "label", words=True),
+            Column("measured", "measured", microseconds),
+            Column("predicted", lambda pair: pair.estimate.time, microseconds),
+            Column("95 %", lambda pair: pair.estimate.interval),
+            Column("error", "error", "+.0%"),
+            Column("ratio", "ratio", ".2f"),
+            Column("predicted", lambda pair: pair.estimate.ratio_interval),
+        ])  # fmt: skip
+    if any(pair.estimate.is_baseline for pair in found):
+        made.line(intervals.alike((pair.label, pair.estimate) for pair in found))
+    return found
+
+
+def accuracy(cases: Sequence[Sequence[Pair]]) -> dict[str, Any]:
+    """How good the predictions of all cases were, as fractions; empty without any."""
+    every = [pair for case in cases for pair in case]
+    if not every:
+        return {}
+    of_ratios = [pair for pair in every if pair.ratio_within is not None]
+    errors = [abs(pair.estimate.ratio / pair.ratio - 1) for pair in of_ratios if pair.ratio]
+    chosen = [
+        min(case, key=lambda pair: pair.estimate.time).measured / case[0].measured for case in cases if case
+    ]
+    return {
+        **score([abs(pair.error) for pair in every])._asdict(),
+        "within_interval": fmean(pair.within for pair in every),
+        "ratio_median": median(errors) if errors else None,
+        "ratio_within_interval": fmean(map(bool, (p.ratio_within for p in of_ratios))) if errors else None,
+        "worst_choice": max(chosen),
+    }
+
+
+def _show_accuracy(made: Report, cases: Sequence[Sequence[Pair]]) -> None:
+    """Add the lines that say how good they were."""
+    found = accuracy(cases)
+    if not found:
+        return
+    text = (
+        f"Predicted against measured, {found['rows']} times: median {found['median']:.0%} off, 90 % within "
+        f"{found['p90']:.0%}, {found['within_25']:.0%} within 25 %, {found['within_interval']:.0%} in their "
+        "intervals"
+    )
+    if found["ratio_median"] is not None:
+        text += (
+            f"; ratios: median {found['ratio_median']:.0%} off, {found['ratio_within_interval']:.0%} in "
+            "their intervals"
+        )
+    made.line(
+        f"\n{text}; what is predicted fastest takes {found['worst_choice']:.2f} of the fastest's time at most"
+    )

@@ -16,10 +16,17 @@ from treeattn.agreement import collectively
 from treeattn.attention.mask import Rules
 from treeattn.backends.device import Device
 from treeattn.cli import options
-from treeattn.cli.fingerprint import fingerprint, head_digests, show_digests
 from treeattn.cli.options import FILE, Output
 from treeattn.cli.own_device import own_device
-from treeattn.cli.problem import Judge, Problem, heads_of, seen_by_all
+from treeattn.cli.problem import (
+    Judge,
+    Problem,
+    fingerprint,
+    head_digests,
+    heads_of,
+    seen_by_all,
+    show_digests,
+)
 from treeattn.cli.rules import rule_options
 from treeattn.cli.scheme import for_out, given
 from treeattn.collectives.runtime.communicator import MpiCommunicator

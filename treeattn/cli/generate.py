@@ -10,19 +10,18 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
 
-from treeattn import communicators
+from treeattn import communicators, files
 from treeattn.agreement import collectively
 from treeattn.cache_nodes import CacheNodes, connect
 from treeattn.cli import options
-from treeattn.cli.options import FILE, Output
+from treeattn.cli.options import FILE, Output, grouped, number, read, whole_numbers
 from treeattn.cli.own_device import own_device
 from treeattn.cli.scheme import given, is_file
-from treeattn.cli.text import Source, TextStream, source_options
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.reducer import Sent
@@ -32,6 +31,7 @@ from treeattn.decoder.prefill import PREFILLS
 from treeattn.decoder.request import Reduction
 from treeattn.errors import ArgumentError
 from treeattn.llama.attended import Attended
+from treeattn.llama.config import Config
 from treeattn.llama.drafts import Drafter, ModelDrafts, NgramDrafts
 from treeattn.llama.generate import Continuation, Drafting, generate
 from treeattn.llama.model import WEIGHT_DTYPES, WEIGHTS, Llama
@@ -43,6 +43,87 @@ from treeattn.llama.tokenizer import Tokenizer
 from treeattn.report import Progress, Report
 from treeattn.shards import Layout
 from treeattn.study import environment
+
+
+class Source(NamedTuple):
+    """The one option of these that says what the prompt is, and how many of its first tokens count."""
+
+    prompt: str | None
+    prompt_file: Path | None
+    prompt_ids: list[int] | None
+    random_tokens: int | None
+    prompt_tokens: int | None
+
+    def read(self, directory: Path, config: Config, seed: int) -> tuple[Tokenizer | None, list[int]]:
+        """Make the tokenizer of a model where text is asked for, and the prompt's tokens.
+
+        Raises `ArgumentError`.
+        """
+        *names, _ = (f"--{name.replace('_', '-')}" for name in self._fields)
+        if sum(value is not None for value in self[:-1]) != 1:
+            raise ArgumentError(f"give one of {', '.join(names)}")
+        vocabulary, longest = config.vocab_size, config.max_position_embeddings
+        if self.prompt_ids is not None:
+            return None, self._cut(self.prompt_ids)
+        if (wanted := self.random_tokens) is not None:
+            if wanted > longest:  # found out before they are drawn
+                raise ArgumentError(
+                    f"--random-tokens {wanted:,}: the model was made for at most {longest:,} tokens"
+                )
+            return None, self._cut(np.random.default_rng(seed).integers(0, vocabulary, wanted).tolist())
+        tokenizer = Tokenizer(directory, vocabulary)
+        text = self.prompt if self.prompt_file is None else files.read_text(self.prompt_file)
+        return tokenizer, self._cut(tokenizer.encode(text or ""))
+
+    def _cut(self, tokens: list[int]) -> list[int]:
+        if (count := self.prompt_tokens) is None:
+            return tokens
+        if not 1 <= count <= len(tokens):
+            raise ArgumentError(f"--prompt-tokens {count}: the prompt has {len(tokens):,} tokens")
+        return tokens[:count]
+
+
+#: Options that a command takes as one argument, a `Source`.
+source_options = grouped(
+    "source", Source,
+    click.option("--prompt", help="The text to continue."),
+    click.option("--prompt-file", type=FILE, help="A file that holds it."),
+    click.option("--prompt-ids", callback=read(whole_numbers), metavar="N[,N..]",
+                 help="Token numbers: no tokenizer is needed."),
+    click.option("--random-tokens", callback=read(number), metavar="N",
+                 help="A prompt of N random tokens, such as 32k."),
+    click.option("--prompt-tokens", callback=read(number), metavar="N",
+                 help="Only the first N tokens of the prompt, such as 4Ki."),
+)  # fmt: skip
+
+
+class TextStream:
+    """Prints tokens as they come: whole characters, or numbers."""
+
+    def __init__(self, tokenizer: Tokenizer | None, shown: bool) -> None:
+        self._tokenizer, self.shown = tokenizer, shown
+        self._printed, self._text, self._count = "", "", 0
+
+    def __call__(self, tokens: list[int]) -> None:
+        """All tokens so far; what is new is printed."""
+        if self._tokenizer is None:
+            new = ",".join(map(str, tokens[self._count :]))
+            self._print(f",{new}" if self._count else new)
+        else:
+            self._text = self._tokenizer.decode(tokens)
+            if not self._text.endswith("\ufffd"):  # the rest of a character is still to come
+                self._print(self._text[len(self._printed) :])
+                self._printed = self._text
+        self._count = len(tokens)
+
+    def end(self) -> None:
+        """The end of the text, perhaps within a character."""
+        self._print(self._text[len(self._printed) :] + "\n")
+
+    def _print(self, text: str) -> None:
+        if self.shown:
+            print(text, end="", flush=True)
+
 
 _RINGS = ("kv_ring", "query_ring")
 _AUDITED = ("logits", "attended")

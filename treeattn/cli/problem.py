@@ -1,4 +1,5 @@
-"""A decode problem that lies in a file: its shards, and the judge of its results."""
+"""A decode problem that lies in a file: its shards, in rows or pages, the judge of its results, and
+the digests that a recording holds of both."""
 
 from __future__ import annotations
 
@@ -12,15 +13,14 @@ import numpy as np
 from treeattn import files, reference
 from treeattn.agreement import collectively, must_match
 from treeattn.attention.mask import Rules
-from treeattn.attention.pages import as_table
+from treeattn.attention.pages import CheckedTable, as_table, rows_of
 from treeattn.attention.shape import CACHE_DTYPES, Shape, dtype_name, values_of
 from treeattn.attention.shard import CacheFormat, Shard
-from treeattn.cli.paged import PagedShard
 from treeattn.cli.rules import oracle
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
-from treeattn.report import Progress
+from treeattn.report import Progress, Report
 from treeattn.shards import Layout
 
 
@@ -251,3 +251,66 @@ def seen_by_all(world: MpiCommunicator, out: Array, lse: Array) -> tuple[str, bo
 
 def heads_of(shape: Shape) -> str:
     return f"{shape.heads} heads ({shape.kv_heads} KV) x {shape.head_dim}"
+
+
+class PagedShard:
+    """Of a block table [batch, pages of a sequence] a rank's part: a layout deals out places of pages.
+
+    numbers: of its pages in the file. block_table, lengths: as `treeattn.Decoder` takes them. tokens: their
+    numbers in a sequence.
+    """
+
+    def __init__(
+        self, table: Array, pages: tuple[int, int], lengths: Any, layout: Layout, rank: int, size: int
+    ) -> None:
+        """table: as `as_table` gives it. pages: how many the file has, and tokens of each. Raises
+        `ArgumentError`."""
+        page_size = pages[1]
+        CheckedTable().check(table, pages, lengths, None)
+        every = np.arange(table.shape[1])
+        places = np.concatenate([every[:0], *(every[run] for run in layout.runs(len(every), rank, size))])
+        valid = np.clip(np.asarray(lengths)[:, None] - places * page_size, 0, page_size)
+        own = table[:, places]
+        self.lengths = valid.sum(axis=1)
+        self.numbers = np.unique(own[valid > 0])
+        self.block_table = np.where(valid > 0, np.searchsorted(self.numbers, own), -1).astype(np.int32)
+        self.tokens = (places[:, None] * page_size + np.arange(page_size)).ravel()
+
+    def rows(self, cache: Array) -> Any:
+        """[batch, tokens, ..] of this rank's pages; beyond `lengths` anything."""
+        tokens = np.arange(len(self.tokens))
+        if not len(cache):
+            return np.zeros((len(self.lengths), len(tokens), *cache.shape[2:]), cache.dtype)
+        return np.stack([rows_of(cache, np.maximum(row, 0), tokens) for row in self.block_table])
+
+
+BLOCK = 256  # tokens with a digest of their own
+
+
+def fingerprint(world: MpiCommunicator, problem: Problem) -> dict[str, Any]:
+    """Of the query, and of each 256 tokens of the cache, whoever holds them. Collective."""
+    own: dict[int, int] = {}
+    tensors: list[Any] = [problem.k] if problem.latent else [problem.k, problem.v]
+    rows = [tensor if problem.paged is None else problem.paged.rows(tensor) for tensor in tensors]
+    for index, token in enumerate(np.asarray(problem.own).tolist()):
+        content = b"".join(np.ascontiguousarray(row[:, index]).view(np.uint8).tobytes() for row in rows)
+        digest = hashlib.blake2b(content + token.to_bytes(8, "little"), digest_size=8).digest()
+        own[token // BLOCK] = own.get(token // BLOCK, 0) + int.from_bytes(digest, "little")
+    everyone = world.allgather(own)
+    sums = (sum(one.get(at, 0) for one in everyone) for at in range(-(-problem.tokens // BLOCK)))
+    query = hashlib.sha256(np.ascontiguousarray(problem.q).view(np.uint8).tobytes()).hexdigest()
+    return {"query": query, "blocks": [f"{total % (1 << 64):016x}" for total in sums]}
+
+
+def show_digests(made: Report, rows: list[dict[str, Any]]) -> None:
+    """A line for each result that the rows have: one, where bits are of the tokens alone."""
+    for digest in sorted({row["sha256"] for row in rows}):
+        made.text(f"SHA-256 of out and lse, on any ranks and machine: {digest}")
+
+
+def head_digests(out: Array, lse: Array) -> list[str]:
+    """Of each query head's result."""
+    return [
+        hashlib.sha256(out[:, :, head].tobytes() + lse[:, head].tobytes()).hexdigest()[:16]
+        for head in range(lse.shape[1])
+    ]

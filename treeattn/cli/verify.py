@@ -13,9 +13,16 @@ import numpy as np
 from treeattn import mpi_library, reference
 from treeattn.agreement import collectively
 from treeattn.cli import options
-from treeattn.cli.fingerprint import fingerprint, head_digests, show_digests
 from treeattn.cli.options import FILE, Output
-from treeattn.cli.problem import Problem, heads_of, largest_difference, seen_by_all
+from treeattn.cli.problem import (
+    Problem,
+    fingerprint,
+    head_digests,
+    heads_of,
+    largest_difference,
+    seen_by_all,
+    show_digests,
+)
 from treeattn.cli.scheme import for_out, given
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule

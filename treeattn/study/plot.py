@@ -11,7 +11,7 @@ from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, TreeattnError, one_line
 from treeattn.study.compare import results
 from treeattn.study.compare.schema import SUM
-from treeattn.study.figures import payload, times
+from treeattn.study.figures import times
 from treeattn.study.figures.cases import ARRIVALS, RANKS, Axis, Case, Study, cases, left_out
 from treeattn.study.figures.chart import Chart
 from treeattn.study.figures.roofline import is_roofline, roofline
@@ -44,8 +44,8 @@ FIGURES = {
     "scaling": Figure(times.scaling, "no case was measured on several numbers of ranks", RANKS),
     "arrivals": Figure(times.arrivals, "no case was measured with several arrivals", ARRIVALS),
     "cold": Figure(times.cold, "no points of schemes"),
-    "memory": Figure(payload.memory, "no point tells its allocations"),
-    "traffic": Figure(payload.traffic, "no point tells what was sent"),
+    "memory": Figure(times.memory, "no point tells its allocations"),
+    "traffic": Figure(times.traffic, "no point tells what was sent"),
     "predicted": Figure(times.predicted, "no point carries a prediction"),
     "roofline": Figure(None, "no file of `treeattn roofline --json`"),
 }

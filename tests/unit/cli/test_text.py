@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer as Made
 from tokenizers import decoders, models, pre_tokenizers
 
-from treeattn.cli.text import TextStream
+from treeattn.cli.generate import TextStream
 from treeattn.llama.tokenizer import Tokenizer
 
 

@@ -12,7 +12,7 @@ import made_results
 import msgspec
 import pytest
 
-from treeattn.cli.compare_answers import answered, show
+from treeattn.cli.compare_table import answered, show_answers
 from treeattn.report import Report
 from treeattn.study.compare.answer import LOOKS, _holm, _location, _looked, _p, answers
 from treeattn.study.compare.results import Results
@@ -68,7 +68,7 @@ def shown(found):
     """The table of these answers, on one line."""
     rows = [types.SimpleNamespace(facts={"answer": one, "stops_early": False}) for one in found]
     made, screen = Report({}), io.StringIO()
-    show(made, rows)
+    show_answers(made, rows)
     made.show(file=screen)
     return " ".join(screen.getvalue().split())
 

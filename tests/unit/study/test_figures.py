@@ -512,7 +512,7 @@ def visible_ticks(axis):
 def test_logarithmic_axes_have_three_labels(ends, room):
     from matplotlib.figure import Figure
 
-    from treeattn.study.figures.axes import value_axis
+    from treeattn.study.figures.pictures import value_axis
 
     figure = Figure()
     axes = figure.subplots()

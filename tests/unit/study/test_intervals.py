@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from treeattn.cli import compare_predicted
+from treeattn.cli import compare_table
 from treeattn.collectives import build
 from treeattn.collectives.clusters import description, uncertainty
 from treeattn.collectives.clusters.description import Cluster, Executor, Tier
@@ -109,13 +109,13 @@ def test_how_good_predictions_were_is_summed_up():
     first = Estimate(10.0, 9.0, 11.0, 1.0, 1.0, 1.0)
     second, third = Estimate(20.0, 18.0, 22.0, 2.0, 1.8, 2.2), Estimate(30.0, 27.0, 33.0, 3.0, 2.7, 3.3)
     rows = [row("ring", 10.5, first), row("chain", 20.0, second), row("bine", 10.0, third)]
-    found = compare_predicted.facts([compare_predicted.pairs(rows)])
+    found = compare_table.accuracy([compare_table.pairs(rows)])
     assert (found["rows"], found["within_25"]) == (3, pytest.approx(2 / 3))
     assert found["median"] == pytest.approx(0.5 / 10.5)
     assert found["within_interval"] == pytest.approx(2 / 3)
     assert found["ratio_within_interval"] == pytest.approx(1 / 2)
     assert found["worst_choice"] == pytest.approx(1.05)
-    assert compare_predicted.facts([]) == {}
+    assert compare_table.accuracy([]) == {}
 
 
 def test_correlated_prices_are_wrong_together():

@@ -15,8 +15,8 @@ from treeattn.study.paper import (
     EXPERIMENTS,
     Table,
     bandwidth,
+    experiment,
     llama,
-    measured,
     memory,
     shown,
     simulated,
@@ -280,9 +280,9 @@ def test_what_is_said_of_256000_tokens():
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("wrong", [{"error_out": math.nan}, {"error_out": 2e-6}, {"same_bits": False}])
 def test_a_result_that_is_wrong_in_one_block_stops_the_experiment(place, wrong):
-    key = measured.decode_key("ring", 2, 64, 4, 16)
+    key = experiment.decode_key("ring", 2, 64, 4, 16)
     points = [{"error_out": 1e-7, "bound_out": 1e-6, "same_bits": True} for _ in range(2)]
-    assert measured._missed(key, points) == []
+    assert experiment._missed(key, points) == []
     points[place] |= wrong
-    (problem,) = measured._missed(key, points)
+    (problem,) = experiment._missed(key, points)
     assert "what a wrong result costs is not shown" in str(problem)

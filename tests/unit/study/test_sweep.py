@@ -9,7 +9,7 @@ import pytest
 
 from treeattn import collectives
 from treeattn.collectives.runtime.reducer import Sent
-from treeattn.study.compare import payload
+from treeattn.study.compare import measure
 from treeattn.study.compare.measure import Effort
 from treeattn.study.compare.sweep import Block, Sweep, keys
 
@@ -88,7 +88,7 @@ def test_what_is_done_is_not_done_again():
 def test_payload_of_eq_14():
     """A ring sends 2 (p - 1) / p of the records from each rank when p divides them."""
     for scheme in ("ring", "reduce_scatter_gather"):
-        counted = payload.scheduled(collectives.build(scheme, 4), 16, 130 * 4, ((0, 1), (2, 3)))
+        counted = measure.scheduled_tiers(collectives.build(scheme, 4), 16, 130 * 4, ((0, 1), (2, 3)))
         assert counted["intra"][1] + counted["inter"][1] == 2 * 3 * 16 * 130 * 4
         assert counted["inter"][1] > 0
 
@@ -107,9 +107,9 @@ def test_what_was_handed_over_by_tier(sent, groups, tiers):
         def allgather(self, mine):
             return sent
 
-    assert payload.handed_over(Ranks(), sent[0], groups) == tiers
+    assert measure.handed_over(Ranks(), sent[0], groups) == tiers
 
 
 def test_chunks_without_rows_are_not_sent():
-    counted = payload.scheduled(collectives.build("ring", 4), 1, 520, ((0, 1, 2, 3),))
+    counted = measure.scheduled_tiers(collectives.build("ring", 4), 1, 520, ((0, 1, 2, 3),))
     assert counted == {"intra": [6, 6 * 520], "inter": [0, 0]}

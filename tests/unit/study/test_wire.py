@@ -7,7 +7,7 @@ import pytest
 
 from treeattn import collectives, partial
 from treeattn.collectives.executors import loopback
-from treeattn.study.compare.wire import Bfloat16Operator, narrow, widen
+from treeattn.study.compare.steps import Bfloat16Operator, narrow, widen
 
 HEAD_DIM = 64
 

@@ -10,7 +10,7 @@ import hashlib
 import math
 import time
 import tracemalloc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,14 @@ import numpy as np
 
 from treeattn import communicators
 from treeattn.collectives.clusters.disturbance import ALL_TOGETHER, Arrivals
+from treeattn.collectives.parameters import Groups, node_of
 from treeattn.collectives.runtime.communicator import MpiCommunicator
+from treeattn.collectives.runtime.reducer import Sent
 from treeattn.collectives.schedule import Schedule
+from treeattn.collectives.traffic import messages
 from treeattn.decoder.planned import PlannedDecode
 from treeattn.study import environment
-from treeattn.study.compare import payload, problems, steps
+from treeattn.study.compare import problems, steps
 from treeattn.study.compare.clock import Clock
 from treeattn.study.compare.loop import Loop, Times
 from treeattn.study.compare.results import ENOUGH
@@ -168,7 +171,7 @@ class Bench:
         if step.schedule is not None:
             size = 2 if key.wire == "bfloat16" else step.records.itemsize
             row = key.batch * key.queries * (key.head_dim + 2) * size
-            scheduled = payload.scheduled(step.schedule, key.heads, row, self.groups)
+            scheduled = scheduled_tiers(step.schedule, key.heads, row, self.groups)
         judged = key.scheme not in (SUM, NULL)
         if judged and key.what == "reduce":
             step.finish()
@@ -177,7 +180,7 @@ class Bench:
             "determinism": proved.determinism if proved else "measured",
             "rounds": proved and proved.rounds,
             "depth": proved and proved.depth,
-            "sent": payload.handed_over(self.comm, step.sent, self.groups),
+            "sent": handed_over(self.comm, step.sent, self.groups),
             "scheduled": scheduled,
             **(self._judged(problem, step) if judged else dict.fromkeys(JUDGEMENT)),
         }
@@ -231,3 +234,43 @@ def _calls(key: Key, problem: problems.Problem, step: PlannedDecode) -> tuple[An
 
 def _digest(out: Any, lse: Any) -> str:
     return hashlib.sha256(out.tobytes() + lse.tobytes()).hexdigest()[:16]
+
+
+Tiers = dict[str, list[Any]]
+
+
+def scheduled_tiers(schedule: Schedule, rows: int, row_bytes: int, groups: Groups) -> Tiers:
+    """Tier -> [messages, bytes] of one step of `schedule`, all ranks together.
+
+    The records are `rows` of `row_bytes` that a chunk never cuts (all records of a head). groups: the ranks
+    of each node.
+    """
+    sent = ((m.src, m.dst, m.records * row_bytes) for m in messages(schedule, rows))
+    return _by_tier(sent, groups)
+
+
+def handed_over(comm: MpiCommunicator, sent: Any, groups: Groups) -> Tiers | None:
+    """The same from what each rank handed to MPI: a list of (destination, bytes), one for each message.
+
+    Of a library's collective only the payload is known: its messages are None, its tier is ``unknown``
+    unless there is but one node. None where not even that is. Collective.
+    """
+    everyone: list[Any] = comm.allgather(sent)
+    if any(mine is None for mine in everyone):
+        return None
+    if not isinstance(sent, Sent):
+        return _by_tier(((src, dst, size) for src, mine in enumerate(everyone) for dst, size in mine), groups)
+    counts, sizes = zip(*everyone, strict=True)
+    tier = "intra" if len(groups) == 1 else "unknown"
+    return _by_tier((), groups) | {tier: [None if None in counts else sum(counts), sum(sizes)]}
+
+
+def _by_tier(sent: Iterable[tuple[int, int, int]], groups: Groups) -> Tiers:
+    """sent: source, destination, bytes."""
+    node = node_of(groups)
+    tiers: Tiers = {"intra": [0, 0], "inter": [0, 0]}
+    for src, dst, size in sent:
+        count = tiers["intra" if node[src] == node[dst] else "inter"]
+        count[0] += 1
+        count[1] += size
+    return tiers

@@ -9,8 +9,8 @@ import numpy as np
 from treeattn import energy
 from treeattn.collectives.runtime.communicator import Given
 from treeattn.errors import ArgumentError
-from treeattn.study.figures.axes import plain
 from treeattn.study.figures.chart import Curve, Curves, Point
+from treeattn.study.figures.pictures import plain
 
 
 def along(

@@ -1,10 +1,18 @@
-"""What an experiment is: functions from a setting to tables. What the tables mean stands in docs/paper.md."""
+"""What an experiment is, functions from a setting to tables, and the harness that one runs: schemes
+interleaved, results checked, everything kept. What the tables mean stands in docs/paper.md."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from treeattn.collectives.runtime.communicator import MpiCommunicator
+from treeattn.errors import TreeattnError
+from treeattn.study.compare.measure import Effort
+from treeattn.study.compare.schema import Key
+from treeattn.study.compare.sweep import Sweep
 
 #: What stands where the paper has a mark in a figure; no number was read off one.
 IN_THE_FIGURE = "in the figure"
@@ -54,3 +62,67 @@ class Experiment:
     paper: dict[str, Any]
     measure: Callable[..., list[Table]] = lambda comm: []
     small: dict[str, Any] | None = None
+
+
+#: Where nothing depends on time.
+COUNTED = Effort(repetitions=1, iterations=3, seconds=0.01)
+
+#: Points of one key: the fields that `Bench.block` gives.
+Points = list[dict[str, Any]]
+
+
+def sweep(
+    keys: Callable[..., list[Key]], tables: Callable[[dict[Key, Points]], list[Table]]
+) -> Callable[..., list[Table]]:
+    """The `measure` of an experiment: of `keys` for the numbers of ranks that the job has, its `tables`."""
+
+    def measure(comm: MpiCommunicator, effort: Effort, ranks: Sequence[int], **setting: Any) -> list[Table]:
+        fitting = [size for size in ranks if size <= comm.size]
+        points = run(comm, keys(fitting, **setting), effort)
+        return tables(points) if points else []
+
+    return measure
+
+
+def decode_key(scheme: str, ranks: int, tokens: int, heads: int, head_dim: int) -> Key:
+    """A whole step: one query of one sequence, as many KV heads as heads, as in the paper."""
+    return Key("decode", scheme, ranks, tokens, 1, 1, heads, heads, head_dim, "bfloat16")
+
+
+def run(comm: MpiCommunicator, keys: Sequence[Key], effort: Effort) -> dict[Key, Points]:
+    """The points of every key in the order of `keys`, on rank 0; nothing elsewhere. Collective.
+
+    keys: those of one number of ranks together, and of one case. Raises on all ranks what a scheme raised,
+    and `TreeattnError` if a result missed its bound: then its time would mean nothing.
+    """
+    points: dict[Key, Points] = {key: [] for key in keys} if comm.rank == 0 else {}
+    problems: list[TreeattnError] = []
+    for block, found in Sweep(keys, effort, 1, 0, {}).run(comm):
+        if isinstance(found, TreeattnError):
+            problems.append(found)
+        elif found is not None:
+            points[block.key].append(found)
+    problems = comm.bcast(problems or [problem for key in points for problem in _missed(key, points[key])])
+    if problems:
+        raise problems[0]
+    return points
+
+
+def _missed(key: Key, points: Points) -> list[TreeattnError]:
+    wrong = [
+        f"{key.scheme} on {key.ranks} ranks: error {point['error_out']:.1e}, bound {point['bound_out']:.1e}, "
+        "or bits that differ between ranks; what a wrong result costs is not shown"
+        for point in points
+        if not point["error_out"] <= point["bound_out"] or point["same_bits"] is False  # NaN is wrong too
+    ]
+    return [TreeattnError(text) for text in wrong[:1]]
+
+
+def median(points: Points) -> float:
+    """Milliseconds from first entry to last exit: the median over blocks of the median over iterations."""
+    return float(statistics.median(statistics.median(p["samples"]["completion"]) for p in points)) / 1000
+
+
+def cold(points: Points) -> float:
+    """Milliseconds of planning and the first call after it, median over blocks."""
+    return statistics.median(float(point["plan"]) + float(point["first"]) for point in points) / 1000

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from treeattn.study.compare.measure import Effort
 from treeattn.study.compare.schema import Key
-from treeattn.study.paper import measured, simulated
-from treeattn.study.paper.experiment import Experiment, Table
-from treeattn.study.paper.measured import Points
+from treeattn.study.paper import experiment, simulated
+from treeattn.study.paper.experiment import Experiment, Points, Table
 
 SHAPE = {"heads": 16, "head_dim": 128}
 EFFORT = Effort(repetitions=5, iterations=20, seconds=0.2)
@@ -19,7 +18,7 @@ RING, TREE, OURS = "kv_ring", "three_allreduce", "binary_tree"
 def keys(ranks: Sequence[int], tokens: Sequence[int], heads: int, head_dim: int) -> list[Key]:
     """kv_ring, three_allreduce (the paper's tree) and binary_tree (ours), side by side in each case."""
     cases = itertools.product(ranks, tokens, (RING, TREE, OURS))
-    return [measured.decode_key(scheme, size, length, heads, head_dim) for size, length, scheme in cases]
+    return [experiment.decode_key(scheme, size, length, heads, head_dim) for size, length, scheme in cases]
 
 
 def tables(points: dict[Key, Points]) -> list[Table]:
@@ -30,8 +29,8 @@ def tables(points: dict[Key, Points]) -> list[Table]:
     )  # fmt: skip
     rows, blocks = [], list(points.values())
     for key, *of_case in zip(list(points)[::3], blocks[::3], blocks[1::3], blocks[2::3], strict=True):
-        ring, tree, ours = map(measured.median, of_case)
-        cold = measured.cold(of_case[0]) / measured.cold(of_case[1])
+        ring, tree, ours = map(experiment.median, of_case)
+        cold = experiment.cold(of_case[0]) / experiment.cold(of_case[1])
         rows.append((key.tokens, key.ranks, ring, tree, ours, ring / tree, ring / ours, cold))
     return [Table(f"run here, warm medians; tree: {TREE}", headings, rows)]
 
@@ -40,7 +39,7 @@ EXPERIMENT = Experiment(
     title="time of a decoding step against context length and GPUs, ring against tree",
     where="section 6.1, figure 3",
     model=simulated.latency,
-    measure=measured.sweep(keys, tables),
+    measure=experiment.sweep(keys, tables),
     paper=SHAPE | {"tokens": tuple(80_000 << doubling for doubling in range(7)), "ranks": (8, 64, 128)},
     small=SHAPE | {"tokens": (1_000, 4_000, 16_000), "ranks": (2, 4), "effort": EFFORT},
 )

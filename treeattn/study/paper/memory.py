@@ -8,9 +8,8 @@ from typing import Any
 
 from treeattn.study import laws
 from treeattn.study.compare.schema import Key
-from treeattn.study.paper import measured
-from treeattn.study.paper.experiment import Cell, Experiment, Table
-from treeattn.study.paper.measured import Points
+from treeattn.study.paper import experiment
+from treeattn.study.paper.experiment import Cell, Experiment, Points, Table
 
 CACHE, RECORD = 2, 4  # bytes of an element: bfloat16 keys, values and query; float32 records and results
 MB = 1e6
@@ -67,7 +66,7 @@ def model(shard: int, heads: Sequence[int], head_dim: int) -> list[Table]:
 def keys(ranks: Sequence[int], shard: int, heads: Sequence[int], head_dim: int) -> list[Key]:
     """Ring and tree in turn, with `shard` tokens on every rank."""
     cases = itertools.product(ranks, heads, (RING, TREE))
-    return [measured.decode_key(scheme, p, p * shard, count, head_dim) for p, count, scheme in cases]
+    return [experiment.decode_key(scheme, p, p * shard, count, head_dim) for p, count, scheme in cases]
 
 
 def tables(points: dict[Key, Points]) -> list[Table]:
@@ -113,7 +112,7 @@ EXPERIMENT = Experiment(
     title="peak memory of one attention block on two devices, ring against tree",
     where="section 6.2, equations 8 and 9",
     model=model,
-    measure=measured.sweep(keys, tables),
+    measure=experiment.sweep(keys, tables),
     paper={"shard": 64_000, "heads": (16, 32), "head_dim": 128},
-    small={"shard": 4_096, "ranks": (2, 4), "heads": (16, 32), "head_dim": 128, "effort": measured.COUNTED},
+    small={"shard": 4_096, "ranks": (2, 4), "heads": (16, 32), "head_dim": 128, "effort": experiment.COUNTED},
 )

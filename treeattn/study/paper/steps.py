@@ -8,9 +8,8 @@ from treeattn import collectives
 from treeattn.study import laws
 from treeattn.study.compare.measure import Effort
 from treeattn.study.compare.schema import Key
-from treeattn.study.paper import measured, simulated
-from treeattn.study.paper.experiment import Cell, Experiment, Table
-from treeattn.study.paper.measured import Points
+from treeattn.study.paper import experiment, simulated
+from treeattn.study.paper.experiment import Cell, Experiment, Points, Table
 
 EFFORT = Effort(repetitions=3, iterations=50, seconds=0.1)
 GPUS = 8  # of a node
@@ -58,7 +57,7 @@ def tables(points: dict[Key, Points]) -> list[Table]:
     rows: list[tuple[Cell, ...]] = []
     for key, blocks in points.items():
         steps = blocks[0]["depth"], blocks[0]["rounds"], laws.reduction_steps(key.ranks, key.ranks)
-        rows.append((key.ranks, key.scheme, *steps, 1000 * measured.median(blocks)))
+        rows.append((key.ranks, key.scheme, *steps, 1000 * experiment.median(blocks)))
     headings = ("ranks", "scheme", "depth: here", "rounds: here", "steps: model", "µs: here")
     return [Table(f"run here: the reduction alone, {key.heads} x {key.head_dim}", headings, rows)]
 
@@ -67,7 +66,7 @@ EXPERIMENT = Experiment(
     title="steps of a reduction against log p",
     where="section 5.1, Theorem 1: O(N/p + log p)",
     model=model,
-    measure=measured.sweep(keys, tables),
+    measure=experiment.sweep(keys, tables),
     paper={"ranks": (8, 64, 128), "schemes": (*SCHEMES[:3], "double_binary_tree", *SCHEMES[3:])},
     small={"ranks": (2, 3, 4, 8), "schemes": SCHEMES, "heads": 16, "head_dim": 128, "effort": EFFORT},
 )

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from treeattn.study import laws
 from treeattn.study.compare.schema import Key
-from treeattn.study.paper import measured, simulated
-from treeattn.study.paper.experiment import Cell, Experiment, Table
-from treeattn.study.paper.measured import Points
+from treeattn.study.paper import experiment, simulated
+from treeattn.study.paper.experiment import Cell, Experiment, Points, Table
 
 CACHE, RECORD = 2, 4  # bytes of an element of the cache and of a record
 
@@ -58,7 +57,7 @@ def model(tokens: int, ranks: int, heads: int, head_dim: int) -> list[Table]:
 def keys(ranks: Sequence[int], tokens: int, heads: int, head_dim: int) -> list[Key]:
     """One step of every scheme of `SCHEMES`. tokens: over all ranks."""
     shape = tokens, heads, head_dim
-    return [measured.decode_key(scheme, size, *shape) for size in ranks for scheme in SCHEMES]
+    return [experiment.decode_key(scheme, size, *shape) for size in ranks for scheme in SCHEMES]
 
 
 def tables(points: dict[Key, Points]) -> list[Table]:
@@ -83,7 +82,7 @@ EXPERIMENT = Experiment(
     title="communication volume, and whether a ring can hide it behind computation",
     where="section 6.3, equations 10 to 14",
     model=model,
-    measure=measured.sweep(keys, tables),
+    measure=experiment.sweep(keys, tables),
     paper={"tokens": 640_000, "ranks": 8, "heads": 16, "head_dim": 128},
-    small={"tokens": 4_000, "ranks": (2, 4), "heads": 16, "head_dim": 128, "effort": measured.COUNTED},
+    small={"tokens": 4_000, "ranks": (2, 4), "heads": 16, "head_dim": 128, "effort": experiment.COUNTED},
 )

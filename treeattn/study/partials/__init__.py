@@ -13,8 +13,7 @@ from treeattn.attention.arrays import AnyArray
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 from treeattn.study.partials import ranks
-from treeattn.study.partials.dump import Finding, base_name, read_part
-from treeattn.study.partials.whole import explained
+from treeattn.study.partials.whole import Finding, base_name, explained, read_part
 
 __all__ = ["Finding", "check_partials"]
 

@@ -13,8 +13,7 @@ from treeattn import reference
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 from treeattn.reference import difference
-from treeattn.study.partials.dump import LOG, OTHER, Finding, Part, largest, read_part, tolerance
-from treeattn.study.partials.whole import merged
+from treeattn.study.partials.whole import LOG, OTHER, Finding, Part, largest, merged, read_part, tolerance
 
 _HARMLESS = 1e-6  # a weight that no result shows
 

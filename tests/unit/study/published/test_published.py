@@ -18,12 +18,18 @@ from treeattn.collectives.clusters.writing import as_toml
 from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError
 from treeattn.study.published.fit import Fit
-from treeattn.study.published.held import Predicted, given, held_out, ratio_error, score, winners
+from treeattn.study.published.held import (
+    Predicted,
+    given,
+    held_out,
+    ratio_error,
+    score,
+    two_parameters,
+    winners,
+)
 from treeattn.study.published.measurements import ELEMENT, SHIPPED, Files, Measurement, Run, read
 from treeattn.study.published.prices import Prices, resemblance
-from treeattn.study.published.rounds import sums
-from treeattn.study.published.torus import hops_and_load
-from treeattn.study.published.two_parameters import two_parameters
+from treeattn.study.published.rounds import hops_and_load, sums
 
 ROOT = Path(__file__).resolve().parents[4]
 HEADER = (
