@@ -25,7 +25,7 @@ from pathlib import Path
 from treeattn.cli import compare_table
 from treeattn.cli.compare_table import pairs
 from treeattn.collectives import names
-from treeattn.collectives.clusters.probes import RECORDS
+from treeattn.collectives.clusters.fit import RECORDS
 from treeattn.decoder.fastest import candidates
 from treeattn.decoder.plan import select
 from treeattn.study import environment

@@ -54,13 +54,11 @@ def _latency(cluster: Cluster, tiers: range, units: int, senders: int, executor:
     for tier in tiers:
         link = cluster.link(tier, 0, executor.pulls)
         cost = link.overhead + executor.message
-        delay = min(delay, 2 * cost + min(link.latency, *_steps(cluster, tier)))
+        delay = min(
+            delay, 2 * cost + min([link.latency, *(step.latency for step in cluster.tiers[tier].protocols)])
+        )
         period = min(period, cost if cluster.tiers[tier].mesh else max(cost, link.gap))
     return spread(units, senders, period, delay)
-
-
-def _steps(cluster: Cluster, tier: int) -> list[float]:
-    return [float("inf"), *(step.latency for step in cluster.tiers[tier].protocols)]
 
 
 def _least_byte(cluster: Cluster, tier: int) -> float:

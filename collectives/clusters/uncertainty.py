@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import structs
 
-from treeattn.collectives.clusters.description import PRICES, Cluster, Executor, Protocol, Tier
+from treeattn.collectives.clusters.description import PRICES, Cluster, Executor, Tier
 
 #: Standard deviation of the logarithm of a price that nobody measured.
 ASSUMED = math.log(2) / 1.96
@@ -115,7 +115,8 @@ def _scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
         }
         if isinstance(table, Tier):
             fields["protocols"] = tuple(
-                _step(step, factors.get(f"{name}.{step.name}", 1.0)) for step in table.protocols
+                structs.replace(step, latency=step.latency * factors.get(f"{name}.{step.name}", 1.0))
+                for step in table.protocols
             )
         return structs.replace(table, **fields)
 
@@ -125,7 +126,3 @@ def _scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
         executors={name: changed(name, executor) for name, executor in cluster.executors.items()},
     )
     return found
-
-
-def _step(step: Protocol, factor: float) -> Protocol:
-    return structs.replace(step, latency=step.latency * factor)

@@ -215,15 +215,16 @@ def _arrow(layout: Drawing, index: int, transfer: Transfer, far: bool) -> str:
 
 def _chunk_label(layout: Drawing, index: int, transfer: Transfer) -> str:
     x, y = layout.starts[index] - 3, layout.lanes[transfer.src] - 3
-    label = _chunk_range(transfer.chunks)
+    label = chunk_range(transfer.chunks)
     return f'<text class="chunk" x="{x:.1f}" y="{y:.1f}" text-anchor="end">{label}</text>'
 
 
 def _chunk_text(transfer: Transfer) -> str:
-    return f"chunk{'s' if len(transfer.chunks) > 1 else ''} {_chunk_range(transfer.chunks)}"
+    return f"chunk{'s' if len(transfer.chunks) > 1 else ''} {chunk_range(transfer.chunks)}"
 
 
-def _chunk_range(chunks: range) -> str:
+def chunk_range(chunks: range) -> str:
+    """Numbers from the first to the last."""
     return str(chunks.start) if len(chunks) == 1 else f"{chunks.start}-{chunks.stop - 1}"
 
 
@@ -233,7 +234,7 @@ def _label_length(schedule: Schedule, round_: Round) -> int:
         return 0
     if all(len(t.chunks) == schedule.chunks for t in round_):
         return 0
-    return max(len(_chunk_range(t.chunks)) for t in round_)
+    return max(len(chunk_range(t.chunks)) for t in round_)
 
 
 def _lanes(nodes: Groups, height: float) -> Iterator[tuple[int, float]]:

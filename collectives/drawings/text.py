@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from treeattn.collectives import parameters
-from treeattn.collectives.drawings.goal import goal
+from treeattn.collectives.drawings.exports import goal
 from treeattn.collectives.drawings.html import html
-from treeattn.collectives.drawings.svg import headline, svg
+from treeattn.collectives.drawings.svg import chunk_range, headline, svg
 from treeattn.collectives.parameters import Groups
 from treeattn.collectives.schedule import Round, Schedule, Transfer
 
@@ -39,15 +39,13 @@ def text(schedule: Schedule, nodes: Sequence[Any] | None = None) -> str:
 def _round_list(schedule: Schedule) -> Iterator[str]:
     whole = range(schedule.chunks)
     for number, round_ in enumerate(schedule.rounds, 1):
-        shown = [t.arrow + ("" if t.chunks == whole else _chunks(t)) for t in round_[:LISTED_TRANSFERS]]
+        shown = [
+            t.arrow + ("" if t.chunks == whole else f"[{chunk_range(t.chunks)}]")
+            for t in round_[:LISTED_TRANSFERS]
+        ]
         if len(round_) > LISTED_TRANSFERS:
             shown.append(f"and {len(round_) - LISTED_TRANSFERS} more")
         yield f"round {number}: {', '.join(shown)}"
-
-
-def _chunks(transfer: Transfer) -> str:
-    first, end = transfer.chunks.start, transfer.chunks.stop
-    return f"[{first}]" if end == first + 1 else f"[{first}-{end - 1}]"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 from treeattn.collectives.clusters.placement import node_groups
-from treeattn.collectives.clusters.simulate import Flight, Simulation, Step
+from treeattn.collectives.clusters.simulate import Flight, Simulation
 from treeattn.collectives.drawings.svg import STYLE
 from treeattn.errors import RestrictionError
 
@@ -70,17 +70,13 @@ def _lane(simulation: Simulation, rank: int, lane: dict[int, float]) -> Iterator
     end = _x(simulation, simulation.ends[rank])
     yield f'<path class="lane" d="M{_LEFT},{y:.1f} H{end:.1f}"/>'
     for step in simulation.steps[rank]:
-        yield from _sending(simulation, step, y)
+        if step.sent > step.entered:
+            to = ", ".join(str(flight.dst) for flight in step.sends) or "nobody"
+            yield _bar(simulation, "send", step.entered, step.sent, y, f"round {step.round + 1}: to {to}")
     for flight in simulation.flights:
         if flight.dst == rank:
             about = f"round {flight.round + 1}: from {flight.src}, {flight.bytes} bytes"
             yield _bar(simulation, "take", flight.taken_up, flight.done, y, about)
-
-
-def _sending(simulation: Simulation, step: Step, y: float) -> Iterator[str]:
-    if step.sent > step.entered:
-        to = ", ".join(str(flight.dst) for flight in step.sends) or "nobody"
-        yield _bar(simulation, "send", step.entered, step.sent, y, f"round {step.round + 1}: to {to}")
 
 
 def _bar(simulation: Simulation, kind: str, start: float, end: float, y: float, about: str) -> str:

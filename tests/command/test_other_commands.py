@@ -239,7 +239,7 @@ def test_doctor_without_mpi4py_needs_another_launcher(monkeypatch, torch, verdic
         raise BackendError("no MPI library could be loaded (No module named 'mpi4py'): pip install mpich")
 
     monkeypatch.setattr(mpi_library, "load", load)
-    monkeypatch.setattr(doctor, "_version", {"torch": torch}.get)
+    monkeypatch.setattr(doctor.environment, "installed_version", {"torch": torch}.get)
     found = {finding.subject: finding.verdict for finding in doctor._findings()}
     assert found["MPI library"] == verdict
     assert found["torchrun"] == ("ok" if torch else "missing")

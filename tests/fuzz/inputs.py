@@ -27,7 +27,7 @@ from treeattn.cli import audit, scheme, tree
 from treeattn.collectives import build, names
 from treeattn.collectives.catalog import select
 from treeattn.collectives.clusters import description
-from treeattn.collectives.drawings import goal
+from treeattn.collectives.drawings import exports
 from treeattn.files import open_arrays, open_cache, save_tensors
 from treeattn.llama.config import read_config
 from treeattn.llama.weights import Weights
@@ -197,7 +197,7 @@ INPUTS = {
         mutations.of_text, "x.xml", scheme.from_file,
     ),
     "goal": Input(
-        lambda _: [plans.goal_line(4).encode(), goal.goal(build("binary_tree", 4)).encode()],
+        lambda _: [plans.goal_line(4).encode(), exports.goal(build("binary_tree", 4)).encode()],
         mutations.of_text, "x.goal", scheme.from_file,
     ),
     "cluster": Input(

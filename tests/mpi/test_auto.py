@@ -14,9 +14,9 @@ from treeattn import communicators
 from treeattn.collectives import build, check
 from treeattn.collectives.catalog import select
 from treeattn.collectives.clusters import description
+from treeattn.collectives.clusters.description import as_toml
 from treeattn.collectives.clusters.levels import nested
 from treeattn.collectives.clusters.placement import explicit
-from treeattn.collectives.clusters.writing import as_toml
 from treeattn.collectives.traffic import Payload
 from treeattn.decoder import auto, fastest
 from treeattn.study import calibration

@@ -12,9 +12,9 @@ from tests.support.machine import GPUS, machine
 from treeattn import hardware, topology
 from treeattn.collectives import build, check
 from treeattn.collectives.clusters import description
+from treeattn.collectives.clusters.fit import probes
 from treeattn.collectives.clusters.levels import nested
 from treeattn.collectives.clusters.placement import explicit, groups, node_groups
-from treeattn.collectives.clusters.probes import probes
 from treeattn.errors import ArgumentError
 from treeattn.topology import Rank, Topology
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from treeattn.cli import options
 from treeattn.cli.options import Output
+from treeattn.collectives.clusters.description import as_toml
 from treeattn.collectives.clusters.fit import Residual
 from treeattn.collectives.clusters.uncertainty import prices
-from treeattn.collectives.clusters.writing import as_toml
 from treeattn.decoder.request import MPI_EXECUTORS
 from treeattn.errors import ArgumentError
 from treeattn.report import Column, Progress, Report, count, microseconds

@@ -77,7 +77,10 @@ def points(
         raise ArgumentError("--bytes says how many heads there are: leave out --heads")
     given["what"] = given["what"] or (("reduce",) if sizes else ("reduce", "decode"))
     given["heads"] = given["heads"] or [16]
-    expanded = _expanded(schemes or _serving(over), {"radix": radix, "chunks": chunks})
+    expanded = _expanded(
+        schemes or [name for name, row in CATALOG.items() if set(over) & set(row.transports)],
+        {"radix": radix, "chunks": chunks},
+    )
     chosen = {scheme if isinstance(scheme, str) else scheme.name: scheme for scheme in expanded}
     found = [
         key
@@ -148,11 +151,6 @@ def _may_run(key: Key) -> bool:
         return True
     row = select(key.scheme).row
     return row.kind != "library" if key.wire == "float64" else row.kind == "schedule" and not row.scattered
-
-
-def _serving(over: Sequence[str]) -> list[str]:
-    """Name every scheme that one of these transports serves."""
-    return [name for name, row in CATALOG.items() if set(over) & set(row.transports)]
 
 
 def _expanded(

@@ -27,7 +27,6 @@ from treeattn.cli.problem import (
     seen_by_all,
     show_digests,
 )
-from treeattn.cli.rules import rule_options
 from treeattn.cli.scheme import for_out, given
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.reducer import Sent
@@ -47,7 +46,7 @@ from treeattn.study import environment
 @options.layout_option()
 @options.DEVICE
 @click.option("--transport", help="How records travel: mpi; from GPUs nccl, peer, cuda-mpi or host.")
-@rule_options
+@options.rule_options
 @options.REPEAT
 @click.option("--reproducible", type=click.Choice(REPRODUCIBLE),
               help="Bits that depend on the set of tokens alone; --check prints their SHA-256.")  # fmt: skip

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 
 import click
 
@@ -35,21 +33,17 @@ def command(output: Output) -> int:
     made.table(findings, [
         Column("", "subject", words=True),
         Column("verdict", words=True),
-        Column("found → what to do", _what_and_remedy, words=True),
+        Column("found → what to do", lambda finding: "\n→ ".join(filter(None, finding[2:])), words=True),
     ])  # fmt: skip
     output.report(made)
     return int(any(finding.verdict == "broken" for finding in findings))
-
-
-def _what_and_remedy(finding: Finding) -> str:
-    return "\n→ ".join(filter(None, (finding.what, finding.remedy)))
 
 
 def _findings() -> Iterator[Finding]:
     yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
     cores = len(os.sched_getaffinity(0))
     yield Finding("CPU", "ok", f"{environment.cpu_name()}, {cores} usable cores, {platform.machine()}")
-    torch = _version("torch")
+    torch = environment.installed_version("torch")
     yield from _mpi(torch is not None)
     yield Finding(
         "torchrun",
@@ -61,20 +55,13 @@ def _findings() -> Iterator[Finding]:
     yield from doctor_gpu.findings()
 
 
-def _version(package: str) -> str | None:
-    """Of what is installed, which is not loaded."""
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return None
-
-
 def _mpi(other_ranks: bool) -> Iterator[Finding]:
     """other_ranks: whether there can be ranks without MPI."""
     try:
         mpi_library.load()
     except TreeattnError as error:
         what, _, remedy = str(error).rpartition(": ")
-        without = other_ranks and _version("mpi4py") is None
+        without = other_ranks and environment.installed_version("mpi4py") is None
         yield Finding("MPI library", "missing" if without else "broken", what, remedy)
         return
     library, launcher = mpi_library.version() or "", probe.launcher()

@@ -60,7 +60,9 @@ def command(
     machine = None if named is None else named.cluster
     held = config if device == "cpu" else replace(config, head_dim=kernel_head_dim(config.head_dim))
     itemsize = DTYPES[weights.dtype if device == "cpu" else "float32"].itemsize
-    notes, rows = _beyond(config, tokens), []
+    longest, notes, rows = config.max_position_embeddings, [], []
+    if tokens > longest:
+        notes.append(f"the model was made for at most {longest:,} tokens, generate takes no more")
     for scheme in schemes.split(","):
         try:
             rows.append(_traffic(held, scheme, ranks, tokens, itemsize, machine))
@@ -91,14 +93,6 @@ def command(
     for note in notes:
         made.text(f"note: {note}")
     output.report(made)
-
-
-def _beyond(config: Config, tokens: int) -> list[str]:
-    """Say that the model does not have such a context, where it has not."""
-    longest = config.max_position_embeddings
-    if tokens <= longest:
-        return []
-    return [f"the model was made for at most {longest:,} tokens, generate takes no more"]
 
 
 def _memory(config: Config, held: Config, tokens: int, ranks: int, itemsize: int) -> dict[str, int]:

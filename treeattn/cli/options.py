@@ -12,6 +12,7 @@ import click
 
 from treeattn import communicators, files
 from treeattn.agreement import collectively, must_match
+from treeattn.attention.mask import Rules
 from treeattn.collectives.clusters import disturbance
 from treeattn.collectives.clusters.disturbance import TOGETHER, Arrivals, Disturbance, Noise, Traffic
 from treeattn.collectives.runtime.communicator import MpiCommunicator
@@ -169,6 +170,27 @@ disturbance_options = grouped(
                  help="Interruptions of each processor, such as 10us/1ms."),
     click.option("--traffic", callback=read(disturbance.traffic), metavar="N%[:SIZE]",
                  help="What others use of each network card, such as 30%:64Ki."),
+)  # fmt: skip
+
+
+def _window(text: str) -> tuple[int | None, int | None]:
+    """Read ``LEFT,RIGHT``; a side that is empty is unbounded. Raises `ArgumentError`."""
+    sides = text.split(",")
+    if len(sides) != 2 or not all(side.isdecimal() or not side for side in sides):
+        raise ArgumentError(f"{text}: two whole numbers LEFT,RIGHT; an empty one is unbounded")
+    left, right = (int(side) if side else None for side in sides)
+    return left, right
+
+
+#: Options that a command takes as one argument, a `treeattn.Rules`.
+rule_options = grouped(
+    "rules", Rules,
+    click.option("--causal", is_flag=True, help="Queries see no key that comes after them."),
+    click.option("--window", callback=read(_window), metavar="LEFT,RIGHT",
+                 help="Queries see keys from LEFT before to RIGHT behind them."),
+    click.option("--leading", type=click.IntRange(0), default=0,
+                 help="Tokens at the beginning that a window leaves visible."),
+    click.option("--softcap", type=float, help="Logits x become softcap * tanh(x / softcap)."),
 )  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.pages import CheckedTable, as_table, rows_of
 from treeattn.attention.shape import CACHE_DTYPES, Shape, dtype_name, values_of
 from treeattn.attention.shard import CacheFormat, Shard
-from treeattn.cli.rules import oracle
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
@@ -186,7 +185,7 @@ class Judge:
         if check or problem.expected is not None:
             if check:
                 must_match(world, {"q": hashlib.sha256(problem.q.tobytes()).hexdigest()})
-            mine = oracle(
+            mine = _oracle(
                 *(problem.rules, problem.q, *problem.meant()),
                 scale=problem.scale,
                 lengths=problem.lengths,
@@ -227,6 +226,26 @@ class Judge:
     def passes(self, errors: dict[str, tuple[float, float]]) -> bool:
         bounds = self.bounds
         return bounds is None or all(o <= bounds[0] and s <= bounds[1] for o, s in errors.values())
+
+
+def _oracle(
+    rules: Rules, q: Any, k: Any, v: Any, *, scale: float, lengths: Any, positions: Any, q_positions: Any
+) -> reference.Partial:
+    """The oracle's partial of one shard, whose tokens stand at `positions` [tokens], for queries at
+    `q_positions` [batch, queries]."""
+    plain = {"scale": scale, "lengths": lengths, "softcap": rules.softcap}
+    if not rules.positional:
+        return reference.partial(q, k, v, **plain)
+    stands = np.broadcast_to(q_positions, q.shape[:2])
+    return reference.partial(
+        *(q, k, v),
+        **plain,
+        seen=reference.seen(
+            positions, stands, causal=rules.causal, window=rules.window, leading=rules.leading
+        ),
+        alibi=None if rules.alibi is None else np.asarray(rules.alibi),
+        distance=stands[:, :, None] - np.asarray(positions)[None, None],
+    )
 
 
 def _nan_rows(out: Array, lse: Array) -> Array:

@@ -11,12 +11,12 @@ from typing import Any
 import click
 
 from treeattn.cli.options import FILE, Output, output_options
-from treeattn.collectives.clusters.writing import as_toml
+from treeattn.collectives.clusters.description import as_toml
 from treeattn.errors import ArgumentError
 from treeattn.report import Column, Progress, Report, microseconds
-from treeattn.study.published.fit import Fit
 from treeattn.study.published.held import Predicted, held_out, ratio_error, score, winners
 from treeattn.study.published.measurements import SHIPPED, Files, Measurement, read
+from treeattn.study.published.prices import Fit
 
 
 def _files(name: str, about: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

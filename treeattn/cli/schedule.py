@@ -12,7 +12,7 @@ from treeattn.cli.options import COUNT, RANKS, RESULT, Output, output_options
 from treeattn.cli.scheme import build, from_file, is_file, named_equal
 from treeattn.collectives.catalog import with_result
 from treeattn.collectives.drawings import text as draw
-from treeattn.collectives.drawings.chakra import chakra
+from treeattn.collectives.drawings.exports import chakra
 from treeattn.collectives.schedule import Result
 from treeattn.errors import ArgumentError
 from treeattn.files import output_writer

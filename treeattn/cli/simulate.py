@@ -219,7 +219,11 @@ def _show(made: Report, rows: list[Row], baseline: str | None, disturbed: Distur
         Column("µs", lambda row: row.estimate.time, microseconds),
         Column("95 %", lambda row: row.estimate.interval),
         Column("x baseline" if baseline else "x fastest", lambda row: row.estimate.ratio_interval),
-        Column("x floor", _ratio, ".2f"),
+        Column(
+            "x floor",
+            lambda row: row.simulation.time / row.simulation.bound if row.simulation.bound else None,
+            ".2f",
+        ),
         Column("messages", lambda row: _between(row.simulation, "messages"), count, wide=True),
         Column("bytes", lambda row: _between(row.simulation, "bytes"), count, wide=True),
         Column("NIC", lambda row: row.simulation.busiest_card, count, wide=fastest.step is not None),
@@ -244,10 +248,6 @@ def _show(made: Report, rows: list[Row], baseline: str | None, disturbed: Distur
     made.line(f"{fastest.scheme}: {in_words(path)}")
     if share := assumed_share(path):
         made.line(f"*: by prices that are assumed, not measured; they make {share:.0%} of this time")
-
-
-def _ratio(row: Row) -> float | None:
-    return row.simulation.time / row.simulation.bound if row.simulation.bound else None
 
 
 def _between(simulation: Simulation, what: str) -> int:

@@ -7,8 +7,7 @@ import click
 from treeattn.attention import drawing
 from treeattn.attention.mask import Rules
 from treeattn.attention.positions import as_runs
-from treeattn.cli.options import Output, layout_option, output_options, read, whole_numbers
-from treeattn.cli.rules import rule_options
+from treeattn.cli.options import Output, layout_option, output_options, read, rule_options, whole_numbers
 from treeattn.errors import ArgumentError
 from treeattn.shards import Layout
 

@@ -17,8 +17,7 @@ import numpy as np
 
 from treeattn.attention import arrays
 from treeattn.attention.arrays import AnyArray
-from treeattn.energy.reduction import Averages, Options, Statistic, reduce, tensor
-from treeattn.energy.shard import Features
+from treeattn.energy.reduction import Averages, Features, Options, Statistic, reduce, tensor
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 

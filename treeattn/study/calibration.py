@@ -22,9 +22,8 @@ from treeattn import communicators, mpi_library, topology
 from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives import build
 from treeattn.collectives.clusters.description import Cluster, Executor
-from treeattn.collectives.clusters.fit import Residual, fit
+from treeattn.collectives.clusters.fit import Probe, Residual, fit, probes
 from treeattn.collectives.clusters.placement import Placement
-from treeattn.collectives.clusters.probes import Probe, probes
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.decoder import Decoder, reducers

@@ -53,7 +53,7 @@ def software() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in names},
+        "packages": {name: installed_version(name) for name in names},
         "mpi": mpi_library.version(),
         "git": _git_revision(),
         "command": [_program(sys.argv[0]), *sys.argv[1:]],
@@ -159,7 +159,8 @@ def _program(path: str) -> str:
     return "treeattn" if Path(path).name in ("treeattn", "__main__.py") else path
 
 
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """Of a package, which is not loaded."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -93,7 +93,8 @@ def estimates(
     together, alone = _model(cluster)
     covariance += together**2 + alone**2 * np.eye(len(timed))
     variances = np.diag(covariance)
-    reach = student(DRAWS - 1) if noisy else _reach(cluster)
+    reach = NormalDist().inv_cdf(0.975) if cluster.scatter is None else student(_KINDS)
+    reach = student(DRAWS - 1) if noisy else reach  # standard deviations from the middle to an end
     of_times = np.exp(reach * np.sqrt(variances))
     base = int(np.argmin(found)) if base is None else base
     ratios = np.exp(found - found[base])
@@ -112,11 +113,6 @@ def _model(cluster: Cluster) -> tuple[float, float]:
         return cluster.drift, cluster.scatter
     alone = BLIND.ratio / MEDIAN / math.sqrt(2)
     return math.sqrt((BLIND.median / MEDIAN) ** 2 - alone**2), alone
-
-
-def _reach(cluster: Cluster) -> float:
-    """Standard deviations from the middle of an interval to its end."""
-    return NormalDist().inv_cdf(0.975) if cluster.scatter is None else student(_KINDS)
 
 
 def words(cluster: Cluster) -> str:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 
@@ -67,15 +66,11 @@ def describe(blocks: Sequence[Sequence[float]]) -> Statistics:
     low = high = None
     if count >= FEWEST_BLOCKS:
         below_the_median = np.clip(0.5 - (up_to - weights), 0, weights)
-        margin = _margin(count * np.bincount(of_block, below_the_median, count))
+        shares = count * np.bincount(of_block, below_the_median, count)
+        margin = student(count - 1) * float(shares.std(ddof=1)) / math.sqrt(count)
         low, high = quantile(0.5 - margin), quantile(0.5 + margin)
     p5, median, p95, p99 = map(quantile, (0.05, 0.5, 0.95, 0.99))
     return Statistics(median, low, high, p5, p95, p99, count, len(values))
-
-
-def _margin(shares: Any) -> float:
-    """Half the 95 percent interval of the mean of independent `shares`."""
-    return student(len(shares) - 1) * float(shares.std(ddof=1)) / math.sqrt(len(shares))
 
 
 def student(freedom: int) -> float:

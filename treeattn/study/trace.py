@@ -19,7 +19,7 @@ from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.collectives.traffic import messages
 from treeattn.study import environment
-from treeattn.study.compare.clock import Clock, Offset, on_common_clock
+from treeattn.study.compare.clock import Clock, on_common_clock
 from treeattn.study.compare.loop import Loop
 
 _WARMUP = 5
@@ -64,7 +64,8 @@ def measure(
     with _Noting(reduction, schedule, clock) as reducer:
         before = clock.compare()
         times = loop.run((reducer,), lambda: np.copyto(buffer, values), _WARMUP + iterations)
-        mine = _common(reducer, before, clock.compare())
+        noted = np.array(reducer.noted, np.int64)  # [iterations, 4 x rounds]
+        mine = on_common_clock(noted.ravel(), before, clock.compare()).reshape(noted.shape)
         everyone = comm.gather((reducer.numbers, mine))
     if times is None or everyone is None:
         return None
@@ -75,12 +76,6 @@ def measure(
     node = {rank: at for at, ranks in enumerate(communicators.node_groups(comm)) for rank in ranks}
     sent = list(messages(schedule, heads * queries, queries))
     return measured(schedule.name, [node[rank] for rank in range(comm.size)], sent, ranks)
-
-
-def _common(reducer: _Noting, before: Offset, after: Offset) -> Any:
-    """[iterations, 4 x rounds] on rank 0's clock."""
-    noted = np.array(reducer.noted, np.int64)
-    return on_common_clock(noted.ravel(), before, after).reshape(noted.shape)
 
 
 def _rounds(numbers: list[int], noted: Any) -> dict[int, Instants]:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.command.launch import in_process
 from treeattn.collectives import build, names
-from treeattn.collectives.drawings.chakra import chakra
+from treeattn.collectives.drawings.exports import chakra
 from treeattn.collectives.traffic import messages
 
 pytest.importorskip("google.protobuf", reason="protobuf is not installed (the extra `test`)")

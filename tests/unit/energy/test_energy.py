@@ -14,7 +14,7 @@ from tests.support.exporters import Dlpack, OnGpu
 from treeattn import Rules, Shard, energy, partial, reference
 from treeattn.decoder.plan import plan_reducer
 from treeattn.energy import reduction
-from treeattn.energy.shard import EnergyInputs, Features, records
+from treeattn.energy.reduction import EnergyInputs, Features, records
 from treeattn.errors import ArgumentError, RestrictionError
 
 CAUSAL = Rules(causal=True)

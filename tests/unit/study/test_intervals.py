@@ -12,9 +12,8 @@ from msgspec.structs import replace
 from treeattn.cli import compare_table
 from treeattn.collectives import build
 from treeattn.collectives.clusters import description, uncertainty
-from treeattn.collectives.clusters.description import Cluster, Executor, Tier
+from treeattn.collectives.clusters.description import Cluster, Executor, Tier, as_toml
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.clusters.writing import as_toml
 from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError
 from treeattn.study.compare.results import Summary

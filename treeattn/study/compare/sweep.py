@@ -36,10 +36,6 @@ class Way(NamedTuple):
     executor: Literal["slots", "program", "mpi"] | None = None
 
 
-def _one_way(scheme: str) -> Iterable[Way]:
-    return [Way()]
-
-
 class Block(NamedTuple):
     """One entry of the plan: repetition `repetition` of `key`."""
 
@@ -48,7 +44,7 @@ class Block(NamedTuple):
 
 
 def keys(
-    schemes: Sequence[str], ways: Callable[[str], Iterable[Way]] = _one_way, **lists: Sequence[Any]
+    schemes: Sequence[str], ways: Callable[[str], Iterable[Way]] = lambda _: [Way()], **lists: Sequence[Any]
 ) -> list[Key]:
     """The product of all lists (fields of `Key`), schemes last: neighbours differ in the scheme, and in the
     way that it goes. ways: of each scheme.

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from treeattn.partial import Array
-from treeattn.study.published.fit import Fit
 from treeattn.study.published.measurements import Measurement
+from treeattn.study.published.prices import Fit
 from treeattn.study.published.rounds import sums
 
 SMALL, LARGE, OF_RING = 256, 128 << 10, 2048
@@ -95,17 +95,13 @@ def score(errors: Sequence[float]) -> Score:
 def ratio_error(rows: Sequence[Predicted], two: bool = False) -> float:
     """Median error of the ratio of two schemes' times, over all pairs of a run and size."""
     errors = []
-    for one, other in _pairs(rows):
+    pairs = (pair for several in _alike(rows) for pair in itertools.combinations(several, 2))
+    for one, other in pairs:
+        if one.row.scheme == other.row.scheme:
+            continue
         times = [row.two_parameters if two else row.microseconds for row in (one, other)]
         errors.append(abs(times[0] / times[1] / (one.row.microseconds / other.row.microseconds) - 1))
     return float(np.median(errors)) if errors else math.nan
-
-
-def _pairs(rows: Sequence[Predicted]) -> Iterator[tuple[Predicted, Predicted]]:
-    for several in _alike(rows):
-        yield from (
-            pair for pair in itertools.combinations(several, 2) if pair[0].row.scheme != pair[1].row.scheme
-        )
 
 
 def winners(rows: Sequence[Predicted]) -> tuple[int, int]:

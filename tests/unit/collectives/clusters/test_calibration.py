@@ -15,12 +15,10 @@ from msgspec import structs
 from tests.support.drawn import FACTOR, sample
 from treeattn.collectives import build, needs_nodes
 from treeattn.collectives.clusters import description
-from treeattn.collectives.clusters.description import Cluster, Executor, Protocol, Tier
-from treeattn.collectives.clusters.fit import fit
+from treeattn.collectives.clusters.description import Cluster, Executor, Protocol, Tier, as_toml
+from treeattn.collectives.clusters.fit import RECORDS, fit, probes
 from treeattn.collectives.clusters.placement import block, node_groups
-from treeattn.collectives.clusters.probes import RECORDS, probes
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.clusters.writing import as_toml
 from treeattn.collectives.traffic import Payload
 from treeattn.study.intervals import estimates
 

@@ -10,10 +10,18 @@ from made_clusters import two_tiers
 from treeattn.collectives import build, check
 from treeattn.collectives.catalog import select
 from treeattn.collectives.clusters import description
-from treeattn.collectives.clusters.candidates import candidates, factorisations
 from treeattn.collectives.clusters.placement import block, cyclic, node_groups
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.clusters.synthesis import Machine, Priced, front, improved, priced, search
+from treeattn.collectives.clusters.synthesis import (
+    Machine,
+    Priced,
+    candidates,
+    factorisations,
+    front,
+    improved,
+    priced,
+    search,
+)
 from treeattn.collectives.traffic import Payload
 from treeattn.decoder import fastest
 from treeattn.errors import RestrictionError, ScheduleError

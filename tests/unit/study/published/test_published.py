@@ -12,12 +12,11 @@ import pytest
 
 from treeattn.collectives import build
 from treeattn.collectives.clusters import description
+from treeattn.collectives.clusters.description import as_toml
 from treeattn.collectives.clusters.placement import block
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.clusters.writing import as_toml
 from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError
-from treeattn.study.published.fit import Fit
 from treeattn.study.published.held import (
     Predicted,
     given,
@@ -28,7 +27,7 @@ from treeattn.study.published.held import (
     winners,
 )
 from treeattn.study.published.measurements import ELEMENT, SHIPPED, Files, Measurement, Run, read
-from treeattn.study.published.prices import Prices, resemblance
+from treeattn.study.published.prices import Fit, Prices, resemblance
 from treeattn.study.published.rounds import hops_and_load, sums
 
 ROOT = Path(__file__).resolve().parents[4]
