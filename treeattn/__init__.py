@@ -4,7 +4,7 @@
 >>> out, lse = treeattn.decode(q, k, v, comm=comm, scheme="binary_tree")  # doctest: +SKIP
 """
 
-from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 from treeattn import collectives, energy, token_tree
 from treeattn.attention.mask import Rules
@@ -23,10 +23,21 @@ from treeattn.errors import (
     TreeattnError,
 )
 
-try:
-    __version__ = version("treeattn")
-except PackageNotFoundError:  # a bare checkout
-    __version__ = "0+checkout"
+if TYPE_CHECKING:
+    __version__: str
+else:
+
+    def __getattr__(name: str) -> str:
+        """Look up ``__version__`` where it is asked for, not in every start of a command."""
+        if name != "__version__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("treeattn")
+        except PackageNotFoundError:  # a bare checkout
+            return "0+checkout"
+
 
 __all__ = [
     "ArgumentError",

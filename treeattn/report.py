@@ -8,12 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TextIO, TypeVar
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Generic, TextIO, TypeVar
 
 from treeattn import launch
+
+if TYPE_CHECKING:
+    from rich.console import Console  # imported where something is shown: it loads as long as click
 
 Row = TypeVar("Row")
 
@@ -100,6 +100,8 @@ class Report:
         kept, every = list(rows), list(columns)
 
         def draw(screen: Console, wide: bool) -> None:
+            from rich.table import Table
+
             shown = [column for column in every if wide or not column.wide]
             if not shown:
                 return
@@ -114,6 +116,8 @@ class Report:
 
     def show(self, wide: bool = False, file: TextIO | None = None) -> None:
         """Print everything: as wide as a terminal, else in 80 columns; `wide`: every column, unbroken."""
+        from rich.console import Console
+
         terminal = (file or sys.stdout).isatty() and not launch.by_launcher()
         width = 1000 if wide else None if terminal else 80
         screen = Console(

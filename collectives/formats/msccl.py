@@ -7,14 +7,15 @@ Read as MSCCL's interpreter runs it: the steps of a thread block in order, a ste
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NamedTuple
-from xml.etree import ElementTree
-from xml.etree.ElementTree import Element
+from typing import TYPE_CHECKING, NamedTuple
 
 from treeattn.collectives.formats.buffers import BufferProgram, Cell, Operation
 from treeattn.collectives.parameters import RANK_LIMIT
 from treeattn.collectives.schedule import Result, Schedule
 from treeattn.errors import ScheduleError
+
+if TYPE_CHECKING:
+    from xml.etree.ElementTree import Element
 
 _RESULTS: dict[str, Result] = {
     "allreduce": "replicated",
@@ -39,6 +40,8 @@ class _Step(NamedTuple):
 
 def read(text: str) -> Schedule:
     """The schedule of an algorithm. Raises `ScheduleError` that names what cannot be read or is wrong."""
+    from xml.etree import ElementTree  # only here: every command has this file, few read XML
+
     try:
         algorithm = ElementTree.fromstring(text)
     except ElementTree.ParseError as error:

@@ -10,7 +10,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,6 +160,8 @@ def _program(path: str) -> str:
 
 def installed_version(name: str) -> str | None:
     """Of a package, which is not loaded."""
+    from importlib.metadata import PackageNotFoundError, version  # loads the standard library's mail
+
     try:
         return version(name)
     except PackageNotFoundError:
