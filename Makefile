@@ -187,7 +187,7 @@ SOAK       ?= 1000000
 SOAK_RANKS ?= 2
 
 soak: .venv/.tests
-	@rm -f build/soak.jsonl
+	@mkdir -p build && rm -f build/soak.jsonl
 	TREEATTN_SOAK_STEPS=$(SOAK) TREEATTN_SOAK_REPORT=build/soak.jsonl timeout -k 10 14400 $(MPIEXEC) -n $(SOAK_RANKS) \
 	    $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi/test_soak.py
 	$(BIN)/python tools/soak_plot.py build/soak.jsonl build/soak.svg
