@@ -125,4 +125,5 @@ def test_openings(comm, executor):
             decoder(Q, K, K)
 
     count = max(min(100, STEPS // 30), STEPS // 100)
-    assert_flat(comm, f"openings, {executor}", step, count, warm=150, objects=count)
+    # MPI's tables grow to their full size in the first thousand or two.
+    assert_flat(comm, f"openings, {executor}", step, count, warm=max(150, count // 4), objects=count)
