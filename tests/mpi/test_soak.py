@@ -61,8 +61,9 @@ def assert_flat(comm, name, step, count, warm=1000, objects=0):
         facts = {"what": name, "ranks": comm.size, "steps": count, "seconds": round(seconds, 1), "held": seen}
         with Path(REPORT).open("a") as file:
             file.write(json.dumps({**facts, "software": environment.software()}) + "\n")
-    before, after = seen[0], seen[-1]
-    assert after["memory"] - before["memory"] <= GROWTH + comm.size * OF_A_RANK
+    before, quarter, after = seen[0], seen[1], seen[-1]
+    # What libraries take once, such as MPI for its tables, may come as late as in the first quarter.
+    assert after["memory"] - quarter["memory"] <= GROWTH + comm.size * OF_A_RANK
     # Some 250 come in time, however many steps: a leak of one a step shows from 400 steps on (`make soak`).
     assert after["objects"] - before["objects"] < max(400, objects)
     for what in ("descriptors", "threads", "python_threads", "shared"):
@@ -125,5 +126,4 @@ def test_openings(comm, executor):
             decoder(Q, K, K)
 
     count = max(min(100, STEPS // 30), STEPS // 100)
-    # MPI's tables grow to their full size in the first thousand or two.
-    assert_flat(comm, f"openings, {executor}", step, count, warm=max(150, count // 4), objects=count)
+    assert_flat(comm, f"openings, {executor}", step, count, warm=150, objects=count)
