@@ -202,7 +202,8 @@ def draw_rounds(layout: Drawing) -> Iterator[str]:
 
 def _arrow(layout: Drawing, index: int, transfer: Transfer, far: bool) -> str:
     kind = "merge" if transfer.merge else "copy"
-    carried = f", {_chunk_text(transfer)}" if layout.schedule.chunks > 1 else ""
+    several = "s" * (len(transfer.chunks) > 1)
+    carried = f", chunk{several} {chunk_range(transfer.chunks)}" if layout.schedule.chunks > 1 else ""
     x, y = layout.starts[index], layout.lanes[transfer.src]
     across, down = layout.ends[index] - x, layout.lanes[transfer.dst] - y
     short = 1 - 7.5 / hypot(across, down)  # the head covers the rest
@@ -217,10 +218,6 @@ def _chunk_label(layout: Drawing, index: int, transfer: Transfer) -> str:
     x, y = layout.starts[index] - 3, layout.lanes[transfer.src] - 3
     label = chunk_range(transfer.chunks)
     return f'<text class="chunk" x="{x:.1f}" y="{y:.1f}" text-anchor="end">{label}</text>'
-
-
-def _chunk_text(transfer: Transfer) -> str:
-    return f"chunk{'s' if len(transfer.chunks) > 1 else ''} {chunk_range(transfer.chunks)}"
 
 
 def chunk_range(chunks: range) -> str:

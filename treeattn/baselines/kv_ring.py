@@ -128,8 +128,6 @@ class KvRing(Reducer):
         MPI.Request.Waitall(self._requests)
         self._requests = []
 
-    # -- where blocks lie ------------------------------------------------------------------------
-
     def _plan(self, tokens: list[int]) -> None:
         """Blocks by hop: 0 is the own shard, later ones alternate between two buffers."""
         if tokens == self._tokens:
@@ -184,8 +182,6 @@ class KvRing(Reducer):
                 split = into.reshape(shape.batch, tokens, shape.kv_heads, group, shape.head_dim)
                 # The view: bits of bfloat16 may come as uint16, and must not be taken for numbers.
                 np.copyto(split, part.view(split.dtype)[:, :tokens, :, None], casting="no")
-
-    # -- the end ---------------------------------------------------------------------------------
 
     def _release(self) -> None:
         self._private.free()

@@ -13,7 +13,7 @@ from treeattn.agreement import collectively
 from treeattn.attention.mask import Rules
 from treeattn.cli import options
 from treeattn.cli.options import FILE, Output
-from treeattn.cli.problem import BLOCK, Problem, fingerprint, head_digests, seen_by_all
+from treeattn.cli.problem import BLOCK, Problem, digest, fingerprint, head_digests
 from treeattn.cli.verify import Drafts
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.decoder import Decoder
@@ -63,12 +63,12 @@ def _step(world: MpiCommunicator, facts: dict[str, Any], source: Path) -> tuple[
     then = facts["results"][0]
     problem = Problem(world, source, Layout("contiguous"), None, _rules(facts.get("rules", {})))
     out, lse = (_verified if "nodes" in facts else _decoded)(world, problem, then["reproducible"])
-    digest, _ = seen_by_all(world, out, lse)
+    here = digest(out, lse)
     now = fingerprint(world, problem)
     found = {
         "recorded": then["sha256"],
-        "here": digest,
-        "same": digest == then["sha256"],
+        "here": here,
+        "same": here == then["sha256"],
         "query_differs": now["query"] != facts["query"],
         "blocks": [[BLOCK * at, BLOCK * (at + 1)] for at in _unlike(facts["blocks"], now["blocks"])],
         "heads": _unlike(then["heads"], head_digests(out, lse)),

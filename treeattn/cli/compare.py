@@ -23,7 +23,7 @@ from treeattn.cli.options import Output, choices, numbers
 from treeattn.cli.own_device import own_device
 from treeattn.cli.scheme import given, named_equal
 from treeattn.collectives.clusters import disturbance
-from treeattn.collectives.clusters.disturbance import TOGETHER, Arrivals
+from treeattn.collectives.clusters.disturbance import TOGETHER
 from treeattn.collectives.runtime import nccl
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
@@ -49,6 +49,23 @@ def _lists(
     return click.option(
         f"--{name}", callback=options.read(reader), default=default, metavar=metavar, help=words
     )
+
+
+_effort_options = options.grouped(
+    "effort", Effort,
+    click.option("--repetitions", type=click.IntRange(1, 10_000), default=10,
+                 help="Blocks of each point: planned anew, in a new random order."),
+    click.option("--iterations", type=click.IntRange(3, 1_000_000), default=200,
+                 help="Most iterations of a block."),
+    click.option("--seconds", type=click.FloatRange(0, min_open=True), default=0.3,
+                 help="About so long for all blocks of a point; longer for 20 iterations each."),
+    click.option("--warmup", type=click.IntRange(1, 100_000),
+                 help="Untimed calls before those of a block.  [5 of a reduction, 1 of a step]"),
+    click.option("--stop-early", is_flag=True, help="No further block of a scheme that has a verdict after "
+                 "8, 16, 32 .. of them; verdicts pay for the looks."),
+    click.option("--patience", type=click.FloatRange(0, min_open=True), default=10.0,
+                 help="Seconds after which a point gets no further block."),
+)  # fmt: skip
 
 
 @click.command("compare")
@@ -84,19 +101,7 @@ def _lists(
     "E",
 )
 @options.CLUSTER
-@click.option("--repetitions", type=click.IntRange(1, 10_000), default=10,
-              help="Blocks of each point: planned anew, in a new random order.")  # fmt: skip
-@click.option(
-    "--iterations", type=click.IntRange(3, 1_000_000), default=200, help="Most iterations of a block."
-)
-@click.option("--seconds", type=click.FloatRange(0, min_open=True), default=0.3,
-              help="About so long for all blocks of a point; longer for 20 iterations each.")  # fmt: skip
-@click.option("--warmup", type=click.IntRange(1, 100_000),
-              help="Untimed calls before those of a block.  [5 of a reduction, 1 of a step]")  # fmt: skip
-@click.option("--stop-early", is_flag=True, help="No further block of a scheme that has a verdict after "
-              "8, 16, 32 .. of them; verdicts pay for the looks.")  # fmt: skip
-@click.option("--patience", type=click.FloatRange(0, min_open=True), default=10.0,
-              help="Seconds after which a point gets no further block.")  # fmt: skip
+@_effort_options
 @click.option(
     "--baseline", metavar="S", help="Say which schemes are faster than this one.  [the library's sum]"
 )
@@ -111,12 +116,7 @@ def command(
     device: str,
     transport: str | None,
     cluster: str | None,
-    repetitions: int,
-    iterations: int,
-    seconds: float,
-    warmup: int | None,
-    stop_early: bool,
-    patience: float,
+    effort: Effort,
     baseline: str | None,
     launch: int,
     seed: int,
@@ -132,14 +132,18 @@ def command(
     run somewhere, a result missed its bound or differed between ranks, or the file holds results of another
     version, to which these do not add. Lines of it that cannot be used are named.
     """
-    if not math.isfinite(seconds + patience):
+    if not math.isfinite(effort.seconds + effort.patience):
         raise ArgumentError("--seconds and --patience take a number of seconds; for no limit a large one")
     world = options.world()
     named = None if schemes == "all" else given(world, schemes, on_all=False)
     own = {scheme.name: scheme for scheme in named or () if isinstance(scheme, Schedule)}
-    enter = broadcast_from_root(world, lambda: _arrivals(arrivals), "what rank 0 reads of --arrivals")
+    read = broadcast_from_root(
+        world,
+        lambda: [disturbance.arrivals(part.strip()) for part in arrivals.split(",")],
+        "what rank 0 reads of --arrivals",
+    )
+    enter = {one.text: one for one in read}
     lists["arrivals"] = list(enter)
-    effort = Effort(repetitions, iterations, seconds, patience, warmup, stop_early)
     where, shared = own_device(world, device)
     over = compare_points.transports_of(world, where, transport)
     groups = communicators.node_groups(world)
@@ -167,17 +171,12 @@ def command(
     line = msgspec.convert({"kind": "run", "format": FORMAT, "run": results.run_id(), **job}, Run)
     output.open(world=world)
     with closing(_Session(world, output.out, line, launch, plan, predictions, own, baseline)) as session:
-        session.announce(repetitions)
+        session.announce(effort.repetitions)
         for block, found in Sweep(plan, effort, launch, seed, session.done, own, enter, session.answered).run(
             world
         ):
             session.take(block, found)
         return broadcast_from_root(world, lambda: session.report(output), "the report of rank 0")
-
-
-def _arrivals(text: str) -> dict[str, Arrivals]:
-    found = [disturbance.arrivals(part.strip()) for part in text.split(",")]
-    return {one.text: one for one in found}
 
 
 class _Session:
@@ -214,9 +213,13 @@ class _Session:
         """Blocks of this launch that the file holds from runs of the same version, and what each took."""
         return {
             Block(point.key, point.repetition): point.took
-            for point in self._held.points
-            if point.launch == self._launch and self._held.version(point) == self._version(point.key)
+            for point in self._of_this_version()
+            if point.launch == self._launch
         }
+
+    def _of_this_version(self) -> list[Point]:
+        held = self._held
+        return [point for point in held.points if held.version(point) == self._version(point.key)]
 
     def _version(self, key: Key) -> str:
         return results.version(self._line, key.place)
@@ -257,11 +260,7 @@ class _Session:
 
     def answered(self, case: set[Key]) -> set[Key]:
         """Of one case, what needs no further block."""
-        points = [
-            point
-            for point in self._held.points
-            if point.key in case and self._held.version(point) == self._version(point.key)
-        ]
+        points = [point for point in self._of_this_version() if point.key in case]
         return compare_table.answered(results.Results(self._held.runs, points), self._baseline)
 
     def _say_how_far(self, block: Block) -> None:

@@ -18,15 +18,7 @@ from treeattn.backends.device import Device
 from treeattn.cli import options
 from treeattn.cli.options import FILE, Output
 from treeattn.cli.own_device import own_device
-from treeattn.cli.problem import (
-    Judge,
-    Problem,
-    fingerprint,
-    head_digests,
-    heads_of,
-    seen_by_all,
-    show_digests,
-)
+from treeattn.cli.problem import Judge, Problem, ended_with, fingerprint, heads_of, show_digests
 from treeattn.cli.scheme import for_out, given
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.reducer import Sent
@@ -126,29 +118,23 @@ def _measure(
             steps.append(_timed_step(world, decoder, step, seen))
             say(f"{decoder.scheme}: {done + 1:,} of {repeat:,} steps")
         out, lse = device.to_host(decoder.out), device.to_host(decoder.lse)
-        digest, same_bits = seen_by_all(world, out, lse)
+        facts = ended_with(world, decoder, out, lse, reproducible)
         errors, nan = judge.errors(out, lse), judge.nan(out, lse)
-        passed = world.bcast(judge.passes(errors) and same_bits)
+        passed = world.bcast(judge.passes(errors) and facts["same_bits"])
         return {
-            "scheme": decoder.scheme,
+            **facts,
             "why": decoder.why,
             "device": device.name,
             "transport": decoder.transport,
-            "executor": decoder.executor,
-            "same_bits": same_bits,
             "errors": errors,
             "nan": nan,
             "bounds": judge.bounds,
             "passed": passed,
             "first_step_s": first,
             "step_s": {part: statistics.median(step[part] for step in steps) for part in first},
-            "reproducible": reproducible,
-            "sha256": digest,
-            **({"heads": head_digests(out, lse)} if reproducible else {}),
             "out": out,
             "lse": lse,
             **_wire(world, decoder),
-            **({"determinism": "tokens"} if reproducible else {}),
         }
 
 
@@ -178,7 +164,6 @@ def _wire(world: MpiCommunicator, decoder: Decoder) -> dict[str, Any]:
     given. Collective."""
     proof, everyone = decoder.certificate, world.allgather(decoder.sent)
     facts = {name: getattr(proof, name, None) for name in ("rounds", "depth", "messages", "bytes")}
-    facts["determinism"] = "measured" if proof is None else proof.determinism
     if everyone[0] is None:
         return facts
     if isinstance(everyone[0], Sent):

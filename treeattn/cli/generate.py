@@ -207,7 +207,7 @@ def command(
     """
     nodes: CacheNodes | None = None
     if remote:
-        _refuse_beside_nodes({
+        asked = {
             "--decode": decode != "tree",
             "--weights": weights == "sharded",
             "--device": device != "cpu",
@@ -216,7 +216,9 @@ def command(
             "--save-cache": save_cache,
             "--load-cache": load_cache,
             "--reproducible": reproducible,
-        })  # fmt: skip
+        }
+        if unserved := [name for name, value in asked.items() if value]:
+            raise ArgumentError(f"{', '.join(unserved)} and --cache-nodes do not go together")
         nodes = connect(communicators.world(), scheme=scheme or "hierarchical")
         world = communicators.alone()
     else:
@@ -299,11 +301,6 @@ def command(
         report.note(shared)
         output.report(report, sys.stderr)
     return 0
-
-
-def _refuse_beside_nodes(asked: dict[str, object]) -> None:
-    if unserved := [name for name, value in asked.items() if value]:
-        raise ArgumentError(f"{', '.join(unserved)} and --cache-nodes do not go together")
 
 
 def _drafter(

@@ -17,6 +17,7 @@ from treeattn.attention.pages import CheckedTable, as_table, rows_of
 from treeattn.attention.shape import CACHE_DTYPES, Shape, dtype_name, values_of
 from treeattn.attention.shard import CacheFormat, Shard
 from treeattn.collectives.runtime.communicator import MpiCommunicator
+from treeattn.decoder import Decoder
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 from treeattn.report import Progress, Report
@@ -262,10 +263,26 @@ def largest_difference(mine: Array, wanted: Array) -> float:
     return float(reference.difference(mine, wanted).max(initial=0.0))
 
 
-def seen_by_all(world: MpiCommunicator, out: Array, lse: Array) -> tuple[str, bool]:
-    """SHA-256 of a result, and whether every rank has the same. Collective."""
-    digest = hashlib.sha256(out.tobytes() + lse.tobytes()).hexdigest()
-    return digest, len(set(world.allgather(digest))) == 1
+def digest(out: Array, lse: Array) -> str:
+    """SHA-256 of a result."""
+    return hashlib.sha256(out.tobytes() + lse.tobytes()).hexdigest()
+
+
+def ended_with(
+    world: MpiCommunicator, decoder: Decoder, out: Array, lse: Array, reproducible: str | None
+) -> dict[str, Any]:
+    """Who made a result, its digests, and how it is known that all ranks have the same bits. Collective."""
+    proof, mine = decoder.certificate, digest(out, lse)
+    determinism = "measured" if proof is None else proof.determinism
+    facts = {
+        "scheme": decoder.scheme,
+        "executor": decoder.executor,
+        "same_bits": len(set(world.allgather(mine))) == 1,
+        "determinism": "tokens" if reproducible else determinism,
+        "reproducible": reproducible,
+        "sha256": mine,
+    }
+    return facts | ({"heads": head_digests(out, lse)} if reproducible else {})
 
 
 def heads_of(shape: Shape) -> str:

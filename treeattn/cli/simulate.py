@@ -177,7 +177,9 @@ def _cases(
             suited = where == "suited"
             places = placed(cluster, ranks, "block" if suited else where)
             try:
-                schedule = with_result(_schedule(name, ranks, placement.node_groups(cluster, places)), result)
+                nodes = placement.node_groups(cluster, places)
+                own = from_file(name, ranks, "--ranks says") if is_file(name) else None
+                schedule = with_result(own or build(name, ranks, nodes), result)
             except RestrictionError:
                 if not every:
                     raise
@@ -185,10 +187,6 @@ def _cases(
             collectives.check(schedule)
             places = placement.suited(cluster, schedule) if suited else places
             yield schedule.name if is_file(name) else select(name).text, where, schedule, places
-
-
-def _schedule(name: str, ranks: int, nodes: tuple[tuple[int, ...], ...]) -> Schedule:
-    return from_file(name, ranks, "--ranks says") if is_file(name) else build(name, ranks, nodes)
 
 
 def placed(cluster: Cluster, ranks: int, where: str) -> Placement:

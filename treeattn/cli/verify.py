@@ -14,15 +14,7 @@ from treeattn import mpi_library, reference
 from treeattn.agreement import collectively
 from treeattn.cli import options
 from treeattn.cli.options import FILE, Output
-from treeattn.cli.problem import (
-    Problem,
-    fingerprint,
-    head_digests,
-    heads_of,
-    largest_difference,
-    seen_by_all,
-    show_digests,
-)
+from treeattn.cli.problem import Problem, ended_with, fingerprint, heads_of, largest_difference, show_digests
 from treeattn.cli.scheme import for_out, given
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
@@ -190,7 +182,8 @@ def _measure(
     problem, shape = drafts.problem, drafts.shape.plain
     nodes = shape.pop("queries")
     shape |= {"scheme": scheme, "scale": problem.scale, "owner": drafts.owners}
-    with Verifier(world, nodes=nodes, **shape, reproducible="tokens" if reproducible else None) as verifier:
+    kind = "tokens" if reproducible else None
+    with Verifier(world, nodes=nodes, **shape, reproducible=kind) as verifier:
         step = drafts.step()
         say, times = Progress(world.rank == 0), []
         for done in range(repeat + 1):
@@ -199,21 +192,14 @@ def _measure(
             out, lse = verifier(*step, shard_lengths=drafts.shard_lengths)
             times.append(max(world.allgather(mpi_library.load().Wtime() - began)))
             say(f"{verifier.decoder.scheme}: {done:,} of {repeat:,} steps")
-        digest, same = seen_by_all(world, out, lse)
-        decoder = verifier.decoder
-        proof = decoder.certificate
-        row: dict[str, Any] = {"scheme": decoder.scheme, "executor": decoder.executor, "same_bits": same}
-        row["determinism"] = "measured" if proof is None else proof.determinism
-        row["reproducible"] = "tokens" if reproducible else None
-        if reproducible:
-            row |= {"determinism": "tokens", "heads": head_digests(out, lse)}
-        row |= {"first_step_s": times[0], "step_s": statistics.median(times[1:]), "sha256": digest}
+        row = ended_with(world, verifier.decoder, out, lse, kind)
+        row |= {"first_step_s": times[0], "step_s": statistics.median(times[1:])}
         wanted, bounds = oracle or (None, None)
         errors = None if wanted is None else list(map(largest_difference, (out, lse), wanted))
         right = errors is None or all(
             error <= bound for error, bound in zip(errors, bounds or (), strict=True)
         )
-        row |= {"errors": errors, "bounds": bounds, "passed": world.bcast(right) and same}
+        row |= {"errors": errors, "bounds": bounds, "passed": world.bcast(right) and row["same_bits"]}
         return row | {"out": out.copy(), "lse": lse.copy()}
 
 

@@ -1,18 +1,18 @@
-"""Ranks that could part do not: generate() goes on with the scores, random numbers and draws of rank 0."""
+"""Ranks that could part do not: generate() goes on with the scores, random numbers and draws of rank 0, and
+ranks that were given different tokens are told so before they mix them to another text."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.generation import GenerationMixin, LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 
-from treeattn.agreement import must_match
+from treeattn.agreement import Agreement, must_match
 from treeattn.errors import ArgumentError
 from treeattn.huggingface.tensors import digest
-
-__all__ = ["AgreeingDraws", "AgreeingRanks", "follow_rank_0", "let_generate_agree"]
 
 #: Ids of each sequence that are compared for a token, after all of them for the first.
 _RECENT = 256
@@ -61,7 +61,7 @@ class AgreeingDraws(StoppingCriteria):
 def let_generate_agree(caches: type[Any]) -> None:
     """Have generate() of all models append `AgreeingRanks` where it is given one of `caches`, and refuse what
     would be another text. There is no place where transformers asks a cache; a version that made processors
-    elsewhere would leave steps to `same_tokens`, which raises where ranks part."""
+    elsewhere would leave steps to `check_same_tokens`, which raises where ranks part."""
     prepare = GenerationMixin._get_logits_processor
 
     @functools.wraps(prepare)
@@ -122,3 +122,30 @@ def follow_rank_0(comm: Any, device: torch.device, given: Any = None) -> Any:
     given, state = comm.bcast((given, generator.get_state().numpy()))
     generator.set_state(torch.from_numpy(state))
     return given
+
+
+#: Values of the keys that are compared, evenly spaced.
+_VALUES = 512
+
+
+def check_same_tokens(comm: Any, key: torch.Tensor, begins: Any) -> None:
+    """Raise `ArgumentError` on every rank unless all have the same new keys and padding. Collective.
+
+    key [batch, kv_heads, tokens, dim], begins [batch] or None. Keys are equal within the square root of the
+    precision of their type, since unequal processors round otherwise. Compared are a few of them: prompts of
+    many tokens that differ in a few alone may pass.
+    """
+    rows = key.detach().transpose(1, 2)
+    places = np.linspace(0, rows.numel() - 1, min(_VALUES, rows.numel())).astype(int)
+    chosen = tuple(torch.from_numpy(place).to(rows.device) for place in np.unravel_index(places, rows.shape))
+    with Agreement(comm) as agreed:
+        values = rows[chosen].double().cpu().numpy()
+        agreed.share = tuple(rows.shape), None if begins is None else begins.tolist(), values
+    (*alike, first), near = agreed.gathered[0], torch.finfo(key.dtype).eps ** 0.5
+    floor = near * float(np.median(np.abs(first)))
+    for rank, (*others, values) in enumerate(agreed.gathered):
+        if others != alike or not np.allclose(values, first, rtol=near, atol=floor, equal_nan=True):
+            raise ArgumentError(
+                f"ranks were given different tokens: those of rank {rank} are not those of rank 0; every "
+                "rank must pass the same prompt and padding, and go on with cache.agreed(scores)"
+            )

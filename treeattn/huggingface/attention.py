@@ -14,8 +14,6 @@ from treeattn.huggingface.mask import mask
 from treeattn.huggingface.sealed import NOT_ATTENDED, plain
 from treeattn.huggingface.store import attend
 
-__all__ = ["attention", "register"]
-
 #: What models pass along and attention has nothing to do with.
 _BESIDE_ATTENTION = {
     *(

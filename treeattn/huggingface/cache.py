@@ -3,7 +3,9 @@ it."""
 
 from __future__ import annotations
 
+import os
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,6 @@ from treeattn.huggingface import plans, saved
 from treeattn.huggingface.agreeing_ranks import follow_rank_0
 from treeattn.huggingface.layers import FullAttentionLayer, SlidingWindowLayer, waiting
 from treeattn.huggingface.remote import RemoteLayer
-from treeattn.huggingface.threads import warn_of_too_many
-
-__all__ = ["ShardedKV"]
 
 _ATTENTION = {"full_attention": FullAttentionLayer, "sliding_attention": SlidingWindowLayer}
 _STATES = ("linear_attention", "conv", "dummy")
@@ -119,7 +118,7 @@ class ShardedKV(Cache):
         self._shards: dict[Any, Iterator[CacheLayer] | Iterator[RemoteLayer]] = {}
         self.follows = False  # whether the next token comes of `agreed` scores
         follow_rank_0(self.comm, torch.device("cpu"))
-        warn_of_too_many(self.comm)
+        _warn_of_too_many_threads(self.comm)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
@@ -203,3 +202,18 @@ def _refuse_another_way(config: Any) -> None:
         return
     if not hasattr(sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS"):
         raise ArgumentError(f"{model.__name__} does not go through transformers' attention interface")
+
+
+def _warn_of_too_many_threads(comm: Any) -> None:
+    """Warn in a line where the ranks of this machine are not bound to processors of their own and have more
+    threads than there are; torchrun gives each rank one, mpiexec as many as there are processors."""
+    here = next(len(group) for group in comm.nodes if comm.rank in group)
+    threads, cores = torch.get_num_threads(), os.cpu_count() or 1
+    bound = len(os.sched_getaffinity(0)) < cores
+    if here > 1 and threads > 1 and not bound and here * threads > cores:
+        warnings.warn(
+            f"torch has {threads} threads on each of {here} ranks of this machine, which has {cores} "
+            f"processors: set OMP_NUM_THREADS={max(1, cores // here)}",
+            RuntimeWarning,
+            stacklevel=3,
+        )

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Latents", "of"]
-
 
 class Latents:
     """Of one layer: latents [batch, 1, tokens, rank] and rotated keys [batch, 1, tokens, rope] of new tokens,

@@ -15,8 +15,6 @@ from treeattn.huggingface.store import Store
 if TYPE_CHECKING:
     from treeattn.huggingface.cache import ShardedKV
 
-__all__ = ["FullAttentionLayer", "SlidingWindowLayer", "waiting"]
-
 
 class _Waiting:
     """The layer whose new tokens nobody attended to yet."""

@@ -14,8 +14,6 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from treeattn.errors import ArgumentError
 from treeattn.huggingface.sealed import sealed
 
-__all__ = ["begins_of", "mask"]
-
 #: Slots that are looked at at once.
 _BLOCK = 256
 

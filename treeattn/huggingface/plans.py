@@ -14,8 +14,6 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.shard import CacheFormat
 from treeattn.decoder import Decoder, Reduction
 
-__all__ = ["Plans", "alone", "over"]
-
 #: Queries of a plan at most: records are held for all of them.
 MOST_QUERIES = 256
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from treeattn.huggingface.cache import ShardedKV
     from treeattn.huggingface.latent import Latents
 
-__all__ = ["prefill"]
-
 
 def prefill(
     model: Any, ids: torch.Tensor, cache: ShardedKV, attention_mask: torch.Tensor | None = None

@@ -10,8 +10,6 @@ from treeattn.attention.mask import Rules
 from treeattn.cache_nodes import RemoteCache
 from treeattn.huggingface.tensors import as_rows
 
-__all__ = ["RemoteLayer"]
-
 
 class RemoteLayer:
     """Layer `number` of a cache. transformers crops and reorders layer by layer, the nodes all at once: the

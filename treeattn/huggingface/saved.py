@@ -13,8 +13,6 @@ from treeattn.huggingface.remote import RemoteLayer
 if TYPE_CHECKING:
     from treeattn.huggingface.cache import ShardedKV
 
-__all__ = ["load", "save"]
-
 
 def save(cache: ShardedKV, directory: str | Path) -> None:
     """As `ShardedKV.save`."""

@@ -8,8 +8,6 @@ import torch
 
 from treeattn.errors import StateError
 
-__all__ = ["NOT_ATTENDED", "Sealed", "plain", "sealed"]
-
 NOT_ATTENDED = (
     "keys and values were cached, and 'treeattn' did not attend to them: the model does not go through "
     "transformers' attention interface, has another attn_implementation, or changed the keys on the way"

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from treeattn.errors import StateError
-from treeattn.huggingface import plans, same_tokens, tensor_parallel
+from treeattn.huggingface import plans, tensor_parallel
+from treeattn.huggingface.agreeing_ranks import check_same_tokens
 from treeattn.huggingface.remote import RemoteLayer
 from treeattn.huggingface.tensors import as_rows, as_tensor
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from treeattn.cache.sharded import CacheLayer
     from treeattn.huggingface.cache import ShardedKV
     from treeattn.huggingface.latent import Latents
-
-__all__ = ["Store", "attend", "finished"]
 
 _numbers = itertools.count(1)
 _stores: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary()
@@ -65,7 +64,7 @@ class Store:
         if self is not cache.layers[cache.first].store or cache.comm.size == 1:
             return
         if not cache.follows or key.shape[2] > 1:
-            same_tokens.check(cache.comm, key, begins)
+            check_same_tokens(cache.comm, key, begins)
         cache.follows = False
 
     def crop(self, slots: int) -> None:

@@ -14,8 +14,6 @@ import torch
 
 from treeattn.errors import ArgumentError
 
-__all__ = ["all_heads", "is_sharded", "own_heads"]
-
 
 def is_sharded(own: int, heads: int | None, size: int) -> bool:
     """Whether `own` query heads are the part of `heads` that one of `size` ranks has. Raises `ArgumentError`

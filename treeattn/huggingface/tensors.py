@@ -8,8 +8,6 @@ from typing import Any
 import ml_dtypes
 import torch
 
-__all__ = ["as_rows", "as_tensor", "digest", "dtype_name"]
-
 
 def as_rows(states: torch.Tensor) -> Any:
     """[batch, heads, tokens, dim] as an array [batch, tokens, heads, dim], not copied."""

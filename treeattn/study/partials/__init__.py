@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from treeattn.attention import arrays
 from treeattn.attention.arrays import AnyArray
 from treeattn.errors import ArgumentError
-from treeattn.partial import Array
 from treeattn.study.partials import ranks
 from treeattn.study.partials.whole import Finding, base_name, explained, read_part
 
@@ -47,12 +46,9 @@ def check_partials(
     found = [*ranks.unwell(read, base), *ranks.alike(read), *ranks.merged_unlike(given)]
     found += [*ranks.recomputed(given, read, base, scale), *ranks.keys_held_twice(given)]
     if whole is None:
-        whole = next((_merged(part) for part in given if "merged_out" in part), None)
+        told = next((part for part in given if "merged_out" in part), None)
+        whole = told and {name: told[f"merged_{name}"] for name in ("out", "lse") if f"merged_{name}" in told}
     if whole is not None:
         held = {name: arrays.on_host(name, array) for name, array in whole.items()}
         found += explained(read, held, base)
     return found
-
-
-def _merged(part: Mapping[str, Array]) -> dict[str, Array]:
-    return {name: part[f"merged_{name}"] for name in ("out", "lse") if f"merged_{name}" in part}
