@@ -4,8 +4,7 @@ baseline, and predicted against measured. docs/measuring.md derives every column
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from treeattn.study.statistics import Statistics
 
 # What a time is counted from is said where it is not the first entry.
 _SINCE = {"completion": "", "after_last_entry": ", from the last rank's entry"}
+_SENT = ("messages\nintra", "messages\ninter", "bytes\nintra", "bytes\ninter")
 
 
 def show(made: Report, run: Run, summaries: Sequence[Summary], errors: Mapping[Key, str]) -> bool:
@@ -32,7 +32,9 @@ def show(made: Report, run: Run, summaries: Sequence[Summary], errors: Mapping[K
         late |= series == "after_last_entry"
         rows = sorted(of_case, key=lambda row: row.times[series].median)
         made.line(f"\n{case(rows[0].key)}; times in µs{_SINCE[series]}")
-        made.table(rows, _columns(rows, series), style=lambda row: "red" if _wrong(row) else "")
+        sums = {row.key.transport: row.times[series].median for row in rows if row.key.scheme == SUM}
+        cells = [_cells(row, series, sums.get(row.key.transport)) for row in rows]
+        made.table(cells, _columns(rows[0].key, series), style=lambda row: "red" if row["wrong"] else "")
         for row in rows:
             if reason := _wrong(row):
                 made.line(f"wrong: {row.key.label}: {reason}", style="red")
@@ -62,86 +64,64 @@ def case(key: Key) -> str:
     return text + (f", arrivals {key.arrivals}" if key.arrivals != TOGETHER.text else "")
 
 
-def _columns(rows: Sequence[Summary], series: str) -> list[Column[Summary]]:
+def _columns(key: Key, series: str) -> list[Column[dict[str, Any]]]:
     """Choose what stands in 80 columns: another series beside the compared one, else the error."""
-    key = rows[0].key
-    sums = {row.key.transport: row.times[series].median for row in rows if row.key.scheme == SUM}
-
-    def times_sum(row: Summary) -> float | None:
-        of_sum = sums.get(row.key.transport)
-        return row.times[series].median / of_sum if of_sum and row.key.scheme != NULL else None
-
-    others = [_time("from last\nentry", "after_last_entry")] if key.arrivals != TOGETHER.text else []
+    others: list[Column[dict[str, Any]]] = []
+    if key.arrivals != TOGETHER.text:
+        others = [Column("from last\nentry", "after_last_entry", microseconds)]
     if series == "after_last_entry":
-        others = [_time("from first\nentry", "completion", wide=True)]
+        others = [Column("from first\nentry", "completion", microseconds, wide=True)]
     parts = ("local", "reduce") if key.what == "decode" else ("null_merge",)
-    columns = [*_names(key), _time("plan", wide=True), _time("first", wide=True)]
-    columns += [
-        _quantile(series, "median"),
-        Column("95 % interval", lambda row: interval(row.times[series])),
-    ]
-    columns += [_quantile(series, name, wide=True) for name in ("p5", "p95", "p99")]
-    columns += [_time("slowest\nrank", "slowest", wide=True), *_of_ranks()]
-    columns += others
-    columns += [_time(name.replace("_", "\n"), name, wide=True) for name in parts if key.device == "cpu"]
-    columns += [
-        Column("x SUM", times_sum, ".2f"),
-        Column("blocks", lambda row: row.times["completion"].blocks, wide=True),
-        Column("n", lambda row: row.times["completion"].count),
-        _fact("late", form=str, wide=False),
-        Column("identical\nbits", _bits),
-        _fact("rounds"),
-        _fact("depth"),
-    ]
-    for of, what in itertools.product(("out", "lse"), ("error", "bound")):
-        narrow = (of, what) == ("out", "error") and not others
-        columns.append(_fact(f"{what}\nof {of}", f"{what}_{of}", "{:.1e}".format, wide=not narrow))
-    for index, heading in enumerate(("messages\nintra", "messages\ninter", "bytes\nintra", "bytes\ninter")):
-        columns.append(_payload(index, heading))
-    return [*columns, _fact("bytes\nheld", "held"), _fact("step\npeak", "step_peak")]
-
-
-def _names(key: Key) -> list[Column[Summary]]:
-    """Name what a row is of: from GPUs the same scheme may travel in several ways."""
-    if key.device == "cpu":
-        return [Column("scheme", attrgetter("key.label"), words=True)]
-    name: Column[Summary] = Column(
-        "scheme", lambda row: NCCL_SUM if row.key.label == NCCL_SUM else row.key.scheme, words=True
-    )
-    return [name, Column("transport", attrgetter("key.transport"), words=True)]
-
-
-def _time(heading: str, name: str = "", wide: bool = False) -> Column[Summary]:
-    """Show the median of a series, where the row has it."""
-
-    def median(row: Summary) -> float | None:
-        series = row.times.get(name or heading)
-        return None if series is None else series.median
-
-    return Column(heading, median, microseconds, wide=wide)
-
-
-def _of_ranks() -> list[Column[Summary]]:
-    """What single ranks take from their own entry to their own exit."""
-
-    def shown(choose: Callable[[list[float]], float]) -> Callable[[Summary], float | None]:
-        return lambda row: choose(row.facts["of_ranks"]) if row.facts["of_ranks"] else None
-
-    of: dict[str, Callable[[list[float]], float]] = {"least": min, "mean": fmean, "most": max}
-    columns = [Column(f"a rank's\n{name}", shown(f), microseconds, wide=True) for name, f in of.items()]
     return [
-        *columns,
-        Column("most: of\nrank", shown(lambda times: times.index(max(times))), count, wide=True),
-    ]
+        Column("scheme", words=True),
+        *([Column("transport", words=True)] if key.device == "cuda" else []),
+        *(Column(name, form=microseconds, wide=True) for name in ("plan", "first")),
+        Column("median", form=microseconds),
+        Column("95 % interval"),
+        *(Column(name, form=microseconds, wide=True) for name in ("p5", "p95", "p99")),
+        Column("slowest\nrank", "slowest", microseconds, wide=True),
+        *(Column(f"a rank's\n{name}", name, microseconds, wide=True) for name in ("least", "mean", "most")),
+        Column("most: of\nrank", "slowest_rank", count, wide=True),
+        *others,
+        *(Column(name.replace("_", "\n"), name, microseconds, wide=True)
+          for name in parts if key.device == "cpu"),
+        Column("x SUM", form=".2f"),
+        Column("blocks", wide=True),
+        Column("n"),
+        Column("late"),
+        Column("identical\nbits", "bits"),
+        *(Column(name, form=count, wide=True) for name in ("rounds", "depth")),
+        Column("error\nof out", "error_out", ".1e", wide=bool(others)),
+        *(Column(name.replace("_", "\nof "), name, ".1e", wide=True)
+          for name in ("bound_out", "error_lse", "bound_lse")),
+        *(Column(name, form=count, wide=True) for name in _SENT),
+        Column("bytes\nheld", "held", count, wide=True),
+        Column("step\npeak", "step_peak", count, wide=True),
+    ]  # fmt: skip
 
 
-def _quantile(series: str, name: str, wide: bool = False) -> Column[Summary]:
-    return Column(name, lambda row: getattr(row.times[series], name), microseconds, wide=wide)
-
-
-def _fact(heading: str, name: str = "", form: Any = count, wide: bool = True) -> Column[Summary]:
-    """Show a fact of a scheme's row that does not depend on time."""
-    return Column(heading, lambda row: row.facts[name or heading], form, wide=wide)
+def _cells(row: Summary, series: str, of_sum: float | None) -> dict[str, Any]:
+    """All that a row can show. of_sum: the median of the library's own sum over the same transport."""
+    key, compared, every = row.key, row.times[series], row.times["completion"]
+    of_ranks = row.facts["of_ranks"]
+    ranks = [min(of_ranks), fmean(of_ranks), max(of_ranks)] if of_ranks else [None] * 3
+    return {
+        **dict.fromkeys(("local", "reduce", "null_merge")),  # which not every row has
+        **row.facts,
+        **{name: time.median for name, time in row.times.items()},
+        "scheme": key.scheme if key.device == "cuda" and key.label != NCCL_SUM else key.label,
+        "transport": key.transport,
+        **{name: getattr(compared, name) for name in ("median", "p5", "p95", "p99")},
+        "95 % interval": interval(compared),
+        **dict(zip(("least", "mean", "most"), ranks, strict=True)),
+        "slowest_rank": of_ranks and of_ranks.index(max(of_ranks)),
+        "x SUM": compared.median / of_sum if of_sum and key.scheme != NULL else None,
+        "blocks": every.blocks,
+        "n": every.count,
+        "bits": _bits(row),
+        **dict(zip(_SENT, _sent(row.facts["sent"]), strict=True)),
+        "wrong": _wrong(row),
+    }
 
 
 def interval(time: Statistics) -> str | None:
@@ -159,19 +139,14 @@ def _bits(row: Summary) -> str:
     return text if results <= 1 else f"{text}, {results} results"
 
 
-def _payload(index: int, heading: str) -> Column[Summary]:
-    """Show messages or bytes by tier; a library tells nothing, or what it was given to send."""
-
-    def shown(row: Summary) -> object:
-        sent = row.facts["sent"]
-        if sent is None:
-            return "library"
-        if "unknown" in sent:
-            return ("library", "library", sent["unknown"][1], "given")[index]
-        number = sent[("intra", "inter")[index % 2]][index // 2]
-        return "library" if number is None else number
-
-    return Column(heading, shown, count, wide=True)
+def _sent(sent: dict[str, Any] | None) -> tuple[object, ...]:
+    """What `_SENT` names; a library tells nothing, or what it was given to send."""
+    if sent is None:
+        return ("library",) * 4
+    if "unknown" in sent:
+        return "library", "library", sent["unknown"][1], "given"
+    numbers = (sent[tier][at] for at in (0, 1) for tier in ("intra", "inter"))
+    return tuple("library" if number is None else number for number in numbers)
 
 
 def _wrong(row: Summary) -> str | None:
