@@ -35,6 +35,38 @@ print("end")
 """
 
 
+#: Somebody else on the network, while steps go on.
+STRANGER = """
+import os, socket, struct
+from pathlib import Path
+import numpy as np
+from mpi4py import MPI
+from treeattn import cache_nodes
+def ports(process):
+    links = [path for path in Path(f"/proc/{process}/fd").glob("*") if path.is_symlink()]
+    held = set(map(os.readlink, links))
+    lines = map(str.split, Path("/proc/net/tcp").read_text().splitlines())
+    return {words[1] for words in lines if words[3] == "0A" and f"socket:[{words[9]}]" in held}
+of_mpi = len(ports(os.getpid()))
+nodes = cache_nodes.connect()
+cache = nodes.cache(layers=1, kv_heads=2, head_dim=16, dtype="float32", capacity=100)
+q, k = np.ones((1, 1, 4, 16), "f"), np.ones((1, 1, 2, 16), "f")
+before, silent = cache.step(0, q, k, k)[0].copy(), []
+for member in nodes._comm.members:
+    found = ports(member.process.number)
+    assert len(found) == of_mpi, "one of our own"
+    for port in found:
+        address, number = (int(part, 16) for part in port.split(":"))
+        there = socket.inet_ntoa(struct.pack("=I", address)), number
+        for said in (b"", bytes(4096), os.urandom(4096), b"GET / HTTP/1.1\\r\\n\\r\\n"):
+            with socket.create_connection(there) as connection:
+                connection.sendall(said)
+            silent.append(socket.create_connection(there))
+        assert np.array_equal(cache.step(0, q, k, k)[0], before)
+print(f"{of_mpi} ports on each of {len(nodes._comm.members)}, all the same")
+"""
+
+
 def job(*program, nodes=2, words=(), shell=None, **environment):
     """The program as rank 0, and nodes."""
     model, node = (
@@ -91,6 +123,12 @@ def test_what_the_model_raises_ends_the_nodes():
     assert done.returncode == 1
     assert "what the model's own code raises" in done.stderr
     assert "treeattn:" not in done.stderr
+
+
+def test_a_node_has_no_port_but_mpis_where_strangers_change_nothing():
+    done = job("-m", "mpi4py", "-c", STRANGER)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"\d ports on each of 3, all the same\n", done.stdout)
 
 
 def test_generate_over_cache_nodes_writes_the_same_text(tmp_path):
