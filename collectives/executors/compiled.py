@@ -31,6 +31,9 @@ _DONE, _AGAIN, _FAILED, _OVERRUN = range(4)
 # The C wait returns to Python at this interval to deliver signals and to check peers.
 _POLL_INTERVAL = ctypes.c_int64(50_000_000)  # nanoseconds
 _POLL_ONCE = ctypes.c_int64(0)
+# Peers are looked up after 1, 2, 4, 8, .. intervals, then every second: 64 ranks on two cores that look for
+# 63 others every time have no time left for the step.
+_INTERVALS_PER_LOOK = 20
 
 # Polls of a flag or a request before the processor is offered to others. Where ranks share cores each poll in
 # vain keeps another rank from running: 1000 then cost 2 to 5 times the step.
@@ -195,8 +198,12 @@ class Reducer(BaseReducer):
 
     def _go_on(self, result: int) -> None:
         """End a step that returned after its poll interval, or raise its error."""
+        waited, look = 0, 1
         while result == _AGAIN:
-            self._check_peers()
+            waited += 1
+            if waited >= look:
+                self._check_peers()
+                look += min(look, _INTERVALS_PER_LOOK)
             result = self._wait()
         if result:
             self._fail(result)
