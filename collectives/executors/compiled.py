@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from treeattn.collectives import program
 from treeattn.collectives.executors.lowering import Addresses, Requests, StepStruct, landing_records, lower
@@ -35,9 +35,17 @@ _POLL_ONCE = ctypes.c_int64(0)
 # 63 others every time have no time left for the step.
 _INTERVALS_PER_LOOK = 20
 
-# Polls of a flag or a request before the processor is offered to others. Where ranks share cores each poll in
-# vain keeps another rank from running: 1000 then cost 2 to 5 times the step.
-_SPINS, _SPINS_OVERSUBSCRIBED = 1000, 20
+
+class _Waiting(NamedTuple):
+    """How a flag or a request is polled: `spins` and `awake` of struct step."""
+
+    spins: int
+    awake: int
+
+
+# Where ranks share cores each poll in vain keeps another rank from running: 1000 then cost 2 to 5 times the
+# step. Ranks that only yield are slower by 2 to 100 times as soon as another process computes.
+_ALONE, _OVERSUBSCRIBED = _Waiting(1000, 2**63 - 1), _Waiting(20, 100_000)
 
 
 def problem(spec: ReductionSpec) -> str | None:
@@ -113,9 +121,9 @@ class Reducer(BaseReducer):
         self.stream_ordered = not self._program.instructions
         self._messages, self._slots = messages, slots
         self._ended = False
-        self._bind(spec, planned, _SPINS_OVERSUBSCRIBED if oversubscribed else _SPINS)
+        self._bind(spec, planned, _OVERSUBSCRIBED if oversubscribed else _ALONE)
 
-    def _bind(self, spec: ReductionSpec, planned: Planned, spins: int) -> None:
+    def _bind(self, spec: ReductionSpec, planned: Planned, waiting: _Waiting) -> None:
         operator: NativeOperator = spec.operator
         landing = HOST.empty((landing_records(self._program), operator.width), planned.records.dtype)
         arrays = {OWN: planned.records, LANDING: landing}
@@ -139,7 +147,7 @@ class Reducer(BaseReducer):
             programs=self._lowered.addresses,
             length=len(self._lowered.rounds),
             number=1,
-            spins=spins,
+            **waiting._asdict(),
             width=operator.width,
             **self._messages.fields(),
         )

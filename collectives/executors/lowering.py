@@ -37,7 +37,7 @@ class StepStruct(ctypes.Structure):
         [(name, ctypes.c_void_p) for name in ("startall", "testall", "iprobe", "merge")]
         + [("programs", ctypes.c_void_p * 2)]
         + [(name, ctypes.c_void_p) for name in ("statuses", "comm")]
-        + [(name, ctypes.c_int64) for name in ("length", "next", "number", "spins", "width")]
+        + [(name, ctypes.c_int64) for name in ("length", "next", "number", "spins", "awake", "width")]
         + [(name, ctypes.c_int32) for name in ("any_source", "any_tag", "code", "result")]
     )
 

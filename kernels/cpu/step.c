@@ -39,6 +39,7 @@ struct step {
   int64_t length, next; /* instructions, and the one to go on with */
   int64_t number;       /* of this step, from 1 */
   int64_t spins;        /* polls before the processor is offered to others */
+  int64_t awake;        /* nanoseconds of a wait before it sleeps between polls */
   int64_t width;        /* elements of a record */
   int32_t any_source, any_tag, code;
   int32_t result; /* of the last call */
@@ -63,7 +64,13 @@ static int64_t now(void) {
   return time.tv_sec * INT64_C(1000000000) + time.tv_nsec;
 }
 
-/* After a poll in vain: whether to poll again. `nanoseconds` of waiting in vain end a call. */
+/* A nap is an eighth of what was waited for, so that it makes the wait longer by no more, and at most this. */
+enum { LONGEST_NAP = 1000000 };
+
+/* After a poll in vain: whether to poll again. `nanoseconds` of waiting in vain end a call.
+ *
+ * Where ranks share processors yielding is not enough. Each yield gives away a whole slice, so that one process
+ * that computes takes 3 ms for each lap of the ranks that yield, and a step takes hundreds of laps. */
 static int should_spin(const struct step *step, int64_t polls, int64_t *deadline, int64_t nanoseconds) {
   if (nanoseconds && polls < step->spins) {
     relax();
@@ -72,7 +79,11 @@ static int should_spin(const struct step *step, int64_t polls, int64_t *deadline
   int64_t time = now();
   if (!*deadline) *deadline = time + nanoseconds;
   if (time >= *deadline) return 0;
-  sched_yield();
+  int64_t waited = time - (*deadline - nanoseconds);
+  if (waited < step->awake)
+    sched_yield();
+  else
+    nanosleep(&(struct timespec){.tv_nsec = waited / 8 < LONGEST_NAP ? waited / 8 : LONGEST_NAP}, 0);
   return 1;
 }
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -190,6 +191,18 @@ def test_ctrl_c_ends_a_wait_for_a_flag(comm):
         interrupted(stuck)
     comm.Barrier()
     stuck.__exit__(KeyboardInterrupt)
+
+
+def test_who_waits_for_long_on_shared_cores_sleeps(comm):
+    """A rank that yields instead takes all of a core; what else runs there only makes it less."""
+    with over_memory(comm) as step:
+        comm.Barrier()
+        began, spent = time.monotonic(), time.process_time()
+        if comm.rank == 0:
+            time.sleep(0.3)
+        step()
+        spent, took = time.process_time() - spent, time.monotonic() - began
+    assert comm.size < 3 or spent < took / 2
 
 
 def test_messages_of_the_caller_move_while_flags_are_awaited(comm):

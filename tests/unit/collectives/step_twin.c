@@ -49,6 +49,7 @@ static void *run_rank(void *argument) {
                       .length = rank->length,
                       .number = 1,
                       .spins = block.spins,
+                      .awake = INT64_MAX,
                       .width = block.width};
   for (int64_t number = 0; number < block.steps; ++number) {
     memcpy(records, rank->initial, rank->bytes);
