@@ -269,7 +269,7 @@ lint: .venv/.lint
 	MYPYPATH=jobs $(BIN)/mypy -p emulation
 	MYPYPATH=jobs $(BIN)/mypy --scripts-are-modules jobs/emulated_cluster jobs/collect.py
 	$(BIN)/codespell
-	$(BIN)/clang-format --dry-run --Werror kernels/cpu/*.c kernels/cpu/*.h kernels/cuda/*.cu* tests/emulator/*.h tests/emulator/*/*.h jobs/emulation/*.c
+	$(BIN)/clang-format --dry-run --Werror kernels/cpu/*.c kernels/cpu/*.h kernels/cuda/*.cu* tests/emulator/*.h tests/emulator/*/*.h tests/faults/*.c jobs/emulation/*.c
 	$(BIN)/shellcheck .ci/run benchmarks/*.sh tests/fuzz/sanitized_cc jobs/*.sh jobs/*.sbatch jobs/sites/*.sh jobs/emulation/remote_shell jobs/emulation/slurm tests/slurm/install.sh
 
 # The package from a wheel, in its own environment, away from the checkout.
