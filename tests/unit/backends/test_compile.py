@@ -287,6 +287,12 @@ def test_a_temporary_folder_of_someone_else_is_not_trusted(
     (tmp_path / "elsewhere").mkdir()
     folder.symlink_to(tmp_path / "elsewhere")
     assert compile._private_temporary_folder() != folder
+    folder.unlink()
+    assert compile._private_temporary_folder() == folder
+    monkeypatch.setattr(compile.os, "getuid", lambda: 12345)  # whom that folder does not belong to
+    folder.rename(tmp_path / "treeattn-12345")
+    assert compile._private_temporary_folder().parent == tmp_path
+    assert compile._private_temporary_folder() != tmp_path / "treeattn-12345"
 
 
 def test_a_cache_folder_that_everybody_can_write_is_not_trusted(
