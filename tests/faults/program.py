@@ -9,7 +9,8 @@ import sys
 import numpy as np
 
 import treeattn
-from treeattn.token_tree import TokenTree, Verifier
+from treeattn.llama import Llama, Session
+from treeattn.token_tree import TokenTree, Verifier, accept_greedy
 
 how, phase, folder = sys.argv[1:]
 LINK = {  # of a node of the emulated cluster
@@ -69,6 +70,7 @@ with treeattn.Decoder(comm, heads=4, scheme="binary_tree", **plan) as decoder:
     before("prefill")
     treeattn.prefill(drawn(1, 20, 4, 16), drawn(1, 20, 2, 16), drawn(1, 20, 2, 16), comm=comm)
     cache = treeattn.ShardedCache(comm, capacity=90, **plan)
+    before("append")
     cache.append(np.ones((1, 30, 2, 16), np.float32), np.ones((1, 30, 2, 16), np.float32))
     before("a step of a cache")
     decoder(q, cache.k, cache.v, cache.lengths)
@@ -81,5 +83,12 @@ with treeattn.Decoder(comm, heads=4, scheme="binary_tree", **plan) as decoder:
         before("verify")
         ones = np.ones((1, 3, 4, 16), np.float32)
         verifier(ones, k, v, ones[:, :, :2], ones[:, :, :2], tree)
+    before("accept")
+    accept_greedy(tree, [[1, 2, 3]], comm=comm)
+    before("a session")
+    with Session(comm, Llama(folder), [1, 2, 3], capacity=9) as session:
+        session.prefill()
+        before("a token")
+        session.step(4)
     before("close")
 before("the end of the process")

@@ -130,8 +130,9 @@ def faults() -> Iterator[tuple[Fault, str, str]]:
 
 #: Where rank 1 of a program that uses each class comes to grief, as `program.py` names it.
 PHASES = (
-    "planning", "a step", "between begin and finish", "decode", "merge", "prefill", "a step of a cache",
-    "save", "load", "verify", "close", "the end of the process",
+    "planning", "a step", "between begin and finish", "decode", "merge", "prefill", "append",
+    "a step of a cache", "save", "load", "verify", "accept", "a session", "a token", "close",
+    "the end of the process",
 )  # fmt: skip
 
 #: Before these only MPI itself still waits for rank 1, in the end of the process and without a limit.

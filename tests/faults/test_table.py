@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
+
 import click
 
 from treeattn.cli import commands
@@ -11,10 +15,42 @@ from . import jobs, page, table
 #: Whose faults are in tests/command/test_cache_nodes.py, and in tests/mpi/test_saved_cache.py.
 STARTED_OTHERWISE = {"cache-node", "cache"}
 
+PROGRAM = jobs.ROOT / "tests/faults/program.py"
+#: Where public names lie, but for those that need torch (tests/huggingface).
+PUBLIC = ("treeattn", "treeattn.cache_nodes", "treeattn.energy", "treeattn.llama", "treeattn.token_tree")
+#: Those that meet other ranks and that `program.py` does not name, and what there goes the same way.
+BY_ANOTHER_NAME = {
+    "Merger": "merge", "Prefill": "prefill", "verify": "Verifier",
+    "accept_sample": "accept_greedy", "accept_speculative": "accept_greedy",
+}  # fmt: skip
+#: Whose faults are in tests/command/test_cache_nodes.py.
+OF_CACHE_NODES = {"CacheNodes", "connect", "serve"}
+
 
 def test_every_command_has_a_row():
     names = set(commands.list_commands(click.Context(commands)))
     assert names == {*table.TOGETHER, *table.WRITERS} | STARTED_OTHERWISE
+
+
+def meeting_others():
+    """Public names of what takes a communicator, also in a method."""
+    for room in map(importlib.import_module, PUBLIC):
+        for name in room.__all__:
+            found = getattr(room, name)
+            calls = [found, *vars(found).values()] if inspect.isclass(found) else [found]
+            if any(callable(call) and "comm" in inspect.signature(call).parameters for call in calls):
+                yield name
+
+
+def test_whatever_meets_other_ranks_comes_to_grief():
+    """In the program, which stops before each of the table's phases."""
+    nodes = ast.walk(ast.parse(PROGRAM.read_text()))
+    calls = sorted((node for node in nodes if isinstance(node, ast.Call)), key=lambda call: call.lineno)
+    called = {ast.unparse(call.func).rpartition(".")[2] for call in calls}
+    meeting = {BY_ANOTHER_NAME.get(name, name) for name in meeting_others()} - OF_CACHE_NODES
+    assert {"Decoder", "ShardedCache", "Session"} <= meeting <= called
+    phases = [call.args[0].value for call in calls if ast.unparse(call.func) == "before"]
+    assert phases == list(table.PHASES)
 
 
 def test_what_is_done_elsewhere_is_there():
