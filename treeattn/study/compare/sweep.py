@@ -7,6 +7,7 @@ run goes on where it ended.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
@@ -18,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from treeattn.agreement import broadcast_from_root
 from treeattn.collectives.clusters.disturbance import ALL_TOGETHER, Arrivals
+from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import TreeattnError
@@ -103,8 +105,9 @@ class Sweep:
             if world.rank in used:
                 oversubscribed = environment.node_load([placement[rank] for rank in used]) is not None
                 bench = Bench(comm, self.effort, oversubscribed, self.seed, self.own, self.arrivals)
-                for _, case in itertools.groupby(mine, lambda key: key.case):
-                    yield from self._run_case(bench, self.blocks(case))
+                with _missing_who_sleeps(world.rank == min(used) and len(used) < world.size):
+                    for _, case in itertools.groupby(mine, lambda key: key.case):
+                        yield from self._run_case(bench, self.blocks(case))
             world.barrier_asleep()
             comm.Free()
 
@@ -150,3 +153,10 @@ class Sweep:
     def _answered(self, bench: Bench, blocks: list[Block]) -> set[Key]:
         case = {block.key for block in blocks}
         return broadcast_from_root(bench.comm, lambda: self.answered(case), "whether the answer is there")
+
+
+def _missing_who_sleeps(look: bool) -> contextlib.AbstractContextManager[object]:
+    """While others measure: a rank that is stopped in its sleep is waited for by none of them. One looks."""
+    if not look:
+        return contextlib.nullcontext()
+    return watchdog.Guarded("measurements", "the ranks that sleep meanwhile", patient=True)
