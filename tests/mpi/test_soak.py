@@ -27,8 +27,8 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(0)]
 STEPS = int(os.environ.get("TREEATTN_SOAK_STEPS", "600"))
 REPORT = os.environ.get("TREEATTN_SOAK_REPORT")
 GROWTH = 256 * 1024  # bytes that an allocator may still take for its own ends; a leak of a byte a step shows
-# And what MPI may for each other rank: on 64 its pools took 0.8 MB in the second hundred of openings, 0.1 MB in
-# the ninth.
+# And what MPI may for each other rank: on 64 its pools took 0.8 MB in a second hundred of openings and 0.1 MB
+# in a ninth.
 OF_A_RANK = 64 * 1024
 SHAPE = {"heads": 4, "kv_heads": 4, "head_dim": 16, "dtype": "float32"}
 Q, K = np.ones((1, 1, 4, 16), np.float32), np.ones((1, 8, 4, 16), np.float32)
