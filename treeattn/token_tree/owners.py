@@ -17,8 +17,6 @@ from treeattn.token_tree.tree import Integers, TokenTree
 #: What ``owner=`` takes beside a rank for each slot.
 OWNERS = ("single", "position", "round_robin")
 
-Owner = str | ArrayLike
-
 
 def check_owner(owner: Any) -> object:
     """`owner` in a form that ranks can compare. Raises `ArgumentError` for an unknown name."""
