@@ -66,6 +66,20 @@ def test_output_is_whole_or_absent(tmp_path, monkeypatch):
     assert target.stat().st_mode == mode
 
 
+def test_what_is_half_written_is_its_users_alone_under_a_name_that_changes(tmp_path, monkeypatch):
+    names = set()
+
+    def looked_at(_):
+        (half,) = set(tmp_path.iterdir()) - {tmp_path / "result"}
+        assert half.stat().st_mode & 0o777 == 0o600
+        names.add(half.name)
+
+    monkeypatch.setattr(files.os, "fsync", looked_at)
+    for _ in range(2):
+        files.output_writer(tmp_path / "result")(b"content")
+    assert len(names) == 2
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's link")
 def test_another_users_link_in_a_shared_folder_is_not_followed(tmp_path):
     """One's own is."""
