@@ -37,7 +37,8 @@ def meeting_others():
     for room in map(importlib.import_module, PUBLIC):
         for name in room.__all__:
             found = getattr(room, name)
-            calls = [found, *vars(found).values()] if inspect.isclass(found) else [found]
+            methods = [getattr(found, own) for own in vars(found)] if inspect.isclass(found) else []
+            calls = [found, *methods]  # as one calls them: class methods, too
             if any(callable(call) and "comm" in inspect.signature(call).parameters for call in calls):
                 yield name
 
