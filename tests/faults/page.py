@@ -62,6 +62,9 @@ def _lines(rows: dict) -> Iterator[str]:
     for grief in table.GRIEFS:
         yield f"| {grief.name} | {grief.shown} | {_after(rows, grief.name)} |"
     yield ""
+    yield "Those of MPI are started by `python -m mpi4py`, which ends the job when a rank raises. Where plain"
+    yield "`python` starts them, MPI keeps that rank in its end, and the others wait for it until the limit."
+    yield ""
     yield "Whoever is stopped before `close` or the end of the process leaves the others in `MPI_Finalize`,"
     yield "which a program of yours calls and which has no limit. The commands call it under theirs."
     yield ""

@@ -168,7 +168,8 @@ GRIEFS = (
     ),
     Grief("raises", "raise", False, r"what the program raises on one rank", "its own traceback"),
     Grief(
-        "leaves early", "leave", True, r"rank 1 |without|PeerError", "`.. without ..: rank 1 is at its end`",
+        "leaves early", "leave", True, r"rank 1 |without|PeerError",
+        "`PeerError: .. rank 1 has ended`, or after the limit `.. 3 s without ..`",
         phases=AWAITED,
     ),
     Grief(

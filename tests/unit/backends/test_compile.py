@@ -327,6 +327,30 @@ def test_a_cache_folder_that_another_user_planted_is_not_trusted(
     assert compile._open_to_all(shared / "new")
 
 
+def test_code_is_taken_from_no_folder_that_others_fill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the user names it: a group's, or somebody else's."""
+    monkeypatch.delenv("TREEATTN_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compile.tempfile, "tempdir", str(tmp_path / "private"))
+    (tmp_path / "private").mkdir()
+    folder = tmp_path / "treeattn"
+    mask = os.umask(0o002)
+    try:
+        assert compile._writable_folder() == folder
+    finally:
+        os.umask(mask)
+    assert compile._chosen_folder() == folder
+    folder.chmod(0o775)
+    assert compile._chosen_folder().parent == tmp_path / "private"
+    folder.chmod(0o755)
+    monkeypatch.setattr(compile.os, "getuid", lambda: 12345)  # whom it does not belong to
+    assert compile._chosen_folder().parent == tmp_path / "private"
+    monkeypatch.setenv("TREEATTN_CACHE", str(folder))
+    assert compile._chosen_folder() == folder
+
+
 def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TREEATTN_CACHE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

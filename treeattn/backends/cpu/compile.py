@@ -311,7 +311,14 @@ def _chosen_folder() -> Path:
         folder = (Path(base) if base else Path.home() / ".cache") / "treeattn"
     except RuntimeError:  # no home directory
         return _private_temporary_folder()
-    return _private_temporary_folder() if _open_to_all(folder) else folder
+    if _open_to_all(folder) or (folder.exists() and not _of_this_user_alone(folder.stat())):
+        return _private_temporary_folder()
+    return folder
+
+
+def _of_this_user_alone(status: os.stat_result) -> bool:
+    """Whether it is a folder of this user's in which nobody else can put files."""
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _open_to_all(folder: Path) -> bool:
@@ -336,7 +343,7 @@ def _writable_folder() -> Path:
     """The chosen folder, created if need be; a private one if the default cannot be written."""
     folder = _chosen_folder()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # whatever the umask leaves to a group
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
@@ -351,8 +358,7 @@ def _private_temporary_folder() -> Path:
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        status = folder.lstat()
-        private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+        private = _of_this_user_alone(folder.lstat())
         return folder if private else Path(tempfile.mkdtemp(prefix="treeattn-"))
     except OSError as error:
         raise BackendError(f"no place for compiled kernels: {error}; set TREEATTN_CACHE") from error
