@@ -120,6 +120,11 @@ FAULTS = (
         "`treeattn: ended by SIGHUP: kept FILE`, unless the launcher goes first; under nohup nothing",
         "as after Ctrl-C",
     ),
+    Fault(
+        "SIGPIPE, as where nobody reads any more", _to_all(signal.SIGPIPE), (141,), "",
+        "nothing: MPICH's launcher ends of it, and so the job; Open MPI's and the ranks go on", _NOTHING,
+        limit=60,
+    ),
 )  # fmt: skip
 
 
@@ -130,8 +135,8 @@ def faults() -> Iterator[tuple[Fault, str, str]]:
 
 #: Where rank 1 of a program that uses each class comes to grief, as `program.py` names it.
 PHASES = (
-    "planning", "a step", "between begin and finish", "decode", "merge", "prefill", "append",
-    "a step of a cache", "save", "load", "verify", "accept", "a session", "a token", "close",
+    "planning", "a step", "between begin and finish", "decode", "merge", "prefill", "prefill by gather",
+    "append", "a step of a cache", "save", "load", "verify", "accept", "a session", "a token", "close",
     "the end of the process",
 )  # fmt: skip
 
