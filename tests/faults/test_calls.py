@@ -18,7 +18,7 @@ from . import jobs, play, table
 pytestmark = pytest.mark.skipif(jobs.lacking("MPICH") is not None, reason=str(jobs.lacking("MPICH")))
 
 SOURCE = Path(__file__).with_name("mpi_calls.c")
-LONG = {"calibrate", "paper"}  # seconds
+LONG = {"calibrate", "compare", "paper"}  # seconds
 COMMANDS = [pytest.param(name, marks=[pytest.mark.deep] * (name in LONG)) for name in table.TOGETHER]
 
 
