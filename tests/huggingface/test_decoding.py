@@ -7,7 +7,7 @@ import pytest
 transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
 torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
 
-from tests.support.tiny_models import logits_of, made, prompt  # noqa: E402
+from tests.support.tiny_models import CACHE, logits_of, made, prompt  # noqa: E402
 from treeattn import huggingface  # noqa: E402
 from treeattn.errors import ArgumentError  # noqa: E402
 
@@ -80,8 +80,8 @@ def test_ranks_that_would_part_go_on_with_rank_0(comm, way):
         assert alone[0, ids.shape[1]] == token  # which a rank for itself would take
     model.set_attn_implementation("treeattn")
     torch.manual_seed(11)
-    cache = huggingface.ShardedKV(model.config, comm, capacity=64)
-    assert model.generate(ids, past_key_values=cache, **given).tolist() == wanted.tolist()
+    named = {CACHE: huggingface.ShardedKV(model.config, comm, capacity=64)}
+    assert model.generate(ids, **named, **given).tolist() == wanted.tolist()
 
 
 def test_tokens_are_those_that_rank_0_drew(comm, monkeypatch):

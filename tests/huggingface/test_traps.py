@@ -67,7 +67,7 @@ def test_attention_and_mask_are_registered():
     assert "treeattn" in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
 
 
-@pytest.mark.parametrize("family", ["Bloom", "Mpt", "Falcon", "CodeGen", "GPTJ"])
+@pytest.mark.parametrize("family", ["Bloom", "Mpt", "Falcon", "XGLM"])
 def test_a_family_that_goes_another_way_is_refused_whatever_name_it_takes(comm, family):
     config = getattr(transformers, f"{family}Config")()
     config._attn_implementation_internal = "treeattn"

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.generation import GenerateDecoderOnlyOutput
 
 torch.set_num_threads(1)  # ranks outnumber cores
 
@@ -25,6 +26,9 @@ _COMMON = {
 _WINDOW = {"sliding_window": 7}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+
+#: What transformers calls the cache of a model since 5.24, and before.
+CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__annotations__ else "past_key_values"
 
 #: Of each family its configuration's name, and what is not `_COMMON` about it.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -67,11 +67,12 @@ def let_generate_agree(caches: type[Any]) -> None:
     @functools.wraps(prepare)
     def prepared(model: Any, generation_config: Any, *given: Any, **named: Any) -> Any:
         processors = prepare(model, generation_config, *given, **named)
-        cache = (named.get("model_kwargs") or {}).get("past_key_values")
-        if not isinstance(cache, caches):
+        of_the_model = (named.get("model_kwargs") or {}).values()
+        cache = next((value for value in of_the_model if isinstance(value, caches)), None)
+        if cache is None:
             return processors
         if generation_config.use_cache is False:
-            raise ArgumentError("use_cache=False would cache every token anew: leave past_key_values out")
+            raise ArgumentError("use_cache=False would cache every token anew: leave the cache out")
         tokens, slots = named.get("input_ids_seq_length") or 0, cache.get_seq_length()
         if 0 < tokens <= slots:
             raise ArgumentError(

@@ -41,8 +41,7 @@ def mask(
     if isinstance(q_offset, torch.Tensor) or kv_offset + kv_length != q_offset + q_length:
         raise ArgumentError(
             "the cache has room that is not filled yet (a static cache): pass a "
-            "treeattn.huggingface.ShardedKV "
-            "as past_key_values"
+            "treeattn.huggingface.ShardedKV instead"
         )
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk is not None and local_size == chunk:

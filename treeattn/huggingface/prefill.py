@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from treeattn.agreement import Agreement
 from treeattn.attention.mask import Rules
@@ -17,6 +18,9 @@ from treeattn.huggingface.tensors import as_rows, digest, dtype_name
 if TYPE_CHECKING:
     from treeattn.huggingface.cache import ShardedKV
     from treeattn.huggingface.latent import Latents
+
+#: What models call it: transformers 5.24 gave it another name, and warns of the one before.
+_CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__annotations__ else "past_key_values"
 
 
 def prefill(
@@ -80,7 +84,7 @@ def prefill(
     dealt = cache.dealt = Dealt(comm, tokens, begins)
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # rings are not traced
-            model(ids[:, own], position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(ids[:, own], position_ids=places, use_cache=True, logits_to_keep=1, **{_CACHE: cache})
     finally:
         cache.dealt = None
     dealt.close()
