@@ -30,7 +30,7 @@ for token in range(40):
         how, rank = sys.argv[1:]
         if how == "raise":
             raise ValueError("what the model's own code raises")
-        os.kill(nodes._comm.members[int(rank)].process.number, getattr(signal, how))
+        os.kill(nodes._link.comm.members[int(rank)].process.number, getattr(signal, how))
 print("end")
 """
 
@@ -52,7 +52,7 @@ nodes = cache_nodes.connect()
 cache = nodes.cache(layers=1, kv_heads=2, head_dim=16, dtype="float32", capacity=100)
 q, k = np.ones((1, 1, 4, 16), "f"), np.ones((1, 1, 2, 16), "f")
 before, silent = cache.step(0, q, k, k)[0].copy(), []
-for member in nodes._comm.members:
+for member in nodes._link.comm.members:
     found = ports(member.process.number)
     assert len(found) == of_mpi, "one of our own"
     for port in found:
@@ -63,7 +63,7 @@ for member in nodes._comm.members:
                 connection.sendall(said)
             silent.append(socket.create_connection(there))
         assert np.array_equal(cache.step(0, q, k, k)[0], before)
-print(f"{of_mpi} ports on each of {len(nodes._comm.members)}, all the same")
+print(f"{of_mpi} ports on each of {len(nodes._link.comm.members)}, all the same")
 """
 
 

@@ -133,10 +133,10 @@ def test_8_bits_and_token_trees_are_exact(comm, kind):
     def check(cache, tokens):
         held = [array[:, :tokens] for array in (k, v)]
         given = (drafts[0], None) if latent else drafts
-        sent, planned = cache._nodes.messages, len(cache._attention)
+        sent, planned = cache._link.tree.messages, len(cache._attention)
         out, lse = cache.verify(0, q, *given, tree, scale=0.2)
         calls = 1 + len(cache._attention) - planned
-        assert cache._nodes.messages - sent == calls * len(cache._nodes.children)
+        assert cache._link.tree.messages - sent == calls * len(cache._link.tree.children)
         exact = [np.concatenate(both, 1).astype(np.float64) for both in zip(held, drafts, strict=True)]
         if latent:
             exact[1] = exact[0][..., :16]

@@ -5,7 +5,8 @@ nor its libraries. For every layer of a token, q, the new keys and values and wh
 down the tree along which the partials then come up to rank 0.
 """
 
-from treeattn.cache_nodes.client import CacheNodes, RemoteCache, connect
+from treeattn.cache_nodes.client import CacheNodes, connect
 from treeattn.cache_nodes.node import serve
+from treeattn.cache_nodes.remote_cache import RemoteCache
 
 __all__ = ["CacheNodes", "RemoteCache", "connect", "serve"]

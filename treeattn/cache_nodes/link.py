@@ -1,0 +1,66 @@
+"""The model process's end of the tree: calls and steps that go down it to the nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from treeattn import job, mpi_library
+from treeattn.agreement import collectively
+from treeattn.cache_nodes.meeting import meet
+from treeattn.cache_nodes.message import Head, Message, Part
+from treeattn.collectives.runtime import watchdog
+from treeattn.collectives.runtime.communicator import MpiCommunicator
+from treeattn.collectives.schedule import Schedule
+from treeattn.errors import StateError
+from treeattn.partial import Array
+
+__all__ = ["Link"]
+
+
+class Link:
+    """Sends what the nodes are to do. busy: whether a step is under way, of which they wait for the rest."""
+
+    def __init__(self, comm: MpiCommunicator, scheme: str | Schedule) -> None:
+        """Collective, as `serve` is."""
+        self.comm = comm
+        comm.bcast((scheme, job.commanded()))
+        self.tree = meet(comm, scheme)
+        comm.Split(mpi_library.load().UNDEFINED)  # the nodes have a communicator of their own
+        self._message = Message()
+        self.closed = self.busy = False
+
+    def check_open(self) -> None:
+        """Raise `StateError` after `close`."""
+        if self.closed:
+            raise StateError("the cache nodes have ended: they are closed")
+
+    def call(self, name: str, **arguments: Any) -> None:
+        """Have the nodes do what is called so."""
+        self.check_open()
+        self.tree.sent()
+        self._message.call(name, arguments)
+        self.tree.down(self._message)
+        self.tree.sent()
+
+    def done(self) -> None:
+        """Wait until the nodes have done what was called. Raises what they raised."""
+        with watchdog.Activity("what the cache nodes do"):
+            collectively(self.comm, tuple)
+
+    def step(
+        self, head: Head, batch: int, parts: tuple[Part, ...], given: tuple[Array, ...]
+    ) -> tuple[Array, ...]:
+        """Send a step of so many sequences with arrays `given`, of the shapes of `parts`: as they lie in the
+        message."""
+        self.tree.sent()
+        self._message.begin(head)
+        into = self._message.arrays((batch, *head[2:3], *head[4:]), parts)
+        for place, array in zip(into, given, strict=True):
+            place[...] = array
+        self.tree.down(self._message)
+        return into
+
+    def close(self) -> None:
+        """End the nodes."""
+        self.call("close")
+        self.closed = True

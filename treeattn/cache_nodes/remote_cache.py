@@ -1,0 +1,351 @@
+"""A cache on the nodes, as the model process sees it: what it asks is checked before anything is sent."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from treeattn.attention import arrays
+from treeattn.attention.arrays import AnyArray, Pair
+from treeattn.attention.mask import Rules
+from treeattn.attention.shape import CACHE_DTYPES, bits_of, check_latent
+from treeattn.cache.placement import whole_numbers
+from treeattn.cache_nodes.link import Link
+from treeattn.cache_nodes.message import Head, Kind, message_bytes
+from treeattn.cache_nodes.view import Attention, CachePlan, View, per_sequence
+from treeattn.errors import ArgumentError
+from treeattn.partial import Array
+from treeattn.token_tree.tree import TokenTree
+from treeattn.token_tree.verify import blank_pads, check_tree
+
+__all__ = ["RemoteCache"]
+
+_MOST_QUERIES = 512  # in one step: a longer prompt goes in pieces of so many, then of smaller powers of two
+_CAUSAL = Rules(causal=True)
+
+
+class RemoteCache:
+    """Keys and values that lie on the cache nodes; made by `CacheNodes.cache`. Nothing of them is here.
+
+    Attributes
+    ----------
+    totals : int64 [layers, batch]
+        Tokens that each sequence has in each layer.
+    capacity : int
+        Of the longest sequence.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        number: int,
+        plan: CachePlan,
+        batch: int,
+        capacity: int,
+        attention: list[Attention],
+    ) -> None:
+        """number: of the caches on these nodes. attention: that of each view, for whoever closes them."""
+        self._link, self._number, self._plan, self.capacity = link, number, plan, capacity
+        self._most = capacity * batch  # tokens of all sequences that there is room for
+        self.totals = np.zeros((plan.layers, batch), np.int64)
+        self._views: dict[View, int] = {}
+        self._attention = attention
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return int(self.totals.shape[1])
+
+    def step(
+        self,
+        layer: int,
+        q: AnyArray,
+        k: AnyArray | None = None,
+        v: AnyArray | None = None,
+        *,
+        counts: ArrayLike | None = None,
+        begins: ArrayLike | None = None,
+        scale: float | None = None,
+        rules: Rules | None = None,
+    ) -> Pair:
+        """Append the new tokens of a layer and attend to all of it: 2 (p - 1) messages over p processes.
+
+        Parameters
+        ----------
+        layer : int
+        q : [batch, tokens, heads, head_dim]
+            Of the new tokens; more than 512, or no power of two of them, go in several steps.
+        k, v : [batch, tokens, kv_heads, head_dim], [.., v_dim], optional
+            Of the new tokens, of a latent cache k alone; without them q attends to what is there, as the last
+            tokens of it.
+        counts : [batch], optional
+            How many of the tokens each sequence gets, if not all; results of the others mean nothing.
+        begins : [batch], optional
+            Where each sequence begins (left padding): tokens before are not seen.
+        scale, rules
+            As of `decode`; the rules are `Rules(causal=True)` unless given.
+
+        Returns
+        -------
+        out : [batch, tokens, heads, v_dim]
+        lse : [batch, heads, tokens]
+            As `decode` gives them, until the next step.
+
+        Raises
+        ------
+        ArgumentError
+            What does not fit, or exceeds the capacity: before anything is sent.
+        """
+        self._check_scale(scale)
+        given = self._checked(layer, q, k, v)
+        batch, queries, heads, _ = given[0].shape
+        tokens = queries if len(given) > 1 else 0
+        counted = None if counts is None else self._per_sequence("counts", counts, tokens)
+        first = None if begins is None else self._per_sequence("begins", begins, None)
+        self._check_room(layer, counted, tokens)
+        rules = Rules.of(_CAUSAL if rules is None else rules, heads)
+        pieces = list(_pieces(queries)) if len(given) > 1 else [slice(0, queries)]
+        whole: Pair | None = None
+        for piece in pieces:
+            some = tuple(array[:, piece] for array in given)
+            told = None if counted is None else np.clip(counted - piece.start, 0, piece.stop - piece.start)
+            got = self._step(layer, some, told, first, scale, rules)
+            if len(pieces) == 1:
+                return got
+            if whole is None:
+                shapes = (batch, queries, *got[0].shape[2:]), (batch, heads, queries)
+                whole = np.empty(shapes[0], got[0].dtype), np.empty(shapes[1], got[1].dtype)
+            whole[0][:, piece], whole[1][:, :, piece] = got
+        assert whole is not None
+        return whole
+
+    def verify(
+        self,
+        layer: int,
+        q: AnyArray,
+        draft_k: AnyArray,
+        draft_v: AnyArray | None,
+        tree: TokenTree,
+        *,
+        scale: float | None = None,
+    ) -> Pair:
+        """Attend from the nodes of a token tree to all tokens of a layer and to their ancestors, in one step.
+
+        Drafts stay here, where they are counted, and are forgotten: `append` those that are kept.
+
+        Parameters
+        ----------
+        layer : int
+        q, draft_k, draft_v : [batch, L, heads or kv_heads, head_dim]
+            Of the drafts.
+        tree : TokenTree
+            Of `batch` rows and L slots.
+        scale
+            As of `decode`.
+
+        Returns
+        -------
+        out : [batch, L, heads, head_dim]
+        lse : [batch, heads, L]
+            As `treeattn.verify` gives them, until the next step; 0 and -inf in pads.
+
+        Raises
+        ------
+        ArgumentError
+            What does not fit: before anything is sent.
+        """
+        self._check_scale(scale)
+        if draft_k is None:
+            raise ArgumentError("draft_k is missing: drafts have keys and values of their own")
+        query, *drafts = self._checked(layer, q, draft_k, draft_v, ("draft_k", "draft_v"))
+        check_tree(tree, *query.shape[:2])
+        given = drafts[0], drafts[-1][..., : self._plan.v_dim], tree.mask & tree.real[:, :, None]
+        out, lse = self._step(layer, (query,), None, None, scale, Rules(), given)
+        blank_pads(tree, out, lse)
+        return out, lse
+
+    def append(
+        self, layer: int, k: AnyArray, v: AnyArray | None = None, *, counts: ArrayLike | None = None
+    ) -> None:
+        """The new tokens of a layer without a query: p - 1 messages. Arguments and errors as of `step`."""
+        given = self._checked(layer, None, k, v)
+        batch, tokens = given[0].shape[:2]
+        counted = None if counts is None else self._per_sequence("counts", counts, tokens)
+        self._check_room(layer, counted, tokens)
+        flag = int(counted is not None)
+        parts = (*per_sequence(batch, flag), *self._plan.new(batch, tokens))
+        head = Head(Kind.STEP, message_bytes(parts), self._number, layer, -1, tokens, flag)
+        self._link.step(head, batch, parts, (*([] if counted is None else [counted]), *given))
+        self.totals[layer] += tokens if counted is None else counted
+
+    def _step(
+        self,
+        layer: int,
+        given: tuple[Array, ...],
+        counts: Array | None,
+        begins: Array | None,
+        scale: float | None,
+        rules: Rules,
+        drafts: tuple[Array, ...] = (),
+    ) -> Pair:
+        """drafts: keys, values and mask of what q sees beside the cache."""
+        link, plan, (batch, queries, heads, _) = self._link, self._plan, given[0].shape
+        scale = 1.0 / math.sqrt(plan.head_dim) if scale is None else float(scale)
+        view = View(plan, batch, queries, heads, scale, _of_the_last(rules) if queries == 1 else rules)
+        number = self._views.get(view)
+        if number is None:
+            link.call("plan_view", cache=self._number, view=view)
+            self._attention.append(Attention(view, link.comm, link.tree.schedule))
+            number = self._views[view] = len(self._attention) - 1
+        tokens = queries if len(given) > 1 else 0
+        flags = int(counts is not None), int(begins is not None)
+        parts = view.parts(tokens, *flags)
+        head = Head(Kind.STEP, message_bytes(parts), self._number, layer, number, tokens, *flags)
+        link.busy = True
+        first = [one for one in (counts, begins) if one is not None]
+        into = link.step(head, batch, parts, (*first, *given))
+        attention, totals = self._attention[number], self.totals[layer]
+        k, v, *mask = drafts or attention.nothing
+        stands = totals - (queries - tokens)
+        got = attention(into[sum(flags)], k, v, None, (), stands, begins, *mask)
+        totals += tokens if counts is None else counts
+        link.busy = False
+        return got
+
+    def rollback(self, totals: ArrayLike) -> None:
+        """Forget the tokens from `totals` [batch] on, in all layers. Raises `ArgumentError` for more than
+        there are."""
+        wanted = self._per_sequence("totals", totals, None)
+        if (wanted > self.totals).any():
+            raise ArgumentError(
+                f"cannot go back to {wanted.tolist()} tokens: {self.totals.min(axis=0).tolist()} are there"
+            )
+        self._link.call("rollback", cache=self._number, totals=wanted)
+        self.totals[...] = wanted
+
+    def save(self, directory: str | Path, about: Mapping[str, Any] | None = None) -> None:
+        """Write all layers, as `ShardedCache.save`: each node writes what it holds. `CacheNodes.load` and
+        `ShardedCache.load` read it, on any number of ranks. Raises what that raises; the nodes go on."""
+        self._link.call("save", cache=self._number, directory=str(directory), about=dict(about or {}))
+        self._link.done()
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.rollback(np.zeros(self.batch, np.int64))
+
+    def select(self, rows: ArrayLike) -> None:
+        """Go on with the sequences `rows`, integers [new batch], in this order, as beams do; one may come
+        several times, or not at all. Raises `ArgumentError` for a sequence that is not there, or for more
+        of them than there is room for."""
+        rows = whole_numbers("rows", rows)
+        if rows.ndim != 1 or not rows.size or (rows < 0).any() or (rows >= self.batch).any():
+            raise ArgumentError(f"rows {rows.tolist()}: numbers of the {self.batch} sequences are needed")
+        capacity = self._most // len(rows)
+        if (self.totals[:, rows] > capacity).any():
+            raise ArgumentError(
+                f"{len(rows)} sequences of {int(self.totals.max())} tokens: there is room for {capacity} each"
+            )
+        self._link.call("select", cache=self._number, rows=rows)
+        self.totals, self.capacity = self.totals[:, rows], capacity
+
+    def _checked(
+        self,
+        layer: int,
+        q: AnyArray | None,
+        k: AnyArray | None,
+        v: AnyArray | None,
+        names: tuple[str, str] = ("k", "v"),
+    ) -> tuple[Array, ...]:
+        """Those that are given, as NumPy arrays that fit this cache. Raises `ArgumentError`, and `StateError`
+        where the nodes have ended."""
+        self._link.check_open()
+        plan = self._plan
+        if not (isinstance(layer, int | np.integer) and 0 <= layer < plan.layers):
+            raise ArgumentError(f"layer {layer!r:.40}: the cache has {plan.layers}, from 0 on")
+        if plan.latent and v is not None:
+            raise ArgumentError("v is not needed: the values are the first channels of k, pass None")
+        if not plan.latent and (k is None) != (v is None):
+            raise ArgumentError("k and v come together, or neither of them")
+        every = (
+            ("q", q, plan.q_dtype, None, plan.head_dim),
+            (names[0], k, plan.dtype, plan.kv_heads, plan.head_dim),
+            (names[1], v, plan.dtype, plan.kv_heads, plan.v_dim),
+        )
+        named = [one for one in every if one[1] is not None]
+        given = tuple(_elements(arrays.on_host(name, array), dtype) for name, array, dtype, *_ in named)
+        queries = given[0].shape[1] if given[0].ndim == 4 else 0
+        for (name, _, dtype, heads, width), array in zip(named, given, strict=True):
+            shape = array.shape
+            right = len(shape) == 4 and shape[:2] == (self.batch, queries) and shape[3] == width
+            if not right or not queries or heads not in (None, shape[2]):
+                raise ArgumentError(
+                    f"{name} has shape {list(shape)}: [batch, tokens, heads, width] = [{self.batch}, "
+                    f"{queries or 'some'}, {heads or 'any'}, {width}] is needed"
+                )
+            if array.dtype != CACHE_DTYPES[dtype]:
+                raise ArgumentError(
+                    f"{name} is {array.dtype}: the cache on the nodes, of {plan.dtype}, takes {dtype}"
+                )
+        if q is not None and given[0].shape[2] % plan.kv_heads:
+            raise ArgumentError(
+                f"{given[0].shape[2]} query heads are no multiple of {plan.kv_heads} KV heads"
+            )
+        if k is None and (self.totals[layer] < queries).any():
+            raise ArgumentError(
+                f"q is of the last {queries} tokens, and a sequence has fewer in layer {layer}"
+            )
+        return given
+
+    def _check_scale(self, scale: float | None) -> None:
+        if self._plan.latent:
+            check_latent(self._plan.v_dim, self._plan.head_dim, scale)
+
+    def _per_sequence(self, name: str, given: ArrayLike, most: int | None) -> Array:
+        numbers = whole_numbers(name, given)
+        upto = "on" if most is None else f"to {most}"
+        if (
+            numbers.shape != (self.batch,)
+            or (numbers < 0).any()
+            or (most is not None and (numbers > most).any())
+        ):
+            raise ArgumentError(
+                f"{name} {numbers.tolist()!r:.60}: {self.batch} whole numbers from 0 {upto} are needed"
+            )
+        return numbers
+
+    def _check_room(self, layer: int, counts: Array | None, tokens: int) -> None:
+        after = self.totals[layer] + (tokens if counts is None else counts)
+        if (after > self.capacity).any():
+            raise ArgumentError(
+                f"{int(after.max())} tokens of a sequence: the cache nodes have room for {self.capacity}: "
+                "take more nodes, or plan fewer sequences"
+            )
+
+
+def _elements(array: Array, dtype: str) -> Array:
+    """An array that carries the bits of `dtype` as integers, as torch hands out 8 bits, seen as such."""
+    wanted = CACHE_DTYPES[dtype]
+    return array.view(wanted) if array.dtype != wanted and str(array.dtype) == bits_of(dtype) else array
+
+
+@functools.lru_cache(maxsize=64)
+def _of_the_last(rules: Rules) -> Rules:
+    """What they are to a query that stands behind all keys: one that sees them all takes a shorter way."""
+    alone = rules.causal and rules.window is None and rules.alibi is None
+    return replace(rules, causal=False) if alone else rules
+
+
+def _pieces(queries: int) -> Iterator[slice]:
+    """A prompt in pieces, so that the plans of all prompts are few."""
+    begin = 0
+    while begin < queries:
+        size = min(_MOST_QUERIES, 1 << ((queries - begin).bit_length() - 1))
+        yield slice(begin, begin + size)
+        begin += size
