@@ -2,13 +2,11 @@
 
 For bfloat16, head_dim 128 and one sequence unless a row says otherwise, on an H100 and an H200. Beside one
 another, in microseconds: `floor`, the cache at the GPU's copy rate; `model`, what chooses splits
-(treeattn.backends.cuda.splits) with the constants that are shipped, an H100's, and with an H200's copy rate,
-as if every tile of rows read memory; `once`, the same where tiles that read the same tokens have them from
-memory once, else from the L2 cache at 5.5 TB/s, as they can where all blocks run `at_once`, and the splits
-that would be chosen so (`splits_once`); `merge`, what of both the merge of splits takes, a tile's by one
-multiprocessor; `issue`, the main loop's instructions (tests/compile_matrix/costs.json, sm_90) at all issue
-slots, without and with the branches for masks, which tokens that all rows see do not take; `l2`, all tiles at
-5.5 TB/s; and `read`, what a reading of the former kernels' machine code expected.
+(treeattn.backends.cuda.splits) with the constants that are shipped, an H100's, and with an H200's copy rate;
+`merge`, what of it the merge of splits takes, a tile's by one multiprocessor; `issue`, the main loop's
+instructions (tests/compile_matrix/costs.json, sm_90) at all issue slots, without and with the branches for
+masks, which tokens that all rows see do not take; `l2`, what all tiles read at the rate of the L2 cache; and
+`read`, what a reading of the former kernels' machine code expected.
 
 Then a reduction of 8 KB over peer memory of 8 GPUs: the program of each rank, instruction by instruction,
 with the round trips of `Links`, where the kernel's tables lie in memory and where in its parameters; and a
@@ -30,7 +28,7 @@ from treeattn.collectives.check import prove
 from treeattn.files import output_writer
 
 COSTS = Path(__file__).parents[1] / "tests" / "compile_matrix" / "costs.json"
-MULTIPROCESSORS, SHARED, CLOCK, L2 = 132, 227 << 10, 1.755e9, 5.5e12
+MULTIPROCESSORS, SHARED, CLOCK = 132, 227 << 10, 1.755e9
 COPIED = {"H100": 3.0e12, "H200": 4.3e12}  # bytes a second, read and written
 RECORDS, RANKS = 16, 8  # of 130 floats: 8 KB
 
@@ -125,42 +123,35 @@ def predicted(row: Row, costs: dict[str, Any]) -> dict[str, Any]:
         in_flight=variant.in_flight,
         slots=resident * MULTIPROCESSORS,
         multiprocessors=MULTIPROCESSORS,
+        sharing=tiles,
     )
     cut = splits.choose_splits(load)
 
-    def model(reads: int) -> dict[str, float]:
-        """Where so many tiles have the same tokens from memory together."""
-        return {
-            name: round(float(splits.predict(load, cut.number, cut.fan, constants(name, reads))), 1)
-            for name in COPIED
-        }
-
+    model = {
+        name: round(float(splits.predict(load, cut.number, cut.fan, constants(name))), 1) for name in COPIED
+    }
     size = row.kv_heads * row.tokens * token_bytes
     turns = load.tiles * math.ceil(row.tokens / variant.step)
     loops = [costs[variant.expression.replace(", VisibleTokens", "")]["loop"], cost["loop"]]
-    free = constants("H100", 1)._replace(level=0, merged_megabyte=0)
-    merge = model(1)["H100"] - float(splits.predict(load, cut.number, cut.fan, free))
+    free = constants("H100")._replace(level=0, merged_megabyte=0)
+    merge = model["H100"] - float(splits.predict(load, cut.number, cut.fan, free))
     return {
         "what": row.what,
         "kernel": variant.expression,
         "splits": cut.number,
-        "splits_once": splits.choose_splits(load, None, constants("H100", tiles)).number,
         "floor": {name: round(size / rate * 1e6, 1) for name, rate in COPIED.items()},
-        "model": model(1),
-        "once": model(tiles),
+        "model": model,
         "merge": round(merge, 1),
-        "at_once": load.tiles * cut.number <= load.slots,
         "issue": [round(turns * loop / MULTIPROCESSORS / CLOCK * 1e6, 1) for loop in loops],
-        "l2": round(tiles * size / L2 * 1e6, 1),
+        "l2": round(tiles * size / 1e6 * splits.shipped().l2_megabyte, 1),
         "read": None if row.read is None else dict(zip(COPIED, row.read, strict=True)),
     }
 
 
-def constants(gpu: str, reads: int) -> splits.Constants:
-    """Of the model on a GPU, where `reads` tiles have the same megabyte from memory together."""
+def constants(gpu: str) -> splits.Constants:
+    """Of the model on a GPU."""
     shipped = splits.shipped()
-    megabyte = shipped.megabyte * COPIED["H100"] / COPIED[gpu] / reads
-    return shipped._replace(megabyte=megabyte if reads == 1 else max(megabyte, 1e12 / L2))
+    return shipped._replace(megabyte=shipped.megabyte * COPIED["H100"] / COPIED[gpu])
 
 
 def reduced(scheme: str, links: Links) -> float:

@@ -34,7 +34,7 @@ from treeattn.study.roofline import cuda as roofline_cuda
 from treeattn.study.roofline.cuda import HEAD_DIM
 
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 41, 48, 64, 96, 128, 132, 192, 256)
-ROWS = (1, 4, 8, 16)
+ROWS = (1, 4, 8, 16, 128)  # the last are two tiles, which read the same tokens
 TOKENS = (1024, 8192, 65536)
 KV_HEADS = (1, 8)
 

@@ -18,7 +18,9 @@ from .raw_module import compiler_problem
 from .stopwatch import EmulatorStopwatch
 
 SCRIPT = ROOT / "benchmarks" / "gpu_splits.py"
-TRUE = Constants(launch=4.2, wave=0.9, megabyte=0.51, latency=0.62, level=1.7, merged_megabyte=14.0)
+TRUE = Constants(
+    launch=4.2, wave=0.9, megabyte=0.51, l2_megabyte=0.37, latency=0.62, level=1.7, merged_megabyte=14.0
+)
 
 
 def synthetic(constants: Constants, noise: float = 0.0) -> list[dict[str, Any]]:
@@ -27,7 +29,10 @@ def synthetic(constants: Constants, noise: float = 0.0) -> list[dict[str, Any]]:
     for kv_heads in (1, 40):
         for tokens in benchmark.TOKENS:
             for count in benchmark.ROWS:
-                load = Load(kv_heads, count, tokens, 128, 512, 64, 128, 264, 132)
+                tiles, rows_of_tile = -(-count // 64), min(count, 64)
+                load = Load(
+                    *(kv_heads * tiles, rows_of_tile, tokens, 128, 512, 64, 128, 264, 132), sharing=tiles
+                )
                 for number in benchmark.SPLITS[::2]:
                     fan = splits.choose_splits(load, number).fan
                     time = float(splits.predict(load, number, fan, constants) * np.exp(noise * rng.normal()))
@@ -69,14 +74,15 @@ def test_what_no_row_tells_of_stays() -> None:
 
 @pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 def test_a_sweep_from_end_to_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(benchmark, "ROWS", (1, 4))
+    monkeypatch.setattr(benchmark, "ROWS", (1, 128))
     rows = benchmark.measure(EmulatorStopwatch(20_000), 1, tokens=(100,), numbers=(1, 3))
     assert [(r["kv_heads"], r["rows"], r["tokens"], r["splits"]) for r in rows] == [
-        (kv_heads, count, 100, number) for kv_heads in (1, 8) for count in (1, 4) for number in (1, 3)
+        (kv_heads, count, 100, number) for kv_heads in (1, 8) for count in (1, 128) for number in (1, 3)
     ]
     assert {round(row["microseconds"], 6) for row in rows} == {5}  # to a clock that counts launches
-    assert [Load(**row["load"]).tiles for row in rows] == [1] * 4 + [8] * 4
-    assert "4 rows, 8 KV heads, 100 tokens: fastest in 1 splits, 5.0 us" in capsys.readouterr().out
+    loads = [Load(**row["load"]) for row in rows]
+    assert [(load.tiles, load.sharing) for load in loads[::2]] == [(1, 1), (2, 2), (8, 1), (16, 2)]
+    assert "128 rows, 8 KV heads, 100 tokens: fastest in 1 splits, 5.0 us" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("by_gpu_day", [False, True])

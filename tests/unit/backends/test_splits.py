@@ -16,7 +16,7 @@ from treeattn.backends.cuda.attention import divisor, most_queries
 from treeattn.backends.cuda.splits import Constants, Load, choose_splits, predict, rounded_steps
 from treeattn.errors import BackendError
 
-SIMPLE = Constants(launch=100, wave=10, megabyte=3, latency=4, level=7, merged_megabyte=1000)
+SIMPLE = Constants(launch=100, wave=10, megabyte=3, l2_megabyte=1, latency=4, level=7, merged_megabyte=1000)
 
 
 def load(heads: int, kv_heads: int, tokens: int, resident: int = 2, dtype: str = "bfloat16") -> Load:
@@ -106,6 +106,33 @@ def test_the_model_by_hand() -> None:
     assert predict(work, 5, 3, SIMPLE) == pytest.approx(
         100 + 20 + math.hypot(3 * whole, 4 * 20) + 14 + two_levels
     )
+
+
+def test_tiles_of_one_wave_read_memory_once_by_hand() -> None:
+    """Eight tiles, of two KV heads, share their tokens by four: 64 megabytes, 16 of them not read before."""
+    work = Load(8, 16, 16000, 128, 500, 64, 64, slots=40, multiprocessors=20, sharing=4)
+
+    def streamed(splits: int, load: Load = work, **others: float) -> float:
+        constants = SIMPLE._replace(latency=1e-9, level=0, merged_megabyte=0, **others)
+        waves = math.ceil(load.tiles * splits / load.slots)
+        return float(predict(load, splits, splits, constants)) - 100 - 10 * waves
+
+    assert streamed(5) == pytest.approx(max(3 * 16, 1 * 64))
+    assert streamed(5, l2_megabyte=0.1) == pytest.approx(3 * 16)
+    assert streamed(6) == pytest.approx(3 * 32)  # two waves, in each of which half of the tiles run
+    assert streamed(60) == pytest.approx(3 * 64)  # a wave for each tile, and no more
+    batch = work._replace(tiles=80, batch=10)  # sequences run one after another
+    assert streamed(5, batch) == pytest.approx(10 * 64)
+    assert streamed(5, work._replace(sharing=1)) == pytest.approx(3 * 64)
+
+
+def test_tiles_that_share_tokens_are_cut_to_run_at_once() -> None:
+    latent = Load(4, 32, 65536, 512, 1152, 32, 32, slots=264, multiprocessors=132, sharing=4)
+    alone = latent._replace(sharing=1)
+    assert float(predict(latent, 66, 9, splits.shipped())) < 0.7 * float(
+        predict(alone, 66, 9, splits.shipped())
+    )
+    assert choose_splits(latent).number * 4 <= 264
 
 
 def test_tokens_are_looked_at_by_six_bits() -> None:

@@ -267,6 +267,8 @@ class PlannedAttention:
             in_flight=variant.in_flight,
             slots=resident * runtime.multiprocessors,
             multiprocessors=runtime.multiprocessors,
+            sharing=tiles // kv_heads,
+            batch=batch,
         )
         self.splits, self._steps = Splits(0, 0), -1  # none yet
 

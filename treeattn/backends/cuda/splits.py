@@ -2,13 +2,16 @@
 
 A launch costs, in microseconds::
 
-    launch + wave * waves + hypot(megabyte * M, latency * rounds) + level * levels + merged_megabyte * P
+    launch + wave * waves + hypot(max(megabyte * M, l2_megabyte * L), latency * rounds)
+    + level * levels + merged_megabyte * P
 
-Blocks that do not fit the device at once run in waves. M: megabytes of keys and values, times multiprocessors
-over busy ones where blocks are too few for all. rounds: how often a block waits for memory, with as many
-tokens asked for at once as its kernel asks for. The two bounds are smoothed into one, since memory that is
-busy answers late. levels: merges one after another, of the splits of a group and, if there are several
-groups, of these. P: megabytes of partials that the last block of each level reads.
+Blocks that do not fit the device at once run in waves. L: megabytes of keys and values that all tiles of
+rows read, times multiprocessors over busy ones where blocks are too few for all. M: those that come from
+memory; tiles that read the same tokens in one wave have them from there once, and else from the L2 cache.
+rounds: how often a block waits for memory, with as many tokens asked for at once as its kernel asks for. The
+bounds of bytes and of waiting are smoothed into one, since memory that is busy answers late. levels: merges
+one after another, of the splits of a group and, if there are several groups, of these. P: megabytes of
+partials that the last block of each level reads.
 
 The constants lie in splits.json beside this file, with the device that they were measured on, if they were:
 ``benchmarks/gpu_splits.py`` measures and writes them.
@@ -45,6 +48,7 @@ class Constants(NamedTuple):
     launch: float
     wave: float
     megabyte: float
+    l2_megabyte: float
     latency: float
     level: float
     merged_megabyte: float
@@ -54,8 +58,9 @@ class Load(NamedTuple):
     """What a launch has to do, and on what.
 
     tiles: batch * KV heads * tiles of rows, which is the blocks of one split. rows: of a tile. tokens: of the
-    shard. token_bytes: of a token's key and value in one KV head. step, in_flight: of the kernel's `Variant`.
-    slots: blocks that the device holds at once.
+    shard. token_bytes: of a token's key and value in one KV head. step, in_flight: of the kernel's
+    `Variant`. slots: blocks that the device holds at once. sharing: tiles of rows that read the same tokens.
+    batch: sequences; the blocks of one come before those of the next.
     """
 
     tiles: int
@@ -67,6 +72,8 @@ class Load(NamedTuple):
     in_flight: int
     slots: int
     multiprocessors: int
+    sharing: int = 1
+    batch: int = 1
 
 
 class Splits(NamedTuple):
@@ -109,6 +116,9 @@ def predict(load: Load, splits: ArrayLike, fan: ArrayLike, constants: Constants)
     rounds = waves * np.ceil(steps * load.step / load.in_flight)
     idle = np.maximum(1, load.multiprocessors / blocks)
     megabytes = load.tiles * load.tokens * load.token_bytes / 1e6 * idle
+    # Waves over which the tiles are spread that read the same tokens: each has them from memory anew.
+    readings = np.minimum(load.sharing, np.ceil(blocks / load.batch / load.slots))
+    streamed = np.maximum(c.megabyte * megabytes * readings / load.sharing, c.l2_megabyte * megabytes)
     groups = np.ceil(splits / fan)
     levels = (splits > 1) * (1 + (groups > 1))
     parts = (splits > 1) * (fan + (groups > 1) * groups)
@@ -116,7 +126,7 @@ def predict(load: Load, splits: ArrayLike, fan: ArrayLike, constants: Constants)
     time: Array = (
         c.launch
         + c.wave * waves
-        + np.hypot(c.megabyte * megabytes, c.latency * rounds)
+        + np.hypot(streamed, c.latency * rounds)
         + c.level * levels
         + c.merged_megabyte * merged
     )
